@@ -367,10 +367,66 @@ def test_files_are_listed_shown_and_deleted(tmp_path):
     assert gone.status_code == 404
 
 
+def test_a_clock_that_stands_still_leaves_no_file_or_batch_out_of_a_list(tmp_path):
+    async def talking():
+        async with Site(FakeEngine(), tmp_path) as site:
+            site.batches.now = lambda: 1_000_000.0
+            files = [await site.upload(jsonl(line(name))) for name in "abc"]
+            batches = [await site.begin(jsonl(line(name))) for name in "abc"]
+            listed = []
+            for path in ("/v1/files?purpose=batch&", "/v1/batches?"):
+                seen, after = [], ""
+                while page := (await site.client.get(f"{path}limit=1{after}")).json()["data"]:
+                    seen += [each["id"] for each in page]
+                    after = f"&after={seen[-1]}"
+                listed.append(seen)
+            return files, batches, listed
+
+    files, batches, (listed_files, listed_batches) = run(talking)
+    assert listed_batches == batches[::-1]
+    assert listed_files[3:] == files[::-1]
+    assert len(listed_files) == 6
+
+
+def test_a_file_says_how_long_it_is_and_how_long_it_stays(tmp_path):
+    async def talking():
+        async with Site(FakeEngine(), tmp_path) as site:
+            form = {"purpose": "batch", "expires_after[anchor]": "created_at", "expires_after[seconds]": "3600"}
+            about = (await site.client.post("/v1/files", files={"file": ("in", b"x" * 10)}, data=form)).json()
+            content = await site.client.get(f"/v1/files/{about['id']}/content")
+            await site.batches.stored(BatchStore.expire, about["created_at"] + 3601, 10**9)
+            gone = await site.client.get(f"/v1/files/{about['id']}")
+            return about, content, gone
+
+    about, content, gone = run(talking)
+    assert about["expires_at"] == about["created_at"] + 3600
+    assert (content.headers["content-length"], content.content) == ("10", b"x" * 10)
+    assert gone.status_code == 404
+
+
 @pytest.mark.parametrize(
     ("form", "param"),
     [
         ({"data": {"purpose": "batch"}}, "file"),
+        ({"files": {"file": ("x", b"x")}, "data": {"purpose": "batch", "expires_at": "3"}}, "expires_at"),
+        (
+            {"files": {"file": ("x", b"x")}, "data": {"purpose": "batch", "expires_after[seconds]": "3600"}},
+            "expires_after[anchor]",
+        ),
+        *(
+            (
+                {
+                    "files": {"file": ("x", b"x")},
+                    "data": {
+                        "purpose": "batch",
+                        "expires_after[anchor]": "created_at",
+                        "expires_after[seconds]": seconds,
+                    },
+                },
+                "expires_after[seconds]",
+            )
+            for seconds in ("3599", "2592001", "-3600", "1e4", "٣٦٠٠", "9" * 40)
+        ),
         ({"files": {"file": ("x", b"x")}}, "purpose"),
         ({"files": {"file": ("x", b"x")}, "data": {"purpose": "fine-tune"}}, "purpose"),
         ({"content": b"x", "headers": {"content-type": "multipart/form-data"}}, "body"),

@@ -111,7 +111,8 @@ class BatchStore:
     def files(self, tenant: str | None, purpose: str | None, limit: int, after: str | None) -> list[FileObject]:
         """The newest files first, up to `limit` after that one."""
         query = """SELECT about FROM files WHERE (?1 IS NULL OR tenant = ?1)
-            AND (?2 IS NULL OR created < (SELECT created FROM files WHERE id = ?2)) ORDER BY created DESC"""
+            AND (?2 IS NULL OR (created, rowid) < (SELECT created, rowid FROM files WHERE id = ?2))
+            ORDER BY created DESC, rowid DESC"""
         found = (msgspec.json.decode(about, type=FileObject) for (about,) in self._db.execute(query, (tenant, after)))
         wanted = (each for each in found if purpose in (None, each.purpose))
         return [each for each, _ in zip(wanted, range(limit), strict=False)]
@@ -163,7 +164,8 @@ class BatchStore:
     def batches(self, tenant: str | None, limit: int, after: str | None) -> list[Batch]:
         """The newest first, up to `limit` after that one."""
         query = """SELECT about FROM batches WHERE (?1 IS NULL OR tenant = ?1)
-            AND (?2 IS NULL OR created < (SELECT created FROM batches WHERE id = ?2)) ORDER BY created DESC LIMIT ?3"""
+            AND (?2 IS NULL OR (created, rowid) < (SELECT created, rowid FROM batches WHERE id = ?2))
+            ORDER BY created DESC, rowid DESC LIMIT ?3"""
         rows = self._db.execute(query, (tenant, after, limit)).fetchall()
         return [self._counted(msgspec.json.decode(about, type=Batch)) for (about,) in rows]
 

@@ -6,17 +6,18 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import Any, Final
 
-from starlette.datastructures import UploadFile
+from starlette.datastructures import FormData, UploadFile
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Message, Receive
 
+from llm_serving.core.parameter_rules import Whole
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import RequestError, RequestNotFoundError, RequestTimeoutError, RequestTooLargeError
 from llm_serving.server.authentication import api_key_of, tenant_seen
 from llm_serving.server.batches import ENDPOINTS_OF_LINES, Batch, Batches, BatchStore
-from llm_serving.server.batches.batches import WINDOW_S, new_file
+from llm_serving.server.batches.batches import KEPT_S, WINDOW_S, new_file
 from llm_serving.server.batches.objects import BatchList, BatchRequest, DeletedFile, FileList, FileObject
 from llm_serving.server.batches.store import CHUNK_BYTES, new_id
 from llm_serving.server.endpoint import Endpoint
@@ -26,6 +27,9 @@ from llm_serving.server.parameters import read_fields
 
 PURPOSE: Final = "batch"
 MAX_FILENAME_CHARS: Final = 256
+KEPT_LEAST_S: Final = 3600
+"""Seconds after which a file may expire, as with OpenAI; at most `KEPT_S`."""
+_ANCHOR, _SECONDS = "expires_after[anchor]", "expires_after[seconds]"
 DEFAULT_ROWS, MAX_ROWS = 20, 100
 _PAGE: Final[Mapping[str, Mapping[str, Any]]] = {
     "limit": {"type": "integer", "minimum": 1, "maximum": MAX_ROWS},
@@ -35,7 +39,7 @@ _FILES: Final = {**_PAGE, "purpose": {"type": "string"}}
 
 
 async def create_file(engine: AsyncEngine, http_request: Request) -> Response:
-    """Keeps a file: a form with `purpose` and `file`."""
+    """Keeps a file: a form with `purpose` and `file`, and perhaps how long to keep it."""
     batches = _batches(http_request)
     limits = engine.config.serving
     counted = Request(http_request.scope, _limited(http_request, limits.batch_store_bytes))
@@ -48,6 +52,8 @@ async def create_file(engine: AsyncEngine, http_request: Request) -> Response:
                 raise RequestError("purpose", f"must be {PURPOSE}", purpose)
             name = (file.filename or "")[:MAX_FILENAME_CHARS]
             about = new_file(new_id("file"), name, PURPOSE, batches.now())
+            if (seconds := _kept_s(form)) is not None:
+                about.expires_at = about.created_at + seconds
             pieces = _pieces(file)
             about = await batches.stored(BatchStore.add_file, about, _tenant(http_request), pieces, batches.now())
     except HTTPException as error:  # by whoever reads forms
@@ -84,7 +90,8 @@ async def show_content(engine: AsyncEngine, http_request: Request) -> Response:
             yield piece
             number += 1
 
-    return StreamingResponse(pieces(), media_type="application/jsonl")
+    # With its length: where the file is deleted meanwhile, the client notices that it has not got all of it.
+    return StreamingResponse(pieces(), headers={"content-length": str(about.bytes)}, media_type="application/jsonl")
 
 
 async def delete_file(engine: AsyncEngine, http_request: Request) -> Response:
@@ -160,6 +167,24 @@ def _tenant(http_request: Request) -> str:
     """Whose files these are."""
     key = api_key_of(http_request)
     return "" if key is None else key.name
+
+
+def _kept_s(form: FormData) -> int | None:
+    """Seconds after which the file expires, as the form says; None: it does not.
+
+    Raises:
+        RequestError: It says something else, or what forms of files do not.
+    """
+    for name in form:
+        if name not in ("file", "purpose", _ANCHOR, _SECONDS):
+            raise RequestError(name[:MAX_FILENAME_CHARS], "is not a field of this form")
+    anchor, given = form.get(_ANCHOR), form.get(_SECONDS)
+    if anchor is None and given is None:
+        return None
+    if anchor != "created_at":
+        raise RequestError(_ANCHOR, "must be created_at", anchor)
+    is_number = isinstance(given, str) and given.isascii() and given.isdecimal() and len(given) < 9
+    return int(Whole(KEPT_LEAST_S, KEPT_S).checked(_SECONDS, int(str(given)) if is_number else given))
 
 
 def _page(http_request: Request) -> tuple[int, str | None]:
