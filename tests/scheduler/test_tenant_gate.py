@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
+from dataclasses import replace
 
 import pytest
 from engine_harness import Harness
 from factories import create_classes, create_request, create_scheduler, run_step
 from llm_serving.core.beam_search_params import BeamSearchParams
 from llm_serving.core.request import FinishReason
+from llm_serving.core.transfer import Transfer
 from llm_serving.observe.journal import Journal
 from llm_serving.recording.explain import describe_state
+from llm_serving.scheduler.rules import Rules
 from llm_serving.scheduler.tenant_gate import Need, TenantGate
 from llm_serving.scheduler.wait_reason import WaitReason
 from recordings import MemoryFiles, create_recorded, replay, seal
@@ -223,3 +226,31 @@ def test_no_limit_and_no_bound_is_broken_and_a_replay_decides_the_same(seed):
     assert list(scheduler.kept_apart()) == []
     [data] = files.files
     assert replay(data).hash == seal(data)
+
+
+def brought(**limits):
+    """A scheduler whose only place is taken, and a request of tenant `a` that waits and was begun by another one."""
+    scheduler = create_scheduler(max_num_seqs=1, num_schedulers=2, **limits)
+    moved = create_request(request_id="moved", tenant="a")
+    moved.transfer = Transfer()
+    add(scheduler, *of("b", 1))
+    scheduler.deal({"b": 1})
+    run_step(scheduler)
+    add(scheduler, moved)
+    return scheduler, moved
+
+
+def test_a_place_that_was_taken_along_stays_where_its_request_gets_another_class():
+    scheduler, moved = brought(max_running_per_tenant=1)
+    assert scheduler.take_needs()["a"] == Need(1, 1, 1, 0)
+    assert scheduler.reprioritise(moved, -1)
+    assert moved in scheduler.waiting
+    assert scheduler.take_needs().get("a", Need(1, 1, 1, 0)) == Need(1, 1, 1, 0)
+
+
+def test_a_tenant_that_gets_a_limit_keeps_the_places_of_requests_that_another_scheduler_began():
+    scheduler, moved = brought()
+    limits = replace(scheduler.limits, max_running_per_tenant=1)
+    scheduler.reload(Rules(limits, scheduler.policy, scheduler.classes, scheduler.order, False))
+    assert moved in scheduler.waiting
+    assert scheduler.take_needs()["a"] == Need(1, 1, 1, 0)

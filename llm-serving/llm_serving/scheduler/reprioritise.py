@@ -51,7 +51,7 @@ class Reprioritiser:
         num_waited = self._waits.monitor.num_waited(request) if waits else 0
         if waits:
             queue.discard(request)
-            if not request.has_run:
+            if not self._waits.gate.counts(request):
                 self._waits.follow(self._waits.gate.left(request))
         with self._places.changing(request):
             self._set_class(request, priority, after, step)

@@ -188,6 +188,11 @@ class TenantGate:
                 total += new
         return changes
 
+    def counts(self, request: Request) -> bool:
+        """Whether it has one of the places of its tenant, had one, or has taken it along from another scheduler."""
+        tenant = self._tenants.get(request.tenant)
+        return tenant is not None and request.sequence in tenant.active
+
     def holds(self, request: Request) -> bool:
         tenant = self._tenants.get(request.tenant)
         return tenant is not None and any(

@@ -59,7 +59,7 @@ class Waits:
         self.forks, self.laid_aside, self.num_entered = before.forks, before.laid_aside, before.num_entered
         self.gate.take_over(before.gate)
         for request in everybody:
-            if request.has_run:
+            if request.has_run or request.transfer is not None:
                 self.gate.admitted(request)
         waiting = [*before.queue, *before.gate.held()]
         for request in sorted(waiting, key=lambda each: (not each.has_run, each.entered)):
