@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import copy
+import threading
+
+import httpx
 import pytest
 from fakes import DEMO_FOLDER, DEMO_TOKENIZER, MAX_MODEL_LEN, FakeEngine, Script
 from llm_serving.core.request import FinishReason
+from llm_serving.server import conversation
+from llm_serving.server.app import create_app
 from llm_serving.server.conversation import role_in
+from llm_serving.server.fair_threads import FairThreads
 from llm_serving.server.parameters import IGNORED_HEADER
 from llm_serving.text.sentencepiece_vocabulary import SentencePieceVocabulary
 from llm_serving.text.tokenizer import Tokenizer
@@ -230,3 +238,37 @@ class TestPromptLogprobs:
         for name in ("max_tokens", "max_completion_tokens"):
             error = error_of(post(FakeEngine(), PATH, {"messages": USER, name: 0}))
             assert error["message"] == "`max_tokens` must be an integer from 1 to 2147483647. Given: 0"
+
+
+def test_templates_of_many_conversations_of_one_client_let_others_through(monkeypatch):
+    engine, begin, rendered = FakeEngine(), threading.Event(), []
+    monkeypatch.setattr(engine, "tokenizer", copy.copy(DEMO_TOKENIZER))
+    threads = FairThreads(1, "test")
+    monkeypatch.setattr(conversation, "_RENDERING", threads)
+    threads.submit("", begin.wait)
+
+    def render(messages, **given):
+        del given
+        rendered.append(messages[0]["content"])
+        return "x"
+
+    engine.tokenizer.apply_chat_template = render
+    application = create_app(engine)
+
+    async def ask(address, path, content, counts):
+        transport = httpx.ASGITransport(application, client=(address, 1))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            body = {"messages": [{"role": "user", "content": content}], "max_tokens": 1}
+            return await client.post(path, json={"messages": body["messages"]} if counts else body)
+
+    async def ask_all():
+        many = [asyncio.create_task(ask("1.1.1.1", "/tokenize", "many", True)) for _ in range(4)]
+        many += [asyncio.create_task(ask("1.1.1.1", "/v1/messages/count_tokens", "many", True)) for _ in range(4)]
+        other = asyncio.create_task(ask("2.2.2.2", PATH, "one", False))
+        while sum(map(len, threads._waiting.values())) < 9:
+            await asyncio.sleep(0)
+        begin.set()
+        return [answer.status_code for answer in await asyncio.gather(*many, other)]
+
+    assert asyncio.run(ask_all()) == [200] * 9
+    assert rendered.index("one") <= 1

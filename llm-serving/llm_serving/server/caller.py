@@ -61,7 +61,6 @@ def caller_of(config: ServingConfig, http_request: Request, *bodies: CallerField
     tenant = user if key is None else key.name
     if note is not None:
         note.tenant, note.request_class = tenant, class_of(priority, config.request_classes).name
-    address = "" if http_request.client is None else http_request.client.host
     again = http_request.headers.get("idempotency-key", "")[:MAX_NAME_CHARS]
     return HttpCaller(
         priority=priority,
@@ -70,10 +69,17 @@ def caller_of(config: ServingConfig, http_request: Request, *bodies: CallerField
         deadline=deadline,
         exchange=None if note is None else note.exchange,
         note=note,
-        source=address if key is None else key.name,
+        source=source_of(http_request),
         idempotency_key=again,
         quota=quota_of(http_request),
     )
+
+
+def source_of(http_request: Request) -> str:
+    """Who answers for a request."""
+    if (key := api_key_of(http_request)) is not None:
+        return key.name
+    return "" if http_request.client is None else http_request.client.host
 
 
 class Ceiling(NamedTuple):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 import msgspec
@@ -18,6 +17,7 @@ from llm_serving.server.answer_form import asked_form, check_others, compiled, t
 from llm_serving.server.answered_message import AnsweredMessage
 from llm_serving.server.caller import HttpCaller
 from llm_serving.server.choices import ONE_ANSWER, Choices
+from llm_serving.server.fair_threads import FairThreads
 from llm_serving.server.generation import Generation, encode_text, start_generation, truncated
 from llm_serving.server.knock import knock
 from llm_serving.server.off_loop import INLINE_BYTES, off_loop
@@ -37,8 +37,9 @@ SAME_ROLES: Final = {"developer": "system", "function": "tool"}
 """What a role is called by chat templates that do not name it."""
 RESERVED_VARIABLES: Final = ("add_generation_prompt", "continue_final_message", "messages", "self", "tools")
 """What a chat template gets from us, or Jinja takes for itself."""
-_RENDERING: Final = ThreadPoolExecutor(NUM_PROCESSES, "chat-template")
-"""Threads that wait for templates: other work beside the loop does not wait with them."""
+_RENDERING: Final = FairThreads(NUM_PROCESSES, "chat-template")
+"""Threads that wait for templates: other work beside the loop does not wait with them, and nobody behind all that
+somebody else asks for: long conversations take long, also where their tokens are only counted."""
 
 
 async def converse(
@@ -102,6 +103,7 @@ async def converse(
     )
     text = await render_chat(
         engine,
+        caller.source,
         request.messages,
         _adds_generation_prompt(request),
         request.chat_template_kwargs,
@@ -171,6 +173,7 @@ async def converse_once(
 
 async def render_chat(
     engine: AsyncEngine,
+    source: str,
     messages: Sequence[ChatMessage],
     add_generation_prompt: bool,
     variables: dict[str, Any] | None = None,
@@ -180,7 +183,8 @@ async def render_chat(
 ) -> str:
     """The prompt text of a conversation, rendered off the event loop.
 
-    With `continue_final_message` it ends where the text of the last message does. `tools` are for the template.
+    `source` is who asks, as of `HttpCaller`. With `continue_final_message` it ends where the text of the last message
+    does. `tools` are for the template.
 
     Raises:
         RequestError: A message has no text or no known role, a variable has a reserved name, or the chat template
@@ -197,10 +201,10 @@ async def render_chat(
         extra["tools"] = tools
 
     def render() -> str:
-        source = engine.tokenizer.chat_template(with_tools=tools is not None)
+        template = engine.tokenizer.chat_template(with_tools=tools is not None)
         plain = [plain_message(i, message) for i, message in enumerate(messages)]
         for each in plain:
-            each["role"] = role_in(source, each["role"])
+            each["role"] = role_in(template, each["role"])
         return engine.tokenizer.apply_chat_template(
             plain,
             add_generation_prompt=add_generation_prompt,
@@ -208,7 +212,7 @@ async def render_chat(
             **extra,
         )
 
-    return await asyncio.get_running_loop().run_in_executor(_RENDERING, render)
+    return await asyncio.wrap_future(_RENDERING.submit(source, render))
 
 
 def role_in(template: str, role: str) -> str:

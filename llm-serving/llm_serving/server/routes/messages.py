@@ -50,7 +50,7 @@ from llm_serving.server.anthropic_schemas import (
     ThinkingDelta,
     ToolUseBlock,
 )
-from llm_serving.server.caller import caller_of
+from llm_serving.server.caller import caller_of, source_of
 from llm_serving.server.conversation import converse_once, render_chat
 from llm_serving.server.endpoint import Endpoint
 from llm_serving.server.error_responses import error_headers, json_response
@@ -117,7 +117,9 @@ async def count_tokens(engine: AsyncEngine, http_request: Request) -> Response:
     try:
         offered = offered_tools(engine, chat)
         shown = None if offered is None else offered.for_template
-        text = await render_chat(engine, messages, not continues, continue_final_message=continues, tools=shown)
+        text = await render_chat(
+            engine, source_of(http_request), messages, not continues, continue_final_message=continues, tools=shown
+        )
     except RequestError as error:
         raise _in_our_words(error) from None
     tokens = await encode_text(engine, text, "messages", add_special_tokens=False)

@@ -13,6 +13,7 @@ from llm_serving.admission.admission import check_token_ids
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import RequestError
 from llm_serving.server.authentication import api_key_of
+from llm_serving.server.caller import source_of
 from llm_serving.server.conversation import render_chat
 from llm_serving.server.endpoint import Endpoint
 from llm_serving.server.error_responses import json_response
@@ -58,7 +59,8 @@ async def tokenize(engine: AsyncEngine, http_request: Request) -> Response:
     if (request.prompt is None) == (request.messages is None):
         raise RequestError("prompt", "or `messages` must be given, and not both")
     if request.messages is not None:
-        text = await render_chat(engine, request.messages, request.add_generation_prompt is not False)
+        adds_prompt = request.add_generation_prompt is not False
+        text = await render_chat(engine, source_of(http_request), request.messages, adds_prompt)
         tokens = await encode_text(engine, text, "messages", bool(request.add_special_tokens))
     else:
         assert request.prompt is not None
