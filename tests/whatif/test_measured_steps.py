@@ -67,6 +67,34 @@ def test_requests_have_their_arrival_and_the_times_of_their_tokens(recorded, tmp
     assert timings.replies == {"a": [2.0, 3.0, 3.75]}
 
 
+def test_right_guesses_are_tokens_of_the_reply_that_brought_them(tmp_path):
+    files, clock = MemoryFiles(), Clock()
+    scheduler = create_recorded(files, clock=clock)
+    request = create_request(4, request_id="a", max_tokens=20)
+    scheduler.add(request)
+    for clock.now, guesses, chosen in ((1.0, [], [7]), (2.0, [8, 9, 5], [8, 9, 10, 11]), (3.0, [], [12])):
+        scheduler.draft(request, guesses)
+        scheduler.update(scheduler.schedule(0.0), chosen)
+    timings = read_timings([written(files.files[0], tmp_path)])
+    assert timings.replies == {"a": [1.0, 2.0, 2.0, 2.0, 3.0]}
+    assert [step.shape.samples for step in timings.steps] == [1, 4, 1]
+
+
+def test_requests_of_a_later_file_keep_their_names(tmp_path):
+    files, clock = MemoryFiles(), Clock()
+    scheduler = create_recorded(files, max_file_bytes=200, clock=clock)
+    for number in range(100):
+        scheduler.add(create_request(4, request_id=str(number), max_tokens=1))
+        clock.now = float(number)
+        scheduler.update(scheduler.schedule(0.0), [7])
+    assert len(files.files) > 1
+    for number, data in enumerate(files.files):
+        (tmp_path / f"{number}.rec").write_bytes(data)
+    timings = read_timings(sorted(tmp_path.glob("*.rec")))
+    assert timings.replies.items() <= {str(number): [float(number)] for number in range(100)}.items()
+    assert len(timings.replies) > 95  # a step that is under way at the end of a file is in none
+
+
 def test_a_damaged_recording_is_named(recorded, tmp_path):
     with pytest.raises(RecordingError, match=r"a\.rec: record \d+ at byte \d+ is damaged"):
         read_timings([written(recorded[:-20] + b"\0" + recorded[-19:], tmp_path)])

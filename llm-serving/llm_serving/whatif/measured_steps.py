@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -11,8 +11,10 @@ from typing import Final
 import numpy as np
 
 from llm_serving.errors import ConfigError, RecordingError
-from llm_serving.recording.records import Added, Asked, CacheLost, Decided, Entry, Reader, Updated
+from llm_serving.recording.records import Added, Asked, CacheLost, Decided, Drafted, Entry, Reader, Updated
 from llm_serving.recording.replay import Replay
+from llm_serving.scheduler.drafts import num_chosen
+from llm_serving.scheduler.scheduler import Scheduler
 from llm_serving.whatif.document import MOST_WHOLE
 from llm_serving.whatif.recorded_load import torn
 from llm_serving.whatif.step_shape import StepShape, shape_of_rows
@@ -36,7 +38,7 @@ class MeasuredStep:
     goes_on_s: float | None = None
     """When the scheduler was asked for a step after the reply, if that was at once."""
     chosen: list[int] = field(default_factory=list)
-    """Requests, by the order in which they were added, that a token was chosen for."""
+    """Requests, by `Request.sequence`, once for each token that the reply brought them."""
 
     @property
     def ahead(self) -> bool:
@@ -81,8 +83,9 @@ def read_timings(files: Iterable[Path]) -> Timings:
         try:
             with file.open("rb") as stream:
                 reader = Reader(stream)
-                timings.num_blocks = Replay(reader).scheduler.blocks.pool.num_blocks
-                _read(iter(reader), timings)
+                scheduler = Replay(reader).scheduler
+                timings.num_blocks = scheduler.blocks.pool.num_blocks
+                _read(iter(reader), timings, scheduler)
                 timings.notices += torn(file, reader.torn_at)
         except RecordingError as error:
             raise RecordingError(f"{file}: {error}") from None
@@ -100,44 +103,59 @@ def _note_requests(timings: Timings) -> None:
         step.shape = step.shape._replace(read=read)
 
 
-def _read(entries: Iterator[Entry], timings: Timings) -> None:
-    in_flight: dict[int, MeasuredStep] = {}
-    names: list[str] = []
+def _read(entries: Iterator[Entry], timings: Timings, before: Scheduler) -> None:
+    """`before`: the scheduler as it was before these entries."""
+    in_flight: dict[int, tuple[MeasuredStep, _Chosen]] = {}
+    names = {each.sequence: each.request_id for each in before._requests.values()}
+    drafts: dict[int, list[int]] = {}
+    sequence = before.waits.num_entered
     before_s, came_s, asked_s = float("-inf"), None, 0.0
     replied: MeasuredStep | None = None
     num_sent = 0
     for entry in entries:
         match entry.record:
             case Added(request_id=name, arrival_time=time):
-                names.append(name)
+                names[sequence] = name
+                sequence += 1
                 timings.arrivals[name] = time
                 came_s = time if came_s is None else came_s
+            case Drafted():
+                drafts[entry.record.sequence] = entry.record.token_ids
             case Asked(now=now):
                 asked_s = now
                 if replied is not None:
                     replied.goes_on_s, replied = now, None
             case Decided(step=int(step)) as decided:
                 alone = not in_flight and came_s is not None and came_s > before_s
-                in_flight[step] = MeasuredStep(
-                    _shape(decided),
-                    asked_s,
-                    came_s if alone else None,
-                    before_s,
-                    chosen=[row[0] for row in decided.rows if row[3]],
-                )
+                chosen = [(row[0], row[3], drafts.pop(row[0], [])[: row[3] - 1]) for row in decided.rows if row[3]]
+                measured = MeasuredStep(_shape(decided), asked_s, came_s if alone else None, before_s)
+                in_flight[step] = measured, chosen
                 came_s = None
-            case Updated(step=step, time=time) if step in in_flight:
-                replied = in_flight.pop(step)
+            case Updated(step=step, token_ids=token_ids, time=time) if step in in_flight:
+                replied, chosen = in_flight.pop(step)
+                replied.chosen = list(_brought(chosen, token_ids))
                 replied.before_s, replied.replied_s = before_s, time
                 if replied.came_s is None:  # otherwise they were sent before it came
                     replied.shape = replied.shape._replace(sent=num_sent)
                 timings.steps.append(replied)
                 before_s, num_sent = time, len(replied.chosen)
                 for number in replied.chosen:
-                    if number < len(names):
+                    if number in names:
                         timings.replies.setdefault(names[number], []).append(time)
             case CacheLost():
                 in_flight.clear()
+
+
+_Chosen = list[tuple[int, int, list[int]]]
+"""Of each row that chooses tokens: its request, how many are chosen, the guesses among those that it computes."""
+
+
+def _brought(chosen: _Chosen, token_ids: Sequence[int]) -> Iterator[int]:
+    """The requests of a reply, each once for each token that it gets."""
+    end = 0
+    for number, num_samples, drafts in chosen:
+        start, end = end, end + num_samples
+        yield from (number,) * num_chosen(drafts, token_ids[start:end])
 
 
 def _shape(decided: Decided) -> StepShape:
