@@ -71,6 +71,7 @@ CONFIGS = {
             "q_lora_rank": 24,
             **_EXPERTS,
             **_LATENT,
+            "norm_topk_prob": False,
         },
     ),
 }

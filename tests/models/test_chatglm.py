@@ -51,6 +51,12 @@ def test_the_network_is_that_of_glm() -> None:
     assert [getattr(older, fact) for fact in facts] == [getattr(newer, fact) for fact in facts]
 
 
+def test_norms_of_which_nothing_is_said_have_the_epsilon_of_its_own_class() -> None:
+    nothing = {key: value for key, value in OLDER.items() if key != "layernorm_epsilon"}
+    of_nothing, told, other = map(ModelSpec.from_hugging_face, (nothing, OLDER | {"layernorm_epsilon": 1e-5}, GLM))
+    assert shape_of(of_nothing) == shape_of(told) != shape_of(other)
+
+
 def test_tensors_have_the_names_of_the_published_files() -> None:
     at = "transformer.encoder.layers.0."
     names = {name.removeprefix(at) for name in ModelSpec.from_hugging_face(OLDER).tensors if name.startswith(at)}

@@ -209,6 +209,8 @@ GROUPS = {"topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 1}
             "`intermediate_size` times 4 experts must be at most 2097152. Given: 1048575",
         ),
         ("deepseek2", {"qk_rope_head_dim": 15}, "`qk_rope_head_dim` must be even for rotary embeddings. Given: 15"),
+        ("deepseek2", {"norm_topk_prob": True}, "`norm_topk_prob` must be false. Given: True"),
+        ("deepseek2", {"moe_layer_freq": 2}, "`moe_layer_freq` must be 1. Given: 2"),
         (
             "deepseek2",
             {"num_attention_heads": 4096, "v_head_dim": 65536},
@@ -315,3 +317,44 @@ def test_quantised_weights_have_a_scheme_or_are_refused():
     assert ModelSpec.from_hugging_face({**LLAMA_2_7B, "quantization_config": None}).scheme is None
     with pytest.raises(ModelError, match="the weights are quantised by GPTQ, 3 bits, which cannot be served"):
         ModelSpec.from_hugging_face({**LLAMA_2_7B, "quantization_config": {"quant_method": "gptq", "bits": 3}})
+
+
+LEFT_OUT = [
+    ("mistral", "sliding_window", 4096),
+    ("mixtral", "rope_theta", 1e6),
+    ("mixtral", "rms_norm_eps", 1e-5),
+    ("phi3", "rms_norm_eps", 1e-5),
+    ("glm", "rms_norm_eps", 1.5625e-07),
+    ("glm4", "rms_norm_eps", 1.5625e-07),
+    ("gemma2", "attn_logit_softcapping", 50.0),
+    ("gemma2", "final_logit_softcapping", 30.0),
+    ("smollm3", "rope_theta", 2e6),
+    ("qwen2", "sliding_window", 4096),
+    ("qwen2", "max_window_layers", 28),
+]
+"""Of the classes of `transformers`, what they put where a configuration says nothing, as far as families differ."""
+
+
+def told(config):
+    network = ModelSpec.from_hugging_face(config).network
+    return network.rotaries, [(each.kind, each.attributes) for each in network.operations]
+
+
+@pytest.mark.parametrize(("name", "key", "value"), LEFT_OUT)
+def test_what_a_configuration_leaves_out_is_what_its_own_class_puts_there(name, key, value):
+    config = {**config_of(name), "num_hidden_layers": 30}
+    changed = value + 1 if isinstance(value, int) else value * 2
+    assert told(config | {key: value}) != told(config | {key: changed})
+    del config[key]
+    assert told(config) == told(config | {key: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [("mistral", "sliding_window"), ("gemma2", "attn_logit_softcapping"), ("gemma2", "final_logit_softcapping")],
+)
+def test_null_is_none_and_not_what_is_left_out(name, key):
+    config = config_of(name)
+    told_none = told(config | {key: None})
+    del config[key]
+    assert told_none != told(config)

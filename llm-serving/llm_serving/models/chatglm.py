@@ -47,7 +47,7 @@ def facts_of(c: Facts) -> dict[str, Any]:
 
 
 def chatglm(c: Facts) -> Network:
-    net, heads = network_of(c), heads_of(c)
+    net, heads = network_of(c, eps=1e-5), heads_of(c)
     rotary = rotary_of(c, heads, interleaved=True, share=0.5)
     inner, bias = c.integer("intermediate_size"), c.boolean("attention_bias")
     names, out = ("self_attention.query_key_value",), "self_attention.dense"

@@ -37,6 +37,10 @@ def deepseek_v2(c: Facts) -> Network:
         c.integer("num_experts_per_tok"), normalise=False, scale=scale, groups=groups[0], top_groups=groups[1]
     )
     c.choice("scoring_func", ("softmax",), "softmax")
+    if c.boolean("norm_topk_prob"):
+        raise c.fail("norm_topk_prob", "must be false")
+    if c.integer("moe_layer_freq", 1) != 1:
+        raise c.fail("moe_layer_freq", "must be 1")
     c.choice("hidden_act", ("silu",), "silu")
 
     def feed_forward(x: Value, index: int, at: str) -> Value:

@@ -54,6 +54,10 @@ class Facts:
         """Whether there is a value."""
         return self.config.get(key) is not None
 
+    def leaves_out(self, key: str) -> bool:
+        """Whether nothing is said, not even null: for some keys null says that there is none."""
+        return key not in self.config
+
     def integer(self, key: str, default: int | None = None, *, least: int = 1) -> int:
         """At least `least`, or what the key must be at least."""
         value = self.config.get(key)

@@ -16,7 +16,7 @@ NORMS = ("self_attn.q_norm", "self_attn.k_norm")
 
 def gemma2(c: Facts) -> Network:
     rotary = rotary_of(c, heads_of(c))
-    return _gemma(c, every=2, rotaries={FULL: rotary, SLIDING: rotary})
+    return _gemma(c, every=2, rotaries={FULL: rotary, SLIDING: rotary}, caps=(50.0, 30.0))
 
 
 def gemma3(c: Facts) -> Network:
@@ -28,14 +28,23 @@ def gemma3(c: Facts) -> Network:
     return _gemma(c, every=every, rotaries={FULL: full, SLIDING: sliding}, norms=NORMS)
 
 
-def _gemma(c: Facts, *, every: int, rotaries: dict[str, Rotary], norms: tuple[str, str] | None = None) -> Network:
+def _gemma(
+    c: Facts,
+    *,
+    every: int,
+    rotaries: dict[str, Rotary],
+    norms: tuple[str, str] | None = None,
+    caps: tuple[float | None, float | None] = (None, None),
+) -> Network:
+    """`caps`, of scores and of logits, are those of a configuration that says nothing of them."""
     net, heads = network_of(c, plus_one), heads_of(c)
     num_layers, inner = c.integer("num_hidden_layers"), c.integer("intermediate_size")
     alternating = [SLIDING if (index + 1) % every else FULL for index in range(num_layers)]
     kinds = c.choices("layer_types", (FULL, SLIDING), num_layers) or alternating
     scale = c.number("query_pre_attn_scalar", 256.0) ** -0.5
     cap, last_cap = (
-        c.number(key) if c.has(key) else None for key in ("attn_logit_softcapping", "final_logit_softcapping")
+        c.number(key) if c.has(key) else usual if c.leaves_out(key) else None
+        for key, usual in zip(("attn_logit_softcapping", "final_logit_softcapping"), caps, strict=True)
     )
     bias = c.boolean("attention_bias")
     c.choice("hidden_activation", ("gelu_pytorch_tanh",), "gelu_pytorch_tanh")

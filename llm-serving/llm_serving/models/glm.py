@@ -14,7 +14,7 @@ def glm4(c: Facts) -> Network:
 
 
 def _glm(c: Facts, attention_norm: str, mlp_norm: str) -> Network:
-    net, heads = network_of(c), heads_of(c)
+    net, heads = network_of(c, eps=1.5625e-07), heads_of(c)
     rotary = rotary_of(c, heads, interleaved=True, share=0.5)
     inner, bias = c.integer("intermediate_size"), c.boolean("attention_bias")
     c.choice("hidden_act", ("silu",), "silu")

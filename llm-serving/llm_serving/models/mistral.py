@@ -15,9 +15,10 @@ from llm_serving.network.description import Network, Routing, Value
 
 
 def mistral(c: Facts) -> Network:
-    net, heads = network_of(c), heads_of(c)
-    rotary, window, inner = rotary_of(c, heads), window_of(c), c.integer("intermediate_size")
     experts = c.integer("num_local_experts") if c.has("num_local_experts") else 0
+    net, heads = network_of(c, eps=1e-5 if experts else 1e-6), heads_of(c)
+    rotary, inner = rotary_of(c, heads, theta=1e6 if experts else 10000.0), c.integer("intermediate_size")
+    window = window_of(c, None if experts else 4096)
     c.choice("hidden_act", ("silu",), "silu")
 
     def layer(hidden: Value, _: int, at: str) -> Value:

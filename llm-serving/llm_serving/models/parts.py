@@ -142,10 +142,10 @@ def scaling_of(c: Facts, facts: Facts, turning: int) -> Scaling | None:
     return Scaling(kind=name, factor=factor, original=longest if name == "dynamic" else original)
 
 
-def network_of(c: Facts, change_gain: Change | None = None) -> Network:
-    """An empty network of a configuration's sizes."""
+def network_of(c: Facts, change_gain: Change | None = None, *, eps: float = 1e-6) -> Network:
+    """An empty network of a configuration's sizes; `eps` of norms, where it has none."""
     sizes = c.integer("hidden_size"), c.integer("vocab_size")
-    return Network(*sizes, c.number("rms_norm_eps", 1e-6), change_gain)
+    return Network(*sizes, c.number("rms_norm_eps", eps), change_gain)
 
 
 def decoder(
@@ -317,6 +317,8 @@ def mixture(
     return net.experts(x, f"{at}gate", routing, names, inner)
 
 
-def window_of(c: Facts) -> int | None:
-    """Tokens that a row sees, None for all."""
-    return c.integer("sliding_window") if c.has("sliding_window") else None
+def window_of(c: Facts, default: int | None = None) -> int | None:
+    """Tokens that a row sees, None for all; `default` where the configuration says nothing."""
+    if c.has("sliding_window"):
+        return c.integer("sliding_window")
+    return default if c.leaves_out("sliding_window") else None

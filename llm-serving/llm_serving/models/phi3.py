@@ -8,7 +8,7 @@ QKV = ("self_attn.qkv_proj",)
 
 
 def phi3(c: Facts) -> Network:
-    net, heads = network_of(c), heads_of(c)
+    net, heads = network_of(c, eps=1e-5), heads_of(c)
     rotary, window, inner = rotary_of(c, heads), window_of(c), c.integer("intermediate_size")
     bias = c.boolean("attention_bias")
     c.choice("hidden_act", ("silu",), "silu")

@@ -1,7 +1,16 @@
 """Qwen2: biases of query, key and value. Qwen3: norms of heads instead. Both: experts in most layers, perhaps."""
 
 from llm_serving.models.facts import Facts
-from llm_serving.models.parts import decoder, gated_mlp, heads_of, mixture, network_of, rotary_of, self_attention
+from llm_serving.models.parts import (
+    decoder,
+    gated_mlp,
+    heads_of,
+    mixture,
+    network_of,
+    rotary_of,
+    self_attention,
+    window_of,
+)
 from llm_serving.network.description import Network, Routing, Value
 
 NORMS = ("self_attn.q_norm", "self_attn.k_norm")
@@ -34,10 +43,10 @@ def _qwen(c: Facts, *, bias: bool, out_bias: bool = False, norms: tuple[str, str
         return net.add(routed, net.weigh(shared, net.linear(x, at + "shared_expert_gate", 1)))
 
     def window(index: int) -> int | None:
-        slides = c.boolean("use_sliding_window") and index >= c.integer("max_window_layers", num_layers, least=0)
+        slides = c.boolean("use_sliding_window") and index >= c.integer("max_window_layers", 28, least=0)
         kinds = c.choices("layer_types", ("full_attention", "sliding_attention"), num_layers)
         slides = slides if kinds is None else kinds[index] == "sliding_attention"
-        return c.integer("sliding_window") if slides else None
+        return window_of(c, 4096) if slides else None
 
     def layer(hidden: Value, index: int, at: str) -> Value:
         x = net.norm(hidden, at + "input_layernorm")

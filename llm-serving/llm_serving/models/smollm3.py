@@ -7,7 +7,8 @@ from llm_serving.network.description import Network, Value
 
 def smollm3(c: Facts) -> Network:
     net, heads = network_of(c), heads_of(c)
-    rotary, inner, num_layers = rotary_of(c, heads), c.integer("intermediate_size"), c.integer("num_hidden_layers")
+    rotary, inner = rotary_of(c, heads, theta=2e6), c.integer("intermediate_size")
+    num_layers = c.integer("num_hidden_layers")
     every = c.integer("no_rope_layer_interval", 4)
     turns = c.flags("no_rope_layers", num_layers) or [bool((index + 1) % every) for index in range(num_layers)]
     bias, mlp_bias = c.boolean("attention_bias"), c.boolean("mlp_bias")
