@@ -8,7 +8,7 @@ import struct
 import msgspec
 import pytest
 from llm_serving.cli import main
-from llm_serving.recording.records import MAGIC, SEAL_BYTES, Added, Chain, Decided, Reader, encode
+from llm_serving.recording.records import MAGIC, SEAL_BYTES, Added, Chain, Decided, Reader, Updated, encode
 from llm_serving.whatif.profile import write_profile
 from recordings import record_steps
 from whatif_loads import create_profile
@@ -70,14 +70,20 @@ STREAMS = [
     *((key, value) for key in ("max_tokens", "prefix_tokens", "prefixes") for value in (0, -1, 10**30)),
     *(("begins_s", value) for value in (-1, 1e308)),
     ("timeout_s", -1),
+    *(("recited", value) for value in (-0.1, 1.1, "all", True, [1], 10**400)),
+    *(("recited_run", value) for value in (0, -1, 1.5, 10**30)),
     ("arrivals", "sometimes"),
     ("class", [1]),
 ]
 LOADS = [
     *((load_with(**{key: value}), f"load.yaml:2: `streams.chat.{key}` must be ") for key, value in STREAMS),
     (load_with(rate=1e-300), "`streams.chat` must have its last request within 1e+09 seconds. Given: it comes after"),
-    (load_with(prompt_tokens=10**9), "`streams.chat` must have at most 100000000 tokens in its prompts. Given: 1000"),
-    (load_with(prefix_tokens=10**9), "`streams.chat` must have at most 100000000 tokens in its prompts. Given: 1000"),
+    (load_with(prompt_tokens=10**9), "`streams.chat` must have at most 100000000 tokens in its prompts and"),
+    (load_with(prefix_tokens=10**9), "`streams.chat` must have at most 100000000 tokens in its prompts and"),
+    (
+        load_with(answer_tokens=10**9, recited=0.5),
+        "`streams.chat` must have at most 100000000 tokens in its prompts and",
+    ),
     (load_with(requests=None, rate=1e-9, ends_s=1), "`streams` must have at least one request. Given: none comes"),
     (load_with(foo=1), "load.yaml:2: unknown key `streams.chat.foo`; the nearest known one is"),
     (load_with(**{"class": "nobody"}), "`class` of the stream chat must be one of"),
@@ -136,6 +142,12 @@ FORGED = [
     ("whatif", forged(Added, prompt_token_ids=[-5] * 4), "a.rec: request 'a' must have token ids from 0 to 21474"),
     ("whatif", forged(Added, arrival_time=float("inf")), "a.rec: request 'a' must come at a finite time. Given: inf"),
     ("whatif", forged(Decided, rows=[(99, -1, -1, 0, 0, [])]), "a.rec: step 0 differs"),
+    (
+        "whatif",
+        forged(Updated, token_ids=[2**31 - 1]),
+        "a.rec: request 'a' must have an answer of token ids from -1 to",
+    ),
+    ("whatif", forged(Updated, token_ids=[-2]), "a.rec: request 'a' must have an answer of token ids from -1 to"),
     ("profile", forged(Decided, rows=[(99, -1, -1, 0, 0, [])]), "a.rec: step 0 must have rows of numbers from 0"),
 ]
 ARGUMENTS = [

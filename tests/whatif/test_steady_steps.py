@@ -17,8 +17,18 @@ from llm_serving.whatif.cost_model import CostModel, Piece
 from llm_serving.whatif.load import Asked, Load, Stream
 from llm_serving.whatif.simulation import Result, Simulation
 from llm_serving.whatif.steady_engine import SteadyEngine
+from llm_serving.whatif.workload import recite
 from whatif_loads import STEP_S, config_with, create_profile
 
+GUESSING: dict[str, dict[str, Any]] = {
+    "as they come": {},
+    "one step at a time": {"scheduler_config__schedule_ahead": False},
+    "one at a time": {"scheduler_config__num_speculative_tokens": 1, "scheduler_config__prompt_lookup_tokens": 1},
+    "small cache": {"pa_config__num_blocks": 14},
+    "two replicas": {"cluster_config__replicas": 2},
+    "audits": {"serving_config__audit_every": 3},
+}
+"""Where some requests of a load say what can be guessed."""
 CASES: dict[str, dict[str, Any]] = {
     "as they come": {},
     "one step at a time": {"scheduler_config__schedule_ahead": False},
@@ -37,19 +47,25 @@ CASES: dict[str, dict[str, Any]] = {
     "refusals": {"scheduler_config__slo_refusal_factor": 1.0, "scheduler_config__max_waiting_queue": 4},
     "tenants": {"scheduler_config__max_running_per_tenant": 2, "scheduler_config__order": "fair"},
     "audits": {"serving_config__audit_every": 3},
+    **{f"guesses, {name}": settings for name, settings in GUESSING.items()},
 }
 
 
-def create(seed: int, timeout_s: float | None) -> Load:
-    """Requests that come and end at any time; some stop before they must, one client asks again and again."""
+def create(seed: int, timeout_s: float | None, *, recites: bool) -> Load:
+    """Requests that come and end at any time; some stop before they must, one client asks again and again.
+
+    With `recites`, what some of them say can be guessed.
+    """
     rng = random.Random(seed)
 
     def asked(name: str, due_s: float) -> Asked:
         length = rng.randint(2, 40)
         prompt = [3 + rng.randrange(4)] * rng.randint(1, 40)
+        text = recite(rng, prompt, length, rng.choice((0.3, 0.9)), 8, 100) if recites and rng.random() < 0.6 else ()
         most = length + rng.choice((0, 0, 9))
         kind = rng.choice(("interactive", "batch", None))
-        return Asked(name, due_s, prompt, length, most, most == length, None, kind, rng.choice("abc"), timeout_s)
+        tenant = rng.choice("abc")
+        return Asked(name, due_s, prompt, length, most, most == length, None, kind, tenant, timeout_s, "", text)
 
     times = sorted(rng.uniform(0, 1.8) for _ in range(10))
     streams = (
@@ -91,12 +107,13 @@ def play(load: Load, settings: dict[str, Any], looks_alike: bool, monkeypatch: p
         result: Result = Simulation(config_with(**settings), load, profile, 1, looks_alike=looks_alike).run()
     told = [replace(each, request_class=None) for each in result.outcomes]  # type: ignore[arg-type]
     counts = result.num_steps, result.num_tokens, result.preemptions, result.bound_violations
-    return (told, result.block_use, counts, result.busy_share), known
+    guesses = result.num_guesses, result.num_right
+    return (told, result.block_use, counts, guesses, result.busy_share), known
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_steps_decided_at_once_are_those_decided_one_by_one(case, monkeypatch):
-    num_steady = num_audited = num_at_once = 0
+    num_steady = num_audited = num_at_once = num_right = 0
     differ: list[bool] = []
     step, advance = SteadyEngine._step, SteadyEngine.advance
 
@@ -117,14 +134,16 @@ def test_steps_decided_at_once_are_those_decided_one_by_one(case, monkeypatch):
     monkeypatch.setattr(SteadyEngine, "advance", noted)
     monkeypatch.setattr(Metrics, "audited", lambda self, *, differs: differ.append(differs))
     for seed, timeout_s in enumerate((None, 0.7)):
-        load = create(10 * seed + len(case), timeout_s)
+        load = create(10 * seed + len(case), timeout_s, recites=case.startswith("guesses"))
         one_by_one, all_known = play(load, CASES[case], False, monkeypatch)
         before = num_steady
         at_once, known = play(load, CASES[case], True, monkeypatch)
         assert at_once == one_by_one
         assert known.items() <= all_known.items()
         assert len(known) == len(all_known) - (num_steady - before)
+        num_right += at_once[3][1]
     assert num_steady > 20 or case == "roles"
     assert not any(differ)
-    assert (num_audited > 20 and len(differ) > 2) == (case == "audits")
+    assert (num_audited > 20 and len(differ) > 2) == case.endswith("audits")
     assert num_at_once > 5 or "cluster_config__replicas" in CASES[case]
+    assert (num_right > 5) == case.startswith("guesses")

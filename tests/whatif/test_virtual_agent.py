@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 from factories import create_scheduler
@@ -20,7 +21,10 @@ def test_shape_and_samples_are_those_of_the_arrays(arrivals: list[tuple[Any, ...
     builder = StepBuilder(scheduler.blocks)
     for _, _, request in create_load(arrivals):
         scheduler.add(request)
+    rng = random.Random(len(arrivals))
     for number in range(60):
+        for request in scheduler.running:
+            scheduler.draft(request, rng.choices((7, 8), k=rng.randint(1, 6)))
         schedule: Schedule | None = scheduler.schedule(0.0)
         if schedule is None:
             break

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Callable
 from typing import Final
 
 from llm_serving.config.schema import ServingConfig
@@ -124,6 +125,17 @@ def _context(config: ServingConfig, blocks: BlockManager) -> str:
     return text
 
 
+def build_drafter(config: ServingConfig, executor: Executor, clock: Clock) -> Drafter | None:
+    """What guesses in its engine; None: nothing is guessed."""
+    scheduler = config.scheduler
+    if scheduler.speculative_method == "none":
+        return None
+    model = None
+    if scheduler.draft_model_path is not None:
+        model = DraftModel(executor.propose, config.pa.block_size, clock)
+    return Drafter(scheduler.num_speculative_tokens, scheduler.prompt_lookup_tokens, model, clock)
+
+
 def build_engine(
     config: ServingConfig,
     num_blocks: int,
@@ -135,6 +147,7 @@ def build_engine(
     num_swap_blocks: int = 0,
     window: int | None = None,
     clock: Clock = monotonic,
+    build_drafter: Callable[[ServingConfig, Executor, Clock], Drafter | None] = build_drafter,
 ) -> Engine:
     """The engine of replica `index`; its executor's WorkAgent has a cache of `num_blocks` and a host pool.
 
@@ -155,18 +168,8 @@ def build_engine(
         audit_every=config.serving.audit_every,
         journal=journal,
         restart_wait_s=config.serving.restart_wait_s,
-        drafter=_drafter(config, executor, clock),
+        drafter=build_drafter(config, executor, clock),
         clock=clock,
     )
     engine.log_bounds()
     return engine
-
-
-def _drafter(config: ServingConfig, executor: Executor, clock: Clock) -> Drafter | None:
-    scheduler = config.scheduler
-    if scheduler.speculative_method == "none":
-        return None
-    model = None
-    if scheduler.draft_model_path is not None:
-        model = DraftModel(executor.propose, config.pa.block_size, clock)
-    return Drafter(scheduler.num_speculative_tokens, scheduler.prompt_lookup_tokens, model, clock)

@@ -111,8 +111,10 @@ class SteadySteps:
             self.settle_one(request)
 
     def settle_one(self, request: Request) -> None:
-        """The request is as it would be."""
-        num_computed, num_output = self._starts[request]
+        """The request is as it would be, if it is one of these steps."""
+        if (start := self._starts.get(request)) is None:
+            return
+        num_computed, num_output = start
         output = request.output_token_ids
         missing = num_output + self.num_replied - len(output)
         if missing:

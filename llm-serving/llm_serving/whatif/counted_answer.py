@@ -30,8 +30,11 @@ class CountedAnswer:
 
     def take(self, request: Request, samples: range, output: StepOutput) -> None:
         if not request.is_finished and len(request.output_token_ids) > 1:
-            self._tell(self)
+            for _ in samples:
+                self._tell(self)
             return
+        for _ in samples[1:]:
+            self._tell(self)
         self._tell(self._piece(_ONE_TOKEN))
         if request.is_finished:
             self._desk.note_length(request)

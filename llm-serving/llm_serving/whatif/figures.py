@@ -35,6 +35,8 @@ OF_ALL: Final = (
     "steps",
     "steps_beyond",
     "tokens_per_step",
+    "guesses",
+    "guesses_right",
 )
 """Of the server."""
 LESS_IS_BETTER: Final = frozenset(
@@ -78,6 +80,8 @@ def figures_of(result: Result) -> Figures:
         "steps": result.num_steps,
         "steps_beyond": result.num_steps_beyond,
         "tokens_per_step": result.num_tokens / max(1, result.num_steps),
+        "guesses": result.num_guesses,
+        "guesses_right": result.num_right,
     }
     return figures
 

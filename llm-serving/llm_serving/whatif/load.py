@@ -28,6 +28,10 @@ class Asked:
     tenant: str = ""
     timeout_s: float | None = None
     """After which the answer is of no more use."""
+    cache_salt: str = ""
+    """Requests find what was computed for others only where tenant and salt are the same."""
+    answer_token_ids: Sequence[int] = ()
+    """What it is answered, as far as that is known; what is not, nobody can guess."""
 
     def priority_in(self, classes: Sequence[RequestClass]) -> int:
         """Its priority; that of its class, where it names one.
@@ -64,6 +68,11 @@ class Load:
     @property
     def num_requests(self) -> int:
         return sum(len(stream.requests) for stream in self.streams)
+
+    @property
+    def has_texts(self) -> bool:
+        """Whether anything of its answers can be guessed."""
+        return any(each.answer_token_ids for stream in self.streams for each in stream.requests)
 
     def faster(self, factor: float) -> Load:
         """The same requests, coming so many times faster; closed loops stay what they are."""

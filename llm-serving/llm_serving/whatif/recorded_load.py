@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Final
 
@@ -20,6 +21,8 @@ from llm_serving.whatif.load import Asked, Load, Stream
 
 REFUSED: Final = "refused"
 """The stream of those who were refused at the door."""
+FAILED: Final = -1
+"""In place of a token that could not be chosen."""
 AUDIT_PREFIX: Final = "audit-"
 """Of the ids of copies that audits compute."""
 
@@ -115,13 +118,15 @@ def _load(name: str, files: Sequence[Path], requests: Sequence[Request], refused
             priority=each.priority,
             tenant=each.tenant,
             timeout_s=None if each.deadline is None else each.deadline - each.arrival_time,
+            cache_salt=each.cache_salt,
+            answer_token_ids=each.output_token_ids,
         )
         for each in ordered
     ]
     asked = sorted([*asked, *_refused(refused, origin, asked)], key=lambda each: each.due_s)
     if first := min(0.0, asked[0].due_s):
         asked = [replace(each, due_s=each.due_s - first) for each in asked]
-    largest = max(max(each.prompt_token_ids) for each in ordered)
+    largest = max(max(chain(each.prompt_token_ids, each.output_token_ids)) for each in ordered)
     return Load(name, (Stream("recorded", asked),), vocab_size=max(16, largest + 1))
 
 
@@ -134,6 +139,10 @@ def _check(request: Request, where: str) -> None:
         if not 0 <= bound <= MOST_WHOLE:
             rule = f"must have token ids from 0 to {MOST_WHOLE}"
             raise RecordingError(f"{where}: request {request.request_id!r} {rule}. Given: {bound}")
+    for token_id in request.output_token_ids:
+        if not FAILED <= token_id < MOST_WHOLE:
+            rule = f"must have an answer of token ids from {FAILED} to {MOST_WHOLE - 1}"
+            raise RecordingError(f"{where}: request {request.request_id!r} {rule}. Given: {token_id}")
 
 
 def _refused(refused: Sequence[Refused], origin: float, others: Sequence[Asked]) -> Iterator[Asked]:
@@ -149,4 +158,6 @@ def _refused(refused: Sequence[Refused], origin: float, others: Sequence[Asked])
                 prompt_token_ids=rng.choices(range(3, 16), k=max(1, length)),
                 priority=each.priority,
                 tenant=each.tenant,
+                cache_salt="",
+                answer_token_ids=(),
             )

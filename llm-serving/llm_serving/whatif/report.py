@@ -22,6 +22,8 @@ _WHOLE: Final = (
     "bound_violations",
     "steps",
     "steps_beyond",
+    "guesses",
+    "guesses_right",
 )
 _SHARES: Final = ("goodput_share", "block_use_mean", "block_use_peak", "busy_share", "fairness")
 _OF_CLASS: Final = (

@@ -63,6 +63,10 @@ class Result:
     """Of the time, in which the master's threads computed; each counts for itself."""
     preemptions: int = 0
     bound_violations: int = 0
+    num_guesses: int = 0
+    """That were checked."""
+    num_right: int = 0
+    """Of these."""
     block_use: list[tuple[float, float]] = field(default_factory=list)
     """(time, share of a replica's blocks in use) after each step of it."""
     num_blocks: int = 0
@@ -108,7 +112,8 @@ class Simulation:
         *,
         looks_alike: bool = True,
     ) -> None:
-        notices, window = tuple(_notices(config)), _window(config)
+        notices, window = tuple(_notices(config, load)), _window(config)
+        guesses = config.scheduler.speculative_method != "none" and load.has_texts
         self._config = config = _simulated(config)
         self._load, self._profile, self._seed = load, profile, seed
         self._timeline = Timeline()
@@ -125,7 +130,7 @@ class Simulation:
         lengths = np.array([[len(each.prompt_token_ids), _ends_after(each)] for each in requests], np.int32)
         self._numbers = {id(request): number for number, request in enumerate(requests)}
         self._tally, self._beyond = Tally(config, self._timeline), Beyond(profile.reach)
-        spec: Any = SimpleNamespace(vocab_size=load.vocab_size, eos_token_ids=(END_TOKEN,))
+        spec: Any = SimpleNamespace(vocab_size=END_TOKEN + 1, eos_token_ids=(END_TOKEN,))
         self._master = AsyncEngine(config, spec, NO_TOKENIZER, self._tally, _never_opened, clock=self._timeline)
         self._result = Result(name, load.name, profile, [], notices=notices)
         predicts = _predicts(config, requests)
@@ -133,6 +138,7 @@ class Simulation:
             config,
             profile,
             lengths.reshape(-1, 2),
+            [each.answer_token_ids for each in requests] if guesses else [],
             load.vocab_size,
             window,
             seed,
@@ -237,6 +243,7 @@ class Simulation:
         caller = Caller(
             priority=request.priority_in(self._config.request_classes),
             tenant=request.tenant,
+            cache_salt=request.cache_salt,
             deadline=None if request.timeout_s is None else outcome.due_s + request.timeout_s,
         )
         try:
@@ -358,16 +365,20 @@ class Simulation:
         result.master_share = self._interpreter.taken_s / max(span, 1e-9)
         result.busy_share = min(1.0, sum(seconds for _, seconds in spans) / max(span * len(replicas), 1e-9))
         result.preemptions, result.bound_violations = tally.num_preempted, tally.num_violations
+        result.num_guesses, result.num_right = tally.num_guesses, tally.num_right
         for replica in replicas:
             replica.engine.close()
         return result
 
 
 def _simulated(config: ServingConfig) -> ServingConfig:
-    """The configuration without what touches files, and without a model's own limits on what is asked."""
+    """The configuration without what touches files, and without a model's own limits on what is asked.
+
+    Replicas bring their own drafters.
+    """
     return replace(
         config,
-        scheduler=replace(config.scheduler, record_path=None, speculative_method="none"),
+        scheduler=replace(config.scheduler, record_path=None, speculative_method="none", draft_model_path=None),
         serving=replace(config.serving, explain_requests=0, request_log="none", batch_path=None),
         model=replace(config.model, model_path=None, end_token=None),
     )
@@ -378,10 +389,13 @@ def _window(config: ServingConfig) -> int | None:
     return None if path is None else ModelSpec.from_folder(path).window
 
 
-def _notices(config: ServingConfig) -> Iterator[str]:
+def _notices(config: ServingConfig, load: Load) -> Iterator[str]:
     """What of the configuration is not simulated."""
-    if config.scheduler.speculative_method != "none":
-        yield "speculative_method is not simulated: how often guesses are right depends on the texts"
+    method = config.scheduler.speculative_method
+    if method != "none" and not load.has_texts:
+        yield f"speculative_method {method} guesses nothing: no stream of the load has `recited`"
+    if method == "draft_model":
+        yield "draft_model_path is not simulated: guesses are those that are looked up"
 
 
 def _check_classes(config: ServingConfig, requests: list[Asked], load: str) -> None:

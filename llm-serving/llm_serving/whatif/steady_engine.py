@@ -17,6 +17,7 @@ from llm_serving.scheduler.steady import SteadySteps, num_steps_alike
 from llm_serving.whatif.counted_answer import CountedAnswer, Told
 from llm_serving.whatif.step_shape import StepShape
 from llm_serving.whatif.virtual_agent import VirtualAgent, VirtualStep, reply_of
+from llm_serving.whatif.virtual_drafter import VirtualDrafter, as_it_is
 
 MOST_STEPS: Final = 64
 """At once, before others have a look."""
@@ -33,16 +34,25 @@ class SteadyEngine:
     Args:
         engine: That of a simulation, with no step formed since its requests were looked at.
         agent: Its executor.
+        drafter: Its own; None: nobody guesses.
         steps: What its scheduler decides.
         predicts: Whether its engine tells what it measures to those who predict.
         deliver: Of the world.
     """
 
     def __init__(
-        self, engine: Engine, agent: VirtualAgent, steps: SteadySteps, predicts: bool, deliver: Deliver
+        self,
+        engine: Engine,
+        agent: VirtualAgent,
+        drafter: VirtualDrafter | None,
+        steps: SteadySteps,
+        predicts: bool,
+        deliver: Deliver,
     ) -> None:
         self._engine, self._agent, self._steps, self._predicts = engine, agent, steps, predicts
-        self._deliver = deliver
+        self._drafter, self._deliver = drafter, deliver
+        if drafter is not None:
+            drafter.settle = steps.settle_one
         self.goes_on = True
         """False: the next step is another, and the engine is as it would be."""
         self._answers = [each.receiver for each in steps.rows if type(each.receiver) is CountedAnswer]
@@ -53,11 +63,17 @@ class SteadyEngine:
 
     @classmethod
     def of(
-        cls, engine: Engine, agent: VirtualAgent, newest: Schedule, predicts: bool, deliver: Deliver
+        cls,
+        engine: Engine,
+        agent: VirtualAgent,
+        drafter: VirtualDrafter | None,
+        newest: Schedule,
+        predicts: bool,
+        deliver: Deliver,
     ) -> SteadyEngine | None:
         """None: the next step may be unlike the newest that was formed, or it ends somebody."""
         num_in_flight = len(engine._in_flight)
-        if num_in_flight != engine._max_steps_in_flight - 1:
+        if num_in_flight != engine._max_steps_in_flight - 1 or (drafter is not None and drafter.pays):
             return None
         scheduler = engine.scheduler
         if engine._inbox or not SteadySteps.are_alike(scheduler, newest, num_in_flight):
@@ -69,7 +85,7 @@ class SteadyEngine:
         if num_steps < 1:
             return None
         steps = SteadySteps(scheduler, num_in_flight, num_steps, agent.tokens_of)
-        return cls(engine, agent, steps, predicts, deliver)
+        return cls(engine, agent, drafter, steps, predicts, deliver)
 
     def advance(self) -> int:
         """As `Engine.step` as often as it returns, until something else is to happen."""
@@ -98,9 +114,10 @@ class SteadyEngine:
     def _step(self) -> bool:
         """Whether the next step was like the one before; otherwise nothing was done."""
         engine, agent, steps, clock = self._engine, self._agent, self._steps, self._engine._clock
+        drafter = self._drafter
         agent.await_ending()
         now = clock()
-        if engine._inbox or self._is_late(now):
+        if engine._inbox or self._is_late(now) or (drafter is not None and drafter.pays):
             return False
         engine.share()
         num_keys, num_rows = steps.num_keys, len(steps.rows)
@@ -125,6 +142,9 @@ class SteadyEngine:
         mean_s = engine._step_s if engine.mean_step_s is None else engine.mean_step_s
         engine.mean_step_s = mean_s + (engine._step_s - mean_s) / STEP_MEMORY
         engine.num_steps += 1
+        if drafter is not None:
+            drafter.measured(num_rows, engine._step_s, engine._host_s)
+            drafter.replied((), num_rows)
         engine._metrics.step(*engine._load(), num_rows, replica=engine._index)
         if self._predicts:
             engine.load.step(num_tokens=num_rows, num_rows=num_rows, seconds=engine._step_s, num_ended=0)
@@ -158,6 +178,8 @@ class SteadyEngine:
     def _leave(self) -> None:
         """The engine goes on, request by request."""
         self.settle()
+        if self._drafter is not None:
+            self._drafter.settle = as_it_is
         if self._newest is not None and self._num_in_flight:
             engine = self._engine
             engine._in_flight = deque(self._steps.in_flight())

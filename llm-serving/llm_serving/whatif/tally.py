@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from llm_serving.config.schema import ServingConfig
 from llm_serving.core.clock import Clock
@@ -15,6 +15,7 @@ class Tally(Metrics):
     def __init__(self, config: ServingConfig, clock: Clock) -> None:
         super().__init__(config.model.model_name, config.request_classes)
         self.num_tokens = self.num_preempted = self.num_violations = 0
+        self.num_guesses = self.num_right = 0
         self.block_use: list[tuple[float, float]] = []
         """(time, share of a replica's blocks in use) after each step."""
         self._clock = clock
@@ -28,6 +29,11 @@ class Tally(Metrics):
 
     def inter_tokens(self, seconds: Sequence[float]) -> None:
         """Outcomes have them."""
+
+    def drafted(self, checked: Iterable[tuple[str, int, int]]) -> None:
+        for _, num_checked, num_right in checked:
+            self.num_guesses += num_checked
+            self.num_right += num_right
 
     def preempted(self, n: int = 1) -> None:
         self.num_preempted += n

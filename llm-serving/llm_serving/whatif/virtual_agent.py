@@ -6,7 +6,7 @@ import functools
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -15,14 +15,15 @@ from llm_serving.core.request import Request
 from llm_serving.core.step import AllowedTokens, Float32Array, Int32Array, StepOutput, TopTokens, no_top_tokens
 from llm_serving.executor.executor import Unsupervised
 from llm_serving.scheduler import Schedule
+from llm_serving.whatif.document import MOST_WHOLE
 from llm_serving.whatif.profile import Profile
 from llm_serving.whatif.reach import Beyond
 from llm_serving.whatif.step_shape import StepShape
 from llm_serving.whatif.timeline import EngineClock
 
-END_TOKEN = 2
-"""What every answer ends with that ends by itself."""
-FIRST_TOKEN = 3
+END_TOKEN: Final = MOST_WHOLE
+"""What every answer ends with that ends by itself; no text of a load has it."""
+FIRST_TOKEN: Final = 3
 """From here on ids are words."""
 
 
@@ -36,7 +37,7 @@ class VirtualStep(NamedTuple):
 
 
 def virtual_step(schedule: Schedule, number: int) -> Any:
-    """In place of `StepBuilder.build`, whose arrays nobody reads here. Nothing is guessed ahead in simulations."""
+    """In place of `StepBuilder.build`, whose arrays nobody reads here."""
     tokens = context = pairs = 0
     samples = []
     for request, num_computed, query_len, num_samples, _ in schedule.rows:
@@ -44,8 +45,11 @@ def virtual_step(schedule: Schedule, number: int) -> Any:
         context += num_computed
         if query_len > 1:
             pairs += query_len * num_computed + query_len * (query_len + 1) // 2
-        if num_samples:
+        if num_samples == 1:
             samples.append((request.sampling.seed or 0, num_computed + query_len))
+        elif num_samples:  # one behind the newest token, and one behind each guess
+            end = num_computed + query_len + 1
+            samples += [(request.sampling.seed or 0, position) for position in range(end - num_samples, end)]
     rows = len(schedule.rows)
     shape = StepShape(
         rows, tokens, len(samples), context + tokens, pairs, len(schedule.block_moves) + len(schedule.exports)
@@ -77,6 +81,7 @@ class _Submitted(NamedTuple):
     """A step under way."""
 
     step: VirtualStep
+    sent: float
     came: float
     """When the WorkAgent had it."""
     factor: float
@@ -94,6 +99,7 @@ class VirtualAgent(Unsupervised):
         wait_until: Lets the rest of the world go on to a time, as far as the engine can know of it.
         beside: Tells what the master has done until then.
         lengths: [requests, 2], tokens of each request's prompt, and after how many of output the model ends it.
+        texts: Of each request what it is answered, as far as that is known; empty: of none it is.
         vocab_size: Of the model.
         rng: Draws how far from what is predicted each step is.
         beyond: Looks at the steps.
@@ -109,6 +115,7 @@ class VirtualAgent(Unsupervised):
         wait_until: Callable[[float], None],
         beside: Callable[[], Beside],
         lengths: Int32Array,
+        texts: Sequence[Sequence[int]],
         vocab_size: int,
         rng: random.Random,
         beyond: Beyond,
@@ -117,7 +124,15 @@ class VirtualAgent(Unsupervised):
         self.spans: list[tuple[float, float]] = []
         """(when a step began, seconds that it took)."""
         self._profile, self._clock, self._wait_until = profile, clock, wait_until
+        self.computed_s = 0.0
+        """Of the newest step, from when it was sent, or from the reply before it, to its own."""
+        self.taken_s = 0.0
+        """That taking this reply took."""
+        self._replied = 0.0
+        """When it was there."""
         self._num_output: list[int] = lengths[:, 1].tolist()
+        self._num_prompt: list[int] = lengths[:, 0].tolist()
+        self._texts = texts
         self._ends: list[int] = (lengths.sum(axis=1, dtype=np.int64) - 1).tolist()
         """Of each request, the position of the token that ends it."""
         self._num_words, self._rng = vocab_size - FIRST_TOKEN, rng
@@ -133,12 +148,13 @@ class VirtualAgent(Unsupervised):
         profile, clock = self._profile, self._clock
         self._beyond.look(step.shape)
         clock.spend(profile.form.seconds(step.shape))
-        came = clock.now + profile.latency_s
+        sent = clock.now
+        came = sent + profile.latency_s
         if not self._in_flight:
             if came > self._free:
                 came += profile.idle_s
             self._before = self._beside()
-        self._in_flight.append(_Submitted(step, came, self._spread(profile.spread), announce_ending))
+        self._in_flight.append(_Submitted(step, sent, came, self._spread(profile.spread), announce_ending))
         self.next_step += 1
 
     def allow(self, allowed: AllowedTokens) -> None:
@@ -161,7 +177,10 @@ class VirtualAgent(Unsupervised):
         self.spans.append((began, ends - began))
         self._free, self._before = ends, self._beside()
         self._wait(ends + self._profile.latency_s)
+        replied = self._clock.now
+        self.computed_s, self._replied = replied - max(submitted.sent, self._replied), replied
         self._clock.spend(self._profile.take.seconds(step.shape))
+        self.taken_s = self._clock.now - replied
         return step
 
     def tokens_of(self, request: Request, start: int, end: int) -> list[int]:
@@ -187,12 +206,22 @@ class VirtualAgent(Unsupervised):
         return ends
 
     def _tokens(self, samples: Sequence[tuple[int, int]]) -> list[int]:
-        """Of each a name of request and position, or the end where it is due."""
-        ends, num_words = self._ends, self._num_words
+        """Of each what its text has there, a word of no meaning where that is not known, or the end where it is due."""
+        ends = self._ends
+        if self._texts:
+            word = self._word
+            return [END_TOKEN if place >= ends[request] else word(request, place) for request, place in samples]
+        num_words = self._num_words
         return [
-            END_TOKEN if position >= ends[request] else FIRST_TOKEN + (request * 7919 + position) % num_words
-            for request, position in samples
+            END_TOKEN if place >= ends[request] else FIRST_TOKEN + (request * 7919 + place) % num_words
+            for request, place in samples
         ]
+
+    def _word(self, request: int, place: int) -> int:
+        text, index = self._texts[request], place - self._num_prompt[request]
+        if index < len(text):
+            return text[index]
+        return FIRST_TOKEN + hash((request, place)) % self._num_words  # of integers, the same in every process
 
     def _spread(self, factors: Sequence[float]) -> float:
         if not factors:

@@ -28,6 +28,7 @@ from llm_serving.whatif.steady_engine import SteadyEngine
 from llm_serving.whatif.tally import Tally
 from llm_serving.whatif.timeline import EngineClock
 from llm_serving.whatif.virtual_agent import END_TOKEN, Beside, VirtualAgent, virtual_step
+from llm_serving.whatif.virtual_drafter import VirtualDrafter
 
 CHECK_EVERY: Final = 256
 """Steps between two looks at all blocks and places; bounds are watched at every one."""
@@ -44,6 +45,8 @@ class Parts:
     profile: Profile
     lengths: Int32Array
     """[requests, 2]: tokens of each prompt and of its answer."""
+    texts: Sequence[Sequence[int]]
+    """Of each answer what is known of it; empty: nothing is guessed."""
     vocab_size: int
     window: int | None
     """Tokens that every layer of the model sees at most; None: one sees all."""
@@ -101,6 +104,7 @@ class VirtualReplica:
             lambda time: world.let_happen(time, self.clock),
             lambda: world.beside(index),
             parts.lengths,
+            parts.texts,
             parts.vocab_size,
             random.Random(f"{parts.seed} {index}"),
             parts.beyond,
@@ -111,6 +115,8 @@ class VirtualReplica:
         if num_blocks > MAX_BLOCKS:
             rule = f"must be at most {MAX_BLOCKS} in a simulation"
             raise ConfigError(f"pa_config.num_blocks, or `num_blocks` of the profile, {rule}. Given: {num_blocks}")
+
+        self._drafter = VirtualDrafter(config, self.agent) if parts.texts else None
 
         def make(publish: Publish) -> Engine:
             return build_engine(
@@ -124,6 +130,7 @@ class VirtualReplica:
                 config.pa.num_swap_blocks,
                 parts.window,
                 clock=self.clock,
+                build_drafter=lambda config, executor, clock: self._drafter,
             )
 
         self.engine = world.drive(index, make)
@@ -170,7 +177,9 @@ class VirtualReplica:
     def _step(self) -> int:
         """As `Engine.step`, several times where steps are like the one before, which take less time here."""
         if self._steady is None and self._newest is not None and self._looks_alike:
-            self._steady = SteadyEngine.of(self.engine, self.agent, self._newest, self._predicts, self._deliver)
+            self._steady = SteadyEngine.of(
+                self.engine, self.agent, self._drafter, self._newest, self._predicts, self._deliver
+            )
         self._newest = None
         if self._steady is not None:
             num_steps = self._steady.advance()

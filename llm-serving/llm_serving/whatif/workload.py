@@ -5,14 +5,14 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any, Final
 
 from llm_serving.config.yaml_reader import Located, read_yaml
 from llm_serving.errors import ConfigError
-from llm_serving.whatif.document import KEYS_IN, MOST_WHOLE, Mapping, number, one_of, text, whole
+from llm_serving.whatif.document import KEYS_IN, MOST, MOST_WHOLE, Mapping, number, one_of, text, whole
 from llm_serving.whatif.load import Asked, Load, Stream
 
 Draw = Callable[[random.Random], int]
@@ -86,6 +86,8 @@ def _stream(name: str, keys: Mapping, rng: random.Random, duration_s: float, voc
     prefix = keys.take("prefix_tokens", whole(1), "must be an integer >= 1", 0)
     prefixes = keys.take("prefixes", whole(1, MAX_REQUESTS), "must be an integer >= 1", 1)
     timeout_s = keys.take("timeout_s", positive, "must be seconds > 0", 0.0) or None
+    recited = keys.take("recited", _share, "must be a share from 0 to 1", 0.0)
+    recited_run = keys.take("recited_run", whole(1), "must be an integer >= 1", 32)
     keys.end()
     if prefix * prefixes > MAX_TOKENS:
         raise _too_many_tokens(keys, name, prefix * prefixes)
@@ -110,14 +112,58 @@ def _stream(name: str, keys: Mapping, rng: random.Random, duration_s: float, voc
         tenant = rng.choices(list(tenants), list(tenants.values()))[0]
         most = max_tokens or num_output
         length = num_output, most, not max_tokens
-        requests.append(Asked(name, time, begin + rest, *length, priority, class_name, tenant, timeout_s))
+        answer_ids: list[int] = []
+        if recited:
+            num_said = min(num_output, most)
+            if (num_tokens := num_tokens + num_said) > MAX_TOKENS:
+                raise _too_many_tokens(keys, name, num_tokens)
+            answer_ids = recite(rng, begin + rest, num_said, recited, recited_run, vocab_size)
+        requests.append(
+            Asked(
+                name, time, begin + rest, *length, priority, class_name, tenant, timeout_s, answer_token_ids=answer_ids
+            )
+        )
     return Stream(name, requests, concurrency)
 
 
 def _too_many_tokens(keys: Mapping, name: str, given: int) -> ConfigError:
-    return ConfigError(
-        f"{keys.where}: `streams.{name}` must have at most {MAX_TOKENS} tokens in its prompts. Given: {given} and more"
-    )
+    rule = f"must have at most {MAX_TOKENS} tokens in its prompts and what is recited"
+    return ConfigError(f"{keys.where}: `streams.{name}` {rule}. Given: {given} and more")
+
+
+def recite(
+    rng: random.Random, prompt: Sequence[int], num_tokens: int, share: float, run: int, vocab_size: int
+) -> list[int]:
+    """An answer that repeats what stands before it, runs of it by turns with words of its own.
+
+    Lengths of both are geometric, so that whatever has been repeated until now, it goes on with the same probability.
+
+    Args:
+        rng: Draws it.
+        prompt: Tokens in front.
+        num_tokens: Of the answer.
+        share: Of these that are repeated.
+        run: Mean tokens of what is repeated in a row.
+        vocab_size: Ids lie below.
+    """
+    means = min(MOST, run * (1 - share) / share), run
+    text, end = list(prompt), len(prompt) + num_tokens
+    repeats = rng.random() < share
+    while len(text) < end:
+        count = min(_geometric(rng, means[repeats]), end - len(text))
+        if repeats:
+            start = rng.randrange(len(text))
+            for index in range(start, start + count):  # what it has just said included
+                text.append(text[index])
+        else:
+            text += rng.choices(range(3, vocab_size), k=count)
+        repeats = not repeats
+    return text[len(prompt) :]
+
+
+def _geometric(rng: random.Random, mean: float) -> int:
+    """0 or more."""
+    return int(math.log(1.0 - rng.random()) / -math.log1p(1 / mean)) if mean > 0 else 0
 
 
 def _poisson(rng: random.Random, rate: float, begins_s: float, burst_size: int) -> Iterator[float]:
@@ -157,6 +203,13 @@ def _lengths(value: Any) -> Draw:
                 raise ValueError
             return lambda rng: rng.choices(lengths, weights)[0]
     raise ValueError
+
+
+def _share(value: Any) -> float:
+    share = number()(value)
+    if share > 1:
+        raise ValueError
+    return share
 
 
 def _plain_keys(values: dict[Any, Any]) -> list[int]:

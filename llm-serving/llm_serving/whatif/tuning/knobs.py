@@ -47,6 +47,10 @@ OF_TENANTS: Final[Mapping[str, tuple[Any, ...]]] = {
     "scheduler_config.max_running_per_tenant": (None, 2, 4, 8, 16, 32, 64),
 }
 """Where there are several."""
+GUESSING: Final[Mapping[str, tuple[Any, ...]]] = {
+    "scheduler_config.speculative_method": ("ngram", "none"),
+}
+"""Where texts of the load are known, and no draft model is asked, which is not simulated."""
 NUM_BLOCKS: Final = "pa_config.num_blocks"
 REACHES: Final = {
     "model_config.decode_batch_size": "rows",
@@ -95,7 +99,9 @@ def knobs_for(
     """
     table = dict(_table(config, load, goal, num_blocks))
     for key in goal.fixed:
-        if key not in (*SERVER, *REFUSING, *OF_TENANTS, NUM_BLOCKS) and not key.startswith("request_classes."):
+        if key not in (*SERVER, *REFUSING, *OF_TENANTS, *GUESSING, NUM_BLOCKS) and not key.startswith(
+            "request_classes."
+        ):
             raise ConfigError(f"the goal: `fixed` must have keys that are tuned: {', '.join(SERVER)}. Given: {key}")
     return tuple(
         _knob(key, within(key, values, reach), _own(config, key, num_blocks))
@@ -131,6 +137,8 @@ def _table(
     yield from SERVER.items()
     if any(each.name in COUNTING for each in (goal.objective, *(each.figure for each in goal.constraints))):
         yield from REFUSING.items()
+    if load.has_texts and config.scheduler.draft_model_path is None:
+        yield from GUESSING.items()
     names = classes_in(config, load)
     if len(names) > 1:
         for name in names:
