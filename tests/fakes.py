@@ -297,7 +297,7 @@ class FakeEngine:
         return {f"{request_id}-0": True}
 
     def check_capacity(
-        self, prompt_lens: Sequence[int], caller: Caller = ANYBODY, visitor: Visitor | None = None
+        self, prompt_lens: Sequence[int], caller: Caller = ANYBODY, visitor: Visitor | None = None, num_each: int = 1
     ) -> Admission:
         if self.num_waiting + len(prompt_lens) > self.config.scheduler.max_waiting_queue:
             raise FULL_QUEUE

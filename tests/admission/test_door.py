@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from llm_serving.admission.answer_lengths import AnswerLengths, Asked
 from llm_serving.admission.appointments import GRACE_S, HORIZON_S, UNHEARD_S, Visitor
-from llm_serving.admission.door import ROUGH_S, Door, Forecast, Replica
+from llm_serving.admission.door import FRESH_S, ROUGH_S, Door, Forecast, Replica
 from llm_serving.admission.load_estimator import Measured, UnderWay
 from llm_serving.admission.slots import Slots
 from llm_serving.admission.waiting_room import WaitingRoom
@@ -272,3 +274,66 @@ def test_what_those_ahead_find_computed_delays_nobody_and_still_counts_as_waitin
     assert (room.load().num_waiting_tokens, room.load().num_owed_tokens) == (40, 24)
     room.start("0")
     assert (room.load().num_waiting_tokens, room.load().num_owed_tokens) == (20, 20)
+
+
+class Strict:
+    """A door that refuses whoever is expected to wait more than the 5 s of its class; a token takes a second."""
+
+    def __init__(self, prefix_caching: bool = False) -> None:
+        self.clock = Clock()
+        config = ServingConfig(scheduler=SchedulerConfig(slo_refusal_factor=1.0, prefix_caching=prefix_caching))
+        self.room = WaitingRoom(config, self.clock)
+        self.door = Door(config, self.room, Metrics().classes, self.clock)
+        limits = SchedulerLimits(max_num_batched_tokens=64, max_num_seqs=8, max_prefill_seqs=8, max_model_len=64)
+        self.replica = Replica(0, 1, Measured(limits, 0.0, 1.0, None, 8), True, under_way=UnderWay(began=0.0))
+
+    def knocks(self, num_tokens: int) -> bool:
+        return not self._is_refused(lambda: self.door.knock([num_tokens], 0, "", Visitor(), self.replica))
+
+    def comes_in(self, num_tokens: int) -> bool:
+        return not self._is_refused(lambda: self.door.check([num_tokens], 0, "", Visitor(), self.replica))
+
+    def is_in_time(self, num_tokens: int, remaining_s: float) -> bool:
+        return not self._is_refused(lambda: self.door.check_deadline([num_tokens], 0, "", remaining_s, self.replica))
+
+    def _is_refused(self, ask: Callable[[], object]) -> bool:
+        try:
+            ask()
+        except CapacityError:
+            return True
+        return False
+
+
+def test_a_short_prompt_is_not_refused_for_what_a_long_one_takes_that_came_a_moment_before() -> None:
+    strict = Strict()
+    assert not strict.knocks(40)
+    assert strict.knocks(3)
+    assert not strict.knocks(40)
+
+
+def test_who_only_knocks_is_not_refused_for_tokens_that_it_may_find_computed() -> None:
+    strict = Strict(prefix_caching=True)
+    assert strict.knocks(40)
+    assert not strict.comes_in(40)
+
+
+def test_a_replica_that_was_slow_when_it_was_measured_serves_again_once_it_has_stood_idle() -> None:
+    strict = Strict()
+    strict.clock.now = FRESH_S - 0.1
+    assert not strict.comes_in(40)
+    assert not strict.is_in_time(40, 39.0)
+    strict.clock.now = FRESH_S
+    assert strict.comes_in(40)
+    assert strict.is_in_time(40, 39.0)
+    strict.room.enter("first", 0, STANDARD, "", 1)
+    assert not strict.comes_in(40)
+    strict.room.start("first")
+    assert not strict.is_in_time(40, 39.0)
+
+
+def test_a_prompt_that_several_answers_share_is_computed_once() -> None:
+    strict = Strict()
+    visitor = Visitor("a", b"several")
+    forecast = strict.door.check([3, 3, 3], 0, "", visitor, strict.replica, owed_lens=[3, 1, 1])
+    assert forecast is not None
+    assert forecast.seconds == 5

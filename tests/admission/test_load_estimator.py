@@ -128,3 +128,27 @@ def test_the_cache_is_the_limit_only_where_the_scheduler_says_so() -> None:
         estimator.step(num_tokens=4, num_rows=4, seconds=seconds_of(4), num_ended=0)
         assert estimator.measured is not None and estimator.measured.num_slots == num_slots
         assert estimator.slots is not None and len(estimator.slots) == num_running
+
+
+def test_blocks_that_were_short_once_are_not_taken_for_short_where_there_is_room() -> None:
+    estimator = fed(num_slots=3)
+    assert estimator.measured is not None
+    assert estimator.measured.num_slots == 3
+    estimator.placed(slots_of(3))
+    estimator.step(num_tokens=3, num_rows=3, seconds=seconds_of(3), num_ended=0)
+    assert estimator.measured.num_slots == 3
+    estimator.placed(slots_of(3))
+    estimator.has_room()
+    estimator.step(num_tokens=3, num_rows=3, seconds=seconds_of(3), num_ended=0)
+    assert estimator.measured.num_slots == LIMITS.max_num_seqs
+
+
+def test_answers_that_are_long_one_after_the_other_make_no_wait_longer_than_any_may_be() -> None:
+    estimator = fed(num_ended_each=1)
+    for _ in range(100 * LIMITS.max_model_len):
+        estimator.step(num_tokens=8, num_rows=8, seconds=seconds_of(8), num_ended=0)
+    measured = estimator.measured
+    assert measured is not None
+    seconds = measured.seconds_to_first_token(Queue(1, 8, 8, 8))
+    assert seconds is not None
+    assert seconds <= (LIMITS.max_model_len + 2) * seconds_of(8)

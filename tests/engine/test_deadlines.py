@@ -157,3 +157,54 @@ def test_who_is_done_in_time_is_left_alone():
     clock.now = 300.0
     harness.run()
     assert harness.last("timed").finish_reason is FinishReason.LENGTH
+
+
+def waiting_behind_one(first, last, **scheduler):
+    """An engine in which `first` is done, one request has the only place and `last` waits; steps take no time and
+    tokens a second."""
+    clock = HandClock()
+    harness = Harness(clock=clock, max_num_seqs=1, prefix_caching=True, **scheduler)
+    harness.engine.submit(first)
+    harness.run()
+    for request in (create_request(request_id="running", max_tokens=30), last):
+        harness.engine.submit(request)
+    harness.engine.step()
+    harness.engine.load.measured = Measured(harness.scheduler.limits, 0.0, 1.0, 1.0, 1)
+    clock.now += LOOK_EVERY_S
+    harness.engine.step()
+    return harness
+
+
+@pytest.mark.parametrize(("cache_salt", "is_hopeless"), [("", False), ("another", True)])
+def test_what_a_request_finds_computed_does_not_make_it_hopeless(cache_salt, is_hopeless):
+    last = create_timed(112.0, num_prompt_tokens=20, request_id="last")
+    last.cache_salt = cache_salt
+    waiting_behind_one(create_request(20, request_id="first", max_tokens=1), last)
+    assert last.is_finished == is_hopeless
+
+
+def test_the_prompt_of_a_fork_is_that_of_its_parent():
+    clock = HandClock()
+    harness = Harness(clock=clock, max_num_seqs=2, max_num_batched_tokens=8, max_long_prefill_tokens=8)
+    parent = create_request(24, request_id="parent", max_tokens=30)
+    fork = create_timed(115.0, num_prompt_tokens=24, request_id="fork", fork_of="parent")
+    for request in (parent, fork):
+        harness.engine.submit(request)
+    harness.engine.step()
+    while parent.num_confirmed_tokens < 16:
+        harness.engine.step()
+    harness.engine.load.measured = Measured(harness.scheduler.limits, 0.0, 0.5, 1.0, 2)
+    clock.now = 109.0
+    harness.engine.step()
+    assert not fork.is_finished
+    harness.run()
+    assert harness.token_ids("fork") == expected_output(fork.prompt_token_ids, 8)
+
+
+def test_where_nothing_runs_nobody_is_hopeless():
+    clock = HandClock()
+    harness = Harness(clock=clock)
+    harness.engine.load.measured = Measured(harness.scheduler.limits, 0.0, 1.0, None, 8)
+    harness.engine.submit(create_timed(102.0, request_id="timed", max_tokens=4))
+    harness.run()
+    assert harness.token_ids("timed") == expected_output([100, 101, 102, 103], 4)

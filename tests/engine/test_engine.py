@@ -213,3 +213,31 @@ def test_a_row_without_a_token_fails_alone(ahead: bool) -> None:
     harness.run()
     assert harness.last(bad.request_id).error == "all logits are NaN"
     assert harness.token_ids(good.request_id) == expected_output(good.prompt_token_ids, 8)
+
+
+def test_a_batch_is_waited_for_from_its_first_request_on():
+    now = 100.0
+    harness = Harness(clock=lambda: now, batch_waiting_time=10.0)
+    harness.engine.submit(create_request(request_id="first", arrival_time=100.0))
+    harness.engine.step()
+    assert harness.engine.idle_s == 10.0
+    now = 109.0
+    harness.engine.submit(create_request(request_id="second", arrival_time=109.0))
+    harness.engine.step()
+    assert harness.engine.idle_s == 1.0
+    now = 110.0
+    harness.run()
+    assert harness.last("first").finished
+    assert harness.last("second").finished
+
+
+def test_the_cache_is_known_to_have_room_again_once_nobody_waits_for_it() -> None:
+    harness = Harness(num_blocks=8, max_num_seqs=8)
+    for num_prompt_tokens in (28, 4):
+        harness.engine.submit(create_request(num_prompt_tokens, max_tokens=4))
+    harness.engine.step()
+    assert harness.engine.load._num_slots == 1
+    harness.run()
+    harness.engine.submit(create_request(4, max_tokens=8))
+    harness.engine.step()
+    assert harness.engine.load._num_slots is None

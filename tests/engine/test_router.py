@@ -6,6 +6,7 @@ import asyncio
 from collections import Counter
 from dataclasses import replace
 
+import pytest
 from async_engine_setup import Setup
 from fake_runner import expected_output
 from llm_serving.admission.load_estimator import Measured
@@ -14,6 +15,7 @@ from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.engine.prompt_blocks import PromptBlocks, block_names
 from llm_serving.engine.request_stream import RequestStream
+from llm_serving.errors import CapacityError
 from llm_serving.executor.away import Away
 from llm_serving.kvcache import BlockPool
 
@@ -188,3 +190,37 @@ def test_a_prompt_on_its_way_counts_until_its_request_ends() -> None:
     prompts.leave("y")
     assert prompts.num_found(0, names, pool) == 0
     assert not any(prompts._counts.values())
+
+
+def test_what_one_replica_alone_has_of_a_prompt_is_known_where_somebody_may_be_refused_for_it() -> None:
+    async def run() -> None:
+        setup = Setup()
+        async with setup.running() as engine:
+            await token_ids(engine.generate(PREFIX, GREEDY, request_id="first"))
+            load, limits = engine.replicas.engines[0].load, engine.replicas.engines[0].scheduler.limits
+            timed = Caller(deadline=engine.clock() + 8.0)
+            load.measured = Measured(limits, 0.0, 1.0, 0.25, 8)  # a token takes a second
+            engine.knock([len(PREFIX)], timed)
+            await token_ids(engine.generate(PREFIX, GREEDY, timed, request_id="again"))
+            load.measured = Measured(limits, 0.0, 1.0, 0.25, 8)
+            with pytest.raises(CapacityError, match="the first token is expected in"):
+                engine.generate(PREFIX[::-1], GREEDY, timed, request_id="another")
+
+    asyncio.run(run())
+
+
+def test_the_prompt_of_forks_is_owed_once() -> None:
+    async def run() -> None:
+        setup = Setup()
+        async with setup.running() as engine:
+            hold(setup)
+            parent = engine.generate(PREFIX, GREEDY, request_id="a", has_siblings=True)
+            forks = [
+                engine.generate(PREFIX, replace(GREEDY, seed=seed), request_id="a", fork_of=parent) for seed in (1, 2)
+            ]
+            assert engine._room.load().num_owed_tokens == len(PREFIX) + len(forks)
+            go_on(setup)
+            for stream in (parent, *forks):
+                assert len(await token_ids(stream)) == GREEDY.max_tokens
+
+    asyncio.run(run())

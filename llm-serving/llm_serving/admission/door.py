@@ -32,6 +32,8 @@ MAX_REFUSED: Final = 20_000
 """Refusals that are remembered, the newest."""
 ROUGH_S: Final = 0.05
 """Seconds for which a prediction holds for others who are not let in."""
+FRESH_S: Final = 10.0
+"""Seconds without a step after which what was measured refuses nobody who would be alone."""
 RETURNED_MEMORY: Final = 32
 """Requests let in at their second coming after which one counts 1/e for what others are told."""
 
@@ -102,7 +104,7 @@ class Door:
         self._metrics = metrics
         self._clock = clock
         self._corrections: Corrections[Kind] = Corrections()
-        self._rough: dict[tuple[str, str, int, int], Forecast | None] = {}
+        self._rough: dict[tuple[str, str, int, int, int], Forecast | None] = {}
         """By what those who were refused lately have in common."""
         self._rough_until = -math.inf
         self._wait_of_returned: dict[str, float] = {}
@@ -112,6 +114,7 @@ class Door:
         """From now on another configuration counts."""
         self._classes = config.request_classes
         self._factor = config.scheduler.slo_refusal_factor
+        self._finds_prefixes = config.scheduler.prefix_caching
 
     def check(
         self,
@@ -121,11 +124,13 @@ class Door:
         visitor: Visitor,
         replica: Replica,
         came: float | None = None,
+        owed_lens: Sequence[int] | None = None,
     ) -> Forecast | None:
         """Checks requests that belong together: all may come in, or none.
 
         Args:
             prompt_lens: Tokens of each prompt.
+            owed_lens: Of these, what is computed for each; None: all.
             priority: Of all of them.
             tenant: Who asks.
             visitor: By which it is known when it comes again.
@@ -139,7 +144,7 @@ class Door:
             RequestError: They would not come in even if nothing waited.
             CapacityError: They may not come in now.
         """
-        forecast, appointment = self._pass(prompt_lens, priority, tenant, visitor, replica, came)
+        forecast, appointment = self._pass(prompt_lens, priority, tenant, visitor, replica, came, owed_lens)
         if appointment is not None:
             self.book.keep(appointment)
             if forecast is not None:
@@ -158,7 +163,8 @@ class Door:
         came: float | None = None,
     ) -> None:
         """Refuses as `check` does, and lets nobody in: for prompts that have at least so many tokens."""
-        self._pass(least_lens, priority, tenant, visitor, replica, came, roughly=True)
+        owed_lens = self.least_owed(least_lens)
+        self._pass(least_lens, priority, tenant, visitor, replica, came, owed_lens, roughly=True)
 
     def _pass(
         self,
@@ -168,6 +174,7 @@ class Door:
         visitor: Visitor,
         replica: Replica,
         came: float | None,
+        owed_lens: Sequence[int] | None = None,
         *,
         roughly: bool = False,
     ) -> tuple[Forecast | None, Appointment | None]:
@@ -187,9 +194,10 @@ class Door:
         missing = [self._num_missing(each, appointment, came, now) for each in limits]
         is_full = any(each > 0 for each in missing)
         predict = self._predict_roughly if roughly or is_full else self.predict
-        forecast = predict(prompt_lens, request_class, tenant, replica)
+        forecast = predict(owed_lens or prompt_lens, request_class, tenant, replica)
         predicted_s = None if forecast is None else forecast.seconds
-        if predicted_s is not None and self._factor is not None and request_class.ttft_slo_s is not None:
+        is_promised = self._factor is not None and request_class.ttft_slo_s is not None
+        if predicted_s is not None and is_promised and self._is_measured(replica):
             limits.append(self._promise(request_class, predicted_s, num_requests, replica))
             missing.append(self._num_missing(limits[-1], appointment, came, now))
         for limit, num_missing in zip(limits, missing, strict=True):
@@ -220,16 +228,22 @@ class Door:
     ) -> Forecast | None:
         """As `predict`, for somebody who is not let in: what was predicted for one like it a moment ago will do.
 
-        Where many come, each step would have another prediction, for as much time as all else takes.
+        Where many come, each step would have another prediction, for as much time as all else takes. Of prompts alike
+        the shortest is meant, so that nobody is refused for what a longer one takes.
         """
         now = self._clock()
         if now >= self._rough_until:
             self._rough.clear()
             self._rough_until = now + ROUGH_S
-        alike = (request_class.name, tenant, replica.index, len(prompt_lens))
+        least = 1 << max(0, (sum(prompt_lens) // len(prompt_lens)).bit_length() - 1)
+        alike = (request_class.name, tenant, replica.index, len(prompt_lens), least)
         if alike not in self._rough:
-            self._rough[alike] = self.predict(prompt_lens, request_class, tenant, replica)
+            self._rough[alike] = self.predict([least] * len(prompt_lens), request_class, tenant, replica)
         return self._rough[alike]
+
+    def least_owed(self, prompt_lens: Sequence[int]) -> Sequence[int]:
+        """Tokens that are surely computed of prompts of which only the lengths are known: others may be found."""
+        return [1] * len(prompt_lens) if self._finds_prefixes else prompt_lens
 
     def _arrange(
         self, visitor: Visitor, kept: Appointment | None, places: Sequence[Place], least_s: float, now: float
@@ -249,13 +263,20 @@ class Door:
             self.book.make(visitor, now + seconds, places, again=again)
         return seconds
 
+    def _is_measured(self, replica: Replica) -> bool:
+        """Whether its steps are known as they are now. One that has stood idle may be quick again; only who is let in
+        shows it, so nobody would be any more."""
+        load = self._room.load(replicas=(replica.index,))
+        is_idle = load.num_waiting == load.num_running == 0
+        return not is_idle or self._clock() - replica.under_way.began < FRESH_S
+
     def check_deadline(
         self, prompt_lens: Sequence[int], priority: int, tenant: str, remaining_s: float, replica: Replica
     ) -> None:
         """Raises CapacityError where the last of these requests would have its first token after its deadline."""
         request_class = class_of(priority, self._classes)
         forecast = self.predict(prompt_lens, request_class, tenant, replica)
-        if forecast is None or forecast.seconds <= remaining_s:
+        if forecast is None or forecast.seconds <= remaining_s or not self._is_measured(replica):
             return
         predicted_s = forecast.seconds
         self._metrics.refused(request_class, "deadline", len(prompt_lens))
@@ -285,6 +306,7 @@ class Door:
         # What belongs together is spread over the replicas.
         num_requests = -(-len(prompt_lens) // replica.num_replicas)
         num_tokens = -(-sum(prompt_lens) * num_requests // len(prompt_lens)) - replica.num_cached_tokens
+        num_tokens = max(num_requests, num_tokens)
         queue = Queue(
             len(ahead.asked) + num_requests,
             ahead.num_tokens + num_tokens,

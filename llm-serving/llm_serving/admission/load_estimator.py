@@ -29,8 +29,8 @@ class UnderWay(NamedTuple):
     """That each computes, beyond one for each of its rows."""
     num_left: int = 0
     """Tokens of prompts that these steps begin and do not compute."""
-    began: float = 0.0
-    """When the oldest of them did, on the engine's clock."""
+    began: float = math.inf
+    """When the oldest of them did, on the engine's clock; without any, when the newest ended. Infinite: none was."""
 
 
 NOTHING: Final = UnderWay()
@@ -134,6 +134,10 @@ class LoadEstimator:
         if blocked is not None and blocked.reason in (WaitReason.SLOTS, WaitReason.BLOCKS):
             self._num_slots = len(slots) if blocked.reason is WaitReason.BLOCKS else None
 
+    def has_room(self) -> None:
+        """There are blocks for another one beside those that have a place: they are not what is short."""
+        self._num_slots = None
+
     def step(
         self,
         *,
@@ -161,7 +165,9 @@ class LoadEstimator:
         if cost is None or self._num_steps < MIN_STEPS:
             self.measured = None
             return
-        ends_per_row = self._ends / self._rows if self._num_ends >= MIN_ENDS and self._ends > 0 else None
+        ends_per_row = None
+        if self._num_ends >= MIN_ENDS:  # none has more rows than it may have tokens, however long no one has ended
+            ends_per_row = max(self._ends / self._rows, 1 / self.limits.max_model_len)
         num = self.limits.max_num_seqs if self._num_slots is None else max(1, self._num_slots)
         self.measured = Measured(self.limits, *cost, ends_per_row, num)
 

@@ -295,9 +295,11 @@ class AsyncEngine:
         return shared.read(client_id, caller.exchange, deadline=caller.deadline)
 
     def check_capacity(
-        self, prompt_lens: Sequence[int], caller: Caller = ANYBODY, visitor: Visitor = NOBODY
+        self, prompt_lens: Sequence[int], caller: Caller = ANYBODY, visitor: Visitor = NOBODY, num_each: int = 1
     ) -> Admission:
         """Checks that requests which belong together, with prompts of so many tokens, may come in now.
+
+        `num_each` of them in a row have the same prompt, which is computed once where they do not make a static batch.
 
         The result is good for `generate` as long as the event loop does nothing in between.
 
@@ -306,7 +308,9 @@ class AsyncEngine:
             CapacityError: A limit on what waits has no room, or they would wait much longer than their class may.
             UnavailableError: No WorkAgent is ready.
         """
-        return self._admit(self._router.place(prompt_lens, caller), prompt_lens, caller, visitor)
+        is_static = self.config.model.batching_strategy == "static"
+        owed_lens = [1 if each % num_each and not is_static else count for each, count in enumerate(prompt_lens)]
+        return self._admit(self._router.place(prompt_lens, caller), prompt_lens, caller, visitor, owed_lens)
 
     def knock(self, least_lens: Sequence[int], caller: Caller = ANYBODY, visitor: Visitor = NOBODY) -> None:
         """Refuses requests whose prompts have at least so many tokens, where that is enough to refuse them.
@@ -317,14 +321,21 @@ class AsyncEngine:
             RequestError, CapacityError, UnavailableError: As `check_capacity` does.
         """
         at = self._seen(self._router.place(least_lens, caller))
-        self._check_deadline(least_lens, caller, at)
+        self._check_deadline(self._door.least_owed(least_lens), caller, at)
         self._door.knock(least_lens, caller.priority, caller.tenant, visitor, at, _came(caller))
 
-    def _admit(self, placed: Placed, prompt_lens: Sequence[int], caller: Caller, visitor: Visitor) -> Admission:
+    def _admit(
+        self,
+        placed: Placed,
+        prompt_lens: Sequence[int],
+        caller: Caller,
+        visitor: Visitor,
+        owed_lens: Sequence[int] | None = None,
+    ) -> Admission:
         at = self._seen(placed)
-        self._check_deadline(prompt_lens, caller, at)
+        self._check_deadline(owed_lens or prompt_lens, caller, at)
         came = _came(caller)
-        forecast = self._door.check(prompt_lens, caller.priority, caller.tenant, visitor, at, came)
+        forecast = self._door.check(prompt_lens, caller.priority, caller.tenant, visitor, at, came, owed_lens)
         return Admission(forecast, len(prompt_lens) == 1, 0.0 if came is None else max(0.0, self.clock() - came))
 
     def _check_deadline(self, prompt_lens: Sequence[int], caller: Caller, at: Replica) -> None:

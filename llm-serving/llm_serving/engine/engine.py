@@ -341,9 +341,10 @@ class Engine:
     @property
     def idle_s(self) -> float | None:
         """Seconds after which there may be something to do although no message comes; None: then there will not."""
-        timeouts_s = [self.scheduler.limits.batch_waiting_time] if len(self.scheduler.waiting) else []
+        now = self._clock()
+        timeouts_s = [self.scheduler.batch_wait_s(now)] if len(self.scheduler.waiting) else []
         if (deadline := self._deadlines.next) is not None:
-            timeouts_s.append(max(0.0, deadline - self._clock()))
+            timeouts_s.append(max(0.0, deadline - now))
         return min(timeouts_s, default=None)
 
     def _advance(self) -> bool:
@@ -364,6 +365,8 @@ class Engine:
         self.tell_served()
         self.journal.decided(now, self.scheduler.blocked)
         self.load.placed(Slots(tuple(self.scheduler.running), self._lengths), self.scheduler.blocked)
+        if self._has_room():
+            self.load.has_room()
         if schedule is not None:
             self.journal.formed(now, schedule)
             forms_late = self._max_steps_in_flight > 1 and self._step_s > SHORT_STEP_S
@@ -421,6 +424,12 @@ class Engine:
         running = self.scheduler.running
         num_waiting = sum([request.waits_for_reply for request in running])
         return num_waiting * (self._step_s + self._host_s) > 2 * len(running) * self._host_s
+
+    def _has_room(self) -> bool:
+        """Whether nobody waits, and the cache has room for one more like those that run."""
+        pool, num_running = self.scheduler.blocks.pool, len(self.scheduler.running)
+        num_free = pool.num_free_blocks - num_running  # one of each is kept for those that run
+        return not len(self.scheduler.waiting) and num_free * num_running >= pool.num_used_blocks
 
     def _prompts_come(self) -> bool:
         """Whether, as far as is known, the next step computes prompts, and so checks no guesses."""
@@ -587,9 +596,12 @@ class Engine:
             self._end_hopeless(now)
 
     def _end_hopeless(self, now: float) -> None:
-        """Ends requests that could not have a first token before their deadline even if they were next."""
+        """Ends requests that could not have a first token before their deadline even if they were next.
+
+        Where nothing runs they begin at once, and show whether what was measured still holds.
+        """
         measured, scheduler = self.load.measured, self.scheduler
-        if measured is None:
+        if measured is None or not scheduler.running:
             return
         num_running = len(scheduler.running)
         for request in self._deadlines.not_begun(MAX_LOOKED_AT):
@@ -601,7 +613,7 @@ class Engine:
             seconds = measured.seconds_to_first_token(
                 Queue(
                     1,
-                    request.num_prompt_tokens,
+                    scheduler.num_owed_tokens(first),
                     num_before,
                     num_running,
                     under_way=self.load.under_way,

@@ -69,10 +69,13 @@ class Router:
     # --- requests ---------------------------------------------------------------------------------------------------
 
     def block_names(self, prompt_token_ids: Sequence[int], sampling: SamplingParams, caller: Caller) -> list[bytes]:
-        """Names of the blocks by which replicas are compared; none where there is nothing to compare by them."""
-        living = self._to_begin(self._replicas.open())
-        wants_all = sampling.prompt_logprobs is not None
-        if len(living) < 2 or wants_all or not (self.rule.needs_prefixes and self._config.scheduler.prefix_caching):
+        """Names of the blocks by which it is told what a replica has of a prompt; none where nothing depends on it."""
+        living, scheduler = self._to_begin(self._replicas.open()), self._config.scheduler
+        if not living or sampling.prompt_logprobs is not None or not scheduler.prefix_caching:
+            return []
+        is_compared = len(living) > 1 and self.rule.needs_prefixes
+        may_be_refused = caller.deadline is not None or scheduler.slo_refusal_factor is not None
+        if not (is_compared or may_be_refused):
             return []
         block_size = next(iter(living.values())).scheduler.blocks.block_size
         return block_names(caller.cache_namespace, prompt_token_ids, block_size)
@@ -138,7 +141,9 @@ class Router:
         if opened is None or opened.engine.dead is not None:
             return None
         index = self._replicas.index_of(opened.engine)
-        return None if index is None else Placed(index, opened.engine, 0)
+        # The prompt that both have is computed for the other one.
+        num_shared = 0 if self._config.model.batching_strategy == "static" else opened.request.num_prompt_tokens - 1
+        return None if index is None else Placed(index, opened.engine, num_shared)
 
     def enter(self, request_id: str, placed: Placed, names: Sequence[bytes]) -> None:
         """The request is given to this replica."""

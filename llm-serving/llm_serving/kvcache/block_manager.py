@@ -187,6 +187,18 @@ class BlockManager:
         self._move(BlockMove.COPY, source, table, num_shared, common)
         return max(num_shared, common)
 
+    def num_found(self, request: Request) -> int:
+        """Tokens of a request without blocks that `admit` would find by name."""
+        return self._shared_blocks(request, None, alone=False).end * self.block_size
+
+    def num_alike(self, request: Request, other: Request) -> int:
+        """Tokens at the beginning of a request that it will find by name when `other` has computed them."""
+        if not self.prefix_caching:
+            return 0
+        ours, theirs = (self._block_names(each, each.max_tokens_taken // self.block_size) for each in (request, other))
+        differs = (index for index, (our, their) in enumerate(zip(ours, theirs, strict=False)) if our != their)
+        return next(differs, min(len(ours), len(theirs))) * self.block_size
+
     def slide(self, request_id: str, num_computed: int) -> None:
         """Gives back what no token behind the first `num_computed` sees; every step of these has been submitted."""
         table = self._tables[request_id]

@@ -399,6 +399,21 @@ class Scheduler:
     def num_waiting(self) -> int:
         return len(self._requests) - len(self.running)
 
+    def num_owed_tokens(self, request: Request) -> int:
+        """Tokens to be computed before the first one of a request that waits with nothing computed, were it next.
+
+        It finds what others have computed, and what they are about to when they have.
+        """
+        num_tokens = request.num_tokens
+        num_owed = num_tokens - self.blocks.num_found(request)
+        parent = self._requests.get(request.fork_of or "")
+        for other in self.running if parent is None else (parent, *self.running):
+            num_left = other.num_prompt_tokens - other.num_confirmed_tokens
+            if num_left > 0:
+                common = other.num_prompt_tokens if other is parent else self.blocks.num_alike(request, other)
+                num_owed = min(num_owed, num_tokens - common + max(0, common - other.num_confirmed_tokens))
+        return max(1, num_owed)
+
     def check_integrity(self) -> None:
         """Raises AssertionError when a block or a request is in a place where it cannot be."""
         self.blocks.check_integrity()
@@ -448,7 +463,7 @@ class Scheduler:
         """Running prompts that are not complete and waiting ones, higher classes first; long ones leave some room."""
         draft.considers_prompts = True
         admits = not (self.limits.static_batching and self.running)
-        waits_for_a_batch = self._waits_for_a_batch(now)
+        waits_for_a_batch = self.batch_wait_s(now) > 0.0
         if waits_for_a_batch:
             draft.closed.update(self.waiting.queues)
         capped: list[Request] = []
@@ -522,12 +537,15 @@ class Scheduler:
 
     # --- admission --------------------------------------------------------------------------------------------------
 
-    def _waits_for_a_batch(self, now: float) -> bool:
+    def batch_wait_s(self, now: float) -> float:
+        """Seconds for which those who wait do so for a batch to fill; 0: they do not."""
         if self.limits.batch_waiting_time == 0.0 or len(self.waiting) == 0:
-            return False
+            return 0.0
         full = self.limits.max_num_seqs if self.limits.static_batching else self.limits.max_prefill_seqs
+        if len(self.waiting) >= full:
+            return 0.0
         oldest = min(request.arrival_time for request in self.waiting)
-        return len(self.waiting) < full and now - oldest < self.limits.batch_waiting_time
+        return max(0.0, self.limits.batch_waiting_time - (now - oldest))
 
     def _admit(self, draft: StepDraft, capped: list[Request], before: RequestClass | None = None) -> None:
         """Moves waiting requests to running, best first; the first that does not fit ends it, none overtakes it.

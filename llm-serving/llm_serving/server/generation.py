@@ -204,7 +204,7 @@ async def start_generation(
     prompt_lens = [len(prompt) for prompt in prompts for _ in range(choices.best_of)]
     admission = None
     if len(prompt_lens) > 1 and not engine.shared.has(keys):
-        admission = engine.check_capacity(prompt_lens, caller, visitor)
+        admission = engine.check_capacity(prompt_lens, caller, visitor, choices.best_of)
     on_end: Callable[[int], None] | None = None
     if caller.quota is not None:
         num_output = choices.best_of * sum(sampling.max_tokens for sampling in samplings)
