@@ -265,6 +265,7 @@ class Simulation:
             self._carrier.bring()
         for counter in ("bound_violations", "audit_mismatch"):
             assert self.metrics._counts[f"llm_serving:{counter}_total"] == 0, f"{counter}_total is not 0"
+        assert not any(self.metrics.num_shares_broken.values()), f"shares: {self.metrics.num_shares_broken}"
         self._check_limits_of_tenants()
         # One may have been asked after its step, by clients that another's step let act.
         asked = any(replica.engine.dead is None and replica.engine._inbox for replica in self.replicas)

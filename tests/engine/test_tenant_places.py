@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from factories import create_classes, create_request
-from llm_serving.core.request import FinishReason, Request
+from factories import create_classes, create_request, create_scheduler
+from llm_serving.core.request import FinishReason, Request, RequestStatus
 from llm_serving.engine.departure import as_it_goes_on
 from llm_serving.engine.ledger import Ledger
+from llm_serving.engine.limit_monitor import LimitMonitor
 from llm_serving.engine.tenant_places import TenantPlaces
 from llm_serving.kvcache.exports import Exports
 from llm_serving.scheduler.tenant_gate import Need
@@ -239,15 +240,20 @@ def test_a_request_that_moves_counts_all_the_time() -> None:
     assert source.scheduler.running == [second]
 
 
-@pytest.mark.parametrize("replicas", [2, 3])
-def test_a_server_keeps_to_it_while_clients_come_and_go(replicas: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def server(replicas: int) -> Simulation:
+    """Of tenants who run two requests at most, and more of whose come and go."""
     rng = random.Random(replicas)
     requests = [
         Asked("s", rng.uniform(0, 2), [3 + rng.randrange(9)] * 20, 16, 16, tenant=rng.choice("aab")) for _ in range(40)
     ]
     load = Load("tests", (Stream("s", sorted(requests, key=lambda each: each.due_s)),), vocab_size=100)
     config = config_with(cluster_config__replicas=replicas, scheduler_config__max_running_per_tenant=2)
-    simulation = Simulation(config, load, create_profile())
+    return Simulation(config, load, create_profile())
+
+
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_a_server_keeps_to_it_while_clients_come_and_go(replicas: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    simulation = server(replicas)
     step, most = VirtualReplica.step, dict.fromkeys("ab", 0)
 
     def watched(self: VirtualReplica) -> Any:
@@ -262,3 +268,32 @@ def test_a_server_keeps_to_it_while_clients_come_and_go(replicas: int, monkeypat
     assert all(each.ok for each in result.outcomes)
     assert most == {"a": 2, "b": 2}
     assert result.bound_violations == 0
+    assert not any(simulation._tally.num_shares_broken.values())
+
+
+def test_places_that_are_dealt_twice_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wanted(self: TenantPlaces, replica: int, needs: Mapping[str, Need]) -> Mapping[str, int]:
+        return {name: need.num_active + need.num_wanted - need.part for name, need in needs.items()}
+
+    monkeypatch.setattr(TenantPlaces, "settle", wanted)
+    simulation = server(2)
+    simulation.run()
+    assert simulation._tally.num_shares_broken["tenant_limit"] > 0
+
+
+def test_who_begins_beyond_a_limit_is_counted_and_whoever_had_begun_before_it_changed_is_not() -> None:
+    monitor = LimitMonitor()
+
+    def begin(limit: int | None, count: int = 1) -> int:
+        requests = [create_request(4, tenant="a") for _ in range(count)]
+        begun.extend(requests)
+        return monitor.begun(requests, create_scheduler(max_running_per_tenant=limit).limits)
+
+    begun: list[Request] = []
+    assert begin(2, 3) == 1
+    for request in begun:
+        request.status = RequestStatus.FINISHED
+    assert begin(2, 2) == 0
+    assert begin(1, 1) == 0
+    assert begin(1, 1) == 1
+    assert begin(None, 9) == 0

@@ -195,6 +195,7 @@ def test_counters():
     metrics.preempted(3)
     metrics.prefix_cache(100, 60)
     metrics.bound_violated()
+    metrics.shares_broken(1, 2)
     metrics.audited(differs=True)
     metrics.worker_restarted()
     values = scrape(metrics)
@@ -202,6 +203,7 @@ def test_counters():
     assert values[("vllm:prefix_cache_queries_total",)] == 100
     assert values[("vllm:prefix_cache_hits_total",)] == 60
     assert values[("llm_serving:bound_violations_total",)] == 1
+    assert [values["llm_serving:share_violations_total", of] for of in ("tenant_limit", "class_weight")] == [1, 2]
     assert values[("llm_serving:audit_mismatch_total",)] == 1
     assert values[("llm_serving:worker_restarts_total",)] == 1
 

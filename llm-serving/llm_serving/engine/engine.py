@@ -30,6 +30,7 @@ from llm_serving.engine.output_processor import OutputProcessor
 from llm_serving.engine.prompt_replies import prompt_replies
 from llm_serving.engine.receivers import Desk, receive
 from llm_serving.engine.recovery import Recovery
+from llm_serving.engine.weight_monitor import Lead, WeightMonitor, service_of
 from llm_serving.errors import LLMServingError, WorkerDiedError, WorkerError
 from llm_serving.executor.away import Away
 from llm_serving.executor.block_link import BlockLink
@@ -110,6 +111,7 @@ class Engine:
         """Told in the engine's thread that another attempt to start its WorkAgent again has been made."""
         self.ledger = Ledger()
         """Shared with the other replicas."""
+        self._weights = WeightMonitor(scheduler)
         self.nudge: Callable[[], None] = self._post_nothing
         """Has it look again at what it shares with them; may be called from any thread."""
         self._executor = executor
@@ -362,7 +364,7 @@ class Engine:
         self.share()
         schedule = self.scheduler.schedule(now)
         self.moves.formed(schedule)
-        self.tell_served()
+        self.tell_served(schedule)
         self.journal.decided(now, self.scheduler.blocked)
         self.load.placed(Slots(tuple(self.scheduler.running), self._lengths), self.scheduler.blocked)
         if self._has_room():
@@ -404,12 +406,19 @@ class Engine:
         if (ahead := ledger.classes.take_ahead(self._index)) is not None:
             scheduler.put_ahead(ahead)
 
-    def tell_served(self) -> None:
-        """Has the others know what this one has served."""
-        scheduler, ledger = self.scheduler, self.ledger
+    def tell_served(self, schedule: Schedule | None = None) -> None:
+        """Has the others know what this one has served, and counts what shares and limits of all were broken.
+
+        `schedule`: what was formed; None: nothing, or again what was formed before.
+        """
+        scheduler, ledger, leads = self.scheduler, self.ledger, dict[str, Lead]()
         ledger.served(self._index, scheduler.take_service())
         if scheduler.limits.num_schedulers > 1 and (paid := scheduler.take_paid()) is not None:
-            ledger.classes.charge(self._index, paid)
+            service = {name: each.service for name, each in paid.items()}
+            leads |= ledger.charge(self._index, paid, service if schedule is None else service_of(schedule, scheduler))
+        if schedule is not None:
+            num_beyond = ledger.limits.begun(schedule.started, scheduler.limits)
+            self._metrics.shares_broken(num_beyond, self._weights.formed(schedule, leads))
 
     def _waits_for_replies(self) -> bool:
         """Whether more tokens come in the same time if no step is formed ahead.
@@ -633,6 +642,7 @@ class Engine:
 
     def _arrive(self, departure: Departure, is_cancelled: bool) -> None:
         self.ledger.places.arrive(self._index, departure.request.request_id)
+        self._metrics.shares_broken(self.ledger.limits.begun([departure.request], self.scheduler.limits), 0)
         self._expect(departure.request)
         self.moves.arrive(departure)
         self.journal.queued(departure.request, self._clock())

@@ -8,8 +8,11 @@ from collections.abc import Callable, Mapping
 from typing import Final
 
 from llm_serving.engine.class_account import ClassAccount
+from llm_serving.engine.limit_monitor import LimitMonitor
 from llm_serving.engine.tenant_places import TenantPlaces
+from llm_serving.engine.weight_monitor import Lead, Standing
 from llm_serving.scheduler.fair_share import MAX_TENANTS
+from llm_serving.scheduler.turns import Paid
 
 Service = Mapping[tuple[str, str], int]
 """(class, tenant) -> tokens, as virtual token counters count them."""
@@ -28,6 +31,11 @@ class Ledger:
         self.places = TenantPlaces()
         """That tenants with a limit may take."""
         self.classes = ClassAccount()
+        self.limits = LimitMonitor()
+        """Watches what `places` sees to."""
+        self._standing = Standing()
+        """The same of `classes`."""
+        self._charging = threading.Lock()
         self._lock = threading.Lock()
         self._pending: dict[int, Counter[tuple[str, str]]] = {}
         """By replica: what it has not been told."""
@@ -39,14 +47,14 @@ class Ledger:
             nudge: Has its thread look again at what is shared; may be called from any thread.
         """
         self.places.join(replica, nudge)
-        self.classes.leave(replica)
+        self._leave_classes(replica)
         with self._lock:
             self._pending[replica] = Counter()
 
     def leave(self, replica: int) -> None:
         """A replica serves no longer."""
         self.places.leave(replica)
-        self.classes.leave(replica)
+        self._leave_classes(replica)
         with self._lock:
             self._pending.pop(replica, None)
 
@@ -60,6 +68,26 @@ class Ledger:
                     if len(pending) > MAX_TENANTS:  # it has slept for long, and knows none of them
                         pending.clear()
                     pending.update(service)
+
+    def charge(self, replica: int, paid: Mapping[str, Paid], service: Mapping[str, int]) -> Mapping[str, Lead]:
+        """A replica has formed a step, or has nothing to form one of.
+
+        Args:
+            replica: Its index.
+            paid: What its scheduler says that classes have paid.
+            service: The same as a look at the step tells.
+
+        Returns:
+            By how much each class was ahead since the call before.
+        """
+        with self._charging:  # both in one order
+            self.classes.charge(replica, paid)
+            return self._standing.tell(replica, service, paid)
+
+    def _leave_classes(self, replica: int) -> None:
+        with self._charging:
+            self.classes.leave(replica)
+            self._standing.leave(replica)
 
     def take(self, replica: int) -> Service:
         """What the others have served since the last call."""

@@ -81,6 +81,8 @@ class Metrics(Collector):
         self._guesses = {name: dict.fromkeys(map(str, Proposer), 0) for name in _GUESSES}
         self._finished = dict.fromkeys(FinishReason, 0)
         self._reloads = dict.fromkeys(RELOADS, 0)
+        self.num_shares_broken = dict.fromkeys(SHARES, 0)
+        """How often a limit or a weight, which hold for all replicas together, did not."""
         self._histograms = {name: Histogram(bounds) for name, (_, bounds) in _HISTOGRAMS.items()}
         self._iteration_tokens = self._histograms["vllm:iteration_tokens_total"]
         self._inter_token = self._histograms["vllm:inter_token_latency_seconds"]
@@ -197,6 +199,13 @@ class Metrics(Collector):
     def bound_violated(self, n: int = 1) -> None:
         self._add("llm_serving:bound_violations_total", n)
 
+    def shares_broken(self, num_of_tenants: int, num_of_classes: int) -> None:
+        """Requests that run beyond the limit of their tenant; classes that were passed over against their weight."""
+        if num_of_tenants or num_of_classes:
+            with self._lock:
+                for name, number in zip(SHARES, (num_of_tenants, num_of_classes), strict=True):
+                    self.num_shares_broken[name] += number
+
     def audited(self, *, differs: bool) -> None:
         """An answer was computed again, alone."""
         self._add("llm_serving:audits_total", 1)
@@ -299,6 +308,14 @@ class Metrics(Collector):
         for outcome, count in self._reloads.items():
             reloads.add_metric([*values, outcome], count)
         yield reloads
+        shares = CounterMetricFamily(
+            "llm_serving:share_violations_total",
+            "Times a tenant's limit or a class's weight did not hold for all replicas together; stays 0.",
+            labels=[*names, "of"],
+        )
+        for name, count in self.num_shares_broken.items():
+            shares.add_metric([*values, name], count)
+        yield shares
         for name, (by_proposer, text) in _GUESSES.items():
             guesses = CounterMetricFamily(by_proposer, text, labels=[*names, "proposer"])
             for proposer, count in list(self._guesses[name].items()):
@@ -313,6 +330,7 @@ class Metrics(Collector):
 
 
 RELOADS: Final = ("applied", "refused", "unchanged")
+SHARES: Final = ("tenant_limit", "class_weight")
 _COUNTERS: Final = {
     "vllm:num_preemptions_total": "Times a running request lost its blocks.",
     "vllm:prompt_tokens_total": "Prompt tokens of requests that ended.",

@@ -396,6 +396,11 @@ class Scheduler:
         return self.waits.gate.held()
 
     @property
+    def closed(self) -> Collection[str]:
+        """Classes that could not take part when somebody was admitted last."""
+        return self._closed
+
+    @property
     def num_waiting(self) -> int:
         return len(self._requests) - len(self.running)
 
