@@ -10,8 +10,6 @@ from collections.abc import Iterator
 
 import pytest
 from llm_serving.executor import listener as module
-from llm_serving.executor.agent_process import AgentChannel
-from llm_serving.executor.arrivals import Arrival
 from llm_serving.executor.listener import Listener
 from llm_serving.transport.channel import Channel
 from llm_serving.transport.cluster_identity import ClusterIdentity
@@ -117,15 +115,55 @@ def test_the_silent_delay_nobody(listener: Listener) -> None:
         each.close()
 
 
-def test_more_than_may_shake_hands_at_once_are_turned_away(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
-    silent = [socket.create_connection(listener.address) for _ in range(module.MAX_HANDSHAKES + 1)]
-    assert is_closed(silent[-1])
+def test_who_is_silent_gives_way_to_who_comes(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as there are places kept WorkAgents out until their time was up."""
+    monkeypatch.setattr(module, "HANDSHAKE_S", 300.0)
+    silent = [socket.create_connection(listener.address) for _ in range(module.MAX_HANDSHAKES)]
+    check_that_one_is_let_in(listener)
+    assert is_closed(silent[0])
     for each in silent:
         each.close()
-    with listener.expecting("a") as arrival:  # their places are given back
-        channel = come_until_taken(listener, arrival)
-        assert channel is not None
-    channel.close()
+
+
+def small_listener(monkeypatch: pytest.MonkeyPatch, places: int) -> Listener:
+    monkeypatch.setattr(module, "MAX_HANDSHAKES", places)
+    monkeypatch.setattr(module, "HANDSHAKE_S", 300.0)
+    return Listener("127.0.0.1", IDENTITY)
+
+
+def come_from(listener: Listener, host: str) -> socket.socket:
+    return socket.create_connection(listener.address, DEADLINE_S, (host, 0))
+
+
+def test_of_the_silent_the_oldest_of_the_address_with_the_most_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    listener = small_listener(monkeypatch, places=3)
+    hosts = ("127.0.0.2", "127.0.0.3", "127.0.0.3", "127.0.0.3")
+    first, *others = [come_from(listener, host) for host in hosts]
+    assert is_closed(others[0])
+    first.sendall(b"no TLS at all")
+    assert is_closed(first), "it was there to be answered"
+    for each in (first, *others):
+        each.close()
+    listener.close()
+
+
+def test_who_has_shown_the_secret_gives_way_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    listener = small_listener(monkeypatch, places=2)
+    with listener.expecting("a") as arrival:
+        agents = [
+            IDENTITY.of_work_agent().wrap_socket(socket.create_connection(listener.address, DEADLINE_S)) for _ in "ab"
+        ]
+        while not all(each.has_secret for each in listener._handshakes._guests.values()):
+            threading.Event().wait(0.001)
+        with socket.create_connection(listener.address) as stranger:
+            assert is_closed(stranger)
+        channels: list[Channel[MasterMessage]] = [Channel(each, MasterMessage) for each in agents]  # type: ignore[arg-type]
+        channels[0].send(Arrived("a"))
+        taken = arrival.wait(DEADLINE_S)
+        assert taken is not None
+    for each in (*channels, taken):
+        each.close()
+    listener.close()
 
 
 def check_that_one_is_let_in(listener: Listener) -> None:
@@ -135,17 +173,6 @@ def check_that_one_is_let_in(listener: Listener) -> None:
         assert channel is not None
     agent.close()
     channel.close()
-
-
-def come_until_taken(listener: Listener, arrival: Arrival) -> AgentChannel | None:
-    for _ in range(1000):
-        try:
-            agent = come_in(listener, "a")
-        except OSError:  # turned away still
-            continue
-        with agent._socket:
-            return arrival.wait(DEADLINE_S)
-    return None
 
 
 @pytest.mark.parametrize("content", [b"GET / HTTP/1.1\r\n\r\n", bytes(64)], ids=["HTTP", "zeros"])

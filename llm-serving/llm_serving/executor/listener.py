@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import socket
+import ssl
 import threading
 from contextlib import AbstractContextManager
 from typing import Final
@@ -12,6 +13,7 @@ from typing import Final
 from llm_serving.errors import LLMServingError
 from llm_serving.executor.agent_process import AgentChannel
 from llm_serving.executor.arrivals import Arrival, Arrivals
+from llm_serving.executor.handshakes import Handshakes
 from llm_serving.log import get_logger
 from llm_serving.transport.channel import MAX_FRAME_BYTES, Channel
 from llm_serving.transport.cluster_identity import ClusterIdentity
@@ -24,14 +26,14 @@ HANDSHAKE_S: Final = 10.0
 ARRIVAL_BYTES: Final = 256
 """Of the frame that shows the token: nobody who is not expected has more memory taken for him."""
 MAX_HANDSHAKES: Final = 64
-"""At once; whoever comes beyond is turned away, as it may well come again."""
+"""At once; beyond that, one who has not shown the secret gives way, or whoever comes is turned away."""
 
 
 class Listener:
     """Takes connections of who has the cluster's secret, and gives each to the start that it names.
 
     Whoever connects has `HANDSHAKE_S` to show the secret and the token, in a thread of his own: who is silent delays
-    nobody.
+    nobody, and keeps nobody's place.
 
     Args:
         host: Address of this machine that the others reach.
@@ -42,7 +44,7 @@ class Listener:
         """Raises OSError: the address cannot be listened at."""
         self._context = identity.of_master()
         self._arrivals = Arrivals()
-        self._places = threading.BoundedSemaphore(MAX_HANDSHAKES)
+        self._handshakes = Handshakes(MAX_HANDSHAKES)
         self._socket = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         self.address: tuple[str, int] = self._socket.getsockname()[:2]
         self._thread = threading.Thread(target=self._listen, name="cluster-listener", daemon=True)
@@ -70,35 +72,53 @@ class Listener:
                     return
                 threading.Event().wait(0.2)  # until there are descriptors again
                 continue
-            if not self._places.acquire(blocking=False):
-                connection.close()
-                continue
             try:
-                threading.Thread(target=self._welcome, args=(connection, peer[0]), daemon=True).start()
-            except RuntimeError:  # no thread can be had now
+                self._invite(connection, peer[0])
+            except (OSError, RuntimeError):  # it is gone again, or no thread can be had now
                 connection.close()
-                self._places.release()
 
-    def _welcome(self, connection: socket.socket, peer: str) -> None:
-        taken = False
+    def _invite(self, connection: socket.socket, peer: str) -> None:
+        connection.settimeout(HANDSHAKE_S)
+        secured = self._context.wrap_socket(
+            connection, server_side=True, do_handshake_on_connect=False
+        )  # takes it over
+        thread = threading.Thread(target=self._welcome, args=(secured, peer), daemon=True)
+        if not self._handshakes.begin(secured, peer, thread):
+            secured.close()
+            return
         try:
-            connection.settimeout(HANDSHAKE_S)
-            secured = self._context.wrap_socket(connection, server_side=True)  # takes the connection with it
-            connection = secured
-            notice_silence(secured)
-            channel: AgentChannel = Channel(secured, AgentMessage)  # type: ignore[arg-type]
-            channel.max_frame_bytes = ARRIVAL_BYTES
-            arrived = channel.receive(HANDSHAKE_S)
-            channel.max_frame_bytes = MAX_FRAME_BYTES
-            taken = isinstance(arrived, Arrived) and self._arrivals.come(arrived.token, channel)
-            if not taken:
-                logger.warning("a WorkAgent at %s came that nobody expects (any more)", peer)
-        except (OSError, LLMServingError) as error:
-            logger.warning("a connection from %s to the cluster's port was refused: %s", peer, error)
+            thread.start()
+        except RuntimeError:
+            self._handshakes.end(secured)
+            secured.close()
+            raise
+
+    def _welcome(self, connection: ssl.SSLSocket, peer: str) -> None:
+        taken, error = False, None
+        try:
+            connection.do_handshake()
+            if self._handshakes.trust(connection):
+                taken = self._show_in(connection, peer)
+        except (OSError, LLMServingError) as caught:
+            error = caught
         finally:
+            stayed = self._handshakes.end(connection)
             if not taken:
                 connection.close()
-            self._places.release()
+        if error is not None and stayed:
+            logger.warning("a connection from %s to the cluster's port was refused: %s", peer, error)
+
+    def _show_in(self, connection: ssl.SSLSocket, peer: str) -> bool:
+        """Whether the connection belongs to a start that waits for it."""
+        notice_silence(connection)
+        channel: AgentChannel = Channel(connection, AgentMessage)  # type: ignore[arg-type]
+        channel.max_frame_bytes = ARRIVAL_BYTES
+        arrived = channel.receive(HANDSHAKE_S)
+        channel.max_frame_bytes = MAX_FRAME_BYTES
+        taken = isinstance(arrived, Arrived) and self._arrivals.come(arrived.token, channel)
+        if not taken:
+            logger.warning("a WorkAgent at %s came that nobody expects (any more)", peer)
+        return taken
 
 
 def _without_descriptors(error: OSError) -> bool:
