@@ -32,6 +32,7 @@ from llm_serving import cli
 from llm_serving.config.sections.api_key import ApiKey
 from llm_serving.server.authentication import hash_key
 from page_server import PageServer
+from tool_cases import HERMES, prompt_of, tokenizer_with
 
 HOSTILE = """<img src=x onerror="window.hit = 1"><script>window.hit = 1</script>'"`$(touch /tmp/hit)${7*7}\\u2028"""
 KEYS = {name: name * 20 for name in ("ann", "bob", "root")}
@@ -126,6 +127,32 @@ def what_a_parameter_may_not_be_is_said(page: Browser, save: Callable[[str], Non
         ask(page, "x", temperature=101)
         page.wait_for("document.querySelector('.error').innerText.includes('0.0 to 100.0')")
         page.problems.clear()  # a status of 400 is an error to the console
+        page.click(".parameters summary")
+        between = """(() => {
+            const rows = [...document.querySelectorAll("details .parameter")].map((row) => row.getBoundingClientRect());
+            return Math.min(...rows.slice(1).map((row, index) => row.top - rows[index].bottom));
+        })()"""
+        assert page.run(between) > 4, "fields touch each other"
+
+
+@scenario
+def a_thought_stands_apart_from_what_is_said(page: Browser, save: Callable[[str], None]) -> None:
+    said = (Piece("<think>"), Piece("Hmm."), Piece("</think>"), Piece("Yes."), Piece(""))
+    engine = FakeEngine(script=Script(said))
+    engine.tokenizer = tokenizer_with(HERMES)
+    with serving(engine) as url:
+        start(page, url)
+        for number in (1, 2):  # streamed, then whole
+            ask(page, "Well?")
+            page.wait_for(f"document.querySelectorAll('.facts a').length === {number}")
+            answer = f".answer:nth-of-type({2 * number})"
+            page.click(f"{answer} .flip")
+            assert page.text(f"{answer} .thought") == "Hmm."
+            assert page.text(f"{answer} .text") == "Hmm.\nYes."
+            save(f"thought-{number}")
+            page.click("#stream")
+        [_, before, _], _ = prompt_of(engine, 1)
+        assert before == {"role": "assistant", "content": "Yes."}
 
 
 @scenario

@@ -116,11 +116,11 @@ class Steps {
     });
     context.fillStyle = colour("faint");
     context.font = "11px system-ui, sans-serif";
-    context.fillText(`longest ${duration(1000 * longest)}`, 2, 10);
+    if (steps.length) context.fillText(`longest ${duration(1000 * longest)}`, 2, 10);
     const last = steps.at(-1);
     const tokens = last ? last.prompt_tokens + last.decoding : 0;
-    say(this.text, last ? `last: ${duration(1000 * last.seconds)}, ${count(last.prompt_tokens)} prompt + ${count(last.decoding)} decoding of a budget of ${count(replica.budget)} tokens (${percent(tokens, replica.budget)})` : `no step yet; budget ${count(replica.budget)} tokens`);
-    this.canvas.setAttribute("aria-label", `times of the newest ${steps.length} steps, the longest ${duration(1000 * longest)}`);
+    say(this.text, last ? `last: ${duration(1000 * last.seconds)}, ${count(last.prompt_tokens)} prompt + ${count(last.decoding)} decoding of a budget of ${count(replica.budget)} tokens (${percent(tokens, replica.budget)})` : `no step since this was opened; budget ${count(replica.budget)} tokens`);
+    this.canvas.setAttribute("aria-label", steps.length ? `times of the newest ${steps.length} steps, the longest ${duration(1000 * longest)}` : "times of steps: none yet");
   }
 }
 

@@ -85,9 +85,10 @@ export class ParameterForm {
         "details",
         {},
         el("summary", {}, "All parameters"),
-        ...shown.slice(split),
-        line("p-user", "user", this.user, "Within a class users share fairly; with API keys the key says who asks."),
-        line("p-timeout", "timeout_s", this.timeout, "Seconds after which the answer is of no more use."),
+        el("div", { class: "parameters" },
+          ...shown.slice(split),
+          line("p-user", "user", this.user, "Within a class users share fairly; with API keys the key says who asks."),
+          line("p-timeout", "timeout_s", this.timeout, "Seconds after which the answer is of no more use.")),
       ),
     );
   }
@@ -131,5 +132,6 @@ export class ParameterForm {
 
 function line(id, name, field, meaning) {
   field.setAttribute("aria-describedby", `${id}-meaning`);
-  return el("div", { class: "parameter" }, el("label", { for: id }, name), field, el("p", { id: `${id}-meaning` }, meaning));
+  const parts = name.split("_").flatMap((part, index) => (index ? ["_", el("wbr"), part] : [part]));  // where a line may end
+  return el("div", { class: "parameter" }, el("label", { for: id }, parts), field, el("p", { id: `${id}-meaning` }, meaning));
 }

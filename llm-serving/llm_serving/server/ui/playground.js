@@ -231,20 +231,25 @@ class Run {
     if (piece.error) throw new Error(piece.error.message);
     if (piece.usage) this.usage = piece.usage;
     for (const choice of piece.choices) {
-      const text = this.chat ? (choice.delta.reasoning_content ?? "") + (choice.delta.content ?? "") : choice.text;
-      this.#add(choice, text, choice.delta?.tool_calls);
+      const said = this.chat ? choice.delta : { content: choice.text };
+      this.#add(choice, said);
     }
   }
 
   #whole(answer) {
     this.usage = answer.usage;
-    for (const choice of answer.choices) this.#add(choice, this.chat ? (choice.message.content ?? "") : choice.text, choice.message?.tool_calls);
+    for (const choice of answer.choices) this.#add(choice, this.chat ? choice.message : { content: choice.text });
   }
 
-  #add(choice, text, calls) {
+  #add(choice, { content, reasoning_content: thought, tool_calls: calls }) {
     const answer = this.#answer(choice.index);
     const tokens = tokensOf(choice.logprobs);
-    if ((text || tokens.length) && this.firstMs === undefined) this.firstMs = performance.now() - this.began;
+    const text = content ?? "";
+    if ((text || thought || tokens.length) && this.firstMs === undefined) this.firstMs = performance.now() - this.began;
+    if (thought) {
+      answer.thought ??= answer.body.appendChild(el("span", { class: "thought" }));
+      answer.thought.append(thought);
+    }
     answer.text += text;
     answer.body.append(text);
     if (calls) answer.body.append(json(calls, "", "  "));

@@ -11,6 +11,7 @@ export const COLOUR_OF = {
 const ROW = 19;
 const MOST_ROWS = 48;
 const NAMES = 130;
+const LABEL = 70;
 
 export class Timeline {
   constructor() {
@@ -99,7 +100,7 @@ export class Timeline {
 
   #ticks(context, x, width) {
     const [start, end] = this.shown;
-    const rough = (end - start) / 8;
+    const rough = (end - start) / Math.max(1, Math.min(8, Math.floor((width - NAMES) / LABEL)));
     const power = 10 ** Math.floor(Math.log10(rough));
     const step = [1, 2, 5, 10].map((each) => each * power).find((each) => each >= rough);
     for (let time = Math.ceil(start / step) * step; time < end; time += step) {
