@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from gguf_files import gguf_bytes, plain, write_model
+from gguf_files import gguf_bytes, number, plain, write_model
 from llm_serving.config import load_config
 from llm_serving.errors import ConfigError, ModelError
 from llm_serving.formats.quantized import QuantizedTensor
@@ -90,7 +90,7 @@ def test_yarn_by_name(tmp_path):
         ({"general.architecture": 3}, "`general.architecture` must be one of"),
         ({"llama.expert_count": 8}, "`llama.expert_count` must be 0"),
         ({"llama.embedding_length": "x"}, "`llama.embedding_length` must be a number. Given: 'x'"),
-        ({"llama.attention.head_count_kv": [2, 2]}, "`llama.attention.head_count_kv` must be a number"),
+        ({"llama.attention.head_count_kv": [2, 2]}, "`llama.attention.head_count_kv` must be one value and no list"),
         ({"llama.attention.head_count": 0}, "`llama.attention.head_count` must be an integer from 1 to 64"),
         ({"llama.attention.head_count": 1.5}, "`llama.attention.head_count` must be an integer from 1"),
         ({"llama.attention.value_length": 8}, "`llama.attention.value_length` must be the 16 elements of a head"),
@@ -107,6 +107,29 @@ def test_facts_that_are_not_served(tmp_path, changes, message):
     with pytest.raises(ModelError, match=message) as caught:
         check_folder(tmp_path / "a.gguf")
     assert str(tmp_path / "a.gguf") in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "key", ["expert_count", "attention.head_count_kv", "attention.value_length", "rope.scaling.type", "rope.freq_base"]
+)
+def test_a_list_is_no_fact(tmp_path, key):
+    write_model(tmp_path / "a.gguf", "llama", SMALL, 0, more_facts={f"llama.{key}": [1, 2]})
+    with pytest.raises(ModelError, match=rf"`llama\.{key}` must be one value and no list"):
+        ModelSpec.from_folder(tmp_path / "a.gguf")
+
+
+def test_numbers_beyond_single_precision_are_refused(tmp_path):
+    write_model(tmp_path / "a.gguf", "llama", SMALL, 0, more_facts={"llama.rope.freq_base": number("<d", 1e300)})
+    with pytest.raises(ModelError, match="`rope_theta` must be a number from 2 to"):
+        ModelSpec.from_folder(tmp_path / "a.gguf")
+
+
+@pytest.mark.parametrize("name", ["model.norm.weight", "lm_head.weight", "blk.00.attn_norm.weight"])
+def test_tensors_have_the_names_of_the_form_each_once(tmp_path, name):
+    """Under the names of other forms rows of queries would be taken as they are stored."""
+    write_model(tmp_path / "a.gguf", "llama", SMALL, 0, more_tensors={name: plain(np.zeros(64, np.float32))})
+    with pytest.raises(ModelError, match=rf"tensor {name} (stands twice|is not named)"):
+        check_folder(tmp_path / "a.gguf")
 
 
 def test_a_file_without_a_model(tmp_path):

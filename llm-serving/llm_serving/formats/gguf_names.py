@@ -36,6 +36,8 @@ _OF_LAYER: Final[Mapping[str, str]] = {
     "ffn_down": "mlp.down_proj",
 }
 _NAME: Final = re.compile(r"^(?:blk\.(?P<layer>\d{1,6})\.)?(?P<role>[a-z_]+)\.(?P<kind>weight|bias)$")
+_OTHER_FORM: Final = ("model.", "lm_head.")
+"""How names of Hugging Face begin: under one of them a tensor would be taken with its rows in another order."""
 ROTATION: Final = "rope_freqs.weight"
 """What frequencies of rotation are divided by: no weight, and part of the configuration."""
 
@@ -53,9 +55,17 @@ class Gguf:
     activation_bits: int | None = None
 
     def weights(self, tensors: Mapping[str, ReadableTensor]) -> dict[str, ReadableTensor]:
-        return {
-            hugging_face_name(name): self._turned(name, tensor) for name, tensor in tensors.items() if name != ROTATION
-        }
+        weights: dict[str, ReadableTensor] = {}
+        for name, tensor in tensors.items():
+            if name == ROTATION:
+                continue
+            known = hugging_face_name(name)
+            if known == name and name.startswith(_OTHER_FORM):
+                raise ModelError(f"{tensor.file}: tensor {name} is not named as tensors of this form are")
+            if known in weights:
+                raise ModelError(f"{tensor.file}: tensor {name} stands twice, as {known}")
+            weights[known] = self._turned(name, tensor)
+        return weights
 
     def _turned(self, name: str, tensor: ReadableTensor) -> ReadableTensor:
         role = name.rpartition(".")[0].rpartition(".")[2]

@@ -128,6 +128,8 @@ class _Facts:
 
     def value(self, key: str, default: Any = None) -> Any:
         value = self.found.facts.get(key)
+        if isinstance(value, np.ndarray):
+            raise self.fail(key, "must be one value and no list")
         return default if value is None else value
 
     def number(self, key: str) -> int | float | None:
@@ -137,7 +139,8 @@ class _Facts:
             return value
         if not isinstance(value, float):
             raise self.fail(key, "must be a number")
-        return float(str(np.float32(value)))
+        with np.errstate(over="ignore"):  # what is infinite then is refused by its rule
+            return float(str(np.float32(value)))
 
     def fail(self, key: str, rule: str) -> ModelError:
-        return ModelError(f"{self.found.file}: `{key}` {rule}. Given: {shorten(self.value(key))}")
+        return ModelError(f"{self.found.file}: `{key}` {rule}. Given: {shorten(self.found.facts.get(key))}")
