@@ -373,3 +373,20 @@ def test_a_class_does_not_pay_for_what_it_had_while_nobody_waited() -> None:
     assert scheduler.waiting.turns.contenders == ["high", "low"]
     crowd.run(100)
     assert crowd.places["high"] >= 100 * 8 * 4 // 5 - 100
+
+
+@pytest.mark.parametrize("weights", [(4, 1), (1_000_000, 600_001), (600_001, 1_000_000), (1_000_000, 1)])
+def test_weights_are_told_apart_up_to_the_largest(weights: tuple[int, int]) -> None:
+    limits = SchedulerLimits(max_num_batched_tokens=64, max_num_seqs=1, max_prefill_seqs=8, max_model_len=64)
+    classes = create_classes(high={"weight": weights[0]}, low={"weight": weights[1]})
+    turns, waiting, places = Turns(classes, limits, NUM_BLOCKS), ("high", "low"), held()
+    count = 0
+    for _ in range(2000):
+        turns.look(waiting, ["low"], places)
+        name = turns.next(waiting, held(), held())
+        assert name is not None
+        places = held(**{name: 1})
+        turns.look(waiting, ["low"], places)
+        turns.charge(places, {name: 64}, places, waiting, ())
+        count += name == "high"
+    assert count / 2000 == pytest.approx(weights[0] / sum(weights), abs=0.02)

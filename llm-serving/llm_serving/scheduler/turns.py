@@ -19,8 +19,8 @@ from llm_serving.scheduler.limits import SchedulerLimits
 
 WHOLE: Final = 2**16
 """Service of a whole step."""
-SCALE: Final = 2**20
-"""At least the largest weight."""
+SCALE: Final = 2**23
+"""Several times the largest weight, so that large ones are told apart; what is paid has 63 bits all the same."""
 _NOTHING: Final[tuple[int, ...]] = (0, 0, 0)
 
 
