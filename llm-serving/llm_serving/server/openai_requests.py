@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 import secrets
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
+from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -19,9 +21,10 @@ from llm_serving.server.accepted.turn import Turn
 from llm_serving.server.error_responses import json_response, openai_error
 from llm_serving.server.generation import Generation
 from llm_serving.server.note import note_of
-from llm_serving.server.off_loop import large_json_response
+from llm_serving.server.off_loop import large_json_response, off_loop
 from llm_serving.server.parameters import read_fields
-from llm_serving.server.schemas import GenerationRequest, PromptTokensDetails, Usage
+from llm_serving.server.receipts import ReceiptDraft
+from llm_serving.server.schemas import ChatCompletionChunk, Completion, GenerationRequest, PromptTokensDetails, Usage
 from llm_serving.server.streaming import DONE, Pieces, StreamResponse, complete, event
 
 ANY_MODEL: Final = "*"
@@ -145,6 +148,28 @@ async def respond(
     if tells_much(result.usage) and tells_tokens:
         return await large_json_response(result, headers)
     return json_response(result, headers=headers)
+
+
+async def last_events(
+    streamed: StreamedUsage,
+    usage: Usage,
+    receipt: ReceiptDraft | None,
+    piece: Callable[[Usage | UnsetType], Completion | ChatCompletionChunk],
+) -> bytes:
+    """What ends a stream: that it is done, and before it what is to be told of the whole answer.
+
+    Args:
+        streamed: Whether the usage is told.
+        usage: Of the whole answer.
+        receipt: Told too, if there is one.
+        piece: Makes an event without choices.
+    """
+    if not streamed.at_end and receipt is None:
+        return DONE
+    last = piece(usage if streamed.at_end else UNSET)
+    if receipt is not None:
+        last.receipt = await off_loop(tells_much(usage), receipt.sealed)
+    return event(last) + DONE
 
 
 def tells_much(usage: Usage) -> bool:

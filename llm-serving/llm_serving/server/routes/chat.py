@@ -31,6 +31,7 @@ from llm_serving.server.openai_requests import (
     StreamedUsage,
     UsageCounter,
     check_stream_options,
+    last_events,
     read_request,
     respond,
     tells_much,
@@ -53,7 +54,7 @@ from llm_serving.server.schemas import (
     TopLogprob,
     Usage,
 )
-from llm_serving.server.streaming import DONE, event
+from llm_serving.server.streaming import event
 from llm_serving.server.tools import answer_parser, offered_tools
 from llm_serving.text.tokenizer import Tokenizer
 
@@ -215,13 +216,7 @@ class _Answer:
         return opening + event(self._chunk([choice], usage))
 
     async def end(self) -> bytes:
-        if not self._streamed_usage.at_end and self._receipt is None:
-            return DONE
-        usage = self._usage.total()
-        last = self._chunk([], usage if self._streamed_usage.at_end else UNSET)
-        if self._receipt is not None:
-            last.receipt = await off_loop(tells_much(usage), self._receipt.sealed)
-        return event(last) + DONE
+        return await last_events(self._streamed_usage, self._usage.total(), self._receipt, partial(self._chunk, []))
 
     def _chunk(self, choices: list[ChatChunkChoice], usage: Usage | UnsetType = UNSET) -> ChatCompletionChunk:
         identity = self._identity

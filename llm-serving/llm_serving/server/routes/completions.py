@@ -34,6 +34,7 @@ from llm_serving.server.openai_requests import (
     StreamedUsage,
     UsageCounter,
     check_stream_options,
+    last_events,
     read_request,
     respond,
     tells_much,
@@ -45,7 +46,7 @@ from llm_serving.server.prompt_logprobs import check_prompt_logprobs, check_size
 from llm_serving.server.receipts import ReceiptDraft, begin_receipt
 from llm_serving.server.sampling import bad_words, sampling_params
 from llm_serving.server.schemas import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest, Usage
-from llm_serving.server.streaming import DONE, event
+from llm_serving.server.streaming import event
 from llm_serving.text.tokenizer import Tokenizer
 
 PATH: Final = "/v1/completions"
@@ -251,13 +252,8 @@ class _Answer:
         return event(self._completion([choice], usage_so_far(output) if self._streamed_usage.in_every_piece else UNSET))
 
     async def end(self) -> bytes:
-        if not self._streamed_usage.at_end and self._receipt is None:
-            return DONE
-        usage = self._usage.total()
-        last = self._completion([], usage if self._streamed_usage.at_end else UNSET)
-        if self._receipt is not None:
-            last.receipt = await off_loop(tells_much(usage), self._receipt.sealed)
-        return event(last) + DONE
+        piece = partial(self._completion, [])
+        return await last_events(self._streamed_usage, self._usage.total(), self._receipt, piece)
 
     def _completion(self, choices: list[CompletionChoice], usage: Usage | UnsetType = UNSET) -> Completion:
         identity = self._identity
