@@ -118,6 +118,11 @@ def other(ending, dtype):
     return lambda parts: {**parts, ending: parts[ending].astype(dtype)}
 
 
+def zeros_like_scales(dtype):
+    """As many as there are scales, each in a number of its own."""
+    return lambda parts: {**parts, "weight_zero_point": np.zeros(parts["weight_scale"].shape, dtype)}
+
+
 @pytest.mark.parametrize(
     ("layout", "change", "message"),
     [
@@ -136,6 +141,12 @@ def other(ending, dtype):
         ("compressed-tensors, W4A16", cut("weight_packed"), "weight_packed must hold 4 or 8 bits"),
         ("compressed-tensors, W4A16", cut("weight_shape"), r"weight_shape must have shape \[2\]"),
         ("compressed-tensors, W4A16, zeros", cut("weight_zero_point"), r"weight_zero_point must have shape \[8, 3\]"),
+        (
+            "compressed-tensors, W4A16, zeros",
+            zeros_like_scales(np.int32),
+            r"weight_zero_point must have shape \[8, 3\]",
+        ),
+        ("compressed-tensors, W4A16, zeros", zeros_like_scales(np.float32), "must be I8 of 2 lengths. Found: F32"),
         ("compressed-tensors, W4A16, act-order", cut("weight_g_idx"), r"weight_g_idx must have shape \[96\]"),
         ("FP8, a scale for a block", cut("weight_scale_inv"), r"blocks of \[24, 40\] in \[64, 96\]"),
         ("FP8, a scale for a block", without("weight_scale_inv"), "must have weight_scale_inv"),

@@ -68,14 +68,21 @@ class CompressedTensors:
                 )
             bits = fitting[0]
         groups = self._check_scale(name, parts, shape)
-        if (zeros := parts.get(ZERO)) is not None and zeros.shape != parts[SCALE].shape:
-            part(name, parts, ZERO, ["I32"])
-            check_shape(name, parts, ZERO, (-(-shape[0] // per_word(bits)), groups))
+        if (zeros := parts.get(ZERO)) is not None:
+            self._check_zeros(name, parts, zeros, (-(-shape[0] // per_word(bits)), groups))
         if ORDER in parts:
             part(name, parts, ORDER, ["I32"], 1)
             check_shape(name, parts, ORDER, (shape[1],))
         size = self._columns_of_group(name, parts, shape[1], groups)
         return PackedTensor(name, shape, parts, lambda arrays: _unpacked(arrays, shape, bits, size))
+
+    def _check_zeros(self, name: str, parts: Parts, zeros: StoredTensor, packed: tuple[int, int]) -> None:
+        """They are packed where they are words, and else like the scales."""
+        scale = parts[SCALE].shape
+        like_scale = zeros.dtype != "I32" and zeros.shape == scale
+        part(name, parts, ZERO, ["I8"] if like_scale else ["I32"], len(scale) if like_scale else 2)
+        if not like_scale:
+            check_shape(name, parts, ZERO, packed)
 
     def _check_scale(self, name: str, parts: Parts, shape: tuple[int, int]) -> int:
         """Groups of a row."""
