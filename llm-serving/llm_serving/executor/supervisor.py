@@ -214,12 +214,20 @@ def load_settings(config: ServingConfig, index: int) -> LoadModel:
         save_graphs_path=str(config.device.save_graphs_path),
         jit_level=config.device.jit_level,
         num_buffers=NUM_BUFFERS,
-        buffer_bytes=max_step_bytes(max_tokens, max_rows, max_model_len, config.pa.block_size),
+        buffer_bytes=max_step_bytes(max_tokens, max_rows, max_model_len, config.pa.block_size, _max_guesses(config)),
         step_timeout_s=config.serving.step_timeout_s,
         num_transfer_blocks=config.num_replicas * config.num_transfer_blocks,
         num_ranks=config.cluster.tensor_parallel,
         draft_model_path=_text(config.scheduler.draft_model_path),
     )
+
+
+def _max_guesses(config: ServingConfig) -> int:
+    """Of a step."""
+    scheduler = config.scheduler
+    if scheduler.speculative_method == "none":
+        return 0
+    return min(scheduler.max_prefill_tokens, config.model.decode_batch_size * scheduler.num_speculative_tokens)
 
 
 def _text(path: Path | None) -> str | None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-from typing import Any
+from dataclasses import fields, replace
+from itertools import pairwise
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +13,7 @@ from llm_serving.core.step import (
     NO_SCORES,
     NO_VECTORS,
     AllowedTokens,
+    Int32Array,
     Move,
     SamplingInput,
     Scores,
@@ -31,30 +33,45 @@ _STEP_ARRAYS = tuple(
 )
 _SAMPLING_ARRAYS = tuple(f.name for f in fields(SamplingInput))
 _SCORING_ARRAYS = tuple(f.name for f in fields(ScoringInput))
-_NUM_ARRAYS = 1 + len(_STEP_ARRAYS) + len(_SAMPLING_ARRAYS) + len(_SCORING_ARRAYS)
+_NUM_ARRAYS = 1 + len(_STEP_ARRAYS) + len(_SAMPLING_ARRAYS) + len(_SCORING_ARRAYS) + 1
 _NUM_ALLOWED_ARRAYS = 1 + len(AllowedTokens._fields)
 _WANTED_BYTES = len(Wanted._fields) * 4
 _MOVE_BYTES = len(Move._fields) * 4
+_BIAS_BYTES: Final = 8 * 4096
+"""Of a full table."""
+_SAMPLE_BYTES: Final = 4 * len(_SAMPLING_ARRAYS) + 4
+"""Numbers of a sample, one of 8 bytes, and how much of its history is that of the one before."""
 
 
 def step_arrays(step: StepInput) -> list[NDArray[Any]]:
-    """All arrays of a step: its number, then the others in the order of its fields."""
+    """All arrays of a step: its number, the others in the order of its fields, and what histories have in common.
+
+    A guess is chosen behind the history of its row and the guesses before it. What a history begins with that is the
+    whole one of the sample before it does not come again.
+    """
+    histories, num_common = _without_common(step.sampling.history_offsets, step.sampling.history_token_ids)
+    sampling = replace(step.sampling, history_token_ids=histories)
     arrays = [np.array([step.step], np.uint64), *(getattr(step, name) for name in _STEP_ARRAYS)]
-    arrays += [getattr(step.sampling, name) for name in _SAMPLING_ARRAYS]
-    return arrays + [getattr(step.scoring, name) for name in _SCORING_ARRAYS]
+    arrays += [getattr(sampling, name) for name in _SAMPLING_ARRAYS]
+    arrays += [getattr(step.scoring, name) for name in _SCORING_ARRAYS]
+    return [*arrays, num_common]
 
 
 def step_from_arrays(step: int, arrays: list[NDArray[Any]], allowed_follow: bool = False) -> StepInput:
-    """The inverse of `step_arrays`; the arrays are used as they are, not copied.
+    """The inverse of `step_arrays`; the arrays are used as they are, not copied, but for histories that came in parts.
 
     Raises:
         ProtocolError: The number of arrays is not that of a step, or they are those of another one.
     """
-    given = _of_step(step, arrays, _NUM_ARRAYS)
+    *given, num_common = _of_step(step, arrays, _NUM_ARRAYS)
     sampling_end = len(_STEP_ARRAYS) + len(_SAMPLING_ARRAYS)
+    sampling = SamplingInput(*given[len(_STEP_ARRAYS) : sampling_end])
+    if num_common.any():
+        histories = _with_common(sampling.history_offsets, sampling.history_token_ids, num_common)
+        sampling = replace(sampling, history_token_ids=histories)
     return StepInput(
         step=step,
-        sampling=SamplingInput(*given[len(_STEP_ARRAYS) : sampling_end]),
+        sampling=sampling,
         scoring=ScoringInput(*given[sampling_end:]),
         allowed_follow=allowed_follow,
         **dict(zip(_STEP_ARRAYS, given, strict=False)),
@@ -75,6 +92,41 @@ def allowed_from_arrays(step: int, arrays: list[NDArray[Any]]) -> AllowedTokens:
     return AllowedTokens(*_of_step(step, arrays, _NUM_ALLOWED_ARRAYS))
 
 
+def _without_common(offsets: Int32Array, token_ids: Int32Array) -> tuple[Int32Array, Int32Array]:
+    """The histories without what each has in common with the one before it, and how many tokens that are."""
+    num_common = np.zeros(len(offsets) - 1, np.int32)
+    if not len(token_ids):
+        return token_ids, num_common
+    parts, before = [], token_ids[:0]
+    for index, (start, end) in enumerate(pairwise(offsets.tolist())):
+        history = token_ids[start:end]
+        if 0 < len(before) <= len(history) and np.array_equal(history[: len(before)], before):
+            num_common[index] = len(before)
+        parts.append(history[num_common[index] :])
+        before = history
+    return np.concatenate(parts), num_common
+
+
+def _with_common(offsets: Int32Array, token_ids: Int32Array, num_common: Int32Array) -> Int32Array:
+    """The inverse of `_without_common`.
+
+    Raises:
+        ProtocolError: What they have in common is more than there is.
+    """
+    lengths = np.diff(offsets)
+    most = np.minimum(lengths, np.concatenate([[0], lengths[:-1]]))
+    if num_common.shape != lengths.shape or (num_common < 0).any() or (num_common > most).any():
+        raise ProtocolError("histories have more in common than there is of them")
+    if int((lengths - num_common).sum()) != len(token_ids):
+        raise ProtocolError("histories have another number of tokens than they announce")
+    whole, taken, before = np.empty(int(lengths.sum()), np.int32), 0, 0
+    for start, length, common in zip(offsets.tolist(), lengths.tolist(), num_common.tolist(), strict=False):
+        whole[start : start + common] = whole[before : before + common]
+        whole[start + common : start + length] = token_ids[taken : taken + length - common]
+        taken, before = taken + length - common, start
+    return whole
+
+
 def _of_step(step: int, arrays: list[NDArray[Any]], count: int) -> list[NDArray[Any]]:
     """Those behind the number of a step."""
     if len(arrays) != count:
@@ -85,19 +137,22 @@ def _of_step(step: int, arrays: list[NDArray[Any]], count: int) -> list[NDArray[
     return others
 
 
-def max_step_bytes(max_tokens: int, max_rows: int, max_model_len: int, block_size: int) -> int:
+def max_step_bytes(max_tokens: int, max_rows: int, max_model_len: int, block_size: int, max_guesses: int = 0) -> int:
     """Bytes that the arrays of any step fit in: every row with its whole history and a full bias table; every token
-    with a result and a bit for each token that may be chosen, and each row with one more of each other kind.
+    with a result and a bit for each token that may be chosen, and each row with one more of each other kind. So many
+    guesses have a bias table of their own, and of a history one token more than what is before them.
 
     Block moves: one full batch out, another in, and a copied block a row are at most three for each entry of the block
     tables, and one more hands it over. There is room for five, as pages of a buffer are taken when first written.
     """
     max_row_blocks = -(-max_model_len // block_size)
     allowed_bytes = MAX_VOCAB_SIZE // 8 + 4
-    per_row = (2 * 4 + 5 * _MOVE_BYTES) * max_row_blocks + 4 * max_model_len + 8 * 4096 + 64
+    a_sample = _SAMPLE_BYTES + _BIAS_BYTES
+    per_row = (2 * 4 + 5 * _MOVE_BYTES) * max_row_blocks + 4 * max_model_len + a_sample
     per_row += 2 * _WANTED_BYTES
     per_token = 4 + _WANTED_BYTES + 3 * 4 + allowed_bytes  # each may be a guess
-    return per_token * max_tokens + max_rows * per_row + 64 * (_NUM_ARRAYS + _NUM_ALLOWED_ARRAYS)
+    num_bytes = per_token * max_tokens + max_rows * per_row + max_guesses * (4 + a_sample)
+    return num_bytes + 64 * (_NUM_ARRAYS + _NUM_ALLOWED_ARRAYS)
 
 
 def encode_output(output: StepOutput, num_compilations: int = 0) -> StepDone:

@@ -31,7 +31,7 @@ import msgspec
 from llm_serving.core.computed_by import NOT_KNOWN, ComputedBy
 from llm_serving.core.continuation import Continuation
 
-PROTOCOL_VERSION = 18
+PROTOCOL_VERSION = 19
 
 
 class ArrayLayout(msgspec.Struct, array_like=True, frozen=True):
