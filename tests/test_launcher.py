@@ -168,6 +168,17 @@ class TestStart:
         with pytest.raises(ConfigError, match=rf"a server runs on port 8835 already \(pid {os.getpid()}\)"):
             start(a_config(8835), [], tmp_path)
 
+    @pytest.mark.parametrize("place", ["run", "run/{port}/server.log"])
+    def test_a_folder_that_cannot_be_written_is_named(self, tmp_path, place):
+        (port,) = free_ports(1)
+        (tmp_path / place.format(port=port)).parent.mkdir(parents=True, exist_ok=True)
+        if place == "run":
+            (tmp_path / "run").write_text("no folder")
+        else:
+            (tmp_path / place.format(port=port)).mkdir()
+        with pytest.raises(ConfigError, match=f"--run-dir must be a folder that can be written; .*{tmp_path}/run"):
+            start(a_config(port), [], tmp_path / "run")
+
     def test_of_two_starts_at_once_one_is_refused(self, tmp_path, run_instead):
         (port,) = free_ports(1)
         run_instead("exit 3")
@@ -176,7 +187,7 @@ class TestStart:
         with launcher._starting(folder, port):
             with pytest.raises(ConfigError, match=f"a server is being started on port {port}"):
                 start(a_config(port), [], tmp_path)
-            assert list(folder.iterdir()) == []
+            assert not (folder / "server.json").exists()
         with pytest.raises(StartError):
             start(a_config(port), [], tmp_path)
 

@@ -93,7 +93,7 @@ def start_silently(config: ServingConfig, serve_arguments: Sequence[str], run_di
     """Starts `llm-serving serve` in the background and returns its log when it answers requests.
 
     Raises:
-        ConfigError: The port is taken, by this server or by another program.
+        ConfigError: The port is taken, by this server or by another program, or `run_dir` cannot be written.
         StartError: The server ended; the text shows the end of its log.
     """
     host, port = config.serving.server_ip, config.serving.server_port
@@ -102,7 +102,12 @@ def start_silently(config: ServingConfig, serve_arguments: Sequence[str], run_di
     folder = run_dir / str(port)
     _check_none_runs(folder, port)
     bind(host, port).close()  # says now what keeps the port from being used
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "server.log").open("ab").close()
+    except OSError as error:
+        rule = f"must be a folder that can be written; {error.filename}: {error.strerror}"
+        raise ConfigError(f"--run-dir {rule}. Given: {run_dir}") from None
     with _starting(folder, port):
         _check_none_runs(folder, port)  # one may have been started meanwhile
         return _start_in(folder, config, serve_arguments)
@@ -186,7 +191,6 @@ def curl_line(config: ServingConfig) -> str:
 
 def _keep_log(path: Path, serving: ServerConfig) -> subprocess.Popen[bytes]:
     """A process that writes what it gets on its standard input to the log, see `log_keeper`."""
-    path.open("ab").close()  # says now what keeps the file from being written
     command = [sys.executable, "-m", "llm_serving.log_keeper", str(path)]
     command += [str(serving.log_file_bytes), str(serving.log_files)]
     return subprocess.Popen(  # noqa: S603
