@@ -11,7 +11,7 @@ from llm_serving.core.beam_search_params import BeamSearchParams
 from llm_serving.core.exchange import Exchange
 from llm_serving.core.request import FinishReason
 from llm_serving.engine.deadlines import SMALLEST_SWEEP, Deadlines, timeout_of
-from llm_serving.engine.engine import LOOK_EVERY_S
+from llm_serving.engine.overdue import LOOK_EVERY_S
 
 
 class HandClock:

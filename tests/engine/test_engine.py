@@ -174,7 +174,7 @@ def test_a_dead_work_agent_ends_every_request_and_refuses_more() -> None:
 
 def test_an_engine_that_has_ended_gives_its_descriptor_back_and_uses_it_no_more() -> None:
     harness = Harness()
-    own = harness.engine._wake_fd
+    own = harness.engine._inbox._wake_fd
     harness.engine.stop()
     harness.engine.run()
     with pytest.raises(OSError, match="Bad file descriptor"):

@@ -82,7 +82,7 @@ def test_a_request_that_was_not_taken_is_forgotten():
 def test_an_outage_begins_with_the_oldest_step_that_is_lost():
     harness = Harness(journal=Journal(2, 5))
     harness.engine.submit(create_request())
-    harness.engine._take_inbox()
+    harness.engine._inbox.take()
     schedule = harness.scheduler.schedule(3.0)
     assert schedule is not None
     journal = journal_of(harness)

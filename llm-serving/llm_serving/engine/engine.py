@@ -3,33 +3,32 @@
 from __future__ import annotations
 
 import contextlib
-import math
-import os
-import select
-import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Final, TypeVar
 
 from llm_serving.admission.answer_lengths import AnswerLengths, asked_of
-from llm_serving.admission.load_estimator import LoadEstimator, Queue, UnderWay
+from llm_serving.admission.load_estimator import LoadEstimator, UnderWay
 from llm_serving.admission.slots import Slots
 from llm_serving.core.clock import Clock, monotonic
 from llm_serving.core.computed_by import NOT_KNOWN
 from llm_serving.core.request import FinishReason, Request
 from llm_serving.core.request_class import class_of
 from llm_serving.core.request_output import RequestOutput
-from llm_serving.core.step import StepInput, StepOutput
+from llm_serving.core.step import StepInput
 from llm_serving.engine.audit import Auditor
-from llm_serving.engine.deadlines import Deadlines, timeout_of
+from llm_serving.engine.deadlines import Deadlines
+from llm_serving.engine.delivery import deliver, end
 from llm_serving.engine.departure import Departure
+from llm_serving.engine.inbox import Inbox
 from llm_serving.engine.ledger import Ledger
 from llm_serving.engine.moves import Moves
 from llm_serving.engine.output_processor import OutputProcessor
-from llm_serving.engine.prompt_replies import prompt_replies
+from llm_serving.engine.overdue import Overdue
 from llm_serving.engine.receivers import Desk, receive
 from llm_serving.engine.recovery import Recovery
+from llm_serving.engine.step_times import StepTimes
 from llm_serving.engine.weight_monitor import Lead, WeightMonitor, service_of
 from llm_serving.errors import LLMServingError, WorkerDiedError, WorkerError
 from llm_serving.executor.away import Away
@@ -55,12 +54,6 @@ Publish = Callable[[list[RequestOutput]], None]
 
 T = TypeVar("T")
 
-LOOK_EVERY_S: Final = 0.1
-"""How often waiting requests are looked at whose deadline may have become too early."""
-MAX_LOOKED_AT: Final = 16
-"""At a time; those with the earliest deadlines."""
-STEP_MEMORY: Final = 128
-"""Steps after which the time of one counts 1/e in their mean."""
 SHORT_STEP_S: Final = 0.02
 """Beside a step as short as this, neither waking to form the next one late nor what that may delay is small."""
 
@@ -89,8 +82,6 @@ class Engine:
         clock: Clock = monotonic,
     ) -> None:
         self.scheduler = scheduler
-        self.dead: str | None = None
-        """Why the engine ended, once it has."""
         self.num_steps = 0
         """Steps whose results have come."""
         self.notice = ""
@@ -134,30 +125,15 @@ class Engine:
         self._clock = clock
         self._max_steps_in_flight = min(max_steps_in_flight, executor.max_steps_in_flight)
         self._deadlines = Deadlines()
-        self._look_again = 0.0
-        """When deadlines that cannot be met are looked for again."""
+        self._overdue = Overdue(self._deadlines, scheduler)
         self._in_flight: deque[Schedule] = deque()
-        self._num_tokens_in_flight: deque[int] = deque()
-        """Of each of these, beyond one a row."""
+        """Steps that have been submitted and not been replied to, the oldest first."""
         self._num_left = 0
-        """Tokens of prompts that the newest of them begin and do not compute."""
-        self._step_began = 0.0
-        """When the WorkAgent could begin with the oldest step in flight."""
-        self._submitted = 0.0
-        """The same, but for the time in which that step was formed where none was in flight."""
-        self.mean_step_s: float | None = None
-        """Seconds a step takes, of late; None before the first."""
-        self._host_s = 0.0
-        """Seconds of the master for a step: to take a reply, and to form the next step."""
-        self._settle_s = 0.0
-        """The former of them."""
-        self._step_s = 0.0
-        """Seconds that the latest step took."""
-        self._inbox: deque[Callable[[], None]] = deque()
-        self._inbox_lock = threading.Lock()
+        """Tokens of prompts that the newest step begins and does not compute."""
+        self._times = StepTimes()
+        self._inbox = Inbox()
         self._outputs: list[RequestOutput] = []
         self._stopping = False
-        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         metrics.swaps.watch(index, self._swap_load)
 
     # --- from any thread --------------------------------------------------------------------------------------------
@@ -170,7 +146,7 @@ class Engine:
         """
         self.journal.submitted(request, class_of(request.priority, self.scheduler.classes))
         try:
-            self._post(lambda: self._add(request))
+            self._inbox.post(lambda: self._add(request))
         except WorkerDiedError:
             self.journal.forget(request)
             raise
@@ -178,7 +154,7 @@ class Engine:
     def abort(self, request_id: str) -> None:
         """Ends a request at the next step; one that has ended already is left alone."""
         with contextlib.suppress(WorkerDiedError):  # then it has ended with everything else
-            self._post(lambda: self._abort(request_id))
+            self._inbox.post(lambda: self._abort(request_id))
 
     def take_over(self, departure: Departure, *, is_cancelled: bool = False) -> None:
         """Goes on with a request that another replica has begun; one that was cancelled on its way ends here.
@@ -188,12 +164,12 @@ class Engine:
         """
         if self._stopping:
             raise WorkerDiedError("the engine is about to end")
-        self._post(lambda: self._arrive(departure, is_cancelled))
+        self._inbox.post(lambda: self._arrive(departure, is_cancelled))
 
     def give_back(self, blocks: list[TransferBlock]) -> None:
         """Others need these of its blocks no longer."""
         with contextlib.suppress(WorkerDiedError):  # whoever has its part of the memory next knows nothing of them
-            self._post(lambda: self.scheduler.give_back(blocks))
+            self._inbox.post(lambda: self.scheduler.give_back(blocks))
 
     def ask(self, question: Callable[[], T]) -> Future[T]:
         """Has the engine's thread answer a question between two steps, where nothing changes meanwhile.
@@ -210,7 +186,7 @@ class Engine:
                 except Exception as error:  # noqa: BLE001  whoever asked is told
                     answer.set_exception(error)
 
-        self._post(reply)
+        self._inbox.post(reply)
         return answer
 
     def reprioritise(self, request_id: str, priority: int) -> bool:
@@ -256,7 +232,7 @@ class Engine:
 
     def state(self) -> SchedulerState:
         """To be called by the engine's thread."""
-        return scheduler_state(self.scheduler, self._clock(), self.mean_step_s)
+        return scheduler_state(self.scheduler, self._clock(), self._times.mean_s)
 
     def glance(self, since: float) -> Glance:
         """The same, with what has happened since a time. To be called by the engine's thread."""
@@ -264,19 +240,18 @@ class Engine:
 
     def stop(self) -> None:
         """Ends the loop after the steps in flight; unfinished requests end with an error."""
-        with self._inbox_lock:
-            self._stopping = True
-            if self.dead is None:
-                self._wake()
+        self._stopping = True
+        self._inbox.wake()
         self._executor.give_up()
 
     def close(self) -> None:
         """Gives back the descriptor it is woken by, as `run` does in the end: it is not stepped any more."""
-        with self._inbox_lock:
-            self.dead = self.dead or "the engine is closed"
-            wake_fd, self._wake_fd = self._wake_fd, -1
-        if wake_fd >= 0:
-            os.close(wake_fd)
+        self._inbox.close("the engine is closed")
+
+    @property
+    def dead(self) -> str | None:
+        """Why the engine ended, once it has."""
+        return self._inbox.ended
 
     @property
     def away(self) -> Away | None:
@@ -292,6 +267,11 @@ class Engine:
     def restarting(self) -> str | None:
         """Why its WorkAgent is being started again, while it is."""
         return self._recovery.restarting
+
+    @property
+    def mean_step_s(self) -> float | None:
+        """Seconds a step takes, of late; None before the first."""
+        return self._times.mean_s
 
     @property
     def num_running(self) -> int:
@@ -352,15 +332,38 @@ class Engine:
     def _advance(self) -> bool:
         if not self.scheduler.has_unfinished_requests:
             self._auditor.run_copy()
-        if replies := bool(self._in_flight) and self._waits_for_replies():
+        replied = bool(self._in_flight) and self._waits_for_replies()
+        if replied:
             # Told when the next step is under way: until then whoever tells the clients would only be in its way.
             self._collect()
             self._listen()
-        waits = not self._in_flight and self._waits_for_replies()
-        if self._drafter is not None:
-            for request, token_ids in self._drafter.drafts(len(self.scheduler.running), waits=waits):
-                self.scheduler.draft(request, token_ids)
+        self._guess()
         now = self._clock()
+        schedule = self._schedule(now)
+        if schedule is not None:
+            self._submit(schedule, now)
+        collects = bool(self._in_flight) and (schedule is None or len(self._in_flight) == self._max_steps_in_flight)
+        if collects:
+            self._collect()
+        # What was collected may let something be scheduled that could not be before.
+        return schedule is not None or collects or replied
+
+    def _listen(self) -> None:
+        """Takes what others ask for, and ends who has no time left."""
+        self._inbox.take()
+        if self._deadlines.next is not None:
+            self._overdue.end(self._clock(), self.load, self._times.began)
+
+    def _guess(self) -> None:
+        """Has the scheduler know what may come next."""
+        if self._drafter is None:
+            return
+        waits = not self._in_flight and self._waits_for_replies()
+        for request, token_ids in self._drafter.drafts(len(self.scheduler.running), waits=waits):
+            self.scheduler.draft(request, token_ids)
+
+    def _schedule(self, now: float) -> Schedule | None:
+        """Forms the next step, as far as there is one, and tells who is to know of it."""
         self.share()
         schedule = self.scheduler.schedule(now)
         self.moves.formed(schedule)
@@ -369,32 +372,25 @@ class Engine:
         self.load.placed(Slots(tuple(self.scheduler.running), self._lengths), self.scheduler.blocked)
         if self._has_room():
             self.load.has_room()
-        if schedule is not None:
-            self.journal.formed(now, schedule)
-            forms_late = self._max_steps_in_flight > 1 and self._step_s > SHORT_STEP_S
-            self._executor.submit(self.build_step(schedule, self._executor.next_step), forms_late)
-            submitted = self._clock()
-            self._host_s = self._settle_s + submitted - now
-            if not self._in_flight:
-                self._step_began, self._submitted = now, submitted
-            self._in_flight.append(schedule)
-            self._num_tokens_in_flight.append(schedule.num_tokens - len(schedule.rows))
-            self._num_left = sum([row.request.num_tokens - row.end for row in schedule.rows if not row[3]])
-            self._tell_under_way()
-            self._allow()
-            self.moves.submitted(schedule, now)
-            if schedule.started:
-                self.on_started([request.asked.request_id for request in schedule.started])
-        collects = bool(self._in_flight) and (schedule is None or len(self._in_flight) == self._max_steps_in_flight)
-        if collects:
-            self._collect()
-        # What was collected may let something be scheduled that could not be before.
-        return schedule is not None or collects or replies
+        return schedule
 
-    def _listen(self) -> None:
-        """Takes what others ask for, and ends who has no time left."""
-        self._take_inbox()
-        self._end_overdue()
+    def _submit(self, schedule: Schedule, now: float) -> None:
+        """Has the WorkAgent compute a step that was formed from `now` on."""
+        self.journal.formed(now, schedule)
+        self._executor.submit(self.build_step(schedule, self._executor.next_step), self.forms_late)
+        self._times.submitted(now, self._clock(), follows=bool(self._in_flight))
+        self._in_flight.append(schedule)
+        self._num_left = sum([row.request.num_tokens - row.end for row in schedule.rows if not row[3]])
+        self._tell_under_way()
+        self._allow()
+        self.moves.submitted(schedule, now)
+        if schedule.started:
+            self.on_started([request.asked.request_id for request in schedule.started])
+
+    @property
+    def forms_late(self) -> bool:
+        """Whether the next step but one is formed when the next one ends, not when it begins."""
+        return self._max_steps_in_flight > 1 and self._times.step_s > SHORT_STEP_S
 
     def share(self) -> None:
         """Has the scheduler know what others have served, and which places of tenants are its own."""
@@ -432,7 +428,8 @@ class Engine:
             return True
         running = self.scheduler.running
         num_waiting = sum([request.waits_for_reply for request in running])
-        return num_waiting * (self._step_s + self._host_s) > 2 * len(running) * self._host_s
+        step_s, host_s = self._times.step_s, self._times.host_s
+        return num_waiting * (step_s + host_s) > 2 * len(running) * host_s
 
     def _has_room(self) -> bool:
         """Whether nobody waits, and the cache has room for one more like those that run."""
@@ -447,35 +444,38 @@ class Engine:
         return self._num_left > 0 or (room and len(self.scheduler.waiting) > 0)
 
     def _collect(self) -> None:
+        """Takes the reply to the oldest step."""
         output = self._executor.collect()
-        replied = self._clock()
-        computed_s, self._submitted = replied - self._submitted, replied
+        self._times.replied(self._clock())
         schedule = self._in_flight.popleft()
         self.moves.step_done()
         updated = self.scheduler.update(schedule, output.token_ids.tolist())
         self._allow()
         now = self._clock()
-        self._step_s, self._step_began = now - self._step_began, now
-        self._num_tokens_in_flight.popleft()
+        self._times.passed_on(now)
         self._tell_under_way()
-        mean_s = self._step_s if self.mean_step_s is None else self.mean_step_s
-        self.mean_step_s = mean_s + (self._step_s - mean_s) / STEP_MEMORY
-        self._deliver(schedule, updated, output)
+        deliver(schedule, updated, output)
+        self._processor.report_times()
         self.moves.delivered(schedule, now)
+        self._take_stock(schedule, updated, now)
+        if schedule.departures:  # whoever departs takes its tenant's place along, so before others are dealt any
+            self._flush()
+        self._times.settled(self._clock())
+
+    def _take_stock(self, schedule: Schedule, updated: list[Request], now: float) -> None:
+        """A step has been replied to: journal, drafter, metrics and predictions learn of it."""
         right = right_guesses(schedule, updated) if schedule.has_drafts else NO_GUESSES
         self.journal.replied(now, right)
         self.num_steps += 1
         num_tokens = schedule.num_tokens
         ended = [request for request in updated if request.is_finished]
         if self._drafter is not None:
-            if num_tokens == len(output.token_ids):  # no prompt was computed
-                self._drafter.measured(num_tokens, computed_s, self._host_s if self._max_steps_in_flight > 1 else 0.0)
+            if num_tokens == schedule.num_samples:  # no prompt was computed
+                host_s = self._times.host_s if self._max_steps_in_flight > 1 else 0.0
+                self._drafter.measured(num_tokens, self._times.computed_s, host_s)
             self._tell_drafter(self._drafter, schedule, ended, right)
         self._record(schedule, num_tokens)
         self._measure(schedule, num_tokens, len(ended))
-        if schedule.departures:  # whoever departs takes its tenant's place along, so before others are dealt any
-            self._flush()
-        self._settle_s = self._clock() - replied
 
     def _allow(self) -> None:
         """Tells the WorkAgent what the oldest step in flight may choose, as all before it have been replied to.
@@ -501,12 +501,13 @@ class Engine:
         self.load.step(
             num_tokens=num_tokens,
             num_rows=len(schedule.rows),
-            seconds=self._step_s,
+            seconds=self._times.step_s,
             num_ended=num_ended,
         )
 
     def _tell_under_way(self) -> None:
-        self.load.under_way = UnderWay(tuple(self._num_tokens_in_flight), self._num_left, self._step_began)
+        num_tokens = tuple([each.num_tokens - len(each.rows) for each in self._in_flight])
+        self.load.under_way = UnderWay(num_tokens, self._num_left, self._times.began)
 
     def _record(self, schedule: Schedule, num_tokens: int) -> None:
         self._metrics.step(*self._load(), num_tokens, replica=self._index)
@@ -529,56 +530,21 @@ class Engine:
         blocks = self.scheduler.blocks
         return SwapLoad(blocks.num_swapped_requests, blocks.host_pool.num_used_blocks, blocks.host_pool.num_blocks)
 
-    def _deliver(self, schedule: Schedule, updated: list[Request], output: StepOutput) -> None:
-        """Gives the step's results to those they were computed for."""
-        live = set(updated)
-        if schedule.prompt_results:
-            live -= self._deliver_prompts(schedule, output)
-        end = 0
-        for request, _, _, samples, _ in schedule.rows:
-            start, end = end, end + samples
-            if not samples or request not in live:
-                continue
-            receiver = request.receiver
-            if receiver is None:
-                continue
-            if start in output.row_errors:
-                receiver.end(FinishReason.ERROR, output.row_errors[start])
-            else:
-                receiver.take(request, range(start, start + request.num_new_tokens), output)
-        self._processor.report_times()
-
-    def _deliver_prompts(self, schedule: Schedule, output: StepOutput) -> set[Request]:
-        """Returns the requests that end as a result of theirs cannot be given."""
-        ended = set()
-        for request, start, logprobs, vector, error in prompt_replies(schedule, output):
-            receiver = request.receiver
-            if receiver is None:
-                continue
-            if error is not None:
-                receiver.end(FinishReason.ERROR, error)
-                ended.add(request)
-            else:
-                receiver.take_prompt(request, start, logprobs, vector)
-        return ended
-
     def _recover(self, error: LLMServingError) -> None:
         """Goes on after a step that failed or a WorkAgent that is gone; only what makes it happen again ends."""
         self.journal.lost(self._clock())
         lost, self._in_flight = self._in_flight, deque()
-        self._num_tokens_in_flight.clear()
         self._num_left = 0
         self._tell_under_way()
         culprits = self._recovery.culprits(error, list(lost))
         self.moves.lost()
         self.journal.recovered(self._clock())
         for request in culprits:
-            _end(request, FinishReason.ERROR, str(error))
+            end(request, FinishReason.ERROR, str(error))
 
     def _while_away(self, reason: str) -> None:
         """After an attempt to start the WorkAgent again: nobody waits longer than is allowed."""
-        self._take_inbox()
-        self._end_overdue()
+        self._listen()
         away = self._executor.away
         if away is not None and self._clock() - away.since > self._restart_wait_s:
             error = f"its WorkAgent has not come back within {self._restart_wait_s:g} s: {reason}"
@@ -588,51 +554,8 @@ class Engine:
 
     def _while_tried(self) -> None:
         """Between steps that look for who makes them fail: who has no time left does not wait for the last of them."""
-        self._take_inbox()
-        self._end_overdue()
+        self._listen()
         self._flush()
-
-    def _end_overdue(self) -> None:
-        """Ends the requests whose deadline has passed, wherever they are."""
-        if self._deadlines.next is None:
-            return
-        now = self._clock()
-        for request in self._deadlines.take_passed(now):
-            error = f"the request was not done within its {timeout_of(request):g} s"
-            _end(request, FinishReason.TIMEOUT, error)
-        if now >= self._look_again:
-            self._look_again = now + LOOK_EVERY_S
-            self._end_hopeless(now)
-
-    def _end_hopeless(self, now: float) -> None:
-        """Ends requests that could not have a first token before their deadline even if they were next.
-
-        Where nothing runs they begin at once, and show whether what was measured still holds.
-        """
-        measured, scheduler = self.load.measured, self.scheduler
-        if measured is None or not scheduler.running:
-            return
-        num_running = len(scheduler.running)
-        for request in self._deadlines.not_begun(MAX_LOOKED_AT):
-            first = _first_computed(request)
-            if first is None or request.deadline is None:
-                continue
-            rank = first.request_class.rank
-            num_before = sum(scheduler.held[each.name] for each in scheduler.classes if each.rank <= rank)
-            seconds = measured.seconds_to_first_token(
-                Queue(
-                    1,
-                    scheduler.num_owed_tokens(first),
-                    num_before,
-                    num_running,
-                    under_way=self.load.under_way,
-                    elapsed_s=now - self._step_began,
-                )
-            )
-            if seconds is not None and now + seconds > request.deadline:
-                timeout = f"the request cannot be done within its {timeout_of(request):g} s"
-                error = f"{timeout}: its first token is expected in {seconds:.2f} s"
-                _end(request, FinishReason.TIMEOUT, error)
 
     def _add(self, request: Request) -> None:
         self._auditor.started(request)
@@ -647,7 +570,7 @@ class Engine:
         self.moves.arrive(departure)
         self.journal.queued(departure.request, self._clock())
         if is_cancelled:
-            _end(departure.request, FinishReason.ABORT)
+            end(departure.request, FinishReason.ABORT)
 
     def _expect(self, request: Request) -> None:
         if self._drafter is not None:
@@ -657,12 +580,11 @@ class Engine:
     def _abort(self, request_id: str) -> None:
         request = self._processor.find(request_id)
         if request is not None:
-            _end(request, FinishReason.ABORT)
+            end(request, FinishReason.ABORT)
 
     def _shut(self, reason: str, kind: FinishReason) -> None:
-        with self._inbox_lock:
-            self.dead = reason
-        self._take_inbox()
+        self._inbox.end(reason)
+        self._inbox.take()
         self._end_all(reason, kind)
         self.moves.end()
         self._flush()
@@ -671,28 +593,13 @@ class Engine:
     def _end_all(self, reason: str, kind: FinishReason) -> None:
         self._auditor.drop()
         for request in self._processor.unfinished():
-            _end(request, kind, reason)
+            end(request, kind, reason)
 
     # --- inbox and outbox -------------------------------------------------------------------------------------------
 
-    def _post(self, message: Callable[[], None]) -> None:
-        with self._inbox_lock:
-            if self.dead is not None:
-                raise WorkerDiedError(self.dead)
-            self._inbox.append(message)
-            self._wake()
-
-    def _wake(self) -> None:
-        """To be called with the lock and while the engine lives: its descriptor may be somebody else's later."""
-        os.eventfd_write(self._wake_fd, 1)
-
     def _post_nothing(self) -> None:
         with contextlib.suppress(WorkerDiedError):
-            self._post(lambda: None)
-
-    def _take_inbox(self) -> None:
-        while self._inbox:
-            self._inbox.popleft()()
+            self._inbox.post(lambda: None)
 
     def _tell(self, piece: RequestOutput) -> None:
         self._outputs.append(piece)
@@ -709,17 +616,7 @@ class Engine:
 
     def _wait(self) -> None:
         """Sleeps until a message comes, the WorkAgent dies, a deadline passes or a batch has waited long enough."""
-        executor_fd = self._executor.fileno()
-        poll = select.poll()
-        poll.register(self._wake_fd, select.POLLIN)
-        if executor_fd is not None:
-            poll.register(executor_fd, select.POLLIN)
-        idle_s = self.idle_s
-        timeout_ms = None if idle_s is None else math.ceil(1000 * idle_s)
-        ready = {fd for fd, _ in poll.poll(timeout_ms)}
-        if self._wake_fd in ready:
-            os.eventfd_read(self._wake_fd)
-        elif executor_fd in ready:
+        if self._inbox.wait(self._executor.fileno(), self.idle_s):
             try:
                 self._executor.collect()  # nothing is in flight, so only bad news can have come
             except WorkerError as error:
@@ -734,16 +631,3 @@ def right_guesses(schedule: Schedule, updated: list[Request]) -> dict[int, int]:
         for row in schedule.rows
         if row.num_drafts and row.request in got
     }
-
-
-def _end(request: Request, reason: FinishReason, error: str | None = None) -> None:
-    if request.receiver is not None:  # it has not had its last piece
-        request.receiver.end(reason, error)
-
-
-def _first_computed(request: Request) -> Request | None:
-    """What waits first of all that is computed for a request; None: something of it has been computed."""
-    if request.receiver is None:
-        return None
-    computed = request.receiver.computed
-    return computed[0] if all(each.first_scheduled_time is None for each in computed) and computed else None

@@ -10,7 +10,7 @@ from llm_serving.admission.load_estimator import UnderWay
 from llm_serving.admission.slots import Slots
 from llm_serving.core.request import Request
 from llm_serving.core.request_output import RequestOutput
-from llm_serving.engine.engine import SHORT_STEP_S, STEP_MEMORY, Engine
+from llm_serving.engine.engine import Engine
 from llm_serving.engine.receivers import OneSequence
 from llm_serving.scheduler.schedule import Schedule
 from llm_serving.scheduler.steady import SteadySteps, num_steps_alike
@@ -126,29 +126,25 @@ class SteadyEngine:
         engine.tell_served()
         if self._predicts:
             engine.load.placed(Slots(self._running, engine._lengths))
-        forms_late = engine._max_steps_in_flight > 1 and engine._step_s > SHORT_STEP_S
         shape = StepShape(num_rows, num_rows, num_rows, num_keys, 0, 0)
         self._newest = VirtualStep(agent.next_step, shape, [])
-        agent.submit(self._newest, forms_late)
-        engine._host_s = engine._settle_s + clock() - now
-        if not self._num_in_flight:
-            engine._step_began = now
+        agent.submit(self._newest, engine.forms_late)
+        engine._times.submitted(now, clock(), follows=self._num_in_flight > 0)
         self._tell_under_way(self._num_in_flight + 1)
         agent.finish_oldest()
         replied = clock()
+        engine._times.replied(replied)
         steps.reply()
-        engine._step_s, engine._step_began = replied - engine._step_began, replied
+        engine._times.passed_on(replied)
         self._tell_under_way(self._num_in_flight)
-        mean_s = engine._step_s if engine.mean_step_s is None else engine.mean_step_s
-        engine.mean_step_s = mean_s + (engine._step_s - mean_s) / STEP_MEMORY
         engine.num_steps += 1
         if drafter is not None:
-            drafter.measured(num_rows, engine._step_s, engine._host_s)
+            drafter.measured(num_rows, engine._times.step_s, engine._times.host_s)
             drafter.replied((), num_rows)
         engine._metrics.step(*engine._load(), num_rows, replica=engine._index)
         if self._predicts:
-            engine.load.step(num_tokens=num_rows, num_rows=num_rows, seconds=engine._step_s, num_ended=0)
-        engine._settle_s = clock() - replied
+            engine.load.step(num_tokens=num_rows, num_rows=num_rows, seconds=engine._times.step_s, num_ended=0)
+        engine._times.settled(clock())
         return True
 
     def _publish(self) -> None:
@@ -187,13 +183,11 @@ class SteadyEngine:
 
     def _is_late(self, now: float) -> bool:
         """Whether the engine would look for requests that are too late, and perhaps end some."""
-        engine = self._engine
-        deadline = engine._deadlines.next
-        return deadline is not None and (now >= deadline or now >= engine._look_again)
+        return self._engine._overdue.is_due(now)
 
     def _tell_under_way(self, num_steps: int) -> None:
         if self._predicts:
-            self._engine.load.under_way = UnderWay((0,) * num_steps, 0, self._engine._step_began)
+            self._engine.load.under_way = UnderWay((0,) * num_steps, 0, self._engine._times.began)
 
 
 def _is_answered(request: Request) -> bool:
