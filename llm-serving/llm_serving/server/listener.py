@@ -27,6 +27,8 @@ def bind(host: str, port: int) -> socket.socket:
         )[0]
     except OSError as error:
         raise ConfigError(f"serving_config.server_ip: {host} is not an address: {error.strerror}") from None
+    except UnicodeError as error:  # a part of a name that is empty, or longer than such a part may be
+        raise ConfigError(f"serving_config.server_ip: {host} is not an address: {error}") from None
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
