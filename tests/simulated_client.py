@@ -45,6 +45,8 @@ class Client:
     window: int = NO_WINDOW
     """Of the model."""
     wants_vector: bool = False
+    patience_s: float | None = None
+    """Seconds after which the answer is of no more use to it; None: it waits for it."""
     leaves_in: str | None = None
     """The state of its request in which it leaves: one of `STATES`, or `ANYWHERE`; None: it stays."""
     leaves_from_round: int = 0
@@ -95,7 +97,7 @@ class Client:
     def check_answer(self) -> None:
         """Raises AssertionError unless it was told what it would be told alone, or the beginning of that."""
         whole = join_pieces(self.told)
-        broken_off = whole.finish_reason in (FinishReason.ABORT, FinishReason.ERROR, FinishReason.UNAVAILABLE)
+        broken_off = whole.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH)
         given = list(whole.token_ids)
         if self.beam_search is None:
             alone = self._alone[: len(given)] if broken_off else self._alone
@@ -201,6 +203,11 @@ def _ask_of_prompt(client: Client, rng: random.Random) -> None:
     client.wants_vector = rng.random() < 0.1
 
 
+def _draw_patience(rng: random.Random) -> float | None:
+    """Some have none left when they come, some lose it between two steps, some have nearly as much as they need."""
+    return rng.choice((0.0, 0.01, 0.1, 0.5, 2.0)) if rng.random() < 0.15 else None
+
+
 def draw_clients(rng: random.Random, *, beams: bool, window: int | None = None) -> list[Client]:
     """The clients of one seed, in the order in which they come; liars among them in some seeds.
 
@@ -244,6 +251,7 @@ def draw_clients(rng: random.Random, *, beams: bool, window: int | None = None) 
             )
         if client.beam_search is None:
             _ask_of_prompt(client, random.Random(f"{number} {num_prompt} {client.at_round}"))
+        client.patience_s = _draw_patience(random.Random(f"patience {number} {num_prompt} {client.at_round}"))
         if rng.random() < 0.3:
             client.leaves_in = rng.choice((ANYWHERE, *STATES))
             client.leaves_from_round = client.at_round + rng.randint(0, 20)

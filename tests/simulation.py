@@ -298,11 +298,12 @@ class Simulation:
         request_class = class_of(client.priority, self._config.request_classes)
         if request_class.max_waiting is not None:
             full = full or master._room.class_load(request_class.name).num_waiting >= request_class.max_waiting
+        deadline = None if client.patience_s is None else self.clock() + client.patience_s
         try:
             stream = master.generate(
                 client.prompt_token_ids,
                 client.sampling,
-                Caller(priority=client.priority, tenant=client.tenant),
+                Caller(priority=client.priority, tenant=client.tenant, deadline=deadline),
                 request_id="simulated",
                 fork_of=None if client.twin is None else client.twin.stream,
                 beam_search=client.beam_search,
@@ -310,7 +311,7 @@ class Simulation:
         except ContextLengthError:
             assert not fits, "a request that fits was refused for its length"
         except CapacityError:
-            assert full, "a request was refused although there was room"
+            assert full or deadline is not None, "a request was refused although there was room"
         except UnavailableError:
             serving = [each for each in self.replicas if each.engine.dead is None and each.engine.away is None]
             assert not serving, "a living replica was ignored"
@@ -409,6 +410,8 @@ class Simulation:
         reason, error = client.told[-1].finish_reason, client.told[-1].error
         if reason is FinishReason.ABORT:
             assert client.left_in is not None, f"{name} was aborted by nobody"
+        if reason is FinishReason.TIMEOUT:
+            assert client.patience_s is not None, f"{name} had all the time there is"
         poisoned = any(each.is_poisoned for each in self.clients)
         replica = next(each for each in self.replicas if each.engine is client.engine)
         failed = reason in (FinishReason.ERROR, FinishReason.UNAVAILABLE)
@@ -416,7 +419,7 @@ class Simulation:
             waited = error is not None and "has not come back within" in error and self._a_start_failed(replica)
             assert waited or replica.is_unlucky(poisoned), f"{name} ended with an error that it did not cause: {error}"
         if client.is_poisoned:
-            assert failed or reason is FinishReason.ABORT, f"{name} survived the poison"
+            assert failed or reason in (FinishReason.ABORT, FinishReason.TIMEOUT), f"{name} survived the poison"
 
     def _check_end_on_its_way(self, client: Client) -> None:
         """No replica was left when its blocks came: the master itself tells its end."""

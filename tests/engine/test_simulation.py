@@ -20,3 +20,4 @@ def test_no_law_is_broken_whatever_goes_wrong() -> None:
     assert {*EVENTS, "connections that went on", "connections turned away", "starts that failed"} <= set(totals.network)
     assert set(STATES) - RARE <= set(totals.aborts) <= set(STATES)
     assert {"max_waiting_queue", "max_waiting_tokens", "class_max_waiting", "never_fits"} <= set(+totals.refusals)
+    assert totals.ends["timeout"] > 10
