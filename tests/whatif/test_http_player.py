@@ -42,6 +42,13 @@ def test_a_salt_keeps_what_was_computed_for_others_from_a_load():
     assert [each.cache_salt for each in engine.submitted] == ["second", ""]
 
 
+def test_answers_are_drawn_at_the_temperature_that_is_asked_for():
+    engine = FakeEngine(script=ANSWER)
+    played(engine, create_load(0.0), temperature=1.5)
+    played(engine, create_load(0.0))
+    assert [each.sampling.temperature for each in engine.submitted] == [1.5, 0.0]
+
+
 def test_a_closed_loop_asks_again_when_it_has_been_answered():
     result = played(FakeEngine(script=ANSWER), create_load(*[0.0] * 5, concurrency=2))
     assert len(result.outcomes) == 5

@@ -48,6 +48,7 @@ async def play(
     until_s: float | None = None,
     on_end: Callable[[Outcome], None] = lambda outcome: None,
     salt: str | None = None,
+    temperature: float = 0.0,
 ) -> Play:
     """Sends the requests of a load when they are due, and reads their answers.
 
@@ -61,11 +62,12 @@ async def play(
         until_s: After so long nothing more is sent, and what is not answered is broken off; None: all are answered.
         on_end: Told of each request that has ended.
         salt: `cache_salt` of the requests: what the server computed for others is of no use to them.
+        temperature: Of all answers.
 
     Raises:
         UnavailableError: No server answers there.
     """
-    player = _Player(url, load, classes, name, on_end, salt)
+    player = _Player(url, load, classes, name, on_end, salt, temperature)
     try:
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(player.run(stream)) for stream in load.streams]
@@ -91,11 +93,12 @@ class _Player:
         name: str,
         on_end: Callable[[Outcome], None],
         salt: str | None,
+        temperature: float,
     ) -> None:
         parts = urlsplit(url)
         self._host, self._port = parts.hostname or "127.0.0.1", parts.port or 80
         self._load, self._classes, self._name, self._on_end = load, classes, name, on_end
-        self._salt = salt
+        self._salt, self._temperature = salt, temperature
         self.seen: list[Seen] = []
         self.outcomes: list[Outcome] = []
         self._bodies = {id(each): self._request(each) for stream in load.streams for each in stream.requests}
@@ -169,7 +172,7 @@ class _Player:
             "max_tokens": min(asked.num_output_tokens, asked.max_tokens),
             "ignore_eos": True,
             "stream": True,
-            "temperature": 0,
+            "temperature": self._temperature,
             "skip_special_tokens": False,  # else tokens come without an event
             "priority": asked.priority_in(self._classes),
         }
