@@ -32,13 +32,9 @@ from typing import Any
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent))
 
-from factories import create_classes, create_scheduler
+from factories import create_scheduler
 from fake_runner import FakeTransferPool
 from guessing_drafter import GuessingDrafter
-from llm_serving.config.schema import ServingConfig
-from llm_serving.config.sections.cluster import ClusterConfig
-from llm_serving.config.sections.model import ModelConfig
-from llm_serving.config.sections.scheduler import SchedulerConfig
 from llm_serving.core.caller import Caller
 from llm_serving.core.request import FinishReason
 from llm_serving.core.request_class import MAX_PRIORITY, class_of
@@ -50,8 +46,6 @@ from llm_serving.errors import CapacityError, ContextLengthError, UnavailableErr
 from llm_serving.executor.supervised_executor import SupervisedExecutor
 from llm_serving.kvcache.exports import Exports
 from llm_serving.observe.metrics import Metrics
-from llm_serving.scheduler import PreemptionMode
-from llm_serving.scheduler.orders import ORDERS
 from llm_serving.scheduler.rules import Rules
 from llm_serving.transport.messages import Loaded
 from scheduler_loads import STAY
@@ -59,12 +53,11 @@ from simulated_agent import BAD_ROW, POISON, Faults, SimulatedAgent
 from simulated_block_link import SimulatedCarrier
 from simulated_client import ANYWHERE, MAX_MODEL_LEN, RESTARTING, Client, draw_clients
 from simulated_clock import Clock
-from simulated_network import SimulatedNetwork
+from simulated_settings import draw_cluster, draw_config, draw_network, draw_reloads, draw_scheduler
 from word_tokenizer import WordTokenizer
 
 STEP_TIMEOUT_S = 1.0
 MAX_ROUNDS = 4000
-ROLES = (("prefill", "decode"), ("prefill", "both"), ("prefill", "decode", "decode"), ("prefill", "prefill", "decode"))
 SEEDS_A_SHARE = 50
 TOKENIZER: Any = WordTokenizer()
 MODEL: Any = SimpleNamespace(vocab_size=POISON + 1, eos_token_ids=())
@@ -155,11 +148,7 @@ class Replica:
         if self.engine.dead is not None:
             self._simulation.left(self)
             return False
-        try:
-            progressed = self.engine.step()
-        except WorkerDiedError as error:  # given up, as `Engine.run` meets it
-            self.engine._end(str(error))
-            progressed = False
+        progressed = self.engine.step()
         self.scheduler.check_integrity()
         return progressed
 
@@ -202,10 +191,10 @@ class Simulation:
         self.clock = Clock()
         self.totals = Totals()
         self._round = 0
-        scheduler = _draw_scheduler(rng)
-        self.network = _draw_network(random.Random(f"network {seed}"), self.clock, num_machines)
-        config = _draw_config(rng, scheduler)
-        self._cluster = _draw_cluster(random.Random(f"roles {seed}"), config)
+        scheduler = draw_scheduler(rng)
+        self.network = draw_network(random.Random(f"network {seed}"), self.clock, num_machines)
+        config = draw_config(rng, scheduler)
+        self._cluster = draw_cluster(random.Random(f"roles {seed}"), config)
         self._config = config = replace(config, cluster=self._cluster)
         self.num_transfer_blocks = config.num_transfer_blocks
         self.transfer = FakeTransferPool(self.num_transfer_blocks * config.num_replicas)
@@ -229,7 +218,7 @@ class Simulation:
             self._master.replicas.engines[index] = replica.engine
             self._master.replicas._join(index, replica.engine)
         self._scheduler = scheduler
-        self._reloads = _draw_reloads(random.Random(f"reload {seed}"))
+        self._reloads = draw_reloads(random.Random(f"reload {seed}"))
         self._num_reloads = 0
         self._stop_round = rng.randint(0, 60) if rng.random() < 0.05 else None
         self.clients = draw_clients(rng, beams=not scheduler["static_batching"], window=scheduler["window"])
@@ -335,8 +324,8 @@ class Simulation:
 
     def _reload(self, rng: random.Random) -> None:
         """The door follows other rules at once, each engine when it takes notice, be its WorkAgent there or not."""
-        others = _draw_scheduler(rng) | {name: self._scheduler[name] for name in STAY if name in self._scheduler}
-        self._config = replace(_draw_config(rng, others), cluster=self._cluster)
+        others = draw_scheduler(rng) | {name: self._scheduler[name] for name in STAY if name in self._scheduler}
+        self._config = replace(draw_config(rng, others), cluster=self._cluster)
         self._master._follow(self._config)
         self._num_reloads += 1
         for replica in self.replicas:
@@ -482,80 +471,6 @@ def _run(coroutine: Coroutine[Any, Any, Any]) -> Any:
     except StopIteration as end:
         return end.value
     raise AssertionError("it waits for something that does not come")
-
-
-def _draw_scheduler(rng: random.Random) -> dict[str, Any]:
-    share = rng.choice((1.0, 1.0, 0.5))
-    window = rng.choice((None, None, 3, 9))
-    return {
-        "policy": rng.choice(("prefill_first", "prefill_first", "decode_first", "mixed", "throughput", "fcfs")),
-        "num_blocks": rng.choice((12, 13, 15, 18, 40)) if window is None else rng.choice((5, 8, 13)),
-        "window": window,
-        "block_size": 4,
-        "num_swap_blocks": rng.choice((0, 8, 30)),
-        "prefix_caching": rng.random() < 0.6,
-        "max_num_batched_tokens": rng.choice((8, 16, 48)),
-        "max_num_seqs": rng.choice((2, 4, 8)),
-        "max_prefill_seqs": rng.choice((1, 3, 8)),
-        "max_model_len": MAX_MODEL_LEN,
-        "max_decode_gap": rng.choice((1, 2, 4)),
-        "max_prefill_gap": rng.choice((1, 4)),
-        "max_preemptions": rng.choice((0, 1, 3)),
-        "max_overtakes": rng.choice((0, 2)),
-        "max_head_start_steps": rng.choice((0, 8, 10**6)),
-        "turn_steps": rng.choice((1, 16)),
-        "max_running_per_tenant": rng.choice((None, None, None, 1)),
-        "order": rng.choice(sorted(ORDERS)),
-        "max_long_prefill_tokens": rng.choice((None, 6)),
-        "separate": rng.random() < 0.3,
-        "preemption_mode": rng.choice(list(PreemptionMode)),
-        "static_batching": rng.random() < 0.1,
-        "classes": create_classes(
-            ageing_steps=rng.choice((2, 20)),
-            low={"max_running_share": share, "max_kv_share": share},
-            high={"max_waiting": rng.choice((None, 1))},
-        ),
-    }
-
-
-def _draw_reloads(rng: random.Random) -> deque[tuple[int, random.Random]]:
-    """(round, what draws the rules), in a quarter of the seeds."""
-    rounds = sorted(rng.randint(0, 40) for _ in range(rng.choice((1, 1, 3)))) if rng.random() < 0.25 else []
-    return deque((each, random.Random(rng.random())) for each in rounds)
-
-
-def _draw_cluster(rng: random.Random, config: ServingConfig) -> ClusterConfig:
-    """Roles of the replicas, and blocks that each hands requests over by; in three of four seeds all do all."""
-    if rng.random() < 3 / 4 or config.model.batching_strategy == "static":
-        return ClusterConfig()
-    roles = rng.choice(ROLES)
-    return ClusterConfig(replicas=len(roles), roles=roles, num_transfer_blocks=rng.choice((1, 5, 12, 60)))
-
-
-def _draw_network(rng: random.Random, clock: Clock, num_machines: int | None) -> SimulatedNetwork | None:
-    """None: all WorkAgents run on the master's machine, as in two of three seeds, unless their machines are given."""
-    alone = rng.random() < 2 / 3
-    if num_machines == 0 or (alone and num_machines is None):
-        return None
-    silence_s = rng.choice((0.3, 3.0))  # shorter and longer than a step may take
-    drawn = rng.choice((1, 2, 3))
-    return SimulatedNetwork(rng, clock, num_machines or drawn, rng.choice((0.1, 0.5)), silence_s)
-
-
-def _draw_config(rng: random.Random, scheduler: dict[str, Any]) -> ServingConfig:
-    """What the door must know."""
-    return ServingConfig(
-        model=ModelConfig(
-            max_generate_length=MAX_MODEL_LEN,
-            decode_batch_size=scheduler["max_num_seqs"],
-            batching_strategy="static" if scheduler["static_batching"] else "continuous",
-        ),
-        scheduler=SchedulerConfig(
-            max_waiting_queue=rng.choice((1, 3, 100)),
-            max_waiting_tokens=rng.choice((None, None, 40)),
-        ),
-        request_classes=scheduler["classes"],
-    )
 
 
 @dataclass
