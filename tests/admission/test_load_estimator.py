@@ -143,6 +143,17 @@ def test_blocks_that_were_short_once_are_not_taken_for_short_where_there_is_room
     assert estimator.measured.num_slots == LIMITS.max_num_seqs
 
 
+def test_the_cache_has_room_for_as_many_as_run_and_places_are_no_more_than_the_limit() -> None:
+    estimator = fed(num_slots=3)
+    estimator.placed(slots_of(5))
+    estimator.step(num_tokens=5, num_rows=5, seconds=seconds_of(5), num_ended=0)
+    assert estimator.measured is not None
+    assert estimator.measured.num_slots == 5
+    estimator.limits = replace(LIMITS, max_num_seqs=2)
+    estimator.step(num_tokens=5, num_rows=5, seconds=seconds_of(5), num_ended=0)
+    assert estimator.measured.num_slots == 2
+
+
 def test_answers_that_are_long_one_after_the_other_make_no_wait_longer_than_any_may_be() -> None:
     estimator = fed(num_ended_each=1)
     for _ in range(100 * LIMITS.max_model_len):

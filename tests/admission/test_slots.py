@@ -38,6 +38,13 @@ def test_answers_that_end_by_their_length_alone_are_told_exactly() -> None:
     assert slots.steps_until_free([], 4, None) == 0
 
 
+def test_where_more_run_than_there_are_slots_some_have_to_end_before_one_is_free() -> None:
+    slots = Slots([running(certain(most), 0) for most in (20, 9, 50, 30)], AnswerLengths())
+    assert slots.steps_until_free([], 4, None) == 9
+    assert slots.steps_until_free([], 2, None) == 30
+    assert slots.steps_until_free([Asked(certain(10))], 2, None) == 41
+
+
 def test_who_gives_way_holds_no_slot() -> None:
     slots = Slots([running(certain(20), 3), running(certain(90), 5, rank=2)], AnswerLengths())
     assert slots.steps_until_free([], 2, 0) == 0

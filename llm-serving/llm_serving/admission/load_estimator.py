@@ -133,6 +133,8 @@ class LoadEstimator:
         self.slots = slots
         if blocked is not None and blocked.reason in (WaitReason.SLOTS, WaitReason.BLOCKS):
             self._num_slots = len(slots) if blocked.reason is WaitReason.BLOCKS else None
+        elif self._num_slots is not None:
+            self._num_slots = max(self._num_slots, len(slots))
 
     def has_room(self) -> None:
         """There are blocks for another one beside those that have a place: they are not what is short."""
@@ -168,7 +170,8 @@ class LoadEstimator:
         ends_per_row = None
         if self._num_ends >= MIN_ENDS:  # none has more rows than it may have tokens, however long no one has ended
             ends_per_row = max(self._ends / self._rows, 1 / self.limits.max_model_len)
-        num = self.limits.max_num_seqs if self._num_slots is None else max(1, self._num_slots)
+        most = self.limits.max_num_seqs
+        num = most if self._num_slots is None else min(most, max(1, self._num_slots))
         self.measured = Measured(self.limits, *cost, ends_per_row, num)
 
     def _cost(self) -> tuple[float, float] | None:

@@ -91,7 +91,8 @@ def _guess(
         quantile = (quantile + GOLDEN) % 1.0
         free.append(0 if has_ended else request.at(quantile))
     free.sort()
-    free = [0] * (num_slots - len(free)) + free
+    # Where more run than there are slots, as there were more, the first ends leave none.
+    free = [0] * (num_slots - len(free)) + free[max(0, len(free) - num_slots) :]
     for asked in ahead:
         quantile = (quantile + GOLDEN) % 1.0
         # One more step: the one after an end takes the next.
