@@ -11,7 +11,8 @@ import pytest
 from fakes import FakeEngine, Piece, Script
 from llm_serving.core.request import FinishReason
 from llm_serving.server.app import create_app
-from server_client import named_events, post
+from llm_serving.server.parameters import IGNORED_HEADER
+from server_client import error_of, events, named_events, post
 from tool_cases import ARGUMENTS, CALL, HERMES, prompt_of, tokenizer_with
 
 PATH = "/v1/responses"
@@ -29,6 +30,36 @@ def engine_that_says(*pieces: str, ends: FinishReason = FinishReason.STOP) -> Fa
 def ask(*pieces: str, ends: FinishReason = FinishReason.STOP, **body: Any) -> tuple[Any, FakeEngine]:
     engine = engine_that_says(*pieces, ends=ends)
     return post(engine, PATH, {"input": "hello", "tools": [TOOL], **body}), engine
+
+
+def engine_that_thinks(*pieces: str) -> FakeEngine:
+    """Its first token opens a thought, its third closes it."""
+    engine = engine_that_says(*pieces)
+    engine.tokenizer.mark_id = {"<think>": 500, "</think>": 502}.get  # type: ignore[method-assign]
+    return engine
+
+
+def test_an_effort_is_a_budget_of_thoughts():
+    engine = engine_that_thinks("x")
+    answer = post(engine, PATH, {"input": "hello", "reasoning": {"effort": "low", "summary": "auto"}})
+    assert (answer.json()["reasoning"], answer.headers[IGNORED_HEADER]) == ({"effort": "low"}, "summary")
+    assert "thinking[max_tokens=1024]" in engine.submitted[0].constraint.grammar.text
+    for effort in ("much", "low"):  # no such effort, and no token that ends a thought
+        refused = post(engine_that_says("x"), PATH, {"input": "hello", "reasoning": {"effort": effort}})
+        assert (refused.status_code, error_of(refused)["param"]) == (400, "reasoning.effort")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tokens_of_thoughts_are_counted(stream):
+    pieces = ("<think>", "Hm", "</think>", "Yes.")
+    response = post(engine_that_thinks(*pieces), PATH, {"input": "hello", "stream": stream})
+    usage = (named_events(response)[-1][1]["response"] if stream else response.json())["usage"]
+    assert (usage["output_tokens"], usage["output_tokens_details"]) == (4, {"reasoning_tokens": 1})
+    options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+    body = {"messages": [USER], **options}
+    response = post(engine_that_thinks(*pieces), "/v1/chat/completions", body)
+    usage = (events(response)[-2] if stream else response.json())["usage"]
+    assert usage["completion_tokens_details"] == {"reasoning_tokens": 1}
 
 
 def test_a_call_is_an_item():

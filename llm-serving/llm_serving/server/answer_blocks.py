@@ -67,6 +67,11 @@ class AnswerBlocks:
         """Why the answer ended: as `AnsweredMessage` tells it."""
         return self._message.finish_reason(output)
 
+    @property
+    def num_thought_tokens(self) -> int | None:
+        """As `AnsweredMessage` tells it."""
+        return self._message.num_thought_tokens
+
     def _told(self, delta: ChatDelta) -> Told:
         if delta.tool_calls is not UNSET:
             [call] = delta.tool_calls

@@ -17,6 +17,7 @@ from llm_serving.server.schemas import (
     ToolCall,
     ToolCallDelta,
 )
+from llm_serving.server.thinking import ThoughtCounter
 from llm_serving.server.tools import OfferedTools
 from llm_serving.text.answer_parts import AnswerParser, AnswerParts
 from llm_serving.text.tools import Call
@@ -32,10 +33,18 @@ class AnsweredMessage:
         parser: Takes its text apart; None: all of it is said.
         offered: The tools it may call.
         chance: Draws the ids of calls; None: nobody can draw the same.
+        thoughts: Counts the tokens of what is thought; None: nobody can.
     """
 
-    def __init__(self, parser: AnswerParser | None, offered: OfferedTools | None, chance: Random | None = None) -> None:
+    def __init__(
+        self,
+        parser: AnswerParser | None,
+        offered: OfferedTools | None,
+        chance: Random | None = None,
+        thoughts: ThoughtCounter | None = None,
+    ) -> None:
         self._parser = parser
+        self._thoughts = thoughts
         self._chance = chance or SystemRandom()
         self._offered = offered
         self._said: list[str] = []
@@ -62,6 +71,8 @@ class AnsweredMessage:
             parts = AnswerParts(answer=[output.text] if output.text else [])
         else:
             parts = self._parser.add(output.text, ended=output.finished)
+        if self._thoughts is not None:
+            self._thoughts.add(output.token_ids)
         deltas: list[ChatDelta] = []
         if parts.reasoning:
             self._reasoning.append(parts.reasoning)
@@ -73,6 +84,13 @@ class AnsweredMessage:
                 self._said.append(part)
                 deltas.append(ChatDelta(content=part))
         return deltas
+
+    @property
+    def num_thought_tokens(self) -> int | None:
+        """Tokens of what was thought; None: nobody can tell."""
+        if self._thoughts is None:
+            return None
+        return self._thoughts.num_tokens if self._reasoning else 0
 
     def whole(self, echo: str) -> ChatAnswer:
         said, reasoning = echo + "".join(self._said), "".join(self._reasoning)

@@ -27,7 +27,7 @@ from llm_serving.server.receipts import ReceiptDraft
 from llm_serving.server.sampling import bad_words, sampling_params
 from llm_serving.server.schemas import ChatCompletionRequest, ChatMessage
 from llm_serving.server.thinking import asked_budget
-from llm_serving.server.tools import OfferedTools, answer_parser, bound_form, offered_tools, plain_call
+from llm_serving.server.tools import OfferedTools, answer_parser, bound_form, offered_tools, plain_call, thought_counter
 from llm_serving.text.chat_template import NUM_PROCESSES
 
 MAX_MESSAGES: Final = 4096
@@ -167,7 +167,8 @@ async def converse_once(
         )
     except RequestError as error:
         raise reworded(error) from None
-    message = AnsweredMessage(answer_parser(engine, request, prompt, offered), offered)
+    thoughts = thought_counter(engine, request, prompt)
+    message = AnsweredMessage(answer_parser(engine, request, prompt, offered), offered, thoughts=thoughts)
     return identity, generation, AnswerBlocks(message)
 
 

@@ -34,7 +34,7 @@ from llm_serving.server.anthropic_schemas import (
 )
 from llm_serving.server.batches.objects import BatchRequest
 from llm_serving.server.request_body import read_as
-from llm_serving.server.responses_schemas import FunctionTool, InputItem, InputPart, ResponsesRequest
+from llm_serving.server.responses_schemas import FunctionTool, InputItem, InputPart, Reasoning, ResponsesRequest
 from llm_serving.server.schemas import (
     ChatCompletionRequest,
     ChatMessage,
@@ -188,9 +188,6 @@ _OF_ANTHROPIC: Final = {
 }
 _RESPONSES: Final[Rows] = {
     "max_tool_calls": Refused("is not supported: it bounds tools of a server, and this one has none"),
-    "reasoning": Refused(
-        "is not supported: how long a model thinks is its own matter", ({"effort": None, "summary": None},)
-    ),
     "truncation": Refused("must be disabled: nothing is left out of a conversation", ("disabled",)),
     "include": Refused("is not supported: a response tells all there is"),
     "prompt": Refused("is not supported: no templates are kept"),
@@ -279,7 +276,12 @@ BODIES: Final[Mapping[type, BodyFields]] = {
     OutputConfig: BodyFields(
         dict.fromkeys(("effort", "task_budget"), Refused("is not supported; `thinking.budget_tokens` is"))
     ),
-    ResponsesRequest: BodyFields(_RESPONSES, nested={"input": InputItem, "tools": FunctionTool}),
+    ResponsesRequest: BodyFields(
+        _RESPONSES, nested={"input": InputItem, "tools": FunctionTool, "reasoning": Reasoning}
+    ),
+    Reasoning: BodyFields(
+        dict.fromkeys(("summary", "generate_summary"), Ignored("what is thought is told itself"))
+    ),
     InputItem: BodyFields(_ITEM, nested=dict.fromkeys(("content", "output", "summary"), InputPart)),
     FunctionTool: BodyFields({"defer_loading": Refused()}),
     InputPart: BodyFields(_PART),

@@ -43,6 +43,11 @@ class FunctionTool(Struct, kw_only=True):
     """Bind the arguments of calls to that schema: false, if anything."""
 
 
+class Reasoning(Struct, kw_only=True):
+    effort: str | None = None
+    """A budget of thoughts by name: none, minimal, low, medium or high."""
+
+
 class ResponsesRequest(CallerFields, kw_only=True):
     input: str | list[InputItem]
     model: str | None = None
@@ -62,6 +67,7 @@ class ResponsesRequest(CallerFields, kw_only=True):
     """`auto` or `none`; nothing else is enforced."""
     parallel_tool_calls: bool | None = None
     """False: of several calls only the first is told."""
+    reasoning: Reasoning | None = None
     text: JsonObject | None = None
     """`format`: the form of what is said, `text`, `json_object` or `json_schema`."""
     stream: bool | None = None
@@ -149,6 +155,7 @@ class ResponseObject(Long, kw_only=True):
     output: list[OutputItem] = field(default_factory=list)
     parallel_tool_calls: bool = True
     previous_response_id: str | None = None
+    reasoning: Reasoning = field(default_factory=Reasoning)
     store: bool = True
     temperature: float | None = None
     text: JsonObject = field(default_factory=lambda: {"format": {"type": "text"}})

@@ -209,11 +209,18 @@ class PromptTokensDetails(Struct):
     cached_tokens: int
 
 
+class CompletionTokensDetails(Struct):
+    reasoning_tokens: int
+    """Of what was thought, without its marks."""
+
+
 class Usage(Struct):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
+    """Where thoughts are told apart."""
 
 
 class PromptLogprob(Struct):

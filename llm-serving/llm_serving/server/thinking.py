@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from llm_serving.config.sections.server import ServerConfig
@@ -13,6 +14,33 @@ MAX_BUDGET: Final = 2**24
 _BUDGETS: Final = ("thinking_token_budget", "thinking_budget", "max_thinking_tokens")
 _RULE: Final = Whole(0, MAX_BUDGET)
 EFFORTS: Final = ("none", "minimal", "low", "medium", "high")
+
+
+class ThoughtCounter:
+    """Counts the tokens of what is thought, without the marks around it; how they come in pieces changes nothing.
+
+    Args:
+        opening: Id of the token that begins a thought.
+        closing: Id of the one that ends it.
+        is_open: Whether the prompt ends with the opening.
+    """
+
+    def __init__(self, opening: int | None, closing: int, *, is_open: bool) -> None:
+        self._opening = opening
+        self._closing = closing
+        self._thinks = is_open
+        self._has_thought = False
+        self.num_tokens = 0
+
+    def add(self, token_ids: Sequence[int]) -> None:
+        """Takes the next tokens of the answer."""
+        for token_id in token_ids:
+            if self._thinks and token_id == self._closing:
+                self._thinks, self._has_thought = False, True
+            elif self._thinks:
+                self.num_tokens += 1
+            elif token_id == self._opening and not self._has_thought:
+                self._thinks = True
 
 
 class Budget(NamedTuple):

@@ -15,7 +15,7 @@ from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import RequestError
 from llm_serving.server.answer_form import AnswerForm, json_whitespace
 from llm_serving.server.schemas import ChatCompletionRequest, Tool, ToolCallOfMessage
-from llm_serving.server.thinking import Budget
+from llm_serving.server.thinking import Budget, ThoughtCounter
 from llm_serving.text.answer_grammar import Calls, answer_grammar, arguments_grammar
 from llm_serving.text.answer_parts import AnswerParser
 from llm_serving.text.reasoning import CLOSING, OPENING, ReasoningParser
@@ -133,6 +133,14 @@ def answer_parser(
         return None
     tools = None if offered is None else offered.format.create(offered.names)
     return AnswerParser(reasoning, tools, 1 if request.parallel_tool_calls is False else None)
+
+
+def thought_counter(engine: AsyncEngine, request: ChatCompletionRequest, prompt: list[int]) -> ThoughtCounter | None:
+    """What counts the tokens of one answer's thought; None: none is told apart, or no token of its own ends it."""
+    reasoning, closing = _reasoning_parser(engine, request, prompt), engine.tokenizer.mark_id(CLOSING)
+    if reasoning is None or closing is None:
+        return None
+    return ThoughtCounter(engine.tokenizer.mark_id(OPENING), closing, is_open=reasoning.is_open)
 
 
 def plain_call(place: str, call: ToolCallOfMessage) -> dict[str, Any]:

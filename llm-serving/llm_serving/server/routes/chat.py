@@ -50,12 +50,13 @@ from llm_serving.server.schemas import (
     ChatCompletionRequest,
     ChatDelta,
     ChatLogprobs,
+    CompletionTokensDetails,
     TokenLogprob,
     TopLogprob,
     Usage,
 )
 from llm_serving.server.streaming import event
-from llm_serving.server.tools import answer_parser, offered_tools
+from llm_serving.server.tools import answer_parser, offered_tools, thought_counter
 from llm_serving.text.tokenizer import Tokenizer
 
 PATH: Final = "/v1/chat/completions"
@@ -92,8 +93,15 @@ async def answer_conversation(engine: AsyncEngine, http_request: Request, reques
             turn=turn,
             receipt=receipt,
         )
-        parsers = [answer_parser(engine, request, prompt, offered) for _ in range(choices.n)]
-        messages = [AnsweredMessage(each, offered, turn.chance(index)) for index, each in enumerate(parsers)]
+        messages = [
+            AnsweredMessage(
+                answer_parser(engine, request, prompt, offered),
+                offered,
+                turn.chance(index),
+                thought_counter(engine, request, prompt),
+            )
+            for index in range(choices.n)
+        ]
         answer = _Answer(engine.tokenizer, request, identity, streamed_usage, prompt, messages, receipt)
         return await respond(http_request, request, generation, answer, identity, turn)
 
@@ -176,7 +184,7 @@ class _Answer:
             created=identity.created,
             model=identity.model,
             choices=choices,
-            usage=(usage := self._usage.total()),
+            usage=(usage := self._total_usage()),
             receipt=UNSET if self._receipt is None else await off_loop(tells_much(usage), self._receipt.sealed),
             prompt_token_ids=self._prompt if request.return_token_ids else UNSET,
             prompt_logprobs=UNSET
@@ -216,7 +224,14 @@ class _Answer:
         return opening + event(self._chunk([choice], usage))
 
     async def end(self) -> bytes:
-        return await last_events(self._streamed_usage, self._usage.total(), self._receipt, partial(self._chunk, []))
+        return await last_events(self._streamed_usage, self._total_usage(), self._receipt, partial(self._chunk, []))
+
+    def _total_usage(self) -> Usage:
+        usage = self._usage.total()
+        thought = [each.num_thought_tokens for each in self._messages]
+        if thought[0] is not None:
+            usage.completion_tokens_details = CompletionTokensDetails(sum(filter(None, thought)))
+        return usage
 
     def _chunk(self, choices: list[ChatChunkChoice], usage: Usage | UnsetType = UNSET) -> ChatCompletionChunk:
         identity = self._identity

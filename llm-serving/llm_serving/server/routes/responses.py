@@ -40,6 +40,7 @@ from llm_serving.server.responses_schemas import (
     OutputMessage,
     OutputText,
     OutputTokensDetails,
+    Reasoning,
     ReasoningItem,
     ReasoningText,
     ResponseEvent,
@@ -56,7 +57,7 @@ MAX_METADATA: Final = 16
 """Pairs that a response may be given to keep, as with OpenAI; so are their lengths."""
 MAX_METADATA_KEY_CHARS: Final = 64
 MAX_METADATA_VALUE_CHARS: Final = 512
-_FIELDS: Final = {"max_tokens": "max_output_tokens", "messages": "input"}
+_FIELDS: Final = {"max_tokens": "max_output_tokens", "messages": "input", "reasoning_effort": "reasoning.effort"}
 """What fields of chat are called here."""
 
 
@@ -82,6 +83,7 @@ async def create_response(engine: AsyncEngine, http_request: Request) -> Respons
         tool_choice=choice_of(request.tool_choice),
         parallel_tool_calls=request.parallel_tool_calls,
         response_format=form_of(request.text),
+        reasoning_effort=None if request.reasoning is None else request.reasoning.effort,
     )
     identity, generation, blocks = await converse_once(
         engine, http_request, chat, caller=caller, prefix="resp", reworded=_in_our_words
@@ -97,6 +99,7 @@ async def create_response(engine: AsyncEngine, http_request: Request) -> Respons
         model=identity.model,
         previous_response_id=request.previous_response_id,
         parallel_tool_calls=request.parallel_tool_calls is not False,
+        reasoning=request.reasoning or Reasoning(),
         store=request.store is not False and store.keeps,
         temperature=request.temperature,
         text={"format": {"type": "text"}} | (request.text or {}),
@@ -262,7 +265,7 @@ class _Answer:
             num_prompt,
             InputTokensDetails(output.num_cached_tokens),
             num_output,
-            OutputTokensDetails(),
+            OutputTokensDetails(self._blocks.num_thought_tokens or 0),
             num_prompt + num_output,
         )
         if output.finish_reason is FinishReason.LENGTH:
