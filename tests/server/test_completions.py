@@ -388,6 +388,14 @@ class TestRequestId:
     def test_of_the_header(self):
         assert post(FakeEngine(), PATH, {"prompt": "x"}, headers={"x-request-id": "h-1"}).json()["id"] == "cmpl-h-1"
 
+    def test_an_error_has_one_too(self):
+        bodies = ({"prompt": "x", "temperature": -1}, {"prompt": "x", "temperature": -1, "request_id": "h-1"}, {"x": 1})
+        for path in (PATH, "/v1/messages"):
+            for body in bodies:
+                response = post(FakeEngine(), path, body, headers={"x-request-id": "h-1"})
+                assert (response.status_code, response.headers["x-request-id"]) == (400, "h-1")
+        assert len(post(FakeEngine(), PATH, {"x": 1}).headers["x-request-id"]) == 32
+
     def test_a_malformed_header_is_not_used(self):
         response = post(FakeEngine(), PATH, {"prompt": "x"}, headers={"x-request-id": "a b" * 99})
         assert response.status_code == 200

@@ -33,6 +33,7 @@ def test_a_whole_answer():
     answer = response.json()
     num_prompt = len(engine.submitted[0].prompt_token_ids)
     assert answer.pop("id") == f"msg-{response.headers['x-request-id']}"
+    assert response.headers["request-id"] == response.headers["x-request-id"]
     assert answer == {
         "type": "message",
         "role": "assistant",

@@ -27,6 +27,7 @@ SHOWN_HEADERS: Final = (
     "retry-after",
     "x-queue-estimate-ms",
     "x-request-id",
+    "request-id",
     IGNORED_HEADER,
     STREAM_ID_HEADER,
     REPLAYED_HEADER,

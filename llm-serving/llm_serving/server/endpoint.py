@@ -17,6 +17,7 @@ from llm_serving.log import get_logger
 from llm_serving.server.asked_beside import check_no_body, check_query
 from llm_serving.server.error_responses import kind_of, openai_error_response
 from llm_serving.server.note import note_of
+from llm_serving.server.openai_requests import REQUEST_ID_HEADER, request_id_of
 from llm_serving.server.parameters import IGNORED_HEADER, ignored_parameters
 from llm_serving.server.quota import quota_of
 from llm_serving.server.streaming import ClientGoneError, internal_error
@@ -41,6 +42,8 @@ class Endpoint:
     query: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Parameter of the query -> its JSON schema."""
     error_response: Callable[[LLMServingError], Response] = openai_error_response
+    id_headers: tuple[str, ...] = (REQUEST_ID_HEADER,)
+    """What the id of a request is called in its answer, and in an error."""
     takes_form: bool = False
     """The body is a form, which the handler reads."""
     is_probe: bool = False
@@ -59,18 +62,28 @@ class Endpoint:
             if self.method != "GET" and self.body is None and not self.takes_form:
                 await check_no_body(request, engine.config.serving)
             response = await self.handler(engine, request)
+            if request_id := response.headers.get(REQUEST_ID_HEADER):
+                self._tell_id(response, request_id)
             if ignored := ", ".join([*filter(None, [ignored_parameters(request)]), *in_url]):
                 response.headers[IGNORED_HEADER] = ignored
             return response
         except LLMServingError as error:
-            if (note := note_of(request)) is not None:
-                note.error = kind_of(error)
-            return self.error_response(error)
+            note = note_of(request)
+            request_id = note.request_id if note is not None and note.request_id else request_id_of(request)
+            if note is not None:
+                note.error, note.request_id = kind_of(error), request_id
+            response = self.error_response(error)
+            self._tell_id(response, request_id)
+            return response
         except (ClientGoneError, ClientDisconnect):
             return Response(status_code=499)  # never read: the connection is gone
         except Exception:
             logger.exception("%s %s failed", self.method, self.path)
             return self.error_response(internal_error())
+
+    def _tell_id(self, response: Response, request_id: str) -> None:
+        for name in self.id_headers:
+            response.headers[name] = request_id
 
 
 class _Application:

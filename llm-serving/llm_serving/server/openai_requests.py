@@ -31,6 +31,7 @@ ANY_MODEL: Final = "*"
 """The alias that stands for every name."""
 MAX_INLINE_TOKENS: Final = 256
 """Longer answers that tell more of their tokens than the text are written beside the event loop."""
+REQUEST_ID_HEADER: Final = "x-request-id"
 REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
 
 AnyRequest = TypeVar("AnyRequest", bound=GenerationRequest)
@@ -64,7 +65,7 @@ class Identity:
 
     @property
     def headers(self) -> dict[str, str]:
-        return {"x-request-id": self.request_id}
+        return {REQUEST_ID_HEADER: self.request_id}
 
 
 def identify(engine: AsyncEngine, http_request: Request, request: Identified, prefix: str) -> Identity:
@@ -85,7 +86,7 @@ def identify(engine: AsyncEngine, http_request: Request, request: Identified, pr
 
 def request_id_of(http_request: Request) -> str:
     """The header `x-request-id` if it is an id, otherwise a random one."""
-    header = http_request.headers.get("x-request-id", "")
+    header = http_request.headers.get(REQUEST_ID_HEADER, "")
     return header if REQUEST_ID.fullmatch(header) else secrets.token_hex(16)
 
 

@@ -57,7 +57,7 @@ from llm_serving.server.error_responses import error_headers, json_response
 from llm_serving.server.flat_fields import flat_error
 from llm_serving.server.generation import Generation, encode_text, raise_unless_whole
 from llm_serving.server.off_loop import INLINE_BYTES, off_loop
-from llm_serving.server.openai_requests import Identity, check_model
+from llm_serving.server.openai_requests import REQUEST_ID_HEADER, Identity, check_model
 from llm_serving.server.parameters import read_fields
 from llm_serving.server.schemas import ChatCompletionRequest
 from llm_serving.server.streaming import StreamResponse, complete, named_event
@@ -74,6 +74,8 @@ _ERROR_TYPES: Final[tuple[tuple[type[LLMServingError], str], ...]] = (
     (TimedOutError, "timeout_error"),
 )
 """The first that fits names the error to the client."""
+_ID_HEADERS: Final = (REQUEST_ID_HEADER, "request-id")
+"""The second is the one that clients of this protocol read."""
 
 
 async def create_message(engine: AsyncEngine, http_request: Request) -> Response:
@@ -267,6 +269,7 @@ ENDPOINTS: Final = (
         body=MessagesRequest,
         answer=MessageAnswer,
         error_response=_error_response,
+        id_headers=_ID_HEADERS,
     ),
     Endpoint(
         "POST",
@@ -276,5 +279,6 @@ ENDPOINTS: Final = (
         body=CountTokensRequest,
         answer=CountTokensResponse,
         error_response=_error_response,
+        id_headers=_ID_HEADERS,
     ),
 )
