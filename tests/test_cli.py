@@ -125,11 +125,9 @@ def test_flags_that_ask_for_what_is_so_anyhow_are_taken(served, model):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (
-            ["--tensor-parallel-size", "2"],
-            "--tensor-parallel-size 2 is not served: a WorkAgent computes the whole model",
-        ),
-        (["-tp=4"], "-tp 4 is not served: a WorkAgent computes the whole model"),
+        (["--tensor-parallel-size", "2"], "give `--set cluster_config.tensor_parallel=N`"),
+        (["-tp=4"], "-tp 4 is not served: give `--set cluster_config.tensor_parallel=N`"),
+        (["-pp=4"], "-pp 4 is not served: layers are not shared out"),
         (["--gpu-memory-utilization", "0.9"], "`--set device_config.max_device_memory=8GB`"),
         (["--no-enable-prefix-caching"], "`--set scheduler_config.prefix_caching=False`"),
         (
@@ -145,6 +143,15 @@ def test_a_flag_that_is_not_served_says_what_to_write(flags, message, served, mo
     assert main(["serve", "--model", model, *flags]) == 2
     assert message in capsys.readouterr().err
     assert served == []
+
+
+@pytest.mark.parametrize("words", [["hash-key"], ["config", "check"], ["cluster", "drain"], ["timeline"]])
+def test_the_help_of_a_command_says_what_it_does(words, capsys):
+    with pytest.raises(SystemExit):
+        main([*words, "--help"])
+    usage, what, *_ = capsys.readouterr().out.split("\n\n")
+    assert usage.startswith("usage: ")
+    assert re.fullmatch(r"[a-z][^:]{10,}", what), what
 
 
 KEY = "sesame-open-the-door"

@@ -15,7 +15,7 @@ def add_to(commands: Subcommands) -> None:
     parser.add_argument("source", type=Path, metavar="SOURCE", help="folder, or one *.safetensors or *.ckpt")
     parser.add_argument("target", type=Path, metavar="OUT", help="folder that does not exist")
     parser.add_argument("--to", required=True, choices=("hf", "mindformers"), help="whose names the tensors get")
-    parser.add_argument("--files", default="safetensors", choices=("safetensors", "ckpt"))
+    parser.add_argument("--files", default="safetensors", choices=("safetensors", "ckpt"), help="default: safetensors")
     parser.add_argument(
         "--joined", choices=("grouped", "stacked"), help="rows of w_qkv: grouped = MindFormers 1.4 and newer"
     )

@@ -57,16 +57,17 @@ FLAGS: Final = (
 )
 """Flag -> key; `--set` with the key means the same, and the flag wins."""
 
-_ONE_DEVICE: Final = (
-    "a WorkAgent computes the whole model on one device; for several replicas beside each other give "
+_RANKS: Final = "give `--set cluster_config.tensor_parallel=N`"
+_NO_PIPELINE: Final = (
+    "layers are not shared out; weights are by `--set cluster_config.tensor_parallel=N`, requests by "
     "`--set cluster_config.replicas=N`"
 )
 
 REFUSED: Final = (
-    Refused("--tensor-parallel-size", _ONE_DEVICE, ("1",)),
-    Refused("-tp", _ONE_DEVICE, ("1",)),
-    Refused("--pipeline-parallel-size", _ONE_DEVICE, ("1",)),
-    Refused("-pp", _ONE_DEVICE, ("1",)),
+    Refused("--tensor-parallel-size", _RANKS, ("1",)),
+    Refused("-tp", _RANKS, ("1",)),
+    Refused("--pipeline-parallel-size", _NO_PIPELINE, ("1",)),
+    Refused("-pp", _NO_PIPELINE, ("1",)),
     Refused("--data-parallel-size", "give `--set cluster_config.replicas=N`", ("1",)),
     Refused("--gpu-memory-utilization", "say how much: `--set device_config.max_device_memory=8GB`"),
     Refused("--kv-cache-memory-bytes", "give blocks: `--set pa_config.num_blocks=N`"),

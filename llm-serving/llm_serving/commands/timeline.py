@@ -15,7 +15,7 @@ def add_to(commands: Subcommands) -> None:
         "timeline", help="save what a running server did lately as a trace for ui.perfetto.dev", allow_abbrev=False
     )
     add_server_arguments(parser)
-    parser.add_argument("--output", type=Path, default=Path("trace.json"), metavar="FILE")
+    parser.add_argument("--output", type=Path, default=Path("trace.json"), metavar="FILE", help="default: trace.json")
     parser.add_argument("--steps", type=int, metavar="N", help="only the newest N steps")
     parser.set_defaults(run=run)
 
