@@ -211,28 +211,15 @@ class AsyncEngine:
             raise RequestError("model", "is an embedding model: it answers /v1/embeddings, /v1/score and /rerank")
         if sharing is not None and (found := self.shared.find(sharing.key)) is not None:
             return self._join(found, request_id, caller)
-        request_class = class_of(caller.priority, self.config.request_classes)
-        try:
-            check_request(
-                prompt_token_ids,
-                sampling,
-                caller.priority,
-                self.model_spec.vocab_size,
-                self.config.model,
-                self._router.smallest_cache(),
-                self.end_token_ids,
-            )
-        except ContextLengthError:
-            self.metrics.classes.refused(request_class, "never_fits")
-            raise
+        self._check_request(prompt_token_ids, sampling, caller)
         num_tokens = len(prompt_token_ids)
         names = self._router.block_names(prompt_token_ids, sampling, caller)
         placed = self._router.beside(fork_of) or self._router.place([num_tokens], caller, names)
         if admission is None:
             admission = self._admit(placed, [num_tokens], caller, visitor)
-        static = self.config.model.batching_strategy == "static"
         if beam_search is not None:
             check_beam_search(self.config.model, sampling)
+        static = self.config.model.batching_strategy == "static"
         request = Request(
             # A client may send the same id twice; inside, every request has its own, which tells nothing of the others.
             request_id=f"{request_id}-{secrets.token_hex(ID_BYTES)}",
@@ -252,39 +239,69 @@ class AsyncEngine:
             constraint=constraint,
             wants_vector=wants_vector,
         )
-        request.moves = (
-            self._router.moves(placed.replica)
-            and not (has_siblings or fork_of is not None or beam_search is not None)
-            and not request.tells_of_its_prompt
-        )
+        is_alone = not (has_siblings or fork_of is not None or beam_search is not None)
+        request.moves = self._router.moves(placed.replica) and is_alone and not request.tells_of_its_prompt
+        stream = self._open(request, request_id, placed, caller, admission, sharing)
+        self._router.enter(request.request_id, placed, names)
+        self._submit(request, placed, caller)
+        return stream
+
+    def _check_request(self, prompt_token_ids: list[int], sampling: SamplingParams, caller: Caller) -> None:
+        """Raises RequestError where the request can never be served."""
+        try:
+            check_request(
+                prompt_token_ids,
+                sampling,
+                caller.priority,
+                self.model_spec.vocab_size,
+                self.config.model,
+                self._router.smallest_cache(),
+                self.end_token_ids,
+            )
+        except ContextLengthError:
+            self.metrics.classes.refused(class_of(caller.priority, self.config.request_classes), "never_fits")
+            raise
+
+    def _open(
+        self,
+        request: Request,
+        client_id: str,
+        placed: Placed,
+        caller: Caller,
+        admission: Admission,
+        sharing: Sharing | None,
+    ) -> RequestStream:
+        """The stream by which a request that was let in is read, by others too where its answer is shared."""
         if (exchange := caller.exchange) is not None:
             exchange.predicted_ttft_s = admission.predicted_s
             if exchange.arrival_time is None:
                 exchange.arrival_time = request.arrival_time
-        forecast = admission.forecast if admission.of_one and beam_search is None else None
+        forecast = admission.forecast if admission.of_one and request.form is None else None
         if sharing is None:
             stream = RequestStream(request.request_id, self._abort, admission.predicted_s)
             self._requests.add(OpenRequest(request, stream, placed.engine, forecast))
-        else:
-            shared = self.shared.open(sharing, request.request_id, self._abort, self._put_off)
-            stream = shared.read(request_id, exchange, admission.predicted_s, caller.deadline)
-            self._requests.add(OpenRequest(request, shared, placed.engine, forecast))
-        self._router.enter(request.request_id, placed, names)
+            return stream
+        shared = self.shared.open(sharing, request.request_id, self._abort, self._put_off)
+        stream = shared.read(client_id, exchange, admission.predicted_s, caller.deadline)
+        self._requests.add(OpenRequest(request, shared, placed.engine, forecast))
+        return stream
+
+    def _submit(self, request: Request, placed: Placed, caller: Caller) -> None:
+        """Raises UnavailableError where the engine has ended since it was chosen."""
         self._room.enter(
             request.request_id,
             placed.replica,
-            request_class,
+            class_of(caller.priority, self.config.request_classes),
             caller.tenant,
-            num_tokens,
+            request.num_prompt_tokens,
             asked_of(request),
             placed.num_cached_tokens,
         )
         try:
             placed.engine.submit(request)
-        except WorkerDiedError as error:  # since it was chosen
+        except WorkerDiedError as error:
             self._forget_shared(self._forget(request.request_id))
             raise UnavailableError(str(error)) from error
-        return stream
 
     def _join(self, shared: SharedAnswer, client_id: str, caller: Caller) -> RequestStream:
         self.metrics.shared()
