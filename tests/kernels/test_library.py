@@ -1,5 +1,6 @@
 import fcntl
 import logging
+import os
 import subprocess
 import sys
 import threading
@@ -163,6 +164,26 @@ def test_a_compiler_that_fails_shows_why(compiler: Path) -> None:
     with pytest.raises(KernelError, match="no such header"):
         library.library_path()
     assert not list((compiler.parent / "cache").glob("*.so"))
+
+
+@pytest.mark.parametrize("has_compiler", [False, True])
+def test_a_library_where_nobody_may_write_serves(
+    compiler: Path, monkeypatch: pytest.MonkeyPatch, has_compiler: bool
+) -> None:
+    built = library.library_path()
+    if not has_compiler:
+        monkeypatch.setenv("CXX", "/nowhere/compiler")
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    assert library.library_path() == built
+
+
+def test_who_has_no_home_folder_needs_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nobody(_: type[Path]) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("LLM_SERVING_CACHE", raising=False)
+    monkeypatch.setattr(Path, "home", classmethod(nobody))
+    assert library._cache_folders() == [Path(library.__file__).parent / "build"]
 
 
 def test_without_a_folder_to_write_to(compiler: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -116,14 +116,19 @@ def library_path(on_progress: Progress | None = None) -> Path:
     Raises:
         KernelError: No compiler and no library, no folder to write to, or a source does not compile.
     """
-    folder = _cache_folder()
+    folders = _cache_folders()
     try:
         compiler = find_compiler()
     except KernelError:
-        if built := _built(folder):
+        if built := [path for folder in folders for path in _built(folder)]:
             return built[0]
         raise
-    path = folder / f"libllm_serving_{_fingerprint_of_sources()}_{_digest(repr(compiler).encode())}.so"
+    name = f"libllm_serving_{_fingerprint_of_sources()}_{_digest(repr(compiler).encode())}.so"
+    for folder in folders:  # also where nobody may write
+        if (path := folder / name) in _built(folder):
+            return path
+    folder = _writable(folders)
+    path = folder / name
     on_progress = on_progress or logger.info
     with _locked(folder / "build.lock", on_progress):
         if not path.exists():
@@ -281,11 +286,19 @@ def _isas() -> list[str]:
     return list(_ISA_FLAGS) if platform.machine() in ("x86_64", "AMD64") else ["plain"]
 
 
-def _cache_folder() -> Path:
-    """The first cache folder that can be written."""
-    wanted = os.environ.get("LLM_SERVING_CACHE")
-    candidates = [Path(wanted)] if wanted else [_SOURCES.parent / "build", Path.home() / ".cache" / "llm_serving"]
-    for folder in candidates:
+def _cache_folders() -> list[Path]:
+    """Where a library may be, the best first."""
+    if wanted := os.environ.get("LLM_SERVING_CACHE"):
+        return [Path(wanted)]
+    folders = [_SOURCES.parent / "build"]
+    with suppress(RuntimeError):  # whoever runs this may have no home
+        folders.append(Path.home() / ".cache" / "llm_serving")
+    return folders
+
+
+def _writable(folders: list[Path]) -> Path:
+    """The first folder that can be written."""
+    for folder in folders:
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError:
@@ -293,7 +306,7 @@ def _cache_folder() -> Path:
         if os.access(folder, os.W_OK):
             return folder
     raise KernelError(
-        f"no folder to keep the operator library in (tried {', '.join(map(str, candidates))}); set LLM_SERVING_CACHE"
+        f"no folder to keep the operator library in (tried {', '.join(map(str, folders))}); set LLM_SERVING_CACHE"
     )
 
 
