@@ -88,6 +88,7 @@ MEASURE_IN_PROCESS = {
     "figures.py",
     "graph_kernel_fusion.py",
     "growth.py",
+    "guesses_predicted.py",
     "kernel_benchmark.py",
     "kernel_cases.py",
     "load_benchmark.py",
