@@ -46,6 +46,18 @@ def test_every_file_of_the_weights_counts(folder, name):
     assert (before.weights != after.weights, before.tokenizer == after.tokenizer) == (True, True)
 
 
+@pytest.mark.parametrize("name", ["added_tokens.json", "special_tokens_map.json"])
+def test_every_file_of_the_tokenizer_counts_that_is_read(folder, name):
+    before = hashes(folder)
+    (folder / name).write_text("{}")
+    after = hashes(folder)
+    assert (before.weights == after.weights, before.tokenizer != after.tokenizer) == (True, True)
+    (folder / "tokenizer_config.json").write_text('{"added_tokens_decoder": {}}')
+    without = hashes(folder)
+    (folder / name).write_text('{"<a>": 5}')
+    assert hashes(folder) == without, "the config has the tokens itself"
+
+
 def test_the_tokenizer_may_be_elsewhere(folder, tmp_path):
     before = hashes(folder)
     other = tmp_path / "other"

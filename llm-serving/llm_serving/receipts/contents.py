@@ -13,6 +13,7 @@ from llm_serving.errors import ModelError
 from llm_serving.formats.folder import INDEX_NAME, weight_files
 from llm_serving.models.gguf import is_gguf
 from llm_serving.models.spec import CONFIG_NAME
+from llm_serving.text.tokenizer_config import config_files
 from llm_serving.text.vocabulary_files import find_vocabulary, parts_of
 
 PIECE_BYTES: Final = 2**20
@@ -129,7 +130,7 @@ def _tokenizer(folder: Path, tokenizer: Path | None) -> tuple[FileState, ...]:
     else:
         folder = tokenizer or folder
         vocabulary = folder if is_gguf(folder) else find_vocabulary(folder)
-    return _states([*parts_of(vocabulary), folder / "tokenizer_config.json"])
+    return _states([*parts_of(vocabulary), *config_files(folder)])
 
 
 def _states(paths: Sequence[Path]) -> tuple[FileState, ...]:

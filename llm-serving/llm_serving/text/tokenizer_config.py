@@ -10,6 +10,9 @@ from llm_serving.core.unicode import json_of
 from llm_serving.errors import ModelError, shorten
 from llm_serving.text.vocabulary import read_limited
 
+CONFIG_FILE: Final = "tokenizer_config.json"
+SPECIAL_FILE: Final = "special_tokens_map.json"
+ADDED_FILE: Final = "added_tokens.json"
 SPECIAL_NAMES: Final = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 MORE_SPECIAL: Final = "additional_special_tokens"
 
@@ -38,16 +41,26 @@ def read_tokenizer_config(folder: Path) -> dict[str, Any]:
     Raises:
         ModelError: A file cannot be read.
     """
-    config = read_json(folder / "tokenizer_config.json")
-    if "added_tokens_decoder" in config:
+    config = read_json(folder / CONFIG_FILE)
+    if _lists_tokens(config):
         return config
-    config |= read_json(folder / "special_tokens_map.json")
+    config |= read_json(folder / SPECIAL_FILE)
     special = {*special_texts(config).values(), *more_special_texts(config)}
     added = {
         str(token_id): {"content": text, "special": text in special}
-        for text, token_id in read_json(folder / "added_tokens.json").items()
+        for text, token_id in read_json(folder / ADDED_FILE).items()
     }
     return config | {"added_tokens_decoder": added} if added else config
+
+
+def config_files(folder: Path) -> list[Path]:
+    """The files that `read_tokenizer_config` reads where they are there.
+
+    Raises:
+        ModelError: The first of them cannot be read.
+    """
+    first = folder / CONFIG_FILE
+    return [first] if _lists_tokens(read_json(first)) else [first, folder / SPECIAL_FILE, folder / ADDED_FILE]
 
 
 def special_texts(config: Mapping[str, Any]) -> dict[str, str]:
@@ -66,6 +79,10 @@ def flag(config: Mapping[str, Any], name: str, default: bool | None) -> bool | N
     """A value that is true or false; `default` where it is neither."""
     value = config.get(name)
     return value if isinstance(value, bool) else default
+
+
+def _lists_tokens(config: Mapping[str, Any]) -> bool:
+    return "added_tokens_decoder" in config
 
 
 def _text(value: Any) -> str | None:
