@@ -46,6 +46,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "three classes, 8 places": {"classes": CLASSES, "max_num_seqs": 8},
     "three classes, 8 places, small cache": {"classes": CLASSES, "max_num_seqs": 8, "num_blocks": 20},
     "three classes, 8 places, long decode gap": {"classes": CLASSES, "max_num_seqs": 8, "max_decode_gap": 64},
+    "three classes, 4 places, one of 2 replicas": {"classes": CLASSES, "max_num_seqs": 4, "num_schedulers": 2},
     "mixed, three classes, 4 places": {"classes": CLASSES, "max_num_seqs": 4, "policy": "mixed"},
     "shortest, three classes, 4 places": {"classes": CLASSES, "max_num_seqs": 4, "order": "shortest"},
 }
@@ -106,6 +107,8 @@ class Attack:
         self._victim_class = victim_class
         self._waiting: list[list[Request]] = [[] for _ in strategy.liars]
         self._num_sent = 0
+        if scheduler.limits.num_schedulers > 1:  # others of its class have another replica to themselves
+            scheduler.put_ahead([victim_class.name])
         self.prompt_gap = self.longest_prompt_gap = 0
         """Steps in a row that left out the victim's prompt when it had a place."""
 

@@ -24,6 +24,8 @@ WORST = [
     ("three classes, 8 places", "standard", Move(LONG, (WHOLE, WHOLE)), 3.7),
     ("three classes, 8 places, small cache", "interactive", Move(LONG, (LONG, LONG), 6), 4.6),
     ("three classes, 8 places, small cache", "standard", Move(LONG, (LONG, WHOLE)), 6.4),
+    ("three classes, 4 places, one of 2 replicas", "interactive", Move(LONG, (LONG, LONG)), 2.8),
+    ("three classes, 4 places, one of 2 replicas", "standard", Move(LONG, (HALF, HALF)), 4.3),
     ("mixed, three classes, 4 places", "interactive", Move(LONG, (LONG, LONG)), 2.0),
     ("mixed, three classes, 4 places", "standard", Move(LONG, (HALF, HALF)), 2.8),
     ("mixed, three classes, 4 places", "batch", Move(LONG, (HALF, HALF)), 3.0),
