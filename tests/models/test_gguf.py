@@ -96,6 +96,7 @@ def test_yarn_by_name(tmp_path):
         ({"llama.attention.value_length": 8}, "`llama.attention.value_length` must be the 16 elements of a head"),
         ({"llama.rope.dimension_count": 8}, "`llama.rope.dimension_count` must be the 16 elements of a head"),
         ({"llama.rope.scaling.type": "longrope"}, "`llama.rope.scaling.type` must be one of none, linear, yarn"),
+        ({"llama.rope.scaling.attn_factor": 1.25}, "`llama.rope.scaling.attn_factor` must be 1. Given: 1.25"),
         ({"llama.block_count": 3}, "missing: 9: model.layers.2.input_layernorm"),
         ({"llama.feed_forward_length": 64}, "of another shape: 6"),
         ({"tokenizer.ggml.eos_token_id": 96}, "token id 96 must be < `vocab_size` 96"),

@@ -101,6 +101,9 @@ def _scaling(facts: _Facts, name: str, config: Mapping[str, Any]) -> dict[str, A
     kind = facts.value(f"{name}.rope.scaling.type", "none")
     if kind not in _SCALINGS:
         raise facts.fail(f"{name}.rope.scaling.type", f"must be one of {', '.join(_SCALINGS)}")
+    factor = f"{name}.rope.scaling.attn_factor"
+    if facts.number(factor) not in (None, 1):
+        raise facts.fail(factor, "must be 1")
     divisors = facts.found.tensors.get(ROTATION)
     if divisors is not None:
         if kind != "none" or not isinstance(divisors, StoredTensor) or not _is_short(divisors.shape):
