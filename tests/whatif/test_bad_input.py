@@ -8,7 +8,8 @@ import struct
 import msgspec
 import pytest
 from llm_serving.cli import main
-from llm_serving.recording.records import MAGIC, SEAL_BYTES, Added, Chain, Decided, Reader, Updated, encode
+from llm_serving.recording.records import MAGIC, SEAL_BYTES, Added, Asked, Chain, Decided, Reader, Updated, encode
+from llm_serving.whatif.figures import SHARES
 from llm_serving.whatif.profile import write_profile
 from recordings import record_steps
 from whatif_loads import create_profile
@@ -122,7 +123,12 @@ GOALS = [
     ("least: output_tokens\n", "goal.yaml:1: `least` must be a figure of which that is good"),
     *(
         (f"most: goodput\nconstraints: {{{figure}: {limit}}}\n", f"goal.yaml:2: `constraints.{figure}` must be ")
-        for figure, limit in [("ttft_p99_ms", -1), ("ttft_p99_ms", 10**400), ("ttft", "x"), ("goodput_share", 2)]
+        for figure, limit in [
+            ("ttft_p99_ms", -1),
+            ("ttft_p99_ms", 10**400),
+            ("ttft", "x"),
+            *((each, 2) for each in SHARES),
+        ]
     ),
     ("most: goodput\nconstraints: {nobody.ttft_p99_ms: 1}\n", "goal.yaml:2: `nobody.ttft_p99_ms` must be of a class"),
     ("most: goodput\nmargin: 1\n", "goal.yaml:2: `margin` must be a number of at least 0 and below 1. Given: 1"),
@@ -148,10 +154,25 @@ FORGED = [
         "a.rec: request 'a' must have an answer of token ids from -1 to",
     ),
     ("whatif", forged(Updated, token_ids=[-2]), "a.rec: request 'a' must have an answer of token ids from -1 to"),
+    (
+        "profile",
+        forged(Asked, now=float("nan")),
+        "must have a `now` of at most 1e+12 s. Given: nan",
+    ),
+    ("profile", forged(Updated, time=float("inf")), "must have a `time` of at most 1e+12 s. Given: inf"),
     ("profile", forged(Decided, rows=[(99, -1, -1, 0, 0, [])]), "a.rec: step 0 must have rows of numbers from 0"),
 ]
 ARGUMENTS = [
     ("whatif", ["--find-rate", "--load", "{folder}/at_once.yaml"], "at_once.yaml: --find-rate must have requests that"),
+    *(
+        ("whatif", ["--need", f"{figure}={limit}"], told)
+        for figure, limit, told in [
+            ("goodput_share", "99", "--need: `goodput_share` must be a share of at most 1. Given: 99"),
+            ("ttft_p99_ms", "nan", "--need: `ttft_p99_ms` must be a number >= 0. Given: nan"),
+            ("ttft_p99_ms", "soon", "--need must be FIGURE=LIMIT with a number >= 0. Given: 'ttft_p99_ms=soon'"),
+            ("ttft_p9_ms", "5", "--need must be FIGURE, CLASS.FIGURE or `tenant NAME.FIGURE`; the nearest known"),
+        ]
+    ),
     ("whatif", ["--kept", "nan"], "--kept must be above 0 and at most 1. Given: nan"),
     ("whatif", ["--json", "{folder}"], "cannot be written: Is a directory"),
     ("tune", ["--out", "{folder}/no/out.yaml"], "out.yaml: must be a file in a folder that is there"),

@@ -39,6 +39,8 @@ OF_ALL: Final = (
     "guesses_right",
 )
 """Of the server."""
+SHARES: Final = ("goodput_share", "block_use_mean", "block_use_peak", "busy_share", "fairness")
+"""From 0 to 1."""
 LESS_IS_BETTER: Final = frozenset(
     name
     for name in (*OF_GROUP, *OF_ALL)

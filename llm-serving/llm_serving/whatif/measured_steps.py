@@ -15,7 +15,7 @@ from llm_serving.recording.records import Added, Asked, CacheLost, Decided, Draf
 from llm_serving.recording.replay import Replay
 from llm_serving.scheduler.drafts import num_chosen
 from llm_serving.scheduler.scheduler import Scheduler
-from llm_serving.whatif.document import MOST_WHOLE
+from llm_serving.whatif.document import MOST, MOST_WHOLE
 from llm_serving.whatif.recorded_load import torn
 from llm_serving.whatif.step_shape import StepShape, shape_of_rows
 
@@ -113,6 +113,7 @@ def _read(entries: Iterator[Entry], timings: Timings, before: Scheduler) -> None
     replied: MeasuredStep | None = None
     num_sent = 0
     for entry in entries:
+        _check_times(entry)
         match entry.record:
             case Added(request_id=name, arrival_time=time):
                 names[sequence] = name
@@ -144,6 +145,15 @@ def _read(entries: Iterator[Entry], timings: Timings, before: Scheduler) -> None
                         timings.replies.setdefault(names[number], []).append(time)
             case CacheLost():
                 in_flight.clear()
+
+
+def _check_times(entry: Entry) -> None:
+    """Raises RecordingError for what a seal cannot tell: a file that was written with it."""
+    for name in ("arrival_time", "now", "time"):
+        if not abs(getattr(entry.record, name, 0.0)) <= MOST:
+            rule = f"must have a `{name}` of at most {MOST:g} s"
+            given = f"{getattr(entry.record, name):g}"
+            raise RecordingError(f"record {entry.number} at byte {entry.offset} {rule}. Given: {given}")
 
 
 _Chosen = list[tuple[int, int, list[int]]]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from llm_serving.errors import shorten
-from llm_serving.whatif.figures import OF_ALL, OF_GROUP, Figures
+from llm_serving.whatif.figures import OF_ALL, OF_GROUP, SHARES, Figures
 from llm_serving.whatif.profile import Profile
 from llm_serving.whatif.simulation import Result
 
@@ -25,7 +25,6 @@ _WHOLE: Final = (
     "guesses",
     "guesses_right",
 )
-_SHARES: Final = ("goodput_share", "block_use_mean", "block_use_peak", "busy_share", "fairness")
 _OF_CLASS: Final = (
     "requests",
     "refused",
@@ -96,7 +95,7 @@ def number(key: str, value: float) -> str:
         return "-"
     if name in _WHOLE:
         return f"{value:,.0f}"
-    if name in _SHARES:
+    if name in SHARES:
         return f"{value:.3f}" if name == "fairness" else f"{value:.1%}"
     return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
 

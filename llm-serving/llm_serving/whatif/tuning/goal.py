@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 from llm_serving.config.yaml_reader import Located, read_yaml
 from llm_serving.errors import ConfigError, shorten
 from llm_serving.whatif.document import KEYS_IN, Mapping, number, text, whole
-from llm_serving.whatif.figures import LESS_IS_BETTER, OF_ALL, OF_GROUP, Figures
+from llm_serving.whatif.figures import LESS_IS_BETTER, OF_ALL, OF_GROUP, SHARES, Figures
 from llm_serving.whatif.report import number as shown
 
 SHORT: Final = {
@@ -60,7 +60,7 @@ class Constraint:
         """The limit less the margin; of a share, less that part of what it leaves."""
         if self.figure.less_is_better:
             return self.limit * (1 - self.margin)
-        if self.figure.name.endswith("share"):
+        if self.figure.name in SHARES:
             return self.limit + self.margin * (1 - self.limit)
         return self.limit * (1 + self.margin)
 
@@ -143,13 +143,7 @@ def goal(root: Located) -> Goal:
     constraints, where = [], {}
     for name, located in document.rows("constraints"):
         figure = _figure(name, f"{located.where}: `constraints.{name}`")
-        try:
-            limit = number()(located.value)
-        except (TypeError, ValueError):
-            given = shorten(located.value)
-            raise ConfigError(f"{located.where}: `constraints.{name}` must be a number >= 0. Given: {given}") from None
-        if figure.name.endswith("share") and limit > 1:
-            raise ConfigError(f"{located.where}: `constraints.{name}` must be a share of at most 1. Given: {limit:g}")
+        limit = _limit(figure, located.value, f"{located.where}: `constraints.{name}`")
         constraints.append(Constraint(figure, limit, margin))
         where[figure.key] = located.where
     wanted = [each for each in ("most", "least") if each in document]
@@ -179,9 +173,21 @@ def constraint(written: str, where: str) -> Constraint:
     try:
         if not equals:
             raise ValueError
-        return Constraint(_figure(name.strip(), where), number()(float(limit)))
-    except (TypeError, ValueError):
+        value = float(limit)
+    except ValueError:
         raise ConfigError(f"{where} must be FIGURE=LIMIT with a number >= 0. Given: {shorten(written)}") from None
+    figure = _figure(name.strip(), where)
+    return Constraint(figure, _limit(figure, value, f"{where}: `{name.strip()}`"))
+
+
+def _limit(figure: Figure, value: Any, where: str) -> float:
+    try:
+        limit = number()(value)
+    except (TypeError, ValueError):
+        raise ConfigError(f"{where} must be a number >= 0. Given: {shorten(value)}") from None
+    if figure.name in SHARES and limit > 1:
+        raise ConfigError(f"{where} must be a share of at most 1. Given: {limit:g}")
+    return limit
 
 
 def _figure(name: str, where: str) -> Figure:
