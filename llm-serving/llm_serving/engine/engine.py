@@ -22,14 +22,13 @@ from llm_serving.engine.deadlines import Deadlines
 from llm_serving.engine.delivery import deliver, end
 from llm_serving.engine.departure import Departure
 from llm_serving.engine.inbox import Inbox
-from llm_serving.engine.ledger import Ledger
 from llm_serving.engine.moves import Moves
 from llm_serving.engine.output_processor import OutputProcessor
 from llm_serving.engine.overdue import Overdue
+from llm_serving.engine.peers import Peers
 from llm_serving.engine.receivers import Desk, receive
 from llm_serving.engine.recovery import Recovery
 from llm_serving.engine.step_times import StepTimes
-from llm_serving.engine.weight_monitor import Lead, WeightMonitor, service_of
 from llm_serving.errors import LLMServingError, WorkerDiedError, WorkerError
 from llm_serving.executor.away import Away
 from llm_serving.executor.block_link import BlockLink
@@ -100,9 +99,7 @@ class Engine:
         """Told of requests when a step is formed with them for the first time, before anything of it is published."""
         self.on_away: Callable[[], None] = lambda: None
         """Told in the engine's thread that another attempt to start its WorkAgent again has been made."""
-        self.ledger = Ledger()
-        """Shared with the other replicas."""
-        self._weights = WeightMonitor(scheduler)
+        self.peers = Peers(index, scheduler, metrics)
         self.nudge: Callable[[], None] = self._post_nothing
         """Has it look again at what it shares with them; may be called from any thread."""
         self._executor = executor
@@ -364,10 +361,10 @@ class Engine:
 
     def _schedule(self, now: float) -> Schedule | None:
         """Forms the next step, as far as there is one, and tells who is to know of it."""
-        self.share()
+        self.peers.listen()
         schedule = self.scheduler.schedule(now)
         self.moves.formed(schedule)
-        self.tell_served(schedule)
+        self.peers.tell(schedule)
         self.journal.decided(now, self.scheduler.blocked)
         self.load.placed(Slots(tuple(self.scheduler.running), self._lengths), self.scheduler.blocked)
         if self._has_room():
@@ -391,30 +388,6 @@ class Engine:
     def forms_late(self) -> bool:
         """Whether the next step but one is formed when the next one ends, not when it begins."""
         return self._max_steps_in_flight > 1 and self._times.step_s > SHORT_STEP_S
-
-    def share(self) -> None:
-        """Has the scheduler know what others have served, and which places of tenants are its own."""
-        scheduler, ledger = self.scheduler, self.ledger
-        if service := ledger.take(self._index):
-            scheduler.served_elsewhere(service)
-        if places := ledger.places.settle(self._index, scheduler.take_needs()):
-            scheduler.deal(places)
-        if (ahead := ledger.classes.take_ahead(self._index)) is not None:
-            scheduler.put_ahead(ahead)
-
-    def tell_served(self, schedule: Schedule | None = None) -> None:
-        """Has the others know what this one has served, and counts what shares and limits of all were broken.
-
-        `schedule`: what was formed; None: nothing, or again what was formed before.
-        """
-        scheduler, ledger, leads = self.scheduler, self.ledger, dict[str, Lead]()
-        ledger.served(self._index, scheduler.take_service())
-        if scheduler.limits.num_schedulers > 1 and (paid := scheduler.take_paid()) is not None:
-            service = {name: each.service for name, each in paid.items()}
-            leads |= ledger.charge(self._index, paid, service if schedule is None else service_of(schedule, scheduler))
-        if schedule is not None:
-            num_beyond = ledger.limits.begun(schedule.started, scheduler.limits)
-            self._metrics.shares_broken(num_beyond, self._weights.formed(schedule, leads))
 
     def _waits_for_replies(self) -> bool:
         """Whether more tokens come in the same time if no step is formed ahead.
@@ -564,8 +537,7 @@ class Engine:
         self.journal.queued(request, self._clock())
 
     def _arrive(self, departure: Departure, is_cancelled: bool) -> None:
-        self.ledger.places.arrive(self._index, departure.request.request_id)
-        self._metrics.shares_broken(self.ledger.limits.begun([departure.request], self.scheduler.limits), 0)
+        self.peers.arrived(departure.request)
         self._expect(departure.request)
         self.moves.arrive(departure)
         self.journal.queued(departure.request, self._clock())

@@ -283,7 +283,7 @@ class Replicas:
 
     def _join(self, index: int, engine: Engine) -> None:
         self.ledger.join(index, lambda: engine.nudge())
-        engine.ledger = self.ledger
+        engine.peers.ledger = self.ledger
 
     def _set_progress(self, text: str) -> None:
         self._progress = text

@@ -119,11 +119,11 @@ class SteadyEngine:
         now = clock()
         if engine._inbox or self._is_late(now) or (drafter is not None and drafter.pays):
             return False
-        engine.share()
+        engine.peers.listen()
         num_keys, num_rows = steps.num_keys, len(steps.rows)
         if not steps.form(now):
             return False
-        engine.tell_served()
+        engine.peers.tell()
         if self._predicts:
             engine.load.placed(Slots(self._running, engine._lengths))
         shape = StepShape(num_rows, num_rows, num_rows, num_keys, 0, 0)

@@ -1,0 +1,54 @@
+"""What the engine of a replica and those of the others tell each other between two steps."""
+
+from __future__ import annotations
+
+from llm_serving.core.request import Request
+from llm_serving.engine.ledger import Ledger
+from llm_serving.engine.weight_monitor import Lead, WeightMonitor, service_of
+from llm_serving.observe.metrics import Metrics
+from llm_serving.scheduler import Schedule, Scheduler
+
+
+class Peers:
+    """The others, as an engine sees them; belongs to the engine's thread.
+
+    Args:
+        index: Of the engine's own replica.
+        scheduler: Its own.
+        metrics: Of the server.
+    """
+
+    def __init__(self, index: int, scheduler: Scheduler, metrics: Metrics) -> None:
+        self.ledger = Ledger()
+        """Shared with the other replicas."""
+        self._index, self._scheduler, self._metrics = index, scheduler, metrics
+        self._weights = WeightMonitor(scheduler)
+
+    def listen(self) -> None:
+        """Has the scheduler know what others have served, and which places of tenants are its own."""
+        scheduler, ledger = self._scheduler, self.ledger
+        if service := ledger.take(self._index):
+            scheduler.served_elsewhere(service)
+        if places := ledger.places.settle(self._index, scheduler.take_needs()):
+            scheduler.deal(places)
+        if (ahead := ledger.classes.take_ahead(self._index)) is not None:
+            scheduler.put_ahead(ahead)
+
+    def tell(self, schedule: Schedule | None = None) -> None:
+        """Has the others know what this one has served, and counts what shares and limits of all were broken.
+
+        `schedule`: what was formed; None: nothing, or again what was formed before.
+        """
+        scheduler, ledger, leads = self._scheduler, self.ledger, dict[str, Lead]()
+        ledger.served(self._index, scheduler.take_service())
+        if scheduler.limits.num_schedulers > 1 and (paid := scheduler.take_paid()) is not None:
+            service = {name: each.service for name, each in paid.items()}
+            leads |= ledger.charge(self._index, paid, service if schedule is None else service_of(schedule, scheduler))
+        if schedule is not None:
+            num_beyond = ledger.limits.begun(schedule.started, scheduler.limits)
+            self._metrics.shares_broken(num_beyond, self._weights.formed(schedule, leads))
+
+    def arrived(self, request: Request) -> None:
+        """A request has come that another one has begun; it has brought its tenant's place along."""
+        self.ledger.places.arrive(self._index, request.request_id)
+        self._metrics.shares_broken(self.ledger.limits.begun([request], self._scheduler.limits), 0)
