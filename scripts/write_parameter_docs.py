@@ -47,6 +47,8 @@ The order in which a token is chosen: penalties, `logit_bias` with `bad_words` a
   token has none (null). They are those of the model itself, before temperature, penalties and bias, and are not
   streamed; all prompts and answers of a request have at most 524,288 of them. Such a prompt is computed even where
   another request has computed its beginning. With `max_tokens: 0` (completions) nothing follows it.
+- `text_offset` of a completion's log-probabilities is where a token begins in `text`, in characters; tokens that are no
+  text, such as the one that begins a sequence, take none; parts of a character all begin where it does.
 - A conversation with `continue_final_message` goes on with its last message; with `echo` the answer begins with it.
 
 The folder of a model may hold a `generation_config.json`. {", ".join(f"`{key}`" for key in PARAMETERS)} of it are what

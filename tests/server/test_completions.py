@@ -257,8 +257,29 @@ class TestEcho:
         assert logprobs["top_logprobs"] == [
             None, *(top | {name: value} for top, name, value in zip(tops, named[1:], told, strict=True))
         ]  # fmt: skip
-        lengths = [len(DEMO_TOKENIZER.token_text(token_id)) for token_id in (*ids, 500, 501, 502)]
-        assert logprobs["text_offset"] == [sum(lengths[:index]) for index in range(len(lengths))]
+        generated = [DEMO_TOKENIZER.token_text(token_id) for token_id in (500, 501)]
+        prompt = [0, 0, len("one"), len("one two")]
+        assert DEMO_TOKENIZER.decode(ids[:1]) == "", "it begins with a special token"
+        assert logprobs["text_offset"][: len(ids)] == prompt
+        begin = len("one two three")
+        assert logprobs["text_offset"][len(ids) :] == [
+            begin,
+            begin + len(generated[0]),
+            begin + len("".join(generated)),
+        ]
+
+    def test_offsets_are_places_in_the_text(self):
+        text = "Zürich 東京 \U0001f600 x"
+        body = {"prompt": text, "echo": True, "logprobs": 0, "max_tokens": 1}
+        choice = post(FakeEngine(), PATH, body).json()["choices"][0]
+        tokens, offsets = choice["logprobs"]["tokens"], choice["logprobs"]["text_offset"]
+        num_prompt = len(DEMO_TOKENIZER.encode(text))
+        assert choice["text"].startswith(text)
+        assert offsets[num_prompt] == len(text)
+        assert any(token.startswith("bytes:") for token in tokens)
+        for token, start, end in zip(tokens[1:num_prompt], offsets[1:], offsets[2:], strict=False):
+            told = text[start:end]
+            assert told == token.removeprefix(" ") if start == 0 else told == token or token.startswith("bytes:")
 
     def test_with_logprobs_and_no_tokens(self):
         engine = FakeEngine(Script([Piece("", 0)], finish_reason=FinishReason.LENGTH))

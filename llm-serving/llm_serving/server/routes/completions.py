@@ -47,7 +47,7 @@ from llm_serving.server.receipts import ReceiptDraft, begin_receipt
 from llm_serving.server.sampling import bad_words, sampling_params
 from llm_serving.server.schemas import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest, Usage
 from llm_serving.server.streaming import event
-from llm_serving.text.tokenizer import Tokenizer
+from llm_serving.text.tokenizer import IncrementalDetokenizer, Tokenizer
 
 PATH: Final = "/v1/completions"
 DEFAULT_MAX_TOKENS: Final = 16
@@ -131,6 +131,21 @@ def _asked_of_prompts(request: CompletionRequest) -> tuple[str, int | None]:
     return "echo and logprobs", echoed if own is None else max(own, echoed)
 
 
+class _Place:
+    """Between two tokens of a text, in characters from its beginning: of an incomplete one, where that begins.
+
+    Args:
+        text: Makes the text of its tokens.
+    """
+
+    def __init__(self, text: IncrementalDetokenizer) -> None:
+        self._text = text
+        self.offset = 0
+
+    def pass_by(self, token_id: int) -> None:
+        self.offset += len(self._text.add([token_id]))
+
+
 class _Answer:
     """Puts the pieces of a generation into the form of the protocol."""
 
@@ -160,7 +175,8 @@ class _Answer:
         self._usage = UsageCounter(n)
         self._started: set[int] = set()
         """Choices of which something has been sent."""
-        self._text_offsets: dict[int, int] = {}
+        self._places: dict[int, _Place] = {}
+        """Of each choice, where its next token begins."""
 
     def _echo(self, index: int) -> str:
         """The text of the prompt, where the answer shall begin with it."""
@@ -219,11 +235,14 @@ class _Answer:
                 choice.prompt_logprobs = answer
         if not request.echo or request.logprobs is None:
             return
+        offset = len(self._echo(choices[0].index))
         text, tokens = self._shown(prompt[0]), [] if told is None else told.tokens(request.logprobs)
         for choice in choices:
             echoed, generated = CompletionLogprobs([text], [None], [None], [0]), choice.logprobs
             assert generated is not None
-            offset = self._extend(echoed, tokens, len(self._tokenizer.token_text(prompt[0])))
+            place = _Place(IncrementalDetokenizer(self._tokenizer))
+            place.pass_by(prompt[0])
+            self._extend(echoed, tokens, place)
             echoed.tokens += generated.tokens
             echoed.token_logprobs += generated.token_logprobs
             echoed.top_logprobs += generated.top_logprobs
@@ -267,10 +286,15 @@ class _Answer:
 
     def _add_logprobs(self, target: CompletionLogprobs, index: int, logprobs: Sequence[TokenLogprobs]) -> None:
         """Adds tokens of a choice to what has been told of its tokens."""
-        self._text_offsets[index] = self._extend(target, logprobs, self._text_offsets.get(index, 0))
+        if (place := self._places.get(index)) is None:
+            skips = self._request.skip_special_tokens is not False
+            prompt = self._prompts[index // self._n]
+            place = _Place(IncrementalDetokenizer(self._tokenizer, prompt, skip_special_tokens=skips))
+            self._places[index] = place
+        self._extend(target, logprobs, place)
 
-    def _extend(self, target: CompletionLogprobs, logprobs: Sequence[TokenLogprobs], offset: int) -> int:
-        """Adds tokens whose texts begin at an offset; returns where the last one ends."""
+    def _extend(self, target: CompletionLogprobs, logprobs: Sequence[TokenLogprobs], place: _Place) -> None:
+        """Adds tokens of which the first begins at a place, and goes on to the end of the last."""
         shown = self._shown
         for token in logprobs:
             text = shown(token.token_id)
@@ -282,9 +306,8 @@ class _Answer:
             target.tokens.append(text)
             target.token_logprobs.append(logprob)
             target.top_logprobs.append(top | {text: logprob})
-            target.text_offset.append(offset)
-            offset += len(self._tokenizer.token_text(token.token_id))
-        return offset
+            target.text_offset.append(place.offset)
+            place.pass_by(token.token_id)
 
 
 ENDPOINTS: Final = (
