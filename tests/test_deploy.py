@@ -193,6 +193,14 @@ def test_an_expression_that_would_find_nothing_is_noticed(text, problem, series)
     assert problem in found
 
 
+def test_every_series_is_in_the_table_of_operators(series):
+    table = (ROOT / "docs" / "operations.md").read_text().split("## Metrics")[1].split("## Traces")[0]
+    told = {name.partition(":")[2] or name for name in re.findall(r"`([a-z0-9_:]+)`", table)}
+    names = {re.sub(r"_(bucket|sum|count|created)$", "", name.partition(":")[2]) for name in series if ":" in name}
+    ends = tuple(each for each in told if each.startswith("_"))
+    assert sorted(name for name in names if name not in told and not name.endswith(ends)) == []
+
+
 def test_what_is_no_promql_is_noticed(series):
     with pytest.raises(ValueError, match=r"."):
         problems_of("rate(vllm:num_requests_running[5m)", series)
@@ -316,6 +324,10 @@ def test_the_cluster_of_kubernetes_agrees_with_itself_and_with_the_server(tmp_pa
     assert {each["image"] for each in (ray_head, master, work_agent)} == {"registry.example/llm-serving:ray"}
     pinned = tomllib.loads((ROOT / "llm-serving" / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert f"ray=={cluster['spec']['rayVersion']}" in pinned["ray"]
+    # Pods are asked over HTTP whether they are well; without its extra Ray's agent does not answer.
+    assert f"ray[default]=={cluster['spec']['rayVersion']}" in pinned["kuberay"]
+    assert len(pinned["kuberay"]) == len(pinned["ray"])
+    assert "--build-arg EXTRAS=kuberay" in (DEPLOY / "kuberay.yaml").read_text()
 
     secret = tmp_path / "secret"
     secret.write_text("s" * 32)
