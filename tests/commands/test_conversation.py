@@ -160,4 +160,4 @@ def test_the_command(client: ChatClient, monkeypatch: pytest.MonkeyPatch, capsys
     assert shown.startswith(f"demo at {client.url}; /help")
     assert "Hello world" in shown
     assert cli.main(["chat", "--url", client.url, "--set", "seed"]) == 2
-    assert cli.main(["chat", "--url", "file:///etc/passwd"]) == 1
+    assert cli.main(["chat", "--url", "file:///etc/passwd"]) == 2

@@ -53,12 +53,12 @@ def test_the_trace_is_saved(url: str, tmp_path: Path, monkeypatch, capsys) -> No
 def test_what_goes_wrong_is_told_and_no_file_is_left(url: str, tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.delenv(API_KEY_VARIABLE, raising=False)
     output = tmp_path / "trace.json"
-    for address, message in (
-        (url, "401: "),
-        (f"{url}/other", "does not answer with a trace"),
-        ("http://127.0.0.1:1", "no server answers"),
-        ("file:///etc/passwd", "must begin with http"),
+    for address, message, code in (
+        (url, "401: ", cli.EXIT_FAILED),
+        (f"{url}/other", "does not answer with a trace", cli.EXIT_FAILED),
+        ("http://127.0.0.1:1", "no server answers", cli.EXIT_FAILED),
+        ("file:///etc/passwd", "must begin with http", cli.EXIT_CONFIG),
     ):
-        assert cli.main(["timeline", "--url", address, "--output", str(output)]) == 1
+        assert cli.main(["timeline", "--url", address, "--output", str(output)]) == code
         assert message in capsys.readouterr().err
     assert not output.exists()

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from http.client import HTTPException, HTTPResponse
 from typing import Final
 
-from llm_serving.errors import LLMServingError, UnavailableError, shorten
+from llm_serving.errors import ConfigError, LLMServingError, UnavailableError, shorten
 
 TIMEOUT_S: Final = 600.0
 """Seconds without a byte of an answer: it may wait in a queue before it begins."""
@@ -35,11 +35,12 @@ def opened(
         method: None: POST with a body, GET without.
 
     Raises:
+        ConfigError: The address is none.
         Refusal: The server refuses.
         UnavailableError: It cannot be reached, or is gone.
     """
     if not url.startswith(("http://", "https://")):
-        raise LLMServingError(f"--url must begin with http:// or https://. Given: {url}")
+        raise ConfigError(f"--url must begin with http:// or https://. Given: {url}")
     headers = {"Content-Type": "application/json", "Accept": "text/event-stream, application/json"}
     if key:
         headers["Authorization"] = f"Bearer {key}"

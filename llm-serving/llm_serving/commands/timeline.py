@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from llm_serving.commands.arguments import Subcommands, add_server_arguments, api_key_of
-from llm_serving.errors import LLMServingError
+from llm_serving.errors import ConfigError, LLMServingError
 
 
 def add_to(commands: Subcommands) -> None:
@@ -34,7 +34,8 @@ def save_timeline(url: str, output: Path, num_steps: int | None = None, key: str
 
     Raises:
         UnavailableError: No server answers at the address.
-        LLMServingError: It refuses, or the file cannot be written.
+        LLMServingError: It refuses.
+        ConfigError: The address is none, or the file cannot be written.
     """
     from llm_serving.commands.server_call import opened
 
@@ -47,5 +48,5 @@ def save_timeline(url: str, output: Path, num_steps: int | None = None, key: str
     except (ValueError, KeyError, TypeError):
         raise LLMServingError(f"{url} does not answer with a trace") from None
     except OSError as error:
-        raise LLMServingError(f"{output}: {error.strerror or error}") from None
+        raise ConfigError(f"{output}: {error.strerror or error}") from None
     return len(events)
