@@ -7,6 +7,7 @@ import math
 from engine_harness import Harness
 from factories import create_request
 from llm_serving.core.exchange import Exchange
+from llm_serving.core.request_class import STANDARD
 from llm_serving.observe.journal import Journal, Outage
 
 
@@ -108,3 +109,18 @@ def test_decisions_are_kept_where_they_change():
         ("request-2", "no free slot"),
         None,
     ]
+
+
+def test_a_request_that_left_and_came_back_is_kept_as_long_as_it_lives():
+    journal = Journal(2, 5)
+    moving, *others = (create_request() for _ in range(4))
+    for each in (moving, *others):
+        journal.submitted(each, STANDARD)
+    journal.departed(moving, 1.0)
+    journal.arrived(moving, STANDARD, 1.0)
+    for time, each in enumerate(others, start=2):
+        journal.ended(each, float(time))
+    assert moving.request_id in {life.request_id for life in journal.lives()}
+    journal.ended(moving, 9.0)
+    assert [life.request_id for life in journal.ended_since(3.5, 10)] == [others[-1].request_id, moving.request_id]
+    assert len(journal.lives()) == 2

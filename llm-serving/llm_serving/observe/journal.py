@@ -192,7 +192,7 @@ class Journal:
         self._num_requests = num_requests
         self._num_lives = 0
         self._lives: dict[str, Life] = {}
-        self._ended: deque[str] = deque()
+        self._ended: deque[Life] = deque()
         self._steps: deque[Step] = deque(maxlen=num_steps)
         self._in_flight: deque[Step] = deque()
         self._decisions: deque[Decision] = deque(maxlen=num_steps)
@@ -311,9 +311,11 @@ class Journal:
         self._keep(life)
 
     def _keep(self, life: Life) -> None:
-        self._ended.append(life.request_id)
+        self._ended.append(life)
         if len(self._ended) > self._num_requests:
-            self._lives.pop(self._ended.popleft(), None)
+            oldest = self._ended.popleft()
+            if self._lives.get(oldest.request_id) is oldest:  # one that left may have come back
+                del self._lives[oldest.request_id]
 
     # --- what others may know; from any thread ----------------------------------------------------------------------
 
@@ -334,10 +336,8 @@ class Journal:
 
     def ended_since(self, time: float, most: int) -> list[Life]:
         """Requests that ended after a time, the newest so many, in order. To be called by the engine's thread."""
-        lives = (self._lives[request_id] for request_id in reversed(self._ended))
-        return list(
-            islice(takewhile(lambda life: life.ended_time is not None and life.ended_time > time, lives), most)
-        )[::-1]
+        newest = takewhile(lambda life: life.ended_time is not None and life.ended_time > time, reversed(self._ended))
+        return list(islice(newest, most))[::-1]
 
     def record(self, now: float) -> Record:
         # In this order a step that ends meanwhile is seen twice, never missed.
