@@ -13,18 +13,19 @@ counts, and how far they lie apart is told: no prediction can be closer.
 
 What is off because the machine was faster or slower than when it was profiled is told apart from what the model gets
 wrong: the servers' recordings tell by what factor steps took longer than the profile says for steps of their shapes,
-and the load is simulated once more with that.
+and the load is simulated once more with that. They also tell what was answered: guesses are simulated in those texts.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -36,10 +37,11 @@ from llm_serving.config import ServingConfig, load_config
 from llm_serving.whatif.cost_model import CostModel
 from llm_serving.whatif.figures import Figures, figures_of
 from llm_serving.whatif.http_player import play
+from llm_serving.whatif.load import Load
 from llm_serving.whatif.measured_steps import MeasuredStep, Timings, read_timings
 from llm_serving.whatif.outcome import Outcome
 from llm_serving.whatif.profile import Profile, read_profile
-from llm_serving.whatif.recorded_load import recording_files
+from llm_serving.whatif.recorded_load import read_recorded, recording_files
 from llm_serving.whatif.simulation import Result, Simulation
 from llm_serving.whatif.workload import read_workload
 
@@ -197,7 +199,7 @@ def measure(name: str, arguments: argparse.Namespace, profile: Profile) -> None:
 
 def compare(cell: Cell, folders: Sequence[Path], arguments: argparse.Namespace, profile: Profile) -> Row:
     config = load_config(arguments.config, CONFIGS[cell.config])
-    load = read_workload(path_of(folders[0], cell, "yaml"))
+    load = with_texts(read_workload(path_of(folders[0], cell, "yaml")), answers_of(folders[0] / cell.config))
     slowness = statistics.median(
         slowness_of(cell, read_timings(recording_files(folder / cell.config)), profile) for folder in folders
     )
@@ -212,6 +214,29 @@ def compare(cell: Cell, folders: Sequence[Path], arguments: argparse.Namespace, 
         outcomes = [Outcome(**{**each, "request_class": classes[each["request_class"]]}) for each in rows]
         runs.append(figures_of(Result("measured", load.name, profile, outcomes)))
     return Row(cell, runs, predicted, slowness, at_that_speed)
+
+
+@functools.cache
+def answers_of(folder: Path) -> dict[tuple[int, ...], Sequence[int]]:
+    """By prompt, the longest answer of a recording."""
+    requests = [each for stream in read_recorded(folder).streams for each in stream.requests]
+    ordered = sorted(requests, key=lambda each: len(each.answer_token_ids))
+    return {tuple(each.prompt_token_ids): each.answer_token_ids for each in ordered}
+
+
+def with_texts(load: Load, answers: Mapping[tuple[int, ...], Sequence[int]]) -> Load:
+    """The load with what it was answered, in which a server that guesses finds its guesses."""
+    streams = tuple(
+        replace(
+            stream,
+            requests=[
+                replace(each, answer_token_ids=answers.get(tuple(each.prompt_token_ids), ()))
+                for each in stream.requests
+            ],
+        )
+        for stream in load.streams
+    )
+    return replace(load, streams=streams)
 
 
 def name_of(cell: Cell) -> str:

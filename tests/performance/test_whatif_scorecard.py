@@ -1,12 +1,16 @@
 """What the scorecard of predictions asks of a server, and how it tells a slow machine from a wrong model."""
 
+from dataclasses import replace
+
 import pytest
 from llm_serving.whatif.cost_model import CostModel, Piece
+from llm_serving.whatif.load import Load, Stream
 from llm_serving.whatif.measured_steps import MeasuredStep, Timings
 from llm_serving.whatif.step_shape import StepShape
 from llm_serving.whatif.workload import read_workload
-from whatif_loads import STEP_S, create_profile
-from whatif_scorecard import LIGHT, LIGHT_TIMES, Cell, slower, slowness_of, workload
+from recordings import record_steps
+from whatif_loads import STEP_S, create_load, create_profile
+from whatif_scorecard import LIGHT, LIGHT_TIMES, Cell, answers_of, slower, slowness_of, with_texts, workload
 
 SHAPE = StepShape(rows=1, tokens=1, samples=1, context=8, pairs=0, moves=0)
 
@@ -17,6 +21,14 @@ def test_a_light_load_lasts_longer_so_that_medians_are_of_many_requests(tmp_path
     requests = read_workload(path).streams[0].requests
     assert max(each.due_s for each in requests) > 30
     assert len(requests) == pytest.approx(LIGHT * 10.0 * LIGHT_TIMES * 10.0, rel=0.3)
+
+
+def test_a_load_is_simulated_with_the_texts_that_it_was_answered(tmp_path):
+    (tmp_path / "a.rec").write_bytes(record_steps(5))
+    asked = create_load(0.0).streams[0].requests[0]
+    both = [replace(asked, prompt_token_ids=[100, 101, 102, 103]), asked]
+    load = with_texts(Load("both", (Stream("s", both),)), answers_of(tmp_path))
+    assert [list(each.answer_token_ids) for each in load.streams[0].requests] == [[7] * 5, []]
 
 
 def test_slowness_is_of_the_steps_of_the_last_time_a_load_was_played():
@@ -32,5 +44,5 @@ def test_slowness_is_of_the_steps_of_the_last_time_a_load_was_played():
         arrivals={"light-0-a": 0.9, "light-0-b": 4.9, "light-10-c": 5.0, "overload-0-d": 8.9},
         replies={"light-0-b": [5.1], "light-10-c": [5.3], "overload-0-d": [9.1]},
     )
-    assert slowness_of(Cell("default", "light"), timings, profile) == pytest.approx(1.3)
+    assert slowness_of(Cell("default", "light"), timings, profile) == pytest.approx((1.2 + 1.5 * 1.4) / (1 + 1.5))
     assert slower(profile, 1.3).step.seconds(SHAPE) == pytest.approx(1.3 * STEP_S)
