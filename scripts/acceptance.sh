@@ -7,7 +7,7 @@
 # Each client has an environment of its own, made from the package index the first time and kept in FOLDER (.acceptance).
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@"
 set -euo pipefail
-CDPATH='' cd -- "$(dirname "$0")/.."
+CDPATH='' cd -- "$(dirname "$(readlink -f "$0")")/.."
 if [ "${1:-}" = --mindformers ]; then
     export LLM_SERVING_VENV=${LLM_SERVING_VENV:-$PWD/.acceptance/mindformers}
     bash scripts/install_mindformers.sh dev

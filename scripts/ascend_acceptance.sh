@@ -6,6 +6,6 @@
 #   scripts/ascend_acceptance.sh --device cpu --rate 3 --seconds 5 --families llama2 qwen3    a rehearsal
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@"
 set -euo pipefail
-source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/setup.sh"
 install "[dev]"
 exec env PYTHONPATH="$root/tests" "$venv/bin/python" -m acceptance.device.run "$@"

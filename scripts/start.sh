@@ -6,7 +6,7 @@
 # Without --config and --model it serves the demo model with configs/demo_cpu.yaml.
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@"
 set -euo pipefail
-source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/setup.sh"
 
 command=start
 arguments=()

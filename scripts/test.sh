@@ -4,7 +4,7 @@
 # --dist loadfile).
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@"
 set -euo pipefail
-source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/setup.sh"
 # Dozens of servers and WorkAgents import the package; they should find it compiled.
 unset PYTHONDONTWRITEBYTECODE
 

@@ -99,3 +99,13 @@ def test_whoever_may_only_read_what_is_installed_needs_no_more(tmp_path: Path) -
     done = run('install "[dev]"', LLM_SERVING_VENV=str(venv))
     assert done.returncode == 1
     assert f"cannot write to {venv}" in done.stderr
+
+
+def test_a_script_is_run_by_a_link_to_it_too(tmp_path: Path) -> None:
+    for name in ("start.sh", "stop.sh"):
+        (tmp_path / name).symlink_to(SETUP.parent / name)
+    environment = {"PATH": "/usr/bin:/bin", "LLM_SERVING_VENV": str(tmp_path / "venv")}
+    shown = subprocess.run([tmp_path / "start.sh", "--help"], capture_output=True, text=True, env=environment)
+    assert shown.stdout.startswith("Sets up what is missing, then serves.")
+    stopped = subprocess.run([tmp_path / "stop.sh"], capture_output=True, text=True, env=environment)
+    assert stopped.stderr.startswith(f"error: nothing has been installed in {tmp_path}/venv")
