@@ -71,15 +71,19 @@ def test_ranks_of_a_replica_share_the_cores_and_the_memory_of_the_machine() -> N
     ("given", "rule"),
     [
         ("cluster_config.engine=ray", r"must be 1 with `cluster_config\.engine: ray`: ranks share memory"),
-        ("device_config.device_target=Ascend", r"must be 1 with `device_config\.device_target: Ascend`: sums go"),
-        ("device_config.kernels=plain", r"must be 1 with `device_config\.kernels: plain`: only a program"),
-        ("device_config.kernels=primitives", r"must be 1 with `device_config\.kernels: primitives`: only a program"),
-        ("model_config.implementation=mindformers", r"must be 1 with `device_config\.kernels: primitives`"),
+        ("device_config.kernels=plain", r"must be 1 with `device_config\.kernels: plain`: MindSpore's own"),
+        ("model_config.implementation=mindformers", r"must be 1 with `model_config\.implementation: mindformers`"),
     ],
 )
 def test_what_ranks_are_not_for_is_refused(given: str, rule: str) -> None:
     with pytest.raises(ConfigError, match=rf"--set: `cluster_config\.tensor_parallel` {rule}.*Given: 2"):
         load_config(None, [given, "cluster_config.tensor_parallel=2"])
+
+
+@pytest.mark.parametrize("given", ["device_config.device_target=Ascend", "device_config.kernels=primitives"])
+def test_ranks_may_compute_graphs(given: str) -> None:
+    config = load_config(None, [given, "cluster_config.tensor_parallel=2", "serving_config.start_device_id=3"])
+    assert [load_settings(config, index).device_id for index in range(2)] == [3, 5]
 
 
 def test_a_model_that_cannot_be_dealt_out_is_refused(tmp_path: Path) -> None:

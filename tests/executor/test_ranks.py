@@ -73,7 +73,10 @@ def test_all_are_told_and_each_its_rank(ranks: Ranks) -> None:
     settings = load_settings(load_config(None, ["cluster_config.tensor_parallel=2"]), 0)
     ranks.master.send(settings)
     received = [agent.receive(10) for agent in ranks.agents]
-    assert [(each.rank, each.num_ranks) for each in received if isinstance(each, LoadModel)] == [(0, 2), (1, 2)]
+    loads = [each for each in received if isinstance(each, LoadModel)]
+    assert [(each.rank, each.num_ranks, each.device_id) for each in loads] == [(0, 2, 0), (1, 2, 1)]
+    (port,) = {each.group_port for each in loads}
+    assert port > 0
 
 
 def test_one_rank_alone_tells_of_the_end_of_a_step(ranks: Ranks) -> None:

@@ -63,6 +63,7 @@ def networks_of(
     quantization: Quantization | None = None,
     changes: dict[str, Any] | None = None,
     num_ranks: int = 1,
+    ascend: str = "ascend",
 ) -> tuple[ModelSpec, Lowered]:
     """The graphs that Ascend would run, with a cache of their own; those of the last of several ranks.
 
@@ -72,10 +73,10 @@ def networks_of(
     models.write(name, folder, changes=changes)
     spec = dataclasses.replace(ModelSpec.from_folder(folder), max_position_embeddings=POSITIONS)
     spec = spec.of_rank(num_ranks - 1, num_ranks)
-    ascend = backend("ascend", dtype)
-    kv_tensors = KVTensors.allocate(spec, ascend, NUM_BLOCKS, BLOCK_SIZE)
+    chosen = backend(ascend, dtype)
+    kv_tensors = KVTensors.allocate(spec, chosen, NUM_BLOCKS, BLOCK_SIZE)
     ways = {"as_program": False, "whole_prompts": True, "quantization": quantization}
-    return spec, lower(spec, ascend, WeightReader(folder), kv_tensors.layers, POSITIONS, **ways)
+    return spec, lower(spec, chosen, WeightReader(folder), kv_tensors.layers, POSITIONS, **ways)
 
 
 def export(network: nn.Cell, path: Path, inputs: Sequence[ms.Tensor]) -> ModelProto:

@@ -58,8 +58,8 @@ def test_without_them_it_says_so(made, caplog):
 
 
 def test_a_device_that_is_to_be_fast_has_its_own(made):
-    assert backend_for(DeviceConfig(device_target="Ascend", exactness="fast"), "float16") == ("ascend", "")
-    assert made == [("ascend", "float16")]
+    assert backend_for(DeviceConfig(device_target="Ascend", exactness="fast"), "float16") == ("ascend_fast", "")
+    assert made == [("ascend_fast", "float16")]
 
 
 @pytest.mark.parametrize(

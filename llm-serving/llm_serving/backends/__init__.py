@@ -12,6 +12,7 @@ __all__ = ["BACKENDS", "Backend", "create_backend"]
 BACKENDS = {
     "cpu": ("llm_serving.backends.cpu", "CpuBackend"),
     "ascend": ("llm_serving.backends.ascend", "AscendBackend"),
+    "ascend_fast": ("llm_serving.backends.ascend", "FastAscendBackend"),
     "ascend_invariant": ("llm_serving.backends.ascend_invariant", "AscendInvariantBackend"),
     "plain": ("llm_serving.backends.plain", "PlainBackend"),
 }

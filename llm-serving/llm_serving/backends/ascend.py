@@ -17,6 +17,7 @@ from mindspore.ops.auto_generate import gen_ops_prim
 
 from llm_serving.backends import ascend_experts
 from llm_serving.backends.base import Array, AttentionShape, BlockMemory, model_dtype
+from llm_serving.backends.collectives import AnySum, OrderedSum
 from llm_serving.backends.parameters import (
     float32_parameter,
     parameter_over,
@@ -119,6 +120,9 @@ class AscendBackend:
     def add(self) -> nn.Cell:
         return Add()
 
+    def all_reduce(self) -> nn.Cell:
+        return OrderedSum()
+
     def linear_weight(self, array: Array, name: str | None = None) -> ms.Parameter:
         return self._copy(array, name)
 
@@ -198,6 +202,13 @@ class AscendBackend:
         memory = zeroed_array(array.shape, self.dtype)
         memory[...] = to_model_dtype(array, self.dtype)
         return parameter_over(memory, self.dtype, name)
+
+
+class FastAscendBackend(AscendBackend):
+    """As `AscendBackend`, for `exactness: fast`: ranks add up as the device likes to."""
+
+    def all_reduce(self) -> nn.Cell:
+        return AnySum()
 
 
 def _check_codes(primitive: str, weight: QuantizedTensor, name: str) -> None:

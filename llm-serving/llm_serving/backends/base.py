@@ -174,6 +174,13 @@ class Backend(Protocol):
     def add(self) -> nn.Cell:
         """(a [T, H], b [T, H]) -> a + b"""
 
+    def all_reduce(self) -> nn.Cell:
+        """(x [T, N]) -> the sum of x over all ranks
+
+        Raises:
+            ModelError: Networks of this backend are computed by one process.
+        """
+
     def linear_weight(self, array: Array, name: str | None = None) -> ms.Parameter:
         """A matrix [N, K] as the products of this backend want it; its elements may be in another order.
 

@@ -112,6 +112,9 @@ class PlainBackend:
     def add(self) -> nn.Cell:
         return Add()
 
+    def all_reduce(self) -> nn.Cell:
+        raise ModelError(f"networks of the operations of {self.name} are computed by one process")
+
     def linear_weight(self, array: Array, name: str | None = None) -> ms.Parameter:
         return self._copy(array, name)
 

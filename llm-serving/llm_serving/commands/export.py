@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 from llm_serving.commands.arguments import Subcommands, add_config_arguments, load_servable, say
@@ -37,6 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
     cache_bytes = num_blocks * config.pa.block_size * sum(each.kv_bytes_per_token(2) for each in ranks)
     with new_folder(arguments.target, 2 * sum(each.num_held for each in ranks) + cache_bytes) as written:
         for rank, each in enumerate(ranks):
+            os.environ.update(RANK_SIZE=str(num_ranks), RANK_ID=str(rank))  # read by collectives that have no group
             of_rank = written if num_ranks == 1 else written / f"rank_{rank}"
             of_rank.mkdir(exist_ok=True)
             caches = KVTensors.allocate(each, backend, num_blocks, config.pa.block_size).layers

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from llm_serving.config.values import DEFAULTS, Values
-from llm_serving.core.choices import EngineName, RoleName, WeightsName
+from llm_serving.core.choices import EngineName, ImplementationName, RoleName, WeightsName
 from llm_serving.models.spec import ModelSpec
 from llm_serving.network.sharding import rule_against
 
@@ -18,8 +18,8 @@ ROLES: Final = f"{SECTION}.roles"
 TRANSFER_BLOCKS: Final = f"{SECTION}.num_transfer_blocks"
 _ONLY_ALONE: Final = (
     (f"{SECTION}.engine", EngineName.LOCAL, "ranks share memory"),
-    ("device_config.device_target", "CPU", "sums go through the memory of this machine"),
     ("model_config.mindir_path", None, "graphs in files are those of one process"),
+    ("model_config.implementation", ImplementationName.NATIVE, "MindFormers' networks are those of one process"),
 )
 """Key, the value that it must have for several ranks, and why."""
 _FOR_ROLES: Final = (
@@ -94,8 +94,8 @@ def _check_ranks(values: Values, spec: ModelSpec | None) -> None:
     for name, needed, why in _ONLY_ALONE:
         if values[name] != needed:
             raise values.error(TENSOR_PARALLEL, f"must be 1 with `{name}: {values[name]}`: {why}", count)
-    if values["device_config.kernels"] in ("primitives", "plain"):
-        rule = f"must be 1 with `device_config.kernels: {values['device_config.kernels']}`: only a program adds up sums"
+    if values["device_config.kernels"] == "plain":
+        rule = "must be 1 with `device_config.kernels: plain`: MindSpore's own operations are computed by one process"
         raise values.error(TENSOR_PARALLEL, rule, count)
     if spec is None:
         return

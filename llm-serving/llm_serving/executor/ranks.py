@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import select
 import signal
+import socket
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -47,6 +48,8 @@ class RankChannels:
 
     def send(self, message: msgspec.Struct) -> None:
         """As `Channel.send`, to every rank."""
+        if isinstance(message, LoadModel):
+            message = msgspec.structs.replace(message, group_port=_free_port())
         for rank, channel in enumerate(self._channels):
             channel.send(_to_rank(rank, message))
 
@@ -93,10 +96,16 @@ class RankChannels:
 
 def _to_rank(rank: int, message: msgspec.Struct) -> msgspec.Struct:
     if isinstance(message, LoadModel):
-        return msgspec.structs.replace(message, rank=rank)
+        return msgspec.structs.replace(message, rank=rank, device_id=message.device_id + rank)
     if isinstance(message, RunStep) and rank and message.announce_ending:
         return msgspec.structs.replace(message, announce_ending=False)
     return message
+
+
+def _free_port() -> int:
+    """Another process may take it before the ranks do: then they end, and are started again with another."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]  # type: ignore[no-any-return]
 
 
 def _compared(message: AgentMessage) -> object:

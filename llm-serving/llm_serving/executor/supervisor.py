@@ -204,7 +204,7 @@ def load_settings(config: ServingConfig, index: int) -> LoadModel:
         max_num_batched_tokens=max_tokens,
         max_num_seqs=max_rows,
         device_target=config.device.device_target,
-        device_id=config.serving.start_device_id + index,
+        device_id=config.serving.start_device_id + index * config.cluster.tensor_parallel,
         num_agents=config.num_processes,
         num_threads=num_threads,
         max_device_memory=config.device.max_device_memory,

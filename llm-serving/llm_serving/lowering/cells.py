@@ -211,7 +211,7 @@ class _Listing:
             case "add":
                 return cells.Add(backend, attributes["scale"])
             case "all_reduce":
-                return cells.AllReduce()
+                return cells.AllReduce(backend)
             case "weigh":
                 return cells.Weigh()
             case "route":

@@ -221,13 +221,13 @@ class GeluTanhGate(nn.Cell):
 
 
 class AllReduce(nn.Cell):
-    """The sum of x over all ranks: a collective of MindSpore, among the devices that compute a replica."""
+    """x -> its sum over all ranks"""
 
-    def __init__(self) -> None:
+    def __init__(self, backend: Backend) -> None:
         super().__init__()
-        self.reduce = ops.AllReduce(ops.ReduceOp.SUM)
+        self.reduce = backend.all_reduce()
 
-    def construct(self, read: Tensors, _: Tensors) -> Tensors:
+    def construct(self, read: Tensors, step: Tensors) -> Tensors:
         return (self.reduce(read[0]),)
 
 

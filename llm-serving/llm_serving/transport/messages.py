@@ -95,6 +95,8 @@ class LoadModel(msgspec.Struct, tag="load_model", frozen=True):
     """WorkAgents that compute the replica together."""
     rank: int = 0
     """Of this one among them."""
+    group_port: int = 0
+    """Of the machine, where they find each other if they compute graphs."""
 
 
 class Progress(msgspec.Struct, tag="progress", frozen=True):

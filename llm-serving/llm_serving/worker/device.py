@@ -99,7 +99,7 @@ def backend_for(device: DeviceConfig, dtype: str) -> tuple[Backend, str]:
 
 def _on_ascend(device: DeviceConfig, dtype: str) -> tuple[Backend, str]:
     if device.exactness == ExactnessName.FAST:
-        return create_backend("ascend", dtype), ""
+        return create_backend("ascend_fast", dtype), ""
     try:
         return create_backend("ascend_invariant", dtype), ""
     except KernelError as error:

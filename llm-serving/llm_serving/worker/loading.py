@@ -35,6 +35,7 @@ from llm_serving.worker.exactness import promise
 from llm_serving.worker.kv_tensors import block_bytes, element_bytes, num_blocks_for
 from llm_serving.worker.model_runner import ModelRunner
 from llm_serving.worker.networks import of_files
+from llm_serving.worker.rank_group import CollectiveGroup, RankGroup
 
 logger = get_logger(__name__)
 
@@ -81,6 +82,10 @@ def load_runner(
     implementation = ImplementationName(settings.implementation)
     by_mindformers = implementation != ImplementationName.NATIVE
     configure_device(device, settings.device_id)
+    ranks: RankGroup | None = None
+    if settings.num_ranks > 1 and (device.device_target != "CPU" or device.kernels == "primitives"):
+        on_progress("waiting for the other ranks")
+        ranks = CollectiveGroup(settings.rank, settings.num_ranks, settings.group_port, device.device_target)
     on_progress("preparing the kernels")
     if device.device_target == "CPU" and device.kernels != "plain":
         with suppress(KernelError):  # then `backend_for` meets it again, and knows what to do
@@ -94,7 +99,8 @@ def load_runner(
     logger.info("device_config.exactness: %s: %s", device.exactness, told)
     if spec.scheme is not None:
         logger.info("the weights are quantised by %s: they are served in %s", spec.scheme.described, settings.dtype)
-    ranks = None if ranks_fd is None else _join(ranks_fd, settings, backend)
+    if ranks_fd is not None and ranks is None:
+        ranks = _join(ranks_fd, settings, backend)
     spec = spec.of_rank(settings.rank, settings.num_ranks)
     num_blocks = settings.num_blocks or _num_blocks(settings, spec, backend)
     if ranks is not None:
@@ -178,7 +184,7 @@ def _of_files(settings: LoadModel, folder: Path, on_progress: Callable[[str], No
 
 
 def _join(ranks_fd: int, settings: LoadModel, backend: Backend) -> Ranks:
-    """Waits for the others."""
+    """Waits for the others, with whom programs add up."""
     if backend.name != "cpu":
         raise ConfigError(f"cluster_config.tensor_parallel: must be 1 on {backend.name}. Given: {settings.num_ranks}")
     ranks = Ranks(ranks_fd, settings.rank, settings.num_ranks)
@@ -188,7 +194,7 @@ def _join(ranks_fd: int, settings: LoadModel, backend: Backend) -> Ranks:
 
 def _computed_by(backend: Backend, device: DeviceConfig, framework: str, num_ranks: int) -> ComputedBy:
     if backend.name != "cpu":
-        return ComputedBy(kernels=backend.name, framework=framework)
+        return ComputedBy(kernels=backend.name, framework=framework, ranks=num_ranks)
     sources, compiler = library.library_path().stem.split("_")[-2:]
     return ComputedBy(
         kernels="primitives" if device.kernels == "primitives" else "program",

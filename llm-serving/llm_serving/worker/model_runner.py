@@ -16,7 +16,6 @@ from llm_serving.core.continuation import Continues
 from llm_serving.core.step import AllowedTokens, Float32Array, Int32Array, StepInput, StepOutput
 from llm_serving.core.window import Window
 from llm_serving.errors import StepMismatchError
-from llm_serving.kernels.ranks import Ranks
 from llm_serving.lowering.lower import lower
 from llm_serving.lowering.step import arguments_of_rows
 from llm_serving.models.spec import ModelSpec
@@ -27,6 +26,7 @@ from llm_serving.worker.block_moves import check_block_moves
 from llm_serving.worker.kv_tensors import CachesOfGraph, KVTensors
 from llm_serving.worker.model_inputs import NO_TOKENS, ModelInputs, ModelLimits, build_model_inputs
 from llm_serving.worker.networks import Networks, compiled
+from llm_serving.worker.rank_group import RankGroup
 from llm_serving.worker.sampler import check_allowed, check_sampling, choose_tokens_for, sample
 from llm_serving.worker.scoring import check_scoring, score
 from llm_serving.worker.transfer_memory import TransferMemory
@@ -57,7 +57,7 @@ class ModelRunner:
         coded_cache: bool = False,
         implementation: ImplementationName = ImplementationName.NATIVE,
         networks: Networks | None = None,
-        ranks: Ranks | None = None,
+        ranks: RankGroup | None = None,
         step_timeout_s: float = 0.0,
         on_weights: Callable[[int, int], None] | None = None,
         transfer_fd: int | None = None,

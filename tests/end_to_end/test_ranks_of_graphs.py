@@ -1,0 +1,100 @@
+"""Two processes whose graphs have collectives of MindSpore: as on Ascend, but that MCCL stands for HCCL."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from engine_harness import bytes_of
+from families import models
+from families.test_exactness import write_tokenizer
+from llm_serving.core.request import Request
+from llm_serving.core.sampling_params import SamplingParams
+from llm_serving.executor.ranks import RankProcesses
+from real_replica import RealReplica
+
+pytestmark = pytest.mark.end_to_end
+
+NAME = "qwen3"
+SETTINGS = (
+    "cluster_config.tensor_parallel=2",
+    "pa_config.num_blocks=24",
+    "scheduler_config.max_prefill_tokens=64",
+    "model_config.decode_batch_size=4",
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    models.write(NAME, folder)
+    write_tokenizer(folder, models.model(NAME).config["vocab_size"])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def by_programs(folder: Path) -> list[str]:
+    replica = RealReplica(*SETTINGS, model=folder)
+    try:
+        return answers(replica)
+    finally:
+        replica.close()
+
+
+@pytest.fixture(scope="module")
+def replica(folder: Path) -> Iterator[RealReplica]:
+    replica = RealReplica(*SETTINGS, "device_config.kernels=primitives", model=folder)
+    members = processes(replica)
+    try:
+        yield replica
+        members += processes(replica)
+    finally:
+        replica.close()
+    psutil.wait_procs(members, timeout=60)
+    assert not any(process.is_running() for process in members)
+
+
+def processes(replica: RealReplica) -> list[psutil.Process]:
+    """Both ranks, and the scheduler by which they found each other."""
+    group = replica.agents[-1].process
+    assert isinstance(group, RankProcesses)
+    ranks = [psutil.Process(process.pid) for process in group.ranks]
+    return [*ranks, *ranks[0].children()]
+
+
+def requests() -> list[Request]:
+    """In chunks, in one step, and chosen by chance."""
+    prompts = models.golden(NAME).prompts
+    prompt = prompts[max(prompts)].token_ids.tolist()
+    sampling = SamplingParams(max_tokens=16, temperature=0.0, logprobs=2)
+    sampled = SamplingParams(max_tokens=16, temperature=0.9, seed=7)
+    return [Request(f"r{length}", prompt[:length], sampling if length > 20 else sampled) for length in (150, 40, 9)]
+
+
+def answers(replica: RealReplica) -> list[str]:
+    return [bytes_of(each) for each in replica.answer(requests())]
+
+
+def test_their_sums_have_the_bits_of_programs_alone_and_together(replica: RealReplica, by_programs: list[str]) -> None:
+    assert [bytes_of(replica.answer([each])[0]) for each in requests()] == by_programs
+    assert answers(replica) == by_programs
+
+
+def test_all_are_started_again_when_one_is_lost(replica: RealReplica, by_programs: list[str]) -> None:
+    first, second, scheduler = processes(replica)
+    for request in requests():
+        replica.engine.submit(request)
+    for _ in range(8):
+        assert replica.engine.step()
+    os.kill(second.pid, signal.SIGKILL)
+    while replica.engine.step():
+        pass
+    assert [bytes_of(replica.take_answer(each.request_id)) for each in requests()] == by_programs
+    assert replica.num_restarts == 1
+    psutil.wait_procs([first, scheduler], timeout=60)
+    assert not first.is_running()
+    assert not scheduler.is_running()
