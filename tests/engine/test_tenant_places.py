@@ -108,6 +108,15 @@ def test_a_lower_limit_takes_back_what_is_not_used() -> None:
     assert places.tell(0, 0, 2, part=0) == [0, 1]
 
 
+def test_a_lower_limit_takes_back_what_another_replica_has_not_used_before_it_knows_of_it() -> None:
+    places = Places(limit=4, num_replicas=2)
+    places.tell(0, 0, 3)
+    places.limit = 1
+    places.tell(1, 0, 1)
+    places._take(0, {})
+    assert places.held == [1, 0]
+
+
 def test_a_request_on_its_way_keeps_its_place() -> None:
     places = Places(limit=1, num_replicas=2)
     places.tell(0, 0, 2)

@@ -117,14 +117,18 @@ class TenantPlaces:
         return {name: number for name, number in more.items() if number}
 
     def _note(self, replica: int, name: str, need: Need) -> None:
-        """What it has and does not need it gives back."""
+        """What it has and does not need it gives back; by a lower limit, others what they have not taken."""
         tenant = self._tenants.setdefault(name, _Tenant())
+        is_lower = need.limit < tenant.limit
         tenant.limit = need.limit
         tenant.needs[replica] = need
-        spare = max(0, -tenant.num_lacking(replica))
-        beyond = sum(map(tenant.held, tenant.needs)) + self._num_on_way[name] - tenant.limit
-        spare = max(spare, min(beyond, tenant.held(replica) - need.num_active))
-        tenant.more[replica] -= spare
+        tenant.more[replica] -= max(0, -tenant.num_lacking(replica))
+        for each in [replica, *(other for other in tenant.needs if is_lower and other != replica)]:
+            beyond = sum(map(tenant.held, tenant.needs)) + self._num_on_way[name] - tenant.limit
+            spare = min(beyond, tenant.held(each) - tenant.needs[each].num_active)
+            if spare > 0:
+                tenant.more[each] -= spare
+                self._told.setdefault(each, set()).add(name)
 
     def _take_more(self, replica: int, name: str) -> int:
         """What the replica's scheduler is told now it has from now on."""
