@@ -72,6 +72,8 @@ def test_slices_are_those_of_numpy(dtype: str) -> None:
         ([-3, -2], [-1, 100], [1, 1], x.array[-3:-1, -2:100]),
         ([3, 4, 5], [0, -100, 1], [-2, -1, -3], x.array[3:0:-2, 4::-1, 5:1:-3]),
         ([2, 3], [2, 1], [1, 1], x.array[2:2, 3:1]),
+        ([1, 4], [4, -100], [2**63 - 1, -(2**63)], x.array[1:2, 4:3:-1]),
+        ([0, 0, 5], [4, 5, 2], [2**62, 2**63 - 1, -(2**63) + 1], x.array[:1, :1, 5:]),
     ):
         assert np.array_equal(sliced(x, expected.shape, begin, end, strides).array, expected)
 

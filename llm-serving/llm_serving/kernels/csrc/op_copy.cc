@@ -1,4 +1,5 @@
 // Gather, SplitWithSize, StridedSlice, Reshape and MoveTo: nothing is computed.
+#include <algorithm>
 #include <vector>
 
 #include "parts.h"
@@ -159,7 +160,8 @@ struct Range {
 
 // The `number`-th of begin, end, step, parameters 1 to 3, of an axis of `size`; masks are parameters from 4 on.
 Range range_of(const Call& call, size_t number, size_t size) {
-  const int64_t length = static_cast<int64_t>(size), step = call.integer(3, number);
+  const int64_t length = static_cast<int64_t>(size), furthest = std::max(length, int64_t{1});
+  const int64_t step = std::clamp(call.integer(3, number), -furthest, furthest);  // any further takes one index as well
   auto is_set = [&](int mask) { return (call.integer(mask) >> number & 1) != 0; };
   auto from_start = [&](int64_t index) { return index < 0 ? index + length : index; };
   if (is_set(8)) return {from_start(call.integer(1, number)), 1, 1};  // one index, and the axis goes
