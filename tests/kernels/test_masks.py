@@ -131,6 +131,23 @@ def test_paged_attention_sees_what_its_mask_says(dtype: str) -> None:
         assert np.array_equal(alone.bits, y.bits)
 
 
+@pytest.mark.parametrize("dtype", FLOAT_TYPES)
+def test_the_mask_of_a_neighbour_changes_no_bit(dtype: str) -> None:
+    rng = np.random.default_rng(15)
+    cache = Cache(dtype, block_size=32, num_kv_heads=KV_HEADS, head_dim=DIM)
+    tables, query_lens, context_lens = [[3, 1], [5, 7]], [20, 9], [40, 50]
+    for table, length in zip(tables, context_lens, strict=True):
+        filled(rng, cache, table, length)
+    q = rows(rng, sum(query_lens), HEADS * DIM, dtype)
+    mask = causal_mask(query_lens, context_lens, 64)
+    mask[20:] += rng.normal(size=mask[20:].shape)
+    both = cache.attend(q, tables, query_lens, context_lens, mask=typed(mask, dtype))
+    for part, request in ((slice(0, 20), slice(0, 1)), (slice(20, 29), slice(1, 2))):
+        given = tables[request], query_lens[request], context_lens[request]
+        alone = cache.attend(q.rows(part), *given, mask=typed(mask[part], dtype))
+        assert np.array_equal(alone.bits, both.rows(part).bits)
+
+
 def test_without_a_mask_a_row_sees_its_whole_context_unless_the_mode_says_otherwise() -> None:
     rng = np.random.default_rng(13)
     cache = Cache("bfloat16", num_kv_heads=KV_HEADS, head_dim=DIM)

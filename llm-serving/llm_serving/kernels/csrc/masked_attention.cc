@@ -1,7 +1,6 @@
 #include "masked_attention.h"
 
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 #include <limits>
 #include <vector>
@@ -152,20 +151,23 @@ class MaskedRow {
   std::vector<float> sums_;     // [shared, dim]
 };
 
-// Whether each row sees all keys up to its own and no other.
-bool is_causal(const AttentionMask& mask, const AttentionArgs& args) {
+// The rows that see other keys than all up to their own.
+std::vector<QueryRow> other_rows(const AttentionMask& mask, const AttentionArgs& args) {
   const std::vector<QueryRow> rows = query_rows(args);
-  std::atomic<bool> holds{true};
+  std::vector<char> is_other(rows.size());
   auto body = [&](size_t i) {
     thread_local std::vector<float> added;
-    if (holds.load(std::memory_order_relaxed) && !is_causal_row(mask, rows[i], added)) holds.store(false);
+    is_other[i] = !is_causal_row(mask, rows[i], added);
   };
   parallel_for(rows.size(), body);
-  return holds.load();
+  std::vector<QueryRow> others;
+  for (size_t i = 0; i < rows.size(); i++) {
+    if (is_other[i]) others.push_back(rows[i]);
+  }
+  return others;
 }
 
-void attend_by_rows(const AttentionMask& mask, const AttentionArgs& args) {
-  const std::vector<QueryRow> rows = query_rows(args);
+void attend_by_rows(const AttentionMask& mask, const AttentionArgs& args, const std::vector<QueryRow>& rows) {
   auto body = [&](size_t i) {
     std::vector<float> added(rows[i].context);
     read_mask(mask, rows[i], added.data());
@@ -182,11 +184,9 @@ void attend_by_rows(const AttentionMask& mask, const AttentionArgs& args) {
 
 void attend_under(const AttentionMask& mask, const AttendArgs& args) {
   const AttentionArgs attention = plain_attention(args, args.q);
-  if (is_causal(mask, attention)) {
-    attend(args);
-  } else {
-    attend_by_rows(mask, attention);
-  }
+  const std::vector<QueryRow> others = other_rows(mask, attention);
+  if (others.size() < attention.rows) attend(args);  // of the others as well, whose results are replaced
+  attend_by_rows(mask, attention, others);
 }
 
 }  // namespace llm

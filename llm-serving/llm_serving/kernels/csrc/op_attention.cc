@@ -63,7 +63,8 @@ int paged_attention(const Call& call) {
   if (const int status = check_blocks(call, requests, cache.num_blocks, cache.block_size, 0)) return status;
   AttentionMask mask;
   if (call.present(7) && call.elements(7) > 1) {  // a single element stands for no mask
-    const int64_t longest = *std::max_element(requests.context_lens.begin(), requests.context_lens.end());
+    int64_t longest = 0;
+    for (const int64_t length : requests.context_lens) longest = std::max(longest, length);
     if (is_trapezoidal) return call.fail("a mask and the mode TRAPEZOIDAL exclude each other");
     if (!is_float(call.dtype(7)) || call.rank(7) != 2 || call.dim(7, 0) != rows ||
         call.dim(7, 1) < static_cast<size_t>(longest)) {
