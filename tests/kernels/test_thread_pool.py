@@ -1,3 +1,4 @@
+import ctypes
 import resource
 import threading
 
@@ -18,6 +19,19 @@ def add(size: int, seed: int) -> None:
     y = empty((1, size), "float32")
     call("AddExt", typed(a, "float32"), typed(b, "float32"), scalar(1, "int64"), y)
     assert np.array_equal(y.array, a + b)
+
+
+def status_of_shapes(operator: str, parameters: list[tuple[np.ndarray, str, list[int]] | None]) -> int:
+    """As `status_of`, of parameters that say they have other shapes than their arrays."""
+    count = len(parameters)
+    given = [each or (np.empty(0), "none", []) for each in parameters]
+    pointers = (ctypes.c_void_p * count)(*(each and each[0].ctypes.data for each in parameters))
+    ranks = (ctypes.c_int * count)(*(len(shape) for _, _, shape in given))
+    shapes = [(ctypes.c_int64 * max(1, len(shape)))(*shape) for _, _, shape in given]
+    of_shapes = (ctypes.c_void_p * count)(*map(ctypes.addressof, shapes))
+    dtypes = (ctypes.c_char_p * count)(*(dtype.encode() for _, dtype, _ in given))
+    status: int = getattr(library.load(), operator)(count, pointers, ranks, of_shapes, dtypes, None, None)
+    return status
 
 
 def test_many_short_loops_with_changing_numbers_of_threads() -> None:
@@ -72,3 +86,38 @@ def test_what_finds_no_memory_fails_alone() -> None:
         resource.setrlimit(resource.RLIMIT_AS, limits)
     assert "there is no memory for" in library.last_error()
     assert np.array_equal(run(runnable, step, caches).bits, expected)
+
+
+def test_what_finds_no_memory_in_any_thread_fails_alone() -> None:
+    """Heads so long that nothing could hold one: each item of the loop asks for memory first."""
+    dim, batch = 2**43, 5
+    cache, q = [1, 16, 1, dim], [batch, dim]
+    one = np.zeros(4096, np.uint8)
+    parameters = [
+        *((one, "float32", each) for each in (q, cache, cache)),
+        (np.zeros((batch, 1), np.int32), "int32", [batch, 1]),
+        (np.ones(batch, np.int32), "int32", [batch]),
+        *[None] * 5,
+        *((np.array(value, dtype), dtype, []) for value, dtype in ((1, "int64"), (0.5, "float32"), (1, "int64"))),
+        *((np.array(value, np.int64), "int64", []) for value in (0, 1, 0)),
+        (one, "float32", q),
+    ]
+    for threads in (1, 2, 3):
+        with library.threads_in_use(threads):
+            for _ in range(3):
+                assert status_of_shapes("PagedAttention", parameters) != 0
+                assert library.last_error() == "PagedAttention: there is no memory for what it computes on its way"
+            add(50_000, threads)
+
+
+def test_threads_that_the_system_does_not_give_are_done_without() -> None:
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    before = library.load().llm_num_threads()
+    resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + 2**26, limits[1]))
+    try:
+        library.load().llm_set_num_threads(500)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+    assert before <= library.load().llm_num_threads() < 500
+    add(50_000, 1)
+    library.load().llm_set_num_threads(before)

@@ -10,7 +10,8 @@ Environment:
     LLM_SERVING_CACHE: The cache folder; otherwise `build` beside this file, or ~/.cache/llm_serving.
     LLM_SERVING_ISA: Instruction set to use in place of the best one: amx, avx512_bf16, avx512_vnni, avx512,
         avx_vnni, avx2 or plain.
-    LLM_SERVING_THREADS: Threads of the kernels; otherwise as many as the process may use.
+    LLM_SERVING_THREADS: Threads of the kernels; otherwise as many as the process may use. Fewer where the system gives
+        no more.
 """
 
 from __future__ import annotations

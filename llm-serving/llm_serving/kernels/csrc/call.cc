@@ -3,7 +3,9 @@
 #include <atomic>
 #include <cstdarg>
 #include <cstdio>
+#include <exception>
 #include <mutex>
+#include <new>
 
 namespace llm {
 namespace {
@@ -36,6 +38,16 @@ int Call::check_within(int i, const char* name, int64_t least, size_t count, con
     }
   }
   return 0;
+}
+
+int Call::run(int (*operation)(const Call&)) const {
+  try {
+    return operation(*this);
+  } catch (const std::bad_alloc&) {
+    return fail("there is no memory for what it computes on its way");
+  } catch (const std::exception& error) {
+    return fail("%s", error.what());
+  }
 }
 
 int Call::fail(const char* format, ...) const {

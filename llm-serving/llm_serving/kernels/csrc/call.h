@@ -40,6 +40,9 @@ class Call {
   // Refuses integers of a parameter below `least` or from `count` on, as `fail` does; its type has been checked.
   int check_within(int i, const char* name, int64_t least, size_t count, const char* of_what) const;
 
+  // What `operation` returns, or throws as a failure: nothing is thrown at MindSpore.
+  int run(int (*operation)(const Call&)) const;
+
   // Records and logs the reason; returns the non-zero status that MindSpore turns into an error.
   int fail(const char* format, ...) const __attribute__((format(printf, 2, 3)));
 
@@ -69,6 +72,6 @@ const char* last_error();
     static llm::OperatorClock clock(#name);                                                                      \
     const llm::Timed timed(clock);                                                                               \
     const llm::SubnormalsAsZero mode;                                                                            \
-    return run_##name(llm::Call(#name, count, data, ranks, shapes, dtypes));                                     \
+    return llm::Call(#name, count, data, ranks, shapes, dtypes).run(run_##name);                                 \
   }                                                                                                              \
   static int run_##name(const llm::Call& call)

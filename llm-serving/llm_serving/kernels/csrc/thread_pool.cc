@@ -5,13 +5,17 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <cstdlib>
+#include <exception>
 #include <mutex>
 #include <new>
+#include <system_error>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "floating_mode.h"
@@ -53,8 +57,8 @@ class Pool {
   void resize(size_t threads) {
     const std::lock_guard<std::mutex> lock(owner_);
     if (threads > shares_.size()) shares_ = std::vector<Share>(threads);
-    for (; started_ + 1 < threads; started_++) std::thread([this, id = started_ + 1] { work(id); }).detach();
-    limit_.store(threads, std::memory_order_relaxed);
+    while (started_ + 1 < threads && start(started_ + 1)) started_++;
+    limit_.store(std::min(threads, started_ + 1), std::memory_order_relaxed);
   }
 
   void run(size_t count, void (*body)(void*, size_t), void* context) {
@@ -77,6 +81,7 @@ class Pool {
     for (int spins = 0; state_.load(std::memory_order_acquire) != 0; relax()) {
       if (++spins % 4096 == 0) sched_yield();
     }
+    if (failure_) std::rethrow_exception(std::exchange(failure_, nullptr));
   }
 
  private:
@@ -88,9 +93,24 @@ class Pool {
   static uint64_t first(uint64_t left) { return left & UINT32_MAX; }
   static uint64_t last(uint64_t left) { return left >> 32; }
 
+  // False where the system gives no further thread.
+  bool start(size_t id) {
+    try {
+      std::thread([this, id] { work(id); }).detach();
+    } catch (const std::system_error&) {
+      return false;
+    }
+    return true;
+  }
+
   void take_items(size_t id) {
     inside_loop = true;
-    for (uint64_t item; take(id, item);) body_(context_, item);
+    try {
+      for (uint64_t item; take(id, item);) body_(context_, item);
+    } catch (...) {
+      const std::lock_guard<std::mutex> lock(failing_);
+      failure_ = std::current_exception();
+    }
     inside_loop = false;
   }
 
@@ -165,6 +185,8 @@ class Pool {
   std::atomic<size_t> limit_{1};
   void (*body_)(void*, size_t) = nullptr;
   void* context_ = nullptr;
+  std::mutex failing_;
+  std::exception_ptr failure_;  // of an item; the loop is over for the thread that met it
   std::vector<Share> shares_;
   alignas(64) std::atomic<uint32_t> state_{0};  // kOpen, and the number of workers inside
   alignas(64) std::atomic<uint32_t> generation_{0};
