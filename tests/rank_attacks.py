@@ -48,6 +48,7 @@ WAYS: Final = {
     "as it is": (),
     "preempted by swap": ("scheduler_config.preemption_mode=swap",),
     "guesses by look-up": ("scheduler_config.speculative_method=ngram",),
+    "graphs and collectives": ("device_config.kernels=primitives",),
     "a draft model": ("scheduler_config.speculative_method=draft_model", "scheduler_config.draft_model_path=demo"),
     "w8a8": ("quant_config.quantization=w8a8",),
     "w8a16": ("quant_config.quantization=w8a16",),
