@@ -179,6 +179,16 @@ class TestStart:
         with pytest.raises(ConfigError, match=f"--run-dir must be a folder that can be written; .*{tmp_path}/run"):
             start(a_config(port), [], tmp_path / "run")
 
+    def test_a_server_that_cannot_be_written_down_is_ended(self, tmp_path, run_instead):
+        (port,) = free_ports(1)
+        run_instead(f"echo $$ > {tmp_path}/pid; exec sleep 600")
+        (tmp_path / "run" / str(port) / "server.json").mkdir(parents=True)
+        with pytest.raises(ConfigError, match=r"--run-dir must be a folder that can be written; .*server\.json: "):
+            start(a_config(port), [], tmp_path / "run")
+        # Whoever was told to end before he wrote his pid has none.
+        pid = (tmp_path / "pid").read_text().strip() if (tmp_path / "pid").exists() else ""
+        assert not pid or not psutil.pid_exists(int(pid))
+
     def test_of_two_starts_at_once_one_is_refused(self, tmp_path, run_instead):
         (port,) = free_ports(1)
         run_instead("exit 3")

@@ -106,8 +106,7 @@ def start_silently(config: ServingConfig, serve_arguments: Sequence[str], run_di
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "server.log").open("ab").close()
     except OSError as error:
-        rule = f"must be a folder that can be written; {error.filename}: {error.strerror}"
-        raise ConfigError(f"--run-dir {rule}. Given: {run_dir}") from None
+        raise _cannot_be_written(run_dir, error) from None
     with _starting(folder, port):
         _check_none_runs(folder, port)  # one may have been started meanwhile
         return _start_in(folder, config, serve_arguments)
@@ -145,18 +144,32 @@ def _start_in(folder: Path, config: ServingConfig, serve_arguments: Sequence[str
     timeout = config.serving.shutdown_timeout_s + STOP_MARGIN_S
     created = psutil.Process(process.pid).create_time()
     record = ServerRecord(process.pid, created, host, port, str(log), timeout, keeper.pid, config.serving.scheme)
-    (folder / "server.json").write_bytes(msgspec.json.encode(record))
     for notice in config.notices:
         _say(f"notice: {notice}")
     try:
+        _write_down(folder, record)
         _wait_until_ready(process, keeper, record)
     except BaseException:
         process.terminate()
         process.wait()
         _wait_for_log(keeper)
-        (folder / "server.json").unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            (folder / "server.json").unlink(missing_ok=True)
         raise
     return log
+
+
+def _write_down(folder: Path, record: ServerRecord) -> None:
+    try:
+        (folder / "server.json").write_bytes(msgspec.json.encode(record))
+    except OSError as error:  # no space is left, say
+        error.filename = folder / "server.json"
+        raise _cannot_be_written(folder.parent, error) from None
+
+
+def _cannot_be_written(run_dir: Path, error: OSError) -> ConfigError:
+    rule = f"must be a folder that can be written; {error.filename}: {error.strerror}"
+    return ConfigError(f"--run-dir {rule}. Given: {run_dir}")
 
 
 def stop(run_dir: Path, port: int | None) -> int:
