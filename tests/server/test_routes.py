@@ -64,6 +64,26 @@ def test_tokenize_messages_as_chat_does():
     assert body["tokens"] == DEMO_TOKENIZER.encode("hello")
 
 
+def test_tokenize_tells_the_texts_of_tokens_where_they_are_wanted():
+    body = post(FakeEngine(), "/tokenize", {"prompt": "hello \U0001f600", "return_token_strs": True}).json()
+    assert body["token_strs"] == [DEMO_TOKENIZER.token_text(token_id) for token_id in body["tokens"]]
+    assert len(body["token_strs"]) == body["count"]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("add_generation_prompt", False),
+        ("continue_final_message", False),
+        ("tools", []),
+        ("chat_template_kwargs", {}),
+    ],
+)
+def test_tokenize_takes_what_changes_conversations_with_messages_only(field, value):
+    error = error_of(post(FakeEngine(), "/tokenize", {"prompt": "x", field: value}))
+    assert error["message"] == f"`{field}` must be given with `messages` only"
+
+
 @pytest.mark.parametrize("body", [{}, {"prompt": "x", "messages": [{"role": "user", "content": "x"}]}])
 def test_tokenize_takes_one_of_the_two(body):
     error = error_of(post(FakeEngine(), "/tokenize", body))

@@ -50,6 +50,24 @@ def test_a_call_is_told(hermes: Tokenizer) -> None:
     assert prompt_of(engine) == (USER, [WEATHER])
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tools": [WEATHER]},
+        {"messages": [*USER, {"role": "assistant", "content": "I"}], "continue_final_message": True},
+        {"add_generation_prompt": False},
+        {"chat_template_kwargs": {"enable_thinking": False}, "tools": [WEATHER]},
+    ],
+    ids=str,
+)
+def test_tokens_of_a_conversation_are_those_of_its_prompt(hermes: Tokenizer, fields: dict[str, Any]) -> None:
+    engine = FakeEngine()
+    engine.tokenizer = hermes
+    counted = post(engine, "/tokenize", {"messages": USER} | fields).json()
+    assert post(engine, PATH, {"messages": USER, "max_tokens": 1} | fields).status_code == 200
+    assert counted["tokens"] == engine.submitted[0].prompt_token_ids
+
+
 def test_an_answer_of_calls_alone_has_no_content(hermes: Tokenizer) -> None:
     response, _ = ask(hermes, CALL, CALL)
     message = response.json()["choices"][0]["message"]

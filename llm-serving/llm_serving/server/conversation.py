@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Final
 
 import msgspec
@@ -101,15 +101,7 @@ async def converse(
         truncates=request.truncate_prompt_tokens is not None,
         known=turn is not None and turn.known,
     )
-    text = await render_chat(
-        engine,
-        caller.source,
-        request.messages,
-        _adds_generation_prompt(request),
-        request.chat_template_kwargs,
-        continue_final_message=bool(request.continue_final_message),
-        tools=None if offered is None else offered.for_template,
-    )
+    text = await render_chat(engine, caller.source, request, offered)
     whole = await encode_text(engine, text, "messages", add_special_tokens=bool(request.add_special_tokens))
     prompt = truncated(engine, whole, request.truncate_prompt_tokens, _max_tokens(request, 1))
     check_size([prompt], checked, "prompt_logprobs", 1)
@@ -173,43 +165,40 @@ async def converse_once(
 
 
 async def render_chat(
-    engine: AsyncEngine,
-    source: str,
-    messages: Sequence[ChatMessage],
-    add_generation_prompt: bool,
-    variables: dict[str, Any] | None = None,
-    *,
-    continue_final_message: bool = False,
-    tools: list[dict[str, Any]] | None = None,
+    engine: AsyncEngine, source: str, request: ChatCompletionRequest, offered: OfferedTools | None
 ) -> str:
     """The prompt text of a conversation, rendered off the event loop.
 
-    `source` is who asks, as of `HttpCaller`. With `continue_final_message` it ends where the text of the last message
-    does. `tools` are for the template.
+    Args:
+        engine: Has the template.
+        source: Who asks, as of `HttpCaller`.
+        request: The conversation, and how its prompt ends.
+        offered: Tools that the model may call.
 
     Raises:
         RequestError: A message has no text or no known role, a variable has a reserved name, or the chat template
             refuses them.
     """
+    messages, adds_prompt = request.messages, _adds_generation_prompt(request)
     if not 1 <= len(messages) <= MAX_MESSAGES:
         raise RequestError("messages", f"must hold 1 to {MAX_MESSAGES} messages", len(messages))
-    extra = dict(variables or {})
+    extra = dict(request.chat_template_kwargs or {})
     for name in RESERVED_VARIABLES:
         if name in extra:
             raise RequestError("chat_template_kwargs", f"must not hold any of {', '.join(RESERVED_VARIABLES)}", name)
 
-    if tools is not None:
-        extra["tools"] = tools
+    if offered is not None:
+        extra["tools"] = offered.for_template
 
     def render() -> str:
-        template = engine.tokenizer.chat_template(with_tools=tools is not None)
+        template = engine.tokenizer.chat_template(with_tools=offered is not None)
         plain = [plain_message(i, message) for i, message in enumerate(messages)]
         for each in plain:
             each["role"] = role_in(template, each["role"])
         return engine.tokenizer.apply_chat_template(
             plain,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
+            add_generation_prompt=adds_prompt,
+            continue_final_message=bool(request.continue_final_message),
             **extra,
         )
 

@@ -308,7 +308,7 @@ BODIES: Final[Mapping[type, BodyFields]] = {
     ),
     TextDocument: BodyFields(),
     BatchRequest: BodyFields({"output_expires_after": Refused()}),
-    TokenizeRequest: BodyFields(nested={"messages": ChatMessage}),
+    TokenizeRequest: BodyFields({"chat_template": Refused()}, nested={"messages": ChatMessage, "tools": Tool}),
     DetokenizeRequest: BodyFields(),
     PriorityRequest: BodyFields(),
     TGIRequest: BodyFields(

@@ -198,6 +198,12 @@ class TokenizeRequest(Struct, kw_only=True):
     add_special_tokens: bool | None = None
     """Not given: true for a prompt, false for messages."""
     add_generation_prompt: bool | None = None
+    """Of messages, as are the three below: what they are for a chat completion."""
+    continue_final_message: bool | None = None
+    tools: list[Tool] | None = None
+    chat_template_kwargs: JsonObject | None = None
+    return_token_strs: bool | None = None
+    """Also tell the text of each token."""
 
 
 class DetokenizeRequest(Struct, kw_only=True):
@@ -371,6 +377,7 @@ class TokenizeResponse(Long):
     count: int
     max_model_len: int
     tokens: list[int]
+    token_strs: list[str] | UnsetType = UNSET
 
 
 class DetokenizeResponse(Long):

@@ -112,16 +112,13 @@ async def count_tokens(engine: AsyncEngine, http_request: Request) -> Response:
     """How many tokens the prompt of a conversation has."""
     request = await read_fields(engine, http_request, CountTokensRequest)
     check_model(engine, request.model)
-    continues = _goes_on(request.messages)
     messages = messages_of(request.system, request.messages)
     tools, choice = tools_of(request.tools), choice_of(request.tool_choice)
-    chat = ChatCompletionRequest(messages=messages, tools=tools, tool_choice=choice)
+    chat = ChatCompletionRequest(
+        messages=messages, tools=tools, tool_choice=choice, continue_final_message=_goes_on(request.messages)
+    )
     try:
-        offered = offered_tools(engine, chat)
-        shown = None if offered is None else offered.for_template
-        text = await render_chat(
-            engine, source_of(http_request), messages, not continues, continue_final_message=continues, tools=shown
-        )
+        text = await render_chat(engine, source_of(http_request), chat, offered_tools(engine, chat))
     except RequestError as error:
         raise _in_our_words(error) from None
     tokens = await encode_text(engine, text, "messages", add_special_tokens=False)

@@ -23,6 +23,7 @@ from llm_serving.server.openai_requests import check_model
 from llm_serving.server.parameter_table import ParameterTable, parameter_table
 from llm_serving.server.parameters import read_fields
 from llm_serving.server.schemas import (
+    ChatCompletionRequest,
     DetokenizeRequest,
     DetokenizeResponse,
     ModelCard,
@@ -32,7 +33,10 @@ from llm_serving.server.schemas import (
     TokenizerInfo,
     VersionResponse,
 )
+from llm_serving.server.tools import offered_tools
 
+_OF_CONVERSATIONS: Final = ("add_generation_prompt", "continue_final_message", "tools", "chat_template_kwargs")
+"""Fields of chat that change its prompt."""
 _STARTED: Final = int(time.time())
 
 
@@ -59,13 +63,22 @@ async def tokenize(engine: AsyncEngine, http_request: Request) -> Response:
     if (request.prompt is None) == (request.messages is None):
         raise RequestError("prompt", "or `messages` must be given, and not both")
     if request.messages is not None:
-        adds_prompt = request.add_generation_prompt is not False
-        text = await render_chat(engine, source_of(http_request), request.messages, adds_prompt)
+        chat = ChatCompletionRequest(
+            messages=request.messages, **{name: getattr(request, name) for name in _OF_CONVERSATIONS}
+        )
+        text = await render_chat(engine, source_of(http_request), chat, offered_tools(engine, chat))
         tokens = await encode_text(engine, text, "messages", bool(request.add_special_tokens))
     else:
         assert request.prompt is not None
+        for name in _OF_CONVERSATIONS:
+            if getattr(request, name) is not None:
+                raise RequestError(name, "must be given with `messages` only")
         tokens = await encode_text(engine, request.prompt, "prompt", request.add_special_tokens is not False)
-    return await large_json_response(TokenizeResponse(len(tokens), engine.max_model_len, tokens))
+    answer = TokenizeResponse(len(tokens), engine.max_model_len, tokens)
+    if request.return_token_strs:
+        text_of = engine.tokenizer.token_text
+        answer.token_strs = await off_loop(len(tokens) > INLINE_ITEMS, lambda: [text_of(each) for each in tokens])
+    return await large_json_response(answer)
 
 
 async def detokenize(engine: AsyncEngine, http_request: Request) -> Response:
