@@ -41,6 +41,23 @@ def test_configurations_stand_side_by_side(arguments, capsys):
     assert float(rows["output_tokens_per_s"][0]) > float(rows["output_tokens_per_s"][1])
 
 
+def test_guesses_make_a_difference_and_would_be_enough(arguments, tmp_path, capsys, monkeypatch):
+    load = "streams: {chat: {concurrency: 1, requests: 4, prompt_tokens: 30, answer_tokens: 90, recited: 0.95}}\n"
+    (tmp_path / "load.yaml").write_text(load)
+    key = "scheduler_config.speculative_method"
+    plain = f"{arguments[1]}+{key}=none"
+    assert main(["whatif", arguments[1], plain, *arguments[3:], "--json", "-"]) == 0
+    guessing, without = (each["figures"] for each in json.loads(capsys.readouterr().out))
+    assert guessing["guesses_right"] > 100 and without["guesses"] == 0
+    assert guessing["tpot_p50_ms"] < 0.6 * without["tpot_p50_ms"]
+    every = needs.neighbours
+    monkeypatch.setattr(needs, "neighbours", lambda *asked: [each for each in every(*asked) if each[0].key == key])
+    limit = 0.7 * without["tpot_p50_ms"]
+    assert main(["whatif", plain, *arguments[3:], "--need", f"tpot_p50_ms={limit}"]) == 0
+    (line,) = (each for each in capsys.readouterr().out.splitlines() if key in each)
+    assert "none -> ngram" in line and "(is enough)" in line
+
+
 def test_what_would_have_to_change_is_told(arguments, capsys, monkeypatch):
     every = needs.neighbours
     monkeypatch.setattr(needs, "neighbours", lambda *asked: list(every(*asked))[:2])  # each takes a simulation
