@@ -9,7 +9,8 @@ import llm_serving.demo_model
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from llm_serving.text.tokenizer import IncrementalDetokenizer, Tokenizer
+from llm_serving.text.detokenizer import IncrementalDetokenizer
+from llm_serving.text.tokenizer import Tokenizer
 from tokenizer_files import byte_fallback_folder, byte_level_folder
 
 demo = Tokenizer.load(Path(llm_serving.demo_model.__file__).parent)

@@ -11,8 +11,8 @@ from llm_serving.core.step import Float32Array, StepOutput
 from llm_serving.log import get_logger
 from llm_serving.observe.journal import Journal
 from llm_serving.observe.metrics import Metrics
-from llm_serving.text.detokenizer import SILENT, Detokenizer
-from llm_serving.text.tokenizer import IncrementalDetokenizer, Tokenizer
+from llm_serving.text.detokenizer import SILENT, Detokenizer, IncrementalDetokenizer
+from llm_serving.text.tokenizer import Tokenizer
 
 logger = get_logger(__name__)
 

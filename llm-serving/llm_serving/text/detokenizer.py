@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import Final, Protocol
 
 from llm_serving.text.stop_strings import StopStringMatcher
-
-if TYPE_CHECKING:
-    from llm_serving.text.tokenizer import Tokenizer
+from llm_serving.text.tokenizer import Tokenizer
 
 _Utf8Decoder: Final = codecs.getincrementaldecoder("utf-8")
 

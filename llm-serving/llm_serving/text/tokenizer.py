@@ -11,7 +11,6 @@ from llm_serving.core.generation_defaults import generation_end_ids
 from llm_serving.errors import ModelError, shorten
 from llm_serving.models.gguf import is_gguf
 from llm_serving.text.conversation import Conversations
-from llm_serving.text.detokenizer import IncrementalDetokenizer
 from llm_serving.text.gguf_tokenizer import read_gguf_tokenizer
 from llm_serving.text.reasoning import CLOSING, OPENING
 from llm_serving.text.template_files import read_templates, templates_of
@@ -24,8 +23,6 @@ from llm_serving.text.tokenizer_config import (
 )
 from llm_serving.text.vocabulary import Vocabulary
 from llm_serving.text.vocabulary_files import find_vocabulary, read_vocabulary
-
-__all__ = ["IncrementalDetokenizer", "Tokenizer"]
 
 
 class Tokenizer:

@@ -47,7 +47,8 @@ from llm_serving.server.receipts import ReceiptDraft, begin_receipt
 from llm_serving.server.sampling import bad_words, sampling_params
 from llm_serving.server.schemas import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest, Usage
 from llm_serving.server.streaming import event
-from llm_serving.text.tokenizer import IncrementalDetokenizer, Tokenizer
+from llm_serving.text.detokenizer import IncrementalDetokenizer
+from llm_serving.text.tokenizer import Tokenizer
 
 PATH: Final = "/v1/completions"
 DEFAULT_MAX_TOKENS: Final = 16
