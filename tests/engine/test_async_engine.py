@@ -1,19 +1,25 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from threading import Event
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from async_engine_setup import Setup
 from fake_runner import VOCAB_SIZE, expected_output
+from llm_serving.config.schema import ServingConfig
 from llm_serving.config.sections.api_key import ApiKey
 from llm_serving.core.caller import Caller
 from llm_serving.core.request import FinishReason
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.engine import lookup
+from llm_serving.engine.engine import Engine
 from llm_serving.engine.health import EngineHealth
+from llm_serving.engine.replicas import Events, Replicas
 from llm_serving.engine.request_stream import RequestStream
 from llm_serving.errors import (
     CapacityError,
@@ -25,6 +31,7 @@ from llm_serving.errors import (
 )
 from llm_serving.executor.away import Away
 from llm_serving.observe.metrics import ReplicaCounts
+from llm_serving.scheduler.tenant_gate import Need
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 
@@ -430,3 +437,20 @@ def test_what_can_never_be_served_is_refused_at_once(prompt, sampling, error, me
                 engine.generate(prompt, sampling, request_id="a")
 
     asyncio.run(run())
+
+
+def test_a_replica_whose_work_agent_does_not_end_as_it_should_holds_no_places_of_tenants() -> None:
+    engine = MagicMock()
+
+    @contextmanager
+    def opened(*_: object) -> Iterator[Engine]:
+        yield engine
+        raise OSError("its WorkAgent does not end")
+
+    nobody = Events(*[lambda _: None] * 4)
+    replicas = Replicas(ServingConfig(), opened, nobody)
+    engine.run.side_effect = lambda: replicas.ledger.places.settle(0, {"a": Need(1, 0, 0, 1)})
+    with pytest.raises(OSError, match="its WorkAgent does not end"):
+        replicas._serve(0)
+    replicas.ledger.join(1)
+    assert replicas.ledger.places.settle(1, {"a": Need(1, 0, 0, 1)}) == {"a": 1}
