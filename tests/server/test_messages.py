@@ -132,7 +132,7 @@ def test_a_template_that_drops_the_assistants_last_words_is_told_of():
         ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "content[0].tool_use_id"),
         ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking.budget_tokens"),
         ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens"),
-        ({"thinking": {"type": "adaptive"}}, "thinking.type"),
+        ({"thinking": {"type": "long"}}, "thinking.type"),
         ({"stop": "x"}, "stop"),
         ({"unheard": 1}, "unheard"),
     ],

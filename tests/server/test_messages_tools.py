@@ -119,6 +119,13 @@ def test_tools_count():
     assert count(tools=[TOOL]) > count() == count(tools=[TOOL], tool_choice={"type": "none"})
 
 
+@pytest.mark.parametrize("kind", ["disabled", "adaptive"])
+def test_thoughts_without_a_budget(kind):
+    response, engine = ask("<think>Hmm.</think>Yes.", thinking={"type": kind})
+    assert [block["type"] for block in response.json()["content"]] == ["thinking", "text"]
+    assert engine.submitted[0].constraint is None
+
+
 def test_what_is_said_can_be_bound_to_a_schema():
     form = {"type": "json_schema", "schema": SCHEMA}
     _, engine = ask("{}", output_config={"format": form}, tools=None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import datetime
+
 import pytest
 from fakes import DEMO_TOKENIZER, FakeEngine
 from llm_serving import __version__
@@ -22,6 +24,9 @@ def test_models():
     assert body["object"] == "list"
     assert [(card["id"], card["max_model_len"]) for card in body["data"]] == [("demo", 128)]
     assert request(FakeEngine(), "GET", "/v1/models/demo").json() == body["data"][0]
+    card = body["data"][0]  # in the words of Anthropic's protocol too
+    assert (card["type"], card["display_name"], body["has_more"]) == ("model", "demo", False)
+    assert datetime.fromisoformat(card["created_at"]).timestamp() == card["created"]
     assert request(FakeEngine(), "GET", "/v1/models/a/b").status_code == 404
 
 

@@ -26,6 +26,8 @@ from llm_serving.server.schemas import (
     ToolCallOfMessage,
 )
 
+_WITHOUT_BUDGET: Final = ("disabled", "adaptive")
+"""Of thoughts: the model thinks as long as it does."""
 _CHOICES: Final[dict[str, str]] = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -73,10 +75,10 @@ def budget_of(thinking: Thinking | None) -> int | None:
     Raises:
         RequestError: It is of another make.
     """
-    if thinking is None or thinking.type == "disabled":
+    if thinking is None or thinking.type in _WITHOUT_BUDGET:
         return None
     if thinking.type != "enabled":
-        raise RequestError("thinking.type", "must be enabled or disabled", thinking.type)
+        raise RequestError("thinking.type", "must be enabled, adaptive or disabled", thinking.type)
     if thinking.budget_tokens is None:
         raise RequestError("thinking.budget_tokens", "must be given where thinking is enabled")
     return thinking.budget_tokens

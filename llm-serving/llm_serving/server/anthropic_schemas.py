@@ -62,7 +62,7 @@ class OutputConfig(Struct, kw_only=True):
 
 class Thinking(Struct, kw_only=True):
     type: str
-    """enabled or disabled."""
+    """enabled, adaptive or disabled."""
     budget_tokens: int | None = None
     """Of `enabled`: tokens behind which the answer follows."""
 

@@ -123,6 +123,8 @@ _OPENAI: Final[Rows] = {
     "truncate": _named("truncate_prompt_tokens"),
     "top_n_tokens": _named("logprobs"),
     "modalities": Refused("must be text alone", (["text"],)),
+    "audio": Refused("is not supported: only text is"),
+    "verbosity": Refused(neutral=("medium",)),
     "kv_transfer_params": Refused(),
     "guided_decoding_backend": Ignored("there is one"),
     "prediction": Ignored("only a hint for speed"),

@@ -401,6 +401,10 @@ class TokenizerInfo(Long, kw_only=True):
 class ModelCard(Struct, kw_only=True):
     id: str
     object: str = "model"
+    type: str = "model"
+    """As Anthropic's protocol calls it, which has the next two as well."""
+    display_name: str
+    created_at: str
     created: int
     owned_by: str = "llm-serving"
     root: str
@@ -411,6 +415,7 @@ class ModelCard(Struct, kw_only=True):
 class ModelList(Struct, kw_only=True):
     object: str = "list"
     data: list[ModelCard]
+    has_more: bool = False
 
 
 class HealthResponse(Struct):

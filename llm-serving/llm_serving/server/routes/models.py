@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from datetime import UTC, datetime
 from typing import Final
 
 from starlette.requests import Request
@@ -112,7 +113,14 @@ async def show_version(engine: AsyncEngine, http_request: Request) -> Response:
 
 def _card(engine: AsyncEngine) -> ModelCard:
     name = engine.config.model.model_name
-    return ModelCard(id=name, created=_STARTED, root=name, max_model_len=engine.max_model_len)
+    return ModelCard(
+        id=name,
+        display_name=name,
+        created_at=datetime.fromtimestamp(_STARTED, UTC).isoformat().replace("+00:00", "Z"),
+        created=_STARTED,
+        root=name,
+        max_model_len=engine.max_model_len,
+    )
 
 
 ENDPOINTS: Final = (
