@@ -44,3 +44,15 @@ def test_every_split_gives_the_same(text: str, is_open: bool, data: st.DataObjec
     cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=len(text)))
     whole = split(text, is_open=is_open)
     assert split(text, cuts, is_open=is_open) == split(text, range(len(text)), is_open=is_open) == whole
+
+
+@pytest.mark.parametrize(("begin", "is_open"), [("", False), ("", True), ("<think>", False), ("a", True)])
+def test_white_space_without_an_end_is_not_looked_at_again_and_again(begin: str, is_open: bool) -> None:
+    parser, spaces = ReasoningParser(is_open=is_open), "\n \n"
+    told = [parser.add(begin)]
+    for _ in range(1000):
+        told.append(parser.add(spaces))
+        assert len(parser._text) < 10
+    told += [parser.add("</think>b"), parser.flush()]
+    whole = split(f"{begin}{1000 * spaces}</think>b", is_open=is_open)
+    assert ("".join(each.reasoning for each in told), "".join(each.answer for each in told)) == whole

@@ -30,19 +30,33 @@ class ReasoningParser:
         self._thinks: bool | None = True if is_open else None
         """None: that is not certain yet."""
         self._text = ""
+        """Not yet told."""
+        self._spaces: list[str] = []
+        """The same where it is white space alone: a model may write nothing else for very long, and each piece of it is
+        looked at once."""
         self._has_begun = False
         """Whether something was told since the last mark: white space before it is dropped."""
 
     def add(self, text: str) -> Split:
         """Takes the next piece."""
-        self._text += text
-        return self._take(ended=False)
+        if text.isspace() and not self._text and self._thinks is not False:
+            self._spaces.append(text)
+            return Split()
+        return self._take(text, ended=False)
 
     def flush(self) -> Split:
         """What is left when the text has ended."""
-        return self._take(ended=True)
+        return self._take("", ended=True)
 
-    def _take(self, *, ended: bool) -> Split:
+    def _take(self, text: str, *, ended: bool) -> Split:
+        self._text = "".join([*self._spaces, self._text, text])
+        self._spaces = []
+        split = self._split(ended)
+        if self._text.isspace():
+            self._spaces, self._text = [self._text], ""
+        return split
+
+    def _split(self, ended: bool) -> Split:
         if self._thinks is None:
             begun = self._text.lstrip()
             if OPENING.startswith(begun) and len(begun) < len(OPENING) and not ended:

@@ -235,3 +235,15 @@ def test_what_is_said_before_a_call_comes_at_once() -> None:
 )
 def test_a_template_tells_its_format(template: str, name: str | None) -> None:
     assert format_in(template) == name
+
+
+@pytest.mark.parametrize("end", ["", "b", '<tool_call>{"name": "f", "arguments": {}}</tool_call>'])
+def test_white_space_without_an_end_is_not_looked_at_again_and_again(end: str) -> None:
+    parser = TOOL_FORMATS["hermes"].create(["f"])
+    parts = parser.add("a")
+    for _ in range(1000):
+        parts += parser.add(" \n")
+        assert max(map(len, parser._spaces)) == 2
+    parts += parser.add(end) + parser.flush()
+    said = "".join(part for part in parts if isinstance(part, str))
+    assert said == ("a" if "<" in end else "a" + 1000 * " \n" + end)

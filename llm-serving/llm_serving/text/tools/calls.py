@@ -88,8 +88,8 @@ class MarkedCalls:
         self._num_calls = self._num_chars = 0
         """Calls of the present reader that were told, and how much of the last one's arguments."""
         self._num_false = 0
-        self._spaces = ""
-        """Said last, perhaps; dropped when a call follows."""
+        self._spaces: list[str] = []
+        """Said last, perhaps, in pieces, each of which is looked at once; dropped when a call follows."""
         self._has_called = False
 
     def add(self, text: str) -> list[Part]:
@@ -99,7 +99,7 @@ class MarkedCalls:
     def flush(self) -> list[Part]:
         parts = self._take(ended=True)
         if self._spaces and not self._has_called:
-            parts.append(self._spaces)
+            parts.append("".join(self._spaces))
         return _joined(parts)
 
     def _take(self, *, ended: bool) -> list[Part]:
@@ -157,14 +157,15 @@ class MarkedCalls:
                 parts.append(Call("", call.arguments[self._num_chars :]))
             self._num_chars = len(call.arguments)
         self._has_called = True
-        self._spaces = ""
+        self._spaces = []
 
     def _say(self, text: str, parts: list[Part]) -> None:
-        text = self._spaces + text
         said = text.rstrip()
-        self._spaces = text[len(said) :]
         if said:
-            parts.append(said)
+            parts.append("".join([*self._spaces, said]))
+            self._spaces = []
+        if len(said) < len(text):
+            self._spaces.append(text[len(said) :])
 
 
 def _overlap(text: str, opening: str) -> int:
