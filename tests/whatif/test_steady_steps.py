@@ -24,6 +24,7 @@ GUESSING: dict[str, dict[str, Any]] = {
     "as they come": {},
     "one step at a time": {"scheduler_config__schedule_ahead": False},
     "one at a time": {"scheduler_config__num_speculative_tokens": 1, "scheduler_config__prompt_lookup_tokens": 1},
+    "many": {},
     "small cache": {"pa_config__num_blocks": 14},
     "two replicas": {"cluster_config__replicas": 2},
     "audits": {"serving_config__audit_every": 3},
@@ -133,6 +134,8 @@ def test_steps_decided_at_once_are_those_decided_one_by_one(case, monkeypatch):
     monkeypatch.setattr(SteadyEngine, "_step", counted)
     monkeypatch.setattr(SteadyEngine, "advance", noted)
     monkeypatch.setattr(Metrics, "audited", lambda self, *, differs: differ.append(differs))
+    if case == "guesses, many":  # are three: whether guesses could pay is asked before they are compared
+        monkeypatch.setattr("llm_serving.speculation.drafter.MANY", 3)
     for seed, timeout_s in enumerate((None, 0.7)):
         load = create(10 * seed + len(case), timeout_s, recites=case.startswith("guesses"))
         one_by_one, all_known = play(load, CASES[case], False, monkeypatch)
