@@ -65,6 +65,15 @@ def test_what_was_lowered_may_be_what_it_was_at_the_start() -> None:
     assert check_reload(started, lowered, started)
 
 
+def test_the_longest_prompt_follows_what_may_wait() -> None:
+    before, after = (load_config(None, [f"scheduler_config.max_waiting_tokens={most}"], "demo") for most in (500, 600))
+    assert (before.model.max_input_len, after.model.max_input_len) == (500, 600)
+    assert [str(each) for each in check_reload(before, before, after)] == [
+        "model_config.seq_length: (500,) -> (600,)",
+        "scheduler_config.max_waiting_tokens: 500 -> 600",
+    ]
+
+
 def test_keys_come_and_go_and_their_hashes_are_not_shown() -> None:
     hashes = [digit * 64 for digit in "abc"]
     before = config(f"api_keys.a.key_sha256='{hashes[0]}'", f"api_keys.b.key_sha256='{hashes[1]}'")

@@ -14,7 +14,10 @@ from llm_serving.errors import ConfigError
 
 RELOADABLE: Final = frozenset(
     {
-        *(f"model_config.{key}" for key in ("decode_batch_size", "prefill_batch_size", "batch_waiting_time")),
+        *(
+            f"model_config.{key}"
+            for key in ("decode_batch_size", "prefill_batch_size", "batch_waiting_time", "seq_length")
+        ),
         *(
             f"serving_config.{key}"
             for key in (

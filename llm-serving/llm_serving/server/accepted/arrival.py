@@ -96,7 +96,8 @@ async def arrival(
             record = await accepted.claim(caller.tenant, key, digest)
             claimed = key if record is None else ""
     try:
-        state = http_request.app.model_state.digest(engine.computed_by, engine.max_model_len)
+        longest = engine.max_model_len, engine.config.model.max_input_len
+        state = http_request.app.model_state.digest(engine.computed_by, *longest)
         if record is not None:
             position.check(num_streams)
             yield _again(engine, http_request, request, record, position, prefix, rules, state)

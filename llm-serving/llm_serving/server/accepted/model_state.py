@@ -27,10 +27,10 @@ class ModelState:
                 except OSError:  # a link to nowhere
                     continue
                 files.append((path.name, found.st_size, found.st_mtime_ns))
-        facts = (files, sorted(settings_of(config).items()), model.generation_config, model.end_token, model.seq_length)
+        facts = (files, sorted(settings_of(config).items()), model.generation_config, model.end_token)
         self._facts = msgspec.msgpack.encode(facts)
 
-    def digest(self, computed_by: ComputedBy, max_model_len: int) -> bytes:
+    def digest(self, computed_by: ComputedBy, max_model_len: int, max_input_len: int) -> bytes:
         """The same only for what gives the same answers."""
-        facts = self._facts + msgspec.msgpack.encode((computed_by, max_model_len))
+        facts = self._facts + msgspec.msgpack.encode((computed_by, max_model_len, max_input_len))
         return hashlib.blake2b(facts, digest_size=16).digest()
