@@ -87,3 +87,12 @@ def test_a_delay_of_others_counts_less_than_ones_own() -> None:
     cached, free = candidate(0, 30, num_cached=90, token_s=0.001), candidate(1, 30, token_s=0.001)
     assert chosen(rule, cached, free, predicted={0: 1.0, 1: 0.5}) == 0
     assert chosen(rule, cached, free, predicted={0: 2.0, 1: 0.5}) == 1
+
+
+def test_where_nobody_has_anything_of_a_prompt_a_delay_of_others_counts_little() -> None:
+    """To compute it takes 0.1 s anywhere, which 30 others wait for too, or one."""
+    rule = ROUTINGS[RoutingName.PREDICTED_TTFT]()
+    many, few = candidate(0, 30, num_cached=9, token_s=0.001), candidate(1, 1, num_cached=9, token_s=0.001)
+    assert chosen(rule, many, few, predicted={0: 1.0, 1: 1.4}) == 0
+    assert chosen(rule, many, few, predicted={0: 1.0, 1: 1.2}) == 1
+    assert chosen(rule, many._replace(num_cached_tokens=10), few, predicted={0: 1.0, 1: 1.4}) == 1

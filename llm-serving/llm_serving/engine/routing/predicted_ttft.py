@@ -3,7 +3,8 @@
 By what was measured of steps and is known of queues and caches. What is computed of a prompt delays those who are at
 the replica, or come after them: it is worth little to an idle replica and much to a busy one, where a request that
 sought but its own advantage would have prefixes computed again and again. Most of those who are there decode, and have
-their first token: a delay of theirs counts less than one of the request itself. Where all that is the same, the one
+their first token: a delay of theirs counts less than one of the request itself. Of a prompt that no replica has a tenth
+of, about as much is computed wherever it goes: a delay of others counts little then. Where all that is the same, the one
 with fewer requests; where nothing has been measured yet, `prefix_affinity` decides.
 """
 
@@ -13,7 +14,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from llm_serving.engine.routing.base import Candidate, Predict, load_of
-from llm_serving.engine.routing.prefix_affinity import PrefixAffinity
+from llm_serving.engine.routing.prefix_affinity import LEAST_MATCH, PrefixAffinity
 
 MAX_COMPARED: Final = 8
 """Replicas for which the time is predicted, as that takes longer than to count: of many, the half of these that have
@@ -24,6 +25,8 @@ OTHERS_WEIGHT: Final = 1 / 3
 """What a delay of one of those who are there counts. As much as one's own, requests stay with a prefix until the queue
 before it is seconds longer than others, and the slowest ones are slower; nothing, and prefixes are computed
 everywhere, which makes all slower (docs/cluster.md)."""
+OTHERS_WEIGHT_OF_NEW: Final = 1 / 10
+"""The same of a prompt that has to be computed wherever it goes."""
 
 
 class PredictedTTFT:
@@ -33,8 +36,10 @@ class PredictedTTFT:
     def choose(self, candidates: Sequence[Candidate], predict: Predict) -> Candidate:
         likely = _likely(candidates)
         predicted = [(predict(each), each) for each in likely]
+        is_anywhere = any(each.num_cached_tokens >= LEAST_MATCH * each.num_prompt_tokens for each in candidates)
+        others_weight = OTHERS_WEIGHT if is_anywhere else OTHERS_WEIGHT_OF_NEW
         told = [
-            (seconds + OTHERS_WEIGHT * each.num_unfinished * each.work_s, load_of(each), each)
+            (seconds + others_weight * each.num_unfinished * each.work_s, load_of(each), each)
             for seconds, each in predicted
             if seconds is not None
         ]
