@@ -105,15 +105,17 @@ class BatchStore:
         Raises:
             RequestNotFoundError: There is none.
         """
-        query = "SELECT about FROM files WHERE id = ? AND (?2 IS NULL OR tenant = ?2)"
-        return _decoded(self._db.execute(query, (file_id, tenant)).fetchone(), FileObject, "file_id")
+        query = "SELECT about FROM files WHERE id = :id AND (:tenant IS NULL OR tenant = :tenant)"
+        row = self._db.execute(query, {"id": file_id, "tenant": tenant}).fetchone()
+        return _decoded(row, FileObject, "file_id")
 
     def files(self, tenant: str | None, purpose: str | None, limit: int, after: str | None) -> list[FileObject]:
         """The newest files first, up to `limit` after that one."""
-        query = """SELECT about FROM files WHERE (?1 IS NULL OR tenant = ?1)
-            AND (?2 IS NULL OR (created, rowid) < (SELECT created, rowid FROM files WHERE id = ?2))
+        query = """SELECT about FROM files WHERE (:tenant IS NULL OR tenant = :tenant)
+            AND (:after IS NULL OR (created, rowid) < (SELECT created, rowid FROM files WHERE id = :after))
             ORDER BY created DESC, rowid DESC"""
-        found = (msgspec.json.decode(about, type=FileObject) for (about,) in self._db.execute(query, (tenant, after)))
+        rows = self._db.execute(query, {"tenant": tenant, "after": after})
+        found = (msgspec.json.decode(about, type=FileObject) for (about,) in rows)
         wanted = (each for each in found if purpose in (None, each.purpose))
         return [each for each, _ in zip(wanted, range(limit), strict=False)]
 
@@ -157,16 +159,16 @@ class BatchStore:
 
     def batch(self, batch_id: str, tenant: str | None) -> Batch:
         """As `file`."""
-        query = "SELECT about FROM batches WHERE id = ? AND (?2 IS NULL OR tenant = ?2)"
-        batch = _decoded(self._db.execute(query, (batch_id, tenant)).fetchone(), Batch, "batch_id")
-        return self._counted(batch)
+        query = "SELECT about FROM batches WHERE id = :id AND (:tenant IS NULL OR tenant = :tenant)"
+        row = self._db.execute(query, {"id": batch_id, "tenant": tenant}).fetchone()
+        return self._counted(_decoded(row, Batch, "batch_id"))
 
     def batches(self, tenant: str | None, limit: int, after: str | None) -> list[Batch]:
         """The newest first, up to `limit` after that one."""
-        query = """SELECT about FROM batches WHERE (?1 IS NULL OR tenant = ?1)
-            AND (?2 IS NULL OR (created, rowid) < (SELECT created, rowid FROM batches WHERE id = ?2))
-            ORDER BY created DESC, rowid DESC LIMIT ?3"""
-        rows = self._db.execute(query, (tenant, after, limit)).fetchall()
+        query = """SELECT about FROM batches WHERE (:tenant IS NULL OR tenant = :tenant)
+            AND (:after IS NULL OR (created, rowid) < (SELECT created, rowid FROM batches WHERE id = :after))
+            ORDER BY created DESC, rowid DESC LIMIT :limit"""
+        rows = self._db.execute(query, {"tenant": tenant, "after": after, "limit": limit}).fetchall()
         return [self._counted(msgspec.json.decode(about, type=Batch)) for (about,) in rows]
 
     def unfinished(self) -> list[tuple[str, str]]:
