@@ -4,8 +4,8 @@ By what was measured of steps and is known of queues and caches. What is compute
 the replica, or come after them: it is worth little to an idle replica and much to a busy one, where a request that
 sought but its own advantage would have prefixes computed again and again. Most of those who are there decode, and have
 their first token: a delay of theirs counts less than one of the request itself. Of a prompt that no replica has a tenth
-of, about as much is computed wherever it goes: a delay of others counts little then. Where all that is the same, the one
-with fewer requests; where nothing has been measured yet, `prefix_affinity` decides.
+of, about as much is computed wherever it goes: a delay of others counts little then. Where all that is the same, the
+one with fewer requests; where nothing has been measured yet, `prefix_affinity` decides.
 """
 
 from __future__ import annotations
