@@ -78,6 +78,24 @@ def test_the_events_of_a_stream():
     assert {each["item_id"] for each in data[3:8]} == {data[8]["item"]["id"]}
 
 
+@pytest.mark.parametrize(
+    ("field", "item", "words"),
+    [
+        ("type", {"type": "web_search_call"}, "function_call, function_call_output, message, reasoning"),
+        ("role", {"role": "owner", "content": "x"}, "assistant, developer, system, user"),
+        (
+            "content[0].type",
+            {"role": "user", "content": [{"type": "input_image", "image_url": "x"}]},
+            "input_text, output_text, reasoning_text, summary_text",
+        ),
+    ],
+)
+def test_what_is_none_of_a_few_words_is_told_them(field, item, words):
+    error = error_of(post(FakeEngine(), PATH, {"input": [item]}))
+    assert error["param"] == f"input[0].{field}"
+    assert f" must be one of {words}. Given: '" in error["message"]
+
+
 def test_an_answer_that_was_too_long_is_incomplete():
     engine = FakeEngine(Script(finish_reason=FinishReason.LENGTH))
     answer = post(engine, PATH, {"input": "hello"}).json()

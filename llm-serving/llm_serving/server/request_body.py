@@ -18,6 +18,9 @@ from llm_serving.server.off_loop import INLINE_BYTES, off_loop
 MAX_ECHOED_BYTES: Final = 2**16
 """Of longer bodies an error does not tell the value: they would be read a second time for it."""
 
+_STEP: Final = re.compile(r"([^.\[\]]+)|\[(\d+)\]")
+"""Of a path: the name of a field, or the place of an item."""
+
 T = TypeVar("T")
 
 
@@ -99,14 +102,14 @@ def decode_body(body: bytes, kind: type[T], *, strict: bool = True) -> T:
     try:
         return msgspec.json.decode(body, type=kind, strict=strict)
     except msgspec.ValidationError as error:
-        raise _field_error(body, str(error)) from None
+        raise _field_error(body, str(error), kind) from None
     except RecursionError:
         raise RequestError("body", "must not be nested so deeply") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise RequestError("body", f"must be valid JSON: {error}") from None
 
 
-def _field_error(body: bytes, message: str) -> RequestError:
+def _field_error(body: bytes, message: str, kind: type) -> RequestError:
     """`Expected `int`, got `str` - at `$.messages[0].role`` as an error of that field."""
     rule, _, place = message.partition(" - at `$")
     place = place.rstrip("`").lstrip(".")
@@ -114,7 +117,9 @@ def _field_error(body: bytes, message: str) -> RequestError:
     if missing := re.fullmatch(r"object missing required field `(.+)`", rule):
         return RequestError(".".join(filter(None, [place, missing[1]])), "is required")
     found, value = _value_at(body, place)
-    return RequestError(place or "body", f"is not valid: {rule}", *([value] if found else []))
+    words = _words_at(kind, place) if rule.startswith("invalid enum value") else []
+    rule = f"must be one of {', '.join(words)}" if words else f"is not valid: {rule}"
+    return RequestError(place or "body", rule, *([value] if found else []))
 
 
 def _value_at(body: bytes, place: str) -> tuple[bool, Any]:
@@ -123,8 +128,31 @@ def _value_at(body: bytes, place: str) -> tuple[bool, Any]:
         return False, None
     try:
         value = msgspec.json.decode(body)
-        for name, index in re.findall(r"([^.\[\]]+)|\[(\d+)\]", place):
+        for name, index in _STEP.findall(place):
             value = value[name] if name else value[int(index)]
     except (msgspec.DecodeError, RecursionError, LookupError, TypeError, ValueError):
         return False, None
     return bool(place), value
+
+
+def _words_at(kind: type, place: str) -> list[str]:
+    """The words among which the field at a path must be."""
+    types = _alternatives(msgspec.inspect.type_info(kind))
+    for name, _ in _STEP.findall(place):
+        types = [inner for each in types for inner in _within(each, name)]
+    return sorted(
+        {str(word) for each in types if isinstance(each, msgspec.inspect.LiteralType) for word in each.values}
+    )
+
+
+def _within(kind: msgspec.inspect.Type, name: str) -> list[msgspec.inspect.Type]:
+    """What a field of an object may be; without a name, what an item of a list may be."""
+    if not name and isinstance(kind, msgspec.inspect.ListType):
+        return _alternatives(kind.item_type)
+    if isinstance(kind, msgspec.inspect.StructType):
+        return [inner for each in kind.fields if each.encode_name == name for inner in _alternatives(each.type)]
+    return []
+
+
+def _alternatives(kind: msgspec.inspect.Type) -> list[msgspec.inspect.Type]:
+    return list(kind.types) if isinstance(kind, msgspec.inspect.UnionType) else [kind]
