@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 from llm_serving.kernels.reference import all_reduce
-from llm_serving.network.description import SIGNATURES, Network, Operation, Value, Weight
+from llm_serving.network.description import Network
+from llm_serving.network.operations import SIGNATURES, Operation, Value, Weight
 from llm_serving.network.program import FUNCTIONS, KINDS, SCORES, Program
 from llm_serving.network.weights import Tensors, parameter
 

@@ -13,7 +13,8 @@ from kernel_calls import Typed, empty, integers, packed, status_of, typed
 from kernels_cache import SCALE, Cache, padded
 from llm_serving.kernels import library
 from llm_serving.kernels.addressed import AddressTable
-from llm_serving.network.description import CacheShape, Network, Weight
+from llm_serving.network.description import CacheShape, Network
+from llm_serving.network.operations import Weight
 from llm_serving.network.program import Program, program_of
 from llm_serving.network.rotary import Rotary
 

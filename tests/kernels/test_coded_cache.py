@@ -9,7 +9,8 @@ from decoder_calls import Step
 from kernel_calls import FLOAT32_UNIT, FLOAT_TYPES, ROUNDING_UNIT, Array, Typed, assert_close, typed
 from kernels_cache import SCALE
 from llm_serving.kernels import coded_cache, library, reference
-from llm_serving.network.description import SCALE_BYTES, CacheShape, Network, Weight
+from llm_serving.network.description import SCALE_BYTES, CacheShape, Network
+from llm_serving.network.operations import Weight
 from program_calls import BLOCK_SIZE, Blocks, Runnable, parameters, run, runnable_of, status_of_program
 
 GROUP = 16

@@ -11,7 +11,8 @@ from kernel_calls import Array, Typed
 from llm_serving.kernels import library
 from llm_serving.models.facts import Facts
 from llm_serving.models.registry import describe
-from llm_serving.network.description import Network, Weight
+from llm_serving.network.description import Network
+from llm_serving.network.operations import Weight
 from llm_serving.network.program import assemble
 from llm_serving.network.rewriting import select_rows
 from network_reference import parameters, step_of_prompt

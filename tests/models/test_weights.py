@@ -8,7 +8,7 @@ from llm_serving.formats.stored import to_float32
 from llm_serving.models import weights
 from llm_serving.models.read_ahead import ReadAhead
 from llm_serving.models.weights import WeightReader
-from llm_serving.network.description import Weight
+from llm_serving.network.operations import Weight
 from llm_serving.network.weights import parameter
 from model_factories import to_bfloat16, write_safetensors
 

@@ -8,7 +8,7 @@ from llm_serving.formats.quantized import QuantizedTensor, quantize_w4, quantize
 from llm_serving.models.facts import Facts
 from llm_serving.models.registry import describe
 from llm_serving.network.coded import Quantization, coded_weights, codes_of, spared_bytes
-from llm_serving.network.description import Weight
+from llm_serving.network.operations import Weight
 
 RNG = np.random.default_rng(1)
 VALUES = [RNG.standard_normal((rows, 64), dtype=np.float32) for rows in (16, 8)]

@@ -8,7 +8,8 @@ from llm_serving.core.choices import QuantizationName
 from llm_serving.errors import ConfigError
 from llm_serving.models.spec import ModelSpec
 from llm_serving.network.coded import Quantization
-from llm_serving.network.description import Expert, Network, Routing, Value, Weight
+from llm_serving.network.description import Expert, Network, Routing
+from llm_serving.network.operations import Value, Weight
 from llm_serving.network.primitives import lacking, lacking_in_cells, lacking_of_codes
 
 

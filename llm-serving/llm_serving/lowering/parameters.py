@@ -13,7 +13,8 @@ from llm_serving.core.choices import QuantizationName
 from llm_serving.formats.quantized import QuantizedTensor
 from llm_serving.models.weights import WeightReader
 from llm_serving.network.coded import BITS, WIDENED, Quantization, coded_weights, codes_of
-from llm_serving.network.description import Network, Operation, Weight
+from llm_serving.network.description import Network
+from llm_serving.network.operations import Operation, Weight
 from llm_serving.network.weights import made_of, parameter
 
 _PRODUCTS: Mapping[str, tuple[str, ...]] = {

@@ -16,7 +16,8 @@ from llm_serving.models.parts import (
     rope_facts,
     scaling_of,
 )
-from llm_serving.network.description import Float32Array, Network, Routing, Value, blocks, filled
+from llm_serving.network.description import Network, Routing, blocks, filled
+from llm_serving.network.operations import Float32Array, Value
 from llm_serving.network.rotary import Rotary, yarn_mscale
 
 LATENT_EPS = 1e-6

@@ -7,7 +7,8 @@ import numpy as np
 
 from llm_serving.models.facts import Facts
 from llm_serving.models.parts import decoder, gated_mlp, heads_of, network_of, rotary_of, self_attention
-from llm_serving.network.description import Float32Array, Network, Value
+from llm_serving.network.description import Network
+from llm_serving.network.operations import Float32Array, Value
 from llm_serving.network.rotary import Rotary
 
 FULL, SLIDING = "full_attention", "sliding_attention"

@@ -2,7 +2,8 @@
 
 from llm_serving.models.facts import Facts
 from llm_serving.models.parts import decoder, gated_mlp, heads_of, network_of, rotary_of, self_attention
-from llm_serving.network.description import Network, Value
+from llm_serving.network.description import Network
+from llm_serving.network.operations import Value
 
 
 def granite(c: Facts) -> Network:

@@ -11,7 +11,8 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
-from llm_serving.network.description import Network, Weight
+from llm_serving.network.description import Network
+from llm_serving.network.operations import Weight
 from llm_serving.network.primitives import lacking
 
 

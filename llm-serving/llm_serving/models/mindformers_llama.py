@@ -11,7 +11,8 @@ import dataclasses
 import re
 from typing import Final
 
-from llm_serving.network.description import Network, Weight
+from llm_serving.network.description import Network
+from llm_serving.network.operations import Weight
 from llm_serving.network.primitives import lacking
 
 ARCHITECTURE: Final = "LlamaForCausalLM"

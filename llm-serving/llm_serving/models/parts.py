@@ -8,7 +8,8 @@ from functools import lru_cache
 from typing import Final, Literal
 
 from llm_serving.models.facts import Facts
-from llm_serving.network.description import PANEL, Change, Expert, Network, Routing, Value, Weight, blocks, filled
+from llm_serving.network.description import PANEL, Expert, Network, Routing, blocks, filled
+from llm_serving.network.operations import Change, Value, Weight
 from llm_serving.network.rotary import SCALINGS, Rotary, Scaling
 
 HEAD_MULTIPLE: Final = 16

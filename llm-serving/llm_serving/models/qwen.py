@@ -11,7 +11,8 @@ from llm_serving.models.parts import (
     self_attention,
     window_of,
 )
-from llm_serving.network.description import Network, Routing, Value
+from llm_serving.network.description import Network, Routing
+from llm_serving.network.operations import Value
 
 NORMS = ("self_attn.q_norm", "self_attn.k_norm")
 

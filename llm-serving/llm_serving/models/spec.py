@@ -21,7 +21,8 @@ from llm_serving.models.gguf import is_gguf, read_config
 from llm_serving.models.mindformers import hugging_face_config
 from llm_serving.models.pooling import is_embedding_model
 from llm_serving.models.registry import architecture_of, describe
-from llm_serving.network.description import CacheShape, Network, Weight
+from llm_serving.network.description import CacheShape, Network
+from llm_serving.network.operations import Weight
 from llm_serving.network.sharding import sharded
 
 CONFIG_NAME: Final = "config.json"

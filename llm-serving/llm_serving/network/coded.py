@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from llm_serving.core.choices import QuantizationName
 from llm_serving.formats.quantized import SYMMETRIC_ZERO, QuantizedTensor
 from llm_serving.formats.stored import Array
-from llm_serving.network.description import Network, Weight
+from llm_serving.network.description import Network
+from llm_serving.network.operations import Weight
 
 _ROLES: Final[Mapping[str, tuple[str, ...]]] = {
     "linear": ("weight",),

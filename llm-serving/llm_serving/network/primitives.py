@@ -6,7 +6,8 @@ from typing import Final
 
 from llm_serving.core.choices import QuantizationName
 from llm_serving.network.coded import Quantization
-from llm_serving.network.description import Network, Operation
+from llm_serving.network.description import Network
+from llm_serving.network.operations import Operation
 
 _LATENT: Final = "attention to latent keys"
 

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from llm_serving.network.description import PANEL, Operation, Value, Weight
+from llm_serving.network.description import PANEL
+from llm_serving.network.operations import Operation, Value, Weight
 
 Operations = list[Operation]
 

@@ -20,16 +20,8 @@ from functools import lru_cache
 from typing import Final
 
 from llm_serving.errors import ModelError
-from llm_serving.network.description import (
-    PANEL,
-    Float32Array,
-    Network,
-    Operation,
-    Value,
-    Weight,
-    blocks,
-    filled,
-)
+from llm_serving.network.description import PANEL, Network, blocks, filled
+from llm_serving.network.operations import Float32Array, Operation, Value, Weight
 from llm_serving.network.rewriting import Graph
 
 KEY: Final = "cluster_config.tensor_parallel"

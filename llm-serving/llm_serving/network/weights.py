@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llm_serving.formats.stored import to_float32
-from llm_serving.network.description import Weight
+from llm_serving.network.operations import Weight
 
 Array = NDArray[Any]
 """float32, float16, or bfloat16 carried as uint16 bits."""
