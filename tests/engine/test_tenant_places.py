@@ -11,7 +11,7 @@ from factories import create_classes, create_request, create_scheduler
 from llm_serving.core.request import FinishReason, Request, RequestStatus
 from llm_serving.engine.departure import as_it_goes_on
 from llm_serving.engine.ledger import Ledger
-from llm_serving.engine.limit_monitor import LimitMonitor
+from llm_serving.engine.limit_monitor import MIN_TENANTS, LimitMonitor
 from llm_serving.engine.tenant_places import TenantPlaces
 from llm_serving.kvcache.exports import Exports
 from llm_serving.scheduler.tenant_gate import Need
@@ -306,3 +306,15 @@ def test_who_begins_beyond_a_limit_is_counted_and_whoever_had_begun_before_it_ch
     assert begin(1, 1) == 0
     assert begin(1, 1) == 1
     assert begin(None, 9) == 0
+
+
+def test_tenants_who_have_nobody_left_are_forgotten() -> None:
+    monitor, limits = LimitMonitor(), create_scheduler(max_running_per_tenant=1).limits
+    stays = create_request(4, tenant="stays")
+    assert monitor.begun([stays], limits) == 0
+    for number in range(1000):
+        request = create_request(4, tenant=str(number))
+        assert monitor.begun([request], limits) == 0
+        request.status = RequestStatus.FINISHED
+        assert len(monitor._tenants) <= 2 * MIN_TENANTS
+    assert monitor.begun([create_request(4, tenant="stays")], limits) == 1

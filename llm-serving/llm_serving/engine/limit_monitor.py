@@ -4,9 +4,19 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
+from typing import Final, NamedTuple
 
 from llm_serving.core.request import Request
 from llm_serving.scheduler.limits import SchedulerLimits
+
+MIN_TENANTS: Final = 64
+"""That are not worth looking through for those who have nobody left."""
+
+
+class _Tenant(NamedTuple):
+    limit: int
+    begun: list[Request]
+    """Since that is its limit; of those that have ended some linger."""
 
 
 class LimitMonitor:
@@ -19,9 +29,8 @@ class LimitMonitor:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._limits: dict[str, int] = {}
-        self._begun: dict[str, list[Request]] = {}
-        """By tenant."""
+        self._tenants: dict[str, _Tenant] = {}
+        self._most_tenants = MIN_TENANTS
 
     def begun(self, requests: Iterable[Request], limits: SchedulerLimits) -> int:
         """These have places now, as before at another replica or for the first time; returns how many should not."""
@@ -35,9 +44,14 @@ class LimitMonitor:
         return num_beyond
 
     def _add(self, request: Request, limit: int) -> bool:
-        if self._limits.get(request.tenant) != limit:
-            self._limits[request.tenant] = limit
-            self._begun[request.tenant] = []
-        running = [each for each in self._begun[request.tenant] if not each.is_finished]
-        self._begun[request.tenant] = [*running, request]
+        tenant = self._tenants.get(request.tenant)
+        running = [] if tenant is None or tenant.limit != limit else _running(tenant)
+        self._tenants[request.tenant] = _Tenant(limit, [*running, request])
+        if len(self._tenants) > self._most_tenants:
+            self._tenants = {name: each for name, each in self._tenants.items() if _running(each)}
+            self._most_tenants = 2 * len(self._tenants) + MIN_TENANTS
         return len(running) >= limit
+
+
+def _running(tenant: _Tenant) -> list[Request]:
+    return [each for each in tenant.begun if not each.is_finished]
