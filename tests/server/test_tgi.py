@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 from fakes import DEMO_TOKENIZER, FULL_QUEUE, FakeEngine, Piece, Script
 from llm_serving.core.request import FinishReason
@@ -113,3 +115,18 @@ def test_info():
     info = request(FakeEngine(), "GET", "/info").json()
     assert info["model_id"] == "demo"
     assert info["max_total_tokens"] == 128
+
+
+@pytest.mark.parametrize(("held", "special"), [("<", False), ("", True)])
+def test_texts_of_tokens_that_are_not_special_are_the_answer(held, special):
+    """What was held back, as it might have begun a stop string, comes with the token that ends the answer."""
+    engine = FakeEngine(Script([Piece("Hello"), Piece(" world"), Piece(held)]))
+    engine.tokenizer = copy.copy(DEMO_TOKENIZER)
+    engine.tokenizer.special_token_ids = frozenset({502})
+    parameters = {"details": True, "top_n_tokens": 1}
+    details = post(engine, "/generate", {"inputs": "x", "parameters": parameters}).json()["details"]
+    told = [each["token"] for each in events(post(engine, "/generate_stream", {"inputs": "x"}))]
+    for tokens in (details["tokens"], told):
+        assert "".join(token["text"] for token in tokens if not token["special"]) == f"Hello world{held}"
+        assert [token["special"] for token in tokens] == [False, False, special]
+    assert [top["special"] for [top] in details["top_tokens"]] == [False, False, True]

@@ -171,18 +171,31 @@ class _Answer:
         return b""
 
     def _token(self, token_id: int, logprob: float, text: str) -> JsonObject:
-        special = token_id in self._tokenizer.special_token_ids
+        """A token with the text that became certain by it.
+
+        Clients put the texts of those together that are not special. So one that ends the answer is not where text
+        comes with it that was held back until then.
+        """
+        special = token_id in self._tokenizer.special_token_ids and not text
         return {
             "id": token_id,
-            "text": text or (self._tokenizer.token_text(token_id) if special else ""),
+            "text": self._tokenizer.token_text(token_id) if special else text,
             "logprob": logprob,
             "special": special,
+        }
+
+    def _likely(self, token_id: int, logprob: float) -> JsonObject:
+        return {
+            "id": token_id,
+            "text": self._tokenizer.token_text(token_id),
+            "logprob": max(logprob, MIN_LOGPROB),
+            "special": token_id in self._tokenizer.special_token_ids,
         }
 
     def _top_tokens(self, output: RequestOutput) -> list[list[JsonObject]]:
         return [
             [
-                self._token(token_id, max(logprob, MIN_LOGPROB), self._tokenizer.token_text(token_id))
+                self._likely(token_id, logprob)
                 for token_id, logprob in zip(token.top_token_ids, token.top_logprobs, strict=True)
             ]
             for token in output.logprobs
