@@ -102,7 +102,9 @@ def _figure(trials: dict[str, Trial]) -> Figure:
         x, y = _flood(trial).ttft_ms.p50, _itl(trial).p99
         chosen = variant in (DEFAULT, "mixed")
         panel.plot([x], [y], "D" if chosen else "o", color=COLOURS[0 if variant == "mixed" else 1 if chosen else 2])
-        panel.annotate(variant.removeprefix("prefill_first, "), (x, y), (4, 3), textcoords="offset points", fontsize=7)
+        below = variant == DEFAULT  # which comes close to one of the others
+        at, name = (4, -9 if below else 3), variant.removeprefix("prefill_first, ")
+        panel.annotate(name, (x, y), at, textcoords="offset points", fontsize=7)
     panel.set_xlim(left=0)
     panel.set_ylim(bottom=0)
     panel.set_xlabel("flood: time to first token p50, ms")
