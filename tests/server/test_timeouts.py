@@ -125,7 +125,7 @@ def test_a_request_whose_time_cannot_suffice_is_refused_at_the_door(n):
             refused = await client.post("/v1/completions", json=body | {"timeout_s": 4})
             assert refused.status_code == 429
             assert error_of(refused)["message"].startswith(
-                "the first token is expected in 10.00 s, and `timeout_s` leaves "
+                "the first token is expected in 10 s, and `timeout_s` leaves "
             )
             assert 6 <= int(refused.headers["retry-after"]) <= 7
             assert refused.headers["x-queue-estimate-ms"] == "10000"

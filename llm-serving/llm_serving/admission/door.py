@@ -281,8 +281,8 @@ class Door:
         predicted_s = forecast.seconds
         self._metrics.refused(request_class, "deadline", len(prompt_lens))
         self.refused.append(Refused(self._clock(), tuple(prompt_lens), priority, tenant))
-        expected = f"the first token is expected in {predicted_s:.2f} s"
-        message = f"{expected}, and `timeout_s` leaves {max(0.0, remaining_s):.2f} s"
+        expected = f"the first token is expected in {predicted_s:.3g} s"
+        message = f"{expected}, and `timeout_s` leaves {max(0.0, remaining_s):.3g} s"
         raise CapacityError(message, max(1.0, predicted_s - remaining_s), 1000 * predicted_s)
 
     def predict(
