@@ -8,7 +8,8 @@ from llm_serving import hub as hub_package
 from llm_serving.cli import main
 from llm_serving.config import load_config
 from llm_serving.config.paths import DEMO_FOLDER
-from llm_serving.errors import ConfigError
+from llm_serving.errors import ConfigError, ModelError
+from llm_serving.hub.caches import huggingface_cache, modelscope_cache
 
 from .conftest import tiny_files, weight_requests
 
@@ -102,3 +103,16 @@ def test_an_error_of_the_hub_names_key_and_source(hub):
 def test_a_revision_that_is_none(revision):
     with pytest.raises(ConfigError, match="must be a branch, a tag or a commit"):
         load_config(None, [f"model_config.model_revision={revision}"])
+
+
+def test_who_has_no_home_folder_is_told_what_to_set(monkeypatch):
+    def nobody(path):
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME", "MODELSCOPE_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "expanduser", nobody)
+    with pytest.raises(ModelError, match=r"there is no home folder for ~/\.cache; set HF_HUB_CACHE"):
+        huggingface_cache()
+    with pytest.raises(ModelError, match=r"there is no home folder for ~/\.cache/modelscope; set MODELSCOPE_CACHE"):
+        modelscope_cache()

@@ -7,6 +7,8 @@ import re
 from pathlib import Path
 from typing import Final
 
+from llm_serving.errors import ModelError
+
 DEFAULT_REVISIONS: Final = {"huggingface": "main", "modelscope": "master"}
 """Hub -> branch that counts where nobody names one."""
 
@@ -23,15 +25,23 @@ def is_offline() -> bool:
 def huggingface_cache() -> Path:
     """The folder of all models: HF_HUB_CACHE, or `hub` in HF_HOME, or `~/.cache/huggingface/hub`."""
     if cache := os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE"):
-        return Path(cache).expanduser()
+        return _expanded(cache, "HF_HUB_CACHE")
     if home := os.environ.get("HF_HOME"):
-        return Path(home).expanduser() / "hub"
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "huggingface" / "hub"
+        return _expanded(home, "HF_HOME") / "hub"
+    return _expanded(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "HF_HUB_CACHE") / "huggingface" / "hub"
 
 
 def modelscope_cache() -> Path:
     """The folder of all models: MODELSCOPE_CACHE, or `~/.cache/modelscope`."""
-    return Path(os.environ.get("MODELSCOPE_CACHE") or "~/.cache/modelscope").expanduser()
+    return _expanded(os.environ.get("MODELSCOPE_CACHE") or "~/.cache/modelscope", "MODELSCOPE_CACHE")
+
+
+def _expanded(path: str, variable: str) -> Path:
+    """Raises ModelError where nobody has the home folder that it begins with."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise ModelError(f"there is no home folder for {path}; set {variable} to a folder") from None
 
 
 def huggingface_model(name: str) -> Path:
