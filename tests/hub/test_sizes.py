@@ -8,7 +8,7 @@ import llm_serving
 import psutil
 import pytest
 from llm_serving.cli import main
-from llm_serving.commands.stored_models import cached_table, stored_size
+from llm_serving.commands.stored_models import stored_size
 from llm_serving.config import load_config
 from llm_serving.config.model_size import model_size
 from llm_serving.errors import ConfigError
@@ -103,7 +103,9 @@ def test_config_check_and_models_download_no_weights(hub, capsys):
 
 def test_models_lists_the_caches(hub, caches, capsys):
     assert main(["serve", "--model", "Tiny/Lama"]) == 2
-    assert list(cached_table()) == ["NAME  HUB  REVISION  STATE"]
+    capsys.readouterr()
+    assert main(["models"]) == 0
+    assert capsys.readouterr() == ("NAME  HUB  REVISION  STATE\n", "the local caches hold no model\n")
     for hub_name in ("huggingface", "modelscope"):
         config = load_config(None, [f"model_config.model_hub={hub_name}"], "Tiny/Llama")
         llm_serving.hub.download(config.hub_model, lambda text: None)

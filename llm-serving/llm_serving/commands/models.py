@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 
-from llm_serving.commands.arguments import Subcommands
+from llm_serving.commands.arguments import Subcommands, say
 from llm_serving.commands.stored_models import cached_table, stored_size
 from llm_serving.config import load_config
 
@@ -19,8 +19,11 @@ def add_to(commands: Subcommands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    lines = list(cached_table())
-    if arguments.name is not None:
+    if arguments.name is None:
+        lines = list(cached_table())
+        if len(lines) == 1:
+            say("the local caches hold no model")
+    else:
         config = load_config(model=arguments.name)
         lines = [*stored_size(config).lines, *(f"notice: {notice}" for notice in config.notices)]
     with contextlib.suppress(BrokenPipeError):
