@@ -32,7 +32,8 @@ _TAIL_TOKENS: Final = 16
 class OfferedTools:
     """Tools that the model may call."""
 
-    names: frozenset[str]
+    schemas: dict[str, dict[str, Any]]
+    """Name of each -> JSON schema of its arguments."""
     for_template: list[dict[str, Any]]
     format: ToolFormat
     callees: tuple[Callee, ...] = ()
@@ -72,7 +73,7 @@ def offered_tools(engine: AsyncEngine, request: ChatCompletionRequest) -> Offere
         why = "is not supported: the model's chat template shows no known form of calls"
         raise RequestError("tools", f"{why}; serving_config.tool_call_parser: {wanted}")
     return OfferedTools(
-        frozenset(tool.function.name for tool in request.tools),
+        {tool.function.name: tool.function.parameters or {} for tool in request.tools},
         [_for_template(tool) for tool in request.tools],
         TOOL_FORMATS[name],
         tuple(
@@ -131,7 +132,7 @@ def answer_parser(
     reasoning = _reasoning_parser(engine, request, prompt)
     if reasoning is None and offered is None:
         return None
-    tools = None if offered is None else offered.format.create(offered.names)
+    tools = None if offered is None else offered.format.create(offered.schemas)
     return AnswerParser(reasoning, tools, 1 if request.parallel_tool_calls is False else None)
 
 

@@ -13,7 +13,7 @@ from llm_serving.text.reasoning import ReasoningParser
 from llm_serving.text.tools import TOOL_FORMATS, Call, Part
 
 NAME = "größe_測る"
-NAMES = (NAME, "add")
+NAMES: dict[str, dict[str, Any]] = {NAME: {}, "add": {}}
 ARGUMENTS = r'{"city": "Zürich 🚋 }{ \"[old]\" \\", "deep": {"a": ["]", "}", "é"]}}'
 ADD = '{"a": 1}'
 Told = list[tuple[str, str]]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from llm_serving.text.tools import TOOL_FORMATS, Call, Part, format_in
 from llm_serving.text.tools.calls import MAX_CALL_CHARS
 
-NAMES = ("get_weather", "add", "get")
+NAMES: dict[str, dict[str, Any]] = {"get_weather": {}, "add": {}, "get": {}}
 WEATHER = {"city": "Zürich, “old town”", "days": [1, 2.5, None], "deep": {"a": "}{</tool_call>[TOOL_CALLS]"}}
 ADD = {"a": 17, "b": 25}
 
@@ -239,7 +239,7 @@ def test_a_template_tells_its_format(template: str, name: str | None) -> None:
 
 @pytest.mark.parametrize("end", ["", "b", '<tool_call>{"name": "f", "arguments": {}}</tool_call>'])
 def test_white_space_without_an_end_is_not_looked_at_again_and_again(end: str) -> None:
-    parser = TOOL_FORMATS["hermes"].create(["f"])
+    parser = TOOL_FORMATS["hermes"].create({"f": {}})
     parts = parser.add("a")
     for _ in range(1000):
         parts += parser.add(" \n")
@@ -247,3 +247,34 @@ def test_white_space_without_an_end_is_not_looked_at_again_and_again(end: str) -
     parts += parser.add(end) + parser.flush()
     said = "".join(part for part in parts if isinstance(part, str))
     assert said == ("a" if "<" in end else "a" + 1000 * " \n" + end)
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"type": "string"}, "08001", "08001"),
+        ({"type": "string"}, "12345", "12345"),
+        ({"type": "string"}, "true", "true"),
+        ({"type": "string"}, '{"a": 1}', '{"a": 1}'),
+        ({"enum": ["1", "2"]}, "1", "1"),
+        ({"const": "null"}, "null", "null"),
+        ({"type": ["string", "null"]}, "null", None),
+        ({"type": ["string", "null"]}, "5", "5"),
+        ({"type": ["string", "number"]}, "5", 5),
+        ({"enum": ["1", 2]}, "2", 2),
+        ({"type": "integer"}, "5", 5),
+        ({"anyOf": [{"type": "integer"}]}, "5", 5),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "5", "5"),
+        ({"oneOf": [{"type": "string"}, {"enum": [5]}]}, "5", 5),
+        ({"anyOf": [{"type": "string"}, {"$ref": "#/$defs/a"}]}, '{"b": 1}', {"b": 1}),
+        ({}, "5", 5),
+        (True, "5", 5),
+        (None, "5", 5),
+    ],
+)
+def test_what_looks_like_json_is_what_the_schema_of_the_argument_has(schema: Any, text: str, value: Any) -> None:
+    properties = {} if schema is None else {"properties": {"a": schema}}
+    parser = TOOL_FORMATS["glm"].create({"f": properties})
+    [call] = parser.add(f"<tool_call>f<arg_key>a</arg_key><arg_value>{text}</arg_value></tool_call>")
+    assert isinstance(call, Call)
+    assert json.loads(call.arguments) == {"a": value}

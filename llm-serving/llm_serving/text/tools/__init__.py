@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from llm_serving.core.choices import ToolFormatName
 from llm_serving.text.tools import glm, glm_lines, hermes, llama, mistral
@@ -16,8 +16,8 @@ __all__ = ["TOOL_FORMATS", "Call", "Callee", "Marks", "Part", "ToolFormat", "Too
 
 @dataclass(frozen=True)
 class ToolFormat:
-    create: Callable[[Collection[str]], ToolParser]
-    """Makes a parser of one answer, from the names of the tools."""
+    create: Callable[[Mapping[str, Mapping[str, Any]]], ToolParser]
+    """Makes a parser of one answer, from the tools: by name, the JSON schema of the arguments."""
     rules: Callable[[Sequence[Callee], int | None, Marks], str]
     """Makes the rules of a grammar, from the tools, the most calls (None: any number), and the marks of the model."""
     mark: str

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Final
 
 from llm_serving.text.constraints.grammars import GrammarError, json_options, literal
@@ -22,7 +23,8 @@ _ARGUMENT: Final = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</
 
 
 class _Reader:
-    def __init__(self) -> None:
+    def __init__(self, schemas: Mapping[str, Mapping[str, Any]]) -> None:
+        self._schemas = schemas
         self._at = 0
 
     def read(self, body: str, *, ended: bool) -> Read | None:
@@ -30,7 +32,7 @@ class _Reader:
         while True:
             value, closing = body.find(_VALUE, self._at), body.find(CLOSING, self._at)
             if closing >= 0 and (value < 0 or closing < value):
-                return Read([_call(body[:closing])], closing + len(CLOSING))
+                return Read([_call(body[:closing], self._schemas)], closing + len(CLOSING))
             if value < 0:
                 self._at = max(self._at, len(body) - len(CLOSING))
                 return None
@@ -40,34 +42,68 @@ class _Reader:
             self._at = end
 
 
-def _call(body: str) -> Call:
+def _call(body: str, schemas: Mapping[str, Mapping[str, Any]]) -> Call:
     name, found, _ = body.partition("<arg_key>")
     if not is_name(name.strip()) or "<" in name:
         raise NotACallError
     arguments: dict[str, Any] = {}
+    properties = schemas.get(name.strip(), {}).get("properties")
     at = len(name) if found else len(body)
     while at < len(body):
         argument = _ARGUMENT.match(body, at)
         if argument is None:
             raise NotACallError
-        arguments[argument[1].strip()] = _value(argument[2])
+        key = argument[1].strip()
+        arguments[key] = _value(argument[2], properties.get(key) if isinstance(properties, dict) else None)
         at = argument.end()
     return Call(name.strip(), arguments_of(arguments))
 
 
-def _value(text: str) -> Any:
-    """Texts stand as they are, everything else as JSON."""
+def _value(text: str, schema: Any) -> Any:
+    """Texts stand as they are, everything else as JSON; what looks like both is what the schema has."""
     try:
         value = parsed(text)
     except NotACallError:
         return text
-    return text if isinstance(value, str) and json.dumps(value) != text.strip() else value
+    if isinstance(value, str):
+        return value if json.dumps(value) == text.strip() else text
+    kinds = _kinds_of_any(schema)
+    return text if "string" in kinds and not kinds & _KINDS[type(value)] else value
 
 
-def create(names: Collection[str]) -> ToolParser:
-    """A parser; calls are marked well enough without the names of the tools."""
-    del names
-    return MarkedCalls(OPENING, _Reader)
+def _kinds_of_any(schema: Any) -> set[str]:
+    """Of the values that a schema has, or one of those that it lists; empty: it does not say."""
+    about = schema if isinstance(schema, dict) else {}
+    listed = about.get("anyOf", about.get("oneOf"))
+    kinds = [_kinds(each) for each in (listed if isinstance(listed, list) else [about])]
+    return set().union(*kinds) if all(kinds) else set()
+
+
+def _kinds(schema: Any) -> set[str]:
+    if not isinstance(schema, dict):
+        return set()
+    values = schema.get("enum", [schema["const"]] if "const" in schema else ())
+    if isinstance(values, list) and values:
+        return set().union(*(_KINDS[type(each)] for each in values))
+    kinds = schema.get("type", [])
+    return {each for each in (kinds if isinstance(kinds, list) else [kinds]) if isinstance(each, str)}
+
+
+_KINDS: Final[Mapping[type, frozenset[str]]] = {
+    str: frozenset(("string",)),
+    bool: frozenset(("boolean",)),
+    int: frozenset(("integer", "number")),
+    float: frozenset(("number",)),
+    type(None): frozenset(("null",)),
+    list: frozenset(("array",)),
+    dict: frozenset(("object",)),
+}
+"""Type of a value of JSON -> what schemas call it."""
+
+
+def create(schemas: Mapping[str, Mapping[str, Any]]) -> ToolParser:
+    """A parser; the tools tell numbers from texts that look like some."""
+    return MarkedCalls(OPENING, partial(_Reader, schemas))
 
 
 def rules(callees: Sequence[Callee], most: int | None, marks: Marks) -> str:
