@@ -177,3 +177,18 @@ def test_a_disk_that_hangs_delays_one_request_and_memory_stays_bounded(tmp_path,
     log, found = opened(tmp_path)
     assert found == streams(0, 1, 2, 3, 4, 9)
     log.close()
+
+
+def test_copies_of_files_by_other_names_are_left_alone(tmp_path):
+    log, _ = opened(tmp_path)
+    write(log, 1)
+    log.close()
+    content = (tmp_path / "requests-0.log").read_bytes()
+    copies = [tmp_path / name for name in ("requests-1.bak.log", "requests-2 (copy).log", "requests-007.log")]
+    for path in copies:
+        path.write_bytes(content)
+    log, found = opened(tmp_path)
+    write(log, 2)
+    log.close()
+    assert found == streams(1)
+    assert all(path.read_bytes() == content for path in copies)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
+import re
 import struct
 import zlib
 from collections.abc import Iterator
@@ -31,6 +32,7 @@ WAIT_S: Final = 1.0
 """A disk that takes longer is not waited for: answers begin without."""
 MAX_WAITING_BYTES: Final = 2**25
 """Of records that a disk which hangs has not taken; what exceeds them is not logged."""
+_NAME: Final = re.compile(r"requests-(0|[1-9][0-9]{0,17})\.log")
 _HEAD: Final = struct.Struct("<II")
 _encode: Final = msgspec.msgpack.Encoder().encode
 _decode: Final = msgspec.msgpack.Decoder(AcceptedRequest).decode
@@ -67,7 +69,8 @@ class LogFile:
         except OSError:
             os.close(self._lock)
             raise ConfigError(f"serving_config.request_log_path: {folder} is used by another server") from None
-        self._numbers = sorted(int(path.stem.partition("-")[2]) for path in folder.glob("requests-[0-9]*.log"))
+        names = (_NAME.fullmatch(path.name) for path in folder.iterdir())  # copies by other names stay as they are
+        self._numbers = sorted(int(name[1]) for name in names if name is not None)
         self._file = -1
         self._size = 0
 
