@@ -113,8 +113,9 @@ def test_facts_that_are_not_served(tmp_path, changes, message):
 @pytest.mark.parametrize(
     "key", ["expert_count", "attention.head_count_kv", "attention.value_length", "rope.scaling.type", "rope.freq_base"]
 )
-def test_a_list_is_no_fact(tmp_path, key):
-    write_model(tmp_path / "a.gguf", "llama", SMALL, 0, more_facts={f"llama.{key}": [1, 2]})
+@pytest.mark.parametrize("items", [[1, 2], ["yarn"]])
+def test_a_list_is_no_fact(tmp_path, key, items):
+    write_model(tmp_path / "a.gguf", "llama", SMALL, 0, more_facts={f"llama.{key}": items})
     with pytest.raises(ModelError, match=rf"`llama\.{key}` must be one value and no list"):
         ModelSpec.from_folder(tmp_path / "a.gguf")
 

@@ -131,7 +131,8 @@ class _Facts:
 
     def value(self, key: str, default: Any = None) -> Any:
         value = self.found.facts.get(key)
-        if isinstance(value, np.ndarray):
+        is_unread = value is None and key in self.found.facts  # a list of texts
+        if is_unread or isinstance(value, np.ndarray):
             raise self.fail(key, "must be one value and no list")
         return default if value is None else value
 
