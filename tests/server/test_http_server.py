@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
-import openai
 import pytest
 from fakes import FakeEngine, Script
 from http_serving import connect, get, read_all, serving
@@ -57,8 +56,16 @@ print(code, engine.num_starts, engine.num_stops, len(engine.aborted))
 """
 
 
+@pytest.fixture(scope="module")
+def openai():
+    """Imported late: it takes a while, and each process collects all tests."""
+    import openai
+
+    return openai
+
+
 @pytest.fixture
-def client():
+def client(openai):
     with serving(FakeEngine()) as url, openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
         yield client
 
@@ -94,14 +101,14 @@ class TestOpenAIClient:
         assert "".join(chunk.choices[0].delta.content for chunk in chunks) == "Hello world"
         assert chunks[-1].choices[0].finish_reason == "stop"
 
-    def test_errors_have_their_classes(self, client):
+    def test_errors_have_their_classes(self, client, openai):
         with pytest.raises(openai.BadRequestError, match="top_p"):
             client.completions.create(model="demo", prompt="x", top_p=2)
         with pytest.raises(openai.NotFoundError):
             client.completions.create(model="gpt", prompt="x")
 
 
-def test_api_keys_with_the_openai_client():
+def test_api_keys_with_the_openai_client(openai):
     key = "sesame-open-the-door"
     engine = FakeEngine(api_keys=(ApiKey(name="a", key_sha256=hash_key(key), highest_class="standard"),))
     with serving(engine) as url, openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0) as client:
@@ -116,7 +123,7 @@ def test_api_keys_with_the_openai_client():
     assert [each.tenant for each in engine.submitted] == ["a"]
 
 
-def test_an_error_within_a_stream_reaches_the_openai_client():
+def test_an_error_within_a_stream_reaches_the_openai_client(openai):
     with (
         serving(FakeEngine(Script(error="WorkAgent 0 died"))) as url,
         openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,

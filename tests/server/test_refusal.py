@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 
 import httpx
-import openai
 import pytest
 from fakes import FakeEngine
 from llm_serving.errors import CapacityError
@@ -15,6 +14,8 @@ from server_client import post
 
 
 def test_the_openai_client_gets_a_rate_limit_error_with_the_time_to_retry() -> None:
+    import openai  # late, as in test_http_server.py
+
     async def run() -> None:
         engine = FakeEngine(refusal=CapacityError("5 of 5 places in the queue are taken", 2.2, 1500.5, 4.25))
         transport = httpx.ASGITransport(create_app(engine))
