@@ -50,14 +50,18 @@ def kept(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def alone(kept: str) -> list[object]:
-    model = llm(kept)
+def model(kept: str) -> LLM:
+    return llm(kept)
+
+
+@pytest.fixture(scope="module")
+def alone(model: LLM) -> list[object]:
     return [answers(model, [each])[0] for each in REQUESTS]
 
 
-def test_answers_are_right(kept: str) -> None:
+def test_answers_are_right(model: LLM) -> None:
     asked = ["Add 17 and 25.", "How much is 47 minus 37?", "Sort these words alphabetically: sail rocket beach."]
-    outputs = llm(kept).generate(asked, GREEDY)
+    outputs = model.generate(asked, GREEDY)
     assert [output.text.strip() for output in outputs] == ["42", "10", "beach rocket sail"]
 
 
@@ -66,11 +70,10 @@ def test_answers_are_those_given_alone(alone: list[object], kept: str, load: str
     assert answers(llm(kept, *LOADS[load]), REQUESTS) == alone
 
 
-def test_weights_are_read_as_so_many_bytes(kept: str) -> None:
+def test_weights_are_read_as_so_many_bytes(model: LLM, kept: str) -> None:
     """Of all products of a step: the model's weights, the table of embeddings aside."""
     from llm_serving.kernels import library
 
-    model = llm(kept)
     before = library.load().llm_num_weight_bytes()
     model.generate(["Add"], SamplingParams(temperature=0.0, max_tokens=1))
     spec = model.model_spec
