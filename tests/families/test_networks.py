@@ -39,7 +39,7 @@ ON_EVERY_KERNELS: dict[str, dict[str, Any]] = {
 }
 """Models, and what their graphs leave out: each kind of layer once, but for the first, since a graph of Cells takes
 MindSpore seconds a layer."""
-ON_PLAIN_KERNELS = ("mistral", "baichuan2-13b", "gemma2", "gemma3", "qwen2-moe")
+ON_PLAIN_KERNELS = ("baichuan2-13b", "gemma2", "gemma3", "qwen2-moe")
 """A graph for each of what primitives lack, and what plain operations differ in: windows, slopes, caps, norms of heads,
 two rotations, gates, experts. `families.precision --kernels plain` asks all."""
 
