@@ -10,12 +10,13 @@ which a tokenizer would write that takes time without bounds, as such a text may
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from llguidance import LLMatcher
-from llguidance.gbnf_to_lark import any_to_lark
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from llm_serving.core.choices import JsonWhitespaceName
 from llm_serving.errors import LLMServingError
@@ -32,6 +33,7 @@ no end."""
 MAX_INT: Final = 2**53
 MAX_INT_CHARS: Final = 20
 _OPTIONS: Final = '\n%llguidance {"no_forcing": true}\n'
+_LARK: Final = re.compile(r"(?m)^[^\S\n]*(?:%llguidance\b|start\s*:)")
 _BEGINNING: Final = "start: @answer"
 _Part = Mapping[str, Any]
 
@@ -106,11 +108,20 @@ def any_grammar(text: str) -> Grammar:
         GrammarError: It is neither.
     """
     try:
-        return lark_grammar(any_to_lark(text))
+        return lark_grammar(text if is_lark(text) else gbnf_to_lark(text))
     except RecursionError:
         raise GrammarError("is nested too deeply") from None
     except Exception as error:  # noqa: BLE001  the converter raises whatever its parser meets
         raise GrammarError(f"is no grammar: {error}") from None
+
+
+def is_lark(text: str) -> bool:
+    """Whether a grammar is in the language of Lark; a line of it begins the rule `start` or an option.
+
+    Blank lines are never looked at together: the library's own search, one call that nothing interrupts, takes the
+    square of their number.
+    """
+    return _LARK.search(text) is not None
 
 
 def lark_grammar(text: str, **named: Grammar) -> Grammar:
