@@ -25,12 +25,15 @@ MODES = {"PagedAttention": {13: 0, 14: 0, 15: 0}, "FlashAttentionScore": {15: 0,
 """Input -> its value: no codes in caches, the default mode of masks, heads as wide in values as in keys; no shortcut in
 precision, layout TH, the default mode of masks."""
 
+TWO_LAYERS = {"num_hidden_layers": 2}
+"""All are of one kind, and what they share must be one for both."""
+
 
 @pytest.fixture(scope="module", params=[("qwen3-moe", "bfloat16")], ids="-".join)
 def exported(request, tmp_path_factory):
     """(spec, networks, folder, graph -> what was written)"""
     folder = tmp_path_factory.mktemp("model")
-    spec, networks = networks_of(request.param[0], folder, request.param[1])
+    spec, networks = networks_of(request.param[0], folder, request.param[1], changes=TWO_LAYERS)
     return spec, networks, folder, export_all(spec, networks, folder)
 
 
@@ -63,7 +66,7 @@ def test_the_graph_is_made_of_what_a_device_has_and_knows_lengths_by_name(export
 @pytest.mark.parametrize(("ascend", "kind_of_sum"), [("ascend", "AllGather"), ("ascend_fast", "AllReduce")])
 def test_the_graphs_of_a_rank_add_up_what_is_computed_of_half_the_weights(monkeypatch, tmp_path, ascend, kind_of_sum):
     monkeypatch.setenv("RANK_SIZE", "2")
-    spec, networks = networks_of("qwen3", tmp_path, num_ranks=2, ascend=ascend)
+    spec, networks = networks_of("qwen3", tmp_path, changes=TWO_LAYERS, num_ranks=2, ascend=ascend)
     written = export(networks.states, tmp_path / "states.mindir", dynamic_inputs()).graph
     head = export(networks.head, tmp_path / "head.mindir", inputs_of(spec, "head")).graph
     of_states, of_head = ([kind(node) for node in graph.node] for graph in (written, head))
