@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -145,3 +147,19 @@ def test_the_first_of_several_files_is_read(tmp_path):
     shutil.copy(FOLDER / "json_llama3" / "tokenizer.json", tmp_path)
     assert Tokenizer.load(tmp_path).encode("<|eot_id|>") == Tokenizer.load(FOLDER / "json_llama3").encode("<|eot_id|>")
     assert Tokenizer.load(tmp_path, tmp_path / "tekken.json").bos_token_id == 1
+
+
+@pytest.mark.parametrize(
+    "text", ["a  b", "   ", "a       b \n\t   c", "       ", "abc", " a   ", "\u2003" * 7 + "x" + " " * 3]
+)
+def test_long_runs_of_white_space_are_cut_at_the_same_places_however_they_are_found(monkeypatch, text):
+    monkeypatch.setattr(tiktoken_vocabulary, "MAX_WHITE_SPACE", 3)
+    ends = [0, *(match.end() for match in re.finditer(r"\s{3}", text)), len(text)]
+    expected = [text[a:b] for a, b in itertools.pairwise(ends) if text[a:b]]
+    assert tiktoken_vocabulary._cut(text) == (expected if len(text) > 3 else [text])
+
+
+def test_runs_that_are_just_not_too_long_are_looked_at_once():
+    """A search for a certain length begins anew at each of their places, and holds Python's lock meanwhile."""
+    text = (" " * (MAX_WHITE_SPACE - 1) + "x") * 3
+    assert tiktoken_vocabulary._cut(text) == [text]

@@ -22,7 +22,8 @@ _WORDS: Final = (
 _LINE: Final = re.compile(rb"[A-Za-z0-9+/]+={0,2} [0-9]{1,8}\r?(\n|$)")
 MAX_WHITE_SPACE: Final = 100_000
 """Longer runs of white space are cut: the search for their end keeps every place it has passed."""
-_LONG_SPACE: Final = re.compile(rf"\s{{{MAX_WHITE_SPACE}}}")
+_SPACES: Final = re.compile(r"\s+")
+"""Of any length: to look for a certain one would begin anew at each place of a shorter run."""
 MAX_SPECIAL_TOKENS: Final = 2**16
 
 
@@ -168,7 +169,9 @@ class TiktokenVocabulary:
 def _cut(text: str) -> list[str]:
     if len(text) <= MAX_WHITE_SPACE:
         return [text]
-    ends = [match.end() for match in _LONG_SPACE.finditer(text)]
+    runs = [(match.start(), match.end()) for match in _SPACES.finditer(text)]
+    most = MAX_WHITE_SPACE
+    ends = [end for start, stop in runs if stop - start >= most for end in range(start + most, stop + 1, most)]
     return [piece for a, b in zip([0, *ends], [*ends, len(text)], strict=True) if (piece := text[a:b])]
 
 
