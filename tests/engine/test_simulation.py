@@ -5,7 +5,7 @@ import os
 from simulated_agent import FATES
 from simulated_client import STATES
 from simulated_network import EVENTS
-from simulation import run_in_processes
+from simulation import run_in_processes, run_seeds
 
 NUM_SEEDS = 500
 RARE = {"preempted", "swapped", "lost"}
@@ -21,3 +21,8 @@ def test_no_law_is_broken_whatever_goes_wrong() -> None:
     assert set(STATES) - RARE <= set(totals.aborts) <= set(STATES)
     assert {"max_waiting_queue", "max_waiting_tokens", "class_max_waiting", "never_fits"} <= set(+totals.refusals)
     assert totals.ends["timeout"] > 10
+
+
+def test_a_place_is_free_when_the_request_that_had_it_has_ended_and_not_when_its_client_leaves() -> None:
+    """Here a client leaves between two replicas, when the second has its request but has not looked at it."""
+    run_seeds(71_017_825, 1)

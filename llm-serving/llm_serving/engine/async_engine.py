@@ -394,6 +394,7 @@ class AsyncEngine:
             return None
 
     def _abort(self, request_id: str) -> None:
+        """Its place is its tenant's still, also between two replicas, until the one that has it lets go of it."""
         opened = self._forget(request_id)
         self._forget_shared(opened)
         if opened is not None:
@@ -409,7 +410,6 @@ class AsyncEngine:
     def _forget(self, request_id: str) -> OpenRequest | None:
         self._room.leave(request_id)
         self._router.leave(request_id)
-        self.replicas.ledger.places.forget(request_id)
         opened = self._requests.pop(request_id)
         if opened is not None:
             self.control.ended_at(opened.engine)
@@ -463,6 +463,7 @@ class AsyncEngine:
                     self.control.ended_at(before)
                 return
         self._forget(request.request_id)
+        self.replicas.ledger.places.forget(request.request_id)
         if opened is not None:
             opened.stream.put(departure.last_piece("no WorkAgent is left that could go on with it"))
 
@@ -479,6 +480,7 @@ class AsyncEngine:
                 self._learn(opened, piece)
             if piece.finished:
                 self._forget(piece.request_id)
+                self.replicas.ledger.places.forget(piece.request_id)
             opened.stream.put(piece)
 
     def _learn(self, opened: OpenRequest, first: RequestOutput) -> None:
