@@ -23,7 +23,7 @@ ms.set_device("CPU", 0)
 @pytest.mark.parametrize(
     ("name", "dtype", "message"),
     [
-        ("gpu", "float32", "`backend` must be one of cpu, ascend, ascend_invariant, plain. Given: gpu"),
+        ("gpu", "float32", "`backend` must be one of cpu, ascend, ascend_fast, ascend_invariant, plain. Given: gpu"),
         ("cpu", "int8", "`model_dtype` must be one of bfloat16, float16, float32. Given: int8"),
         ("plain", "int8", "`model_dtype` must be one of bfloat16, float16, float32. Given: int8"),
         ("ascend", "float32", "`model_dtype` on ascend must be one of bfloat16, float16. Given: float32"),

@@ -7,8 +7,13 @@ from llm_serving.worker.exactness import PROMISES, promise
 
 pytestmark = pytest.mark.mindspore
 
-REFUSED = {(ExactnessName.FAST, "plain"), (ExactnessName.FAST, "ascend_invariant")}
-"""Never asked for: `config check` refuses the one, and `backend_for` makes the other for `exact` alone."""
+REFUSED = {
+    (ExactnessName.FAST, "plain"),
+    (ExactnessName.FAST, "ascend"),
+    (ExactnessName.FAST, "ascend_invariant"),
+    (ExactnessName.EXACT, "ascend_fast"),
+}
+"""Never asked for: `config check` refuses the first, and `backend_for` makes the others for one exactness alone."""
 
 
 def test_whatever_computes_has_a_promise():
@@ -23,7 +28,7 @@ def test_whatever_computes_has_a_promise():
         ("exact", "plain", False),
         ("exact", "ascend_invariant", True),
         ("exact", "ascend", False),
-        ("fast", "ascend", False),
+        ("fast", "ascend_fast", False),
     ],
 )
 def test_same_bytes_are_promised_where_products_and_attention_are_always_the_same(exactness, backend, same_bytes):

@@ -11,7 +11,7 @@ class ComputedBy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Told by a WorkAgent when it has loaded its model."""
 
     kernels: str
-    """What `device_config.kernels` came to: program, primitives, plain; ascend, ascend_invariant or ge."""
+    """What `device_config.kernels` came to: program, primitives, plain; ascend, ascend_fast, ascend_invariant or ge."""
     instruction_set: str = ""
     """That of the operator library, such as avx512_bf16; empty where it does not compute."""
     sources: str = ""

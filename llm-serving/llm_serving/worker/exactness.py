@@ -21,7 +21,7 @@ PROMISES: Final[Mapping[tuple[ExactnessName, str], str]] = {
         "what a prompt shares a step with changes no kernel: PagedAttention computes every step; the last bits of an "
         f"answer are not promised: {_OWN_PRODUCTS}"
     ),
-    (ExactnessName.FAST, "ascend"): (
+    (ExactnessName.FAST, "ascend_fast"): (
         "the last bits of an answer depend on what its prompt shares a step with: FlashAttentionScore computes steps "
         f"of whole prompts, PagedAttention the others, and {_OWN_PRODUCTS}"
     ),
