@@ -92,7 +92,7 @@ def test_a_request_is_seen_to_wait_to_lose_its_place_and_to_end():
         return rows | {client_id_of(row["id"]): row["reason"] for row in replica["ended"]}
 
     async def run():
-        server = PageServer(step_s=0.02, max_num_seqs=1)  # 450 tokens take 9 s: all of this is seen before
+        server = PageServer(step_s=0.005, max_num_seqs=1)
         async with server.running() as client:
             app = client._transport.app
             body = LONG | {"max_tokens": 450}
