@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Final, Protocol
 
 import mindspore as ms
@@ -66,11 +66,19 @@ class CollectiveGroup:
             port: Of this machine, for the scheduler.
             device_target: Ascend or CPU.
         """
-        os.environ.update(_environment(count, port), MS_ROLE="MS_WORKER", MS_NODE_ID=str(rank))
+        os.environ.update(
+            MS_ROLE="MS_WORKER",
+            MS_NODE_ID=str(rank),
+            MS_WORKER_NUM=str(count),
+            MS_WORKER_IP=HOST,
+            MS_SCHED_HOST=HOST,
+            MS_SCHED_PORT=str(port),
+            MS_TOPO_TIMEOUT=str(FORM_S),
+            MS_RECEIVE_MSG_TIMEOUT=str(RECEIVE_S),
+        )
         if rank == 0:
-            _start_scheduler(count, port)
+            _start_scheduler(port)
         init("hccl" if device_target == "Ascend" else "mccl")
-        self._count = count
 
     def begin(self, step: int, timeout_s: float) -> None:
         """All ranks get all steps, in one order."""
@@ -94,20 +102,9 @@ class _Gather(nn.Cell):
         return self.gather(x)
 
 
-def _environment(count: int, port: int) -> Mapping[str, str]:
-    return {
-        "MS_WORKER_NUM": str(count),
-        "MS_SCHED_HOST": HOST,
-        "MS_SCHED_PORT": str(port),
-        "MS_WORKER_IP": HOST,
-        "MS_TOPO_TIMEOUT": str(FORM_S),
-        "MS_RECEIVE_MSG_TIMEOUT": str(RECEIVE_S),
-    }
-
-
-def _start_scheduler(count: int, port: int) -> None:
-    """Without it the ranks would wait for each other in vain, so this process ends with it."""
-    environment = {**os.environ, **_environment(count, port), "MS_ROLE": "MS_SCHED"}
+def _start_scheduler(port: int) -> None:
+    """In the environment of rank 0. Without it the ranks would wait in vain, so this process ends with it."""
+    environment = {**os.environ, "MS_ROLE": "MS_SCHED"}
     command = [sys.executable, "-m", __name__, str(os.getpid())]
     scheduler = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)  # noqa: S603
 
