@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from threading import Lock
 from typing import Final, NamedTuple
 
@@ -264,6 +264,13 @@ class Metrics(Collector):
                 gauge.add_metric([*values, str(replica), self.machine(replica)], getattr(load, field))
             yield gauge
 
+    def _by_label(self, name: str, text: str, label: str, counts: Mapping[str, float]) -> Metric:
+        """A counter with one more label, by whose values there are counts."""
+        counter = CounterMetricFamily(name, text, labels=[*self._labels, label])
+        for value, count in counts.items():
+            counter.add_metric([*self._labels.values(), value], count)
+        return counter
+
     def collect(self) -> Iterator[Metric]:
         names, values = list(self._labels), list(self._labels.values())
         load, replicas = self.load_now(), self.replicas()
@@ -294,33 +301,26 @@ class Metrics(Collector):
             counter = CounterMetricFamily(name, text, labels=names)
             counter.add_metric(values, self._counts[name])
             yield counter
-        ends = CounterMetricFamily(
-            "vllm:request_success_total", "Requests that ended, by reason.", labels=[*names, "finished_reason"]
+        yield self._by_label(
+            "vllm:request_success_total",
+            "Requests that ended, by reason.",
+            "finished_reason",
+            {reason.value: count for reason, count in self._finished.items()},
         )
-        for reason, count in self._finished.items():
-            ends.add_metric([*values, reason.value], count)
-        yield ends
-        reloads = CounterMetricFamily(
+        yield self._by_label(
             "llm_serving:config_reloads_total",
             "Times the configuration was read again: applied, refused, or unchanged.",
-            labels=[*names, "outcome"],
+            "outcome",
+            self._reloads,
         )
-        for outcome, count in self._reloads.items():
-            reloads.add_metric([*values, outcome], count)
-        yield reloads
-        shares = CounterMetricFamily(
+        yield self._by_label(
             "llm_serving:share_violations_total",
             "Times a tenant's limit or a class's weight did not hold for all replicas together; stays 0.",
-            labels=[*names, "of"],
+            "of",
+            self.num_shares_broken,
         )
-        for name, count in self.num_shares_broken.items():
-            shares.add_metric([*values, name], count)
-        yield shares
         for name, (by_proposer, text) in _GUESSES.items():
-            guesses = CounterMetricFamily(by_proposer, text, labels=[*names, "proposer"])
-            for proposer, count in list(self._guesses[name].items()):
-                guesses.add_metric([*values, proposer], count)
-            yield guesses
+            yield self._by_label(by_proposer, text, "proposer", self._guesses[name])
         for name, histogram in self._histograms.items():
             yield histogram.family(name, _HISTOGRAMS[name][0], self._labels)
         yield from self.classes.collect()
