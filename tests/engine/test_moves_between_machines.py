@@ -75,6 +75,18 @@ def between(setup: Setup, index: int, name: str, happens: Callable[[], object]) 
     setattr(pool, name, asked)
 
 
+def held(setup: Setup, index: int, name: str) -> tuple[Event, Event]:
+    """As `between`: what happens sets the first event and waits for the second."""
+    came, go_on = Event(), Event()
+
+    def hold() -> None:
+        came.set()
+        go_on.wait()
+
+    between(setup, index, name, hold)
+    return came, go_on
+
+
 def note_asked(setup: Setup, index: int, under_way: list[int]) -> None:
     """How many frames are under way on the link to a replica whenever one is sent."""
     channel, count = setup.links[index]._channel, 0
@@ -194,13 +206,7 @@ def test_a_cancel_finds_a_request_whose_blocks_are_on_their_way() -> None:
 
 def test_a_server_that_ends_tells_those_whose_blocks_are_on_their_way() -> None:
     async def talk(setup: Setup, engine: AsyncEngine) -> None:
-        came, go_on = Event(), Event()
-
-        def hold() -> None:
-            came.set()
-            go_on.wait()
-
-        between(setup, 0, "read", hold)
+        came, go_on = held(setup, 0, "read")
         asked = asyncio.create_task(ask(engine))
         await asyncio.to_thread(came.wait)
         stopping = asyncio.create_task(engine.stop())
@@ -219,13 +225,7 @@ def test_where_too_much_is_on_its_way_a_request_goes_on_with_its_blocks_where_it
     monkeypatch.setattr(carrier, "MAX_REQUESTS", 1)
 
     async def talk(setup: Setup, engine: AsyncEngine) -> None:
-        came, go_on = Event(), Event()
-
-        def hold() -> None:
-            came.set()
-            go_on.wait()
-
-        between(setup, 0, "read", hold)
+        came, go_on = held(setup, 0, "read")
         first = asyncio.create_task(ask(engine))
         await asyncio.to_thread(came.wait)
         assert (await ask(engine, [1, *PROMPT]))[0] == expected_output([1, *PROMPT], 20)
