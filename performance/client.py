@@ -19,6 +19,9 @@ LEGACY_MODEL_NAMES = ("llama2", "internlm")
 
 NO_FIELDS: Mapping[str, Any] = MappingProxyType({})
 
+RETRIES_HEADER = "x-stainless-retry-count"
+"""By which the libraries of OpenAI and Anthropic say how often they have tried a request before."""
+
 _MAX_RETRY_AFTER_S = 120.0
 
 
@@ -105,7 +108,7 @@ async def generate(
     attempts: list[Attempt] = []
     while True:
         sent_s = time.perf_counter()
-        response = await http.request("POST", options.path, body)
+        response = await http.request("POST", options.path, body, {RETRIES_HEADER: str(len(attempts))})
         delay_s = retry_after_s(response)
         request_id = response.headers.get("x-request-id", "")
         attempts.append(Attempt(sent_s, delay_s, predicted_ttft_s(response), request_id))

@@ -6,10 +6,14 @@ call of `data_received`, and no task is woken before the response is complete.
 
 import asyncio
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from urllib.parse import urlsplit
 
 from http_response import HttpError, ResponseParser
+
+NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -125,15 +129,21 @@ class HttpClient:
             raise ValueError(f"`--url` must look like http://host:port. Given: {url}")
         return cls(parts.hostname, parts.port or 80, idle_timeout_s)
 
-    async def request(self, method: str, path: str, body: bytes = b"") -> HttpResponse:
+    async def request(
+        self, method: str, path: str, body: bytes = b"", headers: Mapping[str, str] = NO_HEADERS
+    ) -> HttpResponse:
         """Sends one request and returns when the response is complete. Cancelling it closes the connection.
+
+        `headers` come beside those that every request has.
 
         Raises:
             HttpError: The exchange did not end with a complete response.
         """
         head = (
             f"{method} {path} HTTP/1.1\r\nhost: {self.host}:{self.port}\r\nconnection: close\r\n"
-            f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+            f"content-type: application/json\r\ncontent-length: {len(body)}\r\n"
+            + "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+            + "\r\n"
         )
         loop = asyncio.get_running_loop()
         try:

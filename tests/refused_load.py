@@ -96,6 +96,7 @@ class World:
         noise: Spread of the factor that each step's time has, and of a slower one that changes every half second.
         door_s: Seconds of the event loop for everybody who asks; the steps get later by as much.
         stall_s: Mean of the times for which the event loop hears nobody, about one in a second.
+        tells: Whether who asks says if it was refused before.
         scheduler: Further settings.
     """
 
@@ -109,6 +110,7 @@ class World:
         noise: float = 0.1,
         door_s: float = 0.0,
         stall_s: float = 0.0,
+        tells: bool = True,
         config: dict[str, Any] | None = None,
         **scheduler: Any,
     ) -> None:
@@ -120,6 +122,7 @@ class World:
         self._noise = noise
         self._speed, self._speed_until = 1.0, 0.0
         self._door_s, self._stall_s = door_s, stall_s
+        self._tells = tells
         self._door_free, self._next_stall, self._lost_s = 0.0, 0.0, 0.0
         self._ready = 0.0
         self._order = itertools.count()
@@ -187,7 +190,8 @@ class World:
     def _ask(self, client: Client, came: float | None = None) -> None:
         now = self.clock.now
         came = now if came is None else came
-        visitor = Visitor(client.source, client.number.to_bytes(8, "big"))
+        says_again = bool(client.told) if self._tells else None
+        visitor = Visitor(client.source, repr((client.prompt, client.num_output)).encode(), says_again)
         sampling = SamplingParams(temperature=0.0, max_tokens=client.num_output, ignore_eos=True)
         if client.max_tokens is not None:
             last = len(client.prompt) + client.num_output - 1  # a token tells how many are before it
@@ -363,6 +367,7 @@ def main() -> None:
     parser.add_argument("--noise", type=float, default=0.1)
     parser.add_argument("--door-ms", type=float, default=0.0, help="of the event loop, for everybody who asks")
     parser.add_argument("--stall-ms", type=float, default=0.0, help="for which it hears nobody, about once a second")
+    parser.add_argument("--silent", action="store_true", help="nobody says whether it was refused before")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--cold", action="store_true", help="16 clients at once before, and nothing else")
     parser.add_argument("--unknown", action="store_true", help="all ask for 500 tokens, whatever they get")
@@ -381,6 +386,7 @@ def main() -> None:
         seed=args.seed,
         door_s=args.door_ms / 1000,
         stall_s=args.stall_ms / 1000,
+        tells=not args.silent,
     )
     world.run()
     result = outcome(clients)

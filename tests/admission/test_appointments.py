@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from llm_serving.admission import appointments
@@ -63,6 +64,48 @@ def test_the_same_request_is_recognized_when_it_comes_in_time_and_not_before() -
     book.keep(kept)
     assert (book.num_kept, book.num_missed, len(book)) == (1, 0, 0)
     assert book.due(visitor(1), seconds) is None
+
+
+def saying(number: int, says_again: bool | None) -> Visitor:
+    return replace(visitor(number), says_again=says_again)
+
+
+def come_back(book: AppointmentBook, who: Visitor, now: float) -> float:
+    """Is refused, and comes when it was told to; returns when that is."""
+    due = now + refuse(book, who, now=now)
+    kept = book.due(who, due)
+    if kept is not None:
+        book.keep(kept, who.says_again)
+    book.advance(due)
+    return due
+
+
+def test_who_comes_for_the_first_time_takes_no_appointment_where_those_who_come_back_say_so() -> None:
+    book = AppointmentBook()
+    now = come_back(book, saying(1, True), 0.0)
+    due = now + refuse(book, visitor(2), now=now)
+    assert book.due(saying(2, False), due) is None
+    # Whoever says nothing is taken for the one that was told to come, as is who says that it has been refused.
+    assert book.due(saying(2, None), due) is not None
+    assert book.due(saying(2, True), due) is not None
+
+
+def test_who_never_says_that_it_comes_back_has_its_appointments_all_the_same() -> None:
+    """Programs that try again themselves, by libraries that say each time that it is the first."""
+    book, now = AppointmentBook(), 0.0
+    for number in range(10):
+        now = come_back(book, saying(number, False), now)
+    assert (book.num_kept, book.num_missed) == (10, 0)
+
+
+def test_who_no_longer_says_that_it_comes_back_is_believed_after_a_while() -> None:
+    book, now = AppointmentBook(), 0.0
+    for number in range(100):
+        now = come_back(book, saying(number, True), now)
+    for number in range(100):
+        now = come_back(book, saying(number, False), now)
+    assert 0 < book.num_missed < 40
+    assert book.num_kept == 200 - book.num_missed
 
 
 def test_an_appointment_that_is_not_kept_is_forgotten() -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from llm_serving.admission.answer_lengths import AnswerLengths, Asked
 from llm_serving.admission.appointments import GRACE_S, HORIZON_S, UNHEARD_S, Visitor
-from llm_serving.admission.door import FRESH_S, ROUGH_S, Door, Forecast, Replica
-from llm_serving.admission.load_estimator import Measured, UnderWay
+from llm_serving.admission.door import FEW_ENDS, FRESH_S, ROUGH_S, Door, Forecast, Line, Replica
+from llm_serving.admission.load_estimator import Measured, Queue, UnderWay
 from llm_serving.admission.slots import Slots
 from llm_serving.admission.waiting_room import WaitingRoom
 from llm_serving.config.schema import ServingConfig
@@ -74,13 +75,13 @@ def test_who_comes_when_told_finds_a_place_kept_from_newcomers() -> None:
 
 def test_those_who_are_not_let_in_within_a_moment_share_one_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
     setup = Setup()
-    predict, predicted = setup.door.predict, []
+    draw, predicted = setup.door._draw, []
 
-    def count(*args: object) -> Forecast | None:
+    def count(*args: object) -> object:
         predicted.append(args)
-        return predict(*args)  # type: ignore[arg-type]
+        return draw(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(setup.door, "predict", count)
+    monkeypatch.setattr(setup.door, "_draw", count)
     setup.enter(PLACES)
     for number in range(20):
         setup.refused(number)
@@ -93,9 +94,22 @@ def test_those_who_are_not_let_in_within_a_moment_share_one_prediction(monkeypat
     setup.ask(0)
     setup.ask(1)
     assert len(predicted) == 4
-    for number in range(2, 9):
-        setup.door.knock([4], 0, "", Visitor("a", number.to_bytes(4, "big")), Replica(0, 1, None, True))
-    assert len(predicted) == 5
+    for number in range(2, 9):  # prompts of any lengths
+        setup.door.knock([4 * number], 0, "", Visitor("a", number.to_bytes(4, "big")), Replica(0, 1, None, True))
+    assert len(predicted) == 4
+
+
+def test_a_long_line_is_the_same_for_those_who_are_let_in_within_a_moment_and_grows_with_them() -> None:
+    limits = SchedulerLimits(64, max_num_seqs=8, max_prefill_seqs=8, max_model_len=64)
+    measured = Measured(limits, 1.0, 0.0, 0.125, 8)  # one of them ends in a second
+    queue = Queue(num_requests=20, num_tokens=0, num_running=8, num_running_in_all=8)
+    line = Line(queue, 1, "long", 20, measured, drawn=5.0, num_entered=100)
+    alone = line.seconds(4, 100, 5.0)
+    assert alone == 20 + limits.max_steps_in_flight
+    assert line.seconds(4, 102, 5.25) == pytest.approx(alone * 1.1 - 0.25)
+    assert line.holds(5.25) and not line.holds(6.0)
+    assert not replace(line, num_ends=FEW_ENDS).holds(5.25)  # of few, each one counts
+    assert line.seconds(4, 100, 100.0) == measured.step_s
 
 
 def test_who_was_refused_is_remembered_with_what_it_asked_for() -> None:
@@ -248,7 +262,7 @@ def predicted_for(prompt_lens: list[int], num_replicas: int = 1, num_cached: int
     config = ServingConfig()
     limits = SchedulerLimits(max_num_batched_tokens=64, max_num_seqs=8, max_prefill_seqs=8, max_model_len=64)
     measured = Measured(limits, 0.0, 1.0, None, 8)
-    door = Door(config, WaitingRoom(config), Metrics().classes)
+    door = Door(config, WaitingRoom(config), Metrics().classes, Clock())
     forecast = door.predict(
         prompt_lens, STANDARD, "", Replica(0, num_replicas, measured, True, num_cached_tokens=num_cached)
     )

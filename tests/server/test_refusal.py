@@ -68,6 +68,17 @@ def test_the_same_request_of_the_same_client_is_the_same_visitor() -> None:
     assert len({first, *(visitor(body) for body in others), visitor({}, **{"Idempotency-Key": "x"})}) == 7
 
 
+@pytest.mark.parametrize(
+    ("count", "says_again"),
+    [("0", False), ("00", False), ("3", True), ("", None), ("-1", None), ("x", None), (None, None)],
+)
+def test_who_says_how_often_it_has_tried_is_heard(count: str | None, says_again: bool | None) -> None:
+    engine = FakeEngine()
+    headers = {} if count is None else {"x-stainless-retry-count": count}
+    post(engine, "/v1/completions", {"model": "demo", "prompt": "Hello"}, headers=headers)
+    assert engine.submitted[0].visitor.says_again is says_again
+
+
 FULL = CapacityError("5 of 5 places in the queue are taken", 2.2)
 
 

@@ -6,6 +6,9 @@ again from the same place (`Visitor`). Nothing rests on anybody's word. No place
 whole of what the server can do, and the book has a fixed size. It is not saved: with the process its queue is gone too.
 
 What counts is when somebody came, not when the event loop came to hear it: a busy server makes nobody late.
+
+Of two clients who ask the same from the same place, the one that comes first has the appointment. Some libraries say
+how often they have tried: where those who come back say so, whoever says that this is the first time was not told to.
 """
 
 from __future__ import annotations
@@ -53,13 +56,16 @@ _ROUNDING: Final = 1e-6
 _FUTURE: Final = _BUCKETS_PER_S * (HORIZON_S + 2)
 
 
-class Visitor(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Visitor:
     """Who asks for what. The same again: the same client with the same request, as far as anybody can tell."""
 
     source: str = ""
     """Who answers for it: the name of an API key, or an address."""
     key: bytes = b""
     """Of the request; empty: it cannot be recognized, and gets no appointment."""
+    says_again: bool | None = field(default=None, compare=False)
+    """Whether it says that it has been refused before; None: it says nothing of that."""
 
 
 class Place(NamedTuple):
@@ -94,6 +100,8 @@ class Appointment:
     again: bool = False
     """Of one that has kept an appointment already and found no room."""
     over: bool = False
+    passed_by: bool = False
+    """Somebody came in time and said that it was the first."""
 
 
 @dataclass(slots=True)
@@ -105,6 +113,8 @@ class _Source:
     outstanding: set[Appointment] = field(default_factory=set)
     is_large: bool = False
     """Whether it is held to its share."""
+    says_again: float = 0.5
+    """Share of those who keep its appointments, and say whether they have been refused before, that say so."""
 
 
 class AppointmentBook:
@@ -141,6 +151,8 @@ class AppointmentBook:
             appointment = heapq.heappop(self._expiries)[2]
             if not appointment.over:
                 self.num_missed += 1
+                if appointment.passed_by:
+                    self._hear(appointment.visitor.source, says_again=False)
                 self._end(appointment, came=False)
 
     def make(self, visitor: Visitor, due: float, places: Sequence[Place], *, again: bool = False) -> None:
@@ -165,9 +177,11 @@ class AppointmentBook:
             self._hold_to_its_share(visitor.source, source)
         heapq.heappush(self._expiries, (due + GRACE_S + UNHEARD_S, next(self._order), appointment))
 
-    def keep(self, appointment: Appointment) -> None:
-        """Its visitor has come in time."""
+    def keep(self, appointment: Appointment, says_again: bool | None = None) -> None:
+        """Its visitor has come in time, and says this of itself."""
         self.num_kept += 1
+        if says_again is not None:
+            self._hear(appointment.visitor.source, says_again)
         self._end(appointment, came=True)
 
     # --- questions --------------------------------------------------------------------------------------------------
@@ -175,7 +189,11 @@ class AppointmentBook:
     def due(self, visitor: Visitor, came: float) -> Appointment | None:
         """The appointment that the visitor keeps by having come then."""
         own = self._by_visitor.get(visitor, ())
-        return next((each for each in own if each.due - EARLY_S <= came < each.due + GRACE_S), None)
+        found = next((each for each in own if each.due - EARLY_S <= came < each.due + GRACE_S), None)
+        if found is not None and visitor.says_again is False and self._sources[visitor.source].says_again > 0.5:
+            found.passed_by = True
+            return None
+        return found
 
     def remaining_s(self, visitor: Visitor, now: float) -> int | None:
         """Whole seconds to its last appointment, of a visitor that gets no further one."""
@@ -258,6 +276,11 @@ class AppointmentBook:
                 del self._expected[name]
         if self._num_outstanding == 0:
             self._expected.clear()  # and with it what rounding has left
+
+    def _hear(self, name: str, says_again: bool) -> None:
+        """What somebody of that source says who has come when it was told to."""
+        source = self._sources[name]
+        source.says_again += (says_again - source.says_again) / _MEMORY
 
     def _reweigh(self, source: _Source) -> None:
         """Follows what a source has come to; by halves, so that a long list is gone through a few times only."""

@@ -31,7 +31,9 @@ FEW_ENDS: Final = 8
 MAX_REFUSED: Final = 20_000
 """Refusals that are remembered, the newest."""
 ROUGH_S: Final = 0.05
-"""Seconds for which a prediction holds for others who are not let in."""
+"""Seconds for which a prediction holds for others who are not let in; nobody gets an older one."""
+HELD_SHARE: Final = 0.02
+"""Of a predicted time, for which the prediction holds for others too."""
 FRESH_S: Final = 10.0
 """Seconds without a step after which what was measured refuses nobody who would be alone."""
 RETURNED_MEMORY: Final = 32
@@ -64,6 +66,40 @@ class Forecast:
     seconds: float
     uncorrected_s: float
     kind: Kind
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """What requests stand behind at a replica, whatever their prompts."""
+
+    ahead: Queue
+    """With themselves, but for the tokens of their prompts."""
+    num_requests: int
+    """Of theirs."""
+    wait: str
+    """The `queue` of a `Kind`."""
+    num_ends: int
+    """Requests that must end before the last of theirs can start; 0 or less: none."""
+    measured: Measured
+    drawn: float
+    """When it was, on the clock."""
+    num_entered: int
+    """Requests that had ever been let in to the replica then."""
+
+    def seconds(self, num_tokens: int, num_entered: int, now: float) -> float | None:
+        """To the first token of the last of them, with so many tokens to compute, had they come later: at `now`, when
+        so many had been let in."""
+        ahead = replace(self.ahead, num_tokens=self.ahead.num_tokens + num_tokens)
+        seconds = self.measured.seconds_to_first_token(ahead)
+        if seconds is None or now == self.drawn:
+            return seconds
+        longer = (num_entered - self.num_entered) / self.num_ends if self.num_ends > 0 else 0.0
+        return max(self.measured.step_s, seconds * (1 + longer) - (now - self.drawn))
+
+    def holds(self, now: float) -> bool:
+        """Whether others may stand behind it as well; of a short one, each request that ends is a large part."""
+        seconds = self.measured.seconds_to_first_token(self.ahead)
+        return self.num_ends > FEW_ENDS and seconds is not None and now - self.drawn <= HELD_SHARE * seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +140,9 @@ class Door:
         self._metrics = metrics
         self._clock = clock
         self._corrections: Corrections[Kind] = Corrections()
-        self._rough: dict[tuple[str, str, int, int, int], Forecast | None] = {}
-        """By what those who were refused lately have in common."""
-        self._rough_until = -math.inf
+        self._lines: dict[tuple[str, str | None, int, int], Line | None] = {}
+        """By what those who asked lately have in common."""
+        self._lines_until = -math.inf
         self._wait_of_returned: dict[str, float] = {}
         """By class, seconds that those who came back were predicted to wait then."""
 
@@ -146,7 +182,7 @@ class Door:
         """
         forecast, appointment = self._pass(prompt_lens, priority, tenant, visitor, replica, came, owed_lens)
         if appointment is not None:
-            self.book.keep(appointment)
+            self.book.keep(appointment, visitor.says_again)
             if forecast is not None:
                 name = forecast.kind.class_name
                 before_s = self._wait_of_returned.get(name, forecast.seconds)
@@ -193,8 +229,7 @@ class Door:
         limits = self._room.limits(num_requests, num_tokens, request_class, tenant)
         missing = [self._num_missing(each, appointment, came, now) for each in limits]
         is_full = any(each > 0 for each in missing)
-        predict = self._predict_roughly if roughly or is_full else self.predict
-        forecast = predict(owed_lens or prompt_lens, request_class, tenant, replica)
+        forecast = self.predict(owed_lens or prompt_lens, request_class, tenant, replica, roughly=roughly or is_full)
         predicted_s = None if forecast is None else forecast.seconds
         is_promised = self._factor is not None and request_class.ttft_slo_s is not None
         if predicted_s is not None and is_promised and self._is_measured(replica):
@@ -223,24 +258,6 @@ class Door:
         num_kept = 0 if appointment is not None else self.book.num_kept_free(limit.place, came, now)
         return limit.place.over + num_kept
 
-    def _predict_roughly(
-        self, prompt_lens: Sequence[int], request_class: RequestClass, tenant: str, replica: Replica
-    ) -> Forecast | None:
-        """As `predict`, for somebody who is not let in: what was predicted for one like it a moment ago will do.
-
-        Where many come, each step would have another prediction, for as much time as all else takes. Of prompts alike
-        the shortest is meant, so that nobody is refused for what a longer one takes.
-        """
-        now = self._clock()
-        if now >= self._rough_until:
-            self._rough.clear()
-            self._rough_until = now + ROUGH_S
-        least = 1 << max(0, (sum(prompt_lens) // len(prompt_lens)).bit_length() - 1)
-        alike = (request_class.name, tenant, replica.index, len(prompt_lens), least)
-        if alike not in self._rough:
-            self._rough[alike] = self.predict([least] * len(prompt_lens), request_class, tenant, replica)
-        return self._rough[alike]
-
     def least_owed(self, prompt_lens: Sequence[int]) -> Sequence[int]:
         """Tokens that are surely computed of prompts of which only the lengths are known: others may be found."""
         return [1] * len(prompt_lens) if self._finds_prefixes else prompt_lens
@@ -255,7 +272,7 @@ class Door:
         """
         again = kept is not None
         if kept is not None:
-            self.book.keep(kept)
+            self.book.keep(kept, visitor.says_again)
         elif (told := self.book.remaining_s(visitor, now)) is not None:
             return told
         seconds = self.book.seconds_until_free(places, visitor.source, now, least_s, again=again)
@@ -286,14 +303,61 @@ class Door:
         raise CapacityError(message, max(1.0, predicted_s - remaining_s), 1000 * predicted_s)
 
     def predict(
-        self, prompt_lens: Sequence[int], request_class: RequestClass, tenant: str, replica: Replica
+        self,
+        prompt_lens: Sequence[int],
+        request_class: RequestClass,
+        tenant: str,
+        replica: Replica,
+        *,
+        roughly: bool = False,
     ) -> Forecast | None:
         """When the last of these requests would have its first token; None where too little is known.
 
         It reckons with what is there, its own class and higher ones, and corrects that by what such predictions have
         lacked lately: those who come later and go first, what tenants had before and what a step ahead costs are in
         that. Those whom the limit of their tenant holds apart are not in the way, but for others of the same.
+
+        Where many come, each step would have another prediction, for as much time as all else takes. Nearly all of that
+        goes to those ahead, who are the same for all alike: what was found of them a moment ago will do, if it is a
+        short one beside the time that is predicted, or if `roughly`, for somebody who is not let in.
         """
+        now = self._clock()
+        line = self._line(len(prompt_lens), request_class, tenant, replica, now, roughly=roughly)
+        if line is None:
+            return None
+        num_tokens = -(-sum(prompt_lens) * line.num_requests // len(prompt_lens)) - replica.num_cached_tokens
+        num_tokens = max(line.num_requests, num_tokens)
+        seconds = line.seconds(num_tokens, self._room.num_entered(replica.index), now)
+        if seconds is None:
+            return None
+        kind = Kind(request_class.name, line.wait)
+        return Forecast(seconds * self._corrections.factor(kind), seconds, kind)
+
+    def _line(
+        self,
+        num_requests: int,
+        request_class: RequestClass,
+        tenant: str,
+        replica: Replica,
+        now: float,
+        *,
+        roughly: bool,
+    ) -> Line | None:
+        """As `_draw`, now or a moment ago."""
+        if now >= self._lines_until:
+            self._lines.clear()
+            self._lines_until = now + ROUGH_S
+        is_limited = self._room.max_running(tenant) is not None
+        alike = (request_class.name, tenant if is_limited else None, replica.index, num_requests)
+        line = self._lines.get(alike)
+        if not (alike in self._lines and (roughly or (line is not None and line.holds(now)))):
+            line = self._lines[alike] = self._draw(num_requests, request_class, tenant, replica, now)
+        return line
+
+    def _draw(
+        self, num_requests: int, request_class: RequestClass, tenant: str, replica: Replica, now: float
+    ) -> Line | None:
+        """What so many requests that belong together would stand behind; None where too little is known."""
         measured = replica.measured
         if measured is None:
             return None
@@ -303,17 +367,14 @@ class Door:
         slots = replica.slots
         placed = frozenset[str]() if slots is None else slots.request_ids
         ahead = self._room.ahead(replica.index, max_rank, placed=placed)
-        # What belongs together is spread over the replicas.
-        num_requests = -(-len(prompt_lens) // replica.num_replicas)
-        num_tokens = -(-sum(prompt_lens) * num_requests // len(prompt_lens)) - replica.num_cached_tokens
-        num_tokens = max(num_requests, num_tokens)
+        num_requests = -(-num_requests // replica.num_replicas)  # what belongs together is spread over the replicas
         queue = Queue(
             len(ahead.asked) + num_requests,
-            ahead.num_tokens + num_tokens,
+            ahead.num_tokens,
             num_before + ahead.num_placed,
             num_running + ahead.num_placed,
             under_way=replica.under_way,
-            elapsed_s=max(0.0, self._clock() - replica.under_way.began),
+            elapsed_s=max(0.0, now - replica.under_way.began),
         )
         num_ends = queue.num_running + queue.num_requests - measured.num_slots
         wait = "free" if num_ends <= 0 else "short" if num_ends <= FEW_ENDS else "long"
@@ -327,11 +388,8 @@ class Door:
             if own_steps is not None and own_steps > (steps or 0):
                 steps, wait = own_steps, "own"
             queue = replace(queue, num_steps_to_slot=steps)
-        seconds = measured.seconds_to_first_token(queue)
-        if seconds is None:
-            return None
-        kind = Kind(request_class.name, wait)
-        return Forecast(seconds * self._corrections.factor(kind), seconds, kind)
+        num_entered = self._room.num_entered(replica.index)
+        return Line(queue, num_requests, wait, num_ends, measured, now, num_entered)
 
     def _steps_to_own(self, slots: Slots, tenant: str, num_requests: int, most: int) -> int | None:
         """Steps until a tenant that runs as many as it may, `most`, may run the last of these; None: it may now.

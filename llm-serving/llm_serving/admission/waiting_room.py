@@ -111,6 +111,8 @@ class WaitingRoom:
         """The same by replica."""
         self._running: dict[str, _Entry] = {}
         self._waiting_of_tenant: Counter[str] = Counter()
+        self._entered: Counter[int] = Counter()
+        """By replica, since the beginning."""
         self._running_of_tenant: Counter[str] = Counter()
         """Of tenants that may run only so many."""
         self._clock = clock
@@ -152,6 +154,7 @@ class WaitingRoom:
         entry = _Entry(tally, replica, request_class.name, tenant, num_tokens, asked, num_cached)
         self._waiting[request_id] = self._waiting_at.setdefault(replica, {})[request_id] = entry
         self._waiting_of_tenant[tenant] += 1
+        self._entered[replica] += 1
         self._note_who_waits(entry)
 
     def start(self, request_id: str) -> None:
@@ -247,6 +250,10 @@ class WaitingRoom:
 
     def _names_up_to(self, max_rank: int | None) -> list[str]:
         return [each.name for each in self._classes if max_rank is None or each.rank <= max_rank]
+
+    def num_entered(self, replica: int) -> int:
+        """Requests that were submitted to a replica since the beginning."""
+        return self._entered[replica]
 
     def ahead(self, replica: int, max_rank: int | None, placed: Container[str] = ()) -> Ahead:
         """Those who wait at a replica, of classes up to this rank (None: of all), in order of arrival.

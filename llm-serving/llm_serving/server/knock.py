@@ -81,4 +81,4 @@ def _visitor(caller: HttpCaller, prompts: Sequence[Any], max_tokens: int) -> Vis
         content = _encode((who, prompts, max_tokens))
     except OverflowError:  # integers that are no token ids, as will be found out
         content = repr((who, prompts, max_tokens)).encode()
-    return Visitor(caller.source, hashlib.blake2b(content, digest_size=16).digest())
+    return Visitor(caller.source, hashlib.blake2b(content, digest_size=16).digest(), caller.says_again)
