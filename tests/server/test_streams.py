@@ -41,6 +41,8 @@ def test_without_being_configured_streams_are_as_they_were():
             assert "id: " not in answer.text
             assert "x-stream-id" not in answer.headers
             assert (await client.get("/v1/streams/abc")).status_code == 404
+            again = await client.post(PATH, json=BODY, headers={"Last-Event-ID": "abc:3"})
+            assert (again.status_code, error_of(again)["param"]) == (400, "Last-Event-ID")
 
     asyncio.run(run())
 

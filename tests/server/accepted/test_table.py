@@ -8,7 +8,7 @@ import pytest
 from accepted_records import record
 from llm_serving.errors import IdempotencyError, RequestNotFoundError
 from llm_serving.server.accepted.record import OVERHEAD_BYTES
-from llm_serving.server.accepted.table import AcceptedRequests
+from llm_serving.server.accepted.table import AcceptedRequests, Claim
 
 
 class Clock:
@@ -41,7 +41,7 @@ def test_memory_is_bounded_and_the_oldest_make_room():
         accepted.restore(record(number))
         assert accepted.num_bytes <= 3 * OVERHEAD_BYTES
     assert len(accepted) == 2
-    assert asyncio.run(accepted.claim("ann", "key-0", b"x")) is None, "forgotten with its key"
+    assert isinstance(asyncio.run(accepted.claim("ann", "key-0", b"x")), Claim), "forgotten with its key"
     accepted.restore(record(60, request=b"x" * 10**6))
     assert len(accepted) == 2, "what does not fit pushes nobody out"
 
@@ -61,13 +61,13 @@ def test_age_is_bounded():
 def test_the_same_key_has_the_same_request_and_others_have_their_own():
     async def run():
         accepted = table()
-        assert await accepted.claim("ann", "key-0", b"d") is None
+        claim = await accepted.claim("ann", "key-0", b"d")
         await accepted.add(record())
-        accepted.settle("ann", "key-0")
+        accepted.settle(claim)
         assert (await accepted.claim("ann", "key-0", b"d")).request_id == "request-0"
         with pytest.raises(IdempotencyError, match="Idempotency-Key"):
             await accepted.claim("ann", "key-0", b"other")
-        assert await accepted.claim("bob", "key-0", b"other") is None
+        assert isinstance(await accepted.claim("bob", "key-0", b"other"), Claim)
 
     asyncio.run(run())
 
@@ -75,7 +75,7 @@ def test_the_same_key_has_the_same_request_and_others_have_their_own():
 def test_who_comes_while_the_first_is_on_its_way_waits_for_it():
     async def run():
         accepted = table()
-        assert await accepted.claim("ann", "key-0", b"d") is None
+        claim = await accepted.claim("ann", "key-0", b"d")
         waiting = [asyncio.create_task(accepted.claim("ann", "key-0", b"d")) for _ in range(3)]
         await asyncio.sleep(0)
         with pytest.raises(IdempotencyError):
@@ -83,7 +83,7 @@ def test_who_comes_while_the_first_is_on_its_way_waits_for_it():
         assert not any(task.done() for task in waiting)
         waiting.pop().cancel()
         await accepted.add(record())
-        accepted.settle("ann", "key-0")
+        accepted.settle(claim)
         assert [(await task).request_id for task in waiting] == ["request-0"] * 2
 
     asyncio.run(run())
@@ -92,13 +92,55 @@ def test_who_comes_while_the_first_is_on_its_way_waits_for_it():
 def test_where_the_first_was_refused_the_next_one_is_the_first():
     async def run():
         accepted = table()
-        assert await accepted.claim("ann", "key-0", b"d") is None
+        claim = await accepted.claim("ann", "key-0", b"d")
         waiting = [asyncio.create_task(accepted.claim("ann", "key-0", b"d")) for _ in range(2)]
         await asyncio.sleep(0)
-        accepted.settle("ann", "key-0")
-        assert await waiting[0] is None
+        accepted.settle(claim)
+        second = await waiting[0]
+        assert isinstance(second, Claim)
         assert not waiting[1].done()
-        accepted.settle("ann", "key-0")
-        assert await waiting[1] is None
+        accepted.settle(second)
+        assert isinstance(await waiting[1], Claim)
+
+    asyncio.run(run())
+
+
+def test_who_has_given_a_key_back_does_not_take_it_from_the_next_one():
+    async def run():
+        accepted = table()
+        first = await accepted.claim("ann", "key-0", b"d")
+        accepted.settle(first)
+        await accepted.claim("ann", "key-0", b"d")
+        third = asyncio.create_task(accepted.claim("ann", "key-0", b"d"))
+        accepted.settle(first)
+        await asyncio.sleep(0)
+        assert not third.done(), "the second has it"
+        third.cancel()
+
+    asyncio.run(run())
+
+
+def test_who_comes_while_the_first_is_written_down_waits_until_it_is():
+    class Slow:
+        def __init__(self) -> None:
+            self.begun, self.written = asyncio.Event(), asyncio.Event()
+
+        async def append(self, record):
+            self.begun.set()
+            await self.written.wait()
+
+    async def run():
+        accepted = table()
+        log = accepted.log = Slow()
+        claim = await accepted.claim("ann", "key-0", b"d")
+        adding = asyncio.create_task(accepted.add(record()))
+        await log.begun.wait()
+        second = asyncio.create_task(accepted.claim("ann", "key-0", b"d"))
+        await asyncio.sleep(0)
+        assert not second.done()
+        log.written.set()
+        await adding
+        accepted.settle(claim)
+        assert (await second).request_id == "request-0"
 
     asyncio.run(run())

@@ -17,7 +17,7 @@ from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import GoneError, IdempotencyError, RequestError
 from llm_serving.server.accepted.position import BEGINNING, MAX_NUMBERED_CHOICES, Position
 from llm_serving.server.accepted.record import AcceptedRequest
-from llm_serving.server.accepted.table import AcceptedRequests
+from llm_serving.server.accepted.table import AcceptedRequests, Claim
 from llm_serving.server.accepted.turn import SharingRules, Turn, digest_of
 from llm_serving.server.authentication import api_key_of
 from llm_serving.server.caller import HttpCaller
@@ -30,6 +30,7 @@ KEY_HEADER: Final = "idempotency-key"
 EVENT_HEADER: Final = "last-event-id"
 MAX_KEY_CHARS: Final = 255
 SEED_BYTES: Final = 8
+_RESUMABLE: Final = f"stream: true, serving_config.resume_streams, at most {MAX_NUMBERED_CHOICES} choices"
 _encode_json: Final = msgspec.json.Encoder().encode
 
 
@@ -82,19 +83,23 @@ async def arrival(
     key = _key(http_request) if accepted.keeps else ""
     streams = bool(serving.resume_streams and accepted.keeps and request.stream and num_streams <= MAX_NUMBERED_CHOICES)
     resumed: Resumed | None = getattr(http_request.state, "resumed", None)
+    event_id = http_request.headers.get(EVENT_HEADER, "")
+    if resumed is None and event_id and not streams:
+        raise RequestError("Last-Event-ID", f"must be given with a stream that can be resumed only: {_RESUMABLE}")
     if resumed is None and not key and not streams:
         yield Arrival(identify(engine, http_request, request, prefix), Turn(rules, seeded=seeded))
         return
-    claimed, digest, size = "", b"", 0
+    claim: Claim | None = None
+    digest, size = b"", 0
     record, position = resumed or (None, BEGINNING)
     if resumed is None:
         size = int(http_request.headers.get("content-length", INLINE_BYTES + 1))
         digest = digest_of(await off_loop(size > INLINE_BYTES, lambda: route.encode() + _encode_json(request)))
-        if (event_id := http_request.headers.get(EVENT_HEADER)) and streams:
+        if event_id:
             record, position = _by_event(accepted, http_request, event_id, digest)
         elif key:
-            record = await accepted.claim(caller.tenant, key, digest)
-            claimed = key if record is None else ""
+            found = await accepted.claim(caller.tenant, key, digest)
+            record, claim = (None, found) if isinstance(found, Claim) else (found, None)
     try:
         longest = engine.max_model_len, engine.config.model.max_input_len
         state = http_request.app.model_state.digest(engine.computed_by, *longest)
@@ -121,11 +126,11 @@ async def arrival(
             prompts=b"",
             accepted_at=time.time(),
         )
-        add = partial(_add, accepted, caller.tenant, claimed)
+        add = partial(_add, accepted, claim)
         yield Arrival(identity, Turn(rules, seeded=seeded, record=record, add=add))
     finally:
-        if claimed:
-            accepted.settle(caller.tenant, claimed)
+        if claim is not None:
+            accepted.settle(claim)
 
 
 def _again(
@@ -148,10 +153,10 @@ def _again(
     return Arrival(identity, Turn(rules, seeded=record.seeded, record=record, known=True, position=position))
 
 
-async def _add(accepted: AcceptedRequests, tenant: str, claimed: str, record: AcceptedRequest) -> None:
+async def _add(accepted: AcceptedRequests, claim: Claim | None, record: AcceptedRequest) -> None:
     await accepted.add(record)
-    if claimed:
-        accepted.settle(tenant, claimed)
+    if claim is not None:
+        accepted.settle(claim)
 
 
 def seed_of(tenant: str, key: str, digest: bytes) -> int:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import hmac
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Protocol
 
 from llm_serving.errors import IdempotencyError, RequestNotFoundError
 from llm_serving.server.accepted.record import AcceptedRequest
@@ -17,7 +18,12 @@ class Log(Protocol):
     async def append(self, record: AcceptedRequest) -> None: ...
 
 
-class _Claim(NamedTuple):
+@dataclass(frozen=True, eq=False, slots=True)
+class Claim:
+    """That one request has a key; others that come by it wait."""
+
+    name: tuple[str, str]
+    """Tenant and key."""
     digest: bytes
     settled: asyncio.Future[None]
 
@@ -39,7 +45,7 @@ class AcceptedRequests:
         self._records: dict[str, AcceptedRequest] = {}
         """By stream, oldest first."""
         self._by_key: dict[tuple[str, str], AcceptedRequest] = {}
-        self._claims: dict[tuple[str, str], _Claim] = {}
+        self._claims: dict[tuple[str, str], Claim] = {}
         self.log: Log | None = None
 
     def __len__(self) -> int:
@@ -71,11 +77,11 @@ class AcceptedRequests:
             raise RequestNotFoundError(field, "must be that of a stream whose request is still known")
         return record
 
-    async def claim(self, tenant: str, key: str, digest: bytes) -> AcceptedRequest | None:
-        """The request that came by this key before; waits for one that is on its way.
+    async def claim(self, tenant: str, key: str, digest: bytes) -> AcceptedRequest | Claim:
+        """The request that came by this key before; waits for one that is on its way, into the log as well.
 
         Returns:
-            None where there is none: whoever asked has the key until it calls `settle`.
+            A claim where there is none: whoever asked has the key until it calls `settle`.
 
         Raises:
             IdempotencyError: It was another request.
@@ -83,18 +89,20 @@ class AcceptedRequests:
         name = (tenant, key)
         while True:
             self._expire()
+            if (claim := self._claims.get(name)) is not None:
+                _check(key, claim.digest, digest)
+                await asyncio.shield(claim.settled)
+                continue
             if (record := self._by_key.get(name)) is not None:
                 _check(key, record.digest, digest)
                 return record
-            if (claim := self._claims.get(name)) is None:
-                self._claims[name] = _Claim(digest, asyncio.get_running_loop().create_future())
-                return None
-            _check(key, claim.digest, digest)
-            await asyncio.shield(claim.settled)
+            claim = self._claims[name] = Claim(name, digest, asyncio.get_running_loop().create_future())
+            return claim
 
-    def settle(self, tenant: str, key: str) -> None:
-        """Whoever claimed a key has added its request, or it was refused, and the next one may."""
-        if (claim := self._claims.pop((tenant, key), None)) is not None:
+    def settle(self, claim: Claim) -> None:
+        """Whoever claimed a key has added its request, or it was refused, and the next one may; twice is as once."""
+        if self._claims.get(claim.name) is claim:
+            del self._claims[claim.name]
             claim.settled.set_result(None)
 
     async def add(self, record: AcceptedRequest) -> None:
