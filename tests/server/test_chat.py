@@ -187,7 +187,8 @@ class TestStream:
 
     def test_usage_comes_in_a_chunk_without_choices(self):
         body = {"messages": USER, "stream": True, "stream_options": {"include_usage": True}}
-        *_, usage, _ = events(post(FakeEngine(), PATH, body))
+        *pieces, usage, _ = events(post(FakeEngine(), PATH, body))
+        assert [piece["usage"] for piece in pieces] == [None] * 4
         assert usage["choices"] == []
         assert usage["usage"]["completion_tokens"] == 3
 

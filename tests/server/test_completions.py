@@ -143,8 +143,9 @@ class TestStream:
 
     def test_usage_comes_in_a_chunk_without_choices(self):
         body = {"prompt": [5, 6], "stream": True, "stream_options": {"include_usage": True}}
-        *_, usage, done = events(post(FakeEngine(), PATH, body))
+        *pieces, usage, done = events(post(FakeEngine(), PATH, body))
         assert done == "[DONE]"
+        assert [piece["usage"] for piece in pieces] == [None] * 3
         assert usage["choices"] == []
         assert usage["usage"]["prompt_tokens"] == 2
         assert usage["usage"]["completion_tokens"] == 3

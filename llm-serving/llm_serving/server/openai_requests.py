@@ -103,6 +103,12 @@ class StreamedUsage(NamedTuple):
     at_end: bool = False
     in_every_piece: bool = False
 
+    def of_piece(self, output: RequestOutput) -> Usage | UnsetType | None:
+        """What a piece of a choice has: that of the choice so far, or null where the end of the stream has it."""
+        if self.in_every_piece:
+            return _usage(output.num_prompt_tokens, output.num_output_tokens, output.num_cached_tokens)
+        return None if self.at_end else UNSET
+
 
 def check_stream_options(request: GenerationRequest) -> StreamedUsage:
     """Raises RequestError where something other than a stream has `stream_options`."""
@@ -198,11 +204,6 @@ class UsageCounter:
     def total(self) -> Usage:
         num_prompt = sum(count for count, _ in self._prompts.values())
         return _usage(num_prompt, sum(self._outputs.values()), sum(cached for _, cached in self._prompts.values()))
-
-
-def usage_so_far(output: RequestOutput) -> Usage:
-    """Usage of one choice up to a piece of it."""
-    return _usage(output.num_prompt_tokens, output.num_output_tokens, output.num_cached_tokens)
 
 
 def _usage(num_prompt: int, num_output: int, num_cached: int) -> Usage:

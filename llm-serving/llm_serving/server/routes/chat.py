@@ -36,7 +36,6 @@ from llm_serving.server.openai_requests import (
     respond,
     tells_much,
     token_as_id,
-    usage_so_far,
 )
 from llm_serving.server.parameters import note_ignored
 from llm_serving.server.prompt_logprobs import prompt_answer
@@ -196,7 +195,7 @@ class _Answer:
         raise_on_error(output)
         request = self._request
         self._usage.add(index, output)
-        usage = usage_so_far(output) if self._streamed_usage.in_every_piece else UNSET
+        usage = self._streamed_usage.of_piece(output)
         opening = b""
         if index not in self._started:
             self._started.add(index)
@@ -233,7 +232,7 @@ class _Answer:
             usage.completion_tokens_details = CompletionTokensDetails(sum(filter(None, thought)))
         return usage
 
-    def _chunk(self, choices: list[ChatChunkChoice], usage: Usage | UnsetType = UNSET) -> ChatCompletionChunk:
+    def _chunk(self, choices: list[ChatChunkChoice], usage: Usage | UnsetType | None = UNSET) -> ChatCompletionChunk:
         identity = self._identity
         return ChatCompletionChunk(
             id=identity.id, created=identity.created, model=identity.model, choices=choices, usage=usage

@@ -39,7 +39,6 @@ from llm_serving.server.openai_requests import (
     respond,
     tells_much,
     token_as_id,
-    usage_so_far,
 )
 from llm_serving.server.prompt_items import Item, prompt_items
 from llm_serving.server.prompt_logprobs import check_prompt_logprobs, check_size, prompt_answer
@@ -269,13 +268,13 @@ class _Answer:
             choice.token_ids = list(output.token_ids)
             if first:
                 choice.prompt_token_ids = self._prompts[index // self._n]
-        return event(self._completion([choice], usage_so_far(output) if self._streamed_usage.in_every_piece else UNSET))
+        return event(self._completion([choice], self._streamed_usage.of_piece(output)))
 
     async def end(self) -> bytes:
         piece = partial(self._completion, [])
         return await last_events(self._streamed_usage, self._usage.total(), self._receipt, piece)
 
-    def _completion(self, choices: list[CompletionChoice], usage: Usage | UnsetType = UNSET) -> Completion:
+    def _completion(self, choices: list[CompletionChoice], usage: Usage | UnsetType | None = UNSET) -> Completion:
         identity = self._identity
         return Completion(id=identity.id, created=identity.created, model=identity.model, choices=choices, usage=usage)
 
