@@ -110,6 +110,12 @@ def test_a_stream_that_fails_says_so():
     assert data["response"]["error"] == {"code": "server_error", "message": "the WorkAgent died"}
 
 
+def test_a_stream_that_fails_at_once_begins_like_any_other():
+    told = events(post(FakeEngine(Script([Piece("a")], error="gone")), PATH, {"input": "hello", "stream": True}))
+    assert [name for name, _ in told] == ["response.created", "response.in_progress", "response.failed"]
+    assert [data["response"]["status"] for _, data in told] == ["in_progress", "in_progress", "failed"]
+
+
 def test_a_conversation_reads_as_the_same_one_of_chat():
     items = [
         {"role": "user", "content": [{"type": "input_text", "text": "hello"}]},
@@ -221,6 +227,92 @@ class TestStored:
             store.find("large", None)
         assert store.find("d", None)
 
+    def test_what_it_was_given_is_listed_the_newest_first(self):
+        call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+        given = [
+            {"role": "user", "content": [{"type": "input_text", "text": "hello"}]},
+            {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
+            call,
+            {"type": "function_call_output", "call_id": "c", "output": "4"},
+        ]
+
+        async def talking(client):
+            first = (await client.post(PATH, json={"input": given, "instructions": "be kind"})).json()
+            more = {"input": "more", "previous_response_id": first["id"]}
+            path = f"{PATH}/{(await client.post(PATH, json=more)).json()['id']}/input_items"
+            pages = [(await client.get(path, params={"limit": 4})).json()]
+            while pages[-1]["has_more"]:
+                pages.append((await client.get(path, params={"limit": 4, "after": pages[-1]["last_id"]})).json())
+            oldest_first = (await client.get(path, params={"order": "asc"})).json()
+            refused = [
+                await client.get(path, params=each)
+                for each in ({"order": "up"}, {"after": "nobody"}, {"limit": 101}, {"include": "x"})
+            ]
+            return pages, oldest_first, [error_of(each)["param"] for each in refused]
+
+        pages, oldest_first, refused = talk(FakeEngine(), talking)
+        assert [len(page["data"]) for page in pages] == [4, 2]
+        items = [item for page in pages for item in page["data"]]
+        assert len({item["id"] for item in items}) == 6
+        assert oldest_first["data"] == items[::-1]
+        assert (oldest_first["first_id"], oldest_first["last_id"]) == (items[-1]["id"], items[0]["id"])
+        told = [{name: item[name] for name in item.keys() - {"id", "status"}} for item in oldest_first["data"]]
+        assert told == [
+            {"type": "message", **given[0]},
+            given[1],
+            call,
+            given[3],
+            {
+                "type": "message",
+                "role": "assistant",
+                "content": [{"type": "output_text", "text": "Hello world", "annotations": [], "logprobs": []}],
+            },
+            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "more"}]},
+        ]
+        assert refused == ["order", "after", "limit", "include"]
+
+    def test_one_that_is_too_large_to_keep_says_so(self):
+        engine = FakeEngine(limits={"response_store_bytes": 5000})
+        large = {"input": "hello " * 50}
+
+        async def talking(client):
+            plain = (await client.post(PATH, json=large)).json()
+            refused = await client.post(PATH, json=large | {"background": True})
+            gone = await client.get(f"{PATH}/{plain['id']}")
+            return plain, refused, gone
+
+        plain, refused, gone = talk(engine, talking)
+        assert (plain["status"], plain["store"], gone.status_code) == ("completed", False, 404)
+        assert (refused.status_code, error_of(refused)["param"]) == (400, "background")
+        assert len(engine.aborted) == 1
+
+    def test_one_in_the_background_that_becomes_too_large_fails_where_it_is_asked_for(self):
+        script = Script([Piece("x" * 500), Piece("", 1)], hold_after=1)
+        engine = FakeEngine(script, limits={"response_store_bytes": 5000})
+
+        async def talking(client):
+            begun = (await client.post(PATH, json={"input": "hello", "background": True})).json()
+            await engine.held.wait()
+            full = await client.post(PATH, json={"input": "hello", "background": True})
+            engine.gate.set()
+            while (answer := (await client.get(f"{PATH}/{begun['id']}")).json())["status"] == "in_progress":
+                await asyncio.sleep(0)
+            return full, answer
+
+        full, answer = talk(engine, talking)
+        assert full.status_code == 429
+        assert (answer["status"], answer["error"]["code"], answer["output"]) == ("failed", "too_large", [])
+
+    def test_those_in_progress_leave_room_for_what_becomes_of_them(self):
+        store = ResponseStore(3 * 5000)
+        begun = [_stored(name, "me") for name in "abc"]
+        for each in begun:
+            each.response.status = "in_progress"
+            store.begin(each)
+        begun[0].response.status, begun[0].answer = "completed", ChatMessage("assistant", "x" * 900)
+        store.keep(begun[0])
+        assert store.find("a", None) is begun[0]
+
     def test_another_tenant_sees_none(self):
         store = ResponseStore(10**6)
         store.keep(_stored("a", "me"))
@@ -290,5 +382,5 @@ def test_whoever_leaves_ends_the_request():
 
 
 def test_unknown_ids():
-    for method, path in (("GET", "x"), ("DELETE", "x"), ("POST", "x/cancel")):
+    for method, path in (("GET", "x"), ("GET", "x/input_items"), ("DELETE", "x"), ("POST", "x/cancel")):
         assert request(FakeEngine(), method, f"{PATH}/{path}").status_code == 404

@@ -56,6 +56,7 @@ LIMITS: Final[dict[str, str]] = {
     "batch_path": "Files and batches are served where this key of the configuration names a file.",
     "limit": "1 to 100.",
     "after": "Of the last one that was told.",
+    "order": "asc or desc.",
     "purpose": "Of the files that are told.",
     "receipt": "Where `serving_config.receipts` is not none.",
     "text": "A text. Of a response its `format`: a form that answers can be bound to.",

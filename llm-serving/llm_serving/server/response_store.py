@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from msgspec import json
 
-from llm_serving.errors import RequestNotFoundError
+from llm_serving.errors import CapacityError, RequestError, RequestNotFoundError
 from llm_serving.server.responses_schemas import ResponseObject
 from llm_serving.server.schemas import ChatMessage, ToolCallOfMessage
 
@@ -21,8 +21,10 @@ class StoredResponse:
 
     response: ResponseObject
     tenant: str
-    messages: list[ChatMessage]
-    """What was said before it, without instructions, and its answer."""
+    said: list[ChatMessage]
+    """Before it, without instructions."""
+    answer: ChatMessage | None = None
+    """What it says itself, once it has ended."""
     task: asyncio.Task[None] | None = None
     """Computes it, where nobody waits for it on a connection."""
     num_bytes: int = 0
@@ -30,6 +32,11 @@ class StoredResponse:
     @property
     def in_progress(self) -> bool:
         return self.response.status == "in_progress"
+
+    @property
+    def messages(self) -> list[ChatMessage]:
+        """The conversation that goes on with it."""
+        return self.said if self.answer is None else [*self.said, self.answer]
 
 
 def _chars_of(message: ChatMessage) -> int:
@@ -43,7 +50,9 @@ def _texts_of(call: ToolCallOfMessage) -> tuple[str, str]:
 
 
 class ResponseStore:
-    """In memory, the newest ones, up to a number of bytes; those in progress stay.
+    """In memory, the newest ones, up to a number of bytes.
+
+    Those in progress stay, and the one that has just ended: nobody but the store can tell what became of it.
 
     It belongs to the event loop.
     """
@@ -58,19 +67,36 @@ class ResponseStore:
         """Whether it keeps anything at all."""
         return self._max_bytes > 0
 
-    def keep(self, stored: StoredResponse) -> None:
-        """Keeps a response, or what has become of one; older ones make room."""
+    def begin(self, stored: StoredResponse) -> None:
+        """Keeps a response that nobody waits for, until it has ended and longer.
+
+        Raises:
+            RequestError: It is larger than all that is kept.
+            CapacityError: Others that are computed leave no room for it.
+        """
+        stored.num_bytes = _size_of(stored)
+        limit = f"{self._max_bytes} (serving_config.response_store_bytes)"
+        if stored.num_bytes > self._max_bytes:
+            raise RequestError("background", f"must be false: it takes {stored.num_bytes} bytes of {limit}")
+        num_taken = sum(each.num_bytes for each in self._stored.values() if each.in_progress)
+        if num_taken + stored.num_bytes > self._max_bytes:
+            raise CapacityError(f"responses in the background leave no room for another one in {limit} bytes")
+        self.keep(stored)
+
+    def keep(self, stored: StoredResponse) -> bool:
+        """Keeps a response, or what has become of one; older ones make room. Returns whether it is not too large."""
         self.drop(stored.response.id)
         stored.num_bytes = _size_of(stored)
         if stored.num_bytes > self._max_bytes:
-            return
+            return False
+        older = [each for each in self._stored.values() if not each.in_progress]
         self._stored[stored.response.id] = stored
         self._num_bytes += stored.num_bytes
-        while self._num_bytes > self._max_bytes:
-            oldest = next((each for each in self._stored.values() if not each.in_progress), None)
-            if oldest is None:
-                return
-            self.drop(oldest.response.id)
+        for each in older:
+            if self._num_bytes <= self._max_bytes:
+                break
+            self.drop(each.response.id)
+        return True
 
     def find(self, response_id: str, tenant: str | None) -> StoredResponse:
         """A response that this tenant, or None: anybody, may see.

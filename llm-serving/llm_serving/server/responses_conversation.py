@@ -6,7 +6,20 @@ from typing import Final
 
 from llm_serving.errors import RequestError
 from llm_serving.server.flat_fields import nested_schema
-from llm_serving.server.responses_schemas import FunctionTool, InputItem, InputPart
+from llm_serving.server.responses_schemas import (
+    FunctionCallItem,
+    FunctionOutputItem,
+    FunctionTool,
+    GivenItem,
+    InputItem,
+    InputMessage,
+    InputPart,
+    InputText,
+    OutputMessage,
+    OutputText,
+    ReasoningItem,
+    ReasoningText,
+)
 from llm_serving.server.schemas import ChatMessage, Function, FunctionOfMessage, JsonObject, Tool, ToolCallOfMessage
 
 _FIELDS: Final[dict[str, tuple[str, ...]]] = {
@@ -54,6 +67,44 @@ def messages_of(items: str | list[InputItem]) -> list[ChatMessage]:
             call = ToolCallOfMessage(FunctionOfMessage(str(item.name), str(item.arguments)), item.call_id)
             last.tool_calls = [*(last.tool_calls or []), call]
     return messages
+
+
+def items_of(messages: list[ChatMessage], name: str) -> list[GivenItem]:
+    """A conversation as items: what `messages_of` makes messages of.
+
+    Args:
+        messages: Of the conversation.
+        name: Part of the items' ids.
+    """
+    items: list[GivenItem] = []
+
+    def new_id(prefix: str) -> str:
+        return f"{prefix}_{name}_in_{len(items)}"
+
+    for message in messages:
+        text = str(message.content)
+        if message.role == "tool":
+            items.append(FunctionOutputItem(id=new_id("fco"), call_id=message.tool_call_id, output=text))
+        elif message.role != "assistant":
+            items.append(InputMessage(id=new_id("msg"), role=message.role, content=[InputText(text)]))
+        else:
+            if message.reasoning_content:
+                thought = [ReasoningText(message.reasoning_content)]
+                items.append(ReasoningItem(id=new_id("rs"), content=thought, status="completed"))
+            if text or not (message.reasoning_content or message.tool_calls):
+                items.append(OutputMessage(id=new_id("msg"), status="completed", content=[OutputText(text)]))
+            for call in message.tool_calls or ():
+                function = call.function
+                items.append(
+                    FunctionCallItem(
+                        id=new_id("fc"),
+                        call_id=call.id or "",
+                        name=function.name,
+                        arguments=str(function.arguments),
+                        status="completed",
+                    )
+                )
+    return items
 
 
 def tools_of(tools: list[FunctionTool] | None) -> list[Tool] | None:

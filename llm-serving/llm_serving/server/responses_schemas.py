@@ -64,7 +64,7 @@ class ResponsesRequest(CallerFields, kw_only=True):
     tools: list[FunctionTool] | None = None
     """Functions that the model may call."""
     tool_choice: str | JsonObject | None = None
-    """`auto` or `none`; nothing else is enforced."""
+    """`auto`, `none`, `required`, or the function that must be called."""
     parallel_tool_calls: bool | None = None
     """False: of several calls only the first is told."""
     reasoning: Reasoning | None = None
@@ -112,6 +112,39 @@ class ReasoningItem(Struct, tag="reasoning", tag_field="type", kw_only=True):
 
 
 OutputItem = OutputMessage | FunctionCallItem | ReasoningItem
+
+
+class InputText(Struct, tag="input_text", tag_field="type"):
+    text: str
+
+
+class InputMessage(Struct, kw_only=True):
+    id: str
+    type: str = "message"
+    role: str
+    status: str = "completed"
+    content: list[InputText]
+
+
+class FunctionOutputItem(Struct, kw_only=True):
+    id: str
+    type: str = "function_call_output"
+    call_id: str | None
+    output: str
+    status: str = "completed"
+
+
+GivenItem = InputMessage | FunctionOutputItem | OutputItem
+"""Of a conversation before a response."""
+
+
+class InputItemList(Long, kw_only=True):
+    object: str = "list"
+    data: list[Any]
+    """Messages, thoughts, calls and their outputs, each with an id."""
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
 
 
 class InputTokensDetails(Struct):

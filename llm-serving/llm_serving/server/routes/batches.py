@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator
 from typing import Any, Final
 
 from starlette.datastructures import FormData, UploadFile
@@ -22,7 +22,9 @@ from llm_serving.server.batches.objects import BatchList, BatchRequest, DeletedF
 from llm_serving.server.batches.store import CHUNK_BYTES, new_id
 from llm_serving.server.endpoint import Endpoint
 from llm_serving.server.error_responses import json_response
+from llm_serving.server.metadata import check_metadata
 from llm_serving.server.off_loop import large_json_response
+from llm_serving.server.paging import PAGE, asked_page
 from llm_serving.server.parameters import read_fields
 
 PURPOSE: Final = "batch"
@@ -30,12 +32,7 @@ MAX_FILENAME_CHARS: Final = 256
 KEPT_LEAST_S: Final = 3600
 """Seconds after which a file may expire, as with OpenAI; at most `KEPT_S`."""
 _ANCHOR, _SECONDS = "expires_after[anchor]", "expires_after[seconds]"
-DEFAULT_ROWS, MAX_ROWS = 20, 100
-_PAGE: Final[Mapping[str, Mapping[str, Any]]] = {
-    "limit": {"type": "integer", "minimum": 1, "maximum": MAX_ROWS},
-    "after": {"type": "string"},
-}
-_FILES: Final = {**_PAGE, "purpose": {"type": "string"}}
+_FILES: Final = {**PAGE, "purpose": {"type": "string"}}
 
 
 async def create_file(engine: AsyncEngine, http_request: Request) -> Response:
@@ -67,7 +64,7 @@ async def list_files(engine: AsyncEngine, http_request: Request) -> Response:
     """The newest files first."""
     del engine
     purpose = http_request.query_params.get("purpose")
-    limit, after = _page(http_request)
+    limit, after = asked_page(http_request)
     batches, tenant = _batches(http_request), tenant_seen(http_request)
     files = await batches.stored(BatchStore.files, tenant, purpose, limit + 1, after)
     return await _list_of(FileList, files, limit)
@@ -108,6 +105,7 @@ async def create_batch(engine: AsyncEngine, http_request: Request) -> Response:
     batches = _batches(http_request)
     if request.endpoint not in ENDPOINTS_OF_LINES:
         raise RequestError("endpoint", f"must be one of {', '.join(ENDPOINTS_OF_LINES)}", request.endpoint)
+    check_metadata(request.metadata)
     try:
         await batches.stored(BatchStore.file, request.input_file_id, tenant_seen(http_request))
     except RequestError as error:
@@ -128,7 +126,7 @@ async def create_batch(engine: AsyncEngine, http_request: Request) -> Response:
 async def list_batches(engine: AsyncEngine, http_request: Request) -> Response:
     """The newest batches first."""
     del engine
-    limit, after = _page(http_request)
+    limit, after = asked_page(http_request)
     found = await _batches(http_request).stored(BatchStore.batches, tenant_seen(http_request), limit + 1, after)
     return await _list_of(BatchList, found, limit)
 
@@ -187,13 +185,6 @@ def _kept_s(form: FormData) -> int | None:
     return int(Whole(KEPT_LEAST_S, KEPT_S).checked(_SECONDS, int(str(given)) if is_number else given))
 
 
-def _page(http_request: Request) -> tuple[int, str | None]:
-    given = http_request.query_params.get("limit", str(DEFAULT_ROWS))
-    if not (given.isdecimal() and len(given) <= 4 and 1 <= int(given) <= MAX_ROWS):
-        raise RequestError("limit", f"must be an integer from 1 to {MAX_ROWS}", given)
-    return int(given), http_request.query_params.get("after")
-
-
 async def _list_of(kind: type[FileList | BatchList], found: list[Any], limit: int) -> Response:
     """So many of the rows that were found; there are more where one more was found."""
     shown = found[:limit]
@@ -230,7 +221,7 @@ ENDPOINTS: Final = (
     Endpoint("GET", f"{_FILE}/content", show_content, "What is in a file"),
     Endpoint("DELETE", _FILE, delete_file, "Forget a file", answer=DeletedFile),
     Endpoint("POST", "/v1/batches", create_batch, "Answer the requests of a file", body=BatchRequest, answer=Batch),
-    Endpoint("GET", "/v1/batches", list_batches, "List batches", answer=BatchList, query=_PAGE),
+    Endpoint("GET", "/v1/batches", list_batches, "List batches", answer=BatchList, query=PAGE),
     Endpoint("GET", _BATCH, show_batch, "Show a batch", answer=Batch),
     Endpoint("POST", f"{_BATCH}/cancel", cancel_batch, "End a batch", answer=Batch),
 )

@@ -1,4 +1,5 @@
-"""OpenAI's responses: POST /v1/responses, and asking for, deleting and cancelling those that are stored.
+"""OpenAI's responses: POST /v1/responses, and what there is of those that are stored: asking for them and for what they
+were given, deleting and cancelling them.
 
 A conversation as in `chat`, in the words of another protocol. A stored response can be gone on with by its id. Events
 of a stream are named and numbered.
@@ -26,15 +27,19 @@ from llm_serving.server.endpoint import Endpoint
 from llm_serving.server.error_responses import json_response, openai_error
 from llm_serving.server.flat_fields import flat_error
 from llm_serving.server.generation import Generation, raise_unless_whole
+from llm_serving.server.metadata import check_metadata
+from llm_serving.server.off_loop import large_json_response
 from llm_serving.server.openai_requests import check_model
+from llm_serving.server.paging import PAGE, asked_page
 from llm_serving.server.parameters import read_fields
 from llm_serving.server.response_store import ResponseStore, StoredResponse
-from llm_serving.server.responses_conversation import choice_of, form_of, messages_of, tools_of
+from llm_serving.server.responses_conversation import choice_of, form_of, items_of, messages_of, tools_of
 from llm_serving.server.responses_schemas import (
     DeletedResponse,
     Failure,
     FunctionCallItem,
     IncompleteDetails,
+    InputItemList,
     InputTokensDetails,
     OutputItem,
     OutputMessage,
@@ -53,10 +58,8 @@ from llm_serving.server.streaming import StreamResponse, complete, internal_erro
 
 logger = get_logger(__name__)
 
-MAX_METADATA: Final = 16
-"""Pairs that a response may be given to keep, as with OpenAI; so are their lengths."""
-MAX_METADATA_KEY_CHARS: Final = 64
-MAX_METADATA_VALUE_CHARS: Final = 512
+ORDERS: Final = ("desc", "asc")
+"""Of input items; the first where nothing is said."""
 _FIELDS: Final = {"max_tokens": "max_output_tokens", "messages": "input", "reasoning_effort": "reasoning.effort"}
 """What fields of chat are called here."""
 
@@ -112,8 +115,12 @@ async def create_response(engine: AsyncEngine, http_request: Request) -> Respons
     if request.stream:
         return StreamResponse(generation, answer, answer.failed, headers=identity.headers)
     if request.background:
+        try:
+            store.begin(stored)
+        except LLMServingError:
+            await generation.aclose()
+            raise
         stored.task = asyncio.create_task(_compute(generation, answer))
-        store.keep(stored)
         return json_response(response, headers=identity.headers | generation.headers)
     await complete(http_request.receive, generation, answer.whole(generation))
     return json_response(response, headers=identity.headers | generation.headers)
@@ -123,6 +130,30 @@ async def show_response(engine: AsyncEngine, http_request: Request) -> Response:
     """A stored response as it is at this moment."""
     del engine
     return json_response(_find(http_request).response)
+
+
+async def list_input_items(engine: AsyncEngine, http_request: Request) -> Response:
+    """What a stored response was given, the conversation before it included: the newest first, or the oldest."""
+    del engine
+    stored, (limit, after) = _find(http_request), asked_page(http_request)
+    order = http_request.query_params.get("order", ORDERS[0])
+    if order not in ORDERS:
+        raise RequestError("order", f"must be one of {', '.join(ORDERS)}", order)
+    items = items_of(stored.said, stored.response.id.removeprefix("resp_"))
+    if order == ORDERS[0]:
+        items.reverse()
+    ids = [item.id for item in items]
+    if after is not None and after not in ids:
+        raise RequestError("after", "must be the id of one of these items", after)
+    first = 0 if after is None else ids.index(after) + 1
+    shown = items[first : first + limit]
+    told = InputItemList(
+        data=shown,
+        first_id=shown[0].id if shown else None,
+        last_id=shown[-1].id if shown else None,
+        has_more=first + limit < len(items),
+    )
+    return await large_json_response(told)
 
 
 async def delete_response(engine: AsyncEngine, http_request: Request) -> Response:
@@ -178,11 +209,7 @@ def _check(request: ResponsesRequest, store: ResponseStore) -> None:
     if not store.keeps and (request.background or request.store):
         field = "background" if request.background else "store"
         raise RequestError(field, "must be false, as no response is kept (serving_config.response_store_bytes)")
-    pairs = request.metadata or {}
-    longest = max(map(len, pairs), default=0), max(map(len, pairs.values()), default=0)
-    if len(pairs) > MAX_METADATA or longest[0] > MAX_METADATA_KEY_CHARS or longest[1] > MAX_METADATA_VALUE_CHARS:
-        rule = f"must hold at most {MAX_METADATA} pairs, keys of {MAX_METADATA_KEY_CHARS} and values of "
-        raise RequestError("metadata", f"{rule}{MAX_METADATA_VALUE_CHARS} characters at most", len(pairs))
+    check_metadata(request.metadata)
 
 
 async def _compute(generation: Generation, answer: _Answer) -> None:
@@ -221,15 +248,14 @@ class _Answer:
 
     async def whole(self, generation: Generation) -> ResponseObject:
         async for _, output in generation.outputs():
+            raise_unless_whole(output)
             self._take(output)
         return self._response
 
     def piece(self, index: int, output: RequestOutput) -> bytes:
         del index
-        told = b""
-        if not self._num_events:
-            told += self._event("response.created", response=self._response)
-            told += self._event("response.in_progress", response=self._response)
+        raise_unless_whole(output)
+        told = self._beginning()
         for block, begins, text in self._take(output):
             if begins:
                 told += self._closed(self._blocks.blocks[block.index - 1]) if block.index else b""
@@ -243,18 +269,17 @@ class _Answer:
         return self._closed(self._blocks.blocks[-1]) + self._event(f"response.{response.status}", response=response)
 
     def failed(self, error: LLMServingError) -> bytes:
-        """Notes that there will be no answer; the last event of a stream."""
-        detail = openai_error(error).error
-        self._response.status, self._response.error = "failed", Failure(detail.code or detail.type, detail.message)
+        """Notes that there will be no answer; the last event of a stream, which begins like any other."""
+        told, detail = self._beginning(), openai_error(error).error
+        self._fail(detail.code or detail.type, detail.message)
         self._keep()
-        return self._event("response.failed", response=self._response)
+        return told + self._event("response.failed", response=self._response)
 
     def cancelled(self) -> None:
         """Notes what there is of an answer that somebody has ended."""
         self._close("cancelled", "incomplete")
 
     def _take(self, output: RequestOutput) -> list[Told]:
-        raise_unless_whole(output)
         told = self._blocks.add(output)
         if not output.finished:
             return told
@@ -278,13 +303,30 @@ class _Answer:
     def _close(self, status: str, item_status: str) -> None:
         self._ending = item_status
         self._response.output, self._response.status = [self._item(block) for block in self._blocks.blocks], status
-        self._stored.messages = [*self._stored.messages, _message(self._blocks.blocks)]
+        self._stored.answer = _message(self._blocks.blocks)
         self._keep()
 
+    def _fail(self, code: str, message: str) -> None:
+        self._response.status, self._response.error = "failed", Failure(code, message)
+
     def _keep(self) -> None:
+        """What is too large is not kept, and says so: of one in the background nothing but that is left."""
         self._stored.task = None
-        if self._response.store:
-            self._store.keep(self._stored)
+        if not self._response.store or self._store.keep(self._stored):
+            return
+        if not self._response.background:
+            self._response.store = False
+            return
+        self._response.output, self._response.incomplete_details, self._stored.answer = [], None, None
+        self._fail("too_large", "the response takes more than serving_config.response_store_bytes")
+        self._store.keep(self._stored)
+
+    def _beginning(self) -> bytes:
+        """The events that every stream begins with, if it has not begun."""
+        if self._num_events:
+            return b""
+        kinds = ("response.created", "response.in_progress")
+        return b"".join(self._event(kind, response=self._response) for kind in kinds)
 
     def _item(self, block: Block) -> OutputItem:
         """As it is at this moment; all but the last one are complete."""
@@ -373,6 +415,14 @@ ENDPOINTS: Final = (
         answer=ResponseObject,
     ),
     Endpoint("GET", _PATH, show_response, "Show a stored response", answer=ResponseObject),
+    Endpoint(
+        "GET",
+        f"{_PATH}/input_items",
+        list_input_items,
+        "List what a stored response was given",
+        query={**PAGE, "order": {"type": "string", "enum": list(ORDERS)}},
+        answer=InputItemList,
+    ),
     Endpoint("DELETE", _PATH, delete_response, "Forget a stored response", answer=DeletedResponse),
     Endpoint("POST", f"{_PATH}/cancel", cancel_response, "End a response in the background", answer=ResponseObject),
 )
