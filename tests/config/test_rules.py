@@ -54,3 +54,16 @@ def test_a_dash_means_standard_output_however_it_is_written(override, expected, 
 def test_what_is_neither_a_path_nor_a_dash_is_refused(override):
     with pytest.raises(ConfigError, match=r"`serving_config\.access_log` must be a path or -"):
         load_config(None, [f"serving_config.access_log={override}"])
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("1e-9", 1e-9), ("1E3", 1000.0), ("1.5e+1", 15.0), (".5e0", 0.5), ("+2.e0", 2.0)]
+)
+def test_a_number_may_have_an_exponent_without_point_or_sign(text, expected):
+    assert load_config(None, [f"serving_config.restart_wait_s={text}"]).serving.restart_wait_s == expected
+
+
+@pytest.mark.parametrize("text", ["1e400", "-1e-9", "1e", "e5", "1e5s"])
+def test_a_number_with_an_exponent_keeps_to_the_rule(text):
+    with pytest.raises(ConfigError, match=rf"`serving_config\.restart_wait_s` must be a number.*Given: '{text}'"):
+        load_config(None, [f"serving_config.restart_wait_s={text}"])

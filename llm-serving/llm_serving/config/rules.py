@@ -12,6 +12,8 @@ from llm_serving.errors import shorten
 from llm_serving.hub import is_revision
 
 MEMORY_UNITS: Final = {"": 1, "B": 1, "KB": 2**10, "MB": 2**20, "GB": 2**30, "TB": 2**40}
+_WITH_EXPONENT: Final = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+")
+"""Numbers, of which YAML 1.1 takes some for texts, such as 1e-9 and 1.0e6."""
 LONGEST_S: Final = 10**6
 """Timers of the system count milliseconds in 31 bits."""
 
@@ -68,6 +70,8 @@ def number(text: str, holds: Callable[[float], bool]) -> Rule:
     """A finite number for which `holds`."""
 
     def parse(value: Any) -> float:
+        if isinstance(value, str) and _WITH_EXPONENT.fullmatch(value):
+            value = float(value)
         _check(isinstance(value, int | float) and not isinstance(value, bool))
         # An integer of YAML may be beyond every float.
         _check(abs(value) < 2**63 and math.isfinite(value) and holds(value))
