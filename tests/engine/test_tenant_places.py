@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -306,6 +307,14 @@ def test_who_begins_beyond_a_limit_is_counted_and_whoever_had_begun_before_it_ch
     assert begin(1, 1) == 0
     assert begin(1, 1) == 1
     assert begin(None, 9) == 0
+
+
+def test_prompts_of_those_who_have_ended_are_not_kept() -> None:
+    monitor, request = LimitMonitor(), create_request(4, tenant="a")
+    monitor.begun([request], create_scheduler(max_running_per_tenant=1).limits)
+    request.status, kept = RequestStatus.FINISHED, weakref.ref(request)
+    del request
+    assert kept() is None
 
 
 def test_tenants_who_have_nobody_left_are_forgotten() -> None:

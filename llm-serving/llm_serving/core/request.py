@@ -45,7 +45,7 @@ FINISHED: Final = RequestStatus.FINISHED
 """By names of their own: in Python 3.11 to look a member up in its class takes five times as long as to compare it."""
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class Request:
     """The master's state of one request; owned by the engine loop once submitted.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterable
 from typing import Final, NamedTuple
 
@@ -15,8 +16,8 @@ MIN_TENANTS: Final = 64
 
 class _Tenant(NamedTuple):
     limit: int
-    begun: list[Request]
-    """Since that is its limit; of those that have ended some linger."""
+    begun: list[weakref.ref[Request]]
+    """Since that is its limit; of those that have ended some linger, without what they had."""
 
 
 class LimitMonitor:
@@ -46,12 +47,12 @@ class LimitMonitor:
     def _add(self, request: Request, limit: int) -> bool:
         tenant = self._tenants.get(request.tenant)
         running = [] if tenant is None or tenant.limit != limit else _running(tenant)
-        self._tenants[request.tenant] = _Tenant(limit, [*running, request])
+        self._tenants[request.tenant] = _Tenant(limit, [*running, weakref.ref(request)])
         if len(self._tenants) > self._most_tenants:
             self._tenants = {name: each for name, each in self._tenants.items() if _running(each)}
             self._most_tenants = 2 * len(self._tenants) + MIN_TENANTS
         return len(running) >= limit
 
 
-def _running(tenant: _Tenant) -> list[Request]:
-    return [each for each in tenant.begun if not each.is_finished]
+def _running(tenant: _Tenant) -> list[weakref.ref[Request]]:
+    return [each for each in tenant.begun if (request := each()) is not None and not request.is_finished]
