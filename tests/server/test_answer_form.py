@@ -104,6 +104,20 @@ def test_json_of_a_schema_by_tgi(value: Any) -> None:
     assert {tuple(json.loads(answer or "")) for answer in answers(TGI, grammar=value)} == {("size", "ok")}
 
 
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern"),
+        ({"guided_whitespace_pattern": " ", "guided_regex": "a"}, "guided_whitespace_pattern"),
+        ({"structured_outputs": {"choice": ["a"], "whitespace_pattern": " "}}, "structured_outputs.whitespace_pattern"),
+    ],
+)
+def test_what_may_stand_between_parts_is_refused_where_there_are_none(fields: dict[str, Any], param: str) -> None:
+    response, engine = ask(COMPLETIONS, **fields)
+    assert (response.status_code, error_of(response)["param"]) == (400, param)
+    assert engine.submitted == []
+
+
 def test_any_json_object() -> None:
     found = [answer for answer in answers(CHAT, response_format={"type": "json_object"}) if answer is not None]
     assert found

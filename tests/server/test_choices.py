@@ -78,6 +78,8 @@ def test_a_failed_beam_search_is_an_error():
         ({"best_of": 129}, "best_of", "129"),
         ({"n": 3, "best_of": 2}, "best_of", "2"),
         ({"best_of": 2, "stream": True}, "best_of", "2"),
+        ({"length_penalty": 0.5}, "length_penalty", "0.5"),
+        ({"early_stopping": True}, "early_stopping", "True"),
         ({"use_beam_search": True, "best_of": 11}, "best_of", "11"),
         ({"use_beam_search": True, "stream": True}, "stream", "True"),
         ({"use_beam_search": True, "temperature": 0.7}, "temperature", "0.7"),

@@ -36,6 +36,7 @@ class AnswerForm:
         make: Makes the grammar, given what may stand between the parts of JSON where the request does not say; may take
             long, and raises GrammarError or RequestError.
         size: Bytes or characters of what it is made of, at least; may take long, as `make`.
+        is_json: Whether something may stand between its parts.
         parts: What other fields ask for in it; the first that cannot be kept to alone is named.
     """
 
@@ -43,6 +44,7 @@ class AnswerForm:
     make: Callable[[str], Grammar]
     parts: Sequence[AnswerForm] = ()
     size: Callable[[], int] = lambda: 0
+    is_json: bool = False
 
 
 def asked_form(request: object, names: Mapping[str, str] | None = None) -> AnswerForm | None:
@@ -62,6 +64,7 @@ def asked_form(request: object, names: Mapping[str, str] | None = None) -> Answe
     ]
     if len(forms) > 1:
         raise RequestError(forms[1].field, f"must not be given together with `{forms[0].field}`")
+    _check_whitespace(request, forms, "guided_whitespace_pattern")
     if not forms:
         return None
     check_others(request, forms[0].field, names)
@@ -134,6 +137,11 @@ def _whitespace(request: object) -> str | None:
     return getattr(request, "guided_whitespace_pattern", None)
 
 
+def _check_whitespace(request: object, forms: Sequence[AnswerForm], field: str) -> None:
+    if _whitespace(request) is not None and not any(form.is_json for form in forms):
+        raise RequestError(field, "must be given with a form of JSON only")
+
+
 def _schema(field: str, value: Any, request: object) -> AnswerForm:
     """A JSON schema, as an object or as its text."""
     if not isinstance(value, dict | str):
@@ -143,7 +151,7 @@ def _schema(field: str, value: Any, request: object) -> AnswerForm:
     def make(whitespace: str) -> Grammar:
         return json_grammar(_text(field, value), whitespace if given is None else given)
 
-    return AnswerForm(field, make, size=lambda: _size(value))
+    return AnswerForm(field, make, size=lambda: _size(value), is_json=True)
 
 
 def _text(field: str, schema: Any) -> str:
@@ -239,6 +247,7 @@ def _structured_outputs(field: str, value: Any, request: object) -> AnswerForm |
     ]
     if len(forms) != 1:
         raise RequestError(field, f"must have one of {', '.join(readers)}")
+    _check_whitespace(spaces, forms, f"{field}.whitespace_pattern")
     return forms[0]
 
 

@@ -50,6 +50,10 @@ def choices_of(request: GenerationRequest, num_prompts: int) -> Choices:
         raise RequestError("best_of", f"must be at least n, which is {n}", best_of)
     if request.use_beam_search:
         return Choices(n, best_of, _beam_search(request, n, best_of))
+    for name, neutral in (("length_penalty", 1.0), ("early_stopping", False)):
+        value = getattr(request, name)
+        if value not in (None, neutral):
+            raise RequestError(name, "must be given with use_beam_search: true only", value)
     if request.stream and best_of > n:
         raise RequestError("best_of", f"must be n, which is {n}, with stream: true", best_of)
     return Choices(n, best_of)
