@@ -128,10 +128,14 @@ def test_a_template_that_drops_the_assistants_last_words_is_told_of():
         ({"tools": [{"name": "f g"}]}, "tools[0].name"),
         ({"tool_choice": {"type": "some"}}, "tool_choice.type"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice.name"),
+        ({"tool_choice": {"type": "auto", "name": "f"}}, "tool_choice.name"),
         ({"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "x"}]}, USER]}, "content[0]"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "content[0].tool_use_id"),
         ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking.budget_tokens"),
         ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens"),
+        ({"thinking": {"type": "disabled", "budget_tokens": 1024}}, "thinking.budget_tokens"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "input": {}}]}]}, "[0].input"),
+        ({"messages": [USER, {"role": "assistant", "content": [{"type": "thinking"}]}]}, "content[0].thinking"),
         ({"thinking": {"type": "long"}}, "thinking.type"),
         ({"stop": "x"}, "stop"),
         ({"unheard": 1}, "unheard"),
@@ -166,6 +170,11 @@ def test_what_cannot_change_the_answer_is_named():
 def test_errors_have_the_names_of_the_protocol(engine, model, status, kind):
     response = post(engine, PATH, body(model=model))
     assert (response.status_code, error_of(response)["type"]) == (status, kind)
+
+
+def test_what_is_too_large_is_told_so():
+    response = post(FakeEngine(), PATH, body(system="x" * 5000))
+    assert (response.status_code, error_of(response)["type"]) == (413, "request_too_large")
 
 
 def test_a_stream_that_fails_ends_with_an_error():

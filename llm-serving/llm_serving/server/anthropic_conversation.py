@@ -28,6 +28,15 @@ from llm_serving.server.schemas import (
 
 _WITHOUT_BUDGET: Final = ("disabled", "adaptive")
 """Of thoughts: the model thinks as long as it does."""
+_FIELDS: Final[dict[str, frozenset[str]]] = {
+    "text": frozenset({"text"}),
+    "thinking": frozenset({"thinking"}),
+    "redacted_thinking": frozenset(),
+    "tool_use": frozenset({"id", "name", "input"}),
+    "tool_result": frozenset({"tool_use_id", "content"}),
+}
+"""Type of a block -> the fields that it has."""
+_NAMES: Final = tuple(name for names in _FIELDS.values() for name in sorted(names))
 _CHOICES: Final[dict[str, str]] = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -66,6 +75,8 @@ def choice_of(choice: ToolChoice | None) -> str | JsonObject | None:
         return {"type": "function", "function": {"name": choice.name}}
     if choice.type not in _CHOICES:
         raise RequestError("tool_choice.type", f"must be one of {', '.join(_CHOICES)}, tool", choice.type)
+    if choice.name is not None:
+        raise RequestError("tool_choice.name", "must be given with type tool only", choice.name)
     return _CHOICES[choice.type]
 
 
@@ -75,7 +86,11 @@ def budget_of(thinking: Thinking | None) -> int | None:
     Raises:
         RequestError: It is of another make.
     """
-    if thinking is None or thinking.type in _WITHOUT_BUDGET:
+    if thinking is None:
+        return None
+    if thinking.type in _WITHOUT_BUDGET:
+        if thinking.budget_tokens is not None:
+            raise RequestError("thinking.budget_tokens", "must be given with type enabled only", thinking.budget_tokens)
         return None
     if thinking.type != "enabled":
         raise RequestError("thinking.type", "must be enabled, adaptive or disabled", thinking.type)
@@ -109,11 +124,14 @@ def _said_by_assistant(place: str, blocks: list[ContentBlock]) -> list[ChatMessa
     thoughts: list[str] = []
     calls: list[ToolCallOfMessage] = []
     for i, block in enumerate(blocks):
+        _check(f"{place}[{i}]", block)
         if block.type == "tool_use":
             if block.id is None or block.name is None or block.input is None:
                 raise RequestError(f"{place}[{i}]", "of type tool_use must have `id`, `name` and `input`")
             calls.append(ToolCallOfMessage(FunctionOfMessage(block.name, block.input), block.id))
-        elif block.type == "thinking" and block.thinking is not None:
+        elif block.type == "thinking":
+            if block.thinking is None:
+                raise RequestError(f"{place}[{i}].thinking", "is required")
             thoughts.append(block.thinking)
         elif block.type != "redacted_thinking":
             texts.append(_text(f"{place}[{i}]", block))
@@ -127,6 +145,7 @@ def _said_by_user(place: str, blocks: list[ContentBlock]) -> list[ChatMessage]:
     messages: list[ChatMessage] = []
     texts: list[ContentPart] = []
     for i, block in enumerate(blocks):
+        _check(f"{place}[{i}]", block)
         if block.type != "tool_result":
             texts.append(_text(f"{place}[{i}]", block))
             continue
@@ -138,6 +157,13 @@ def _said_by_user(place: str, blocks: list[ContentBlock]) -> list[ChatMessage]:
         result = _texts(f"{place}[{i}].content", block.content or "")
         messages.append(ChatMessage("tool", result, tool_call_id=block.tool_use_id))
     return [*messages, ChatMessage("user", texts)] if texts or not messages else messages
+
+
+def _check(place: str, block: ContentBlock) -> None:
+    """Raises RequestError where a block has what another type of block has."""
+    for name in _NAMES:
+        if getattr(block, name) is not None and name not in _FIELDS.get(block.type, _NAMES):
+            raise RequestError(f"{place}.{name}", f"is no field of a block of type {block.type}")
 
 
 def _texts(place: str, content: str | Sequence[ContentBlock | ResultBlock]) -> str | list[ContentPart]:

@@ -25,6 +25,7 @@ from llm_serving.errors import (
     PermissionDeniedError,
     RateLimitError,
     RequestError,
+    RequestTooLargeError,
     TimedOutError,
     UnavailableError,
 )
@@ -67,6 +68,7 @@ _ERROR_TYPES: Final[tuple[tuple[type[LLMServingError], str], ...]] = (
     (AuthenticationError, "authentication_error"),
     (PermissionDeniedError, "permission_error"),
     (ModelNotFoundError, "not_found_error"),
+    (RequestTooLargeError, "request_too_large"),
     (RequestError, "invalid_request_error"),
     (RateLimitError, "rate_limit_error"),
     (CapacityError, "rate_limit_error"),
