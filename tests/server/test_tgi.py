@@ -7,6 +7,7 @@ import copy
 import pytest
 from fakes import DEMO_TOKENIZER, FULL_QUEUE, FakeEngine, Piece, Script
 from llm_serving.core.request import FinishReason
+from llm_serving.server.parameters import IGNORED_HEADER
 from server_client import events, leave_while_held, post, request
 
 
@@ -92,6 +93,22 @@ def test_what_is_not_served_is_a_validation_error(parameters):
     response = post(FakeEngine(), "/generate", body(**parameters))
     assert response.status_code == 422
     assert response.json()["error_type"] == "validation"
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "parameters", "ignored"),
+    [
+        ("/generate", {"stream": True}, {}, "stream"),
+        ("/generate", {"stream": False}, {}, None),
+        ("/generate_stream", {"stream": False}, {}, "stream"),
+        ("/", {"stream": True}, {"top_n_tokens": 2}, None),
+        ("/generate", {}, {"top_n_tokens": 2}, "top_n_tokens"),
+        ("/generate", {}, {"top_n_tokens": 2, "details": True}, None),
+    ],
+)
+def test_what_has_no_effect_on_a_route_is_named(path, fields, parameters, ignored):
+    response = post(FakeEngine(), path, body(**parameters) | fields)
+    assert response.headers.get(IGNORED_HEADER) == ignored
 
 
 def test_a_full_queue_is_overloaded():

@@ -38,7 +38,7 @@ from llm_serving.server.generation import (
 from llm_serving.server.knock import knock
 from llm_serving.server.off_loop import large_json_response
 from llm_serving.server.openai_requests import request_id_of
-from llm_serving.server.parameters import read_fields
+from llm_serving.server.parameters import note_ignored, read_fields
 from llm_serving.server.sampling import sampling_params
 from llm_serving.server.streaming import StreamResponse, complete
 from llm_serving.server.text_schemas import TGIParameters, TGIRequest
@@ -69,6 +69,11 @@ async def generate_stream(engine: AsyncEngine, http_request: Request) -> Respons
 async def _generate(engine: AsyncEngine, http_request: Request, stream: bool | None) -> Response:
     request = await read_fields(engine, http_request, TGIRequest)
     parameters = request.parameters or TGIParameters()
+    streams = bool(request.stream) if stream is None else stream
+    if request.stream not in (None, streams):
+        note_ignored(http_request, "stream")
+    if parameters.top_n_tokens and not (streams or parameters.details):
+        note_ignored(http_request, "top_n_tokens")
     caller = caller_of(engine.config, http_request, request, parameters)
     sampling = _sampling(parameters)
     form = asked_form(parameters, _FIELDS)
@@ -87,7 +92,7 @@ async def _generate(engine: AsyncEngine, http_request: Request, stream: bool | N
         engine, [prompt], [sampling], request_id=request_id, caller=caller, visitor=visitor, constraint=constraint
     )
     answer = _Answer(engine.tokenizer, request.inputs, parameters, sampling)
-    if stream or (stream is None and request.stream):
+    if streams:
         headers = {"x-request-id": request_id}
         return StreamResponse(generation, answer, lambda error: _event(tgi_error_content(error)), headers=headers)
     result = await complete(http_request.receive, generation, answer.whole(generation))
