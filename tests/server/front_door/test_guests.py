@@ -7,10 +7,11 @@ from llm_serving.server.front_door.guests import SEARCH_PAUSE_S, Guests, address
 
 
 class Guest:
-    def __init__(self, address="a", served=False, heard=True):
+    def __init__(self, address="a", served=False, heard=True, idle=False):
         self.address = address
         self.is_served = served
         self.is_heard = heard
+        self.is_idle = idle
         self.weight = 0
         self.ended = False
 
@@ -80,6 +81,21 @@ class TestPlaces:
         assert not guests.admit(Guest("a"))
         assert guests.admit(Guest("d"))
         assert [first.ended, second.ended] == [True, False]
+
+    def test_a_crowd_of_which_nobody_is_heard_takes_no_place_of_fewer(self):
+        """A handshake between two flights is heard; hundreds of others have sent their first and wait for a turn."""
+        guests = Guests(5, 9, 100)
+        *_, alone = admitted(guests, *(Guest(address, heard=False) for address in "aacc"), Guest("b"))
+        assert not guests.admit(Guest("a"))
+        assert not guests.admit(Guest("c"))
+        assert not alone.ended
+
+    def test_the_idle_make_room_for_anybody(self):
+        guests = Guests(4, 9, 100)
+        *_, busy, idle = admitted(guests, *(Guest(served=True) for _ in range(2)), Guest("b"), Guest("c", idle=True))
+        admitted(guests, Guest(served=True))
+        assert [busy.ended, idle.ended] == [False, True]
+        assert not guests.admit(Guest())
 
     def test_those_who_are_all_served_are_not_looked_at_for_each_who_comes(self):
         looks, now = [], [0.0]

@@ -203,3 +203,20 @@ def test_who_has_sent_what_the_loop_has_not_come_to_read_has_not_been_heard():
             assert connection.is_heard  # whatever the descriptor is by now
 
     asyncio.run(run())
+
+
+def test_idle_is_who_was_answered_and_has_begun_nothing_since():
+    async def run():
+        async with door() as (house, connection, _):
+            assert not connection.is_idle
+            house.app.gate.clear()
+            connection.data_received(GET % 1)
+            await settle()
+            assert not connection.is_idle
+            house.app.gate.set()
+            await settle()
+            assert connection.is_idle
+            connection.data_received((GET % 2)[:10])
+            assert not connection.is_idle
+
+    asyncio.run(run())

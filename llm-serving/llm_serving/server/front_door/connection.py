@@ -133,6 +133,10 @@ class Connection(HttpToolsProtocol):
             return False
         return self.descriptor is None or not _num_unread(self.descriptor)  # a busy loop has not come to it yet
 
+    @property
+    def is_idle(self) -> bool:
+        return self.cycle is not None and self.cycle.response_complete and not (self._in_body or self._held)
+
     def end(self) -> None:
         if self._parting is not None:
             self._parting.abort()

@@ -32,6 +32,10 @@ class Guest(Protocol):
     def is_heard(self) -> bool:
         """Whether all that has come from it was looked at."""
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether it was answered, and has begun nothing since: its client knows that it may end."""
+
     def end(self) -> None:
         """Ends it at once, without an answer."""
 
@@ -55,6 +59,9 @@ class Guests:
     Where a place is missing, those make room that do not wait for an answer: silent, idle or slow to send, the longest
     connected of the most numerous address first. Nobody who has not been heard yet goes for another of its own address,
     and for one of another address only when there is nobody else: it may have sent all of its request.
+
+    Whoever comes from an address with many takes no place from one with fewer, but of those that are idle: a crowd,
+    whatever it does, cannot end the handshake or the request that another has begun.
 
     Where there are too many bytes, whoever holds most goes.
 
@@ -136,20 +143,31 @@ class Guests:
 
     def _make_room_for(self, own: _Crowd | None) -> bool:
         """For one more of an address, from which others are here or are not."""
-        if own is not None and len(own.guests) >= self._max_per_address and not self._make_room(own.guests, heard=True):
+        num_own = 0 if own is None else len(own.guests)
+        if own is not None and num_own >= self._max_per_address and not self._make_room(own.guests, _is_heard):
             return False
         if len(self._guests) < self._max_connections:
             return True
-        most = max(self._crowds.values(), key=lambda each: len(each.guests))
-        among = ((most.guests, True), (self._guests, True), *([] if most is own else [(most.guests, False)]))
-        return any(self._make_room(guests, heard=heard) for guests, heard in among)
 
-    def _make_room(self, among: Collection[Guest], *, heard: bool) -> bool:
-        spared = [guest for guest in among if not guest.is_served and (guest.is_heard or not heard)]
+        def may_go(guest: Guest) -> bool:
+            crowd = self._crowds[guest.address]
+            return guest.is_heard and (guest.is_idle or crowd is own or len(crowd.guests) > num_own)
+
+        most = max(self._crowds.values(), key=lambda each: len(each.guests))
+        if self._make_room(most.guests, may_go) or self._make_room(self._guests, may_go):
+            return True
+        return len(most.guests) > num_own and self._make_room(most.guests, lambda guest: True)
+
+    def _make_room(self, among: Collection[Guest], may_go: Callable[[Guest], bool]) -> bool:
+        spared = [guest for guest in among if not guest.is_served and may_go(guest)]
         for guest in spared[: max(1, len(among) // MADE_FREE_AT_ONCE)]:
             self.leave(guest)
             guest.end()
         return bool(spared)
+
+
+def _is_heard(guest: Guest) -> bool:
+    return guest.is_heard
 
 
 def address_of(peer: object) -> str:
