@@ -17,6 +17,7 @@ LLMServingError
 ├── RequestCancelledError 409   it was cancelled, and its protocol has no word for that in an answer
 ├── TimedOutError         504   the deadline that the client gave has passed, or cannot be met any more
 ├── CapacityError         429   the waiting queue is full; retry_after in seconds
+│   ├── TooLateError      429   its first token would come after the deadline that the client gave
 │   └── RateLimitError    429   more than the API key or the address may ask for in a minute
 ├── UnavailableError      503   not ready yet, draining, or no WorkAgent lives
 ├── NoWorkAgentsError           every WorkAgent has used up its restarts, and the server shall end then
@@ -181,6 +182,10 @@ class CapacityError(LLMServingError):
         self.retry_after = retry_after
         self.queue_estimate_ms = queue_estimate_ms
         self.predicted_s = predicted_s
+
+
+class TooLateError(CapacityError):
+    """The first token of the request would come after its deadline."""
 
 
 class RateLimitError(CapacityError):

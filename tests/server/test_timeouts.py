@@ -124,6 +124,7 @@ def test_a_request_whose_time_cannot_suffice_is_refused_at_the_door(n):
             body = BODIES["/v1/completions"] | {"n": n, "max_tokens": 3}
             refused = await client.post("/v1/completions", json=body | {"timeout_s": 4})
             assert refused.status_code == 429
+            assert error_of(refused)["code"] == "deadline"
             assert error_of(refused)["message"].startswith(
                 "the first token is expected in 10 s, and `timeout_s` leaves "
             )

@@ -35,7 +35,15 @@ from llm_serving.engine.replicas import Events, OpenReplica, Replicas
 from llm_serving.engine.request_stream import RequestStream
 from llm_serving.engine.router import Placed, Router
 from llm_serving.engine.shared_answers import SharedAnswer, SharedAnswers, Sharing
-from llm_serving.errors import ContextLengthError, LLMServingError, RequestError, UnavailableError, WorkerDiedError
+from llm_serving.errors import (
+    CapacityError,
+    ContextLengthError,
+    LLMServingError,
+    RequestError,
+    TooLateError,
+    UnavailableError,
+    WorkerDiedError,
+)
 from llm_serving.models.pooling import Pooling, served_pooling
 from llm_serving.models.spec import ModelSpec
 from llm_serving.observe.class_metrics import ClassLoad
@@ -356,9 +364,14 @@ class AsyncEngine:
         return Admission(forecast, len(prompt_lens) == 1, 0.0 if came is None else max(0.0, self.clock() - came))
 
     def _check_deadline(self, prompt_lens: Sequence[int], caller: Caller, at: Replica) -> None:
-        if caller.deadline is not None:
-            remaining_s = caller.deadline - self.clock()
+        """Raises TooLateError where a first token would come after the deadline."""
+        if caller.deadline is None:
+            return
+        remaining_s = caller.deadline - self.clock()
+        try:
             self._door.check_deadline(prompt_lens, caller.priority, caller.tenant, remaining_s, at)
+        except CapacityError as error:
+            raise TooLateError(str(error), error.retry_after, error.queue_estimate_ms) from None
 
     def seconds_to_first_token(self, num_prompt_tokens: int, *, priority: int = 0, tenant: str = "") -> float | None:
         """Until a request that came now would have its first token, as predicted; None: too little has been measured.

@@ -24,6 +24,7 @@ from llm_serving.errors import (
     RequestError,
     RequestNotFoundError,
     TimedOutError,
+    TooLateError,
     UnavailableError,
 )
 from llm_serving.server.schemas import ErrorDetail, ErrorResponse
@@ -40,6 +41,7 @@ _CODES: tuple[tuple[type[LLMServingError], str, str | None], ...] = (
     (ContextLengthError, "invalid_request_error", "context_length_exceeded"),
     (RequestError, "invalid_request_error", None),
     (RateLimitError, "rate_limit_error", "rate_limit_exceeded"),
+    (TooLateError, "rate_limit_error", "deadline"),
     (CapacityError, "rate_limit_error", "queue_full"),
     (UnavailableError, "service_unavailable_error", "unavailable"),
 )
