@@ -40,6 +40,7 @@ class Greeting(asyncio.Protocol):
 
     is_served = False
     is_heard = True
+    is_idle = False
     weight = 0
     welcome = None
     unread_since: float | None = None
@@ -145,6 +146,28 @@ def test_where_too_many_wait_the_address_that_has_most_loses_some():
     assert welcomed.count("127.0.1.2") == 3
     assert set(refused) == {"127.0.1.1"}
     assert len(refused) > 20
+
+
+def test_an_address_waits_for_one_turn_however_many_it_has():
+    """What an attack piles up must not grow for as long as it goes on."""
+
+    async def main():
+        refused = []
+        with socket.create_server(("127.0.0.1", 0), backlog=200) as listener, contextlib.ExitStack() as clients:
+            for address, count in (("127.0.1.1", 40), ("127.0.1.2", 3)):
+                for client in crowd(listener, address, count):
+                    clients.enter_context(client)
+            guests = Guests(200, 200, 9)
+            guests.on_refused = lambda address, status: refused.append(address)
+            turns = Turns(asyncio.get_running_loop(), budget_s=0.0)  # all wait
+            door = Acceptor(listener, guests, Greeting, None, 1.0, turns, max_waiting=10)
+            while len(refused) < 33:
+                await asyncio.sleep(0)
+            assert turns._num_waiting == 2
+            door.close()
+            await door.wait_closed()
+
+    run(main)
 
 
 def test_who_has_left_meanwhile_is_not_welcomed():

@@ -4,6 +4,7 @@
 | --- | --- |
 | `turns` | what all clients together may take of one turn of the event loop |
 | `acceptor` | takes connections from the listening socket, TLS handshakes among them |
+| `waiting_row` | those that were taken and wait for their turn, by address |
 | `certificates` | their certificate, read again when its files change |
 | `guests` | how many there are, in all and from one address, and the bytes they make the server hold |
 | `comebacks` | when those for whom there was no place are to try again |

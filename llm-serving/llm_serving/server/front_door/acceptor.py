@@ -7,7 +7,7 @@ import contextlib
 import socket
 from collections.abc import Callable
 from functools import partial
-from typing import Final
+from typing import Final, NamedTuple
 
 from llm_serving.core.clock import monotonic
 from llm_serving.log import get_logger
@@ -17,6 +17,7 @@ from llm_serving.server.front_door.guests import Guests, address_of
 from llm_serving.server.front_door.reader import Reader
 from llm_serving.server.front_door.refusals import NO_PLACE
 from llm_serving.server.front_door.turns import Turns
+from llm_serving.server.front_door.waiting_row import WaitingRow
 
 logger = get_logger(__name__)
 
@@ -44,11 +45,18 @@ TLS_SHUTDOWN_S: Final = 2.0
 """Seconds a client gets to take leave of TLS."""
 
 
+class _Taken(NamedTuple):
+    """From the kernel."""
+
+    client: socket.socket
+    since: float
+
+
 class Acceptor:
     """Welcomes connections, as many as there is room for; the others are told so.
 
     A connection counts from before its handshake. Handshakes begin when their first bytes have come, as many in a turn
-    of the event loop as there is time for; whoever has left by then has none.
+    of the event loop as there is time for; whoever has left by then has none, and takes no time from the others.
 
     When the process has no file descriptor left, connections wait in the kernel until there is one.
 
@@ -57,7 +65,7 @@ class Acceptor:
         guests: Counts the connections.
         new_connection: Makes the protocol of a connection from its address.
         certificates: For TLS; None: plain HTTP.
-        handshake_timeout_s: Seconds for a TLS handshake.
+        handshake_timeout_s: Seconds for a TLS handshake; may be changed later.
         turns: In which connections are welcomed.
         max_waiting: For their turn.
     """
@@ -76,12 +84,10 @@ class Acceptor:
         self._guests = guests
         self._new_connection = new_connection
         self._certificates = certificates
-        self._handshake_timeout_s = handshake_timeout_s
+        self.handshake_timeout_s = handshake_timeout_s
         self._turns = turns
-        self._max_waiting = max_waiting
-        self._waiting: dict[str, list[tuple[socket.socket, float]]] = {}
-        """By address; and when each was taken."""
-        self._num_waiting = 0
+        self._waiting = WaitingRow[_Taken](max_waiting)
+        """Each address that is there waits for one turn, however many it has."""
         self._loop = asyncio.get_running_loop()
         self._welcomes: set[asyncio.Task[None]] = set()
         self._pause: asyncio.TimerHandle | None = None
@@ -100,10 +106,8 @@ class Acceptor:
         self._loop.remove_reader(self._listener)
         if self._pause is not None:
             self._pause.cancel()
-        for waiting in self._waiting.values():
-            for client, _ in waiting:
-                client.close()
-        self._waiting.clear()
+        for taken in self._waiting.take_all():
+            taken.client.close()
         for welcome in self._welcomes:
             welcome.cancel()
 
@@ -137,12 +141,12 @@ class Acceptor:
 
     def _queue(self, client: socket.socket, address: str) -> None:
         client.setblocking(False)
-        self._waiting.setdefault(address, []).append((client, monotonic()))
-        self._num_waiting += 1
-        if self._num_waiting > self._max_waiting:
-            most = max(self._waiting, key=lambda each: len(self._waiting[each]))
-            self._turn_away(self._take(most, -1)[0], most)
-        self._turns.do(address, partial(self._receive, address))
+        has_turn = address in self._waiting
+        lost = self._waiting.add(address, _Taken(client, monotonic()))
+        if lost is not None:
+            self._turn_away(lost[1].client, lost[0])
+        if address in self._waiting and not has_turn:
+            self._turns.do(address, partial(self._receive, address))
 
     def _turn_away(self, client: socket.socket, address: str) -> None:
         self._guests.on_refused(address, NO_PLACE.status)
@@ -151,20 +155,14 @@ class Acceptor:
                 client.send(NO_PLACE.to_bytes(self._guests.seconds_to_comeback(address)))
                 client.recv(UNREAD_BYTES)
 
-    def _take(self, address: str, place: int) -> tuple[socket.socket, float]:
-        waiting = self._waiting[address]
-        taken = waiting.pop(place)
-        self._num_waiting -= 1
-        if not waiting:
-            del self._waiting[address]
-        return taken
-
     def _receive(self, address: str) -> None:
-        if address not in self._waiting:  # it lost its place, or there is an end of all
+        if address not in self._waiting:  # there is an end of all
             return
-        client, since = self._take(address, 0)
+        client, since = self._waiting.take(address)
+        if address in self._waiting:
+            self._turns.do_later(address, partial(self._receive, address))
         has_sent = _has_sent(client)
-        if has_sent is False:
+        if has_sent is False or (has_sent and self._certificates is not None and _has_ended(client)):
             client.close()
             return
         connection = self._new_connection(address)
@@ -176,7 +174,9 @@ class Acceptor:
             self._turn_away(client, address)
             return
         self._turns.weigh(WELCOME_WEIGHT)
-        welcome = self._loop.create_task(self._welcome(client, connection))
+        if has_sent and self._certificates is not None:
+            self._turns.charge(HANDSHAKE_S)
+        welcome = self._loop.create_task(self._welcome(client, connection, may_begin=bool(has_sent)))
         connection.welcome = welcome
         self._welcomes.add(welcome)
 
@@ -193,21 +193,23 @@ class Acceptor:
 
         welcome.add_done_callback(end)  # a task that is cancelled early never runs: it cannot clean up itself
 
-    async def _welcome(self, client: socket.socket, connection: Connection) -> None:
+    async def _welcome(self, client: socket.socket, connection: Connection, *, may_begin: bool) -> None:
+        """With `may_begin` its first bytes have come, and its handshake is part of the turn it had."""
         reader = Reader(connection)
         if self._certificates is None:
             await self._loop.connect_accepted_socket(lambda: reader, client)
             return
-        async with asyncio.timeout(self._handshake_timeout_s):
-            await self._hear(client)
-            await self._turns.spend(connection.address, HANDSHAKE_S)
-            if _has_sent(client) is False or _has_ended(client):
-                raise ConnectionAbortedError
+        async with asyncio.timeout(self.handshake_timeout_s):
+            if not may_begin:
+                await self._hear(client)
+                await self._turns.spend(connection.address, HANDSHAKE_S)
+                if _has_ended(client):
+                    raise ConnectionAbortedError
             transport, _ = await self._loop.connect_accepted_socket(
                 lambda: reader,
                 client,
                 ssl=self._certificates.context,
-                ssl_handshake_timeout=self._handshake_timeout_s,
+                ssl_handshake_timeout=self.handshake_timeout_s,
                 ssl_shutdown_timeout=TLS_SHUTDOWN_S,
             )
         transport.set_read_buffer_limits(TLS_READ_BYTES)  # type: ignore[attr-defined]  # of TLS only

@@ -145,6 +145,10 @@ class Turns:
         """The work that is done now counts as so many times its length, for what follows from it uncounted."""
         self._weight = weight
 
+    def charge(self, expected_s: float) -> None:
+        """What follows from the work that is done now, uncounted, takes so long."""
+        self._spent_s += expected_s
+
     def learn(self, took_s: float) -> None:
         """A step that had waited took so long; those after it are expected to."""
         self._step_s = max(took_s, self._step_s + FORGETS * (took_s - self._step_s))
