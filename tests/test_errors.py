@@ -39,6 +39,7 @@ def test_statuses_of_the_families():
         "RequestTooLargeError": 413,
         "RequestTimeoutError": 408,
         "CapacityError": 429,
+        "TooLateError": 429,
         "RateLimitError": 429,
         "RequestCancelledError": 409,
         "TimedOutError": 504,

@@ -109,6 +109,7 @@ def test_lines_are_answered_in_their_order_in_the_least_class(tmp_path):
         (jsonl(line("a", url="/v1/models")), "`url` must be /v1/completions"),
         (jsonl(line("a"), line("a")), "`custom_id` must be"),
         (jsonl(line("a", stream=True)), "neither for a stream"),
+        (jsonl(line("a") | {"priority": 1}), "unknown field `priority`"),
         (jsonl({"custom_id": "a", "url": "/v1/completions", "body": []}), "`body` must be an object"),
     ],
 )
@@ -206,6 +207,32 @@ def test_a_batch_that_ends_while_it_is_cancelled_has_ended(tmp_path):
             return told.status, (await site.show(batch_id))["status"]
 
     assert run(talking) == ("completed", "completed")
+
+
+def test_inputs_of_batches_that_wait_take_no_more_of_the_disk_than_files_may(tmp_path):
+    def begin(name):
+        new = Batch(id=name, endpoint="/v1/completions", input_file_id="f", created_at=0, expires_at=9)
+        store.add_batch(new, "", 0.0)
+        return new
+
+    with contextlib.closing(BatchStore(tmp_path / "batches.db", 1000)) as store:
+        store.add_file(module.new_file("f", "in.jsonl", "batch", 0.0), "", [b"x" * 400], 0.0)
+        first, _ = begin("a"), begin("b")
+        with pytest.raises(CapacityError, match="batch_store_bytes"):
+            begin("c")
+        first.status = "failed"
+        store.save(first)
+        begin("d")
+
+
+def test_what_is_kept_beside_a_batch_is_bounded(tmp_path):
+    async def talking():
+        async with Site(FakeEngine(), tmp_path) as site:
+            fields = {"endpoint": "/v1/completions", "completion_window": "24h", "metadata": {"x": "y" * 513}}
+            body = {"input_file_id": await site.upload(jsonl(line("a"))), **fields}
+            return await site.client.post("/v1/batches", json=body)
+
+    assert error_of(run(talking))["param"] == "metadata"
 
 
 def test_a_batch_that_is_cancelled_before_its_input_is_looked_at_stays_so(tmp_path):
@@ -519,11 +546,12 @@ class TestFiles:
             self.run(FakeEngine(), tmp_path)
 
     def test_a_fault_is_told_and_can_be_mended(self, tmp_path):
+        once = {"batch_store_bytes": 2 * len(jsonl(line("a"), line("a"))) - 1}
         (tmp_path / "in.jsonl").write_bytes(jsonl(line("a"), line("a")))
         with pytest.raises(ConfigError, match=r"in\.jsonl:2: `custom_id` must be"):
-            self.run(FakeEngine(), tmp_path)
+            self.run(FakeEngine(limits=once), tmp_path)
         (tmp_path / "in.jsonl").write_bytes(jsonl(line("a"), line("b")))
-        assert self.run(FakeEngine(), tmp_path).completed == 2
+        assert self.run(FakeEngine(limits=once), tmp_path).completed == 2
 
     def test_a_full_disk_ends_a_run_that_can_go_on_later(self, tmp_path, monkeypatch):
         (tmp_path / "in.jsonl").write_bytes(jsonl(*map(line, "ab")))

@@ -63,6 +63,9 @@ async def answer_file(
 
 
 async def _begin(batches: Batches, source: Path, digest: str) -> Batch:
+    # Of runs that ended before their batches began, or met a fault.
+    for each in await batches.stored(BatchStore.files, None, None, 100, None):
+        await batches.stored(BatchStore.delete_file, each.id)
     now = batches.now()
     about = new_file(new_id("file"), source.name, "batch", now)
     about.expires_at = NEVER

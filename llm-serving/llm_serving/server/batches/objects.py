@@ -102,7 +102,7 @@ class BatchRequest(Struct, kw_only=True):
     metadata: dict[str, str] | None = None
 
 
-class Line(Struct, kw_only=True):
+class Line(Struct, kw_only=True, forbid_unknown_fields=True):
     """A line of the input; its body is read by the route that it names."""
 
     custom_id: str

@@ -14,7 +14,7 @@ from typing import Final, NamedTuple, TypeVar
 
 import msgspec
 
-from llm_serving.errors import ConfigError, RequestNotFoundError, RequestTooLargeError
+from llm_serving.errors import CapacityError, ConfigError, RequestNotFoundError, RequestTooLargeError
 from llm_serving.server.batches.objects import AnsweredLine, Batch, Failure, FileObject, Line, LineAnswer, RequestCounts
 
 T = TypeVar("T")
@@ -34,6 +34,8 @@ CREATE TABLE IF NOT EXISTS batches (
 CREATE TABLE IF NOT EXISTS lines (
     batch TEXT NOT NULL REFERENCES batches ON DELETE CASCADE, number INTEGER NOT NULL, custom_id TEXT NOT NULL,
     url TEXT NOT NULL, body BLOB NOT NULL, status INTEGER, answer BLOB, PRIMARY KEY (batch, number)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS inputs (
+    batch TEXT PRIMARY KEY REFERENCES batches ON DELETE CASCADE, bytes INTEGER NOT NULL) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS waiting ON lines (batch, number) WHERE status IS NULL;
 """
 
@@ -53,7 +55,7 @@ class BatchStore:
 
     Args:
         path: The database; made where there is none. A file `PATH.lock` beside it is held as long as it is open.
-        max_bytes: Of all files together.
+        max_bytes: Of all files together; and of the lines of batches that have not ended.
 
     Raises:
         ConfigError: The database cannot be used, or another process uses it.
@@ -95,9 +97,13 @@ class BatchStore:
         """
         with self._db:
             self._db.execute("BEGIN IMMEDIATE")
-            (used,) = self._db.execute("SELECT COALESCE(SUM(bytes), 0) FROM files").fetchone()
-            self._insert(about, tenant, chunks, now, self._max_bytes - used)
+            self._insert(about, tenant, chunks, now, self._max_bytes - self._used())
         return about
+
+    def _used(self) -> int:
+        """Bytes of all files."""
+        (used,) = self._db.execute("SELECT COALESCE(SUM(bytes), 0) FROM files").fetchone()
+        return int(used)
 
     def file(self, file_id: str, tenant: str | None) -> FileObject:
         """A file that this tenant, or None: anybody, may see.
@@ -137,9 +143,22 @@ class BatchStore:
     # --- batches ----------------------------------------------------------------------------------------------------
 
     def add_batch(self, batch: Batch, tenant: str, now: float) -> None:
+        """Keeps a new batch.
+
+        Raises:
+            CapacityError: There is no room for its lines beside those of others, or for what comes of them.
+        """
         with self._db:
+            self._db.execute("BEGIN IMMEDIATE")
+            query = """SELECT COALESCE((SELECT bytes FROM files WHERE id = ?), 0),
+                COALESCE((SELECT SUM(bytes) FROM inputs JOIN batches ON batches.id = batch WHERE NOT ended), 0)"""
+            size, waiting = self._db.execute(query, (batch.input_file_id,)).fetchone()
+            if waiting + size > self._max_bytes or self._used() > self._max_bytes:
+                rule = f"may have {self._max_bytes} bytes (serving_config.batch_store_bytes)"
+                raise CapacityError(f"files, and apart from them the inputs of batches that have not ended, {rule}")
             row = (batch.id, tenant, msgspec.json.encode(batch), now, 0)
             self._db.execute("INSERT INTO batches VALUES (?, ?, ?, ?, ?)", row)
+            self._db.execute("INSERT INTO inputs VALUES (?, ?)", (batch.id, size))
 
     def delete_batch(self, batch_id: str) -> None:
         with self._db:
