@@ -50,7 +50,7 @@ class Lookup:
             RequestNotFoundError: No request is known by it, or it is another tenant's.
         """
         found, ids = self._requests.find(request_id, tenant), self._ids(request_id)
-        if not found and not any(_lives(engine, ids, tenant) for engine in self._replicas.engines.values()):
+        if not found and not any(_lives(engine, ids, tenant) for engine in list(self._replicas.engines.values())):
             num_kept = self._config.serving.explain_requests
             rule = f"must be that of a request that lives or is among the newest {num_kept} that ended"
             raise RequestNotFoundError("request_id", f"{rule} (serving_config.explain_requests)", request_id)
