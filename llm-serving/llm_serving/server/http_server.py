@@ -86,6 +86,7 @@ class HttpServer(uvicorn.Server):
         self._on_refused = on_refused
         self._on_reload = on_reload
         self._guests: Guests | None = None
+        self._acceptor: Acceptor | None = None
         self._reloads: set[asyncio.Future[None]] = set()
         self._on_shutdown = on_shutdown
 
@@ -102,12 +103,12 @@ class HttpServer(uvicorn.Server):
             return Connection(self.config, self.server_state, address, guests, self._limits, self._head, turns)
 
         waiting = possible_waiting()
-        acceptor = Acceptor(
+        self._acceptor = Acceptor(
             self._listener, guests, new_connection, self._certificates, limits.header_timeout_s, turns, waiting
         )
         if self._certificates is not None:
             self._renewal = asyncio.create_task(self._certificates.watch())
-        self.servers = [acceptor]  # type: ignore[list-item]  # closed and waited for as one of asyncio's
+        self.servers = [self._acceptor]  # type: ignore[list-item]  # closed and waited for as one of asyncio's
         self.started = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -170,6 +171,8 @@ class HttpServer(uvicorn.Server):
             self._guests.reload(
                 possible_connections(limits), limits.max_connections_per_address, limits.max_buffered_bytes
             )
+        if self._acceptor is not None:
+            self._acceptor.handshake_timeout_s = limits.header_timeout_s
 
     def _on_reload_signal(self, number: int, frame: FrameType | None) -> None:
         if self._loop is not None:

@@ -8,6 +8,7 @@ import socket
 import ssl
 import threading
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 
 import httpx
@@ -16,11 +17,14 @@ import trustme
 import uvloop
 from attackers import client_hello
 from fakes import FakeEngine, Piece, Script
-from http_serving import connect, get, post, read_all, read_until, serving
+from http_serving import TIMEOUT_S, connect, get, post, read_all, read_until, serving
+from llm_serving.config.sections.server import ServerConfig
 from llm_serving.errors import ConfigError
 from llm_serving.server.front_door import Acceptor, Certificates, Guests, Turns, acceptor, certificates, parting
 from llm_serving.server.front_door.connection import Connection
 from llm_serving.server.front_door.turns import TURN_S
+from llm_serving.server.http_server import HttpServer
+from llm_serving.server.listener import bind
 
 STREAM = b'{"prompt": "x", "stream": true}'
 
@@ -185,6 +189,26 @@ class TestHandshakes:
             with connect(url) as client:
                 client.sendall(get())
                 assert b"HTTP" not in read_all(client)
+
+    def test_another_limit_of_their_time_holds_from_the_reload_on(self, authority, tmp_path):
+        limits = ServerConfig(**issue(authority, tmp_path), header_timeout_s=3600.0)
+
+        async def main():
+            with bind("127.0.0.1", 0) as listener:
+                server = HttpServer(None, listener, limits)
+                serving = asyncio.ensure_future(server.serve([listener]))
+                while not server.started:
+                    await asyncio.sleep(0)
+                server.reload_limits(replace(limits, header_timeout_s=0.01))
+                reader, writer = await asyncio.open_connection(*listener.getsockname())
+                async with asyncio.timeout(TIMEOUT_S):
+                    assert await reader.read() == b""
+                writer.close()
+                server.should_exit = True
+                await serving
+
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(main())
 
     def test_they_count_and_make_room(self, authority, tmp_path):
         limits = issue(authority, tmp_path) | {"max_connections": 4}
