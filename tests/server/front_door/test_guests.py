@@ -140,6 +140,18 @@ class TestPlaces:
         assert max(guests.seconds_to_comeback("a") for _ in range(3000)) == 120
         assert guests.seconds_to_comeback("b") == 1
 
+    def test_strangers_are_told_by_the_rate_at_which_strangers_find_places(self):
+        now = [0.0]
+        guests = Guests(8, 8, 100, clock=lambda: now[0])
+        here = admitted(guests, *(Guest(f"10.0.0.{number}", served=True) for number in range(8)))
+        for number in range(20):  # ten a second
+            now[0] = number / 10
+            guests.leave(here.pop(0))
+            here += admitted(guests, Guest(f"10.0.1.{number}", served=True))
+        told = [guests.seconds_to_comeback(f"10.0.2.{number}") for number in range(40)]
+        assert told == sorted(told)
+        assert 3 <= told[-1] <= 14
+
     def test_several_make_room_at_once_where_there_are_many(self):
         guests = Guests(64, 64, 100)
         crowd = admitted(guests, *(Guest() for _ in range(64)))

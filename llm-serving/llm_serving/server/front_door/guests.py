@@ -103,9 +103,9 @@ class Guests:
             if not self._make_room_for(own):
                 asking.paused_until = now + SEARCH_PAUSE_S
                 return False
+        (own or self._strangers).comebacks.got_place(now)
         if own is None or not own.guests:  # a crowd is forgotten with the last of it, who may have made room
             own = self._crowds[guest.address] = own or _Crowd(Comebacks(now))
-        own.comebacks.got_place(now)
         self._guests[guest] = own.guests[guest] = None
         return True
 
