@@ -18,8 +18,9 @@ class Clock:
         return self.now
 
 
-def table(max_bytes=2**20, kept_s=60.0, clock=None) -> AcceptedRequests:
-    return AcceptedRequests(max_bytes, kept_s, clock or Clock())
+def table(max_bytes=2**20, kept_s=60.0, clock=None, wall_clock=None) -> AcceptedRequests:
+    clock = clock or Clock()
+    return AcceptedRequests(max_bytes, kept_s, wall_clock or clock, clock)
 
 
 def test_a_stream_is_found_by_its_own_tenant_alone():
@@ -56,6 +57,28 @@ def test_age_is_bounded():
     with pytest.raises(RequestNotFoundError):
         accepted.find("f", "stream-0", None)
     assert accepted.num_bytes == 0
+
+
+@pytest.mark.parametrize("jump", [-(10.0**6), 10.0**6])
+def test_a_clock_that_is_set_makes_no_request_older_or_younger(jump):
+    clock, wall_clock = Clock(), Clock()
+    accepted = table(kept_s=60.0, clock=clock, wall_clock=wall_clock)
+    accepted.restore(record())
+    wall_clock.now += jump
+    accepted.find("f", "stream-0", None)
+    clock.now += 60.1
+    with pytest.raises(RequestNotFoundError):
+        accepted.find("f", "stream-0", None)
+
+
+def test_one_that_was_logged_before_the_clock_was_set_back_is_as_new_as_can_be():
+    clock, wall_clock = Clock(), Clock()
+    wall_clock.now -= 10.0**6
+    accepted = table(kept_s=60.0, clock=clock, wall_clock=wall_clock)
+    accepted.restore(record())
+    clock.now += 60.1
+    with pytest.raises(RequestNotFoundError):
+        accepted.find("f", "stream-0", None)
 
 
 def test_the_same_key_has_the_same_request_and_others_have_their_own():

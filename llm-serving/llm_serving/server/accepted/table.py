@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from llm_serving.core.clock import Clock, monotonic
 from llm_serving.errors import IdempotencyError, RequestNotFoundError
 from llm_serving.server.accepted.record import AcceptedRequest
 
@@ -34,16 +35,22 @@ class AcceptedRequests:
     Args:
         max_bytes: Of all records; 0: none is kept.
         kept_s: Seconds from a request's acceptance for which it is known.
-        wall_clock: Seconds since 1970.
+        wall_clock: Seconds since 1970: tells how old a request is that comes from a log.
+        clock: Tells how old it becomes, however the other one is set meanwhile.
     """
 
-    def __init__(self, max_bytes: int, kept_s: float, wall_clock: Callable[[], float]) -> None:
+    def __init__(
+        self, max_bytes: int, kept_s: float, wall_clock: Callable[[], float], clock: Clock = monotonic
+    ) -> None:
         self._max_bytes = max_bytes
         self._kept_s = kept_s
         self._wall_clock = wall_clock
+        self._clock = clock
         self._num_bytes = 0
         self._records: dict[str, AcceptedRequest] = {}
         """By stream, oldest first."""
+        self._known_until: dict[str, float] = {}
+        """The same, on `clock`."""
         self._by_key: dict[tuple[str, str], AcceptedRequest] = {}
         self._claims: dict[tuple[str, str], Claim] = {}
         self.log: Log | None = None
@@ -113,9 +120,11 @@ class AcceptedRequests:
 
     def restore(self, record: AcceptedRequest) -> None:
         """Keeps a request that may come from a log."""
-        if record.num_bytes > self._max_bytes or record.stream_id in self._records:
+        age_s = max(0.0, self._wall_clock() - record.accepted_at)
+        if record.num_bytes > self._max_bytes or record.stream_id in self._records or age_s > self._kept_s:
             return
         self._records[record.stream_id] = record
+        self._known_until[record.stream_id] = self._clock() + self._kept_s - age_s
         self._num_bytes += record.num_bytes
         if record.key:
             self._by_key[record.tenant, record.key] = record
@@ -124,12 +133,12 @@ class AcceptedRequests:
         self._expire()
 
     def _expire(self) -> None:
-        oldest_kept = self._wall_clock() - self._kept_s
-        while (oldest := next(iter(self._records.values()), None)) and oldest.accepted_at < oldest_kept:
+        now = self._clock()
+        while (oldest := next(iter(self._records.values()), None)) and self._known_until[oldest.stream_id] < now:
             self._forget(oldest)
 
     def _forget(self, record: AcceptedRequest) -> None:
-        del self._records[record.stream_id]
+        del self._records[record.stream_id], self._known_until[record.stream_id]
         self._num_bytes -= record.num_bytes
         if self._by_key.get((record.tenant, record.key)) is record:
             del self._by_key[record.tenant, record.key]
