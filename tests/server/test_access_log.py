@@ -253,6 +253,16 @@ def test_a_flood_of_refusals_is_counted_whole_and_logged_at_a_bounded_rate(monke
     assert said[-1] == f"{said[0]}; 240 others were not shown"
 
 
+def test_a_flood_for_which_there_is_no_place_is_logged_at_a_bounded_rate_too():
+    engine = FakeEngine()
+    engine.clock = lambda: 100.0
+    site = Site(engine)
+    for _ in range(250):
+        site.app.refused("192.0.2.7", 503)
+    assert site.counts == {("other", "other", "503"): 250}
+    assert len(site.lines) == access_log.REFUSED_BURST
+
+
 def test_a_budget_lets_a_burst_pass_and_then_so_many_a_second():
     budget = LineBudget(2, 0.5)
     assert [budget.take(10.0) for _ in range(4)] == [0, 0, None, None]

@@ -6,6 +6,7 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
+from http import HTTPStatus
 from pathlib import Path
 from typing import Final
 
@@ -23,7 +24,7 @@ logger = get_logger(__name__)
 
 STANDARD_OUTPUT: Final = Path("-")
 REFUSED_BURST, REFUSED_PER_SECOND = 200, 20.0
-"""Lines of refusals (4xx): a flood of them must not push the others out of the files."""
+"""Lines of refusals (4xx, 503): a flood of them must not push the others out of the files."""
 
 _encode: Final = msgspec.json.Encoder().encode
 
@@ -82,7 +83,7 @@ class AccessLog:
     def write(self, note: Note, status: int, now: float) -> None:
         """Writes the line of a request that was answered with `status` at `now`, on the engine's clock."""
         suppressed: int | None = 0
-        if 400 <= status < 499:
+        if 400 <= status < 499 or status == HTTPStatus.SERVICE_UNAVAILABLE:
             suppressed = self._refusals.take(now)
             if suppressed is None:
                 return
