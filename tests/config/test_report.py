@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import pytest
 from llm_serving.config import load_config
 from llm_serving.config.paths import PROJECT_FOLDER
 from llm_serving.config.report import describe
@@ -18,10 +19,31 @@ def test_printed_configuration_loads_to_the_same_values(tmp_path):
         f"api_keys.123.key_sha256={'0a' * 32}",
     ]
     config = load_config(LEGACY, overrides)
-    path = tmp_path / "printed.yaml"
+    assert printed_and_loaded(config, tmp_path) == plain(config)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["model_config.model_aliases=['*']", "serving_config.cors_origins=['null', 'http://[::1]:8080']"],
+        ["model_config.model_aliases=[]", "serving_config.allowed_hosts=['::1', '0x10', '1:30']"],
+        [r'device_config.graph_kernel_flags="a\nb\t\u2028 c: # \u00e9"'],
+    ],
+)
+def test_texts_that_yaml_would_read_as_something_else(overrides, tmp_path):
+    config = load_config(None, overrides)
+    assert printed_and_loaded(config, tmp_path) == plain(config)
+
+
+def printed_and_loaded(config, folder):
+    path = folder / "printed.yaml"
     path.write_text(describe(config))
-    again = load_config(path)
-    assert dataclasses.replace(again, sources={}, notices=()) == dataclasses.replace(config, sources={}, notices=())
+    return plain(load_config(path))
+
+
+def plain(config):
+    """Its values alone."""
+    return dataclasses.replace(config, sources={}, notices=(), origin=None)
 
 
 def test_each_value_stands_beside_its_source():

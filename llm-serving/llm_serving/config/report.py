@@ -1,10 +1,12 @@
 """The effective configuration as text: what `llm-serving config check` prints."""
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
 from llm_serving.config.schema import SECTIONS, TABLES, ServingConfig
+from llm_serving.config.values import DEFAULTS
 
 
 def describe(config: ServingConfig) -> str:
@@ -28,9 +30,14 @@ def describe(config: ServingConfig) -> str:
 
 def _entries(config: ServingConfig, place: str, values: object, keys: list[str], indent: str) -> list[str]:
     """A line a key, with its source."""
-    entries = [(f"{indent}{key}: {_yaml(getattr(values, key))}", key) for key in keys]
+    entries = [(f"{indent}{key}: {_value(f'{place}.{key}', getattr(values, key))}", key) for key in keys]
     width = min(max(len(text) for text, _ in entries), 60)
     return [f"{text:<{width}}  # {config.sources.get(f'{place}.{key}', 'default')}" for text, key in entries]
+
+
+def _value(name: str, value: Any) -> str:
+    # Some keys that are lists of nothing by default refuse an empty list.
+    return "null" if value == () == DEFAULTS.get(name) else _yaml(value)
 
 
 def _yaml(value: Any) -> str:
@@ -41,9 +48,8 @@ def _yaml(value: Any) -> str:
         text = repr(value)
         return text if "." in text else text.replace("e", ".0e")
     if isinstance(value, tuple):
-        return (
-            f"[{', '.join(map(str, value))}]" if value else "null"
-        )  # what it is by default; some refuse an empty list
+        return f"[{', '.join(map(_yaml, value))}]"
     if isinstance(value, str | Path):
-        return "'" + str(value).replace("'", "''") + "'"
+        text = str(value)
+        return "'" + text.replace("'", "''") + "'" if text.isprintable() else json.dumps(text)
     return str(value)
