@@ -69,6 +69,15 @@ def test_a_folder_is_no_file_and_a_file_no_folder(name, tmp_path):
     assert refusal(name, path) == says(name, path, f"a {'folder' if wants_file else 'file'} is there")
 
 
+@pytest.mark.parametrize("name", MADE)
+def test_what_is_made_may_lie_in_the_home_folder(name, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    section, _, key = name.partition(".")
+    config = load_config(None, [f"{name}=~/made"])
+    assert getattr(getattr(config, SECTIONS[section][0]), key) == tmp_path / "made"
+    assert "home" in refusal(name, "~nobody-of-this-name/made")
+
+
 @pytest.mark.parametrize("name", PATHS)
 def test_a_file_among_the_folders_above(name, tmp_path):
     (tmp_path / "file").write_text("")

@@ -52,6 +52,8 @@ class Kind(Enum):
         return None
 
 
+MADE: Final = (Kind.MADE_FILE, Kind.LOG, Kind.MADE_FOLDER)
+"""What may be missing: it is made."""
 _READ: Final = (Kind.FILE, Kind.FOLDER, Kind.FILE_OR_FOLDER)
 _ALLOWED: Final[Mapping[Kind, tuple[Callable[[int], bool], ...]]] = {
     Kind.FILE: (stat.S_ISREG,),

@@ -16,6 +16,7 @@ from llm_serving.config.cluster_checks import SECRET_FILE, check_cluster
 from llm_serving.config.device_checks import check_device
 from llm_serving.config.graph_engine import MINDIR_INI, MINDIR_PATH, check_graph_engine
 from llm_serving.config.implementation import check_implementation
+from llm_serving.config.kinds import MADE
 from llm_serving.config.legacy import ALIASES, MINDFORMERS_TARGETS, MUST_AGREE, NO_MEANING
 from llm_serving.config.mindformers import CHECKPOINT_KEY, MindFormersFile, read_mindformers
 from llm_serving.config.paths import DEMO_WORD, find, resolve, resolve_model, search_folders
@@ -247,6 +248,8 @@ def _resolve_paths(values: Values, reading: _Reading) -> ModelSpec | None:
         values.set(DRAFT_MODEL_PATH, draft, given.source)
     for name in RULES:
         if values.is_given(name) and name != MODEL_PATH and values[name] is not None:
+            if RULES[name].kind in MADE:
+                values.set(name, _at_home(name, values[name], values.source(name)), values.source(name))
             _check_kind(name, values[name], values.source(name))
     path = values[MODEL_PATH]
     if path is None:
@@ -263,6 +266,14 @@ def _resolve_paths(values: Values, reading: _Reading) -> ModelSpec | None:
         allowed = "".join(c if c.isalnum() or c in "._-" else "-" for c in written)[:128]
         values.set(MODEL_NAME, allowed or "model", "name of the model's folder")
     return ModelSpec.from_folder(folder)
+
+
+def _at_home(name: str, path: Path, source: str) -> Path:
+    """With the home folder in place of `~`, as `find` has it for what is read."""
+    try:
+        return path.expanduser()
+    except RuntimeError as error:  # of nobody, or of whoever has none
+        raise ConfigError(f"{source}: `{name}`: {str(error).rstrip('.')}. Given: {path}") from None
 
 
 def _check_kind(name: str, path: Any, source: str) -> None:
