@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import types
+from pathlib import Path
 
 import llm_serving
 import msgspec
@@ -279,6 +280,44 @@ def test_wrong_arguments_answer_2(arguments, capsys):
         main(arguments)
     assert caught.value.code == 2
     assert capsys.readouterr().err.startswith("usage: llm-serving")
+
+
+def test_hash_key_without_standard_input_says_so(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", None)
+    assert main(["hash-key"]) == 2
+    assert capsys.readouterr().err == "error: hash-key reads the API key from standard input, which is closed\n"
+
+
+def run_command(arguments, **options):
+    command = [sys.executable, "-c", "import sys; from llm_serving.cli import main; sys.exit(main())", *arguments]
+    return subprocess.run(command, stderr=subprocess.PIPE, check=False, timeout=60, **options)
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("arguments", [["version"], ["config", "reference"]])
+def test_an_output_that_cannot_be_written_is_an_error_and_no_traceback(arguments, unbuffered):
+    with Path("/dev/full").open("wb") as full:
+        ended = run_command(arguments, stdout=full, env={**os.environ, "PYTHONUNBUFFERED": unbuffered})
+    assert ended.stderr == b"error: what was to be printed cannot be written: No space left on device\n"
+    assert ended.returncode == 1
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_reader_may_leave_early(unbuffered):
+    theirs, ours = os.pipe()
+    os.close(theirs)
+    with os.fdopen(ours, "wb") as pipe:
+        ended = run_command(["config", "reference"], stdout=pipe, env={**os.environ, "PYTHONUNBUFFERED": unbuffered})
+    assert (ended.returncode, ended.stderr) == (0, b"")
+
+
+def test_a_terminal_that_knows_few_characters_gets_the_others_escaped(tmp_path):
+    path = tmp_path / "caf\u00e9.yaml"
+    path.write_text("serving_config: {server_port: 1}\n")
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    ended = run_command(["config", "check", "--config", str(path)], stdout=subprocess.PIPE, env=environment)
+    assert (ended.returncode, ended.stderr) == (0, b"")
+    assert b"caf\\xe9.yaml:1" in ended.stdout
 
 
 def test_hash_key_reads_a_key_and_prints_what_the_configuration_has_of_it(capsys, monkeypatch):

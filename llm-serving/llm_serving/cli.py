@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import errno
+import io
+import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Final
 
 from llm_serving.commands import (
@@ -60,6 +64,7 @@ COMMANDS: Final = (
 EXIT_CONFIG: Final = 2
 EXIT_NO_WORK_AGENTS: Final = 3
 EXIT_INTERRUPTED: Final = 130
+DISK_ERRORS: Final = frozenset({errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOSPC})
 EXIT_CODES: Final = """\
 exit codes:
   0    done; a server: ended in order by SIGINT or SIGTERM
@@ -78,8 +83,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code, one of `EXIT_CODES`.
     """
     arguments = _parser().parse_args(argv)
+    _allow_every_character()
     try:
-        return int(arguments.run(arguments))
+        code = int(arguments.run(arguments))
+        _flush_output()
+        return code
     except ConfigError as error:
         return _failed(error, EXIT_CONFIG)
     except NoWorkAgentsError as error:
@@ -91,6 +99,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
+    except OSError as error:
+        if error.errno not in DISK_ERRORS or error.filename is not None:
+            raise
+        _give_up_output()
+        return _failed(LLMServingError(f"what was to be printed cannot be written: {error.strerror}"), EXIT_FAILED)
+
+
+def _allow_every_character() -> None:
+    """What the encoding of standard output has no form for is escaped."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def _flush_output() -> None:
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except BrokenPipeError:  # the reader, such as `head`, may leave early
+        _give_up_output()
+
+
+def _give_up_output() -> None:
+    """What standard output has not taken would be tried again at the end of the process, with a traceback."""
+    with Path(os.devnull).open("wb") as nowhere:
+        os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
 def _failed(error: LLMServingError, exit_code: int) -> int:

@@ -22,6 +22,8 @@ def run(arguments: argparse.Namespace) -> int:
     from llm_serving.server.authentication import hash_key
 
     # From standard input: an argument would stay in the shell's history and in the list of processes.
+    if sys.stdin is None:  # it was closed
+        raise ConfigError("hash-key reads the API key from standard input, which is closed")
     key = getpass.getpass("API key: ") if sys.stdin.isatty() else sys.stdin.readline()
     key = key.strip()
     if not API_KEY.fullmatch(key):
