@@ -20,6 +20,7 @@ import psutil
 
 from llm_serving.config.schema import ServingConfig
 from llm_serving.config.sections.server import ServerConfig
+from llm_serving.core.own_process import command_of
 from llm_serving.errors import ConfigError, LLMServingError
 from llm_serving.server.listener import bind
 
@@ -137,7 +138,7 @@ def _start_in(folder: Path, config: ServingConfig, serve_arguments: Sequence[str
     keeper = _keep_log(log, config.serving)
     assert keeper.stdin is not None
     with keeper.stdin as output:
-        command = [sys.executable, "-m", "llm_serving", "serve", *serve_arguments]
+        command = command_of("llm_serving", "serve", *serve_arguments)
         process = subprocess.Popen(  # noqa: S603
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
         )
@@ -204,8 +205,7 @@ def curl_line(config: ServingConfig) -> str:
 
 def _keep_log(path: Path, serving: ServerConfig) -> subprocess.Popen[bytes]:
     """A process that writes what it gets on its standard input to the log, see `log_keeper`."""
-    command = [sys.executable, "-m", "llm_serving.log_keeper", str(path)]
-    command += [str(serving.log_file_bytes), str(serving.log_files)]
+    command = command_of("llm_serving.log_keeper", str(path), str(serving.log_file_bytes), str(serving.log_files))
     return subprocess.Popen(  # noqa: S603
         command,
         stdin=subprocess.PIPE,

@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import signal
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -17,12 +16,13 @@ from llm_serving.admission.door import Refused
 from llm_serving.config.report import describe
 from llm_serving.config.schema import ServingConfig
 from llm_serving.core.clock import Clock
+from llm_serving.core.own_process import command_of
 from llm_serving.errors import CapacityError, RequestError, UnavailableError
 from llm_serving.log import get_logger
 
 logger = get_logger(__name__)
 
-COMMAND: Final = (sys.executable, "-m", "llm_serving.whatif.advising")
+COMMAND: Final = tuple(command_of("llm_serving.whatif.advising"))
 BUDGET_S: Final = 120.0
 """Seconds in which neighbours are played: beside a server under load a process of the lowest priority gets little."""
 MOST_S: Final = 240.0

@@ -12,7 +12,6 @@ import resource
 import signal
 import socket
 import subprocess
-import sys
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any, Final, Generic, TypeVar
 
 import msgspec
 
+from llm_serving.core.own_process import command_of
 from llm_serving.transport.channel import Channel
 
 ANSWER_TIMEOUT_S: Final = 60.0
@@ -41,12 +41,11 @@ class ConfinedProcess(Generic[Answer]):
     def __init__(self, module: str, cpu_seconds: float, answers: type[Answer]) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            command = [sys.executable, "-m", module]
-            command += ["--socket-fd", str(theirs.fileno()), "--cpu-seconds", str(cpu_seconds)]
+            options = ("--socket-fd", str(theirs.fileno()), "--cpu-seconds", str(cpu_seconds))
             environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
             # A session of its own: Ctrl-C reaches the whole group of the master.
             self._process = subprocess.Popen(  # noqa: S603
-                command,
+                command_of(module, *options),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
