@@ -67,6 +67,18 @@ def test_blocks_are_what_their_definition_says(tmp_path, kind, name, bits, group
         assert (packed.bits, packed.group_size, packed.zeros) == (bits, group, None)
 
 
+@pytest.mark.parametrize("kind", [2, 6, 8, 12, 13, 14])
+@pytest.mark.parametrize("bits", [0x7C00, 0xFC00, 0x7E01])
+def test_blocks_whose_scales_are_no_numbers_are_refused_by_their_tensor(tmp_path, kind, bits):
+    stored, _ = random_matrix(kind, (2, ELEMENTS[kind]), np.random.default_rng(kind))
+    content = bytearray(stored.data)
+    at = len(content) - 2 if kind == 14 else 0  # Q6_K ends with it
+    content[at : at + 2] = bits.to_bytes(2, "little")
+    tensor = read_gguf(write(tmp_path / "a.gguf", gguf_bytes({}, {"w": Stored(stored.shape, kind, bytes(content))})))
+    with pytest.raises(ModelError, match=r"a\.gguf: w: scales must be finite numbers"):
+        tensor.tensors["w"].read_packed()
+
+
 def test_a_type_that_is_not_read_is_named_with_those_that_are(tmp_path):
     content = gguf_bytes({}, {"w": Stored((1, 256), 10, bytes(84))})
     with pytest.raises(ModelError, match=r"tensor 'w' must be F32, F16, BF16, Q4_0, .* Found: type 10 of ggml"):
@@ -103,6 +115,7 @@ def huge_list(kind):
         (gguf_bytes({"a": struct.pack("<I", 8) + text(b"\xff")}, {}), "a text that is not UTF-8"),
         (b"GGUF" + struct.pack("<IQQ", 3, 0, 2) + 2 * (text("a") + fact(1)), "`'a'` stands twice"),
         (gguf_bytes({"split.count": 3}, {}), "`split.count` must be 1. Found: 3; .*--merge"),
+        (gguf_bytes({"split.count": [1, 2]}, {}), r"`split.count` must be 1. Found: array\(\[1, 2\]"),
         (gguf_bytes({"general.alignment": 0}, {}), "`general.alignment` must be 1 to 65536. Found: 0"),
         (gguf_bytes({"general.alignment": "x"}, {}), "`general.alignment` must be"),
         (gguf_bytes({}, {"a": A, "b": B}, offsets={"b": 0}), "tensors 'a' and 'b' must not share bytes"),

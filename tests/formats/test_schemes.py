@@ -81,6 +81,28 @@ def test_scales_of_a_whole_and_zeros_of_bytes(tmp_path):
     assert np.array_equal(WeightReader(tmp_path, scheme).take("a.weight", (4, 4)), (codes - 2) * np.float32(0.5))
 
 
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("scale", [np.nan, -np.inf])
+def test_scales_that_are_no_numbers_are_refused_by_their_weight(tmp_path, layout, scale):
+    parts, _ = layout.write(np.random.default_rng(0).normal(size=(64, 96)).astype(np.float32))
+    for ending in parts:
+        if "scale" in ending:
+            parts[ending].flat[-1] = scale
+    write_safetensors(tmp_path / "model.safetensors", {f"a.{ending}": each for ending, each in parts.items()})
+    reader = WeightReader(tmp_path, scheme_of({"quantization_config": layout.config}, "config.json"))
+    with pytest.raises(ModelError, match=rf"model\.safetensors: a\.weight: scales must be finite .* Found: {scale}"):
+        reader.take_packed("a.weight", (64, 96))
+
+
+def test_a_weight_of_no_columns_is_refused_by_its_parts(tmp_path):
+    parts, _ = gptq(quantize_w8(np.ones((8, 32), np.float32)))
+    parts["qweight"] = parts["qweight"][:0]
+    write_safetensors(tmp_path / "model.safetensors", {f"a.{ending}": each for ending, each in parts.items()})
+    scheme = scheme_of({"quantization_config": of_gptq(bits=8, group_size=-1)}, "config.json")
+    with pytest.raises(ModelError, match=r"a\.weight: scales must have shape \[0, 8\] by its other parts"):
+        WeightReader(tmp_path, scheme)
+
+
 def test_codes_of_more_bits_than_are_told_are_refused(tmp_path):
     parts = {"a.weight": np.full((2, 32), 8, np.int8), "a.weight_scale": np.ones((2, 1), np.float32)}
     write_safetensors(tmp_path / "model.safetensors", parts)
@@ -211,6 +233,7 @@ def test_tensors_that_belong_to_nothing_keep_their_types(tmp_path):
             r"have weights of int 4, int 8 or float 8 bits. Given: \('int'",
         ),
         (compressed("float-quantized", num_bits=4, type="float"), "must have weights of int 4"),
+        ({**compressed("int-quantized", num_bits=8), "format": ["x"]}, r"must have a `format` of .* Given: \['x'\]"),
         ({**compressed("int-quantized", num_bits=8), "sparsity_config": {"format": "x"}}, "must not have `sparsity_"),
         ({**compressed("int-quantized", num_bits=8), "transform_config": {"u": 1}}, "must not have `transform_config`"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes, 4 bits, .* not read. Given: 'bitsandb"),
@@ -233,7 +256,13 @@ def test_what_is_not_quantised_has_no_scheme():
 
 @pytest.mark.parametrize(
     ("inputs", "bits"),
-    [({"num_bits": 8, "type": "int", "dynamic": True}, 8), (None, None), ({"num_bits": 4}, None), ("x", None)],
+    [
+        ({"num_bits": 8, "type": "int", "dynamic": True}, 8),
+        (None, None),
+        ({"num_bits": 4}, None),
+        ({"num_bits": [8]}, None),
+        ("x", None),
+    ],
 )
 def test_what_activations_a_model_was_made_for(inputs, bits):
     given = compressed("int-quantized", num_bits=8)

@@ -2,11 +2,13 @@
 
 import json
 
+import numpy as np
 import pytest
 from greedy_tokens import FAMILIES, greedy
 from llm_serving.core.choices import QuantizationName
+from llm_serving.errors import ModelError
 from llm_serving.network.coded import Quantization
-from model_factories import write_safetensors
+from model_factories import TINY, random_weights, tiny_spec, write_safetensors
 from quantized_folders import LAYOUTS, write_quantized
 
 pytestmark = pytest.mark.mindspore
@@ -30,3 +32,14 @@ def test_tokens_are_those_of_the_values(tmp_path, family, layout, kept):
     write_safetensors(plain / "model.safetensors", values)
     quantization = Quantization(QuantizationName(kept), group_size=32)
     assert greedy(tmp_path / "quantised", quantization) == greedy(plain)
+
+
+@pytest.mark.parametrize("kept", ["w8a8", "w4a16"])
+def test_weights_that_cannot_be_rounded_are_named(tmp_path, kept):
+    weights = random_weights(tiny_spec())
+    weights["model.layers.1.mlp.up_proj.weight"][3, 5] = np.nan
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    write_safetensors(tmp_path / "model.safetensors", weights)
+    told = r"model\.layers\.1\.mlp\.gate_proj\.weight, model\.layers\.1\.mlp\.up_proj\.weight: .* finite numbers only"
+    with pytest.raises(ModelError, match=told):
+        greedy(tmp_path, Quantization(QuantizationName(kept), group_size=32))

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from llm_serving.errors import ModelError
 from llm_serving.formats.packed import PackedTensor, Parts, ReadableTensor, part, put_together
+from llm_serving.formats.quantized import check_scales
 from llm_serving.formats.stored import NUMPY_DTYPES, Array, to_float32
 
 SCALES: Final = ("weight_scale_inv", "weight_scale")
@@ -80,9 +81,11 @@ def _values(bits: Array, scale: Array, block: tuple[int, int]) -> Array:
     out, width = bits.shape
     values: Array = _NUMBERS[np.asarray(bits)]
     scales = to_float32(scale).reshape(-(-out // rows), -(-width // columns))
+    check_scales(scales)
     by_column = np.repeat(scales, columns, axis=1)[:, :width]
-    for number, start in enumerate(range(0, out, rows)):
-        values[start : start + rows] *= by_column[number]
+    with np.errstate(over="ignore"):
+        for number, start in enumerate(range(0, out, rows)):
+            values[start : start + rows] *= by_column[number]
     return values
 
 

@@ -146,9 +146,10 @@ def _read(file: Path, reader: _Reader, texts: bool) -> GgufFile:
         if key in facts:
             raise ModelError(f"{file}: `{shorten(key)}` stands twice")
         facts[key] = _value(reader, reader.number("<I"), texts)
-    if facts.get("split.count", 1) not in (0, 1):
+    count = facts.get("split.count", 1)
+    if not isinstance(count, int) or count not in (0, 1):
         raise ModelError(
-            f"{file}: `split.count` must be 1. Found: {shorten(facts['split.count'])}; "
+            f"{file}: `split.count` must be 1. Found: {shorten(count)}; "
             f"`llama-gguf-split --merge` makes one file of several"
         )
     entries = [_entry(file, reader) for _ in range(num_tensors)]

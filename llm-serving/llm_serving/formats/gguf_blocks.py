@@ -19,7 +19,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from llm_serving.formats.quantized import QuantizedTensor
+from llm_serving.formats.quantized import QuantizedTensor, check_scales
 from llm_serving.formats.stored import Array
 
 Uint8Array = NDArray[np.uint8]
@@ -65,8 +65,10 @@ class Block:
 
 
 def _halves(blocks: Uint8Array, start: int) -> Float32Array:
-    """[n, 1] the float16 that begins at a byte."""
-    return np.ascontiguousarray(blocks[:, start : start + 2]).view(np.float16).astype(np.float32)
+    """[n, 1] the float16 that begins at a byte, a scale."""
+    scales = np.ascontiguousarray(blocks[:, start : start + 2]).view(np.float16).astype(np.float32)
+    check_scales(scales)
+    return scales
 
 
 def _low_then_high(packed: Uint8Array) -> Uint8Array:

@@ -43,8 +43,7 @@ class Gptq:
     def _packed(self, name: str, parts: Parts) -> PackedTensor:
         in_words, out = part(name, parts, "qweight", ["I32"]).shape
         width = in_words * per_word(self.bits)
-        group_size = self.group_size or width
-        groups = -(-width // group_size)
+        groups = -(-width // (self.group_size or width or 1))
         part(name, parts, "scales", [*NUMPY_DTYPES])
         check_shape(name, parts, "scales", (groups, out))
         part(name, parts, "qzeros", ["I32"])

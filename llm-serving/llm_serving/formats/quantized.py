@@ -53,6 +53,7 @@ class QuantizedTensor:
             raise ModelError(f"scales must be [out, groups] for {self._told()}. Given: {list(self.scales.shape)}")
         if self.scales.dtype != np.float32:
             raise ModelError(f"scales must be float32. Given: {self.scales.dtype}")
+        check_scales(self.scales)
         if self.zeros is not None and (
             self.bits != 4 or self.zeros.dtype != np.uint8 or self.zeros.shape != self.scales.shape
         ):
@@ -98,6 +99,15 @@ class QuantizedTensor:
         return values
 
 
+def check_scales(scales: NDArray[np.float32]) -> None:
+    """Raises:
+    ModelError: One is infinite or no number, and so would be what it makes of codes.
+    """
+    finite = np.isfinite(scales)
+    if not finite.all():
+        raise ModelError(f"scales must be finite numbers. Found: {scales[~finite][0]}")
+
+
 def group_of_columns(given: Array, group_size: int, groups: int) -> Array | None:
     """Group of each column; None where columns are in order.
 
@@ -132,6 +142,7 @@ def of_unsigned(
         return QuantizedTensor(codes, scales, zeros, 4, group_size, columns)
     if zeros is None or (zeros == 128).all():
         return QuantizedTensor((codes ^ np.uint8(128)).view(np.int8), scales, None, 8, group_size, columns)
+    check_scales(scales)
     group_of = np.arange(codes.shape[1]) // group_size if columns is None else columns
     values: Array = codes.astype(np.float32)
     values -= zeros[:, group_of]

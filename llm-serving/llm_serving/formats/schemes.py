@@ -70,8 +70,8 @@ def _awq(given: Mapping[str, Any], described: str) -> Scheme:
 
 def _compressed(given: Mapping[str, Any], described: str) -> Scheme:
     groups = groups_of(given)
-    forms = {given.get("format"), *(row.get("format") for row in groups)} - {None, "dense"}
-    if unknown := [each for each in forms if each not in _COMPRESSED_FORMS]:
+    forms = [given.get("format"), *(row.get("format") for row in groups)]
+    if unknown := [each for each in forms if each not in (None, "dense", *_COMPRESSED_FORMS)]:
         raise _RefusedError(f"must have a `format` of {', '.join(_COMPRESSED_FORMS)}. Given: {shorten(unknown[0])}")
     for key in ("sparsity_config", "transform_config"):
         if (found := given.get(key)) and not (isinstance(found, Mapping) and found.get("format") == "dense"):
@@ -83,12 +83,12 @@ def _compressed(given: Mapping[str, Any], described: str) -> Scheme:
             raise _RefusedError(f"must have weights of int 4, int 8 or float 8 bits. Given: {shorten((kind, bits))}")
     sizes = {_group_size(row, ("group_size",)) for row in weights} - {0}
     bits = {row.get("num_bits") for row in weights}
-    inputs = [row.get("input_activations") for row in groups]
-    bits_of_inputs = {each.get("num_bits") for each in inputs if isinstance(each, Mapping)}
+    inputs = [each for row in groups if isinstance(each := row.get("input_activations"), Mapping)]
+    in_8_bits = bool(inputs) and all(each.get("num_bits") == 8 for each in inputs)
     integers = all((row.get("type") or "int") == "int" for row in weights)
     return CompressedTensors(
         described,
-        activation_bits=8 if bits_of_inputs == {8} and integers else None,
+        activation_bits=8 if in_8_bits and integers else None,
         group_size=sizes.pop() if len(sizes) == 1 else 0,
         bits=4 if bits == {4} else 8,
         block=next((block for row in weights if (block := _block(row.get("block_structure"))) is not None), None),

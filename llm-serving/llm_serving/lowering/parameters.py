@@ -10,6 +10,7 @@ import numpy as np
 from llm_serving.backends.base import Backend
 from llm_serving.backends.rounding import quantize
 from llm_serving.core.choices import QuantizationName
+from llm_serving.errors import ModelError
 from llm_serving.formats.quantized import QuantizedTensor
 from llm_serving.models.weights import WeightReader
 from llm_serving.network.coded import BITS, WIDENED, Quantization, coded_weights, codes_of
@@ -92,7 +93,10 @@ def _codes(weight: Weight, reader: WeightReader, kept: QuantizationName, group_s
     if (stored := codes_of(weight, parts, kept)) is not None:
         return stored
     values = made_of(weight, [part.dequantized() if isinstance(part, QuantizedTensor) else part for part in parts])
-    return quantize(values, BITS[kept], group_size if BITS[kept] == 4 else None)
+    try:
+        return quantize(values, BITS[kept], group_size if BITS[kept] == 4 else None)
+    except ModelError as error:
+        raise ModelError(f"{', '.join(weight.names[:3])}: {error}") from None
 
 
 def _experts(operations: Iterable[Operation]) -> dict[Weight, int]:
