@@ -21,6 +21,8 @@ from llm_serving.server.batches import batches as module
 from llm_serving.server.batches.batches import Answered
 from llm_serving.server.batches.objects import Batch
 from llm_serving.server.batches.store import new_id
+from llm_serving.server.http_server import HttpServer
+from llm_serving.server.listener import bind
 from server_client import error_of, request
 
 CHAT = "/v1/chat/completions"
@@ -42,7 +44,8 @@ class Site:
         serving = replace(engine.config.serving, batch_path=folder / "batches.db")
         engine.config = replace(engine.config, serving=serving)
         self._site = build_site(engine)
-        transport = httpx.ASGITransport(self._site.outside)
+        self.outside = self._site.outside
+        transport = httpx.ASGITransport(self.outside)
         self.client = httpx.AsyncClient(transport=transport, base_url="http://localhost", headers=headers)
 
     async def __aenter__(self):
@@ -482,6 +485,54 @@ def test_all_files_together_have_a_bound(tmp_path):
 
     refused, count = run(talking)
     assert (refused.status_code, error_of(refused)["param"], count) == (413, "file", 1)
+
+
+def test_a_file_may_be_longer_than_what_all_connections_may_hold(tmp_path):
+    async def talking():
+        async with Site(FakeEngine(limits={"max_buffered_bytes": 2**21}), tmp_path) as site:
+            with bind("127.0.0.1", 0) as listener:
+                server = HttpServer(site.outside, listener, site.engine.config.serving)
+                serving = asyncio.ensure_future(server.serve([listener]))
+                while not server.started:
+                    await asyncio.sleep(0)
+                url = "http://{}:{}".format(*listener.getsockname())
+                form = {"files": {"file": ("in.jsonl", b"x" * 2**22)}, "data": {"purpose": "batch"}}
+                async with httpx.AsyncClient(base_url=url, timeout=30.0) as client:
+                    answer = await client.post("/v1/files", **form)
+                server.should_exit = True
+                await serving
+                return answer
+
+    answer = run(talking)
+    assert (answer.status_code, answer.json()["bytes"]) == (200, 2**22)
+
+
+def test_files_on_their_way_have_the_bound_of_those_kept(tmp_path):
+    head = b'--b\r\nContent-Disposition: form-data; name="file"; filename="in.jsonl"\r\n\r\n'
+    tail = b'\r\n--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--b--\r\n'
+    kind = {"content-type": "multipart/form-data; boundary=b"}
+
+    async def talking():
+        has_begun, may_end = asyncio.Event(), asyncio.Event()
+
+        async def slow():
+            yield head + b"x" * 700_000
+            has_begun.set()
+            await may_end.wait()
+            yield tail
+
+        async with Site(FakeEngine(limits={"batch_store_bytes": 2**20}), tmp_path) as site:
+            first = asyncio.ensure_future(site.client.post("/v1/files", content=slow(), headers=kind))
+            await has_begun.wait()
+            second = await site.client.post("/v1/files", content=head + b"x" * 700_000 + tail, headers=kind)
+            may_end.set()
+            await first
+            third = await site.client.post("/v1/files", content=head + b"x" * 200_000 + tail, headers=kind)
+            return first.result(), second, third
+
+    answers = run(talking)
+    assert [each.status_code for each in answers] == [200, 429, 200]
+    assert "retry-after" in answers[1].headers
 
 
 def test_what_is_old_is_forgotten(tmp_path):

@@ -28,3 +28,14 @@ def test_each_head_begins_anew():
     meter.were_body(3)
     meter.begin()
     assert (meter.num_bytes, meter.framing) == (0, 0)
+
+
+def test_what_is_put_elsewhere_is_not_held():
+    meter = BodyMeter()
+    meter.were_body(300)
+    assert meter.num_held == 300
+    meter.hold_at_most(100)
+    assert (meter.num_held, meter.num_bytes) == (100, 300)
+    meter.begin()
+    meter.were_body(300)
+    assert meter.num_held == 300

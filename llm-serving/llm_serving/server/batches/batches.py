@@ -92,6 +92,8 @@ class Batches:
         self.now = now
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._cancelled: dict[str, asyncio.Event] = {}
+        self.num_incoming_bytes = 0
+        """Of files that are on their way."""
         self.trouble: UnavailableError | None = None
         """Why batches wait or stand still, where they do."""
         self._tidier: asyncio.Task[None] | None = None

@@ -16,6 +16,7 @@ class BodyMeter:
         """Bytes of a body of declared length that have not come; None: it is chunked."""
         self.num_bytes = 0
         """Of the body, so far."""
+        self._most_held: int | None = None
         self._gap_bytes = 0
         """Since the last one of the body."""
         self._framing_bytes = 0
@@ -23,6 +24,16 @@ class BodyMeter:
     def begin(self) -> None:
         """A head is complete."""
         self.num_bytes = self._gap_bytes = self._framing_bytes = 0
+        self._most_held = None
+
+    def hold_at_most(self, num_bytes: int) -> None:
+        """Whoever reads this body puts what exceeds so many bytes elsewhere than in memory."""
+        self._most_held = num_bytes
+
+    @property
+    def num_held(self) -> int:
+        """Bytes of the body that are in memory, as long as all of it is needed."""
+        return self.num_bytes if self._most_held is None else min(self.num_bytes, self._most_held)
 
     def arrived(self, size: int) -> None:
         """So many bytes have come, of whatever kind."""

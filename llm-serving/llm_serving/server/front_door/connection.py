@@ -33,6 +33,8 @@ from llm_serving.server.front_door.turns import Turns
 
 ARRIVED_KEY: Final = "llm_serving.arrived"
 """Of a request's scope: when its head had come, on the clock of `core.clock`, however long it then waited here."""
+HELD_KEY: Final = "llm_serving.held"
+"""Of a request's scope: to be told how much of its body is held at most, by who puts the rest on a disk."""
 READ_BYTES: Final = 64 * 1024
 """Most bytes that are read of a connection before others get their turn on the event loop."""
 SLICE_BYTES: Final = 4 * 1024
@@ -372,6 +374,7 @@ class Connection(HttpToolsProtocol):
         self._timer.stop()
         self._body.begin()
         self.scope[ARRIVED_KEY] = self._arrived  # type: ignore[typeddict-unknown-key]
+        self.scope[HELD_KEY] = self._body.hold_at_most  # type: ignore[typeddict-unknown-key]
         version = self.parser.get_http_version()
         if is_faulty(version, self.headers):
             raise ValueError(version)  # the parser reports it as an error of its own
@@ -433,7 +436,7 @@ class Connection(HttpToolsProtocol):
     def _weigh(self) -> None:
         weight = len(self._held)
         if self._undigested is not None:
-            weight += self._body.num_bytes
+            weight += self._body.num_held
         if self._is_unread:
             weight += self.transport.get_write_buffer_size()
         if weight and self.scheme == "https":

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from typing import Any, Final
 
 from starlette.datastructures import FormData, UploadFile
 from starlette.exceptions import HTTPException
+from starlette.formparsers import MultiPartParser
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
-from starlette.types import Message, Receive
+from starlette.types import Message
 
 from llm_serving.core.parameter_rules import Whole
 from llm_serving.engine.async_engine import AsyncEngine
-from llm_serving.errors import RequestError, RequestNotFoundError, RequestTimeoutError, RequestTooLargeError
+from llm_serving.errors import (
+    CapacityError,
+    RequestError,
+    RequestNotFoundError,
+    RequestTimeoutError,
+    RequestTooLargeError,
+)
 from llm_serving.server.authentication import api_key_of, tenant_seen
 from llm_serving.server.batches import ENDPOINTS_OF_LINES, Batch, Batches, BatchStore
 from llm_serving.server.batches.batches import KEPT_S, WINDOW_S, new_file
@@ -22,6 +30,7 @@ from llm_serving.server.batches.objects import BatchList, BatchRequest, DeletedF
 from llm_serving.server.batches.store import CHUNK_BYTES, new_id
 from llm_serving.server.endpoint import Endpoint
 from llm_serving.server.error_responses import json_response
+from llm_serving.server.front_door import HELD_KEY
 from llm_serving.server.metadata import check_metadata
 from llm_serving.server.off_loop import large_json_response
 from llm_serving.server.paging import PAGE, asked_page
@@ -29,6 +38,11 @@ from llm_serving.server.parameters import read_fields
 
 PURPOSE: Final = "batch"
 MAX_FILENAME_CHARS: Final = 256
+MAX_FIELD_BYTES: Final = 4096
+"""Of each field of the form but the file."""
+HELD_BYTES: Final = MultiPartParser.spool_max_size + 2**16
+"""Of a form: a file beyond that is on the disk, and a little of what follows."""
+RETRY_AFTER_S: Final = 10.0
 KEPT_LEAST_S: Final = 3600
 """Seconds after which a file may expire, as with OpenAI; at most `KEPT_S`."""
 _ANCHOR, _SECONDS = "expires_after[anchor]", "expires_after[seconds]"
@@ -39,9 +53,14 @@ async def create_file(engine: AsyncEngine, http_request: Request) -> Response:
     """Keeps a file: a form with `purpose` and `file`, and perhaps how long to keep it."""
     batches = _batches(http_request)
     limits = engine.config.serving
-    counted = Request(http_request.scope, _limited(http_request, limits.batch_store_bytes))
+    if (hold_at_most := http_request.scope.get(HELD_KEY)) is not None:
+        hold_at_most(HELD_BYTES)
     try:
-        async with asyncio.timeout(limits.body_timeout_s), counted.form(max_files=1, max_fields=4) as form:
+        async with (
+            asyncio.timeout(limits.body_timeout_s),
+            _counted(batches, http_request, limits.batch_store_bytes) as counted,
+            counted.form(max_files=1, max_fields=4, max_part_size=MAX_FIELD_BYTES) as form,
+        ):
             file, purpose = form.get("file"), form.get("purpose")
             if not isinstance(file, UploadFile):
                 raise RequestError("file", "is required, in a form of the kind multipart/form-data")
@@ -197,19 +216,28 @@ def _pieces(file: UploadFile) -> Iterator[bytes]:
         yield piece
 
 
-def _limited(http_request: Request, max_bytes: int) -> Receive:
-    """`receive` of a request whose body ends the request where it becomes too long."""
+@asynccontextmanager
+async def _counted(batches: Batches, http_request: Request, max_bytes: int) -> AsyncIterator[Request]:
+    """A request whose body ends it where it becomes too long, or all that are on their way do."""
     num_bytes = 0
 
     async def receive() -> Message:
         nonlocal num_bytes
         message = await http_request.receive()
-        num_bytes += len(message.get("body", b""))
+        size = len(message.get("body", b""))
+        num_bytes += size
+        batches.num_incoming_bytes += size
         if num_bytes > max_bytes:
             raise RequestTooLargeError("body", f"must be at most {max_bytes} bytes (serving_config.batch_store_bytes)")
+        if batches.num_incoming_bytes > max_bytes:
+            rule = f"{max_bytes} bytes of files are on their way at most (serving_config.batch_store_bytes)"
+            raise CapacityError(rule, RETRY_AFTER_S)
         return message
 
-    return receive
+    try:
+        yield Request(http_request.scope, receive)
+    finally:
+        batches.num_incoming_bytes -= num_bytes
 
 
 _FILE: Final = "/v1/files/{file_id}"
