@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from threading import Event
 
 import pytest
 from async_engine_setup import Setup
@@ -90,6 +91,72 @@ def test_one_that_joins_before_it_has_left_goes_on() -> None:
             await asyncio.gather(*map(token_ids, streams))
             assert engine.replicas.state(1) == "serving"
             assert setup.runners[1] is before
+
+    asyncio.run(run())
+
+
+class NotedGate(Event):
+    """Closed, and tells when somebody waits before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reached = Event()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.reached.set()
+        return super().wait(timeout)
+
+
+def test_one_that_joins_while_it_still_leaves_gets_nothing_that_would_end_with_it() -> None:
+    async def run() -> None:
+        setup = Setup(num_replicas=2)
+        async with setup.running() as engine:
+            gates = [NotedGate(), NotedGate()]
+            for runner, gate in zip(setup.runners.values(), gates, strict=True):
+                runner.gate = gate
+            left = [ask(engine, number) for number in range(2)]
+            for gate in gates:
+                assert await asyncio.to_thread(gate.reached.wait, 30)
+            for stream in left:
+                await stream.aclose()
+            engine.control.drain(1)  # it has no requests any more, but a step under way
+            engine.control.join(1)
+            streams = [ask(engine, number) for number in range(4)]
+            for gate in gates:
+                gate.set()
+            assert await asyncio.gather(*map(token_ids, streams)) == [expected_output([5 + n, 6], 6) for n in range(4)]
+            await reach(engine, "serving")
+
+    asyncio.run(run())
+
+
+def test_one_that_is_drained_when_it_has_just_been_given_something_answers_that() -> None:
+    async def run() -> None:
+        setup, loop = Setup(num_replicas=2), asyncio.get_running_loop()
+        streams: list[RequestStream] = []
+
+        class Failures(dict[int, str]):
+            """Forgotten when requests may be given to a replica, before it looks whether it was drained."""
+
+            def pop(self, *_: object) -> None:  # type: ignore[override]
+                asyncio.run_coroutine_threadsafe(give_and_drain(), loop).result(30)
+
+        async with setup.running() as engine:
+
+            async def give_and_drain() -> None:
+                streams.extend(ask(engine, number) for number in range(4))
+                assert [row.num_unfinished for row in engine.control.replica_rows()] == [2, 2]
+                engine.control.drain(1)
+
+            engine.control.drain(1)
+            await reach(engine, "left")
+            setup.runners[0].gate.clear()
+            engine.replicas._failures = Failures()
+            engine.control.join(1)
+            await reach(engine, "draining")
+            setup.runners[0].gate.set()
+            assert await asyncio.gather(*map(token_ids, streams)) == [expected_output([5 + n, 6], 6) for n in range(4)]
+            await reach(engine, "left")
 
     asyncio.run(run())
 

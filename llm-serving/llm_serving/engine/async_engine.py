@@ -27,6 +27,7 @@ from llm_serving.core.request_output import RequestOutput
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.engine.control import Control
 from llm_serving.engine.departure import Departure
+from llm_serving.engine.engine import Engine
 from llm_serving.engine.health import EngineHealth
 from llm_serving.engine.lookup import Lookup
 from llm_serving.engine.open_requests import OpenRequest, OpenRequests
@@ -103,9 +104,8 @@ class AsyncEngine:
         self.metrics = metrics
         self.clock = clock
         self._requests = OpenRequests()
-        self.replicas = Replicas(
-            config, open_replica, Events(self._dispatch, self._start_requests, self._hand_over, self._fail)
-        )
+        events = Events(self._dispatch, self._start_requests, self._hand_over, self._fail, self._look_after)
+        self.replicas = Replicas(config, open_replica, events)
         self._room = WaitingRoom(config, clock)
         self._door = Door(config, self._room, metrics.classes, clock)
         self._router = Router(config, self.replicas, self._requests, self._room, self._door, clock)
@@ -446,6 +446,10 @@ class AsyncEngine:
         if self.failure is None:
             self.failure = error
             self.on_failure()
+
+    def _look_after(self, engine: Engine) -> None:
+        """It was drained while it was loaded: it leaves, unless it has been given something."""
+        self.control.ended_at(engine)
 
     def _hand_over(self, departures: list[Departure]) -> None:
         """Gives requests whose prompts have been computed to replicas that decode."""

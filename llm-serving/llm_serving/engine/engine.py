@@ -139,8 +139,10 @@ class Engine:
         """Queues a request that passed the checks at the door.
 
         Raises:
-            WorkerDiedError: The engine has ended.
+            WorkerDiedError: The engine has ended, or has been told to.
         """
+        if self._stopping:
+            raise WorkerDiedError("the engine is about to end")
         self.journal.submitted(request, class_of(request.priority, self.scheduler.classes))
         try:
             self._inbox.post(lambda: self._add(request))
@@ -249,6 +251,11 @@ class Engine:
     def dead(self) -> str | None:
         """Why the engine ended, once it has."""
         return self._inbox.ended
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether it has been told to end: what it were given now would end with it."""
+        return self._stopping
 
     @property
     def away(self) -> Away | None:

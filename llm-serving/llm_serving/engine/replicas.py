@@ -56,6 +56,8 @@ class Events:
     """Requests that another replica is to go on with."""
     on_failure: Callable[[LLMServingError], None]
     """Why the server cannot serve and shall end."""
+    on_serving: Callable[[Engine], None] = lambda engine: None
+    """An engine that was drained while it was loaded; until it is told to leave it may be given requests."""
 
 
 class Replicas:
@@ -129,7 +131,8 @@ class Replicas:
 
     def open(self) -> dict[int, Engine]:
         """Those that requests may be given to."""
-        return {index: engine for index, engine in self.living().items() if index not in self._drained}
+        living = self.living().items()
+        return {index: each for index, each in living if index not in self._drained and not each.is_stopping}
 
     def drain(self, index: int) -> None:
         """The replica gets no further requests; `leave` is to be called once it has none. Twice changes nothing.
@@ -213,10 +216,11 @@ class Replicas:
     def state(self, index: int) -> ReplicaState:
         """What a replica does at this moment."""
         engine = self.engines.get(index)
-        lives = engine is not None and engine.dead is None
+        if engine is None or engine.dead is not None:
+            return "left" if index in self._drained else "loading"
         if index in self._drained:
-            return "draining" if lives else "left"
-        if engine is None or not lives:
+            return "draining"
+        if engine.is_stopping:  # it was drained, and loads again
             return "loading"
         return "serving" if engine.restarting is None else "restarting"
 
@@ -274,8 +278,10 @@ class Replicas:
             if self._reloaded is not None:
                 _reload(engine, self._reloaded)
             self._failures.pop(index, None)
-            if self._stopping.is_set() or index in self._drained:  # since it began to load
+            if self._stopping.is_set():  # since it began to load
                 engine.stop()
+            elif index in self._drained:
+                self._call_soon(self._events.on_serving, engine)
             else:
                 logger.info("WorkAgent %d is ready", index)
             engine.run()  # to its end at least: it may have been given requests
