@@ -12,6 +12,8 @@ from pathlib import Path
 from http_client import HttpClient
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+LESS_URGENT = ("nice", "-n", "5")
+"""How a server runs: clients elsewhere would not wait for its cores, which those of an experiment share."""
 
 
 class ServerError(Exception):
@@ -30,17 +32,17 @@ def serving(model: str, overrides: Sequence[str]) -> Iterator[HttpClient]:
     options = [part for setting in settings for part in ("--set", setting)]
     with tempfile.TemporaryDirectory(prefix="llm-serving-experiment-") as run_dir:
         try:
-            _script(run_dir, "start.sh", "--port", str(port), *options)
+            _script(run_dir, "start.sh", "--port", str(port), *options, runs=LESS_URGENT)
             yield HttpClient("127.0.0.1", port)
         finally:
             _script(run_dir, "stop.sh", "--port", str(port))
 
 
-def _script(run_dir: str, name: str, *arguments: str) -> None:
+def _script(run_dir: str, name: str, *arguments: str, runs: Sequence[str] = ()) -> None:
     environment = {**os.environ, "LLM_SERVING_RUN_DIR": run_dir}
     if sys.prefix != sys.base_prefix:
         environment["LLM_SERVING_VENV"] = sys.prefix
-    command = ["bash", str(SCRIPTS / name), *arguments]
+    command = [*runs, "bash", str(SCRIPTS / name), *arguments]
     result = subprocess.run(command, capture_output=True, text=True, env=environment)  # noqa: S603
     if result.returncode != 0:
         raise ServerError(f"{name} failed:\n{result.stdout}{result.stderr}")
