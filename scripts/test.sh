@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Sets up what is missing, then runs lint, types and all tests, the latter in two processes more than there are CPUs, four
-# at most: some of them wait. Arguments go to pytest, which then runs in one process unless they say otherwise (-n 2
-# --dist loadfile).
+# at most: some of them wait. Arguments go to pytest, which then runs in one process unless they say otherwise
+# (--processes 2).
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@"
 set -euo pipefail
 source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/setup.sh"
@@ -20,8 +20,8 @@ find llm-serving/llm_serving/kernels/csrc \( -name '*.cc' -o -name '*.h' \) -pri
 pytest=("$venv/bin/python" -m pytest -c "$config" --rootdir "$root")
 if [ $# -eq 0 ]; then
     processes=$(($(nproc) + 2))
-    set -- tests --numprocesses $((processes < 4 ? processes : 4)) --dist loadfile --no-loadscope-reorder
-    # Beside the types: leaves the byte code of tests that have changed, which otherwise each process would compile.
+    set -- tests --processes $((processes < 4 ? processes : 4))
+    # Beside the types: leaves the byte code of tests that have changed.
     if [ ! -e "$venv/collected" ] || [ -n "$(find tests -name '*.py' -newer "$venv/collected" -print -quit)" ]; then
         { touch "$venv/collected.next" && "${pytest[@]}" tests --collect-only --quiet &&
             mv "$venv/collected.next" "$venv/collected"; } >/dev/null 2>&1 &

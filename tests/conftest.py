@@ -10,7 +10,9 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from llm_serving.kernels import library
 from llm_serving.log import ROOT
+from processes import run_in_processes
 from without_library import is_without_library
 
 TESTS = Path(__file__).parent
@@ -28,6 +30,10 @@ LATE = (
     *("kernels/test_w8a8.py", "kernels"),
 )
 """Longest first, so that processes that share the files end together."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--processes", type=int, default=1, metavar="N", help="that share the files of tests (default: 1)")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -52,6 +58,14 @@ def pytest_collection() -> Iterator[None]:
         gc.enable()
 
 
+def pytest_runtestloop(session: pytest.Session) -> bool | None:
+    if session.config.option.processes == 1 or session.config.option.collectonly or session.testsfailed:
+        return None
+    assert not library.load.cache_info().currsize, "a test loads the operator library, with its threads, when imported"
+    run_in_processes(session, session.config.option.processes)
+    return True
+
+
 @cache  # of a file's tests all ask
 def lateness(path: Path) -> int:
     """Place in `LATE`, from 1 on; 0 for all others."""
@@ -64,7 +78,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         import mindspore as ms
         from llm_serving.backends.cpu import load_plugin
 
-        load_plugin()
+        if not is_without_library():
+            load_plugin()
         ms.set_device("CPU", 0)
 
 

@@ -1,7 +1,4 @@
-"""A network in graph mode with a cache of its own, asked for the logits of every token of a step.
-
-Importing this module loads the operator library: MindSpore looks for it once, before the first operator of a process.
-"""
+"""A network in graph mode with a cache of its own, asked for the logits of every token of a step."""
 
 import functools
 from collections.abc import Iterable
@@ -24,14 +21,14 @@ from llm_serving.worker.model_inputs import NO_TOKENS, ModelLimits, build_model_
 from step_factories import step_input
 from without_library import is_without_library
 
-if not is_without_library():
-    load_plugin()
-
 BLOCK_SIZE = 16
 
 
 @functools.cache
 def backend(name: str, dtype: str) -> Backend:
+    """With the operator library loaded: MindSpore looks for it once, before the first operator of a process."""
+    if not is_without_library():
+        load_plugin()
     configure_device(DeviceConfig())
     return create_backend(name, dtype)
 

@@ -7,7 +7,6 @@ import mindspore as ms
 import numpy as np
 import pytest
 from llm_serving.backends import create_backend
-from llm_serving.backends.cpu import load_plugin
 from llm_serving.errors import ConfigError
 from llm_serving.kernels import library
 from llm_serving.kernels.bfloat16 import round_to_bfloat16
@@ -15,9 +14,6 @@ from llm_serving.network.description import CacheShape
 from mindspore import ops
 
 pytestmark = pytest.mark.mindspore
-
-load_plugin()
-ms.set_device("CPU", 0)
 
 
 @pytest.mark.parametrize(

@@ -9,18 +9,11 @@ import pytest
 from kernel_calls import FIXED_POINT_ISA, ROUNDING_UNIT, fixed_point_bound, typed
 from llm_serving.backends import Backend, create_backend
 from llm_serving.backends.base import AttentionShape
-from llm_serving.backends.cpu import load_plugin
 from llm_serving.kernels import library, reference
 from llm_serving.network.description import CacheShape
 from mindspore import nn, ops
-from without_library import is_without_library
 
 pytestmark = pytest.mark.mindspore
-
-if not is_without_library():
-    load_plugin()
-ms.set_device("CPU", 0)
-ms.set_context(mode=ms.GRAPH_MODE)
 
 BACKENDS = [
     ("cpu", "float32"),
@@ -34,6 +27,7 @@ TOKENS = (1, 7, 40)
 
 @pytest.fixture(params=BACKENDS, ids="-".join)
 def backend(request: pytest.FixtureRequest) -> Backend:
+    ms.set_context(mode=ms.GRAPH_MODE)
     return create_backend(*request.param)
 
 

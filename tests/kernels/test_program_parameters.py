@@ -1,6 +1,6 @@
 """What the operator `program` refuses: no integers make it fail otherwise."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -13,10 +13,12 @@ from kernels_cache import Cache
 from llm_serving.kernels import library
 from llm_serving.models.facts import Facts
 from llm_serving.models.registry import describe
-from llm_serving.network.program import KINDS
+from llm_serving.network.program import KINDS, Program
 from network_reference import parameters as weights_of
 from program_calls import Runnable, create_caches, llama_of, parameters, runnable_of, status_of_program
 
+Change = Callable[[Program], dict[str, Typed]]
+"""Makes other parameters of a program."""
 STEP = Step([5, 69], [0, 1], [0, 1], [[0]], [2], [2], [1])
 
 
@@ -36,28 +38,37 @@ def refusal(of_table: Mapping[tuple[int, int], int] = {}, **changes: Typed) -> s
     return library.last_error().removeprefix("program: ")
 
 
-def with_word(kind: str, word: int, value: int, occurrence: int = 0) -> dict[str, Typed]:
-    """Instructions of which one is changed."""
-    instructions = llama()[0].program.instructions.copy()
-    row = np.flatnonzero(instructions[1:, 0] == KINDS.index(kind))[occurrence] + 1
-    instructions[row, word] = value
-    return {"instructions": integers(instructions)}
+def with_word(kind: str, word: int, value: int) -> Change:
+    """Of the first instruction of a kind."""
+
+    def change(program: Program) -> dict[str, Typed]:
+        instructions = program.instructions.copy()
+        instructions[np.flatnonzero(instructions[1:, 0] == KINDS.index(kind))[0] + 1, word] = value
+        return {"instructions": integers(instructions)}
+
+    return change
 
 
-def with_header(index: int, value: int) -> dict[str, Typed]:
-    instructions = llama()[0].program.instructions.copy()
-    instructions[0, index] = value
-    return {"instructions": integers(instructions)}
+def with_header(index: int, value: int) -> Change:
+    def change(program: Program) -> dict[str, Typed]:
+        instructions = program.instructions.copy()
+        instructions[0, index] = value
+        return {"instructions": integers(instructions)}
+
+    return change
 
 
-def with_operand(index: int, value: int) -> dict[str, Typed]:
-    operands = llama()[0].program.operands.copy()
-    operands[0, index] = value
-    return {"operands": integers(operands)}
+def with_operand(index: int, value: int) -> Change:
+    def change(program: Program) -> dict[str, Typed]:
+        operands = program.operands.copy()
+        operands[0, index] = value
+        return {"operands": integers(operands)}
+
+    return change
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("change", "message"),
     [
         (with_header(0, 1), "the version must be 3, is 1"),
         (with_header(5, 3), "the model's type must be 0, 1 or 2, is 3"),
@@ -66,8 +77,8 @@ def with_operand(index: int, value: int) -> dict[str, Typed]:
         (with_header(1, 0), "the header says 0 weights, 1 layers and "),
         (with_header(2, 2), "expects 9 parameters, "),
         (with_header(3, 4), "operand 0: bytes "),
-        ({"instructions": integers(np.zeros((2, 4)))}, "instructions must be int32 [1 + n, L], L at least 6"),
-        ({"operands": integers(np.zeros((2, 5)))}, "operands must be int32 [m, 6]"),
+        (lambda _: {"instructions": integers(np.zeros((2, 4)))}, "instructions must be int32 [1 + n, L], L at least 6"),
+        (lambda _: {"operands": integers(np.zeros((2, 5)))}, "operands must be int32 [m, 6]"),
         (with_operand(0, -4), "operand 0: bytes -4 to "),
         (with_operand(1, 3), "operand 0: columns 0 to 45 are not of a buffer of 3"),
         (with_operand(2, 1), "operand 0: columns 1 to 46 are not of a buffer of 45"),
@@ -99,8 +110,8 @@ def with_operand(index: int, value: int) -> dict[str, Typed]:
         (with_word("output", 7, 70), "instruction 12 (output): this process computes with no other"),
     ],
 )
-def test_programs_that_do_not_fit_are_refused(changes: dict[str, Typed], message: str) -> None:
-    assert refusal(**changes).startswith(message)
+def test_programs_that_do_not_fit_are_refused(change: Change, message: str) -> None:
+    assert refusal(**change(llama()[0].program)).startswith(message)
 
 
 def floats(*shape: int, dtype: str = "bfloat16") -> Typed:

@@ -1,0 +1,72 @@
+"""Tests shared out among processes: each runs once, failures are told, and so is the end of a process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+CONFTEST = """
+from processes import run_in_processes
+
+def pytest_runtestloop(session):
+    run_in_processes(session, 2)
+    return True
+"""
+FILES = {
+    "test_first.py": """
+import os
+
+def test_good(tmp_path):
+    print("shown by nobody")
+
+def test_bad():
+    print("what it printed")
+    assert os.getpid() == os.getppid()
+""",
+    "test_second.py": """
+import os
+
+import pytest
+
+@pytest.mark.skip(reason="too long")
+def test_left_out():
+    pass
+
+def test_deadly():
+    os._exit(7)
+
+def test_behind():
+    pass
+""",
+    "test_third.py": """
+import pytest
+
+@pytest.fixture
+def broken():
+    yield
+    raise OSError("in the end")
+
+@pytest.mark.parametrize("number", range(3))
+def test_many(number, broken):
+    pass
+""",
+}
+
+
+def test_every_outcome_is_told(tmp_path: Path) -> None:
+    for name, text in {"conftest.py": CONFTEST, **FILES}.items():
+        (tmp_path / name).write_text(text)
+    settings = ("-c", "/dev/null", "--rootdir", ".", "-p", "no:cacheprovider", "-p", "no:hypothesispytest", "-rfEs")
+    path = f"pythonpath={Path(__file__).parent}"
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *settings, "-o", path, "."], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "2 failed, 4 passed, 1 skipped, 3 errors" in done.stdout, done.stdout
+    assert "FAILED test_first.py::test_bad - assert" in done.stdout
+    assert "what it printed" in done.stdout
+    assert "shown by nobody" not in done.stdout
+    assert "FAILED test_second.py::test_deadly - the process that ran this test has ended" in done.stdout
+    assert "SKIPPED [1] test_second.py:6: too long" in done.stdout
+    assert "OSError: in the end" in done.stdout
