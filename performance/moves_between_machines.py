@@ -64,7 +64,8 @@ class Machines:
     delay_s: float | None
     relays: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
-    def start(self, index: int, arguments: Sequence[str]) -> LocalProcess:
+    def start(self, index: int, ranks: Sequence[Sequence[str]]) -> LocalProcess:
+        (arguments,) = ranks
         command = [sys.executable, "-m", "llm_serving.work_agent", *arguments, "--secret-file", str(self.secret_file)]
         if self.delay_s is not None:
             place = command.index("--connect") + 1

@@ -30,10 +30,12 @@ def main(places: str, socket_fd: str) -> None:
         order = channel.receive()
         if isinstance(order, KillAgent):
             channel.send(AgentEnded(order.number, "killed"))
-        elif "end" in order.arguments:
-            channel.send(AgentEnded(order.number, f"ended with {' '.join(order.arguments)}"))
-        elif "lose Ray" in order.arguments:
-            os.kill(os.getpid(), signal.SIGKILL)
+            continue
+        for arguments in order.ranks:
+            if "end" in arguments:
+                channel.send(AgentEnded(order.number, f"ended with {' '.join(arguments)}"))
+            elif "lose Ray" in arguments:
+                os.kill(os.getpid(), signal.SIGKILL)
 
 
 if __name__ == "__main__":

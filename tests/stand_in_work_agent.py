@@ -15,7 +15,11 @@ LOADS_FOR_EVER = 7
 
 
 def load_runner(
-    settings: Any, on_progress: Any, ranks_fd: int | None = None, transfer_fd: int | None = None
+    settings: Any,
+    on_progress: Any,
+    ranks_fd: int | None = None,
+    transfer_fd: int | None = None,
+    group_port: int = 0,
 ) -> tuple[FakeRunner, str]:
     on_progress(f"compiling for {settings.device_target}")
     if settings.device_id == LOADS_FOR_EVER:

@@ -98,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         logger.error("%s", error)
         return AgentExit.UNREACHABLE
     try:
-        serve(channel, args.memory_fd, args.ranks_fd, args.transfer_fd, blocks, args.model_path)
+        serve(channel, args.memory_fd, args.ranks_fd, args.transfer_fd, blocks, args.model_path, args.group_port)
     except ChannelClosedError:
         logger.info("the master is gone")
     except TransportError as error:
@@ -148,6 +148,7 @@ def serve(
     transfer_fd: int | None = None,
     blocks: Channel[MasterMessage] | None = None,
     model_path: str | None = None,
+    group_port: int = 0,
 ) -> None:
     """Greets the master, loads the model that it names, then answers its steps until it says Shutdown.
 
@@ -158,6 +159,7 @@ def serve(
         transfer_fd: Memory by which blocks are handed over to other WorkAgents; None: there is none.
         blocks: To the master, by which blocks are handed over where no memory is shared; None: none are.
         model_path: Where this machine has the model; None: where the master has it.
+        group_port: Of this machine, by which those of `ranks_fd` find each other if they compute graphs.
 
     Raises:
         TransportError: The channel broke, or the master is gone.
@@ -179,7 +181,7 @@ def serve(
         channel.send(Failed(f"model_config.model_path {rule}: there is no folder here. Given: {settings.model_path}"))
         return
     try:
-        load = load_runner if ranks_fd is None else partial(load_runner, ranks_fd=ranks_fd)
+        load = load_runner if ranks_fd is None else partial(load_runner, ranks_fd=ranks_fd, group_port=group_port)
         with contextlib.nullcontext(transfer_fd) if blocks is None else transfer_memory() as memory:
             load = load if memory is None else partial(load, transfer_fd=memory)
             runner, notice = load(settings, on_progress=lambda text: channel.send(Progress(text)))
@@ -310,6 +312,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--socket-fd", type=int, help="socket to the master, inherited from it")
     parser.add_argument("--memory-fd", type=int, help="memory file of the step buffers, inherited too")
     parser.add_argument("--ranks-fd", type=int, help="memory of those that compute a replica together, inherited")
+    parser.add_argument("--group-port", type=int, default=0, help="by which they find each other, to compute graphs")
     parser.add_argument("--rank", type=int, help="of this process among them, for its log lines")
     parser.add_argument("--transfer-fd", type=int, help="memory by which blocks are handed over, inherited")
     parser.add_argument("--connect", metavar="HOST:PORT", help="the master on another machine, in place of these two")

@@ -70,7 +70,6 @@ def test_ranks_of_a_replica_share_the_cores_and_the_memory_of_the_machine() -> N
 @pytest.mark.parametrize(
     ("given", "rule"),
     [
-        ("cluster_config.engine=ray", r"must be 1 with `cluster_config\.engine: ray`: ranks share memory"),
         ("device_config.kernels=plain", r"must be 1 with `device_config\.kernels: plain`: MindSpore's own"),
         ("model_config.implementation=mindformers", r"must be 1 with `model_config\.implementation: mindformers`"),
     ],
@@ -78,6 +77,15 @@ def test_ranks_of_a_replica_share_the_cores_and_the_memory_of_the_machine() -> N
 def test_what_ranks_are_not_for_is_refused(given: str, rule: str) -> None:
     with pytest.raises(ConfigError, match=rf"--set: `cluster_config\.tensor_parallel` {rule}.*Given: 2"):
         load_config(None, [given, "cluster_config.tensor_parallel=2"])
+
+
+def test_ranks_that_ray_places_have_a_core_each() -> None:
+    overrides = ["cluster_config.engine=ray", "cluster_config.tensor_parallel=3"]
+    assert load_config(None, overrides).cluster.tensor_parallel == 3
+    assert load_config(None, [*overrides, "cluster_config.cpus_per_replica=3"]).cluster.cpus_per_replica == 3
+    rule = r"`cluster_config\.cpus_per_replica` must be at least 3, a core for each rank of `cluster_config\.tensor_par"
+    with pytest.raises(ConfigError, match=rf"{rule}.*Given: 2"):
+        load_config(None, [*overrides, "cluster_config.cpus_per_replica=2"])
 
 
 @pytest.mark.parametrize("given", ["device_config.device_target=Ascend", "device_config.kernels=primitives"])

@@ -12,7 +12,7 @@ from factories import create_request
 from llm_serving.core.beam_search_params import BeamSearchParams
 from llm_serving.core.request import FinishReason, Request
 from llm_serving.core.request_output import RequestOutput
-from llm_serving.executor import placement
+from llm_serving.executor import starting
 from raising_work_agent import POISON
 from real_replica import RealReplica
 
@@ -26,15 +26,15 @@ UNKNOWN_TOKEN = 1_000_000
 @pytest.fixture(scope="module")
 def replica() -> Iterator[RealReplica]:
     """Its WorkAgent is the shipping one, but for what it raises when a step has been computed."""
-    popen = placement.LocalProcess
+    popen = starting.LocalProcess
 
-    def start_the_other(command: list[str], **options: Any) -> placement.LocalProcess:
+    def start_the_other(command: list[str], **options: Any) -> starting.LocalProcess:
         python, *module, arguments = command[0], *command[1:3], command[3:]
         assert module == ["-m", "llm_serving.work_agent"]
         return popen([python, raising_work_agent.__file__, *arguments], **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(placement, "LocalProcess", start_the_other)
+        patch.setattr(starting, "LocalProcess", start_the_other)
         replica = RealReplica(*SETTINGS)
         try:
             yield replica

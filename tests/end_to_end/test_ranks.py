@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import secrets
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
 from engine_harness import bytes_of
 from llm_serving.core.request import FinishReason, Request
 from llm_serving.core.sampling_params import SamplingParams
+from llm_serving.executor.cluster_placement import ClusterPlacement
 from llm_serving.executor.ranks import RankProcesses
+from llm_serving.transport.cluster_identity import ClusterIdentity
 from real_replica import RealReplica
+from stand_in_actor import ActorStarter
 
 pytestmark = pytest.mark.end_to_end
 
@@ -93,3 +99,25 @@ def test_an_answer_survives_the_death_of_either_rank(replica: RealReplica, alone
         pass
     assert [bytes_of(replica.take_answer(each.request_id)) for each in requests(replica)] == alone
     assert replica.num_restarts == restarts + 1
+
+
+def test_ranks_on_a_machine_of_a_cluster_give_the_same_bytes_and_are_lost_together(
+    alone: list[str], tmp_path: Path
+) -> None:
+    secret_file = tmp_path / "secret"
+    secret_file.touch(mode=0o600)
+    secret_file.write_text(secrets.token_hex(32))
+    starter = ActorStarter(secret_file)
+    placement = ClusterPlacement("127.0.0.1", ClusterIdentity(secret_file.read_text()), starter, num_threads=1)
+    with contextlib.closing(placement), contextlib.closing(RealReplica(*SETTINGS, placement=placement)) as replica:
+        lost = starter.ranks()
+        for request in requests(replica):
+            replica.engine.submit(request)
+        for _ in range(20):
+            assert replica.engine.step()
+        lost[1].kill()
+        while replica.engine.step():
+            pass
+        assert [bytes_of(replica.take_answer(each.request_id)) for each in requests(replica)] == alone
+        assert replica.num_restarts == 1
+        assert not psutil.wait_procs(lost, timeout=60)[1]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import secrets
+import shlex
 import socket
 import subprocess
 import sys
@@ -13,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 import stand_in_work_agent
 from fake_runner import expected_output
@@ -33,6 +36,7 @@ from llm_serving.transport.cluster_identity import ClusterIdentity
 from llm_serving.transport.inline_arrays import InlineArrays
 from llm_serving.transport.messages import Blocks, Loaded, StepDone
 from llm_serving.work_agent import connect
+from stand_in_actor import ActorStarter
 from step_factories import sampling_input, step_input
 
 TESTS = Path(__file__).parents[1]
@@ -48,7 +52,8 @@ class ProcessStarter:
         self.processes: list[LocalProcess] = []
         self.is_closed = False
 
-    def start(self, index: int, arguments: Sequence[str]) -> LocalProcess:
+    def start(self, index: int, ranks: Sequence[Sequence[str]]) -> LocalProcess:
+        (arguments,) = ranks
         path = os.pathsep.join([str(TESTS), *filter(None, sys.path)])
         command = [sys.executable, self.program, "-m", "llm_serving.work_agent", *arguments]
         process = LocalProcess(
@@ -130,6 +135,41 @@ def test_a_dead_one_is_replaced_by_another_connection(placement: ClusterPlacemen
     executor.close()
 
 
+@pytest.fixture
+def of_ranks(tmp_path: Path) -> ActorStarter:
+    """Their actors run stand-ins."""
+    secret_file = tmp_path / "secret"
+    write_secret(secret_file)
+    program = tmp_path / "program"
+    command = shlex.join([sys.executable, stand_in_work_agent.__file__])
+    program.write_text(f'#!/bin/sh\nexec {command} "$@"\n')
+    program.chmod(0o755)
+    return ActorStarter(secret_file, str(program))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_come_each_by_a_connection_and_are_lost_together(of_ranks: ActorStarter, rank: int) -> None:
+    identity = ClusterIdentity(of_ranks.secret_file.read_text())
+    config = replace(a_config(), cluster=ClusterConfig(engine="ray", tensor_parallel=2))
+
+    def again(like: Loaded | None, timeout_s: float | None) -> WorkAgentProcess:
+        return start_work_agent(config, 0, lambda text: None, like, timeout_s, placement=placement)
+
+    with contextlib.closing(ClusterPlacement("127.0.0.1", identity, of_ranks)) as placement:
+        executor = SupervisedExecutor(again, 30.0, 5, pause=lambda delay_s: False)
+        assert executor.machine == "127.0.0.1"
+        assert [answer(executor, step) for step in range(3)] == [expected_output(PROMPT, 1)] * 3
+        lost = of_ranks.ranks()
+        lost[rank].kill()
+        with pytest.raises(WorkerDiedError):
+            answer(executor, 3)
+        executor.restart("killed")
+        assert answer(executor, 0) == expected_output(PROMPT, 1)
+        executor.close()
+        assert not psutil.wait_procs(lost, timeout=60)[1]
+        assert of_ranks.actors[-1].wait() == 1, "it told how its ranks ended"
+
+
 def test_blocks_come_and_go_by_a_connection_of_their_own_without_which_it_ends(
     placement: ClusterPlacement, starter: ProcessStarter
 ) -> None:
@@ -208,7 +248,8 @@ def test_replies_of_an_earlier_start_are_no_greeting(placement: ClusterPlacement
     late = Late()
     channels = []
 
-    def come(index: int, arguments: Sequence[str]) -> Late:
+    def come(index: int, ranks: Sequence[Sequence[str]]) -> Late:
+        (arguments,) = ranks
         token = arguments[arguments.index("--token") + 1]
         channels.append(connect(f"127.0.0.1:{placement._listener.address[1]}", token, starter.secret_file))
         channels[0].send(StepDone(7, b"", b"", {}))
@@ -251,6 +292,12 @@ def test_the_threads_are_those_of_the_place(placement: ClusterPlacement) -> None
     settings = supervisor.load_settings(a_config(), 2)
     assert placement.settings(settings).num_threads == 3
     assert placement.settings(settings).device_id == 2
+
+
+def test_the_first_device_of_a_place_is_the_first_of_all_that_are_seen_there(starter: ProcessStarter) -> None:
+    identity = ClusterIdentity(starter.secret_file.read_text())
+    with contextlib.closing(ClusterPlacement("127.0.0.1", identity, starter, own_devices=True)) as placement:
+        assert placement.settings(supervisor.load_settings(a_config(), 2)).device_id == 0
 
 
 def test_an_address_of_another_machine_is_refused(starter: ProcessStarter) -> None:

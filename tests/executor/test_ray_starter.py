@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import stand_in_ray_process
@@ -17,7 +19,7 @@ from llm_serving.executor.ray_orders import AgentEnded, KillAgent, RayPlaces, St
 from llm_serving.executor.ray_starter import RayAgent, RayStarter
 from stand_in_ray_process import HANGS, NOWHERE
 
-PLACES = RayPlaces(None, 2, 1, "spread", False)
+PLACES = RayPlaces(None, 2, 1, "spread", 0)
 COMMAND = (sys.executable, stand_in_ray_process.__file__)
 DEADLINE_S = 20.0
 
@@ -42,7 +44,7 @@ def end_of(agent: RayAgent) -> str:
 
 
 def test_the_end_of_a_work_agent_is_told(starter: RayStarter) -> None:
-    stays, ends = starter.start(0, ["stay"]), starter.start(1, ["end"])
+    stays, ends = starter.start(0, [["stay"]]), starter.start(1, [["end"]])
     assert end_of(ends) == "ended with end --secret-file /the/secret"
     assert not stays.has_ended
     stays.kill()
@@ -50,40 +52,40 @@ def test_the_end_of_a_work_agent_is_told(starter: RayStarter) -> None:
 
 
 def test_one_that_does_not_end_is_killed(starter: RayStarter) -> None:
-    agent = starter.start(0, ["stay"])
+    agent = starter.start(0, [["stay"]])
     agent.end(0.01)
     assert end_of(agent) == "killed"
 
 
 def test_what_is_lost_with_ray_is_told_and_the_next_start_has_another_connection(starter: RayStarter) -> None:
     first = starter._connection
-    lost = [starter.start(0, ["stay"]), starter.start(1, ["lose Ray"])]
+    lost = [starter.start(0, [["stay"]]), starter.start(1, [["lose Ray"]])]
     assert [end_of(each) for each in lost] == ["the connection to Ray is lost"] * 2
     for each in lost:
         each.kill()
         each.end(None)
-    agent = starter.start(0, ["end"])
+    agent = starter.start(0, [["end"]])
     assert end_of(agent).startswith("ended with end")
     assert starter._connection is not first
     assert first._process.returncode is not None
 
 
 def test_a_start_while_there_is_no_cluster_ends_and_says_why(starter: RayStarter) -> None:
-    assert end_of(starter.start(0, ["lose Ray"])) == "the connection to Ray is lost"
-    starter._places = RayPlaces(NOWHERE, 2, 1, "spread", False)
-    assert end_of(starter.start(0, ["end"])) == f"there is no cluster at {NOWHERE}"
+    assert end_of(starter.start(0, [["lose Ray"]])) == "the connection to Ray is lost"
+    starter._places = RayPlaces(NOWHERE, 2, 1, "spread", 0)
+    assert end_of(starter.start(0, [["end"]])) == f"there is no cluster at {NOWHERE}"
     starter._places = PLACES
-    assert end_of(starter.start(0, ["end"])).startswith("ended with end")
+    assert end_of(starter.start(0, [["end"]])).startswith("ended with end")
 
 
 def test_a_cluster_that_cannot_be_used_is_an_error_at_the_start() -> None:
     with pytest.raises(ConfigError, match=f"there is no cluster at {NOWHERE}"):
-        RayStarter(RayPlaces(NOWHERE, 2, 1, "spread", False), "/the/secret", COMMAND)
+        RayStarter(RayPlaces(NOWHERE, 2, 1, "spread", 0), "/the/secret", COMMAND)
 
 
 def test_one_that_does_not_let_go_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_starter, "SHUTDOWN_S", 0.05)
-    starter = RayStarter(RayPlaces(HANGS, 2, 1, "spread", False), "/the/secret", COMMAND)
+    starter = RayStarter(RayPlaces(HANGS, 2, 1, "spread", 0), "/the/secret", COMMAND)
     starter.close()
     assert starter._connection._process.returncode is not None
 
@@ -106,45 +108,85 @@ def test_work_agents_of_a_cluster_that_is_started_here_are_as_nice_as_the_master
         assert at_start["RAY_worker_niceness"] == "0"
 
 
-def test_a_connection_by_which_nothing_runs_and_nothing_starts_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    class RayError(Exception):
+class RayError(Exception):
+    pass
+
+
+class FakeRay:
+    """In place of the package, as far as `Agents` needs it: a class of actors, an actor and its method too."""
+
+    exceptions = SimpleNamespace(RayError=RayError)
+    util = SimpleNamespace(get_node_ip_address=lambda: "10.0.0.1")
+    PlacementGroupSchedulingStrategy = SimpleNamespace
+
+    def __init__(self, has_room: bool = True) -> None:
+        self.fails = False
+        self.bundles: list[dict[str, int]] = []
+        self.asked: list[dict[str, Any]] = []
+        """Of each actor."""
+        self.given: list[Any] = []
+        """To each that ran."""
+        self._has_room = has_room
+
+    def placement_group(self, bundles: list[dict[str, int]], strategy: str) -> SimpleNamespace:
+        self.bundles = bundles
+        return SimpleNamespace(wait=lambda seconds: self._has_room)
+
+    def options(self, **asked: Any) -> FakeRay:
+        self.asked.append(asked)
+        return self
+
+    def remote(self, *given: Any) -> FakeRay:
+        if self.fails:
+            raise RayError("WrongClusterID")
+        self.given += given
+        return self
+
+    @property
+    def run(self) -> FakeRay:
+        return self
+
+    def kill(self, actor: FakeRay, no_restart: bool) -> None:
         pass
 
-    class Remote:
-        """A class of actors, an actor and its method."""
+    def cluster_resources(self) -> dict[str, float]:
+        return {"CPU": 4.0}
 
-        fails = False
+    def nodes(self) -> list[dict[str, bool]]:
+        return [{"Alive": True}]
 
-        def options(self, **_: object) -> Remote:
-            return self
 
-        def remote(self, *_: object) -> Remote:
-            if self.fails:
-                raise RayError("WrongClusterID")
-            return self
-
-        @property
-        def run(self) -> Remote:
-            return self
-
-    remote, told = Remote(), list[object]()
-    ray = SimpleNamespace(
-        remote=lambda _: remote,
-        kill=lambda actor, no_restart: None,
-        exceptions=SimpleNamespace(RayError=RayError),
-        wait=lambda running, **_: ([], running),
-        util=SimpleNamespace(get_node_ip_address=lambda: "10.0.0.1"),
-        cluster_resources=dict,
-        nodes=list,
-    )
-    group = SimpleNamespace(wait=lambda seconds: True)
-    of_ray = SimpleNamespace(placement_group=lambda *_, **__: group, PlacementGroupSchedulingStrategy=SimpleNamespace)
-    monkeypatch.setattr(ray_process.importlib, "import_module", lambda name: of_ray)
+def agents_of(
+    ray: FakeRay, places: RayPlaces, told: list[object], monkeypatch: pytest.MonkeyPatch
+) -> ray_process.Agents:
+    monkeypatch.setattr(ray_process.importlib, "import_module", lambda name: ray)
     monkeypatch.setattr(ray_process.Agents, "_watch", lambda agents: None)
-    agents = ray_process.Agents(ray, PLACES, SimpleNamespace(send=told.append))  # type: ignore[arg-type]
-    assert agents.start(StartAgent(1, 0, ()))
-    remote.fails = True
-    assert agents.start(StartAgent(2, 1, ())), "another one runs"
+    return ray_process.Agents(ray, places, SimpleNamespace(send=told.append))  # type: ignore[arg-type]
+
+
+def test_a_connection_by_which_nothing_runs_and_nothing_starts_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray, told = FakeRay(), list[object]()
+    agents = agents_of(ray, PLACES, told, monkeypatch)
+    assert agents.start(StartAgent(1, 0, ((),)))
+    ray.fails = True
+    assert agents.start(StartAgent(2, 1, ((),))), "another one runs"
     agents.kill(KillAgent(1))
-    assert not agents.start(StartAgent(3, 0, ()))
+    assert not agents.start(StartAgent(3, 0, ((),)))
     assert told[1:] == [AgentEnded(number, "Ray cannot start it: WrongClusterID") for number in (2, 3)]
+
+
+def test_all_ranks_of_a_replica_are_one_actor_with_a_place_on_one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = FakeRay()
+    agents = agents_of(ray, RayPlaces(None, 2, 8, "spread", 4), [], monkeypatch)
+    assert ray.bundles == [{"CPU": 8, "NPU": 4}] * 2
+    assert agents.start(StartAgent(1, 1, (("a",), ("b",))))
+    (asked,) = ray.asked
+    assert (asked["num_cpus"], asked["resources"]) == (8, {"NPU": 4})
+    assert asked["scheduling_strategy"].placement_group_bundle_index == 1
+    assert ray.given[-1] == [["a"], ["b"]]
+
+
+def test_what_a_replica_takes_of_one_machine_is_told_where_there_is_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    rule = "has room for: it has 1 machines, 4 cores, and each takes {'CPU': 8} of one machine. Given: 2"
+    with pytest.raises(ConfigError, match=re.escape(rule)):
+        agents_of(FakeRay(has_room=False), RayPlaces(None, 2, 8, "spread", 0), [], monkeypatch)

@@ -23,7 +23,7 @@ from llm_serving.config.sections.scheduler import SchedulerConfig
 from llm_serving.config.sections.server import ServerConfig
 from llm_serving.core.image import package_image
 from llm_serving.errors import ModelError, ProtocolError, WorkerDiedError
-from llm_serving.executor import placement, supervised_executor, supervisor
+from llm_serving.executor import starting, supervised_executor, supervisor
 from llm_serving.executor.executor import RemoteExecutor, RestartFailedError
 from llm_serving.executor.given_up import GivenUp
 from llm_serving.executor.supervised_executor import SupervisedExecutor
@@ -38,8 +38,8 @@ TESTS = Path(__file__).parents[1]
 @pytest.fixture(autouse=True)
 def processes(monkeypatch):
     """Every process that was started; their pipes are closed at last."""
-    processes, spawn = [], placement._spawn
-    monkeypatch.setattr(placement, "_spawn", lambda *args: processes.append(spawn(*args)) or processes[-1])
+    processes, spawn = [], starting._spawn
+    monkeypatch.setattr(starting, "_spawn", lambda *args: processes.append(spawn(*args)) or processes[-1])
     yield processes
     for process in processes:
         process.kill()

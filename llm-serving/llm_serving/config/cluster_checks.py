@@ -12,12 +12,12 @@ from llm_serving.network.sharding import rule_against
 SECTION: Final = "cluster_config"
 SECRET_FILE: Final = f"{SECTION}.secret_file"
 TENSOR_PARALLEL: Final = f"{SECTION}.tensor_parallel"
+CPUS: Final = f"{SECTION}.cpus_per_replica"
 WEIGHTS: Final = f"{SECTION}.weights"
 WEIGHTS_CACHE: Final = f"{SECTION}.weights_cache_path"
 ROLES: Final = f"{SECTION}.roles"
 TRANSFER_BLOCKS: Final = f"{SECTION}.num_transfer_blocks"
 _ONLY_ALONE: Final = (
-    (f"{SECTION}.engine", EngineName.LOCAL, "ranks share memory"),
     ("model_config.mindir_path", None, "graphs in files are those of one process"),
     ("model_config.implementation", ImplementationName.NATIVE, "MindFormers' networks are those of one process"),
 )
@@ -94,6 +94,9 @@ def _check_ranks(values: Values, spec: ModelSpec | None) -> None:
     for name, needed, why in _ONLY_ALONE:
         if values[name] != needed:
             raise values.error(TENSOR_PARALLEL, f"must be 1 with `{name}: {values[name]}`: {why}", count)
+    cpus = values[CPUS]
+    if cpus is not None and cpus < count:
+        raise values.error(CPUS, f"must be at least {count}, a core for each rank of `{TENSOR_PARALLEL}`", cpus)
     if values["device_config.kernels"] == "plain":
         rule = "must be 1 with `device_config.kernels: plain`: MindSpore's own operations are computed by one process"
         raise values.error(TENSOR_PARALLEL, rule, count)

@@ -17,6 +17,7 @@ from llm_serving.executor.arrivals import Arrival
 from llm_serving.executor.given_up import GivenUp
 from llm_serving.executor.listener import Listener
 from llm_serving.executor.placement import Started
+from llm_serving.executor.ranks import one_link
 from llm_serving.transport.channel import MAX_FRAME_BYTES
 from llm_serving.transport.cluster_identity import ClusterIdentity
 from llm_serving.transport.inline_arrays import InlineArrays
@@ -33,8 +34,9 @@ LOOK_EVERY_S: Final = 0.2
 class Starter(Protocol):
     """Runs programs somewhere in the cluster, and knows what becomes of them."""
 
-    def start(self, index: int, arguments: Sequence[str]) -> AgentProcess:
-        """Begins to run `python -m llm_serving.work_agent ARGUMENTS` where WorkAgent `index` belongs.
+    def start(self, index: int, ranks: Sequence[Sequence[str]]) -> AgentProcess:
+        """Begins to run `python -m llm_serving.work_agent ARGUMENTS`, for each rank of WorkAgent `index`, on the
+        machine where it belongs.
 
         Raises:
             WorkerDiedError: It cannot.
@@ -45,15 +47,15 @@ class Starter(Protocol):
 
 
 class ClusterPlacement:
-    """Each WorkAgent has a connection for steps, and one for blocks where they move, which live and end with it: what
-    comes by them is of this start, no other.
+    """Each WorkAgent has a connection for steps, as each of its ranks has where it is several, and one for blocks where
+    they move. They live and end with it: what comes by them is of this start, no other.
 
     Args:
         host: Address of this machine that the others connect to.
         identity: Of the cluster.
         starter: Runs the processes.
-        num_threads: Of each WorkAgent's kernels; None: as this machine would have.
-        own_device: Whether a WorkAgent sees the device it was given as its only one.
+        num_threads: Of the kernels of each rank; None: as this machine would have.
+        own_devices: Whether a WorkAgent sees those it was given, one for each rank, as its only ones.
         come_s: In which a WorkAgent has to come.
     """
 
@@ -63,7 +65,7 @@ class ClusterPlacement:
         identity: ClusterIdentity,
         starter: Starter,
         num_threads: int | None = None,
-        own_device: bool = False,
+        own_devices: bool = False,
         come_s: float = COME_S,
         clock: Clock = monotonic,
     ) -> None:
@@ -78,12 +80,12 @@ class ClusterPlacement:
             raise ConfigError(f"cluster_config.master_host must be one that others connect to. Given: {host}")
         self._starter = starter
         self._num_threads = num_threads
-        self._own_device = own_device
+        self._own_devices = own_devices
         self._come_s = come_s
         self._clock = clock
 
     def settings(self, settings: LoadModel) -> LoadModel:
-        device_id = 0 if self._own_device else settings.device_id
+        device_id = 0 if self._own_devices else settings.device_id
         return msgspec.structs.replace(
             settings, device_id=device_id, num_threads=self._num_threads or settings.num_threads
         )
@@ -91,28 +93,32 @@ class ClusterPlacement:
     def start(
         self, index: int, settings: LoadModel, log_level: str, timeout_s: float | None, given_up: GivenUp | None
     ) -> Started:
-        token, blocks_token = secrets.token_hex(16), secrets.token_hex(16)
+        tokens, blocks_token = [secrets.token_hex(16) for _ in range(settings.num_ranks)], secrets.token_hex(16)
         host, port = self._listener.address
-        arguments = ["--index", str(index), "--log-level", log_level, "--connect", f"{host}:{port}", "--token", token]
+        arguments = ["--index", str(index), "--log-level", log_level, "--connect", f"{host}:{port}"]
         moves = settings.num_transfer_blocks > 0
         if moves:
             arguments += ["--blocks-token", blocks_token]
-        blocks = None
-        with self._listener.expecting(token) as arrival, self._listener.expecting(blocks_token) as of_blocks:
-            process = self._starter.start(index, arguments)
-            with contextlib.ExitStack() as undo:
-                undo.callback(process.end, None)
-                undo.callback(process.kill)
-                channel = self._await(index, arrival, process, timeout_s, given_up)
-                undo.callback(channel.close)
-                if moves:
-                    blocks = self._await(index, of_blocks, process, timeout_s, given_up)
-                    undo.callback(blocks.close)
-                machine = _peer_of(index, channel)
-                undo.pop_all()
-        channel.max_frame_bytes = settings.buffer_bytes + MAX_FRAME_BYTES
-        channel.send_timeout_s = settings.step_timeout_s
-        return Started(process, channel, InlineArrays(settings.num_buffers), machine, blocks)
+        channels, blocks = list[AgentChannel](), None
+        with contextlib.ExitStack() as expected, contextlib.ExitStack() as undo:
+            arrivals = [expected.enter_context(self._listener.expecting(token)) for token in tokens]
+            of_blocks = expected.enter_context(self._listener.expecting(blocks_token))
+            process = self._starter.start(index, [[*arguments, "--token", token] for token in tokens])
+            undo.callback(process.end, None)
+            undo.callback(process.kill)
+            for arrival in arrivals:
+                channels.append(self._await(index, arrival, process, timeout_s, given_up))
+                undo.callback(channels[-1].close)
+            if moves:
+                blocks = self._await(index, of_blocks, process, timeout_s, given_up)
+                undo.callback(blocks.close)
+            machine = _peer_of(index, channels[0])
+            link = one_link(channels)
+            undo.pop_all()
+        for channel in channels:
+            channel.max_frame_bytes = settings.buffer_bytes + MAX_FRAME_BYTES
+            channel.send_timeout_s = settings.step_timeout_s
+        return Started(process, link, InlineArrays(settings.num_buffers), machine, blocks)
 
     def close(self) -> None:
         self._listener.close()

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import subprocess
-import sys
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from llm_serving.errors import WorkerDiedError
-from llm_serving.executor.agent_process import AgentChannel, AgentLink, AgentProcess, LocalProcess
+from llm_serving.executor.agent_process import AgentChannel, AgentLink, AgentProcess
 from llm_serving.executor.given_up import GivenUp
-from llm_serving.executor.ranks import RankChannels, RankProcesses
+from llm_serving.executor.ranks import one_link
+from llm_serving.executor.starting import Given, start_processes
 from llm_serving.transport.channel import Channel
 from llm_serving.transport.inline_arrays import InlineArrays
 from llm_serving.transport.messages import AgentMessage, LoadModel
-from llm_serving.transport.rank_memory import rank_memory
 from llm_serving.transport.shared_arrays import SharedBuffers
 
 
@@ -51,9 +49,9 @@ class Placement(Protocol):
 class ThisMachine:
     """WorkAgents are children of this process.
 
-    Each has three ties to it, all inherited and none with a name that others could find: one end of a pair of sockets
-    (steps), a memory file (their arrays) and its standard input, a pipe whose end tells it that the master is gone,
-    however the master ended. All of them have the transfer memory, if there is one.
+    Each, and each of several ranks, has three ties to it, all inherited and none with a name that others could find:
+    one end of a pair of sockets (steps), a memory file (their arrays) and its standard input, a pipe whose end tells it
+    that the master is gone, however the master ended. All of them have the transfer memory, if there is one.
     """
 
     def __init__(self, transfer_fd: int | None = None) -> None:
@@ -66,13 +64,8 @@ class ThisMachine:
         with contextlib.ExitStack() as undo:
             try:
                 buffers = SharedBuffers.create(settings.num_buffers, settings.buffer_bytes)
-                process: AgentProcess
-                link: AgentLink
                 undo.callback(buffers.close)
-                if settings.num_ranks == 1:
-                    process, link = _start(undo, index, settings, buffers.fd, log_level, 0, None, self._transfer_fd)
-                else:
-                    process, link = _start_ranks(undo, index, settings, buffers.fd, log_level)
+                process, link = self._start(undo, index, settings, buffers.fd, log_level)
             except OSError as error:
                 raise WorkerDiedError(f"WorkAgent {index} cannot be started: {error.strerror or error}") from error
             undo.pop_all()
@@ -84,47 +77,23 @@ class ThisMachine:
     def close(self) -> None:
         pass
 
-
-def _start(
-    undo: contextlib.ExitStack, index: int, settings: LoadModel, *others: Any
-) -> tuple[LocalProcess, AgentChannel]:
-    ours, theirs = socket.socketpair()
-    channel: AgentChannel = Channel(ours, AgentMessage)  # type: ignore[arg-type]
-    channel.send_timeout_s = settings.step_timeout_s
-    undo.callback(channel.close)
-    with theirs:
-        process = _spawn(index, theirs.fileno(), *others)
-    undo.callback(process.end, 0.0)
-    return process, channel
-
-
-def _start_ranks(
-    undo: contextlib.ExitStack, index: int, settings: LoadModel, memory_fd: int, log_level: str
-) -> tuple[RankProcesses, RankChannels]:
-    """All of one replica: they read the same steps, and add up what they compute in memory of their own."""
-    ranks = range(settings.num_ranks)
-    with rank_memory(settings.num_ranks) as ranks_fd:
-        started = [_start(undo, index, settings, memory_fd, log_level, rank, ranks_fd) for rank in ranks]
-    return RankProcesses([process for process, _ in started]), RankChannels([channel for _, channel in started])
-
-
-def _spawn(
-    index: int,
-    socket_fd: int,
-    memory_fd: int,
-    log_level: str,
-    rank: int = 0,
-    ranks_fd: int | None = None,
-    transfer_fd: int | None = None,
-) -> LocalProcess:
-    command = [sys.executable, "-m", "llm_serving.work_agent", "--index", str(index), "--log-level", log_level]
-    command += ["--socket-fd", str(socket_fd), "--memory-fd", str(memory_fd)]
-    inherited = [socket_fd, memory_fd]
-    if ranks_fd is not None:
-        command += ["--rank", str(rank), "--ranks-fd", str(ranks_fd)]
-        inherited.append(ranks_fd)
-    if transfer_fd is not None:
-        command += ["--transfer-fd", str(transfer_fd)]
-        inherited.append(transfer_fd)
-    # A session of its own: Ctrl-C reaches the whole group of the master, who decides when its WorkAgents end.
-    return LocalProcess(command, stdin=subprocess.PIPE, pass_fds=inherited, start_new_session=True)
+    def _start(
+        self, undo: contextlib.ExitStack, index: int, settings: LoadModel, memory_fd: int, log_level: str
+    ) -> tuple[AgentProcess, AgentLink]:
+        arguments = ["--index", str(index), "--log-level", log_level, "--memory-fd", str(memory_fd)]
+        inherited = [memory_fd]
+        if self._transfer_fd is not None:
+            arguments += ["--transfer-fd", str(self._transfer_fd)]
+            inherited.append(self._transfer_fd)
+        channels, given = list[AgentChannel](), list[Given]()
+        with contextlib.ExitStack() as handed_over:
+            for _ in range(settings.num_ranks):
+                ours, theirs = socket.socketpair()
+                handed_over.enter_context(theirs)
+                channels.append(Channel(ours, AgentMessage))  # type: ignore[arg-type]
+                channels[-1].send_timeout_s = settings.step_timeout_s
+                undo.callback(channels[-1].close)
+                given.append(Given([*arguments, "--socket-fd", str(theirs.fileno())], [*inherited, theirs.fileno()]))
+            process = start_processes(given)
+        undo.callback(process.end, 0.0)
+        return process, one_link(channels)

@@ -39,13 +39,15 @@ def open_placement(config: ServingConfig) -> Iterator[Placement]:
 def _on_ray(config: ServingConfig, secret_file: Path) -> ClusterPlacement:
     cluster, device = config.cluster, config.device
     cores = len(os.sched_getaffinity(0))
-    cpus = cluster.cpus_per_replica or device.num_threads or max(1, cores // config.num_replicas)
+    ranks = cluster.tensor_parallel
+    num_threads = device.num_threads or max(1, (cluster.cpus_per_replica or cores // config.num_replicas) // ranks)
+    cpus = cluster.cpus_per_replica or num_threads * ranks
     identity = ClusterIdentity(read_secret(secret_file))
-    on_ascend = device.device_target == "Ascend"
+    num_devices = ranks if device.device_target == "Ascend" else 0
     weights = None
     if cluster.weights == WeightsName.OBJECT_STORE:
         weights = RayWeights(str(config.model.model_path), cluster.weights_cache_path or CACHE)
-    places = RayPlaces(cluster.address, config.num_replicas, cpus, cluster.placement, on_ascend, weights)
+    places = RayPlaces(cluster.address, config.num_replicas, cpus, cluster.placement, num_devices, weights)
     starter = RayStarter(places, str(secret_file.absolute()))
     try:
         host = cluster.master_host or ("127.0.0.1" if cluster.address is None else starter.host)
@@ -53,8 +55,8 @@ def _on_ray(config: ServingConfig, secret_file: Path) -> ClusterPlacement:
             host,
             identity,
             starter,
-            device.num_threads or cpus,
-            own_device=on_ascend,
+            num_threads,
+            own_devices=num_devices > 0,
             come_s=COME_S if weights is None else COME_WITH_WEIGHTS_S,
         )
     except BaseException:

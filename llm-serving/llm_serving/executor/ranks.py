@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import select
 import signal
-import socket
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -12,7 +11,7 @@ from collections.abc import Sequence
 import msgspec
 
 from llm_serving.errors import DeadlineExceededError, ProtocolError
-from llm_serving.executor.agent_process import AgentChannel, LocalProcess
+from llm_serving.executor.agent_process import AgentChannel, AgentLink, LocalProcess
 from llm_serving.transport.messages import (
     AgentMessage,
     Failed,
@@ -48,8 +47,6 @@ class RankChannels:
 
     def send(self, message: msgspec.Struct) -> None:
         """As `Channel.send`, to every rank."""
-        if isinstance(message, LoadModel):
-            message = msgspec.structs.replace(message, group_port=_free_port())
         for rank, channel in enumerate(self._channels):
             channel.send(_to_rank(rank, message))
 
@@ -94,18 +91,17 @@ class RankChannels:
             channel.close()
 
 
+def one_link(channels: Sequence[AgentChannel]) -> AgentLink:
+    """To a replica, given those to its ranks."""
+    return channels[0] if len(channels) == 1 else RankChannels(channels)
+
+
 def _to_rank(rank: int, message: msgspec.Struct) -> msgspec.Struct:
     if isinstance(message, LoadModel):
         return msgspec.structs.replace(message, rank=rank, device_id=message.device_id + rank)
     if isinstance(message, RunStep) and rank and message.announce_ending:
         return msgspec.structs.replace(message, announce_ending=False)
     return message
-
-
-def _free_port() -> int:
-    """Another process may take it before the ranks do: then they end, and are started again with another."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]  # type: ignore[no-any-return]
 
 
 def _compared(message: AgentMessage) -> object:
@@ -147,12 +143,16 @@ class RankProcesses:
         return f"rank {rank}: {self.ranks[rank].described_end}"
 
     def kill(self) -> None:
-        if self._first is None:
-            self._first = next((rank for rank, process in enumerate(self.ranks) if process.has_ended), None)
+        self._note_first()
         for process in self.ranks:
             process.kill()
 
     def end(self, timeout_s: float | None) -> None:
+        self._note_first()
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         for process in self.ranks:
             process.end(None if deadline is None else max(deadline - time.monotonic(), 0.0))
+
+    def _note_first(self) -> None:
+        if self._first is None:
+            self._first = next((rank for rank, process in enumerate(self.ranks) if process.has_ended), None)

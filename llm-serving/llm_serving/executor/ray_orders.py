@@ -19,8 +19,9 @@ class RayPlaces(msgspec.Struct, frozen=True):
     address: str | None
     num_replicas: int
     cpus: int
+    """Of a replica, as are devices: on one machine, all its ranks together."""
     spread: str
-    with_device: bool
+    num_devices: int
     weights: RayWeights | None = None
     """None: every machine has them at the same path."""
 
@@ -29,7 +30,8 @@ class StartAgent(msgspec.Struct, tag="start", frozen=True):
     number: int
     """Of this start; each has its own."""
     index: int
-    arguments: tuple[str, ...]
+    ranks: tuple[tuple[str, ...], ...]
+    """Arguments of each."""
 
 
 class KillAgent(msgspec.Struct, tag="kill", frozen=True):

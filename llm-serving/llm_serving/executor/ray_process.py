@@ -16,7 +16,6 @@ from typing import Any, Final
 
 import msgspec
 
-from llm_serving.core.agent_exit import described_exit
 from llm_serving.core.choices import SpreadName
 from llm_serving.errors import ChannelClosedError, ConfigError
 from llm_serving.executor.agent_host import AgentHost
@@ -72,14 +71,15 @@ class Agents:
         self._actors: dict[int, Any] = {}
         self._running: dict[Any, int] = {}
         """Number of the start, by what Ray gives when the actor ends."""
-        bundle = {"CPU": wanted.cpus, **({DEVICE: 1} if wanted.with_device else {})}
+        self._devices = {DEVICE: wanted.num_devices} if wanted.num_devices else {}
+        bundle = {"CPU": wanted.cpus, **self._devices}  # of one machine, so that ranks share its memory
         strategy = "SPREAD" if wanted.spread == SpreadName.SPREAD else "PACK"
         groups = importlib.import_module("ray.util.placement_group")
         self._group = groups.placement_group([bundle] * wanted.num_replicas, strategy=strategy)
         if not self._group.wait(PLACES_S):
             raise ConfigError(
                 f"cluster_config.replicas must be as many as the cluster has room for: it has {_resources(ray)}, "
-                f"and each takes {bundle}. Given: {wanted.num_replicas}"
+                f"and each takes {bundle} of one machine. Given: {wanted.num_replicas}"
             )
         self._tell(Connected(str(ray.util.get_node_ip_address()), _resources(ray)))
         threading.Thread(target=self._watch, name="actors", daemon=True).start()
@@ -92,18 +92,17 @@ class Agents:
             "max_restarts": 0,  # the supervisor starts WorkAgents again, whose connections are theirs alone
             "max_task_retries": 0,
             "num_cpus": self._wanted.cpus,
+            "resources": self._devices,
             "scheduling_strategy": strategies.PlacementGroupSchedulingStrategy(
                 placement_group=self._group, placement_group_bundle_index=order.index
             ),
         }
-        if self._wanted.with_device:
-            options["resources"] = {DEVICE: 1}
         try:
             actor = self._ray.remote(AgentHost).options(**options).remote()
             with self._lock:
                 self._actors[order.number] = actor
             if self._weights is None:
-                self._run(order, actor, order.arguments)
+                self._run(order, actor, order.ranks)
             else:
                 threading.Thread(target=self._bring_and_run, args=(order, actor, self._weights), daemon=True).start()
         except self._ray.exceptions.RayError as error:
@@ -114,15 +113,16 @@ class Agents:
                 return bool(self._actors)
         return True
 
-    def _run(self, order: StartAgent, actor: Any, arguments: Sequence[str]) -> None:
-        running = actor.run.remote([*arguments])
+    def _run(self, order: StartAgent, actor: Any, ranks: Sequence[Sequence[str]]) -> None:
+        running = actor.run.remote([[*arguments] for arguments in ranks])
         with self._lock:
             self._running[running] = order.number
 
     def _bring_and_run(self, order: StartAgent, actor: Any, weights: StoredWeights) -> None:
         """Takes as long as the weights do, so it has a thread of its own."""
         try:
-            self._run(order, actor, (*order.arguments, "--model-path", weights.bring(actor)))
+            path = weights.bring(actor)
+            self._run(order, actor, [(*arguments, "--model-path", path) for arguments in order.ranks])
         except (ConfigError, self._ray.exceptions.RayError) as error:
             self.kill(KillAgent(order.number))
             self._tell(AgentEnded(order.number, str(error).strip().splitlines()[0]))
@@ -147,7 +147,7 @@ class Agents:
                     number = self._running.pop(done)
                     self._actors.pop(number, None)
                 try:
-                    self._tell(AgentEnded(number, described_exit(self._ray.get(done))))
+                    self._tell(AgentEnded(number, self._ray.get(done)))
                 except self._ray.exceptions.RayError as error:
                     self._tell(AgentEnded(number, str(error).strip().splitlines()[0]))
 

@@ -50,7 +50,7 @@ class RayStarter:
             self.close()
             raise
 
-    def start(self, index: int, arguments: Sequence[str]) -> RayAgent:
+    def start(self, index: int, ranks: Sequence[Sequence[str]]) -> RayAgent:
         with self._lock:
             if self._connection.is_gone:
                 self._connection.close()
@@ -60,7 +60,8 @@ class RayStarter:
                 except OSError as error:
                     raise WorkerDiedError(f"WorkAgent {index} cannot be started: {error.strerror or error}") from error
             connection = self._connection
-        return connection.start(next(self._numbers), index, (*arguments, "--secret-file", self._secret_file))
+        given = tuple((*arguments, "--secret-file", self._secret_file) for arguments in ranks)
+        return connection.start(next(self._numbers), index, given)
 
     def close(self) -> None:
         self._connection.close()
@@ -101,12 +102,12 @@ class RayConnection:
             raise ConfigError(self._why_gone or "")
         return self._connected
 
-    def start(self, number: int, index: int, arguments: tuple[str, ...]) -> RayAgent:
+    def start(self, number: int, index: int, ranks: tuple[tuple[str, ...], ...]) -> RayAgent:
         """Has a WorkAgent started once there are places."""
         agent = RayAgent(self, number)
         with self._lock:
             self._agents[number] = agent
-        self.order(StartAgent(number, index, arguments))
+        self.order(StartAgent(number, index, ranks))
         if self._why_gone is not None:  # it may have been lost before it was told
             agent.set_ended(self._why_gone)
         return agent
@@ -151,7 +152,7 @@ class RayConnection:
 
 
 class RayAgent:
-    """A WorkAgent behind an actor."""
+    """A WorkAgent behind an actor, with all its ranks."""
 
     def __init__(self, connection: RayConnection, number: int) -> None:
         self._connection, self._number = connection, number

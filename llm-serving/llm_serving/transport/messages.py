@@ -31,7 +31,7 @@ import msgspec
 from llm_serving.core.computed_by import NOT_KNOWN, ComputedBy
 from llm_serving.core.continuation import Continuation
 
-PROTOCOL_VERSION = 19
+PROTOCOL_VERSION = 20
 
 
 class ArrayLayout(msgspec.Struct, array_like=True, frozen=True):
@@ -95,8 +95,6 @@ class LoadModel(msgspec.Struct, tag="load_model", frozen=True):
     """WorkAgents that compute the replica together."""
     rank: int = 0
     """Of this one among them."""
-    group_port: int = 0
-    """Of the machine, where they find each other if they compute graphs."""
 
 
 class Progress(msgspec.Struct, tag="progress", frozen=True):

@@ -48,6 +48,7 @@ def load_runner(
     on_progress: Callable[[str], None],
     ranks_fd: int | None = None,
     transfer_fd: int | None = None,
+    group_port: int = 0,
 ) -> tuple[ModelRunner, str]:
     """Selects the device, builds or finds the kernels, reads the weights and compiles the network.
 
@@ -56,6 +57,7 @@ def load_runner(
         on_progress: Is told what is being done.
         ranks_fd: Memory of those with whom this process computes; None: it computes alone.
         transfer_fd: Memory by which blocks are handed over to other WorkAgents; None: none are.
+        group_port: Of this machine, by which those processes find each other if they compute graphs.
 
     Returns:
         The runner, and what the operator should know of it; usually an empty text.
@@ -85,7 +87,7 @@ def load_runner(
     ranks: RankGroup | None = None
     if settings.num_ranks > 1 and (device.device_target != "CPU" or device.kernels == "primitives"):
         on_progress("waiting for the other ranks")
-        ranks = CollectiveGroup(settings.rank, settings.num_ranks, settings.group_port, device.device_target)
+        ranks = CollectiveGroup(settings.rank, settings.num_ranks, group_port, device.device_target)
     on_progress("preparing the kernels")
     if device.device_target == "CPU" and device.kernels != "plain":
         with suppress(KernelError):  # then `backend_for` meets it again, and knows what to do

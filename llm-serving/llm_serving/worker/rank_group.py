@@ -2,7 +2,7 @@
 
 Programs of a CPU add up in memory that the ranks share (`kernels.ranks`). Graphs have collectives of MindSpore, whose
 processes find each other by a *scheduler*, one process more ("Dynamic Cluster" in MindSpore's documentation): rank 0
-starts it at a port of this machine that the master has chosen. It computes nothing and ends with rank 0.
+starts it at a port of this machine that all were given. It computes nothing and ends with rank 0.
 """
 
 from __future__ import annotations

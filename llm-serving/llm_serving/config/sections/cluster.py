@@ -26,7 +26,7 @@ class ClusterConfig:
 
     tensor_parallel: int = option(1, integer(1, 16))
     """Processes that compute one replica together, each with its share of heads, of feed-forward columns and of the
-    KV cache: on one machine, with `device_config.kernels: program` on a CPU."""
+    KV cache: all on one machine, on Ascend each with a device of its own."""
 
     roles: tuple[str, ...] | None = option(None, choices(tuple(RoleName)))
     """Of each replica in turn. `prefill`: requests begin there; once their prompt is computed they move, with keys and
@@ -39,8 +39,9 @@ class ClusterConfig:
     `model_config.max_generate_length` fill. Pages are taken when they are first written."""
 
     cpus_per_replica: int | None = option(None, integer(1, 4096))
-    """Cores that a WorkAgent asks Ray for, and computes with unless `device_config.num_threads` says otherwise. None:
-    `device_config.num_threads`, or this machine's cores shared between the replicas."""
+    """Cores that a replica asks Ray for, and computes with unless `device_config.num_threads` says otherwise: at least
+    one for each of its ranks, which share them. None: `device_config.num_threads` for each rank, or this machine's
+    cores shared between the replicas."""
 
     placement: str = option(SpreadName.SPREAD.value, choice(tuple(SpreadName)))
     """`spread`: WorkAgents on as many machines as there are. `pack`: on as few as will do."""
