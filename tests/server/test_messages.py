@@ -119,6 +119,7 @@ def test_a_template_that_drops_the_assistants_last_words_is_told_of():
         ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "messages[0].content[0].type"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "role"),
         ({"system": [{"type": "image"}]}, "system[0].type"),
+        ({"system": [{"type": "text", "text": "x", "thinking": "y"}]}, "system[0].thinking"),
         ({"temperature": -1}, "temperature"),
         ({"stop_sequences": ["x"] * 99}, "stop_sequences"),
         ({"max_tokens": 0}, "max_tokens"),

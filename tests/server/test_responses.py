@@ -350,6 +350,7 @@ class _Heard:
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tools": [{"type": "function", "name": "f g"}]}, "tools"),
         ({"tool_choice": {"type": "file_search"}}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "name": "f", "mode": "auto"}}, "tool_choice.mode"),
         ({"input": [{"type": "function_call", "call_id": "1", "name": "f"}]}, "input[0].arguments"),
         ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id"),
         ({"input": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": "no"}]}, "input"),

@@ -178,6 +178,7 @@ def named(name: str, **more: Any) -> dict[str, Any]:
         ("tool_choice", "some", "tool_choice"),
         ("tool_choice", {"type": "function", "function": {"name": "get_whether"}}, "tool_choice.function.name"),
         ("tool_choice", {"type": "allowed_tools", "allowed_tools": {}}, "tool_choice"),
+        ("tool_choice", named("get_weather", strict=True), "tool_choice.function.strict"),
         ("tools", [named("no spaces")], "tools[0].function.name"),
         ("tools", [named("a"), named("a")], "tools[1].function.name"),
         ("tools", [{"type": "web_search", "function": {"name": "a"}}], "tools[0].type"),

@@ -216,7 +216,7 @@ def _response_format(field: str, value: Any, request: object) -> AnswerForm | No
     """OpenAI's: `{"type": "text" | "json_object" | "json_schema", ...}`; the schema stands in `json_schema.schema`."""
     kind = _kind(field, value, ("text", "json_object", "json_schema"))
     known = {"text": ("type",), "json_object": ("type", "schema"), "json_schema": ("type", "json_schema")}
-    _refuse_others(field, value, known[kind])
+    refuse_others(field, value, known[kind])
     if kind == "text":
         return None
     if kind == "json_object":
@@ -225,7 +225,7 @@ def _response_format(field: str, value: Any, request: object) -> AnswerForm | No
     inner = value.get("json_schema")
     if not isinstance(inner, dict):
         raise RequestError(f"{field}.json_schema", "must be an object with a `schema`", inner)
-    _refuse_others(f"{field}.json_schema", inner, ("name", "description", "schema", "strict"))
+    refuse_others(f"{field}.json_schema", inner, ("name", "description", "schema", "strict"))
     if not isinstance(inner.get("strict"), bool | None):
         raise RequestError(f"{field}.json_schema.strict", "must be true or false", inner["strict"])
     return _schema(f"{field}.json_schema.schema", inner.get("schema"), request)
@@ -239,7 +239,7 @@ def _structured_outputs(field: str, value: Any, request: object) -> AnswerForm |
         "json": _schema, "json_object": _any_object, "regex": _regex, "choice": _choice, "grammar": _grammar,
     }  # fmt: skip
     spaces = _WithWhitespace(value.get("whitespace_pattern"))
-    _refuse_others(field, value, (*readers, "whitespace_pattern"))
+    refuse_others(field, value, (*readers, "whitespace_pattern"))
     forms = [
         form
         for name, read in readers.items()
@@ -259,7 +259,7 @@ class _WithWhitespace:
 def _tgi_grammar(field: str, value: Any, request: object) -> AnswerForm:
     """TGI's: `{"type": "json" | "regex" | "json_schema", "value": ...}`."""
     kind = _kind(field, value, ("json", "regex", "json_schema"))
-    _refuse_others(field, value, ("type", "value"))
+    refuse_others(field, value, ("type", "value"))
     given = value.get("value")
     if kind == "regex":
         return _regex(f"{field}.value", given, request)
@@ -267,7 +267,7 @@ def _tgi_grammar(field: str, value: Any, request: object) -> AnswerForm:
         return _schema(f"{field}.value", given, request)
     if not isinstance(given, dict):
         raise RequestError(f"{field}.value", "must be an object with a `schema`", given)
-    _refuse_others(f"{field}.value", given, ("name", "schema"))
+    refuse_others(f"{field}.value", given, ("name", "schema"))
     return _schema(f"{field}.value.schema", given.get("schema"), request)
 
 
@@ -278,8 +278,8 @@ def _kind(field: str, value: Any, kinds: tuple[str, ...]) -> str:
     return str(kind)
 
 
-def _refuse_others(field: str, value: Mapping[str, Any], known: tuple[str, ...]) -> None:
-    """What is not known and asks for something might change the answer."""
+def refuse_others(field: str, value: Mapping[str, Any], known: tuple[str, ...]) -> None:
+    """Raises RequestError: what is not known and asks for something might change the answer."""
     for name in _others(value, known):
         raise RequestError(f"{field}.{name[:60]}", f"is not supported; known are {', '.join(known)}")
 

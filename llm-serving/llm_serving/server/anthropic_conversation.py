@@ -169,6 +169,9 @@ def _check(place: str, block: ContentBlock) -> None:
 def _texts(place: str, content: str | Sequence[ContentBlock | ResultBlock]) -> str | list[ContentPart]:
     if isinstance(content, str):
         return content
+    for i, block in enumerate(content):
+        if isinstance(block, ContentBlock):
+            _check(f"{place}[{i}]", block)
     return [_text(f"{place}[{i}]", block) for i, block in enumerate(content)]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from llm_serving.errors import RequestError
+from llm_serving.server.answer_form import refuse_others
 from llm_serving.server.flat_fields import nested_schema
 from llm_serving.server.responses_schemas import (
     FunctionCallItem,
@@ -122,6 +123,7 @@ def tools_of(tools: list[FunctionTool] | None) -> list[Tool] | None:
 def choice_of(choice: str | JsonObject | None) -> str | JsonObject | None:
     """`tool_choice` of chat, where a named function stands in an object of its own."""
     if isinstance(choice, dict) and choice.get("type") == "function" and isinstance(choice.get("name"), str):
+        refuse_others("tool_choice", choice, ("type", "name"))
         return {"type": "function", "function": {"name": choice["name"]}}
     return choice
 

@@ -13,7 +13,7 @@ import msgspec
 
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import RequestError
-from llm_serving.server.answer_form import AnswerForm, json_whitespace
+from llm_serving.server.answer_form import AnswerForm, json_whitespace, refuse_others
 from llm_serving.server.schemas import ChatCompletionRequest, Tool, ToolCallOfMessage
 from llm_serving.server.thinking import Budget, ThoughtCounter
 from llm_serving.text.answer_grammar import Calls, answer_grammar, arguments_grammar
@@ -182,6 +182,8 @@ def _chosen(request: ChatCompletionRequest) -> tuple[str, str | None]:
     if not isinstance(function, dict):
         rule = 'must be auto, none, required or {"type": "function", "function": {"name": ...}}'
         raise RequestError("tool_choice", rule, choice)
+    refuse_others("tool_choice", choice, ("type", "function"))
+    refuse_others("tool_choice.function", function, ("name",))
     names = [tool.function.name for tool in request.tools or ()]
     if function.get("name") not in names:
         raise RequestError("tool_choice.function.name", "must be that of one of `tools`", function.get("name"))
