@@ -6,7 +6,8 @@ Told for each: milliseconds that `--blocks` blocks take through the master, the 
 second, for so many frames under way on each connection.
 
 Then, without the relay, the steps of the one that is `decode`, in which 8 rows decode: microseconds from reply to reply
-while nothing moves, and while blocks come in all the time; taken in turns, and MB a second that come in. Needs the
+while nothing moves, and while blocks come in all the time, whose way through the master gives way to steps
+(`engine/pace.py`) or does not; taken in turns, and MB a second that come in. Needs the
 package with [ray]: run it with its interpreter.
 """
 
@@ -22,7 +23,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
@@ -35,6 +36,7 @@ from llm_serving.config.schema import ServingConfig
 from llm_serving.core.request import Request
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.engine.carrier import Carrier
+from llm_serving.engine.pace import Pace
 from llm_serving.engine.replica import build_engine
 from llm_serving.executor.agent_process import LocalProcess
 from llm_serving.executor.cluster_placement import ClusterPlacement
@@ -98,7 +100,7 @@ def two_work_agents(config: ServingConfig, delay_s: float | None) -> Iterator[Pa
 class Mover:
     """Brings the same blocks of the first WorkAgent to the second one, again and again."""
 
-    def __init__(self, agents: Pair, count: int) -> None:
+    def __init__(self, agents: Pair, count: int, rest: Callable[[], None] = lambda: None) -> None:
         source, target = (agent.block_link for agent in agents)
         assert source is not None and target is not None
         self.source, self.target = source, target
@@ -106,7 +108,7 @@ class Mover:
         self.blocks = [(each, 1) for each in range(count)]
         self.seconds, self.num_brought = 0.0, 0
         """Of all that were brought beside steps."""
-        self._carrier = Carrier()
+        self._carrier = Carrier(rest)
         content = bytes(agents[0].loaded.block_bytes)
         with source.held(source.timeout_s):
             source.write(Blocks([each], [1], [1], content) for each in range(count))
@@ -142,39 +144,44 @@ def tell_rates(config: ServingConfig, count: int, delays_ms: Sequence[float], fr
 
 def tell_steps(config: ServingConfig, count: int, turns: int) -> None:
     with two_work_agents(config, None) as agents:
-        mover, decoder = Mover(agents, count), agents[1]
+        decoder = agents[1]
         assert config.model.model_path is not None
         tokenizer = Tokenizer.load(config.model.model_path)
         executor = RemoteExecutor(decoder.channel, decoder.buffers)
         engine = build_engine(config, decoder.loaded.num_blocks, executor, tokenizer, Metrics(), lambda pieces: None, 1)
         params = SamplingParams(max_tokens=STEPS_BEFORE + STEPS_A_TURN + 30, temperature=0.0, ignore_eos=True)
-        taken: dict[bool, list[float]] = {False: [], True: []}
-        for turn, moving in enumerate((False, True) * turns):
+        movers = {
+            "alone": None,
+            "beside moves that do not give way": Mover(agents, count),
+            "beside moves": Mover(agents, count, Pace(lambda: engine.has_steps).rest),
+        }
+        taken: dict[str, list[float]] = {kind: [] for kind in movers}
+        for turn, (kind, mover) in enumerate([*movers.items()] * turns):
             for index in range(NUM_ROWS):
                 engine.submit(Request(f"{turn} {index}", list(range(5 + index, 5 + index + CONTEXT)), params))
             for _ in range(STEPS_BEFORE):
                 engine.step()
             end, num_before = threading.Event(), engine.num_steps
-            thread = threading.Thread(target=mover.bring_until, args=(end,))
+            thread = None if mover is None else threading.Thread(target=mover.bring_until, args=(end,))
             before = time.perf_counter()
-            if moving:
+            if thread is not None:
                 thread.start()
             while engine.num_steps < num_before + STEPS_A_TURN:
                 engine.step()
                 now = time.perf_counter()
-                taken[moving].append(now - before)
+                taken[kind].append(now - before)
                 before = now
             end.set()
             while engine.step():
                 pass
-            if moving:
+            if thread is not None:
                 thread.join()
-        print("| steps | p50, us | p90, us | p99, us | longest, us |")
-        print("| --- | ---: | ---: | ---: | ---: |")
-        for moving, seconds in taken.items():
-            figures = 1e6 * np.quantile(seconds, (0.5, 0.9, 0.99, 1.0))
-            print(f"| {'beside a move' if moving else 'alone'} | {' | '.join(f'{each:,.0f}' for each in figures)} |")
-        print(f"meanwhile {mover.num_brought * mover.num_bytes / mover.seconds / 1e6:,.1f} MB/s came in")
+        print("| steps | p50, us | p90, us | p99, us | longest, us | MB/s came in |")
+        print("| --- | ---: | ---: | ---: | ---: | ---: |")
+        for kind, mover in movers.items():
+            figures = 1e6 * np.quantile(taken[kind], (0.5, 0.9, 0.99, 1.0))
+            came = 0.0 if mover is None else mover.num_brought * mover.num_bytes / mover.seconds / 1e6
+            print(f"| {kind} | {' | '.join(f'{each:,.0f}' for each in figures)} | {came:,.1f} |")
 
 
 def _numbers(text: str) -> list[float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
-from threading import Event
+from threading import Event, get_ident
 from typing import Any
 
 import pytest
@@ -129,7 +129,7 @@ def test_a_request_that_is_larger_than_all_may_be_goes_alone(monkeypatch: pytest
 def test_the_time_that_blocks_may_take_begins_when_they_come() -> None:
     """What is before them takes longer than that: they are not even asked for."""
     now = 0.0
-    carrier, before, told = Carrier(lambda: now), WaitingLink(), Future[bool]()
+    carrier, before, told = Carrier(clock=lambda: now), WaitingLink(), Future[bool]()
     carrier.carry(0, BLOCKS, before, before, lambda there: None)
     with linked(a_pool(), 16) as here, linked(FakeTransferPool(len(BLOCKS)), 16) as there:
         carrier.carry(0, BLOCKS, here, there, told.set_result)
@@ -144,3 +144,14 @@ def test_the_time_that_blocks_may_take_begins_when_they_come() -> None:
 def test_whoever_waits_for_a_link_does_not_wait_for_ever() -> None:
     with linked(a_pool(), 16) as here, linked(FakeTransferPool(len(BLOCKS)), 16) as there, there.held(0.0):
         assert not carried(BLOCKS, here, there, 0.0, lambda: 0.0)
+
+
+def test_whoever_brings_blocks_rests_before_each_frame_and_after_the_last() -> None:
+    rested: list[int] = []
+    carrier, told = Carrier(lambda: rested.append(get_ident())), Future[bool]()
+    with linked(a_pool(), 16) as here, linked(FakeTransferPool(len(BLOCKS)), 16) as there:
+        carrier.carry(0, BLOCKS, here, there, told.set_result)
+        assert told.result(timeout=60)
+    carrier.close()
+    assert len(rested) == len(BLOCKS) + 1
+    assert len({*rested} - {get_ident()}) == 1, "in one thread, which is not that of who asks"

@@ -69,6 +69,16 @@ def test_who_comes_while_a_step_runs_is_in_the_next_one() -> None:
         assert harness.token_ids(request.request_id) == expected
 
 
+def test_it_tells_whether_a_step_is_under_way() -> None:
+    harness = Harness()
+    assert not harness.engine.has_steps
+    harness.engine.submit(create_request(4, max_tokens=2))
+    harness.engine.step()
+    assert harness.engine.has_steps
+    harness.run()
+    assert not harness.engine.has_steps
+
+
 class Timed:
     """A harness in which only steps take time; notes for which of them the end was to be announced."""
 

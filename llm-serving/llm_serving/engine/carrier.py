@@ -45,9 +45,14 @@ class Carrier:
     on their way are a few for each such replica (`FRAMES_UNDER_WAY`), however much is to be moved; and they have
     connections of their own, so none is before a step's. What a thread has before it is bounded too, in requests and
     bytes; and in time, since each request is given up `Link.timeout_s` after it came.
+
+    Args:
+        rest: Is called by these threads before each frame, and after each request: gives way to who forms steps.
+        clock: For the time that requests may take.
     """
 
-    def __init__(self, clock: Clock = monotonic) -> None:
+    def __init__(self, rest: Callable[[], None] = lambda: None, clock: Clock = monotonic) -> None:
+        self._rest = rest
         self._clock = clock
         self._threads: dict[int, ThreadPoolExecutor] = {}
         self._lock = threading.Lock()
@@ -78,11 +83,12 @@ class Carrier:
         deadline = self._clock() + source.timeout_s
 
         def bring() -> None:
-            there = carried(blocks, source, target, deadline, self._clock)
+            there = carried(blocks, source, target, deadline, self._clock, self._rest)
             with self._lock:
                 self._num_requests[replica] -= 1
                 self._num_bytes[replica] -= num_bytes
             done(there)
+            self._rest()
 
         if replica not in self._threads:
             self._threads[replica] = ThreadPoolExecutor(1, f"carrier-{replica}")
@@ -96,18 +102,23 @@ class Carrier:
 
 
 def carried(
-    blocks: Sequence[TransferBlock], source: Link, target: Link, deadline: float, clock: Clock = monotonic
+    blocks: Sequence[TransferBlock],
+    source: Link,
+    target: Link,
+    deadline: float,
+    clock: Clock = monotonic,
+    rest: Callable[[], None] = lambda: None,
 ) -> bool:
     """Whether all of them are where they shall be. Returns when nothing is under way any more.
 
-    No frame is begun after the deadline; the answer to one that was has its own.
+    No frame is begun after the deadline; the answer to one that was has its own. Before each it may `rest`.
     """
     try:
         with contextlib.ExitStack() as both:
             for link in sorted((source, target), key=id):  # in one order, so that no two wait for each other
                 both.enter_context(link.held(max(0.0, deadline - clock())))
             pieces = _pieces(blocks, min(source.blocks_a_frame, target.blocks_a_frame))
-            with contextlib.closing(source.read(_until(clock, deadline, pieces))) as frames:
+            with contextlib.closing(source.read(_until(clock, deadline, pieces, rest))) as frames:
                 target.write(frames)
     except WorkerError as error:
         logger.warning("what a request takes along is lost on its way, and is computed again: %s", error)
@@ -124,10 +135,11 @@ def _pieces(blocks: Sequence[TransferBlock], count: int) -> Iterator[Sequence[Tr
 
 
 def _until(
-    clock: Clock, deadline: float, pieces: Iterable[Sequence[TransferBlock]]
+    clock: Clock, deadline: float, pieces: Iterable[Sequence[TransferBlock]], rest: Callable[[], None]
 ) -> Iterator[Sequence[TransferBlock]]:
     """Whoever answers each question late, and none too late, does not keep a request waiting for ever."""
     for piece in pieces:
+        rest()
         if clock() > deadline:
             raise WorkerError("it takes longer than a step may (serving_config.step_timeout_s)")
         yield piece

@@ -286,6 +286,11 @@ class Engine:
         """Requests that wait, those still in the inbox included."""
         return self.scheduler.num_waiting + len(self._inbox)
 
+    @property
+    def has_steps(self) -> bool:
+        """Whether its WorkAgent computes one, or has one before it."""
+        return bool(self._in_flight)
+
     # --- the engine's own thread ------------------------------------------------------------------------------------
 
     def run(self) -> None:

@@ -20,6 +20,7 @@ from llm_serving.engine.departure import Brought, Departure
 from llm_serving.engine.engine import Engine, Publish
 from llm_serving.engine.health import EngineHealth, health_of
 from llm_serving.engine.ledger import Ledger
+from llm_serving.engine.pace import Pace
 from llm_serving.engine.replica import build_rules
 from llm_serving.errors import LLMServingError, NoWorkAgentsError, RequestError, WorkerDiedError
 from llm_serving.executor.supervised_executor import restart_delay_s
@@ -68,7 +69,7 @@ class Replicas:
         """Those that have been loaded, dead ones included until they are loaded again."""
         self.ledger = Ledger()
         """What they tell each other."""
-        self._carrier = Carrier()
+        self._carrier = Carrier(Pace(self._has_steps).rest)
         self._reloaded: ServingConfig | None = None
         """What engines go by, where it is not what they are opened with."""
         self._drained: dict[int, threading.Event] = {}
@@ -223,6 +224,10 @@ class Replicas:
         if engine.is_stopping:  # it was drained, and loads again
             return "loading"
         return "serving" if engine.restarting is None else "restarting"
+
+    def _has_steps(self) -> bool:
+        """Whether one is under way at any of them; from any thread."""
+        return any(engine.has_steps for engine in list(self.engines.values()))
 
     def _check(self, index: int) -> None:
         if not 0 <= index < len(self):
