@@ -179,7 +179,7 @@ def _chosen(request: ChatCompletionRequest) -> tuple[str, str | None]:
             raise RequestError("tool_choice", "must not be required without `tools`")
         return str(choice or "auto"), None
     function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
-    if not isinstance(function, dict):
+    if not isinstance(choice, dict) or not isinstance(function, dict):
         rule = 'must be auto, none, required or {"type": "function", "function": {"name": ...}}'
         raise RequestError("tool_choice", rule, choice)
     refuse_others("tool_choice", choice, ("type", "function"))
