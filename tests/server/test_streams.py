@@ -87,6 +87,8 @@ def test_the_place_may_be_in_the_query_or_come_with_the_request_once_more():
             assert events_of(rest.text) == whole[3:]
             rest = await client.get(f"/v1/streams/{stream_id}", params={"resume_from": whole[4][0]})
             assert events_of(rest.text) == whole[5:]
+            later = await client.get(f"/v1/streams/{stream_id}?resume_from=3", headers={"Last-Event-ID": whole[5][0]})
+            assert events_of(later.text) == whole[6:], "an EventSource comes back to the URL it began with"
             assert events_of((await client.get(f"/v1/streams/{stream_id}")).text) == whole
             again = await client.post(PATH, json=BODY, headers={"Last-Event-ID": whole[2][0]})
             assert events_of(again.text) == whole[3:]

@@ -45,7 +45,7 @@ LIMITS: Final[dict[str, str]] = {
     "configuration": "What the server's own YAML says, when it is read again.",
     "replica": "0 to the number of replicas - 1; not the last one that serves, if it is to leave.",
     "response_id": "Of a response that is stored, and to be cancelled one with `background`.",
-    "resume_from": "The id of an event of the stream, or what follows its colon; else the header `Last-Event-ID`.",
+    "resume_from": "The id of an event of the stream, or what follows its colon; not heeded with `Last-Event-ID`.",
     "stream_id": "Of a stream whose request is still known; `serving_config.resume_streams` must be on.",
     "background": "Not with `stream`, and not without `store`.",
     "metadata": "Up to 16 pairs, keys of up to 64 characters, values of up to 512.",

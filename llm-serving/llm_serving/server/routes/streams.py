@@ -21,12 +21,15 @@ RESUME_FROM: Final = "resume_from"
 
 
 async def resume_stream(engine: AsyncEngine, http_request: Request) -> Response:
-    """Goes on behind the event that `Last-Event-ID` or `resume_from` names; with neither, from the beginning."""
+    """Goes on behind the event that `Last-Event-ID` or `resume_from` names; with neither, from the beginning.
+
+    An `EventSource` that has lost its connection sends the header to the URL it began with, so that is what counts.
+    """
     if not engine.config.serving.resume_streams:
         raise RequestNotFoundError("stream_id", "cannot be resumed: serving_config.resume_streams is False")
-    query = http_request.query_params.get(RESUME_FROM)
-    event_id = query if query is not None else http_request.headers.get(EVENT_HEADER, "")
-    field = "Last-Event-ID" if query is None else RESUME_FROM
+    event_id, field = http_request.headers.get(EVENT_HEADER, ""), "Last-Event-ID"
+    if not event_id:
+        event_id, field = http_request.query_params.get(RESUME_FROM, ""), RESUME_FROM
     stream_id = http_request.path_params["stream_id"]
     resumed = resumed_by(http_request.app.accepted, http_request, field, event_id, stream_id)
     if resumed.position.is_end:
