@@ -160,6 +160,11 @@ def test_what_cannot_be_computed_is_an_error():
     assert "not finite" in error_of(response)["message"]
 
 
+def test_one_that_somebody_has_cancelled_is_no_fault_of_the_server():
+    response = ask(FakeEngine(Script((Piece("", 0),), FinishReason.ABORT)), input=["a", "b"])
+    assert (response.status_code, error_of(response)["code"]) == (409, "cancelled")
+
+
 def test_who_leaves_has_nothing_computed():
     engine = FakeEngine(Script((Piece("", 0),), FinishReason.LENGTH, hold_after=0))
     leave_while_held(engine, PATH, {"input": ["a", "b"]})

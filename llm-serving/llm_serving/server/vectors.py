@@ -16,9 +16,9 @@ from llm_serving.admission.admission import check_token_ids
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.core.step import Float32Array
 from llm_serving.engine.async_engine import AsyncEngine
-from llm_serving.errors import ContextLengthError, RequestError, WorkerError
+from llm_serving.errors import ContextLengthError, RequestError
 from llm_serving.server.caller import caller_of
-from llm_serving.server.generation import INLINE_CHARS, Generation, check_length, raise_on_error, start_generation
+from llm_serving.server.generation import INLINE_CHARS, Generation, check_length, raise_unless_whole, start_generation
 from llm_serving.server.knock import knock
 from llm_serving.server.off_loop import INLINE_ITEMS, off_loop
 from llm_serving.server.openai_requests import Identity, check_model, identify
@@ -112,11 +112,9 @@ def _product(first: Float32Array, second: Float32Array) -> float:
 async def _collect(generation: Generation, count: int) -> list[Float32Array]:
     vectors: dict[int, Float32Array] = {}
     async for index, output in generation.outputs():
-        raise_on_error(output)
+        raise_unless_whole(output)
         if output.vector is not None:
             vectors[index] = output.vector
-    if len(vectors) < count:  # somebody has cancelled one
-        raise WorkerError("the vector of a text could not be computed")
     return [vectors[index] for index in range(count)]
 
 
