@@ -10,6 +10,7 @@ from llm_serving.core.parameter_rules import as_float32
 from llm_serving.core.request import FinishReason
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.errors import ContextLengthError, WorkerDiedError
+from llm_serving.server.parameters import IGNORED_HEADER
 from server_client import leave_while_held, post, request
 
 TOKENS = [
@@ -31,6 +32,13 @@ def summary(text, reason, count, tokens, seed=0):
         f'"generated_text": "{text}", "finish_reason": "{reason}", "generated_tokens": {count}, '
         f'"prefill": [{tokens[0]}], "seed": {seed}, "tokens": [{joined}], "top_tokens": [[{tokens[0]}]]'
     )
+
+
+@pytest.mark.parametrize(("route", "stream"), [("generate", True), ("generate_stream", False)])
+def test_what_the_route_has_decided_is_named(route, stream):
+    response = post(FakeEngine(SCRIPT), f"/models/demo/{route}", body(stream))
+    assert response.headers[IGNORED_HEADER] == "stream"
+    assert IGNORED_HEADER not in post(FakeEngine(SCRIPT), f"/models/demo/{route}", body(not stream)).headers
 
 
 @pytest.mark.parametrize("path", ["/models/llama2", "/models/internlm/generate", "/models/demo/generate"])

@@ -57,7 +57,7 @@ from llm_serving.server.generation import Generation, encode_text, start_generat
 from llm_serving.server.knock import knock
 from llm_serving.server.off_loop import INLINE_TOKENS, off_loop
 from llm_serving.server.openai_requests import check_model, request_id_of
-from llm_serving.server.parameters import read_fields
+from llm_serving.server.parameters import note_ignored, read_fields
 from llm_serving.server.sampling import sampling_params
 from llm_serving.server.streaming import EVENT_STREAM, StreamResponse, complete
 from llm_serving.server.text_schemas import LegacyParameters, LegacyRequest
@@ -91,6 +91,8 @@ async def _generate(engine: AsyncEngine, http_request: Request, stream: bool | N
     sampling = _sampling(parameters, engine.model_spec.vocab_size)
     answer = _Answer(parameters)
     stream = bool(request.stream) if stream is None else stream
+    if request.stream not in (None, stream):
+        note_ignored(http_request, "stream")
     request_id = request_id_of(http_request)
     generation = await _start(engine, request.inputs, sampling, caller, request_id)
     if isinstance(generation, str):
