@@ -1,0 +1,155 @@
+// How the work of an attention is cut: into tiles of rows that share a head of keys, and a long tile into segments.
+#pragma once
+
+#include "kernels.h"
+#include "kv_layout.h"
+#include "simd.h"
+#include "thread_pool.h"
+
+namespace llm::LLM_ISA {
+
+// Chunks whose sums are added up before they join those of others.
+constexpr size_t kSegmentChunks = 16;
+// Rows of a tile: their scores, weights and sums stay in the first-level cache.
+constexpr size_t kAttentionRows = 48;
+
+// Work of one tile: `count` query positions of one request, all heads that share head `kv_head`; and of the segments of
+// what they see those from `first_segment` to before `end_segment`.
+struct AttentionItem {
+  uint32_t request, kv_head;
+  size_t first_row;   // row of q of the first position
+  size_t first_seen;  // index of the last key that this position sees; the next sees one more
+  size_t count;
+  uint32_t first_segment, end_segment;
+  float* part = nullptr;  // where the sums of a single segment go; null: these are all segments, and y gets the result
+
+  size_t last_seen() const { return first_seen + count - 1; }
+  size_t num_segments() const { return end_segment - first_segment; }
+};
+
+// Index of the first token that a position sees.
+inline size_t first_of_window(const AttentionArgs& args, size_t position) {
+  return args.window == 0 || position < args.window ? 0 : position + 1 - args.window;
+}
+
+// Of each row of a tile: its largest score, sum of weights, and weighted sum of values. Weights are relative to the
+// largest score.
+struct AttentionSums {
+  float* max;    // [rows]
+  float* total;  // [rows][16], added up in the end
+  float* sums;   // [rows, dim]
+
+  static size_t size(size_t rows, size_t dim) { return rows * (dim + kLanes) + (rows + kLanes - 1) / kLanes * kLanes; }
+
+  AttentionSums(float* memory, size_t rows, size_t dim)
+      : max(memory + rows * (dim + kLanes)), total(memory + rows * dim), sums(memory) {}
+};
+
+// How the work of all requests is cut: into tiles, of which all heads of the same positions come one after the other,
+// as they lie in a block, and those of a request with the longest contexts first, so that the threads end together.
+// Where a tile is long beside the rest, each of its segments is an item.
+class AttentionItems {
+ public:
+  explicit AttentionItems(const AttentionArgs& args) : args_(args) {
+    size_t work = 0;
+    bool is_long = false;
+    for_tiles([&](const AttentionItem& tile) {
+      work += args_.num_kv_heads * work_of(tile);
+      is_long |= tile.num_segments() > 1;
+      count_ += args_.num_kv_heads;
+    });
+    largest_ = is_long && num_threads() > 1 ? work / (kItemsPerThread * num_threads()) : work;
+    size_t part_size = 0;
+    if (is_long) {
+      for_tiles([&](const AttentionItem& tile) {
+        if (!is_shared(tile)) return;
+        num_shared_ += args_.num_kv_heads;
+        count_ += args_.num_kv_heads * (tile.num_segments() - 1);
+        part_size += args_.num_kv_heads * tile.num_segments() * size_of(tile);
+      });
+    }
+    const size_t bytes = (count_ + num_shared_) * sizeof(AttentionItem);
+    items_ = static_cast<AttentionItem*>(scratch(Scratch::kItems, bytes + 1));
+    fill(part_size == 0 ? nullptr : static_cast<float*>(scratch(Scratch::kScores, part_size * sizeof(float))));
+  }
+
+  size_t count() const { return count_; }
+  const AttentionItem& operator[](size_t i) const { return items_[i]; }
+  // An item that is likely to be next where item i has been computed.
+  const AttentionItem& after(size_t i) const { return items_[i + 1 < count_ ? i + 1 : i]; }
+
+  // Tiles of which items are parts, and where those are.
+  size_t num_shared() const { return num_shared_; }
+  const AttentionItem& shared(size_t i) const { return items_[count_ + i]; }
+
+ private:
+  // A tile is long that takes more than this part of a thread's work.
+  static constexpr size_t kItemsPerThread = 4;
+
+  // Calls body(tile), of the first head, for all tiles.
+  template <class Body>
+  void for_tiles(Body body) const {
+    const size_t shared = args_.num_heads / args_.num_kv_heads;
+    const size_t positions = shared >= kAttentionRows ? 1 : kAttentionRows / shared;
+    constexpr size_t kSegment = kSegmentChunks * kChunkTokens;
+    size_t row = 0;
+    for (size_t request = 0; request < args_.batch; request++) {
+      const size_t queries = static_cast<size_t>(args_.query_lens[request]);
+      const size_t before = static_cast<size_t>(args_.context_lens[request]) - queries;
+      for (size_t tiles = (queries + positions - 1) / positions; tiles > 0; tiles--) {
+        const size_t at = (tiles - 1) * positions;
+        AttentionItem tile = {static_cast<uint32_t>(request),
+                              0,
+                              row + at,
+                              before + at,
+                              queries - at < positions ? queries - at : positions,
+                              0,
+                              0};
+        tile.first_segment = static_cast<uint32_t>(first_of_window(args_, tile.first_seen) / kSegment);
+        tile.end_segment = static_cast<uint32_t>(tile.last_seen() / kSegment + 1);
+        body(tile);
+      }
+      row += queries;
+    }
+  }
+
+  size_t work_of(const AttentionItem& tile) const {
+    return tile.count * (tile.last_seen() + 1 - first_of_window(args_, tile.first_seen));
+  }
+  bool is_shared(const AttentionItem& tile) const { return tile.num_segments() > 1 && work_of(tile) > largest_; }
+  size_t size_of(const AttentionItem& tile) const {
+    return AttentionSums::size(tile.count * (args_.num_heads / args_.num_kv_heads), args_.head_dim);
+  }
+
+  void fill(float* part) {
+    AttentionItem* item = items_;
+    AttentionItem* of_shared = items_ + count_;
+    for_tiles([&](AttentionItem tile) {
+      if (!is_shared(tile)) {
+        for (tile.kv_head = 0; tile.kv_head < args_.num_kv_heads; tile.kv_head++) *item++ = tile;
+        return;
+      }
+      const size_t size = size_of(tile);
+      for (uint32_t segment = tile.first_segment; segment < tile.end_segment; segment++) {
+        AttentionItem each = tile;
+        each.first_segment = segment;
+        each.end_segment = segment + 1;
+        for (each.kv_head = 0; each.kv_head < args_.num_kv_heads; each.kv_head++) {
+          each.part = part + (each.kv_head * tile.num_segments() + segment - tile.first_segment) * size;
+          *item++ = each;
+        }
+      }
+      for (tile.kv_head = 0; tile.kv_head < args_.num_kv_heads; tile.kv_head++) {
+        tile.part = part;
+        *of_shared++ = tile;
+        part += tile.num_segments() * size;
+      }
+    });
+  }
+
+  const AttentionArgs& args_;
+  size_t count_ = 0, num_shared_ = 0, largest_ = 0;
+  AttentionItem* items_;  // [count + num_shared]
+};
+
+}  // namespace llm::LLM_ISA
