@@ -55,3 +55,26 @@ def test_other_types_are_an_error() -> None:
     assert library.last_error() == "Cast: complex64 to float32 is no cast of numbers"
     assert status_of("Cast", typed([1.0, 2.0], "float32"), scalar(0, "int64"), y) != 0
     assert library.last_error() == "Cast: the result must have as many elements as the input"
+
+
+def nearest(value: float, dtype: str) -> int:
+    """The integer of a type that a float becomes."""
+    ends = np.iinfo(dtype)
+    if np.isnan(value):
+        return 0
+    return int(ends.max if value > ends.max else ends.min if value < ends.min else value)
+
+
+@pytest.mark.parametrize("source", [*FLOAT_TYPES, "float64"])
+@pytest.mark.parametrize("target", [name for name in PLAIN if "int" in name])
+def test_floats_beyond_the_integers_of_a_type_become_the_last_of_them(source: str, target: str) -> None:
+    """Wherever they lie: what a loop of instructions leaves over is converted by others."""
+    powers = [2.0**exponent for exponent in (7, 8, 15, 16, 31, 32, 63, 64, 100)]
+    values = [np.nan, np.inf, 0.5, 1.0, 1.5, 126.75, 3e38, *powers, *(power * (1 - 2**-8) for power in powers)]
+    numbers = np.array([sign * value for value in values for sign in (1, -1)] * 3)
+    x = Typed(numbers, source) if source == "float64" else typed(numbers, source)
+    expected = [nearest(value, target) for value in x.values.tolist()]
+    assert cast(x, target).array.tolist() == expected
+    for value, one in zip(np.unique(x.array), np.unique(x.array), strict=True):
+        single = Typed(np.array([value], x.array.dtype), source)
+        assert cast(single, target).array.tolist() == [nearest(float(single.values[0]), target)], one

@@ -4,6 +4,8 @@
 // hundred times as long as the numbers do.
 #include <array>
 #include <cstring>
+#include <limits>
+#include <type_traits>
 #include <vector>
 
 #include "call.h"
@@ -18,11 +20,25 @@ constexpr size_t kElementsPerTask = 16384;
 
 using Convert = void (*)(const void*, void*, size_t);
 
+// Fractions are cut off. A number beyond the integers of a type becomes the last of them, NaN becomes 0: C++ leaves
+// both open, and the instructions of a loop and of what it leaves over differ.
+template <class To, class From>
+To converted(From x) {
+  if constexpr (std::is_floating_point_v<From> && std::is_integral_v<To> && !std::is_same_v<To, bool>) {
+    using Integers = std::numeric_limits<To>;
+    constexpr From kEnd = 2 * static_cast<From>(Integers::max() / 2 + 1);
+    if (x != x) return 0;
+    if (x <= static_cast<From>(Integers::min())) return Integers::min();
+    if (x >= kEnd) return Integers::max();
+  }
+  return static_cast<To>(x);
+}
+
 template <class From, class To>
 void convert(const void* x, void* y, size_t count) {
   const From* from = static_cast<const From*>(x);
   To* to = static_cast<To*>(y);
-  for (size_t i = 0; i < count; i++) to[i] = static_cast<To>(from[i]);
+  for (size_t i = 0; i < count; i++) to[i] = converted<To>(from[i]);
 }
 
 template <class... Types>
