@@ -27,7 +27,7 @@ LLMServingError
 │   └── StepMismatchError       a reply does not match the step in flight
 ├── ReceiptError                a receipt cannot be read
 ├── RecordingError              a recording of the scheduler is damaged, or cannot be replayed
-├── KernelError                 the operator library cannot be built or loaded
+├── KernelError                 the operator library cannot be built or loaded, or has no memory
 └── TransportError              a channel between master and WorkAgent
     ├── ProtocolError           a frame is malformed, too long or of another version
     ├── ChannelClosedError      the other side is gone
@@ -236,7 +236,7 @@ class RecordingError(LLMServingError):
 
 
 class KernelError(LLMServingError):
-    """The operator library cannot be built or loaded."""
+    """The operator library cannot be built or loaded, or finds no memory for what it computes."""
 
 
 class TransportError(LLMServingError):

@@ -1,17 +1,34 @@
 import ctypes
 import resource
 import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import numpy as np
 import psutil
 import pytest
 from decoder_calls import create_decoder, mixed_step
 from kernel_calls import call, empty, integers, scalar, typed
+from llm_serving.errors import KernelError
 from llm_serving.kernels import library
+from llm_serving.worker.kernel_choice import choose_tokens
 from program_calls import llama_of, parameters, run, status_of_program
+from step_factories import sampling_input
 
 CHUNK = 1 << 20
 """Bytes of an item of `llm_read_memory`."""
+
+
+@contextmanager
+def no_more_memory_than(num_bytes: int) -> Iterator[None]:
+    """Beside what the process has."""
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + num_bytes, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
 
 
 def add(size: int, seed: int) -> None:
@@ -78,12 +95,8 @@ def test_what_finds_no_memory_fails_alone() -> None:
     given = parameters(runnable, step, caches)
     instructions = given["instructions"].array.copy()
     instructions[0, 3] = 2**31 - 1  # bytes of memory for each row
-    limits = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + 2**32, limits[1]))
-    try:
+    with no_more_memory_than(2**32):
         assert status_of_program(given | {"instructions": integers(instructions)}) != 0
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, limits)
     assert "there is no memory for" in library.last_error()
     assert np.array_equal(run(runnable, step, caches).bits, expected)
 
@@ -110,14 +123,30 @@ def test_what_finds_no_memory_in_any_thread_fails_alone() -> None:
             add(50_000, threads)
 
 
+def test_packing_that_finds_no_memory_tells() -> None:
+    """Rows so long that nothing could hold a panel of them."""
+    one, columns = np.zeros(64, np.uint8).ctypes.data, 2**44
+    status = library.load().llm_pack_codes(1, 8, one, one, None, columns, one, b"float32", 1, columns, 1)
+    with pytest.raises(KernelError, match="llm_pack_codes: there is no memory for what it computes on its way"):
+        library.done(status)
+
+
+def test_a_choice_that_finds_no_memory_fails_alone() -> None:
+    logits, sampling = np.zeros((1, 2**22), np.float32), sampling_input(1)
+
+    def choose_in_vain() -> None:
+        with no_more_memory_than(2**24), pytest.raises(KernelError, match="llm_sample: there is no memory"):
+            choose_tokens(logits, sampling, np.empty(0, np.int32))
+
+    with ThreadPoolExecutor(1) as fresh:  # a thread keeps the memory that it once had
+        fresh.submit(choose_in_vain).result()
+    assert choose_tokens(logits[:, :5], sampling, np.empty(0, np.int32)).token_ids.tolist() == [0]
+
+
 def test_threads_that_the_system_does_not_give_are_done_without() -> None:
-    limits = resource.getrlimit(resource.RLIMIT_AS)
     before = library.load().llm_num_threads()
-    resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + 2**26, limits[1]))
-    try:
-        library.load().llm_set_num_threads(500)
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, limits)
+    with no_more_memory_than(2**26):
+        library.load().llm_set_num_threads(2**40)
     assert before <= library.load().llm_num_threads() < 500
     add(50_000, 1)
     library.load().llm_set_num_threads(before)

@@ -101,7 +101,7 @@ class CpuBackend(AscendBackend):
         memory = zeroed_array(source.shape, self.dtype)
         address = memory.ctypes.data
         kernels = library.load()
-        kernels.llm_pack_weight(source.ctypes.data, address, self.dtype.encode(), *source.shape)
+        library.done(kernels.llm_pack_weight(source.ctypes.data, address, self.dtype.encode(), *source.shape))
         parameter = parameter_over(memory.reshape(shown), self.dtype, name)
         weakref.finalize(parameter, kernels.llm_release_weight, address)
         return parameter
@@ -122,9 +122,8 @@ class CpuBackend(AscendBackend):
         memory = zeroed_bytes(kernels.llm_packed_codes_bytes(widened, bits, rows, columns))
         address = memory.ctypes.data
         arrays = codes.ctypes.data, scales.ctypes.data, None if zeros is None else zeros.ctypes.data
-        status = kernels.llm_pack_codes(
-            *(widened, bits, *arrays, weight.group_size, address, self.dtype.encode(), rows, columns, shown[1])
-        )
+        form = weight.group_size, address, self.dtype.encode(), rows, columns, shown[1]
+        status = library.done(kernels.llm_pack_codes(widened, bits, *arrays, *form))
         if status != 0 or weight.columns is not None:
             rule = "groups of 32, 64, 128, .. inputs in order"
             if not widened:

@@ -22,7 +22,7 @@ def quantize(weight: Array, bits: int, group_size: int | None = None) -> Quantiz
 
     Raises:
         ModelError: It is no matrix, has other groups, or an element is infinite or no number.
-        KernelError: There is no operator library and no compiler to make it.
+        KernelError: There is no operator library and no compiler to make it, or no memory.
     """
     if weight.ndim != 2 or str(weight.dtype) not in _DTYPES:
         raise ModelError(f"what is quantised must be a matrix of numbers. Given: {weight.dtype} {list(weight.shape)}")
@@ -33,8 +33,9 @@ def quantize(weight: Array, bits: int, group_size: int | None = None) -> Quantiz
     codes = np.empty((out, width), np.int8) if bits == 8 else np.empty((out, width), np.uint8)
     scales = np.empty((out, max(1, width // group)), np.float32)
     sizes = out, width, bits, group
-    status = library.load().llm_round_to_codes(
-        rows.ctypes.data, _DTYPES[str(weight.dtype)], *sizes, codes.ctypes.data, scales.ctypes.data
+    arrays = codes.ctypes.data, scales.ctypes.data
+    status = library.done(
+        library.load().llm_round_to_codes(rows.ctypes.data, _DTYPES[str(weight.dtype)], *sizes, *arrays)
     )
     if status != 0:
         raise ModelError("what is quantised must hold finite numbers only")

@@ -138,8 +138,19 @@ def library_path(on_progress: Progress | None = None) -> Path:
 
 
 def last_error() -> str:
-    """Why the latest operator that failed did so: MindSpore's own error names the operator only."""
+    """Why the latest operator or function that failed did so: MindSpore's own error names the operator only."""
     return str(load().llm_last_error().decode())
+
+
+def done(status: int) -> int:
+    """What a function of the library returned, unless it threw on its way.
+
+    Raises:
+        KernelError: It did, most likely for lack of memory.
+    """
+    if status < 0:
+        raise KernelError(last_error())
+    return status
 
 
 @functools.cache
@@ -190,7 +201,6 @@ def load() -> ctypes.CDLL:
     library.llm_profile.argtypes = [ctypes.c_int64, ctypes.POINTER(ctypes.c_int64), ctypes.POINTER(ctypes.c_int64)]
     library.llm_profile.restype = ctypes.c_char_p
     library.llm_sample.argtypes = [ctypes.c_void_p]
-    library.llm_sample.restype = None
     library.llm_sample_args_size.restype = ctypes.c_int64
     library.llm_read_memory.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
     library.llm_read_memory.restype = ctypes.c_uint64

@@ -42,6 +42,9 @@ def choose_tokens(logits: Float32Array, sampling: SamplingInput, history: Int32A
         logits: [S, V]; a copy is made unless they are C-contiguous.
         sampling: Passed `sampler.check_sampling`: the library does not look again.
         history: Its `history_token_ids` with tokens in place of references, all inside the vocabulary.
+
+    Raises:
+        KernelError: There is no memory for it.
     """
     choices = Choices.unset(sampling)
     logits = np.ascontiguousarray(logits, np.float32)
@@ -56,5 +59,5 @@ def choose_tokens(logits: Float32Array, sampling: SamplingInput, history: Int32A
         choices.top_token_ids.shape[1],
         *[getattr(choices, name).ctypes.data for name in _RESULT_FIELDS],
     )
-    library.load().llm_sample(ctypes.byref(arguments))
+    library.done(library.load().llm_sample(ctypes.byref(arguments)))
     return choices

@@ -3,9 +3,7 @@
 #include <atomic>
 #include <cstdarg>
 #include <cstdio>
-#include <exception>
 #include <mutex>
-#include <new>
 
 namespace llm {
 namespace {
@@ -40,25 +38,20 @@ int Call::check_within(int i, const char* name, int64_t least, size_t count, con
   return 0;
 }
 
-int Call::run(int (*operation)(const Call&)) const {
-  try {
-    return operation(*this);
-  } catch (const std::bad_alloc&) {
-    return fail("there is no memory for what it computes on its way");
-  } catch (const std::exception& error) {
-    return fail("%s", error.what());
-  }
-}
-
 int Call::fail(const char* format, ...) const {
-  const std::lock_guard<std::mutex> lock(error_mutex);
-  const int used = std::snprintf(error_text, sizeof(error_text), "%s: ", op_);
+  char reason[sizeof(error_text)];
   va_list arguments;
   va_start(arguments, format);
-  std::vsnprintf(error_text + used, sizeof(error_text) - static_cast<size_t>(used), format, arguments);
+  std::vsnprintf(reason, sizeof(reason), format, arguments);
   va_end(arguments);
-  std::fprintf(stderr, "llm_serving kernel error: %s\n", error_text);
+  record_failure(op_, reason);
   return 1;
+}
+
+void record_failure(const char* name, const char* reason) {
+  const std::lock_guard<std::mutex> lock(error_mutex);
+  std::snprintf(error_text, sizeof(error_text), "%s: %s", name, reason);
+  std::fprintf(stderr, "llm_serving kernel error: %s\n", error_text);
 }
 
 const char* last_error() { return error_text; }

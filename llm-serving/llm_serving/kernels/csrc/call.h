@@ -1,11 +1,34 @@
 // One call of an operator by MindSpore: inputs, outputs and workspace as they arrive.
 #pragma once
 
+#include <exception>
+#include <new>
+
 #include "dtype.h"
 #include "floating_mode.h"
 #include "profile.h"
 
 namespace llm {
+
+// What functions return that threw.
+constexpr int kThrown = -1;
+
+// Records and logs why the operator or function `name` failed.
+void record_failure(const char* name, const char* reason);
+
+// What `body` returns, a status; kThrown where it throws, with the reason recorded: nothing is thrown at MindSpore or
+// Python.
+template <class Body>
+int guarded(const char* name, Body body) {
+  try {
+    return body();
+  } catch (const std::bad_alloc&) {
+    record_failure(name, "there is no memory for what it computes on its way");
+  } catch (const std::exception& error) {
+    record_failure(name, error.what());
+  }
+  return kThrown;
+}
 
 // Absent optional inputs are null with dtype "none"; scalar arguments are tensors of rank 0.
 class Call {
@@ -40,9 +63,6 @@ class Call {
   // Refuses integers of a parameter below `least` or from `count` on, as `fail` does; its type has been checked.
   int check_within(int i, const char* name, int64_t least, size_t count, const char* of_what) const;
 
-  // What `operation` returns, or throws as a failure: nothing is thrown at MindSpore.
-  int run(int (*operation)(const Call&)) const;
-
   // Records and logs the reason; returns the non-zero status that MindSpore turns into an error.
   int fail(const char* format, ...) const __attribute__((format(printf, 2, 3)));
 
@@ -58,7 +78,7 @@ class Call {
 // Number of operators called so far: tells whether MindSpore knows of the library.
 int64_t num_calls();
 
-// The latest reason given to `Call::fail` in this process.
+// The latest reason for a failure in this process.
 const char* last_error();
 
 }  // namespace llm
@@ -72,6 +92,7 @@ const char* last_error();
     static llm::OperatorClock clock(#name);                                                                      \
     const llm::Timed timed(clock);                                                                               \
     const llm::SubnormalsAsZero mode;                                                                            \
-    return llm::Call(#name, count, data, ranks, shapes, dtypes).run(run_##name);                                 \
+    const llm::Call call(#name, count, data, ranks, shapes, dtypes);                                             \
+    return llm::guarded(#name, [&] { return run_##name(call); });                                                \
   }                                                                                                              \
   static int run_##name(const llm::Call& call)

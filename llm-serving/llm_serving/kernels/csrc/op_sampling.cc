@@ -3,10 +3,13 @@
 #include "kernels.h"
 
 // Chooses a token for each row; worker/kernel_choice.py fills the arguments.
-LLM_EXPORT void llm_sample(const llm::SampleArgs* args) {
+LLM_EXPORT int llm_sample(const llm::SampleArgs* args) {
   static llm::OperatorClock clock("sample");
   const llm::Timed timed(clock);
-  llm::kernels().sample(*args);
+  return llm::guarded("llm_sample", [&] {
+    llm::kernels().sample(*args);
+    return 0;
+  });
 }
 
 // For a test that the structure of Python has not drifted.

@@ -1,4 +1,5 @@
-// What MindSpore and Python look up in the library: the list of operators, and a few functions beside them.
+// What MindSpore and Python look up in the library: the list of operators, and a few functions beside them, whose
+// status is kThrown where they threw.
 #include <cstring>
 
 #include "call.h"
@@ -60,9 +61,11 @@ LLM_EXPORT const char** GetAllComputeDependOps() { return kNone; }
 LLM_EXPORT int llm_pack_weight(const void* source, void* target, const char* dtype, int64_t n, int64_t k) {
   const llm::DType type = llm::parse_dtype(dtype);
   if (!llm::is_float(type) || n < 0 || k < 0) return 1;
-  llm::pack_weight(source, target, type, static_cast<size_t>(n), static_cast<size_t>(k));
-  llm::register_packed(target, type, static_cast<size_t>(n), static_cast<size_t>(k));
-  return 0;
+  return llm::guarded("llm_pack_weight", [&] {
+    llm::pack_weight(source, target, type, static_cast<size_t>(n), static_cast<size_t>(k));
+    llm::register_packed(target, type, static_cast<size_t>(n), static_cast<size_t>(k));
+    return 0;
+  });
 }
 
 // `widened`: times rows as they are; otherwise times rows of 8 bits.
@@ -88,9 +91,11 @@ LLM_EXPORT int llm_pack_codes(int64_t widened, int64_t bits, const uint8_t* code
   const llm::CodedWeight weight = {
       format_of(widened, bits), type, size(bits), codes, scale, zero, size(n), size(k), size(group)};
   if (!llm::can_pack(weight)) return 1;
-  llm::pack_codes(weight, target);
-  llm::register_codes(target, weight, size(columns));
-  return 0;
+  return llm::guarded("llm_pack_codes", [&] {
+    llm::pack_codes(weight, target);
+    llm::register_codes(target, weight, size(columns));
+    return 0;
+  });
 }
 
 // Rounds [n, k] elements to codes [n, k], a byte each, and scales [n, k / group]. Non-zero: an element is not finite,
@@ -100,7 +105,9 @@ LLM_EXPORT int llm_round_to_codes(const void* source, const char* dtype, int64_t
   auto size = [](int64_t number) { return static_cast<size_t>(number); };
   const llm::DType type = llm::parse_dtype(dtype);
   if (!llm::is_float(type) || n < 0 || k < 0 || group < 1 || k % group != 0 || (bits != 4 && bits != 8)) return 2;
-  return llm::round_to_codes(source, type, size(n), size(k), size(bits), size(group), codes, scale) ? 0 : 1;
+  return llm::guarded("llm_round_to_codes", [&] {
+    return llm::round_to_codes(source, type, size(n), size(k), size(bits), size(group), codes, scale) ? 0 : 1;
+  });
 }
 
 // To be called before the memory of a packed weight is freed.
