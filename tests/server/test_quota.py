@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import replace
 
 import pytest
-from fakes import FakeEngine
+from fakes import FULL_QUEUE, FakeEngine
 from llm_serving.config.sections.api_key import ApiKey
 from llm_serving.core.beam_search_params import BeamSearchParams
 from llm_serving.core.sampling_params import SamplingParams
@@ -126,6 +126,14 @@ def test_what_was_not_generated_is_given_back():
     give_back(0)
     assert quota.headers()["x-ratelimit-remaining-tokens"] == "0"
     assert quota.headers()["x-ratelimit-reset-tokens"] == "300.000s"
+
+
+def test_what_is_refused_takes_nothing(limited):
+    engine = limited(max_tokens_per_minute=100)
+    engine.refusal = FULL_QUEUE
+    refused = post(engine, "/v1/completions", {"prompt": [1] * 60, "max_tokens": 30}, headers=HEADERS)
+    assert error_of(refused)["code"] == "queue_full"
+    assert refused.headers["x-ratelimit-remaining-tokens"] == "100"
 
 
 def test_every_sequence_of_a_request_counts(limited):

@@ -240,7 +240,9 @@ async def start_generation(
         if turn is not None:
             await turn.accept()
     except BaseException:
-        await Generation(streams, on_end=on_end).aclose()
+        await Generation(streams).aclose()
+        if on_end is not None:
+            on_end(-sum(map(len, prompts)))  # whoever is refused gets its prompts back as well
         raise
     if on_end is not None and choices.beams is not None:
         on_end = partial(_end_of_beams, on_end, choices.best_of)
