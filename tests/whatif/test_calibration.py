@@ -8,7 +8,7 @@ from llm_serving.whatif.measured_steps import MeasuredStep, Timings
 from llm_serving.whatif.step_shape import StepShape
 
 STEP = CostModel((Piece("step", 0.002), Piece("rows", 0.0001)))
-TAKE_S, IDLE_S, WAKE_S, REQUEST_S, TOKEN_S, CLIENT_S = 0.0003, 0.0005, 0.0001, 0.001, 0.00002, 0.0004
+TAKE_S, FORM_S, WAKE_S, REQUEST_S, TOKEN_S, CLIENT_S = 0.0003, 0.0008, 0.0001, 0.001, 0.00002, 0.0004
 
 
 @pytest.fixture
@@ -19,9 +19,7 @@ def timings():
         rows = 1 + number % 7
         alone = number % 10 == 0
         asked = before + 1.0 if alone else before - 0.001
-        replied = (asked + TAKE_S + IDLE_S if alone else before) + STEP.seconds(
-            shape := StepShape(rows, rows, rows, 99, 0, 0)
-        )
+        replied = (asked + FORM_S if alone else before) + STEP.seconds(shape := StepShape(rows, rows, rows, 99, 0, 0))
         step = MeasuredStep(shape, asked, asked - WAKE_S if alone else None, before, replied, replied + TAKE_S)
         timings.steps.append(step)
         before = replied
@@ -48,22 +46,49 @@ def test_the_figures_of_a_server_are_found(timings, seen):
     shape = StepShape(5, 5, 5, 99, 0, 0)
     assert profile.step.seconds(shape) == pytest.approx(STEP.seconds(shape), rel=1e-3)
     assert profile.take.seconds(shape) == pytest.approx(TAKE_S, rel=1e-3)
-    assert (profile.idle_s, profile.wake_s) == pytest.approx((IDLE_S, WAKE_S), rel=0.02)
+    assert profile.form.seconds(shape) == pytest.approx(FORM_S, rel=0.02)
+    assert profile.wake_s == pytest.approx(WAKE_S, rel=0.02)
     assert min(profile.request_s, profile.token_s, profile.client_s) > 0
     assert (profile.measured, profile.num_blocks) == (True, 7)
     assert profile.notes["step_error_p95"] < 0.01
 
 
-def test_of_steps_that_are_all_long_a_profile_is_made(timings):
-    """Of which nobody can tell what the master does behind them: it waits until the next one is about to end."""
+def test_of_steps_behind_which_nobody_went_on_at_once_a_profile_is_made(timings):
     for step in timings.steps:
-        step.replied_s, step.before_s = 20 * step.replied_s, 20 * step.before_s
-        step.asked_s, step.goes_on_s = 20 * step.asked_s, 20 * step.replied_s
-        step.came_s = None if step.came_s is None else 20 * step.came_s
+        step.goes_on_s = None
     profile = calibrate(timings, name="n", source="s").profile
     shape = StepShape(5, 5, 5, 99, 0, 0)
     assert profile.take.seconds(shape) == 0.0
-    assert profile.step.seconds(shape) == pytest.approx(20 * STEP.seconds(shape), rel=0.01)
+    assert profile.step.seconds(shape) == pytest.approx(STEP.seconds(shape), rel=0.01)
+
+
+def test_what_guesses_cost_in_a_step_is_measured():
+    """Steps of two rows that check up to eight guesses each, beside steps of more rows that check none."""
+    true = CostModel((Piece("step", 0.01), Piece("rows", 0.0005), Piece("tokens", 0.00002)))
+    rng, timings, before = np.random.default_rng(1), Timings(num_blocks=7), 10.0
+    for number in range(600):
+        guesses = number % 3 == 0
+        rows = 2 if guesses else int(rng.integers(1, 9))
+        tokens = rows + int(rng.integers(1, 17)) if guesses else rows
+        asked = before + TAKE_S if guesses else before - 0.001
+        shape = StepShape(rows, tokens, tokens, 99, 9 * tokens if guesses else 0, 0)
+        replied = (asked + FORM_S if guesses else before) + true.seconds(shape)
+        timings.steps.append(MeasuredStep(shape, asked, None, before, replied, replied + TAKE_S))
+        before = replied
+    found = calibrate(timings, name="n", source="s")
+    profile, shape = found.profile, StepShape(2, 14, 14, 99, 126, 0)
+    assert profile.step.seconds(shape) == pytest.approx(true.seconds(shape), rel=0.01)
+    assert profile.form.seconds(shape) == pytest.approx(FORM_S, rel=0.1)
+    assert profile.notes["guesses_held_out"] == sum(shape.samples > shape.rows for shape, _ in found.step.tested) > 20
+    assert profile.notes["guesses_error_median"] < 0.01
+
+
+def test_how_much_later_an_idle_server_answers_is_told_by_its_clients(timings, seen):
+    later = [each._replace(token_times_s=[time + 0.002 for time in each.token_times_s]) for each in seen[::10]]
+    usual = calibrate(timings, [[each] for each in seen], name="n", source="s").profile.idle_s
+    others = [each for number, each in enumerate(seen) if number % 10]
+    found = calibrate(timings, [[each] for each in [*others, *later]], name="n", source="s").profile.idle_s
+    assert found > usual + 0.001
 
 
 def test_what_is_done_beside_steps_is_told_from_steps():

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 from llm_serving.whatif.cost_model import CostModel, Piece
-from llm_serving.whatif.fitting import STEP_PIECES, fit
+from llm_serving.whatif.fitting import STEP_PIECES, Sometimes, fit
 from llm_serving.whatif.step_shape import StepShape
 
 TRUE = CostModel((Piece("step", 1e-3), Piece("tokens", 4e-5, 16), Piece("rows", 1e-5), Piece("context", 2e-8)))
@@ -39,6 +39,18 @@ def test_outliers_count_as_little_more_than_the_rest():
     times = [TRUE.seconds(each) * (500 if number % 100 == 0 else 1) for number, each in enumerate(some)]
     found = fit(some, times, STEP_PIECES)
     assert found.median_error < 0.05
+
+
+def test_what_only_some_measurements_have_is_told_apart():
+    some, more = list(shapes()), CostModel((Piece("step", 5e-4), Piece("rows", 2e-5)))
+    holds = [number % 3 == 0 for number in range(len(some))]
+    times = [TRUE.seconds(each) + has * more.seconds(each) for each, has in zip(some, holds, strict=True)]
+    found = fit(some, times, STEP_PIECES, sometimes=Sometimes((Piece("step", 1.0), Piece("rows", 1.0)), holds))
+    other = StepShape(8, 300, 8, 4000, 0, 0)
+    assert found.sometimes.seconds(other) == pytest.approx(more.seconds(other), rel=0.01)
+    assert found.seconds(other, has_more=True) == pytest.approx(TRUE.seconds(other) + more.seconds(other), rel=0.01)
+    assert len(found.tested) == found.num_held_out
+    assert max(abs(ratio - 1) for _, ratio in found.tested) < 0.02
 
 
 def test_a_piece_that_nothing_reaches_is_left_out():

@@ -48,6 +48,21 @@ def test_steps_have_their_shapes_and_times(recorded, tmp_path):
     assert (ahead.ahead, ahead.seconds) == (True, 0.75)
 
 
+def test_a_step_that_is_formed_late_tells_nothing_of_taking_replies(tmp_path):
+    """Behind a long step, while the next is under way, the master waits; behind short ones it does not."""
+    files, clock = MemoryFiles(), Clock()
+    scheduler = create_recorded(files, clock=clock)
+    scheduler.add(create_request(6, request_id="a", max_tokens=20, arrival_time=1.0))
+    in_flight = [scheduler.schedule(1.0)]
+    for clock.now, asks in ((1.5, 1.75), (1.51, 1.515), (1.52, 1.522), (1.53, 1.531)):
+        if len(in_flight) < 2:
+            in_flight.append(scheduler.schedule(1.1))
+        scheduler.update(in_flight.pop(0), [7])
+        in_flight.append(scheduler.schedule(asks))
+    steps = read_timings([written(files.files[0], tmp_path)]).steps
+    assert [each.goes_on_s for each in steps] == [None, None, 1.522, 1.531]
+
+
 def test_a_step_has_the_requests_that_came_beside_it(tmp_path):
     files, clock = MemoryFiles(), Clock()
     scheduler = create_recorded(files, clock=clock)

@@ -51,9 +51,11 @@ def test_a_step_takes_longer_for_what_the_master_does_beside_it():
 
 def test_a_server_that_has_rested_wakes_and_begins_later():
     profile = create_profile(idle_s=0.003, wake_s=0.001)
-    first, second = simulate(create_load(0.0, 1.0, num_output_tokens=2, max_tokens=2), profile).outcomes
+    load = create_load(0.0, 1.0, 1.05, num_output_tokens=2, max_tokens=2)
+    first, second, soon = simulate(load, profile).outcomes
     usual = STEP_S + 8 * 0.0001
     assert [each.ttft_s for each in (first, second)] == pytest.approx([usual + 0.004] * 2)
+    assert soon.ttft_s == pytest.approx(usual + 0.001)  # it has rested for 25 ms only
     assert second.token_times_s[1] - second.token_times_s[0] == pytest.approx(STEP_S + 0.0001)
 
 

@@ -12,11 +12,12 @@ from llm_serving.errors import RecordingError
 from llm_serving.whatif.cost_model import CostModel
 from llm_serving.whatif.disturbed_spells import disturbed_spells
 from llm_serving.whatif.event_loop import LoopCosts, fit_loop
-from llm_serving.whatif.fitting import MASTER_PIECES, STEP_PIECES, Fit, fit
+from llm_serving.whatif.fitting import MASTER_PIECES, Fit, fit
 from llm_serving.whatif.http_player import Seen
 from llm_serving.whatif.measured_steps import LONG_STEP_S, MeasuredStep, Timings
-from llm_serving.whatif.profile import Profile
+from llm_serving.whatif.profile import IDLE_FOR_S, Profile
 from llm_serving.whatif.reach import reach_of
+from llm_serving.whatif.step_fit import fit_steps, fitted_steps
 
 MIN_STEPS: Final = 50
 LOOP: Final = LoopCosts(0.001, 0.00005, 0.0005)
@@ -42,11 +43,10 @@ def calibrate(
 ) -> Calibration:
     """Fits all of a profile that was measured; what was not is 0.
 
-    The time of a step is that from the reply before to its own where it was formed ahead, as the server does whenever
-    it computes. What sending tokens and reading requests meanwhile takes of it is a piece of its own: a step behind one
-    that chose many tokens, or beside which requests come, is told from one that has the machine to itself.
-
-    How long forming a step takes is in no recording; it is taken to be as long as taking a reply.
+    The time of a step is that from the reply before to its own where it was formed ahead; of one that was not, as those
+    that check guesses, it begins with its forming, which is fitted beside. What sending tokens and reading requests
+    meanwhile takes of it is a piece of its own: a step behind one that chose many tokens, or beside which requests
+    come, is told from one that has the machine to itself. What others took of the machine is left out.
 
     Args:
         timings: Of the scheduler.
@@ -62,28 +62,24 @@ def calibrate(
     """
     timings, seen = _within(timings, phases), [each for phase in phases for each in phase]
     steps = [each for each in timings.steps if each.before_s > float("-inf")]
-    ahead = [each for each in steps if each.ahead]
-    fitted = ahead if len(ahead) >= MIN_STEPS else steps
-    if len(fitted) < MIN_STEPS:
-        raise RecordingError(f"a profile wants at least {MIN_STEPS} steps. Given: {len(fitted)}")
+    if len(steps) < MIN_STEPS:
+        raise RecordingError(f"a profile wants at least {MIN_STEPS} steps. Given: {len(steps)}")
+    fitted = fitted_steps(steps)
     spells = disturbed_spells(fitted)
-    idle = [each for each in steps if not each.ahead]
-    as_usual = [each.seconds * spells.mean / spells.factor(each.replied_s) for each in fitted]
-    step = fit([each.shape for each in fitted], as_usual, STEP_PIECES, seed)
-    taken = [each for each in steps if each.goes_on_s is not None and each.seconds < LONG_STEP_S]
+    as_usual = [each.seconds / spells.factor(each.replied_s) for each in fitted]
+    step = fit_steps(fitted, as_usual, seed)
+    taken = [each for each in steps if each.goes_on_s is not None]
     take = fit([each.shape for each in taken], [_take_s(each) for each in taken], MASTER_PIECES, seed)
     loop = fit_loop(timings, seen, _Taken(take.model), LOOP) or LoopCosts(0.0, 0.0, 0.0)
+    wake_s = _extra([each.asked_s - each.came_s for each in steps if not each.ahead and each.came_s is not None])
     profile = Profile(
         name=name,
         source=source,
         measured=True,
         step=step.model,
-        form=take.model,
+        form=step.sometimes,
         take=take.model,
-        idle_s=_extra(
-            [each.seconds - take.model.seconds(each.shape) - step.model.seconds(each.shape) for each in idle]
-        ),
-        wake_s=_extra([each.asked_s - each.came_s for each in idle if each.came_s is not None]),
+        wake_s=wake_s,
         lead_s=_lead(steps),
         request_s=float(f"{loop.request_s:.3g}"),
         token_s=float(f"{loop.token_s:.3g}"),
@@ -93,7 +89,32 @@ def calibrate(
         measured_to=reach_of([each.shape for each in fitted]),
         notes={**(notes or {}), **_told(step, take), "disturbed": round(spells.mean - 1, 3)},
     )
-    return Calibration(profile, step, take)
+    found = [each for each in steps if _wakes_idle(each) and spells.factor(each.replied_s) == 1.0]
+    return Calibration(replace(profile, idle_s=_idle_s(found, timings, seen, profile)), step, take)
+
+
+def _wakes_idle(step: MeasuredStep) -> bool:
+    return step.came_s is not None and step.came_s - step.before_s > IDLE_FOR_S
+
+
+def _idle_s(steps: Sequence[MeasuredStep], timings: Timings, seen: Sequence[Seen], profile: Profile) -> float:
+    """How much longer than predicted it took for an idle server until a client had its first token.
+
+    Where no client tells, until there was a reply.
+    """
+    predicted = [profile.form.seconds(each.shape) + profile.step.seconds(each.shape) for each in steps]
+    if not seen:
+        return _extra([each.seconds - known for each, known in zip(steps, predicted, strict=True)])
+    names = {time: name.rpartition("-")[0] for name, time in timings.arrivals.items()}
+    took = {each.request_id: each.token_times_s[0] - each.due_s for each in seen if each.token_times_s}
+    around = profile.request_s + profile.wake_s + profile.token_s + 2 * profile.client_s
+    return _extra(
+        [
+            took[name] - around - known - profile.take.seconds(each.shape)
+            for each, known in zip(steps, predicted, strict=True)
+            if each.came_s is not None and (name := names.get(each.came_s, "")) in took
+        ]
+    )
 
 
 def _within(timings: Timings, phases: Sequence[Sequence[Seen]]) -> Timings:
@@ -110,11 +131,14 @@ def _within(timings: Timings, phases: Sequence[Sequence[Seen]]) -> Timings:
 
 
 def _told(step: Fit, take: Fit) -> dict[str, Any]:
+    errors = [abs(ratio - 1) for shape, ratio in step.tested if shape.checks_guesses]
     return {
         "steps_fitted": step.num_fitted,
         "steps_held_out": step.num_held_out,
         "step_error_median": round(step.median_error, 4),
         "step_error_p95": round(step.p95_error, 4),
+        "guesses_held_out": len(errors),
+        "guesses_error_median": round(float(np.median(errors)), 4) if errors else None,
         "take_error_median": round(take.median_error, 4),
     }
 
@@ -131,9 +155,7 @@ class _Taken:
         self._model = model
 
     def __call__(self, step: MeasuredStep) -> float:
-        if step.goes_on_s is not None and step.seconds < LONG_STEP_S:
-            return _take_s(step)
-        return self._model.seconds(step.shape)
+        return self._model.seconds(step.shape) if step.goes_on_s is None else _take_s(step)
 
 
 def _extra(seconds: Sequence[float]) -> float:

@@ -9,15 +9,15 @@ from typing import Final
 
 import numpy as np
 
-from llm_serving.whatif.fitting import STEP_PIECES, fit
 from llm_serving.whatif.measured_steps import MeasuredStep
+from llm_serving.whatif.step_fit import fit_steps
 
 SPELL_S: Final = 0.5
-FACTOR: Final = 1.4
+FACTOR: Final = 1.2
 """Times what steps of these shapes take in the median spell, from which on one counts as disturbed."""
-MIN_STEPS: Final = 10
+MIN_STEPS: Final = 4
 """Of a spell, to tell."""
-ROUNDS: Final = 3
+ROUNDS: Final = 5
 
 
 @dataclass(frozen=True)
@@ -43,15 +43,15 @@ def disturbed_spells(steps: Sequence[MeasuredStep]) -> Spells:
 
     A load asks for one kind of steps after the other, so that a slow second would make one kind slow for good.
     """
-    shapes, numbers = [each.shape for each in steps], [int(each.replied_s // SPELL_S) for each in steps]
+    numbers = [int(each.replied_s // SPELL_S) for each in steps]
     measured = np.array([each.seconds for each in steps])
     spells = Spells(num=len(set(numbers)))
     for _ in range(ROUNDS):
         factors = np.array([spells.factor(each.replied_s) for each in steps])
-        model = fit(shapes, (measured / factors).tolist(), STEP_PIECES, held_out=False).model
+        found = fit_steps(steps, (measured / factors).tolist(), held_out=False)
         ratios: dict[int, list[float]] = defaultdict(list)
-        for number, shape, seconds in zip(numbers, shapes, measured.tolist(), strict=True):
-            ratios[number].append(seconds / max(model.seconds(shape), 1e-9))
+        for number, each, seconds in zip(numbers, steps, measured.tolist(), strict=True):
+            ratios[number].append(seconds / max(found.seconds(each.shape, not each.ahead), 1e-9))
         medians = {number: float(np.median(some)) for number, some in ratios.items() if len(some) >= MIN_STEPS}
         middle = float(np.median(list(medians.values()))) if medians else 1.0
         slow = {number: median / middle for number, median in medians.items() if median > FACTOR * middle}

@@ -34,8 +34,19 @@ MIN_PER_PIECE: Final = 3
 SPREAD_QUANTILES: Final = 41
 
 
+class Sometimes(NamedTuple):
+    """What costs something in some of the measurements only."""
+
+    candidates: Sequence[Piece]
+    """Pieces of one second a unit."""
+    holds: Sequence[bool]
+    """Of each measurement, whether it has these."""
+
+
 class Fit(NamedTuple):
     model: CostModel
+    sometimes: CostModel
+    """Of the measurements that have more to them."""
     num_fitted: int
     num_held_out: int
     median_error: float
@@ -43,6 +54,11 @@ class Fit(NamedTuple):
     p95_error: float
     spread: tuple[float, ...]
     """Quantiles, evenly spaced, of measured over predicted of those held out."""
+    tested: tuple[tuple[StepShape, float], ...] = ()
+    """Shape, and measured over predicted, of each that was held out."""
+
+    def seconds(self, shape: StepShape, has_more: bool) -> float:
+        return self.model.seconds(shape) + (self.sometimes.seconds(shape) if has_more else 0.0)
 
 
 def fit(
@@ -51,6 +67,7 @@ def fit(
     candidates: Sequence[Piece],
     seed: int = 1,
     held_out: bool = True,
+    sometimes: Sometimes | None = None,
 ) -> Fit:
     """Fits a sum of the candidates to measured seconds.
 
@@ -64,6 +81,7 @@ def fit(
         candidates: Pieces of one second a unit.
         seed: Draws what is held out.
         held_out: Whether anything is.
+        sometimes: Is fitted together with the candidates.
 
     Returns:
         What was found; of no measurements a model of 0 s.
@@ -73,24 +91,35 @@ def fit(
     tests = np.random.default_rng(seed).integers(HELD_OUT, size=len(measured)) == 0
     if not held_out or tests.all() or not tests.any():
         tests = np.zeros(len(measured), bool)
-    matrix = np.column_stack([_amounts(piece, table) for piece in candidates])
+    extra = sometimes or Sometimes((), np.zeros(len(measured), bool).tolist())
+    holds = np.array(extra.holds, bool)
+    columns = [_amounts(piece, table) for piece in candidates]
+    columns += [holds * _amounts(piece, table) for piece in extra.candidates]
+    matrix = np.column_stack(columns)
     reached = (matrix[~tests] > 0).sum(axis=0) >= MIN_PER_PIECE
-    matrix, pieces = matrix[:, reached], [piece for piece, used in zip(candidates, reached, strict=True) if used]
-    model = _merged(pieces, _solved(matrix[~tests], measured[~tests], _weights(table[~tests])))
+    found = np.zeros(len(reached))
+    found[reached] = _solved(matrix[~tests][:, reached], measured[~tests], _weights(table[~tests]))
+    model = _merged(candidates, found[: len(candidates)])
+    apart = _merged(extra.candidates, found[len(candidates) :])
     if not len(measured):
-        return Fit(model, 0, 0, 0.0, 0.0, (1.0,) * SPREAD_QUANTILES)
+        return Fit(model, apart, 0, 0, 0.0, 0.0, (1.0,) * SPREAD_QUANTILES)
     tested = tests if tests.any() else ~tests
-    predicted = np.array([model.seconds(StepShape(*row)) for row in table[tested].tolist()])
+    rows = [StepShape(*row) for row in table[tested].tolist()]
+    predicted = np.array([model.seconds(each) for each in rows]) + holds[tested] * [
+        apart.seconds(each) for each in rows
+    ]
     ratios = measured[tested] / np.maximum(predicted, 1e-9)
     errors = np.abs(ratios - 1)
     spread = np.quantile(ratios, np.linspace(0, 1, SPREAD_QUANTILES))
     return Fit(
         model,
+        apart,
         int((~tests).sum()),
         int(tests.sum()),
         float(np.median(errors)),
         float(np.quantile(errors, 0.95)),
         tuple(float(f"{each:.4g}") for each in np.clip(spread, 1e-3, OUTLIER)),
+        tuple(zip(rows, ratios.tolist(), strict=True)),
     )
 
 

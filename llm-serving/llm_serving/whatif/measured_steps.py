@@ -20,7 +20,7 @@ from llm_serving.whatif.recorded_load import torn
 from llm_serving.whatif.step_shape import StepShape, shape_of_rows
 
 LONG_STEP_S: Final = 0.02
-"""Behind a step that takes longer the master waits for the announcement of its end before it forms the next one."""
+"""Behind a step that takes longer the master waits for the announcement of the next one's end, if that is under way."""
 
 
 @dataclass(slots=True)
@@ -109,7 +109,7 @@ def _read(entries: Iterator[Entry], timings: Timings, before: Scheduler) -> None
     names = {each.sequence: each.request_id for each in before._requests.values()}
     drafts: dict[int, list[int]] = {}
     sequence = before.waits.num_entered
-    before_s, came_s, asked_s = float("-inf"), None, 0.0
+    before_s, came_s, asked_s, before_took_s = float("-inf"), None, 0.0, 0.0
     replied: MeasuredStep | None = None
     num_sent = 0
     for entry in entries:
@@ -125,7 +125,10 @@ def _read(entries: Iterator[Entry], timings: Timings, before: Scheduler) -> None
             case Asked(now=now):
                 asked_s = now
                 if replied is not None:
-                    replied.goes_on_s, replied = now, None
+                    is_short = max(replied.seconds, before_took_s) < LONG_STEP_S
+                    if is_short if in_flight else came_s is None:
+                        replied.goes_on_s = now
+                    before_took_s, replied = replied.seconds, None
             case Decided(step=int(step)) as decided:
                 alone = not in_flight and came_s is not None and came_s > before_s
                 chosen = [(row[0], row[3], drafts.pop(row[0], [])[: row[3] - 1]) for row in decided.rows if row[3]]

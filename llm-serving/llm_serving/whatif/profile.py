@@ -20,6 +20,8 @@ from llm_serving.whatif.reach import QUANTITIES as WATCHED
 from llm_serving.whatif.reach import Reach
 
 FORMAT: Final = 1
+IDLE_FOR_S: Final = 0.05
+"""Who has had nothing to do for so long is idle."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class Profile:
     take: CostModel = field(default_factory=CostModel)
     """Of the master, to take the reply of a step and to pass its tokens on."""
     idle_s: float = 0.0
-    """How much longer a step takes that a WorkAgent with nothing to do is given."""
+    """How much longer a step takes that an idle server is given, with what its tokens take longer to their clients."""
     wake_s: float = 0.0
     """Until the master forms a step for a request that comes while it has nothing to do."""
     latency_s: float = 0.0

@@ -27,6 +27,11 @@ class StepShape(NamedTuple):
     read: float = 0
     """Requests that are read while it is computed."""
 
+    @property
+    def checks_guesses(self) -> bool:
+        """Whether more tokens are chosen than there are requests."""
+        return self.samples > self.rows
+
     def beside(self, sent: int, read: float) -> StepShape:
         """The same step with other things done meanwhile."""
         return tuple.__new__(StepShape, (*self[:6], sent, read))  # half of what its own constructor takes

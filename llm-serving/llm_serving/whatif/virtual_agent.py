@@ -16,7 +16,7 @@ from llm_serving.core.step import AllowedTokens, Float32Array, Int32Array, StepO
 from llm_serving.executor.executor import Unsupervised
 from llm_serving.scheduler import Schedule
 from llm_serving.whatif.document import MOST_WHOLE
-from llm_serving.whatif.profile import Profile
+from llm_serving.whatif.profile import IDLE_FOR_S, Profile
 from llm_serving.whatif.reach import Beyond
 from llm_serving.whatif.step_shape import StepShape
 from llm_serving.whatif.timeline import EngineClock
@@ -138,7 +138,7 @@ class VirtualAgent(Unsupervised):
         self._num_words, self._rng = vocab_size - FIRST_TOKEN, rng
         self._beside, self._beyond = beside, beyond
         self._in_flight: deque[_Submitted] = deque()
-        self._free = 0.0
+        self._free = -IDLE_FOR_S
         """When the oldest step in flight could begin."""
         self._before = Beside()
         """What had been done beside until then."""
@@ -151,7 +151,7 @@ class VirtualAgent(Unsupervised):
         sent = clock.now
         came = sent + profile.latency_s
         if not self._in_flight:
-            if came > self._free:
+            if came > self._free + IDLE_FOR_S:
                 came += profile.idle_s
             self._before = self._beside()
         self._in_flight.append(_Submitted(step, sent, came, self._spread(profile.spread), announce_ending))
