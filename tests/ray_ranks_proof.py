@@ -133,7 +133,7 @@ async def prove(
                     await asyncio.sleep(0.005)
                 assert not any(answer.num_tokens for answer in answers), "a stream had ended when the case began"
                 since, serves_at = time.monotonic(), time.monotonic()
-                await asyncio.to_thread(strike, machines)
+                strike(machines)  # here, as Ray starts nodes in the main thread alone
                 while not reading.done() or (struck and await metric(client, RESTARTS) == before):
                     if (await client.get("/health")).json()["loading"]:
                         serves_at = time.monotonic()
