@@ -170,6 +170,7 @@ class Silent(asyncio.Protocol):
     is_served = False
     weight = 0
     welcome = None
+    has_turn = True
 
     def __init__(self, address):
         self.address = address

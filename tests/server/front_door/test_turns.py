@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 from llm_serving.server.front_door import Turns
-from llm_serving.server.front_door.turns import NEW_IN_A_ROW, RELEASED_AT_ONCE
+from llm_serving.server.front_door.turns import NEW_IN_A_ROW, PART, RELEASED_AT_ONCE
 
 BUDGET_S = 0.01
 
@@ -53,6 +53,24 @@ def test_a_turn_has_so_much_and_what_is_more_waits():
         assert done == list(range(10))
         await asyncio.sleep(0)
         assert turns.has_time
+
+    run(test)
+
+
+def test_work_in_steps_is_broken_off_after_a_part_of_a_turn():
+    async def test(turns, clock, done):
+        def step():
+            clock.work(done, len(done), 0.6 * PART * BUDGET_S)
+            return len(done) < 5
+
+        assert [turns.part(step), len(done)] == [False, 2]
+        assert [turns.part(step), len(done)] == [False, 4]
+        assert [turns.part(step), len(done)] == [True, 5]
+        assert turns.has_time
+        done.clear()
+        assert not turns.part(step)
+        assert not turns.part(step)
+        assert not turns.has_time
 
     run(test)
 

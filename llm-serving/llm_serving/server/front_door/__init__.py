@@ -9,6 +9,7 @@
 | `guests` | how many there are, in all and from one address, and the bytes they make the server hold |
 | `comebacks` | when those for whom there was no place are to try again |
 | `connection` | cuts what arrives into requests, one at a time, within limits of size and time |
+| `deciphering` | hands to TLS what arrives, little at a time |
 | `reader` | reads what arrives, little at a time |
 | `request_head` | the limits of a request line and its headers, as rules over bytes |
 | `older_http` | what clients of HTTP/1.0 are spared, and what they may not send |

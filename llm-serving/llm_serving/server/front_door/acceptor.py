@@ -13,6 +13,7 @@ from llm_serving.core.clock import monotonic
 from llm_serving.log import get_logger
 from llm_serving.server.front_door.certificates import Certificates
 from llm_serving.server.front_door.connection import Connection
+from llm_serving.server.front_door.deciphering import READ_BYTES, Deciphering
 from llm_serving.server.front_door.guests import Guests, address_of
 from llm_serving.server.front_door.reader import Reader
 from llm_serving.server.front_door.refusals import NO_PLACE
@@ -31,9 +32,6 @@ WELCOME_WEIGHT: Final = 5.0
 """What a connection costs the event loop until it has ended, in times of what it costs here, as measured."""
 PAUSE_S: Final = 0.25
 """Seconds until the next try when the system has no file descriptor or memory for a connection."""
-TLS_READ_BYTES: Final = 16 * 1024
-"""Bytes that the kernel is asked to keep of a connection with TLS (it doubles them), and the layer of TLS of what was
-not taken: left alone, the two keep most of a megabyte of each."""
 HANDSHAKE_S: Final = 0.001
 """Seconds of the event loop that a handshake is reckoned with: a signature, and objects for the connection."""
 UNREAD_BYTES: Final = 16 * 1024
@@ -94,7 +92,7 @@ class Acceptor:
         self._exhausted = False
         self._closed = False
         if certificates is not None:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, TLS_READ_BYTES)  # connections inherit it
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, READ_BYTES)  # connections inherit it
         listener.setblocking(False)
         self._loop.add_reader(listener, self._accept)
 
@@ -195,8 +193,8 @@ class Acceptor:
 
     async def _welcome(self, client: socket.socket, connection: Connection, *, may_begin: bool) -> None:
         """With `may_begin` its first bytes have come, and its handshake is part of the turn it had."""
-        reader = Reader(connection)
         if self._certificates is None:
+            reader = Reader(connection)
             await self._loop.connect_accepted_socket(lambda: reader, client)
             return
         async with asyncio.timeout(self.handshake_timeout_s):
@@ -205,14 +203,17 @@ class Acceptor:
                 await self._turns.spend(connection.address, HANDSHAKE_S)
                 if _has_ended(client):
                     raise ConnectionAbortedError
-            transport, _ = await self._loop.connect_accepted_socket(
-                lambda: reader,
-                client,
-                ssl=self._certificates.context,
-                ssl_handshake_timeout=self.handshake_timeout_s,
-                ssl_shutdown_timeout=TLS_SHUTDOWN_S,
-            )
-        transport.set_read_buffer_limits(TLS_READ_BYTES)  # type: ignore[attr-defined]  # of TLS only
+            handshake = self._loop.create_future()
+            times = self.handshake_timeout_s, TLS_SHUTDOWN_S
+            tls = Deciphering(self._loop, connection, self._certificates.context, handshake, *times, self._turns)
+            try:
+                await self._loop.connect_accepted_socket(lambda: tls, client)
+                await handshake
+            except BaseException:
+                tls.abandon()
+                raise
+            finally:
+                del handshake  # its error refers to this frame
 
     async def _hear(self, client: socket.socket) -> None:
         """Returns when the client has sent something, or has left."""

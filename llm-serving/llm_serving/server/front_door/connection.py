@@ -109,7 +109,7 @@ class Connection(HttpToolsProtocol):
         self._in_body = False
         self._body = BodyMeter()
         self._is_scheduled = False
-        self._has_turn = True
+        self.has_turn = True
         """Whether what comes next is part of a turn that was waited for: that of its welcome at first."""
         self._undigested: RequestResponseCycle | None = None
         self._timer = TurnTimer(self.loop, turns, address)
@@ -219,7 +219,7 @@ class Connection(HttpToolsProtocol):
         if not (self._in_body or self._is_answered):
             self._arrived = monotonic() if self.unread_since is None else self.unread_since
         self.unread_since = None
-        has_time = self._turns.has_time or (self._has_turn and self._turns.take_ride())
+        has_time = self._turns.has_time or (self.has_turn and self._turns.take_ride())
         if len(data) >= READ_BYTES:
             self._take_turns()
         if self._parting.is_closing():
@@ -230,9 +230,9 @@ class Connection(HttpToolsProtocol):
         if has_time:
             with self._turns.counted():
                 self._advance()
-                self._has_turn = False
+                self.has_turn = False
         else:
-            self._has_turn = False
+            self.has_turn = False
             self._take_turns()
             self._hold_back()
 
@@ -282,9 +282,9 @@ class Connection(HttpToolsProtocol):
 
     def _go_on(self) -> None:
         self._is_scheduled = False
-        self._has_turn = True
+        self.has_turn = True
         self._advance()
-        self._has_turn = False
+        self.has_turn = False
 
     def _advance_head(self) -> None:
         if self._held[0] in b"\r\n":  # empty lines before a request line mean nothing, and win no time
@@ -403,7 +403,7 @@ class Connection(HttpToolsProtocol):
     # The application's side
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        if not (self._has_turn and self.scope["path"] in PROBES):
+        if not (self.has_turn and self.scope["path"] in PROBES):
             app = self._turns.paced(cast(ASGIApp, app), self.address)
         super()._start_asgi_task(cycle, app)
 

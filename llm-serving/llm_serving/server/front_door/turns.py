@@ -21,6 +21,8 @@ RIDES: Final = 8
 """Connections whose first bytes are looked at in one turn although its time is used up, at most."""
 NEW_IN_A_ROW: Final = 3
 """Addresses that did not wait before and go first, between two of those that did."""
+PART: Final = 0.25
+"""Of a turn, for one piece of work that can be broken off."""
 FORGETS: Final = 0.125
 """How much less each step that was short counts those before it that were long."""
 
@@ -144,6 +146,22 @@ class Turns:
     def weigh(self, weight: float) -> None:
         """The work that is done now counts as so many times its length, for what follows from it uncounted."""
         self._weight = weight
+
+    def part(self, step: Callable[[], bool]) -> bool:
+        """Takes one step after the other for a part of a turn.
+
+        Args:
+            step: Says whether there is more to be done.
+
+        Returns:
+            Whether all is done.
+        """
+        end = self._clock() + PART * self._budget_s
+        with self.counted():
+            while step():
+                if self._clock() >= end:
+                    return False
+        return True
 
     def charge(self, expected_s: float) -> None:
         """What follows from the work that is done now, uncounted, takes so long."""
