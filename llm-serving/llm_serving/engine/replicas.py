@@ -227,7 +227,7 @@ class Replicas:
 
     def _has_steps(self) -> bool:
         """Whether one is under way at any of them; from any thread."""
-        return any(engine.has_steps for engine in list(self.engines.values()))
+        return any(engine.has_steps for engine in self.living().values())
 
     def _check(self, index: int) -> None:
         if not 0 <= index < len(self):
