@@ -21,7 +21,7 @@ class ClusterConfig:
     Ray on its own machine, for itself."""
 
     replicas: int | None = option(None, integer(1, 4096))
-    """Copies of the model, each served by a WorkAgent, or by `tensor_parallel` of them. None: as many as
+    """Copies of the model, each served by a WorkAgent of `tensor_parallel` processes. None: as many as
     `serving_config.agent_ports` has entries."""
 
     tensor_parallel: int = option(1, integer(1, 16))
