@@ -28,8 +28,8 @@ def test_larger_steps_are_asked_for_up_to_the_largest():
     found = larger_phases(limits, 4096, limits._replace(num_slots=128), 512)
     names = [each.name for each in found[1:]]
     prompts = [f"prompts, {size} tokens a step" for size in (1024, 2048, 4096)]
-    assert names == ["256 clients", "full cache", *prompts]
-    for phase, size in zip(found[3:], (1024, 2048, 4096), strict=True):
+    assert names == ["256 clients", "256 clients, short prompts", "full cache", *prompts]
+    for phase, size in zip(found[4:], (1024, 2048, 4096), strict=True):
         stream = phase.load.streams[0]
         asked = sum(len(each.prompt_token_ids) for each in stream.requests[: stream.concurrency // 2])
         assert size / 2 < asked < 2 * size
@@ -40,3 +40,25 @@ def test_larger_steps_are_asked_for_up_to_the_largest():
         "full cache",
         "prompts, 600 tokens a step",
     ]
+
+
+def test_many_clients_are_asked_for_steps_that_only_decode_too():
+    """Whose prompts all fit one step, and whose answers go on together."""
+    limits = Limits(num_slots=64, max_len=1024, num_cached=16384, vocab_size=50)
+    found = [each for each in phases(limits) if each.name.endswith("short prompts")]
+    assert [each.name for each in found] == [f"{count} clients, short prompts" for count in (16, 32, 64)] * 2
+    for phase in found:
+        (stream,) = phase.load.streams
+        assert sum(len(each.prompt_token_ids) for each in stream.requests[: stream.concurrency]) <= 512
+        assert {each.num_output_tokens for each in stream.requests} == {128}
+
+
+def test_few_clients_are_given_the_same_answers_again_so_that_these_are_guessed():
+    found = [each for each in phases(Limits(4, 256, 1024, 50)) if each.name.endswith("the same again")]
+    assert [each.name.split()[0] for each in found] == ["1", "2", "4"] * 2
+    for phase in found:
+        (stream,) = phase.load.streams
+        prompts = [tuple(each.prompt_token_ids) for each in stream.requests]
+        assert len(set(prompts)) == stream.concurrency
+        assert prompts[: stream.concurrency] == prompts[stream.concurrency : 2 * stream.concurrency]
+        assert all(each.num_output_tokens == 96 for each in stream.requests)
