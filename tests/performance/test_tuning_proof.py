@@ -4,7 +4,7 @@ import pytest
 from llm_serving.config import load_config
 from llm_serving.whatif.tuning.knobs import classes_in, tenants_in
 from llm_serving.whatif.workload import read_workload
-from tuning_proof import DEFAULT, TASKS, TUNED, Bench
+from tuning_proof import DEFAULT, NO_GUESSES, TASKS, TUNED, Bench
 from whatif_loads import create_profile
 
 
@@ -20,3 +20,5 @@ def test_goals_are_of_their_loads_and_random_yamls_can_be_served(tmp_path, name)
     assert len({str(overrides) for _, _, overrides in variants[2:]}) == 3
     for _, _, overrides in variants[2:]:
         load_config(config, overrides)
+    assert all(set(NO_GUESSES) <= set(overrides) for _, _, overrides in variants)
+    assert load_config(config, variants[0][2]).scheduler.speculative_method == "none"
