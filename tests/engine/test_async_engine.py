@@ -14,11 +14,12 @@ from fake_runner import VOCAB_SIZE, expected_output
 from llm_serving.config.schema import ServingConfig
 from llm_serving.config.sections.api_key import ApiKey
 from llm_serving.core.caller import Caller
-from llm_serving.core.request import FinishReason
+from llm_serving.core.request import FinishReason, Request
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.engine import lookup
 from llm_serving.engine.engine import Engine
 from llm_serving.engine.health import EngineHealth
+from llm_serving.engine.receivers import Desk
 from llm_serving.engine.replicas import Events, Replicas
 from llm_serving.engine.request_stream import RequestStream
 from llm_serving.errors import (
@@ -128,6 +129,33 @@ def test_one_replica_dies_and_the_other_serves_on() -> None:
             assert setup.metrics.replicas() == ReplicaCounts(2, 2)
             streams = [engine.generate([5, 6], GREEDY, request_id=str(i)) for i in range(2)]
             assert [await token_ids(stream) for stream in streams] == [expected_output([5, 6], 4)] * 2
+
+    asyncio.run(run())
+
+
+def test_a_request_by_which_an_engine_ends_ends_too_whatever_came_of_it() -> None:
+    async def run() -> None:
+        setup = Setup()
+        async with setup.running() as engine:
+            (replica,) = engine.replicas.engines.values()
+
+            def receive(request: Request, desk: Desk) -> object:
+                if request.prompt_token_ids == [13]:
+                    raise ValueError("a fault of ours")
+                return known(request, desk)
+
+            known, replica.receive = replica.receive, receive
+            all_have_come = Event()
+            replica.ask(all_have_come.wait)
+            prompts = [[5], [13], [13], [6]]  # the second one with a fault is met while all others are ended
+            streams = [engine.generate(each, GREEDY, request_id=str(i)) for i, each in enumerate(prompts)]
+            all_have_come.set()
+            async with asyncio.timeout(30):
+                last = [[piece async for piece in stream][-1] for stream in streams]
+            assert all(
+                each.finish_reason is FinishReason.ERROR and "a fault of ours" in str(each.error) for each in last
+            )
+            assert (engine.num_waiting, engine.num_running) == (0, 0)
 
     asyncio.run(run())
 
@@ -449,6 +477,7 @@ def test_a_replica_whose_work_agent_does_not_end_as_it_should_holds_no_places_of
 
     nobody = Events(*[lambda _: None] * 4)
     replicas = Replicas(ServingConfig(), opened, nobody)
+    replicas._loop = MagicMock()
     engine.run.side_effect = lambda: replicas.ledger.places.settle(0, {"a": Need(1, 0, 0, 1)})
     with pytest.raises(OSError, match="its WorkAgent does not end"):
         replicas._serve(0)

@@ -21,12 +21,12 @@ from llm_serving.core.clock import Clock, monotonic
 from llm_serving.core.computed_by import ComputedBy
 from llm_serving.core.constraint import Constraint
 from llm_serving.core.generation_defaults import generation_defaults
-from llm_serving.core.request import Request
+from llm_serving.core.request import FinishReason, Request
 from llm_serving.core.request_class import class_of
 from llm_serving.core.request_output import RequestOutput
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.engine.control import Control
-from llm_serving.engine.departure import Departure
+from llm_serving.engine.departure import Departure, last_piece
 from llm_serving.engine.engine import Engine
 from llm_serving.engine.health import EngineHealth
 from llm_serving.engine.lookup import Lookup
@@ -104,7 +104,9 @@ class AsyncEngine:
         self.metrics = metrics
         self.clock = clock
         self._requests = OpenRequests()
-        events = Events(self._dispatch, self._start_requests, self._hand_over, self._fail, self._look_after)
+        events = Events(
+            self._dispatch, self._start_requests, self._hand_over, self._fail, self._end_rest, self._look_after
+        )
         self.replicas = Replicas(config, open_replica, events)
         self._room = WaitingRoom(config, clock)
         self._door = Door(config, self._room, metrics.classes, clock)
@@ -467,6 +469,8 @@ class AsyncEngine:
                 continue  # caches may differ in size; the one it comes from has room for it
             replica = self.replicas.bring(departure, best)
             if replica is None:
+                if opened is not None:
+                    opened.is_on_way = True
                 return
             engine = self.replicas.engines[replica]
             with contextlib.suppress(WorkerDiedError):
@@ -479,10 +483,18 @@ class AsyncEngine:
                     self._router.move(request.request_id, replica)
                     self.control.ended_at(before)
                 return
-        self._forget(request.request_id)
+        self._end(request, FinishReason.UNAVAILABLE, "no WorkAgent is left that could go on with it")
+
+    def _end_rest(self, engine: Engine) -> None:
+        """Ends what an engine has not: one that ends by a fault of ours may never have known who met it."""
+        for opened in self._requests.left_at(engine):
+            self._end(opened.request, FinishReason.ERROR, f"its engine has ended: {engine.dead}")
+
+    def _end(self, request: Request, reason: FinishReason, error: str) -> None:
+        opened = self._forget(request.request_id)
         self.replicas.ledger.places.forget(request.request_id)
         if opened is not None:
-            opened.stream.put(departure.last_piece("no WorkAgent is left that could go on with it"))
+            opened.stream.put(last_piece(request, reason, error))
 
     def _start_requests(self, request_ids: list[str]) -> None:
         for request_id in request_ids:

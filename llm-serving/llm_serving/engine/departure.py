@@ -49,22 +49,22 @@ class Departure(NamedTuple):
             self.request.transfer = self.request.transfer.without_blocks()
         return blocks
 
-    def last_piece(self, error: str) -> RequestOutput:
-        """What a client is told where nobody can go on with it."""
-        request = self.request
-        if request.exchange is not None:
-            request.exchange.unfinished.discard(request.request_id)
-        return RequestOutput(
-            request_id=request.request_id,
-            text="",
-            token_ids=(),
-            logprobs=(),
-            num_prompt_tokens=request.num_prompt_tokens,
-            num_cached_tokens=request.num_cached_tokens,
-            num_output_tokens=len(request.output_token_ids),
-            finish_reason=FinishReason.UNAVAILABLE,
-            error=error,
-        )
+
+def last_piece(request: Request, reason: FinishReason, error: str) -> RequestOutput:
+    """What a client is told where nobody goes on with it."""
+    if request.exchange is not None:
+        request.exchange.unfinished.discard(request.request_id)
+    return RequestOutput(
+        request_id=request.request_id,
+        text="",
+        token_ids=(),
+        logprobs=(),
+        num_prompt_tokens=request.num_prompt_tokens,
+        num_cached_tokens=request.num_cached_tokens,
+        num_output_tokens=len(request.output_token_ids),
+        finish_reason=reason,
+        error=error,
+    )
 
 
 def as_it_goes_on(request: Request, transfer: Transfer) -> Request:

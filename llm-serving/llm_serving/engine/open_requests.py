@@ -31,6 +31,8 @@ class OpenRequest:
     """As it was asked for last."""
     is_cancelled: bool = field(default=False, init=False)
     """Whoever has it is to end it, the replica that it moves to as well."""
+    is_on_way: bool = field(default=False, init=False)
+    """Its engine has let go of it, and no other has it yet."""
 
     def __post_init__(self) -> None:
         self.deadline = self.request.deadline
@@ -72,8 +74,12 @@ class OpenRequests:
         """Another engine has it from now on, by another record."""
         opened = self.pop(request_id)
         if opened is not None:
-            opened.request, opened.engine = request, engine
+            opened.request, opened.engine, opened.is_on_way = request, engine, False
             self.add(opened)
+
+    def left_at(self, engine: Engine) -> list[OpenRequest]:
+        """Those that an engine has which has ended."""
+        return [each for each in self._requests.values() if each.engine is engine and not each.is_on_way]
 
     def num_of(self, engine: Engine) -> int:
         """Exact on the event loop, where the engine itself may still have messages to take."""

@@ -57,6 +57,8 @@ class Events:
     """Requests that another replica is to go on with."""
     on_failure: Callable[[LLMServingError], None]
     """Why the server cannot serve and shall end."""
+    on_ended: Callable[[Engine], None] = lambda engine: None
+    """An engine that tells nothing any more, after all that it has told."""
     on_serving: Callable[[Engine], None] = lambda engine: None
     """An engine that was drained while it was loaded; until it is told to leave it may be given requests."""
 
@@ -289,8 +291,11 @@ class Replicas:
                 self._call_soon(self._events.on_serving, engine)
             else:
                 logger.info("WorkAgent %d is ready", index)
-            engine.run()  # to its end at least: it may have been given requests
-            self.ledger.leave(index)
+            try:
+                engine.run()  # to its end at least: it may have been given requests
+            finally:
+                self.ledger.leave(index)
+                self._call_soon(self._events.on_ended, engine)
 
     def _join(self, index: int, engine: Engine) -> None:
         self.ledger.join(index, lambda: engine.nudge())
