@@ -21,7 +21,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent))
 
 import httpx
-from server_process import Server, metric, start_server, unwind_when_told_to_end
+from server_process import Server, metric, run_command, start_server, unwind_when_told_to_end
 
 TASKS = ("Count from 1 to 9.", "Add 17 and 25.", "Reverse the word lamp.", "Sort the words pear apple fig.")
 SETTINGS = {
@@ -83,8 +83,7 @@ async def _load(server: Server, num_requests: int) -> None:
 
 
 def replay(path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "llm_serving", "replay", str(path), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    return run_command("replay", str(path), *arguments)
 
 
 def main() -> int:

@@ -1,15 +1,17 @@
-"""One set of requests, alone to one server and all at once to servers of every kind: the same bytes everywhere."""
+"""One set of requests, one after the other and all at once to servers of every kind: the same bytes everywhere."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import httpx
 import pytest
-from server_process import ONE_THREAD, Server, metric, start_server
+from server_process import Server, metric, start_server
 
 pytestmark = pytest.mark.end_to_end
 
@@ -22,6 +24,8 @@ TASKS = (
 )
 TIGHT = {"pa_config.num_blocks": 40, "model_config.decode_batch_size": 12}
 """Too few blocks and places for all: some requests lose theirs."""
+ALONE = "mixed, swapping, no prefix cache"
+"""Whose server is asked for one answer at a time as well: it keeps nothing of those before."""
 MOST_ROUNDS = 6
 """Requests that a busy machine sends one after the other may all find room; then they are sent again."""
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
@@ -31,7 +35,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
         "device_config.num_threads": 1,
         **TIGHT,
     },
-    "mixed, swapping, no prefix cache": {
+    ALONE: {
         "scheduler_config.policy": "mixed",
         "scheduler_config.max_prefill_tokens": 64,
         "scheduler_config.preemption_mode": "swap",
@@ -110,40 +114,47 @@ def all_at_once(server: Server, *, static: bool) -> tuple[list[str], float]:
     return asyncio.run(run())
 
 
-@pytest.fixture(scope="module")
-def alone() -> dict[bool, list[str]]:
-    """Each request's answer when nothing else runs, with plain settings."""
+@contextmanager
+def serving(name: str) -> Iterator[Server]:
+    server = start_server(*arguments(CONFIGURATIONS[name]))
+    try:
+        yield server
+    finally:
+        server.stop()
 
+
+@pytest.fixture(scope="module")
+def first() -> Iterator[Server]:
+    with serving(ALONE) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def alone(first: Server) -> dict[bool, list[str]]:
+    """Each request's answer when nothing else runs."""
     wanted = {static: requests(static=static) for static in (False, True)}
 
-    async def run(server: Server) -> dict[bool, list[str]]:
+    async def run() -> dict[bool, list[str]]:
         given: dict[str, str] = {}
-        async with asyncio.timeout(300), server.client() as client:
+        async with asyncio.timeout(300), first.client() as client:
             for each in itertools.chain.from_iterable(wanted.values()):
                 if repr(each) not in given:
                     given[repr(each)] = await answer(client, each)
         return {static: [given[repr(each)] for each in asked] for static, asked in wanted.items()}
 
-    server = start_server("--set", "scheduler_config.prefix_caching=False", "--set", ONE_THREAD)
-    try:
-        return asyncio.run(run(server))
-    finally:
-        server.stop()
+    return asyncio.run(run())
 
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
-def test_answers_are_those_given_alone(name: str, alone: dict[bool, list[str]]) -> None:
+def test_answers_are_those_given_alone(name: str, first: Server, alone: dict[bool, list[str]]) -> None:
     settings = CONFIGURATIONS[name]
     static = settings.get("model_config.batching_strategy") == "static"
     is_tight = TIGHT.items() <= settings.items()
-    server = start_server(*arguments(settings))
-    try:
+    with nullcontext(first) if name == ALONE else serving(name) as server:
         for _ in range(MOST_ROUNDS if is_tight else 1):
             together, num_preemptions = all_at_once(server, static=static)
             for request, given, expected in zip(requests(static=static), together, alone[static], strict=True):
                 assert given == expected, request
             if num_preemptions:
                 break
-    finally:
-        server.stop()
     assert (num_preemptions > 0) == is_tight

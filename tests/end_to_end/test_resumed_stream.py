@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import httpx
 import pytest
-from server_process import ONE_THREAD, Server, start_server
+from server_process import ONE_THREAD, Server, run_command, start_server
 
-pytestmark = pytest.mark.end_to_end
+pytestmark = [pytest.mark.end_to_end, pytest.mark.mindspore]
 
 BODY = {
     "prompt": "Count from 1 to 60.",
@@ -69,16 +67,11 @@ def test_a_killed_master_costs_no_byte(tmp_path: Path) -> None:
     altered["sampling"]["seed"] = str(int(receipt["sampling"]["seed"]) ^ 1)
     file = tmp_path / "receipts.jsonl"
     file.write_text(f"{json.dumps(receipt)}\n{json.dumps(altered)}\n")
-    verified = verify(file)
+    verified = run_command("verify", str(file), "--model", "demo")
     assert verified.returncode == 1, verified.stdout + verified.stderr
     assert verified.stdout.startswith(f"{file}:1: equal: ")
     assert f"{file}:2: different: " in verified.stdout
     assert "sampling.seed: does not fit" in verified.stdout
     assert "2 receipts: 1 equal, 1 different, 0 unreadable" in verified.stdout
     file.write_text(json.dumps(altered)[:-9])
-    assert verify(file).returncode == 2
-
-
-def verify(receipt: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "llm_serving", "verify", str(receipt), "--model", "demo"]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert run_command("verify", str(file), "--model", "demo").returncode == 2
