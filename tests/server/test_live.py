@@ -4,22 +4,67 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Iterator
+from contextlib import asynccontextmanager, contextmanager
+from threading import Semaphore
 from typing import Any
 
 import pytest
 from fakes import FakeEngine
-from gated_server import NUM_BLOCKS, GatedServer
+from gated_server import NUM_BLOCKS, GatedRunner, GatedServer
 from llm_serving.config.sections.api_key import ApiKey
+from llm_serving.core.step import StepInput, StepOutput
+from llm_serving.engine.engine import Engine
 from llm_serving.observe.live_requests import client_id_of
 from llm_serving.server.app import create_app
 from llm_serving.server.authentication import hash_key
 from llm_serving.server.live_view import ROWS
-from page_server import PageServer
 from server_client import RawClient, request
 
 KEYS = {name: name * 20 for name in ("ann", "bob", "root")}
 API_KEYS = tuple(ApiKey(name=name, key_sha256=hash_key(key), admin=name == "root") for name, key in KEYS.items())
 LONG = {"prompt": list(range(5, 25)), "max_tokens": 400, "temperature": 0, "ignore_eos": True, "seed": 1}
+
+
+class AskedRunner(GatedRunner):
+    """Computes a step for each time that its engine is asked something."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = Semaphore(0)
+
+    def execute(self, step: StepInput) -> StepOutput:
+        self.asked.acquire()
+        return super().execute(step)
+
+
+class AskedServer(GatedServer):
+    """No request ends before those who watch have seen it, however slowly they look."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.runner = AskedRunner()
+
+    @contextmanager
+    def _open_replica(self, *arguments: Any) -> Iterator[Engine]:
+        with super()._open_replica(*arguments) as engine:
+            ask = engine.ask
+
+            def ask_and_step(question: Any) -> Any:
+                answer = ask(question)
+                self.runner.asked.release()
+                return answer
+
+            engine.ask = ask_and_step
+            yield engine
+
+    @asynccontextmanager
+    async def running(self, **headers: str) -> Any:
+        async with super().running(**headers) as client:
+            try:
+                yield client
+            finally:
+                self.runner.asked.release(LONG["max_tokens"])  # nobody watches any more
 
 
 class Watcher(RawClient):
@@ -92,19 +137,17 @@ def test_a_request_is_seen_to_wait_to_lose_its_place_and_to_end():
         return rows | {client_id_of(row["id"]): row["reason"] for row in replica["ended"]}
 
     async def run():
-        server = PageServer(step_s=0.005, max_num_seqs=1)
-        async with server.running() as client:
+        async with AskedServer(max_num_seqs=1).running() as client:
             app = client._transport.app
-            body = LONG | {"max_tokens": 450}
             low = asyncio.create_task(
-                client.post("/v1/completions", json=body | {"request_id": "low", "priority_class": "batch"})
+                client.post("/v1/completions", json=LONG | {"request_id": "low", "priority_class": "batch"})
             )
             watcher = Watcher(app)
             seen = await watcher.picture(lambda picture: phases(picture).get("low") == "decode")
             [row] = seen["replicas"][0]["running_requests"]
-            assert (row["prompt"], row["most"], row["request_class"]) == (20, 470, "batch")
+            assert (row["prompt"], row["most"], row["request_class"]) == (20, 420, "batch")
             high = asyncio.create_task(
-                client.post("/v1/completions", json=body | {"request_id": "high", "priority_class": "interactive"})
+                client.post("/v1/completions", json=LONG | {"request_id": "high", "priority_class": "interactive"})
             )
             await watcher.picture(lambda picture: phases(picture) == {"high": "decode", "low": "preempted"})
             await client.delete("/v1/requests/high")
