@@ -40,6 +40,7 @@ def test_statuses_of_the_families():
         "RequestTimeoutError": 408,
         "CapacityError": 429,
         "TooLateError": 429,
+        "StoreFullError": 429,
         "RateLimitError": 429,
         "RequestCancelledError": 409,
         "TimedOutError": 504,

@@ -18,6 +18,7 @@ LLMServingError
 ├── TimedOutError         504   the deadline that the client gave has passed, or cannot be met any more
 ├── CapacityError         429   the waiting queue is full; retry_after in seconds
 │   ├── TooLateError      429   its first token would come after the deadline that the client gave
+│   ├── StoreFullError    429   what is kept of others leaves no room for it
 │   └── RateLimitError    429   more than the API key or the address may ask for in a minute
 ├── UnavailableError      503   not ready yet, draining, or no WorkAgent lives
 ├── NoWorkAgentsError           every WorkAgent has used up its restarts, and the server shall end then
@@ -186,6 +187,10 @@ class CapacityError(LLMServingError):
 
 class TooLateError(CapacityError):
     """The first token of the request would come after its deadline."""
+
+
+class StoreFullError(CapacityError):
+    """What the server keeps of others leaves no room for what the request would have it keep."""
 
 
 class RateLimitError(CapacityError):

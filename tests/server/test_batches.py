@@ -13,7 +13,7 @@ import httpx
 import pytest
 from fakes import FakeEngine, Script
 from llm_serving.config.sections.api_key import ApiKey
-from llm_serving.errors import CapacityError, ConfigError, UnavailableError, WorkerDiedError
+from llm_serving.errors import CapacityError, ConfigError, StoreFullError, UnavailableError, WorkerDiedError
 from llm_serving.server.app import build_site, open_batches, run_file
 from llm_serving.server.authentication import hash_key
 from llm_serving.server.batches import BatchStore
@@ -221,7 +221,7 @@ def test_inputs_of_batches_that_wait_take_no_more_of_the_disk_than_files_may(tmp
     with contextlib.closing(BatchStore(tmp_path / "batches.db", 1000)) as store:
         store.add_file(module.new_file("f", "in.jsonl", "batch", 0.0), "", [b"x" * 400], 0.0)
         first, _ = begin("a"), begin("b")
-        with pytest.raises(CapacityError, match="batch_store_bytes"):
+        with pytest.raises(StoreFullError, match="batch_store_bytes"):
             begin("c")
         first.status = "failed"
         store.save(first)

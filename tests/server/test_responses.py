@@ -300,7 +300,7 @@ class TestStored:
             return full, answer
 
         full, answer = talk(engine, talking)
-        assert full.status_code == 429
+        assert (full.status_code, error_of(full)["code"]) == (429, "store_full")
         assert (answer["status"], answer["error"]["code"], answer["output"]) == ("failed", "too_large", [])
 
     def test_those_in_progress_leave_room_for_what_becomes_of_them(self):

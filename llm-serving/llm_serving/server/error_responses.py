@@ -23,6 +23,7 @@ from llm_serving.errors import (
     RequestCancelledError,
     RequestError,
     RequestNotFoundError,
+    StoreFullError,
     TimedOutError,
     TooLateError,
     UnavailableError,
@@ -42,6 +43,7 @@ _CODES: tuple[tuple[type[LLMServingError], str, str | None], ...] = (
     (RequestError, "invalid_request_error", None),
     (RateLimitError, "rate_limit_error", "rate_limit_exceeded"),
     (TooLateError, "rate_limit_error", "deadline"),
+    (StoreFullError, "rate_limit_error", "store_full"),
     (CapacityError, "rate_limit_error", "queue_full"),
     (UnavailableError, "service_unavailable_error", "unavailable"),
 )

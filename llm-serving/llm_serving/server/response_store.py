@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from msgspec import json
 
-from llm_serving.errors import CapacityError, RequestError, RequestNotFoundError
+from llm_serving.errors import RequestError, RequestNotFoundError, StoreFullError
 from llm_serving.server.responses_schemas import ResponseObject
 from llm_serving.server.schemas import ChatMessage, ToolCallOfMessage
 
@@ -72,7 +72,7 @@ class ResponseStore:
 
         Raises:
             RequestError: It is larger than all that is kept.
-            CapacityError: Others that are computed leave no room for it.
+            StoreFullError: Others that are computed leave no room for it.
         """
         stored.num_bytes = _size_of(stored)
         limit = f"{self._max_bytes} (serving_config.response_store_bytes)"
@@ -80,7 +80,7 @@ class ResponseStore:
             raise RequestError("background", f"must be false: it takes {stored.num_bytes} bytes of {limit}")
         num_taken = sum(each.num_bytes for each in self._stored.values() if each.in_progress)
         if num_taken + stored.num_bytes > self._max_bytes:
-            raise CapacityError(f"responses in the background leave no room for another one in {limit} bytes")
+            raise StoreFullError(f"responses in the background leave no room for another one in {limit} bytes")
         self.keep(stored)
 
     def keep(self, stored: StoredResponse) -> bool:

@@ -14,7 +14,7 @@ from typing import Final, NamedTuple, TypeVar
 
 import msgspec
 
-from llm_serving.errors import CapacityError, ConfigError, RequestNotFoundError, RequestTooLargeError
+from llm_serving.errors import ConfigError, RequestNotFoundError, RequestTooLargeError, StoreFullError
 from llm_serving.server.batches.objects import AnsweredLine, Batch, Failure, FileObject, Line, LineAnswer, RequestCounts
 
 T = TypeVar("T")
@@ -146,7 +146,7 @@ class BatchStore:
         """Keeps a new batch.
 
         Raises:
-            CapacityError: There is no room for its lines beside those of others, or for what comes of them.
+            StoreFullError: There is no room for its lines beside those of others, or for what comes of them.
         """
         with self._db:
             self._db.execute("BEGIN IMMEDIATE")
@@ -155,7 +155,7 @@ class BatchStore:
             size, waiting = self._db.execute(query, (batch.input_file_id,)).fetchone()
             if waiting + size > self._max_bytes or self._used() > self._max_bytes:
                 rule = f"may have {self._max_bytes} bytes (serving_config.batch_store_bytes)"
-                raise CapacityError(f"files, and apart from them the inputs of batches that have not ended, {rule}")
+                raise StoreFullError(f"files, and apart from them the inputs of batches that have not ended, {rule}")
             row = (batch.id, tenant, msgspec.json.encode(batch), now, 0)
             self._db.execute("INSERT INTO batches VALUES (?, ?, ?, ?, ?)", row)
             self._db.execute("INSERT INTO inputs VALUES (?, ?)", (batch.id, size))
