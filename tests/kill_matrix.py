@@ -29,7 +29,7 @@ import psutil
 from engine_harness import bytes_of
 from fragile_harness import FragileHarness
 from guessing_drafter import GuessingDrafter
-from killed_servers import end_of_a_master, table_of_one, table_of_two
+from killed_servers import a_server, end_of_a_master, table_of_one, table_of_two
 from kills import MOMENTS, Table, compare, play, streams
 from llm_serving.core.step import StepInput
 from llm_serving.errors import WorkerDiedError
@@ -194,9 +194,11 @@ def main() -> int:
             show(table)
     if only in (None, "server"):
         show(table_of_one())
-        show(table_of_two())
         for sent in (signal.SIGKILL, signal.SIGTERM):
-            sys.stdout.write(f"{end_of_a_master(sent)}\n")
+            with a_server(num_agents=2) as server:
+                if sent == signal.SIGKILL:
+                    show(table_of_two(server))
+                sys.stdout.write(f"{end_of_a_master(server, sent)}\n")
     left = [process.pid for process in myself.children(recursive=True)]
     new = sorted(shared_memory_names() - names)
     sys.stdout.write(f"processes left: {left or 'none'}; new in /dev/shm: {new or 'nothing'}\n")

@@ -9,7 +9,7 @@ import signal
 
 import pytest
 from kill_matrix import DISTANCE, model_tables
-from killed_servers import end_of_a_master, table_of_one, table_of_two
+from killed_servers import a_server, end_of_a_master, table_of_one, table_of_two
 from kills import Table
 
 pytestmark = pytest.mark.end_to_end
@@ -21,11 +21,13 @@ def check(table: Table) -> None:
 
 
 def test_one_work_agent_killed_or_hanging() -> None:
-    check(table_of_one(num_kills=2, num_hangs=1))
+    check(table_of_one(num_kills=2, num_hangs=1, idle=False))
 
 
-def test_two_work_agents_killed_in_turn() -> None:
-    check(table_of_two(num_kills=2))
+def test_two_work_agents_killed_in_turn_and_their_master_told_to_stop() -> None:
+    with a_server(num_agents=2) as server:
+        check(table_of_two(server, num_kills=2))
+        assert "no process left" in end_of_a_master(server, signal.SIGTERM)
 
 
 def test_a_work_agent_killed_in_certain_steps() -> None:
@@ -34,7 +36,3 @@ def test_a_work_agent_killed_in_certain_steps() -> None:
     check(table)
     met = {moment for _, moment in table.num_answers}
     assert {"idle", "waiting", "first chunk", "later chunk", "between steps", "decode"} <= met
-
-
-def test_a_master_told_to_stop_while_work_agents_run() -> None:
-    assert "no process left" in end_of_a_master(signal.SIGTERM)
