@@ -104,6 +104,27 @@ def test_a_damaged_record_ends_its_file(tmp_path):
     log.close()
 
 
+def test_a_file_that_cannot_be_read_stays_as_it_is_and_the_next_one_is_written(tmp_path, monkeypatch, caplog):
+    log, _ = opened(tmp_path)
+    write(log, 0, 1)
+    log.close()
+    kept = (tmp_path / "requests-0.log").read_bytes()
+
+    def fail(path):
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "read_bytes", fail)
+        log, found = opened(tmp_path)
+    assert (found, "requests-0.log: cannot be read" in caplog.text) == ([], True)
+    write(log, 2)
+    log.close()
+    assert (tmp_path / "requests-0.log").read_bytes() == kept
+    log, found = opened(tmp_path)
+    log.close()
+    assert found == streams(0, 1, 2)
+
+
 def test_its_bytes_are_bounded_by_the_oldest_files(tmp_path):
     log, _ = opened(tmp_path, max_bytes=8000)
     for number in range(100):

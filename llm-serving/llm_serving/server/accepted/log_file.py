@@ -76,14 +76,17 @@ class LogFile:
 
     def read(self) -> Iterator[AcceptedRequest]:
         """All records that are whole, oldest first; to be read to the end before the first `append`."""
-        end = 0
+        number, end = 0, 0
         for number in self._numbers:
+            data = _content(self._path(number))
             end = 0
-            for record, place in _records(self._path(number)):
+            for record, place in _records(self._path(number), data or b""):
                 end = place
                 yield record
+            if data is None:  # what it has is not to be cut off
+                number += 1
         try:
-            self._open(self._numbers[-1] if self._numbers else 0, end)
+            self._open(number, end)
         except OSError as error:
             self._end(error)
 
@@ -156,13 +159,17 @@ class LogFile:
         return self._folder / f"requests-{number}.log"
 
 
-def _records(path: Path) -> Iterator[tuple[AcceptedRequest, int]]:
-    """Each whole record with the place where it ends."""
+def _content(path: Path) -> bytes | None:
+    """None: it cannot be read."""
     try:
-        data = path.read_bytes()
+        return path.read_bytes()
     except OSError as error:
         logger.warning("%s: cannot be read: %s", path, error.strerror)
-        return
+        return None
+
+
+def _records(path: Path, data: bytes) -> Iterator[tuple[AcceptedRequest, int]]:
+    """Each whole record of a file with the place where it ends."""
     place = 0
     while place + _HEAD.size <= len(data):
         length, checksum = _HEAD.unpack_from(data, place)
