@@ -137,21 +137,21 @@ class _Player:
         self.seen.append(seen)
         self.outcomes.append(outcome)
         while True:
-            exchange = await self._exchange(seen.request_id, asked)
+            exchange = await self._exchange(seen, asked)
             retry_s = exchange.retry_after_s
             if retry_s is None or outcome.num_retries >= self._load.retries:
                 break
             outcome.num_retries += 1
             await asyncio.sleep(retry_s)
-        seen.token_times_s.extend(exchange.token_times_s)
         outcome.token_times_s = [time - self._began_s for time in exchange.token_times_s]
         outcome.end_s = exchange.ended_s - self._began_s
         outcome.finish, outcome.error = exchange.finish, exchange.error
         self._on_end(outcome)
 
-    async def _exchange(self, request_id: str, asked: Asked) -> _Exchange:
+    async def _exchange(self, seen: Seen, asked: Asked) -> _Exchange:
+        """One attempt; what has come of one that is broken off is noted too."""
         head, middle, rest = self._bodies[id(asked)]
-        body = head + request_id.encode() + rest
+        body = head + seen.request_id.encode() + rest
         loop = asyncio.get_running_loop()
         request = middle + b"content-length: %d\r\n\r\n" % len(body) + body
         try:
@@ -163,6 +163,7 @@ class _Player:
                 await exchange.ended
         finally:
             exchange.close()
+            seen.token_times_s.extend(exchange.token_times_s)
         return exchange
 
     def _request(self, asked: Asked) -> tuple[bytes, bytes, bytes]:
@@ -216,6 +217,8 @@ class _Exchange(asyncio.Protocol):
         self.ended.set_result(None)
 
     def close(self) -> None:
+        if not self.ended.done() or self.ended.cancelled():  # it is broken off
+            self._read()
         if self._transport is not None:
             self._transport.close()
 
