@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from fakes import DEMO_FOLDER, DEMO_TOKENIZER, MAX_MODEL_LEN, FakeEngine
+from llm_serving.server.parameters import IGNORED_HEADER
 from llm_serving.text.sentencepiece_vocabulary import SentencePieceVocabulary
 from llm_serving.text.tokenizer import Tokenizer
 from server_client import error_of, events, post
@@ -94,8 +95,9 @@ class TestOpenMessage:
         assert answer == "General Ken Hello world"
         chunks = events(post(engine_with(template), CHAT, {**body, "stream": True}))[:-1]
         assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks) == answer
-        choice = post(engine_with(template), CHAT, {"messages": USER, "echo": True}).json()["choices"][0]
-        assert choice["message"]["content"] == "Hello world"
+        response = post(engine_with(template), CHAT, {"messages": USER, "echo": True})
+        assert response.json()["choices"][0]["message"]["content"] == "Hello world"
+        assert response.headers[IGNORED_HEADER] == "echo", "which has no effect on what the user has said"
 
 
 class TestTokensAsIds:

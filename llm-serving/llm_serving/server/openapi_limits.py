@@ -88,7 +88,7 @@ LIMITS: Final[dict[str, str]] = {
     "early_stopping": "Of a beam search only.",
     "logprobs": "0 to 20; in chat whether there are any.",
     "top_logprobs": "0 to 20, with `logprobs` only.",
-    "echo": "With `logprobs` not streamed; in chat only where the last message is the assistant's.",
+    "echo": "With `logprobs` not streamed; in chat without effect unless the last message is the assistant's.",
     "prompt_logprobs": "0 to 20, for prompts of a limited length; not streamed, and not with a beam search.",
     "priority": "Not together with `priority_class`; API keys and configuration limit it.",
     "priority_class": "One of `request_classes`; API keys and configuration limit it.",
