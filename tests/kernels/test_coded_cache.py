@@ -1,6 +1,7 @@
 """Keys and values in 8 bits: stored as the twin says, attended to as what they stand for, the same bits in any way."""
 
 import functools
+import itertools
 from typing import Any
 
 import numpy as np
@@ -115,10 +116,12 @@ def test_what_is_stored_is_what_the_twin_says(isa_of_codes: str, dtype: str, hea
         assert not codes[others].any() and not scales[others].any()
 
 
-@pytest.mark.parametrize("dtype", FLOAT_TYPES)
 @pytest.mark.parametrize(
-    ("num_heads", "head_dim", "kind"),
-    [*((heads, dim, "all") for heads, dim in SHAPES), *((4, 64, kind) for kind in KINDS if kind != "all")],
+    ("dtype", "num_heads", "head_dim", "kind"),
+    [
+        *((dtype, *shape, "all") for dtype, shape in zip(itertools.cycle(FLOAT_TYPES), SHAPES, strict=False)),
+        *((dtype, 4, 64, kind) for dtype, kind in zip(FLOAT_TYPES, ("window", "cap", "slopes"), strict=True)),
+    ],
 )
 def test_attention_is_that_to_what_codes_stand_for(
     isa_of_codes: str, dtype: str, num_heads: int, head_dim: int, kind: str

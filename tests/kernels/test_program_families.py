@@ -1,6 +1,7 @@
 """What families are made of, by the operator `program`, beside the NumPy twin of the description."""
 
 import functools
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -88,8 +89,7 @@ def test_logits_are_those_of_the_reference(isa: str, name: str) -> None:
     assert np.max(np.abs(logits - expected)) < ERROR
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(("name", "dtype"), list(zip(CONFIGS, itertools.cycle(["bfloat16", "float16"]), strict=False)))
 def test_rules_change_no_bit(isa: str, name: str, dtype: str) -> None:
     net = network(name)
     short = runnable(name, dtype)
@@ -105,8 +105,7 @@ def test_rules_change_no_bit(isa: str, name: str, dtype: str) -> None:
         assert np.array_equal(one.value.bits, other.value.bits)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(("name", "dtype"), list(zip(CONFIGS, itertools.cycle(["bfloat16", "float32"]), strict=False)))
 def test_bits_of_a_row_depend_on_the_row_alone(isa: str, name: str, dtype: str) -> None:
     given = runnable(name, dtype)
     tokens, table = tokens_of(PROMPT), [7, 3, 9, 1, 20, 4, 8, 2, 11, 15]

@@ -134,8 +134,7 @@ def attention_of(
     return program_with(x, 4 * head_dim, body, {"slopes": slopes})
 
 
-@pytest.mark.parametrize("dtype", FLOAT_TYPES)
-@pytest.mark.parametrize("head_dim", [16, 64, 80])
+@pytest.mark.parametrize(("dtype", "head_dim"), list(zip(FLOAT_TYPES, (16, 64, 80), strict=True)))
 @pytest.mark.parametrize("kind", ATTENTION)
 def test_attention_with_windows_caps_and_slopes(isa: str, dtype: str, head_dim: int, kind: str) -> None:
     step = step_of_rows(COUNT, [TABLE], [COUNT])

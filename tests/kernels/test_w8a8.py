@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(not real_isas(), reason="needs a compiler")
 SHAPES = [(1, 16, 32), (1, 1, 1), (2, 64, 300), (3, 50, 65), (5, 33, 18), (7, 200, 95), (19, 100, 2311), (40, 130, 515)]
 BATCHES = (1, 2, 6, 7, 18, 19, 64, 128, 300)
 MOST_INPUTS = 65536
-MOST_EMULATED = 100_000
+MOST_EMULATED = 50_000
 """Weights of one shape that large batches meet where instructions are loops."""
 
 
@@ -107,7 +107,7 @@ def test_more_inputs_are_refused() -> None:
         coded(np.ones((1, MOST_INPUTS + 1), np.int8), np.ones(1), "float32")
 
 
-@pytest.mark.parametrize(("n", "k"), [(200, 512), (72, 1111), (40, 4100)])
+@pytest.mark.parametrize(("n", "k"), [(200, 512), (40, 1111), (40, 4100)])
 def test_bits_of_a_row_depend_on_the_row_alone(isa_of_codes: str, n: int, k: int) -> None:
     rng = np.random.default_rng(2)
     weight = coded(*random_weight(rng, n, k), "bfloat16")
