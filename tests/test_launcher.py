@@ -145,7 +145,7 @@ class TestStart:
 
         def run_instead(script):
             program = tmp_path / "program"
-            keeper = f'[ "$3" != llm_serving.log_keeper ] || exec {shlex.quote(sys.executable)} "$@"'
+            keeper = f'[ "$2" != llm_serving.log_keeper ] || exec {shlex.quote(sys.executable)} "$@"'
             program.write_text(f"#!/bin/sh\n{keeper}\n{script}\n")
             program.chmod(0o755)
             monkeypatch.setattr(sys, "executable", str(program))
@@ -220,7 +220,7 @@ class TestStart:
         assert head == "the server did not become ready; its log ends:"
         assert lines == [*(f"  {number}" for number in range(7, 21)), "  error: no such model"]
         folder = tmp_path / str(port)
-        assert (folder / "server.log").read_text().startswith("-P -m llm_serving serve --model x\n")
+        assert (folder / "server.log").read_text().startswith("-Pm llm_serving serve --model x\n")
         assert not (folder / "server.json").exists()
 
     def test_the_log_of_the_server_before_is_kept_and_a_long_one_is_cut_up(self, tmp_path, run_instead):

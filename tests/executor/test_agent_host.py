@@ -27,7 +27,7 @@ def run_instead(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> RunInstead:
 
 
 def test_it_tells_how_a_work_agent_ended(run_instead: RunInstead) -> None:
-    run_instead('[ "$*" = "-m llm_serving.work_agent --index 5" ] && exit 7')
+    run_instead('[ "$*" = "-Pm llm_serving.work_agent --index 5" ] && exit 7')
     assert AgentHost().run([["--index", "5"]]) == "code 7"
 
 

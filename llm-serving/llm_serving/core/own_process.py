@@ -11,4 +11,4 @@ def command_of(module: str, *arguments: str) -> list[str]:
     The folder the command is given in is no place for modules, as it would be with `-m` alone: a `random.py` that lies
     there is not ours.
     """
-    return [sys.executable, "-P", "-m", module, *arguments]
+    return [sys.executable, "-Pm", module, *arguments]

@@ -6,13 +6,13 @@ import contextlib
 import itertools
 import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Sequence
 from typing import Final
 
 import msgspec
 
+from llm_serving.core.own_process import command_of
 from llm_serving.errors import ConfigError, TransportError, WorkerDiedError
 from llm_serving.executor.ray_orders import AgentEnded, Connected, KillAgent, Order, RayPlaces, Report, StartAgent
 from llm_serving.log import get_logger
@@ -24,7 +24,7 @@ PATIENCE_S: Final = 2.0
 """For an actor that was killed; one on a machine that is gone does not end before Ray says so."""
 SHUTDOWN_S: Final = 10.0
 """For the connection to Ray, which does not end by itself where Ray's head is gone."""
-COMMAND: Final = (sys.executable, "-m", "llm_serving.executor.ray_process")
+COMMAND: Final = tuple(command_of("llm_serving.executor.ray_process"))
 
 
 class RayStarter:

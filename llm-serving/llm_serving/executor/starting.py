@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import socket
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from llm_serving.core.own_process import command_of
 from llm_serving.executor.agent_process import LocalProcess
 from llm_serving.executor.ranks import RankProcesses
 from llm_serving.transport.rank_memory import rank_memory
@@ -45,7 +45,7 @@ def start_processes(
 
 
 def _spawn(given: Given, environment: Mapping[str, str] | None) -> LocalProcess:
-    command = [sys.executable, "-m", "llm_serving.work_agent", *given.arguments]
+    command = command_of("llm_serving.work_agent", *given.arguments)
     # A session of its own: Ctrl-C reaches the whole group of who starts it, who decides when WorkAgents end.
     return LocalProcess(
         command, stdin=subprocess.PIPE, pass_fds=given.inherited, env=environment, start_new_session=True

@@ -22,6 +22,7 @@ from mindspore import nn, ops
 from mindspore.communication import init
 
 from llm_serving.core.agent_exit import described_exit
+from llm_serving.core.own_process import command_of
 from llm_serving.log import get_logger
 
 logger = get_logger(__name__)
@@ -105,7 +106,7 @@ class _Gather(nn.Cell):
 def _start_scheduler(port: int) -> None:
     """In the environment of rank 0. Without it the ranks would wait in vain, so this process ends with it."""
     environment = {**os.environ, "MS_ROLE": "MS_SCHED"}
-    command = [sys.executable, "-m", __name__, str(os.getpid())]
+    command = command_of(__name__, str(os.getpid()))
     scheduler = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)  # noqa: S603
 
     def watch() -> None:
