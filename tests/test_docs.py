@@ -1,0 +1,182 @@
+"""What the documents name is there: files, headings, keys of the YAML, commands and their flags."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from llm_serving import cli
+from llm_serving.config.loader import _ACCEPTED
+from llm_serving.config.schema import SECTIONS, TABLES
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "llm-serving" / "llm_serving"
+DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+WRITTEN = (*DOCUMENTS, *sorted((ROOT / "docs" / "deploy").iterdir()), *sorted((ROOT / "configs").glob("*.yaml")))
+PLACES = (ROOT, ROOT / "docs", ROOT / "llm-serving", PACKAGE)
+"""Where paths of documents count from."""
+FOLDERS = {path.name for place in PLACES for path in place.iterdir() if path.is_dir()}
+NAMES = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+
+
+def text_of(document: Path) -> str:
+    return document.read_text(encoding="utf-8")
+
+
+@NAMES
+def test_a_document_begins_with_what_it_is_for(document):
+    title, blank, first = text_of(document).splitlines()[:3]
+    assert title.startswith("# ")
+    assert blank == ""
+    assert re.match(r"\w|\[|`[^`]", first), "a sentence is wanted"
+
+
+# --- files and headings ---------------------------------------------------------------------------------------------
+
+
+def paths_in(text: str) -> Iterator[str]:
+    for path in re.findall(
+        r"(?<![\w./~@{}-])(?:[\w-]+/)+[\w.-]*\w\.(?:py|sh|md|ya?ml|json|svg|png|conf|service|h|cc)\b", text
+    ):
+        if path.split("/")[0] in FOLDERS:
+            yield path
+    yield from re.findall(r"(?<![\w/])test_\w+\.py", text)
+
+
+def is_there(path: str) -> bool:
+    if "/" not in path:
+        return any((ROOT / "tests").rglob(path))
+    return any((place / path).exists() for place in PLACES)
+
+
+@NAMES
+def test_files_are_there(document):
+    assert [path for path in paths_in(text_of(document)) if not is_there(path)] == []
+
+
+def anchors(text: str) -> set[str]:
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@NAMES
+def test_links_lead_somewhere(document):
+    wrong = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", text_of(document)):
+        if re.match(r"\w+:", target):
+            continue
+        name, _, anchor = target.partition("#")
+        file = document.parent / name if name else document
+        if not file.exists() or (anchor and anchor not in anchors(text_of(file))):
+            wrong.append(target)
+    assert wrong == []
+
+
+# --- keys -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("document", WRITTEN, ids=lambda path: path.name)
+def test_keys_are_those_of_the_configuration(document):
+    text = text_of(document)
+    keys = re.findall(rf"\b((?:{'|'.join(SECTIONS)})\.(?!ya?ml\b|json\b)\w+)", text)
+    wrong = [key for key in keys if key not in _ACCEPTED]
+    for section, row, key in re.findall(rf"\b({'|'.join(TABLES)})\.([\w-]+)\.(\w+)", text):
+        if key not in TABLES[section].rules:
+            wrong.append(f"{section}.{row}.{key}")
+    assert wrong == []
+
+
+# --- commands -------------------------------------------------------------------------------------------------------
+
+
+def code_of(text: str) -> Iterator[str]:
+    """Commands of blocks, each on one line, and what stands between backquotes."""
+    for block in re.findall(r"^```\w*\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        yield from block.replace("\\\n", " ").splitlines()
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    yield from (" ".join(code.split()) for code in re.findall(r"`([^`]+)`", prose))
+
+
+def choices_of(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            return dict(action.choices)
+    return {}
+
+
+def words_of(code: str) -> list[str]:
+    code = re.sub(r"\s#\s.*$", "", code)
+    try:
+        return shlex.split(code)
+    except ValueError:
+        return code.split()
+
+
+def wrong_in(words: list[str]) -> list[str]:
+    """Of a command line of ours: subcommands and flags that there are not."""
+    parser, wrong = cli._parser(), []
+    for word in words:
+        choices = choices_of(parser)
+        if choices and not word.startswith("-"):
+            if word not in choices:
+                return [word]
+            parser = choices[word]
+        elif word.startswith("--") and word.partition("=")[0] not in parser._option_string_actions:
+            wrong.append(f"{parser.prog} {word}")
+        elif word in ("|", "&&", "&", ";"):
+            break
+    return wrong
+
+
+def own_commands(text: str) -> Iterator[list[str]]:
+    for code in code_of(text):
+        words = words_of(code)
+        for index, word in enumerate(words):
+            if word == "llm-serving" or word.endswith("/llm-serving"):
+                yield words[index + 1 :]
+                break
+            if word.endswith("scripts/start.sh"):
+                yield ["start", *(word for word in words[index + 1 :] if word != "--foreground")]
+                break
+            if word.endswith("scripts/stop.sh"):
+                yield ["stop", *words[index + 1 :]]
+                break
+
+
+@NAMES
+def test_commands_are_there_with_their_flags(document):
+    wrong = [each for words in own_commands(text_of(document)) for each in wrong_in(words)]
+    assert wrong == []
+
+
+@NAMES
+def test_scripts_have_the_flags_they_are_given(document):
+    wrong = []
+    for code in code_of(text_of(document)):
+        words = words_of(code)
+        scripts = [word for word in words if re.match(r"(tests|performance|scripts)/\w+\.(py|sh)$", word)]
+        if not scripts or "start.sh" in code or "stop.sh" in code:
+            continue
+        folder = ROOT / Path(scripts[0]).parts[0]
+        texts = "".join(text_of(path) for path in [ROOT / scripts[0], *folder.glob("*.py")])
+        flags = {word.partition("=")[0] for word in words if word.startswith("--")} - {"--help"}
+        wrong += [f"{code}: {flag}" for flag in sorted(flags) if flag not in texts]
+    assert wrong == []
+
+
+def test_what_is_not_there_is_noticed():
+    text = "`engine/nowhere.py`, `performance/nowhere.py`, `test_nowhere.py`, `engine/engine.py`, `my/own.yaml`"
+    assert [path for path in paths_in(text) if not is_there(path)] == [
+        "engine/nowhere.py",
+        "performance/nowhere.py",
+        "test_nowhere.py",
+    ]
+    text = (
+        "`llm-serving serv`\n\n```\nbash scripts/start.sh --port 1 --ports 2\n.venv/bin/llm-serving config chek\n```\n"
+    )
+    wrong = [each for words in own_commands(text) for each in wrong_in(words)]
+    assert sorted(wrong) == ["chek", "llm-serving start --ports", "serv"]
