@@ -83,6 +83,16 @@ def test_what_guesses_cost_in_a_step_is_measured():
     assert profile.notes["guesses_error_median"] < 0.01
 
 
+def test_of_a_server_that_forms_nothing_ahead_steps_have_their_forming_in_them(timings):
+    timings.steps = [each for each in timings.steps if each.came_s is None]
+    for step in timings.steps:
+        step.asked_s = step.before_s + TAKE_S
+    profile = calibrate(timings, name="n", source="s").profile
+    shape = StepShape(5, 5, 5, 99, 0, 0)
+    assert profile.form.seconds(shape) == 0.0
+    assert profile.step.seconds(shape) == pytest.approx(STEP.seconds(shape) - TAKE_S, rel=0.05)
+
+
 def test_how_much_later_an_idle_server_answers_is_told_by_its_clients(timings, seen):
     later = [each._replace(token_times_s=[time + 0.002 for time in each.token_times_s]) for each in seen[::10]]
     usual = calibrate(timings, [[each] for each in seen], name="n", source="s").profile.idle_s
