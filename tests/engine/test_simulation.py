@@ -1,11 +1,9 @@
 """Some seeds of the simulation; many more with `python tests/simulation.py --seeds 100000 --processes 2`."""
 
-import os
-
 from simulated_agent import FATES
 from simulated_client import STATES
 from simulated_network import EVENTS
-from simulation import run_in_processes, run_seeds
+from simulation import run_seeds
 
 NUM_SEEDS = 500
 RARE = {"preempted", "swapped", "lost"}
@@ -13,7 +11,7 @@ RARE = {"preempted", "swapped", "lost"}
 
 
 def test_no_law_is_broken_whatever_goes_wrong() -> None:
-    totals = run_in_processes(0, NUM_SEEDS, os.cpu_count() or 1)
+    totals = run_seeds(0, NUM_SEEDS)
     assert totals.events["seeds"] == NUM_SEEDS
     assert min(totals.events.values()) > 10, f"something hardly happens:\n{totals}"
     assert set(totals.faults) == set(FATES)
