@@ -91,6 +91,27 @@ def test_what_chooses_experts_stays_and_is_named(tmp_path):
     assert config["quantization_config"]["ignore"] == ["lm_head", *ignored]
 
 
+def test_the_gate_of_a_shared_expert_stays_and_is_named(tmp_path):
+    source = write_source(
+        tmp_path / "source",
+        architectures=["Qwen2MoeForCausalLM"],
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=32,
+        mlp_only_layers=[0],
+    )
+    assert run(source, tmp_path / "out", "--format", "w4a16", "--group-size", "32") == 0
+    spec = check_folder(tmp_path / "out")
+    reader = WeightReader(tmp_path / "out", spec.scheme)
+    gate, up = (f"model.layers.1.mlp.shared_expert{each}.weight" for each in ("_gate", ".up_proj"))
+    assert not isinstance(reader.take_packed(gate, (1, 64)), QuantizedTensor)
+    assert isinstance(reader.take_packed(up, (32, 64)), QuantizedTensor)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    ignored = config["quantization_config"]["ignore"]
+    assert sorted(ignored) == ["lm_head", "model.layers.1.mlp.gate", "model.layers.1.mlp.shared_expert_gate"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -24,7 +24,8 @@ from llm_serving.models.weights import WeightReader
 
 DEFAULT_GROUP_SIZE: Final = 128
 _MULTIPLYING: Final = ("linear", "experts")
-"""Kinds of operations whose weights are quantised; tables, the head and what chooses experts stay as they are."""
+"""Kinds of operations whose weights are quantised. Tables, the head, what chooses experts and the gate of shared ones,
+a single row, stay as they are: other engines read no codes of them."""
 
 
 @dataclass(frozen=True)
@@ -101,12 +102,12 @@ def _multiplied(spec: ModelSpec) -> set[str]:
     roles = ("weight", "gate_up", "down")
     weights = [each.weights[role] for each in operations for role in roles if role in each.weights]
     stored = [pair for weight in weights for pair in zip(weight.names, weight.stored, strict=True)]
-    return {name for name, shape in stored if len(shape) == 2}
+    return {name for name, shape in stored if len(shape) == 2 and shape[0] > 1}
 
 
 def _ignored(spec: ModelSpec, multiplied: set[str]) -> list[str]:
     """Modules that multiply and stay as they are; another engine quantises whatever is not named."""
-    operations = [each for each in spec.network.operations if each.kind in ("route", "output")]
+    operations = [each for each in spec.network.operations if each.kind in ("linear", "route", "output")]
     names = [name for each in operations for name in each.weights["weight"].names if name not in multiplied]
     heads = ["lm_head.weight", *names]
     return list(dict.fromkeys(name.removesuffix(".weight") for name in heads if "embed" not in name))
