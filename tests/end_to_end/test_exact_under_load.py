@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -176,6 +177,45 @@ def test_preemption_happened_and_nothing_was_lost(server: Server) -> None:
         assert together[-6:] == alone
 
     asyncio.run(run())
+
+
+async def timed(client: httpx.AsyncClient, number: int) -> float:
+    """Milliseconds from sending a request to the end of its answer."""
+    body = {
+        "request_id": f"load-{number}",
+        "prompt": "Once upon a time there was a king " * (1 + number % 3),
+        "max_tokens": 200,
+        "ignore_eos": True,
+        "temperature": 0.0,
+        "stream": number % 2 == 0,
+        "priority_class": ("interactive", "standard", "batch")[number % 3],
+    }
+    began = time.monotonic()
+    response = await client.post("/v1/completions", json=body)
+    assert response.status_code == 200, response.text
+    return 1000 * (time.monotonic() - began)
+
+
+def test_the_time_of_a_request_is_told_and_is_no_more_than_its_client_measures(server: Server) -> None:
+    async def run() -> tuple[list[float], list[dict[str, Any]], dict[str, Any]]:
+        async with server.client() as client:
+            measured = await asyncio.gather(*(timed(client, number) for number in range(24)))
+            told = []
+            for number in range(24):
+                [each] = (await client.get(f"/v1/requests/cmpl-load-{number}/explain")).json()["requests"]
+                told.append(each)
+            return measured, told, (await client.get("/v1/timeline")).json()
+
+    measured, told, trace = asyncio.run(run())
+    for milliseconds, each in zip(measured, told, strict=True):
+        assert abs(sum(part["ms"] for part in each["parts"]) - each["wall_ms"]) < 1.0
+        assert 0.0 < each["wall_ms"] <= milliseconds
+        assert {"tokenizing", "prefill", "decode", "sending"} <= {part["what"] for part in each["parts"]}
+        assert (each["finish_reason"], each["tokens"]["output"]) == ("length", 200)
+    assert sum(each["num_preemptions"] for each in told) > 0
+    assert any(part["what"] == "preempted" for each in told for part in each["parts"])
+    names = {event["args"].get("name") for event in trace["traceEvents"] if event["name"] == "thread_name"}
+    assert {"steps", *(each["id"] for each in told)} <= names
 
 
 def test_openai_client(server: Server) -> None:
