@@ -66,9 +66,19 @@ class Attack:
     """Whether a connection that ended is opened again."""
     tls: bool = False
     """Whether the server has a certificate."""
+    num_records: int = 0
+    """Records of a byte that follow `begin` after a handshake; 0: there is none."""
+
+
+def any_server() -> ssl.SSLContext:
+    """Of a client that trusts whoever answers."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    return context
 
 
 HELLO = client_hello()
+ANY_SERVER = any_server()
 HEADER, TRAILERS = b"X-Aaaaaa: bbbbbb\r\n", CHUNKED + b"1\r\na\r\n0\r\n"
 ATTACKS = {
     "none": Attack(count=1),
@@ -102,6 +112,9 @@ ATTACKS = {
     "TLS: handshakes without end": Attack(
         HELLO, count=500, num_addresses=10, seconds=6.0, reads=True, returns=True, tls=True
     ),
+    "TLS: records of a byte": Attack(
+        post("/v1/completions", b"", 4 * MEBI), count=100, num_addresses=10, seconds=6.0, tls=True, num_records=3_000
+    ),
     "TLS: no handshake": Attack(b"\x16\x03\x01\x40\x00", b"\x00" * 65536, tls=True),
 }
 """Name -> attack."""
@@ -128,9 +141,28 @@ class Attacker:
         self.socket.settimeout(5.0)
         try:
             self.socket.connect(("127.0.0.1", self._port))
+            if self._attack.num_records:
+                self._left = self._enciphered()
         except OSError:
             self._end("no connection")
+            return
         self.socket.setblocking(False)
+
+    def _enciphered(self) -> bytes:
+        """All that is to be sent after a handshake, which is made."""
+        incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        session = ANY_SERVER.wrap_bio(incoming, outgoing)
+        while True:
+            with contextlib.suppress(ssl.SSLWantReadError):
+                session.do_handshake()
+                break
+            self.socket.sendall(outgoing.read())
+            if not incoming.write(self.socket.recv(65536)):
+                raise ConnectionAbortedError
+        session.write(self._attack.begin)
+        for _ in range(self._attack.num_records):
+            session.write(b" ")
+        return outgoing.read()
 
     @property
     def ended(self) -> bool:
