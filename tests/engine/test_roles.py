@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
 
 from async_engine_setup import Setup
 from fake_runner import expected_output
@@ -52,6 +55,36 @@ def test_a_cancel_finds_a_request_that_is_on_its_way() -> None:
             engine._hand_one_over = cancel_and_hand_over  # type: ignore[method-assign]
             token_ids, reason = await ask(engine)
             assert (len(token_ids) < 20, reason) == (True, FinishReason.ABORT)
+
+    asyncio.run(run())
+
+
+def test_another_priority_finds_a_request_that_is_on_its_way() -> None:
+    async def run() -> None:
+        setup = Setup(2, roles=ROLES)
+        async with setup.running() as engine:
+            loop, hand_over, changing = asyncio.get_running_loop(), engine._hand_one_over, asyncio.Event()
+            tasks: list[asyncio.Task[Any]] = []
+
+            def ask_and_hand_over(departure: Departure) -> None:
+                tasks.append(loop.create_task(engine.control.reprioritise("asked", 1)))
+                loop.call_soon(hand_over, departure)  # when the first replica has been asked
+
+            def asked_of_the_second(question: Callable[[], Any]) -> Future[Any]:
+                changing.set()
+                return really_ask(question)
+
+            engine._hand_one_over = ask_and_hand_over  # type: ignore[method-assign]
+            second = engine.replicas.engines[1]
+            really_ask, second.ask = second.ask, asked_of_the_second  # type: ignore[method-assign]
+            setup.runners[1].gate.clear()
+            tasks.append(asyncio.create_task(ask(engine)))
+            async with asyncio.timeout(30):
+                await changing.wait()
+            setup.runners[1].gate.set()
+            answered, changed = await asyncio.gather(*tasks)
+            assert answered[0] == expected_output(PROMPT, 20)
+            assert list(changed.values()) == [True]
 
     asyncio.run(run())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from llm_serving.admission.admission import check_priority
@@ -81,9 +82,20 @@ class Control:
             UnavailableError: A WorkAgent is started again, and the engine did not answer in time.
         """
         check_priority(priority)
+        done: dict[str, bool] = {}
+        found = self._known.find(request_id, tenant)
+        while found:
+            engines = [each.engine for each in found]
+            done |= await self._ask(found, priority)
+            asked = zip(found, engines, strict=True)  # some may have moved before they were asked for
+            found = [each for each, engine in asked if self._has_moved(each, engine) and not done.get(_id_of(each))]
+        return done
+
+    async def _ask(self, requests: Sequence[OpenRequest], priority: int) -> dict[str, bool]:
+        """Whether each has the priority now where it is."""
         request_class = class_of(priority, self._config.request_classes)
         asked: dict[str, asyncio.Future[bool]] = {}
-        for each in self._known.find(request_id, tenant):
+        for each in requests:
             question = functools.partial(each.engine.reprioritise, each.request.request_id, priority)
             with contextlib.suppress(WorkerDiedError):
                 answer = asked[each.request.request_id] = asyncio.wrap_future(each.engine.ask(question))
@@ -132,8 +144,15 @@ class Control:
         if not self._requests.num_of(engine) and (replica := self._replicas.index_of(engine)) is not None:
             self._replicas.leave(replica)
 
+    def _has_moved(self, opened: OpenRequest, engine: Engine) -> bool:
+        return opened.engine is not engine and self._requests.get(_id_of(opened)) is opened
+
     def _move(self, opened: OpenRequest, request_class: RequestClass, answer: asyncio.Future[bool]) -> None:
         """What the door counts follows what the scheduler did."""
         replica = self._replicas.index_of(opened.engine)
         if not answer.cancelled() and answer.exception() is None and answer.result() and replica is not None:
             self._room.move(opened.request.request_id, replica, request_class)
+
+
+def _id_of(opened: OpenRequest) -> str:
+    return opened.request.request_id
