@@ -55,6 +55,7 @@ def start(page: Browser, url: str, view: str = "playground") -> None:
 
 
 def ask(page: Browser, text: str, **parameters: object) -> None:
+    page.wait_for("document.querySelector('.parameter')")  # until then what is below moves
     for name, value in parameters.items():
         page.type(f"#p-{name}", str(value))
     page.type("#prompt", text)
@@ -104,6 +105,21 @@ def a_stopped_answer_keeps_what_there_is(page: Browser, save: Callable[[str], No
         assert 3 < page.run("document.querySelectorAll('.token').length") < 400
         ask(page, "Again.", max_tokens=3)
         page.wait_for("document.querySelectorAll('.facts a').length === 2")
+
+
+@scenario
+def a_server_that_is_gone_is_told_in_words(page: Browser, save: Callable[[str], None]) -> None:
+    with PageServer(step_s=0.05).serving() as server:
+        start(page, server.url)
+        ask(page, "Tell me.", max_tokens=400)
+        page.wait_for("document.querySelectorAll('.token').length > 3")
+    page.wait_for("document.querySelector('.talk > .error').innerText === 'the connection to the server was lost'")
+    ask(page, "Are you there?")
+    page.wait_for("document.querySelector('.talk > .error').innerText === 'the server does not answer'")
+    page.wait_for("document.querySelector('#status').dataset.state === 'gone'")
+    assert page.run("document.querySelector('#prompt').value") == "Are you there?", "what was said is lost"
+    save("gone")
+    page.problems.clear()  # a connection that fails is an error to the console
 
 
 @scenario

@@ -20,6 +20,15 @@ export function address(path) {
   return new URL(path, document.baseURI).href;
 }
 
+/** What a promise of the network comes to. A browser's own words for a server that is gone tell a person little. */
+async function reached(promise, otherwise) {
+  try {
+    return await promise;
+  } catch (error) {
+    throw error.name === "AbortError" ? error : new Error(otherwise);
+  }
+}
+
 /**
  * The answer to a request, once its head has come.
  * @throws {RefusedError} The server answers with an error.
@@ -28,7 +37,8 @@ export async function ask(path, { method = "GET", body, signal } = {}) {
   const headers = {};
   if (key.get()) headers.authorization = `Bearer ${key.get()}`;
   if (body !== undefined) headers["content-type"] = "application/json";
-  const response = await fetch(address(path), { method, headers, body, signal, cache: "no-store", credentials: "omit" });
+  const asked = fetch(address(path), { method, headers, body, signal, cache: "no-store", credentials: "omit" });
+  const response = await reached(asked, "the server does not answer");
   if (response.ok) return response;
   const text = await response.text();
   let message = text.slice(0, 500) || `status ${response.status}`;
@@ -51,7 +61,7 @@ export async function* events(response) {
   let rest = "";
   try {
     for (;;) {
-      const { done, value } = await reader.read();
+      const { done, value } = await reached(reader.read(), "the connection to the server was lost");
       if (done) return;
       const blocks = (rest + value).split("\n\n");
       rest = blocks.pop();

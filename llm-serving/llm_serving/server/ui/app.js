@@ -80,7 +80,7 @@ async function watchHealth() {
     if (!document.hidden) {
       let [state, detail] = ["gone", "the server does not answer"];
       try {
-        const response = await fetch(address("health"), { cache: "no-store", credentials: "omit" });
+        const response = await fetch(address("health"), { cache: "no-store", credentials: "omit", signal: AbortSignal.timeout(10000) });
         const body = await response.json();
         [state, detail] = [body.status, body.detail];
       } catch {
