@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Final, TypeVar
@@ -10,6 +9,7 @@ from typing import Final, TypeVar
 from llm_serving.core.clock import Clock
 from llm_serving.errors import RateLimitError
 from llm_serving.log import get_logger
+from llm_serving.server.front_door.guests import network_of
 from llm_serving.server.token_bucket import TokenBucket
 
 logger = get_logger(__name__)
@@ -39,7 +39,7 @@ class FailedKeys:
 
     def check(self, client: str, digest: bytes) -> None:
         """Raises RateLimitError unless a key of this hash may be tried from this address."""
-        address = _address(client)
+        address = network_of(client)
         bucket = self._addresses.get(address)
         if bucket is None or (address, digest) in self._good:
             return
@@ -50,7 +50,7 @@ class FailedKeys:
 
     def failed(self, client: str, *, shown: bool) -> None:
         """A request had no key that is known; `shown`: it had one."""
-        address = _address(client)
+        address = network_of(client)
         if shown:
             now = self._clock()
             bucket = self._addresses.get(address) or TokenBucket(WRONG_KEYS_PER_MINUTE, now)
@@ -60,7 +60,7 @@ class FailedKeys:
 
     def succeeded(self, client: str, digest: bytes) -> None:
         """A request had a known key of this hash."""
-        _remember(self._good, (_address(client), digest), None)
+        _remember(self._good, (network_of(client), digest), None)
 
     def _count(self, reason: str, address: str) -> None:
         self._refused(reason)
@@ -84,15 +84,3 @@ def _remember(table: OrderedDict[K, V], key: K, value: V) -> None:
     table.move_to_end(key)
     if len(table) > MAX_ADDRESSES:
         table.popitem(last=False)
-
-
-def _address(client: str) -> str:
-    if ":" not in client:
-        return client
-    try:
-        address = ipaddress.IPv6Address(client.partition("%")[0])
-    except ValueError:
-        return client
-    if address.ipv4_mapped is not None:
-        return str(address.ipv4_mapped)
-    return str(ipaddress.IPv6Network((address, 64), strict=False))

@@ -172,7 +172,11 @@ def _is_heard(guest: Guest) -> bool:
 
 def address_of(peer: object) -> str:
     """What of a peer's socket address counts as one address."""
-    host = str(peer[0]) if isinstance(peer, tuple) and peer else ""
+    return network_of(str(peer[0]) if isinstance(peer, tuple) and peer else "")
+
+
+def network_of(host: str) -> str:
+    """What of an address is one customer's: of IPv6 the first half."""
     if ":" not in host:
         return host
     try:
