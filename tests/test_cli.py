@@ -302,6 +302,17 @@ def test_an_output_that_cannot_be_written_is_an_error_and_no_traceback(arguments
     assert ended.returncode == 1
 
 
+def test_the_numbers_of_closed_streams_are_nothing_elses(tmp_path):
+    script = (
+        "import os, sys; from llm_serving.cli import main; code = main(['version']);"
+        "print(code, [os.readlink(f'/proc/self/fd/{n}') for n in range(3)], file=open(sys.argv[1], 'w'))"
+    )
+    path = tmp_path / "told"
+    closed = '"$0" -c "$1" "$2" <&- >&- 2>&-'
+    subprocess.run(["/bin/sh", "-c", closed, sys.executable, script, path], check=True, timeout=60)
+    assert path.read_text() == "0 ['/dev/null', '/dev/null', '/dev/null']\n"
+
+
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_a_reader_may_leave_early(unbuffered):
     theirs, ours = os.pipe()

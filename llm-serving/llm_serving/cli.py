@@ -82,6 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code, one of `EXIT_CODES`.
     """
+    _open_standard_streams()
     arguments = _parser().parse_args(argv)
     _allow_every_character()
     try:
@@ -104,6 +105,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         _give_up_output()
         return _failed(LLMServingError(f"what was to be printed cannot be written: {error.strerror}"), EXIT_FAILED)
+
+
+def _open_standard_streams() -> None:
+    """Nothing else gets the numbers of streams that were closed: uvloop ends a process that closes one of these."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest that is free
 
 
 def _allow_every_character() -> None:
