@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import httpx
@@ -21,8 +21,9 @@ from http_serving import connect, get, read_all, serving
 from llm_serving.config.sections.api_key import ApiKey
 from llm_serving.config.sections.server import ServerConfig
 from llm_serving.errors import ConfigError
+from llm_serving.server.app import create_app
 from llm_serving.server.authentication import hash_key
-from llm_serving.server.http_server import MAX_OPEN_FILES, possible_connections, raise_open_files_limit
+from llm_serving.server.http_server import MAX_OPEN_FILES, HttpServer, possible_connections, raise_open_files_limit
 from llm_serving.server.listener import bind
 
 TESTS = Path(__file__).parents[1]
@@ -54,6 +55,16 @@ code = serve(engine)
 assert resource.getrlimit(resource.RLIMIT_NOFILE) == (min(hard, 65536) if hard >= 0 else 65536, hard)
 print(code, engine.num_starts, engine.num_stops, len(engine.aborted))
 """
+
+
+def test_an_address_with_colons_stands_in_brackets_in_the_log(caplog):
+    engine = FakeEngine()
+    with bind("::1", 0) as listener, caplog.at_level("INFO", "llm_serving"):
+        port = listener.getsockname()[1]
+        server = HttpServer(create_app(engine), listener, engine.config.serving)
+        server.end()
+        server.run_within(nullcontext())
+    assert f"serving on http://[::1]:{port}" in caplog.messages
 
 
 @pytest.fixture(scope="module")

@@ -140,6 +140,7 @@ class HttpServer(uvicorn.Server):
 
     async def _serve_within(self, surroundings: AbstractAsyncContextManager[object]) -> None:
         host, port = self._listener.getsockname()[:2]
+        host = f"[{host}]" if ":" in host else host
         self._loop = asyncio.get_running_loop()
         async with surroundings:
             logger.info("serving on %s://%s:%d", self._limits.scheme, host, port)
