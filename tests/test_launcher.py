@@ -165,7 +165,10 @@ class TestStart:
 
     def test_a_second_server_on_the_port_is_refused(self, tmp_path):
         write(tmp_path, record_of(os.getpid(), 8835))
-        with pytest.raises(ConfigError, match=rf"a server runs on port 8835 already \(pid {os.getpid()}\)"):
+        with pytest.raises(
+            ConfigError,
+            match=rf"already \(pid {os.getpid()}\); end it with `llm-serving stop --run-dir {tmp_path} --port 8835`",
+        ):
             start(a_config(8835), [], tmp_path)
 
     @pytest.mark.parametrize("place", ["run", "run/{port}/server.log"])
