@@ -69,6 +69,20 @@ def test_a_folder_is_no_file_and_a_file_no_folder(name, tmp_path):
     assert refusal(name, path) == says(name, path, f"a {'folder' if wants_file else 'file'} is there")
 
 
+@pytest.mark.parametrize("name", OWN_WORDS)
+def test_a_folder_of_a_model_that_may_not_be_entered(name, tmp_path, monkeypatch):
+    real_stat, real_access = os.stat, os.access
+
+    def stat(at, **options):
+        if str(at) == str(tmp_path / "config.json"):
+            raise PermissionError(13, "Permission denied", str(at))
+        return real_stat(at, **options)
+
+    monkeypatch.setattr(os, "stat", stat)
+    monkeypatch.setattr(os, "access", lambda at, mode: str(at) != str(tmp_path) and real_access(at, mode))
+    assert refusal(name, tmp_path) == says(name, tmp_path, "it may not be read")
+
+
 @pytest.mark.parametrize("name", MADE)
 def test_what_is_made_may_lie_in_the_home_folder(name, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))

@@ -96,8 +96,8 @@ def resolve_model(path: Path, folders: Sequence[Path], key: str, where: str, wri
 
 
 def _file_of(folder: Path) -> Path | None:
-    """The one GGUF file of a folder that holds nothing else of a model."""
-    if (folder / "config.json").exists():
+    """The one GGUF file of a folder that holds nothing else of a model; of one that may not be read none is known."""
+    if not os.access(folder, os.R_OK | os.X_OK) or (folder / "config.json").exists():
         return None
     files = list(folder.glob(f"*{SUFFIX}"))
     return files[0] if len(files) == 1 else None
