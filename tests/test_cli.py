@@ -314,11 +314,12 @@ def test_the_numbers_of_closed_streams_are_nothing_elses(tmp_path):
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_a_reader_may_leave_early(unbuffered):
+@pytest.mark.parametrize("arguments", [["version"], ["config", "reference"]])
+def test_a_reader_may_leave_early(arguments, unbuffered):
     theirs, ours = os.pipe()
     os.close(theirs)
     with os.fdopen(ours, "wb") as pipe:
-        ended = run_command(["config", "reference"], stdout=pipe, env={**os.environ, "PYTHONUNBUFFERED": unbuffered})
+        ended = run_command(arguments, stdout=pipe, env={**os.environ, "PYTHONUNBUFFERED": unbuffered})
     assert (ended.returncode, ended.stderr) == (0, b"")
 
 

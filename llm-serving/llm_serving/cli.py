@@ -6,6 +6,7 @@ import argparse
 import errno
 import io
 import os
+import select
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -100,6 +101,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        if sys.stdout is None or not _is_left_by_its_reader(sys.stdout.fileno()):
+            raise
+        _give_up_output()
+        return 0
     except OSError as error:
         if error.errno not in DISK_ERRORS or error.filename is not None:
             raise
@@ -123,11 +129,15 @@ def _allow_every_character() -> None:
 
 
 def _flush_output() -> None:
-    try:
-        if sys.stdout is not None:
-            sys.stdout.flush()
-    except BrokenPipeError:  # the reader, such as `head`, may leave early
-        _give_up_output()
+    if sys.stdout is not None:
+        sys.stdout.flush()
+
+
+def _is_left_by_its_reader(pipe: int) -> bool:
+    """Such as `head`, which may leave early."""
+    poll = select.poll()
+    poll.register(pipe, 0)
+    return any(events & select.POLLERR for _, events in poll.poll(0))
 
 
 def _give_up_output() -> None:

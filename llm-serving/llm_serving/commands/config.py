@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 from pathlib import Path
 
 from llm_serving.commands.arguments import Subcommands, add_config_arguments, load, say
@@ -40,8 +39,7 @@ def run_check(arguments: argparse.Namespace) -> int:
     config = load(arguments)
     check_weights(config)
     text = "\n".join([describe(config), *_tokens(config), *_sampling(config), *_memory(config), *_bounds(config)])
-    with contextlib.suppress(BrokenPipeError):  # the reader, such as `head`, may leave early
-        print(text, flush=True)
+    print(text, flush=True)
     return 0
 
 
@@ -100,8 +98,7 @@ def _bounds(config: ServingConfig) -> list[str]:
 
 
 def run_reference(arguments: argparse.Namespace) -> int:
-    with contextlib.suppress(BrokenPipeError):
-        print(REFERENCE_YAML.read_text(encoding="utf-8"), end="", flush=True)
+    print(REFERENCE_YAML.read_text(encoding="utf-8"), end="", flush=True)
     return 0
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 
 from llm_serving.commands.arguments import Subcommands, say
 from llm_serving.commands.stored_models import cached_table, stored_size
@@ -26,6 +25,5 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         config = load_config(model=arguments.name)
         lines = [*stored_size(config).lines, *(f"notice: {notice}" for notice in config.notices)]
-    with contextlib.suppress(BrokenPipeError):
-        print("\n".join(lines), flush=True)
+    print("\n".join(lines), flush=True)
     return 0
