@@ -28,7 +28,7 @@ ON_EVERY_KERNELS: dict[str, dict[str, Any]] = {
     "internlm2": ONE_LAYER,
     "baichuan2-13b": ONE_LAYER,
     "glm4": ONE_LAYER,
-    "gemma2": {"num_hidden_layers": 2},
+    "gemma2": ONE_LAYER,
     "gemma3": {"num_hidden_layers": 2, "sliding_window_pattern": 2},
     "granite": ONE_LAYER,
     "smollm3": {"num_hidden_layers": 2, "no_rope_layers": [1, 0], "layer_types": ["full_attention"] * 2},

@@ -43,6 +43,8 @@ VARIANTS = {
     "heads of 128": {"head_dim": 128, "num_attention_heads": 2, "num_key_value_heads": 1},
     "odd sizes": {"vocab_size": 131, "hidden_size": 80, "intermediate_size": 104, "num_hidden_layers": 1},
 }
+ONE_LAYER = {"num_hidden_layers": 1}
+"""For graphs of Cells, a layer of which takes MindSpore seconds: tests/families/test_networks.py has several."""
 PROMPT = np.random.default_rng(5).integers(0, 97, 45).tolist()
 
 
@@ -97,7 +99,7 @@ def test_float16_logits_are_near_the_reference(make_model):
 @pytest.mark.plain
 @pytest.mark.parametrize("variant", ["grouped queries", "tied, biases, llama3 scaling"])
 def test_the_plain_backend_equals_the_reference(make_model, variant):
-    changes = VARIANTS[variant]
+    changes = VARIANTS[variant] | ONE_LAYER
     assert largest_error(make_model("plain", "float32", changes).logits((PROMPT, 0, [4, 9, 2])), changes) < 2e-5
 
 
@@ -117,7 +119,7 @@ def test_operators_of_the_library_have_the_bits_of_the_primitives_they_stand_for
     # Weights that are not packed, as those of Ascend, are multiplied in floating point on every instruction set.
     isa = next(isa for isa in library.supported_isas() if isa != FIXED_POINT_ISA)
     with library.isa_in_use(isa):
-        changes = VARIANTS[variant] | {"num_hidden_layers": 1}  # several: tests/families/test_networks.py
+        changes = VARIANTS[variant] | ONE_LAYER
         models = [make_model(name, dtype, changes) for name in ("cpu", "ascend")]
         for rows in steps:
             logits, of_primitives = (model.logits(*rows) for model in models)
@@ -138,7 +140,7 @@ def test_chunks_give_the_bits_of_the_whole_prompt(make_model, dtype, cuts):
 
 @pytest.mark.plain
 def test_chunks_on_the_plain_backend_are_near_the_whole_prompt(make_model):
-    model = make_model("plain", "float32")
+    model = make_model("plain", "float32", ONE_LAYER)
     whole = model.logits((PROMPT, 0, [4, 9, 2]))
     chunks = [model.logits((PROMPT[start : start + 15], start, [5, 3, 11])) for start in (0, 15, 30)]
     np.testing.assert_allclose(np.concatenate(chunks), whole, rtol=0, atol=2e-5 * np.abs(whole).max())
@@ -177,7 +179,7 @@ def test_only_rows_that_sample_reach_the_head(make_model):
 
 @pytest.mark.parametrize("name", ["cpu", "plain"])
 def test_changing_batches_compile_once(make_model, name):
-    model = make_model(name, "float32", {"num_hidden_layers": 1})
+    model = make_model(name, "float32", ONE_LAYER)
     for rows in (
         [(PROMPT[:1], 0, [1])],
         [(PROMPT, 0, [1, 2, 3])],
