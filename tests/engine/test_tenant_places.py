@@ -309,6 +309,25 @@ def test_who_begins_beyond_a_limit_is_counted_and_whoever_had_begun_before_it_ch
     assert begin(None, 9) == 0
 
 
+def test_whoever_had_a_place_before_the_rules_changed_is_not_counted() -> None:
+    monitor, limits = LimitMonitor(), create_scheduler(max_running_per_tenant=1).limits
+    first, on_way, other, late, last = (create_request(4, tenant="a") for _ in range(5))
+    for replica in (0, 1):
+        monitor.join(replica)
+    assert monitor.begun([first], limits) == 0
+    # No limit for a while, then the same as before; one has a place without a step, another one moves.
+    for _ in range(2):
+        monitor.reloaded(0, [other.request_id, on_way.request_id])
+    assert monitor.begun([other], limits) == 0
+    assert monitor.arrived(late, limits) == 0, "the second replica goes by the older rules"
+    for _ in range(2):
+        monitor.reloaded(1, [])
+    assert monitor.arrived(on_way, limits) == 0
+    assert monitor.begun([last], limits) == 0
+    assert monitor.begun([create_request(4, tenant="a")], limits) == 1
+    assert monitor.arrived(create_request(4, tenant="a"), limits) == 1
+
+
 def test_prompts_of_those_who_have_ended_are_not_kept() -> None:
     monitor, request = LimitMonitor(), create_request(4, tenant="a")
     monitor.begun([request], create_scheduler(max_running_per_tenant=1).limits)

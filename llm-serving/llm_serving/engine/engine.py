@@ -213,6 +213,7 @@ class Engine:
     def reload(self, rules: Rules) -> None:
         """Goes on by other rules. To be called by the engine's thread."""
         self.scheduler.reload(rules)
+        self.peers.reloaded()
         self.load.limits = rules.limits
         self.log_bounds()
 

@@ -47,6 +47,7 @@ class Ledger:
             nudge: Has its thread look again at what is shared; may be called from any thread.
         """
         self.places.join(replica, nudge)
+        self.limits.join(replica)
         self._leave_classes(replica)
         with self._lock:
             self._pending[replica] = Counter()
@@ -54,6 +55,7 @@ class Ledger:
     def leave(self, replica: int) -> None:
         """A replica serves no longer."""
         self.places.leave(replica)
+        self.limits.leave(replica)
         self._leave_classes(replica)
         with self._lock:
             self._pending.pop(replica, None)

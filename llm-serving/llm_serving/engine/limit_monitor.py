@@ -24,25 +24,60 @@ class LimitMonitor:
     """One for all replicas of a master; each engine's thread tells whom a step gives a place for the first time.
 
     It knows nothing of how places are dealt out, only the limit, who has begun and who has ended. Beams of a search
-    all run, so searches do not count. Where a limit is another one than before, whoever has a place keeps it, and those
-    that begin from then on count.
+    all run, so searches do not count. Where a limit may be another one than before, whoever has a place keeps it, also
+    between two replicas, and those that are given one from then on count.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._tenants: dict[str, _Tenant] = {}
         self._most_tenants = MIN_TENANTS
+        self._rules: dict[int, int] = {}
+        """By replica: the number of the rules that it goes by."""
+        self._kept: dict[int, set[str]] = {}
+        """By replica, when it took over its rules: requests with places of which the first step had not been told."""
+
+    def join(self, replica: int) -> None:
+        """It begins to serve, by the newest rules."""
+        with self._lock:
+            self._rules[replica] = max(self._rules.values(), default=0)
+            self._kept.pop(replica, None)
+
+    def leave(self, replica: int) -> None:
+        with self._lock:
+            self._rules.pop(replica, None)
+            self._kept.pop(replica, None)
+
+    def reloaded(self, replica: int, kept: Iterable[str]) -> None:
+        """It goes by other rules from now on; these requests have places by those before, and are to be told of yet."""
+        with self._lock:
+            self._rules[replica] = self._rules.get(replica, 0) + 1
+            self._kept[replica] = {*kept}
+            self._tenants.clear()
 
     def begun(self, requests: Iterable[Request], limits: SchedulerLimits) -> int:
-        """These have places now, as before at another replica or for the first time; returns how many should not."""
+        """These were given places at a replica; returns how many should not have been."""
         num_beyond = 0
-        for request in requests:
-            limit = limits.max_running_of_tenant.get(request.tenant, limits.max_running_per_tenant)
-            if limit is None or request.is_beam or request.asked.form is not None:
-                continue
-            with self._lock:
-                num_beyond += self._add(request, limit)
+        with self._lock:
+            for request in requests:
+                limit = limits.max_running_of_tenant.get(request.tenant, limits.max_running_per_tenant)
+                is_kept = self._was_kept(request.request_id)
+                if limit is not None and not (is_kept or request.is_beam or request.asked.form is not None):
+                    num_beyond += self._add(request, limit)
         return num_beyond
+
+    def arrived(self, request: Request, limits: SchedulerLimits) -> int:
+        """As `begun`, of one that has come from another replica, which may go by older rules still."""
+        if len({*self._rules.values()}) > 1:
+            return 0
+        return self.begun([request], limits)
+
+    def _was_kept(self, request_id: str) -> bool:
+        """Once of each."""
+        found = [kept for kept in self._kept.values() if request_id in kept]
+        for kept in found:
+            kept.discard(request_id)
+        return bool(found)
 
     def _add(self, request: Request, limit: int) -> bool:
         tenant = self._tenants.get(request.tenant)

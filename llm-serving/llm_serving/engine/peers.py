@@ -48,7 +48,12 @@ class Peers:
             num_beyond = ledger.limits.begun(schedule.started, scheduler.limits)
             self._metrics.shares_broken(num_beyond, self._weights.formed(schedule, leads))
 
+    def reloaded(self) -> None:
+        """The scheduler goes by other rules; whoever has a place keeps it."""
+        limits, places = self.ledger.limits, self.ledger.places
+        limits.reloaded(self._index, [*self._scheduler.not_begun_with_places(), *places.on_way()])
+
     def arrived(self, request: Request) -> None:
         """A request has come that another one has begun; it has brought its tenant's place along."""
         self.ledger.places.arrive(self._index, request.request_id)
-        self._metrics.shares_broken(self.ledger.limits.begun([request], self._scheduler.limits), 0)
+        self._metrics.shares_broken(self.ledger.limits.arrived(request, self._scheduler.limits), 0)

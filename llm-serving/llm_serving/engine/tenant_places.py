@@ -91,6 +91,11 @@ class TenantPlaces:
         with self._lock:
             self._arrived.setdefault(replica, []).append(request_id)
 
+    def on_way(self) -> list[str]:
+        """Requests that are between two replicas."""
+        with self._lock:
+            return list(self._on_way)
+
     def forget(self, request_id: str) -> None:
         """A request has ended, perhaps on its way."""
         if request_id not in self._on_way:

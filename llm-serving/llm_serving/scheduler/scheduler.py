@@ -395,6 +395,14 @@ class Scheduler:
         """Requests that wait for others of their tenant, beside those of `waiting`."""
         return self.waits.gate.held()
 
+    def not_begun_with_places(self) -> list[str]:
+        """Requests that count for what their tenants may run, of which no step has computed anything yet."""
+        return [
+            request.request_id
+            for request in self._requests.values()
+            if request.first_scheduled_time is None and self.waits.gate.counts(request)
+        ]
+
     @property
     def closed(self) -> Collection[str]:
         """Classes that could not take part when somebody was admitted last."""
