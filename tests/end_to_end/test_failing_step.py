@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import raising_work_agent
 from factories import create_request
 from llm_serving.core.beam_search_params import BeamSearchParams
+from llm_serving.core.own_process import command_of
 from llm_serving.core.request import FinishReason, Request
 from llm_serving.core.request_output import RequestOutput
 from llm_serving.executor import starting
@@ -29,9 +31,9 @@ def replica() -> Iterator[RealReplica]:
     popen = starting.LocalProcess
 
     def start_the_other(command: list[str], **options: Any) -> starting.LocalProcess:
-        python, *module, arguments = command[0], *command[1:3], command[3:]
-        assert module == ["-m", "llm_serving.work_agent"]
-        return popen([python, raising_work_agent.__file__, *arguments], **options)
+        shipping = command_of("llm_serving.work_agent")
+        assert command[: len(shipping)] == shipping
+        return popen([sys.executable, raising_work_agent.__file__, *command[len(shipping) :]], **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(starting, "LocalProcess", start_the_other)
