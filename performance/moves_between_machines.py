@@ -200,6 +200,7 @@ def main() -> None:
         "pa_config.num_blocks=300",
         "device_config.num_threads=1",
         "serving_config.audit_every=0",
+        "scheduler_config.speculative_method=none",  # a step is a token of each row
         "cluster_config.replicas=2",
         "cluster_config.roles=[prefill, decode]",
         f"cluster_config.num_transfer_blocks={arguments.blocks}",

@@ -47,6 +47,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "three classes, 8 places, small cache": {"classes": CLASSES, "max_num_seqs": 8, "num_blocks": 20},
     "three classes, 8 places, long decode gap": {"classes": CLASSES, "max_num_seqs": 8, "max_decode_gap": 64},
     "three classes, 4 places, one of 2 replicas": {"classes": CLASSES, "max_num_seqs": 4, "num_schedulers": 2},
+    "three classes, 4 places, one of 3 replicas": {"classes": CLASSES, "max_num_seqs": 4, "num_schedulers": 3},
+    "three classes, 4 places, one of 4 replicas": {"classes": CLASSES, "max_num_seqs": 4, "num_schedulers": 4},
     "mixed, three classes, 4 places": {"classes": CLASSES, "max_num_seqs": 4, "policy": "mixed"},
     "shortest, three classes, 4 places": {"classes": CLASSES, "max_num_seqs": 4, "order": "shortest"},
 }
