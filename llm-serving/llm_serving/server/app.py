@@ -6,10 +6,11 @@ import asyncio
 import contextlib
 import functools
 import gc
+import os
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
@@ -26,8 +27,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from llm_serving.config.schema import ServingConfig
 from llm_serving.config.sections.server import ServerConfig
 from llm_serving.core.allocator import give_back_large_blocks, giving_back
+from llm_serving.core.held_file import hold
 from llm_serving.engine.async_engine import AsyncEngine
-from llm_serving.errors import RequestError
+from llm_serving.errors import ConfigError, RequestError
 from llm_serving.observe.throughput import log_throughput
 from llm_serving.server.accepted.log_file import LogFile
 from llm_serving.server.accepted.model_state import ModelState
@@ -188,7 +190,7 @@ def serve(engine: AsyncEngine) -> int:
         The exit code: 0 after an orderly end.
 
     Raises:
-        ConfigError: The address or the access log cannot be used.
+        ConfigError: The address, the access log or the folder of recordings cannot be used.
         LLMServingError: The engine has failed.
     """
     raise_open_files_limit()
@@ -196,7 +198,10 @@ def serve(engine: AsyncEngine) -> int:
     collect_garbage_rarely()
     hand_over_often()
     serving = engine.config.serving
-    with bind(serving.server_ip, serving.server_port) as listener:
+    with (
+        bind(serving.server_ip, serving.server_port) as listener,
+        recordings_held(engine.config.scheduler.record_path),
+    ):
         access_log, close_log = open_access_log(serving)
         endpoint = serving.otlp_endpoint
         tracer = None if endpoint is None else Tracer(send_to(endpoint), engine.config.model.model_name)
@@ -265,6 +270,29 @@ async def _running(engine: AsyncEngine, site: Site) -> AsyncIterator[None]:
             await batches.stop()
         await site.routes.advisor.close()
         await engine.stop()
+
+
+@contextmanager
+def recordings_held(folder: Path | None) -> Iterator[None]:
+    """No other server records into the folder meanwhile: each would delete the other's oldest files.
+
+    Raises:
+        ConfigError: The folder cannot be used, or another server uses it.
+    """
+    if folder is None:
+        yield
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = hold(folder / "lock")
+    except OSError as error:
+        raise ConfigError(f"scheduler_config.record_path: {folder} cannot be used: {error.strerror}") from None
+    if lock is None:
+        raise ConfigError(f"scheduler_config.record_path: {folder} is used by another server")
+    try:
+        yield
+    finally:
+        os.close(lock)
 
 
 def open_request_log(serving: ServerConfig) -> LogFile | None:

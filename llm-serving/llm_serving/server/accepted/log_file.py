@@ -8,7 +8,6 @@ is written. The oldest files make room. One process has a folder at a time.
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import os
 import re
 import struct
@@ -20,6 +19,7 @@ from typing import Final
 
 import msgspec
 
+from llm_serving.core.held_file import hold
 from llm_serving.errors import ConfigError
 from llm_serving.log import get_logger
 from llm_serving.server.accepted.record import AcceptedRequest
@@ -61,14 +61,12 @@ class LogFile:
         """Whether somebody has waited for the disk in vain, and nothing was written since."""
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self._lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            lock = hold(folder / "lock")
         except OSError as error:
             raise ConfigError(f"serving_config.request_log_path: {folder} cannot be used: {error.strerror}") from None
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(self._lock)
-            raise ConfigError(f"serving_config.request_log_path: {folder} is used by another server") from None
+        if lock is None:
+            raise ConfigError(f"serving_config.request_log_path: {folder} is used by another server")
+        self._lock = lock
         names = (_NAME.fullmatch(path.name) for path in folder.iterdir())  # copies by other names stay as they are
         self._numbers = sorted(int(name[1]) for name in names if name is not None)
         self._file = -1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import math
 import os
 import secrets
@@ -14,6 +13,7 @@ from typing import Final, NamedTuple, TypeVar
 
 import msgspec
 
+from llm_serving.core.held_file import hold
 from llm_serving.errors import ConfigError, RequestNotFoundError, RequestTooLargeError, StoreFullError
 from llm_serving.server.batches.objects import AnsweredLine, Batch, Failure, FileObject, Line, LineAnswer, RequestCounts
 
@@ -313,12 +313,9 @@ def lock_of(path: Path) -> Path:
 
 def _locked(path: Path) -> int:
     """A file descriptor that holds the lock of a database; it ends with the process, in whatever way that ends."""
-    lock = os.open(lock_of(path), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(lock)
-        raise ConfigError(f"serving_config.batch_path: {path} is used by another process") from None
+    lock = hold(lock_of(path))
+    if lock is None:
+        raise ConfigError(f"serving_config.batch_path: {path} is used by another process")
     return lock
 
 
