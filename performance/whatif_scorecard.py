@@ -12,11 +12,9 @@ counted alike from what clients saw and from the simulation. Of several measurem
 counts, and how far they lie apart is told: no prediction can be closer.
 
 What is off because the machine was faster or slower than when it was profiled is told apart from what the model gets
-wrong. Right before and right after each load the server is asked for the same fixed steps, a second of them
-(`machine_speed.py`): a load is predicted for a machine that is as fast as it was then, and the factors stand beside it;
-nothing of the load itself is in them. How many figures are within their limits by the profile as it is, is told too,
-and how many with steps as fast as they were during the load, by the servers' recordings. These also tell what was
-answered: guesses are simulated in those texts.
+wrong: the last column has by what factor steps took longer during the load than the profile says of their shapes, by
+the servers' recordings, and how many figures are within their limits with steps as fast as that is told, too. The
+recordings also tell what was answered: guesses are simulated in those texts.
 """
 
 from __future__ import annotations
@@ -37,6 +35,7 @@ import uvloop
 from llm_serving.commands.disturbance import MOST, Disturbance
 from llm_serving.commands.own_server import own_server
 from llm_serving.config import ServingConfig, load_config
+from llm_serving.whatif.cost_model import CostModel
 from llm_serving.whatif.figures import Figures, figures_of
 from llm_serving.whatif.http_player import play
 from llm_serving.whatif.load import Load
@@ -46,7 +45,6 @@ from llm_serving.whatif.profile import Profile, read_profile
 from llm_serving.whatif.recorded_load import read_recorded, recording_files
 from llm_serving.whatif.simulation import Result, Simulation
 from llm_serving.whatif.workload import read_workload
-from machine_speed import Speed, at_speed, mean_of, predicted_s, reference, speed_of
 
 CONFIGS: Final = {
     "default": [],
@@ -76,8 +74,6 @@ WITHIN: Final = {
 """How far each figure may be off."""
 PAUSE_S: Final = 0.3
 """Between two loads."""
-AROUND: Final = ("before", "after")
-"""A load, fixed steps are measured."""
 VOCAB_SIZE: Final = 1024
 """Of all loads."""
 SIMULATIONS: Final = 5
@@ -96,11 +92,7 @@ class Row(NamedTuple):
     cell: Cell
     runs: Sequence[Figures]
     """Measured, one after the other."""
-    speed: Speed
-    """Of the machine around the load."""
     predicted: Figures
-    """For a machine of this speed."""
-    as_profiled: Figures
     slowness: float
     """Seconds that steps took in the median run, over what the profile says of their shapes."""
     at_that_speed: Figures
@@ -196,9 +188,7 @@ def measure(name: str, arguments: argparse.Namespace, profile: Profile) -> None:
                 time.sleep(PAUSE_S)
                 watch = Disturbance()
                 salt = f"{cell.load} {attempt}"  # loads of one seed begin with the same prompts
-                _play_reference(config, around(cell, "before"), salt)
                 played = uvloop.run(play(config.serving.url, load, classes, name_of(cell), salt=salt))
-                _play_reference(config, around(cell, "after"), salt)
                 share = watch.share()
                 if share <= MOST:
                     break
@@ -207,32 +197,20 @@ def measure(name: str, arguments: argparse.Namespace, profile: Profile) -> None:
             path_of(folder, cell, "json").write_text(json.dumps(rows))
 
 
-def _play_reference(config: ServingConfig, name: str, salt: str) -> None:
-    load = reference(config.model.decode_batch_size, VOCAB_SIZE)
-    uvloop.run(play(config.serving.url, load, config.request_classes, name, salt=f"{name} {salt}"))
-
-
-def around(cell: Cell, when: str) -> str:
-    """What ids of requests begin with that are played before or after the load."""
-    return f"{when}-{name_of(cell)}"
-
-
 def compare(cell: Cell, folders: Sequence[Path], arguments: argparse.Namespace, profile: Profile) -> Row:
     config = load_config(arguments.config, CONFIGS[cell.config])
     load = with_texts(read_workload(path_of(folders[0], cell, "yaml")), answers_of(folders[0] / cell.config))
     timings = [read_timings(recording_files(folder / cell.config)) for folder in folders]
     slowness = statistics.median(slowness_of(cell, each, profile) for each in timings)
-    speed = mean_of([speed_around(cell, each, profile) for each in timings])
-    speeds = Speed(), speed, Speed(slowness, slowness)
-    found = {each: predict(config, load, at_speed(profile, each), arguments.seed) for each in dict.fromkeys(speeds)}
-    as_profiled, predicted, at_that_speed = (found[each] for each in speeds)
+    predicted = predict(config, load, profile, arguments.seed)
+    at_that_speed = predict(config, load, slowed(profile, slowness), arguments.seed)
     classes = {each.name: each for each in config.request_classes}
     runs = []
     for folder in folders:
         rows = json.loads(path_of(folder, cell, "json").read_text())
         outcomes = [Outcome(**{**each, "request_class": classes[each["request_class"]]}) for each in rows]
         runs.append(figures_of(Result("measured", load.name, profile, outcomes)))
-    return Row(cell, runs, speed, predicted, as_profiled, slowness, at_that_speed)
+    return Row(cell, runs, predicted, slowness, at_that_speed)
 
 
 def predict(config: ServingConfig, load: Load, profile: Profile, seed: int) -> Figures:
@@ -275,9 +253,15 @@ def slowness_of(cell: Cell, timings: Timings, profile: Profile) -> float:
     return sum(each.seconds for each in steps) / sum(predicted_s(each, profile) for each in steps)
 
 
-def speed_around(cell: Cell, timings: Timings, profile: Profile) -> Speed:
-    """By the fixed steps before and after a load; that of the profile where there were none."""
-    return mean_of([speed_of(steps_of(around(cell, when), timings), profile) for when in AROUND])
+def predicted_s(step: MeasuredStep, profile: Profile) -> float:
+    """Of a step that was not formed ahead, with what forming it takes."""
+    return profile.step.seconds(step.shape) + (0.0 if step.ahead else profile.form.seconds(step.shape))
+
+
+def slowed(profile: Profile, factor: float) -> Profile:
+    """With steps that take so much longer."""
+    pieces = tuple(replace(each, seconds=factor * each.seconds) for each in profile.step.pieces)
+    return replace(profile, step=CostModel(pieces))
 
 
 def steps_of(name: str, timings: Timings) -> list[MeasuredStep]:
@@ -291,7 +275,7 @@ def steps_of(name: str, timings: Timings) -> list[MeasuredStep]:
 def table(rows: Sequence[Row]) -> str:
     """Predicted / measured and the error of each figure; an exclamation mark where it is off by more than it may be."""
     titles = ["configuration", "load", "requests", "output tok/s", "TTFT p50 ms", "TPOT p50 ms", "TTFT p99 ms"]
-    titles += ["TPOT p99 ms", "machine", "steps"]
+    titles += ["TPOT p99 ms", "steps"]
     again = len(rows[0].runs) > 1 if rows else False
     lines = [titles, ["---"] * len(titles)]
     for row in rows:
@@ -302,15 +286,13 @@ def table(rows: Sequence[Row]) -> str:
             sign = predicted / measured - 1 if measured else math.nan
             apart = f" ±{row.spread(name) / 2:.0%}" if again else ""
             cells.append(f"{predicted:.4g} / {measured:.4g}{apart} ({sign:+.0%}){mark}")
-        lines.append([*cells, str(row.speed), f"x {row.slowness:.2f}"])
+        lines.append([*cells, f"x {row.slowness:.2f}"])
     text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     told = [
         f"{name}: {sum(row.ok(name) for row in rows)} of {len(rows)} within {most:.0%}" for name, most in WITHIN.items()
     ]
     count = len(rows) * len(WITHIN)
     told.append(f"in all {sum(row.ok(name) for row in rows for name in WITHIN)} of {count}")
-    as_profiled = sum(row.ok(name, row.as_profiled) for row in rows for name in WITHIN)
-    told.append(f"by the profile as it is: {as_profiled} of {count}")
     at_that_speed = sum(row.ok(name, row.at_that_speed) for row in rows for name in WITHIN)
     told.append(f"with steps as fast as they were during each load: {at_that_speed} of {count}")
     if again:

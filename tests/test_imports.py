@@ -96,7 +96,6 @@ MEASURE_IN_PROCESS = {
     "lookup_lengths.py",
     "loop_holds.py",
     "machine_limits.py",
-    "machine_speed.py",
     "move_cost.py",
     "moves_between_machines.py",
     "random_agent.py",
