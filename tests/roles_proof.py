@@ -124,7 +124,7 @@ def play(case: Case, expected: list[Any], folder: Path, engine: str) -> bool:
     finally:
         server.stop()
     hashes = re.findall(r"replica-\d: recorded \d+ events and \d+ decisions; hash ([0-9a-f]{16})", server.log)
-    replayed = [replay(path) for path in sorted(folder.iterdir())]
+    replayed = [replay(path) for path in sorted(folder.glob("*.rec"))]
     same = sum(any(f"hash {each}" in one.stdout for one in replayed) for each in hashes)
     equal = sum(one == other for one, other in zip(got, expected, strict=True))
     columns = [case.name, len(expected), equal, int(told["moved_requests"]), int(told["moved_blocks"])]
