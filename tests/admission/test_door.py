@@ -103,12 +103,13 @@ def test_a_long_line_is_the_same_for_those_who_are_let_in_within_a_moment_and_gr
     limits = SchedulerLimits(64, max_num_seqs=8, max_prefill_seqs=8, max_model_len=64)
     measured = Measured(limits, 1.0, 0.0, 0.125, 8)  # one of them ends in a second
     queue = Queue(num_requests=20, num_tokens=0, num_running=8, num_running_in_all=8)
-    line = Line(queue, 1, "long", 20, measured, drawn=5.0, num_entered=100)
+    line = Line(queue, 1, "long", measured, drawn=5.0, num_entered=100)
     alone = line.seconds(4, 100, 5.0)
     assert alone == 20 + limits.max_steps_in_flight
     assert line.seconds(4, 102, 5.25) == pytest.approx(alone * 1.1 - 0.25)
     assert line.holds(5.25) and not line.holds(6.0)
-    assert not replace(line, num_ends=FEW_ENDS).holds(5.25)  # of few, each one counts
+    few = replace(line, ahead=replace(queue, num_requests=FEW_ENDS))
+    assert not few.holds(5.25)  # each one counts
     assert line.seconds(4, 100, 100.0) == measured.step_s
 
 

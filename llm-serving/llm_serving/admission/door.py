@@ -23,7 +23,7 @@ from llm_serving.admission.waiting_room import Limit, WaitingRoom
 from llm_serving.config.schema import ServingConfig
 from llm_serving.core.clock import Clock, monotonic
 from llm_serving.core.request_class import RequestClass, class_of
-from llm_serving.errors import CapacityError, RequestError
+from llm_serving.errors import CapacityError, RequestError, TooLateError
 from llm_serving.observe.class_metrics import ClassMetrics
 
 FEW_ENDS: Final = 8
@@ -78,13 +78,16 @@ class Line:
     """Of theirs."""
     wait: str
     """The `queue` of a `Kind`."""
-    num_ends: int
-    """Requests that must end before the last of theirs can start; 0 or less: none."""
     measured: Measured
     drawn: float
     """When it was, on the clock."""
     num_entered: int
     """Requests that had ever been let in to the replica then."""
+
+    @property
+    def num_ends(self) -> int:
+        """Requests that must end before the last of theirs can start; 0 or less: none."""
+        return self.measured.num_ends(self.ahead)
 
     def seconds(self, num_tokens: int, num_entered: int, now: float) -> float | None:
         """To the first token of the last of them, with so many tokens to compute, had they come later: at `now`, when
@@ -290,7 +293,7 @@ class Door:
     def check_deadline(
         self, prompt_lens: Sequence[int], priority: int, tenant: str, remaining_s: float, replica: Replica
     ) -> None:
-        """Raises CapacityError where the last of these requests would have its first token after its deadline."""
+        """Raises TooLateError where the last of these requests would have its first token after its deadline."""
         request_class = class_of(priority, self._classes)
         forecast = self.predict(prompt_lens, request_class, tenant, replica)
         if forecast is None or forecast.seconds <= remaining_s or not self._is_measured(replica):
@@ -300,7 +303,7 @@ class Door:
         self.refused.append(Refused(self._clock(), tuple(prompt_lens), priority, tenant))
         expected = f"the first token is expected in {predicted_s:.3g} s"
         message = f"{expected}, and `timeout_s` leaves {max(0.0, remaining_s):.3g} s"
-        raise CapacityError(message, max(1.0, predicted_s - remaining_s), 1000 * predicted_s)
+        raise TooLateError(message, max(1.0, predicted_s - remaining_s), 1000 * predicted_s)
 
     def predict(
         self,
@@ -376,7 +379,7 @@ class Door:
             under_way=replica.under_way,
             elapsed_s=max(0.0, now - replica.under_way.began),
         )
-        num_ends = queue.num_running + queue.num_requests - measured.num_slots
+        num_ends = measured.num_ends(queue)
         wait = "free" if num_ends <= 0 else "short" if num_ends <= FEW_ENDS else "long"
         if slots is not None:
             steps = own_steps = None
@@ -389,7 +392,7 @@ class Door:
                 steps, wait = own_steps, "own"
             queue = replace(queue, num_steps_to_slot=steps)
         num_entered = self._room.num_entered(replica.index)
-        return Line(queue, num_requests, wait, num_ends, measured, now, num_entered)
+        return Line(queue, num_requests, wait, measured, now, num_entered)
 
     def _steps_to_own(self, slots: Slots, tenant: str, num_requests: int, most: int) -> int | None:
         """Steps until a tenant that runs as many as it may, `most`, may run the last of these; None: it may now.

@@ -66,6 +66,10 @@ class Measured:
     num_slots: int
     """Requests that can run at once: the limit, or fewer when the cache is full."""
 
+    def num_ends(self, queue: Queue) -> int:
+        """Requests that must end before the last of the queue can start; 0 or less: none."""
+        return queue.num_running + queue.num_requests - self.num_slots
+
     def seconds_to_first_token(self, queue: Queue) -> float | None:
         """Until the last of the queue has its first token, when nobody comes in between.
 
@@ -85,7 +89,7 @@ class Measured:
             math.ceil(queue.num_requests / self.limits.max_prefill_seqs),
         )
         num_steps += len(under_way.num_tokens)
-        num_ends = queue.num_running + queue.num_requests - self.num_slots
+        num_ends = self.num_ends(queue)
         num_steps_to_slot = queue.num_steps_to_slot
         if num_steps_to_slot is None and num_ends > 0:
             if self.ends_per_row is None:

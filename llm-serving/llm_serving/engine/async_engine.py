@@ -37,11 +37,9 @@ from llm_serving.engine.request_stream import RequestStream
 from llm_serving.engine.router import Placed, Router
 from llm_serving.engine.shared_answers import SharedAnswer, SharedAnswers, Sharing
 from llm_serving.errors import (
-    CapacityError,
     ContextLengthError,
     LLMServingError,
     RequestError,
-    TooLateError,
     UnavailableError,
     WorkerDiedError,
 )
@@ -367,13 +365,9 @@ class AsyncEngine:
 
     def _check_deadline(self, prompt_lens: Sequence[int], caller: Caller, at: Replica) -> None:
         """Raises TooLateError where a first token would come after the deadline."""
-        if caller.deadline is None:
-            return
-        remaining_s = caller.deadline - self.clock()
-        try:
+        if caller.deadline is not None:
+            remaining_s = caller.deadline - self.clock()
             self._door.check_deadline(prompt_lens, caller.priority, caller.tenant, remaining_s, at)
-        except CapacityError as error:
-            raise TooLateError(str(error), error.retry_after, error.queue_estimate_ms) from None
 
     def seconds_to_first_token(self, num_prompt_tokens: int, *, priority: int = 0, tenant: str = "") -> float | None:
         """Until a request that came now would have its first token, as predicted; None: too little has been measured.
