@@ -49,20 +49,13 @@ def with_word(kind: str, word: int, value: int) -> Change:
     return change
 
 
-def with_header(index: int, value: int) -> Change:
+def with_first(part: str, index: int, value: int) -> Change:
+    """Of the first row of a part: of the instructions that is the header."""
+
     def change(program: Program) -> dict[str, Typed]:
-        instructions = program.instructions.copy()
-        instructions[0, index] = value
-        return {"instructions": integers(instructions)}
-
-    return change
-
-
-def with_operand(index: int, value: int) -> Change:
-    def change(program: Program) -> dict[str, Typed]:
-        operands = program.operands.copy()
-        operands[0, index] = value
-        return {"operands": integers(operands)}
+        array = getattr(program, part).copy()
+        array[0, index] = value
+        return {part: integers(array)}
 
     return change
 
@@ -70,20 +63,20 @@ def with_operand(index: int, value: int) -> Change:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (with_header(0, 1), "the version must be 3, is 1"),
-        (with_header(5, 3), "the model's type must be 0, 1 or 2, is 3"),
-        (with_header(5, 0), "weight 0 must be [V, H] of the model's type or int8"),
-        (with_header(4, 18), "instructions have 17 numbers, the header says 18"),
-        (with_header(1, 0), "the header says 0 weights, 1 layers and "),
-        (with_header(2, 2), "expects 9 parameters, "),
-        (with_header(3, 4), "operand 0: bytes "),
+        (with_first("instructions", 0, 1), "the version must be 3, is 1"),
+        (with_first("instructions", 5, 3), "the model's type must be 0, 1 or 2, is 3"),
+        (with_first("instructions", 5, 0), "weight 0 must be [V, H] of the model's type or int8"),
+        (with_first("instructions", 4, 18), "instructions have 17 numbers, the header says 18"),
+        (with_first("instructions", 1, 0), "the header says 0 weights, 1 layers and "),
+        (with_first("instructions", 2, 2), "expects 9 parameters, "),
+        (with_first("instructions", 3, 4), "operand 0: bytes "),
         (lambda _: {"instructions": integers(np.zeros((2, 4)))}, "instructions must be int32 [1 + n, L], L at least 6"),
         (lambda _: {"operands": integers(np.zeros((2, 5)))}, "operands must be int32 [m, 6]"),
-        (with_operand(0, -4), "operand 0: bytes -4 to "),
-        (with_operand(1, 3), "operand 0: columns 0 to 45 are not of a buffer of 3"),
-        (with_operand(2, 1), "operand 0: columns 1 to 46 are not of a buffer of 45"),
-        (with_operand(4, 2), "operand 0: selected must be 0 or 1, is 2, and its kind 0, 1 or 2, is 0"),
-        (with_operand(5, 3), "operand 0: selected must be 0 or 1, is 0, and its kind 0, 1 or 2, is 3"),
+        (with_first("operands", 0, -4), "operand 0: bytes -4 to "),
+        (with_first("operands", 1, 3), "operand 0: columns 0 to 45 are not of a buffer of 3"),
+        (with_first("operands", 2, 1), "operand 0: columns 1 to 46 are not of a buffer of 45"),
+        (with_first("operands", 4, 2), "operand 0: selected must be 0 or 1, is 2, and its kind 0, 1 or 2, is 0"),
+        (with_first("operands", 5, 3), "operand 0: selected must be 0 or 1, is 0, and its kind 0, 1 or 2, is 3"),
         (with_word("gather", 0, 99), "instruction 0: there is no operation 99"),
         (with_word("gather", 1, 99), "instruction 0 (gather): there is no operand 99"),
         (with_word("gather", 2, 99), "instruction 0 (gather): there is no weight 99"),
