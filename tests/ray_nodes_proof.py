@@ -98,18 +98,23 @@ async def prove(server: Server, cluster: Any, nodes: list[Any], num_streams: int
     return num_equal == num_streams and spread == NUM_REPLICAS and restarts >= 1 and not violations and num_open > 0
 
 
+def head_alone() -> Any:
+    """A `Cluster` whose head has no room for WorkAgents."""
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    from ray.cluster_utils import Cluster
+
+    return Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": STORE_BYTES}, shutdown_at_exit=True
+    )
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", type=int, default=12, help="at once (default: 12)")
     parser.add_argument("--tokens", type=int, default=160, help="of each stream (default: 160)")
     arguments = parser.parse_args()
-    os.environ.setdefault("RAY_worker_niceness", "0")
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    from ray.cluster_utils import Cluster
-
-    cluster = Cluster(
-        initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": STORE_BYTES}, shutdown_at_exit=True
-    )
+    cluster = head_alone()
     with tempfile.TemporaryDirectory(prefix="ray-nodes-proof-") as name:
         folder = Path(name)
         (folder / "secret").touch(mode=0o600)

@@ -30,7 +30,7 @@ if __name__ == "__main__":
 import httpx
 import psutil
 from cluster_streams import Answer, bodies, read
-from ray_nodes_proof import CASE_S, STORE_BYTES, nodes_with_agents
+from ray_nodes_proof import CASE_S, STORE_BYTES, head_alone, nodes_with_agents
 from server_process import Server, metric, start_server
 
 NUM_RANKS: Final = 2
@@ -178,13 +178,7 @@ def main() -> int:
     parser.add_argument("--streams", type=int, default=8, help="at once (default: 8)")
     parser.add_argument("--tokens", type=int, default=100, help="of each stream (default: 100)")
     arguments = parser.parse_args()
-    os.environ.setdefault("RAY_worker_niceness", "0")
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    from ray.cluster_utils import Cluster
-
-    cluster = Cluster(
-        initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": STORE_BYTES}, shutdown_at_exit=True
-    )
+    cluster = head_alone()
     good = True
     with tempfile.TemporaryDirectory(prefix="ray-ranks-proof-") as name:
         folder = Path(name)
