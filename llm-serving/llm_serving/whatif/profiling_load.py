@@ -49,6 +49,10 @@ class Limits(NamedTuple):
     """Tokens that the cache has room for."""
     vocab_size: int
 
+    def room_of_each(self, count: int) -> int:
+        """Tokens of a prompt and its answer, of so many at once."""
+        return max(2, min(self.max_len, self.num_cached // count) - 1)
+
 
 def phases(limits: Limits, seed: int = 1, scale: float = 1.0) -> list[Phase]:
     """What is played one after the other, each for its seconds.
@@ -129,7 +133,7 @@ def _round(rng: random.Random, limits: Limits, scale: float) -> Iterator[Phase]:
 
 def _decoding(rng: random.Random, limits: Limits, count: int, seconds: float) -> Phase:
     """So many clients whose answers end at one time, behind prompts that one step has room for."""
-    room = max(2, min(limits.max_len, limits.num_cached // count) - 1)
+    room = limits.room_of_each(count)
     prompt = max(1, min(SHORT_PROMPT, room // 2))
     answer = max(1, min(LONGEST_ANSWER, room - prompt))
     return _clients(rng, limits, count, (prompt, prompt), (answer, answer), seconds, f"{count} clients, short prompts")
@@ -146,15 +150,20 @@ def _clients(
 ) -> Phase:
     """So many clients, each of which asks again when it has been answered."""
     asked = list(itertools.islice(_requests(rng, name, limits, prompt, answer), MAX_REQUESTS))
-    return Phase(name, seconds, Load(name, (Stream(name, asked, count),), 0, limits.vocab_size))
+    return _loop(asked, limits, count, seconds, name)
 
 
 def _again(rng: random.Random, limits: Limits, count: int, seconds: float) -> Phase:
     """So many clients and requests, which come again and again."""
-    room = max(2, min(limits.max_len, limits.num_cached // count) - 1)
+    room = limits.room_of_each(count)
     answer, name = min(ANSWER_AGAIN, max(1, room // 2)), f"{count} clients, the same again"
     few = list(itertools.islice(_requests(rng, name, limits, (4, min(32, room // 2 + 3)), (answer, answer)), count))
     asked = [few[number % count] for number in range(MAX_REQUESTS)]
+    return _loop(asked, limits, count, seconds, name)
+
+
+def _loop(asked: list[Asked], limits: Limits, count: int, seconds: float, name: str) -> Phase:
+    """So many clients that ask all this."""
     return Phase(name, seconds, Load(name, (Stream(name, asked, count),), 0, limits.vocab_size))
 
 
