@@ -9,7 +9,8 @@ from factories import create_request
 from llm_serving.core.choices import Proposer
 from llm_serving.core.request import FinishReason, RequestStatus
 from llm_serving.speculation import Drafter
-from llm_serving.speculation.drafter import LEAST_SWEPT, RARELY
+from llm_serving.speculation.drafter import LEAST_SWEPT
+from llm_serving.speculation.pace import RARELY
 from llm_serving.speculation.trust import LEAST_HITS
 
 AGAIN = [1, 2, 3, 4, 5, 6, 7, 8]
@@ -401,10 +402,12 @@ def test_looking_takes_a_four_hundredth_of_the_time_however_slow_the_machine_is(
             request.status = RequestStatus.RUNNING
             drafter.begin(request)
         for token_id in range(500, 1500):
+            if token_id == 1300:
+                looked.clear()
             for request in requests:
                 request.output_token_ids.append(token_id)
             drafter.replied([], 100)
-        num_looks[look_s] = sum(looked[-100:])  # one look at them every other step
+        num_looks[look_s] = sum(looked)
         assert 0.9 / 400 < num_looks[look_s] * look_s / (200 * 0.02) < 1.1 / 400
     assert num_looks[2.5e-6] == pytest.approx(10 * num_looks[25e-6], rel=0.1)
 
@@ -486,21 +489,81 @@ def test_those_who_were_guessed_rightly_and_all_others_are_looked_at_in_turns() 
     assert set(drafter._followed) == set(new)
 
 
-def test_answers_that_ended_are_taken_together() -> None:
+@pytest.mark.parametrize(("pays", "share"), [(True, 8), (False, 2)])
+def test_answers_that_ended_are_taken_together(pays: bool, share: int) -> None:
     drafter = Drafter(4, 3)
     requests = [create_request(4, max_tokens=200) for _ in range(16)]
     for request in requests:
         drafter.begin(request)
         request.output_token_ids = list(range(10))
     taken = []
-    for request in requests[:4]:
+    for index, request in enumerate(requests):
         request.status = RequestStatus.FINISHED
+        drafter.pays = pays
         drafter.replied([request], 16)
         taken.append(drafter._finished.num_tokens)
-    assert taken == [0, 20, 20, 40]
-    for request in requests[4:]:
-        request.status = RequestStatus.FINISHED
-        drafter.replied([request], 200)
-    assert drafter._finished.num_tokens == 40
-    drafter.begin(create_request(4, max_tokens=200))  # nobody is left whose end could bring them
-    assert drafter._finished.num_tokens == 160
+        if index + 2 == len(requests):
+            break
+    together = 16 // share
+    assert taken == [10 * together * ((index + 1) // together) for index in range(15)]
+
+
+def test_nothing_that_ended_is_forgotten_when_nobody_is_left() -> None:
+    drafter = Drafter(4, 3)
+    request = create_request(4, max_tokens=200)
+    drafter.begin(request)
+    request.output_token_ids = list(range(10))
+    request.status = RequestStatus.FINISHED
+    drafter.replied([request], 200)
+    assert drafter._finished.num_tokens == 0
+    drafter.begin(create_request(4, max_tokens=200))
+    assert drafter._finished.num_tokens == 10
+
+
+def test_while_guesses_do_not_pay_what_is_done_for_them_takes_little_of_the_time() -> None:
+    now, spent = 0.0, 0.0
+    drafter = Drafter(4, 3, clock=lambda: now)
+    costly(drafter, 30, 0.002)
+    compare = drafter._compare
+
+    def slowly():
+        nonlocal now, spent
+        now += 50e-6
+        spent += 50e-6
+        compare()
+
+    drafter._compare = slowly
+    requests = many_who_repeat_themselves(drafter, 30)
+    before = spent
+    for index in range(800):
+        for request in requests:
+            request.output_token_ids.append(AGAIN[index % 8])
+        drafter.replied([], 30)
+    assert not drafter.pays
+    assert 0.004 < (spent - before) / (800 * 0.002) < 0.006
+
+
+def test_guesses_that_pay_again_are_noticed_the_sooner_the_shorter_they_did_not() -> None:
+    now = 0.0
+    drafter = Drafter(4, 3, clock=lambda: now)
+    drafter.measured(1, 0.001, 0.0)
+    request = predictable(drafter, rounds=3)
+    compare = drafter._compare
+
+    def slowly():
+        nonlocal now
+        now += 1.0
+        compare()
+
+    drafter._compare = slowly
+    for num_wrong in (4, 64):
+        answer(drafter, request, AGAIN * 3)
+        assert drafter.pays
+        answer(drafter, request, range(500, 500 + num_wrong))
+        assert not drafter.pays
+        num_more = 0
+        while not drafter.pays:
+            answer(drafter, request, [AGAIN[num_more % 8]])
+            num_more += 1
+        # A look finds them, comparisons of at least eight tokens tell how often they are right.
+        assert num_more <= 8 + 2 * min(num_wrong, RARELY)

@@ -21,6 +21,7 @@ from llm_serving.speculation.draft_model import DraftModel
 from llm_serving.speculation.finished_answers import FinishedAnswers
 from llm_serving.speculation.guess_state import GuessState
 from llm_serving.speculation.lookup import Lookup
+from llm_serving.speculation.pace import Pace
 from llm_serving.speculation.payoff import Forced, Guesses, Payoff
 from llm_serving.speculation.trust import HIT_MEMORY, LEAST_HITS
 from llm_serving.speculation.worth import Worth
@@ -33,18 +34,16 @@ LOOK_SHARE: Final = 0.0025
 """Of the time of steps, that looks may take which are not paid for."""
 LOOK_S: Final = 2.5e-6
 """Seconds of a look, before one was measured."""
-LOOK_MEMORY: Final = 64
-"""Steps after which their measured time counts 1/e."""
-SELDOM: Final = 2
-"""Steps from one that is followed to the next, while guesses do not pay."""
-RARELY: Final = 16
-"""Steps until it is asked again whether they could, where they could not if all were right."""
+LOOK_MEMORY: Final = 16
+"""Followed steps after which their measured time counts 1/e."""
 MANY: Final = 32
 """To ask that takes as long as to compare so many."""
 LEAST_SWEPT: Final = 64
 TAKEN_TOGETHER: Final = 8
 """One in so many of those that run has to end before finished answers are taken, as many together cost little more than
 one."""
+TAKEN_SELDOM: Final = 2
+"""The same, while guesses do not pay."""
 
 
 class Drafter:
@@ -83,15 +82,14 @@ class Drafter:
         self._lost: dict[Request, GuessState] = {}
         """Those without a guess of whom one may be right: the new ones, and those guessed rightly of late."""
         self._constrained: dict[Request, GuessState] = {}
+        self._waiting: dict[Request, GuessState] = {}
+        """Those who wait for replies anyway."""
         self._ended: list[tuple[str, tuple[int, ...]]] = []
         """Answers that have not been taken yet, with their namespaces."""
         self._visits = 0.0
         """How many of them are to be looked at; the fraction is left for the next step."""
         self._turn_of_lost = True
-        self._num_steps = 0
-        """Replied to since the newest one that was followed."""
-        self._follows_every = 1
-        """So many."""
+        self._pace = Pace()
         self._payoff = Payoff(max_drafts)
         self.pays = False
         """Whether drafts are worth what they cost, waiting for replies included."""
@@ -106,6 +104,8 @@ class Drafter:
             state = self._states[request] = GuessState(lookup, trust)
             if request.walk is not None:
                 self._constrained[request] = state
+            if request.waits_for_reply:
+                self._waiting[request] = state
             self._lost[request] = state
             if len(self._states) >= self._swept_at:
                 self._sweep()
@@ -123,18 +123,21 @@ class Drafter:
         """
         pays = waits and self.pays
         asked = self._asked() if pays else {}
-        if not self._predictable and not self._constrained and not asked:
+        guessed = {**self._constrained, **self._predictable, **asked}
+        if not pays:
+            guessed = {request: state for request, state in self._waiting.items() if request in guessed}
+        if not guessed:
             return []
         proposed = self._proposed(asked, num_running)
-        began = 0.0 if self._clock is None else self._clock()
+        began = self._now()
         found = []
-        for request, state in {**self._constrained, **self._predictable, **asked}.items():
-            if (pays or request.waits_for_reply) and _is_ready(request):
+        for request, state in guessed.items():
+            if _is_ready(request):
                 token_ids = self._guess(request, state, num_running, proposed.get(request, []))
                 if token_ids:
                     found.append((request, token_ids))
         if self._clock is not None and pays and found:
-            self._payoff.guessed((self._clock() - began) / len(found))
+            self._payoff.guessed((self._now() - began) / len(found))
         return found
 
     def checked(self, request: Request, num_drafts: int, num_right: int) -> list[tuple[Proposer, int, int]]:
@@ -156,24 +159,33 @@ class Drafter:
         """Requests have got tokens by a step of so many rows, some of them their last ones."""
         for request in ended:
             self._end(request)
-        if len(self._ended) * TAKEN_TOGETHER >= num_rows:
+        if len(self._ended) * (TAKEN_TOGETHER if self.pays else TAKEN_SELDOM) >= num_rows:
             self._take_ended()
-        self._num_steps += 1
-        if self._num_steps < self._follows_every:
-            return
-        num_steps, self._num_steps = self._num_steps, 0
-        if len(self._followed) >= MANY and not self._payoff.could_pay(num_rows):
-            self.pays, self._follows_every = False, RARELY
-            return
-        self._compare()
-        self._visit(min(num_steps, SELDOM))
-        asked = self._asked()
-        self.pays = pays = bool(self._predictable or self._constrained or asked) and self._pays(num_rows, asked)
-        self._follows_every = 1 if pays else SELDOM
+        if num_steps := self._pace.step():
+            self._follow(num_rows, num_steps)
 
     def measured(self, num_tokens: int, seconds: float, host_s: float) -> None:
         """A step without prompts took so long; to wait for its reply costs `host_s`, where one is formed ahead."""
         self._payoff.measured(num_tokens, seconds, host_s)
+
+    def _follow(self, num_rows: int, num_steps: int) -> None:
+        """Finds out what has been guessed rightly in the newest steps, so many, and whether guesses pay."""
+        if len(self._followed) >= MANY and not self._payoff.could_pay(num_rows):
+            self.pays = False
+            self._pace.hopeless()
+            return
+        began = self._now()
+        self._compare()
+        self._visit(num_steps)
+        asked = self._asked()
+        self.pays = bool(self._predictable or self._constrained or asked) and self._pays(num_rows, asked)
+        if self.pays:
+            self._pace.paid()
+        else:
+            self._pace.in_vain(self._now() - began, self._payoff.step_s)
+
+    def _now(self) -> float:
+        return 0.0 if self._clock is None else self._clock()
 
     def _asked(self) -> dict[Request, GuessState]:
         """Those for whom the draft model is to be asked; nobody while a prompt waits or is computed."""
@@ -303,9 +315,9 @@ class Drafter:
         if self._clock is None or not num_visits:
             self._look_at(num_visits)
             return
-        began = self._clock()
+        began = self._now()
         self._look_at(num_visits)
-        seconds = (self._clock() - began) / num_visits
+        seconds = (self._now() - began) / num_visits
         # A thread that is put off in the middle says little of a look.
         self._look_s += (min(seconds, 4 * self._look_s) - self._look_s) / LOOK_MEMORY
 
@@ -339,7 +351,7 @@ class Drafter:
 
     def _forget(self, request: Request) -> None:
         del self._states[request]
-        for states in (self._followed, self._predictable, self._lost, self._constrained):
+        for states in (self._followed, self._predictable, self._lost, self._constrained, self._waiting):
             states.pop(request, None)
 
 
