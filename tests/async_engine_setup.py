@@ -94,6 +94,8 @@ class Setup:
         self.failures: dict[int, str] = {}
         self.may_load = Event()
         self.may_load.set()
+        self.slow: dict[int, Event] = {}
+        """Replicas that wait for more."""
         self.max_num_seqs = max_num_seqs
         shared = FakeTransferPool(num_replicas * TRANSFER_BLOCKS)
         self.pools = [
@@ -122,6 +124,8 @@ class Setup:
     def _open_replica(self, index: int, publish: Publish, on_progress: Callable[[str], None]) -> Iterator[Engine]:
         on_progress(f"WorkAgent {index}: reading weights")
         self.may_load.wait()
+        if (event := self.slow.get(index)) is not None:
+            event.wait()
         if index in self.failures:
             raise WorkerDiedError(self.failures[index])
         exports = Exports(TRANSFER_BLOCKS, index * TRANSFER_BLOCKS)

@@ -254,6 +254,27 @@ def test_when_all_have_used_up_their_restarts_the_server_ends_if_it_shall(shall_
     asyncio.run(run())
 
 
+def test_a_server_does_not_end_while_one_of_its_replicas_is_still_loaded() -> None:
+    async def run() -> None:
+        setup = Setup(num_replicas=2, exit_without_work_agents=True)
+        setup.slow[1] = Event()
+        setup.engine.start()
+        engines = setup.engine.replicas.engines
+        while 0 not in engines:
+            await asyncio.sleep(0)
+        engines[0]._executor.used_up = True
+        engines[0].on_away()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert setup.engine.failure is None
+        setup.slow[1].set()
+        while 1 not in engines:
+            await asyncio.sleep(0)
+        await setup.engine.stop()
+
+    asyncio.run(run())
+
+
 def test_without_a_living_replica_requests_are_refused_with_the_reason() -> None:
     async def run() -> None:
         setup = Setup()

@@ -330,8 +330,14 @@ class Replicas:
 
     def _check_restarts(self, _: None) -> None:
         """Ends the server, if it shall end then, once every WorkAgent has used up its restarts."""
-        if self._config.exit_without_work_agents and all(engine.used_up for engine in self.living().values()):
+        used_up = any(engine.used_up for engine in self.living().values())
+        if self._config.exit_without_work_agents and used_up and all(map(self._is_given_up, range(len(self)))):
             self._events.on_failure(NoWorkAgentsError(self.health().detail))
+
+    def _is_given_up(self, index: int) -> bool:
+        """Whether nobody should count on a replica: it is drained, could not be loaded, or has used up its restarts."""
+        engine = self.engines.get(index)
+        return index in self._drained or index in self._failures or (engine is not None and engine.used_up)
 
 
 def _reload(engine: Engine, config: ServingConfig) -> None:
