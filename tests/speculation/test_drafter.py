@@ -497,13 +497,11 @@ def test_answers_that_ended_are_taken_together(pays: bool, share: int) -> None:
         drafter.begin(request)
         request.output_token_ids = list(range(10))
     taken = []
-    for index, request in enumerate(requests):
+    for request in requests[:-1]:
         request.status = RequestStatus.FINISHED
         drafter.pays = pays
         drafter.replied([request], 16)
         taken.append(drafter._finished.num_tokens)
-        if index + 2 == len(requests):
-            break
     together = 16 // share
     assert taken == [10 * together * ((index + 1) // together) for index in range(15)]
 

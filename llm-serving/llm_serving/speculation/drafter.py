@@ -23,6 +23,7 @@ from llm_serving.speculation.guess_state import GuessState
 from llm_serving.speculation.lookup import Lookup
 from llm_serving.speculation.pace import Pace
 from llm_serving.speculation.payoff import Forced, Guesses, Payoff
+from llm_serving.speculation.smoothing import smoothed
 from llm_serving.speculation.trust import HIT_MEMORY, LEAST_HITS
 from llm_serving.speculation.worth import Worth
 
@@ -123,9 +124,14 @@ class Drafter:
         """
         pays = waits and self.pays
         asked = self._asked() if pays else {}
-        guessed = {**self._constrained, **self._predictable, **asked}
-        if not pays:
-            guessed = {request: state for request, state in self._waiting.items() if request in guessed}
+        if pays:
+            guessed = {**self._constrained, **self._predictable, **asked}
+        else:
+            guessed = {
+                request: state
+                for request, state in self._waiting.items()
+                if request in self._constrained or request in self._predictable
+            }
         if not guessed:
             return []
         proposed = self._proposed(asked, num_running)
@@ -318,8 +324,7 @@ class Drafter:
         began = self._now()
         self._look_at(num_visits)
         seconds = (self._now() - began) / num_visits
-        # A thread that is put off in the middle says little of a look.
-        self._look_s += (min(seconds, 4 * self._look_s) - self._look_s) / LOOK_MEMORY
+        self._look_s = smoothed(self._look_s, seconds, LOOK_MEMORY)
 
     def _look_at(self, num_visits: int) -> None:
         for _ in range(min(num_visits, len(self._states))):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
+from llm_serving.speculation.smoothing import smoothed
+
 SELDOM: Final = 2
 """Steps from one that is followed to the next, when guesses have just turned out not to pay."""
 RARELY: Final = 16
@@ -41,9 +43,7 @@ class Pace:
 
     def in_vain(self, seconds: float, step_s: float) -> None:
         """They do not, as following a step, which takes `step_s`, has found in `seconds`."""
-        # A thread that is put off in the middle says little.
-        seconds = min(seconds, 4 * self._follow_s) if self._follow_s else seconds
-        self._follow_s += (seconds - self._follow_s) / FOLLOW_MEMORY if self._follow_s else seconds
+        self._follow_s = smoothed(self._follow_s, seconds, FOLLOW_MEMORY)
         most = self._follow_s / (FOLLOWED_SHARE * step_s) if step_s else SELDOM
         self._every = max(SELDOM, min(2 * self._every, round(most), RARELY))
 
