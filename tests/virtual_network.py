@@ -67,7 +67,7 @@ class Break:
     link: Link = CUT
     directions: tuple[Direction, ...] = ("to", "from")
     resets: bool = False
-    """Whoever is sent something is told by its first frame that the connection is no more, as a firewall does."""
+    """Both ends are told that the connection is no more by the first frame that either sends, as a firewall does."""
 
 
 def usable() -> bool:
@@ -214,6 +214,7 @@ def _switch(fds: dict[int, int], orders: Connection, other_end: Connection) -> N
                 broken = [_broken(breaks.get((number, port)), direction, frame) for number, port, direction in ends]
                 passed += [each.link for each in broken if each is not None]
                 if any(each is not None and each.resets for each in broken):
+                    heapq.heappush(due, (now, next(count), sender, _answer_of_reset(frame)))
                     frame = _reset(frame)
             if any(link.loss and rng.random() < link.loss for link in passed):
                 continue
@@ -275,6 +276,19 @@ def _reset(frame: bytes) -> bytes:
     ip[10:12] = _checksum(bytes(ip))
     tcp[16:18] = _checksum(bytes(ip[12:20]) + bytes((0, _TCP)) + len(tcp).to_bytes(2) + bytes(tcp))
     return frame[:_ETHERNET_BYTES] + bytes(ip) + bytes(tcp)
+
+
+def _answer_of_reset(frame: bytes) -> bytes:
+    """The segment that ends the connection for whoever sent this one, which has an acknowledgement as all but the first
+    have: at the byte that its sender awaits, as no other is believed (RFC 5961)."""
+    reset = bytearray(_reset(frame))
+    tcp = _ETHERNET_BYTES + 20
+    reset[0:6], reset[6:12] = frame[6:12], frame[0:6]
+    for begin, width in ((_ETHERNET_BYTES + 12, 4), (tcp, 2)):
+        middle, end = begin + width, begin + 2 * width
+        reset[begin:middle], reset[middle:end] = reset[middle:end], reset[begin:middle]
+    reset[tcp + 4 : tcp + 8], reset[tcp + 8 : tcp + 12] = reset[tcp + 8 : tcp + 12], reset[tcp + 4 : tcp + 8]
+    return bytes(reset)  # what was swapped adds up to the same checksums
 
 
 def _checksum(content: bytes) -> bytes:

@@ -76,12 +76,13 @@ def test_a_link_that_loses_and_repeats_ends_nothing(network: VirtualNetwork, con
     assert all(echoes(connection) for _ in range(20))
 
 
-def test_a_connection_is_reset_in_the_middle_of_what_it_carries_and_the_next_one_lives(
-    network: VirtualNetwork, connection: socket.socket
+@pytest.mark.parametrize("after_bytes", range(50_000, 60_000, 2_000))
+def test_a_connection_is_reset_at_whichever_frame_of_either_end(
+    network: VirtualNetwork, connection: socket.socket, after_bytes: int
 ) -> None:
     assert echoes(connection)
     port = connection.getpeername()[1]
-    network.set_break("there", port, Break(50_000, Link(), resets=True))
+    network.set_break("there", port, Break(after_bytes, Link(), resets=True))
     assert network.bytes_before_break("there", port) > 0
     with pytest.raises(ConnectionResetError):
         while True:
