@@ -118,16 +118,32 @@ def test_flags_mean_their_keys(served, model):
 
 
 def test_flags_that_ask_for_what_is_so_anyhow_are_taken(served, model):
-    flags = ["-tp", "1", "--tensor-parallel-size", "1", "--enable-prefix-caching", "--dtype", "auto", "--device", "cpu"]
+    flags = [
+        "-pp",
+        "1",
+        "--pipeline-parallel-size",
+        "1",
+        "--enable-prefix-caching",
+        "--dtype",
+        "auto",
+        "--device",
+        "cpu",
+    ]
     assert main(["serve", "--model", model, *flags]) == 0
     assert served[0].model.model_dtype == "bfloat16"
+
+
+@pytest.mark.parametrize("flags", [["--tensor-parallel-size", "2", "--data-parallel-size", "3"], ["-tp=2", "-dp", "3"]])
+def test_replicas_and_the_processes_of_one_have_the_flags_of_other_servers(flags, served, model):
+    assert main(["serve", "--model", model, *flags]) == 0
+    assert (served[0].cluster.tensor_parallel, served[0].cluster.replicas) == (2, 3)
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--tensor-parallel-size", "2"], "give `--set cluster_config.tensor_parallel=N`"),
-        (["-tp=4"], "-tp 4 is not served: give `--set cluster_config.tensor_parallel=N`"),
+        (["--tensor-parallel-size", "0"], "`cluster_config.tensor_parallel` must be"),
+        (["-dp=0"], "`cluster_config.replicas` must be"),
         (["-pp=4"], "-pp 4 is not served: layers are not shared out"),
         (["--gpu-memory-utilization", "0.9"], "`--set device_config.max_device_memory=8GB`"),
         (["--no-enable-prefix-caching"], "`--set scheduler_config.prefix_caching=False`"),

@@ -27,6 +27,8 @@ class Flag(NamedTuple):
     key: str
     metavar: str
     help: str
+    short: str = ""
+    """The same flag's other name."""
 
 
 class Refused(NamedTuple):
@@ -51,24 +53,27 @@ FLAGS: Final = (
     Flag("--max-num-batched-tokens", "scheduler_config.max_prefill_tokens", "N", "most tokens one step computes"),
     Flag("--block-size", "pa_config.block_size", "TOKENS", "tokens of one block of the KV cache"),
     Flag("--num-gpu-blocks-override", "pa_config.num_blocks", "N", "blocks of the KV cache of each WorkAgent"),
+    Flag(
+        "--tensor-parallel-size",
+        "cluster_config.tensor_parallel",
+        "N",
+        "processes that compute one replica together",
+        "-tp",
+    ),
+    Flag("--data-parallel-size", "cluster_config.replicas", "N", "copies of the model, each with a WorkAgent", "-dp"),
     Flag("--ssl-certfile", "serving_config.ssl_certfile", "FILE", "certificate chain: HTTPS instead of HTTP"),
     Flag("--ssl-keyfile", "serving_config.ssl_keyfile", "FILE", "its private key"),
     Flag("--log-level", "serving_config.log_level", "LEVEL", "least level of the log lines"),
 )
 """Flag -> key; `--set` with the key means the same, and the flag wins."""
 
-_RANKS: Final = "give `--set cluster_config.tensor_parallel=N`"
 _NO_PIPELINE: Final = (
-    "layers are not shared out; weights are by `--set cluster_config.tensor_parallel=N`, requests by "
-    "`--set cluster_config.replicas=N`"
+    "layers are not shared out; weights are by --tensor-parallel-size, requests by --data-parallel-size"
 )
 
 REFUSED: Final = (
-    Refused("--tensor-parallel-size", _RANKS, ("1",)),
-    Refused("-tp", _RANKS, ("1",)),
     Refused("--pipeline-parallel-size", _NO_PIPELINE, ("1",)),
     Refused("-pp", _NO_PIPELINE, ("1",)),
-    Refused("--data-parallel-size", "give `--set cluster_config.replicas=N`", ("1",)),
     Refused("--gpu-memory-utilization", "say how much: `--set device_config.max_device_memory=8GB`"),
     Refused("--kv-cache-memory-bytes", "give blocks: `--set pa_config.num_blocks=N`"),
     Refused("--swap-space", "give blocks: `--set pa_config.num_swap_blocks=N`"),
@@ -90,7 +95,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Lets the parser take all of them; `overrides_of` reads them."""
     group = parser.add_argument_group("flags that stand for a key (the flag wins over --set)")
     for flag in FLAGS:
-        group.add_argument(flag.name, metavar=flag.metavar, help=f"{flag.help} ({flag.key})")
+        names = [flag.name, flag.short] if flag.short else [flag.name]
+        group.add_argument(*names, metavar=flag.metavar, help=f"{flag.help} ({flag.key})")
     group.add_argument(
         "--api-key",
         metavar="KEY",
