@@ -25,7 +25,8 @@ Written by `scripts/write_parameter_docs.py` from the tables of the code; a test
 A field of a request is honoured, or refused by name with status 400 (TGI and older routes: 422), or ignored, if it
 cannot change the answer, and named in the header `x-ignored-parameters` of the answer. A field that nobody has heard of
 might change the answer, so it is refused too, with the name that may have been meant; only the older routes ignore
-and name it. null, an empty list and an empty object ask for nothing.
+and name it. null, an empty list and an empty object ask for nothing. With an API key the tenant is the key's name, and a
+`user` beside it is ignored and named.
 
 The same holds beside the fields of a body. A parameter in the URL that a route does not know, or the same one twice, is
 refused by name; `api-version` and `beta`, which clients of other servers send each time, are ignored and named;

@@ -8,6 +8,7 @@ import pytest
 from fakes import FakeEngine
 from llm_serving.config.sections.api_key import ApiKey
 from llm_serving.server.authentication import hash_key
+from llm_serving.server.parameters import IGNORED_HEADER
 from server_client import error_of, post, request
 
 CHAT = {"messages": [{"role": "user", "content": "x"}]}
@@ -132,9 +133,13 @@ def test_at_or_below_the_ceiling_a_request_runs(highest_class, fields, priority)
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_the_tenant_is_the_name_of_the_key_whatever_the_user_says(path):
+@pytest.mark.parametrize(("user", "ignored"), [("team-b", "user"), ("team-a", None), ("", None)])
+def test_the_tenant_is_the_name_of_the_key_and_another_user_is_named_as_ignored(path, user, ignored):
     engine = FakeEngine(api_keys=key(None))
-    assert submitted(path, {"user": "team-b"}, engine, headers=HEADERS).tenant == "team-a"
+    response = post(engine, path, BODIES[path] | {"user": user}, headers=HEADERS)
+    assert [each.tenant for each in engine.submitted] == ["team-a"]
+    assert response.headers.get(IGNORED_HEADER) == ignored
+    assert IGNORED_HEADER not in post(FakeEngine(), path, BODIES[path] | {"user": user}).headers
 
 
 def anonymous(highest_class: str | None) -> FakeEngine:

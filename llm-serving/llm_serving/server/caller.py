@@ -16,6 +16,7 @@ from llm_serving.core.request_class import class_of
 from llm_serving.errors import PermissionDeniedError, RequestError
 from llm_serving.server.authentication import api_key_of
 from llm_serving.server.note import Note, note_of
+from llm_serving.server.parameters import note_ignored
 from llm_serving.server.quota import Quota, quota_of
 from llm_serving.server.schemas import CallerFields
 
@@ -63,6 +64,8 @@ def caller_of(config: ServingConfig, http_request: Request, *bodies: CallerField
     note, timeout_s = note_of(http_request), _timeout(config, http_request, bodies)
     deadline = None if timeout_s is None or note is None else note.exchange.received_time + timeout_s
     tenant = user if key is None else key.name
+    if user not in ("", tenant):
+        note_ignored(http_request, "user")
     if note is not None:
         note.tenant, note.request_class = tenant, class_of(priority, config.request_classes).name
     again = http_request.headers.get("idempotency-key", "")[:MAX_NAME_CHARS]
