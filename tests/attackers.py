@@ -93,7 +93,9 @@ ATTACKS = {
     "requests without end, answers unread": Attack(unit=get() * 1024),
     "requests without end behind a stream": Attack(STREAM, get() * 1024),
     "requests without end, answers read": Attack(unit=get() * 64, reads=True),
-    "a body without end": Attack(b"POST /health HTTP/1.1\r\nContent-Length: 99999999999\r\n\r\n", b"a" * 65536),
+    "a body without end": Attack(
+        b"POST /health HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 99999999999\r\n\r\n", b"a" * 65536
+    ),
     "bodies of 4 MiB without their last byte": Attack(
         post("/v1/completions", b"", 4 * MEBI), b" " * 65535, count=200, max_bytes=4 * MEBI - 65536, seconds=12.0
     ),

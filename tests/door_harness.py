@@ -12,9 +12,10 @@ from llm_serving.server.front_door.request_head import RequestHead
 from uvicorn.server import ServerState
 
 GET = b"GET /%d HTTP/1.1\r\nHost: a\r\n\r\n"
-DECLARED = b"POST /%d HTTP/1.1\r\nContent-Length: 12\r\n\r\na\n\r\nb\r\n\r\ncd!"
+DECLARED = b"POST /%d HTTP/1.1\r\nHost: a\r\nContent-Length: 12\r\n\r\na\n\r\nb\r\n\r\ncd!"
 CHUNKED = (
-    b"POST /%d HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n5;x=y\r\na\n\r\nb\r\n7\r\n\r\n\r\ncd!\r\n0\r\nT: u\r\n\r\n"
+    b"POST /%d HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
+    b"5;x=y\r\na\n\r\nb\r\n7\r\n\r\n\r\ncd!\r\n0\r\nT: u\r\n\r\n"
 )
 
 

@@ -192,7 +192,7 @@ def test_who_is_turned_away_is_told_so_and_can_read_it():
         with socket.create_server(("127.0.0.1", 0)) as listener, contextlib.ExitStack() as clients:
             asked = [clients.enter_context(each) for each in crowd(listener, "127.0.1.1", 3)]
             for client in asked:
-                client.sendall(b"POST / HTTP/1.1\r\nContent-Length: 4\r\n\r\nbody")
+                client.sendall(b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 4\r\n\r\nbody")
             turns = Turns(asyncio.get_running_loop(), budget_s=0.0)  # all wait
             door = Acceptor(listener, Guests(9, 9, 9), Greeting, None, 1.0, turns, max_waiting=2)
             while not door._waiting:
@@ -216,7 +216,7 @@ def test_what_had_come_while_it_waited_counts_from_when_it_was_taken():
 
         with socket.create_server(("127.0.0.1", 0)) as listener, contextlib.ExitStack() as clients:
             _silent, asks = (clients.enter_context(each) for each in crowd(listener, "127.0.1.1", 2))
-            asks.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            asks.sendall(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
             before = monotonic()
             door = Acceptor(listener, Guests(9, 9, 9), new_connection, None, 1.0, Turns(asyncio.get_running_loop()))
             while len(connections) < 2:

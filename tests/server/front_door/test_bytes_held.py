@@ -13,7 +13,7 @@ from llm_serving.server.front_door.connection import READ_BYTES, TLS_BYTES, WRIT
 def test_a_body_weighs_until_the_application_has_it():
     async def run():
         async with door() as (house, connection, _):
-            connection.data_received(b"POST / HTTP/1.1\r\nContent-Length: 5000\r\n\r\n" + b"x" * 3000)
+            connection.data_received(b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 5000\r\n\r\n" + b"x" * 3000)
             await settle()
             assert house.guests.num_bytes == 3000
             house.app.gate.clear()
@@ -28,7 +28,7 @@ def test_the_largest_unfinished_request_is_refused_when_there_is_too_much():
     async def run():
         async with door(max_buffered_bytes=10_000) as (house, connection, transport):
             other, others_transport = house.connect()
-            head = b"POST / HTTP/1.1\r\nContent-Length: 50000\r\n\r\n"
+            head = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 50000\r\n\r\n"
             connection.data_received(head + b"x" * 6000)
             other.data_received(head + b"x" * 3000)
             await settle()
@@ -48,7 +48,7 @@ def test_with_tls_its_buffers_weigh_too():
     async def run():
         async with door() as (house, connection, _):
             connection.scheme = "https"
-            connection.data_received(b"POST / HTTP/1.1\r\nContent-Length: 5000\r\n\r\n" + b"x" * 3000)
+            connection.data_received(b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 5000\r\n\r\n" + b"x" * 3000)
             assert house.guests.num_bytes == 3000 + TLS_BYTES
             connection.data_received(b"x" * 2000)
             await settle()
@@ -82,12 +82,12 @@ def test_an_answer_waits_when_so_much_is_not_taken():
 
 FLOODS = {
     "headers": (b"GET / HTTP/1.1\r\n", b"X-Aaaaaa: bbbbbb\r\n"),
-    "one header": (b"GET / HTTP/1.1\r\nX: ", b"a"),
+    "one header": (b"GET / HTTP/1.1\r\nHost: a\r\nX: ", b"a"),
     "url": (b"GET /", b"a"),
     "trailers": (CHUNKED[:-9] % 1, b"X-Aaaaaa: bbbbbb\r\n"),
     "one trailer": (CHUNKED[:-9] % 1 + b"X: ", b"a"),
-    "chunk extension": (b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n1;e=", b"a"),
-    "chunks of one byte": (b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n", b"1\r\na\r\n"),
+    "chunk extension": (b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n1;e=", b"a"),
+    "chunks of one byte": (b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n", b"1\r\na\r\n"),
     "requests": (b"", GET % 1),
     "empty lines": (b"", b"\r\n"),
 }

@@ -16,7 +16,7 @@ def test_who_takes_a_complete_answer_does_not_make_room(head):
         async with door() as (_, connection, transport):
             assert not connection.is_served
             transport.unsent = 100_000
-            connection.data_received(b"GET / HTTP/1.1\r\n" + head + b"\r\n")
+            connection.data_received(b"GET / HTTP/1.1\r\nHost: a\r\n" + head + b"\r\n")
             await settle()
             connection.pause_writing()
             assert connection.cycle.response_complete
@@ -33,7 +33,7 @@ def test_a_connection_whose_body_came_after_the_answer_does_not_idle_for_ever():
     async def run():
         async with door() as (house, connection, transport):
             house.app.reads = False
-            connection.data_received(b"POST / HTTP/1.1\r\nContent-Length: 4\r\n\r\n")
+            connection.data_received(b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 4\r\n\r\n")
             await settle()
             assert b"connection: close" not in transport.written
             assert transport.statuses == [200]
@@ -53,7 +53,7 @@ def test_an_answer_before_a_body_that_may_not_be_read_says_that_the_connection_e
     async def run():
         async with door(max_request_body_bytes=2000) as (house, connection, transport):
             house.app.reads = False
-            connection.data_received(b"POST / HTTP/1.1\r\n" + kind + b"\r\n\r\n")
+            connection.data_received(b"POST / HTTP/1.1\r\nHost: a\r\n" + kind + b"\r\n\r\n")
             await settle()
             assert transport.statuses == [200]
             assert b"connection: close\r\n" in transport.written
@@ -125,7 +125,7 @@ def test_a_reader_that_goes_on_taking_is_not(ended):
             connection.connection_made(transport)
             transport.unsent = 10 * TAKEN_BYTES
             if ended:
-                connection.data_received(b"GET / HTTP/1.1\r\nConnection: close\r\n\r\n")
+                connection.data_received(b"GET / HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
                 await settle()
                 assert transport.closed
             else:
@@ -146,7 +146,7 @@ def test_tls_ends_when_the_answer_is_taken():
         async with door() as (house, _, _):
             connection, transport = house.connection(), Transport(sslcontext=object())
             connection.connection_made(transport)
-            connection.data_received(b"GET / HTTP/1.1\r\nConnection: close\r\n\r\n")
+            connection.data_received(b"GET / HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
             transport.unsent = 100_000
 
             def write(data):
@@ -170,7 +170,7 @@ def test_a_reader_that_takes_nothing_after_the_end_is_cut_off():
     async def run():
         async with door(write_timeout_s=0.01) as (_, connection, transport):
             transport.unsent = 10
-            connection.data_received(b"GET / HTTP/1.1\r\nConnection: close\r\n\r\n")
+            connection.data_received(b"GET / HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
             await settle()
             assert transport.closed
             while not transport.aborted:

@@ -83,7 +83,7 @@ def test_nor_does_a_client_that_leaves_before_its_answer_begins():
     assert found.total() < 40, found.most_common(40)
 
 
-@pytest.mark.parametrize("hello", [None, b"\x16\x03\x01\x40\x00" + bytes(65536), b"GET / HTTP/1.1\r\n\r\n"])
+@pytest.mark.parametrize("hello", [None, b"\x16\x03\x01\x40\x00" + bytes(65536), b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"])
 def test_nor_does_tls_with_a_handshake_or_without(tmp_path, hello):
     authority, file = trustme.CA(), tmp_path / "certificate.pem"
     authority.issue_cert("127.0.0.1").private_key_and_cert_chain_pem.write_to_path(file)

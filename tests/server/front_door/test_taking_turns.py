@@ -16,7 +16,9 @@ def test_a_chunked_body_is_parsed_a_slice_a_turn():
     async def run():
         async with door() as (_, connection, transport):
             body = b"\n\r\n" * 20_000
-            connection.data_received(b"POST /1 HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n%x\r\n" % len(body))
+            connection.data_received(
+                b"POST /1 HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n%x\r\n" % len(body)
+            )
             connection.data_received(body[:50_000])
             assert len(connection.cycle.body) <= SLICE_BYTES
             assert not transport.reading
@@ -35,7 +37,7 @@ def test_a_chunked_body_is_parsed_a_slice_a_turn():
 def test_after_a_full_read_it_is_the_others_turn():
     async def run():
         async with door() as (_, connection, transport):
-            connection.data_received(b"POST / HTTP/1.1\r\nContent-Length: 999999\r\n\r\n")
+            connection.data_received(b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 999999\r\n\r\n")
             await settle()
             connection.data_received(b"x" * READ_BYTES)
             assert not transport.reading
@@ -50,7 +52,7 @@ def test_a_body_that_nobody_reads_is_not_read_on():
         async with door() as (house, connection, transport):
             house.app.reads = False
             house.app.gate.clear()
-            connection.data_received(b"POST / HTTP/1.1\r\nContent-Length: 999999\r\n\r\n" + b"x" * 1000)
+            connection.data_received(b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 999999\r\n\r\n" + b"x" * 1000)
             connection.data_received(b"x" * READ_BYTES)
             for _ in range(3):
                 assert not transport.reading
@@ -65,7 +67,7 @@ def test_the_rest_of_a_body_is_read_when_its_answer_comes_between_two_turns():
         async with door() as (house, connection, transport):
             house.app.reads = False
             house.app.gate.clear()
-            connection.data_received(b"POST / HTTP/1.1\r\nContent-Length: 999999\r\n\r\n" + b"x" * 1000)
+            connection.data_received(b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 999999\r\n\r\n" + b"x" * 1000)
             connection.data_received(b"x" * READ_BYTES)
             connection.cycle.response_complete = True
             connection.on_response_complete()
@@ -79,7 +81,7 @@ def test_the_rest_of_a_body_is_read_when_its_answer_comes_between_two_turns():
 def test_chunks_of_a_byte_are_refused_after_some_thousands():
     async def run():
         async with door() as (_, connection, transport):
-            connection.data_received(b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n")
+            connection.data_received(b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n")
             connection.data_received(b"1\r\na\r\n" * 6000)
             while transport.reading is False:
                 await asyncio.sleep(0)
@@ -119,7 +121,7 @@ async def turns_until_answered(house, connection, transport, request):
 def test_a_probe_waits_for_one_turn_and_others_for_more(path):
     async def run():
         async with door() as first, door() as second:
-            probe = await turns_until_answered(*first, b"GET /" + path + b" HTTP/1.1\r\n\r\n")
+            probe = await turns_until_answered(*first, b"GET /" + path + b" HTTP/1.1\r\nHost: a\r\n\r\n")
             assert probe == 1
             assert await turns_until_answered(*second, GET % 1) > probe
 
@@ -136,7 +138,7 @@ def test_of_many_who_speak_at_once_only_a_few_pass():
                 each._turns, each.app = connection._turns, empty
             await turns_until_answered(house, connection, transport, GET % 1)
             for each, _ in others:
-                each.data_received(b"GET /health HTTP/1.1\r\n\r\n")
+                each.data_received(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
             await asyncio.sleep(0)
             assert 0 < sum(len(theirs.statuses) for _, theirs in others) <= RIDES
             for each, _ in others:
@@ -148,7 +150,7 @@ def test_of_many_who_speak_at_once_only_a_few_pass():
 def test_a_probe_behind_another_waits_like_others():
     async def run():
         async with door() as (house, connection, transport):
-            await turns_until_answered(house, connection, transport, b"GET /health HTTP/1.1\r\n\r\n" * 3)
+            await turns_until_answered(house, connection, transport, b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n" * 3)
             before = len(transport.statuses)
             await asyncio.sleep(0)
             assert len(transport.statuses) == before == 1

@@ -27,6 +27,7 @@ from llm_serving.server.front_door.older_http import OLDER, end_with_connection,
 from llm_serving.server.front_door.parting import PartingTransport
 from llm_serving.server.front_door.refusals import NO_MEMORY, NOT_HTTP, Refusal
 from llm_serving.server.front_door.request_head import BLANK_LINE, RequestHead, without_upgrade
+from llm_serving.server.front_door.request_target import TargetError, for_one_host
 from llm_serving.server.front_door.slow_reader import SlowReader
 from llm_serving.server.front_door.turn_timer import TurnTimer
 from llm_serving.server.front_door.turns import Turns
@@ -333,8 +334,9 @@ class Connection(HttpToolsProtocol):
             # CONNECT: what follows belongs to no protocol we speak.
             self.cycle.keep_alive = False
             self._held = b""
-        except httptools.HttpParserError:
-            self._refuse(NOT_HTTP)
+        except httptools.HttpParserError as error:
+            reason = error.__context__
+            self._refuse(reason.refusal if isinstance(reason, TargetError) else NOT_HTTP)
             return
         if was_head and self._in_body:
             self._body.left = self._declared_length()
@@ -378,6 +380,7 @@ class Connection(HttpToolsProtocol):
         version = self.parser.get_http_version()
         if is_faulty(version, self.headers):
             raise ValueError(version)  # the parser reports it as an error of its own
+        self.url = for_one_host(version, self.url, self.headers)
         super().on_headers_complete()
         if version == OLDER:
             end_with_connection(self.cycle)

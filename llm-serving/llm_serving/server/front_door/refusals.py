@@ -39,3 +39,7 @@ class Refusal:
 NO_PLACE: Final = Refusal(HTTPStatus.SERVICE_UNAVAILABLE, "too many connections")
 NO_MEMORY: Final = Refusal(HTTPStatus.SERVICE_UNAVAILABLE, "the server holds too many unfinished requests")
 NOT_HTTP: Final = Refusal(HTTPStatus.BAD_REQUEST, "this is not a request of HTTP/1.1")
+NO_HOST: Final = Refusal(
+    HTTPStatus.BAD_REQUEST, "`Host` must be given once, as a name or an address, with a port or without"
+)
+NO_PATH: Final = Refusal(HTTPStatus.BAD_REQUEST, "the URL must be a path, or begin with http:// or https://")
