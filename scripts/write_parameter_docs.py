@@ -25,8 +25,8 @@ Written by `scripts/write_parameter_docs.py` from the tables of the code; a test
 A field of a request is honoured, or refused by name with status 400 (TGI and older routes: 422), or ignored, if it
 cannot change the answer, and named in the header `x-ignored-parameters` of the answer. A field that nobody has heard of
 might change the answer, so it is refused too, with the name that may have been meant; only the older routes ignore
-and name it. null, an empty list and an empty object ask for nothing. With an API key the tenant is the key's name, and a
-`user` beside it is ignored and named.
+and name it. null, an empty list and an empty object ask for nothing. With an API key the tenant is the key's name, and
+a `user` beside it is ignored and named.
 
 The same holds beside the fields of a body. A parameter in the URL that a route does not know, or the same one twice, is
 refused by name; `api-version` and `beta`, which clients of other servers send each time, are ignored and named;
@@ -51,6 +51,7 @@ The order in which a token is chosen: penalties, `logit_bias` with `bad_words` a
 - `text_offset` of a completion's log-probabilities is where a token begins in `text`, in characters; tokens that are no
   text, such as the one that begins a sequence, take none; parts of a character all begin where it does.
 - A conversation with `continue_final_message` goes on with its last message; with `echo` the answer begins with it.
+- `max_completion_tokens` and `max_tokens` of a conversation are two names of one limit; of both the smaller one counts.
 
 The folder of a model may hold a `generation_config.json`. {", ".join(f"`{key}`" for key in PARAMETERS)} of it are what
 completions and conversations have that say nothing (`max_new_tokens`: conversations alone, as completions have 16);

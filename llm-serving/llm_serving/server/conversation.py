@@ -17,6 +17,7 @@ from llm_serving.server.answer_form import asked_form, check_others, compiled, t
 from llm_serving.server.answered_message import AnsweredMessage
 from llm_serving.server.caller import HttpCaller
 from llm_serving.server.choices import ONE_ANSWER, Choices
+from llm_serving.server.deadline import before
 from llm_serving.server.fair_threads import FairThreads
 from llm_serving.server.generation import Generation, encode_text, start_generation, truncated
 from llm_serving.server.knock import knock
@@ -76,9 +77,11 @@ async def converse(
     words = await off_loop(bool(request.bad_words), lambda: bad_words(engine, request.bad_words))
     decided: dict[str, Any] = {"logprobs": logprobs, "bad_words": words}
     decided["defaults"] = engine.sampling_defaults
+    limited_by, limit = _limit(request)
+    decided["names"] = {"max_tokens": limited_by}
     if offered is not None and offered.format.special_tokens:
         decided["skip_special_tokens"] = False
-    longest = _max_tokens(request, engine.max_model_len)
+    longest = engine.max_model_len if limit is None else limit
     checked = sampling_params(request, max_tokens=longest, **decided)  # before there is a text
     form = asked_form(request)
     if offered is not None and (bound_by := offered.bound_by) is not None:
@@ -95,22 +98,23 @@ async def converse(
         engine,
         caller,
         [said],
-        _max_tokens(request, 1),
+        1 if limit is None else limit,
         num_each=choices.best_of,
         frame=2,
         truncates=request.truncate_prompt_tokens is not None,
         known=turn is not None and turn.known,
     )
-    text = await render_chat(engine, caller.source, request, offered)
+    text = await before(caller.deadline, engine.clock, render_chat(engine, caller.source, request, offered))
     whole = await encode_text(engine, text, "messages", add_special_tokens=bool(request.add_special_tokens))
-    prompt = truncated(engine, whole, request.truncate_prompt_tokens, _max_tokens(request, 1))
+    prompt = truncated(engine, whole, request.truncate_prompt_tokens, 1 if limit is None else limit)
     check_size([prompt], checked, "prompt_logprobs", 1)
     remaining = engine.max_model_len - len(prompt)
-    max_tokens = _max_tokens(request, min(remaining, engine.sampling_defaults.get("max_tokens", remaining)))
+    if limit is None:
+        limit = max(1, min(remaining, engine.sampling_defaults.get("max_tokens", remaining)))
     bound = bound_form(engine, request, prompt, form, offered, budget)
-    constraint = await compiled(engine, bound, caller.source)
+    constraint = await before(caller.deadline, engine.clock, compiled(engine, bound, caller.source))
     decided["constraint"] = text_of(constraint)
-    sampling = sampling_params(request, max_tokens=max_tokens, **decided)
+    sampling = sampling_params(request, max_tokens=limit, **decided)
     generation = await start_generation(
         engine,
         [prompt],
@@ -259,9 +263,10 @@ def _said(request: ChatCompletionRequest) -> str:
     return msgspec.json.encode((request.messages, request.chat_template_kwargs, request.tools)).decode()
 
 
-def _max_tokens(request: ChatCompletionRequest, remaining: int) -> int:
-    """`max_completion_tokens`, its older name, or what fits."""
-    for given in (request.max_completion_tokens, request.max_tokens):
-        if given is not None:
-            return given
-    return max(remaining, 1)
+def _limit(request: ChatCompletionRequest) -> tuple[str, int | None]:
+    """The field that limits the answer, and to how many tokens; of `max_completion_tokens` and its older name the
+    smaller one counts. None: it is as long as fits."""
+    newer, older = request.max_completion_tokens, request.max_tokens
+    if newer is None or (older is not None and older < newer):
+        return "max_tokens", older
+    return "max_completion_tokens", newer

@@ -68,7 +68,8 @@ LIMITS: Final[dict[str, str]] = {
     "tool_calls": "Arguments are JSON objects.",
     "tokens": "Ids of the vocabulary.",
     "max_tokens": "With the prompt it must fit the context of the model and the cache; 0 for completions alone.",
-    "max_completion_tokens": "With the prompt it must fit the context of the model and the cache.",
+    "max_completion_tokens": "With the prompt it must fit the context of the model and the cache; beside `max_tokens` "
+    "the smaller one counts.",
     "max_new_tokens": "With the prompt it must fit the context of the model and the cache.",
     "min_tokens": f"At most the most tokens to generate; 0 with a beam search. {_UNBOUND}",
     "min_new_tokens": f"At most the most tokens to generate. {_UNBOUND}",

@@ -64,8 +64,6 @@ PATH: Final = "/v1/chat/completions"
 async def create_chat_completion(engine: AsyncEngine, http_request: Request) -> Response:
     """Answers a conversation, `n` times."""
     request = await read_request(engine, http_request, ChatCompletionRequest)
-    if request.max_tokens not in (None, most := request.max_completion_tokens) and most is not None:
-        note_ignored(http_request, "max_tokens")
     if request.echo and not (request.messages and request.messages[-1].role == "assistant"):
         note_ignored(http_request, "echo")
     return await answer_conversation(engine, http_request, request)
