@@ -18,9 +18,17 @@ TOOL = {"name": "get_weather", "description": "d", "input_schema": SCHEMA}
 USER = {"role": "user", "content": "hello"}
 
 
-def ask(*pieces: str, ends: FinishReason = FinishReason.STOP, **body: Any) -> tuple[Any, FakeEngine]:
+def ask(
+    *pieces: str,
+    ends: FinishReason = FinishReason.STOP,
+    template: str = HERMES,
+    marks: dict[str, int] | None = None,
+    **body: Any,
+) -> tuple[Any, FakeEngine]:
     engine = FakeEngine(Script(tuple(Piece(text) for text in pieces), ends), max_body_bytes=2**16)
-    engine.tokenizer = tokenizer_with(HERMES)
+    engine.tokenizer = tokenizer_with(template)
+    if marks is not None:
+        engine.tokenizer.mark_id = marks.get  # type: ignore[method-assign]
     content = {"model": "demo", "max_tokens": 8, "messages": [USER], "tools": [TOOL], **body}
     return post(engine, PATH, content), engine
 
@@ -119,11 +127,35 @@ def test_tools_count():
     assert count(tools=[TOOL]) > count() == count(tools=[TOOL], tool_choice={"type": "none"})
 
 
-@pytest.mark.parametrize("kind", ["disabled", "adaptive"])
-def test_thoughts_without_a_budget(kind):
-    response, engine = ask("<think>Hmm.</think>Yes.", thinking={"type": kind})
+def test_thoughts_without_a_budget():
+    response, engine = ask("<think>Hmm.</think>Yes.", thinking={"type": "adaptive"})
     assert [block["type"] for block in response.json()["content"]] == ["thinking", "text"]
     assert engine.submitted[0].constraint is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "thinks"),
+    [
+        ({}, False),
+        ({"tools": None}, False),
+        ({"tools": None, "messages": [USER, {"role": "assistant", "content": "I"}]}, None),
+    ],
+)
+def test_thoughts_that_are_disabled_do_not_come(fields, thinks):
+    _, engine = ask("Yes.", marks={"<think>": 0, "</think>": 1}, thinking={"type": "disabled"}, **fields)
+    constraint = engine.submitted[0].constraint
+    assert (None if constraint is None else "thinking[" in constraint.grammar.text) == thinks
+
+
+def test_where_no_thought_is_told_apart_none_is_forbidden():
+    _, engine = ask("Yes.", thinking={"type": "disabled"}, template="{{ messages | tojson }}", tools=None)
+    assert engine.submitted[0].constraint is None
+
+
+def test_thoughts_that_cannot_be_ended_are_not_disabled():
+    response, engine = ask("Yes.", thinking={"type": "disabled"})
+    assert (response.status_code, engine.submitted) == (400, [])
+    assert response.json()["error"]["message"].startswith("`thinking.type` cannot be kept to")
 
 
 def test_what_is_said_can_be_bound_to_a_schema():

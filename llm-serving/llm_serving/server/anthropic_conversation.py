@@ -27,7 +27,7 @@ from llm_serving.server.schemas import (
 )
 
 _WITHOUT_BUDGET: Final = ("disabled", "adaptive")
-"""Of thoughts: the model thinks as long as it does."""
+"""Of thoughts: none, and as many as the model has."""
 _FIELDS: Final[dict[str, frozenset[str]]] = {
     "text": frozenset({"text"}),
     "thinking": frozenset({"thinking"}),
@@ -78,6 +78,11 @@ def choice_of(choice: ToolChoice | None) -> str | JsonObject | None:
     if choice.name is not None:
         raise RequestError("tool_choice.name", "must be given with type tool only", choice.name)
     return _CHOICES[choice.type]
+
+
+def effort_of(thinking: Thinking | None) -> str | None:
+    """`reasoning_effort` of chat."""
+    return "none" if thinking is not None and thinking.type == "disabled" else None
 
 
 def budget_of(thinking: Thinking | None) -> int | None:

@@ -162,9 +162,14 @@ def plain_call(place: str, call: ToolCallOfMessage) -> dict[str, Any]:
     return plain if call.id is None else {"id": call.id} | plain
 
 
+def tells_thoughts(engine: AsyncEngine) -> bool:
+    """Whether what the model thinks is told apart from what it says."""
+    wanted = engine.config.serving.reasoning_parser
+    return wanted != "none" and (wanted != "auto" or CLOSING in engine.tokenizer.chat_template())
+
+
 def _reasoning_parser(engine: AsyncEngine, request: ChatCompletionRequest, prompt: list[int]) -> ReasoningParser | None:
-    wanted, template = engine.config.serving.reasoning_parser, engine.tokenizer.chat_template()
-    if wanted == "none" or (wanted == "auto" and CLOSING not in template):
+    if not tells_thoughts(engine):
         return None
     tail = engine.tokenizer.decode(prompt[-_TAIL_TOKENS:], skip_special_tokens=False)
     is_open = tail.rstrip().endswith(OPENING)

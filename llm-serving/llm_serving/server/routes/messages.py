@@ -31,7 +31,7 @@ from llm_serving.errors import (
 )
 from llm_serving.server.answer_blocks import AnswerBlocks, Block, BlockKind
 from llm_serving.server.answered_message import CALLED
-from llm_serving.server.anthropic_conversation import budget_of, choice_of, form_of, messages_of, tools_of
+from llm_serving.server.anthropic_conversation import budget_of, choice_of, effort_of, form_of, messages_of, tools_of
 from llm_serving.server.anthropic_schemas import (
     AnsweredBlock,
     ConversationTurn,
@@ -62,7 +62,7 @@ from llm_serving.server.openai_requests import REQUEST_ID_HEADER, Identity, chec
 from llm_serving.server.parameters import read_fields
 from llm_serving.server.schemas import ChatCompletionRequest
 from llm_serving.server.streaming import StreamResponse, complete, named_event
-from llm_serving.server.tools import offered_tools
+from llm_serving.server.tools import offered_tools, tells_thoughts
 
 _ERROR_TYPES: Final[tuple[tuple[type[LLMServingError], str], ...]] = (
     (AuthenticationError, "authentication_error"),
@@ -85,9 +85,10 @@ async def create_message(engine: AsyncEngine, http_request: Request) -> Response
     request = await read_fields(engine, http_request, MessagesRequest)
     check_model(engine, request.model)
     caller = caller_of(engine.config, http_request, request)
+    goes_on = _goes_on(request.messages)
     chat = ChatCompletionRequest(
         messages=messages_of(request.system, request.messages),
-        continue_final_message=_goes_on(request.messages),
+        continue_final_message=goes_on,
         max_tokens=request.max_tokens,
         temperature=request.temperature,
         top_k=request.top_k,
@@ -96,6 +97,7 @@ async def create_message(engine: AsyncEngine, http_request: Request) -> Response
         seed=request.seed,
         response_format=form_of(request.output_config),
         thinking_token_budget=budget_of(request.thinking),
+        reasoning_effort=effort_of(request.thinking) if tells_thoughts(engine) and not goes_on else None,
         tools=tools_of(request.tools),
         tool_choice=choice_of(request.tool_choice),
         parallel_tool_calls=not (request.tool_choice and request.tool_choice.disable_parallel_tool_use),
@@ -127,7 +129,11 @@ async def count_tokens(engine: AsyncEngine, http_request: Request) -> Response:
     return json_response(CountTokensResponse(len(tokens)))
 
 
-_FIELDS: Final = {"stop": "stop_sequences", "thinking_token_budget": "thinking.budget_tokens"}
+_FIELDS: Final = {
+    "stop": "stop_sequences",
+    "thinking_token_budget": "thinking.budget_tokens",
+    "reasoning_effort": "thinking.type",
+}
 
 
 def _in_our_words(error: RequestError) -> RequestError:
