@@ -50,12 +50,60 @@ def test_codes_come_as_they_are_stored(tmp_path, name, expected):
     assert isinstance(WeightReader(tmp_path, spec.scheme).take_packed("model.norm.weight", (64,)), np.ndarray)
 
 
+NO_NUMBERS = (127, 255)
+"""Codes of e4m3."""
+
+
+def write_fp8(folder, bits, scale):
+    write_safetensors(folder / "model.safetensors", {"a.weight": bits, "a.weight_scale": np.array([scale], np.float32)})
+    return WeightReader(folder, Fp8("FP8"))
+
+
 def test_all_numbers_of_e4m3(tmp_path):
-    bits = np.arange(256, dtype=np.uint8).reshape(16, 16)
-    write_safetensors(tmp_path / "model.safetensors", {"a.weight": bits, "a.weight_scale": np.array([2], np.float32)})
-    found = WeightReader(tmp_path, Fp8("FP8")).take("a.weight", (16, 16))
-    np.testing.assert_array_equal(found, 2 * fp8_numbers().reshape(16, 16))
-    assert np.nanmax(found) == 896
+    bits = np.delete(np.arange(256, dtype=np.uint8), NO_NUMBERS).reshape(2, 127)
+    found = write_fp8(tmp_path, bits, 2).take("a.weight", (2, 127))
+    np.testing.assert_array_equal(found, 2 * fp8_numbers()[bits])
+    assert found.max() == 896
+
+
+@pytest.mark.parametrize("code", NO_NUMBERS)
+def test_a_code_of_e4m3_that_is_no_number_is_refused_by_its_weight(tmp_path, code):
+    bits = np.full((16, 16), 56, np.uint8)
+    bits[5, 3] = code
+    with pytest.raises(ModelError, match=r"model\.safetensors: a\.weight: .* make finite numbers\. Found: nan"):
+        write_fp8(tmp_path, bits, 1).take("a.weight", (16, 16))
+
+
+def scaled(scale):
+    return lambda parts: {**parts, **{key: np.full_like(parts[key], scale) for key in parts if "scale" in key}}
+
+
+@pytest.mark.parametrize("scale", [-3e38, 3e38])
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if not name.startswith(("GPTQ", "AWQ"))])
+def test_scales_that_make_infinite_numbers_are_refused_by_their_weight(tmp_path, layout, scale):
+    scheme = check_folder_of(tmp_path, LAYOUTS[layout], scaled(scale))
+    with pytest.raises(ModelError, match=rf"model\.safetensors: {PROJECTION}: .* make finite numbers\. Found: -?inf"):
+        WeightReader(tmp_path, scheme).take_packed(PROJECTION, (64, 96))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("scale", [-1.0, 0.0, 6e-8])
+def test_scales_below_zero_and_of_nothing_make_numbers(tmp_path, layout, scale):
+    """Tools write scales of 0 for rows of nothing, and some the sign of the largest element with them."""
+    scheme = check_folder_of(tmp_path, layout, scaled(scale))
+    found = WeightReader(tmp_path, scheme).take(PROJECTION, (64, 96))
+    ones = WeightReader(tmp_path, check_folder_of(tmp_path, layout, scaled(1.0)))
+    with np.errstate(under="ignore"):
+        np.testing.assert_allclose(found, ones.take(PROJECTION, (64, 96)) * np.float32(scale), rtol=0.01)
+
+
+def test_eight_bits_whose_zeros_and_scales_make_infinite_numbers_are_refused(tmp_path):
+    parts, _ = gptq(quantize_w8(np.ones((8, 32), np.float32)))
+    parts |= {"qzeros": parts["qzeros"] + 1, "scales": np.full((1, 8), 3e38, np.float32)}
+    write_safetensors(tmp_path / "model.safetensors", {f"a.{ending}": each for ending, each in parts.items()})
+    reader = WeightReader(tmp_path, scheme_of({"quantization_config": of_gptq(bits=8, group_size=-1)}, "config.json"))
+    with pytest.raises(ModelError, match=r"a\.weight: codes and scales must make finite numbers\. Found: -?inf"):
+        reader.take_packed("a.weight", (8, 32))
 
 
 def test_eight_bits_whose_zeros_are_not_in_the_middle_are_values(tmp_path):

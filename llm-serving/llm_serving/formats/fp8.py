@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from llm_serving.errors import ModelError
 from llm_serving.formats.packed import PackedTensor, Parts, ReadableTensor, part, put_together
-from llm_serving.formats.quantized import check_scales
+from llm_serving.formats.quantized import check_scales, check_values
 from llm_serving.formats.stored import NUMPY_DTYPES, Array, to_float32
 
 SCALES: Final = ("weight_scale_inv", "weight_scale")
@@ -86,6 +86,7 @@ def _values(bits: Array, scale: Array, block: tuple[int, int]) -> Array:
     with np.errstate(over="ignore"):
         for number, start in enumerate(range(0, out, rows)):
             values[start : start + rows] *= by_column[number]
+    check_values(values)
     return values
 
 

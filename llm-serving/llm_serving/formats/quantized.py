@@ -18,6 +18,8 @@ from llm_serving.formats.stored import Array, to_float32
 SYMMETRIC_ZERO: Final = 8
 """Code of 0 in 4 bits where no zeros are told: codes 0..15 stand for -8..7."""
 
+_SAFE_SCALE: Final = 2.0**100
+"""No code makes an infinite number of a scale below."""
 _AT_ONCE: Final = 2**22
 """Elements that are rounded together; more would hold float32 copies of a large matrix."""
 
@@ -60,6 +62,9 @@ class QuantizedTensor:
             raise ModelError(f"zeros must be uint8, of 4 bits and of the shape of scales, for {self._told()}")
         if self.columns is not None and not self._columns_fit(self.columns):
             raise ModelError(f"columns must be int32 [in], each a group, for {self._told()}")
+        if self.scales.size and float(np.abs(self.scales).max()) > _SAFE_SCALE:
+            with np.errstate(over="ignore"):
+                check_values(self.dequantized())
 
     def _columns_fit(self, columns: NDArray[np.int32]) -> bool:
         fits = columns.dtype == np.int32 and columns.shape == (self.codes.shape[1],)
@@ -108,6 +113,15 @@ def check_scales(scales: NDArray[np.float32]) -> None:
         raise ModelError(f"scales must be finite numbers. Found: {scales[~finite][0]}")
 
 
+def check_values(values: NDArray[np.float32]) -> None:
+    """Raises:
+    ModelError: What codes and scales make is infinite or no number.
+    """
+    ends = values.min(initial=0), values.max(initial=0)  # no number is both
+    if infinite := [each for each in ends if not np.isfinite(each)]:
+        raise ModelError(f"codes and scales must make finite numbers. Found: {infinite[0]}")
+
+
 def group_of_columns(given: Array, group_size: int, groups: int) -> Array | None:
     """Group of each column; None where columns are in order.
 
@@ -146,7 +160,9 @@ def of_unsigned(
     group_of = np.arange(codes.shape[1]) // group_size if columns is None else columns
     values: Array = codes.astype(np.float32)
     values -= zeros[:, group_of]
-    values *= scales[:, group_of]
+    with np.errstate(over="ignore"):
+        values *= scales[:, group_of]
+    check_values(values)
     return values
 
 
