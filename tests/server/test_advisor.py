@@ -70,8 +70,10 @@ def test_a_process_is_asked_with_the_configuration_that_holds() -> None:
 
 
 def test_what_it_refuses_and_what_becomes_of_it() -> None:
-    with pytest.raises(RequestError, match=r"`minutes` must be a time of which there is advice: too few\. Given: 5"):
-        told("""print('{"error": "too few"}'); sys.exit(1)""")
+    with pytest.raises(RequestError) as caught:
+        told("""print('{"error": "must be 20. Given: 4"}'); sys.exit(1)""")
+    rule = "`minutes` must be a time of which there is advice, and 5 is none"
+    assert str(caught.value) == f"{rule}: must be 20. Given: 4"  # what was given is told once
     with pytest.raises(UnavailableError, match="more time or memory than it may"):
         told("sys.exit(137)")
 

@@ -65,6 +65,12 @@ def test_too_few_requests_are_no_load() -> None:
         advise(configure(), create_load(0.0, 1.0, 2.0), create_profile(), 0.0, budget_s=9.0)
 
 
+def test_enough_requests_that_take_too_long_to_play_are_not_called_too_few() -> None:
+    load = create_load(*[float(number) for number in range(100)])
+    with pytest.raises(RecordingError, match=r"^to play the newest 25 requests takes more than -0\.0333 s$"):
+        advise(configure(), load, create_profile(num_blocks=400), 0.0, budget_s=-1.0)
+
+
 def test_the_newest_begin_anew() -> None:
     kept = newest(create_load(0.0, 1.0, 2.0, 3.0), 0.5)
     assert [each.due_s for stream in kept.streams for each in stream.requests] == [0.0, 1.0]

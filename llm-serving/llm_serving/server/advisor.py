@@ -131,5 +131,6 @@ class Advisor:
             logger.error("advice: the process ended with code %d: %s", process.returncode, last[:MAX_SAID_CHARS])
             raise UnavailableError("advice took more time or memory than it may") from None
         if "error" in told:
-            raise RequestError("minutes", f"must be a time of which there is advice: {told['error']}", minutes)
+            rule = f"must be a time of which there is advice, and {minutes} is none"
+            raise RequestError("minutes", f"{rule}: {told['error']}")
         return dict(told)

@@ -190,14 +190,17 @@ def neighbours(config: ServingConfig, load: Load, profile: Profile) -> Iterator[
 
 def _played(config: ServingConfig, load: Load, profile: Profile, most_s: float) -> tuple[Load, Figures, float]:
     """The load, or as much of its newest part as can be played in so long, what came of it, and how long that took."""
+    if load.num_requests < MIN_REQUESTS:
+        raise RecordingError(f"advice wants at least {MIN_REQUESTS} requests. Given: {load.num_requests}")
     while True:
-        if load.num_requests < MIN_REQUESTS:
-            raise RecordingError(f"advice wants at least {MIN_REQUESTS} requests. Given: {load.num_requests}")
         began = time.monotonic()
         result = Simulation(config, load, profile).run(_until(began + most_s))
         if result.complete:
             return load, figures_of(result), time.monotonic() - began
-        load = newest(load, 0.5)
+        fewer = newest(load, 0.5)
+        if fewer.num_requests < MIN_REQUESTS:
+            raise RecordingError(f"to play the newest {load.num_requests} requests takes more than {most_s:.3g} s")
+        load = fewer
 
 
 def _until(ends: float) -> Callable[[Sequence[Outcome], float], bool]:
