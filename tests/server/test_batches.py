@@ -104,6 +104,19 @@ def test_lines_are_answered_in_their_order_in_the_least_class(tmp_path):
     assert sorted(each.priority for each in engine.submitted) == [0, 1]
 
 
+def test_what_was_ignored_of_a_line_is_named_in_its_answer(tmp_path):
+    async def talking():
+        async with Site(FakeEngine(), tmp_path) as site:
+            lines = jsonl(line("a", store=True, service_tier="flex"), line("b"), line("c", store=True, temperature=-1))
+            batch = await site.ended(await site.begin(lines))
+            return await site.lines(batch["output_file_id"]), await site.lines(batch["error_file_id"])
+
+    (first, second), (refused,) = run(talking)
+    assert first["response"]["ignored_parameters"] == "store, service_tier"
+    assert "ignored_parameters" not in second["response"]
+    assert "ignored_parameters" not in refused["response"]
+
+
 @pytest.mark.parametrize(
     ("text", "fault"),
     [

@@ -13,6 +13,7 @@ from llm_serving.errors import AuthenticationError
 from llm_serving.server.authentication import SCOPE_KEY
 from llm_serving.server.batches.batches import Answered
 from llm_serving.server.error_responses import openai_error_response
+from llm_serving.server.parameters import IGNORED_HEADER
 from llm_serving.server.quota import SCOPE_KEY as QUOTA_SCOPE_KEY
 from llm_serving.server.quota import Quota
 
@@ -93,5 +94,10 @@ class _Exchange:
 
     def answered(self) -> Answered:
         headers = {name.lower(): value for name, value in self._start["headers"]}
-        wait = headers.get(b"retry-after")
-        return Answered(self._start["status"], bytes(self._answer), None if wait is None else float(wait))
+        wait, ignored = headers.get(b"retry-after"), headers.get(IGNORED_HEADER.encode())
+        return Answered(
+            self._start["status"],
+            bytes(self._answer),
+            None if wait is None else float(wait),
+            None if ignored is None else ignored.decode(),
+        )

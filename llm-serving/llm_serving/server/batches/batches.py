@@ -54,6 +54,8 @@ class Answered:
     status: int
     body: bytes
     retry_after_s: float | None = None
+    ignored: str | None = None
+    """Names of fields that were ignored."""
 
 
 class Ask(Protocol):
@@ -244,7 +246,8 @@ class Batches:
             wanted = answered.retry_after_s or 0.0
             await asyncio.sleep(min(max(wanted, pause_s), MOST_PAUSE_S))
             pause_s *= 2
-        await self.stored(BatchStore.answer, batch_id, line.number, answered.status, answered.body)
+        told = answered.status, answered.body, answered.ignored
+        await self.stored(BatchStore.answer, batch_id, line.number, *told)
         self.trouble = None
 
     async def _asked(self, url: str, body: bytes, tenant: str) -> Answered:

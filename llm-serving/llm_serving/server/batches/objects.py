@@ -111,10 +111,12 @@ class Line(Struct, kw_only=True, forbid_unknown_fields=True):
     body: msgspec.Raw
 
 
-class LineAnswer(Struct):
+class LineAnswer(Struct, omit_defaults=True):
     status_code: int
     request_id: str
     body: msgspec.Raw | dict[str, Any]
+    ignored_parameters: str | None = None
+    """Fields of the line's body, as the header `x-ignored-parameters` of an answer names them; None: none."""
 
 
 class Failure(Struct):

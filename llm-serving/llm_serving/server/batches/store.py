@@ -34,6 +34,9 @@ CREATE TABLE IF NOT EXISTS batches (
 CREATE TABLE IF NOT EXISTS lines (
     batch TEXT NOT NULL REFERENCES batches ON DELETE CASCADE, number INTEGER NOT NULL, custom_id TEXT NOT NULL,
     url TEXT NOT NULL, body BLOB NOT NULL, status INTEGER, answer BLOB, PRIMARY KEY (batch, number)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS ignored (
+    batch TEXT NOT NULL REFERENCES batches ON DELETE CASCADE, number INTEGER NOT NULL, names TEXT NOT NULL,
+    PRIMARY KEY (batch, number)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS inputs (
     batch TEXT PRIMARY KEY REFERENCES batches ON DELETE CASCADE, bytes INTEGER NOT NULL) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS waiting ON lines (batch, number) WHERE status IS NULL;
@@ -208,11 +211,14 @@ class BatchStore:
             WHERE batch = ? AND number > ? AND status IS NULL ORDER BY number LIMIT ?"""
         return [PendingLine(*row) for row in self._db.execute(query, (batch_id, after, count))]
 
-    def answer(self, batch_id: str, number: int, status: int, answer: bytes) -> None:
-        """A line has been answered; the first answer stays."""
+    def answer(self, batch_id: str, number: int, status: int, answer: bytes, ignored: str | None = None) -> None:
+        """A line has been answered, without regard to fields of these names; the first answer stays."""
         with self._db:
+            self._db.execute("BEGIN IMMEDIATE")
             query = "UPDATE lines SET status = ?, answer = ? WHERE batch = ? AND number = ? AND status IS NULL"
-            self._db.execute(query, (status, answer, batch_id, number))
+            is_first = self._db.execute(query, (status, answer, batch_id, number)).rowcount
+            if is_first and ignored is not None:
+                self._db.execute("INSERT INTO ignored VALUES (?, ?, ?)", (batch_id, number, ignored))
 
     def finish(self, batch: Batch, tenant: str, unanswered: Failure | None, now: float, expires_at: int) -> None:
         """Writes the output and the errors of a batch, in the order of its lines, and the batch with its end.
@@ -235,6 +241,7 @@ class BatchStore:
                 else:
                     batch.error_file_id = file_id
             self._db.execute("DELETE FROM lines WHERE batch = ?", (batch.id,))
+            self._db.execute("DELETE FROM ignored WHERE batch = ?", (batch.id,))
             self._save(batch)
 
     def expire(self, now: float, kept_s: float) -> None:
@@ -244,15 +251,16 @@ class BatchStore:
             self._db.execute("DELETE FROM batches WHERE ended AND created < ?", (now - kept_s,))
 
     def _output(self, batch_id: str, answered: bool, unanswered: Failure | None) -> Iterator[bytes]:
-        query = "SELECT number, custom_id, status, answer FROM lines WHERE batch = ? ORDER BY number"
-        for number, custom_id, status, answer in self._db.execute(query, (batch_id,)):
+        query = """SELECT number, custom_id, status, answer, names FROM lines LEFT JOIN ignored USING (batch, number)
+            WHERE batch = ? ORDER BY number"""
+        for number, custom_id, status, answer, ignored in self._db.execute(query, (batch_id,)):
             if (status == 200) != answered or (status is None and unanswered is None):
                 continue
             line = AnsweredLine(id=f"{batch_id}-{number}", custom_id=custom_id)
             if status is None:
                 line.error = unanswered
             else:
-                line.response = LineAnswer(status, f"{batch_id}-{number}", msgspec.Raw(answer))
+                line.response = LineAnswer(status, f"{batch_id}-{number}", msgspec.Raw(answer), ignored)
             yield msgspec.json.encode(line) + b"\n"
 
     def _write(
