@@ -87,6 +87,29 @@ def test_who_comes_while_it_is_computed_joins_it():
     asyncio.run(run())
 
 
+def test_whoever_waits_for_another_by_its_key_does_so_until_its_own_deadline():
+    class Log:
+        async def append(self, record):
+            await written.wait()
+
+    written = asyncio.Event()
+
+    async def run():
+        server = GatedServer()
+        server.site.routes.accepted.log = Log()
+        async with server.running() as client:
+            first = asyncio.create_task(client.post(PATH, json=BODY, headers=keyed()))
+            await server.reach(lambda: len(server.site.routes.accepted) == 1)
+            async with asyncio.timeout(30):
+                late = await client.post(PATH, json=BODY, headers=keyed() | {"x-request-timeout-s": "0.01"})
+            assert (late.status_code, error_of(late)["code"]) == (504, "timeout")
+            assert not first.done()
+            written.set()
+            assert (await first).status_code == 200
+
+    asyncio.run(run())
+
+
 def test_what_was_refused_has_no_answer_to_repeat():
     async def run():
         server = GatedServer()

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from concurrent.futures import Future
 
 import pytest
 from fakes import FakeEngine
 from gated_server import GatedServer
 from llm_serving.admission.load_estimator import Measured
+from llm_serving.server import answer_form, conversation
+from llm_serving.server.routes import completions, tgi
 from server_client import error_of, post
 
 BODIES = {
@@ -112,6 +115,47 @@ def test_tgi_answers_504():
 def test_the_legacy_routes_answer_as_to_every_failure():
     answer = Late().ask("/models/demo/generate", BODIES["/models/demo/generate"])
     assert (answer.status_code, answer.json()["finish_reason"]) == (200, "predict_failed")
+
+
+class Occupied:
+    """Threads that never come to a piece of work."""
+
+    def __init__(self):
+        self.given = []
+
+    def submit(self, owner, work):
+        self.given.append(Future())
+        return self.given[-1]
+
+
+@pytest.mark.parametrize(
+    ("module", "step", "path", "fields"),
+    [
+        (conversation, "render_chat", "/v1/chat/completions", {}),
+        (conversation, "compiled", "/v1/chat/completions", {"response_format": {"type": "json_object"}}),
+        (completions, "compiled", "/v1/completions", {"guided_regex": "a"}),
+        (tgi, "compiled", "/generate", {"parameters": {"grammar": {"type": "regex", "value": "a"}}}),
+    ],
+)
+def test_a_deadline_passes_also_before_the_engine_has_the_request(monkeypatch, module, step, path, fields):
+    """A template or a grammar may wait behind those of others."""
+    occupied, engine, work = Occupied(), FakeEngine(), getattr(module, step)
+
+    def begin_late(*arguments):
+        monkeypatch.setattr(conversation, "_RENDERING", occupied)
+        monkeypatch.setattr(answer_form, "_COMPILING", occupied)
+        now[0] = 3601.0
+        return work(*arguments)
+
+    now = [0.0]
+    engine.clock = lambda: now[0]
+    monkeypatch.setattr(module, step, begin_late)
+    answer = post(engine, path, BODIES[path] | fields, headers={HEADER: "3600"})
+    assert answer.status_code == 504
+    assert "the deadline of the request has passed" in answer.text
+    assert engine.submitted == []
+    [given] = occupied.given
+    assert given.cancelled()
 
 
 @pytest.mark.parametrize("n", [1, 3])

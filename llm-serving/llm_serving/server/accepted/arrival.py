@@ -21,6 +21,7 @@ from llm_serving.server.accepted.table import AcceptedRequests, Claim
 from llm_serving.server.accepted.turn import SharingRules, Turn, digest_of
 from llm_serving.server.authentication import api_key_of
 from llm_serving.server.caller import HttpCaller
+from llm_serving.server.deadline import before
 from llm_serving.server.note import note_of
 from llm_serving.server.off_loop import INLINE_BYTES, off_loop
 from llm_serving.server.openai_requests import Identity, identify
@@ -75,6 +76,7 @@ async def arrival(
     Raises:
         RequestError: Its key or its event is malformed, or was another request's.
         GoneError: It was accepted by another model.
+        TimedOutError: Another one had its key until its deadline.
     """
     accepted: AcceptedRequests = http_request.app.accepted
     serving = engine.config.serving
@@ -98,7 +100,7 @@ async def arrival(
         if event_id:
             record, position = _by_event(accepted, http_request, event_id, digest)
         elif key:
-            found = await accepted.claim(caller.tenant, key, digest)
+            found = await before(caller.deadline, engine.clock, accepted.claim(caller.tenant, key, digest))
             record, claim = (None, found) if isinstance(found, Claim) else (found, None)
     try:
         longest = engine.max_model_len, engine.config.model.max_input_len

@@ -18,6 +18,7 @@ from llm_serving.server.accepted.arrival import arrival
 from llm_serving.server.answer_form import asked_form, compiled, text_of
 from llm_serving.server.caller import caller_of
 from llm_serving.server.choices import MAX_CHOICES, choices_of
+from llm_serving.server.deadline import before
 from llm_serving.server.endpoint import Endpoint
 from llm_serving.server.generation import (
     MIN_LOGPROB,
@@ -96,7 +97,7 @@ async def answer_completion(engine: AsyncEngine, http_request: Request, request:
         whole = await encode_prompts(engine, items, request.add_special_tokens is not False)
         prompts = [truncated(engine, prompt, request.truncate_prompt_tokens, max_tokens) for prompt in whole]
         check_size(prompts, sampling, field, choices.n)
-        constraint = await compiled(engine, form, caller.source)
+        constraint = await before(caller.deadline, engine.clock, compiled(engine, form, caller.source))
         sampling = replace(sampling, constraint=text_of(constraint))
         items = [
             item if len(prompt) == len(all_of_it) else prompt

@@ -25,6 +25,7 @@ from llm_serving.errors import RequestError
 from llm_serving.server.answer_form import asked_form, compiled, text_of
 from llm_serving.server.caller import caller_of
 from llm_serving.server.choices import MAX_CHOICES
+from llm_serving.server.deadline import before
 from llm_serving.server.endpoint import Endpoint
 from llm_serving.server.error_responses import json_response, tgi_error_content, tgi_error_response
 from llm_serving.server.generation import (
@@ -85,7 +86,7 @@ async def _generate(engine: AsyncEngine, http_request: Request, stream: bool | N
         if parameters.truncate < 1:
             raise RequestError("truncate", "must be an integer of at least 1", parameters.truncate)
         prompt = prompt[-parameters.truncate :]
-    constraint = await compiled(engine, form, caller.source)
+    constraint = await before(caller.deadline, engine.clock, compiled(engine, form, caller.source))
     sampling = replace(sampling, constraint=text_of(constraint))
     request_id = request_id_of(http_request)
     generation = await start_generation(
