@@ -23,7 +23,7 @@ def normal(rng: np.random.Generator, *shape: int) -> Array:
 def random_tensor(rng: np.random.Generator, n: int, k: int, group_size: int, has_zeros: bool) -> QuantizedTensor:
     groups = max(1, -(-k // group_size))
     zeros = rng.integers(0, 16, (n, groups), np.uint8) if has_zeros else None
-    scales = np.abs(normal(rng, n, groups)) + np.float32(1e-3)
+    scales = normal(rng, n, groups) * (rng.random((n, groups), np.float32) > 0.05)  # below zero, and 0, as files have
     return QuantizedTensor(rng.integers(0, 16, (n, k), np.uint8), scales, zeros, 4, group_size)
 
 

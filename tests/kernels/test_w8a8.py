@@ -26,7 +26,12 @@ def normal(rng: np.random.Generator, *shape: int) -> Array:
 
 
 def random_weight(rng: np.random.Generator, n: int, k: int) -> tuple[Array, Array]:
-    return rng.integers(-128, 128, (n, k)).astype(np.int8), np.abs(normal(rng, n)) + np.float32(1e-3)
+    return rng.integers(-128, 128, (n, k)).astype(np.int8), signed_scales(rng, n)
+
+
+def signed_scales(rng: np.random.Generator, *shape: int) -> Array:
+    """Files have some below zero and, for rows of nothing, of 0."""
+    return normal(rng, *shape) * (rng.random(shape, np.float32) > 0.05)
 
 
 def with_zero_rows(rng: np.random.Generator, m: int, k: int) -> Array:

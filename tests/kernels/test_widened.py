@@ -77,7 +77,8 @@ def test_small_integers_are_multiplied_exactly(
     groups = 1 if group is None else -(-k // group)
     codes = rng.integers(0, 16, (n, k), np.uint8) if bits == 4 else rng.integers(-128, 128, (n, k), np.int8)
     zeros = rng.integers(0, 16, (n, groups), np.uint8) if bits == 4 else None
-    scales, x = 2.0 ** rng.integers(-2, 3, (n, groups)), rng.integers(-4, 5, (m, k))
+    scales = 2.0 ** rng.integers(-2, 3, (n, groups)) * rng.integers(-1, 2, (n, groups))
+    x = rng.integers(-4, 5, (m, k))
     of_input = np.arange(k) // (group or k)
     values = (codes.astype(np.float64) - (0 if zeros is None else zeros[:, of_input])) * scales[:, of_input]
     with library.isa_in_use(isa):
