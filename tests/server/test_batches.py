@@ -13,10 +13,17 @@ import httpx
 import pytest
 from fakes import FakeEngine, Script
 from llm_serving.config.sections.api_key import ApiKey
-from llm_serving.errors import CapacityError, ConfigError, StoreFullError, UnavailableError, WorkerDiedError
+from llm_serving.errors import (
+    CapacityError,
+    ConfigError,
+    RequestTooLargeError,
+    StoreFullError,
+    UnavailableError,
+    WorkerDiedError,
+)
 from llm_serving.server.app import build_site, open_batches, run_file
 from llm_serving.server.authentication import hash_key
-from llm_serving.server.batches import BatchStore
+from llm_serving.server.batches import BatchStore, Shares
 from llm_serving.server.batches import batches as module
 from llm_serving.server.batches.batches import Answered
 from llm_serving.server.batches.objects import Batch
@@ -49,7 +56,7 @@ class Site:
         self.client = httpx.AsyncClient(transport=transport, base_url="http://localhost", headers=headers)
 
     async def __aenter__(self):
-        self.batches = self._site.routes.batches = open_batches(self.engine.config, self._site.inside)
+        self.batches = self._site.routes.batches = open_batches(self.engine, self._site.inside)
         await self.batches.start()
         return self
 
@@ -231,14 +238,56 @@ def test_inputs_of_batches_that_wait_take_no_more_of_the_disk_than_files_may(tmp
         store.add_batch(new, "", 0.0)
         return new
 
-    with contextlib.closing(BatchStore(tmp_path / "batches.db", 1000)) as store:
-        store.add_file(module.new_file("f", "in.jsonl", "batch", 0.0), "", [b"x" * 400], 0.0)
+    with contextlib.closing(BatchStore(tmp_path / "batches.db", Shares(10**5))) as store:
+        store.add_file(module.new_file("f", "in.jsonl", "batch", 0.0), "", [b"x" * 40_000], 0.0)
         first, _ = begin("a"), begin("b")
         with pytest.raises(StoreFullError, match="batch_store_bytes"):
             begin("c")
         first.status = "failed"
         store.save(first)
         begin("d")
+
+
+def test_files_without_content_take_room_as_well(tmp_path):
+    with contextlib.closing(BatchStore(tmp_path / "batches.db", Shares(10**4))) as store:
+        with pytest.raises(RequestTooLargeError):
+            for number in range(100):
+                store.add_file(module.new_file(f"f{number}", "n" * 200, "batch", 0.0), "", [b"x"], 0.0)
+        assert len(store.files(None, None, 100, None)) > 10
+        with pytest.raises(StoreFullError, match="batch_store_bytes"):
+            for number in range(100):
+                new = Batch(id=f"b{number}", endpoint="/", input_file_id="f0", created_at=0, expires_at=9)
+                store.add_batch(new, "", 0.0)
+                new.status = "failed"
+                store.save(new)
+
+
+def test_lines_wait_until_there_is_room_for_their_answers(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(module, "LEAST_PAUSE_S", 0.0)
+    answer, asked = b'"' + b"x" * 10_000 + b'"', []
+
+    async def ask(url, body, tenant):
+        del url, body, tenant
+        asked.append(1)
+        return Answered(200, answer)
+
+    async def talking():
+        engine = FakeEngine(limits={"batch_store_bytes": 100_000, "batch_concurrency": 2})
+        async with Site(engine, tmp_path) as site:
+            site.batches._ask = ask
+            other = await site.upload(b"x" * 50_000)
+            batch_id = await site.begin(jsonl(*(line(str(n)) for n in range(9))))
+            while "wait: files and batches have at most 100000 bytes" not in caplog.text:
+                await asyncio.sleep(0)
+            num_asked, counts = len(asked), (await site.show(batch_id))["request_counts"]
+            await site.client.delete(f"/v1/files/{other}")
+            batch = await site.ended(batch_id)
+            kept = await site.client.get(f"/v1/files/{batch['output_file_id']}")
+            return num_asked, counts, batch, kept.json()["bytes"]
+
+    num_asked, counts, batch, size = run(talking)
+    assert (num_asked, counts["total"], batch["request_counts"]["completed"]) == (5, 9, 9)
+    assert 90_000 < size < 100_000
 
 
 def test_what_is_kept_beside_a_batch_is_bounded(tmp_path):
@@ -252,7 +301,7 @@ def test_what_is_kept_beside_a_batch_is_bounded(tmp_path):
 
 
 def test_a_batch_that_is_cancelled_before_its_input_is_looked_at_stays_so(tmp_path):
-    with contextlib.closing(BatchStore(tmp_path / "batches.db", 2**20)) as store:
+    with contextlib.closing(BatchStore(tmp_path / "batches.db", Shares(2**20))) as store:
         new = Batch(id="b", endpoint="/v1/completions", input_file_id="f", created_at=0, expires_at=9)
         store.add_batch(new, "", 0.0)
         assert store.cancel("b", 1.0).status == "cancelling"
@@ -374,6 +423,60 @@ class TestTenants:
         seen, lists, own, stolen, tenant = run(talking)
         assert (seen, lists, own, tenant) == ([404] * 3, [[], []], [1, 2], "me")
         assert error_of(stolen)["param"] == "input_file_id"
+
+    def test_one_tenant_leaves_room_to_another(self, tmp_path):
+        engine = FakeEngine(api_keys=self.KEYS, limits={"batch_store_bytes": 300_000})
+
+        async def talking():
+            async with Site(engine, tmp_path) as site:
+
+                async def keep(key, size=10_000):
+                    form = {"files": {"file": ("in.jsonl", b"x" * size)}, "data": {"purpose": "batch"}}
+                    return await site.client.post("/v1/files", headers={"x-api-key": key}, **form)
+
+                async def fill(key):
+                    for number in range(30):
+                        if (answer := await keep(key)).status_code != 200:
+                            return number, answer
+                    raise AssertionError("nobody else has any room")
+
+                return await keep("me", 160_000), await fill("me"), await fill("you"), await fill("me")
+
+        too_long, (mine, refused), (yours, _), (more, _) = run(talking)
+        assert (too_long.status_code, error_of(too_long)["param"]) == (413, "body")
+        assert "must be at most 150000 bytes" in too_long.text
+        assert (mine, yours, more) == (14, 7, 0)
+        assert (refused.status_code, error_of(refused)["param"]) == (413, "file")
+        assert "those of one API key at most as many as they leave free" in refused.text
+
+    def test_one_tenant_leaves_room_to_files_of_another_that_are_on_their_way(self, tmp_path):
+        head = b'--b\r\nContent-Disposition: form-data; name="file"; filename="in.jsonl"\r\n\r\n'
+        tail = b'\r\n--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--b--\r\n'
+        engine = FakeEngine(api_keys=self.KEYS, limits={"batch_store_bytes": 10**6})
+
+        async def talking():
+            has_begun, may_end = asyncio.Event(), asyncio.Event()
+
+            async def slow():
+                yield head + b"x" * 300_000
+                has_begun.set()
+                await may_end.wait()
+                yield tail
+
+            async with Site(engine, tmp_path) as site:
+
+                async def post(key, content):
+                    headers = {"content-type": "multipart/form-data; boundary=b", "x-api-key": key}
+                    return (await site.client.post("/v1/files", content=content, headers=headers)).status_code
+
+                first = asyncio.ensure_future(post("me", slow()))
+                await has_begun.wait()
+                content = head + b"x" * 300_000 + tail
+                others = await post("me", content), await post("you", content)
+                may_end.set()
+                return await first, *others
+
+        assert run(talking) == (200, 429, 200)
 
     def test_a_tenant_whose_key_is_gone_is_answered_no_more(self, tmp_path):
         held = FakeEngine(Script(hold_after=0), api_keys=self.KEYS)
@@ -549,7 +652,7 @@ def test_files_on_their_way_have_the_bound_of_those_kept(tmp_path):
 
 
 def test_what_is_old_is_forgotten(tmp_path):
-    with contextlib.closing(BatchStore(tmp_path / "x.db", 2**20)) as store:
+    with contextlib.closing(BatchStore(tmp_path / "x.db", Shares(2**20))) as store:
         store.add_file(module.new_file("file_a", "x", "batch", 100.0), "", [b"x"], 100.0)
         store.expire(100.0 + module.KEPT_S, module.KEPT_S)
         assert len(store.files(None, None, 9, None)) == 1
@@ -565,7 +668,7 @@ def test_without_a_place_to_keep_them_there_are_none():
 
 def test_a_place_that_cannot_be_used_is_an_error(tmp_path):
     with pytest.raises(ConfigError, match=r"serving_config\.batch_path"):
-        BatchStore(tmp_path, 1)
+        BatchStore(tmp_path, Shares(1))
 
 
 class TestFiles:
@@ -642,9 +745,12 @@ class TestFiles:
 
 def test_a_database_is_one_process_s_at_a_time(tmp_path):
     path = tmp_path / "x.db"
-    with contextlib.closing(BatchStore(path, 2**20)), pytest.raises(ConfigError, match="used by another process"):
-        BatchStore(path, 2**20)
-    BatchStore(path, 2**20).close()
+    with (
+        contextlib.closing(BatchStore(path, Shares(2**20))),
+        pytest.raises(ConfigError, match="used by another process"),
+    ):
+        BatchStore(path, Shares(2**20))
+    BatchStore(path, Shares(2**20)).close()
 
 
 def test_what_could_not_be_kept_takes_no_room_of_the_disk(tmp_path):
@@ -653,7 +759,7 @@ def test_what_could_not_be_kept_takes_no_room_of_the_disk(tmp_path):
         raise sqlite3.OperationalError("database or disk is full")
 
     path = tmp_path / "x.db"
-    with contextlib.closing(BatchStore(path, 2**30)) as store:
+    with contextlib.closing(BatchStore(path, Shares(2**30))) as store:
         with pytest.raises(sqlite3.OperationalError):
             store.add_file(module.new_file("file_a", "x", "batch", 100.0), "", pieces(), 100.0)
         assert sum(each.stat().st_size for each in tmp_path.iterdir()) > 2**22
@@ -720,8 +826,9 @@ def test_a_line_that_must_come_again_holds_no_place_of_others(tmp_path):
         return batch.id
 
     async def talking():
-        store = partial(BatchStore, tmp_path / "batches.db", 2**20)
-        batches = module.Batches(store, ask, concurrency=1, priority_class="least")
+        shares = Shares(2**20)
+        store = partial(BatchStore, tmp_path / "batches.db", shares)
+        batches = module.Batches(store, ask, concurrency=1, priority_class="least", shares=shares)
         await begin(batches, "refused")
         other = await begin(batches, "other")
         async with asyncio.timeout(60):

@@ -38,7 +38,7 @@ from llm_serving.server.access_log import AccessLog, open_access_log
 from llm_serving.server.accounting import Accounting
 from llm_serving.server.advisor import Advisor
 from llm_serving.server.authentication import ApiKeyAuthentication
-from llm_serving.server.batches import Ask, Batches, BatchStore
+from llm_serving.server.batches import Ask, Batches, BatchStore, Shares
 from llm_serving.server.batches.file_run import UNFINISHED, answer_file
 from llm_serving.server.batches.objects import RequestCounts
 from llm_serving.server.batches.store import lock_of
@@ -254,7 +254,7 @@ def hand_over_often() -> None:
 @asynccontextmanager
 async def _running(engine: AsyncEngine, site: Site) -> AsyncIterator[None]:
     engine.start()
-    batches = site.routes.batches = open_batches(engine.config, site.inside)
+    batches = site.routes.batches = open_batches(engine, site.inside)
     if batches is not None:
         await batches.start()
     if engine.config.serving.receipts == "at_start":
@@ -318,25 +318,29 @@ def open_accepted(config: ServingConfig, log: LogFile | None = None) -> Accepted
     return accepted
 
 
-def open_batches(config: ServingConfig, ask: Ask, path: Path | None = None) -> Batches | None:
+def open_batches(engine: AsyncEngine, ask: Ask, path: Path | None = None) -> Batches | None:
     """Those of the configuration; None: it has none.
 
     Args:
-        config: Says how many lines are asked for at once.
+        engine: Its configuration says how many lines are asked for at once, and what may be kept.
         ask: Asks a route.
-        path: Of the database, in place of the configuration's.
+        path: Of the database, in place of the configuration's; answers have as much room there as they need.
 
     Raises:
         ConfigError: Their database cannot be used.
     """
-    serving = config.serving
-    if (path := path or serving.batch_path) is None:
+    config, serving = engine.config, engine.config.serving
+    place = path or serving.batch_path
+    if place is None:
         return None
+    shares = Shares(serving.batch_store_bytes, lambda: len(engine.config.api_keys) > 1)
     return Batches(
-        partial(BatchStore, path, serving.batch_store_bytes),
+        partial(BatchStore, place, shares),
         ask,
         concurrency=serving.batch_concurrency or config.model.decode_batch_size,
         priority_class=config.request_classes[-1].name,
+        shares=shares,
+        bounds_answers=path is None,
     )
 
 
@@ -350,7 +354,7 @@ async def run_file(
         LLMServingError: The engine has failed.
     """
     unfinished = Path(f"{target}{UNFINISHED}")
-    batches = open_batches(engine.config, build_site(engine).inside, unfinished)
+    batches = open_batches(engine, build_site(engine).inside, unfinished)
     assert batches is not None
     engine.start()
     try:

@@ -141,7 +141,7 @@ class ServerConfig:
 
     batch_store_bytes: int = option(2**30, memory())
     """Bytes that all files of batches may have together, and apart from them the inputs of batches that have not ended;
-    or text such as "1GB"."""
+    or text such as "1GB". Of several API keys each has at most as much as it leaves free."""
 
     batch_concurrency: int | None = option(None, integer(1, 4096))
     """Lines of batches that are asked for at once. None: `decode_batch_size`."""

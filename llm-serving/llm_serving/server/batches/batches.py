@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -18,6 +19,7 @@ import msgspec
 from llm_serving.errors import UnavailableError
 from llm_serving.log import get_logger
 from llm_serving.server.batches.objects import Batch, Failure, FileObject, Line, LineError, LineErrors
+from llm_serving.server.batches.shares import Shares
 from llm_serving.server.batches.store import BatchStore, PendingLine
 
 logger = get_logger(__name__)
@@ -58,6 +60,9 @@ class Answered:
     """Names of fields that were ignored."""
 
 
+_NO_ROOM: Final = Answered(429, b"")
+
+
 class Ask(Protocol):
     """Asks a route of the server on behalf of a tenant."""
 
@@ -73,6 +78,8 @@ class Batches:
         concurrency: Lines that are asked for at once, of all batches; and lines of each that are under way, those that
             were refused and will be tried again among them.
         priority_class: Of lines that name none.
+        shares: Of files that are on their way.
+        bounds_answers: Whether lines wait to be asked for until there is room for answers.
         now: Seconds since 1970, as files and batches tell them.
     """
 
@@ -83,6 +90,8 @@ class Batches:
         *,
         concurrency: int,
         priority_class: str,
+        shares: Shares,
+        bounds_answers: bool = True,
         now: Callable[[], float] = time.time,
     ) -> None:
         self._thread = ThreadPoolExecutor(1, "batches")
@@ -91,11 +100,14 @@ class Batches:
         self._concurrency = concurrency
         self._room = asyncio.Semaphore(concurrency)
         self._priority_class = priority_class
+        self.shares = shares
+        self._bounds_answers = bounds_answers
+        self._tenants_without_room: set[str] = set()
         self.now = now
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._cancelled: dict[str, asyncio.Event] = {}
-        self.num_incoming_bytes = 0
-        """Of files that are on their way."""
+        self.num_incoming_bytes: Counter[str] = Counter()
+        """Of each tenant's files that are on their way."""
         self.trouble: UnavailableError | None = None
         """Why batches wait or stand still, where they do."""
         self._tidier: asyncio.Task[None] | None = None
@@ -253,7 +265,17 @@ class Batches:
     async def _asked(self, url: str, body: bytes, tenant: str) -> Answered:
         """Whoever has to come again waits elsewhere: a key without tokens holds no place that others could use."""
         async with self._room:
-            return await self._ask(url, body, tenant)
+            return await self._ask(url, body, tenant) if await self._has_room(tenant) else _NO_ROOM
+
+    async def _has_room(self, tenant: str) -> bool:
+        """Whether an answer can be kept; what is being answered already is kept in any case."""
+        if not self._bounds_answers or await self.stored(BatchStore.has_room, tenant):
+            self._tenants_without_room.discard(tenant)
+            return True
+        if tenant not in self._tenants_without_room:
+            self._tenants_without_room.add(tenant)
+            logger.warning("batches of %r wait: files and batches %s", tenant, self.shares.rule)
+        return False
 
     def _with_class(self, body: bytes) -> bytes:
         """The rest of the body stays as it is, to the last digit and however deep."""

@@ -16,6 +16,7 @@ import msgspec
 from llm_serving.core.held_file import hold
 from llm_serving.errors import ConfigError, RequestNotFoundError, RequestTooLargeError, StoreFullError
 from llm_serving.server.batches.objects import AnsweredLine, Batch, Failure, FileObject, Line, LineAnswer, RequestCounts
+from llm_serving.server.batches.shares import Shares
 
 T = TypeVar("T")
 
@@ -39,8 +40,18 @@ CREATE TABLE IF NOT EXISTS ignored (
     PRIMARY KEY (batch, number)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS inputs (
     batch TEXT PRIMARY KEY REFERENCES batches ON DELETE CASCADE, bytes INTEGER NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS outputs (
+    batch TEXT PRIMARY KEY REFERENCES batches ON DELETE CASCADE, bytes INTEGER NOT NULL) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS waiting ON lines (batch, number) WHERE status IS NULL;
 """
+_KEPT: Final = """SELECT COALESCE(SUM(bytes), 0), COALESCE(SUM(bytes) FILTER (WHERE tenant = ?), 0) FROM (
+    SELECT tenant, bytes + LENGTH(about) AS bytes FROM files
+    UNION ALL SELECT tenant, LENGTH(about) FROM batches
+    UNION ALL SELECT tenant, bytes FROM outputs JOIN batches ON id = batch)"""
+"""Bytes that are kept, of all and of one tenant: answers of batches that have not ended are files to come."""
+_INPUTS: Final = """SELECT COALESCE(SUM(bytes), 0), COALESCE(SUM(bytes) FILTER (WHERE tenant = ?), 0)
+    FROM inputs JOIN batches ON id = batch WHERE NOT ended"""
+"""The same of the inputs of batches that have not ended."""
 
 
 class PendingLine(NamedTuple):
@@ -58,14 +69,14 @@ class BatchStore:
 
     Args:
         path: The database; made where there is none. A file `PATH.lock` beside it is held as long as it is open.
-        max_bytes: Of all files together; and of the lines of batches that have not ended.
+        shares: Of all that is kept; and apart from that of the inputs of batches that have not ended.
 
     Raises:
         ConfigError: The database cannot be used, or another process uses it.
     """
 
-    def __init__(self, path: Path, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
+    def __init__(self, path: Path, shares: Shares) -> None:
+        self._shares = shares
         try:
             if path.exists() and not path.is_file():  # a device would be given other rights, a pipe waited for
                 raise ConfigError(f"serving_config.batch_path: {path} must be a file; it is of another kind")
@@ -100,13 +111,16 @@ class BatchStore:
         """
         with self._db:
             self._db.execute("BEGIN IMMEDIATE")
-            self._insert(about, tenant, chunks, now, self._max_bytes - self._used())
+            self._insert(about, tenant, chunks, now, self._room(_KEPT, tenant))
         return about
 
-    def _used(self) -> int:
-        """Bytes of all files."""
-        (used,) = self._db.execute("SELECT COALESCE(SUM(bytes), 0) FROM files").fetchone()
-        return int(used)
+    def has_room(self, tenant: str) -> bool:
+        """Whether more may be kept for a tenant."""
+        return self._room(_KEPT, tenant) > 0
+
+    def _room(self, query: str, tenant: str) -> int:
+        used, own = self._db.execute(query, (tenant,)).fetchone()
+        return self._shares.room(used, own)
 
     def file(self, file_id: str, tenant: str | None) -> FileObject:
         """A file that this tenant, or None: anybody, may see.
@@ -153,12 +167,11 @@ class BatchStore:
         """
         with self._db:
             self._db.execute("BEGIN IMMEDIATE")
-            query = """SELECT COALESCE((SELECT bytes FROM files WHERE id = ?), 0),
-                COALESCE((SELECT SUM(bytes) FROM inputs JOIN batches ON batches.id = batch WHERE NOT ended), 0)"""
-            size, waiting = self._db.execute(query, (batch.input_file_id,)).fetchone()
-            if waiting + size > self._max_bytes or self._used() > self._max_bytes:
-                rule = f"may have {self._max_bytes} bytes (serving_config.batch_store_bytes)"
-                raise StoreFullError(f"files, and apart from them the inputs of batches that have not ended, {rule}")
+            query = "SELECT COALESCE((SELECT bytes FROM files WHERE id = ?), 0)"
+            (size,) = self._db.execute(query, (batch.input_file_id,)).fetchone()
+            if size > self._room(_INPUTS, tenant) or not self.has_room(tenant):
+                what = "files and batches, and apart from them the inputs of batches that have not ended,"
+                raise StoreFullError(f"{what} {self._shares.rule}")
             row = (batch.id, tenant, msgspec.json.encode(batch), now, 0)
             self._db.execute("INSERT INTO batches VALUES (?, ?, ?, ?, ?)", row)
             self._db.execute("INSERT INTO inputs VALUES (?, ?)", (batch.id, size))
@@ -219,6 +232,9 @@ class BatchStore:
             is_first = self._db.execute(query, (status, answer, batch_id, number)).rowcount
             if is_first and ignored is not None:
                 self._db.execute("INSERT INTO ignored VALUES (?, ?, ?)", (batch_id, number, ignored))
+            if is_first:
+                query = "INSERT INTO outputs VALUES (?, ?) ON CONFLICT DO UPDATE SET bytes = bytes + excluded.bytes"
+                self._db.execute(query, (batch_id, len(answer) + len(ignored or "")))
 
     def finish(self, batch: Batch, tenant: str, unanswered: Failure | None, now: float, expires_at: int) -> None:
         """Writes the output and the errors of a batch, in the order of its lines, and the batch with its end.
@@ -242,6 +258,7 @@ class BatchStore:
                     batch.error_file_id = file_id
             self._db.execute("DELETE FROM lines WHERE batch = ?", (batch.id,))
             self._db.execute("DELETE FROM ignored WHERE batch = ?", (batch.id,))
+            self._db.execute("DELETE FROM outputs WHERE batch = ?", (batch.id,))
             self._save(batch)
 
     def expire(self, now: float, kept_s: float) -> None:
@@ -292,8 +309,7 @@ class BatchStore:
         for number, chunk in enumerate(chunks):
             about.bytes += len(chunk)
             if about.bytes > most:
-                rule = f"must fit: all files together have at most {self._max_bytes} bytes"
-                raise RequestTooLargeError("file", f"{rule} (serving_config.batch_store_bytes)")
+                raise RequestTooLargeError("file", f"must fit: all files together {self._shares.rule}")
             self._db.execute("INSERT INTO chunks VALUES (?, ?, ?)", (about.id, number, chunk))
         described = (msgspec.json.encode(about), about.bytes, about.id)
         self._db.execute("UPDATE files SET about = ?, bytes = ? WHERE id = ?", described)

@@ -58,7 +58,7 @@ async def create_file(engine: AsyncEngine, http_request: Request) -> Response:
     try:
         async with (
             asyncio.timeout(limits.body_timeout_s),
-            _counted(batches, http_request, limits.batch_store_bytes) as counted,
+            _counted(batches, http_request) as counted,
             counted.form(max_files=1, max_fields=4, max_part_size=MAX_FIELD_BYTES) as form,
         ):
             file, purpose = form.get("file"), form.get("purpose")
@@ -217,27 +217,28 @@ def _pieces(file: UploadFile) -> Iterator[bytes]:
 
 
 @asynccontextmanager
-async def _counted(batches: Batches, http_request: Request, max_bytes: int) -> AsyncIterator[Request]:
+async def _counted(batches: Batches, http_request: Request) -> AsyncIterator[Request]:
     """A request whose body ends it where it becomes too long, or all that are on their way do."""
-    num_bytes = 0
+    shares, incoming, tenant = batches.shares, batches.num_incoming_bytes, _tenant(http_request)
+    num_bytes, most = 0, shares.room(0, 0)
 
     async def receive() -> Message:
         nonlocal num_bytes
         message = await http_request.receive()
         size = len(message.get("body", b""))
+        room = shares.room(incoming.total(), incoming[tenant])
         num_bytes += size
-        batches.num_incoming_bytes += size
-        if num_bytes > max_bytes:
-            raise RequestTooLargeError("body", f"must be at most {max_bytes} bytes (serving_config.batch_store_bytes)")
-        if batches.num_incoming_bytes > max_bytes:
-            rule = f"{max_bytes} bytes of files are on their way at most (serving_config.batch_store_bytes)"
-            raise CapacityError(rule, RETRY_AFTER_S)
+        incoming[tenant] += size
+        if num_bytes > most:
+            raise RequestTooLargeError("body", f"must be at most {most} bytes (serving_config.batch_store_bytes)")
+        if size > room:
+            raise CapacityError(f"files that are on their way {shares.rule}", RETRY_AFTER_S)
         return message
 
     try:
         yield Request(http_request.scope, receive)
     finally:
-        batches.num_incoming_bytes -= num_bytes
+        incoming[tenant] -= num_bytes
 
 
 _FILE: Final = "/v1/files/{file_id}"
