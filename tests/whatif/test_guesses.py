@@ -11,6 +11,7 @@ from llm_serving.whatif.recorded_load import read_recorded
 from llm_serving.whatif.simulation import Simulation
 from llm_serving.whatif.tuning.goal import Figure, Goal
 from llm_serving.whatif.tuning.knobs import knobs_for
+from llm_serving.whatif.virtual_drafter import VirtualDrafter
 from llm_serving.whatif.workload import recite
 from recordings import MemoryFiles, create_recorded
 from whatif_loads import STEP_S, config_with, create_profile
@@ -69,6 +70,18 @@ def test_what_nobody_can_know_is_not_guessed():
     (stream,) = load.streams
     both = play(Load("tests", (Stream("s", [noise, *stream.requests]),), vocab_size=1000))
     assert both.num_right < NUM_TOKENS
+
+
+@pytest.mark.parametrize(("step_s", "every"), [(0.01, 2), (1e-4, 16)])
+def test_guesses_that_do_not_pay_are_asked_for_the_more_seldom_the_shorter_steps_are(monkeypatch, step_s, every):
+    """As in a server, by what the asking takes."""
+    num_asked, follow = [], VirtualDrafter._follow
+    monkeypatch.setattr(VirtualDrafter, "_follow", lambda *given: num_asked.append(1) or follow(*given))
+    prompt = random.Random(2).choices(range(3, 1000), k=40)
+    noise = Asked("s", 0.0, prompt, 2000, 2000, answer_token_ids=[5])
+    result = play(Load("tests", (Stream("s", [noise]),), vocab_size=1000), step=CostModel((Piece("step", step_s),)))
+    assert result.num_right == 0
+    assert result.num_steps / len(num_asked) == pytest.approx(every, rel=0.2)
 
 
 def test_guesses_that_cost_what_they_bring_are_not_made():
