@@ -38,7 +38,9 @@ LLMServingError
 `http_status` is what a client sees when the error ends its request.
 """
 
+import contextlib
 import reprlib
+from collections.abc import Iterator, Mapping
 from typing import ClassVar, Self
 
 _short = reprlib.Repr()
@@ -97,6 +99,21 @@ class RequestError(LLMServingError):
     def renamed(self, field: str, value: object = ...) -> Self:
         """The same error by the name that the client gave the field, with another `value` if one is given."""
         return type(self)(field, self.rule, self._given if value is ... else value)
+
+
+@contextlib.contextmanager
+def renaming(names: Mapping[str, str]) -> Iterator[None]:
+    """Gives errors of requests the names that their fields have in a protocol.
+
+    Args:
+        names: What a field is called inside -> there; others keep theirs.
+    """
+    try:
+        yield
+    except RequestError as error:
+        if error.field in names:
+            raise error.renamed(names[error.field]) from None
+        raise
 
 
 class IdempotencyError(RequestError):

@@ -6,11 +6,11 @@ import asyncio
 
 import httpx
 import pytest
-from fakes import FakeEngine
-from llm_serving.errors import CapacityError
+from fakes import MAX_MODEL_LEN, FakeEngine
+from llm_serving.errors import CapacityError, ContextLengthError, RequestError
 from llm_serving.server.app import create_app
 from llm_serving.text.tokenizer import Tokenizer
-from server_client import post
+from server_client import error_of, post
 
 
 def test_the_openai_client_gets_a_rate_limit_error_with_the_time_to_retry() -> None:
@@ -44,6 +44,54 @@ ROUTES = [
     ("/models/llama2/generate", {"inputs": "Hello", "parameters": {"max_new_tokens": 5}}),
     ("/models/llama2/generate_stream", {"inputs": "Hello", "parameters": {"max_new_tokens": 5}}),
 ]
+
+
+MESSAGES = {"messages": [{"role": "user", "content": "Hello"}]}
+NAMES = [
+    ("/v1/chat/completions", MESSAGES, "messages", "max_tokens"),
+    ("/v1/chat/completions", MESSAGES | {"max_completion_tokens": 8}, "messages", "max_completion_tokens"),
+    ("/v1/messages", MESSAGES | {"model": "demo", "max_tokens": 8}, "messages", "max_tokens"),
+    ("/v1/responses", {"model": "demo", "input": "Hello"}, "input", "max_output_tokens"),
+    ("/generate", {"inputs": "Hello"}, "inputs", "max_new_tokens"),
+    ("/v1/embeddings", {"model": "demo", "input": "Hello"}, "input", None),
+    ("/v1/score", {"model": "demo", "text_1": "Hello", "text_2": ["you"]}, "text_2", None),
+    ("/v1/rerank", {"model": "demo", "query": "Hello", "documents": ["you"]}, "documents", None),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "prompt", "limit"), NAMES)
+def test_what_the_engine_refuses_is_named_as_the_client_named_it(path, body, prompt, limit) -> None:
+    for refusal, name in (
+        ({"refuses_at_once": ContextLengthError("prompt", "is too long")}, prompt),
+        ({"refusal": ContextLengthError("prompt", "is too long")}, prompt),
+        ({"refusal": ContextLengthError("max_tokens", "is too much")}, limit),
+    ):
+        if name is not None:
+            assert f"`{name}` is too " in post(FakeEngine(**refusal), path, body).text
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "name"),
+    [
+        ("/v1/completions", {"prompt": ["x"] * 3}, "prompt"),
+        ("/v1/completions", {"prompt": "x", "n": 2, "best_of": 3}, "best_of"),
+        ("/v1/completions", {"prompt": ["x"] * 3, "n": 2}, "n"),
+        ("/v1/chat/completions", MESSAGES | {"n": 2}, "n"),
+        ("/v1/chat/completions", MESSAGES | {"best_of": 2}, "best_of"),
+        ("/v1/embeddings", {"model": "demo", "input": ["x"] * 3}, "input"),
+    ],
+)
+def test_what_makes_too_many_answers_is_named(path, fields, name) -> None:
+    refused = post(FakeEngine(refuses_at_once=RequestError("n", "asks for too many")), path, fields)
+    assert f"`{name}` asks for too many" in refused.text
+
+
+def test_a_conversation_without_a_limit_must_leave_room_for_an_answer() -> None:
+    messages = [{"role": "user", "content": "word " * 2 * MAX_MODEL_LEN}]
+    engine = FakeEngine(max_body_bytes=2**20)
+    error = error_of(post(engine, "/v1/chat/completions", {"messages": messages}))
+    assert (error["param"], error["code"]) == ("messages", "context_length_exceeded")
+    assert f"must leave room for an answer within {MAX_MODEL_LEN} tokens" in error["message"]
 
 
 @pytest.mark.parametrize(("path", "body"), ROUTES)

@@ -273,7 +273,7 @@ class TestStored:
 
     def test_one_that_is_too_large_to_keep_says_so(self):
         engine = FakeEngine(limits={"response_store_bytes": 5000})
-        large = {"input": "hello " * 50}
+        large = {"input": "hello " * 50, "max_output_tokens": 8}
 
         async def talking(client):
             plain = (await client.post(PATH, json=large)).json()

@@ -23,7 +23,7 @@ USER = {"role": "user", "content": "hello"}
 
 def engine_that_says(*pieces: str, ends: FinishReason = FinishReason.STOP) -> FakeEngine:
     engine = FakeEngine(Script(tuple(Piece(text) for text in pieces), ends), max_body_bytes=2**16)
-    engine.tokenizer = tokenizer_with(HERMES)
+    engine.tokenizer, engine.max_model_len = tokenizer_with(HERMES), 1024
     return engine
 
 

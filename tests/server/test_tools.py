@@ -35,7 +35,7 @@ def ask(
     """The answer to a request, whose model says these pieces."""
     script = Script(tuple(Piece(text) for text in pieces), body.pop("ends", FinishReason.STOP))
     engine = FakeEngine(script, limits=limits or {}, max_body_bytes=2**16)
-    engine.tokenizer = tokenizer
+    engine.tokenizer, engine.max_model_len = tokenizer, 1024
     return post(engine, PATH, {"messages": USER, "tools": [WEATHER], **body}), engine
 
 

@@ -10,7 +10,7 @@ import msgspec
 from starlette.requests import Request
 
 from llm_serving.engine.async_engine import AsyncEngine
-from llm_serving.errors import RequestError
+from llm_serving.errors import ContextLengthError, RequestError, renaming
 from llm_serving.server.accepted.turn import Turn
 from llm_serving.server.answer_blocks import AnswerBlocks
 from llm_serving.server.answer_form import asked_form, check_others, compiled, text_of
@@ -94,39 +94,45 @@ async def converse(
     if checked.prompt_logprobs is not None:
         check_prompt_logprobs(request, "prompt_logprobs", choices)
     said = await off_loop(_says_much(request), lambda: _said(request))
-    visitor = await knock(
-        engine,
-        caller,
-        [said],
-        1 if limit is None else limit,
-        num_each=choices.best_of,
-        frame=2,
-        truncates=request.truncate_prompt_tokens is not None,
-        known=turn is not None and turn.known,
-    )
+    names = {"prompt": "messages", "max_tokens": limited_by, "n": "best_of" if choices.best_of > choices.n else "n"}
+    with renaming(names):
+        visitor = await knock(
+            engine,
+            caller,
+            [said],
+            1 if limit is None else limit,
+            num_each=choices.best_of,
+            frame=2,
+            truncates=request.truncate_prompt_tokens is not None,
+            known=turn is not None and turn.known,
+        )
     text = await before(caller.deadline, engine.clock, render_chat(engine, caller.source, request, offered))
     whole = await encode_text(engine, text, "messages", add_special_tokens=bool(request.add_special_tokens))
     prompt = truncated(engine, whole, request.truncate_prompt_tokens, 1 if limit is None else limit)
     check_size([prompt], checked, "prompt_logprobs", 1)
     remaining = engine.max_model_len - len(prompt)
+    if limit is None and remaining < 1:
+        rule = f"must leave room for an answer within {engine.max_model_len} tokens"
+        raise ContextLengthError("messages", rule, len(prompt))
     if limit is None:
-        limit = max(1, min(remaining, engine.sampling_defaults.get("max_tokens", remaining)))
+        limit = min(remaining, engine.sampling_defaults.get("max_tokens", remaining))
     bound = bound_form(engine, request, prompt, form, offered, budget)
     constraint = await before(caller.deadline, engine.clock, compiled(engine, bound, caller.source))
     decided["constraint"] = text_of(constraint)
     sampling = sampling_params(request, max_tokens=limit, **decided)
-    generation = await start_generation(
-        engine,
-        [prompt],
-        [sampling],
-        choices=choices,
-        request_id=identity.request_id,
-        caller=caller,
-        visitor=visitor,
-        constraint=constraint,
-        turn=turn,
-        receipt=receipt,
-    )
+    with renaming(names):
+        generation = await start_generation(
+            engine,
+            [prompt],
+            [sampling],
+            choices=choices,
+            request_id=identity.request_id,
+            caller=caller,
+            visitor=visitor,
+            constraint=constraint,
+            turn=turn,
+            receipt=receipt,
+        )
     return prompt, generation
 
 

@@ -20,7 +20,7 @@ from llm_serving.core.sampling_params import (
     SamplingParams,
 )
 from llm_serving.engine.async_engine import AsyncEngine
-from llm_serving.errors import RequestError
+from llm_serving.errors import RequestError, renaming
 from llm_serving.server.choices import COUNT, Choices
 
 SEED_STRIDE: Final = 0x9E3779B97F4A7C15
@@ -60,14 +60,10 @@ def sampling_params(
         if name not in decided and (value := getattr(request, field, None)) is not None
     }
     read = {name: _READERS[name](value) if name in _READERS else value for name, value in given.items()}
-    try:
+    with renaming(field_of):
         params = SamplingParams(**{"seed": secrets.randbits(64), **(defaults or {}), **read, **decided})
         Whole(least_tokens).checked("max_tokens", params.max_tokens)
         return params
-    except RequestError as error:
-        if (field := field_of.get(error.field, error.field)) != error.field:
-            raise error.renamed(field) from None
-        raise
 
 
 def bad_words(engine: AsyncEngine, words: list[str] | None) -> tuple[tuple[int, ...], ...]:

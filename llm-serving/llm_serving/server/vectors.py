@@ -16,7 +16,7 @@ from llm_serving.admission.admission import check_token_ids
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.core.step import Float32Array
 from llm_serving.engine.async_engine import AsyncEngine
-from llm_serving.errors import ContextLengthError, RequestError
+from llm_serving.errors import ContextLengthError, RequestError, renaming
 from llm_serving.server.caller import caller_of
 from llm_serving.server.generation import INLINE_CHARS, Generation, check_length, raise_unless_whole, start_generation
 from llm_serving.server.knock import knock
@@ -74,19 +74,23 @@ async def read_vectors(
     caller = caller_of(engine.config, http_request, request)
     identity = identify(engine, http_request, request, prefix)
     limits = truncations or [request.truncate_prompt_tokens] * len(texts)
-    visitor = await knock(engine, caller, texts, 0, truncates=any(limit is not None for limit in limits))
+    field = place(len(texts) - 1).partition("[")[0]
+    names = {"prompt": field, "n": field}
+    with renaming(names):
+        visitor = await knock(engine, caller, texts, 0, truncates=any(limit is not None for limit in limits))
     prompts = await _encode(engine, texts, place, limits, add_special_tokens)
     num_tokens = sum(map(len, prompts))
     await off_loop(num_tokens > INLINE_ITEMS, lambda: _check_lengths(engine, prompts, place))
-    generation = await start_generation(
-        engine,
-        prompts,
-        [_PROMPT] * len(prompts),
-        request_id=identity.request_id,
-        caller=caller,
-        visitor=visitor,
-        wants_vectors=True,
-    )
+    with renaming(names):
+        generation = await start_generation(
+            engine,
+            prompts,
+            [_PROMPT] * len(prompts),
+            request_id=identity.request_id,
+            caller=caller,
+            visitor=visitor,
+            wants_vectors=True,
+        )
     headers = identity.headers | generation.headers
     vectors = await complete(http_request.receive, generation, _collect(generation, len(prompts)))
     return identity, Vectors(vectors, TokensUsage(num_tokens, num_tokens), headers)

@@ -19,9 +19,9 @@ from llm_serving import __version__
 from llm_serving.core.parameter_rules import Real
 from llm_serving.core.request import FinishReason
 from llm_serving.core.request_output import RequestOutput
-from llm_serving.core.sampling_params import MAX_STOP_STRINGS, RULES, SamplingParams
+from llm_serving.core.sampling_params import MAX_STOP_STRINGS, SamplingParams
 from llm_serving.engine.async_engine import AsyncEngine
-from llm_serving.errors import RequestError
+from llm_serving.errors import RequestError, renaming
 from llm_serving.server.answer_form import asked_form, compiled, text_of
 from llm_serving.server.caller import caller_of
 from llm_serving.server.choices import MAX_CHOICES
@@ -47,8 +47,9 @@ from llm_serving.text.tokenizer import Tokenizer
 
 DEFAULT_MAX_NEW_TOKENS: Final = 100
 
-_FIELDS: Final = {"min_tokens": "min_new_tokens"}
+_FIELDS: Final = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"}
 """Parameter -> what it is called here."""
+_NAMES: Final = {**_FIELDS, "prompt": "inputs"}
 _TEMPERATURE: Final = Real(0.0, 100.0, above_low=True)
 
 JsonObject = dict[str, Any]
@@ -78,9 +79,9 @@ async def _generate(engine: AsyncEngine, http_request: Request, stream: bool | N
     caller = caller_of(engine.config, http_request, request, parameters)
     sampling = _sampling(parameters)
     form = asked_form(parameters, _FIELDS)
-    visitor = await knock(
-        engine, caller, [request.inputs], sampling.max_tokens, truncates=parameters.truncate is not None
-    )
+    truncates = parameters.truncate is not None
+    with renaming(_NAMES):
+        visitor = await knock(engine, caller, [request.inputs], sampling.max_tokens, truncates=truncates)
     prompt = await encode_text(engine, request.inputs, "inputs")
     if parameters.truncate is not None:
         if parameters.truncate < 1:
@@ -89,9 +90,10 @@ async def _generate(engine: AsyncEngine, http_request: Request, stream: bool | N
     constraint = await before(caller.deadline, engine.clock, compiled(engine, form, caller.source))
     sampling = replace(sampling, constraint=text_of(constraint))
     request_id = request_id_of(http_request)
-    generation = await start_generation(
-        engine, [prompt], [sampling], request_id=request_id, caller=caller, visitor=visitor, constraint=constraint
-    )
+    with renaming(_NAMES):
+        generation = await start_generation(
+            engine, [prompt], [sampling], request_id=request_id, caller=caller, visitor=visitor, constraint=constraint
+        )
     answer = _Answer(engine.tokenizer, request.inputs, parameters, sampling)
     if streams:
         headers = {"x-request-id": request_id}
@@ -107,7 +109,6 @@ def _sampling(parameters: TGIParameters) -> SamplingParams:
     if parameters.temperature is not None:
         _TEMPERATURE.checked("temperature", parameters.temperature)
     max_new_tokens = DEFAULT_MAX_NEW_TOKENS if parameters.max_new_tokens is None else parameters.max_new_tokens
-    RULES["max_tokens"].checked("max_new_tokens", max_new_tokens)
     samples = (
         parameters.do_sample
         or parameters.temperature not in (None, 1.0)
