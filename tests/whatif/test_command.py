@@ -133,3 +133,20 @@ def test_a_profile_is_not_measured_for_a_folder_that_is_not_there(tmp_path, caps
     assert "its folder must be there" in capsys.readouterr().err
     assert main(["profile", str(tmp_path / "mine.json"), "--recording", str(tmp_path / "no.rec")]) == 2
     assert "no.rec: must be a recording (*.rec) or a folder of them" in capsys.readouterr().err
+
+
+def test_what_is_wrong_with_a_change_is_told_of_its_configuration(arguments, capsys):
+    arguments[2] = f"{arguments[1]}+scheduler_config.max_prefill_tokens=4"
+    assert main(arguments) == 2
+    told = f"error: {arguments[2]}: --set: `scheduler_config.max_prefill_tokens` must be at least model_config.decode_"
+    assert told in capsys.readouterr().err
+
+
+def test_a_plot_names_configurations_and_classes(arguments, tmp_path):
+    pytest.importorskip("matplotlib")
+    write_profile(create_profile(name="int8"), tmp_path / "int8.json")
+    arguments.insert(3, f"{arguments[1]}+@profile={tmp_path / 'int8.json'}")
+    assert main([*arguments, "--svg", str(tmp_path / "plot.svg")]) == 0
+    plot = (tmp_path / "plot.svg").read_text()
+    for name in ("my: ", "my+decode_batch_size=2: ", "my+profile=int8: ", "interactive", "batch", "NOT MEASURED"):
+        assert f"<!-- {name}" in plot or f"; {name}" in plot, name

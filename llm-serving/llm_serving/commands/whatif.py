@@ -77,7 +77,12 @@ def read_variant(argument: str, model: str | None, profile: Profile, seed: int) 
 
     name, *changes = argument.split("+")
     profiles = [each.removeprefix(OWN_PROFILE) for each in changes if each.startswith(OWN_PROFILE)]
-    config = read_with(Path(name), [each for each in changes if not each.startswith(OWN_PROFILE)], model)
+    try:
+        config = read_with(Path(name), [each for each in changes if not each.startswith(OWN_PROFILE)], model)
+    except ConfigError as error:
+        if not changes:
+            raise
+        raise ConfigError(f"{argument}: {error}") from None
     return Variant(_short(argument), config, read_profile(Path(profiles[-1])) if profiles else profile, seed)
 
 
@@ -206,10 +211,14 @@ class Variant:
 
 
 def _short(argument: str) -> str:
-    """The name of a configuration without its folder and the sections of its keys."""
-    name, *overrides = (each.replace(OWN_PROFILE, "profile=") for each in argument.split("+"))
-    keys = [(key.rpartition(".")[2], value) for key, _, value in (each.partition("=") for each in overrides)]
-    return "+".join([Path(name).stem, *(f"{key}={value}" for key, value in keys)])
+    """The name of a configuration without folders and the sections of its keys."""
+    name, *changes = argument.split("+")
+    return "+".join([Path(name).stem, *map(_short_change, changes)])
+
+
+def _short_change(change: str) -> str:
+    key, _, value = change.partition("=")
+    return f"profile={Path(value).stem}" if change.startswith(OWN_PROFILE) else f"{key.rpartition('.')[2]}={value}"
 
 
 def _write(path: Path, content: str) -> None:

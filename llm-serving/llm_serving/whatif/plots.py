@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -14,6 +16,10 @@ from llm_serving.whatif.simulation import Result
 
 BUCKETS: Final = 60
 """Of time, that arrivals and block use are averaged over."""
+STYLES: Final = ("-", "--", ":", "-.")
+"""Of the lines of classes, highest first."""
+NAMED_IN_A_LINE: Final = 200
+"""Characters of the configurations' names in a line below the plot."""
 
 
 def write_svg(results: Sequence[tuple[Result, Figures]], path: Path) -> None:
@@ -23,18 +29,22 @@ def write_svg(results: Sequence[tuple[Result, Figures]], path: Path) -> None:
         ConfigError: matplotlib is not installed, or the file cannot be written.
     """
     plt = _pyplot()
-    figure, axes = plt.subplots(1, 3, figsize=(15, 4.4), layout="constrained")
-    for color, (result, figures) in enumerate(results):
-        _first_tokens(axes[0], result, f"C{color}")
+    names = [f"{result.name}: {figures['output_tokens_per_s']:,.0f} tokens/s" for result, figures in results]
+    columns = max(1, NAMED_IN_A_LINE // max(map(len, names)))
+    height = 4.4 + 0.22 * math.ceil(len(names) / columns)
+    figure, axes = plt.subplots(1, 3, figsize=(15, height), layout="constrained")
+    lines, styles = [], _styles(results)
+    for color, ((result, figures), name) in enumerate(zip(results, names, strict=True)):
+        _first_tokens(axes[0], result, f"C{color}", styles)
         times, tokens = _rate(result)
-        axes[1].plot(times, tokens, color=f"C{color}", label=f"{result.name}: {figures['output_tokens_per_s']:,.0f}")
+        lines += axes[1].plot(times, tokens, color=f"C{color}", label=name)
         times, use = _mean(result.block_use, figures["duration_s"])
-        axes[2].plot(times, [100 * each for each in use], color=f"C{color}", label=result.name)
+        axes[2].plot(times, [100 * each for each in use], color=f"C{color}")
     axes[0].set(xlabel="time to first token, ms", ylabel="share of the class's requests, %", xscale="log")
-    axes[0].legend(fontsize=7)
+    axes[0].legend(handles=[plt.Line2D([], [], color="0.3", label=name, ls=ls) for ls, name in styles])
     axes[1].set(xlabel="s", ylabel="output tokens/s", ylim=(0, None))
-    axes[1].legend(fontsize=7)
     axes[2].set(xlabel="s", ylabel="blocks in use, %", ylim=(0, 105))
+    figure.legend(handles=lines, loc="outside lower center", ncols=columns, fontsize=8, frameon=False)
     for axis in axes:
         axis.grid(alpha=0.3)
         axis.spines[["top", "right"]].set_visible(False)
@@ -61,13 +71,19 @@ def _pyplot() -> Any:
     return plt
 
 
-def _first_tokens(axis: Any, result: Result, color: str) -> None:
-    classes = {each.request_class.name: each.request_class.rank for each in result.outcomes}
-    for style, name in zip(("-", "--", ":", "-."), sorted(classes, key=lambda each: classes[each]), strict=False):
+def _styles(results: Sequence[tuple[Result, Figures]]) -> list[tuple[str, str]]:
+    """(style of lines, class), highest first."""
+    classes = {each.request_class for result, _ in results for each in result.outcomes}
+    names = dict.fromkeys(each.name for each in sorted(classes, key=lambda each: (each.rank, each.name)))
+    return list(zip(itertools.cycle(STYLES), names, strict=False))
+
+
+def _first_tokens(axis: Any, result: Result, color: str, styles: Sequence[tuple[str, str]]) -> None:
+    for style, name in styles:
         members = [each for each in result.outcomes if each.request_class.name == name]
         waited = sorted(1e3 * each.ttft_s for each in members if each.ttft_s is not None)
         shares = [100 * (place + 1) / len(members) for place in range(len(waited))]
-        axis.step(waited, shares, style, color=color, where="post", label=f"{result.name}, {name}")
+        axis.step(waited, shares, style, color=color, where="post")
 
 
 def _rate(result: Result) -> tuple[list[float], list[float]]:
