@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -47,6 +49,21 @@ ROUTES = [
 
 
 MESSAGES = {"messages": [{"role": "user", "content": "Hello"}]}
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/generate", "/v1/messages"])
+def test_what_the_machine_has_none_of_for_the_moment_is_no_fault_of_the_server(path, caplog) -> None:
+    body = {"prompt": "x"} if path == "/v1/completions" else {"inputs": "x"}
+    body = MESSAGES | {"model": "demo", "max_tokens": 8} if path == "/v1/messages" else body
+    for lack in (OSError(errno.EMFILE, "x"), MemoryError(), RuntimeError("can't start new thread")):
+        engine = FakeEngine()
+        engine.knock = Mock(side_effect=lack)  # type: ignore[method-assign]
+        response = post(engine, path, body)
+        assert (response.status_code, response.headers["retry-after"]) == (503, "1")
+        assert "the machine has none of what this takes at the moment: " in response.text
+    assert "failed" not in caplog.text
+
+
 NAMES = [
     ("/v1/chat/completions", MESSAGES, "messages", "max_tokens"),
     ("/v1/chat/completions", MESSAGES | {"max_completion_tokens": 8}, "messages", "max_completion_tokens"),

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import socket
 import ssl
 import threading
 from contextlib import AbstractContextManager
 from typing import Final
 
+from llm_serving.core.shortage import shortage
 from llm_serving.errors import LLMServingError
 from llm_serving.executor.agent_process import AgentChannel
 from llm_serving.executor.arrivals import Arrival, Arrivals
@@ -68,7 +68,7 @@ class Listener:
             except ConnectionError:  # gone before it was taken
                 continue
             except OSError as error:
-                if self._socket.fileno() < 0 or not _without_descriptors(error):
+                if self._socket.fileno() < 0 or shortage(error) is None:
                     return
                 threading.Event().wait(0.2)  # until there are descriptors again
                 continue
@@ -119,7 +119,3 @@ class Listener:
         if not taken:
             logger.warning("a WorkAgent at %s came that nobody expects (any more)", peer)
         return taken
-
-
-def _without_descriptors(error: OSError) -> bool:
-    return error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)

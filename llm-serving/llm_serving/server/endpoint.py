@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from llm_serving.core.shortage import shortage
 from llm_serving.engine.async_engine import AsyncEngine
-from llm_serving.errors import LLMServingError
+from llm_serving.errors import LLMServingError, UnavailableError
 from llm_serving.log import get_logger
 from llm_serving.server.asked_beside import check_no_body, check_query
 from llm_serving.server.error_responses import kind_of, openai_error_response
@@ -23,6 +24,9 @@ from llm_serving.server.quota import quota_of
 from llm_serving.server.streaming import ClientGoneError, internal_error
 
 logger = get_logger(__name__)
+
+RETRY_AFTER_S: Final = 1.0
+"""Where the machine had none of something."""
 
 Handler = Callable[[AsyncEngine, Request], Awaitable[Response]]
 
@@ -68,18 +72,25 @@ class Endpoint:
                 response.headers[IGNORED_HEADER] = ignored
             return response
         except LLMServingError as error:
-            note = note_of(request)
-            request_id = note.request_id if note is not None and note.request_id else request_id_of(request)
-            if note is not None:
-                note.error, note.request_id = kind_of(error), request_id
-            response = self.error_response(error)
-            self._tell_id(response, request_id)
-            return response
+            return self._refuse(request, error)
         except (ClientGoneError, ClientDisconnect):
             return Response(status_code=499)  # never read: the connection is gone
-        except Exception:
+        except Exception as error:
+            if (lack := shortage(error)) is not None:
+                logger.warning("%s %s was refused: %s", self.method, self.path, lack)
+                why = f"the machine has none of what this takes at the moment: {lack}"
+                return self._refuse(request, UnavailableError(why, RETRY_AFTER_S))
             logger.exception("%s %s failed", self.method, self.path)
             return self.error_response(internal_error())
+
+    def _refuse(self, request: Request, error: LLMServingError) -> Response:
+        note = note_of(request)
+        request_id = note.request_id if note is not None and note.request_id else request_id_of(request)
+        if note is not None:
+            note.error, note.request_id = kind_of(error), request_id
+        response = self.error_response(error)
+        self._tell_id(response, request_id)
+        return response
 
     def _tell_id(self, response: Response, request_id: str) -> None:
         for name in self.id_headers:
