@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 import pytest
 from factories import create_classes, create_request, create_scheduler
 from llm_serving.engine.ledger import Ledger
-from llm_serving.engine.weight_monitor import WeightMonitor, service_of
+from llm_serving.engine.weight_monitor import WeightMonitor, held_in, service_of
 from llm_serving.scheduler import Scheduler
 from llm_serving.scheduler.turns import SCALE, Turns
 
@@ -53,7 +53,8 @@ def _step(ledger: Ledger, index: int, scheduler: Scheduler, monitor: WeightMonit
         scheduler.put_ahead(ahead)
     schedule, paid = scheduler.schedule(0.0), scheduler.take_paid()
     assert schedule is not None and paid is not None
-    num_broken = monitor.formed(schedule, ledger.charge(index, paid, service_of(schedule, scheduler)))
+    held = held_in(schedule, scheduler)
+    num_broken = monitor.formed(schedule, ledger.charge(index, paid, service_of(held, scheduler)), held)
     scheduler.update(schedule, [7] * schedule.num_samples)
     return num_broken
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from llm_serving.core.request import Request
 from llm_serving.engine.ledger import Ledger
-from llm_serving.engine.weight_monitor import Lead, WeightMonitor, service_of
+from llm_serving.engine.weight_monitor import Lead, WeightMonitor, held_in, service_of
 from llm_serving.observe.metrics import Metrics
 from llm_serving.scheduler import Schedule, Scheduler
 
@@ -39,14 +41,19 @@ class Peers:
 
         `schedule`: what was formed; None: nothing, or again what was formed before.
         """
-        scheduler, ledger, leads = self._scheduler, self.ledger, dict[str, Lead]()
+        scheduler, ledger, held = self._scheduler, self.ledger, None
         ledger.served(self._index, scheduler.take_service())
+        leads: Mapping[str, Lead] = {}
         if scheduler.limits.num_schedulers > 1 and (paid := scheduler.take_paid()) is not None:
-            service = {name: each.service for name, each in paid.items()}
-            leads |= ledger.charge(self._index, paid, service if schedule is None else service_of(schedule, scheduler))
+            if schedule is None:
+                service = {name: each.service for name, each in paid.items()}
+            else:
+                held = held_in(schedule, scheduler)
+                service = service_of(held, scheduler)
+            leads = ledger.charge(self._index, paid, service)
         if schedule is not None:
             num_beyond = ledger.limits.begun(schedule.started, scheduler.limits)
-            self._metrics.shares_broken(num_beyond, self._weights.formed(schedule, leads))
+            self._metrics.shares_broken(num_beyond, self._weights.formed(schedule, leads, held))
 
     def reloaded(self) -> None:
         """The scheduler goes by other rules; whoever has a place keeps it."""

@@ -48,10 +48,10 @@ def held_in(schedule: Schedule, scheduler: Scheduler) -> dict[str, Held]:
     }
 
 
-def service_of(schedule: Schedule, scheduler: Scheduler) -> dict[str, int]:
+def service_of(held: Mapping[str, Held], scheduler: Scheduler) -> dict[str, int]:
     """The largest of these parts, over the weight of the class."""
     scales = {each.name: SCALE // each.weight for each in scheduler.classes}
-    return {name: max(held) * scales[name] for name, held in held_in(schedule, scheduler).items()}
+    return {name: max(parts) * scales[name] for name, parts in held.items()}
 
 
 class Standing:
@@ -107,8 +107,8 @@ class WeightMonitor:
         self._more: dict[tuple[str, str], list[int]] = {}
         """(class, one that waits) -> places, tokens, blocks that the former has had more, over weights."""
 
-    def formed(self, schedule: Schedule, leads: Mapping[str, Lead]) -> int:
-        """How many pairs of classes a step shows this of."""
+    def formed(self, schedule: Schedule, leads: Mapping[str, Lead], held: Mapping[str, Held] | None = None) -> int:
+        """How many pairs of classes a step shows this of; `held`: what is held in it, if that is known already."""
         scheduler = self._scheduler
         if scheduler.waiting is not self._queue:  # it goes on by other rules
             self._queue, self._more = scheduler.waiting, {}
@@ -123,7 +123,7 @@ class WeightMonitor:
         num_broken = 0
         if admitted and not schedule.preempted:
             num_broken = sum(one in admitted and self._was_due(one, other, leads) for one, other in pairs)
-        held, limits = held_in(schedule, scheduler), scheduler.limits
+        held, limits = held_in(schedule, scheduler) if held is None else held, scheduler.limits
         weights = {each.name: each.weight for each in scheduler.classes}
         turn = limits.turn_steps * WHOLE
         for one, other in pairs:
