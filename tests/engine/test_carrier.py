@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
-from threading import Event, get_ident
+from threading import Event, Thread, get_ident
 from typing import Any
 
 import pytest
@@ -124,6 +124,21 @@ def test_a_request_that_is_larger_than_all_may_be_goes_alone(monkeypatch: pytest
     assert not carrier.carry(0, BLOCKS[:1], link, link, told.set_result)
     link.may_go_on.set()
     carrier.close()
+
+
+def test_where_no_thread_can_be_had_nothing_is_brought_and_later_is_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(thread: Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    carrier, link, told = Carrier(), FailingLink(WorkerDiedError("gone")), Future[bool]()
+    with monkeypatch.context() as without_threads:
+        without_threads.setattr(Thread, "start", start)
+        for _ in range(module.MAX_REQUESTS + 1):
+            assert not carrier.carry(0, BLOCKS, link, link, told.set_result)
+    assert carrier.carry(0, BLOCKS, link, link, told.set_result), "what was not brought is not counted"
+    assert told.result(timeout=60) is False
+    carrier.close()
+    assert not carrier.carry(0, BLOCKS, link, link, told.set_result)
 
 
 def test_the_time_that_blocks_may_take_begins_when_they_come() -> None:

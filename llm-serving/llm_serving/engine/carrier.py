@@ -69,7 +69,8 @@ class Carrier:
         target: Link,
         done: Callable[[bool], None],
     ) -> bool:
-        """Begins to bring blocks of a replica to the pool behind `target`, unless there is too much before them.
+        """Begins to bring blocks of a replica to the pool behind `target`, unless there is too much before them, or no
+        thread to be had.
 
         `done` is called in another thread: whether all of them are there.
         """
@@ -84,21 +85,28 @@ class Carrier:
 
         def bring() -> None:
             there = carried(blocks, source, target, deadline, self._clock, self._rest)
-            with self._lock:
-                self._num_requests[replica] -= 1
-                self._num_bytes[replica] -= num_bytes
+            self._done(replica, num_bytes)
             done(there)
             self._rest()
 
-        if replica not in self._threads:
-            self._threads[replica] = ThreadPoolExecutor(1, f"carrier-{replica}")
-        self._threads[replica].submit(bring)
+        thread = self._threads.get(replica) or ThreadPoolExecutor(1, f"carrier-{replica}")
+        try:
+            thread.submit(bring)
+        except RuntimeError:  # none can be had now, or it is closed
+            self._done(replica, num_bytes)
+            return False
+        self._threads[replica] = thread
         return True
 
     def close(self) -> None:
         """Waits for what is under way, which ends when its WorkAgents do."""
         for thread in self._threads.values():
             thread.shutdown()
+
+    def _done(self, replica: int, num_bytes: int) -> None:
+        with self._lock:
+            self._num_requests[replica] -= 1
+            self._num_bytes[replica] -= num_bytes
 
 
 def carried(
