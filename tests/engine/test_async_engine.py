@@ -160,6 +160,33 @@ def test_a_request_by_which_an_engine_ends_ends_too_whatever_came_of_it() -> Non
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("num_faults", [1, 2])
+def test_one_whose_piece_cannot_be_passed_on_ends_and_others_of_the_step_get_theirs(num_faults: int) -> None:
+    async def run() -> None:
+        setup = Setup()
+        async with setup.running() as engine:
+            leave, faults = engine._router.leave, []
+
+            def fail_at_first(request_id: str) -> None:
+                if len(faults) < num_faults:
+                    faults.append(request_id)
+                    raise ValueError("a fault of ours")
+                leave(request_id)
+
+            engine._router.leave = fail_at_first  # type: ignore[method-assign]
+            all_have_come = Event()
+            engine.replicas.engines[0].ask(all_have_come.wait)
+            streams = [engine.generate([5, 6 + i], GREEDY, request_id=str(i)) for i in range(3)]
+            all_have_come.set()
+            async with asyncio.timeout(30):
+                last = [[piece async for piece in stream][-1] for stream in streams]
+            assert [each.finish_reason for each in last] == [FinishReason.ERROR, *[FinishReason.LENGTH] * 2]
+            assert "a fault of ours" in str(last[0].error)
+            assert faults == [streams[0].request_id] * num_faults
+
+    asyncio.run(run())
+
+
 def test_an_engine_that_has_ended_is_not_kept_for_its_count() -> None:
     async def run() -> None:
         setup = Setup()

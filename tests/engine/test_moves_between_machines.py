@@ -14,6 +14,7 @@ from llm_serving.core.request import FinishReason
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.engine import carrier
 from llm_serving.engine.async_engine import AsyncEngine
+from llm_serving.engine.departure import Departure
 from llm_serving.errors import WorkerError
 from llm_serving.transport.block_frames import FRAMES_UNDER_WAY
 from llm_serving.transport.messages import Blocks, SendBlocks
@@ -200,6 +201,31 @@ def test_a_cancel_finds_a_request_whose_blocks_are_on_their_way() -> None:
         between(setup, 1, "write", ask_to_cancel)
         assert await ask(engine) == (expected_output(PROMPT, 1), FinishReason.ABORT)
         assert await num_handed_over(engine) == 0
+
+    on_two_machines(talk)
+
+
+@pytest.mark.parametrize("goes_on_at", [1, 0], ids=["where it was to go on", "where it was, as the other is drained"])
+def test_another_priority_finds_a_request_whose_blocks_are_on_their_way(goes_on_at: int) -> None:
+    async def talk(setup: Setup, engine: AsyncEngine) -> None:
+        came, go_on = held(setup, 1, "write")
+        next_one = engine.replicas.engines[goes_on_at]
+        take_over, taken = next_one.take_over, []
+
+        def note(departure: Departure, **options: Any) -> None:
+            taken.append(departure.request.priority)
+            take_over(departure, **options)
+
+        next_one.take_over = note  # type: ignore[method-assign]
+        asked = asyncio.create_task(ask(engine))
+        await asyncio.to_thread(came.wait)
+        changed = [await engine.control.reprioritise("asked", priority) for priority in (-1, 1)]
+        running = [engine._room.class_load(name).num_running for name in ("default", "batch")]
+        engine.replicas.is_drained = lambda index: index != goes_on_at  # type: ignore[method-assign]
+        go_on.set()
+        assert (await asked)[0] == expected_output(PROMPT, 20)
+        assert ([list(each.values()) for each in changed], running) == ([[True]] * 2, [0, 1])
+        assert (taken, engine._room.class_load("batch").num_running) == ([1], 0)
 
     on_two_machines(talk)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import Future
+from threading import Event
 from typing import Any
 
 from async_engine_setup import Setup
@@ -13,6 +14,7 @@ from llm_serving.core.request import FinishReason
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.engine.departure import Departure
+from llm_serving.engine.engine import Engine
 
 PROMPT = list(range(3, 20))
 ROLES = ("prefill", "decode")
@@ -85,6 +87,76 @@ def test_another_priority_finds_a_request_that_is_on_its_way() -> None:
             answered, changed = await asyncio.gather(*tasks)
             assert answered[0] == expected_output(PROMPT, 20)
             assert list(changed.values()) == [True]
+
+    asyncio.run(run())
+
+
+def test_another_priority_finds_a_request_that_comes_back_to_where_it_was() -> None:
+    async def run() -> None:
+        setup = Setup(2, roles=ROLES)
+        async with setup.running() as engine:
+            engine.replicas.is_drained = lambda index: index == 1  # type: ignore[method-assign]
+            loop, hand_over = asyncio.get_running_loop(), engine._hand_one_over
+            tasks: list[asyncio.Task[Any]] = []
+            first, asked, asked_again = engine.replicas.engines[0], [], Event()
+            really_ask = first.ask
+
+            def count(question: Callable[[], Any]) -> Future[Any]:
+                answer = really_ask(question)
+                asked.append(question)
+                if len(asked) == 2:
+                    asked_again.set()
+                return answer
+
+            def back(departure: Departure) -> None:
+                really_ask(asked_again.wait)  # no step is formed with it before
+                hand_over(departure)
+
+            def ask_and_hand_over(departure: Departure) -> None:
+                tasks.append(loop.create_task(engine.control.reprioritise("asked", 1)))
+                tasks[0].add_done_callback(lambda _: asked_again.set())
+                loop.call_soon(back, departure)  # when the replica has been asked, which knows it no more
+
+            first.ask = count  # type: ignore[method-assign]
+            engine._hand_one_over = ask_and_hand_over  # type: ignore[method-assign]
+            assert (await ask(engine))[0] == expected_output(PROMPT, 20)
+            (changed,) = await asyncio.gather(*tasks)
+            assert list(changed.values()) == [True]
+
+    asyncio.run(run())
+
+
+def test_a_request_that_cannot_be_handed_over_ends_and_those_behind_it_go_on() -> None:
+    async def run() -> None:
+        setup = Setup(2, roles=ROLES)
+        async with setup.running() as engine:
+            next_of, failed = engine._router.next_of, []
+
+            def fail_once(preferred: int | None = None) -> list[tuple[int, Engine]]:
+                if not failed:
+                    failed.append(preferred)
+                    raise ValueError("a fault of ours")
+                return next_of(preferred)
+
+            engine._router.next_of = fail_once  # type: ignore[method-assign]
+            hand_over, departures = engine._hand_over, list[Departure]()
+
+            def gather(come: list[Departure]) -> None:
+                departures.extend(come)
+                if len(departures) == 2:
+                    hand_over(departures)
+
+            for replica in engine.replicas.engines.values():
+                replica.moves.on_departures = lambda come: loop.call_soon_threadsafe(gather, come)
+            loop = asyncio.get_running_loop()
+            async with asyncio.timeout(30):
+                answers = await asyncio.gather(ask(engine), ask(engine))
+            ended, answered = sorted(answers, key=lambda each: len(each[0]))
+            assert (ended[1], answered[0]) == (FinishReason.ERROR, expected_output(PROMPT, 20))
+            assert (engine.num_running, len(engine._requests)) == (0, 0)
+            first = engine.replicas.engines[0]
+            num_handed_over = first.ask(lambda: first.scheduler.blocks.exports.pool.num_used_blocks)
+            assert await asyncio.wrap_future(num_handed_over) == 0
 
     asyncio.run(run())
 

@@ -190,17 +190,17 @@ class WaitingRoom:
         before.tally.num_running -= 1
         tally.num_running += 1
 
-    def move(self, request_id: str, replica: int, request_class: RequestClass) -> None:
+    def move(self, request_id: str, request_class: RequestClass) -> None:
         """The request is of another class now; one that has ended is left alone."""
         waits = request_id in self._waiting
         entries = self._waiting if waits else self._running
         before = entries.get(request_id)
         if before is None:
             return
-        tally = self._tallies.setdefault((replica, request_class.name), Tally())
+        tally = self._tallies.setdefault((before.replica, request_class.name), Tally())
         after = entries[request_id] = before._replace(tally=tally, class_name=request_class.name)
         if waits:
-            self._waiting_at[replica][request_id] = after
+            self._waiting_at[before.replica][request_id] = after
         for each, change in ((before, -1), (after, 1)):
             if waits:
                 each.tally.num_waiting += change

@@ -43,12 +43,15 @@ from llm_serving.errors import (
     UnavailableError,
     WorkerDiedError,
 )
+from llm_serving.log import get_logger
 from llm_serving.models.pooling import Pooling, served_pooling
 from llm_serving.models.spec import ModelSpec
 from llm_serving.observe.class_metrics import ClassLoad
 from llm_serving.observe.metrics import Metrics
 from llm_serving.text.constraints import ConstraintCompiler, GrammarLimits
 from llm_serving.text.tokenizer import Tokenizer
+
+logger = get_logger(__name__)
 
 ID_BYTES: Final = 8
 """Random ones at the end of an engine's id, which nobody guesses."""
@@ -450,13 +453,19 @@ class AsyncEngine:
     def _hand_over(self, departures: list[Departure]) -> None:
         """Gives requests whose prompts have been computed to replicas that decode."""
         for departure in departures:
-            self._hand_one_over(departure)
+            try:
+                self._hand_one_over(departure)
+            except Exception as error:  # whoever meets a fault of ours is alone with it
+                logger.exception("request %s does not go on", departure.request.request_id)
+                self._let_go(departure, error)
 
     def _hand_one_over(self, departure: Departure) -> None:
         request = departure.request
         opened = self._requests.get(request.request_id)
         if opened is not None:
             request.deadline = opened.deadline
+            if opened.priority is not None:
+                request.priority = opened.priority
         brought = departure.brought
         for best, at_best in self._router.next_of(None if brought is None else brought.replica):
             if not at_best.scheduler.blocks.can_ever_hold(request.max_num_tokens):
@@ -479,6 +488,16 @@ class AsyncEngine:
                 return
         self._end(request, FinishReason.UNAVAILABLE, "no WorkAgent is left that could go on with it")
 
+    def _let_go(self, departure: Departure, error: Exception) -> None:
+        """Nobody goes on with it, unless that one has it already, who is told to end it."""
+        request_id = departure.request.request_id
+        opened = self._requests.get(request_id)
+        if opened is None or opened.request is not departure.request:
+            self.replicas.give_back(departure.leave_blocks())
+            self.replicas.ledger.places.forget(request_id)
+        if opened is not None:
+            self._break_off(opened, error)
+
     def _end_rest(self, engine: Engine) -> None:
         """Ends what an engine has not: one that ends by a fault of ours may never have known who met it."""
         for opened in self._requests.left_at(engine):
@@ -499,12 +518,32 @@ class AsyncEngine:
             opened = self._requests.get(piece.request_id)
             if opened is None:
                 continue
-            if opened.forecast is not None:
-                self._learn(opened, piece)
-            if piece.finished:
-                self._forget(piece.request_id)
-                self.replicas.ledger.places.forget(piece.request_id)
-            opened.stream.put(piece)
+            try:
+                self._pass_on(opened, piece)
+            except Exception as error:  # whoever meets a fault of ours is alone with it
+                logger.exception("request %s is not told what came of it", piece.request_id)
+                self._break_off(opened, error)
+
+    def _pass_on(self, opened: OpenRequest, piece: RequestOutput) -> None:
+        if opened.forecast is not None:
+            self._learn(opened, piece)
+        if piece.finished:
+            self._forget(piece.request_id)
+            self.replicas.ledger.places.forget(piece.request_id)
+        opened.stream.put(piece)
+
+    def _break_off(self, opened: OpenRequest, error: Exception) -> None:
+        """Ends it as far as that can be done; its client is told whatever else fails."""
+        request_id = opened.request.request_id
+        piece = last_piece(opened.request, FinishReason.ERROR, f"internal error: {error}")
+        for forget in (
+            partial(opened.engine.abort, request_id),
+            partial(self._forget, request_id),
+            partial(self._forget_shared, opened),
+            partial(opened.stream.put, piece),
+        ):
+            with contextlib.suppress(Exception):
+                forget()
 
     def _learn(self, opened: OpenRequest, first: RequestOutput) -> None:
         """The first piece of an answer has come: the door may learn from what it predicted."""

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from llm_serving.admission.admission import check_priority
 from llm_serving.admission.waiting_room import WaitingRoom
 from llm_serving.config.schema import ServingConfig
+from llm_serving.core.request import Request
 from llm_serving.core.request_class import RequestClass, class_of
 from llm_serving.engine import lookup
 from llm_serving.engine.engine import Engine
@@ -85,28 +86,35 @@ class Control:
         done: dict[str, bool] = {}
         found = self._known.find(request_id, tenant)
         while found:
-            engines = [each.engine for each in found]
+            records = [each.request for each in found]
             done |= await self._ask(found, priority)
-            asked = zip(found, engines, strict=True)  # some may have moved before they were asked for
-            found = [each for each, engine in asked if self._has_moved(each, engine) and not done.get(_id_of(each))]
+            asked = zip(found, records, strict=True)  # some may have moved before they were asked for
+            found = [each for each, record in asked if self._has_moved(each, record) and not done.get(_id_of(each))]
         return done
 
     async def _ask(self, requests: Sequence[OpenRequest], priority: int) -> dict[str, bool]:
-        """Whether each has the priority now where it is."""
+        """Whether each has the priority now where it is; one that is on its way has it where it comes."""
         request_class = class_of(priority, self._config.request_classes)
+        on_way = [each for each in requests if each.is_on_way]
+        for each in on_way:
+            each.priority = priority
+            self._room.move(_id_of(each), request_class)
         asked: dict[str, asyncio.Future[bool]] = {}
         for each in requests:
-            question = functools.partial(each.engine.reprioritise, each.request.request_id, priority)
+            if each.is_on_way:
+                continue
+            question = functools.partial(each.engine.reprioritise, _id_of(each), priority)
             with contextlib.suppress(WorkerDiedError):
-                answer = asked[each.request.request_id] = asyncio.wrap_future(each.engine.ask(question))
+                answer = asked[_id_of(each)] = asyncio.wrap_future(each.engine.ask(question))
                 # When it comes, and not when it is read: nobody may be waiting for it any more.
-                answer.add_done_callback(functools.partial(self._move, each, request_class))
+                answer.add_done_callback(functools.partial(self._answered, each, request_class))
         if asked:
             await asyncio.wait(asked.values(), timeout=lookup.STATE_TIMEOUT_S)
         if not all(answer.done() for answer in asked.values()):
             limit = f"{lookup.STATE_TIMEOUT_S:g} s"
             raise UnavailableError(f"the engine did not answer within {limit}; it may do so later")
-        return {engine_id: answer.result() for engine_id, answer in asked.items()}
+        done = {engine_id: answer.result() for engine_id, answer in asked.items()}
+        return done | {_id_of(each): True for each in on_way}
 
     def replica_rows(self) -> list[ReplicaRow]:
         """Every replica: what it does, and how many requests it has."""
@@ -144,14 +152,15 @@ class Control:
         if not self._requests.num_of(engine) and (replica := self._replicas.index_of(engine)) is not None:
             self._replicas.leave(replica)
 
-    def _has_moved(self, opened: OpenRequest, engine: Engine) -> bool:
-        return opened.engine is not engine and self._requests.get(_id_of(opened)) is opened
+    def _has_moved(self, opened: OpenRequest, record: Request) -> bool:
+        """Since its engine knew it by this record, perhaps back to that engine."""
+        has_left = opened.is_on_way or opened.request is not record
+        return has_left and self._requests.get(_id_of(opened)) is opened
 
-    def _move(self, opened: OpenRequest, request_class: RequestClass, answer: asyncio.Future[bool]) -> None:
+    def _answered(self, opened: OpenRequest, request_class: RequestClass, answer: asyncio.Future[bool]) -> None:
         """What the door counts follows what the scheduler did."""
-        replica = self._replicas.index_of(opened.engine)
-        if not answer.cancelled() and answer.exception() is None and answer.result() and replica is not None:
-            self._room.move(opened.request.request_id, replica, request_class)
+        if not answer.cancelled() and answer.exception() is None and answer.result():
+            self._room.move(_id_of(opened), request_class)
 
 
 def _id_of(opened: OpenRequest) -> str:

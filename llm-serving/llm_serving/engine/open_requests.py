@@ -33,6 +33,8 @@ class OpenRequest:
     """Whoever has it is to end it, the replica that it moves to as well."""
     is_on_way: bool = field(default=False, init=False)
     """Its engine has let go of it, and no other has it yet."""
+    priority: int | None = field(default=None, init=False)
+    """That it was given on its way, and has where it comes."""
 
     def __post_init__(self) -> None:
         self.deadline = self.request.deadline
@@ -74,7 +76,7 @@ class OpenRequests:
         """Another engine has it from now on, by another record."""
         opened = self.pop(request_id)
         if opened is not None:
-            opened.request, opened.engine, opened.is_on_way = request, engine, False
+            opened.request, opened.engine, opened.is_on_way, opened.priority = request, engine, False, None
             self.add(opened)
 
     def left_at(self, engine: Engine) -> list[OpenRequest]:
