@@ -15,12 +15,18 @@ import ssl
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
+
+from key_updates import SpiedContext
 
 MEBI = 2**20
 OPENED_AT_ONCE = 20
 """Connections of an attack that are opened before those that are open go on."""
+RECORDS_AT_ONCE = 100
+"""That change the key; they are enciphered when they are sent."""
 DRIP_S = 0.5
 """Seconds between two bytes of those who are slow."""
 
@@ -67,7 +73,9 @@ class Attack:
     tls: bool = False
     """Whether the server has a certificate."""
     num_records: int = 0
-    """Records of a byte that follow `begin` after a handshake; 0: there is none."""
+    """Records of a byte that follow `begin` after a handshake; 0: there are none."""
+    changes_keys: bool = False
+    """Whether records without end follow these that change the key, and ask the server to."""
 
 
 def any_server() -> ssl.SSLContext:
@@ -78,7 +86,7 @@ def any_server() -> ssl.SSLContext:
 
 
 HELLO = client_hello()
-ANY_SERVER = any_server()
+ANY_SERVER = SpiedContext(any_server())
 HEADER, TRAILERS = b"X-Aaaaaa: bbbbbb\r\n", CHUNKED + b"1\r\na\r\n0\r\n"
 ATTACKS = {
     "none": Attack(count=1),
@@ -117,6 +125,9 @@ ATTACKS = {
     "TLS: records of a byte": Attack(
         post("/v1/completions", b"", 4 * MEBI), count=100, num_addresses=10, seconds=6.0, tls=True, num_records=3_000
     ),
+    "TLS: keys changed without end": Attack(
+        post("/v1/completions", b"", 4 * MEBI), count=20, num_addresses=10, seconds=10.0, tls=True, changes_keys=True
+    ),
     "TLS: no handshake": Attack(b"\x16\x03\x01\x40\x00", b"\x00" * 65536, tls=True),
 }
 """Name -> attack."""
@@ -135,6 +146,7 @@ class Attacker:
 
     def open(self) -> None:
         self._left = self._attack.begin
+        self._key_updates: Iterator[bytes] = iter(())
         self._heard = b""
         self.socket = socket.socket()
         if not self._attack.reads:
@@ -143,7 +155,7 @@ class Attacker:
         self.socket.settimeout(5.0)
         try:
             self.socket.connect(("127.0.0.1", self._port))
-            if self._attack.num_records:
+            if self._attack.num_records or self._attack.changes_keys:
                 self._left = self._enciphered()
         except OSError:
             self._end("no connection")
@@ -153,7 +165,7 @@ class Attacker:
     def _enciphered(self) -> bytes:
         """All that is to be sent after a handshake, which is made."""
         incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
-        session = ANY_SERVER.wrap_bio(incoming, outgoing)
+        session = ANY_SERVER.context.wrap_bio(incoming, outgoing)
         while True:
             with contextlib.suppress(ssl.SSLWantReadError):
                 session.do_handshake()
@@ -164,7 +176,13 @@ class Attacker:
         session.write(self._attack.begin)
         for _ in range(self._attack.num_records):
             session.write(b" ")
+        if self._attack.changes_keys:
+            self._key_updates = ANY_SERVER.key_updates(session, 1 + self._attack.num_records, asks=True)
         return outgoing.read()
+
+    @property
+    def _repeats(self) -> bool:
+        return bool(self._attack.unit) or self._attack.changes_keys
 
     @property
     def ended(self) -> bool:
@@ -173,8 +191,8 @@ class Attacker:
     def act(self) -> None:
         """Sends and reads what is possible at this moment."""
         try:
-            if not self._left and self._attack.unit and self.sent < self._attack.max_bytes:
-                self._left = self._attack.unit
+            if not self._left and self._repeats and self.sent < self._attack.max_bytes:
+                self._left = self._attack.unit or b"".join(islice(self._key_updates, RECORDS_AT_ONCE))
             if self._left:
                 size = self.socket.send(self._left)
                 self.sent += size

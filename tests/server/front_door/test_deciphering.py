@@ -58,6 +58,7 @@ class Client:
         self._tls = context.wrap_bio(self._incoming, self._outgoing, server_hostname="127.0.0.1")
         self.socket = socket.create_connection(address)
         self.socket.setblocking(False)
+        self.heard = bytearray()
 
     async def shake_hands(self):
         loop = asyncio.get_running_loop()
@@ -68,6 +69,12 @@ class Client:
             await loop.sock_sendall(self.socket, self._outgoing.read())
             self._incoming.write(await loop.sock_recv(self.socket, 65536))
         await loop.sock_sendall(self.socket, self._outgoing.read())
+
+    async def read(self):
+        self._incoming.write(await asyncio.get_running_loop().sock_recv(self.socket, 2**20))
+        with contextlib.suppress(ssl.SSLWantReadError):
+            while True:
+                self.heard += self._tls.read(2**20)
 
     async def send(self, records):
         for each in records:
@@ -95,10 +102,13 @@ def talk(authority, talking, clock):
             await client.shake_hands()
             while connections[0].transport is None:
                 await asyncio.sleep(0)
-            await talking(client, connections)
-            client.socket.close()
-            door.close()
-            await door.wait_closed()
+            try:
+                await talking(client, connections)
+            finally:
+                client.socket.close()
+                connections[0].transport.abort()
+                door.close()
+                await door.wait_closed()
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(main())
@@ -153,5 +163,25 @@ def test_nothing_is_deciphered_for_whom_there_is_enough(authority):
             await asyncio.sleep(0)
         await sending
         assert connection.heard == sent
+
+    talk(authority, talking, lambda: 0.0)
+
+
+def test_nothing_is_deciphered_of_whoever_takes_nothing(authority):
+    """TLS has answers of its own, which would pile up."""
+    written = bytes(8 * 2**20)
+
+    async def talking(client, connections):
+        (connection,) = connections
+        connection.pause_writing = connection.resume_writing = lambda: None
+        connection.transport.write(written)
+        await client.send([b"x"])
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert connection.heard == b""
+        while len(client.heard) < len(written):
+            await client.read()
+        while connection.heard != b"x":
+            await asyncio.sleep(0)
 
     talk(authority, talking, lambda: 0.0)

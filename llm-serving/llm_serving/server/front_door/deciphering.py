@@ -67,6 +67,8 @@ class Deciphering(asyncio.BufferedProtocol):
         self._is_scheduled = False
         self._is_paused = False
         """Whether TLS wants no more for now."""
+        self._is_full = False
+        """Whether much is enciphered that the client does not take."""
         self._is_reading = True
 
     def abandon(self) -> None:
@@ -80,8 +82,6 @@ class Deciphering(asyncio.BufferedProtocol):
         self._transport = transport
         self.get_extra_info = transport.get_extra_info
         self.write, self.close = transport.write, transport.close
-        self.pause_writing = self._tls.pause_writing  # type: ignore[method-assign]
-        self.resume_writing = self._tls.resume_writing  # type: ignore[method-assign]
         self._buffer = self._tls.get_buffer(SLICE_BYTES)
         self._secured = self._tls._get_app_transport(contextvars.copy_context())
         self._secured.set_read_buffer_limits(1)  # it keeps nothing that its own reader does not want yet
@@ -101,6 +101,17 @@ class Deciphering(asyncio.BufferedProtocol):
             self._take_turns()
         self._set_reading()
 
+    def pause_writing(self) -> None:
+        """What TLS answers by itself, changes of the key for instance, would wait in memory without a bound."""
+        self._is_full = True
+        self._tls.pause_writing()
+        self._set_reading()
+
+    def resume_writing(self) -> None:
+        self._is_full = False
+        self._tls.resume_writing()
+        self._go_on_reading()
+
     def eof_received(self) -> bool | None:
         return bool(self._tls.eof_received())
 
@@ -108,7 +119,7 @@ class Deciphering(asyncio.BufferedProtocol):
         self._held = memoryview(b"")
         self._tls.connection_lost(exc)
         # What refers to itself stays until a search for such things.
-        self._tls = self._secured = self._buffer = self.pause_writing = self.resume_writing = None  # type: ignore[assignment]
+        self._tls = self._secured = self._buffer = None
 
     # The calls of TLS
 
@@ -118,15 +129,21 @@ class Deciphering(asyncio.BufferedProtocol):
 
     def resume_reading(self) -> None:
         self._is_paused = False
-        if self._held:
-            self._take_turns()
-        self._set_reading()
+        self._go_on_reading()
 
     def _force_close(self, exc: BaseException | None) -> None:
         self._held = memoryview(b"")
         self._transport._force_close(exc)
 
     # In turns
+
+    @property
+    def _is_held_back(self) -> bool:
+        return self._is_paused or self._is_full
+
+    def _go_on_reading(self) -> None:
+        self._take_turns()
+        self._set_reading()
 
     def _take_turns(self) -> None:
         if self._held and not self._is_scheduled:
@@ -148,14 +165,14 @@ class Deciphering(asyncio.BufferedProtocol):
 
     def _hand_on(self) -> bool:
         """Whether there is more to be handed on at once."""
-        if self._held and not self._is_paused and self._tls is not None:
+        if self._held and not self._is_held_back and self._tls is not None:
             piece, self._held = self._held[:SLICE_BYTES], self._held[SLICE_BYTES:]
             self._buffer[: len(piece)] = piece
             self._tls.buffer_updated(len(piece))
-        return bool(self._held) and not self._is_paused
+        return bool(self._held) and not self._is_held_back
 
     def _set_reading(self) -> None:
-        is_reading = not (self._held or self._is_paused)
+        is_reading = not (self._held or self._is_held_back)
         if is_reading != self._is_reading and not self._transport.is_closing():
             self._is_reading = is_reading
             if is_reading:
