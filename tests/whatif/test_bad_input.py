@@ -133,7 +133,16 @@ GOALS = [
     ("most: goodput\nconstraints: {nobody.ttft_p99_ms: 1}\n", "goal.yaml:2: `nobody.ttft_p99_ms` must be of a class"),
     ("most: goodput\nmargin: 1\n", "goal.yaml:2: `margin` must be a number of at least 0 and below 1. Given: 1"),
     ("most: goodput\nmax_num_blocks: 0\n", "goal.yaml:2: `max_num_blocks` must be an integer >= 1. Given: 0"),
-    ("most: goodput\nfixed: [foo.bar]\n", "foo.bar"),
+    (
+        "most: goodput\nfixed: [scheduler_config.polic]\n",
+        "goal.yaml:2: `fixed` must have keys that are tuned; the nearest one is `scheduler_config.policy`. Given: 's",
+    ),
+    ("most: goodput\nfixed: [request_classes.nobody.weight]\n", "goal.yaml:2: `fixed` must have keys that are tuned;"),
+    ("most: goodput\nconstraints: {ttft: 1e30}\n", "goal.yaml:2: `constraints.ttft` must be at most 1e+12. Given: '1e"),
+    (
+        "most: goodput\nconstraints:\n  ttft: 5\n  ttft_p99_ms: 6\n",
+        "goal.yaml:4: `constraints.ttft_p99_ms` must be another figure than those before it. Given: ttft_p99_ms, as in",
+    ),
 ]
 RECORDINGS = [
     (b"", "a.rec: is not a recording of the scheduler"),
@@ -174,7 +183,11 @@ ARGUMENTS = [
         ]
     ),
     ("whatif", ["--kept", "nan"], "--kept must be above 0 and at most 1. Given: nan"),
-    ("whatif", ["--json", "{folder}"], "cannot be written: Is a directory"),
+    *(
+        ("whatif", [option, path], ": must be a file in a folder that is there")
+        for option in ("--json", "--svg")
+        for path in ("{folder}", "{folder}/no/out")
+    ),
     ("tune", ["--out", "{folder}/no/out.yaml"], "out.yaml: must be a file in a folder that is there"),
     ("tune", ["--out", "{folder}"], ": must be a file in a folder that is there"),
     ("profile", ["--effort", "inf"], "--effort must be above 0 and at most 1000. Given: inf"),

@@ -130,7 +130,9 @@ def test_a_profile_is_made_of_a_recording(arguments, tmp_path, capsys):
 
 def test_a_profile_is_not_measured_for_a_folder_that_is_not_there(tmp_path, capsys):
     assert main(["profile", str(tmp_path / "no" / "mine.json"), "--model", "demo"]) == 2
-    assert "its folder must be there" in capsys.readouterr().err
+    assert "mine.json: must be a file in a folder that is there" in capsys.readouterr().err
+    assert main(["profile", str(tmp_path), "--model", "demo"]) == 2
+    assert f"{tmp_path}: must be a file in a folder that is there" in capsys.readouterr().err
     assert main(["profile", str(tmp_path / "mine.json"), "--recording", str(tmp_path / "no.rec")]) == 2
     assert "no.rec: must be a recording (*.rec) or a folder of them" in capsys.readouterr().err
 
@@ -139,6 +141,14 @@ def test_what_is_wrong_with_a_change_is_told_of_its_configuration(arguments, cap
     arguments[2] = f"{arguments[1]}+scheduler_config.max_prefill_tokens=4"
     assert main(arguments) == 2
     told = f"error: {arguments[2]}: --set: `scheduler_config.max_prefill_tokens` must be at least model_config.decode_"
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("config", ["", "my.yaml+@profile="])
+def test_a_configuration_without_a_file_is_refused(arguments, capsys, config):
+    arguments[2] = config
+    assert main(arguments) == 2
+    told = f"CONFIG must be FILE, FILE+SECTION.KEY=VALUE or FILE+@profile=FILE. Given: '{config}'"
     assert told in capsys.readouterr().err
 
 

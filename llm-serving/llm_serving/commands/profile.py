@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from llm_serving import __version__
-from llm_serving.commands.arguments import Subcommands, add_config_arguments, load_servable, say, seed
+from llm_serving.commands.arguments import Subcommands, add_config_arguments, check_out, load_servable, say, seed
 from llm_serving.config import ServingConfig
 from llm_serving.errors import ConfigError, RecordingError
 
@@ -61,8 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not 0 < arguments.effort <= MAX_EFFORT:
         raise ConfigError(f"--effort must be above 0 and at most {MAX_EFFORT}. Given: {arguments.effort:g}")
     out: Path = arguments.out
-    if not out.parent.is_dir():
-        raise ConfigError(f"{out}: its folder must be there")
+    check_out(out)
     calibration = _measured(arguments) if arguments.recording is None else _of_recording(arguments)
     write_profile(calibration.profile, out)
     print(described(calibration))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from llm_serving.commands.arguments import EXIT_FAILED, Subcommands, say
+from llm_serving.commands.arguments import EXIT_FAILED, Subcommands, check_out, say
 from llm_serving.commands.whatif import add_load_arguments, check_served, read_with
 from llm_serving.config import ServingConfig
 from llm_serving.errors import ConfigError
@@ -49,9 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.trials < 1:
         raise ConfigError(f"--trials must be at least 1. Given: {arguments.trials}")
-    out: Path = arguments.out
-    if not out.parent.is_dir() or out.is_dir():
-        raise ConfigError(f"{out}: must be a file in a folder that is there")
+    check_out(arguments.out)
     goal, profile = read_goal(arguments.goal), read_profile(arguments.profile)
     load, configure = read_load(arguments.load, arguments.load_seed), _Configure(arguments.config, arguments.model)
     for line in load.notices:

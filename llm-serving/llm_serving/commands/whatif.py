@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from llm_serving.commands.arguments import Subcommands, say, seed
+from llm_serving.commands.arguments import Subcommands, check_out, say, seed
 from llm_serving.config import ServingConfig, load_config
 from llm_serving.errors import ConfigError
 
@@ -76,6 +76,8 @@ def read_variant(argument: str, model: str | None, profile: Profile, seed: int) 
     from llm_serving.whatif.profile import read_profile
 
     name, *changes = argument.split("+")
+    if not name or OWN_PROFILE in changes:
+        raise ConfigError(f"CONFIG must be FILE, FILE+SECTION.KEY=VALUE or FILE+{OWN_PROFILE}FILE. Given: {argument!r}")
     profiles = [each.removeprefix(OWN_PROFILE) for each in changes if each.startswith(OWN_PROFILE)]
     try:
         config = read_with(Path(name), [each for each in changes if not each.startswith(OWN_PROFILE)], model)
@@ -108,6 +110,13 @@ def run(arguments: argparse.Namespace) -> int:
     if not 0 < arguments.kept <= 1:
         raise ConfigError(f"--kept must be above 0 and at most 1. Given: {arguments.kept:g}")
     needs = [constraint(each, "--need") for each in arguments.need]
+    if arguments.json is not None and str(arguments.json) != "-":
+        check_out(arguments.json)
+    if arguments.svg is not None:
+        from llm_serving.whatif.plots import check_plots, write_svg
+
+        check_out(arguments.svg)
+        check_plots()
     profile = read_profile(arguments.profile)
     load = read_load(arguments.load, arguments.load_seed)
     for line in load.notices:
@@ -134,8 +143,6 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.json is not None:
             _write(arguments.json, as_json(results) + "\n")
     if arguments.svg is not None:
-        from llm_serving.whatif.plots import write_svg
-
         write_svg(results, arguments.svg)
     if arguments.find_rate:
         found = [(each, highest_rate(load, each, arguments.kept)) for each in variants]

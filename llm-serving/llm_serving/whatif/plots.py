@@ -26,7 +26,7 @@ def write_svg(results: Sequence[tuple[Result, Figures]], path: Path) -> None:
     """Writes a plot: distribution of the time to first token by class, tokens a second, blocks in use.
 
     Raises:
-        ConfigError: matplotlib is not installed, or the file cannot be written.
+        ConfigError: The file cannot be written.
     """
     plt = _pyplot()
     names = [f"{result.name}: {figures['output_tokens_per_s']:,.0f} tokens/s" for result, figures in results]
@@ -52,11 +52,16 @@ def write_svg(results: Sequence[tuple[Result, Figures]], path: Path) -> None:
     marks = "; ".join(dict.fromkeys([*(mark(result.profile) for result, _ in results), *beyond]))
     figure.suptitle(f"load {results[0][0].load}; {marks}", fontsize=8)
     try:
-        figure.savefig(path, metadata={"Date": None})
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: cannot be written: {error}") from None
+        figure.savefig(path, format="svg", metadata={"Date": None})
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written: {error.strerror}") from None
     finally:
         plt.close(figure)
+
+
+def check_plots() -> None:
+    """Raises ConfigError where matplotlib is not installed."""
+    _pyplot()
 
 
 def _pyplot() -> Any:

@@ -119,7 +119,7 @@ def test_knobs_are_those_that_matter_to_the_load():
     assert SLOTS not in keys
     assert {"request_classes.batch.weight", "scheduler_config.max_running_per_tenant", "pa_config.num_blocks"} <= keys
     assert "request_classes.interactive.weight" not in keys
-    with pytest.raises(ConfigError, match="Given: policy"):
+    with pytest.raises(ConfigError, match="Given: 'policy'"):
         knobs_for(config, load, replace(MOST, fixed=("policy",)))
 
 

@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 
 from llm_serving.config.yaml_reader import Located, read_yaml
 from llm_serving.errors import ConfigError, shorten
-from llm_serving.whatif.document import KEYS_IN, Mapping, number, text, whole
+from llm_serving.whatif.document import KEYS_IN, Mapping, TooLargeError, number, text, whole
 from llm_serving.whatif.figures import LESS_IS_BETTER, OF_ALL, OF_GROUP, SHARES, Figures
 from llm_serving.whatif.report import number as shown
 
@@ -91,7 +91,7 @@ class Goal:
     max_num_blocks: int | None = None
     """Blocks of the cache that there is memory for; None: as many as there are."""
     where: dict[str, str] = field(default_factory=dict, compare=False)
-    """By figure, file and line."""
+    """By figure, and for `fixed`, file and line."""
 
     def violation(self, figures: Figures) -> float:
         """Sum of what the constraints miss; 0 where all are kept."""
@@ -144,6 +144,9 @@ def goal(root: Located) -> Goal:
     for name, located in document.rows("constraints"):
         figure = _figure(name, f"{located.where}: `constraints.{name}`")
         limit = _limit(figure, located.value, f"{located.where}: `constraints.{name}`")
+        if figure.key in where:
+            rule = f"must be another figure than those before it. Given: {figure}, as in {where[figure.key]}"
+            raise ConfigError(f"{located.where}: `constraints.{name}` {rule}")
         constraints.append(Constraint(figure, limit, margin))
         where[figure.key] = located.where
     wanted = [each for each in ("most", "least") if each in document]
@@ -159,6 +162,7 @@ def goal(root: Located) -> Goal:
     nothing: tuple[str, ...] = ()
     fixed = document.take("fixed", _keys, "must be a list of keys such as scheduler_config.policy", nothing)
     blocks = document.take("max_num_blocks", whole(1), "must be an integer >= 1", 0) or None
+    where["fixed"] = document.where_of("fixed")
     document.end()
     return Goal(objective, wanted[0] == "most", tuple(constraints), fixed, blocks, where)
 
@@ -183,6 +187,8 @@ def constraint(written: str, where: str) -> Constraint:
 def _limit(figure: Figure, value: Any, where: str) -> float:
     try:
         limit = number()(value)
+    except TooLargeError as error:
+        raise ConfigError(f"{where} must be at most {error}. Given: {shorten(value)}") from None
     except (TypeError, ValueError):
         raise ConfigError(f"{where} must be a number >= 0. Given: {shorten(value)}") from None
     if figure.name in SHARES and limit > 1:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from llm_serving.config.schema import SECTIONS, ServingConfig
-from llm_serving.errors import ConfigError
+from llm_serving.errors import ConfigError, shorten
 from llm_serving.whatif.load import Load
 from llm_serving.whatif.reach import Reach
 from llm_serving.whatif.tuning.goal import Goal
@@ -98,11 +99,13 @@ def knobs_for(
         ConfigError: The goal fixes a key that is no knob.
     """
     table = dict(_table(config, load, goal, num_blocks))
+    of_classes = [f"request_classes.{each.name}.{key}" for each in config.request_classes for key in OF_CLASS]
+    known = [*SERVER, *REFUSING, *OF_TENANTS, *GUESSING, NUM_BLOCKS, *of_classes]
     for key in goal.fixed:
-        if key not in (*SERVER, *REFUSING, *OF_TENANTS, *GUESSING, NUM_BLOCKS) and not key.startswith(
-            "request_classes."
-        ):
-            raise ConfigError(f"the goal: `fixed` must have keys that are tuned: {', '.join(SERVER)}. Given: {key}")
+        if key not in known:
+            (nearest,) = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
+            rule = f"must have keys that are tuned; the nearest one is `{nearest}`"
+            raise ConfigError(f"{goal.where.get('fixed', 'the goal')}: `fixed` {rule}. Given: {shorten(key)}")
     return tuple(
         _knob(key, within(key, values, reach), _own(config, key, num_blocks))
         for key, values in table.items()
