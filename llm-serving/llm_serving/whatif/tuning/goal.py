@@ -140,7 +140,8 @@ def goal(root: Located) -> Goal:
     """As `read_goal`, of what has been read."""
     document = Mapping(root)
     margin = document.take("margin", _share, "must be a number of at least 0 and below 1", MARGIN)
-    constraints, where = [], {}
+    constraints = []
+    where: dict[str, str] = {}
     for name, located in document.rows("constraints"):
         figure = _figure(name, f"{located.where}: `constraints.{name}`")
         limit = _limit(figure, located.value, f"{located.where}: `constraints.{name}`")
