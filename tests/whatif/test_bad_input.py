@@ -90,6 +90,17 @@ LOADS = [
     (load_with(**{"class": "nobody"}), "`class` of the stream chat must be one of"),
     (load_with(prompt_tokens=10**5), "can never serve any of the 30 requests of {folder}/load.yaml: `prompt` must"),
     (load_with(answer_tokens=2**31 - 1), "can never serve any of the 30 requests of {folder}/load.yaml: `max_tokens`"),
+    *(
+        (load_with(**changes), f"load.yaml:2: `streams.chat.{key}` must {rule}")
+        for key, rule, changes in [
+            ("arrivals", "stand beside `rate`", {"rate": None, "concurrency": 2, "arrivals": "fixed"}),
+            ("ends_s", "stand beside `rate`", {"rate": None, "concurrency": 2, "ends_s": 5}),
+            ("burst_size", "stand beside `arrivals: burst`", {"burst_size": 4}),
+            ("priority", "not stand beside `class`", {"class": "batch", "priority": 1}),
+            ("prefixes", "stand beside `prefix_tokens`", {"prefixes": 4}),
+            ("recited_run", "stand beside `recited`", {"recited_run": 4}),
+        ]
+    ),
     ("streams: [1]\n", "load.yaml:1: must be a mapping of keys to values. Given: [1]"),
     (LOAD + "vocab_size: 100000000000000000000\n", "load.yaml:2: `vocab_size` must be at most 2147483647. Given: 1000"),
     (LOAD + "seed: -1\n", "load.yaml:2: `seed` must be an integer >= 0. Given: -1"),
@@ -181,6 +192,10 @@ ARGUMENTS = [
             ("ttft_p99_ms", "soon", "--need must be FIGURE=LIMIT with a number >= 0. Given: 'ttft_p99_ms=soon'"),
             ("ttft_p9_ms", "5", "--need must be FIGURE, CLASS.FIGURE or `tenant NAME.FIGURE`; the nearest known"),
         ]
+    ),
+    *(
+        (command, ["--load", "{folder}/a.rec", "--load-seed", "4"], "--load-seed must stand beside a workload (*.yaml)")
+        for command in ("whatif", "tune")
     ),
     ("whatif", ["--kept", "nan"], "--kept must be above 0 and at most 1. Given: nan"),
     *(

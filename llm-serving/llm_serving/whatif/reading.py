@@ -22,5 +22,7 @@ def read_load(path: Path, seed: int | None = None) -> Load:
     if path.suffix in YAML_SUFFIXES:
         return read_workload(path, seed)
     if path.suffix == ".rec" or path.is_dir():
+        if seed is not None:
+            raise ConfigError(f"--load-seed must stand beside a workload (*.yaml): {path} is what was. Given: {seed}")
         return read_recorded(path)
     raise ConfigError(f"{path}: must be a workload (*.yaml), or a recording (*.rec, or a folder of them)")

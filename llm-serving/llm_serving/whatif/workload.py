@@ -88,6 +88,7 @@ def _stream(name: str, keys: Mapping, rng: random.Random, duration_s: float, voc
     timeout_s = keys.take("timeout_s", positive, "must be seconds > 0", 0.0) or None
     recited = keys.take("recited", _share, "must be a share from 0 to 1", 0.0)
     recited_run = keys.take("recited_run", whole(1), "must be an integer >= 1", 32)
+    _check_together(name, keys, bursts=arrivals == "burst")
     keys.end()
     if prefix * prefixes > MAX_TOKENS:
         raise _too_many_tokens(keys, name, prefix * prefixes)
@@ -124,6 +125,21 @@ def _stream(name: str, keys: Mapping, rng: random.Random, duration_s: float, voc
             )
         )
     return Stream(name, requests, concurrency)
+
+
+def _check_together(name: str, keys: Mapping, *, bursts: bool) -> None:
+    """Raises ConfigError for a key that would say nothing beside the others, or without another."""
+    of_rate = "rate" in keys, "must stand beside `rate`: a closed loop asks when it has been answered"
+    for key, (fits, rule) in {
+        "arrivals": of_rate,
+        "ends_s": of_rate,
+        "burst_size": (bursts, "must stand beside `arrivals: burst`"),
+        "priority": ("class" not in keys, "must not stand beside `class`, which has one"),
+        "prefixes": ("prefix_tokens" in keys, "must stand beside `prefix_tokens`"),
+        "recited_run": ("recited" in keys, "must stand beside `recited`"),
+    }.items():
+        if key in keys and not fits:
+            raise ConfigError(f"{keys.where_of(key)}: `streams.{name}.{key}` {rule}")
 
 
 def _too_many_tokens(keys: Mapping, name: str, given: int) -> ConfigError:
