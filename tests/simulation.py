@@ -378,7 +378,8 @@ class Simulation:
             replica.check_end()
         master = self._master
         assert master.num_waiting == master.num_running == 0, "the waiting room is not empty"
-        assert not len(master._requests) and not master._requests._num_of
+        requests = master._requests
+        assert not len(requests) and not requests._num_of and not requests._num_coming
         for client in self.clients:
             if client.stream is not None:
                 self._check_client(client)

@@ -230,6 +230,27 @@ def test_another_priority_finds_a_request_whose_blocks_are_on_their_way(goes_on_
     on_two_machines(talk)
 
 
+def test_those_that_are_let_go_of_together_are_spread_although_none_has_come() -> None:
+    prompts = [[each, *PROMPT] for each in range(4)]
+
+    async def run() -> None:
+        setup = Setup(3, roles=("prefill", "decode", "decode"), share_memory=False)
+        async with setup.running() as engine:
+            came, go_on = held(setup, 0, "read")
+            asked = [asyncio.create_task(ask(engine, prompt)) for prompt in prompts]
+            await asyncio.to_thread(came.wait)
+            coming = engine._requests._num_coming
+            while coming.total() < len(prompts):
+                await asyncio.sleep(0)
+            numbers = [coming[engine.replicas.engines[index]] for index in range(3)]
+            go_on.set()
+            answers = await asyncio.gather(*asked)
+            assert [answer for answer, _ in answers] == [expected_output(prompt, 20) for prompt in prompts]
+            assert (numbers, coming.total()) == ([0, 2, 2], 0)
+
+    asyncio.run(run())
+
+
 def test_a_server_that_ends_tells_those_whose_blocks_are_on_their_way() -> None:
     async def talk(setup: Setup, engine: AsyncEngine) -> None:
         came, go_on = held(setup, 0, "read")

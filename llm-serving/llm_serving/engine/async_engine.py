@@ -472,8 +472,7 @@ class AsyncEngine:
                 continue  # caches may differ in size; the one it comes from has room for it
             replica = self.replicas.bring(departure, best)
             if replica is None:
-                if opened is not None:
-                    opened.is_on_way = True
+                self._requests.set_out(request.request_id, at_best)
                 return
             engine = self.replicas.engines[replica]
             with contextlib.suppress(WorkerDiedError):

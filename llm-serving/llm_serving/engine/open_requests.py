@@ -31,13 +31,17 @@ class OpenRequest:
     """As it was asked for last."""
     is_cancelled: bool = field(default=False, init=False)
     """Whoever has it is to end it, the replica that it moves to as well."""
-    is_on_way: bool = field(default=False, init=False)
-    """Its engine has let go of it, and no other has it yet."""
+    next_engine: Engine | None = field(default=None, init=False)
+    """Whereto its blocks are brought: its engine has let go of it, and no other has it yet."""
     priority: int | None = field(default=None, init=False)
     """That it was given on its way, and has where it comes."""
 
     def __post_init__(self) -> None:
         self.deadline = self.request.deadline
+
+    @property
+    def is_on_way(self) -> bool:
+        return self.next_engine is not None
 
 
 class OpenRequests:
@@ -47,6 +51,7 @@ class OpenRequests:
         self._requests: dict[str, OpenRequest] = {}
         self._live = LiveRequests()
         self._num_of: Counter[Engine] = Counter()
+        self._num_coming: Counter[Engine] = Counter()
         self._joined: dict[str, dict[str, None]] = {}
         """A client's id -> engine's ids of what computes, or computed, its answers; the newest."""
         self._num_joined = 0
@@ -67,16 +72,21 @@ class OpenRequests:
         opened = self._requests.pop(request_id, None)
         if opened is not None:
             self._live.discard(request_id)
-            self._num_of[opened.engine] -= 1
-            if not self._num_of[opened.engine]:
-                del self._num_of[opened.engine]  # an engine that has ended is not kept for its count
+            _count_down(self._num_of, opened.engine)
+            self._set_out(opened, None)
         return opened
+
+    def set_out(self, request_id: str, engine: Engine) -> None:
+        """Its blocks are brought to an engine, which has it later, or another one."""
+        opened = self._requests.get(request_id)
+        if opened is not None:
+            self._set_out(opened, engine)
 
     def hand_over(self, request_id: str, request: Request, engine: Engine) -> None:
         """Another engine has it from now on, by another record."""
         opened = self.pop(request_id)
         if opened is not None:
-            opened.request, opened.engine, opened.is_on_way, opened.priority = request, engine, False, None
+            opened.request, opened.engine, opened.priority = request, engine, None
             self.add(opened)
 
     def left_at(self, engine: Engine) -> list[OpenRequest]:
@@ -86,6 +96,10 @@ class OpenRequests:
     def num_of(self, engine: Engine) -> int:
         """Exact on the event loop, where the engine itself may still have messages to take."""
         return self._num_of[engine]
+
+    def num_coming(self, engine: Engine) -> int:
+        """Those that another engine has let go of, and whose blocks are brought to this one."""
+        return self._num_coming[engine]
 
     def find(self, client_id: str, tenant: str | None) -> list[OpenRequest]:
         """All that a client means by an id: its own ones or, with None, everybody's."""
@@ -110,3 +124,16 @@ class OpenRequests:
     def joined(self, client_id: str) -> Sequence[str]:
         """Engine's ids of requests of others that a client's answers came from."""
         return [engine_id for each in client_ids(client_id) for engine_id in self._joined.get(each, ())]
+
+    def _set_out(self, opened: OpenRequest, engine: Engine | None) -> None:
+        if opened.next_engine is not None:
+            _count_down(self._num_coming, opened.next_engine)
+        opened.next_engine = engine
+        if engine is not None:
+            self._num_coming[engine] += 1
+
+
+def _count_down(counts: Counter[Engine], engine: Engine) -> None:
+    counts[engine] -= 1
+    if not counts[engine]:
+        del counts[engine]  # an engine that has ended is not kept for its count

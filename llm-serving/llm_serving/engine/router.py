@@ -116,7 +116,8 @@ class Router:
         """Living replicas that may go on with a request whose prompt is computed, the best first.
 
         Those that get requests before drained ones, those that are to decode before those that are not, those whose
-        WorkAgent is there before those where it is away; then the preferred one, and those with the fewest requests.
+        WorkAgent is there before those where it is away; then the preferred one, and those with the fewest requests,
+        those whose blocks are on the way there included.
         """
         engines = self._replicas.living().items()
         return sorted(
@@ -126,7 +127,7 @@ class Router:
                 self.moves(each[0]),
                 each[1].away is not None,
                 each[0] != preferred,
-                self._requests.num_of(each[1]),
+                self._requests.num_of(each[1]) + self._requests.num_coming(each[1]),
                 each[0],
             ),
         )
