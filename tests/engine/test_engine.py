@@ -10,7 +10,7 @@ from llm_serving.core.request import FinishReason
 from llm_serving.core.step import StepInput, StepOutput
 from llm_serving.engine.engine import SHORT_STEP_S
 from llm_serving.errors import WorkerDiedError
-from llm_serving.scheduler import PreemptionMode
+from llm_serving.scheduler import PreemptionMode, Schedule
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -77,6 +77,24 @@ def test_it_tells_whether_a_step_is_under_way() -> None:
     assert harness.engine.has_steps
     harness.run()
     assert not harness.engine.has_steps
+
+
+def test_a_step_is_under_way_for_those_who_predict_from_when_nobody_can_join_it() -> None:
+    harness = Harness()
+    engine, build, seen = harness.engine, harness.engine.build_step, []
+
+    def note(schedule: Schedule, number: int) -> StepInput:
+        steps = (*engine._in_flight, schedule)
+        seen.append((engine.load.under_way.num_tokens, tuple(each.num_tokens - len(each.rows) for each in steps)))
+        return build(schedule, number)
+
+    engine.build_step = note
+    for _ in range(3):
+        engine.submit(create_request(5, max_tokens=4))
+        engine.step()
+    harness.run()
+    assert len(seen) > 4 and all(told == steps for told, steps in seen)
+    assert engine.load.under_way.num_tokens == ()
 
 
 class Timed:

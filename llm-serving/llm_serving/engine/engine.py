@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from typing import Final, TypeVar
 
@@ -376,6 +376,9 @@ class Engine:
         """Forms the next step, as far as there is one, and tells who is to know of it."""
         self.peers.listen()
         schedule = self.scheduler.schedule(now)
+        if schedule is not None:  # whoever comes from here on is not in it
+            self._num_left = sum([row.request.num_tokens - row.end for row in schedule.rows if not row[3]])
+            self._tell_under_way([*self._in_flight, schedule], self._times.began if self._in_flight else now)
         self.moves.formed(schedule)
         self.peers.tell(schedule)
         self.journal.decided(now, self.scheduler.blocked)
@@ -390,8 +393,6 @@ class Engine:
         self._executor.submit(self.build_step(schedule, self._executor.next_step), self.forms_late)
         self._times.submitted(now, self._clock(), follows=bool(self._in_flight))
         self._in_flight.append(schedule)
-        self._num_left = sum([row.request.num_tokens - row.end for row in schedule.rows if not row[3]])
-        self._tell_under_way()
         self._allow()
         self.moves.submitted(schedule, now)
         if schedule.started:
@@ -439,7 +440,7 @@ class Engine:
         self._allow()
         now = self._clock()
         self._times.passed_on(now)
-        self._tell_under_way()
+        self._tell_under_way(self._in_flight, now)
         deliver(schedule, updated, output)
         self._processor.report_times()
         self.moves.delivered(schedule, now)
@@ -491,9 +492,10 @@ class Engine:
             num_ended=num_ended,
         )
 
-    def _tell_under_way(self) -> None:
-        num_tokens = tuple([each.num_tokens - len(each.rows) for each in self._in_flight])
-        self.load.under_way = UnderWay(num_tokens, self._num_left, self._times.began)
+    def _tell_under_way(self, steps: Iterable[Schedule], began: float) -> None:
+        """Has the door know the steps that nobody can join any more, of which the oldest began then."""
+        num_tokens = tuple([each.num_tokens - len(each.rows) for each in steps])
+        self.load.under_way = UnderWay(num_tokens, self._num_left, began)
 
     def _record(self, schedule: Schedule, num_tokens: int) -> None:
         self._metrics.step(*self._load(), num_tokens, replica=self._index)
@@ -521,7 +523,7 @@ class Engine:
         self.journal.lost(self._clock())
         lost, self._in_flight = self._in_flight, deque()
         self._num_left = 0
-        self._tell_under_way()
+        self._tell_under_way(self._in_flight, self._times.began)
         culprits = self._recovery.culprits(error, list(lost))
         self.moves.lost()
         self.journal.recovered(self._clock())
