@@ -190,14 +190,14 @@ def serve(engine: AsyncEngine) -> int:
         The exit code: 0 after an orderly end.
 
     Raises:
-        ConfigError: The address, the access log or the folder of recordings cannot be used.
+        ConfigError: The address, the access log or the folder of recordings cannot be used, or too few files be open.
         LLMServingError: The engine has failed.
     """
-    raise_open_files_limit()
+    serving = engine.config.serving
+    raise_open_files_limit(serving)
     give_back_large_blocks()
     collect_garbage_rarely()
     hand_over_often()
-    serving = engine.config.serving
     with (
         bind(serving.server_ip, serving.server_port) as listener,
         recordings_held(engine.config.scheduler.record_path),

@@ -17,6 +17,7 @@ import uvicorn
 import uvloop
 
 from llm_serving.config.sections.server import ServerConfig
+from llm_serving.errors import ConfigError
 from llm_serving.log import get_logger
 from llm_serving.server.front_door import Acceptor, Certificates, Connection, Guests, Turns
 from llm_serving.server.front_door.acceptor import MAX_WAITING
@@ -28,16 +29,28 @@ MAX_OPEN_FILES: Final = 65536
 """Files and connections the process may have open; the usual 1,024 are fewer than the backlog alone."""
 RESERVED_FILES: Final = 64
 """Of these, those that connections leave for everything else."""
+RAISE_FILES: Final = "raise the limit to at least {} (LimitNOFILE of systemd; `ulimit -n`, as root beyond `ulimit -Hn`)"
 STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 RELOAD_SIGNAL: Final = signal.SIGHUP
 
 
-def raise_open_files_limit() -> None:
-    """Raises the soft limit of open files to `MAX_OPEN_FILES`, or to the hard limit where that is lower."""
+def raise_open_files_limit(limits: ServerConfig) -> None:
+    """Raises the soft limit of open files to `MAX_OPEN_FILES`, or to the hard limit where that is lower.
+
+    Raises:
+        ConfigError: So few may be open that there would be none for a connection.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        soft = wanted
+    if soft != resource.RLIM_INFINITY and soft < needed_files(1):
+        enough = f"{needed_files(1)}, and for serving_config.max_connections ({limits.max_connections}) "
+        raise ConfigError(
+            f"the process may open {soft} files, of which a server leaves {RESERVED_FILES} for other things than "
+            f"connections: {RAISE_FILES.format(enough + str(needed_files(limits.max_connections)))}"
+        )
 
 
 class HttpServer(uvicorn.Server):
@@ -200,8 +213,16 @@ def possible_connections(limits: ServerConfig) -> int:
     if soft != resource.RLIM_INFINITY:
         possible = max(1, soft - RESERVED_FILES - possible_waiting())
     if possible < limits.max_connections:
-        logger.warning("at most %d connections: the process may open %d files", possible, soft)
+        logger.warning(
+            "at most %d connections, not serving_config.max_connections (%d): the process may open %d files; %s",
+            *(possible, limits.max_connections, soft, RAISE_FILES.format(needed_files(limits.max_connections))),
+        )
     return min(possible, limits.max_connections)
+
+
+def needed_files(num_connections: int) -> int:
+    """The least that the process must be able to open, for so many connections and those that wait beside them."""
+    return RESERVED_FILES + num_connections + max(1, min(MAX_WAITING, (num_connections - 1) // 4))
 
 
 def possible_waiting() -> int:
