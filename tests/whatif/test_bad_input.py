@@ -203,6 +203,12 @@ ARGUMENTS = [
         for option in ("--json", "--svg")
         for path in ("{folder}", "{folder}/no/out")
     ),
+    *(
+        (command, [option, f"{{folder}}/{name}"], f"{name}: must be another file than those that are read")
+        for command, option in (("whatif", "--json"), ("whatif", "--svg"), ("tune", "--out"))
+        for name in ("load.yaml", "profile.json", "my.yaml")
+    ),
+    ("tune", ["--out", "{folder}/goal.yaml"], "goal.yaml: must be another file than those that are read"),
     ("tune", ["--out", "{folder}/no/out.yaml"], "out.yaml: must be a file in a folder that is there"),
     ("tune", ["--out", "{folder}"], ": must be a file in a folder that is there"),
     ("profile", ["--effort", "inf"], "--effort must be above 0 and at most 1000. Given: inf"),

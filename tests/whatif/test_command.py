@@ -133,6 +133,9 @@ def test_a_profile_is_not_measured_for_a_folder_that_is_not_there(tmp_path, caps
     assert "mine.json: must be a file in a folder that is there" in capsys.readouterr().err
     assert main(["profile", str(tmp_path), "--model", "demo"]) == 2
     assert f"{tmp_path}: must be a file in a folder that is there" in capsys.readouterr().err
+    (tmp_path / "my.yaml").write_text("{}\n")
+    assert main(["profile", str(tmp_path / "my.yaml"), "--config", str(tmp_path / "my.yaml")]) == 2
+    assert "my.yaml: must be another file than those that are read" in capsys.readouterr().err
     assert main(["profile", str(tmp_path / "mine.json"), "--recording", str(tmp_path / "no.rec")]) == 2
     assert "no.rec: must be a recording (*.rec) or a folder of them" in capsys.readouterr().err
 

@@ -21,12 +21,17 @@ DEFAULT_URL: Final = "http://127.0.0.1:8835"
 Subcommands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
-def check_out(path: Path) -> None:
-    """Raises ConfigError where no file can be written: before what takes long, and not after it."""
+def check_out(path: Path, *read: Path) -> None:
+    """Raises ConfigError where no file can be written, or one of those that are read would be lost.
+
+    Before what takes long, and not after it.
+    """
     if not path.parent.is_dir() or path.is_dir():
         raise ConfigError(f"{path}: must be a file in a folder that is there")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise ConfigError(f"{path}: must be a file that may be written")
+    if path.exists() and any(each.exists() and path.samefile(each) for each in read):
+        raise ConfigError(f"{path}: must be another file than those that are read")
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:

@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not 0 < arguments.effort <= MAX_EFFORT:
         raise ConfigError(f"--effort must be above 0 and at most {MAX_EFFORT}. Given: {arguments.effort:g}")
     out: Path = arguments.out
-    check_out(out)
+    check_out(out, *(each for each in (arguments.config, arguments.recording) if each is not None))
     calibration = _measured(arguments) if arguments.recording is None else _of_recording(arguments)
     write_profile(calibration.profile, out)
     print(described(calibration))

@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.trials < 1:
         raise ConfigError(f"--trials must be at least 1. Given: {arguments.trials}")
-    check_out(arguments.out)
+    check_out(arguments.out, arguments.config, arguments.goal, arguments.load, arguments.profile)
     goal, profile = read_goal(arguments.goal), read_profile(arguments.profile)
     load, configure = read_load(arguments.load, arguments.load_seed), _Configure(arguments.config, arguments.model)
     for line in load.notices:

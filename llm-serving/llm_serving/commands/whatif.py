@@ -110,12 +110,13 @@ def run(arguments: argparse.Namespace) -> int:
     if not 0 < arguments.kept <= 1:
         raise ConfigError(f"--kept must be above 0 and at most 1. Given: {arguments.kept:g}")
     needs = [constraint(each, "--need") for each in arguments.need]
+    read = arguments.load, arguments.profile, *(Path(each.partition("+")[0]) for each in arguments.configs)
     if arguments.json is not None and str(arguments.json) != "-":
-        check_out(arguments.json)
+        check_out(arguments.json, *read)
     if arguments.svg is not None:
         from llm_serving.whatif.plots import check_plots, write_svg
 
-        check_out(arguments.svg)
+        check_out(arguments.svg, *read)
         check_plots()
     profile = read_profile(arguments.profile)
     load = read_load(arguments.load, arguments.load_seed)
