@@ -94,8 +94,18 @@ def test_numbers_come_as_json(arguments, capsys):
 
 
 def test_the_highest_rate_is_found(arguments, capsys):
+    arguments[1] += "+request_classes.interactive.ttft_slo_s=0.1"
     assert main([*arguments[:2], *arguments[3:], "--find-rate"]) == 0
-    assert "requests/s that keep the promises of 99%:" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "requests/s that keep the promises of 99%:\n  my+ttft_slo_s=0.1: " in shown and "at least" not in shown
+
+
+def test_a_load_that_is_over_too_soon_does_not_tell_the_highest_rate(arguments, tmp_path, capsys):
+    few = "streams: {chat: {rate: 1, requests: 2, prompt_tokens: 4, answer_tokens: 1}}\n"
+    (tmp_path / "load.yaml").write_text(few)
+    assert main([*arguments[:2], *arguments[3:], "--find-rate"]) == 0
+    shown = capsys.readouterr().out
+    assert "  my: at least " in shown and "(256 x the load's" in shown and "more `requests` would tell more" in shown
 
 
 def test_hardware_of_another_profile_stands_beside(arguments, tmp_path, capsys):

@@ -195,10 +195,13 @@ def _capacities(found: Sequence[tuple[Variant, Capacity]], kept_share: float) ->
 
     lines = [f"requests/s that keep the promises of {kept_share:.0%}:"]
     first = found[0][1].requests_per_s
+    if not all(capacity.is_highest for _, capacity in found):
+        lines.append("  (where it says `at least`, the load is over too soon: more `requests` would tell more)")
     for variant, capacity in found:
         ttft = number("ttft_p99_ms", capacity.figures["ttft_p99_ms"])
         beside = f"{capacity.requests_per_s / first:.2f} x the first" if first > 0 else "the first keeps none"
-        rate = f"{capacity.requests_per_s:.3g} ({capacity.factor:.3g} x the load's, {beside})"
+        least = "" if capacity.is_highest else "at least "
+        rate = f"{least}{capacity.requests_per_s:.3g} ({capacity.factor:.3g} x the load's, {beside})"
         lines.append(f"  {variant.name}: {rate}, then TTFT p99 {ttft} ms; {mark(variant.profile)}")
     return "\n".join(lines)
 

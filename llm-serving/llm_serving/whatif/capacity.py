@@ -25,6 +25,8 @@ class Capacity(NamedTuple):
     result: Result
     figures: Figures
     """At that rate."""
+    is_highest: bool
+    """False: it is as far as was looked, so that a load of more requests would tell more."""
 
 
 def highest_rate(load: Load, simulate: Callable[[Load], Result], kept_share: float = KEPT_SHARE) -> Capacity:
@@ -61,7 +63,7 @@ def highest_rate(load: Load, simulate: Callable[[Load], Result], kept_share: flo
         factor = (low * high) ** 0.5
         known = at(factor)
         low, high, best = (factor, high, known) if known[2] else (low, factor, best)
-    return Capacity(offered * low, low, best[0], best[1])
+    return Capacity(offered * low, low, best[0], best[1], high < math.inf)
 
 
 def offered_rate(load: Load) -> float:
