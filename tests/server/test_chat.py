@@ -239,9 +239,10 @@ class TestPromptLogprobs:
         assert error["message"] == "`stream` must be false with prompt_logprobs. Given: True"
 
     def test_an_answer_has_at_least_one_token(self):
-        for name in ("max_tokens", "max_completion_tokens"):
-            error = error_of(post(FakeEngine(), PATH, {"messages": USER, name: 0}))
-            assert error["message"] == f"`{name}` must be an integer from 1 to 2147483647. Given: 0"
+        for name, other in (("max_tokens", "max_completion_tokens"), ("max_completion_tokens", "max_tokens")):
+            for value, others in ((0, {}), (2**31, {}), (2**31, {other: 5})):
+                error = error_of(post(FakeEngine(), PATH, {"messages": USER, name: value, **others}))
+                assert error["message"] == f"`{name}` must be an integer from 1 to 2147483647. Given: {value}"
 
 
 def test_templates_of_many_conversations_of_one_client_let_others_through(monkeypatch):

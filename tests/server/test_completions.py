@@ -80,6 +80,11 @@ def test_seeds_of_either_sign(sent, seed):
     assert engine.submitted[0].sampling.seed == seed
 
 
+def test_a_token_has_one_bias_however_its_id_is_written():
+    error = error_of(post(FakeEngine(), PATH, {"prompt": "x", "logit_bias": {"7": 1, "07": -100}}))
+    assert error["message"] == "`logit_bias` must have each token once. Given: 2"
+
+
 def test_top_k_minus_one_keeps_all():
     engine = FakeEngine()
     post(engine, PATH, {"prompt": "x", "top_k": -1})

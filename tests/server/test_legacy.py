@@ -173,6 +173,11 @@ class TestErrorsAsText:
         assert response.status_code == 200
         assert response.text == "{" + text + ', "details": null}\n'
 
+    def test_a_limit_of_none_is_named(self):
+        response = post(FakeEngine(), "/models/llama2", body(max_new_tokens=0))
+        assert response.status_code == 422
+        assert "`parameters.max_new_tokens` must be an integer from 1" in response.text
+
     def test_a_prompt_that_the_engine_finds_too_long(self):
         engine = FakeEngine(refusal=ContextLengthError("max_tokens", "must fit the cache", 9))
         response = post(engine, "/models/llama2/generate", body(max_new_tokens=5))

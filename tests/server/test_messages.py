@@ -198,3 +198,14 @@ def test_tokens_are_counted_as_they_are_submitted():
     post(engine, PATH, body(**fields))
     counted = post(engine, f"{PATH}/count_tokens", fields).json()
     assert counted == {"input_tokens": len(engine.submitted[0].prompt_token_ids)}
+
+
+@pytest.mark.parametrize(
+    ("fields", "place"),
+    [
+        ({"thinking": {"type": "long"}}, "thinking.type"),
+        ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type"),
+    ],
+)
+def test_tokens_are_not_counted_for_what_would_be_refused(fields, place):
+    assert f"`{place}`" in post(FakeEngine(), f"{PATH}/count_tokens", {"messages": [USER], **fields}).text

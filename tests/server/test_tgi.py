@@ -87,12 +87,14 @@ def test_a_stop_sequence_is_part_of_the_text():
     [
         {"best_of": 2}, {"typical_p": 0.5}, {"grammar": {"type": "regex"}}, {"watermark": True}, {"temperature": 0.0},
         {"decoder_input_details": True}, {"max_new_tokens": 0}, {"truncate": 0}, {"top_n_tokens": 21},
+        {"stop_sequences": ["x"] * 17}, {"min_new_tokens": 9, "max_new_tokens": 8},
     ],
 )  # fmt: skip
 def test_what_is_not_served_is_a_validation_error(parameters):
     response = post(FakeEngine(), "/generate", body(**parameters))
     assert response.status_code == 422
     assert response.json()["error_type"] == "validation"
+    assert f"`{next(iter(parameters))}" in response.json()["error"]
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from typing import Any, Final
 import msgspec
 from starlette.requests import Request
 
+from llm_serving.core.parameter_rules import Whole
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import ContextLengthError, RequestError, renaming
 from llm_serving.server.accepted.turn import Turn
@@ -38,6 +39,7 @@ SAME_ROLES: Final = {"developer": "system", "function": "tool"}
 """What a role is called by chat templates that do not name it."""
 RESERVED_VARIABLES: Final = ("add_generation_prompt", "continue_final_message", "messages", "self", "tools")
 """What a chat template gets from us, or Jinja takes for itself."""
+_LIMIT: Final = Whole(1)
 _RENDERING: Final = FairThreads(NUM_PROCESSES, "chat-template")
 """Threads that wait for templates: other work beside the loop does not wait with them, and nobody behind all that
 somebody else asks for: long conversations take long, also where their tokens are only counted."""
@@ -273,6 +275,9 @@ def _limit(request: ChatCompletionRequest) -> tuple[str, int | None]:
     """The field that limits the answer, and to how many tokens; of `max_completion_tokens` and its older name the
     smaller one counts. None: it is as long as fits."""
     newer, older = request.max_completion_tokens, request.max_tokens
+    for name, given in (("max_completion_tokens", newer), ("max_tokens", older)):
+        if given is not None:
+            _LIMIT.checked(name, given)
     if newer is None or (older is not None and older < newer):
         return "max_tokens", older
     return "max_completion_tokens", newer

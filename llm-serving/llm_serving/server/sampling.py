@@ -59,8 +59,8 @@ def sampling_params(
         for name, field in field_of.items()
         if name not in decided and (value := getattr(request, field, None)) is not None
     }
-    read = {name: _READERS[name](value) if name in _READERS else value for name, value in given.items()}
     with renaming(field_of):
+        read = {name: _READERS[name](value) if name in _READERS else value for name, value in given.items()}
         params = SamplingParams(**{"seed": secrets.randbits(64), **(defaults or {}), **read, **decided})
         Whole(least_tokens).checked("max_tokens", params.max_tokens)
         return params
@@ -132,7 +132,10 @@ def _logit_bias(bias: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
     for key in bias:
         if not (key.isascii() and key.isdigit() and len(key) <= 10):
             raise RequestError("logit_bias", "must have token ids as keys", key)
-    return tuple((int(key), value) for key, value in bias.items())
+    biases = {int(key): value for key, value in bias.items()}
+    if len(biases) < len(bias):
+        raise RequestError("logit_bias", "must have each token once", len(bias))
+    return tuple(biases.items())
 
 
 REQUEST_RULES: Final[Mapping[str, ParameterRule]] = {

@@ -47,7 +47,7 @@ from starlette.responses import Response
 from llm_serving import __version__
 from llm_serving.core.request import FinishReason
 from llm_serving.core.request_output import RequestOutput
-from llm_serving.core.sampling_params import RULES, SamplingParams
+from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import ContextLengthError, LLMServingError
 from llm_serving.server.caller import HttpCaller, caller_of
@@ -130,12 +130,12 @@ async def _start(
 
 def _sampling(parameters: LegacyParameters, vocab_size: int) -> SamplingParams:
     max_new_tokens = 300 if parameters.max_new_tokens is None else parameters.max_new_tokens
-    RULES["max_tokens"].checked("parameters.max_new_tokens", max_new_tokens)
     temperature = 1.0 if parameters.temperature is None else parameters.temperature
     greedy = parameters.do_sample is False or temperature <= 0.0
     top_k = 3 if parameters.top_k is None else parameters.top_k
     return sampling_params(
         parameters,
+        {"max_tokens": "parameters.max_new_tokens"},
         max_tokens=max_new_tokens,
         temperature=0.0 if greedy else temperature,
         top_k=0 if greedy else top_k if 1 <= top_k <= vocab_size else 1,

@@ -116,6 +116,8 @@ async def count_tokens(engine: AsyncEngine, http_request: Request) -> Response:
     """How many tokens the prompt of a conversation has."""
     request = await read_fields(engine, http_request, CountTokensRequest)
     check_model(engine, request.model)
+    budget_of(request.thinking)
+    form_of(request.output_config)
     messages = messages_of(request.system, request.messages)
     tools, choice = tools_of(request.tools), choice_of(request.tool_choice)
     chat = ChatCompletionRequest(

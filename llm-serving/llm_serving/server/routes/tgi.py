@@ -47,7 +47,7 @@ from llm_serving.text.tokenizer import Tokenizer
 
 DEFAULT_MAX_NEW_TOKENS: Final = 100
 
-_FIELDS: Final = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"}
+_FIELDS: Final = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "logprobs": "top_n_tokens"}
 """Parameter -> what it is called here."""
 _NAMES: Final = {**_FIELDS, "prompt": "inputs"}
 _TEMPERATURE: Final = Real(0.0, 100.0, above_low=True)
