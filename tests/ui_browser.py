@@ -94,6 +94,30 @@ def an_answer_streams_and_its_tokens_tell_how_likely_they_were(page: Browser, sa
 
 
 @scenario
+def what_is_asked_with_stays_where_it_is(page: Browser, save: Callable[[str], None]) -> None:
+    place = "Math.round(document.querySelector('.composer').getBoundingClientRect().bottom + scrollY)"
+    with PageServer(step_s=0.02).serving() as server:
+        for width in (390, 1360):
+            page.open("about:blank")
+            start(page, server.url)
+            page.look(width=width)
+            page.run("(document.querySelector('.welcome')?.remove(), scrollTo(0, 0))")
+            before = page.run(place)
+            page.click("#clear")
+            page.wait_for("document.querySelector('.welcome')")
+            assert page.run(place) == before, "the welcome moves it"
+            ask(page, "Count.", max_tokens=3)
+            page.wait_for("document.querySelector('.facts a')")
+            assert page.run(place) == before, "an answer moves it"
+            save(f"answered-{width}")
+        ask(page, "Count from 1 to 60.", max_tokens=400)
+        page.wait_for("document.querySelectorAll('.facts a').length === 2")
+        page.run("scrollTo(0, 0)")
+        assert page.run("document.documentElement.scrollHeight > innerHeight")
+        assert page.run(place) == before, "a long answer moves it"
+
+
+@scenario
 def a_stopped_answer_keeps_what_there_is(page: Browser, save: Callable[[str], None]) -> None:
     with PageServer(step_s=0.02).serving() as server:
         start(page, server.url)
