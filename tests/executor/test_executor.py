@@ -406,7 +406,17 @@ class TestProposals:
         assert proposed.result(10.0) == [[], []]
         assert "the draft model failed: ValueError: no memory" in caplog.text
 
-    @pytest.mark.parametrize("reply", [Proposed([[1]]), StepFailed(0, "?"), None])
+    @pytest.mark.parametrize(
+        "reply",
+        [
+            Proposed([[1]]),
+            Proposed([[1, 2, 3], []]),  # more than was wanted
+            Proposed([[-1], []]),  # what a step takes for a token that another sample has chosen
+            Proposed([[2**31], []]),
+            StepFailed(0, "?"),
+            None,
+        ],
+    )
     def test_a_work_agent_that_answers_nonsense_or_ends_is_gone(self, agent, ask, reply):
         proposed = ask()
         agent.channel.receive(10.0)

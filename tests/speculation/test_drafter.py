@@ -48,6 +48,20 @@ def test_one_that_says_something_new_is_not() -> None:
     assert drafter.drafts(1, waits=True) == []
 
 
+def test_what_a_failed_step_left_in_place_of_a_token_is_guessed_of_nobody() -> None:
+    """To the WorkAgent numbers below 0 are what a sample of the step before has chosen, perhaps of another tenant."""
+    drafter = Drafter(4, 3)
+    failed = create_request(4, max_tokens=200)
+    drafter.begin(failed)
+    failed.output_token_ids += [*range(500, 520), -1]
+    drafter.replied([failed], 1)
+    request = create_request(4, max_tokens=200)
+    request.status = RequestStatus.RUNNING
+    drafter.begin(request)
+    answer(drafter, request, range(500, 518))
+    assert drafter.drafts(1, waits=True) == [(request, [518, 519])]
+
+
 def test_wrong_guesses_end_it() -> None:
     drafter = Drafter(4, 3)
     request = predictable(drafter, rounds=3)

@@ -42,13 +42,6 @@ def test_answers_taken_together_do_not_run_into_each_other() -> None:
     assert followed(finished, "a", [5, 6], 2) == followed(finished, "b", [5, 6], 2) == []
 
 
-def test_a_token_of_a_step_that_failed_is_taken_as_any_other() -> None:
-    finished = FinishedAnswers(2, 100)
-    finished.add([("a", (1, -1, 3, 4, 5))])
-    assert followed(finished, "a", [1, -1], 2) == [3, 4, 5]
-    assert followed(finished, "a", [1, -1, 3, 4], 4) == [5]
-
-
 @settings(max_examples=100, deadline=None)
 @given(
     batches=st.lists(

@@ -273,6 +273,9 @@ class RemoteExecutor(Unsupervised):
             return [[] for _ in continuations]
         if len(reply.token_ids) != len(continuations):
             raise WorkerDiedError(f"expected {len(continuations)} proposals, got {len(reply.token_ids)}")
+        for asked, token_ids in zip(continuations, reply.token_ids, strict=True):
+            if len(token_ids) > asked.num_wanted:
+                raise WorkerDiedError(f"expected at most {asked.num_wanted} tokens, got {len(token_ids)}")
         return reply.token_ids
 
     def _has_ending(self) -> bool:

@@ -37,6 +37,8 @@ LOOK_S: Final = 2.5e-6
 """Seconds of a look, before one was measured."""
 LOOK_MEMORY: Final = 16
 """Followed steps after which their measured time counts 1/e."""
+FAILED: Final = -1
+"""In place of a token that a step could not choose; in the next step that would stand for another row's token."""
 MANY: Final = 32
 """To ask that takes as long as to compare so many."""
 LEAST_SWEPT: Final = 64
@@ -343,7 +345,10 @@ class Drafter:
     def _end(self, request: Request) -> None:
         if request in self._states:
             self._forget(request)
-            self._ended.append((request.cache_namespace, tuple(request.output_token_ids)))
+            said = tuple(request.output_token_ids)
+            if FAILED in said:
+                said = said[: said.index(FAILED)]
+            self._ended.append((request.cache_namespace, said))
 
     def _take_ended(self) -> None:
         ended, self._ended = self._ended, []

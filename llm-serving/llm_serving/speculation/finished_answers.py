@@ -71,9 +71,7 @@ class FinishedAnswers:
     def _index(self, answers: Sequence[tuple[str, Sequence[int]]], lengths: list[int], first: int) -> None:
         """Has each token found by those before it; where these are not all of its answer, nobody finds it so."""
         num_tokens = sum(lengths)
-        # A token of a step that failed is -1.
-        signed = np.fromiter(chain.from_iterable([tokens for _, tokens in answers]), np.int64, num_tokens)
-        tokens = signed.view(np.uint64)
+        tokens = np.fromiter(chain.from_iterable([tokens for _, tokens in answers]), np.uint64, num_tokens)
         begins = np.cumsum(lengths) - lengths
         places = np.repeat((np.arange(first, first + len(answers)) << 32) - begins, lengths) + np.arange(num_tokens)
         salts = np.array([hash(namespace) & (1 << _BITS) - 1 for namespace, _ in answers], np.uint64)

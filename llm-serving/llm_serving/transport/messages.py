@@ -26,12 +26,14 @@ By a connection of their own, where blocks move between machines; one question a
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 from llm_serving.core.computed_by import NOT_KNOWN, ComputedBy
 from llm_serving.core.continuation import Continuation
 
-PROTOCOL_VERSION = 20
+PROTOCOL_VERSION = 21
 
 
 class ArrayLayout(msgspec.Struct, array_like=True, frozen=True):
@@ -109,6 +111,8 @@ class Loaded(msgspec.Struct, tag="loaded", frozen=True):
     computed_by: ComputedBy = NOT_KNOWN
     block_bytes: int = 0
     """Of a block, all layers; 0: not known."""
+    model: str = ""
+    """`sketch_of` what was read, on another machine than the master's; empty: the same files as the master's."""
 
 
 class Failed(msgspec.Struct, tag="failed", frozen=True):
@@ -185,7 +189,7 @@ class Propose(msgspec.Struct, tag="propose", frozen=True):
 
 
 class Proposed(msgspec.Struct, tag="proposed", frozen=True):
-    token_ids: list[list[int]]
+    token_ids: list[list[Annotated[int, msgspec.Meta(ge=0, lt=2**31)]]]
     """What may follow each."""
     error: str = ""
     """Why there is nothing; usually empty."""
