@@ -67,6 +67,31 @@ class TestRefusal:
     def test_what_begins_no_request_is_known_by_its_first_byte(self, data):
         assert status(data) == HTTPStatus.BAD_REQUEST
 
+    @pytest.mark.parametrize(
+        "line",
+        [
+            b"GET  / HTTP/1.1\r\n",
+            b"GET /  HTTP/1.1\r\n",
+            b"GET / HTTP/1.1 \r\n",
+            b"GET\t/\tHTTP/1.1\r\n",
+            b"GET / HTTP/1.1\n",
+            b"GET /\xe4 HTTP/1.1\r\n",
+            b"GET /\x00 HTTP/1.1\r\n",
+            b"GET /\r\n",
+            b"GET / HTTP/1.10\r\n",
+            b"GET / HTTP/2.0\r\n",
+            b"SOURCE / ICE/1.0\r\n",
+            b"DESCRIBE rtsp://a/ RTSP/1.0\r\n",
+            b"HTTP/1.1 200 OK\r\n",
+        ],
+    )
+    def test_a_line_that_asks_for_nothing_in_http(self, line):
+        assert status(line) == status(line + b"Host: a\r\n\r\n") == HTTPStatus.BAD_REQUEST
+
+    @pytest.mark.parametrize("line", [GET, b"M-SEARCH * HTTP/1.0\r\n", b"GET http://a/?b HTTP/1.1\r\n", GET[:-1]])
+    def test_a_line_that_does(self, line):
+        assert status(line) is None
+
     def test_the_limit_is_told(self):
         refusal = HEAD.refusal(GET + b"A: b\r\n" * 20, len(GET) + 120)
         assert b"there must be at most 8 headers" in refusal.to_bytes()

@@ -13,7 +13,8 @@
 | `reader` | reads what arrives, little at a time |
 | `request_head` | the limits of a request line and its headers, as rules over bytes |
 | `request_target` | which host a request is for, and which path |
-| `older_http` | what clients of HTTP/1.0 are spared, and what they may not send |
+| `framing` | where the body of a request ends |
+| `older_http` | what clients of HTTP/1.0 are spared |
 | `lane` | writes a piece of a stream at once where it has nothing to wait for |
 | `slow_reader` | tells a client that takes a long answer slowly from one that takes none of it |
 | `parting` | ends a connection in bounded time, so that the last answer can be read |

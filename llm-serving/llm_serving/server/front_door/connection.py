@@ -20,14 +20,15 @@ from llm_serving.config.sections.server import ServerConfig
 from llm_serving.core.clock import monotonic
 from llm_serving.server.front_door.body_meter import BodyMeter
 from llm_serving.server.front_door.cycle_hooks import close_unless_read, when_digested
+from llm_serving.server.front_door.framing import declared_length
 from llm_serving.server.front_door.guests import Guests
 from llm_serving.server.front_door.joined_head import JoinedHead
 from llm_serving.server.front_door.lane import LANE_KEY, Lane
-from llm_serving.server.front_door.older_http import OLDER, end_with_connection, is_faulty
+from llm_serving.server.front_door.older_http import OLDER, end_with_connection
 from llm_serving.server.front_door.parting import PartingTransport
-from llm_serving.server.front_door.refusals import NO_MEMORY, NOT_HTTP, Refusal
+from llm_serving.server.front_door.refusals import NO_MEMORY, NOT_HTTP, Refusal, RefusedError
 from llm_serving.server.front_door.request_head import BLANK_LINE, RequestHead, without_upgrade
-from llm_serving.server.front_door.request_target import TargetError, for_one_host
+from llm_serving.server.front_door.request_target import for_one_host
 from llm_serving.server.front_door.slow_reader import SlowReader
 from llm_serving.server.front_door.turn_timer import TurnTimer
 from llm_serving.server.front_door.turns import Turns
@@ -109,6 +110,8 @@ class Connection(HttpToolsProtocol):
         self._searched = 0
         self._in_body = False
         self._body = BodyMeter()
+        self._declared: int | None = None
+        """Bytes of the body that the last head told of."""
         self._is_scheduled = False
         self.has_turn = True
         """Whether what comes next is part of a turn that was waited for: that of its welcome at first."""
@@ -336,10 +339,10 @@ class Connection(HttpToolsProtocol):
             self._held = b""
         except httptools.HttpParserError as error:
             reason = error.__context__
-            self._refuse(reason.refusal if isinstance(reason, TargetError) else NOT_HTTP)
+            self._refuse(reason.refusal if isinstance(reason, RefusedError) else NOT_HTTP)
             return
         if was_head and self._in_body:
-            self._body.left = self._declared_length()
+            self._body.left = self._declared
             if self._body.left is None:
                 close_unless_read(self.cycle, lambda: self._in_body)
             else:
@@ -348,9 +351,6 @@ class Connection(HttpToolsProtocol):
         elif self._in_body and self._body.framing > self._limits.max_header_bytes:
             rule = f"chunk sizes, extensions and trailers must be at most {self._limits.max_header_bytes} bytes"
             self._refuse(Refusal(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, rule))
-
-    def _declared_length(self) -> int | None:
-        return next((int(value) for name, value in self.headers if name == b"content-length"), None)
 
     def _hold_back(self) -> None:
         """Reads no further while a client is too far ahead of its answers."""
@@ -378,8 +378,7 @@ class Connection(HttpToolsProtocol):
         self.scope[ARRIVED_KEY] = self._arrived  # type: ignore[typeddict-unknown-key]
         self.scope[HELD_KEY] = self._body.hold_at_most  # type: ignore[typeddict-unknown-key]
         version = self.parser.get_http_version()
-        if is_faulty(version, self.headers):
-            raise ValueError(version)  # the parser reports it as an error of its own
+        self._declared = declared_length(version, self.headers)  # the parser reports their errors as one of its own
         self.url = for_one_host(version, self.url, self.headers)
         super().on_headers_complete()
         if version == OLDER:

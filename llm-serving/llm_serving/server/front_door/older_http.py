@@ -2,23 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any, Final
 
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 OLDER: Final = "1.0"
-KNOWN: Final = (OLDER, "1.1")
-
-
-def is_faulty(version: str, headers: Iterable[tuple[bytes, bytes]]) -> bool:
-    """Whether a head promises what its version has not: whoever else reads it may see another end of the request.
-
-    Args:
-        version: As in `KNOWN`, or another that the parser lets pass.
-        headers: Names in small letters.
-    """
-    return version not in KNOWN or (version == OLDER and any(name == b"transfer-encoding" for name, _ in headers))
 
 
 def end_with_connection(cycle: RequestResponseCycle) -> None:

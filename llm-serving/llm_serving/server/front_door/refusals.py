@@ -43,3 +43,17 @@ NO_HOST: Final = Refusal(
     HTTPStatus.BAD_REQUEST, "`Host` must be given once, as a name or an address, with a port or without"
 )
 NO_PATH: Final = Refusal(HTTPStatus.BAD_REQUEST, "the URL must be a path, or begin with http:// or https://")
+NO_LENGTH: Final = Refusal(HTTPStatus.BAD_REQUEST, "`Content-Length` must have at most 20 digits")
+NO_CHUNKS: Final = Refusal(HTTPStatus.NOT_IMPLEMENTED, "`Transfer-Encoding` must be chunked and nothing else")
+
+
+class RefusedError(ValueError):
+    """A head breaks a rule.
+
+    Args:
+        refusal: The answer to it.
+    """
+
+    def __init__(self, refusal: Refusal) -> None:
+        super().__init__(refusal.message)
+        self.refusal = refusal

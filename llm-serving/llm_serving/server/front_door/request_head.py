@@ -13,6 +13,8 @@ BLANK_LINE: Final = b"\n\r\n"
 """The end of a head: of the last line, and an empty one."""
 AROUND_URL: Final = 32
 """Bytes of a request line besides its URL: a method, spaces, the version, CR and LF."""
+_REQUEST_LINE: Final = re.compile(rb"[A-Z-]+ [!-~]+ HTTP/1\.[01]\r\n")
+"""The parser lets more pass, other versions among it, in which whoever passed the request on may see another one."""
 _UPGRADE: Final = re.compile(rb"\r\nupgrade:[^\r\n]*", re.IGNORECASE)
 
 
@@ -59,6 +61,8 @@ class RequestHead:
             return Refusal(
                 HTTPStatus.REQUEST_URI_TOO_LONG, f"the URL must be at most {self._limits.max_url_bytes} bytes"
             )
+        if line >= 0 and not _REQUEST_LINE.fullmatch(data, 0, line + 1):
+            return NOT_HTTP
         too_large = HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE
         if data.count(b"\n", 0, size) > self._limits.max_headers + 2:  # with request line and blank line
             return Refusal(too_large, f"there must be at most {self._limits.max_headers} headers")
