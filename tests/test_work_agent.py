@@ -21,6 +21,7 @@ from llm_serving.core.image import package_image
 from llm_serving.core.step import AllowedTokens, BlockMove
 from llm_serving.errors import ChannelClosedError, ConfigError, ProtocolError
 from llm_serving.executor.supervisor import load_settings
+from llm_serving.models.sketch import sketch_of
 from llm_serving.transport.channel import Channel
 from llm_serving.transport.codec import allowed_arrays, decode_output, step_arrays
 from llm_serving.transport.messages import (
@@ -196,15 +197,25 @@ class TestLoading:
         assert "cluster_config.weights: object_store" in failed.error
         assert failed.error.endswith(f"Given: {tmp_path / 'none'}")
 
-    def test_another_machine_may_have_the_model_elsewhere(self, start, tmp_path):
+    @pytest.mark.parametrize("name", ["model.safetensors", "model.gguf"])
+    def test_another_machine_may_have_the_model_elsewhere_and_tells_which_it_is(self, start, tmp_path, name):
         paths = []
+        (tmp_path / name).write_bytes(b"weights")
+        model = tmp_path if name == "model.safetensors" else tmp_path / name
 
         def load_runner(settings, on_progress):
             paths.append(settings.model_path)
             return Runner(), ""
 
-        assert isinstance(start(load_runner, away=True, model_path=str(tmp_path)).load(), Loaded)
-        assert paths == [str(tmp_path)]
+        loaded = start(load_runner, away=True, model_path=str(model)).load()
+        assert isinstance(loaded, Loaded)
+        assert (paths, loaded.model) == ([str(model)], sketch_of(model))
+
+    def test_another_machine_may_have_a_file_where_the_master_has_it(self, start, tmp_path):
+        model = tmp_path / "model.gguf"
+        model.write_bytes(b"weights")
+        config = ServingConfig(model=ModelConfig(model_path=model))
+        assert isinstance(start(config=config, away=True).load(), Loaded)
 
     @pytest.mark.parametrize("first", [RunStep(0, 0, ()), Shutdown(), Hello(PROTOCOL_VERSION)])
     def test_another_message_than_what_to_load_ends_it(self, start, first):

@@ -38,6 +38,7 @@ from llm_serving.errors import (
     TransportError,
 )
 from llm_serving.log import configure_logging, get_logger
+from llm_serving.models.sketch import sketch_of
 from llm_serving.transport.block_frames import max_frame_bytes
 from llm_serving.transport.channel import MAX_FRAME_BYTES, Channel
 from llm_serving.transport.cluster_identity import ClusterIdentity, read_secret
@@ -176,15 +177,16 @@ def serve(
         return
     if model_path is not None:
         settings = msgspec.structs.replace(settings, model_path=model_path)
-    elif memory_fd is None and not Path(settings.model_path).is_dir():
+    elif memory_fd is None and not Path(settings.model_path).exists():
         rule = "must be at the same path on every machine, or come with `cluster_config.weights: object_store`"
-        channel.send(Failed(f"model_config.model_path {rule}: there is no folder here. Given: {settings.model_path}"))
+        channel.send(Failed(f"model_config.model_path {rule}: there is none here. Given: {settings.model_path}"))
         return
     try:
         load = load_runner if ranks_fd is None else partial(load_runner, ranks_fd=ranks_fd, group_port=group_port)
         with contextlib.nullcontext(transfer_fd) if blocks is None else transfer_memory() as memory:
             load = load if memory is None else partial(load, transfer_fd=memory)
             runner, notice = load(settings, on_progress=lambda text: channel.send(Progress(text)))
+        sketch = sketch_of(Path(settings.model_path)) if memory_fd is None else ""
     except RankLostError:
         raise
     except LLMServingError as error:
@@ -201,7 +203,7 @@ def serve(
         blocks.max_frame_bytes = max_frame_bytes(tensors.block_bytes)
         exchanged = blocks, tensors.transfer, channel, beside
         threading.Thread(target=_exchange, args=exchanged, name="blocks", daemon=True).start()
-    channel.send(Loaded(*sizes, notice, runner.computed_by, tensors.block_bytes))
+    channel.send(Loaded(*sizes, notice, runner.computed_by, tensors.block_bytes, sketch))
     buffers: SharedBuffers | InlineArrays
     if memory_fd is not None:
         buffers = SharedBuffers(memory_fd, settings.num_buffers, settings.buffer_bytes)

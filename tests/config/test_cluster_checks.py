@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+from gguf_files import write_model
 from llm_serving.config import load_config
 from llm_serving.errors import ConfigError
 from llm_serving.executor.supervisor import load_settings
@@ -52,6 +53,15 @@ def test_weights_that_machines_are_given_are_those_of_the_model_folder() -> None
         load_config(None, [ray, "cluster_config.weights_cache_path=/w"])
     with pytest.raises(ConfigError, match=r"`cluster_config\.weights` must be path with `model_config\.mindir_path`"):
         load_config(None, [ray, stored, f"model_config.mindir_path={Path(__file__).parent}"])
+
+
+def test_a_model_that_is_one_file_is_not_sent(tmp_path: Path) -> None:
+    model = tmp_path / "model.gguf"
+    write_model(model, "llama", CONFIG, 0)
+    ray = ["cluster_config.engine=ray", f"model_config.model_path={model}"]
+    assert load_config(None, ray).model.model_path == model
+    with pytest.raises(ConfigError, match=r"`cluster_config\.weights` must be path with a model that is a GGUF file"):
+        load_config(None, [*ray, "cluster_config.weights=object_store"])
 
 
 def test_replicas_are_counted_by_ports_unless_said() -> None:

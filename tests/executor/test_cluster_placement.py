@@ -19,6 +19,7 @@ import psutil
 import pytest
 import stand_in_work_agent
 from fake_runner import expected_output
+from llm_serving.config.paths import DEMO_FOLDER
 from llm_serving.config.schema import ServingConfig
 from llm_serving.config.sections.cache import CacheConfig
 from llm_serving.config.sections.cluster import ClusterConfig
@@ -32,6 +33,7 @@ from llm_serving.executor.executor import RemoteExecutor
 from llm_serving.executor.given_up import GivenUp
 from llm_serving.executor.supervised_executor import SupervisedExecutor
 from llm_serving.executor.supervisor import WorkAgentProcess, start_work_agent
+from llm_serving.models.sketch import sketch_of
 from llm_serving.transport.cluster_identity import ClusterIdentity
 from llm_serving.transport.inline_arrays import InlineArrays
 from llm_serving.transport.messages import Blocks, Loaded, StepDone
@@ -95,7 +97,7 @@ def placement(starter: ProcessStarter) -> Iterator[ClusterPlacement]:
 
 def a_config(num_blocks: int | None = None) -> ServingConfig:
     return ServingConfig(
-        model=ModelConfig(model_path=TESTS, max_generate_length=64, decode_batch_size=4),
+        model=ModelConfig(model_path=DEMO_FOLDER, max_generate_length=64, decode_batch_size=4),
         scheduler=SchedulerConfig(max_prefill_tokens=64),
         pa=CacheConfig(num_blocks=num_blocks, num_swap_blocks=5),
     )
@@ -115,6 +117,7 @@ def test_a_work_agent_comes_loads_serves_and_ends(placement: ClusterPlacement, s
     agent = start(placement)
     assert isinstance(agent.buffers, InlineArrays)
     assert agent.machine == "127.0.0.1"
+    assert agent.loaded.model == sketch_of(DEMO_FOLDER)
     executor = RemoteExecutor(agent.channel, agent.buffers)
     assert [answer(executor, step) for step in range(3)] == [expected_output(PROMPT, 1)] * 3
     agent.stop()

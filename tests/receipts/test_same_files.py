@@ -8,11 +8,19 @@ from pathlib import Path
 import pytest
 from llm_serving.config.sections.model import ModelConfig
 from llm_serving.errors import ModelError
+from llm_serving.models.sketch import sketch_of
 from llm_serving.receipts.same_files import SameFiles
+from llm_serving.transport.messages import Loaded
 
 
 class Agent:
+    """At another machine if it tells of a model."""
+
+    machine = "10.0.0.3"
     is_killed = False
+
+    def __init__(self, model: str = "") -> None:
+        self.loaded = Loaded(8, 0, "", model=model)
 
     def kill(self) -> None:
         self.is_killed = True
@@ -63,6 +71,16 @@ def test_one_that_reads_while_a_file_is_changed_is_ended(folder: Path, same_file
         same_files.read_by(start)
     assert agent.is_killed
     assert not same_files.read_by(Agent).is_killed, "the first one is the first that serves"
+
+
+def test_one_that_reads_another_model_on_another_machine_is_ended(folder: Path, same_files: SameFiles) -> None:
+    agents = [Agent(sketch_of(folder)), Agent("of another")]
+    assert not same_files.read_by(lambda: agents[0]).is_killed
+    with pytest.raises(
+        ModelError, match=rf"{folder}: is another model at 10\.0\.0\.3 than on the master's machine: put"
+    ):
+        same_files.read_by(lambda: agents[1])
+    assert agents[1].is_killed
 
 
 def test_a_model_that_is_gone_is_nobody_s(folder: Path, same_files: SameFiles) -> None:

@@ -6,6 +6,7 @@ from typing import Final
 
 from llm_serving.config.values import DEFAULTS, Values
 from llm_serving.core.choices import EngineName, ImplementationName, RoleName, WeightsName
+from llm_serving.models.gguf import is_gguf
 from llm_serving.models.spec import ModelSpec
 from llm_serving.network.sharding import rule_against
 
@@ -63,6 +64,9 @@ def _check_weights(values: Values) -> None:
             rule = f"must come with `{WEIGHTS}: object_store`"
             raise values.error(WEIGHTS_CACHE, rule, values[WEIGHTS_CACHE])
         return
+    model = values["model_config.model_path"]
+    if model is not None and is_gguf(model):
+        raise values.error(WEIGHTS, "must be path with a model that is a GGUF file: folders are sent", values[WEIGHTS])
     for name in _OUTSIDE:
         if values[name] is not None:
             raise values.error(WEIGHTS, f"must be path with `{name}`, which lies outside the model", values[WEIGHTS])

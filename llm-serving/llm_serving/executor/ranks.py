@@ -110,7 +110,7 @@ def _compared(message: AgentMessage) -> object:
         case Welcome():
             return message.version, message.image
         case Loaded():
-            return message.num_blocks, message.num_swap_blocks, message.computed_by
+            return message.num_blocks, message.num_swap_blocks, message.computed_by, message.model
         case StepFailed():
             return message.step
         case StepDone():
