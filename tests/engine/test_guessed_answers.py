@@ -104,12 +104,10 @@ def run(requests: Iterable[Request]) -> Harness:
     return harness
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_answers_are_those_without_guesses(seed: int) -> None:
-    rng = random.Random(seed)
-    load = draw_load(rng)
-    known: dict[str, list[int]] = {}
+def given_without(load: list[Asked]) -> tuple[dict[str, Any], dict[str, list[int]]]:
+    """What is told of each request of a load without guesses, and the tokens that a drafter may know of it."""
     expected: dict[str, Any] = {}
+    known: dict[str, list[int]] = {}
     for place, asked in enumerate(load):
         requests = requests_of(place, asked)
         expected |= told_of(run(requests), requests)
@@ -117,9 +115,13 @@ def test_answers_are_those_without_guesses(seed: int) -> None:
         requests = requests_of(place, asked._replace(fields=asked.fields | {"stop": ()}))
         harness = run(requests)
         known |= {request.request_id: harness.token_ids(request.request_id) for request in requests}
-    harness = Harness(
+    return expected, known
+
+
+def guessing(rng: random.Random, known: dict[str, list[int]], ahead: bool) -> Harness:
+    return Harness(
         runner=SamplingRunner,
-        ahead=rng.random() < 0.5,
+        ahead=ahead,
         drafter=ToldDrafter(rng, known, rng.choice([0.0, 0.3])),
         preemption_mode=rng.choice([*PreemptionMode]),
         num_blocks=16,
@@ -129,13 +131,26 @@ def test_answers_are_those_without_guesses(seed: int) -> None:
         max_num_batched_tokens=24,
         prefix_caching=True,
     )
+
+
+def submit(harness: Harness, load: list[Asked], step: int) -> list[Request]:
+    """Those that arrive at a step."""
+    arrived = [place for place, asked in enumerate(load) if asked.arrival == step]
+    requests = [request for place in arrived for request in requests_of(place, load[place])]
+    for request in requests:
+        harness.engine.submit(request)
+    return requests
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_answers_are_those_without_guesses(seed: int) -> None:
+    rng = random.Random(seed)
+    load = draw_load(rng)
+    expected, known = given_without(load)
+    harness = guessing(rng, known, ahead=rng.random() < 0.5)
     guessed: list[Request] = []
     for step in range(10):
-        for place, asked in enumerate(load):
-            if asked.arrival == step:
-                for request in requests_of(place, asked):
-                    guessed.append(request)
-                    harness.engine.submit(request)
+        guessed += submit(harness, load, step)
         harness.engine.step()
     harness.run()
     assert told_of(harness, guessed) == expected
@@ -143,3 +158,30 @@ def test_answers_are_those_without_guesses(seed: int) -> None:
     assert counts["vllm:spec_decode_num_accepted_tokens_total"] > 0
     assert counts["llm_serving:bound_violations_total"] == 0
     assert harness.scheduler.blocks.pool.num_used_blocks == 0
+
+
+def test_who_is_cancelled_while_guesses_are_checked_changes_no_other_answer() -> None:
+    rng = random.Random(1)
+    num_cancelled = num_compared = 0
+    for _ in range(5):
+        load = draw_load(rng)
+        expected, known = given_without(load)
+        harness = guessing(rng, known, ahead=True)
+        requests: list[Request] = []
+        cancelled: set[str] = set()
+        for step in range(30):
+            requests += submit(harness, load, step)
+            checked = [row.request for each in harness.engine._in_flight for row in each.rows if row.num_drafts]
+            if checked:
+                request_id = rng.choice(checked).request_id
+                harness.engine.abort(request_id)
+                cancelled.add(request_id)
+            harness.engine.step()
+            harness.scheduler.check_integrity()
+        harness.run()
+        told = told_of(harness, [each for each in requests if each.request_id not in cancelled])
+        assert told == {request_id: expected[request_id] for request_id in told}
+        assert harness.scheduler.blocks.pool.num_used_blocks == 0
+        num_cancelled += len(cancelled)
+        num_compared += len(told)
+    assert num_cancelled >= 5 and num_compared >= 15
