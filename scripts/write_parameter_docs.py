@@ -28,6 +28,9 @@ might change the answer, so it is refused too, with the name that may have been 
 and name it. null, an empty list and an empty object ask for nothing. With an API key the tenant is the key's name, and
 a `user` beside it is ignored and named.
 
+What is given twice is refused by name, in a body, in an object within it, and of the headers `x-request-timeout-s`,
+`Idempotency-Key` and `Last-Event-ID`: whichever counted, the other one would be ignored.
+
 The same holds beside the fields of a body. A parameter in the URL that a route does not know, or the same one twice, is
 refused by name; `api-version` and `beta`, which clients of other servers send each time, are ignored and named;
 `/health`, `/ping` and `/metrics` may have anything there. Routes that read no body refuse one that says something.

@@ -34,6 +34,12 @@ def test_what_clients_of_other_servers_put_into_urls_is_ignored_and_named():
     assert answer.headers["x-ignored-parameters"] == "metadata, api-version, beta"
 
 
+@pytest.mark.parametrize("name", ["x-request-timeout-s", "Idempotency-Key", "Last-Event-ID"])
+def test_a_header_that_asks_for_something_is_given_once(name):
+    answer = ask("POST", "/v1/completions", json={"prompt": "a"}, headers=[(name, "5"), ("x-other", "1"), (name, "6")])
+    assert (answer.status_code, error_of(answer)["param"]) == (400, name.lower())
+
+
 def test_probes_may_have_anything_in_their_url():
     assert ask("GET", "/health?t=123").status_code == 200
     assert ask("GET", "/metrics?t=123").status_code == 200

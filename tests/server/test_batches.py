@@ -134,6 +134,11 @@ def test_what_was_ignored_of_a_line_is_named_in_its_answer(tmp_path):
         (jsonl(line("a", stream=True)), "neither for a stream"),
         (jsonl(line("a") | {"priority": 1}), "unknown field `priority`"),
         (jsonl({"custom_id": "a", "url": "/v1/completions", "body": []}), "`body` must be an object"),
+        (
+            b'{"custom_id": "a", "custom_id": "b", "url": "/v1/completions", "body": {}}',
+            "`custom_id` must be given once",
+        ),
+        (b'{"custom_id": "a", "url": "/v1/completions", "body": {"n": 1, "n": 2}}', "`n` must be given once"),
     ],
 )
 def test_a_file_with_a_fault_is_answered_by_what_it_is(tmp_path, text, fault):

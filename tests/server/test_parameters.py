@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import msgspec
 import pytest
 from fakes import FakeEngine
@@ -168,3 +170,47 @@ def test_a_number_that_no_float_holds_is_refused_with_its_field(value):
 def test_a_name_of_no_field_that_is_no_text_is_refused():
     response = post(FakeEngine(), "/v1/completions", b'{"prompt": "hello", "a\xff": null}')
     assert (response.status_code, error_of(response)["param"]) == (400, "body")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        ("/v1/completions", '{"prompt": "x", "n": 1, "n": 2}', "`n` must be given once"),
+        ("/v1/completions", r'{"prompt": "x", "n": 1, "\u006e": 2}', "`n` must be given once"),
+        ("/v1/completions", '{"prompt": "x", "store": 1, "store": 2}', "`store` must be given once"),
+        (
+            "/v1/chat/completions",
+            '{"messages": [{"role": "user", "content": "a:b", "content": "c"}]}',
+            "`messages[0].content` must be given once",
+        ),
+        (
+            "/v1/completions",
+            '{"prompt": "x", "logit_bias": {"5": 1, "5": 2}}',
+            "`logit_bias` must not have the name '5' twice",
+        ),
+        (
+            "/v1/completions",
+            '{"prompt": "x", "guided_json": {"properties": {"a": {"type": "string", "type": "integer"}}}}',
+            "`guided_json` must not have the name 'type' twice",
+        ),
+        (
+            "/generate",
+            '{"inputs": "x", "parameters": {"top_k": 1, "top_k": 2}}',
+            "`top_k` must be given once",
+        ),
+    ],
+)
+def test_what_is_given_twice_is_refused_by_name(path, body, message):
+    engine = FakeEngine()
+    response = post(engine, path, body.encode())
+    assert response.status_code in (400, 422)
+    assert message in json.dumps(response.json()).replace('\\"', '"')
+    assert engine.submitted == []
+
+
+def test_colons_and_names_that_come_again_elsewhere_are_nothing_twice():
+    schema = {"properties": {"a:": {"type": "string"}, "b": {"type": "string", "const": ":::"}}}
+    message = {"role": "user", "content": 'role: content: {"role": 1}'}
+    body = {"messages": [message, {"role": "assistant", "content": "x"}, message], "guided_json": schema}
+    body |= {"chat_template_kwargs": {"::": 1, "role": [{"role": 1.5e300}, {"role": 2}]}, "max_tokens": 8}
+    assert post(FakeEngine(max_body_bytes=2**16), "/v1/chat/completions", body).status_code == 200

@@ -1,4 +1,5 @@
-"""What a request asks for beside the fields that its route reads: in its URL, and in a body where none is read.
+"""What a request asks for beside the fields that its route reads: in its URL, its headers, and in a body where none is
+read.
 
 As for fields: refused by name, or, where it cannot change an answer, ignored and named. Never silently.
 """
@@ -17,6 +18,7 @@ from llm_serving.server.request_body import read_body
 
 IGNORED: Final = frozenset(("api-version", "beta"))
 """In URLs; clients of other servers send these with every request, and there is but one version here."""
+ONCE: Final = frozenset((b"idempotency-key", b"last-event-id", b"x-request-timeout-s"))
 MAX_NAME_CHARS: Final = 64
 NOTHING: Final = (b"", b"{}", b"null")
 _decode: Final = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
@@ -40,6 +42,13 @@ def check_query(request: Request, known: Collection[str]) -> list[str]:
             raise RequestError(name, "must be given once", value)
         seen.add(name)
     return ignored
+
+
+def check_headers(request: Request) -> None:
+    """Raises RequestError where a header that asks for something is there twice."""
+    given = [name for name, _ in request.scope["headers"] if name in ONCE]
+    if len(set(given)) < len(given):
+        raise RequestError(max(given, key=given.count).decode(), "must be given once")
 
 
 async def check_no_body(request: Request, limits: ServerConfig) -> None:

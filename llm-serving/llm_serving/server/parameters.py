@@ -33,6 +33,7 @@ from llm_serving.server.anthropic_schemas import (
     ToolChoice,
 )
 from llm_serving.server.batches.objects import BatchRequest
+from llm_serving.server.repeated_names import repeated_name, repeated_name_within
 from llm_serving.server.request_body import read_as
 from llm_serving.server.responses_schemas import FunctionTool, InputItem, InputPart, Reasoning, ResponsesRequest
 from llm_serving.server.schemas import (
@@ -354,7 +355,7 @@ def check_other_fields(http_request: Request, kind: type, body: bytes) -> None:
         RequestError: Names the field.
     """
     try:
-        ignored = list(dict.fromkeys(_ignored(_decode_object(body), kind, "")))
+        ignored = list(dict.fromkeys(_ignored(body, kind, "")))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:  # in what has no place in a `kind`
         raise RequestError("body", f"must be valid JSON: {shorten(str(error))}") from None
     if ignored:
@@ -373,7 +374,10 @@ def ignored_parameters(http_request: Request) -> str | None:
     return getattr(http_request.state, "ignored_parameters", None)
 
 
-def _ignored(content: _Object, kind: type, place: str) -> list[str]:
+def _ignored(text: bytes, kind: type, place: str) -> list[str]:
+    content = _decode_object(text)
+    if (repeated := repeated_name(text, content)) is not None:
+        raise RequestError(place + repeated[:MAX_NAME_CHARS], "must be given once")
     fields, ignored = BODIES[kind], []
     for name, raw in content.items():
         if name in fields.nested:
@@ -385,13 +389,15 @@ def _ignored(content: _Object, kind: type, place: str) -> list[str]:
             if isinstance(row, Refused):
                 raise RequestError(place + name[:MAX_NAME_CHARS], row.why + _suggestion(name, kind, row))
             ignored.append(name)
+        elif bytes(memoryview(raw)[:1]) == b"{" and (repeated := repeated_name_within(bytes(raw))) is not None:
+            raise RequestError(place + name, f"must not have the name {shorten(repeated)} twice")
     return ignored
 
 
 def _ignored_within(raw: msgspec.Raw, kind: type, place: str) -> list[str]:
     begin = bytes(memoryview(raw)[:1])
     if begin == b"{":
-        return _ignored(_decode_object(raw), kind, "" if place == "parameters" else f"{place}.")
+        return _ignored(bytes(raw), kind, "" if place == "parameters" else f"{place}.")
     if begin == b"[":
         items = enumerate(_decode_items(raw))
         return [name for i, each in items for name in _ignored_within(each, kind, f"{place}[{i}]")]

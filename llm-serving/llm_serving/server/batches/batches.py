@@ -21,6 +21,7 @@ from llm_serving.log import get_logger
 from llm_serving.server.batches.objects import Batch, Failure, FileObject, Line, LineError, LineErrors
 from llm_serving.server.batches.shares import Shares
 from llm_serving.server.batches.store import BatchStore, PendingLine
+from llm_serving.server.repeated_names import repeated_name
 
 logger = get_logger(__name__)
 
@@ -349,6 +350,9 @@ def _fault_of(text: bytes, endpoint: str, ids: dict[str, int], number: int) -> s
             [body] = body
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         return f"is not a request: {error}"
+    for what in (text, bytes(line.body)) if isinstance(body, dict) else (text,):
+        if (repeated := repeated_name(what, _decode_fields(what))) is not None:
+            return f"`{repeated}` must be given once"
     if line.url != endpoint:
         return f"`url` must be {endpoint}, the endpoint of the batch"
     if not isinstance(body, dict):
