@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import socket
 import struct
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +17,7 @@ from llm_serving import work_agent
 from llm_serving.config.schema import ServingConfig
 from llm_serving.config.sections.model import ModelConfig
 from llm_serving.config.sections.scheduler import SchedulerConfig
+from llm_serving.core.address_space import limit_told
 from llm_serving.core.continuation import Continuation
 from llm_serving.core.image import package_image
 from llm_serving.core.step import AllowedTokens, BlockMove
@@ -186,6 +188,18 @@ class TestLoading:
         master = start(load_runner)
         assert master.load() == Failed("the model cannot be loaded: allocation failed")
         assert master.end.result(DEADLINE_S) is None
+
+    @pytest.mark.parametrize("is_limited", [True, False])
+    def test_memory_that_the_system_refuses_is_told_in_words(self, start, monkeypatch, caplog, is_limited):
+        def load_runner(settings, on_progress):
+            raise RuntimeError("Allocate memory failed\n\n-------\n- C++ Call Stack: (For framework developers)\n---\n")
+
+        limit = 2_000_000_000 if is_limited else resource.RLIM_INFINITY
+        monkeypatch.setattr(resource, "getrlimit", lambda which: (limit, limit))
+        failed = start(load_runner).load()
+        told = f": {limit_told()}" if is_limited else ""
+        assert failed == Failed("the model cannot be loaded: Allocate memory failed" + told)
+        assert ("Traceback" in caplog.text) != is_limited
 
     def test_another_machine_without_the_folder_names_the_keys(self, start, tmp_path):
         config = ServingConfig(model=ModelConfig(model_path=tmp_path / "none"))

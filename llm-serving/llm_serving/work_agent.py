@@ -26,6 +26,7 @@ if __name__ == "__main__":
 
 import msgspec
 
+from llm_serving.core.address_space import limit_reached
 from llm_serving.core.agent_exit import AgentExit
 from llm_serving.core.image import package_image
 from llm_serving.core.step import AllowedTokens
@@ -72,6 +73,8 @@ from llm_serving.worker.model_runner import ModelRunner
 
 logger = get_logger(__name__)
 
+FRAMES: Final = "\n\n----"
+"""Where the frames of MindSpore's own code begin in the text of an error."""
 CONNECT_S: Final = 30.0
 """To reach the master of another machine."""
 
@@ -193,8 +196,11 @@ def serve(
         channel.send(Failed(str(error)))
         return
     except Exception as error:
-        logger.exception("the model cannot be loaded")
-        channel.send(Failed(f"the model cannot be loaded: {error}"))
+        limit = limit_reached(error)
+        if limit is None:
+            logger.exception("the model cannot be loaded")
+        what = str(error).partition(FRAMES)[0]
+        channel.send(Failed(f"the model cannot be loaded: {what if limit is None else f'{what}: {limit}'}"))
         return
     tensors = runner.kv_tensors
     sizes = tensors.num_blocks, tensors.num_swap_blocks

@@ -26,10 +26,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from llm_serving.config.schema import ServingConfig
 from llm_serving.config.sections.server import ServerConfig
+from llm_serving.core.address_space import limit_told
 from llm_serving.core.allocator import give_back_large_blocks, giving_back
 from llm_serving.core.held_file import hold
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import ConfigError, RequestError
+from llm_serving.log import get_logger
 from llm_serving.observe.throughput import log_throughput
 from llm_serving.server.accepted.log_file import LogFile
 from llm_serving.server.accepted.model_state import ModelState
@@ -56,6 +58,8 @@ from llm_serving.server.response_store import ResponseStore
 from llm_serving.server.routes import ENDPOINTS
 from llm_serving.server.schemas import ErrorDetail, ErrorResponse
 from llm_serving.server.tracing import Tracer, send_to
+
+logger = get_logger(__name__)
 
 GARBAGE_THRESHOLDS: Final = (2_000, 1, 200)
 """Objects that have become more before the newest are searched for unreachable cycles, and searches of a generation
@@ -195,6 +199,8 @@ def serve(engine: AsyncEngine) -> int:
     """
     serving = engine.config.serving
     raise_open_files_limit(serving)
+    if (limit := limit_told()) is not None:
+        logger.warning("%s", limit)
     give_back_large_blocks()
     collect_garbage_rarely()
     hand_over_often()
