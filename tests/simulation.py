@@ -318,9 +318,16 @@ class Simulation:
     def _change_a_priority(self) -> None:
         client = self.rng.choice(list(self._by_request_id.values()))
         assert client.engine is not None and client.stream is not None
-        if client.engine.dead is None and not client.has_ended:
-            priority = self.rng.choice((-MAX_PRIORITY, -1, 0, 1, MAX_PRIORITY))
+        opened = self._master._requests.get(client.stream.request_id)
+        if opened is not None and opened.is_on_way:
+            opened.priority = self._another_priority()
+            self.totals.events["priorities asked for on the way"] += 1
+        elif client.engine.dead is None and not client.has_ended:
+            priority = self._another_priority()
             client.engine.ask(functools.partial(client.engine.reprioritise, client.stream.request_id, priority))
+
+    def _another_priority(self) -> int:
+        return self.rng.choice((-MAX_PRIORITY, -1, 0, 1, MAX_PRIORITY))
 
     def _reload(self, rng: random.Random) -> None:
         """The door follows other rules at once, each engine when it takes notice, be its WorkAgent there or not."""
