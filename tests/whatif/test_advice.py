@@ -10,10 +10,11 @@ import pytest
 from factories import create_request
 from llm_serving.admission.door import Refused
 from llm_serving.commands.advice import told
+from llm_serving.config import load_config
 from llm_serving.config.report import describe
 from llm_serving.errors import RecordingError
 from llm_serving.whatif import advice as advice_module
-from llm_serving.whatif.advice import advise, newest
+from llm_serving.whatif.advice import advise, line_for, newest
 from llm_serving.whatif.advising import Question, answer
 from llm_serving.whatif.recorded_load import read_recorded_files
 from msgspec import to_builtins
@@ -51,6 +52,26 @@ def test_more_slots_would_have_been_better() -> None:
     lines = list(told(to_builtins(advice)))
     assert lines[0].startswith("40 requests of 0 s, ") and lines[0].endswith("off by 7% at the median")
     assert f"    # {SLOTS} is 4 (--set); takes a restart" in "\n".join(lines)
+
+
+OWN_CLASSES = "request_classes: {people: {rank: 0, weight: 2}, machines: {rank: 1}}\n"
+
+
+@pytest.mark.parametrize(("text", "row"), [("{}\n", "standard"), (OWN_CLASSES, "people")])
+@pytest.mark.parametrize(("name", "value"), [("weight", 32), ("max_kv_share", 0.5)])
+def test_the_line_for_a_class_is_one_that_the_yaml_can_have(
+    tmp_path: Path, text: str, row: str, name: str, value: object
+) -> None:
+    """A section of rows that is given takes the place of all rows there are by default."""
+    path, key = tmp_path / "my.yaml", f"request_classes.{row}.{name}"
+    path.write_text(text)
+    line = line_for(load_config(path), key, value)
+    if text == OWN_CLASSES:
+        assert line == f"request_classes: {{people: {{{name}: {value}}}}}"  # a row that is there gets the key
+        return
+    wanted = load_config(path, [f"{key}={value}"]).request_classes
+    path.write_text(line)
+    assert load_config(path).request_classes == wanted
 
 
 def test_where_time_is_short_some_are_not_played() -> None:

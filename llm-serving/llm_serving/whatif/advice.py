@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -12,6 +13,7 @@ from msgspec import Struct
 
 from llm_serving.config.reload import LOADED_FOR, RELOADABLE
 from llm_serving.config.schema import ServingConfig
+from llm_serving.core.request_class import RequestClass
 from llm_serving.errors import ConfigError, RecordingError
 from llm_serving.whatif.figures import LESS_IS_BETTER, Figures, figures_of
 from llm_serving.whatif.load import Load
@@ -245,6 +247,29 @@ def _needs_restart(knob: Knob, value: Any) -> bool:
     return not (knob.key.startswith("request_classes.") or knob.key in RELOADABLE)
 
 
+def line_for(config: ServingConfig, key: str, value: object) -> str:
+    """What gives a key of the YAML this value; of a section with rows that the YAML has not, all rows."""
+    section, _, name = key.partition(".")
+    row, _, name = name.rpartition(".")
+    if not row:
+        return f"{section}: {_mapping({name: value})}"
+    rows: dict[str, dict[str, object]] = {row: {name: value}}
+    if config.sources.get(f"{section}.{row}.rank", "default") == "default":
+        rows = {each.name: _given_of(each) for each in config.request_classes}
+        rows[row][name] = value
+    return f"{section}: {_mapping({each: _mapping(values) for each, values in rows.items()})}"
+
+
+def _mapping(values: Mapping[str, object]) -> str:
+    return f"{{{', '.join(f'{key}: {yaml_text(value)}' for key, value in values.items())}}}"
+
+
+def _given_of(row: RequestClass) -> dict[str, object]:
+    """Its keys that are other than a row has where they are not given."""
+    values = dataclasses.asdict(row)
+    return {each.name: values[each.name] for each in dataclasses.fields(row)[1:] if values[each.name] != each.default}
+
+
 def _neighbour(
     config: ServingConfig,
     knob: Knob,
@@ -254,17 +279,12 @@ def _neighbour(
     result: Result,
 ) -> Neighbour:
     tells_beyond = result.num_steps_beyond > FEW_STEPS * result.num_steps
-    section, _, key = knob.key.partition(".")
-    row, _, name = key.rpartition(".")
-    line = (
-        f"{section}: {{{row}: {{{name}: {yaml_text(value)}}}}}" if row else f"{section}: {{{key}: {yaml_text(value)}}}"
-    )
     return Neighbour(
         knob.key,
         yaml_text(knob.own_value),
         yaml_text(value),
         config.sources.get(knob.key, "default"),
-        line,
+        line_for(config, knob.key, value),
         _needs_restart(knob, value),
         better,
         worse,
