@@ -93,3 +93,44 @@ def test_nothing_is_answered_behind_chunks_that_are_none(body, step):
     data = POST + b"Transfer-Encoding: chunked\r\n\r\n" + body + b"GET /2 HTTP/1.1\r\nHost: a\r\n\r\n"
     statuses, _, paths = answered(*(data[i : i + step] for i in range(0, len(data), step)))
     assert (statuses, paths) == ([400], ["/1"])
+
+
+@pytest.mark.parametrize("expects", [True, False])
+def test_whoever_waits_to_be_told_to_continue_and_is_not_has_no_second_request(expects):
+    """It may send no body, and what it sends instead would be taken for one."""
+
+    async def run():
+        async with door() as (house, connection, transport):
+            house.app.reads = False
+            expect = b"Expect: 100-continue\r\n" if expects else b""
+            connection.data_received(POST + expect + b"Content-Length: 200\r\n\r\n")
+            await settle()
+            assert transport.statuses == [200]
+            assert (b"\r\nconnection: close\r\n" in transport.written) == expects
+            assert (transport.closed or transport.eof) == expects
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("sent", [b"", b"bo"])
+def test_whoever_is_told_to_continue_goes_on_with_the_connection(sent):
+    async def run():
+        async with door() as (house, connection, transport):
+            connection.data_received(POST + b"Expect: 100-continue\r\nContent-Length: 4\r\n\r\n" + sent)
+            await settle()
+            assert transport.statuses == [100]
+            connection.data_received(b"body"[len(sent) :])
+            await settle()
+            connection.data_received(POST + b"\r\n")
+            await settle()
+            assert transport.statuses == [100, 200, 200]
+            assert house.app.paths == ["/1", "/1"]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("value", [b"y 100-continue", b"100-continue, x", b"x", b""])
+def test_no_other_expectation_is_met(value):
+    statuses, written, paths = answered(POST + b"Expect: " + value + b"\r\nContent-Length: 1\r\n\r\nx")
+    assert (statuses, paths) == ([417], [])
+    assert b"`Expect` must be 100-continue" in written

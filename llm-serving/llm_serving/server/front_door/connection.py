@@ -343,7 +343,7 @@ class Connection(HttpToolsProtocol):
             return
         if was_head and self._in_body:
             self._body.left = self._declared
-            if self._body.left is None:
+            if self._body.left is None or self.expect_100_continue:  # it may take the answer for leave to send no body
                 close_unless_read(self.cycle, lambda: self._in_body)
             else:
                 self.cycle.keep_alive &= self._body.left <= self._limits.max_request_body_bytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from llm_serving.server.front_door.older_http import OLDER
-from llm_serving.server.front_door.refusals import NO_CHUNKS, NO_LENGTH, NOT_HTTP, RefusedError
+from llm_serving.server.front_door.refusals import NO_CHUNKS, NO_EXPECTATION, NO_LENGTH, NOT_HTTP, RefusedError
 
 LENGTH_DIGITS: Final = 20
 """Of a body's length, zeros before it among them."""
@@ -19,7 +19,8 @@ def declared_length(version: str, headers: list[tuple[bytes, bytes]]) -> int | N
         headers: That the parser let pass, so there are not both of the two; names in small letters.
 
     Raises:
-        RefusedError: Chunks in a version that has none, a coding besides them, or a length of too many digits.
+        RefusedError: Chunks in a version that has none, a coding besides them, a length of too many digits, or an
+            expectation that is not known.
     """
     length = None
     for name, value in headers:
@@ -32,4 +33,6 @@ def declared_length(version: str, headers: list[tuple[bytes, bytes]]) -> int | N
                 raise RefusedError(NOT_HTTP)
             if value.lower() != b"chunked":
                 raise RefusedError(NO_CHUNKS)
+        elif name == b"expect" and value.lower() != b"100-continue":
+            raise RefusedError(NO_EXPECTATION)
     return length

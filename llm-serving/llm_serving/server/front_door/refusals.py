@@ -44,6 +44,7 @@ NO_HOST: Final = Refusal(
 )
 NO_PATH: Final = Refusal(HTTPStatus.BAD_REQUEST, "the URL must be a path, or begin with http:// or https://")
 NO_LENGTH: Final = Refusal(HTTPStatus.BAD_REQUEST, "`Content-Length` must have at most 20 digits")
+NO_EXPECTATION: Final = Refusal(HTTPStatus.EXPECTATION_FAILED, "`Expect` must be 100-continue")
 NO_CHUNKS: Final = Refusal(HTTPStatus.NOT_IMPLEMENTED, "`Transfer-Encoding` must be chunked and nothing else")
 
 
