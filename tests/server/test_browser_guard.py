@@ -34,6 +34,38 @@ def test_a_strangers_page_runs_nothing_on_a_server_without_keys(origin):
     assert 'http_refusals_total{model_name="demo",reason="foreign_origin"} 1.0' in engine.metrics.render()[0].decode()
 
 
+@pytest.mark.parametrize("origin", ["null", "x", "http://"])
+def test_a_page_without_a_name_is_not_a_server_without_one(origin):
+    assert form_of(origin, FakeEngine(limits={"server_ip": "0.0.0.0"}), host="").status_code == 403
+
+
+def fetched(engine: FakeEngine, site: str, dest: str) -> int:
+    """What a browser gets for an image, a link and the like of a page; it tells no origin."""
+    return request(
+        engine, "GET", "/version", headers={"sec-fetch-site": site, "sec-fetch-dest": dest, "host": "localhost"}
+    ).status_code
+
+
+@pytest.mark.parametrize("server_ip", ["127.0.0.1", "0.0.0.0"])
+@pytest.mark.parametrize(
+    ("site", "dest", "status"),
+    [
+        ("cross-site", "image", 403),
+        ("cross-site", "iframe", 403),
+        ("cross-site", "empty", 403),
+        ("same-site", "script", 403),
+        ("cross-site", "document", 200),
+        ("same-origin", "image", 200),
+        ("none", "document", 200),
+    ],
+)
+def test_a_strangers_page_shows_nothing_of_a_server_without_keys(server_ip, site, dest, status):
+    engine = FakeEngine(limits={"server_ip": server_ip})
+    assert fetched(engine, site, dest) == status
+    assert fetched(FakeEngine(limits={"cors_origins": ("*",)}), site, dest) == 200
+    assert fetched(FakeEngine(api_keys=KEYS), site, dest) == 401
+
+
 @pytest.mark.parametrize(
     ("origin", "host"), [("http://localhost:8835", "localhost:8835"), ("http://127.0.0.1:1", "127.0.0.1:1")]
 )

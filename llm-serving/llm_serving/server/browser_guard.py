@@ -2,12 +2,13 @@
 
 A browser sends a request of any page to any address that its user can reach, a server on the loopback address among
 them; without API keys nothing else tells the user's programs from a stranger's page. Such a page gives itself away by
-its `Origin`, or, where its name was made to resolve to this machine, by the name in `Host`.
+its `Origin`; where its name was made to resolve to this machine, by the name in `Host`; and where it asks for images,
+scripts and the like, which come without an `Origin`, by `Sec-Fetch-Site`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Final
 
 from starlette.middleware.cors import CORSMiddleware
@@ -22,6 +23,8 @@ from llm_serving.server.error_responses import PREDICTED_TTFT_HEADER, kind_of, o
 from llm_serving.server.note import note_of
 from llm_serving.server.parameters import IGNORED_HEADER
 
+FOREIGN_SITES: Final = (b"cross-site", b"same-site")
+"""Whose page asks, as browsers tell; the same site is another port, or another machine of the same domain."""
 METHODS: Final = ("GET", "POST", "PUT", "PATCH", "DELETE")
 SHOWN_HEADERS: Final = (
     "retry-after",
@@ -68,17 +71,21 @@ class BrowserGuard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        origin, hosts = None, []
+        origin, hosts, fetched = None, [], {}
         for name, value in scope["headers"]:
             if name == b"origin":
                 origin = value.decode("latin-1")
             elif name == b"host":
                 hosts.append(value.decode("latin-1").lower())
+            elif name.startswith(b"sec-fetch-"):
+                fetched[name] = value
         try:
             self._check_hosts(hosts)
             if origin is not None and not self._is_known(origin):
                 self._check_origin(origin, hosts)
                 origin = None
+            elif origin is None:
+                self._check_site(fetched)
         except PermissionDeniedError as error:
             if (note := note_of(HTTPConnection(scope))) is not None:
                 note.error = kind_of(error)
@@ -100,11 +107,21 @@ class BrowserGuard:
                 raise PermissionDeniedError("Host", rule, host)
 
     def _check_origin(self, origin: str, hosts: list[str]) -> None:
-        if self._needs_keys or origin.lower().partition("://")[2] in hosts:
+        own = origin.lower().partition("://")[2]
+        if self._needs_keys or (own and own in hosts):
             return
         self._refused("foreign_origin")
         rule = "must be the server's or one of serving_config.cors_origins, since no API key is asked for"
         raise PermissionDeniedError("Origin", rule, origin)
+
+    def _check_site(self, fetched: Mapping[bytes, bytes]) -> None:
+        """A link to the server may stand anywhere; other pages may not show it, or make it work, within them."""
+        if self._needs_keys or "*" in self._origins or fetched.get(b"sec-fetch-dest") == b"document":
+            return
+        if (site := fetched.get(b"sec-fetch-site")) in FOREIGN_SITES:
+            self._refused("foreign_origin")
+            rule = "must be same-origin or none without an `Origin`, since no API key is asked for"
+            raise PermissionDeniedError("Sec-Fetch-Site", rule, site.decode())
 
 
 def _without_port(host: str) -> str:
