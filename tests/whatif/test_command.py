@@ -157,6 +157,17 @@ def test_what_is_wrong_with_a_change_is_told_of_its_configuration(arguments, cap
     assert told in capsys.readouterr().err
 
 
+def test_a_recording_of_a_model_with_more_tokens_is_refused(arguments, tmp_path, capsys):
+    recorded(tmp_path / "recordings")
+    arguments[arguments.index("--load") + 1] = str(tmp_path / "recordings")
+    (tmp_path / "my.yaml").write_text("model_config: {vocab_size: 30}\n")
+    assert main(arguments) == 2
+    told = (
+        "recordings: must be a recording of the model that is simulated, which has 30 tokens; `--model none` simulates"
+    )
+    assert told in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("config", ["", "my.yaml+@profile="])
 def test_a_configuration_without_a_file_is_refused(arguments, capsys, config):
     arguments[2] = config

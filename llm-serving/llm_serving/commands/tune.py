@@ -38,7 +38,7 @@ def add_to(commands: Subcommands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """1: the goal cannot be reached; then the nearest configuration is written."""
     from llm_serving.whatif.profile import read_profile
-    from llm_serving.whatif.reading import read_load
+    from llm_serving.whatif.reading import check_model, read_load
     from llm_serving.whatif.report import mark
     from llm_serving.whatif.tuning.ablation import effects, put_back
     from llm_serving.whatif.tuning.goal import read_goal
@@ -55,6 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
     for line in load.notices:
         say(line)
     config = configure({})
+    check_model(arguments.load, load, config)
     goal.check_groups(classes_in(config, load), tenants_in(load))
     knobs = knobs_for(config, load, goal, profile.num_blocks, profile.reach)
     for line in left_out(profile.reach):

@@ -103,7 +103,7 @@ def run(arguments: argparse.Namespace) -> int:
     from llm_serving.whatif.capacity import highest_rate, offered_rate
     from llm_serving.whatif.figures import figures_of
     from llm_serving.whatif.profile import read_profile
-    from llm_serving.whatif.reading import read_load
+    from llm_serving.whatif.reading import check_model, read_load
     from llm_serving.whatif.report import as_json, mark, table
     from llm_serving.whatif.tuning.goal import constraint
 
@@ -125,6 +125,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.find_rate and not offered_rate(load) > 0:
         raise ConfigError(f"{arguments.load}: --find-rate must have requests that come at a `rate`, not all at once")
     variants = [read_variant(each, arguments.model, profile, arguments.seed) for each in arguments.configs]
+    for each in variants:
+        check_model(arguments.load, load, each.config)
     for line in dict.fromkeys(mark(each.profile) for each in variants):
         say(line)
     results = []
