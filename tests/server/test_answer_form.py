@@ -197,6 +197,8 @@ def test_a_schema_that_cannot_be_compiled(path: str, field: str, value: Any, par
         ({"structured_outputs": {"json": '{"const": "\\ud800"}'}}, "structured_outputs.json"),
         ({"response_format": response_format([])}, "response_format.json_schema.schema"),
         ({"response_format": response_format({}, strict="yes")}, "response_format.json_schema.strict"),
+        ({"response_format": response_format({}, name=5)}, "response_format.json_schema.name"),
+        ({"response_format": response_format({}, description=["x"])}, "response_format.json_schema.description"),
         ({"response_format": {"type": "json_object"}, "regex": "a"}, "regex"),
         ({"structured_outputs": {"json": SCHEMA, "regex": "a"}}, "structured_outputs"),
         ({"response_format": {}}, "response_format.type"),

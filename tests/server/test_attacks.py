@@ -84,6 +84,19 @@ def test_the_error_names_field_rule_and_value():
     assert refused({"model": "demo"})["message"] == "`prompt` is required"
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "rule"),
+    [
+        ("logit_bias", b'{"5": "x"}', "is not valid: expected `float`, got `str`. Given: {'5': 'x'}"),
+        ("structured_outputs", b'{"json": {"minimum": 1e400}}', "is not valid: number out of range"),
+    ],
+)
+def test_the_field_is_named_whose_object_has_a_bad_value(field, value, rule):
+    body = b'{"prompt": "x", "' + field.encode() + b'": ' + value + b"}"
+    error = error_of(post(FakeEngine(), "/v1/completions", body))
+    assert (error["param"], error["message"]) == (field, f"`{field}` {rule}")
+
+
 def test_a_large_value_is_not_echoed():
     error = refused({"prompt": "x", "max_tokens": "y" * 3000})
     assert "yyyy" in error["message"]

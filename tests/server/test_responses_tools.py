@@ -164,6 +164,12 @@ def test_calls_thoughts_and_outputs_reach_the_template():
     ]
 
 
+def test_calls_in_the_input_have_proper_arguments():
+    called = {"type": "function_call", "call_id": "call_1", "name": "get_weather", "arguments": "{"}
+    response, _ = ask("x", input=[{"role": "user", "content": "hello"}, called])
+    assert "`input[1].arguments` must be a JSON object" in response.text
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_stored_response_is_gone_on_with(stream):
     engine = engine_that_says("<think>Hmm.</think>", "I look.", CALL)

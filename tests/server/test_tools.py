@@ -168,6 +168,12 @@ def test_calls_in_messages_have_proper_arguments(hermes: Tokenizer, arguments: s
     assert error_of(response)["param"] == "messages[1].tool_calls[0].function.arguments"
 
 
+def test_calls_in_messages_are_those_of_functions(hermes: Tokenizer) -> None:
+    message = {"role": "assistant", "tool_calls": [{"type": "custom", "function": {"name": "f", "arguments": "{}"}}]}
+    error = error_of(ask(hermes, "x", messages=[*USER, message])[0])
+    assert error["message"] == "`messages[1].tool_calls[0].type` must be function. Given: 'custom'"
+
+
 def named(name: str, **more: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, **more}}
 

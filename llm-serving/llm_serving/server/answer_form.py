@@ -226,6 +226,7 @@ def _response_format(field: str, value: Any, request: object) -> AnswerForm | No
     if not isinstance(inner, dict):
         raise RequestError(f"{field}.json_schema", "must be an object with a `schema`", inner)
     refuse_others(f"{field}.json_schema", inner, ("name", "description", "schema", "strict"))
+    _check_texts(f"{field}.json_schema", inner, ("name", "description"))
     if not isinstance(inner.get("strict"), bool | None):
         raise RequestError(f"{field}.json_schema.strict", "must be true or false", inner["strict"])
     return _schema(f"{field}.json_schema.schema", inner.get("schema"), request)
@@ -268,6 +269,7 @@ def _tgi_grammar(field: str, value: Any, request: object) -> AnswerForm:
     if not isinstance(given, dict):
         raise RequestError(f"{field}.value", "must be an object with a `schema`", given)
     refuse_others(f"{field}.value", given, ("name", "schema"))
+    _check_texts(f"{field}.value", given, ("name",))
     return _schema(f"{field}.value.schema", given.get("schema"), request)
 
 
@@ -276,6 +278,12 @@ def _kind(field: str, value: Any, kinds: tuple[str, ...]) -> str:
     if kind not in kinds:
         raise RequestError(f"{field}.type", f"must be one of {', '.join(kinds)}", kind)
     return str(kind)
+
+
+def _check_texts(field: str, value: Mapping[str, Any], names: Sequence[str]) -> None:
+    for name in names:
+        if not isinstance(value.get(name), str | None):
+            raise RequestError(f"{field}.{name}", "must be text", value[name])
 
 
 def refuse_others(field: str, value: Mapping[str, Any], known: tuple[str, ...]) -> None:

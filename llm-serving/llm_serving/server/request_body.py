@@ -112,7 +112,7 @@ def decode_body(body: bytes, kind: type[T], *, strict: bool = True) -> T:
 def _field_error(body: bytes, message: str, kind: type) -> RequestError:
     """`Expected `int`, got `str` - at `$.messages[0].role`` as an error of that field."""
     rule, _, place = message.partition(" - at `$")
-    place = place.rstrip("`").lstrip(".")
+    place = place.rstrip("`").lstrip(".").partition("[...]")[0]  # names of an object that has any are not told
     rule = rule[0].lower() + rule[1:]
     if missing := re.fullmatch(r"object missing required field `(.+)`", rule):
         return RequestError(".".join(filter(None, [place, missing[1]])), "is required")

@@ -22,6 +22,7 @@ from llm_serving.server.responses_schemas import (
     ReasoningText,
 )
 from llm_serving.server.schemas import ChatMessage, Function, FunctionOfMessage, JsonObject, Tool, ToolCallOfMessage
+from llm_serving.server.tools import arguments_of
 
 _FIELDS: Final[dict[str, tuple[str, ...]]] = {
     "message": ("role", "content"),
@@ -65,6 +66,7 @@ def messages_of(items: str | list[InputItem]) -> list[ChatMessage]:
         elif item.type == "reasoning":
             last.reasoning_content = _text(item.content or item.summary or "") or None
         else:
+            arguments_of(f"input[{index}].arguments", str(item.arguments))
             call = ToolCallOfMessage(FunctionOfMessage(str(item.name), str(item.arguments)), item.call_id)
             last.tool_calls = [*(last.tool_calls or []), call]
     return messages

@@ -148,18 +148,30 @@ def plain_call(place: str, call: ToolCallOfMessage) -> dict[str, Any]:
     """What a chat template gets of a call in a message.
 
     Raises:
-        RequestError: Its arguments are no JSON object.
+        RequestError: It calls no function, or its arguments are no JSON object.
     """
-    arguments = call.function.arguments
-    if isinstance(arguments, str):
-        try:
-            arguments = msgspec.json.decode(arguments or "{}")
-        except (ValueError, RecursionError):
-            arguments = ""
-    if not isinstance(arguments, dict):
-        raise RequestError(f"{place}.function.arguments", "must be a JSON object", call.function.arguments)
+    if call.type != "function":
+        raise RequestError(f"{place}.type", "must be function", call.type)
+    arguments = arguments_of(f"{place}.function.arguments", call.function.arguments)
     plain = {"type": "function", "function": {"name": call.function.name, "arguments": arguments}}
     return plain if call.id is None else {"id": call.id} | plain
+
+
+def arguments_of(place: str, given: str | dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call in a message; an empty text has none.
+
+    Raises:
+        RequestError: They are no JSON object.
+    """
+    arguments: Any = given
+    if isinstance(given, str):
+        try:
+            arguments = msgspec.json.decode(given or "{}")
+        except (ValueError, RecursionError):
+            arguments = None
+    if not isinstance(arguments, dict):
+        raise RequestError(place, "must be a JSON object", given)
+    return arguments
 
 
 def tells_thoughts(engine: AsyncEngine) -> bool:
