@@ -58,6 +58,7 @@ from word_tokenizer import WordTokenizer
 
 STEP_TIMEOUT_S = 1.0
 MAX_ROUNDS = 4000
+PRIORITIES = (-MAX_PRIORITY, -1, 0, 1, MAX_PRIORITY)
 SEEDS_A_SHARE = 50
 TOKENIZER: Any = WordTokenizer()
 MODEL: Any = SimpleNamespace(vocab_size=POISON + 1, eos_token_ids=())
@@ -218,6 +219,7 @@ class Simulation:
             self._master.replicas.engines[index] = replica.engine
             self._master.replicas._join(index, replica.engine)
         self._scheduler = scheduler
+        self._on_the_way = random.Random(f"on the way {seed}")
         self._reloads = draw_reloads(random.Random(f"reload {seed}"))
         self._num_reloads = 0
         self._stop_round = rng.randint(0, 60) if rng.random() < 0.05 else None
@@ -273,6 +275,7 @@ class Simulation:
             self._leave(client, moment if client.engine is engine else None)
         if self.rng.random() < 0.05 and self._by_request_id:
             self._change_a_priority()
+        self._change_priorities_on_the_way()
         if self._reloads and self._reloads[0][0] <= self._round:
             self._reload(self._reloads.popleft()[1])
 
@@ -318,16 +321,16 @@ class Simulation:
     def _change_a_priority(self) -> None:
         client = self.rng.choice(list(self._by_request_id.values()))
         assert client.engine is not None and client.stream is not None
-        opened = self._master._requests.get(client.stream.request_id)
-        if opened is not None and opened.is_on_way:
-            opened.priority = self._another_priority()
-            self.totals.events["priorities asked for on the way"] += 1
-        elif client.engine.dead is None and not client.has_ended:
-            priority = self._another_priority()
+        if client.engine.dead is None and not client.has_ended:
+            priority = self.rng.choice(PRIORITIES)
             client.engine.ask(functools.partial(client.engine.reprioritise, client.stream.request_id, priority))
 
-    def _another_priority(self) -> int:
-        return self.rng.choice((-MAX_PRIORITY, -1, 0, 1, MAX_PRIORITY))
+    def _change_priorities_on_the_way(self) -> None:
+        """As `Control` does, of requests that no engine has."""
+        for opened in [each for each in self._master._requests._requests.values() if each.is_on_way]:
+            if self._on_the_way.random() < 0.3:
+                opened.priority = self._on_the_way.choice(PRIORITIES)
+                self.totals.events["priorities changed on the way"] += 1
 
     def _reload(self, rng: random.Random) -> None:
         """The door follows other rules at once, each engine when it takes notice, be its WorkAgent there or not."""
