@@ -62,7 +62,8 @@ def differences(read: ServingConfig, wanted: ServingConfig) -> list[str]:
 
 def _head(trials: Trials, tuned: Trial) -> str:
     goal = trials.goal
-    word = "Tuned for" if tuned.feasible else "The nearest found to a goal that was NOT reached:"
+    margin = max((each.margin for each in goal.constraints), default=0.0)
+    word = "Tuned for" if tuned.feasible else f"NOT reached with a margin of {margin:.0%}, and the nearest found to it:"
     keys = dict.fromkeys([*(each.figure.key for each in goal.constraints), goal.objective.key])
     told = ", ".join(f"{key} {_of(trials.own, key)} -> {_of(tuned, key)}" for key in keys)
     lines = (
