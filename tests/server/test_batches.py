@@ -518,6 +518,21 @@ def test_files_are_listed_shown_and_deleted(tmp_path):
     assert gone.status_code == 404
 
 
+@pytest.mark.parametrize(
+    ("query", "param", "status"),
+    [("after=x", "after", 404), ("limit=0", "limit", 400), ("limit=%D9%A3", "limit", 400), ("after=", None, 200)],
+)
+@pytest.mark.parametrize("path", ["/v1/files", "/v1/batches"])
+def test_pages_that_there_are_not_are_refused(tmp_path, path, query, param, status):
+    async def talking():
+        async with Site(FakeEngine(), tmp_path) as site:
+            return await site.client.get(f"{path}?{query}")
+
+    answer = run(talking)
+    assert answer.status_code == status
+    assert param is None or error_of(answer)["param"] == param
+
+
 def test_a_clock_that_stands_still_leaves_no_file_or_batch_out_of_a_list(tmp_path):
     async def talking():
         async with Site(FakeEngine(), tmp_path) as site:
@@ -579,6 +594,8 @@ def test_a_file_says_how_long_it_is_and_how_long_it_stays(tmp_path):
             for seconds in ("3599", "2592001", "-3600", "1e4", "٣٦٠٠", "9" * 40)
         ),
         ({"files": {"file": ("x", b"x")}}, "purpose"),
+        ({"files": {"file": ("x", b"x")}, "data": {"purpose": ["fine-tune", "batch"]}}, "purpose"),
+        ({"files": {"file": ("x", b"x")}, "data": {"purpose": "batch", "file": "x"}}, "file"),
         ({"files": {"file": ("x", b"x")}, "data": {"purpose": "fine-tune"}}, "purpose"),
         ({"content": b"x", "headers": {"content-type": "multipart/form-data"}}, "body"),
         ({"files": {"file": ("x", b"x" * 3_000_000)}, "data": {"purpose": "batch"}}, "body"),

@@ -20,6 +20,6 @@ PAGE: Final[Mapping[str, Mapping[str, Any]]] = {
 def asked_page(http_request: Request) -> tuple[int, str | None]:
     """Most rows, and the id of the one before the first of them; None: from the beginning."""
     given = http_request.query_params.get("limit", str(DEFAULT_ROWS))
-    if not (given.isdecimal() and len(given) <= 4 and 1 <= int(given) <= MAX_ROWS):
+    if not (given.isascii() and given.isdecimal() and len(given) <= 4 and 1 <= int(given) <= MAX_ROWS):
         raise RequestError("limit", f"must be an integer from 1 to {MAX_ROWS}", given)
-    return int(given), http_request.query_params.get("after")
+    return int(given), http_request.query_params.get("after") or None

@@ -133,7 +133,13 @@ class BatchStore:
         return _decoded(row, FileObject, "file_id")
 
     def files(self, tenant: str | None, purpose: str | None, limit: int, after: str | None) -> list[FileObject]:
-        """The newest files first, up to `limit` after that one."""
+        """The newest files first, up to `limit` after that one.
+
+        Raises:
+            RequestNotFoundError: There is none to begin after.
+        """
+        if after is not None:
+            self.file(after, tenant)
         query = """SELECT about FROM files WHERE (:tenant IS NULL OR tenant = :tenant)
             AND (:after IS NULL OR (created, rowid) < (SELECT created, rowid FROM files WHERE id = :after))
             ORDER BY created DESC, rowid DESC"""
@@ -199,7 +205,9 @@ class BatchStore:
         return self._counted(_decoded(row, Batch, "batch_id"))
 
     def batches(self, tenant: str | None, limit: int, after: str | None) -> list[Batch]:
-        """The newest first, up to `limit` after that one."""
+        """As `files`."""
+        if after is not None:
+            self.batch(after, tenant)
         query = """SELECT about FROM batches WHERE (:tenant IS NULL OR tenant = :tenant)
             AND (:after IS NULL OR (created, rowid) < (SELECT created, rowid FROM batches WHERE id = :after))
             ORDER BY created DESC, rowid DESC LIMIT :limit"""

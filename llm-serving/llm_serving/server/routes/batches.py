@@ -22,6 +22,7 @@ from llm_serving.errors import (
     RequestNotFoundError,
     RequestTimeoutError,
     RequestTooLargeError,
+    renaming,
 )
 from llm_serving.server.authentication import api_key_of, tenant_seen
 from llm_serving.server.batches import ENDPOINTS_OF_LINES, Batch, Batches, BatchStore
@@ -85,7 +86,8 @@ async def list_files(engine: AsyncEngine, http_request: Request) -> Response:
     purpose = http_request.query_params.get("purpose")
     limit, after = asked_page(http_request)
     batches, tenant = _batches(http_request), tenant_seen(http_request)
-    files = await batches.stored(BatchStore.files, tenant, purpose, limit + 1, after)
+    with renaming({"file_id": "after"}):
+        files = await batches.stored(BatchStore.files, tenant, purpose, limit + 1, after)
     return await _list_of(FileList, files, limit)
 
 
@@ -146,7 +148,9 @@ async def list_batches(engine: AsyncEngine, http_request: Request) -> Response:
     """The newest batches first."""
     del engine
     limit, after = asked_page(http_request)
-    found = await _batches(http_request).stored(BatchStore.batches, tenant_seen(http_request), limit + 1, after)
+    batches, tenant = _batches(http_request), tenant_seen(http_request)
+    with renaming({"batch_id": "after"}):
+        found = await batches.stored(BatchStore.batches, tenant, limit + 1, after)
     return await _list_of(BatchList, found, limit)
 
 
@@ -192,9 +196,12 @@ def _kept_s(form: FormData) -> int | None:
     Raises:
         RequestError: It says something else, or what forms of files do not.
     """
-    for name in form:
+    names = [name for name, _ in form.multi_items()]
+    for name in names:
         if name not in ("file", "purpose", _ANCHOR, _SECONDS):
             raise RequestError(name[:MAX_FILENAME_CHARS], "is not a field of this form")
+        if names.count(name) > 1:
+            raise RequestError(name, "must be given once")
     anchor, given = form.get(_ANCHOR), form.get(_SECONDS)
     if anchor is None and given is None:
         return None
