@@ -204,6 +204,7 @@ def test_tokens_are_counted_as_they_are_submitted():
     ("fields", "place"),
     [
         ({"thinking": {"type": "long"}}, "thinking.type"),
+        ({"thinking": {"type": "enabled", "budget_tokens": -1}}, "thinking.budget_tokens"),
         ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type"),
     ],
 )

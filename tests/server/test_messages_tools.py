@@ -133,6 +133,12 @@ def test_thoughts_without_a_budget():
     assert engine.submitted[0].constraint is None
 
 
+def test_a_tool_that_cannot_be_kept_to_is_named_as_the_protocol_names_it():
+    tools = [TOOL, {"name": "f", "input_schema": {"type": "x"}}]
+    response, _ = ask("x", tools=tools, tool_choice={"type": "tool", "name": "f"})
+    assert "`tools[1].input_schema` cannot be compiled" in response.text
+
+
 @pytest.mark.parametrize(
     ("fields", "thinks"),
     [

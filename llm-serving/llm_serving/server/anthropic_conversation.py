@@ -25,6 +25,7 @@ from llm_serving.server.schemas import (
     Tool,
     ToolCallOfMessage,
 )
+from llm_serving.server.thinking import BUDGET
 
 _WITHOUT_BUDGET: Final = ("disabled", "adaptive")
 """Of thoughts: none, and as many as the model has."""
@@ -101,7 +102,7 @@ def budget_of(thinking: Thinking | None) -> int | None:
         raise RequestError("thinking.type", "must be enabled, adaptive or disabled", thinking.type)
     if thinking.budget_tokens is None:
         raise RequestError("thinking.budget_tokens", "must be given where thinking is enabled")
-    return thinking.budget_tokens
+    return int(BUDGET.checked("thinking.budget_tokens", thinking.budget_tokens))
 
 
 def form_of(config: OutputConfig | None) -> JsonObject | None:

@@ -12,7 +12,7 @@ from llm_serving.server.schemas import ChatCompletionRequest
 
 MAX_BUDGET: Final = 2**24
 _BUDGETS: Final = ("thinking_token_budget", "thinking_budget", "max_thinking_tokens")
-_RULE: Final = Whole(0, MAX_BUDGET)
+BUDGET: Final = Whole(0, MAX_BUDGET)
 EFFORTS: Final = ("none", "minimal", "low", "medium", "high")
 
 
@@ -65,7 +65,7 @@ def asked_budget(request: ChatCompletionRequest, config: ServerConfig) -> Budget
     [field] = given
     if field == "reasoning_effort":
         return Budget(field, _of_effort(request.reasoning_effort, config))
-    return Budget(field, _RULE.checked(field, getattr(request, field)))
+    return Budget(field, BUDGET.checked(field, getattr(request, field)))
 
 
 def _of_effort(effort: str | None, config: ServerConfig) -> int:

@@ -6,6 +6,7 @@ read it. Events of a stream are named.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Final
@@ -136,6 +137,7 @@ _FIELDS: Final = {
     "thinking_token_budget": "thinking.budget_tokens",
     "reasoning_effort": "thinking.type",
 }
+_SCHEMA_OF_TOOL: Final = re.compile(r"^(tools\[\d+\])\.parameters\b")
 
 
 def _in_our_words(error: RequestError) -> RequestError:
@@ -146,7 +148,8 @@ def _in_our_words(error: RequestError) -> RequestError:
         return RequestError(
             "messages", f"must not end with the assistant's: {error.rule.removeprefix('must be false, ')}"
         )
-    return flat_error(error, "output_config.format")
+    ours = flat_error(error, "output_config.format")
+    return ours.renamed(re.sub(_SCHEMA_OF_TOOL, r"\1.input_schema", ours.field))
 
 
 def _goes_on(turns: list[ConversationTurn]) -> bool:
