@@ -88,6 +88,30 @@ def test_a_prompt_waits_for_all_steps_that_are_under_way_with_what_they_compute(
         assert measured.seconds_to_first_token(queue) == pytest.approx(seconds)
 
 
+def test_a_step_that_takes_longer_than_expected_has_as_much_before_it_as_others_had() -> None:
+    estimator = fed()
+    for step in range(400):  # a quarter of them take three times as long as the others
+        factor = 3.0 if step % 4 == 0 else 1.0
+        estimator.step(num_tokens=4, num_rows=4, seconds=factor * seconds_of(4), num_ended=0)
+        estimator.step(num_tokens=40, num_rows=4, seconds=1.5 * seconds_of(40), num_ended=0)
+    measured = estimator.measured
+    assert measured is not None
+    own_s = measured.seconds_to_first_token(Queue(1, 8, 4, 4))
+    assert own_s is not None
+
+    def left_s(elapsed_s: float) -> float:
+        queue = Queue(1, 8, 4, 4, under_way=UnderWay((0,)), elapsed_s=elapsed_s)
+        seconds = measured.seconds_to_first_token(queue)
+        assert seconds is not None
+        return seconds - own_s
+
+    assert left_s(0.0) == pytest.approx(1.5 * seconds_of(4), rel=0.1)
+    # Those that take the short time have ended: what is left is the rest of the long one.
+    for elapsed_s in (0.022, 0.03):
+        assert left_s(elapsed_s) == pytest.approx(3 * seconds_of(4) - elapsed_s, rel=0.15)
+    assert left_s(0.1) == 0.0
+
+
 def test_steps_that_are_formed_ahead_do_not_see_who_has_ended() -> None:
     waits = Queue(1, 8, 8, 8, num_steps_to_slot=5, under_way=UnderWay((0, 0)))
     for max_steps_in_flight, num_steps in ((1, 6), (2, 7)):

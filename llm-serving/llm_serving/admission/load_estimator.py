@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
+from llm_serving.admission.overruns import Overruns, remaining
 from llm_serving.admission.slots import Slots
 from llm_serving.scheduler import SchedulerLimits
 from llm_serving.scheduler.wait_reason import Blocked, WaitReason
@@ -65,6 +67,8 @@ class Measured:
     """Share of the rows after which a request ended; its inverse is the steps a request runs for. None: too few."""
     num_slots: int
     """Requests that can run at once: the limit, or fewer when the cache is full."""
+    overruns: Sequence[float] = ()
+    """Times of the newest steps as multiples of what was expected of each, ascending."""
 
     def num_ends(self, queue: Queue) -> int:
         """Requests that must end before the last of the queue can start; 0 or less: none."""
@@ -75,7 +79,7 @@ class Measured:
 
         Prompts are computed in what decoding leaves of each step's budget. Those that find no free slot wait for ends:
         as `num_steps_to_slot` says, or of `num_slots` rows a step the share `ends_per_row` ends. Whichever takes more
-        steps counts. Before come the steps that are under way, of which the oldest has done its part; after an end,
+        steps counts. Before come the steps that are under way, of which the oldest has run for a while; after an end,
         those that have been formed ahead of it.
 
         Returns:
@@ -100,7 +104,9 @@ class Measured:
         step_s = self.step_s + num_decoding * self.token_s
         seconds = num_steps * step_s + (num_tokens + sum(under_way.num_tokens)) * self.token_s
         if under_way.num_tokens:
-            seconds -= min(queue.elapsed_s, step_s + under_way.num_tokens[0] * self.token_s)
+            oldest_s = step_s + under_way.num_tokens[0] * self.token_s
+            if oldest_s > 0:
+                seconds += oldest_s * (remaining(self.overruns, queue.elapsed_s / oldest_s) - 1)
         return seconds
 
 
@@ -120,6 +126,7 @@ class LoadEstimator:
         self._num_slots: int | None = None
         """Of those that had one when there was no block for another; None: places are the limit."""
         self.limits = limits
+        self._overruns = Overruns()
         self._prompt_steps = _Moments()
         self._decode_steps = _Moments()
         self._num_steps = 0
@@ -160,6 +167,8 @@ class LoadEstimator:
             seconds: It took, from the end of the one before or from being submitted.
             num_ended: Requests whose last token it was.
         """
+        if self.measured is not None:
+            self._overruns.add(seconds, self.measured.step_s + num_tokens * self.measured.token_s)
         moments = self._prompt_steps if num_tokens > num_rows else self._decode_steps
         moments.add(num_tokens, seconds)
         keep = 1 - 1 / END_MEMORY
@@ -176,7 +185,7 @@ class LoadEstimator:
             ends_per_row = max(self._ends / self._rows, 1 / self.limits.max_model_len)
         most = self.limits.max_num_seqs
         num = most if self._num_slots is None else min(most, max(1, self._num_slots))
-        self.measured = Measured(self.limits, *cost, ends_per_row, num)
+        self.measured = Measured(self.limits, *cost, ends_per_row, num, self._overruns.ascending)
 
     def _cost(self) -> tuple[float, float] | None:
         """Seconds of a step and of a token, by least squares; neither is negative."""
