@@ -4,8 +4,8 @@
     python tests/fuzz.py requests --minutes 60       # guided by coverage where atheris is installed
     python tests/fuzz.py all --minutes 1 --blind     # by chance
 
-Targets: frames, requests, safetensors, yaml, all (one after the other). The exit code is 1 if something was found; the
-input is kept beside, in fuzz-TARGET.bin. An input may take `MOST_SECONDS` of processor time.
+Targets: connections, frames, requests, safetensors, yaml, all (one after the other). The exit code is 1 if something
+was found; the input is kept beside, in fuzz-TARGET.bin. An input may take `MOST_SECONDS` of processor time.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def inside(name: str, folder: str, options: list[str]) -> None:
 
 
 def main() -> int:
-    names = ("frames", "requests", "safetensors", "yaml")
+    names = ("connections", "frames", "requests", "safetensors", "yaml")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("target", choices=(*names, "all"))
     parser.add_argument("--minutes", type=float, default=1.0, help="for each target (default: 1)")

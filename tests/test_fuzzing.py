@@ -5,7 +5,7 @@ import random
 import pytest
 from fuzzing import TARGETS, mutated
 
-NUM_INPUTS = {"frames": 800, "requests": 800, "safetensors": 500, "yaml": 60}
+NUM_INPUTS = {"connections": 150, "frames": 800, "requests": 800, "safetensors": 500, "yaml": 60}
 
 
 @pytest.mark.parametrize("name", TARGETS)

@@ -24,6 +24,8 @@ from llm_serving.transport.channel import Channel
 from llm_serving.transport.codec import decode_output
 from llm_serving.transport.messages import AgentMessage, MasterMessage, StepDone, StepFailed
 
+from fuzzing.connections import CONNECTIONS, read_connections
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -145,6 +147,9 @@ YAML = (
     b"model_config: &m {model_path: demo}\npa_config: {num_blocks: 8}\nscheduler_config:\n    <<: {policy: mixed}\n",
 )
 TARGETS = {
+    "connections": Target(
+        read_connections, tuple(b"\x07" + each for each in CONNECTIONS), "llm_serving.server.front_door"
+    ),
     "frames": Target(read_frames, FRAMES, "llm_serving.transport"),
     "requests": Target(read_requests, REQUESTS, "llm_serving.server"),
     "safetensors": Target(read_safetensors, TENSORS, "llm_serving.models"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
 import uvicorn
 from llm_serving.config.sections.server import ServerConfig
 from llm_serving.server.front_door import Connection, Guests, Turns
@@ -33,11 +34,11 @@ class Transport(asyncio.Transport):
     def is_closing(self):
         return self.closed
 
-    def can_write_eof(self):
-        return True
-
     def get_write_buffer_size(self):
         return 0
+
+    def can_write_eof(self):
+        return False
 
     def set_write_buffer_limits(self, high=None, low=None):
         pass
@@ -103,6 +104,13 @@ def test_an_answer_without_a_body_has_its_head() -> None:
     for headers in (b"", b"Connection: close\r\n"):
         writes, _ = asyncio.run(writes_of(short, b"HEAD", headers))
         assert len(writes) == 1 and writes[0].endswith(b"\r\n\r\n")
+
+
+@pytest.mark.parametrize("behind", [b"garbage", b"GET / HTTP/2.0\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n"])
+def test_what_is_refused_at_once_does_not_overtake_an_answer_without_a_body(behind) -> None:
+    """Its client would take the refusal for the answer."""
+    writes, _ = asyncio.run(writes_of(short, b"HEAD", b"\r\n" + behind))
+    assert [each[9:12] for each in writes] == [b"200", b"400"]
 
 
 def test_nothing_is_written_to_a_client_that_has_left() -> None:

@@ -411,6 +411,8 @@ class Connection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        if isinstance(self.cycle.transport, JoinedHead):  # to a HEAD, and what is written next belongs to another
+            self.cycle.transport.go_on()
         self._leave_lane()
         self._undigested = None
         if self._held:

@@ -27,16 +27,17 @@ class JoinedHead:
             self._pass(self._head + data)
         else:
             self._head = data
-            self._loop.call_soon(self._go_on)
+            self._loop.call_soon(self.go_on)
 
     def close(self) -> None:
-        self._go_on()
+        self.go_on()
         self._transport.close()
 
     def is_closing(self) -> bool:
         return self._transport.is_closing()
 
-    def _go_on(self) -> None:
+    def go_on(self) -> None:
+        """The head waits no longer."""
         if self._head:
             self._pass(self._head)
 
