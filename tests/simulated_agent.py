@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import msgspec
 from fake_runner import VOCAB_SIZE, FakeRunner, FakeTransferPool
 from llm_serving.core.step import AllowedTokens, BlockMove
 from llm_serving.engine.engine import SHORT_STEP_S
@@ -22,7 +23,17 @@ from llm_serving.errors import (
 from llm_serving.kvcache import BlockManager
 from llm_serving.transport.codec import allowed_from_arrays, encode_output, step_from_arrays
 from llm_serving.transport.inline_arrays import InlineArrays
-from llm_serving.transport.messages import AgentMessage, Allow, Loaded, RunStep, StepDone, StepEnding, StepFailed
+from llm_serving.transport.messages import (
+    AgentMessage,
+    Allow,
+    Loaded,
+    RunStep,
+    ScoresDone,
+    StepDone,
+    StepEnding,
+    StepFailed,
+    TopTokensDone,
+)
 from llm_serving.transport.shared_arrays import SharedBuffers
 from simulated_block_link import SimulatedBlockLink
 from simulated_clock import Clock
@@ -239,7 +250,7 @@ class SimulatedAgent:
         if fate == "other step":
             reply = StepFailed(message.step + rng.choice((-1, 1)), "")
         if fate == "garbage":
-            reply = _garbage(encode_output(output))
+            reply = _garbage(rng, encode_output(output))
         self._answer(reply)
         if fate == "twice":
             self._answer(reply)
@@ -250,6 +261,12 @@ class SimulatedAgent:
             self._answers.append(message)
 
 
-def _garbage(reply: StepDone) -> StepDone:
-    rest = {name: getattr(reply, name) for name in reply.__struct_fields__ if name != "token_ids"}
-    return StepDone(token_ids=reply.token_ids + b"?", **rest)
+def _garbage(rng: random.Random, reply: StepDone) -> StepDone:
+    """No arrays of numbers, or results that nobody has asked for."""
+    others: tuple[dict[str, Any], ...] = (
+        {"token_ids": reply.token_ids + b"?"},
+        {"token_ids": reply.token_ids + bytes(4), "logprobs": reply.logprobs + bytes(4), "top": None},
+        {"scores": ScoresDone(b"", b"", TopTokensDone(bytes(8), b"", b""))},
+        {"vectors": bytes(4), "num_vectors": 1 + reply.num_vectors},
+    )
+    return msgspec.structs.replace(reply, **rng.choice(others))

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 from factories import create_request, create_scheduler
 from llm_serving.core.continuation import Continuation
-from llm_serving.core.step import AllowedTokens, StepOutput, any_tokens
+from llm_serving.core.step import NO_SCORES, AllowedTokens, Scores, StepOutput, any_tokens
 from llm_serving.engine.engine import Engine
 from llm_serving.errors import StepMismatchError, WorkerDiedError
 from llm_serving.executor.executor import LocalExecutor, RemoteExecutor, StepFailedError
+from llm_serving.models.spec import MAX_VOCAB_SIZE
 from llm_serving.observe.metrics import Metrics
 from llm_serving.transport.channel import MAX_FRAME_BYTES, Channel
 from llm_serving.transport.codec import allowed_from_arrays, encode_output, step_from_arrays
@@ -213,6 +214,30 @@ class TestCollect:
         agent.socket.sendall(data)
         with pytest.raises(WorkerDiedError):
             agent.executor.collect()
+
+    @pytest.mark.parametrize(
+        ("given", "said"),
+        [
+            (output(0), "has results of another step"),
+            (output(0, 50, 51), "has results of another step"),
+            (replace(output(0, 50), scores=Scores(np.zeros(1), np.zeros(1), top_tokens([([], [])]))), "another step"),
+            (replace(output(0, 50), scores=replace(NO_SCORES, top=top_tokens([([], [])]))), "results of another"),
+            (replace(output(0, 50), vectors=np.zeros((1, 4), np.float32)), "results of another step"),
+            (replace(output(0, -1), row_errors={}), "has tokens that no model has"),
+            (output(0, -2), "has tokens that no model has"),
+            (output(0, MAX_VOCAB_SIZE), "has tokens that no model has"),
+        ],
+    )
+    def test_results_that_nobody_asked_for_are_the_end(self, agent, given, said):
+        agent.executor.submit(a_step(0))
+        agent.channel.send(encode_output(given))
+        with pytest.raises(WorkerDiedError, match=said):
+            agent.executor.collect()
+
+    def test_a_token_that_could_not_be_chosen_is_told_as_such(self, agent):
+        agent.executor.submit(a_step(0))
+        agent.reply(0, -1)
+        assert agent.executor.collect().row_errors == {0: "all logits are NaN"}
 
     def test_a_message_of_the_master_is_the_end(self, agent):
         agent.executor.submit(a_step(0))

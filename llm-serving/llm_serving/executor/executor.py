@@ -6,7 +6,7 @@ import contextlib
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from llm_serving.core.clock import Clock, monotonic
 from llm_serving.core.continuation import Continuation, Continues
@@ -22,6 +22,7 @@ from llm_serving.errors import (
 from llm_serving.executor.agent_process import AgentLink
 from llm_serving.executor.away import Away
 from llm_serving.log import get_logger
+from llm_serving.models.spec import MAX_VOCAB_SIZE
 from llm_serving.transport.codec import allowed_arrays, decode_output, step_arrays
 from llm_serving.transport.inline_arrays import InlineArrays
 from llm_serving.transport.messages import (
@@ -179,6 +180,31 @@ class LocalExecutor(Unsupervised):
         return None
 
 
+class _Asked(NamedTuple):
+    """How many results of each kind a step is to give."""
+
+    num_samples: int
+    num_scores: int
+    num_named: int
+    """Tokens whose log-probability is asked for."""
+    num_vectors: int
+
+    @classmethod
+    def by(cls, step: StepInput) -> _Asked:
+        scoring = step.scoring
+        return cls(step.sampling.num_samples, scoring.num_results, len(scoring.token_ids), step.num_vectors)
+
+    def check(self, output: StepOutput) -> None:
+        """Raises ProtocolError where the output has others, or tokens that no model has."""
+        scores = output.scores
+        given = _Asked(len(output.token_ids), scores.top.num_results, len(scores.logprobs), len(output.vectors))
+        if given != self:
+            raise ProtocolError(f"the reply to step {output.step} has results of another step: {given} for {self}")
+        least = -1 if output.row_errors else 0
+        if self.num_samples and not least <= output.token_ids.min() <= output.token_ids.max() < MAX_VOCAB_SIZE:
+            raise ProtocolError(f"the reply to step {output.step} has tokens that no model has")
+
+
 class RemoteExecutor(Unsupervised):
     """Sends steps to a WorkAgent: a small frame on the socket, the arrays in a shared buffer, or in the frame.
 
@@ -199,6 +225,8 @@ class RemoteExecutor(Unsupervised):
         self._clock = clock
         self._buffers = buffers
         self._in_flight: deque[RunStep] = deque()
+        self._asked: deque[_Asked] = deque()
+        """Of the same steps."""
         self._replies: deque[AgentMessage] = deque()
         """Those that came while the end of a step was waited for."""
         self._ending = -1
@@ -223,6 +251,7 @@ class RemoteExecutor(Unsupervised):
         except ChannelClosedError as error:
             raise WorkerDiedError(str(error)) from error
         self._in_flight.append(message)
+        self._asked.append(_Asked.by(step))
         self.next_step += 1
 
     @property
@@ -249,13 +278,16 @@ class RemoteExecutor(Unsupervised):
         if not isinstance(reply, StepDone | StepFailed) or reply.step != expected:
             wanted = "nothing" if expected is None else f"the reply to step {expected}"
             raise StepMismatchError(f"expected {wanted}, got {str(reply)[:100]}")
+        asked = self._asked.popleft()
         if isinstance(reply, StepFailed):
             raise StepFailedError(reply.error)
         self.num_compilations = reply.num_compilations
         try:
-            return decode_output(reply)
+            output = decode_output(reply)
+            asked.check(output)
         except ProtocolError as error:
             raise WorkerDiedError(str(error)) from error
+        return output
 
     def propose(self, continuations: Sequence[Continuation]) -> list[list[int]]:
         assert not self._in_flight
