@@ -34,6 +34,19 @@ def test_tokens_are_those_of_the_values(tmp_path, family, layout, kept):
     assert greedy(tmp_path / "quantised", quantization) == greedy(plain)
 
 
+@pytest.mark.parametrize(
+    "name", ["model.layers.1.mlp.up_proj.weight", "model.norm.weight", "model.embed_tokens.weight"]
+)
+@pytest.mark.parametrize("value", [np.nan, -np.inf])
+def test_weights_that_are_no_finite_numbers_are_refused_by_file_and_name(tmp_path, name, value):
+    weights = random_weights(tiny_spec())
+    weights[name].flat[-1] = value
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    write_safetensors(tmp_path / "model.safetensors", weights)
+    with pytest.raises(ModelError, match=rf"model\.safetensors: {name} must hold finite numbers only"):
+        greedy(tmp_path)
+
+
 @pytest.mark.parametrize("kept", ["w8a8", "w4a16"])
 def test_weights_that_cannot_be_rounded_are_named(tmp_path, kept):
     weights = random_weights(tiny_spec())

@@ -31,6 +31,16 @@ PACKED_DTYPES: Final[Mapping[str, type[np.generic]]] = {
 
 _ALL_DTYPES: Final = {**NUMPY_DTYPES, **PACKED_DTYPES}
 
+_NOT_FINITE: Final[Mapping[str, tuple[type[np.unsignedinteger[Any]], int]]] = {
+    "uint16": (np.uint16, 0x7F80 << 1),
+    "float16": (np.uint16, 0x7C00 << 1),
+    "float32": (np.uint32, 0x7F800000 << 1),
+}
+"""Type of an array -> words of its elements, and the least one, without the sign, that is no finite number: an exponent
+of ones."""
+_AT_ONCE: Final = 2**18
+"""Elements that are looked at together: they stay in the cache."""
+
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
@@ -92,3 +102,15 @@ def to_float32(array: Array) -> NDArray[np.float32]:
     if array.dtype == np.uint16:
         return (array.astype(np.uint32) << np.uint32(16)).view(np.float32)
     return array.astype(np.float32)
+
+
+def is_finite(array: Array) -> bool:
+    """Whether stored elements are finite numbers, all of them; the array is C-contiguous."""
+    words, least = _NOT_FINITE[array.dtype.name]
+    elements = array.reshape(-1).view(words)
+    without_sign = np.empty(min(_AT_ONCE, elements.size), words)
+    for start in range(0, elements.size, _AT_ONCE):
+        part = elements[start : start + _AT_ONCE]
+        if int(np.left_shift(part, 1, out=without_sign[: part.size]).max()) >= least:
+            return False
+    return True

@@ -12,6 +12,7 @@ from llm_serving.backends.rounding import quantize
 from llm_serving.core.choices import QuantizationName
 from llm_serving.errors import ModelError
 from llm_serving.formats.quantized import QuantizedTensor
+from llm_serving.formats.stored import is_finite
 from llm_serving.models.weights import WeightReader
 from llm_serving.network.coded import BITS, WIDENED, Quantization, coded_weights, codes_of
 from llm_serving.network.description import Network
@@ -51,7 +52,8 @@ def parameters_of(
         quantization: How weights are kept; each is rounded by itself, when it is read.
 
     Raises:
-        ModelError: The folder lacks a tensor, has one of another shape, or one too many.
+        ModelError: The folder lacks a tensor, has one of another shape or one too many, or one with an element that is
+            infinite or no number.
     """
     multiplied = products(network.operations)
     coded = coded_weights(network, quantization)
@@ -71,6 +73,9 @@ def parameters_of(
                 made[weight] = list(backend.quantized_weight(codes, name))
             continue
         values = parameter(weight, reader, max_positions)
+        if weight.made is None and not is_finite(values):
+            where = reader.first_not_finite(weight.names) or ", ".join(weight.names[:3])
+            raise ModelError(f"{where} must hold finite numbers only")
         if weight in experts:
             made[weight] = list(backend.expert_weights(values, experts[weight], name))
         elif weight in multiplied:

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
+
+import numpy as np
 
 from llm_serving.errors import ModelError
 from llm_serving.formats.compare import DERIVED
@@ -17,7 +19,7 @@ from llm_serving.formats.folder import INDEX_NAME, read_tensors
 from llm_serving.formats.mindformers import ORDERS, are_of_mindformers, hugging_face_name, is_joined, order_of
 from llm_serving.formats.packed import PackedTensor, ReadableTensor, Scheme
 from llm_serving.formats.quantized import QuantizedTensor
-from llm_serving.formats.stored import Array
+from llm_serving.formats.stored import Array, is_finite
 from llm_serving.models.read_ahead import Extent, ReadAhead
 
 __all__ = ["INDEX_NAME", "WeightReader"]
@@ -110,6 +112,14 @@ class WeightReader:
         """As `take`, with the codes and scales of what is quantised so."""
         found = self._take(name, shape)
         return found.read_packed() if isinstance(found, PackedTensor) else found.read()
+
+    def first_not_finite(self, names: Sequence[str]) -> str:
+        """File and name of the first of these tensors with an element that is infinite or no number; "" if none has."""
+        for name in names:
+            tensor = self._tensors[name]
+            if not is_finite(np.ascontiguousarray(tensor.read())):
+                return f"{tensor.file}: {name}"
+        return ""
 
     def _take(self, name: str, shape: tuple[int, ...]) -> ReadableTensor:
         stored = self._tensors.get(name)
