@@ -291,7 +291,8 @@ def test_lines_wait_until_there_is_room_for_their_answers(tmp_path, monkeypatch,
             return num_asked, counts, batch, kept.json()["bytes"]
 
     num_asked, counts, batch, size = run(talking)
-    assert (num_asked, counts["total"], batch["request_counts"]["completed"]) == (5, 9, 9)
+    assert num_asked in (5, 6)  # one more may be under way beside the one that is too much
+    assert (counts["total"], batch["request_counts"]["completed"]) == (9, 9)
     assert 90_000 < size < 100_000
 
 
