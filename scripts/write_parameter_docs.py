@@ -29,7 +29,8 @@ and name it. null, an empty list and an empty object ask for nothing. With an AP
 a `user` beside it is ignored and named.
 
 What is given twice is refused by name, in a body, in an object within it, and of the headers `x-request-timeout-s`,
-`Idempotency-Key` and `Last-Event-ID`: whichever counted, the other one would be ignored.
+`Idempotency-Key` and `Last-Event-ID`: whichever counted, the other one would be ignored. A route that does not heed one
+of these headers names it as ignored. `Content-Encoding` is refused: bodies are read as they come.
 
 The same holds beside the fields of a body. A parameter in the URL that a route does not know, or the same one twice, is
 refused by name; `api-version` and `beta`, which clients of other servers send each time, are ignored and named;

@@ -40,6 +40,27 @@ def test_a_header_that_asks_for_something_is_given_once(name):
     assert (answer.status_code, error_of(answer)["param"]) == (400, name.lower())
 
 
+@pytest.mark.parametrize(
+    ("method", "url", "name", "ignored"),
+    [
+        ("POST", "/v1/completions", "Idempotency-Key", None),
+        ("POST", "/v1/completions", "x-request-timeout-s", None),
+        ("POST", "/generate", "Idempotency-Key", "idempotency-key"),
+        ("POST", "/generate", "Last-Event-ID", "last-event-id"),
+        ("GET", "/v1/models", "x-request-timeout-s", "x-request-timeout-s"),
+    ],
+)
+def test_a_header_that_asks_a_route_for_what_it_does_not_know_is_named(method, url, name, ignored):
+    body = {"json": {"inputs" if url == "/generate" else "prompt": "a"}} if method == "POST" else {}
+    answer = ask(method, url, headers={name: "50"}, **body)
+    assert (answer.status_code, answer.headers.get("x-ignored-parameters")) == (200, ignored)
+
+
+def test_a_body_that_is_compressed_is_refused_by_that():
+    answer = ask("POST", "/v1/completions", content=b"\x1f\x8b", headers={"content-encoding": "gzip"})
+    assert (answer.status_code, error_of(answer)["param"]) == (400, "content-encoding")
+
+
 def test_probes_may_have_anything_in_their_url():
     assert ask("GET", "/health?t=123").status_code == 200
     assert ask("GET", "/metrics?t=123").status_code == 200

@@ -45,10 +45,31 @@ def check_query(request: Request, known: Collection[str]) -> list[str]:
 
 
 def check_headers(request: Request) -> None:
-    """Raises RequestError where a header that asks for something is there twice."""
-    given = [name for name, _ in request.scope["headers"] if name in ONCE]
+    """Raises RequestError where a header that asks for something is there twice, or a body is not as it is read."""
+    given = _asking(request)
     if len(set(given)) < len(given):
-        raise RequestError(max(given, key=given.count).decode(), "must be given once")
+        raise RequestError(max(given, key=given.count), "must be given once")
+    if (encoding := request.headers.get("content-encoding", "")) not in ("", "identity"):
+        raise RequestError("content-encoding", "must be identity: bodies are read as they come", encoding)
+
+
+def asked_header(request: Request, name: str) -> str | None:
+    """A header that asks for something, by a route that heeds it; None: it is not there."""
+    request.state.heeded_headers = (*_heeded(request), name)
+    return request.headers.get(name)
+
+
+def unheeded_headers(request: Request) -> list[str]:
+    """Names of those that ask for what the route that answered does not know."""
+    return [name for name in _asking(request) if name not in _heeded(request)]
+
+
+def _asking(request: Request) -> list[str]:
+    return [name.decode() for name, _ in request.scope["headers"] if name in ONCE]
+
+
+def _heeded(request: Request) -> tuple[str, ...]:
+    return getattr(request.state, "heeded_headers", ())
 
 
 async def check_no_body(request: Request, limits: ServerConfig) -> None:

@@ -14,6 +14,7 @@ from llm_serving.config.sections.api_key import ApiKey
 from llm_serving.core.caller import Caller
 from llm_serving.core.request_class import class_of
 from llm_serving.errors import PermissionDeniedError, RequestError
+from llm_serving.server.asked_beside import asked_header
 from llm_serving.server.authentication import api_key_of
 from llm_serving.server.note import Note, note_of
 from llm_serving.server.parameters import note_ignored
@@ -134,7 +135,7 @@ def wanted_priority(
 def _timeout(config: ServingConfig, http_request: Request, bodies: Sequence[CallerFields]) -> float | None:
     """Seconds the request gives itself, by the field or the header."""
     value: float | None = _given("timeout_s", bodies)
-    header = http_request.headers.get(TIMEOUT_HEADER)
+    header = asked_header(http_request, TIMEOUT_HEADER)
     most = config.serving.max_timeout_s
     rule = f"must be a number of seconds above 0 and at most {most:g} (serving_config.max_timeout_s)"
     if header is not None:

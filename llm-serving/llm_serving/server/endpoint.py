@@ -15,7 +15,7 @@ from llm_serving.core.shortage import shortage
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import LLMServingError, UnavailableError
 from llm_serving.log import get_logger
-from llm_serving.server.asked_beside import check_headers, check_no_body, check_query
+from llm_serving.server.asked_beside import check_headers, check_no_body, check_query, unheeded_headers
 from llm_serving.server.error_responses import kind_of, openai_error_response
 from llm_serving.server.note import note_of
 from llm_serving.server.openai_requests import REQUEST_ID_HEADER, request_id_of
@@ -62,14 +62,16 @@ class Endpoint:
         try:
             if (quota := quota_of(request)) is not None:
                 quota.take_request()
-            check_headers(request)
             in_url = [] if self.is_probe else check_query(request, self.query)
+            if not self.is_probe:
+                check_headers(request)
             if self.method != "GET" and self.body is None and not self.takes_form:
                 await check_no_body(request, engine.config.serving)
             response = await self.handler(engine, request)
             if request_id := response.headers.get(REQUEST_ID_HEADER):
                 self._tell_id(response, request_id)
-            if ignored := ", ".join([*filter(None, [ignored_parameters(request)]), *in_url]):
+            in_body = filter(None, [ignored_parameters(request)])
+            if ignored := ", ".join([*in_body, *in_url, *unheeded_headers(request)]):
                 response.headers[IGNORED_HEADER] = ignored
             return response
         except LLMServingError as error:

@@ -19,6 +19,7 @@ from llm_serving.server.accepted.position import BEGINNING, MAX_NUMBERED_CHOICES
 from llm_serving.server.accepted.record import AcceptedRequest
 from llm_serving.server.accepted.table import AcceptedRequests, Claim
 from llm_serving.server.accepted.turn import SharingRules, Turn, digest_of
+from llm_serving.server.asked_beside import asked_header
 from llm_serving.server.authentication import api_key_of
 from llm_serving.server.caller import HttpCaller
 from llm_serving.server.deadline import before
@@ -85,7 +86,7 @@ async def arrival(
     key = _key(http_request) if accepted.keeps else ""
     streams = bool(serving.resume_streams and accepted.keeps and request.stream and num_streams <= MAX_NUMBERED_CHOICES)
     resumed: Resumed | None = getattr(http_request.state, "resumed", None)
-    event_id = http_request.headers.get(EVENT_HEADER, "")
+    event_id = asked_header(http_request, EVENT_HEADER) or ""
     if resumed is None and event_id and not streams:
         raise RequestError("Last-Event-ID", f"must be given with a stream that can be resumed only: {_RESUMABLE}")
     if resumed is None and not key and not streams:
@@ -168,7 +169,7 @@ def seed_of(tenant: str, key: str, digest: bytes) -> int:
 
 
 def _key(http_request: Request) -> str:
-    key = http_request.headers.get(KEY_HEADER, "")
+    key = asked_header(http_request, KEY_HEADER) or ""
     if len(key) > MAX_KEY_CHARS:
         raise RequestError("Idempotency-Key", f"must be text of at most {MAX_KEY_CHARS} characters", len(key))
     return key

@@ -11,6 +11,7 @@ from starlette.responses import Response
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import RequestNotFoundError
 from llm_serving.server.accepted.arrival import EVENT_HEADER, resumed_by
+from llm_serving.server.asked_beside import asked_header
 from llm_serving.server.endpoint import Endpoint
 from llm_serving.server.off_loop import INLINE_BYTES, off_loop
 from llm_serving.server.request_body import decode_body
@@ -27,7 +28,7 @@ async def resume_stream(engine: AsyncEngine, http_request: Request) -> Response:
     """
     if not engine.config.serving.resume_streams:
         raise RequestNotFoundError("stream_id", "cannot be resumed: serving_config.resume_streams is False")
-    event_id, field = http_request.headers.get(EVENT_HEADER, ""), "Last-Event-ID"
+    event_id, field = asked_header(http_request, EVENT_HEADER) or "", "Last-Event-ID"
     if not event_id:
         event_id, field = http_request.query_params.get(RESUME_FROM, ""), RESUME_FROM
     stream_id = http_request.path_params["stream_id"]
