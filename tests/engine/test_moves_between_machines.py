@@ -251,6 +251,39 @@ def test_those_that_are_let_go_of_together_are_spread_although_none_has_come() -
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("leaves", [False, True], ids=["cancelled", "its client is gone"])
+def test_blocks_of_a_request_that_ends_are_not_brought(leaves: bool) -> None:
+    async def talk(setup: Setup, engine: AsyncEngine) -> None:
+        hand_over, really_read, read = engine._hand_one_over, setup.pools[0].read, list[object]()
+
+        def note(*names: Any) -> Any:
+            read.append(names)
+            return really_read(*names)
+
+        setup.pools[0].read = note  # type: ignore[method-assign]
+        stream = engine.generate(PROMPT, SamplingParams(temperature=0.0, max_tokens=20), request_id="asked")
+        handed_over = asyncio.Event()
+
+        def end_and_hand_over(departure: Departure) -> None:
+            if leaves:
+                engine._abort(stream.request_id)
+            else:
+                engine.control.cancel("asked")
+            hand_over(departure)
+            handed_over.set()
+
+        engine._hand_one_over = end_and_hand_over  # type: ignore[method-assign]
+        await handed_over.wait()
+        if not leaves:
+            assert [piece async for piece in stream][-1].finish_reason is FinishReason.ABORT
+        async with asyncio.timeout(30):
+            while await num_handed_over(engine):
+                await asyncio.sleep(0)
+        assert not read
+
+    assert tokens_computed(on_two_machines(talk)) == [len(PROMPT), 0]
+
+
 def test_a_server_that_ends_tells_those_whose_blocks_are_on_their_way() -> None:
     async def talk(setup: Setup, engine: AsyncEngine) -> None:
         came, go_on = held(setup, 0, "read")

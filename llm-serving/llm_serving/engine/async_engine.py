@@ -462,6 +462,7 @@ class AsyncEngine:
     def _hand_one_over(self, departure: Departure) -> None:
         request = departure.request
         opened = self._requests.get(request.request_id)
+        is_cancelled = opened is None or opened.is_cancelled
         if opened is not None:
             request.deadline = opened.deadline
             if opened.priority is not None:
@@ -470,14 +471,14 @@ class AsyncEngine:
         for best, at_best in self._router.next_of(None if brought is None else brought.replica):
             if not at_best.scheduler.blocks.can_ever_hold(request.max_num_tokens):
                 continue  # caches may differ in size; the one it comes from has room for it
-            replica = self.replicas.bring(departure, best)
+            replica = best if is_cancelled else self.replicas.bring(departure, best)
             if replica is None:
                 self._requests.set_out(request.request_id, at_best)
                 return
             engine = self.replicas.engines[replica]
             with contextlib.suppress(WorkerDiedError):
                 # In one message: the steps between two could finish it.
-                engine.take_over(departure, is_cancelled=opened is None or opened.is_cancelled)
+                engine.take_over(departure, is_cancelled=is_cancelled)
                 if opened is not None:  # its client is there
                     before = opened.engine
                     self._requests.hand_over(request.request_id, request, engine)
