@@ -95,6 +95,7 @@ class World:
         places: Requests that may wait.
         noise: Spread of the factor that each step's time has, and of a slower one that changes every half second.
         door_s: Seconds of the event loop for everybody who asks; the steps get later by as much.
+        form_s: Seconds of the master to form a step, in which others come.
         stall_s: Mean of the times for which the event loop hears nobody, about one in a second.
         tells: Whether who asks says if it was refused before.
         scheduler: Further settings.
@@ -109,6 +110,7 @@ class World:
         seed: int = 1,
         noise: float = 0.1,
         door_s: float = 0.0,
+        form_s: float = 0.0,
         stall_s: float = 0.0,
         tells: bool = True,
         config: dict[str, Any] | None = None,
@@ -140,6 +142,8 @@ class World:
         self.master.replicas._loop = _Now()  # type: ignore[assignment]
         self.engine = build_engine(served, 4096, _Device(self), TOKENIZER, metrics, self._publish)
         self.engine._clock = self.engine._processor._clock = self.clock
+        build_step = self.engine.build_step
+        self.engine.build_step = lambda *step: self._form(form_s, build_step, *step)
         self.engine.on_started = self.master.replicas._publish_started
         self.master.replicas.engines[0] = self.engine
         for client in self.clients:
@@ -172,6 +176,10 @@ class World:
             self._speed, self._speed_until = rng.lognormvariate(0.0, self._noise), now + 0.5
         lost_s, self._lost_s = self._lost_s, 0.0
         return lost_s + (STEP_S + TOKEN_S * num_tokens) * self._speed * rng.lognormvariate(0.0, self._noise)
+
+    def _form(self, form_s: float, build_step: Callable[..., StepInput], *step: Any) -> StepInput:
+        self.pass_time(self.clock.now + form_s)
+        return build_step(*step)
 
     def _come(self, client: Client) -> None:
         """Asks when the event loop comes to it."""
@@ -366,6 +374,7 @@ def main() -> None:
     parser.add_argument("--places", type=int, default=64)
     parser.add_argument("--noise", type=float, default=0.1)
     parser.add_argument("--door-ms", type=float, default=0.0, help="of the event loop, for everybody who asks")
+    parser.add_argument("--form-ms", type=float, default=0.0, help="of the master for each step, in which others come")
     parser.add_argument("--stall-ms", type=float, default=0.0, help="for which it hears nobody, about once a second")
     parser.add_argument("--silent", action="store_true", help="nobody says whether it was refused before")
     parser.add_argument("--seed", type=int, default=1)
@@ -385,6 +394,7 @@ def main() -> None:
         noise=args.noise,
         seed=args.seed,
         door_s=args.door_ms / 1000,
+        form_s=args.form_ms / 1000,
         stall_s=args.stall_ms / 1000,
         tells=not args.silent,
     )

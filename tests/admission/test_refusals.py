@@ -87,6 +87,14 @@ def test_time_in_which_nobody_asks_is_not_measured_as_a_step() -> None:
     assert len(seconds) > 4 and max(seconds) < 0.1
 
 
+def test_who_comes_while_a_step_is_formed_is_not_told_that_it_will_be_in_it() -> None:
+    clients = shipped_clients(0.6 * most(), 2.0, 1, start=WARM_S)
+    World([*warm_up(most()), *clients], slots=SLOTS, places=PLACES, noise=0.0, form_s=0.003).run()
+    accepted = outcome(clients).accepted
+    assert accepted.num > 80 and accepted.median_error <= 0.05  # 0.22 where it is told so
+    assert accepted.p99_factor <= 1.4
+
+
 @pytest.mark.parametrize(("max_tokens", "most_error", "most_factor"), [(None, 0.1, 1.75), (MAX_TOKENS, 0.3, 3.0)])
 def test_few_slots_are_predicted_from_what_runs_in_them(
     max_tokens: int | None, most_error: float, most_factor: float
