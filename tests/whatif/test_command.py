@@ -41,6 +41,14 @@ def test_configurations_stand_side_by_side(arguments, capsys):
     assert float(rows["output_tokens_per_s"][0]) > float(rows["output_tokens_per_s"][1])
 
 
+def test_configurations_of_one_name_are_told_apart(arguments, tmp_path, capsys):
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "my.yaml").write_text("{}\n")
+    arguments[2] = str(tmp_path / "new" / "my.yaml")
+    assert main(arguments) == 0
+    assert capsys.readouterr().out.splitlines()[0].split() == arguments[1:3]
+
+
 def test_guesses_make_a_difference_and_would_be_enough(arguments, tmp_path, capsys, monkeypatch):
     load = "streams: {chat: {concurrency: 1, requests: 4, prompt_tokens: 30, answer_tokens: 90, recited: 0.95}}\n"
     (tmp_path / "load.yaml").write_text(load)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -85,7 +86,8 @@ def read_variant(argument: str, model: str | None, profile: Profile, seed: int) 
         if not changes:
             raise
         raise ConfigError(f"{argument}: {error}") from None
-    return Variant(_short(argument), config, read_profile(Path(profiles[-1])) if profiles else profile, seed)
+    own_profile = read_profile(Path(profiles[-1])) if profiles else profile
+    return Variant(_short(argument), config, own_profile, seed, argument)
 
 
 def read_with(path: Path, overrides: Sequence[str], model: str | None) -> ServingConfig:
@@ -124,7 +126,7 @@ def run(arguments: argparse.Namespace) -> int:
         say(line)
     if arguments.find_rate and not offered_rate(load) > 0:
         raise ConfigError(f"{arguments.load}: --find-rate must have requests that come at a `rate`, not all at once")
-    variants = [read_variant(each, arguments.model, profile, arguments.seed) for each in arguments.configs]
+    variants = _apart([read_variant(each, arguments.model, profile, arguments.seed) for each in arguments.configs])
     for each in variants:
         check_model(arguments.load, load, each.config)
     for line in dict.fromkeys(mark(each.profile) for each in variants):
@@ -216,11 +218,19 @@ class Variant:
     config: ServingConfig
     profile: Profile
     seed: int
+    argument: str
+    """That told of it."""
 
     def __call__(self, load: Load) -> Result:
         from llm_serving.whatif.simulation import Simulation
 
         return Simulation(self.config, load, self.profile, self.seed, self.name).run()
+
+
+def _apart(variants: Sequence[Variant]) -> list[Variant]:
+    """Those that would have the same name have all that told of them."""
+    counts = Counter(each.name for each in variants)
+    return [replace(each, name=each.argument) if counts[each.name] > 1 else each for each in variants]
 
 
 def _short(argument: str) -> str:
