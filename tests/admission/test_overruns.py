@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from llm_serving.admission.overruns import MEMORY, MIN_STEPS, Overruns, remaining
+from llm_serving.admission.overruns import MEMORY, MIN_STEPS, MOST, Overruns, remaining
 
 
 def fed(*times: float) -> Overruns:
@@ -37,3 +37,9 @@ def test_a_step_of_which_nothing_was_expected_teaches_nothing() -> None:
     overruns = fed(1.0)
     overruns.add(1.0, 0.0)
     assert list(overruns.ascending) == [1.0]
+
+
+def test_a_step_that_was_held_up_makes_no_other_longer() -> None:
+    ascending = fed(*[1.0] * MIN_STEPS, 1000.0).ascending
+    assert remaining(ascending, 0.0) < 1.1
+    assert remaining(ascending, 1.5) == MOST - 1.5

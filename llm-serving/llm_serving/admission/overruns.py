@@ -15,6 +15,8 @@ MEMORY: Final = 256
 """Steps that are remembered, the newest."""
 MIN_STEPS: Final = 32
 """Of them, before they tell anything."""
+MOST: Final = 4.0
+"""No step counts as longer, beside what was expected: something held it up that does not hold up others."""
 
 
 class Overruns:
@@ -32,8 +34,9 @@ class Overruns:
         ascending = list(self.ascending)
         if len(self._newest) == MEMORY:
             ascending.remove(self._newest.popleft())
-        self._newest.append(seconds / expected_s)
-        insort(ascending, seconds / expected_s)
+        time = min(MOST, seconds / expected_s)
+        self._newest.append(time)
+        insort(ascending, time)
         self.ascending = ascending
 
 
