@@ -44,6 +44,12 @@ STREAM = post(
     "/v1/completions", b'{"prompt": "Count from 1 to 60.", "stream": true, "max_tokens": 400, "ignore_eos": true}'
 )
 
+LARGE_STREAM = post(
+    "/v1/chat/completions",
+    b'{"messages": [{"role": "user", "content": "x"}], "stream": true, "max_tokens": 1900, "ignore_eos": true, '
+    b'"logprobs": true, "top_logprobs": 20}',
+)
+
 
 def client_hello() -> bytes:
     """How a handshake begins; the server computes a signature for whoever sends it."""
@@ -116,6 +122,7 @@ ATTACKS = {
     ),
     "1,000 idle connections": Attack(get(), count=1000, num_addresses=4, seconds=12.0, reads=True),
     "300 streams unread": Attack(STREAM * 3, count=300, num_addresses=4, seconds=14.0),
+    "64 streams with log-probabilities unread": Attack(LARGE_STREAM, count=64, num_addresses=4, seconds=14.0),
     "300 x 200 large answers unread": Attack(get("/openapi.json") * 200, count=300, num_addresses=4, seconds=14.0),
     "TLS: 1,000 silent handshakes": Attack(HELLO[:50], count=1000, num_addresses=4, seconds=12.0, tls=True),
     "TLS: 1,000 handshakes not gone on with": Attack(HELLO, count=1000, num_addresses=4, seconds=12.0, tls=True),

@@ -103,6 +103,9 @@ class FakeStream:
     def __aiter__(self) -> FakeStream:
         return self
 
+    def tell_waiting(self, on_waiting: Callable[[int], None] | None) -> None:
+        """Nothing ever does."""
+
     async def __anext__(self) -> RequestOutput:
         if self.finished:
             raise StopAsyncIteration

@@ -11,6 +11,8 @@ import numpy as np
 from llm_serving.core.request import FinishReason
 from llm_serving.core.step import Float32Array, Int32Array
 
+PIECE_BYTES, TOKEN_BYTES, ALTERNATIVE_BYTES = 300, 150, 80
+"""Of memory that Python takes for a piece, for a token's log-probability, and for each likely token beside it."""
 FAILURES: Final = frozenset({FinishReason.ERROR, FinishReason.TIMEOUT, FinishReason.UNAVAILABLE})
 
 
@@ -90,6 +92,15 @@ class RequestOutput:
     @property
     def finished(self) -> bool:
         return self.finish_reason is not None
+
+    @property
+    def num_bytes(self) -> int:
+        """What it takes in memory, about."""
+        size = PIECE_BYTES + len(self.text)
+        size += sum(TOKEN_BYTES + ALTERNATIVE_BYTES * len(each.top_token_ids) for each in self.logprobs)
+        if (of_prompt := self.prompt_logprobs) is not None:
+            size += sum(getattr(of_prompt, each.name).nbytes for each in fields(of_prompt))
+        return size
 
     @property
     def failed(self) -> bool:

@@ -27,6 +27,7 @@ class RequestStream:
         self.take: Callable[[RequestOutput], bool] | None = None
         """Asked first whether it takes a piece that the reader waits for, unless it is the last one. What it raises is
         raised to the reader."""
+        self._on_waiting: Callable[[int], None] | None = None
         self._finished = False
         self._num_at_once = 0
         """Pieces that were taken without having been waited for."""
@@ -46,8 +47,16 @@ class RequestStream:
             await self._reader
             self._num_at_once = 0
         piece = self._pieces.popleft()
+        if self._on_waiting is not None:
+            self._on_waiting(-piece.num_bytes)
         self._finished = piece.finished
         return piece
+
+    def tell_waiting(self, on_waiting: Callable[[int], None] | None) -> None:
+        """From now on `on_waiting` is told how many bytes more, or less, of pieces wait for the reader."""
+        self._on_waiting = on_waiting
+        if on_waiting is not None and self._pieces:
+            on_waiting(sum(piece.num_bytes for piece in self._pieces))
 
     async def aclose(self) -> None:
         if not self._finished:
@@ -57,7 +66,7 @@ class RequestStream:
     def put(self, piece: RequestOutput) -> None:
         reader = self._reader
         if reader is None or reader.done():
-            self._pieces.append(piece)
+            self._keep(piece)
             return
         if self.take is not None and piece.finish_reason is None:
             try:
@@ -66,5 +75,10 @@ class RequestStream:
             except Exception as error:  # noqa: BLE001  handed to the reader
                 reader.set_exception(error)
                 return
-        self._pieces.append(piece)
+        self._keep(piece)
         reader.set_result(None)
+
+    def _keep(self, piece: RequestOutput) -> None:
+        self._pieces.append(piece)
+        if self._on_waiting is not None:
+            self._on_waiting(piece.num_bytes)

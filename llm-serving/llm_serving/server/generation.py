@@ -99,13 +99,19 @@ class Generation:
 
         stream.take = None if take is None else take_first
 
+    def tell_waiting(self, on_waiting: Callable[[int], None] | None) -> None:
+        """From now on `on_waiting` is told how many bytes more, or less, wait for whoever reads `outputs`."""
+        for stream in self._streams:
+            stream.tell_waiting(on_waiting)
+
     async def _pieces(self) -> AsyncIterator[ChoiceOutput]:
         if len(self._streams) == 1:
             async for output in self._streams[0]:
                 self.newest[0] = output
                 yield ChoiceOutput(0, output)
             return
-        queue: asyncio.Queue[ChoiceOutput | Exception | None] = asyncio.Queue()
+        # What does not fit waits in the streams, where it is counted.
+        queue: asyncio.Queue[ChoiceOutput | Exception | None] = asyncio.Queue(TOLD_AT_ONCE)
         self._tasks = [asyncio.create_task(_pump(i, stream, queue)) for i, stream in enumerate(self._streams)]
         num_told = 0
         for _ in self._tasks:
@@ -140,10 +146,10 @@ async def _watched(
 async def _pump(index: int, stream: RequestStream, queue: asyncio.Queue[ChoiceOutput | Exception | None]) -> None:
     try:
         async for output in stream:
-            queue.put_nowait(ChoiceOutput(index, output))
+            await queue.put(ChoiceOutput(index, output))
     except Exception as error:  # noqa: BLE001  handed to the reader
-        queue.put_nowait(error)
-    queue.put_nowait(None)
+        await queue.put(error)
+    await queue.put(None)
 
 
 class TokenPiece(NamedTuple):

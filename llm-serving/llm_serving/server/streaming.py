@@ -15,6 +15,7 @@ from starlette.types import Message, Receive, Scope, Send
 from llm_serving.core.request_output import RequestOutput
 from llm_serving.errors import LLMServingError, WorkerError
 from llm_serving.log import get_logger
+from llm_serving.server.front_door import UNSENT_KEY
 from llm_serving.server.front_door.lane import LANE_KEY, Lane
 from llm_serving.server.generation import Generation
 
@@ -86,6 +87,7 @@ class StreamResponse(Response):
         self.init_headers({**STREAM_HEADERS, **generation.headers, **(headers or {})})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._generation.tell_waiting(scope.get(UNSENT_KEY))
         lane: Lane | None = scope.get(LANE_KEY)
         if lane is not None:
             self._generation.give_first(partial(lane.pass_on, self._pieces.piece))
@@ -93,7 +95,8 @@ class StreamResponse(Response):
             with contextlib.suppress(ClientGoneError):
                 await complete(receive, self._generation, self._send_all(send))
         finally:
-            self._generation.give_first(None)  # it refers to what refers to it
+            self._generation.tell_waiting(None)
+            self._generation.give_first(None)  # both refer to what refers to it
 
     async def _send_all(self, send: Callable[[Message], Awaitable[None]]) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})

@@ -7,7 +7,7 @@ import tracemalloc
 
 import pytest
 from door_harness import CHUNKED, GET, door, settle
-from llm_serving.server.front_door.connection import READ_BYTES, TLS_BYTES, WRITE_BUFFER_BYTES
+from llm_serving.server.front_door.connection import READ_BYTES, TLS_BYTES, UNSENT_KEY, WRITE_BUFFER_BYTES
 
 
 def test_a_body_weighs_until_the_application_has_it():
@@ -67,6 +67,32 @@ def test_what_a_slow_reader_leaves_weighs_too():
             assert house.guests.num_bytes == 0
             transport.unsent = 11_000
             connection.pause_writing()
+            assert transport.aborted
+
+    asyncio.run(run())
+
+
+def test_what_is_made_for_a_slow_reader_weighs_too():
+    """An engine makes pieces of a stream as fast for whoever does not read them."""
+
+    async def run():
+        async with door(max_buffered_bytes=100_000) as (house, connection, transport):
+            house.app.gate.clear()
+            connection.data_received(GET % 1)
+            await settle()
+            note_unsent = connection.scope[UNSENT_KEY]
+            note_unsent(200_000)
+            assert house.guests.num_bytes == 0, "it is for the loop to write them"
+            note_unsent(-150_000)
+            transport.unsent = 9000
+            connection.pause_writing()
+            assert house.guests.num_bytes == 59_000
+            note_unsent(-45_000)
+            assert house.guests.num_bytes == 14_000
+            connection.resume_writing()
+            assert house.guests.num_bytes == 0
+            connection.pause_writing()
+            note_unsent(90_000)
             assert transport.aborted
 
     asyncio.run(run())

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 from llm_serving.core.request import FinishReason
-from llm_serving.core.request_output import RequestOutput
+from llm_serving.core.request_output import ALTERNATIVE_BYTES, TOKEN_BYTES, RequestOutput, TokenLogprobs
 from llm_serving.engine.request_stream import RequestStream
 from llm_serving.server.front_door.lane import Lane
 from llm_serving.server.front_door.turns import Turns
+from llm_serving.server.generation import TOLD_AT_ONCE, Generation
 
 
 class Answer:
@@ -101,6 +102,44 @@ def test_a_stream_gives_away_only_what_its_reader_waits_for_and_keeps_the_order(
         stream.put(piece(8, FinishReason.LENGTH))
         await reader
         assert (taken, read) == ([2, 3, 6], [0, 3, 4, 8])
+
+    asyncio.run(run())
+
+
+def test_a_stream_tells_what_waits_in_it() -> None:
+    async def run() -> None:
+        stream, told = RequestStream("r", lambda _: None), []
+        logprobs = (TokenLogprobs(5, -1.0, (5, 6), (-1.0, -2.0)),)
+        large = RequestOutput("r", "text", (5,), logprobs, 1, 0, 1)
+        stream.put(piece(0))
+        stream.tell_waiting(told.append)
+        stream.put(large)
+        assert told == [piece(0).num_bytes, large.num_bytes]
+        assert large.num_bytes == piece(0).num_bytes + len("text") + TOKEN_BYTES + 2 * ALTERNATIVE_BYTES
+        await anext(stream)
+        await anext(stream)
+        assert sum(told) == 0
+        stream.tell_waiting(None)
+        stream.put(piece(1))
+        assert sum(told) == 0
+
+    asyncio.run(run())
+
+
+def test_of_several_choices_too_most_waits_where_it_is_counted() -> None:
+    async def run() -> None:
+        streams, told = [RequestStream("r", lambda _: None) for _ in range(2)], []
+        generation = Generation(streams)
+        generation.tell_waiting(told.append)
+        outputs = generation.outputs()
+        streams[0].put(piece(0))
+        assert (await anext(outputs)).choice == 0
+        for number in range(200):
+            streams[number % 2].put(piece(number))
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert sum(told) >= (200 - TOLD_AT_ONCE - len(streams)) * piece(0).num_bytes
+        await generation.aclose()
 
     asyncio.run(run())
 

@@ -25,8 +25,8 @@ Every limit is a key of the section `serving_config`.
 
 from llm_serving.server.front_door.acceptor import Acceptor
 from llm_serving.server.front_door.certificates import Certificates
-from llm_serving.server.front_door.connection import ARRIVED_KEY, HELD_KEY, Connection
+from llm_serving.server.front_door.connection import ARRIVED_KEY, HELD_KEY, UNSENT_KEY, Connection
 from llm_serving.server.front_door.guests import Guests
 from llm_serving.server.front_door.turns import Turns
 
-__all__ = ["ARRIVED_KEY", "HELD_KEY", "Acceptor", "Certificates", "Connection", "Guests", "Turns"]
+__all__ = ["ARRIVED_KEY", "HELD_KEY", "UNSENT_KEY", "Acceptor", "Certificates", "Connection", "Guests", "Turns"]

@@ -37,6 +37,10 @@ ARRIVED_KEY: Final = "llm_serving.arrived"
 """Of a request's scope: when its head had come, on the clock of `core.clock`, however long it then waited here."""
 HELD_KEY: Final = "llm_serving.held"
 """Of a request's scope: to be told how much of its body is held at most, by who puts the rest on a disk."""
+UNSENT_KEY: Final = "llm_serving.unsent"
+"""Of a request's scope: to be told how many bytes of its answer more, or less, are made and wait to be written."""
+UNSENT_STEP_BYTES: Final = 16 * 1024
+"""By which they change until that is noted."""
 READ_BYTES: Final = 64 * 1024
 """Most bytes that are read of a connection before others get their turn on the event loop."""
 SLICE_BYTES: Final = 4 * 1024
@@ -112,6 +116,7 @@ class Connection(HttpToolsProtocol):
         self._body = BodyMeter()
         self._declared: int | None = None
         """Bytes of the body that the last head told of."""
+        self._unsent = self._unsent_noted = 0
         self._is_scheduled = False
         self.has_turn = True
         """Whether what comes next is part of a turn that was waited for: that of its welcome at first."""
@@ -211,6 +216,8 @@ class Connection(HttpToolsProtocol):
         self._parting.lost()
         # What refers to itself stays until a search for such things, which holds the event loop.
         self._leave_lane()
+        if self.scope is not None:
+            self.scope.pop(UNSENT_KEY, None)  # type: ignore[typeddict-item]
         if self.cycle is not None:
             self.cycle.on_response = _nothing
             self.cycle.transport = self.transport
@@ -376,6 +383,8 @@ class Connection(HttpToolsProtocol):
         self._timer.stop()
         self._body.begin()
         self.scope[ARRIVED_KEY] = self._arrived  # type: ignore[typeddict-unknown-key]
+        self._unsent = self._unsent_noted = 0
+        self.scope[UNSENT_KEY] = self._note_unsent  # type: ignore[typeddict-unknown-key]
         self.scope[HELD_KEY] = self._body.hold_at_most  # type: ignore[typeddict-unknown-key]
         version = self.parser.get_http_version()
         self._declared = declared_length(version, self.headers)  # the parser reports their errors as one of its own
@@ -437,12 +446,18 @@ class Connection(HttpToolsProtocol):
 
         when_digested(cycle, digested)
 
+    def _note_unsent(self, num_bytes: int) -> None:
+        self._unsent += num_bytes
+        if self._is_unread and abs(self._unsent - self._unsent_noted) >= UNSENT_STEP_BYTES:
+            self._weigh()
+
     def _weigh(self) -> None:
         weight = len(self._held)
         if self._undigested is not None:
             weight += self._body.num_held
         if self._is_unread:
-            weight += self.transport.get_write_buffer_size()
+            weight += self.transport.get_write_buffer_size() + self._unsent
+            self._unsent_noted = self._unsent
         if weight and self.scheme == "https":
             weight += TLS_BYTES
         if weight != self.weight:
