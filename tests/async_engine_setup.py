@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -23,6 +24,7 @@ from llm_serving.core.clock import Clock, monotonic
 from llm_serving.core.step import StepInput, StepOutput
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.engine.engine import Engine, Publish
+from llm_serving.engine.replica import EPOCHS_OF_ONE
 from llm_serving.errors import TransportError, WorkerDiedError
 from llm_serving.executor.block_link import BlockLink
 from llm_serving.executor.executor import LocalExecutor
@@ -104,6 +106,7 @@ class Setup:
         self.links: dict[int, BlockLink] = {}
         """To those that share no memory."""
         self._share_memory = share_memory
+        self._opened = itertools.count()
         config = ServingConfig(
             model=ModelConfig(max_generate_length=64, decode_batch_size=max_num_seqs),
             serving=ServerConfig(
@@ -113,7 +116,7 @@ class Setup:
             ),
             scheduler=SchedulerConfig(max_waiting_queue=max_waiting_queue, **scheduler),
             api_keys=api_keys,
-            cluster=ClusterConfig(roles=roles),
+            cluster=ClusterConfig(roles=roles, num_transfer_blocks=None if roles is None else TRANSFER_BLOCKS),
         )
         spec: Any = SimpleNamespace(vocab_size=VOCAB_SIZE, eos_token_ids=())
         tokenizer: Any = WordTokenizer()
@@ -128,7 +131,7 @@ class Setup:
             event.wait()
         if index in self.failures:
             raise WorkerDiedError(self.failures[index])
-        exports = Exports(TRANSFER_BLOCKS, index * TRANSFER_BLOCKS)
+        exports = Exports(TRANSFER_BLOCKS, index * TRANSFER_BLOCKS, next(self._opened) * EPOCHS_OF_ONE)
         scheduler = create_scheduler(max_num_seqs=self.max_num_seqs, prefix_caching=True, exports=exports)
         blocks = scheduler.blocks
         runner = self.runners[index] = GatedRunner(blocks.pool.num_blocks, blocks.block_size, self.pools[index])

@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from threading import Event
 from typing import Any
 
+import pytest
 from async_engine_setup import Setup
 from fake_runner import expected_output
 from llm_serving.core.request import FinishReason
@@ -126,16 +127,24 @@ def test_another_priority_finds_a_request_that_comes_back_to_where_it_was() -> N
     asyncio.run(run())
 
 
-def test_a_request_that_cannot_be_handed_over_ends_and_those_behind_it_go_on() -> None:
+@pytest.mark.parametrize("blocks_stay", [False, True], ids=["", "nor can its blocks be given back"])
+def test_a_request_that_cannot_be_handed_over_ends_and_those_behind_it_go_on(blocks_stay: bool) -> None:
     async def run() -> None:
         setup = Setup(2, roles=ROLES)
         async with setup.running() as engine:
-            next_of, failed = engine._router.next_of, []
+            next_of, give_back, failed = engine._router.next_of, engine.replicas.give_back, []
+
+            def fail(blocks: object) -> None:
+                raise KeyError(0)
+
+            if blocks_stay:
+                engine.replicas.give_back = fail  # type: ignore[method-assign]
 
             def fail_once(preferred: int | None = None) -> list[tuple[int, Engine]]:
                 if not failed:
                     failed.append(preferred)
                     raise ValueError("a fault of ours")
+                engine.replicas.give_back = give_back  # type: ignore[method-assign]
                 return next_of(preferred)
 
             engine._router.next_of = fail_once  # type: ignore[method-assign]
@@ -156,7 +165,7 @@ def test_a_request_that_cannot_be_handed_over_ends_and_those_behind_it_go_on() -
             assert (engine.num_running, len(engine._requests)) == (0, 0)
             first = engine.replicas.engines[0]
             num_handed_over = first.ask(lambda: first.scheduler.blocks.exports.pool.num_used_blocks)
-            assert await asyncio.wrap_future(num_handed_over) == 0
+            assert bool(await asyncio.wrap_future(num_handed_over)) == blocks_stay
 
     asyncio.run(run())
 

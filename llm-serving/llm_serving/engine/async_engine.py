@@ -492,11 +492,13 @@ class AsyncEngine:
         """Nobody goes on with it, unless that one has it already, who is told to end it."""
         request_id = departure.request.request_id
         opened = self._requests.get(request_id)
-        if opened is None or opened.request is not departure.request:
-            self.replicas.give_back(departure.leave_blocks())
-            self.replicas.ledger.places.forget(request_id)
+        is_nobodys = opened is None or opened.request is not departure.request
         if opened is not None:
             self._break_off(opened, error)
+        if is_nobodys:
+            self.replicas.ledger.places.forget(request_id)
+            with contextlib.suppress(Exception):  # it may be what could not be handed over
+                self.replicas.give_back(departure.leave_blocks())
 
     def _end_rest(self, engine: Engine) -> None:
         """Ends what an engine has not: one that ends by a fault of ours may never have known who met it."""
