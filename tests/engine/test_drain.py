@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import random
 from threading import Event
 
 import pytest
@@ -190,5 +192,32 @@ def test_the_last_one_stays_and_what_is_not_there_is_no_replica() -> None:
                     engine.control.drain(replica)
             with pytest.raises(RequestError, match="must be an integer from 0 to 1"):
                 engine.control.join(-1)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("roles", [("prefill", "decode", "decode"), ("prefill", "prefill", "decode")], ids="-".join)
+def test_whatever_leaves_and_joins_requests_that_move_between_machines_are_answered(
+    roles: tuple[str, ...],
+) -> None:
+    rng = random.Random("-".join(roles))
+
+    async def run() -> None:
+        setup = Setup(len(roles), roles=roles, share_memory=False)
+        async with setup.running() as engine:
+
+            async def talk(number: int) -> None:
+                for each in range(5):
+                    prompt = [5 + number, *range(each, 7 * each + 2)]
+                    stream = engine.generate(prompt, SAMPLING, request_id=f"{number}-{each}")
+                    assert await token_ids(stream) == expected_output(prompt, 6)
+                    with contextlib.suppress(RequestError):  # no other would be left
+                        rng.choice((engine.control.drain, engine.control.join))(rng.randrange(len(roles)))
+
+            async with asyncio.timeout(60):
+                await asyncio.gather(*map(talk, range(8)))
+            assert engine.num_running == engine.num_waiting == len(engine._requests) == 0
+            assert not engine._requests._num_coming
+            assert not engine.replicas.ledger.places.on_way()
 
     asyncio.run(run())
