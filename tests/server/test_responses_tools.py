@@ -164,6 +164,21 @@ def test_calls_thoughts_and_outputs_reach_the_template():
     ]
 
 
+def test_a_response_with_a_call_that_was_cut_off_cannot_be_gone_on_with():
+    engine = engine_that_says(CALL[:55], ends=FinishReason.LENGTH)
+
+    async def talk() -> tuple[str, Any]:
+        transport = httpx.ASGITransport(create_app(engine))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            first = (await client.post(PATH, json={"input": "hello", "tools": [TOOL]})).json()["id"]
+            more = {"input": "more", "tools": [TOOL], "previous_response_id": first}
+            return first, (await client.post(PATH, json=more)).json()["error"]
+
+    first, error = asyncio.run(talk())
+    rule = "must be that of a response whose calls have whole arguments, JSON objects"
+    assert error["message"] == f"`previous_response_id` {rule}. Given: {first!r}"
+
+
 def test_calls_in_the_input_have_proper_arguments():
     called = {"type": "function_call", "call_id": "call_1", "name": "get_weather", "arguments": "{"}
     response, _ = ask("x", input=[{"role": "user", "content": "hello"}, called])

@@ -55,6 +55,7 @@ from llm_serving.server.responses_schemas import (
 )
 from llm_serving.server.schemas import ChatCompletionRequest, ChatMessage, FunctionOfMessage, ToolCallOfMessage
 from llm_serving.server.streaming import StreamResponse, complete, internal_error, named_event
+from llm_serving.server.tools import arguments_of
 
 logger = get_logger(__name__)
 
@@ -198,6 +199,13 @@ def _conversation(store: ResponseStore, response_id: str, tenant: str | None) ->
         raise error.renamed("previous_response_id", response_id) from None
     if stored.in_progress:
         raise RequestError("previous_response_id", "must be that of a response that has ended", response_id)
+    calls = (call for message in stored.messages for call in message.tool_calls or ())
+    try:
+        for call in calls:
+            arguments_of("previous_response_id", call.function.arguments)
+    except RequestError:
+        rule = "must be that of a response whose calls have whole arguments, JSON objects"
+        raise RequestError("previous_response_id", rule, response_id) from None
     return stored.messages
 
 
