@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import socket
 import ssl
 import struct
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from llm_serving.executor import listener as module
@@ -230,3 +233,23 @@ def trickle(connection: socket.socket, content: bytes) -> bool:
         except OSError:
             return True
     return False
+
+
+@pytest.mark.parametrize("number", [errno.ECONNABORTED, errno.EHOSTUNREACH, errno.EPROTO, errno.EMFILE])
+def test_whoever_cannot_be_taken_keeps_nobody_out(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    errors, accept = [OSError(number, "not now")], socket.socket.accept
+
+    def fail_at_first(listening: socket.socket) -> tuple[socket.socket, Any]:
+        if errors:
+            raise errors.pop()
+        return accept(listening)
+
+    monkeypatch.setattr(socket.socket, "accept", fail_at_first)
+    monkeypatch.setattr(module, "AGAIN_S", 0.0)
+    with contextlib.closing(Listener("127.0.0.1", IDENTITY)) as listener, listener.expecting("a") as arrival:
+        agent = come_in(listener, "a")
+        channel = arrival.wait(DEADLINE_S)
+        assert channel is not None
+        channel.close()
+        agent.close()
+    assert not errors

@@ -9,7 +9,6 @@ import threading
 from contextlib import AbstractContextManager
 from typing import Final
 
-from llm_serving.core.shortage import shortage
 from llm_serving.errors import LLMServingError
 from llm_serving.executor.agent_process import AgentChannel
 from llm_serving.executor.arrivals import Arrival, Arrivals
@@ -25,6 +24,8 @@ logger = get_logger(__name__)
 HANDSHAKE_S: Final = 10.0
 ARRIVAL_BYTES: Final = 256
 """Of the frame that shows the token: nobody who is not expected has more memory taken for him."""
+AGAIN_S: Final = 0.2
+"""Between two attempts where nobody can be taken."""
 MAX_HANDSHAKES: Final = 64
 """At once; beyond that, one who has not shown the secret gives way, or whoever comes is turned away."""
 
@@ -45,6 +46,7 @@ class Listener:
         self._context = identity.of_master()
         self._arrivals = Arrivals()
         self._handshakes = Handshakes(MAX_HANDSHAKES)
+        self._closing = threading.Event()
         self._socket = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         self.address: tuple[str, int] = self._socket.getsockname()[:2]
         self._thread = threading.Thread(target=self._listen, name="cluster-listener", daemon=True)
@@ -56,6 +58,7 @@ class Listener:
 
     def close(self) -> None:
         """Takes no more; connections that were given away stay."""
+        self._closing.set()
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
         self._socket.close()
@@ -65,12 +68,11 @@ class Listener:
         while True:
             try:
                 connection, peer = self._socket.accept()
-            except ConnectionError:  # gone before it was taken
-                continue
-            except OSError as error:
-                if self._socket.fileno() < 0 or shortage(error) is None:
+            except OSError as error:  # of the one that comes, or nothing is left to take it with
+                if self._closing.is_set():
                     return
-                threading.Event().wait(0.2)  # until there are descriptors again
+                if not isinstance(error, ConnectionError):
+                    self._closing.wait(AGAIN_S)
                 continue
             try:
                 self._invite(connection, peer[0])
