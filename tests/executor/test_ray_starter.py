@@ -5,15 +5,17 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import stand_in_ray_process
-from llm_serving.errors import ConfigError
+from llm_serving.errors import ConfigError, WorkerDiedError
 from llm_serving.executor import ray_process, ray_starter
 from llm_serving.executor.ray_orders import AgentEnded, KillAgent, RayPlaces, StartAgent
 from llm_serving.executor.ray_starter import RayAgent, RayStarter
@@ -68,6 +70,29 @@ def test_what_is_lost_with_ray_is_told_and_the_next_start_has_another_connection
     assert end_of(agent).startswith("ended with end")
     assert starter._connection is not first
     assert first._process.returncode is not None
+
+
+def test_a_start_for_which_no_thread_can_be_had_is_not_the_last(
+    starter: RayStarter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert end_of(starter.start(0, [["lose Ray"]])) == "the connection to Ray is lost"
+
+    def fail(thread: Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    started, really = list[Any](), subprocess.Popen
+
+    def note(*given: Any, **more: Any) -> Any:
+        started.append(really(*given, **more))
+        return started[-1]
+
+    with monkeypatch.context() as without_threads:
+        without_threads.setattr(Thread, "start", fail)
+        without_threads.setattr(subprocess, "Popen", note)
+        with pytest.raises(WorkerDiedError, match="WorkAgent 0 cannot be started: can't start new thread"):
+            starter.start(0, [["end"]])
+    assert [each.returncode is None for each in started] == [False]
+    assert end_of(starter.start(0, [["end"]])).startswith("ended with end")
 
 
 def test_a_start_while_there_is_no_cluster_ends_and_says_why(starter: RayStarter) -> None:

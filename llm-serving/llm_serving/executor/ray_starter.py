@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import socket
 import subprocess
@@ -85,7 +86,13 @@ class RayConnection:
         self._connected: Connected | None = None
         self._why_gone: str | None = None
         self._thread = threading.Thread(target=self._listen, name="ray", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # none can be had now
+            self._process.kill()
+            self._process.wait()
+            self._channel.close()
+            raise OSError(errno.EAGAIN, str(error)) from error
 
     @property
     def is_gone(self) -> bool:
