@@ -98,9 +98,9 @@ async def compiled(engine: AsyncEngine, form: AnswerForm | None, source: str) ->
         return None
     if not engine.constraints.can_end:
         raise RequestError(form.field, "is not supported: the model has no token that ends an answer")
-    work = _COMPILING.submit(source, partial(_compile, engine, form))
     try:
-        return await asyncio.wait_for(asyncio.wrap_future(work), MAX_WAIT_S)
+        async with asyncio.timeout(MAX_WAIT_S):  # `wait_for` and a name for the work would keep an error for a search
+            return await asyncio.wrap_future(_COMPILING.submit(source, partial(_compile, engine, form)))
     except TimeoutError:
         raise CapacityError(
             f"`{form.field}` was not compiled within {MAX_WAIT_S:g} s: too many others are", MAX_WAIT_S

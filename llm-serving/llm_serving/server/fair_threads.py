@@ -62,6 +62,8 @@ class FairThreads:
         else:
             self._charge(owner, self._clock() - began)
             future.set_result(result)
+        finally:
+            del future, work  # an error refers to this call, and through it to all that it was about
 
     def _had(self, owner: str) -> float:
         return max(self._had_s.get(owner, 0.0), self._served_s)

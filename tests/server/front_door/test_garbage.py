@@ -21,6 +21,13 @@ REQUESTS = {
     "a completion": post("/v1/completions", b'{"prompt": "x"}', CLOSE),
     "a stream": post("/v1/completions", b'{"prompt": "x", "stream": true}', CLOSE),
     "a bad body": post("/v1/completions", b'{"prompt": 7}', CLOSE),
+    "a long bad body": post("/v1/completions", b'{"prompt": 7, "user": "%s"}' % (b"x" * 40_000), CLOSE),
+    "a prompt that does not fit": post("/v1/completions", b'{"prompt": "%s"}' % (b"x " * 40_000), CLOSE),
+    "a deadline that has passed": post("/v1/completions", b'{"prompt": "x", "timeout_s": 1e-9}', CLOSE),
+    "a conversation that cannot be rendered": post(
+        "/v1/chat/completions", b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', CLOSE
+    ),
+    "a form that cannot be compiled": post("/v1/completions", b'{"prompt": "x", "regex": "("}', CLOSE),
     "no HTTP": b"\x16\x03\x01\r\n\r\n",
     "silence": None,
 }

@@ -247,3 +247,5 @@ class _Paced:
                 yield awaited
             except BaseException as raised:  # noqa: BLE001
                 error = raised
+            finally:
+                awaited = None  # it may refer to an error whose traceback comes to refer to this frame
