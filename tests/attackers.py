@@ -49,6 +49,9 @@ LARGE_STREAM = post(
     b'{"messages": [{"role": "user", "content": "x"}], "stream": true, "max_tokens": 1900, "ignore_eos": true, '
     b'"logprobs": true, "top_logprobs": 20}',
 )
+LONG_CONVERSATION = post(
+    "/v1/chat/completions", b'{"messages": [{"role": "user", "content": "%s"}]}' % (b"a b " * (MEBI - 32))
+)
 
 
 def client_hello() -> bytes:
@@ -112,6 +115,9 @@ ATTACKS = {
     ),
     "bodies of 4 MiB without their last byte": Attack(
         post("/v1/completions", b"", 4 * MEBI), b" " * 65535, count=200, max_bytes=4 * MEBI - 65536, seconds=12.0
+    ),
+    "conversations of 4 MiB without end": Attack(
+        unit=LONG_CONVERSATION, count=40, num_addresses=10, seconds=8.0, reads=True, returns=True
     ),
     "2,000 silent connections": Attack(count=2000, seconds=12.0),
     "2,000 silent connections, 10 addresses": Attack(count=2000, num_addresses=10, seconds=12.0),
