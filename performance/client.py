@@ -122,11 +122,15 @@ async def generate(
 
 
 def retry_after_s(response: HttpResponse) -> float | None:
-    """Seconds the server asks to wait before the request is sent again; None where it does not ask."""
+    """Seconds the server asks to wait before the request is sent again; None where it does not ask.
+
+    To the millisecond where it says so, as libraries do that tell how often they have tried.
+    """
     if response.status not in (429, 503):
         return None
     try:
-        seconds = float(response.headers["retry-after"])
+        milliseconds = response.headers.get("retry-after-ms")
+        seconds = float(response.headers["retry-after"]) if milliseconds is None else float(milliseconds) / 1000
     except (KeyError, ValueError):
         return None
     return min(max(seconds, 0.0), _MAX_RETRY_AFTER_S) if math.isfinite(seconds) else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from llm_serving.admission import appointments
@@ -30,10 +31,10 @@ def visitor(number: int, source: str = "a") -> Visitor:
     return Visitor(source, number.to_bytes(4, "big"))
 
 
-def refuse(book: AppointmentBook, who: Visitor, *places: Place, now: float = 0.0) -> int:
+def refuse(book: AppointmentBook, who: Visitor, *places: Place, now: float = 0.0) -> float:
     """What the door does with a newcomer."""
     places = places or (place(),)
-    seconds = book.seconds_until_free(places, who.source, now)
+    seconds = book.seconds_until_free(places, who.source, now, is_exact=who.says_again is not None)
     if seconds <= HORIZON_S:
         book.make(who, now + seconds, places)
     return seconds
@@ -51,6 +52,16 @@ def test_no_more_are_told_to_come_than_the_server_can_do_by_then() -> None:
     # Half of what may be kept is left for slower times, so of 20 places 5 may be wanted beyond the rate.
     assert all(number <= seconds * RATE + 5 for number, seconds in enumerate(told))
     assert max(told) < 500 / RATE * 1.3
+
+
+def test_whoever_waits_to_the_millisecond_is_told_times_that_are_spread_over_each_second() -> None:
+    book = AppointmentBook()
+    exact = replace(visitor(0), says_again=False)
+    told = [refuse(book, replace(exact, key=number.to_bytes(4, "big"))) for number in range(400)]
+    gaps = [after - before for before, after in pairwise(sorted(told))]
+    assert max(gaps) < 3 / RATE and sum(gap < 0.1 / RATE for gap in gaps) < 0.2 * len(gaps)
+    assert all(number <= seconds * RATE + 5 for number, seconds in enumerate(sorted(told)))
+    assert refuse(book, visitor(0)) % 1 == 0
 
 
 def test_the_same_request_is_recognized_when_it_comes_in_time_and_not_before() -> None:

@@ -33,11 +33,13 @@ class Setup:
         config = ServingConfig(scheduler=SchedulerConfig(max_waiting_queue=PLACES))
         self.room = WaitingRoom(config, self.clock)
         self.door = Door(config, self.room, Metrics().classes, self.clock)
+        self.says_again: bool | None = None
+        """What whoever asks says of itself."""
         self._waiting: list[str] = []
         self._count = 0
 
     def ask(self, number: int, num_requests: int = 1, came: float | None = None) -> Forecast | None:
-        visitor = Visitor("a", number.to_bytes(4, "big"))
+        visitor = Visitor("a", number.to_bytes(4, "big"), self.says_again)
         forecast = self.door.check([4] * num_requests, 0, "", visitor, Replica(0, 1, None, True), came)
         self.enter(num_requests)
         return forecast
@@ -57,6 +59,18 @@ class Setup:
     def start(self, num_requests: int) -> None:
         for _ in range(num_requests):
             self.room.start(self._waiting.pop(0))
+
+
+def test_who_says_how_often_it_has_tried_is_told_a_time_to_the_millisecond_and_finds_its_place() -> None:
+    setup = Setup()
+    setup.enter(PLACES)
+    setup.says_again = False
+    due = setup.refused(0).retry_after or 0.0
+    assert 1.0 < due < 1.25 and due % 0.25 > 0.01
+    setup.clock.now, setup.says_again = due, True
+    setup.start(1)
+    setup.ask(0)
+    assert setup.door.book.num_kept == 1
 
 
 def test_who_comes_when_told_finds_a_place_kept_from_newcomers() -> None:

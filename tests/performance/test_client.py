@@ -77,6 +77,12 @@ def test_retry_after(status, value, seconds):
     assert client.retry_after_s(HttpResponse(status, {"retry-after": value}, ())) == seconds
 
 
+def test_milliseconds_count_before_whole_seconds():
+    headers = {"retry-after": "3", "retry-after-ms": "2250"}
+    assert client.retry_after_s(HttpResponse(429, headers, ())) == 2.25
+    assert client.retry_after_s(HttpResponse(429, {"retry-after": "3", "retry-after-ms": "soon"}, ())) is None
+
+
 def test_the_served_model_is_the_default(fake_server):
     assert resolve(fake_server, "openai", None) == "demo"
     assert resolve(fake_server, "legacy", None) == "demo"

@@ -28,7 +28,12 @@ def test_the_openai_client_gets_a_rate_limit_error_with_the_time_to_retry() -> N
             with pytest.raises(openai.RateLimitError, match="5 of 5 places") as refused:
                 await client.completions.create(model="demo", prompt="Hello")
         headers = refused.value.response.headers
-        assert (headers["retry-after"], headers["x-queue-estimate-ms"]) == ("3", "1501")
+        assert (headers["retry-after"], headers["retry-after-ms"]) == ("3", "2200")
+        assert (
+            client._calculate_retry_timeout(1, openai._models.FinalRequestOptions(method="post", url=""), headers)
+            == 2.2
+        )
+        assert headers["x-queue-estimate-ms"] == "1501"
         assert headers["x-predicted-ttft-ms"] == "4250"
         assert refused.value.code == "queue_full"
 

@@ -9,6 +9,8 @@ What counts is when somebody came, not when the event loop came to hear it: a bu
 
 Of two clients who ask the same from the same place, the one that comes first has the appointment. Some libraries say
 how often they have tried: where those who come back say so, whoever says that this is the first time was not told to.
+The same libraries wait to the millisecond. Whoever waits for whole seconds comes back at its own fraction of one, so
+that those who were refused together come together ever after; appointments of the others are spread over each second.
 """
 
 from __future__ import annotations
@@ -53,7 +55,10 @@ _AGAIN: Final = "\0"
 """No source has this name."""
 _ROUNDING: Final = 1e-6
 """Sums of what is expected are right to this."""
+_LAST: Final = _BUCKETS_PER_S * HORIZON_S
 _FUTURE: Final = _BUCKETS_PER_S * (HORIZON_S + 2)
+_SPREAD: Final = (math.sqrt(5.0) - 1.0) / 2.0
+"""Of a bucket, from one appointment to the next: the multiples of the golden ratio leave no large gap."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +143,8 @@ class AppointmentBook:
         """Share of all appointments that is kept."""
         self._expiries: list[tuple[float, int, Appointment]] = []
         self._order = itertools.count()
+        self._phase = 0.0
+        """Within a bucket, of the last appointment to the millisecond."""
         self._num_outstanding = 0
 
     def __len__(self) -> int:
@@ -214,15 +221,25 @@ class AppointmentBook:
         return min(place.most_kept, math.ceil(num - _ROUNDING))
 
     def seconds_until_free(
-        self, places: Sequence[Place], source: str, now: float, least_s: float = 1.0, *, again: bool = False
-    ) -> int:
-        """Whole seconds, at least `least_s` and one, after which all places have room for one more.
+        self,
+        places: Sequence[Place],
+        source: str,
+        now: float,
+        least_s: float = 1.0,
+        *,
+        again: bool = False,
+        is_exact: bool = False,
+    ) -> float:
+        """Seconds, at least `least_s` and one, after which all places have room for one more.
+
+        They are whole ones, unless whoever is told so `is_exact`.
 
         Each place gets free at its rate; newcomers fill what is not kept, and of what is kept those who are expected
         may take half, so that a slower second turns nobody away. Who comes `again` gets the first time that is left by
         others who do, before all whom the server expects besides. More than `HORIZON_S` means: longer than that.
         """
-        seconds = max(1, math.ceil(least_s - 0.001))
+        unit = 1 if is_exact else _BUCKETS_PER_S
+        bucket = unit * math.ceil(max(1.0, least_s - 0.001) * _BUCKETS_PER_S / unit)
         own = self._sources.get(source)
         alone = own is None or len(own.outstanding) == self._num_outstanding
         share = SHARE_OF_ONE if alone else SHARE_AMONG_OTHERS
@@ -238,11 +255,14 @@ class AppointmentBook:
             if (place.name, source) in self._expected:
                 backlogs.append(_Backlog(0, self._expected_from((place.name, source), now), share * rate, most))
         latest = -1
-        while latest < seconds <= HORIZON_S:  # until all agree
-            latest = seconds
+        while latest < bucket <= _LAST:  # until all agree
+            latest = bucket
             for backlog in backlogs:
-                seconds = backlog.first_with_room(seconds)
-        return seconds
+                bucket = backlog.first_with_room(bucket, unit)
+        if not is_exact:
+            return bucket // _BUCKETS_PER_S
+        self._phase = (self._phase + _SPREAD) % 1.0
+        return (bucket + self._phase) / _BUCKETS_PER_S
 
     def _expected_from(self, name: str | tuple[str, str], now: float) -> list[float]:
         """What is expected in each bucket from the one under way on; those who are late are expected in that."""
@@ -358,20 +378,19 @@ class _Backlog:
         self._until = 0
         """Before this bucket, and since `_from`, one more is gone again before there is no room."""
 
-    def first_with_room(self, seconds: int) -> int:
-        """The first whole second, from that one on, with room for one more, then and until all have gone.
+    def first_with_room(self, bucket: int, unit: int) -> int:
+        """The first bucket from that one on, of each `unit` one, with room for one more, then and until all have gone.
 
-        Ask for later and later ones; `HORIZON_S` + 1 where there is none.
+        Ask for later and later ones; beyond `_LAST` where there is none.
         """
-        while seconds <= HORIZON_S:
-            bucket = seconds * _BUCKETS_PER_S
+        while bucket <= _LAST:
             if bucket < self._from:
-                seconds = -(-self._from // _BUCKETS_PER_S)
+                bucket = -(-self._from // unit) * unit
             elif bucket < self._until or self._num_seen == _FUTURE:
-                return seconds
+                return bucket
             else:
                 self._look_on()
-        return max(seconds, HORIZON_S + 1)
+        return max(bucket, _LAST + unit)
 
     def _look_on(self) -> None:
         """To the end of the next bucket in which nobody is left or one more would be too many."""

@@ -267,8 +267,10 @@ class Door:
 
     def _arrange(
         self, visitor: Visitor, kept: Appointment | None, places: Sequence[Place], least_s: float, now: float
-    ) -> int:
-        """Whole seconds after which the visitor is to come back, and is expected to if that is soon enough.
+    ) -> float:
+        """Seconds after which the visitor is to come back, and is expected to if that is soon enough.
+
+        Whole ones, unless it says how often it has tried: the libraries that do wait to the millisecond.
 
         Who came in time and found no room has waited already: it comes back as soon as there is one beside others like
         it, before all who are expected later.
@@ -278,7 +280,8 @@ class Door:
             self.book.keep(kept, visitor.says_again)
         elif (told := self.book.remaining_s(visitor, now)) is not None:
             return told
-        seconds = self.book.seconds_until_free(places, visitor.source, now, least_s, again=again)
+        is_exact = visitor.says_again is not None
+        seconds = self.book.seconds_until_free(places, visitor.source, now, least_s, again=again, is_exact=is_exact)
         if seconds <= HORIZON_S:
             self.book.make(visitor, now + seconds, places, again=again)
         return seconds

@@ -19,7 +19,12 @@ from llm_serving.config.addresses import is_loopback
 from llm_serving.config.sections.server import ServerConfig
 from llm_serving.errors import PermissionDeniedError
 from llm_serving.server.accepted.turn import REPLAYED_HEADER, STREAM_ID_HEADER
-from llm_serving.server.error_responses import PREDICTED_TTFT_HEADER, kind_of, openai_error_response
+from llm_serving.server.error_responses import (
+    PREDICTED_TTFT_HEADER,
+    RETRY_AFTER_MS_HEADER,
+    kind_of,
+    openai_error_response,
+)
 from llm_serving.server.note import note_of
 from llm_serving.server.parameters import IGNORED_HEADER
 
@@ -28,6 +33,7 @@ FOREIGN_SITES: Final = (b"cross-site", b"same-site")
 METHODS: Final = ("GET", "POST", "PUT", "PATCH", "DELETE")
 SHOWN_HEADERS: Final = (
     "retry-after",
+    RETRY_AFTER_MS_HEADER,
     "x-queue-estimate-ms",
     "x-request-id",
     "request-id",

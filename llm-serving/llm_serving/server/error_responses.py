@@ -51,6 +51,8 @@ _CODES: tuple[tuple[type[LLMServingError], str, str | None], ...] = (
 
 FIELD: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_.\[\]]{0,63}")
 UNAVAILABLE_RETRY_AFTER_S = 5.0
+RETRY_AFTER_MS_HEADER = "retry-after-ms"
+"""Beside `Retry-After`, which has whole seconds: what OpenAI's and Anthropic's libraries wait for."""
 PREDICTED_TTFT_HEADER = "x-predicted-ttft-ms"
 """Milliseconds to the first token, as predicted: of a request let in, from the door on; of one refused, from now on if
 it is sent again after `Retry-After`."""
@@ -114,7 +116,8 @@ def error_headers(error: LLMServingError) -> dict[str, str]:
     headers = {}
     if isinstance(error, CapacityError | UnavailableError):
         seconds = getattr(error, "retry_after", None)
-        headers["retry-after"] = str(max(1, math.ceil(UNAVAILABLE_RETRY_AFTER_S if seconds is None else seconds)))
+        seconds = max(1.0, UNAVAILABLE_RETRY_AFTER_S if seconds is None else seconds)
+        headers["retry-after"], headers[RETRY_AFTER_MS_HEADER] = str(math.ceil(seconds)), str(math.ceil(1000 * seconds))
     if isinstance(error, CapacityError) and error.queue_estimate_ms is not None:
         headers["x-queue-estimate-ms"] = str(math.ceil(error.queue_estimate_ms))
     if isinstance(error, CapacityError) and error.predicted_s is not None:
