@@ -87,6 +87,29 @@ class Site:
         return [json.loads(each) for each in text.splitlines()]
 
 
+FORM = {"content-type": "multipart/form-data; boundary=b"}
+FORM_HEAD = b'--b\r\nContent-Disposition: form-data; name="file"; filename="in.jsonl"\r\n\r\n'
+FORM_TAIL = b'\r\n--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--b--\r\n'
+
+
+def form_of(num_bytes):
+    return FORM_HEAD + b"x" * num_bytes + FORM_TAIL
+
+
+class SlowForm:
+    """A form whose file has come, and whose end comes when it may."""
+
+    def __init__(self, num_bytes):
+        self.has_begun, self.may_end = asyncio.Event(), asyncio.Event()
+        self._num_bytes = num_bytes
+
+    async def content(self):
+        yield FORM_HEAD + b"x" * self._num_bytes
+        self.has_begun.set()
+        await self.may_end.wait()
+        yield FORM_TAIL
+
+
 def run(talking):
     return asyncio.run(talking())
 
@@ -456,30 +479,21 @@ class TestTenants:
         assert "those of one API key at most as many as they leave free" in refused.text
 
     def test_one_tenant_leaves_room_to_files_of_another_that_are_on_their_way(self, tmp_path):
-        head = b'--b\r\nContent-Disposition: form-data; name="file"; filename="in.jsonl"\r\n\r\n'
-        tail = b'\r\n--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--b--\r\n'
         engine = FakeEngine(api_keys=self.KEYS, limits={"batch_store_bytes": 10**6})
 
         async def talking():
-            has_begun, may_end = asyncio.Event(), asyncio.Event()
-
-            async def slow():
-                yield head + b"x" * 300_000
-                has_begun.set()
-                await may_end.wait()
-                yield tail
-
+            form = SlowForm(300_000)
             async with Site(engine, tmp_path) as site:
 
                 async def post(key, content):
-                    headers = {"content-type": "multipart/form-data; boundary=b", "x-api-key": key}
+                    headers = FORM | {"x-api-key": key}
                     return (await site.client.post("/v1/files", content=content, headers=headers)).status_code
 
-                first = asyncio.ensure_future(post("me", slow()))
-                await has_begun.wait()
-                content = head + b"x" * 300_000 + tail
+                first = asyncio.ensure_future(post("me", form.content()))
+                await form.has_begun.wait()
+                content = form_of(300_000)
                 others = await post("me", content), await post("you", content)
-                may_end.set()
+                form.may_end.set()
                 return await first, *others
 
         assert run(talking) == (200, 429, 200)
@@ -647,26 +661,15 @@ def test_a_file_may_be_longer_than_what_all_connections_may_hold(tmp_path):
 
 
 def test_files_on_their_way_have_the_bound_of_those_kept(tmp_path):
-    head = b'--b\r\nContent-Disposition: form-data; name="file"; filename="in.jsonl"\r\n\r\n'
-    tail = b'\r\n--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--b--\r\n'
-    kind = {"content-type": "multipart/form-data; boundary=b"}
-
     async def talking():
-        has_begun, may_end = asyncio.Event(), asyncio.Event()
-
-        async def slow():
-            yield head + b"x" * 700_000
-            has_begun.set()
-            await may_end.wait()
-            yield tail
-
+        form = SlowForm(700_000)
         async with Site(FakeEngine(limits={"batch_store_bytes": 2**20}), tmp_path) as site:
-            first = asyncio.ensure_future(site.client.post("/v1/files", content=slow(), headers=kind))
-            await has_begun.wait()
-            second = await site.client.post("/v1/files", content=head + b"x" * 700_000 + tail, headers=kind)
-            may_end.set()
+            first = asyncio.ensure_future(site.client.post("/v1/files", content=form.content(), headers=FORM))
+            await form.has_begun.wait()
+            second = await site.client.post("/v1/files", content=form_of(700_000), headers=FORM)
+            form.may_end.set()
             await first
-            third = await site.client.post("/v1/files", content=head + b"x" * 200_000 + tail, headers=kind)
+            third = await site.client.post("/v1/files", content=form_of(200_000), headers=FORM)
             return first.result(), second, third
 
     answers = run(talking)

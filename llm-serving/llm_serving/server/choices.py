@@ -29,6 +29,11 @@ class Choices(NamedTuple):
     beams: BeamSearchParams | None = None
     """Of a beam search, whose width is `best_of`."""
 
+    @property
+    def counted_by(self) -> str:
+        """The field that asks for so many sequences."""
+        return "best_of" if self.best_of > self.n else "n"
+
 
 ONE_ANSWER: Final = Choices()
 

@@ -83,7 +83,7 @@ async def converse(
     decided["names"] = {"max_tokens": limited_by}
     if offered is not None and offered.format.special_tokens:
         decided["skip_special_tokens"] = False
-    longest = engine.max_model_len if limit is None else limit
+    least, longest = (1, engine.max_model_len) if limit is None else (limit, limit)
     checked = sampling_params(request, max_tokens=longest, **decided)  # before there is a text
     form = asked_form(request)
     if offered is not None and (bound_by := offered.bound_by) is not None:
@@ -96,13 +96,13 @@ async def converse(
     if checked.prompt_logprobs is not None:
         check_prompt_logprobs(request, "prompt_logprobs", choices)
     said = await off_loop(_says_much(request), lambda: _said(request))
-    names = {"prompt": "messages", "max_tokens": limited_by, "n": "best_of" if choices.best_of > choices.n else "n"}
+    names = {"prompt": "messages", "max_tokens": limited_by, "n": choices.counted_by}
     with renaming(names):
         visitor = await knock(
             engine,
             caller,
             [said],
-            1 if limit is None else limit,
+            least,
             num_each=choices.best_of,
             frame=2,
             truncates=request.truncate_prompt_tokens is not None,
@@ -110,13 +110,13 @@ async def converse(
         )
     text = await before(caller.deadline, engine.clock, render_chat(engine, caller.source, request, offered))
     whole = await encode_text(engine, text, "messages", add_special_tokens=bool(request.add_special_tokens))
-    prompt = truncated(engine, whole, request.truncate_prompt_tokens, 1 if limit is None else limit)
+    prompt = truncated(engine, whole, request.truncate_prompt_tokens, least)
     check_size([prompt], checked, "prompt_logprobs", 1)
-    remaining = engine.max_model_len - len(prompt)
-    if limit is None and remaining < 1:
-        rule = f"must leave room for an answer within {engine.max_model_len} tokens"
-        raise ContextLengthError("messages", rule, len(prompt))
     if limit is None:
+        remaining = engine.max_model_len - len(prompt)
+        if remaining < 1:
+            rule = f"must leave room for an answer within {engine.max_model_len} tokens"
+            raise ContextLengthError("messages", rule, len(prompt))
         limit = min(remaining, engine.sampling_defaults.get("max_tokens", remaining))
     bound = bound_form(engine, request, prompt, form, offered, budget)
     constraint = await before(caller.deadline, engine.clock, compiled(engine, bound, caller.source))

@@ -86,7 +86,7 @@ async def answer_completion(engine: AsyncEngine, http_request: Request, request:
         form = asked_form(request)
         if of_prompts is not None:
             check_prompt_logprobs(request, field, choices)
-        names = {"n": "best_of" if choices.best_of > choices.n else "n" if choices.n > 1 else "prompt"}
+        names = {"n": choices.counted_by if choices.best_of > 1 else "prompt"}
         with renaming(names):
             visitor = await knock(
                 engine,
