@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from figures import Figure, greedy, random_prompts
-from llm_serving.engine.engine import Engine
+from llm_serving.engine import engine as engine_loop
 from llm_serving.engine.replica import build_engine
 from llm_serving.executor.executor import RemoteExecutor
 from llm_serving.kernels import library
@@ -70,7 +70,7 @@ def _behind_a_work_agent(llm: LLM, local_step: dict[int, float], prompt_len: int
     return figures
 
 
-def _places(engine: Engine) -> list[tuple[Any, str, str]]:
+def _places(engine: engine_loop.Engine) -> list[tuple[Any, str, str]]:
     """The parts of a step that are told apart, where they are called from."""
     runner = engine._executor._runner  # type: ignore[attr-defined]
     return [
@@ -81,7 +81,7 @@ def _places(engine: Engine) -> list[tuple[Any, str, str]]:
         (model_runner, "build_model_inputs", "inputs of the network"),
         (runner, "_forward", "network"),
         (model_runner, "sample", "sampling"),
-        (engine, "_deliver", "text and pieces"),
+        (engine_loop, "deliver", "text and pieces"),
     ]
 
 
