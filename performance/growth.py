@@ -134,7 +134,7 @@ def plot(points: Sequence[Point], path: Path) -> None:
     try:
         import matplotlib as mpl
     except ImportError:
-        print("no plot: it wants matplotlib: pip install 'llm-serving[bench]'")
+        print("no plot: it wants matplotlib: pip install -e 'llm-serving[bench]'")
         return
     mpl.use("svg")
     mpl.rcParams["svg.hashsalt"] = "llm-serving"

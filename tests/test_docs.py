@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import ast
+import itertools
 import re
 import shlex
 from collections.abc import Iterator
@@ -12,6 +14,7 @@ import pytest
 from llm_serving import cli
 from llm_serving.config.loader import _ACCEPTED
 from llm_serving.config.schema import SECTIONS, TABLES
+from script_parsers import WrongCommandError, parser_of
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "llm-serving" / "llm_serving"
@@ -154,18 +157,76 @@ def test_commands_are_there_with_their_flags(document):
 
 
 @NAMES
-def test_scripts_have_the_flags_they_are_given(document):
-    wrong = []
-    for code in code_of(text_of(document)):
-        words = words_of(code)
-        scripts = [word for word in words if re.match(r"(tests|performance|scripts)/\w+\.(py|sh)$", word)]
-        if not scripts or "start.sh" in code or "stop.sh" in code:
-            continue
-        folder = ROOT / Path(scripts[0]).parts[0]
-        texts = "".join(text_of(path) for path in [ROOT / scripts[0], *folder.glob("*.py")])
-        flags = {word.partition("=")[0] for word in words if word.startswith("--")} - {"--help"}
-        wrong += [f"{code}: {flag}" for flag in sorted(flags) if flag not in texts]
-    assert wrong == []
+def test_commands_are_told_as_they_can_be_pasted(document):
+    blocks = re.findall(r"^```\w*\n(.*?)^```", text_of(document), re.MULTILINE | re.DOTALL)
+    assert re.findall(r"^(?:llm-serving|python|pip|ray) .*", "".join(blocks), re.MULTILINE) == []
+
+
+def test_extras_are_those_of_the_folder_and_of_nobody_on_an_index():
+    sources = [path for folder in (PACKAGE, ROOT / "performance", ROOT / "scripts") for path in folder.rglob("*.py")]
+    texts = {path: " ".join(text_of(path).split()) for path in (*WRITTEN, *sources)}
+    assert [path for path, text in texts.items() if re.search(r"install '?llm-serving", text)] == []
+
+
+# --- scripts --------------------------------------------------------------------------------------------------------
+
+RUNS = {
+    "scripts/acceptance.sh": "tests/acceptance/run.py",
+    "scripts/ascend_acceptance.sh": "tests/acceptance/device/run.py",
+}
+"""What a script hands its arguments to."""
+SCRIPTS = tuple(path for name in ("performance", "tests", "scripts") for path in sorted((ROOT / name).rglob("*.py")))
+
+
+def told_by(path: Path) -> str:
+    """What a script says of itself."""
+    text = text_of(path)
+    return ast.get_docstring(ast.parse(text)) or "" if "argparse" in text else ""
+
+
+def lines_of_usage(text: str) -> Iterator[str]:
+    for line in text.splitlines():
+        if (found := re.search(r"(?:^    |: )((?:PYTHONPATH=\S+ )?(?:\S*python3?|scripts/\S+) .*)", line)) is not None:
+            yield re.split(r"   |`", found[1])[0]
+
+
+def script_in(words: list[str], folder: Path) -> tuple[Path, list[str]] | None:
+    """The script of a command line, and the arguments that it gets there."""
+    for index, word in enumerate(words):
+        module = ROOT / "tests" / f"{word.replace('.', '/')}.py"
+        if index and words[index - 1] == "-m" and module.is_file():
+            return module, words[index + 1 :]
+        if word in RUNS:
+            own = [each for each in words[index + 1 :] if f"= {each} " not in text_of(ROOT / word)]
+            return ROOT / RUNS[word], own
+        if word.endswith(".py"):
+            for place in (ROOT, folder, ROOT / "performance"):
+                if (place / word).is_file():
+                    return place / word, words[index + 1 :]
+    return None
+
+
+def wrong_for_its_script(code: str, folder: Path = ROOT) -> str | None:
+    """Why the script of a command line would not take it; None: it would, or there is none."""
+    if (found := script_in(words_of(code), folder)) is None or (parser := parser_of(found[0])) is None:
+        return None
+    arguments = list(itertools.takewhile(lambda word: word not in ("|", "&&", "&", ">"), found[1]))
+    written = (word.strip("[],").partition("|")[0] for word in arguments if word.strip("[],.") or word == ".")
+    try:
+        parser.parse_args(list(written))
+    except WrongCommandError as error:
+        return f"{code}: {error}"
+    return None
+
+
+@NAMES
+def test_scripts_take_what_they_are_given(document):
+    assert [wrong for code in code_of(text_of(document)) if (wrong := wrong_for_its_script(code)) is not None] == []
+
+
+def test_scripts_take_what_they_say():
+    lines = ((line, path.parent) for path in SCRIPTS for line in lines_of_usage(told_by(path)))
+    assert [wrong for line, folder in lines if (wrong := wrong_for_its_script(line, folder)) is not None] == []
 
 
 def test_what_is_not_there_is_noticed():
@@ -180,3 +241,6 @@ def test_what_is_not_there_is_noticed():
     )
     wrong = [each for words in own_commands(text) for each in wrong_in(words)]
     assert sorted(wrong) == ["chek", "llm-serving start --ports", "serv"]
+    line = "python performance/make_model.py 15m FOLDER --position 4"
+    assert wrong_for_its_script(line) == f"{line}: unrecognized arguments: --position 4"
+    assert wrong_for_its_script(line.replace("--position", "--positions")) is None

@@ -117,7 +117,7 @@ def test_one_that_does_not_let_go_is_ended(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="ray is installed")
 def test_without_the_package_it_is_told_how_to_get_it() -> None:
-    with pytest.raises(ConfigError, match=r"needs the package ray: pip install 'llm-serving\[ray\]'"):
+    with pytest.raises(ConfigError, match=r"needs the package ray: pip install -e 'llm-serving\[ray\]'"):
         RayStarter(PLACES, "/the/secret")
 
 

@@ -195,7 +195,7 @@ def import_ray() -> Any:
         return importlib.import_module("ray")
     except ImportError:
         raise ConfigError(
-            "`cluster_config.engine: ray` needs the package ray: pip install 'llm-serving[ray]'"
+            "`cluster_config.engine: ray` needs the package ray: pip install -e 'llm-serving[ray]'"
         ) from None
 
 

@@ -51,7 +51,7 @@ class ClusterIdentity:
             from cryptography.hazmat.primitives.kdf.hkdf import HKDF
         except ImportError:
             raise ConfigError(
-                "a cluster needs the packages ray and cryptography: pip install 'llm-serving[ray]'"
+                "a cluster needs the packages ray and cryptography: pip install -e 'llm-serving[ray]'"
             ) from None
         seed = HKDF(algorithm=hashes.SHA256(), length=32, salt=None, info=_PURPOSE).derive(secret.encode())
         key = Ed25519PrivateKey.from_private_bytes(seed)

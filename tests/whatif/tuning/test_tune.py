@@ -40,7 +40,7 @@ def test_a_yaml_that_says_the_same_elsewhere_does_not_differ(tmp_path):
 def test_tuning_wants_optuna(arguments, monkeypatch, capsys):
     monkeypatch.setitem(__import__("sys").modules, "optuna", None)
     assert main(arguments) == 2
-    assert "pip install 'llm-serving[tune]'" in capsys.readouterr().err
+    assert "pip install -e 'llm-serving[tune]'" in capsys.readouterr().err
 
 
 def test_a_tuned_yaml_says_what_changed_and_is_the_same_for_the_same_seed(arguments, tmp_path, capsys):

@@ -14,7 +14,7 @@ class ClusterConfig:
 
     engine: str = option(EngineName.LOCAL.value, choice(tuple(EngineName)))
     """Who starts WorkAgents. `local`: the master, on its own machine. `ray`: a Ray cluster (`pip install
-    'llm-serving[ray]'`); steps then travel by TCP under TLS."""
+    -e 'llm-serving[ray]'`); steps then travel by TCP under TLS."""
 
     address: str | None = option(None, text())
     """Of the Ray cluster, as in "10.0.0.1:6379"; `auto` finds one that runs on this machine. None: the master starts

@@ -52,6 +52,6 @@ def _optuna() -> Any:
     try:
         import optuna
     except ImportError:
-        raise ConfigError("tuning wants Optuna: pip install 'llm-serving[tune]'") from None
+        raise ConfigError("tuning wants Optuna: pip install -e 'llm-serving[tune]'") from None
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     return optuna
