@@ -196,6 +196,40 @@ def test_the_last_one_stays_and_what_is_not_there_is_no_replica() -> None:
     asyncio.run(run())
 
 
+def test_the_last_one_that_serves_stays_while_others_are_started_again() -> None:
+    async def run() -> None:
+        setup = Setup(num_replicas=3)
+        async with setup.running() as engine:
+            for index in (0, 2):
+                engine.replicas.engines[index]._recovery.restarting = "its machine is lost"
+            with pytest.raises(RequestError, match="must not be the only one that serves"):
+                engine.control.drain(1)
+            engine.control.drain(2)  # it serves nobody
+            assert [row.state for row in engine.control.replica_rows()][:2] == ["restarting", "serving"]
+            assert engine.health().ready
+
+    asyncio.run(run())
+
+
+def test_one_that_was_loaded_again_goes_by_the_rules_that_the_others_have_since() -> None:
+    """And that is known: where replicas go by other rules, whoever moves is not held to its tenant's limit."""
+
+    async def run() -> None:
+        setup = Setup(num_replicas=2)
+        async with setup.running() as engine:
+            for answer in engine.replicas.reload(engine.config).values():
+                await asyncio.wrap_future(answer)
+            engine.control.drain(1)
+            await reach(engine, "left")
+            engine.control.join(1)
+            await reach(engine, "serving")
+            rules = [each.scheduler.policy for each in engine.replicas.engines.values()]
+            assert type(rules[0]) is type(rules[1])
+            assert engine.replicas.ledger.limits._rules == {0: 1, 1: 1}
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize("roles", [("prefill", "decode", "decode"), ("prefill", "prefill", "decode")], ids="-".join)
 def test_whatever_leaves_and_joins_requests_that_move_between_machines_are_answered(
     roles: tuple[str, ...],

@@ -316,12 +316,12 @@ def test_whoever_had_a_place_before_the_rules_changed_is_not_counted() -> None:
         monitor.join(replica)
     assert monitor.begun([first], limits) == 0
     # No limit for a while, then the same as before; one has a place without a step, another one moves.
-    for _ in range(2):
-        monitor.reloaded(0, [other.request_id, on_way.request_id])
+    for number in (1, 2):
+        monitor.reloaded(0, [other.request_id, on_way.request_id], number)
     assert monitor.begun([other], limits) == 0
     assert monitor.arrived(late, limits) == 0, "the second replica goes by the older rules"
-    for _ in range(2):
-        monitor.reloaded(1, [])
+    for number in (1, 2):
+        monitor.reloaded(1, [], number)
     assert monitor.arrived(on_way, limits) == 0
     assert monitor.begun([last], limits) == 0
     assert monitor.begun([create_request(4, tenant="a")], limits) == 1

@@ -210,10 +210,10 @@ class Engine:
             self.scheduler.put_off(each, deadline)
         self._deadlines.add(request)
 
-    def reload(self, rules: Rules) -> None:
-        """Goes on by other rules. To be called by the engine's thread."""
+    def reload(self, rules: Rules, number: int) -> None:
+        """Goes on by other rules, the server's first, second, .. others. To be called by the engine's thread."""
         self.scheduler.reload(rules)
-        self.peers.reloaded()
+        self.peers.reloaded(number)
         self.load.limits = rules.limits
         self.log_bounds()
 

@@ -40,14 +40,16 @@ class Ledger:
         self._pending: dict[int, Counter[tuple[str, str]]] = {}
         """By replica: what it has not been told."""
 
-    def join(self, replica: int, nudge: Callable[[], None] = lambda: None) -> None:
+    def join(self, replica: int, nudge: Callable[[], None] = lambda: None, num_reloads: int = 0) -> None:
         """A replica begins to serve; what was before it is not told.
 
         Args:
+            replica: Its index.
             nudge: Has its thread look again at what is shared; may be called from any thread.
+            num_reloads: Of the server, until there were the rules that the replica goes by.
         """
         self.places.join(replica, nudge)
-        self.limits.join(replica)
+        self.limits.join(replica, num_reloads)
         self._leave_classes(replica)
         with self._lock:
             self._pending[replica] = Counter()

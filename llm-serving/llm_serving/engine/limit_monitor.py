@@ -33,14 +33,14 @@ class LimitMonitor:
         self._tenants: dict[str, _Tenant] = {}
         self._most_tenants = MIN_TENANTS
         self._rules: dict[int, int] = {}
-        """By replica: the number of the rules that it goes by."""
+        """By replica: how often the server had other rules, until it had those that the replica goes by."""
         self._kept: dict[int, set[str]] = {}
         """By replica, when it took over its rules: requests with places of which the first step had not been told."""
 
-    def join(self, replica: int) -> None:
-        """It begins to serve, by the newest rules."""
+    def join(self, replica: int, number: int = 0) -> None:
+        """It begins to serve, by these rules of the server."""
         with self._lock:
-            self._rules[replica] = max(self._rules.values(), default=0)
+            self._rules[replica] = number
             self._kept.pop(replica, None)
 
     def leave(self, replica: int) -> None:
@@ -48,10 +48,11 @@ class LimitMonitor:
             self._rules.pop(replica, None)
             self._kept.pop(replica, None)
 
-    def reloaded(self, replica: int, kept: Iterable[str]) -> None:
-        """It goes by other rules from now on; these requests have places by those before, and are to be told of yet."""
+    def reloaded(self, replica: int, kept: Iterable[str], number: int) -> None:
+        """It goes by these rules of the server from now on; these requests have places by those before, and are to be
+        told of yet."""
         with self._lock:
-            self._rules[replica] = self._rules.get(replica, 0) + 1
+            self._rules[replica] = number
             self._kept[replica] = {*kept}
             self._tenants.clear()
 

@@ -23,6 +23,8 @@ class Peers:
     def __init__(self, index: int, scheduler: Scheduler, metrics: Metrics) -> None:
         self.ledger = Ledger()
         """Shared with the other replicas."""
+        self.num_reloads = 0
+        """Of the server, until there were the rules that it goes by."""
         self._index, self._scheduler, self._metrics = index, scheduler, metrics
         self._weights = WeightMonitor(scheduler)
 
@@ -55,10 +57,11 @@ class Peers:
             num_beyond = ledger.limits.begun(schedule.started, scheduler.limits)
             self._metrics.shares_broken(num_beyond, self._weights.formed(schedule, leads, held))
 
-    def reloaded(self) -> None:
-        """The scheduler goes by other rules; whoever has a place keeps it."""
+    def reloaded(self, number: int) -> None:
+        """The scheduler goes by the server's first, second, .. other rules; whoever has a place keeps it."""
         limits, places = self.ledger.limits, self.ledger.places
-        limits.reloaded(self._index, [*self._scheduler.not_begun_with_places(), *places.on_way()])
+        self.num_reloads = number
+        limits.reloaded(self._index, [*self._scheduler.not_begun_with_places(), *places.on_way()], number)
 
     def arrived(self, request: Request) -> None:
         """A request has come that another one has begun; it has brought its tenant's place along."""

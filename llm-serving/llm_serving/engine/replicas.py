@@ -72,8 +72,8 @@ class Replicas:
         self.ledger = Ledger()
         """What they tell each other."""
         self._carrier = Carrier(Pace(self._has_steps).rest)
-        self._reloaded: ServingConfig | None = None
-        """What engines go by, where it is not what they are opened with."""
+        self._reloaded: tuple[int, ServingConfig] | None = None
+        """What engines go by, where it is not what they are opened with; the first time, the second time, .."""
         self._drained: dict[int, threading.Event] = {}
         """Those that shall get no requests until they join again, each with what its thread waits for."""
         self._config = config.serving
@@ -144,9 +144,14 @@ class Replicas:
             RequestError: There is no such replica, or no other would be left that serves.
         """
         self._check(index)
-        if not self.open().keys() - {index}:
+        if index in self._drained:
+            return
+        others = [engine for each, engine in self.open().items() if each != index]
+        if self.state(index) == "serving":
+            others = [engine for engine in others if engine.restarting is None]
+        if not others:
             raise RequestError("replica", "must not be the only one that serves", index)
-        self._drained.setdefault(index, threading.Event())
+        self._drained[index] = threading.Event()
 
     def is_drained(self, index: int) -> bool:
         """Whether it gets no further requests."""
@@ -164,11 +169,11 @@ class Replicas:
         Returns:
             Done when an engine has; those that do not live are left out.
         """
-        self._reloaded = config
+        self._reloaded = reloaded = (1 if self._reloaded is None else self._reloaded[0] + 1), config
         asked = {}
         for index, engine in self.living().items():
             with contextlib.suppress(WorkerDiedError):
-                asked[index] = engine.ask(partial(_reload, engine, config))
+                asked[index] = engine.ask(partial(_reload, engine, *reloaded))
         return asked
 
     def give_back(self, blocks: list[TransferBlock]) -> None:
@@ -279,26 +284,36 @@ class Replicas:
 
     def _serve(self, index: int) -> None:
         with self._open_replica(index, self._publish, self._set_progress) as engine:
-            self.watch(engine)
-            self._join(index, engine)
-            self.engines[index] = engine
-            if self._reloaded is not None:
-                _reload(engine, self._reloaded)
-            self._failures.pop(index, None)
-            if self._stopping.is_set():  # since it began to load
-                engine.stop()
-            elif index in self._drained:
-                self._call_soon(self._events.on_serving, engine)
-            else:
-                logger.info("WorkAgent %d is ready", index)
+            self._begins(index, engine)
             try:
                 engine.run()  # to its end at least: it may have been given requests
             finally:
-                self.ledger.leave(index)
-                self._call_soon(self._events.on_ended, engine)
+                self._ends(index, engine)
+
+    def _begins(self, index: int, engine: Engine) -> None:
+        """A replica has been loaded: it may be given requests, unless it was drained meanwhile."""
+        self.watch(engine)
+        if (reloaded := self._reloaded) is not None:
+            _reload(engine, *reloaded)
+        self._join(index, engine)
+        self.engines[index] = engine
+        if (newest := self._reloaded) is not None and newest is not reloaded:  # since it looked
+            _reload(engine, *newest)
+        self._failures.pop(index, None)
+        if self._stopping.is_set():  # since it began to load
+            engine.stop()
+        elif index in self._drained:
+            self._call_soon(self._events.on_serving, engine)
+        else:
+            logger.info("WorkAgent %d is ready", index)
+
+    def _ends(self, index: int, engine: Engine) -> None:
+        """Its engine has told all it had to tell."""
+        self.ledger.leave(index)
+        self._call_soon(self._events.on_ended, engine)
 
     def _join(self, index: int, engine: Engine) -> None:
-        self.ledger.join(index, lambda: engine.nudge())
+        self.ledger.join(index, lambda: engine.nudge(), engine.peers.num_reloads)
         engine.peers.ledger = self.ledger
 
     def _set_progress(self, text: str) -> None:
@@ -340,5 +355,5 @@ class Replicas:
         return index in self._drained or index in self._failures or (engine is not None and engine.used_up)
 
 
-def _reload(engine: Engine, config: ServingConfig) -> None:
-    engine.reload(build_rules(config, engine.scheduler.blocks.longest))
+def _reload(engine: Engine, number: int, config: ServingConfig) -> None:
+    engine.reload(build_rules(config, engine.scheduler.blocks.longest), number)
