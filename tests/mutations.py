@@ -202,6 +202,7 @@ class Seeds:
         wanted = "restarts" if self._num_machines else "preemptions"
         for seed in count():
             one = Simulation(seed, self._num_machines)
+            one.operator.rest()
             for replica in one.replicas:
                 replica.faults.rate = 0.0
             one.run()
@@ -232,6 +233,7 @@ def play(
                 stack.enter_context(patch.object(Scheduler, "check_integrity", lambda self: None))
                 stack.enter_context(patch.object(supervised_executor, "FIRST_DELAY_S", 0.0))
                 one = Simulation(seed, mutation.num_machines)
+                one.operator.rest()
                 if mutation.of_prompts:
                     ask_of_prompts(one.clients)
                 _play_seed(one, verdict, bad_luck=mutation.bad_luck)

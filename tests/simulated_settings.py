@@ -60,10 +60,11 @@ def draw_reloads(rng: random.Random) -> deque[tuple[int, random.Random]]:
     return deque((each, random.Random(rng.random())) for each in rounds)
 
 
-def draw_cluster(rng: random.Random, config: ServingConfig) -> ClusterConfig:
-    """Roles of the replicas, and blocks that each hands requests over by; in three of four seeds all do all."""
+def draw_cluster(rng: random.Random, config: ServingConfig, num_replicas: int) -> ClusterConfig:
+    """Roles of the replicas, and blocks that each hands requests over by; in three of four seeds there are
+    `num_replicas`, and all do all."""
     if rng.random() < 3 / 4 or config.model.batching_strategy == "static":
-        return ClusterConfig()
+        return ClusterConfig(replicas=num_replicas)
     roles = rng.choice(ROLES)
     return ClusterConfig(replicas=len(roles), roles=roles, num_transfer_blocks=rng.choice((1, 5, 12, 60)))
 

@@ -6,8 +6,9 @@ may be slow, hang, die before or after it computed, fail a step or a row, answer
 it may read a step as soon as it is sent or only when the master waits; it may run on a machine that is lost, or whose
 link to the master is slow or cut, in one direction or in both (`simulated_network.py`), also while blocks are on their
 way (`simulated_block_link.py`). Clients come together, are refused, leave in any state of their request. Rules change
-while all that goes on. After every step the laws that hold at every moment are checked; at the end, that every request
-has ended and that what it got is what it would have got alone.
+while all that goes on, and replicas leave and join (`simulated_operator.py`). After every step the laws that hold at
+every moment are checked; at the end, that every request has ended and that what it got is what it would have got alone,
+and that no replica that was drained serves.
 
     python tests/simulation.py --seeds 100000 --processes 2 [--machines 3]
 """
@@ -26,6 +27,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,7 +44,9 @@ from llm_serving.core.request_output import RequestOutput
 from llm_serving.core.step import BlockMove
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.engine.engine import Engine
+from llm_serving.engine.replica import EPOCHS_OF_ONE
 from llm_serving.errors import CapacityError, ContextLengthError, UnavailableError, WorkerDiedError
+from llm_serving.executor.given_up import GivenUp
 from llm_serving.executor.supervised_executor import SupervisedExecutor
 from llm_serving.kvcache.exports import Exports
 from llm_serving.observe.metrics import Metrics
@@ -53,6 +57,7 @@ from simulated_agent import BAD_ROW, POISON, Faults, SimulatedAgent
 from simulated_block_link import SimulatedCarrier
 from simulated_client import ANYWHERE, MAX_MODEL_LEN, RESTARTING, Client, draw_clients
 from simulated_clock import Clock
+from simulated_operator import Operator
 from simulated_settings import draw_cluster, draw_config, draw_network, draw_reloads, draw_scheduler
 from word_tokenizer import WordTokenizer
 
@@ -86,8 +91,19 @@ class EventLoop:
 class Replica:
     """An engine and the WorkAgents it has had."""
 
-    def __init__(self, simulation: Simulation, index: int, scheduler: dict[str, Any]) -> None:
+    def __init__(self, simulation: Simulation, index: int, scheduler: dict[str, Any], num_before: int) -> None:
+        """
+        Args:
+            simulation: Whose replica it is.
+            index: Its own.
+            scheduler: Options of `create_scheduler`.
+            num_before: Engines that have been loaded, of any replica.
+
+        Raises:
+            WorkerDiedError: No WorkAgent becomes ready.
+        """
         self._simulation = simulation
+        self.index = index
         rng = simulation.rng
         self.faults = Faults(
             rng,
@@ -97,14 +113,23 @@ class Replica:
         )
         max_steps_in_flight = rng.choice((1, 2))
         num_transfer = simulation.num_transfer_blocks
-        exports = Exports(num_transfer, index * num_transfer) if num_transfer else None
+        exports = None
+        if num_transfer:
+            exports = Exports(num_transfer, index * num_transfer, num_before * EPOCHS_OF_ONE)
         self.scheduler = create_scheduler(**scheduler, max_steps_in_flight=max_steps_in_flight, exports=exports)
         self.stopped = False
+        """With the master."""
         self.agents: list[SimulatedAgent] = []
         self.rate_of_failing_starts = rng.choice((0.2, 0.2, 0.8))
         self.num_failed_starts = 0
+        given_up = GivenUp()
         self.executor = SupervisedExecutor(
-            self._start, STEP_TIMEOUT_S, rng.choice((2, 50)), simulation.clock, lambda delay_s: self.stopped
+            self._start,
+            STEP_TIMEOUT_S,
+            rng.choice((2, 50)),
+            simulation.clock,
+            pause=lambda delay_s: given_up.is_set,
+            given_up=given_up,
         )
         self.restart_wait_s = rng.choice((0.5, 1000.0))
         guesses = GuessingDrafter(rng, rng.choice((0.0, 0.3)), self.scheduler.blocks.window.num_tokens)
@@ -145,25 +170,42 @@ class Replica:
         return agent
 
     def step(self) -> bool:
-        """Whether there was anything to do."""
+        """Whether there was anything to do, or will be."""
         if self.engine.dead is not None:
-            self._simulation.left(self)
             return False
-        progressed = self.engine.step()
+        if self.engine.is_stopping:  # it may be in the middle of a step when it is told to
+            if self._simulation.rng.random() < 0.5:
+                self._step()
+            self._end()
+            return True
+        return self._step()
+
+    def _step(self) -> bool:
+        try:
+            progressed = self.engine.step()
+        except WorkerDiedError:  # while it was starting its WorkAgent again
+            assert self.engine.is_stopping
+            progressed = True
         self.scheduler.check_integrity()
         return progressed
 
     def stop(self) -> None:
         self.stopped = True
-        self.engine.stop()
+        if self.engine.dead is None:
+            self.engine.stop()
+            self._end()
+
+    def _end(self) -> None:
         self.engine.run()  # to its end
         self.scheduler.check_integrity()
+        self._simulation.ends(self)
+        self.close()
 
     def check_end(self) -> None:
         assert not self.scheduler.has_unfinished_requests
         blocks = self.scheduler.blocks
         assert blocks.pool.num_used_blocks == blocks.host_pool.num_used_blocks == 0
-        if all(replica.engine.dead is None for replica in self._simulation.replicas):
+        if self.engine.dead is None:
             assert blocks.exports.pool.num_used_blocks == 0, "blocks that were handed over are not given back"
 
     def is_unlucky(self, poisoned: bool) -> bool:
@@ -171,7 +213,7 @@ class Replica:
         network = self._simulation.network
         lost_steps = network is not None and bool(network.counts)
         suspicious = poisoned or self.faults.distance == 0 or lost_steps
-        return self.engine.dead is not None or (bool(self.faults.counts or (lost_steps and poisoned)) and suspicious)
+        return self.stopped or (bool(self.faults.counts or (lost_steps and poisoned)) and suspicious)
 
     def close(self) -> None:
         self.executor.close()
@@ -195,7 +237,11 @@ class Simulation:
         scheduler = draw_scheduler(rng)
         self.network = draw_network(random.Random(f"network {seed}"), self.clock, num_machines)
         config = draw_config(rng, scheduler)
-        self._cluster = draw_cluster(random.Random(f"roles {seed}"), config)
+        num_replicas = rng.choice((1, 1, 1, 2))
+        if num_machines:
+            num_replicas = random.Random(f"replicas {seed}").randint(1, num_machines)
+        self._cluster = draw_cluster(random.Random(f"roles {seed}"), config, num_replicas)
+        num_replicas = self._cluster.replicas
         self._config = config = replace(config, cluster=self._cluster)
         self.num_transfer_blocks = config.num_transfer_blocks
         self.transfer = FakeTransferPool(self.num_transfer_blocks * config.num_replicas)
@@ -207,18 +253,21 @@ class Simulation:
         self._master.replicas._loop = self._loop  # type: ignore[assignment]
         self._carrier = SimulatedCarrier(random.Random(f"carrier {seed}").choice((1, 2, 100)))
         self._master.replicas._carrier = self._carrier  # type: ignore[assignment]
-        num_replicas = rng.choice((1, 1, 1, 2))
-        if num_machines:
-            num_replicas = random.Random(f"replicas {seed}").randint(1, num_machines)
-        if self._cluster.roles is not None:
-            num_replicas = len(self._cluster.roles)
         self._shared = {"num_schedulers": num_replicas}
-        self.replicas = [Replica(self, index, scheduler | self._shared) for index in range(num_replicas)]
-        for index, replica in enumerate(self.replicas):
-            self._master.replicas.watch(replica.engine)
-            self._master.replicas.engines[index] = replica.engine
-            self._master.replicas._join(index, replica.engine)
         self._scheduler = scheduler
+        self._newest_rules: dict[str, Any] | None = None
+        """Of a scheduler that goes by them; None: as they were when replicas were loaded first."""
+        self.replicas = [Replica(self, index, scheduler | self._shared, index) for index in range(num_replicas)]
+        """By index, those that have left included until they are loaded again."""
+        self.all_replicas = [*self.replicas]
+        """Also those before them."""
+        self._may_load: dict[int, Event | None] = {}
+        """Replicas that have left, and what is set when they shall be loaded again; None: they shall."""
+        for replica in self.replicas:
+            self._begins(replica)
+        self.operator = Operator(
+            random.Random(f"operator {seed}"), self._master.control, self._master.replicas, num_replicas
+        )
         self._on_the_way = random.Random(f"on the way {seed}")
         self._reloads = draw_reloads(random.Random(f"reload {seed}"))
         self._num_reloads = 0
@@ -242,16 +291,19 @@ class Simulation:
             self._check_end()
             self._count()
         finally:
-            for replica in self.replicas:
+            for replica in self.all_replicas:
                 replica.close()
 
     def _play_round(self) -> bool:
         if self.rng.random() < 0.7:  # otherwise whatever clients do comes while a replica waits, or later
             self.let_clients_act()
         if self._round == self._stop_round:
+            self._may_load.clear()
             for replica in self.replicas:
                 replica.stop()
         progressed = [replica.step() for replica in self.replicas]
+        may_load = [index for index, joined in self._may_load.items() if joined is None or joined.is_set()]
+        progressed += map(self._load, may_load)
         if self._carrier.has_work and (self.rng.random() < 0.5 or not any(progressed)):
             self._carrier.bring()
         for counter in ("bound_violations", "audit_mismatch"):
@@ -278,6 +330,7 @@ class Simulation:
         self._change_priorities_on_the_way()
         if self._reloads and self._reloads[0][0] <= self._round:
             self._reload(self._reloads.popleft()[1])
+        self.operator.act(self._round)
 
     def _ask(self, client: Client) -> None:
         master, limits = self._master, self._config.scheduler
@@ -305,7 +358,7 @@ class Simulation:
         except CapacityError:
             assert full or deadline is not None, "a request was refused although there was room"
         except UnavailableError:
-            serving = [each for each in self.replicas if each.engine.dead is None and each.engine.away is None]
+            serving = [each for each in self._master.replicas.open().values() if each.away is None]
             assert not serving, "a living replica was ignored"
             self.totals.refusals["no WorkAgent lives"] += 1
         else:
@@ -313,6 +366,8 @@ class Simulation:
             opened = master._requests.get(stream.request_id)
             assert opened is not None
             client.stream, client.engine = stream, opened.engine
+            index = master.replicas.index_of(opened.engine)
+            assert index is not None and (client.twin is not None or not master.replicas.is_drained(index))
             opened.request.wants_vector = client.wants_vector
             self._by_request_id[stream.request_id] = client
             if client.leaves_in is not None:
@@ -338,12 +393,16 @@ class Simulation:
         self._config = replace(draw_config(rng, others), cluster=self._cluster)
         self._master._follow(self._config)
         self._num_reloads += 1
+        self._newest_rules = others
         for replica in self.replicas:
             if replica.engine.dead is None:
-                max_steps = replica.scheduler.limits.max_steps_in_flight
-                other = create_scheduler(**others, **self._shared, max_steps_in_flight=max_steps)
-                rules = Rules(other.limits, other.policy, other.classes, other.order, others["prefix_caching"])
-                replica.engine.ask(functools.partial(replica.engine.reload, rules))
+                replica.engine.ask(functools.partial(replica.engine.reload, self._rules_of(replica), self._num_reloads))
+
+    def _rules_of(self, replica: Replica) -> Rules:
+        others, max_steps = self._newest_rules, replica.scheduler.limits.max_steps_in_flight
+        assert others is not None
+        other = create_scheduler(**others, **self._shared, max_steps_in_flight=max_steps)
+        return Rules(other.limits, other.policy, other.classes, other.order, others["prefix_caching"])
 
     def _leaves(self, client: Client, moment: str | None, engine: Engine | None) -> bool:
         if self._round < client.leaves_from_round:
@@ -368,9 +427,38 @@ class Simulation:
             client.engine = engine
         self._master.replicas._publish(pieces)
 
-    def left(self, replica: Replica) -> None:
-        """Its engine has ended, and with it all that it had."""
-        self._master.replicas.ledger.leave(self.replicas.index(replica))
+    # --- replicas that leave and join -------------------------------------------------------------------------------
+
+    def _begins(self, replica: Replica) -> None:
+        """As in a thread of `Replicas`, which has loaded it."""
+        if self._newest_rules is not None:
+            replica.engine.reload(self._rules_of(replica), self._num_reloads)
+        self._master.replicas._begins(replica.index, replica.engine)
+
+    def ends(self, replica: Replica) -> None:
+        """As such a thread after its engine has ended."""
+        index, replicas = replica.index, self._master.replicas
+        replicas._ends(index, replica.engine)
+        if not replica.stopped:
+            self.totals.events["replicas that left"] += 1
+            self._may_load[index] = replicas._drained.get(index)
+
+    def _load(self, index: int) -> bool:
+        """Again, as it has joined; that may take a while. True: there is something to do."""
+        if self.rng.random() < 0.5:
+            return True
+        num_before = len(self.all_replicas)
+        try:
+            replica = Replica(self, index, self._scheduler | self._shared, num_before)
+        except WorkerDiedError:  # no machine is there
+            self._may_load[index] = self._master.replicas._drained.get(index)
+            return True
+        del self._may_load[index]
+        self.replicas[index] = replica
+        self.all_replicas.append(replica)
+        self._begins(replica)
+        self.totals.events["replicas loaded again"] += 1
+        return True
 
     # --- the laws ---------------------------------------------------------------------------------------------------
 
@@ -384,12 +472,17 @@ class Simulation:
         assert max(counts.values(), default=0) <= limit, f"a tenant runs more than {limit} requests"
 
     def _check_end(self) -> None:
-        for replica in self.replicas:
+        for replica in self.all_replicas:
             replica.check_end()
         master = self._master
         assert master.num_waiting == master.num_running == 0, "the waiting room is not empty"
         requests = master._requests
         assert not len(requests) and not requests._num_of and not requests._num_coming
+        assert not master.replicas.ledger.places.on_way(), "a place of a tenant is nobody's"
+        if not any(replica.stopped for replica in self.replicas):
+            for index in range(len(self.replicas)):
+                state = "left" if master.replicas.is_drained(index) else "serving"
+                assert master.replicas.state(index) == state, f"replica {index} is {master.replicas.state(index)}"
         for client in self.clients:
             if client.stream is not None:
                 self._check_client(client)
@@ -397,7 +490,7 @@ class Simulation:
     def _check_client(self, client: Client) -> None:
         assert client.stream is not None
         name = client.stream.request_id
-        none_lives = all(replica.engine.dead is not None for replica in self.replicas)
+        none_lives = all(replica.stopped for replica in self.replicas)
         if not client.has_ended and none_lives and self._cluster.roles is not None:
             if client.left_in is None:
                 self._check_end_on_its_way(client)
@@ -413,7 +506,7 @@ class Simulation:
         if reason is FinishReason.TIMEOUT:
             assert client.patience_s is not None, f"{name} had all the time there is"
         poisoned = any(each.is_poisoned for each in self.clients)
-        replica = next(each for each in self.replicas if each.engine is client.engine)
+        replica = next(each for each in self.all_replicas if each.engine is client.engine)
         failed = reason in (FinishReason.ERROR, FinishReason.UNAVAILABLE)
         if failed and not client.is_poisoned and error != BAD_ROW:
             waited = error is not None and "has not come back within" in error and self._a_start_failed(replica)
@@ -436,7 +529,7 @@ class Simulation:
     def _count(self) -> None:
         totals, counts = self.totals, self.metrics._counts
         let_in = [each for each in self.clients if each.stream is not None]
-        moves = sum((agent.block_moves for replica in self.replicas for agent in replica.agents), Counter())
+        moves = sum((agent.block_moves for replica in self.all_replicas for agent in replica.agents), Counter())
         totals.events.update(
             {
                 "seeds": 1,
@@ -459,14 +552,15 @@ class Simulation:
                 "right guesses": counts["vllm:spec_decode_num_accepted_tokens_total"],
                 "restarts": counts["llm_serving:worker_restarts_total"],
                 "replicas": len(self.replicas),
-                "restarts that failed": sum(each.num_failed_starts for each in self.replicas),
+                "restarts that failed": sum(each.num_failed_starts for each in self.all_replicas),
                 "reloads": self._num_reloads,
                 "masters stopped": int(self._stop_round is not None and self._stop_round <= self._round),
             }
         )
+        totals.events.update(self.operator.counts)
         if self.network is not None:
             totals.network.update({"clusters": 1, "machines": self.network.num_machines, **self.network.counts})
-        for replica in self.replicas:
+        for replica in self.all_replicas:
             totals.faults.update(replica.faults.counts)
         for (_, reason), count in self.metrics.classes._refusals.items():
             totals.refusals[reason] += count

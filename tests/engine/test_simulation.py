@@ -15,6 +15,9 @@ def test_no_law_is_broken_whatever_goes_wrong() -> None:
     assert totals.events["seeds"] == NUM_SEEDS
     assert min(totals.events.values()) > 10, f"something hardly happens:\n{totals}"
     assert set(totals.faults) == set(FATES)
+    assert {"drains with requests", "drains refused", "replicas that left", "replicas loaded again"} <= set(
+        totals.events
+    )
     assert {*EVENTS, "connections that went on", "connections turned away", "starts that failed"} <= set(totals.network)
     assert set(STATES) - RARE <= set(totals.aborts) <= set(STATES)
     assert {"max_waiting_queue", "max_waiting_tokens", "class_max_waiting", "never_fits"} <= set(+totals.refusals)

@@ -1,0 +1,54 @@
+"""Who has replicas leave and join while the simulation goes on, at moments of no engine's choice."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, deque
+
+from llm_serving.engine.control import Control
+from llm_serving.engine.replicas import Replicas
+from llm_serving.errors import RequestError
+
+SEEDS_WITH_ONE = 0.5
+LAST_ROUND = 60
+"""About as many as a seed has."""
+
+
+class Operator:
+    """Asks what the shipping `Control` does, in half of the seeds."""
+
+    def __init__(self, rng: random.Random, control: Control, replicas: Replicas, num_replicas: int) -> None:
+        self.counts: Counter[str] = Counter()
+        self._rng, self._control, self._replicas, self._num_replicas = rng, control, replicas, num_replicas
+        num_times = rng.randint(1, 8) if rng.random() < SEEDS_WITH_ONE else 0
+        self._rounds = deque(sorted(rng.randint(0, LAST_ROUND) for _ in range(num_times)))
+
+    def act(self, now: int) -> None:
+        """In round `now`."""
+        while self._rounds and self._rounds[0] <= now:
+            self._rounds.popleft()
+            self._ask(self._rng.randrange(self._num_replicas))
+
+    def rest(self) -> None:
+        """Asks for nothing any more."""
+        self._rounds.clear()
+
+    def _ask(self, index: int) -> None:
+        if self._replicas.is_drained(index):
+            self._control.join(index)
+            self.counts["joins"] += 1
+            return
+        states = {each: self._replicas.state(each) for each in range(self._num_replicas)}
+        has_others = any(state in ("serving", "restarting") for each, state in states.items() if each != index)
+        if states[index] == "serving":
+            has_others = "serving" in [state for each, state in states.items() if each != index]
+        has_requests = bool(self._control.replica_rows()[index].num_unfinished)
+        try:
+            self._control.drain(index)
+        except RequestError:
+            assert not has_others, "the only one that serves is not the only one"
+            self.counts["drains refused"] += 1
+        else:
+            assert has_others, "nobody is left that serves"
+            self.counts["drains"] += 1
+            self.counts["drains with requests"] += has_requests
