@@ -14,6 +14,7 @@ import promql_parser as promql
 import pytest
 import yaml
 from fakes import FakeEngine
+from jsonschema_rs import validator_for
 from llm_serving import cli
 from llm_serving.config import load_config
 from llm_serving.config.sections.server import ServerConfig
@@ -351,6 +352,40 @@ def test_the_cluster_of_kubernetes_agrees_with_itself_and_with_the_server(tmp_pa
     )
     assert service["spec"]["ports"][0]["port"] == master["ports"][0]["containerPort"] == ServerConfig().server_port
     assert service["spec"]["selector"].items() <= head["template"]["metadata"]["labels"].items()
+
+
+def ray_cluster() -> dict:
+    cluster = next(yaml.safe_load_all((DEPLOY / "kuberay.yaml").read_text()))
+    return json.loads(json.dumps(cluster))  # what stands once in YAML stands where it belongs
+
+
+def problems_of_ray_cluster(cluster: dict) -> list[str]:
+    schema = json.loads((ROOT / "tests" / "ray_cluster_schema.json").read_text())
+    return [error.message for error in validator_for(schema).iter_errors(cluster)]
+
+
+def test_the_cluster_of_kubernetes_is_one_by_the_schema_of_kuberay():
+    assert problems_of_ray_cluster(ray_cluster()) == []
+
+
+@pytest.mark.parametrize(
+    ("group", "change", "problem"),
+    [
+        ("headGroupSpec", lambda group: group.update(serviceKind="ClusterIP"), "serviceKind"),
+        ("headGroupSpec", lambda group: group.pop("template"), "template"),
+        ("workerGroupSpecs", lambda group: group.update(replicas="2"), "integer"),
+        ("workerGroupSpecs", lambda group: group["rayStartParams"].update({"num-cpus": 8}), "string"),
+        ("workerGroupSpecs", lambda group: group["template"]["spec"]["containers"][0].pop("name"), "name"),
+        ("workerGroupSpecs", lambda group: group["template"]["spec"]["containers"][0].update(cmd=[]), "cmd"),
+        ("workerGroupSpecs", lambda group: group["template"]["spec"]["volumes"][0].update(emptyDir=[]), "object"),
+    ],
+)
+def test_a_cluster_that_kuberay_would_refuse_is_noticed(group, change, problem):
+    cluster = ray_cluster()
+    found = cluster["spec"][group]
+    change(found[0] if isinstance(found, list) else found)
+    (noticed,) = problems_of_ray_cluster(cluster)
+    assert problem in noticed
 
 
 def test_nginx_lets_streams_pass_and_agrees_with_the_server():
