@@ -176,16 +176,18 @@ class Replica:
         if self.engine.is_stopping:  # it may be in the middle of a step when it is told to
             if self._simulation.rng.random() < 0.5:
                 self._step()
-            self._end()
+            if self.engine.dead is None:
+                self._end()
             return True
         return self._step()
 
     def _step(self) -> bool:
         try:
             progressed = self.engine.step()
-        except WorkerDiedError:  # while it was starting its WorkAgent again
+        except WorkerDiedError:  # it was told to end while it was starting its WorkAgent again
             assert self.engine.is_stopping
-            progressed = True
+            self._end()
+            return True
         self.scheduler.check_integrity()
         return progressed
 
