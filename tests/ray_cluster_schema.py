@@ -3,8 +3,8 @@
     python tests/ray_cluster_schema.py ray.io_rayclusters.yaml > tests/ray_cluster_schema.json
 
 The argument is `ray-operator/config/crd/bases/ray.io_rayclusters.yaml` of https://github.com/ray-project/kuberay
-(Apache License 2.0; of its commit feeaf72), which has 0.9 MB. Of every object that the manifest has the names of all fields are kept, so that
-one of another name is refused, and of those that it has their types, and what is required.
+(Apache License 2.0; of its commit feeaf72), which has 0.9 MB. Of every object that the manifest has the names of all
+fields are kept, so that one of another name is refused, and of those that it has their types, and what is required.
 """
 
 from __future__ import annotations
