@@ -66,6 +66,29 @@ def test_tenants_without_number_are_forgotten(waits: bool, monkeypatch: pytest.M
     assert shares.served("user-199") == 1000
 
 
+def test_tenants_that_were_served_are_forgotten_though_others_always_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as somebody waits who has got nothing, whoever has got something has more than who comes next."""
+    monkeypatch.setattr(fair_share, "MAX_TENANTS", 10)
+    scheduler = create_scheduler(max_num_seqs=1, max_overtakes=1)
+    shares = scheduler.waiting.queues["normal"].shares
+    run = SchedulerRun(scheduler)
+    for index in range(60):
+        run.add(create_request(1 + index % 3, max_tokens=1, tenant=f"user-{index}"))
+        if index > 2:
+            run.step()
+            assert len(scheduler.waiting) > 1
+    assert len(shares._served) <= 10
+
+
+def test_who_has_had_most_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fair_share, "MAX_TENANTS", 10)
+    shares = FairShare()
+    for index in range(60):
+        shares.join(f"user-{index}", 0)
+        shares.charge(f"user-{index}", 1000 if index == 7 else 1 + index % 5)
+    assert (shares.served("user-7"), shares.served("user-8")) == (1000, 0)
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     sizes=st.fixed_dictionaries({name: st.tuples(st.integers(1, 16), st.integers(1, 8)) for name in "xy"}),

@@ -10,10 +10,14 @@ from typing import Final
 OUTPUT_TOKEN_WEIGHT: Final = 2
 """What a generated token counts, against one for a computed prompt token; the paper's choice."""
 MAX_TENANTS: Final = 10_000
+"""Counters that are kept."""
 
 
 class FairShare:
-    """One counter a tenant; tokens that are computed again after a preemption count again."""
+    """One counter a tenant; tokens that are computed again after a preemption count again.
+
+    Whoever has had least is forgotten where there are too many: it gains the least by starting anew.
+    """
 
     def __init__(self) -> None:
         self._served: dict[str, int] = {}
@@ -25,7 +29,7 @@ class FairShare:
         return self._served.get(tenant, self._floor)
 
     def charge(self, tenant: str, num_tokens: int) -> None:
-        self._served[tenant] = self.served(tenant) + num_tokens
+        self._count(tenant, self.served(tenant) + num_tokens)
 
     def join(self, tenant: str, least_waiting: int | None) -> None:
         """The tenant begins to wait; `least_waiting` is the least counter among those that wait already.
@@ -35,11 +39,15 @@ class FairShare:
         if least_waiting is None and self._last_to_leave is not None:
             least_waiting = self.served(self._last_to_leave)
         self._floor = max(self._floor, least_waiting or 0)
-        self._served[tenant] = max(self.served(tenant), self._floor)
-        if len(self._served) > MAX_TENANTS:
-            self._served = {name: served for name, served in self._served.items() if served > self._floor}
-            self._served[tenant] = max(self.served(tenant), self._floor)
+        self._count(tenant, max(self.served(tenant), self._floor))
 
     def leave(self, tenant: str) -> None:
         """The tenant waits no longer."""
         self._last_to_leave = tenant
+
+    def _count(self, tenant: str, served: int) -> None:
+        self._served[tenant] = served
+        if len(self._served) > MAX_TENANTS:  # half of them goes at once, so that it is seldom
+            most_last = sorted(self._served, key=self._served.__getitem__)
+            kept = most_last[-(MAX_TENANTS // 2) :]
+            self._served = {name: self._served[name] for name in kept if self._served[name] > self._floor}
