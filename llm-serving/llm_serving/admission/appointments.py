@@ -18,7 +18,6 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
@@ -138,7 +137,9 @@ class AppointmentBook:
         (place, `_AGAIN`) for those who come again."""
         self._by_visitor: dict[Visitor, list[Appointment]] = {}
         """Ascending by time."""
-        self._sources: OrderedDict[str, _Source] = OrderedDict()
+        self._sources: dict[str, _Source] = {}
+        self._idle: dict[str, None] = {}
+        """Those of them without an appointment outstanding, the longest first."""
         self._kept = 1.0
         """Share of all appointments that is kept."""
         self._expiries: list[tuple[float, int, Appointment]] = []
@@ -173,7 +174,7 @@ class AppointmentBook:
         own = self._by_visitor.get(visitor, ())
         if not visitor.key or len(own) >= MAX_OF_VISITOR or self._num_outstanding >= MAX_APPOINTMENTS:
             return
-        source = self._source(visitor.source)
+        source = self._source_to_expect(visitor.source)
         amounts = {place.name: place.amount for place in places}
         appointment = Appointment(visitor, due, amounts, again)
         source.outstanding.add(appointment)
@@ -283,17 +284,15 @@ class AppointmentBook:
         own.remove(appointment)
         if not own:
             del self._by_visitor[visitor]
-        source = self._source(visitor.source)
+        source = self._sources[visitor.source]
         source.outstanding.remove(appointment)
         self._expect(appointment, -source.weight)
         source.kept += (came - source.kept) / _MEMORY
         self._kept += (came - self._kept) / _MEMORY
         self._num_outstanding -= 1
         self._reweigh(source)
-        if not source.outstanding and source.is_large:
-            source.is_large = False
-            for name in [each for each in self._expected if isinstance(each, tuple) and each[1] == visitor.source]:
-                del self._expected[name]
+        if not source.outstanding:
+            self._rest(visitor.source, source)
         if self._num_outstanding == 0:
             self._expected.clear()  # and with it what rounding has left
 
@@ -333,17 +332,23 @@ class AppointmentBook:
             for place, amount in appointment.amounts.items():
                 self._ring((place, name))[self._bucket(appointment.due) % _NUM_BUCKETS] += source.weight * amount
 
-    def _source(self, name: str) -> _Source:
-        source = self._sources.get(name)
-        if source is None:
+    def _source_to_expect(self, name: str) -> _Source:
+        """One of which an appointment becomes outstanding."""
+        self._idle.pop(name, None)
+        if (source := self._sources.get(name)) is None:
             source = self._sources[name] = _Source(self._kept, max(LEAST_WEIGHT, self._kept))
-            if len(self._sources) > MAX_SOURCES:
-                idle = next((each for each, of in self._sources.items() if not of.outstanding), None)
-                if idle is not None and idle != name:
-                    del self._sources[idle]
-        else:
-            self._sources.move_to_end(name)
         return source
+
+    def _rest(self, name: str, source: _Source) -> None:
+        """The source has no appointment outstanding any more; it is remembered for a while."""
+        if source.is_large:
+            source.is_large = False
+            for ring in [each for each in self._expected if isinstance(each, tuple) and each[1] == name]:
+                del self._expected[ring]
+        self._idle[name] = None
+        if len(self._idle) > MAX_SOURCES:
+            longest = next(iter(self._idle))
+            del self._idle[longest], self._sources[longest]
 
     @staticmethod
     def _bucket(time: float) -> int:
