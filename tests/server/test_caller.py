@@ -8,8 +8,10 @@ import pytest
 from fakes import FakeEngine
 from llm_serving.config.sections.api_key import ApiKey
 from llm_serving.server.authentication import hash_key
+from llm_serving.server.caller import source_of
 from llm_serving.server.parameters import IGNORED_HEADER
 from server_client import error_of, post, request
+from starlette.requests import Request as HttpRequest
 
 CHAT = {"messages": [{"role": "user", "content": "x"}]}
 BODIES = {
@@ -54,6 +56,15 @@ def test_the_fields_may_stand_among_the_parameters(path):
     fields = {"priority_class": "batch", "user": "ann", "cache_salt": "s"}
     request = submitted(path, {"parameters": {"max_new_tokens": 4} | fields, "user": "ann"})
     assert (request.priority, request.tenant, request.cache_salt) == (1, "ann", "s")
+
+
+def test_all_addresses_of_a_network_are_one_source():
+    """What is shared out by source would be somebody's alone that asks from another address each time."""
+    hosts = ["2001:db8:1:2::3", "2001:db8:1:2:3:4:5:6", "2001:db8:1:3::3", "10.0.0.1", "::ffff:10.0.0.1"]
+    sources = [source_of(HttpRequest({"type": "http", "client": (host, 1)})) for host in hosts]
+    assert sources[0] == sources[1] != sources[2]
+    assert sources[3] == sources[4] == "10.0.0.1"
+    assert source_of(HttpRequest({"type": "http", "client": None})) == ""
 
 
 def test_two_places_with_two_values_are_refused():

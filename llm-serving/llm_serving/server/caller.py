@@ -16,6 +16,7 @@ from llm_serving.core.request_class import class_of
 from llm_serving.errors import PermissionDeniedError, RequestError
 from llm_serving.server.asked_beside import asked_header
 from llm_serving.server.authentication import api_key_of
+from llm_serving.server.front_door.guests import network_of
 from llm_serving.server.note import Note, note_of
 from llm_serving.server.parameters import note_ignored
 from llm_serving.server.quota import Quota, quota_of
@@ -35,7 +36,7 @@ class HttpCaller(Caller):
     note: Note | None = field(default=None, compare=False)
     """What is noted of the HTTP request it came with."""
     source: str = ""
-    """Who answers for the request: the name of an API key, or the address it came from."""
+    """Who answers for the request: the name of an API key, or the network it came from."""
     idempotency_key: str = ""
     """What the client sends again when it sends the same request again, if it does such a thing."""
     says_again: bool | None = None
@@ -85,10 +86,10 @@ def caller_of(config: ServingConfig, http_request: Request, *bodies: CallerField
 
 
 def source_of(http_request: Request) -> str:
-    """Who answers for a request."""
+    """Who answers for a request: of an address of IPv6 its network, of which one customer has all the addresses."""
     if (key := api_key_of(http_request)) is not None:
         return key.name
-    return "" if http_request.client is None else http_request.client.host
+    return "" if http_request.client is None else network_of(http_request.client.host)
 
 
 class Ceiling(NamedTuple):
