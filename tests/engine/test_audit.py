@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -96,6 +97,50 @@ def test_a_request_that_comes_during_an_audit_is_answered() -> None:
     harness.run()
     assert harness.token_ids(second.request_id) == expected_output(second.prompt_token_ids, 6)
     assert counts(harness) == (2, 0)
+
+
+def busy_with_an_audit(**scheduler: Any) -> Harness:
+    """Of a request of tenant `a`; nothing else runs."""
+    harness = audited(**scheduler)
+    first = create_request(4, max_tokens=20, tenant="a", priority=-1)
+    harness.engine.submit(first)
+    while not (first.is_finished and harness.scheduler.running):
+        harness.engine.step()
+    return harness
+
+
+def test_an_audit_takes_no_place_that_its_client_s_tenant_may_have() -> None:
+    harness = busy_with_an_audit(max_running_per_tenant=1)
+    second = create_request(4, max_tokens=2, tenant="a", priority=-1)
+    harness.engine.submit(second)
+    for _ in range(4):
+        harness.engine.step()
+    assert second.is_finished and counts(harness) == (0, 0)
+    harness.run()
+    assert counts(harness) == (2, 0)
+
+
+def test_whoever_comes_during_an_audit_goes_before_it() -> None:
+    harness = busy_with_an_audit(max_num_seqs=1)
+    second = create_request(4, max_tokens=2, tenant="b")
+    harness.engine.submit(second)
+    for _ in range(4):
+        harness.engine.step()
+    assert second.is_finished and counts(harness) == (0, 0)
+    harness.run()
+    assert counts(harness) == (2, 0)
+
+
+def test_audits_find_nothing_in_the_prefix_cache() -> None:
+    harness = audited(prefix_caching=True)
+    added = []
+    add = harness.scheduler.add
+    harness.scheduler.add = lambda request: (added.append(request), add(request))  # type: ignore[method-assign]
+    for _ in range(2):
+        harness.engine.submit(create_request(12, max_tokens=5))
+    harness.run()
+    first, second, *copies = [request.num_cached_tokens for request in added]
+    assert (first, second, copies) == (0, 0, [0, 0])
 
 
 def search(num_prompt: int = 5, **options: object) -> Request:

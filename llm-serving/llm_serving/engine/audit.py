@@ -9,6 +9,7 @@ from zlib import crc32
 
 from llm_serving.core.clock import Clock
 from llm_serving.core.request import FinishReason, Request
+from llm_serving.core.request_class import MAX_PRIORITY
 from llm_serving.core.request_output import RequestOutput, join_pieces
 from llm_serving.core.sampling_params import MAX_LOGPROBS
 from llm_serving.engine.output_processor import OutputProcessor
@@ -23,6 +24,8 @@ logger = get_logger(__name__)
 
 MAX_WAITING: Final = 16
 """Answers that wait for an idle moment; newer ones replace older ones."""
+TENANT: Final = "(audits)"
+"""Of copies; the name of no API key."""
 ANSWERED: Final = frozenset({FinishReason.STOP, FinishReason.LENGTH})
 
 
@@ -55,7 +58,8 @@ class Auditor:
 
     An answer depends on the request alone, so any difference is a fault of this server: `audit_mismatch_total` counts
     them. The copy is answered as its request was, at a desk of its own where nobody but the auditor is told. It finds
-    nothing in the prefix cache: it must not lean on what it is to check.
+    nothing in the prefix cache: it must not lean on what it is to check. Whoever comes meanwhile goes before it, as it
+    is of the lowest class; and it takes nothing of what the client's tenant may run.
     """
 
     def __init__(self, every: int, scheduler: Scheduler, tokenizer: Tokenizer, metrics: Metrics, clock: Clock) -> None:
@@ -115,9 +119,9 @@ class Auditor:
             prompt_token_ids=request.prompt_token_ids,
             sampling=request.sampling,
             stop_token_ids=request.stop_token_ids,
-            priority=request.priority,
-            tenant=request.tenant,
-            cache_salt=f"audit {self._num_seen} {request.cache_salt}",
+            priority=MAX_PRIORITY,
+            tenant=TENANT,
+            cache_salt=request.request_id,
             form=request.form,
             constraint=request.constraint,
             arrival_time=request.arrival_time,
