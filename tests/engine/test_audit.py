@@ -143,6 +143,23 @@ def test_audits_find_nothing_in_the_prefix_cache() -> None:
     assert (first, second, copies) == (0, 0, [0, 0])
 
 
+def test_a_vector_that_differs_is_noticed(caplog: pytest.LogCaptureFixture) -> None:
+    harness = audited()
+    execute = harness.runner.execute
+
+    def garble(step: StepInput) -> StepOutput:
+        output = execute(step)
+        return replace(output, vectors=-output.vectors) if step.step == 0 else output
+
+    request = create_request(4, max_tokens=0)
+    request.wants_vector = True
+    harness.runner.execute = garble  # type: ignore[method-assign]
+    harness.engine.submit(request)
+    harness.run()
+    assert counts(harness) == (1, 1)
+    assert "vector" in caplog.text
+
+
 def search(num_prompt: int = 5, **options: object) -> Request:
     request = create_request(num_prompt, max_tokens=7, **options)
     request.form = BeamSearchParams(width=3, num_returned=2)

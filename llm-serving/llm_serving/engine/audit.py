@@ -39,13 +39,15 @@ class Answer:
     def tokens(self) -> list[str]:
         """Each token with its log-probabilities, of a search those of all its answers; their texts and ends come last.
 
-        Before them comes what was told of the prompt.
+        Before them comes what was told of the prompt, its vector last.
 
         Written down so that they differ wherever a bit does.
         """
         whole = join_pieces(self.pieces)
         parts = whole.beams or (whole,)
         told = [repr(each) for part in parts for each in part.logprobs or part.token_ids]
+        if whole.vector is not None:
+            told = [f"vector {crc32(whole.vector.tobytes()):08x}", *told]
         if (of_prompt := whole.prompt_logprobs) is not None:
             told = [
                 repr(each) for each in zip(of_prompt.tokens(MAX_LOGPROBS), of_prompt.ranks.tolist(), strict=True)
@@ -124,6 +126,7 @@ class Auditor:
             cache_salt=request.request_id,
             form=request.form,
             constraint=request.constraint,
+            wants_vector=request.wants_vector,
             arrival_time=request.arrival_time,
         )
         self._running = answer, Answer(copy)
