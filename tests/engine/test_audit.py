@@ -14,6 +14,7 @@ from llm_serving.core.beam_search_params import BeamSearchParams
 from llm_serving.core.request import Request
 from llm_serving.core.request_output import join_pieces
 from llm_serving.core.step import StepInput, StepOutput
+from llm_serving.engine import audit
 from llm_serving.engine.audit import Auditor
 from llm_serving.executor.executor import StepFailedError
 from word_tokenizer import WordTokenizer
@@ -141,6 +142,16 @@ def test_audits_find_nothing_in_the_prefix_cache() -> None:
     harness.run()
     first, second, *copies = [request.num_cached_tokens for request in added]
     assert (first, second, copies) == (0, 0, [0, 0])
+
+
+def test_an_answer_that_takes_much_memory_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    harness = audited()
+    monkeypatch.setattr(audit, "MAX_BYTES", 4000)
+    for num_tokens in (5, 40):
+        harness.engine.submit(create_request(4, max_tokens=num_tokens))
+    harness.run()
+    assert counts(harness) == (1, 0)
+    assert not harness.engine._auditor._watched
 
 
 def test_a_vector_that_differs_is_noticed(caplog: pytest.LogCaptureFixture) -> None:

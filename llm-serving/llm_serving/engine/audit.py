@@ -24,6 +24,8 @@ logger = get_logger(__name__)
 
 MAX_WAITING: Final = 16
 """Answers that wait for an idle moment; newer ones replace older ones."""
+MAX_BYTES: Final = 2**24
+"""Of the pieces of an answer; a longer one is not audited: on a busy server `MAX_WAITING` of them are kept for long."""
 TENANT: Final = "(audits)"
 """Of copies; the name of no API key."""
 ANSWERED: Final = frozenset({FinishReason.STOP, FinishReason.LENGTH})
@@ -35,6 +37,12 @@ class Answer:
 
     request: Request
     pieces: list[RequestOutput] = field(default_factory=list)
+    num_bytes: int = 0
+    """Of the pieces, about."""
+
+    def add(self, piece: RequestOutput) -> None:
+        self.pieces.append(piece)
+        self.num_bytes += piece.num_bytes
 
     def tokens(self) -> list[str]:
         """Each token with its log-probabilities, of a search those of all its answers; their texts and ends come last.
@@ -103,12 +111,13 @@ class Auditor:
             return
         for piece in pieces:
             answer = self._watched.get(piece.request_id)
-            if answer is not None:
-                answer.pieces.append(piece)
-                if piece.finished:
-                    del self._watched[piece.request_id]
-                    if piece.finish_reason in ANSWERED:
-                        self._waiting.append(answer)
+            if answer is None:
+                continue
+            answer.add(piece)
+            if piece.finished or answer.num_bytes > MAX_BYTES:
+                del self._watched[piece.request_id]
+            if piece.finish_reason in ANSWERED and answer.num_bytes <= MAX_BYTES:
+                self._waiting.append(answer)
 
     def run_copy(self) -> None:
         """Nothing else runs: a copy begins, if there is something to audit."""
@@ -143,7 +152,7 @@ class Auditor:
         """The copy's answer goes on; when it has come to its end, it is compared."""
         assert self._running is not None
         answer, again = self._running
-        again.pieces.append(piece)
+        again.add(piece)
         if piece.finished:
             self._running = None
             if piece.finish_reason in ANSWERED:
