@@ -9,6 +9,7 @@ from fake_runner import VOCAB_SIZE, next_token, seen
 from llm_serving.core.request import Request
 from llm_serving.core.window import NO_WINDOW
 from llm_serving.speculation import Drafter
+from llm_serving.speculation.finished_answers import FinishedAnswers
 
 MAX_DRAFTS = 7
 FINISHED_TOKENS = 2**10
@@ -20,7 +21,7 @@ class GuessingDrafter(Drafter):
 
     def __init__(self, rng: random.Random, wrong: float = 0.2, window: int = NO_WINDOW) -> None:
         self._rng, self._wrong, self._window = rng, wrong, window
-        super().__init__(MAX_DRAFTS, 3, finished_tokens=FINISHED_TOKENS)
+        super().__init__(MAX_DRAFTS, 3, finished=FinishedAnswers(3, FINISHED_TOKENS))
 
     @property
     def pays(self) -> bool:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import random
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llm_serving.speculation.finished_answers import FinishedAnswers
+from llm_serving.whatif.virtual_drafter import TakenSlots
 
 
 def followed(finished: FinishedAnswers, namespace: str, tokens: list[int], length: int) -> list[int]:
@@ -71,6 +74,18 @@ def test_what_is_found_stood_there_in_one_of_the_newest_answers(batches, length)
                     assert (namespace, answer) in newest
                     assert answer[index - wanted : index] == tokens
                     assert index < len(answer)
+
+
+def test_a_table_that_takes_less_memory_and_another_salt_find_the_same() -> None:
+    rng = random.Random(1)
+    plain, sparse = FinishedAnswers(2, 64, salt=len), FinishedAnswers(2, 64, salt=len, table=TakenSlots)
+    for _ in range(40):
+        said = [("ab"[rng.randrange(2)], tuple(rng.choices(range(4), k=rng.randint(0, 20)))) for _ in range(3)]
+        plain.add(said)
+        sparse.add(said)
+        tokens = rng.choices(range(4), k=9)
+        for length in (2, 4):
+            assert sparse.find("a", tokens, length) == plain.find("a", tokens, length)
 
 
 def test_nearly_all_is_found() -> None:

@@ -1,6 +1,11 @@
 """What guesses bring in a simulation: those of the shipping drafter, in the texts of the load."""
 
+import os
 import random
+import subprocess
+import sys
+import tracemalloc
+from pathlib import Path
 
 import pytest
 from factories import create_request
@@ -29,6 +34,17 @@ def create(share, num=4, seed=1):
         prompt = rng.choices(range(3, 1000), k=40)
         text = recite(rng, prompt, NUM_TOKENS, share, 24, 1000) if share else []
         requests.append(Asked("s", 0.1 * number, prompt, NUM_TOKENS, NUM_TOKENS, answer_token_ids=text))
+    return Load("tests", (Stream("s", requests),), vocab_size=1000)
+
+
+def create_again(num):
+    """So many answers, one after the other, and then all of them again."""
+    rng = random.Random(1)
+    texts = 2 * [rng.choices(range(3, 1000), k=NUM_TOKENS) for _ in range(num)]
+    requests = [
+        Asked("s", 2.0 * number, rng.choices(range(3, 1000), k=8), NUM_TOKENS, NUM_TOKENS, answer_token_ids=text)
+        for number, text in enumerate(texts)
+    ]
     return Load("tests", (Stream("s", requests),), vocab_size=1000)
 
 
@@ -102,6 +118,38 @@ def test_a_recited_answer_of_one_is_found_in_that_of_another():
     first, other, again = play(Load("tests", (Stream("s", requests),), vocab_size=1000)).outcomes
     assert again.tpot_s < 0.5 * first.tpot_s
     assert other.tpot_s == pytest.approx(first.tpot_s)  # another tenant's answers are not looked in
+
+
+def test_a_replica_takes_memory_for_what_was_answered_there_and_no_more():
+    few = play(create(0.9))
+    tracemalloc.start()
+    try:
+        many = play(create(0.9), cluster_config__replicas=40)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert many.num_right > 0.5 * few.num_right
+    assert peak < 40 * 2**20
+
+
+def test_the_same_seed_guesses_the_same_in_every_process():
+    """So many answers that some of their tokens share a slot of the table, by a hash that must not differ."""
+    code = (
+        "import test_guesses as t; from llm_serving.whatif import virtual_drafter as v; v.FINISHED_TOKENS = 2048;"
+        "r = t.play(t.create_again(16)); print(r.num_guesses, r.num_right, r.num_steps)"
+    )
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    told = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": path},
+            capture_output=True,
+            check=True,
+            text=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(told) == 1
 
 
 def test_a_recording_has_the_texts_and_says_what_guesses_would_have_brought(tmp_path):

@@ -59,7 +59,7 @@ class Drafter:
         model: DraftModel | None = None,
         clock: Clock | None = None,
         *,
-        finished_tokens: int = FINISHED_TOKENS,
+        finished: FinishedAnswers | None = None,
     ) -> None:
         """
         Args:
@@ -67,13 +67,14 @@ class Drafter:
             ngram_length: Tokens by which what follows is looked up.
             model: Goes on with those for whom nothing right is found so.
             clock: By which the time of looks is measured; None: it is not.
-            finished_tokens: Of the newest finished answers, which are looked up too; takes 32 bytes each at once.
+            finished: The newest finished answers, which are looked up too; None: `FINISHED_TOKENS` of them, which
+                takes 64 bytes for each at once.
         """
         self._clock = clock
         self._look_s = LOOK_S
         self._model = model
         self._ngram_length = ngram_length
-        self._finished = FinishedAnswers(ngram_length, finished_tokens)
+        self._finished = FinishedAnswers(ngram_length, FINISHED_TOKENS) if finished is None else finished
         self._states: OrderedDict[Request, GuessState] = OrderedDict()
         """The first is the one that has not been looked at for the longest time."""
         self._swept_at = LEAST_SWEPT

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Mapping
 from typing import Final
 
 from llm_serving.config.schema import ServingConfig
 from llm_serving.core.request import FINISHED, Request
-from llm_serving.speculation.drafter import Drafter
+from llm_serving.speculation.drafter import FINISHED_TOKENS, Drafter
+from llm_serving.speculation.finished_answers import FinishedAnswers, Int64Array
 from llm_serving.speculation.guess_state import GuessState
 from llm_serving.whatif.virtual_agent import VirtualAgent
 
@@ -35,7 +37,8 @@ class VirtualDrafter(Drafter):
         self._worked_s = 0.0
         """All that it has done."""
         reach, length = scheduler.num_speculative_tokens, scheduler.prompt_lookup_tokens
-        super().__init__(reach, length, clock=lambda: self._worked_s)
+        finished = FinishedAnswers(length, FINISHED_TOKENS, table=TakenSlots, salt=_salt_of)
+        super().__init__(reach, length, clock=lambda: self._worked_s, finished=finished)
         self.settle: Callable[[Request], None] = as_it_is
         """Has a request that is about to be looked at be as it would be."""
         self._agent, self._ahead = agent, scheduler.schedule_ahead
@@ -63,6 +66,24 @@ class VirtualDrafter(Drafter):
     def _guess(self, request: Request, state: GuessState, num_running: int, proposed: list[int]) -> list[int]:
         self._worked_s += GUESS_S
         return super()._guess(request, state, num_running, proposed)
+
+
+class TakenSlots:
+    """A table that takes memory for the slots that are not 0: there is one for each of many replicas."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._places: dict[int, int] = {}
+
+    def __getitem__(self, slot: int) -> int:
+        return self._places.get(slot, 0)
+
+    def __setitem__(self, slots: Int64Array, places: Int64Array) -> None:
+        self._places.update(zip(slots.tolist(), places.tolist(), strict=True))
+
+
+def _salt_of(namespace: str) -> int:
+    """The same in every process, unlike the hash of a string: by that the same seed gives the same guesses."""
+    return zlib.crc32(namespace.encode()) << 32  # slots are chosen by the upper bits
 
 
 def as_it_is(request: Request) -> None:
