@@ -132,10 +132,10 @@ def test_who_was_refused_is_remembered_with_what_it_asked_for() -> None:
     setup.enter(PLACES)
     setup.clock.now = 2.5
     setup.refused(1, 2)
-    assert list(setup.door.refused) == [(2.5, (4, 4), 0, "")]
+    assert setup.door.refused.since(0.0) == [(2.5, (4, 4), 0, "")]
     setup.start(PLACES)
     setup.ask(2)
-    assert len(setup.door.refused) == 1
+    assert len(setup.door.refused.since(0.0)) == 1
 
 
 def test_what_is_kept_for_those_who_stay_away_is_free_after_a_while() -> None:

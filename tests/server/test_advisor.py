@@ -14,7 +14,7 @@ import httpx
 import pytest
 from fakes import FakeEngine
 from http_serving import TIMEOUT_S, connect, serving
-from llm_serving.admission.door import Refused
+from llm_serving.admission.refused_lately import Refused
 from llm_serving.cli import main
 from llm_serving.config.schema import ServingConfig
 from llm_serving.config.sections.scheduler import SchedulerConfig

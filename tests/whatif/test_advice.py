@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from factories import create_request
-from llm_serving.admission.door import Refused
+from llm_serving.admission.refused_lately import Refused
 from llm_serving.commands.advice import told
 from llm_serving.config import load_config
 from llm_serving.config.report import describe

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
@@ -18,6 +17,7 @@ from llm_serving.admission.appointments import (
 )
 from llm_serving.admission.corrections import Corrections
 from llm_serving.admission.load_estimator import NOTHING, Measured, Queue, UnderWay
+from llm_serving.admission.refused_lately import Refused, RefusedLately
 from llm_serving.admission.slots import Slots
 from llm_serving.admission.waiting_room import Limit, WaitingRoom
 from llm_serving.config.schema import ServingConfig
@@ -28,8 +28,6 @@ from llm_serving.observe.class_metrics import ClassMetrics
 
 FEW_ENDS: Final = 8
 """Requests that must end before one can start; up to so many, chance has more to say than the rate."""
-MAX_REFUSED: Final = 20_000
-"""Refusals that are remembered, the newest."""
 ROUGH_S: Final = 0.05
 """Seconds for which a prediction holds for others who are not let in; nobody gets an older one."""
 HELD_SHARE: Final = 0.02
@@ -38,17 +36,6 @@ FRESH_S: Final = 10.0
 """Seconds without a step after which what was measured refuses nobody who would be alone."""
 RETURNED_MEMORY: Final = 32
 """Requests let in at their second coming after which one counts 1/e for what others are told."""
-
-
-class Refused(NamedTuple):
-    """Requests that belong together and were told to come again later."""
-
-    time: float
-    """On the engine's clock."""
-    prompt_lens: tuple[int, ...]
-    """Tokens, or as many as they have at least."""
-    priority: int
-    tenant: str
 
 
 class Kind(NamedTuple):
@@ -136,8 +123,7 @@ class Door:
         self, config: ServingConfig, room: WaitingRoom, metrics: ClassMetrics, clock: Clock = monotonic
     ) -> None:
         self.book = AppointmentBook()
-        self.refused: deque[Refused] = deque(maxlen=MAX_REFUSED)
-        """Who was told to come again later, the newest; each time that somebody was."""
+        self.refused = RefusedLately()
         self.reload(config)
         self._room = room
         self._metrics = metrics
@@ -242,7 +228,7 @@ class Door:
             if num_missing <= 0:
                 continue
             self._metrics.refused(request_class, limit.name, num_requests)
-            self.refused.append(Refused(now, tuple(prompt_lens), priority, tenant))
+            self.refused.note(Refused(now, tuple(prompt_lens), priority, tenant))
             least_s = 1.0
             if limit.name == "slo" and predicted_s is not None and request_class.ttft_slo_s is not None:
                 least_s = predicted_s - request_class.ttft_slo_s
@@ -303,7 +289,7 @@ class Door:
             return
         predicted_s = forecast.seconds
         self._metrics.refused(request_class, "deadline", len(prompt_lens))
-        self.refused.append(Refused(self._clock(), tuple(prompt_lens), priority, tenant))
+        self.refused.note(Refused(self._clock(), tuple(prompt_lens), priority, tenant))
         expected = f"the first token is expected in {predicted_s:.3g} s"
         message = f"{expected}, and `timeout_s` leaves {max(0.0, remaining_s):.3g} s"
         raise TooLateError(message, max(1.0, predicted_s - remaining_s), 1000 * predicted_s)

@@ -12,7 +12,8 @@ from typing import Any, Final
 from llm_serving.admission.admission import check_beam_search, check_request, end_token_ids, stop_token_ids
 from llm_serving.admission.answer_lengths import asked_of, beginnings_of
 from llm_serving.admission.appointments import Visitor
-from llm_serving.admission.door import Door, Forecast, Refused, Replica
+from llm_serving.admission.door import Door, Forecast, Replica
+from llm_serving.admission.refused_lately import Refused
 from llm_serving.admission.waiting_room import WaitingRoom
 from llm_serving.config.schema import ServingConfig
 from llm_serving.core.beam_search_params import BeamSearchParams
@@ -389,7 +390,7 @@ class AsyncEngine:
         Args:
             time: On the engine's clock.
         """
-        return [each for each in self._door.refused if each.time >= time]
+        return self._door.refused.since(time)
 
     def _seen(self, placed: Placed) -> Replica:
         return self._router.seen(*placed)

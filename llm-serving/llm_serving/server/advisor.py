@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from msgspec.json import encode
 
-from llm_serving.admission.door import Refused
+from llm_serving.admission.refused_lately import Refused
 from llm_serving.config.report import describe
 from llm_serving.config.schema import ServingConfig
 from llm_serving.core.clock import Clock

@@ -20,7 +20,7 @@ from typing import Final
 
 import msgspec
 
-from llm_serving.admission.door import Refused
+from llm_serving.admission.refused_lately import Refused
 from llm_serving.config import ServingConfig, load_config
 from llm_serving.errors import LLMServingError, RecordingError
 from llm_serving.whatif.advice import Advice, advise

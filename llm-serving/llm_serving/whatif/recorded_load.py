@@ -10,7 +10,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Final
 
-from llm_serving.admission.door import Refused
+from llm_serving.admission.refused_lately import Refused
 from llm_serving.core.request import Request
 from llm_serving.errors import ConfigError, RecordingError
 from llm_serving.recording.records import Reader
