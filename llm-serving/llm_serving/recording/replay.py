@@ -56,6 +56,8 @@ class Replay:
         """After `run` with `explain`: the state and the decision it stopped at."""
         self.on_decision: Callable[[Schedule, float], None] = lambda schedule, now: None
         """Told of each schedule that is the recorded one, and of the time it was made at."""
+        self.on_request: Callable[[Request], None] = lambda request: None
+        """Told of each request that comes, after those of `requests` at the beginning."""
         self._reader = reader
         state = restore(reader.header.layouts, reader.header.nodes)
         self.scheduler = object.__new__(Scheduler)
@@ -70,6 +72,11 @@ class Replay:
         self._ids = {sequence: request.request_id for sequence, request in self._requests.items()}
         self._chain = Chain()
         self._chain.add(reader.header_payload)
+
+    @property
+    def requests(self) -> list[Request]:
+        """Those that have come and not ended."""
+        return [*self._requests.values()]
 
     @property
     def hash(self) -> str:
@@ -142,6 +149,7 @@ class Replay:
                 scheduler.add(request)
                 self._requests[request.sequence] = request
                 self._ids[request.sequence] = request.request_id
+                self.on_request(request)
             case Drafted(sequence, token_ids):
                 scheduler.draft(self._requests[sequence], token_ids)
             case Ended(sequence, reason):

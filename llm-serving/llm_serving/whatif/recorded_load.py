@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -15,7 +15,6 @@ from llm_serving.core.request import Request
 from llm_serving.errors import ConfigError, RecordingError
 from llm_serving.recording.records import Reader
 from llm_serving.recording.replay import Replay
-from llm_serving.scheduler.schedule import Schedule
 from llm_serving.whatif.document import MOST_WHOLE
 from llm_serving.whatif.load import Asked, Load, Stream
 
@@ -49,8 +48,9 @@ def read_recorded_files(
 ) -> Load:
     """Reads what was asked during a recording, by replaying it.
 
-    A request whose end is not in the recording is taken to end where the recording does. Copies that audits compute,
-    and the beams of searches beyond the first, are left out: the simulation has its own.
+    A request whose end is not in the recording is taken to end where the recording does; what one would have got that
+    got nothing, as it waited until it was given up or the recording ended, is drawn from what others got. Copies that
+    audits compute, and the beams of searches beyond the first, are left out: the simulation has its own.
 
     Args:
         files: In their order.
@@ -62,19 +62,15 @@ def read_recorded_files(
         ConfigError: There is no such file.
         RecordingError: One is damaged, of another version, or is not decided again as it was.
     """
-    requests: dict[tuple[Path, int], Request] = {}
+    requests: list[Request] = []
     notices: list[str] = []
     for file in files:
-
-        def note(schedule: Schedule, now: float, file: Path = file) -> None:
-            for row in schedule.rows:
-                requests.setdefault((file, row.request.sequence), row.request)
-
         try:
             with file.open("rb") as stream:
                 reader = Reader(stream)
                 replay = Replay(reader)
-                replay.on_decision = note
+                requests += replay.requests
+                replay.on_request = requests.append
                 replay.run()
             notices += torn(file, reader.torn_at)
         except RecordingError as error:
@@ -90,13 +86,15 @@ def torn(file: Path, at: int | None) -> list[str]:
     return [] if at is None else [f"{file}: ends within a record, at byte {at}; what is before it is used"]
 
 
-def _once(requests: dict[tuple[Path, int], Request]) -> dict[str, Request]:
-    """By id; of one that lived in several files, as the last of them has it."""
-    return {
-        each.request_id: each
-        for each in requests.values()
-        if not each.is_beam and not each.request_id.startswith(AUDIT_PREFIX)
-    }
+def _once(requests: Iterable[Request]) -> dict[str, Request]:
+    """By id; of one that lived in several files, or at several replicas, as it is where it got farthest."""
+    found: dict[str, Request] = {}
+    for each in requests:
+        if not each.is_beam and not each.request_id.startswith(AUDIT_PREFIX):
+            known = found.setdefault(each.request_id, each)
+            if len(each.output_token_ids) > len(known.output_token_ids):
+                found[each.request_id] = each
+    return found
 
 
 def _load(name: str, files: Sequence[Path], requests: Sequence[Request], refused: Sequence[Refused]) -> Load:
@@ -123,6 +121,7 @@ def _load(name: str, files: Sequence[Path], requests: Sequence[Request], refused
         )
         for each in ordered
     ]
+    asked = list(_with_answers(asked, [not (each.output_token_ids or each.tells_of_its_prompt) for each in ordered]))
     asked = sorted([*asked, *_refused(refused, origin, asked)], key=lambda each: each.due_s)
     if first := min(0.0, asked[0].due_s):
         asked = [replace(each, due_s=each.due_s - first) for each in asked]
@@ -143,6 +142,18 @@ def _check(request: Request, where: str) -> None:
         if not FAILED <= token_id < MOST_WHOLE:
             rule = f"must have an answer of token ids from {FAILED} to {MOST_WHOLE - 1}"
             raise RecordingError(f"{where}: request {request.request_id!r} {rule}. Given: {token_id}")
+
+
+def _with_answers(asked: Sequence[Asked], got_nothing: Sequence[bool]) -> Iterator[Asked]:
+    """Those who got nothing with the answers of others who got some, as far as each asked for so much."""
+    rng = random.Random(len(asked))
+    answered = [each for each, nothing in zip(asked, got_nothing, strict=True) if not nothing]
+    for each, nothing in zip(asked, got_nothing, strict=True):
+        if nothing and answered:
+            num_output = rng.choice(answered).num_output_tokens
+            yield replace(each, num_output_tokens=min(num_output, each.max_tokens))
+        else:
+            yield each
 
 
 def _refused(refused: Sequence[Refused], origin: float, others: Sequence[Asked]) -> Iterator[Asked]:
