@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
         say(line)
     trials = Trials(configure, load, profile, goal, arguments.seed)
     if trials.own.result is not None:
-        check_served(str(arguments.config), trials.own.result, arguments.load)
+        check_served(str(arguments.config), trials.own.result, arguments.load, load)
     sampler = TreeParzen(knobs, arguments.seed, arguments.trials)
     say(f"{goal}; {len(knobs)} knobs, {load.num_requests:,} requests, {mark(profile)}")
     with _Bar(goal, arguments.trials) as bar:
@@ -126,9 +126,9 @@ def _show(arguments: argparse.Namespace, trials: Trials, tuned: Trial, effects: 
 
     columns = []
     for name, trial in ((arguments.config.stem, trials.own), (arguments.out.stem, tuned)):
-        assert trial.result is not None, "both were simulated to their end"
-        trial.result.name = name
-        columns.append((trial.result, trial.figures))
+        result = trials.whole(trial)
+        result.name = name
+        columns.append((result, trial.figures))
     print(table(columns))
     for each in effects:
         print(f"{each.key}: {yaml_text(each.was)} -> {yaml_text(each.value)}: {each.brings(trials.goal, tuned)}")

@@ -135,7 +135,7 @@ def run(arguments: argparse.Namespace) -> int:
     for argument, variant in zip(arguments.configs, variants, strict=True):
         began = time.perf_counter()
         result = variant(load)
-        check_served(argument, result, arguments.load)
+        check_served(argument, result, arguments.load, load)
         seconds, figures = time.perf_counter() - began, figures_of(result)
         results.append((result, figures))
         pace = figures["duration_s"] / max(seconds, 1e-9)
@@ -158,23 +158,41 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def check_served(config: str, result: Result, load: Path) -> None:
+def _show_nothing(text: str) -> None:
+    """Standard output is for numbers."""
+
+
+def files_of(configs: Sequence[str]) -> Iterator[Path]:
+    """What these arguments have read: YAMLs, and profiles of their own."""
+    for argument in configs:
+        name, *changes = argument.split("+")
+        yield Path(name)
+        yield from (Path(each.removeprefix(OWN_PROFILE)) for each in changes if each.startswith(OWN_PROFILE))
+
+
+def check_served(config: str, result: Result, path: Path, load: Load) -> None:
     """Tells of requests that a configuration can never serve.
 
     Raises:
         ConfigError: These are all.
     """
-    num, num_all = result.num_unservable, len(result.outcomes)
+    num, num_all = result.num_unservable, load.num_requests
     if not num:
         return
     if num == num_all:
-        raise ConfigError(f"{config}: can never serve any of the {num_all:,} requests of {load}: {result.unservable}")
-    say(f"{config}: can never serve {num:,} of the {num_all:,} requests of {load}: {result.unservable}")
+        raise ConfigError(f"{config}: can never serve any of the {num_all:,} requests of {path}: {result.unservable}")
+    say(f"{config}: can never serve {num:,} of the {num_all:,} requests of {path}: {result.unservable}")
 
 
-def _say_what_would_keep(
-    argument: str, variant: Variant, load: Load, model: str | None, needs: Sequence[Constraint]
-) -> None:
+def _what_would_keep(
+    argument: str,
+    variant: Variant,
+    load: Load,
+    model: str | None,
+    needs: Sequence[Constraint],
+    show: Callable[[str], object],
+) -> list[str]:
+    """In lines, each of which is shown as soon as it is known."""
     from llm_serving.whatif.needs import what_would_keep
     from llm_serving.whatif.tuning.goal import Figure, Goal
     from llm_serving.whatif.tuning.knobs import Changes, as_overrides, classes_in, tenants_in

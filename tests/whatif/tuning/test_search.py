@@ -4,6 +4,7 @@ from dataclasses import replace
 import pytest
 from llm_serving.config import load_config
 from llm_serving.errors import ConfigError
+from llm_serving.whatif.figures import figures_of
 from llm_serving.whatif.load import Load
 from llm_serving.whatif.tuning.ablation import Effect, effects, put_back
 from llm_serving.whatif.tuning.goal import Constraint, Figure, Goal
@@ -75,6 +76,9 @@ def test_changes_that_bring_nothing_are_taken_back():
 def test_a_refused_configuration_scores_worst_and_is_not_simulated():
     trial = create_trials().of({SLOTS: 64, BUDGET: 32})
     assert (trial.score, trial.result) == (UNUSABLE, None)
+    many = tuple(Constraint(Figure(f"tenant {number}", "ttft_p99_ms"), 1e-9) for number in range(20))
+    figures = {each.figure.key: 1e9 for each in many}
+    assert replace(MOST, constraints=many).score(figures, figures) > UNUSABLE
 
 
 def test_hopeless_trials_are_given_up_once_a_feasible_one_is_known():
@@ -88,6 +92,14 @@ def test_hopeless_trials_are_given_up_once_a_feasible_one_is_known():
     whole = trials.of({SLOTS: 8}, to_the_end=True)
     assert whole.result.complete
     assert whole.score < 0
+
+
+def test_what_came_of_each_request_is_not_kept_of_all_trials():
+    trials = create_trials()
+    for slots in (4, 8):
+        trial = trials.of({SLOTS: slots})
+        assert trial.result.complete and not trial.result.outcomes and not trial.result.block_use
+        assert figures_of(trials.whole(trial)) == trial.figures
 
 
 def test_what_would_help_an_infeasible_goal_is_told():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
 from llm_serving.config.schema import ServingConfig
@@ -16,8 +16,8 @@ from llm_serving.whatif.tuning.goal import Goal
 from llm_serving.whatif.tuning.hopeless import Hopeless
 from llm_serving.whatif.tuning.knobs import Changes
 
-UNUSABLE: Final = -1000.0
-"""Score of a configuration that is refused."""
+UNUSABLE: Final = -1e9
+"""Score of a configuration that is refused: below that of any that breaks constraints, however many."""
 
 Configure = Callable[[Changes], ServingConfig]
 """The configuration to begin with, changed; raises ConfigError."""
@@ -30,6 +30,7 @@ class Trial(NamedTuple):
     figures: Figures
     """Empty where the configuration was refused, of what had come where it was given up."""
     result: Result | None = None
+    """But for what came of each request: that of all trials would take much memory."""
 
     @property
     def feasible(self) -> bool:
@@ -38,7 +39,7 @@ class Trial(NamedTuple):
 
 @dataclass
 class Trials:
-    """Simulates configurations, each once.
+    """Simulates configurations, each once; what came of each request is forgotten, and simulated again by `whole`.
 
     Args:
         configure: Makes a configuration of changes.
@@ -62,10 +63,9 @@ class Trials:
         self._feasible = False
         result = self._play(self.configure({})).run()
         figures = figures_of(result)
-        self.own = Trial({}, self.goal.score(figures, figures), figures, result)
-        """The configuration to begin with."""
-        self._keep(self.own)
         self._longest_s = max(each.end_s for each in result.outcomes)
+        self.own = self._keep(Trial({}, self.goal.score(figures, figures), figures, result))
+        """The configuration to begin with."""
 
     def of(self, changes: Changes, *, to_the_end: bool = False) -> Trial:
         """What these changes come to; those that cannot lead anywhere are given up on the way.
@@ -91,10 +91,16 @@ class Trials:
             score = min(score, 0.0) - 1.0 - undone / self.load.num_requests
         return self._keep(Trial(changes, score, figures, result))
 
+    def whole(self, trial: Trial) -> Result:
+        """All that comes of the changes of a trial that was not refused."""
+        return self._play(self.configure(trial.changes)).run()
+
     def _play(self, config: ServingConfig) -> Simulation:
         return Simulation(config, self.load, self.profile, self.seed)
 
     def _keep(self, trial: Trial) -> Trial:
+        if trial.result is not None:
+            trial = trial._replace(result=replace(trial.result, outcomes=[], block_use=[]))
         self._done[frozenset(trial.changes.items())] = trial
         self._feasible = self._feasible or trial.feasible
         return trial
