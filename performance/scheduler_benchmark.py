@@ -31,6 +31,7 @@ from llm_serving.config.schema import ServingConfig
 from llm_serving.core.request import Request
 from llm_serving.core.request_output import RequestOutput
 from llm_serving.core.sampling_params import SamplingParams
+from llm_serving.engine import engine as engine_loop
 from llm_serving.engine.engine import Engine
 from llm_serving.engine.replica import build_engine
 from llm_serving.executor.executor import RemoteExecutor
@@ -163,11 +164,11 @@ def _places(engine: Engine, agent: RandomAgent) -> list[tuple[Any, str, str]]:
         (engine, "step", "the rest of the loop"),
         (engine.scheduler, "schedule", "scheduling"),
         (engine.scheduler, "update", "taking tokens into account"),
-        (engine._builder, "build", "building the step"),
+        (engine, "build_step", "building the step"),
         (executor, "submit", "writing it for the WorkAgent"),
         (executor, "collect", "reading the reply"),
         (agent, "receive", AGENT),
-        (engine, "_deliver", "text and pieces"),
+        (engine_loop, "deliver", "text and pieces"),
         *((engine.journal, event, "journal") for event in ("decided", "formed", "replied", "ended")),
         (engine, "_record", "metrics of the step"),
         (engine, "_measure", "estimate of the load"),

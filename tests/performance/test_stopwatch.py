@@ -39,3 +39,14 @@ def test_nothing_is_timed_afterwards_even_after_an_error(ticks):
         module.fail()
     assert watch.seconds == {"failing": 1.0}
     assert module.fail is fail and vars(parts) == {}
+
+
+def test_a_name_of_which_nothing_is_called_is_told(ticks):
+    parts, watch = Parts(), Stopwatch()
+    inner = parts.inner  # as somebody keeps it who calls it by no attribute
+    places = (parts, "outer", "outside"), (parts, "inner", "inside")
+    with pytest.raises(RuntimeError, match="of what is to be timed as inside, outside"), watch.on(*places):
+        inner()
+    assert vars(parts) == {}
+    with pytest.raises(AttributeError, match="middle"), watch.on((parts, "middle", "between")):
+        pass

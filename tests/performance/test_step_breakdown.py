@@ -1,0 +1,22 @@
+"""Where a decode step's time goes is told of what the engine and the runner call."""
+
+import step_breakdown
+from engine_harness import Harness
+from factories import create_request
+from llm_serving.worker import model_runner
+from llm_serving.worker.model_runner import ModelRunner
+from stopwatch import Stopwatch
+
+
+def test_what_is_timed_is_there_and_called_by_the_loop():
+    harness = Harness(ahead=False)
+    engine = harness.engine
+    engine._executor._runner = ModelRunner
+    places = step_breakdown._places(engine)
+    engine._executor._runner = harness.runner
+    assert [(owner, attribute) for owner, attribute, _ in places if not hasattr(owner, attribute)] == []
+    of_the_loop = [place for place in places if place[0] not in (ModelRunner, model_runner)]
+    assert len(of_the_loop) > 3
+    with Stopwatch().on(*of_the_loop):
+        engine.submit(create_request(max_tokens=2))
+        harness.run()
