@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import shlex
 import socket
 import subprocess
@@ -165,11 +166,11 @@ class TestStart:
 
     def test_a_second_server_on_the_port_is_refused(self, tmp_path):
         write(tmp_path, record_of(os.getpid(), 8835))
-        with pytest.raises(
-            ConfigError,
-            match=rf"already \(pid {os.getpid()}\); end it with `llm-serving stop --run-dir {tmp_path} --port 8835`",
-        ):
+        with pytest.raises(ConfigError, match=rf"already \(pid {os.getpid()}\)") as error:
             start(a_config(8835), [], tmp_path)
+        program, *arguments = re.search(r"; end it with `(.*)`$", str(error.value))[1].split()
+        assert subprocess.run([program, "version"], capture_output=True, check=True).stdout.startswith(b"llm-serving ")
+        assert arguments == ["stop", "--run-dir", str(tmp_path), "--port", "8835"]
 
     @pytest.mark.parametrize("place", ["run", "run/{port}/server.log"])
     def test_a_folder_that_cannot_be_written_is_named(self, tmp_path, place):

@@ -116,7 +116,8 @@ def start_silently(config: ServingConfig, serve_arguments: Sequence[str], run_di
 def _check_none_runs(folder: Path, port: int) -> None:
     running = _read(folder)
     if running is not None and running.process() is not None:
-        how = f"end it with `llm-serving stop --run-dir {folder.parent} --port {port}`"
+        program = _short(Path(sys.prefix) / "bin" / "llm-serving")  # seldom where the shell looks for it
+        how = f"end it with `{program} stop --run-dir {_short(folder.parent)} --port {port}`"
         raise ConfigError(f"a server runs on port {port} already (pid {running.pid}); {how}")
 
 
