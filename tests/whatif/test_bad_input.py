@@ -143,6 +143,10 @@ GOALS = [
     ),
     ("most: goodput\nconstraints: {nobody.ttft_p99_ms: 1}\n", "goal.yaml:2: `nobody.ttft_p99_ms` must be of a class"),
     ("most: goodput\nmargin: 1\n", "goal.yaml:2: `margin` must be a number of at least 0 and below 1. Given: 1"),
+    (
+        "most: goodput\nmax_num_blocks: 511\n",
+        "goal.yaml:2: `max_num_blocks` must be at least the 512 blocks that the configuration has. Given: 511",
+    ),
     ("most: goodput\nmax_num_blocks: 0\n", "goal.yaml:2: `max_num_blocks` must be an integer >= 1. Given: 0"),
     (
         "most: goodput\nfixed: [scheduler_config.polic]\n",

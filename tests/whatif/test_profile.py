@@ -20,7 +20,8 @@ step:
 
 def test_a_profile_is_read_as_it_was_written(tmp_path):
     pieces = CostModel((Piece("step", 0.25), Piece("tokens", 0.5, 4, 8)))
-    profile = create_profile(step=pieces, form=pieces, latency_s=5e-05, spread=(0.5, 1.5), notes={"machine": "m"})
+    numbers = {"latency_s": 5e-05, "spread": (0.5, 1.5), "block_size": 32}
+    profile = create_profile(step=pieces, form=pieces, **numbers, notes={"machine": "m"})
     write_profile(profile, tmp_path / "profile.json")
     assert read_profile(tmp_path / "profile.json") == profile
 

@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
     config = configure({})
     check_model(arguments.load, load, config)
     goal.check_groups(classes_in(config, load), tenants_in(load))
-    knobs = knobs_for(config, load, goal, profile.num_blocks, profile.reach)
+    knobs = knobs_for(config, load, goal, profile.blocks_of(config.pa.block_size), profile.reach)
     for line in left_out(profile.reach):
         say(line)
     trials = Trials(configure, load, profile, goal, arguments.seed)

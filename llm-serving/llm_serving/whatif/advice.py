@@ -181,7 +181,7 @@ def newest(load: Load, share: float) -> Load:
 def neighbours(config: ServingConfig, load: Load, profile: Profile) -> Iterator[tuple[Knob, object]]:
     """Each key of `tune` with the values beside its own, or with any other where they have no order."""
     goal = Goal(Figure("", "goodput_per_s"), most=True)
-    knobs = knobs_for(config, load, goal, profile.num_blocks)
+    knobs = knobs_for(config, load, goal, profile.blocks_of(config.pa.block_size))
     ranks = {key: place for place, key in enumerate(FIRST)}
     for knob in sorted(knobs, key=lambda each: ranks.get(each.key, len(ranks))):
         beside = (knob.own + 1, knob.own - 1) if knob.ordered else range(len(knob.values))

@@ -86,6 +86,7 @@ def calibrate(
         client_s=float(f"{loop.client_s:.3g}"),
         spread=step.spread,
         num_blocks=timings.num_blocks,
+        block_size=timings.block_size,
         measured_to=reach_of([each.shape for each in fitted]),
         notes={**(notes or {}), **_told(step, take), "disturbed": round(spells.mean - 1, 3)},
     )

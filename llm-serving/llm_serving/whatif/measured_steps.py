@@ -65,6 +65,8 @@ class Timings:
     """By the id of a request: when it was at the door."""
     num_blocks: int | None = None
     """Of the cache."""
+    block_size: int | None = None
+    """Tokens of each of them."""
     replies: dict[str, list[float]] = field(default_factory=dict)
     """By the id of a request: when the reply with each of its tokens came."""
     notices: list[str] = field(default_factory=list)
@@ -85,6 +87,7 @@ def read_timings(files: Iterable[Path]) -> Timings:
                 reader = Reader(stream)
                 scheduler = Replay(reader).scheduler
                 timings.num_blocks = scheduler.blocks.pool.num_blocks
+                timings.block_size = scheduler.blocks.block_size
                 _read(iter(reader), timings, scheduler)
                 timings.notices += torn(file, reader.torn_at)
         except RecordingError as error:

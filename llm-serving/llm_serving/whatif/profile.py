@@ -59,6 +59,8 @@ class Profile:
     """Quantiles, evenly spaced from 0 to 1, of measured over predicted seconds of a step; empty: there is no spread."""
     num_blocks: int | None = None
     """Of the KV cache, where the configuration leaves that to the WorkAgent."""
+    block_size: int | None = None
+    """Tokens of each of these; None: as many as in whatever is simulated."""
     measured_to: AnyMapping[str, float] = field(default_factory=dict)
     """Of rows, tokens, context and pairs of a step the largest that was measured; what is missing has no end."""
     notes: AnyMapping[str, Any] = field(default_factory=dict)
@@ -67,6 +69,12 @@ class Profile:
     @property
     def reach(self) -> Reach:
         return Reach(self.measured_to)
+
+    def blocks_of(self, block_size: int) -> int | None:
+        """Blocks of so many tokens that the same memory has room for; None: it is not known."""
+        if self.num_blocks is None or self.block_size is None:
+            return self.num_blocks
+        return max(1, self.num_blocks * self.block_size // block_size)
 
     def __str__(self) -> str:
         mark = "" if self.measured else "NOT MEASURED HERE: "
@@ -108,6 +116,7 @@ def read_profile(path: Path) -> Profile:
         client_s=seconds("client_s"),
         spread=document.take("spread", _spread, "must be ascending factors > 0", ()),
         num_blocks=document.take("num_blocks", whole(1), "must be an integer >= 1", 0) or None,
+        block_size=document.take("block_size", whole(1), "must be an integer >= 1", 0) or None,
         measured_to=_measured_to(document),
         notes=document.take("notes", dict, "must be a mapping", {}),
     )

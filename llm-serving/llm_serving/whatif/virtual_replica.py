@@ -109,7 +109,7 @@ class VirtualReplica:
             random.Random(f"{parts.seed} {index}"),
             parts.beyond,
         )
-        num_blocks = config.pa.num_blocks or profile.num_blocks
+        num_blocks = config.pa.num_blocks or profile.blocks_of(config.pa.block_size)
         if num_blocks is None:
             raise ConfigError("pa_config.num_blocks must be given: the profile does not tell how many blocks there are")
         if num_blocks > MAX_BLOCKS:

@@ -91,7 +91,7 @@ class Goal:
     max_num_blocks: int | None = None
     """Blocks of the cache that there is memory for; None: as many as there are."""
     where: dict[str, str] = field(default_factory=dict, compare=False)
-    """By figure, and for `fixed`, file and line."""
+    """By figure, and for `fixed` and `max_num_blocks`, file and line."""
 
     def violation(self, figures: Figures) -> float:
         """Sum of what the constraints miss; 0 where all are kept."""
@@ -163,7 +163,7 @@ def goal(root: Located) -> Goal:
     nothing: tuple[str, ...] = ()
     fixed = document.take("fixed", _keys, "must be a list of keys such as scheduler_config.policy", nothing)
     blocks = document.take("max_num_blocks", whole(1), "must be an integer >= 1", 0) or None
-    where["fixed"] = document.where_of("fixed")
+    where |= {key: document.where_of(key) for key in ("fixed", "max_num_blocks")}
     document.end()
     return Goal(objective, wanted[0] == "most", tuple(constraints), fixed, blocks, where)
 

@@ -96,7 +96,7 @@ def knobs_for(
         reach: Of the profile.
 
     Raises:
-        ConfigError: The goal fixes a key that is no knob.
+        ConfigError: The goal fixes a key that is no knob, or has memory for fewer blocks than there are.
     """
     table = dict(_table(config, load, goal, num_blocks))
     of_classes = [f"request_classes.{each.name}.{key}" for each in config.request_classes for key in OF_CLASS]
@@ -149,6 +149,12 @@ def _table(
     if len(tenants_in(load)) > 1:
         yield from OF_TENANTS.items()
     if goal.max_num_blocks is not None:
+        own = _own(config, NUM_BLOCKS, num_blocks)
+        if own is not None and own > goal.max_num_blocks:
+            rule = f"must be at least the {own} blocks that the configuration has"
+            raise ConfigError(
+                f"{goal.where.get('max_num_blocks', 'the goal')}: `max_num_blocks` {rule}. Given: {goal.max_num_blocks}"
+            )
         yield NUM_BLOCKS, tuple(max(1, round(factor * goal.max_num_blocks)) for factor in BLOCK_FACTORS)
 
 
