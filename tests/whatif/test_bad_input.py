@@ -212,6 +212,7 @@ ARGUMENTS = [
         for command, option in (("whatif", "--json"), ("whatif", "--svg"), ("tune", "--out"))
         for name in ("load.yaml", "profile.json", "my.yaml")
     ),
+    ("whatif", ["--json", "{folder}/out", "--svg", "{folder}/out"], "--svg must be another file than --json. Given: "),
     ("tune", ["--out", "{folder}/goal.yaml"], "goal.yaml: must be another file than those that are read"),
     ("tune", ["--out", "{folder}/no/out.yaml"], "out.yaml: must be a file in a folder that is there"),
     ("tune", ["--out", "{folder}"], ": must be a file in a folder that is there"),

@@ -101,6 +101,38 @@ def test_numbers_come_as_json(arguments, capsys):
     assert first["figures"]["bound_violations"] == second["figures"]["bound_violations"] == 0
 
 
+def test_json_on_standard_output_has_rates_and_needs_and_nothing_beside(arguments, capsys, monkeypatch):
+    monkeypatch.setattr(needs, "neighbours", lambda *asked: [])
+    arguments[1] += "+request_classes.interactive.ttft_slo_s=0.1"
+    asked = ["--find-rate", "--need", "interactive.ttft_p99_ms=60"]
+    assert main([*arguments[:2], *arguments[3:], "--json", "-", *asked]) == 0
+    (only,) = json.loads(capsys.readouterr().out)
+    assert only["highest_rate"]["is_highest"]
+    assert only["highest_rate"]["requests_per_s"] > 20
+    assert only["highest_rate"]["figures"]["requests"] == 40
+    assert only["needs"][0].startswith("interactive.ttft_p99_ms <= 60: it is")
+
+
+def test_a_rate_is_that_of_the_time_in_which_requests_come(arguments, tmp_path, capsys):
+    late = "rate: 10, arrivals: fixed, requests: 31, begins_s: 90, prompt_tokens: 4, answer_tokens: 1"
+    (tmp_path / "load.yaml").write_text(f"streams: {{chat: {{{late}}}}}\n")
+    arguments[1] += "+request_classes.standard.ttft_slo_s=0.1"
+    assert main([*arguments[:2], *arguments[3:], "--find-rate", "--json", "-"]) == 0
+    (only,) = json.loads(capsys.readouterr().out)
+    assert only["highest_rate"]["requests_per_s"] == pytest.approx(10 * only["highest_rate"]["factor"])
+
+
+def test_steps_beyond_what_was_measured_are_told_of_rates_and_needs_too(arguments, tmp_path, capsys, monkeypatch):
+    every = needs.neighbours
+    monkeypatch.setattr(needs, "neighbours", lambda *asked: list(every(*asked))[:2])
+    write_profile(create_profile(measured_to={"rows": 1.0}), tmp_path / "profile.json")
+    few = [arguments[0], f"{arguments[1]}+model_config.decode_batch_size=4", *arguments[3:]]
+    assert main([*few, "--find-rate", "--need", "interactive.ttft_p99_ms=60"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    for words in ("x the first", "(is enough)", "2 replicas in place of 1"):
+        assert any("BEYOND WHAT WAS MEASURED" in line for line in shown if words in line), words
+
+
 def test_the_highest_rate_is_found(arguments, capsys):
     arguments[1] += "+request_classes.interactive.ttft_slo_s=0.1"
     assert main([*arguments[:2], *arguments[3:], "--find-rate"]) == 0
@@ -129,6 +161,8 @@ def test_hardware_of_another_profile_stands_beside(arguments, tmp_path, capsys):
     assert "1.00 x the first" in first
     assert float(faster.split(", ")[1].split(" x")[0]) > 1
     assert "replicas=2: " in two
+    assert main([*arguments, "--json", str(tmp_path / "int8.json")]) == 2
+    assert "int8.json: must be another file than those that are read" in capsys.readouterr().err
 
 
 def test_a_load_of_another_kind_is_refused(arguments, tmp_path, capsys):
@@ -188,6 +222,8 @@ def test_a_plot_names_configurations_and_classes(arguments, tmp_path):
     pytest.importorskip("matplotlib")
     write_profile(create_profile(name="int8"), tmp_path / "int8.json")
     arguments.insert(3, f"{arguments[1]}+@profile={tmp_path / 'int8.json'}")
+    load = (tmp_path / "load.yaml").rename(tmp_path / r"$\no$.yaml")
+    arguments[arguments.index("--load") + 1] = str(load)
     assert main([*arguments, "--svg", str(tmp_path / "plot.svg")]) == 0
     plot = (tmp_path / "plot.svg").read_text()
     for name in ("my: ", "my+decode_batch_size=2: ", "my+profile=int8: ", "interactive", "batch", "NOT MEASURED"):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -50,7 +51,9 @@ def add_to(commands: Subcommands) -> None:
         metavar="FIGURE=LIMIT",
         help="also what would have to change to keep it: 'tenant alice.ttft_p99_ms=1000'; may be given several times",
     )
-    parser.add_argument("--json", type=Path, metavar="OUT", help="all numbers; - is standard output, without the table")
+    parser.add_argument(
+        "--json", type=Path, metavar="OUT", help="all numbers; - is standard output, with nothing else on it"
+    )
     parser.add_argument("--svg", type=Path, metavar="OUT", help="a plot; wants matplotlib")
     parser.set_defaults(run=run)
 
@@ -112,13 +115,15 @@ def run(arguments: argparse.Namespace) -> int:
     if not 0 < arguments.kept <= 1:
         raise ConfigError(f"--kept must be above 0 and at most 1. Given: {arguments.kept:g}")
     needs = [constraint(each, "--need") for each in arguments.need]
-    read = arguments.load, arguments.profile, *(Path(each.partition("+")[0]) for each in arguments.configs)
+    read = arguments.load, arguments.profile, *files_of(arguments.configs)
     if arguments.json is not None and str(arguments.json) != "-":
         check_out(arguments.json, *read)
     if arguments.svg is not None:
         from llm_serving.whatif.plots import check_plots, write_svg
 
         check_out(arguments.svg, *read)
+        if arguments.json is not None and arguments.json.resolve() == arguments.svg.resolve():
+            raise ConfigError(f"--svg must be another file than --json. Given: {arguments.svg}")
         check_plots()
     profile = read_profile(arguments.profile)
     load = read_load(arguments.load, arguments.load_seed)
@@ -141,20 +146,21 @@ def run(arguments: argparse.Namespace) -> int:
         pace = figures["duration_s"] / max(seconds, 1e-9)
         took = f"{figures['duration_s']:.1f} s in {seconds:.1f} s ({pace:,.0f} x)"
         say(f"{variant.name}: {load.num_requests:,} requests, {took}")
-    if str(arguments.json) == "-":
-        print(as_json(results))
-    else:
-        print(table(results))
-        if arguments.json is not None:
-            _write(arguments.json, as_json(results) + "\n")
+    show = partial(print, flush=True) if str(arguments.json) != "-" else _show_nothing
+    show(table(results))
     if arguments.svg is not None:
         write_svg(results, arguments.svg)
-    if arguments.find_rate:
-        found = [(each, highest_rate(load, each, arguments.kept)) for each in variants]
-        print(_capacities(found, arguments.kept))
-    if needs:
-        for argument, variant in zip(arguments.configs, variants, strict=True):
-            _say_what_would_keep(argument, variant, load, arguments.model, needs)
+    capacities = [highest_rate(load, each, arguments.kept) for each in variants] if arguments.find_rate else []
+    if capacities:
+        show(_capacities(list(zip(variants, capacities, strict=True)), arguments.kept))
+    told = []
+    for argument, variant in zip(arguments.configs, variants, strict=True) if needs else ():
+        show(f"{variant.name}:")
+        told.append(_what_would_keep(argument, variant, load, arguments.model, needs, show))
+    if str(arguments.json) == "-":
+        print(as_json(results, capacities, told))
+    elif arguments.json is not None:
+        _write(arguments.json, as_json(results, capacities, told) + "\n")
     return 0
 
 
@@ -206,13 +212,16 @@ def _what_would_keep(
 
     goal = Goal(Figure("", "goodput_per_s"), most=True, constraints=tuple(needs))
     goal.check_groups(classes_in(variant.config, load), tenants_in(load))
-    print(f"{variant.name}:")
+    lines = []
     for line in what_would_keep(Trials(configure, load, variant.profile, goal, variant.seed)):
-        print(f"  {line}", flush=True)
+        show(f"  {line}")
+        lines.append(line)
+    return lines
 
 
 def _capacities(found: Sequence[tuple[Variant, Capacity]], kept_share: float) -> str:
     """A line each: the rate at which promises are kept, and what the first's is times it."""
+    from llm_serving.whatif.reach import told_beyond
     from llm_serving.whatif.report import mark, number
 
     lines = [f"requests/s that keep the promises of {kept_share:.0%}:"]
@@ -224,7 +233,9 @@ def _capacities(found: Sequence[tuple[Variant, Capacity]], kept_share: float) ->
         beside = f"{capacity.requests_per_s / first:.2f} x the first" if first > 0 else "the first keeps none"
         least = "" if capacity.is_highest else "at least "
         rate = f"{least}{capacity.requests_per_s:.3g} ({capacity.factor:.3g} x the load's, {beside})"
-        lines.append(f"  {variant.name}: {rate}, then TTFT p99 {ttft} ms; {mark(variant.profile)}")
+        beyond = told_beyond(capacity.result.notices)
+        told = f"{mark(variant.profile)}{f'; {beyond}' if beyond else ''}"
+        lines.append(f"  {variant.name}: {rate}, then TTFT p99 {ttft} ms; {told}")
     return "\n".join(lines)
 
 

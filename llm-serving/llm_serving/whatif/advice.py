@@ -19,7 +19,7 @@ from llm_serving.whatif.figures import LESS_IS_BETTER, Figures, figures_of
 from llm_serving.whatif.load import Load
 from llm_serving.whatif.outcome import Outcome
 from llm_serving.whatif.profile import Profile
-from llm_serving.whatif.reach import BEYOND
+from llm_serving.whatif.reach import told_beyond
 from llm_serving.whatif.recorded_load import REFUSED
 from llm_serving.whatif.report import number
 from llm_serving.whatif.simulation import Result, Simulation
@@ -288,5 +288,5 @@ def _neighbour(
         _needs_restart(knob, value),
         better,
         worse,
-        "; ".join(each for each in result.notices if each.startswith(BEYOND)) if tells_beyond else "",
+        told_beyond(result.notices) if tells_beyond else "",
     )

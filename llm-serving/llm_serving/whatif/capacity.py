@@ -69,4 +69,5 @@ def highest_rate(load: Load, simulate: Callable[[Load], Result], kept_share: flo
 def offered_rate(load: Load) -> float:
     """Requests a second while requests come; nan where none come by a clock, or all at once."""
     due = [each.due_s for stream in load.streams if stream.concurrency is None for each in stream.requests]
-    return len(due) / max(due) if due and max(due) > 0 else math.nan
+    span_s = max(due) - min(due) if due else 0.0
+    return (len(due) - 1) / span_s if span_s > 0 else math.nan

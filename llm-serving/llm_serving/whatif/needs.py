@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from llm_serving.whatif.advice import neighbours
+from llm_serving.whatif.reach import told_beyond
 from llm_serving.whatif.report import number
 from llm_serving.whatif.tuning.knobs import yaml_text
 from llm_serving.whatif.tuning.limits import limits, reliefs, told
@@ -29,7 +30,9 @@ def what_would_keep(trials: Trials) -> Iterator[str]:
             shown = ", ".join(
                 f"{each.figure} {number(each.figure.key, trial.figures[each.figure.key])}" for each in goal.constraints
             )
-            yield f"  {knob.key}: {yaml_text(knob.own_value)} -> {yaml_text(other)}: {shown} (is enough)"
+            beyond = told_beyond(trial.result.notices)
+            is_enough = f"(is enough){f'; {beyond}' if beyond else ''}"
+            yield f"  {knob.key}: {yaml_text(knob.own_value)} -> {yaml_text(other)}: {shown} {is_enough}"
     yield f"  the others of {num_played} are not enough alone; `llm-serving tune` looks for several together"
     yield from limits(own, ())
     yield "beyond the YAML, one thing at a time:"

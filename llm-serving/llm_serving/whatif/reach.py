@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -38,6 +38,11 @@ def reach_of(shapes: Sequence[StepShape]) -> dict[str, float]:
         for name, index in zip(QUANTITIES, _INDICES, strict=True)
         if place
     }
+
+
+def told_beyond(notices: Iterable[str]) -> str:
+    """Of notices those that tell of steps larger than any that was measured."""
+    return "; ".join(each for each in notices if each.startswith(BEYOND))
 
 
 class Beyond:

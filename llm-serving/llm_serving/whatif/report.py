@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from llm_serving.errors import shorten
+from llm_serving.whatif.capacity import Capacity
 from llm_serving.whatif.figures import OF_ALL, OF_GROUP, SHARES, Figures
 from llm_serving.whatif.profile import Profile
 from llm_serving.whatif.simulation import Result
@@ -57,20 +58,44 @@ def table(results: Sequence[tuple[Result, Figures]]) -> str:
     return "\n".join([*text, "", *_footer(results)])
 
 
-def as_json(results: Sequence[tuple[Result, Figures]]) -> str:
-    """All numbers, null where nothing was measured."""
-    document = [
+def as_json(
+    results: Sequence[tuple[Result, Figures]],
+    capacities: Sequence[Capacity] = (),
+    needs: Sequence[Sequence[str]] = (),
+) -> str:
+    """All numbers, null where nothing was measured.
+
+    Args:
+        results: Of each configuration.
+        capacities: Of each the highest rate, if that was looked for.
+        needs: What would have to change in each, in lines, if that was asked.
+    """
+    document: list[dict[str, Any]] = [
         {
             "config": result.name,
             "load": result.load,
             "profile": _of_profile(result.profile),
             "num_blocks": result.num_blocks,
             "notices": list(result.notices),
-            "figures": {key: None if math.isnan(value) else value for key, value in figures.items()},
+            "figures": _known(figures),
         }
         for result, figures in results
     ]
+    for of_one, capacity in zip(document, capacities, strict=False):
+        of_one["highest_rate"] = {
+            "requests_per_s": capacity.requests_per_s,
+            "factor": capacity.factor,
+            "is_highest": capacity.is_highest,
+            "notices": list(capacity.result.notices),
+            "figures": _known(capacity.figures),
+        }
+    for of_one, lines in zip(document, needs, strict=False):
+        of_one["needs"] = list(lines)
     return json.dumps(document, indent=1)
+
+
+def _known(figures: Figures) -> dict[str, float | None]:
+    return {key: None if math.isnan(value) else value for key, value in figures.items()}
 
 
 def mark(profile: Profile) -> str:

@@ -12,6 +12,7 @@ from llm_serving.whatif.cost_model import CostModel
 from llm_serving.whatif.figures import Figures, figures_of
 from llm_serving.whatif.load import Load
 from llm_serving.whatif.profile import Profile
+from llm_serving.whatif.reach import told_beyond
 from llm_serving.whatif.report import number
 from llm_serving.whatif.simulation import Simulation
 from llm_serving.whatif.tuning.knobs import Knob
@@ -28,6 +29,8 @@ class Relief(NamedTuple):
     figures: Figures
     reaches: bool
     """Whether all constraints are kept then."""
+    beyond: str = ""
+    """Where steps would be larger than any that was measured: up to which size, and which were."""
 
 
 def limits(trial: Trial, knobs: Sequence[Knob]) -> Iterator[str]:
@@ -61,7 +64,8 @@ def told(trials: Trials, relief: Relief) -> str:
         f"{each.figure} {number(each.figure.key, relief.figures.get(each.figure.key, math.nan))}"
         for each in trials.goal.constraints
     )
-    return f"{relief.what}: {values} ({'reaches the goal' if relief.reaches else 'not enough'})"
+    beyond = f"; {relief.beyond}" if relief.beyond else ""
+    return f"{relief.what}: {values} ({'reaches the goal' if relief.reaches else 'not enough'}){beyond}"
 
 
 def faster(profile: Profile, factor: float) -> Profile:
@@ -75,7 +79,7 @@ def _relief(
 ) -> Relief:
     result = Simulation(config, load or trials.load, profile or trials.profile, trials.seed).run()
     figures = figures_of(result)
-    return Relief(what, figures, trials.goal.violation(figures) == 0)
+    return Relief(what, figures, trials.goal.violation(figures) == 0, told_beyond(result.notices))
 
 
 def _with_replicas(config: ServingConfig, num: int) -> ServingConfig:
