@@ -34,6 +34,14 @@ def test_a_profile_written_by_hand_is_marked_in_what_is_printed(tmp_path):
     assert profile.step.seconds(StepShape(1, 99, 1, 99, 0, 0)) == pytest.approx(0.026)
 
 
+@pytest.mark.parametrize("written", ["1e-2", "1.0e-2", "1.0E-02", "0.01"])
+def test_numbers_may_have_exponents(tmp_path, written):
+    (tmp_path / "npu.yaml").write_text(WRITTEN.replace("0.01}", f"{written}}}"))
+    assert read_profile(tmp_path / "npu.yaml").step.pieces[0].seconds == 0.01
+    (tmp_path / "npu.yaml").write_text(WRITTEN.replace("0.01}", "1.5e2}"))
+    assert read_profile(tmp_path / "npu.yaml").step.pieces[0].seconds == 150
+
+
 @pytest.mark.parametrize(
     ("before", "after", "error"),
     [

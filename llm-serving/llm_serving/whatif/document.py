@@ -18,8 +18,8 @@ MOST: Final = 1e12
 """Of any number; what is beyond is a slip of the pen, and no figures come of it."""
 MOST_WHOLE: Final = 2**31 - 1
 
-EXPONENT: Final = re.compile(r"[0-9]+[eE][-+]?[0-9]+")
-"""A number in JSON, and to everybody who writes one; YAML 1.1 takes it for a text, as it has no point."""
+EXPONENT: Final = re.compile(r"[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+")
+"""A number in JSON, and to everybody who writes one; YAML 1.1 takes it for a text where it has no point, or no sign."""
 
 
 class TooLargeError(ValueError):

@@ -68,9 +68,10 @@ def _pyplot() -> Any:
     try:
         import matplotlib
     except ImportError:
-        raise ConfigError("a plot wants matplotlib: pip install 'llm-serving[bench]'") from None
+        raise ConfigError("a plot wants matplotlib: pip install -e 'llm-serving[bench]'") from None
     matplotlib.use("svg")
     matplotlib.rcParams["svg.hashsalt"] = "llm-serving"
+    matplotlib.rcParams["text.parse_math"] = False  # names and sources are what they are
     import matplotlib.pyplot as plt
 
     return plt

@@ -12,6 +12,12 @@ def test_a_key_keeps_its_place_and_what_stands_behind_it():
     )
 
 
+def test_a_comment_stays_one_whatever_it_says():
+    text = edited("a: {b: 1}\n", [Edit("a.b", 2, "of x\u2028c: 3\x85d: 4\x1be: 5")])
+    assert yaml.safe_load(text) == {"a": {"b": 2}}
+    assert text.splitlines() == ["# of x c: 3 d: 4 e: 5", "a: {b: 2}"]
+
+
 def test_a_new_key_comes_at_the_end_of_its_section():
     rest = "\n# next\npa_config:\n  block_size: 16\n"
     text = f"model_config:\n  model_name: m  # mine\n{rest}"

@@ -85,7 +85,8 @@ def _with_comment(text: str, index: int, remark: str) -> str:
 
 def comment(text: str, indent: int) -> str:
     """Lines of a comment, each of at most `WIDTH` characters where words allow it."""
-    lines = textwrap.wrap(text, WIDTH - indent - 2)
+    printable = "".join(each if each.isprintable() else " " for each in text)  # else it might end the line for YAML
+    lines = textwrap.wrap(printable, WIDTH - indent - 2)
     return "".join(f"{' ' * indent}# {line}\n" for line in lines)
 
 
