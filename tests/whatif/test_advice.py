@@ -11,12 +11,14 @@ from factories import create_request
 from llm_serving.admission.refused_lately import Refused
 from llm_serving.commands.advice import told
 from llm_serving.config import load_config
+from llm_serving.config.reload import check_reload
 from llm_serving.config.report import describe
-from llm_serving.errors import RecordingError
+from llm_serving.errors import ConfigError, RecordingError
 from llm_serving.whatif import advice as advice_module
 from llm_serving.whatif.advice import advise, line_for, newest
 from llm_serving.whatif.advising import Question, answer
 from llm_serving.whatif.recorded_load import read_recorded_files
+from llm_serving.whatif.tuning.knobs import Knob
 from msgspec import to_builtins
 from recordings import MemoryFiles, create_recorded
 from whatif_loads import config_with, create_load, create_profile
@@ -52,6 +54,21 @@ def test_more_slots_would_have_been_better() -> None:
     lines = list(told(to_builtins(advice)))
     assert lines[0].startswith("40 requests of 0 s, ") and lines[0].endswith("off by 7% at the median")
     assert f"    # {SLOTS} is 4 (--set); takes a restart" in "\n".join(lines)
+
+
+@pytest.mark.parametrize(("own", "takes_restart"), [("fcfs", True), ("mixed", False)])
+def test_a_policy_takes_a_restart_where_a_reload_would_refuse_it(own: str, takes_restart: bool) -> None:
+    values = ("prefill_first", "throughput", own)
+    knob = Knob("scheduler_config.policy", values, 2, ordered=False)
+    assert advice_module._needs_restart(knob, "throughput") is takes_restart
+    running = config_with(scheduler_config__policy=own)
+    read = config_with(scheduler_config__policy="throughput")
+    try:
+        check_reload(running, running, read)
+    except ConfigError:
+        assert takes_restart
+    else:
+        assert not takes_restart
 
 
 OWN_CLASSES = "request_classes: {people: {rank: 0, weight: 2}, machines: {rank: 1}}\n"

@@ -13,6 +13,7 @@ from msgspec import Struct
 
 from llm_serving.config.reload import LOADED_FOR, RELOADABLE
 from llm_serving.config.schema import ServingConfig
+from llm_serving.core.choices import PolicyName
 from llm_serving.core.request_class import RequestClass
 from llm_serving.errors import ConfigError, RecordingError
 from llm_serving.whatif.figures import LESS_IS_BETTER, Figures, figures_of
@@ -46,9 +47,10 @@ PATIENCE: Final = 1
 FEW_STEPS: Final = 0.01
 """Share of the steps up to which nothing is told of those that are larger than any that were recorded."""
 MIN_REQUESTS: Final = 20
+POLICY: Final = "scheduler_config.policy"
 FIRST: Final = (
     "model_config.decode_batch_size",
-    "scheduler_config.policy",
+    POLICY,
     "scheduler_config.max_prefill_tokens",
     "scheduler_config.order",
     "scheduler_config.max_consecutive_prefill_steps",
@@ -241,9 +243,11 @@ def _is_looked_at(key: str) -> bool:
 
 
 def _needs_restart(knob: Knob, value: Any) -> bool:
-    """WorkAgents were loaded for what there was at the start: less of that is always possible."""
+    """WorkAgents were loaded for what there was at the start, less of which is always possible; fcfs has no classes."""
     if knob.key in LOADED_FOR:
         return bool(value > knob.own_value)
+    if knob.key == POLICY:
+        return PolicyName.FCFS in (knob.own_value, value)
     return not (knob.key.startswith("request_classes.") or knob.key in RELOADABLE)
 
 
