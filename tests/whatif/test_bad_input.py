@@ -87,7 +87,7 @@ LOADS = [
     ),
     (load_with(requests=None, rate=1e-9, ends_s=1), "`streams` must have at least one request. Given: none comes"),
     (load_with(foo=1), "load.yaml:2: unknown key `streams.chat.foo`; the nearest known one is"),
-    (load_with(**{"class": "nobody"}), "`class` of the stream chat must be one of"),
+    (load_with(**{"class": "nobody"}), "load.yaml:2: `streams.chat.class` must be one of the configuration: batch, in"),
     (load_with(prompt_tokens=10**5), "can never serve any of the 30 requests of {folder}/load.yaml: `prompt` must"),
     (load_with(answer_tokens=2**31 - 1), "can never serve any of the 30 requests of {folder}/load.yaml: `max_tokens`"),
     *(

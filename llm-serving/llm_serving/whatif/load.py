@@ -52,6 +52,8 @@ class Stream:
     requests: Sequence[Asked]
     concurrency: int | None = None
     """Clients that each ask for the next one when they have been answered; None: requests come when they are due."""
+    class_where: str = ""
+    """File, line and key of the class that it names."""
 
 
 @dataclass(frozen=True, slots=True)

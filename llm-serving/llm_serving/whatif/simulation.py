@@ -126,7 +126,7 @@ class Simulation:
         self._loop_free_s = 0.0
         """When the event loop has time for what comes next."""
         requests = [request for stream in load.streams for request in stream.requests]
-        _check_classes(config, requests, load.name)
+        _check_classes(config, load)
         lengths = np.array([[len(each.prompt_token_ids), _ends_after(each)] for each in requests], np.int32)
         self._numbers = {id(request): number for number, request in enumerate(requests)}
         self._tally, self._beyond = Tally(config, self._timeline), Beyond(profile.reach)
@@ -398,12 +398,14 @@ def _notices(config: ServingConfig, load: Load) -> Iterator[str]:
         yield "draft_model_path is not simulated: guesses are those that are looked up"
 
 
-def _check_classes(config: ServingConfig, requests: list[Asked], load: str) -> None:
-    known = {each.name for each in config.request_classes}
-    for name in {each.class_name for each in requests if each.class_name is not None} - known:
-        asking = ", ".join(sorted({each.stream for each in requests if each.class_name == name}))
-        rule = f"must be one of the configuration: {', '.join(sorted(known))}"
-        raise ConfigError(f"{load}: `class` of the stream {asking} {rule}. Given: {name!r}")
+def _check_classes(config: ServingConfig, load: Load) -> None:
+    known = [each.name for each in config.request_classes]
+    for stream in load.streams:
+        for name in {each.class_name: None for each in stream.requests}:
+            if name not in (None, *known):
+                where = stream.class_where or f"{load.name}: `class` of the stream {stream.name}"
+                rule = f"must be one of the configuration: {', '.join(sorted(known))}"
+                raise ConfigError(f"{where} {rule}. Given: {name!r}")
 
 
 def _predicts(config: ServingConfig, requests: list[Asked]) -> bool:

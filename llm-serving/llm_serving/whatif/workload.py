@@ -124,7 +124,8 @@ def _stream(name: str, keys: Mapping, rng: random.Random, duration_s: float, voc
                 name, time, begin + rest, *length, priority, class_name, tenant, timeout_s, answer_token_ids=answer_ids
             )
         )
-    return Stream(name, requests, concurrency)
+    where = f"{keys.where_of('class')}: `streams.{name}.class`" if class_name else ""
+    return Stream(name, requests, concurrency, where)
 
 
 def _check_together(name: str, keys: Mapping, *, bursts: bool) -> None:
