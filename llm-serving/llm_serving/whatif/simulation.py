@@ -8,6 +8,7 @@ replica nothing is early or late.
 from __future__ import annotations
 
 import functools
+import heapq
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -151,6 +152,8 @@ class Simulation:
         self._replicas = [VirtualReplica(self, parts, index) for index in range(config.num_replicas)]
         self._result.num_blocks = self._replicas[0].engine.scheduler.blocks.pool.num_blocks
         self._open: dict[str, tuple[Outcome, Callable[[float], None]]] = {}
+        self._due: list[tuple[float, int]] = []
+        """(time, replica), a heap: when replicas go on, and what has been overtaken since."""
         """By id of a request: what becomes of it, and who is told of its end."""
 
     def run(self, gives_up: GivesUp = lambda outcomes, now: False) -> Result:
@@ -185,7 +188,7 @@ class Simulation:
         """The replica that is farthest behind of those with something to do."""
         timeline, alone = self._timeline, self._replicas[0] if len(self._replicas) == 1 else None
         while True:
-            replica = alone or min(self._replicas, key=lambda each: each.wakes)
+            replica = alone or self._first() or self._replicas[0]
             if (time := timeline.next) <= replica.wakes and time < math.inf:
                 timeline.run_until(time)
                 continue
@@ -196,6 +199,20 @@ class Simulation:
     def _earliest(self) -> float:
         """Before this nothing is done any more; replicas that sleep wake later."""
         awake = (each.clock.now for each in self._replicas if each.wakes < math.inf)
+    def _first(self, clock: EngineClock | None = None) -> VirtualReplica | None:
+        """Of those with something to do the one that is farthest behind, of several the first; None: there are none.
+
+        Left out is the one with this clock, while it steps: it tells in the end when it goes on.
+        """
+        due, replicas = self._due, self._replicas
+        while due:
+            time, index = due[0]
+            replica = replicas[index]
+            if replica.wakes == time and replica.clock is not clock:
+                return replica
+            heapq.heappop(due)
+        return None
+
         return min([self._timeline.now, *awake])
 
     # --- clients ----------------------------------------------------------------------------------------------------
@@ -338,12 +355,16 @@ class Simulation:
     def beside(self, index: int) -> Beside:
         return Beside(self._num_sent[index], self._num_read / len(self._num_sent))
 
+    def goes_on(self, time: float, index: int) -> None:
+        if len(self._replicas) > 1 and time < math.inf:
+            heapq.heappush(self._due, (time, index))
+
     def publish_at(self, time: float, pieces: Sequence[Told], publish: Publish, index: int) -> None:
         self._timeline.at(time, lambda: self._deliver(pieces, publish, index))
 
     def let_happen(self, time: float, clock: EngineClock) -> None:
-        if len(self._replicas) > 1:
-            time = min([time, *(each.wakes for each in self._replicas if each.clock is not clock)])
+        if len(self._replicas) > 1 and (other := self._first(clock)) is not None:
+            time = min(time, other.wakes)
         self._timeline.run_until(time)
         self._loop.clock = clock
 

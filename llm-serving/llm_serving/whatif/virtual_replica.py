@@ -77,6 +77,9 @@ class World(Protocol):
     def beside(self, index: int) -> Beside:
         """What has been done until now beside the steps of a replica."""
 
+    def goes_on(self, time: float, index: int) -> None:
+        """A replica has something to do from that time on, infinite: until it is woken it has not."""
+
     def outcome_of(self, request_id: str) -> Outcome:
         """What becomes of a request that has come to a replica."""
 
@@ -147,7 +150,7 @@ class VirtualReplica:
         """Something may have come into its inbox."""
         if self.wakes > now and self.engine.num_waiting:
             self.clock.reach(now + self._wake_s if self._sleeps else now)
-            self.wakes, self._sleeps = self.clock.now, False
+            self._goes_on(self.clock.now, sleeps=False)
 
     def step(self) -> int:
         """Lets its engine do what it does until it would sleep or look again; returns how many steps these were.
@@ -158,16 +161,19 @@ class VirtualReplica:
         self.clock.reach(self.wakes)
         self._world.now_steps(self.clock)
         if num_steps := self._step():
-            self.wakes, self._sleeps = self.clock.now, False
+            self._goes_on(self.clock.now, sleeps=False)
             self._num_since_check += num_steps
             if self._num_since_check >= CHECK_EVERY:
                 self.check()
             return num_steps
         idle_s = self.engine.idle_s
         assert idle_s is None or idle_s > 0 or not self.engine.num_waiting, "nothing moves although somebody waits"
-        self._sleeps = True
-        self.wakes = math.inf if idle_s is None else self.clock.now + max(idle_s, LEAST_SLEEP_S)
+        self._goes_on(math.inf if idle_s is None else self.clock.now + max(idle_s, LEAST_SLEEP_S), sleeps=True)
         return 0
+
+    def _goes_on(self, time: float, *, sleeps: bool) -> None:
+        self.wakes, self._sleeps = time, sleeps
+        self._world.goes_on(time, self._index)
 
     def settle(self) -> None:
         """Whoever looks at requests finds them as they would be."""
