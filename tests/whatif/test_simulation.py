@@ -1,11 +1,13 @@
 from dataclasses import replace
 
 import pytest
-from llm_serving.errors import ConfigError
+from llm_serving.admission.appointments import AppointmentBook
+from llm_serving.admission.door import Door
+from llm_serving.errors import ConfigError, TooLateError
 from llm_serving.scheduler.scheduler import Scheduler
 from llm_serving.whatif.cost_model import CostModel, Piece
 from llm_serving.whatif.figures import figures_of
-from llm_serving.whatif.simulation import ContradictionError
+from llm_serving.whatif.simulation import ContradictionError, Simulation
 from whatif_loads import STEP_S, create_load, create_profile, simulate
 
 SLOTS = {"model_config__decode_batch_size": 4}
@@ -92,6 +94,35 @@ def test_replicas_share_a_load():
     assert [each.end_s for each in counted.outcomes] == [each.end_s for each in two.outcomes]
 
 
+@pytest.mark.parametrize("roles", [{}, {"cluster_config__roles": "[prefill, decode, both]"}])
+def test_the_replica_that_is_farthest_behind_goes_on(roles, monkeypatch):
+    num_chosen, choose, let_happen = 0, Simulation._next, Simulation.let_happen
+    until = []
+
+    def chosen(self):
+        nonlocal num_chosen
+        replica = choose(self)
+        if replica is not None:
+            assert replica is min(self._replicas, key=lambda each: each.wakes)
+            num_chosen += 1
+        return replica
+
+    def let(self, time, clock):
+        behind = min(each.wakes for each in self._replicas if each.clock is not clock)
+        with monkeypatch.context() as patch:
+            run = self._timeline.run_until
+            patch.setattr(
+                self._timeline, "run_until", lambda given: until.append(given == min(time, behind)) or run(given)
+            )
+            let_happen(self, time, clock)
+
+    monkeypatch.setattr(Simulation, "_next", chosen)
+    monkeypatch.setattr(Simulation, "let_happen", let)
+    load = create_load(*(0.004 * number for number in range(30)), num_output_tokens=9, max_tokens=9, timeout_s=0.3)
+    assert len(simulate(load, cluster_config__replicas=3, **SLOTS, **roles).outcomes) == 30
+    assert num_chosen > 50 and len(until) > 50 and all(until)
+
+
 def test_a_full_queue_refuses_and_who_comes_again_is_served():
     load = create_load(*[0.0] * 6, num_output_tokens=20, max_tokens=20)
     settings = {"model_config__decode_batch_size": 1, "scheduler_config__max_waiting_queue": 2}
@@ -135,6 +166,48 @@ def test_a_contradiction_stops_with_its_seed(monkeypatch):
     monkeypatch.setattr(Scheduler, "check_integrity", broken)
     with pytest.raises(ContradictionError, match="seed 7: a block is lost"):
         simulate(create_load(0.0), seed=7)
+
+
+def test_a_broken_bound_stops_with_its_seed(monkeypatch):
+    monkeypatch.setattr(Scheduler, "_count_violations", lambda *_: 1)
+    with pytest.raises(ContradictionError, match="seed 7: a bound on waiting is broken at 0"):
+        simulate(create_load(0.0), seed=7)
+
+
+def test_who_comes_again_keeps_the_appointment_that_it_was_given(monkeypatch):
+    kept = []
+    keep = AppointmentBook.keep
+    monkeypatch.setattr(AppointmentBook, "keep", lambda self, each, *said: kept.append(each) or keep(self, each, *said))
+    load = create_load(*[0.001 * number for number in range(6)], num_output_tokens=20, max_tokens=20, retries=100)
+    result = simulate(load, model_config__decode_batch_size=1, scheduler_config__max_waiting_queue=2)
+    assert all(each.ok for each in result.outcomes)
+    assert 0 < len(kept) <= figures_of(result)["retries"]
+
+
+def test_who_is_told_seconds_waits_for_whole_ones_as_the_header_has_them(monkeypatch):
+    refusals = iter([TooLateError("it would come after its deadline", 1.3)])
+
+    def check_deadline(*_):
+        for error in refusals:
+            raise error
+
+    monkeypatch.setattr(Door, "check_deadline", check_deadline)
+    (again,) = simulate(create_load(0.0, timeout_s=9.0, retries=1)).outcomes
+    assert (again.ok, again.num_retries) == (True, 1)
+    assert 2.0 < again.token_times_s[0] < 2.1
+
+
+def test_blocks_of_another_size_are_as_many_as_the_same_memory_has_room_for():
+    profile = create_profile(num_blocks=64, block_size=16)
+    settings = [{}, {"pa_config__block_size": 32}, {"pa_config__block_size": 32, "pa_config__num_blocks": 64}]
+    assert [simulate(create_load(0.0), profile, **each).num_blocks for each in settings] == [64, 32, 64]
+
+
+def test_what_keys_may_ask_for_in_a_minute_is_told_not_to_be_simulated():
+    key = {"api_keys__a__key_sha256": "a" * 64, "scheduler_config__speculative_method": "none"}
+    assert simulate(create_load(0.0), **key).notices == ()
+    (notice,) = simulate(create_load(0.0), **key, api_keys__a__max_requests_per_minute=1).notices
+    assert notice.startswith("what api_keys may ask for in a minute is not simulated")
 
 
 @pytest.mark.parametrize("replicas", [1, 2])

@@ -18,6 +18,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from llm_serving.admission.appointments import Visitor
 from llm_serving.config.schema import ServingConfig
 from llm_serving.core.caller import Caller
 from llm_serving.core.request_class import class_of
@@ -84,7 +85,9 @@ class Result:
 GivesUp = Callable[[Sequence[Outcome], float], bool]
 """Asked now and then with the outcomes until then and the time, whether the rest is of no interest."""
 LOOK_EVERY: Final = 64
-"""Steps between two such questions."""
+"""Steps between two such questions, at least."""
+OUTCOMES_PER_STEP: Final = 16
+"""That these may look at, on average: where many requests have come it is asked more seldom."""
 
 
 class Simulation:
@@ -149,11 +152,11 @@ class Simulation:
             looks_alike,
             predicts,
         )
+        self._due: list[tuple[float, int]] = []
+        """(time, replica), a heap: when replicas go on, and what has been overtaken since."""
         self._replicas = [VirtualReplica(self, parts, index) for index in range(config.num_replicas)]
         self._result.num_blocks = self._replicas[0].engine.scheduler.blocks.pool.num_blocks
         self._open: dict[str, tuple[Outcome, Callable[[float], None]]] = {}
-        self._due: list[tuple[float, int]] = []
-        """(time, replica), a heap: when replicas go on, and what has been overtaken since."""
         """By id of a request: what becomes of it, and who is told of its end."""
 
     def run(self, gives_up: GivesUp = lambda outcomes, now: False) -> Result:
@@ -168,7 +171,7 @@ class Simulation:
         try:
             while (replica := self._next()) is not None:
                 num_since_look += replica.step()
-                if num_since_look >= LOOK_EVERY:
+                if num_since_look >= max(LOOK_EVERY, len(self._result.outcomes) // OUTCOMES_PER_STEP):
                     num_since_look = 0
                     self._interpreter.forget(self._earliest())
                     if gives_up(self._result.outcomes, replica.clock.now):
@@ -196,9 +199,6 @@ class Simulation:
                 return None
             return replica
 
-    def _earliest(self) -> float:
-        """Before this nothing is done any more; replicas that sleep wake later."""
-        awake = (each.clock.now for each in self._replicas if each.wakes < math.inf)
     def _first(self, clock: EngineClock | None = None) -> VirtualReplica | None:
         """Of those with something to do the one that is farthest behind, of several the first; None: there are none.
 
@@ -213,6 +213,9 @@ class Simulation:
             heapq.heappop(due)
         return None
 
+    def _earliest(self) -> float:
+        """Before this nothing is done any more; replicas that sleep wake later."""
+        awake = (each.clock.now for each in self._replicas if each.wakes < math.inf)
         return min([self._timeline.now, *awake])
 
     # --- clients ----------------------------------------------------------------------------------------------------
@@ -252,6 +255,7 @@ class Simulation:
 
     def _ask(self, request: Asked, outcome: Outcome, done: Callable[[float], None]) -> None:
         now, number = self._timeline.now, self._numbers[id(request)]
+        visitor = Visitor(request.tenant, number.to_bytes(4))
         for replica in self._replicas:
             replica.settle()
         sampling = SamplingParams(
@@ -264,11 +268,13 @@ class Simulation:
             deadline=None if request.timeout_s is None else outcome.due_s + request.timeout_s,
         )
         try:
-            stream = self._master.generate(request.prompt_token_ids, sampling, caller, request_id=str(number))
+            stream = self._master.generate(
+                request.prompt_token_ids, sampling, caller, request_id=str(number), visitor=visitor
+            )
         except CapacityError as error:
             if outcome.num_retries < self._load.retries and error.retry_after is not None:
                 outcome.num_retries += 1
-                self._knock(request, outcome, now + error.retry_after, done)
+                self._knock(request, outcome, now + math.ceil(error.retry_after), done)  # as the header has it
                 return
             self._end(outcome, now, "refused", str(error), done)
         except RequestError as error:
@@ -349,15 +355,15 @@ class Simulation:
     def outcome_of(self, request_id: str) -> Outcome:
         return self._open[request_id][0]
 
+    def goes_on(self, time: float, index: int) -> None:
+        if len(self._replicas) > 1 and time < math.inf:
+            heapq.heappush(self._due, (time, index))
+
     def now_steps(self, clock: EngineClock) -> None:
         self._loop.clock = clock
 
     def beside(self, index: int) -> Beside:
         return Beside(self._num_sent[index], self._num_read / len(self._num_sent))
-
-    def goes_on(self, time: float, index: int) -> None:
-        if len(self._replicas) > 1 and time < math.inf:
-            heapq.heappush(self._due, (time, index))
 
     def publish_at(self, time: float, pieces: Sequence[Told], publish: Publish, index: int) -> None:
         self._timeline.at(time, lambda: self._deliver(pieces, publish, index))
@@ -415,6 +421,8 @@ def _notices(config: ServingConfig, load: Load) -> Iterator[str]:
     method = config.scheduler.speculative_method
     if method != "none" and not load.has_texts:
         yield f"speculative_method {method} guesses nothing: no stream of the load has `recited`"
+    if any(each.max_requests_per_minute or each.max_tokens_per_minute for each in config.api_keys):
+        yield "what api_keys may ask for in a minute is not simulated: nobody is refused for that"
     if method == "draft_model":
         yield "draft_model_path is not simulated: guesses are those that are looked up"
 

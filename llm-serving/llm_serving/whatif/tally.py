@@ -39,4 +39,6 @@ class Tally(Metrics):
         self.num_preempted += n
 
     def bound_violated(self, n: int = 1) -> None:
+        """Raises AssertionError: what the scheduler promises is not kept."""
         self.num_violations += n
+        raise AssertionError(f"a bound on waiting is broken at {self._clock():.6g} s")
