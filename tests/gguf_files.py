@@ -82,9 +82,17 @@ def q4_0(d: float, codes: list[int]) -> bytes:
     return half(d) + bytes(codes[j] | codes[j + 16] << 4 for j in range(16))
 
 
+def q4_1(d: float, m: float, codes: list[int]) -> bytes:
+    return half(d) + half(m) + q4_0(d, codes)[2:]
+
+
 def q5_0(d: float, codes: list[int]) -> bytes:
     fifth = sum((code >> 4) << j for j, code in enumerate(codes))
     return half(d) + struct.pack("<I", fifth) + bytes(codes[j] & 15 | (codes[j + 16] & 15) << 4 for j in range(16))
+
+
+def q5_1(d: float, m: float, codes: list[int]) -> bytes:
+    return half(d) + half(m) + q5_0(d, codes)[2:]
 
 
 def q8_0(d: float, codes: list[int]) -> bytes:
@@ -135,6 +143,9 @@ def random_block(kind: int, rng: np.random.Generator) -> tuple[bytes, list[float
     if kind == 2:
         codes = some(0, 16, 32)
         return q4_0(d, codes), [(q - 8) * d for q in codes]
+    if kind in (3, 7):
+        codes, least = some(0, 16 if kind == 3 else 32, 32), -16 * m
+        return (q4_1 if kind == 3 else q5_1)(d, least, codes), [q * d + float(np.float16(least)) for q in codes]
     if kind == 6:
         codes = some(0, 32, 32)
         return q5_0(d, codes), [(q - 16) * d for q in codes]
@@ -153,7 +164,7 @@ def random_block(kind: int, rng: np.random.Generator) -> tuple[bytes, list[float
     return make(d, m, scales, minima, codes), values
 
 
-ELEMENTS = {2: 32, 6: 32, 8: 32, 12: 256, 13: 256, 14: 256}
+ELEMENTS = {2: 32, 3: 32, 6: 32, 7: 32, 8: 32, 12: 256, 13: 256, 14: 256}
 """Of a block, by type."""
 
 

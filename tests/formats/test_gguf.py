@@ -44,7 +44,9 @@ def test_bfloat16_and_another_alignment(tmp_path):
     ("kind", "name", "bits", "group"),
     [
         (2, "Q4_0", 4, 32),
+        (3, "Q4_1", 0, 0),
         (6, "Q5_0", 8, 32),
+        (7, "Q5_1", 0, 0),
         (8, "Q8_0", 8, 32),
         (12, "Q4_K", 0, 0),
         (13, "Q5_K", 0, 0),
@@ -67,7 +69,7 @@ def test_blocks_are_what_their_definition_says(tmp_path, kind, name, bits, group
         assert (packed.bits, packed.group_size, packed.zeros) == (bits, group, None)
 
 
-@pytest.mark.parametrize("kind", [2, 6, 8, 12, 13, 14])
+@pytest.mark.parametrize("kind", [2, 3, 6, 7, 8, 12, 13, 14])
 @pytest.mark.parametrize("bits", [0x7C00, 0xFC00, 0x7E01])
 def test_blocks_whose_scales_are_no_numbers_are_refused_by_their_tensor(tmp_path, kind, bits):
     stored, _ = random_matrix(kind, (2, ELEMENTS[kind]), np.random.default_rng(kind))

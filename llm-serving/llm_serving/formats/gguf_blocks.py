@@ -1,7 +1,9 @@
 """The blocks of quantised weights in GGUF (ggml-common.h of ggml has the layouts): what a row of them stands for.
 
     Q4_0   32 elements    d f16, 16 bytes: low halves are the first 16, high halves the others      (q - 8) d
+    Q4_1   32 elements    d f16, m f16, 16 bytes as of Q4_0                                         q d + m
     Q5_0   32 elements    d f16, fifth bits u32, 16 bytes as of Q4_0                                (q - 16) d
+    Q5_1   32 elements    d f16, m f16, fifth bits u32, 16 bytes as of Q4_0                         q d + m
     Q8_0   32 elements    d f16, 32 int8                                                            q d
     Q4_K   256 elements   d f16, m f16, 12 bytes of scales and minima, 128 bytes                    q d s - m n
     Q5_K   256 elements   the same with 32 bytes of fifth bits before the last                      q d s - m n
@@ -80,10 +82,26 @@ def _q4_0(blocks: Uint8Array) -> tuple[Uint8Array, Float32Array]:
     return _low_then_high(blocks[:, 2:]), _halves(blocks, 0)
 
 
+def _q4_1(blocks: Uint8Array) -> Float32Array:
+    values: Float32Array = _low_then_high(blocks[:, 4:]) * _halves(blocks, 0)
+    values += _halves(blocks, 2)
+    return values
+
+
+def _five_bits(blocks: Uint8Array) -> Uint8Array:
+    """[n, 20] fifth bits and the others -> [n, 32] codes."""
+    codes: Uint8Array = _low_then_high(blocks[:, 4:]) | np.unpackbits(blocks[:, :4], axis=1, bitorder="little") << 4
+    return codes
+
+
 def _q5_0(blocks: Uint8Array) -> tuple[NDArray[np.int8], Float32Array]:
-    fifth = np.unpackbits(blocks[:, 2:6], axis=1, bitorder="little")
-    codes = _low_then_high(blocks[:, 6:]) | fifth << 4
-    return (codes - np.uint8(16)).view(np.int8), _halves(blocks, 0)
+    return (_five_bits(blocks[:, 2:]) - np.uint8(16)).view(np.int8), _halves(blocks, 0)
+
+
+def _q5_1(blocks: Uint8Array) -> Float32Array:
+    values: Float32Array = _five_bits(blocks[:, 4:]) * _halves(blocks, 0)
+    values += _halves(blocks, 2)
+    return values
 
 
 def _q8_0(blocks: Uint8Array) -> tuple[NDArray[np.int8], Float32Array]:
@@ -129,7 +147,9 @@ def _q5_k(blocks: Uint8Array) -> Float32Array:
 
 BLOCKS: Final[Mapping[int, Block]] = {
     2: Block("Q4_0", 32, 18, _q4_0, bits=4),
+    3: Block("Q4_1", 32, 20, _q4_1),
     6: Block("Q5_0", 32, 22, _q5_0, bits=8),
+    7: Block("Q5_1", 32, 24, _q5_1),
     8: Block("Q8_0", 32, 34, _q8_0, bits=8),
     12: Block("Q4_K", 256, 144, _q4_k),
     13: Block("Q5_K", 256, 176, _q5_k),
