@@ -188,6 +188,10 @@ LAYOUTS: dict[str, Layout] = {
     "FP8, a scale for all": Layout(
         {"quant_method": "fp8", "activation_scheme": "static"}, lambda w: fp8(w, w.shape, "weight_scale", ())
     ),
+    "FP8 of ModelOpt": Layout(
+        {"quant_method": "modelopt", "quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}},
+        lambda w: fp8(w, w.shape, "weight_scale", ()),
+    ),
     "FP8, a scale for a block": Layout(
         {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [24, 40]},
         lambda w: fp8(w, (24, 40), "weight_scale_inv"),

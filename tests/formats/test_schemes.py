@@ -284,6 +284,8 @@ def test_tensors_that_belong_to_nothing_keep_their_types(tmp_path):
         ({**compressed("int-quantized", num_bits=8), "format": ["x"]}, r"must have a `format` of .* Given: \['x'\]"),
         ({**compressed("int-quantized", num_bits=8), "sparsity_config": {"format": "x"}}, "must not have `sparsity_"),
         ({**compressed("int-quantized", num_bits=8), "transform_config": {"u": 1}}, "must not have `transform_config`"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "ModelOpt, .* must have a `quant_algo` of FP8 .*NVFP4"),
+        ({"quant_method": "modelopt", "quantization": []}, "must have a `quant_algo` of FP8 or .* Given: None"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes, 4 bits, .* not read. Given: 'bitsandb"),
         ({"quant_method": "newest"}, "'newest', which cannot be served"),
         ({}, "an unnamed method, .* a `quant_method` that is not read. Given: None"),

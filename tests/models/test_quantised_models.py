@@ -42,7 +42,12 @@ def test_tokens_of_a_gguf_file_are_those_of_the_values(tmp_path, family, kind):
 
 
 @pytest.mark.parametrize(
-    ("layout", "name"), [("GPTQ, 4 bits", "quantize_config.json"), ("AWQ, 4 bits", "quant_config.json")]
+    ("layout", "name"),
+    [
+        ("GPTQ, 4 bits", "quantize_config.json"),
+        ("AWQ, 4 bits", "quant_config.json"),
+        ("FP8 of ModelOpt", "hf_quant_config.json"),
+    ],
 )
 def test_older_tools_say_it_in_a_file_of_its_own(tmp_path, layout, name):
     values = write_quantized(tmp_path, LAYOUTS[layout], TINY)
@@ -57,6 +62,19 @@ def test_older_tools_say_it_in_a_file_of_its_own(tmp_path, layout, name):
     (tmp_path / name).write_text("[]")
     with pytest.raises(ModelError, match=f"{name}: must be a JSON object"):
         check_folder(tmp_path)
+
+
+def test_compressed_tensors_says_it_by_its_older_key(tmp_path):
+    values = write_quantized(tmp_path, LAYOUTS["compressed-tensors, W8A8"], TINY)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["compression_config"] = config.pop("quantization_config")
+    del config["compression_config"]["quant_method"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    spec = check_folder(tmp_path)
+    assert spec.scheme.described == "compressed-tensors, 8 bits"
+    projection = "model.layers.0.mlp.up_proj.weight"
+    found = WeightReader(tmp_path, spec.scheme).take(projection, spec.tensors[projection])
+    assert np.array_equal(found, values[projection])
 
 
 def plain_folder(tmp_path, config, values):

@@ -14,6 +14,7 @@ _METHODS: Final[Mapping[str, str]] = {
     "compressed-tensors": "compressed-tensors",
     "fp8": "FP8",
     "fbgemm_fp8": "FP8 of FBGEMM",
+    "modelopt": "ModelOpt",
     "aqlm": "AQLM",
     "hqq": "HQQ",
     "mxfp4": "MXFP4",

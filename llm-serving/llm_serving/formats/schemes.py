@@ -17,6 +17,7 @@ from llm_serving.formats.packed import Scheme
 READ: Final = "compressed-tensors (W8A8, W8A16, W4A16, W4A8, FP8), GPTQ of 4 and 8 bits, AWQ of 4 bits, FP8"
 _MAX_GROUP: Final = 2**20
 _COMPRESSED_FORMS: Final = ("int-quantized", "pack-quantized", "float-quantized", "naive-quantized", "mixed-precision")
+_MODELOPT_FP8: Final = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN")
 
 
 class _RefusedError(Exception):
@@ -102,6 +103,15 @@ def _fp8(given: Mapping[str, Any], described: str) -> Scheme:
     return Fp8(described, _block(given.get("weight_block_size")))
 
 
+def _modelopt(given: Mapping[str, Any], described: str) -> Scheme:
+    """In config.json, or one level down as its own file has it."""
+    nested = given.get("quantization")
+    algorithm = (nested if isinstance(nested, Mapping) else given).get("quant_algo")
+    if algorithm not in _MODELOPT_FP8:
+        raise _RefusedError(f"must have a `quant_algo` of {' or '.join(_MODELOPT_FP8)}. Given: {shorten(algorithm)}")
+    return Fp8(described)
+
+
 def _gguf(given: Mapping[str, Any], described: str) -> Scheme:
     """As `models.gguf` tells it; its heads are compared with the tensors."""
     heads, kv_heads = (given.get(key, 0) for key in ("heads", "kv_heads"))
@@ -116,6 +126,7 @@ _SCHEMES: Final[Mapping[str, Callable[[Mapping[str, Any], str], Scheme]]] = {
     "compressed-tensors": _compressed,
     "fp8": _fp8,
     "fbgemm_fp8": _fp8,
+    "modelopt": _modelopt,
     METHOD: _gguf,
 }
 

@@ -30,7 +30,11 @@ MAX_CONFIG_BYTES: Final = 2**20
 MAX_VOCAB_SIZE: Final = 2**20
 """Most tokens whose weights are summed exactly when one is chosen."""
 
-_QUANTISED_BESIDE: Final[Mapping[str, str]] = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+_QUANTISED_BESIDE: Final[Mapping[str, str]] = {
+    "quantize_config.json": "gptq",
+    "quant_config.json": "awq",
+    "hf_quant_config.json": "modelopt",
+}
 """File of older tools -> their method, where config.json says nothing of it."""
 
 _UNLIMITED: Final = 2**20
@@ -166,9 +170,8 @@ class ModelSpec:
             form = f"a model is a folder in Hugging Face form, with {CONFIG_NAME} beside *.safetensors"
             raise ModelError(f"model folder {folder} has no {CONFIG_NAME}: {form}{how_to_convert(folder)}")
         config = _read_object(path)
-        for name, method in _QUANTISED_BESIDE.items():
-            if config.get("quantization_config") is None and (folder / name).exists():
-                config["quantization_config"] = {"quant_method": method, **_read_object(folder / name)}
+        if config.get("quantization_config") is None and (told := _told_by_older_tools(folder, config)) is not None:
+            config["quantization_config"] = told
         if is_embedding_model(folder):
             config["tie_word_embeddings"] = True  # its head is never read, and need not be there
         return cls.from_hugging_face(config, str(path))
@@ -206,6 +209,16 @@ class ModelSpec:
         `network` is `model.arch.type` there, which tells families apart that share a configuration.
         """
         return cls.from_hugging_face(hugging_face_config(config, network, where), where)
+
+
+def _told_by_older_tools(folder: Path, config: Mapping[str, Any]) -> Any:
+    """`quantization_config` by its older key, or out of a file of its own; None: neither is there."""
+    if (compressed := config.get("compression_config")) is not None:
+        return {"quant_method": "compressed-tensors", **compressed} if isinstance(compressed, Mapping) else compressed
+    for name, method in _QUANTISED_BESIDE.items():
+        if (folder / name).exists():
+            return {"quant_method": method, **_read_object(folder / name)}
+    return None
 
 
 def _read_object(path: Path) -> dict[str, Any]:
