@@ -4,6 +4,7 @@ import json
 import sys
 from types import SimpleNamespace
 
+import msgspec
 import psutil
 import pytest
 from llm_serving.config.schema import ServingConfig
@@ -105,6 +106,16 @@ def test_quantised_weights_are_served_in_the_model_dtype_and_the_log_says_so(tmp
     assert "the weights are quantised by GPTQ, 4 bits, groups of 32: they are served in bfloat16" in caplog.messages
     on_its_way = working_bytes(ModelSpec.from_folder(tmp_path), 2, 1, 1)
     assert on_its_way == 12 * SPEC.largest_weight  # two of float32, the codes of one, and what it becomes
+
+
+def test_the_log_says_so_where_quantised_weights_are_kept_in_codes(tmp_path, monkeypatch, caplog):
+    write_quantized(tmp_path, LAYOUTS["FP8, a scale for a block"], TINY)
+    monkeypatch.setattr(loading.ModelRunner, "warm_up", lambda runner: None)
+    monkeypatch.setenv("LLM_SERVING_THREADS", "2")
+    with caplog.at_level("INFO"):
+        load_runner(msgspec.structs.replace(settings(tmp_path, num_blocks=9), quantization="w8a8"), lambda text: None)
+    told = "the weights are quantised by FP8, 8 bits: they are served in w8a8, others in bfloat16"
+    assert told in caplog.messages
 
 
 def test_mindformers_that_is_missing_is_told_with_what_installs_it(monkeypatch):

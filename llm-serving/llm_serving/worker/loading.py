@@ -100,7 +100,9 @@ def load_runner(
     told = promise(device.exactness, backend.name, has_experts)
     logger.info("device_config.exactness: %s: %s", device.exactness, told)
     if spec.scheme is not None:
-        logger.info("the weights are quantised by %s: they are served in %s", spec.scheme.described, settings.dtype)
+        kept = f"{settings.quantization}, others in " if settings.quantization is not None else ""
+        described = spec.scheme.described
+        logger.info("the weights are quantised by %s: they are served in %s%s", described, kept, settings.dtype)
     if ranks_fd is not None and ranks is None:
         ranks = _join(ranks_fd, settings, backend)
     spec = spec.of_rank(settings.rank, settings.num_ranks)
