@@ -1,7 +1,10 @@
 """`llm-serving quantize`: what is read is what was rounded, and a result is whole or not there."""
 
+import errno
 import json
+import os
 import re
+import signal
 
 import numpy as np
 import pytest
@@ -136,12 +139,46 @@ def test_quantised_models_and_what_exists_are_refused(tmp_path, source, capsys):
     assert "must be a folder that does not" in capsys.readouterr().err
 
 
-def test_what_fails_leaves_nothing(source, tmp_path, monkeypatch):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_what_is_ended_leaves_nothing(source, tmp_path, monkeypatch, capsys, number):
+    before, handler = sorted(tmp_path.iterdir()), signal.getsignal(number)
+
+    def end(*args):
+        os.kill(os.getpid(), number)
+        raise AssertionError("it went on")
+
+    monkeypatch.setattr(quantization, "quantize_w8", end)
+    assert run(source, tmp_path / "out", "--format", "w8a8") == 130
+    assert capsys.readouterr().err.endswith("interrupted\n")
+    assert sorted(tmp_path.iterdir()) == before
+    assert signal.getsignal(number) is handler
+
+
+def test_what_nohup_has_ignored_ends_nothing(source, tmp_path):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert run(source, tmp_path / "out", "--format", "w8a8") == 0
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_full_disk_is_told_by_the_folder_and_leaves_nothing(source, tmp_path, monkeypatch, capsys):
     before = sorted(tmp_path.iterdir())
 
-    def fail(*args):
-        raise KeyboardInterrupt
+    def full(*args):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # as writing to an open file does: without its name
 
-    monkeypatch.setattr(quantization, "quantize_w8", fail)
-    assert run(source, tmp_path / "out", "--format", "w8a8") == 130
+    monkeypatch.setattr(writing, "_write_array", full)
+    assert run(source, tmp_path / "out", "--format", "w8a8") == 2
+    assert re.search(r"error: \S+/out was not written: \S+: No space left on device\n$", capsys.readouterr().err)
     assert sorted(tmp_path.iterdir()) == before
+
+
+def test_where_nothing_may_be_written_is_told(source, tmp_path, monkeypatch, capsys):
+    def refused(folder, *args, **options):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
+
+    monkeypatch.setattr("pathlib.Path.mkdir", refused)
+    assert run(source, tmp_path / "out", "--format", "w8a8") == 2
+    assert re.search(r"out was not written: \S+/\.out\.\d+: Permission denied\n$", capsys.readouterr().err)

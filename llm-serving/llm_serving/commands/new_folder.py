@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from llm_serving.commands.ended_in_order import ended_in_order
 from llm_serving.errors import ConfigError
 from llm_serving.hub.contents import small_files
 from llm_serving.models.memory import readable_size
@@ -23,14 +24,14 @@ def check_absent(target: Path) -> None:
 
 @contextmanager
 def new_folder(target: Path, num_bytes: int) -> Iterator[Path]:
-    """A folder that gets the target's name at the end; it is removed where something fails.
+    """A folder that gets the target's name at the end; it is removed where something fails or ends the command.
 
     Args:
         target: What does not exist.
         num_bytes: That will be written, about.
 
     Raises:
-        ConfigError: There is no folder for it, or no room.
+        ConfigError: There is no folder for it, or no room, or a file cannot be read or written.
     """
     parent = target.absolute().parent
     if not parent.is_dir():
@@ -39,16 +40,19 @@ def new_folder(target: Path, num_bytes: int) -> Iterator[Path]:
     if free < num_bytes:
         raise ConfigError(f"{parent} must have {readable_size(num_bytes)} free. Found: {readable_size(free)}")
     folder = parent / f".{target.name}.{os.getpid()}"
-    folder.mkdir()
-    try:
-        yield folder
-        for path in filter(Path.is_file, folder.rglob("*")):
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-        folder.rename(target)
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
+    with ended_in_order():
+        try:
+            folder.mkdir()
+            try:
+                yield folder
+                for path in filter(Path.is_file, folder.rglob("*")):
+                    with path.open("rb") as file:
+                        os.fsync(file.fileno())
+                folder.rename(target)
+            finally:
+                shutil.rmtree(folder, ignore_errors=True)
+        except OSError as error:
+            raise ConfigError(f"{target} was not written: {error.filename or folder}: {error.strerror}") from error
 
 
 def copy_small_files(source: Path, folder: Path) -> None:

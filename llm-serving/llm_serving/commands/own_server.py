@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import signal
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from llm_serving import launcher
+from llm_serving.commands.ended_in_order import ended_in_order
 from llm_serving.config import ServingConfig, load_config
 from llm_serving.errors import ConfigError
 from llm_serving.server.listener import bind
@@ -41,19 +41,9 @@ def own_server(
     arguments = [text for each in settings for text in ("--set", each)]
     for name, value in (("--config", path), ("--model", model)):
         arguments += [] if value is None else [name, str(value)]
-    with tempfile.TemporaryDirectory(prefix="llm-serving-") as folder, _ended_in_order():
+    with tempfile.TemporaryDirectory(prefix="llm-serving-") as folder, ended_in_order():
         launcher.start_silently(config, arguments, Path(folder))
         try:
             yield config
         finally:
             launcher.stop(Path(folder), None)
-
-
-@contextlib.contextmanager
-def _ended_in_order() -> Iterator[None]:
-    """SIGTERM raises KeyboardInterrupt as SIGINT does, so that no server is left behind."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
