@@ -34,7 +34,7 @@ from llm_serving.server.anthropic_schemas import (
 )
 from llm_serving.server.batches.objects import BatchRequest
 from llm_serving.server.repeated_names import repeated_name, repeated_name_within
-from llm_serving.server.request_body import read_as
+from llm_serving.server.request_body import malformed, read_as
 from llm_serving.server.responses_schemas import FunctionTool, InputItem, InputPart, Reasoning, ResponsesRequest
 from llm_serving.server.schemas import (
     ChatCompletionRequest,
@@ -357,7 +357,7 @@ def check_other_fields(http_request: Request, kind: type, body: bytes) -> None:
     try:
         ignored = list(dict.fromkeys(_ignored(body, kind, "")))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:  # in what has no place in a `kind`
-        raise RequestError("body", f"must be valid JSON: {shorten(str(error))}") from None
+        raise RequestError("body", f"must be valid JSON: {shorten(malformed(body, error))}") from None
     if ignored:
         shown = [name for name in ignored if _HEADER_NAME.fullmatch(name)][:MAX_NAMED]
         others = [f"and {len(ignored) - len(shown)} more"] if len(shown) < len(ignored) else []

@@ -18,6 +18,8 @@ from llm_serving.server.off_loop import INLINE_BYTES, off_loop
 MAX_ECHOED_BYTES: Final = 2**16
 """Of longer bodies an error does not tell the value: they would be read a second time for it."""
 
+_CUT_OFF: Final = "Input data was truncated"
+_HALF_PAIR: Final = re.compile(r"(?:surrogate pair|end of hex escape) \((byte \d+)\)")
 _STEP: Final = re.compile(r"([^.\[\]]+)|\[(\d+)\]")
 """Of a path: the name of a field, or the place of an item."""
 
@@ -106,7 +108,22 @@ def decode_body(body: bytes, kind: type[T], *, strict: bool = True) -> T:
     except RecursionError:
         raise RequestError("body", "must not be nested so deeply") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise RequestError("body", f"must be valid JSON: {error}") from None
+        raise RequestError("body", f"must be valid JSON: {malformed(body, error)}") from None
+
+
+def malformed(text: bytes, error: msgspec.DecodeError | UnicodeDecodeError | RecursionError) -> str:
+    """What is wrong with a JSON text, by the error that it gave.
+
+    Half a surrogate pair is told as that. Where it stands in the last six bytes, in which the other half would have
+    room, msgspec takes the text for one that is cut off: so it is read again with six more.
+    """
+    if str(error) == _CUT_OFF:
+        try:
+            msgspec.json.decode(text + b" " * len(rb"\udc00"))
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as reason:
+            error = reason
+    half = _HALF_PAIR.search(str(error))
+    return str(error) if half is None else f"half of a surrogate pair, which is no character, at {half[1]}"
 
 
 def _field_error(body: bytes, message: str, kind: type) -> RequestError:

@@ -16,12 +16,15 @@ from typing import Any, Final, Protocol, TypeVar
 
 import msgspec
 
-from llm_serving.errors import UnavailableError
+from llm_serving.errors import RequestError, UnavailableError
 from llm_serving.log import get_logger
 from llm_serving.server.batches.objects import Batch, Failure, FileObject, Line, LineError, LineErrors
-from llm_serving.server.batches.shares import Shares
 from llm_serving.server.batches.store import BatchStore, PendingLine
+from llm_serving.server.body_census import check_census
+from llm_serving.server.off_loop import INLINE_BYTES, off_loop
 from llm_serving.server.repeated_names import repeated_name
+from llm_serving.server.request_body import malformed
+from llm_serving.server.shares import Shares
 
 logger = get_logger(__name__)
 
@@ -349,7 +352,7 @@ def _fault_of(text: bytes, endpoint: str, ids: dict[str, int], number: int) -> s
         for _ in range(SPARE_DEPTH):
             [body] = body
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        return f"is not a request: {error}"
+        return f"is not a request: {malformed(text, error)}"
     for what in (text, bytes(line.body)) if isinstance(body, dict) else (text,):
         if (repeated := repeated_name(what, _decode_fields(what))) is not None:
             return f"`{repeated}` must be given once"
