@@ -14,6 +14,7 @@ from llm_serving.server.parameters import IGNORED_HEADER
 from llm_serving.server.response_store import ResponseStore, StoredResponse
 from llm_serving.server.responses_schemas import ResponseObject
 from llm_serving.server.schemas import ChatMessage
+from llm_serving.server.shares import Shares
 from server_client import error_of, leave_while_held, named_events, post, request
 
 PATH = "/v1/responses"
@@ -216,7 +217,7 @@ class TestStored:
         assert "background" in error_of(talk(FakeEngine(), talking))["message"]
 
     def test_the_oldest_make_room(self):
-        store = ResponseStore(3 * 5000)
+        store = ResponseStore(Shares(3 * 5000))
         for name in "abcd":
             store.keep(_stored(name, "me"))
         with pytest.raises(Exception, match="stored"):
@@ -304,7 +305,7 @@ class TestStored:
         assert (answer["status"], answer["error"]["code"], answer["output"]) == ("failed", "too_large", [])
 
     def test_those_in_progress_leave_room_for_what_becomes_of_them(self):
-        store = ResponseStore(3 * 5000)
+        store = ResponseStore(Shares(3 * 5000))
         begun = [_stored(name, "me") for name in "abc"]
         for each in begun:
             each.response.status = "in_progress"
@@ -314,7 +315,7 @@ class TestStored:
         assert store.find("a", None) is begun[0]
 
     def test_another_tenant_sees_none(self):
-        store = ResponseStore(10**6)
+        store = ResponseStore(Shares(10**6))
         store.keep(_stored("a", "me"))
         assert store.find("a", "me") is store.find("a", None)
         with pytest.raises(Exception, match="stored"):

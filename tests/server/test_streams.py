@@ -13,6 +13,7 @@ from llm_serving.config.sections.api_key import ApiKey
 from llm_serving.server.accepted.log_file import LogFile
 from llm_serving.server.accepted.table import AcceptedRequests
 from llm_serving.server.authentication import hash_key
+from llm_serving.server.shares import Shares
 from server_client import error_of
 
 PATH = "/v1/completions"
@@ -182,7 +183,7 @@ def test_tenants_go_on_with_their_own_alone():
 
 def logged(folder: Path) -> tuple[AcceptedRequests, LogFile]:
     log = LogFile(folder, 2**20)
-    accepted = AcceptedRequests(2**20, 3600.0, time.time)
+    accepted = AcceptedRequests(Shares(2**20), 3600.0, time.time)
     for record in log.read():
         accepted.restore(record)
     accepted.log = log

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from http import HTTPStatus
 from pathlib import Path
@@ -40,7 +40,7 @@ from llm_serving.server.access_log import AccessLog, open_access_log
 from llm_serving.server.accounting import Accounting
 from llm_serving.server.advisor import Advisor
 from llm_serving.server.authentication import ApiKeyAuthentication
-from llm_serving.server.batches import Ask, Batches, BatchStore, Shares
+from llm_serving.server.batches import Ask, Batches, BatchStore
 from llm_serving.server.batches.file_run import UNFINISHED, answer_file
 from llm_serving.server.batches.objects import RequestCounts
 from llm_serving.server.batches.store import lock_of
@@ -57,7 +57,9 @@ from llm_serving.server.receipts import ModelHashes
 from llm_serving.server.response_store import ResponseStore
 from llm_serving.server.routes import ENDPOINTS
 from llm_serving.server.schemas import ErrorDetail, ErrorResponse
+from llm_serving.server.shares import Shares
 from llm_serving.server.tracing import Tracer, send_to
+from llm_serving.server.whole_answers import WholeAnswers
 
 logger = get_logger(__name__)
 
@@ -106,7 +108,7 @@ def build_site(
 
     routes = Application(
         [*(endpoint.route(engine) for endpoint in ENDPOINTS), Route(OPENAPI_PATH, show_openapi), *page],
-        ResponseStore(engine.config.serving.response_store_bytes),
+        ResponseStore(shares_of(engine, "response_store_bytes")),
         ModelHashes(engine.config),
         LiveFeed(
             engine.lookup,
@@ -115,9 +117,10 @@ def build_site(
             engine.config.serving.max_live_viewers,
             engine.clock,
         ),
-        open_accepted(engine.config) if accepted is None else accepted,
+        open_accepted(engine) if accepted is None else accepted,
         ModelState(engine.config),
         Advisor(lambda: engine.config, engine.clock, refused=lambda since: engine.refused_since(since)),
+        WholeAnswers(engine.config.serving.whole_answer_bytes),
     )
     paths = [OPENAPI_PATH, *(endpoint.path for endpoint in ENDPOINTS)]
     refused, quotas = engine.metrics.http.refused, quotas_of(keys, engine.clock)
@@ -214,10 +217,11 @@ def serve(engine: AsyncEngine) -> int:
         request_log: LogFile | None = None
         try:
             request_log = open_request_log(serving)
-            accepted = open_accepted(engine.config, request_log)
+            accepted = open_accepted(engine, request_log)
             site = build_site(engine, access_log, tracer, accepted)
             reread = partial(_read_again, engine, access_log)
-            server = HttpServer(site.outside, listener, serving, site.outside.refused, reread, site.routes.live.close)
+            end_live = site.routes.live.close
+            server = HttpServer(site.outside, listener, serving, site.outside.refused, reread, end_live, files)
             engine.reloading.followers.append(lambda config: server.reload_limits(config.serving))
             engine.on_failure = server.end
             with giving_back():
@@ -312,11 +316,18 @@ def open_request_log(serving: ServerConfig) -> LogFile | None:
     return LogFile(serving.request_log_path, serving.request_log_bytes)
 
 
-def open_accepted(config: ServingConfig, log: LogFile | None = None) -> AcceptedRequests:
+def shares_of(engine: AsyncEngine, key: str) -> Shares:
+    """Of the room that a key of `serving_config` gives all tenants; there are as many as API keys."""
+    limit = getattr(engine.config.serving, key)
+    return Shares(limit, lambda: len(engine.config.api_keys) > 1, f"serving_config.{key}")
+
+
+def open_accepted(engine: AsyncEngine, log: LogFile | None = None) -> AcceptedRequests:
     """Accepted requests that may come again, with those of a log, which gets the next ones."""
-    serving = config.serving
-    max_bytes = 0 if serving.request_log == "none" else serving.request_log_bytes
-    accepted = AcceptedRequests(max_bytes, serving.request_log_age_s, time.time)
+    serving, shares = engine.config.serving, shares_of(engine, "request_log_bytes")
+    if serving.request_log == "none":
+        shares = replace(shares, num_bytes=0)
+    accepted = AcceptedRequests(shares, serving.request_log_age_s, time.time)
     if log is not None:
         for record in log.read():
             accepted.restore(record)
@@ -339,7 +350,7 @@ def open_batches(engine: AsyncEngine, ask: Ask, path: Path | None = None) -> Bat
     place = path or serving.batch_path
     if place is None:
         return None
-    shares = Shares(serving.batch_store_bytes, lambda: len(engine.config.api_keys) > 1)
+    shares = shares_of(engine, "batch_store_bytes")
     return Batches(
         partial(BatchStore, place, shares),
         ask,

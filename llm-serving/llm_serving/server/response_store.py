@@ -10,6 +10,7 @@ from msgspec import json
 from llm_serving.errors import RequestError, RequestNotFoundError, StoreFullError
 from llm_serving.server.responses_schemas import ResponseObject
 from llm_serving.server.schemas import ChatMessage, ToolCallOfMessage
+from llm_serving.server.shares import Kept, Shares
 
 OVERHEAD_BYTES = 4096
 """What a response takes beside its texts."""
@@ -27,7 +28,6 @@ class StoredResponse:
     """What it says itself, once it has ended."""
     task: asyncio.Task[None] | None = None
     """Computes it, where nobody waits for it on a connection."""
-    num_bytes: int = 0
 
     @property
     def in_progress(self) -> bool:
@@ -50,17 +50,18 @@ def _texts_of(call: ToolCallOfMessage) -> tuple[str, str]:
 
 
 class ResponseStore:
-    """In memory, the newest ones, up to a number of bytes.
+    """In memory, the newest ones, up to a number of bytes; and those in progress, up to as many again.
 
-    Those in progress stay, and the one that has just ended: nobody but the store can tell what became of it.
+    Where there is no room, older ones go: of several tenants, of the one that has most.
 
     It belongs to the event loop.
     """
 
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        self._num_bytes = 0
+    def __init__(self, shares: Shares) -> None:
+        self._shares = shares
+        self._max_bytes = shares.num_bytes
         self._stored: dict[str, StoredResponse] = {}
+        self._ended, self._in_progress = Kept(shares), Kept(shares)
 
     @property
     def keeps(self) -> bool:
@@ -74,28 +75,26 @@ class ResponseStore:
             RequestError: It is larger than all that is kept.
             StoreFullError: Others that are computed leave no room for it.
         """
-        stored.num_bytes = _size_of(stored)
-        limit = f"{self._max_bytes} (serving_config.response_store_bytes)"
-        if stored.num_bytes > self._max_bytes:
-            raise RequestError("background", f"must be false: it takes {stored.num_bytes} bytes of {limit}")
-        num_taken = sum(each.num_bytes for each in self._stored.values() if each.in_progress)
-        if num_taken + stored.num_bytes > self._max_bytes:
-            raise StoreFullError(f"responses in the background leave no room for another one in {limit} bytes")
-        self.keep(stored)
+        num_bytes, tenant = _size_of(stored), stored.tenant
+        if num_bytes > self._max_bytes:
+            limit = f"{self._max_bytes} ({self._shares.key})"
+            raise RequestError("background", f"must be false: it takes {num_bytes} bytes of {limit}")
+        if num_bytes > self._in_progress.room(tenant):
+            raise StoreFullError(f"responses in the background {self._shares.rule}")
+        self._stored[stored.response.id] = stored
+        self._in_progress.add(stored.response.id, tenant, num_bytes)
 
     def keep(self, stored: StoredResponse) -> bool:
-        """Keeps a response, or what has become of one; older ones make room. Returns whether it is not too large."""
+        """Keeps a response that has ended; older ones make room. Returns whether it is not too large."""
         self.drop(stored.response.id)
-        stored.num_bytes = _size_of(stored)
-        if stored.num_bytes > self._max_bytes:
+        num_bytes = _size_of(stored)
+        older = self._ended.in_the_way(stored.tenant, num_bytes)
+        if older is None:
             return False
-        older = [each for each in self._stored.values() if not each.in_progress]
+        for name in older:
+            self.drop(name)
         self._stored[stored.response.id] = stored
-        self._num_bytes += stored.num_bytes
-        for each in older:
-            if self._num_bytes <= self._max_bytes:
-                break
-            self.drop(each.response.id)
+        self._ended.add(stored.response.id, stored.tenant, num_bytes)
         return True
 
     def find(self, response_id: str, tenant: str | None) -> StoredResponse:
@@ -111,9 +110,9 @@ class ResponseStore:
 
     def drop(self, response_id: str) -> None:
         """Forgets a response, if it is there."""
-        stored = self._stored.pop(response_id, None)
-        if stored is not None:
-            self._num_bytes -= stored.num_bytes
+        self._stored.pop(response_id, None)
+        self._ended.remove(response_id)
+        self._in_progress.remove(response_id)
 
 
 def _size_of(stored: StoredResponse) -> int:

@@ -9,6 +9,7 @@ from accepted_records import record
 from llm_serving.errors import IdempotencyError, RequestNotFoundError
 from llm_serving.server.accepted.record import OVERHEAD_BYTES
 from llm_serving.server.accepted.table import AcceptedRequests, Claim
+from llm_serving.server.shares import Shares
 
 
 class Clock:
@@ -20,7 +21,7 @@ class Clock:
 
 def table(max_bytes=2**20, kept_s=60.0, clock=None, wall_clock=None) -> AcceptedRequests:
     clock = clock or Clock()
-    return AcceptedRequests(max_bytes, kept_s, wall_clock or clock, clock)
+    return AcceptedRequests(Shares(max_bytes), kept_s, wall_clock or clock, clock)
 
 
 def test_a_stream_is_found_by_its_own_tenant_alone():

@@ -11,6 +11,7 @@ from typing import Protocol
 from llm_serving.core.clock import Clock, monotonic
 from llm_serving.errors import IdempotencyError, RequestNotFoundError
 from llm_serving.server.accepted.record import AcceptedRequest
+from llm_serving.server.shares import Kept, Shares
 
 
 class Log(Protocol):
@@ -33,20 +34,20 @@ class AcceptedRequests:
     """It belongs to the event loop.
 
     Args:
-        max_bytes: Of all records; 0: none is kept.
+        shares: Of all records; none is kept where there are no bytes for them.
         kept_s: Seconds from a request's acceptance for which it is known.
         wall_clock: Seconds since 1970: tells how old a request is that comes from a log.
         clock: Tells how old it becomes, however the other one is set meanwhile.
     """
 
     def __init__(
-        self, max_bytes: int, kept_s: float, wall_clock: Callable[[], float], clock: Clock = monotonic
+        self, shares: Shares, kept_s: float, wall_clock: Callable[[], float], clock: Clock = monotonic
     ) -> None:
-        self._max_bytes = max_bytes
+        self._max_bytes = shares.num_bytes
         self._kept_s = kept_s
         self._wall_clock = wall_clock
         self._clock = clock
-        self._num_bytes = 0
+        self._kept = Kept(shares)
         self._records: dict[str, AcceptedRequest] = {}
         """By stream, oldest first."""
         self._known_until: dict[str, float] = {}
@@ -65,7 +66,7 @@ class AcceptedRequests:
 
     @property
     def num_bytes(self) -> int:
-        return self._num_bytes
+        return self._kept.num_bytes
 
     def find(self, field: str, stream_id: str, tenant: str | None) -> AcceptedRequest:
         """The request of a stream that can be resumed.
@@ -113,7 +114,8 @@ class AcceptedRequests:
             claim.settled.set_result(None)
 
     async def add(self, record: AcceptedRequest) -> None:
-        """Keeps a request, also beyond this process where there is a log; older ones make room."""
+        """Keeps a request, also beyond this process where there is a log; older ones make room, of several tenants
+        those of whoever has most."""
         self.restore(record)
         if self.log is not None and record.stream_id in self._records:
             await self.log.append(record)
@@ -121,16 +123,19 @@ class AcceptedRequests:
     def restore(self, record: AcceptedRequest) -> None:
         """Keeps a request that may come from a log."""
         age_s = max(0.0, self._wall_clock() - record.accepted_at)
-        if record.num_bytes > self._max_bytes or record.stream_id in self._records or age_s > self._kept_s:
+        if record.stream_id in self._records or age_s > self._kept_s:
             return
+        self._expire()
+        older = self._kept.in_the_way(record.tenant, record.num_bytes)
+        if older is None:
+            return
+        for stream_id in older:
+            self._forget(self._records[stream_id])
         self._records[record.stream_id] = record
+        self._kept.add(record.stream_id, record.tenant, record.num_bytes)
         self._known_until[record.stream_id] = self._clock() + self._kept_s - age_s
-        self._num_bytes += record.num_bytes
         if record.key:
             self._by_key[record.tenant, record.key] = record
-        while self._num_bytes > self._max_bytes:
-            self._forget(next(iter(self._records.values())))
-        self._expire()
 
     def _expire(self) -> None:
         now = self._clock()
@@ -139,7 +144,7 @@ class AcceptedRequests:
 
     def _forget(self, record: AcceptedRequest) -> None:
         del self._records[record.stream_id], self._known_until[record.stream_id]
-        self._num_bytes -= record.num_bytes
+        self._kept.remove(record.stream_id)
         if self._by_key.get((record.tenant, record.key)) is record:
             del self._by_key[record.tenant, record.key]
 

@@ -2,7 +2,6 @@
 
 from llm_serving.server.batches.batches import Ask, Batches
 from llm_serving.server.batches.objects import ENDPOINTS_OF_LINES, Batch, FileObject
-from llm_serving.server.batches.shares import Shares
 from llm_serving.server.batches.store import BatchStore
 
-__all__ = ["ENDPOINTS_OF_LINES", "Ask", "Batch", "BatchStore", "Batches", "FileObject", "Shares"]
+__all__ = ["ENDPOINTS_OF_LINES", "Ask", "Batch", "BatchStore", "Batches", "FileObject"]
