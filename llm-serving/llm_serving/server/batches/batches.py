@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import sqlite3
 import time
 from collections import Counter
@@ -34,6 +35,9 @@ WINDOW_S: Final = 24 * 3600
 """Seconds that a batch has; lines without an answer then get none."""
 KEPT_S: Final = 30 * 24 * 3600
 """Seconds that files and batches are kept."""
+MAX_AT_ONCE: Final = 8
+"""Batches of a tenant that are looked at and computed, the oldest ones; others wait in the store, where a batch takes
+no memory."""
 MAX_LINES: Final = 50_000
 MAX_LINE_BYTES: Final = 2**24
 MAX_ERRORS: Final = 100
@@ -46,7 +50,7 @@ LEAST_PAUSE_S, MOST_PAUSE_S = 0.05, 60.0
 LEAST_STORE_PAUSE_S: Final = 1.0
 """Before a batch goes on whose store could not be written, on a full disk for example; then twice as long each time."""
 BUSY: Final = frozenset((429, 503))
-"""Statuses of an answer that may be another one later."""
+"""Statuses of an answer that may be another one later: for a line with a `timeout_s`, within that."""
 _NULL: Final = msgspec.Raw(b"null")
 _decode_fields: Final = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _EXPIRED: Final = Failure("batch_expired", "the batch was not done within its completion window")
@@ -62,9 +66,6 @@ class Answered:
     retry_after_s: float | None = None
     ignored: str | None = None
     """Names of fields that were ignored."""
-
-
-_NO_ROOM: Final = Answered(429, b"")
 
 
 class Ask(Protocol):
@@ -110,6 +111,12 @@ class Batches:
         self.now = now
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._cancelled: dict[str, asyncio.Event] = {}
+        self._num_at_once: Counter[str] = Counter()
+        """Batches of each tenant that are computed."""
+        self._still: set[str] = set()
+        """Batches that stand still."""
+        self._beginning: set[asyncio.Task[None]] = set()
+        self._is_stopped = False
         self.num_incoming_bytes: Counter[str] = Counter()
         """Of each tenant's files that are on their way."""
         self.trouble: UnavailableError | None = None
@@ -119,11 +126,13 @@ class Batches:
     async def start(self) -> None:
         """Goes on with the batches that had not ended."""
         self._tidier = asyncio.create_task(self._tidy())
-        await self._go_on()
+        for tenant in await self.stored(BatchStore.tenants):
+            await self._begin_next(tenant)
 
     async def stop(self) -> None:
         """Leaves lines under way as if they had not begun."""
-        tasks = [*self._tasks.values(), *filter(None, [self._tidier])]
+        self._is_stopped = True
+        tasks = [*self._tasks.values(), *self._beginning, *filter(None, [self._tidier])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -144,17 +153,18 @@ class Batches:
             raise UnavailableError(f"files and batches cannot be kept now: {error}") from None
 
     async def create(self, batch: Batch, tenant: str) -> None:
-        """Takes a new batch; it is looked at and computed from now on."""
+        """Takes a new batch; it is looked at and computed as soon as there are not too many of its tenant before it."""
         await self.stored(BatchStore.add_batch, batch, tenant, self.now())
-        self._run(batch.id, tenant)
+        await self._begin_next(tenant)
 
     async def cancel(self, batch_id: str) -> Batch:
         """Ends a batch: what is under way is broken off. One that has ended is left alone."""
+        tenant = await self.stored(BatchStore.tenant_of, batch_id)
         batch = await self.stored(BatchStore.cancel, batch_id, self.now())
         if batch_id in self._cancelled:
             self._cancelled[batch_id].set()
-        elif not batch.has_ended:  # it stands still: goes on to end
-            await self._go_on(batch_id)
+        elif not batch.has_ended:  # it waits or stands still: goes on to end
+            self._run(batch_id, tenant)
         return batch
 
     def task(self, batch_id: str) -> asyncio.Future[None]:
@@ -165,13 +175,22 @@ class Batches:
         ended.set_result(None)
         return ended
 
-    async def _go_on(self, batch_id: str | None = None) -> None:
-        """Computes this batch, or all, unless they have ended or are being computed."""
-        for each, tenant in await self.stored(BatchStore.unfinished):
-            if batch_id in (None, each) and each not in self._tasks:
-                self._run(each, tenant)
+    async def _begin_next(self, tenant: str) -> None:
+        """Computes the oldest batches of a tenant, as many as may be at once; waits while they cannot be read."""
+        while True:
+            try:
+                oldest = await self.stored(BatchStore.unfinished, tenant, MAX_AT_ONCE + len(self._still))
+                break
+            except UnavailableError as error:
+                self.trouble = error
+                await asyncio.sleep(LEAST_STORE_PAUSE_S)
+        for batch_id in oldest:
+            if self._num_at_once[tenant] < MAX_AT_ONCE and not (batch_id in self._tasks or batch_id in self._still):
+                self._run(batch_id, tenant)
 
     def _run(self, batch_id: str, tenant: str) -> None:
+        self._still.discard(batch_id)
+        self._num_at_once[tenant] += 1
         self._cancelled[batch_id] = asyncio.Event()
         self._tasks[batch_id] = asyncio.create_task(self._guarded(batch_id, tenant))
 
@@ -180,9 +199,15 @@ class Batches:
             await self._persist(batch_id, tenant)
         except Exception as error:
             self.trouble = UnavailableError(f"batch {batch_id} stands still: {error}")
+            self._still.add(batch_id)
             logger.exception("batch %s stands still until it is cancelled or the next start", batch_id)
         finally:  # before anybody else can find it done and under way
             del self._tasks[batch_id], self._cancelled[batch_id]
+            self._num_at_once[tenant] -= 1
+            if not self._is_stopped:
+                next_one = asyncio.create_task(self._begin_next(tenant))
+                self._beginning.add(next_one)
+                next_one.add_done_callback(self._beginning.discard)
 
     async def _persist(self, batch_id: str, tenant: str) -> None:
         """Computes a batch, with pauses while it cannot be kept."""
@@ -257,19 +282,35 @@ class Batches:
             await asyncio.gather(*under_way, return_exceptions=True)
 
     async def _answer(self, batch_id: str, line: PendingLine, tenant: str) -> None:
-        body, pause_s = self._with_class(line.body), LEAST_PAUSE_S
-        while (answered := await self._asked(line.url, body, tenant)).status in BUSY:
-            wanted = answered.retry_after_s or 0.0
-            await asyncio.sleep(min(max(wanted, pause_s), MOST_PAUSE_S))
+        pause_s, clock = LEAST_PAUSE_S, asyncio.get_running_loop().time
+        until: float | None = None
+        while True:
+            answered, own_time_s = await self._asked(batch_id, line, tenant)
+            if answered is not None and answered.status not in BUSY:
+                break
+            wanted = None if answered is None else answered.retry_after_s
+            wait_s = min(max(wanted or 0.0, pause_s), MOST_PAUSE_S)
+            if answered is not None:
+                until = clock() + own_time_s if until is None else until
+                if clock() + wait_s > until:
+                    break
+            await asyncio.sleep(wait_s)
             pause_s *= 2
         told = answered.status, answered.body, answered.ignored
         await self.stored(BatchStore.answer, batch_id, line.number, *told)
         self.trouble = None
 
-    async def _asked(self, url: str, body: bytes, tenant: str) -> Answered:
-        """Whoever has to come again waits elsewhere: a key without tokens holds no place that others could use."""
+    async def _asked(self, batch_id: str, line: PendingLine, tenant: str) -> tuple[Answered | None, float]:
+        """The answer, None where none could be kept, and for how many seconds the line wants to be asked for again.
+
+        Whoever has to come again waits elsewhere: a key without tokens holds no place that others could use.
+        """
         async with self._room:
-            return await self._ask(url, body, tenant) if await self._has_room(tenant) else _NO_ROOM
+            if not await self._has_room(tenant):
+                return None, math.inf
+            given = await self.stored(BatchStore.body, batch_id, line.number)
+            body, own_time_s = await off_loop(len(given) > INLINE_BYTES, lambda: self._prepared(given))
+            return await self._ask(line.url, body, tenant), own_time_s
 
     async def _has_room(self, tenant: str) -> bool:
         """Whether an answer can be kept; what is being answered already is kept in any case."""
@@ -281,12 +322,14 @@ class Batches:
             logger.warning("batches of %r wait: files and batches %s", tenant, self.shares.rule)
         return False
 
-    def _with_class(self, body: bytes) -> bytes:
-        """The rest of the body stays as it is, to the last digit and however deep."""
+    def _prepared(self, body: bytes) -> tuple[bytes, float]:
+        """A body with its class, and the time that it gives itself. The rest stays as it is, to the last digit and
+        however deep."""
         content = _decode_fields(body)
+        own_time_s = _own_time_s(content.get("timeout_s", _NULL))
         if all(content.get(name, _NULL) == _NULL for name in ("priority", "priority_class")):
             content["priority_class"] = msgspec.Raw(msgspec.json.encode(self._priority_class))
-        return msgspec.json.encode(content)
+        return msgspec.json.encode(content), own_time_s
 
     async def _tidy(self) -> None:
         while True:
@@ -347,6 +390,10 @@ def _begin(store: BatchStore, batch_id: str, now: float) -> Batch:
 def _fault_of(text: bytes, endpoint: str, ids: dict[str, int], number: int) -> str | None:
     """What is wrong with a line; its id is added to those that were seen, with its number."""
     try:
+        check_census(text)
+    except RequestError as error:
+        return str(error).replace("`body`", "the line")
+    try:
         line = msgspec.json.decode(text, type=Line)
         body = msgspec.json.decode(b"[" * SPARE_DEPTH + bytes(line.body) + b"]" * SPARE_DEPTH)
         for _ in range(SPARE_DEPTH):
@@ -378,6 +425,15 @@ def _lines_of(pieces: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
             number += 1
             if text.strip():
                 yield number, text
+
+
+def _own_time_s(given: msgspec.Raw) -> float:
+    """The seconds of a `timeout_s`; without end where there is none, or a wrong one."""
+    try:
+        seconds = msgspec.json.decode(given, type=float | None)
+    except msgspec.DecodeError:
+        return math.inf
+    return math.inf if seconds is None or seconds <= 0 else seconds
 
 
 def new_file(file_id: str, filename: str, purpose: str, now: float) -> FileObject:

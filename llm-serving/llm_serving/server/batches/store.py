@@ -43,6 +43,7 @@ CREATE TABLE IF NOT EXISTS inputs (
 CREATE TABLE IF NOT EXISTS outputs (
     batch TEXT PRIMARY KEY REFERENCES batches ON DELETE CASCADE, bytes INTEGER NOT NULL) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS waiting ON lines (batch, number) WHERE status IS NULL;
+CREATE INDEX IF NOT EXISTS unfinished ON batches (tenant, created) WHERE NOT ended;
 """
 _KEPT: Final = """SELECT COALESCE(SUM(bytes), 0), COALESCE(SUM(bytes) FILTER (WHERE tenant = ?), 0) FROM (
     SELECT tenant, bytes + LENGTH(about) AS bytes FROM files
@@ -55,12 +56,10 @@ _INPUTS: Final = """SELECT COALESCE(SUM(bytes), 0), COALESCE(SUM(bytes) FILTER (
 
 
 class PendingLine(NamedTuple):
-    """A line that has no answer yet."""
+    """A line that has no answer yet; its body stays where it is until it is asked for."""
 
     number: int
-    custom_id: str
     url: str
-    body: bytes
 
 
 class BatchStore:
@@ -214,9 +213,19 @@ class BatchStore:
         rows = self._db.execute(query, {"tenant": tenant, "after": after, "limit": limit}).fetchall()
         return [self._counted(msgspec.json.decode(about, type=Batch)) for (about,) in rows]
 
-    def unfinished(self) -> list[tuple[str, str]]:
-        """(batch, tenant) of those that go on."""
-        return self._db.execute("SELECT id, tenant FROM batches WHERE NOT ended ORDER BY created").fetchall()
+    def tenant_of(self, batch_id: str) -> str:
+        """Whose batch it is; "" where there is none."""
+        row = self._db.execute("SELECT tenant FROM batches WHERE id = ?", (batch_id,)).fetchone()
+        return "" if row is None else str(row[0])
+
+    def tenants(self) -> list[str]:
+        """Those that have batches which have not ended."""
+        return [tenant for (tenant,) in self._db.execute("SELECT DISTINCT tenant FROM batches WHERE NOT ended")]
+
+    def unfinished(self, tenant: str, count: int) -> list[str]:
+        """The oldest batches of a tenant that have not ended."""
+        query = "SELECT id FROM batches WHERE NOT ended AND tenant = ? ORDER BY created, rowid LIMIT ?"
+        return [batch_id for (batch_id,) in self._db.execute(query, (tenant, count))]
 
     def add_lines(self, batch: Batch, lines: Iterable[Line]) -> None:
         """The lines of a batch, which begins by it."""
@@ -228,9 +237,14 @@ class BatchStore:
 
     def pending(self, batch_id: str, after: int, count: int) -> list[PendingLine]:
         """The next lines without an answer behind this number."""
-        query = """SELECT number, custom_id, url, body FROM lines
+        query = """SELECT number, url FROM lines
             WHERE batch = ? AND number > ? AND status IS NULL ORDER BY number LIMIT ?"""
         return [PendingLine(*row) for row in self._db.execute(query, (batch_id, after, count))]
+
+    def body(self, batch_id: str, number: int) -> bytes:
+        """What a line asks for."""
+        query = "SELECT body FROM lines WHERE batch = ? AND number = ?"
+        return bytes(self._db.execute(query, (batch_id, number)).fetchone()[0])
 
     def answer(self, batch_id: str, number: int, status: int, answer: bytes, ignored: str | None = None) -> None:
         """A line has been answered, without regard to fields of these names; the first answer stays."""

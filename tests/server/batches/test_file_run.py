@@ -1,0 +1,92 @@
+"""One file of requests answered into another, without a server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sqlite3
+
+import pytest
+from batch_site import jsonl, line
+from fakes import FakeEngine, Script
+from llm_serving.errors import ConfigError, UnavailableError, WorkerDiedError
+from llm_serving.server.app import run_file
+from llm_serving.server.batches import BatchStore
+
+
+def run(engine, folder, seen=None):
+    told = [] if seen is None else seen
+    return asyncio.run(run_file(engine, folder / "in.jsonl", folder / "out.jsonl", told.append))
+
+
+def lines(path):
+    return [json.loads(each) for each in path.read_text().splitlines()]
+
+
+def test_a_file_is_answered_into_another(tmp_path):
+    (tmp_path / "in.jsonl").write_bytes(jsonl(line("a"), line("b", top_p=7), line("c")))
+    seen = []
+    counts = run(FakeEngine(), tmp_path, seen)
+    assert (counts.completed, counts.failed, seen[-1]) == (2, 1, counts)
+    assert [each["custom_id"] for each in lines(tmp_path / "out.jsonl")] == ["a", "c"]
+    assert [each["custom_id"] for each in lines(tmp_path / "out.jsonl.errors")] == ["b"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl", "out.jsonl.errors"]
+
+
+def test_a_run_that_ended_early_goes_on(tmp_path):
+    (tmp_path / "in.jsonl").write_bytes(jsonl(*map(line, "abc")))
+    first, second = FakeEngine(), FakeEngine()
+    first.script_for = lambda submitted: Script() if len(first.submitted) < 2 else Script(hold_after=0)
+
+    def leave(counts):
+        if counts.completed:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(run_file(first, tmp_path / "in.jsonl", tmp_path / "out.jsonl", leave))
+    assert not (tmp_path / "out.jsonl").exists()
+    assert run(second, tmp_path).completed == 3
+    assert len(second.submitted) == 2
+    assert [each["custom_id"] for each in lines(tmp_path / "out.jsonl")] == list("abc")
+
+
+def test_another_input_is_not_taken_for_the_same(tmp_path):
+    (tmp_path / "in.jsonl").write_bytes(jsonl(line("a")))
+    with pytest.raises(WorkerDiedError):
+        run(FakeEngine(Script(hold_after=0), failure=WorkerDiedError("gone")), tmp_path)
+    (tmp_path / "in.jsonl").write_bytes(jsonl(line("b")))
+    with pytest.raises(ConfigError, match="another input"):
+        run(FakeEngine(), tmp_path)
+
+
+def test_a_fault_is_told_and_can_be_mended(tmp_path):
+    once = {"batch_store_bytes": 2 * len(jsonl(line("a"), line("a"))) - 1}
+    (tmp_path / "in.jsonl").write_bytes(jsonl(line("a"), line("a")))
+    with pytest.raises(ConfigError, match=r"in\.jsonl:2: `custom_id` must be"):
+        run(FakeEngine(limits=once), tmp_path)
+    (tmp_path / "in.jsonl").write_bytes(jsonl(line("a"), line("b")))
+    assert run(FakeEngine(limits=once), tmp_path).completed == 2
+
+
+def test_a_full_disk_ends_a_run_that_can_go_on_later(tmp_path, monkeypatch):
+    (tmp_path / "in.jsonl").write_bytes(jsonl(*map(line, "ab")))
+
+    def full(store, batch_id, number, *answer):
+        if number == 1:
+            raise sqlite3.OperationalError("database or disk is full")
+        return answer_line(store, batch_id, number, *answer)
+
+    answer_line = BatchStore.answer
+    monkeypatch.setattr(BatchStore, "answer", full)
+    with pytest.raises(UnavailableError, match="cannot be kept now: database or disk is full"):
+        run(FakeEngine(), tmp_path)
+    monkeypatch.undo()
+    again = FakeEngine()
+    assert (run(again, tmp_path).completed, len(again.submitted)) == (2, 1)
+
+
+def test_a_place_for_answers_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "in.jsonl").write_bytes(jsonl(line("a")))
+    (tmp_path / "out.jsonl").mkdir()
+    with pytest.raises(ConfigError, match=r"out\.jsonl cannot be written: .* what was answered is kept"):
+        run(FakeEngine(), tmp_path)
