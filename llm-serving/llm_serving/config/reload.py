@@ -24,6 +24,7 @@ RELOADABLE: Final = frozenset(
                 *("max_connections", "max_connections_per_address", "max_buffered_bytes", "max_pipelined_bytes"),
                 *("max_url_bytes", "max_header_bytes", "max_headers", "max_request_body_bytes"),
                 *("header_timeout_s", "body_timeout_s", "write_timeout_s", "max_timeout_s", "anonymous_highest_class"),
+                "whole_answer_bytes",
             )
         ),
         *(

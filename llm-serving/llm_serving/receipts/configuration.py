@@ -78,8 +78,9 @@ _WITHOUT_EFFECT: Final[tuple[tuple[str, str], ...]] = (
     ("serving_config", "step_timeout_s load_timeout_s max_worker_restarts exit_without_work_agents restart_wait_s"),
     # Who may ask, from where, how much and for how long.
     ("serving_config", "server_ip server_port ssl_certfile ssl_keyfile ssl_keyfile_password_file"),
-    ("serving_config", "anonymous_highest_class cors_origins allowed_hosts ui max_live_viewers"),
+    ("serving_config", "anonymous_highest_class cors_origins allowed_hosts trusted_proxies ui max_live_viewers"),
     ("serving_config", "max_connections max_connections_per_address max_buffered_bytes max_pipelined_bytes"),
+    ("serving_config", "whole_answer_bytes"),
     ("serving_config", "max_url_bytes max_header_bytes max_headers max_request_body_bytes"),
     (
         "serving_config",

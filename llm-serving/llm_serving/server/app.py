@@ -141,6 +141,7 @@ def build_site(
         reload_quotas(quotas, config.api_keys, engine.clock)
         client.reload({key.name: key for key in config.api_keys})
         routes.live.policy = config.scheduler.policy
+        routes.whole_answers.max_bytes = config.serving.whole_answer_bytes
 
     engine.reloading.followers.append(follow)
     return Site(outside, client, routes)
@@ -167,6 +168,7 @@ class Application:
         accepted: AcceptedRequests,
         model_state: ModelState,
         advisor: Advisor,
+        whole_answers: WholeAnswers,
     ) -> None:
         self.responses = responses
         self.model_hashes = model_hashes
@@ -175,6 +177,7 @@ class Application:
         """Requests that may come again."""
         self.model_state = model_state
         self.advisor = advisor
+        self.whole_answers = whole_answers
         self.batches: Batches | None = None
         """While they are served."""
         self._router = Router(routes, redirect_slashes=False)  # a redirect repeats the Host that the client sent

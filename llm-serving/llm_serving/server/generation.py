@@ -63,6 +63,7 @@ class Generation:
         self._on_end = on_end
         self.watch: Callable[[int, RequestOutput], None] | None = None
         """Told each piece of each choice before it is given out."""
+        self._on_piece: Callable[[RequestOutput], None] | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self.newest: list[RequestOutput | None] = [None] * len(streams)
         """The newest piece of each stream."""
@@ -104,11 +105,20 @@ class Generation:
         for stream in self._streams:
             stream.tell_waiting(on_waiting)
 
+    def tell_pieces(self, on_piece: Callable[[RequestOutput], None] | None) -> None:
+        """From now on `on_piece` is told each piece that is read, also of sequences that are no answer in the end."""
+        self._on_piece = on_piece
+
+    def _read(self, index: int, output: RequestOutput) -> ChoiceOutput:
+        self.newest[index] = output
+        if self._on_piece is not None:
+            self._on_piece(output)
+        return ChoiceOutput(index, output)
+
     async def _pieces(self) -> AsyncIterator[ChoiceOutput]:
         if len(self._streams) == 1:
             async for output in self._streams[0]:
-                self.newest[0] = output
-                yield ChoiceOutput(0, output)
+                yield self._read(0, output)
             return
         # What does not fit waits in the streams, where it is counted.
         queue: asyncio.Queue[ChoiceOutput | Exception | None] = asyncio.Queue(TOLD_AT_ONCE)
@@ -118,8 +128,7 @@ class Generation:
             while (item := await queue.get()) is not None:
                 if isinstance(item, Exception):
                     raise item
-                self.newest[item[0]] = item[1]
-                yield item
+                yield self._read(*item)
                 num_told += 1
                 if num_told % TOLD_AT_ONCE == 0:  # a queue that has something does not let others run
                     await asyncio.sleep(0)

@@ -25,7 +25,8 @@ from llm_serving.server.off_loop import large_json_response, off_loop
 from llm_serving.server.parameters import read_fields
 from llm_serving.server.receipts import ReceiptDraft
 from llm_serving.server.schemas import ChatCompletionChunk, Completion, GenerationRequest, PromptTokensDetails, Usage
-from llm_serving.server.streaming import DONE, Pieces, StreamResponse, complete, event
+from llm_serving.server.streaming import DONE, Pieces, StreamResponse, event
+from llm_serving.server.whole_answers import complete_whole
 
 ANY_MODEL: Final = "*"
 """The alias that stands for every name."""
@@ -145,7 +146,7 @@ async def respond(
             lambda error: event(openai_error(error)) + DONE,
             headers=identity.headers | turn.headers,
         )
-    result = await complete(http_request.receive, generation, answer.whole(generation))
+    result = await complete_whole(http_request, generation, answer.whole(generation))
     headers = identity.headers | generation.headers | turn.headers
     tells_tokens = (
         request.return_token_ids

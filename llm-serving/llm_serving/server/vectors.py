@@ -23,8 +23,8 @@ from llm_serving.server.knock import knock
 from llm_serving.server.off_loop import INLINE_ITEMS, off_loop
 from llm_serving.server.openai_requests import Identity, check_model, identify
 from llm_serving.server.prompt_items import Item
-from llm_serving.server.streaming import complete
 from llm_serving.server.vector_schemas import TokensUsage, VectorRequest
+from llm_serving.server.whole_answers import complete_whole
 
 MAX_INPUTS: Final = 2048
 """Texts of one request, as with OpenAI."""
@@ -81,18 +81,11 @@ async def read_vectors(
     prompts = await _encode(engine, texts, place, limits, add_special_tokens)
     num_tokens = sum(map(len, prompts))
     await off_loop(num_tokens > INLINE_ITEMS, lambda: _check_lengths(engine, prompts, place))
-    with renaming(names):
-        generation = await start_generation(
-            engine,
-            prompts,
-            [_PROMPT] * len(prompts),
-            request_id=identity.request_id,
-            caller=caller,
-            visitor=visitor,
-            wants_vectors=True,
-        )
+    generation = await start_generation(
+        entry, prompts, [_PROMPT] * len(prompts), request_id=identity.request_id, wants_vectors=True
+    )
     headers = identity.headers | generation.headers
-    vectors = await complete(http_request.receive, generation, _collect(generation, len(prompts)))
+    vectors = await complete_whole(http_request, generation, _collect(generation, len(prompts)))
     return identity, Vectors(vectors, TokensUsage(num_tokens, num_tokens), headers)
 
 

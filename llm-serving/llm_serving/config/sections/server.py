@@ -78,6 +78,11 @@ class ServerConfig:
     """Bytes that all connections together make the server hold: received and not read to the end, or written and not
     taken. Beyond, the connection that holds most is ended (503 where no answer has begun)."""
 
+    whole_answer_bytes: int = option(2**28, memory())
+    """Bytes of memory, or text such as "256MB", that answers in one piece (without `stream: true`) may hold together
+    until each is complete, with all that they tell of their tokens. Beyond, the largest one ends of whoever holds most:
+    with 503, or with 400 where it alone is too large."""
+
     header_timeout_s: float = option(10.0, patience())
     """Seconds from a connection, or the first byte of a request, to the end of its headers (408); and for TLS's
     handshake."""

@@ -59,8 +59,9 @@ from llm_serving.server.off_loop import INLINE_TOKENS, off_loop
 from llm_serving.server.openai_requests import check_model, request_id_of
 from llm_serving.server.parameters import note_ignored, read_fields
 from llm_serving.server.sampling import sampling_params
-from llm_serving.server.streaming import EVENT_STREAM, StreamResponse, complete
+from llm_serving.server.streaming import EVENT_STREAM, StreamResponse
 from llm_serving.server.text_schemas import LegacyParameters, LegacyRequest
+from llm_serving.server.whole_answers import complete_whole
 
 PROMPT_OUT_OF_RANGE: Final = "Error202: prompt out of range"
 PROMPT_EMPTY: Final = "Error203: prompt token empty"
@@ -105,7 +106,7 @@ async def _generate(engine: AsyncEngine, http_request: Request, stream: bool | N
     if stream:
         media_type = EVENT_STREAM if answer.is_sse else JSON_TYPE
         return StreamResponse(generation, answer, answer.failure_line, media_type=media_type, headers=headers)
-    await complete(http_request.receive, generation, answer.read(generation))
+    await complete_whole(http_request, generation, answer.read(generation))
     line = await off_loop(sampling.max_tokens > INLINE_TOKENS, answer.whole_line)
     return Response(line, media_type=JSON_TYPE, headers=headers | generation.headers)
 

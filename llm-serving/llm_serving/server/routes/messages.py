@@ -62,8 +62,9 @@ from llm_serving.server.off_loop import INLINE_BYTES, off_loop
 from llm_serving.server.openai_requests import REQUEST_ID_HEADER, Identity, check_model
 from llm_serving.server.parameters import read_fields
 from llm_serving.server.schemas import ChatCompletionRequest
-from llm_serving.server.streaming import StreamResponse, complete, named_event
+from llm_serving.server.streaming import StreamResponse, named_event
 from llm_serving.server.tools import offered_tools, tells_thoughts
+from llm_serving.server.whole_answers import complete_whole
 
 _ERROR_TYPES: Final[tuple[tuple[type[LLMServingError], str], ...]] = (
     (AuthenticationError, "authentication_error"),
@@ -109,7 +110,7 @@ async def create_message(engine: AsyncEngine, http_request: Request) -> Response
     answer = _Answer(identity, blocks)
     if request.stream:
         return StreamResponse(generation, answer, _error_event, headers=identity.headers)
-    message = await complete(http_request.receive, generation, answer.whole(generation))
+    message = await complete_whole(http_request, generation, answer.whole(generation))
     return json_response(message, headers=identity.headers | generation.headers)
 
 

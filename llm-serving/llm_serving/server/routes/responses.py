@@ -54,8 +54,9 @@ from llm_serving.server.responses_schemas import (
     ResponseUsage,
 )
 from llm_serving.server.schemas import ChatCompletionRequest, ChatMessage, FunctionOfMessage, ToolCallOfMessage
-from llm_serving.server.streaming import StreamResponse, complete, internal_error, named_event
+from llm_serving.server.streaming import StreamResponse, internal_error, named_event
 from llm_serving.server.tools import arguments_of
+from llm_serving.server.whole_answers import complete_whole, held
 
 logger = get_logger(__name__)
 
@@ -121,9 +122,9 @@ async def create_response(engine: AsyncEngine, http_request: Request) -> Respons
         except LLMServingError:
             await generation.aclose()
             raise
-        stored.task = asyncio.create_task(_compute(generation, answer))
+        stored.task = asyncio.create_task(_compute(http_request, generation, answer))
         return json_response(response, headers=identity.headers | generation.headers)
-    await complete(http_request.receive, generation, answer.whole(generation))
+    await complete_whole(http_request, generation, answer.whole(generation))
     return json_response(response, headers=identity.headers | generation.headers)
 
 
@@ -220,10 +221,10 @@ def _check(request: ResponsesRequest, store: ResponseStore) -> None:
     check_metadata(request.metadata)
 
 
-async def _compute(generation: Generation, answer: _Answer) -> None:
+async def _compute(http_request: Request, generation: Generation, answer: _Answer) -> None:
     """A response for which nobody waits on a connection."""
     try:
-        await answer.whole(generation)
+        await held(http_request, generation, answer.whole(generation))
     except LLMServingError as error:
         answer.failed(error)
     except asyncio.CancelledError:

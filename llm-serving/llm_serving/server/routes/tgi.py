@@ -41,8 +41,9 @@ from llm_serving.server.off_loop import large_json_response
 from llm_serving.server.openai_requests import request_id_of
 from llm_serving.server.parameters import note_ignored, read_fields
 from llm_serving.server.sampling import sampling_params
-from llm_serving.server.streaming import StreamResponse, complete
+from llm_serving.server.streaming import StreamResponse
 from llm_serving.server.text_schemas import TGIParameters, TGIRequest
+from llm_serving.server.whole_answers import complete_whole
 from llm_serving.text.tokenizer import Tokenizer
 
 DEFAULT_MAX_NEW_TOKENS: Final = 100
@@ -98,7 +99,7 @@ async def _generate(engine: AsyncEngine, http_request: Request, stream: bool | N
     if streams:
         headers = {"x-request-id": request_id}
         return StreamResponse(generation, answer, lambda error: _event(tgi_error_content(error)), headers=headers)
-    result = await complete(http_request.receive, generation, answer.whole(generation))
+    result = await complete_whole(http_request, generation, answer.whole(generation))
     headers = {"x-request-id": request_id} | generation.headers
     if parameters.details:
         return await large_json_response([result] if stream is None else result, headers)
