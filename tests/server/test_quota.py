@@ -16,6 +16,7 @@ from llm_serving.server.authentication import hash_key
 from llm_serving.server.caller import HttpCaller
 from llm_serving.server.choices import Choices
 from llm_serving.server.generation import start_generation
+from llm_serving.server.knock import Entry
 from llm_serving.server.quota import Quota
 from llm_serving.server.token_bucket import TokenBucket
 from server_client import error_of, events, post, request
@@ -163,7 +164,7 @@ def test_a_beam_search_that_is_left_before_its_end_gives_nothing_back():
 
     async def leave():
         sampling = SamplingParams(max_tokens=10)
-        generation = await start_generation(engine, [[1]], [sampling], choices=choices, request_id="a", caller=caller)
+        generation = await start_generation(Entry(engine, caller), [[1]], [sampling], choices=choices, request_id="a")
         await generation.aclose()
 
     asyncio.run(leave())

@@ -11,7 +11,7 @@ from starlette.requests import Request
 
 from llm_serving.core.parameter_rules import Whole
 from llm_serving.engine.async_engine import AsyncEngine
-from llm_serving.errors import ContextLengthError, RequestError, renaming
+from llm_serving.errors import ContextLengthError, RequestError
 from llm_serving.server.accepted.turn import Turn
 from llm_serving.server.answer_blocks import AnswerBlocks
 from llm_serving.server.answer_form import asked_form, check_others, compiled, text_of
@@ -96,18 +96,17 @@ async def converse(
     if checked.prompt_logprobs is not None:
         check_prompt_logprobs(request, "prompt_logprobs", choices)
     said = await off_loop(_says_much(request), lambda: _said(request))
-    names = {"prompt": "messages", "max_tokens": limited_by, "n": choices.counted_by}
-    with renaming(names):
-        visitor = await knock(
-            engine,
-            caller,
-            [said],
-            least,
-            num_each=choices.best_of,
-            frame=2,
-            truncates=request.truncate_prompt_tokens is not None,
-            known=turn is not None and turn.known,
-        )
+    entry = await knock(
+        engine,
+        caller,
+        [said],
+        least,
+        names={"prompt": "messages", "max_tokens": limited_by, "n": choices.counted_by},
+        num_each=choices.best_of,
+        frame=2,
+        truncates=request.truncate_prompt_tokens is not None,
+        known=turn is not None and turn.known,
+    )
     text = await before(caller.deadline, engine.clock, render_chat(engine, caller.source, request, offered))
     whole = await encode_text(engine, text, "messages", add_special_tokens=bool(request.add_special_tokens))
     prompt = truncated(engine, whole, request.truncate_prompt_tokens, least)
@@ -122,19 +121,16 @@ async def converse(
     constraint = await before(caller.deadline, engine.clock, compiled(engine, bound, caller.source))
     decided["constraint"] = text_of(constraint)
     sampling = sampling_params(request, max_tokens=limit, **decided)
-    with renaming(names):
-        generation = await start_generation(
-            engine,
-            [prompt],
-            [sampling],
-            choices=choices,
-            request_id=identity.request_id,
-            caller=caller,
-            visitor=visitor,
-            constraint=constraint,
-            turn=turn,
-            receipt=receipt,
-        )
+    generation = await start_generation(
+        entry,
+        [prompt],
+        [sampling],
+        choices=choices,
+        request_id=identity.request_id,
+        constraint=constraint,
+        turn=turn,
+        receipt=receipt,
+    )
     return prompt, generation
 
 

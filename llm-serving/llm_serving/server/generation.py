@@ -8,12 +8,11 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from typing import Final, NamedTuple
 
-from llm_serving.admission.appointments import Visitor
 from llm_serving.core.constraint import Constraint
 from llm_serving.core.request import FinishReason
 from llm_serving.core.request_output import RequestOutput
 from llm_serving.core.sampling_params import SamplingParams
-from llm_serving.engine.async_engine import NOBODY, AsyncEngine
+from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.engine.request_stream import RequestStream
 from llm_serving.errors import (
     ContextLengthError,
@@ -22,11 +21,12 @@ from llm_serving.errors import (
     TimedOutError,
     UnavailableError,
     WorkerError,
+    renaming,
 )
 from llm_serving.server.accepted.turn import Turn
-from llm_serving.server.caller import HttpCaller
 from llm_serving.server.choices import ONE_ANSWER, Choices
 from llm_serving.server.error_responses import PREDICTED_TTFT_HEADER
+from llm_serving.server.knock import Entry
 from llm_serving.server.off_loop import off_loop
 from llm_serving.server.receipts import ReceiptDraft
 from llm_serving.server.sampling import sequences_of
@@ -178,14 +178,12 @@ def token_pieces(output: RequestOutput) -> list[TokenPiece]:
 
 
 async def start_generation(
-    engine: AsyncEngine,
+    entry: Entry,
     prompts: Sequence[list[int]],
     samplings: Sequence[SamplingParams],
     *,
     choices: Choices = ONE_ANSWER,
     request_id: str,
-    caller: HttpCaller,
-    visitor: Visitor = NOBODY,
     constraint: Constraint | None = None,
     wants_vectors: bool = False,
     receipt: ReceiptDraft | None = None,
@@ -196,13 +194,11 @@ async def start_generation(
     Of a prompt all but the first are forks of it: its blocks are computed and held once.
 
     Args:
-        engine: The engine.
+        entry: From `knock`.
         prompts: Token ids of each prompt.
         samplings: For each prompt, the sampling of its first choice.
         choices: How many answers, and how they are found.
         request_id: As the client sees it.
-        caller: Who asks.
-        visitor: By which the door knows the request when it comes again.
         constraint: What has been compiled of the one that the samplings name.
         wants_vectors: Whether the last pieces are to have the vectors of the prompts.
         turn: Says who else gets the answers, and keeps the request for when it comes again.
@@ -211,64 +207,66 @@ async def start_generation(
     Raises:
         LLMServingError: The engine refuses one of them; none runs then.
     """
-    if receipt is not None:
-        receipt.begin(prompts, samplings[0], choices)
-    sharing = None if turn is None else await turn.sharing(prompts, samplings[0], choices, caller)
-    sequences = [sequences_of(sampling, choices) for sampling in samplings]
-    keys = [] if sharing is None else _keys(sharing.key, sequences)
-    prompt_lens = [len(prompt) for prompt in prompts for _ in range(choices.best_of)]
-    admission = None
-    if len(prompt_lens) > 1 and not engine.shared.has(keys):
-        admission = engine.check_capacity(prompt_lens, caller, visitor, choices.best_of)
-    on_end: Callable[[int], None] | None = None
-    if caller.quota is not None:
-        num_output = choices.best_of * sum(sampling.max_tokens for sampling in samplings)
-        on_end = caller.quota.take_tokens(sum(map(len, prompts)), num_output)
-    select: Select | None = None
-    if choices.beams is not None:
-        select = partial(select_beams, choices=choices)
-    elif choices.best_of > choices.n:
-        select = partial(select_best, choices=choices, with_logprobs=samplings[0].logprobs is not None)
-    streams: list[RequestStream] = []
-    try:
-        for prompt, of_prompt in zip(prompts, sequences, strict=True):
-            first: RequestStream | None = None
-            for params in of_prompt:
-                stream = engine.generate(
-                    prompt,
-                    params,
-                    caller,
-                    request_id=request_id,
-                    fork_of=first,
-                    beam_search=choices.beams,
-                    constraint=constraint,
-                    wants_vector=wants_vectors,
-                    has_siblings=len(of_prompt) > 1,
-                    visitor=visitor,
-                    admission=admission,
-                    sharing=None if sharing is None else sharing._replace(key=keys[len(streams)]),
-                )
-                first = first or stream
-                streams.append(stream)
-                if len(streams) % SUBMITTED_AT_ONCE == 0:
-                    await asyncio.sleep(0)  # others are served meanwhile
-        if turn is not None:
-            await turn.accept()
-    except BaseException:
-        await Generation(streams).aclose()
-        if on_end is not None:
-            on_end(-sum(map(len, prompts)))  # whoever is refused gets its prompts back as well
-        raise
-    if on_end is not None and choices.beams is not None:
-        on_end = partial(_end_of_beams, on_end, choices.best_of)
-    generation = Generation(streams, select, on_end)
-    generation.watch = None if receipt is None else receipt.add
-    if (note := caller.note) is not None:
-        note.request_id = note.request_id or streams[0].request_id
-        note.num_prompt_tokens = sum(map(len, prompts))
-        note.streams_per_prompt = len(streams) // len(prompts)
-        note.outputs = generation.newest
-    return generation
+    engine, caller, names, visitor = entry
+    with renaming(names):
+        if receipt is not None:
+            receipt.begin(prompts, samplings[0], choices)
+        sharing = None if turn is None else await turn.sharing(prompts, samplings[0], choices, caller)
+        sequences = [sequences_of(sampling, choices) for sampling in samplings]
+        keys = [] if sharing is None else _keys(sharing.key, sequences)
+        prompt_lens = [len(prompt) for prompt in prompts for _ in range(choices.best_of)]
+        admission = None
+        if len(prompt_lens) > 1 and not engine.shared.has(keys):
+            admission = engine.check_capacity(prompt_lens, caller, visitor, choices.best_of)
+        on_end: Callable[[int], None] | None = None
+        if caller.quota is not None:
+            num_output = choices.best_of * sum(sampling.max_tokens for sampling in samplings)
+            on_end = caller.quota.take_tokens(sum(map(len, prompts)), num_output)
+        select: Select | None = None
+        if choices.beams is not None:
+            select = partial(select_beams, choices=choices)
+        elif choices.best_of > choices.n:
+            select = partial(select_best, choices=choices, with_logprobs=samplings[0].logprobs is not None)
+        streams: list[RequestStream] = []
+        try:
+            for prompt, of_prompt in zip(prompts, sequences, strict=True):
+                first: RequestStream | None = None
+                for params in of_prompt:
+                    stream = engine.generate(
+                        prompt,
+                        params,
+                        caller,
+                        request_id=request_id,
+                        fork_of=first,
+                        beam_search=choices.beams,
+                        constraint=constraint,
+                        wants_vector=wants_vectors,
+                        has_siblings=len(of_prompt) > 1,
+                        visitor=visitor,
+                        admission=admission,
+                        sharing=None if sharing is None else sharing._replace(key=keys[len(streams)]),
+                    )
+                    first = first or stream
+                    streams.append(stream)
+                    if len(streams) % SUBMITTED_AT_ONCE == 0:
+                        await asyncio.sleep(0)  # others are served meanwhile
+            if turn is not None:
+                await turn.accept()
+        except BaseException:
+            await Generation(streams).aclose()
+            if on_end is not None:
+                on_end(-sum(map(len, prompts)))  # whoever is refused gets its prompts back as well
+            raise
+        if on_end is not None and choices.beams is not None:
+            on_end = partial(_end_of_beams, on_end, choices.best_of)
+        generation = Generation(streams, select, on_end)
+        generation.watch = None if receipt is None else receipt.add
+        if (note := caller.note) is not None:
+            note.request_id = note.request_id or streams[0].request_id
+            note.num_prompt_tokens = sum(map(len, prompts))
+            note.streams_per_prompt = len(streams) // len(prompts)
+            note.outputs = generation.newest
+        return generation
 
 
 def _keys(key: bytes, sequences: Sequence[Sequence[SamplingParams]]) -> list[bytes]:

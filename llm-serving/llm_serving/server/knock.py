@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from typing import Any, Final
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
 from llm_serving.admission.appointments import Visitor
-from llm_serving.engine.async_engine import AsyncEngine
+from llm_serving.engine.async_engine import NOBODY, AsyncEngine
+from llm_serving.errors import renaming
 from llm_serving.server.caller import HttpCaller
 from llm_serving.server.off_loop import INLINE_BYTES, INLINE_ITEMS, off_loop
 
@@ -17,7 +19,19 @@ BYTES_PER_CHAR: Final = 4
 BYTES_PER_ID: Final = INLINE_BYTES // INLINE_ITEMS
 SPECIAL_TOKENS: Final = 4
 """Beside those of the text, at most; there may be one in front, one behind, and what opens a text."""
+OUR_NAMES: Final[Mapping[str, str]] = MappingProxyType({})
 _encode: Final = msgspec.msgpack.Encoder().encode
+
+
+class Entry(NamedTuple):
+    """What goes with a request from the door to its generation."""
+
+    engine: AsyncEngine
+    caller: HttpCaller
+    names: Mapping[str, str] = OUR_NAMES
+    """What its protocol calls fields that errors of the engine name; others are called as here."""
+    visitor: Visitor = NOBODY
+    """By which the door knows the request when it comes again."""
 
 
 async def knock(
@@ -26,11 +40,12 @@ async def knock(
     prompts: Sequence[str | list[int]],
     max_tokens: int,
     *,
+    names: Mapping[str, str] = OUR_NAMES,
     num_each: int = 1,
     frame: int = 1,
     truncates: bool = False,
     known: bool = False,
-) -> Visitor:
+) -> Entry:
     """Refuses requests that will be refused whatever their texts come to in tokens.
 
     Only where their length leaves no doubt that they fit at all: nobody is told to come back who can never be served.
@@ -40,13 +55,14 @@ async def knock(
         caller: Who asks.
         prompts: Texts, or token ids.
         max_tokens: Of each answer.
+        names: What its protocol calls fields that errors of the engine name.
         num_each: Answers to each prompt.
         frame: Times its length that a text may get by what is put around it.
         truncates: Whether the prompts are cut to whatever fits.
         known: Whether it was let in before, so that its answer may be there.
 
     Returns:
-        By which the door knows the request when it comes again: the same for the same request of the same client,
+        To start its generation with. The door knows the same request of the same client by it when it comes again,
         whatever random seed it was given.
 
     Raises:
@@ -56,15 +72,17 @@ async def knock(
     """
     size = sum(len(prompt) * (1 if isinstance(prompt, str) else BYTES_PER_ID) for prompt in prompts)
     visitor = await off_loop(size > INLINE_BYTES, lambda: _visitor(caller, prompts, max_tokens))
+    entry = Entry(engine, caller, names, visitor)
     max_prompt, max_total = engine.config.model.max_input_len, engine.max_model_len
     least_lens = []
     for prompt in prompts:
         least, most = _bounds(engine, prompt, frame)
         if known or (not truncates and (most > max_prompt or most + max_tokens >= max_total)):
-            return visitor
+            return entry
         least_lens.append(1 if truncates else least)
-    engine.knock(least_lens * num_each, caller, visitor)
-    return visitor
+    with renaming(names):
+        engine.knock(least_lens * num_each, caller, visitor)
+    return entry
 
 
 def _bounds(engine: AsyncEngine, prompt: str | list[int], frame: int) -> tuple[int, int]:

@@ -16,7 +16,7 @@ from llm_serving.admission.admission import check_token_ids
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.core.step import Float32Array
 from llm_serving.engine.async_engine import AsyncEngine
-from llm_serving.errors import ContextLengthError, RequestError, renaming
+from llm_serving.errors import ContextLengthError, RequestError
 from llm_serving.server.caller import caller_of
 from llm_serving.server.generation import INLINE_CHARS, Generation, check_length, raise_unless_whole, start_generation
 from llm_serving.server.knock import knock
@@ -75,9 +75,8 @@ async def read_vectors(
     identity = identify(engine, http_request, request, prefix)
     limits = truncations or [request.truncate_prompt_tokens] * len(texts)
     field = place(len(texts) - 1).partition("[")[0]
-    names = {"prompt": field, "n": field}
-    with renaming(names):
-        visitor = await knock(engine, caller, texts, 0, truncates=any(limit is not None for limit in limits))
+    truncates = any(limit is not None for limit in limits)
+    entry = await knock(engine, caller, texts, 0, names={"prompt": field, "n": field}, truncates=truncates)
     prompts = await _encode(engine, texts, place, limits, add_special_tokens)
     num_tokens = sum(map(len, prompts))
     await off_loop(num_tokens > INLINE_ITEMS, lambda: _check_lengths(engine, prompts, place))

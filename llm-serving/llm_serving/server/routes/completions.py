@@ -14,7 +14,6 @@ from starlette.responses import Response
 from llm_serving.core.request_output import PromptLogprobs, RequestOutput, TokenLogprobs
 from llm_serving.core.sampling_params import RULES
 from llm_serving.engine.async_engine import AsyncEngine
-from llm_serving.errors import renaming
 from llm_serving.server.accepted.arrival import arrival
 from llm_serving.server.answer_form import asked_form, compiled, text_of
 from llm_serving.server.caller import caller_of
@@ -86,17 +85,16 @@ async def answer_completion(engine: AsyncEngine, http_request: Request, request:
         form = asked_form(request)
         if of_prompts is not None:
             check_prompt_logprobs(request, field, choices)
-        names = {"n": choices.counted_by if choices.best_of > 1 else "prompt"}
-        with renaming(names):
-            visitor = await knock(
-                engine,
-                caller,
-                items,
-                max_tokens,
-                num_each=choices.best_of,
-                truncates=request.truncate_prompt_tokens is not None,
-                known=turn.known,
-            )
+        entry = await knock(
+            engine,
+            caller,
+            items,
+            max_tokens,
+            names={"n": choices.counted_by if choices.best_of > 1 else "prompt"},
+            num_each=choices.best_of,
+            truncates=request.truncate_prompt_tokens is not None,
+            known=turn.known,
+        )
         whole = await encode_prompts(engine, items, request.add_special_tokens is not False)
         prompts = [truncated(engine, prompt, request.truncate_prompt_tokens, max_tokens) for prompt in whole]
         check_size(prompts, sampling, field, choices.n)
@@ -107,19 +105,16 @@ async def answer_completion(engine: AsyncEngine, http_request: Request, request:
             for item, prompt, all_of_it in zip(items, prompts, whole, strict=True)
         ]
         receipt = await begin_receipt(engine, http_request, request, identity.id, identity.created)
-        with renaming(names):
-            generation = await start_generation(
-                engine,
-                prompts,
-                [sampling] * len(prompts),
-                choices=choices,
-                request_id=identity.request_id,
-                caller=caller,
-                visitor=visitor,
-                constraint=constraint,
-                turn=turn,
-                receipt=receipt,
-            )
+        generation = await start_generation(
+            entry,
+            prompts,
+            [sampling] * len(prompts),
+            choices=choices,
+            request_id=identity.request_id,
+            constraint=constraint,
+            turn=turn,
+            receipt=receipt,
+        )
         answer = _Answer(engine.tokenizer, request, identity, streamed_usage, items, prompts, choices.n, receipt)
         return await respond(http_request, request, generation, answer, identity, turn)
 

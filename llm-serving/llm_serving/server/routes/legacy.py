@@ -118,13 +118,11 @@ async def _start(
     if not inputs:
         return PROMPT_EMPTY
     try:
-        visitor = await knock(engine, caller, [inputs], sampling.max_tokens)
+        entry = await knock(engine, caller, [inputs], sampling.max_tokens)
         prompt = await encode_text(engine, inputs, "inputs")
         if len(prompt) + sampling.max_tokens >= engine.max_model_len:
             return PROMPT_OUT_OF_RANGE
-        return await start_generation(
-            engine, [prompt], [sampling], request_id=request_id, caller=caller, visitor=visitor
-        )
+        return await start_generation(entry, [prompt], [sampling], request_id=request_id)
     except ContextLengthError:
         return PROMPT_OUT_OF_RANGE
 

@@ -21,7 +21,7 @@ from llm_serving.core.request import FinishReason
 from llm_serving.core.request_output import RequestOutput
 from llm_serving.core.sampling_params import MAX_STOP_STRINGS, SamplingParams
 from llm_serving.engine.async_engine import AsyncEngine
-from llm_serving.errors import RequestError, renaming
+from llm_serving.errors import RequestError
 from llm_serving.server.answer_form import asked_form, compiled, text_of
 from llm_serving.server.caller import caller_of
 from llm_serving.server.choices import MAX_CHOICES
@@ -81,8 +81,7 @@ async def _generate(engine: AsyncEngine, http_request: Request, stream: bool | N
     sampling = _sampling(parameters)
     form = asked_form(parameters, _FIELDS)
     truncates = parameters.truncate is not None
-    with renaming(_NAMES):
-        visitor = await knock(engine, caller, [request.inputs], sampling.max_tokens, truncates=truncates)
+    entry = await knock(engine, caller, [request.inputs], sampling.max_tokens, names=_NAMES, truncates=truncates)
     prompt = await encode_text(engine, request.inputs, "inputs")
     if parameters.truncate is not None:
         if parameters.truncate < 1:
@@ -91,10 +90,7 @@ async def _generate(engine: AsyncEngine, http_request: Request, stream: bool | N
     constraint = await before(caller.deadline, engine.clock, compiled(engine, form, caller.source))
     sampling = replace(sampling, constraint=text_of(constraint))
     request_id = request_id_of(http_request)
-    with renaming(_NAMES):
-        generation = await start_generation(
-            engine, [prompt], [sampling], request_id=request_id, caller=caller, visitor=visitor, constraint=constraint
-        )
+    generation = await start_generation(entry, [prompt], [sampling], request_id=request_id, constraint=constraint)
     answer = _Answer(engine.tokenizer, request.inputs, parameters, sampling)
     if streams:
         headers = {"x-request-id": request_id}
