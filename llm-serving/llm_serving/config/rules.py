@@ -1,5 +1,6 @@
 """What a key accepts: a sentence for the error text, and the function that turns YAML into the typed value."""
 
+import ipaddress
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -240,6 +241,20 @@ def url() -> Rule:
         return str(value)
 
     return Rule("must be a URL that begins with http:// or https://", parse)
+
+
+def proxies() -> Rule:
+    """A list of addresses and networks; `*` alone is any of them."""
+
+    def parse(value: Any) -> tuple[str, ...]:
+        items = value if isinstance(value, list) else [value]
+        _check(len(items) <= 1024 and all(isinstance(item, str) for item in items))
+        if items != ["*"]:
+            for item in items:
+                ipaddress.ip_network(item)  # raises a ValueError, also for an address of a network with its length
+        return tuple(items)
+
+    return Rule("must be a list of addresses and networks such as 10.0.0.5 and 10.0.1.0/24, or * alone", parse)
 
 
 def host_names() -> Rule:

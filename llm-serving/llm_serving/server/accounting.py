@@ -131,5 +131,5 @@ class Accounting:
 
 
 def _may_be_address(text: str) -> bool:
-    """Whether logs and tables may hold it: a program of this machine that is no proxy may claim anything."""
+    """Whether logs and tables may hold it: a proxy that is believed may pass on what its client claims."""
     return len(text) <= MAX_ADDRESS_CHARS and text.isascii() and text.isprintable()

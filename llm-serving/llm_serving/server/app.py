@@ -200,7 +200,8 @@ def serve(engine: AsyncEngine) -> int:
         The exit code: 0 after an orderly end.
 
     Raises:
-        ConfigError: The address, the access log or the folder of recordings cannot be used, or too few files be open.
+        ConfigError: The address, the access log or the folder of recordings cannot be used, too few files can be open,
+            or the environment says what the configuration does.
         LLMServingError: The engine has failed.
     """
     serving = engine.config.serving

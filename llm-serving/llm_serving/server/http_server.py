@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
-import resource
+import os
 import signal
 import socket
 import sys
@@ -17,40 +18,26 @@ import uvicorn
 import uvloop
 
 from llm_serving.config.sections.server import ServerConfig
-from llm_serving.errors import ConfigError
+from llm_serving.errors import ConfigError, shorten
 from llm_serving.log import get_logger
 from llm_serving.server.front_door import Acceptor, Certificates, Connection, Guests, Turns
-from llm_serving.server.front_door.acceptor import MAX_WAITING
 from llm_serving.server.front_door.request_head import RequestHead
+from llm_serving.server.open_files import OpenFiles
 
 logger = get_logger(__name__)
 
-MAX_OPEN_FILES: Final = 65536
-"""Files and connections the process may have open; the usual 1,024 are fewer than the backlog alone."""
-RESERVED_FILES: Final = 64
-"""Of these, those that connections leave for everything else."""
-RAISE_FILES: Final = "raise the limit to at least {} (LimitNOFILE of systemd; `ulimit -n`, as root beyond `ulimit -Hn`)"
+PROXIES_VARIABLE: Final = "FORWARDED_ALLOW_IPS"
+"""Of uvicorn, which reads it where it is told nothing else."""
 STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 RELOAD_SIGNAL: Final = signal.SIGHUP
 
 
-def raise_open_files_limit(limits: ServerConfig) -> None:
-    """Raises the soft limit of open files to `MAX_OPEN_FILES`, or to the hard limit where that is lower.
-
-    Raises:
-        ConfigError: So few may be open that there would be none for a connection.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-        soft = wanted
-    if soft != resource.RLIM_INFINITY and soft < needed_files(1):
-        enough = f"{needed_files(1)}, and for serving_config.max_connections ({limits.max_connections}) "
-        raise ConfigError(
-            f"the process may open {soft} files, of which a server leaves {RESERVED_FILES} for other things than "
-            f"connections: {RAISE_FILES.format(enough + str(needed_files(limits.max_connections)))}"
-        )
+def check_variables(limits: ServerConfig) -> None:
+    """Raises ConfigError where the environment says who is a trusted proxy: the YAML does, and nothing else."""
+    if (given := os.environ.get(PROXIES_VARIABLE)) is not None:
+        key, proxies = "serving_config.trusted_proxies", ", ".join(map(json.dumps, limits.trusted_proxies))
+        rule = f"must not be set: `{key}` says whose X-Forwarded-For is believed, now [{proxies}]"
+        raise ConfigError(f"the environment variable {PROXIES_VARIABLE} {rule}. Given: {shorten(given)}")
 
 
 class HttpServer(uvicorn.Server):
@@ -86,6 +73,7 @@ class HttpServer(uvicorn.Server):
             access_log=False,
             server_header=False,
             timeout_graceful_shutdown=math.ceil(limits.shutdown_timeout_s),
+            forwarded_allow_ips=list(limits.trusted_proxies),
         )
         config.timeout_keep_alive = limits.idle_timeout_s  # type: ignore[assignment]  # any number will do
         super().__init__(config)

@@ -17,6 +17,7 @@ from llm_serving.config.rules import (
     path_or_dash,
     patience,
     positive,
+    proxies,
     row_name,
     seconds,
     text,
@@ -222,6 +223,10 @@ class ServerConfig:
     cors_origins: tuple[str, ...] = option((), origins())
     """Origins such as https://chat.example.com whose pages may ask this server from a browser, `null` for pages of
     files, `*` for all. Empty: the server's own only."""
+
+    trusted_proxies: tuple[str, ...] = option(("127.0.0.1", "::1"), proxies())
+    """Addresses, or networks such as 10.0.1.0/24, of proxies that are believed: whose client asks (`X-Forwarded-For`),
+    over what (`X-Forwarded-Proto`). `*`: everybody is, so that each client may claim any address."""
 
     allowed_hosts: tuple[str, ...] = option((), host_names())
     """Names besides `localhost` by which a server on a loopback address without API keys may be asked, such as that of

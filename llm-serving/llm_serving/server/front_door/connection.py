@@ -519,4 +519,8 @@ def _num_unread(descriptor: int) -> int:
 
 
 def _host_and_port(address: object) -> tuple[str, int] | None:
-    return (str(address[0]), int(address[1])) if isinstance(address, tuple) and len(address) >= 2 else None
+    """Of a socket that takes both kinds of IP an address of the older one is told as it is elsewhere."""
+    if not isinstance(address, tuple) or len(address) < 2:
+        return None
+    host = str(address[0])
+    return host.removeprefix("::ffff:") if "." in host else host, int(address[1])

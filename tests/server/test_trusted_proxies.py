@@ -1,0 +1,120 @@
+"""Whose word counts of which client asks, and over what."""
+
+from __future__ import annotations
+
+import asyncio
+
+import httpx
+import pytest
+from door_harness import Transport, door
+from fakes import FakeEngine
+from llm_serving.config import load_config
+from llm_serving.config.sections.server import ServerConfig
+from llm_serving.errors import ConfigError
+from llm_serving.server.app import serve
+from llm_serving.server.http_server import HttpServer
+from llm_serving.server.listener import bind
+
+CLAIMED = "203.0.113.9"
+
+
+async def tell_client(scope, receive, send):
+    """Answers with what it was told of who asks."""
+    text = f"{scope['client'][0]} {scope['scheme']}".encode()
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(text))]})
+    await send({"type": "http.response.body", "body": text, "more_body": False})
+
+
+def client_told(limits, source, *claims, host="127.0.0.1"):
+    """Whom a server takes the client for that asks from an address of this machine, and its scheme."""
+
+    async def ask():
+        with bind(host, 0) as listener:
+            server = HttpServer(tell_client, listener, limits)
+            serving = asyncio.ensure_future(server.serve([listener]))
+            while not server.started:
+                await asyncio.sleep(0)
+            headers = [*(("x-forwarded-for", claim) for claim in claims), ("x-forwarded-proto", "https")]
+            transport = httpx.AsyncHTTPTransport(local_address=source)
+            async with httpx.AsyncClient(transport=transport) as client:
+                answer = await client.get(f"http://127.0.0.1:{listener.getsockname()[1]}/", headers=headers)
+            server.should_exit = True
+            await serving
+            return tuple(answer.text.split())
+
+    return asyncio.run(ask())
+
+
+@pytest.mark.parametrize(
+    ("proxies", "source", "claims", "client"),
+    [
+        (None, "127.0.0.1", [CLAIMED], CLAIMED),
+        (None, "127.0.0.2", [CLAIMED], "127.0.0.2"),
+        (["127.0.0.2"], "127.0.0.2", [CLAIMED], CLAIMED),
+        (["127.0.0.2"], "127.0.0.1", [CLAIMED], "127.0.0.1"),
+        (["127.0.0.0/30"], "127.0.0.3", ["6.6.6.6", f"{CLAIMED}, 127.0.0.2"], CLAIMED),
+        ([], "127.0.0.1", [CLAIMED], "127.0.0.1"),
+        (["*"], "127.0.0.2", [CLAIMED, "198.51.100.7"], CLAIMED),
+    ],
+)
+def test_the_client_is_the_one_that_a_trusted_proxy_tells(proxies, source, claims, client):
+    limits = ServerConfig() if proxies is None else ServerConfig(trusted_proxies=tuple(proxies))
+    believes = client == CLAIMED
+    assert client_told(limits, source, *claims) == (client, "https" if believes else "http")
+
+
+def test_a_proxy_that_comes_to_a_socket_of_both_kinds_of_address_is_known():
+    """There its address is written as one of IPv6."""
+    assert client_told(ServerConfig(), "127.0.0.1", CLAIMED, host="::") == (CLAIMED, "https")
+
+
+@pytest.mark.parametrize(
+    ("peer", "client"),
+    [(("::ffff:192.0.2.1", 5, 0, 0), "192.0.2.1"), (("::ffff:0:1", 5, 0, 0), "::ffff:0:1"), (("2001:db8::1", 5), None)],
+)
+def test_an_address_is_told_as_it_is_elsewhere(peer, client):
+    async def run():
+        async with door() as (house, _, _):
+            connection = house.connection()
+            connection.connection_made(Transport(peername=peer))
+            assert connection.client == (client or peer[0], 5)
+            connection.connection_lost(None)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    "value", ["10.0.0", "10.0.0.1/24", "proxy.lan", "['*', 10.0.0.5]", "[10.0.0.5, 10.0.0.6/33]", "5", "[[10.0.0.5]]"]
+)
+def test_what_is_no_address_is_refused_by_its_key(tmp_path, value):
+    path = tmp_path / "my.yaml"
+    path.write_text(f"serving_config:\n    trusted_proxies: {value}\n")
+    rule = r"my\.yaml:2: `serving_config.trusted_proxies` must be a list of addresses and networks"
+    with pytest.raises(ConfigError, match=rule):
+        load_config(path)
+
+
+@pytest.mark.parametrize(
+    ("value", "proxies"),
+    [
+        ("10.0.0.5", ("10.0.0.5",)),
+        ("[10.0.1.0/24, '2001:db8::/64']", ("10.0.1.0/24", "2001:db8::/64")),
+        ("'*'", ("*",)),
+    ],
+)
+def test_addresses_and_networks_are_taken(tmp_path, value, proxies):
+    path = tmp_path / "my.yaml"
+    path.write_text(f"serving_config:\n    trusted_proxies: {value}\n")
+    assert load_config(path).serving.trusted_proxies == proxies
+
+
+@pytest.mark.parametrize("given", ["10.0.0.5", "*", ""])
+def test_the_environment_says_nothing_that_the_yaml_says(monkeypatch, given):
+    monkeypatch.setenv("FORWARDED_ALLOW_IPS", given)
+    engine = FakeEngine()
+    rule = (
+        r"FORWARDED_ALLOW_IPS must not be set: `serving_config.trusted_proxies` says .*, now \[\"127.0.0.1\", \"::1\"\]"
+    )
+    with pytest.raises(ConfigError, match=rule):
+        serve(engine)
+    assert engine.num_starts == 0
