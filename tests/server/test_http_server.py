@@ -19,17 +19,10 @@ import pytest
 from fakes import FakeEngine, Script
 from http_serving import connect, get, read_all, serving
 from llm_serving.config.sections.api_key import ApiKey
-from llm_serving.config.sections.server import ServerConfig
 from llm_serving.errors import ConfigError
 from llm_serving.server.app import create_app
 from llm_serving.server.authentication import hash_key
-from llm_serving.server.http_server import (
-    MAX_OPEN_FILES,
-    HttpServer,
-    needed_files,
-    possible_connections,
-    raise_open_files_limit,
-)
+from llm_serving.server.http_server import HttpServer
 from llm_serving.server.listener import bind
 
 TESTS = Path(__file__).parents[1]
@@ -177,66 +170,6 @@ def test_a_body_that_does_not_arrive_ends_the_connection(path):
     assert b"connection: close" in headers
     assert b"`body` must arrive within 0.01 seconds" in body
     assert engine.submitted == []
-
-
-class TestOpenFiles:
-    @pytest.fixture
-    def limits(self, monkeypatch):
-        """The soft and the hard limit, for the test to set and to look at."""
-        limits = [0, 0]
-        monkeypatch.setattr(resource, "getrlimit", lambda which: tuple(limits))
-        monkeypatch.setattr(resource, "setrlimit", lambda which, values: limits.__setitem__(slice(None), values))
-        return limits
-
-    @pytest.mark.parametrize(
-        ("soft", "hard", "raised"),
-        [
-            (1024, 20_000, 20_000),
-            (1024, 2**20, MAX_OPEN_FILES),
-            (1024, resource.RLIM_INFINITY, MAX_OPEN_FILES),
-            (2**18, 2**20, 2**18),
-            (resource.RLIM_INFINITY, resource.RLIM_INFINITY, resource.RLIM_INFINITY),
-        ],
-    )
-    def test_the_soft_limit_rises_as_far_as_it_may(self, limits, soft, hard, raised):
-        limits[:] = soft, hard
-        raise_open_files_limit(ServerConfig())
-        assert limits == [raised, hard]
-
-    @pytest.mark.parametrize(("soft", "possible"), [(256, 154), (2000, 1024), (resource.RLIM_INFINITY, 1024), (10, 1)])
-    def test_connections_leave_files_for_the_rest(self, limits, soft, possible):
-        limits[:] = soft, soft
-        assert possible_connections(ServerConfig()) == possible
-
-    def test_too_few_for_the_configuration_are_told_with_the_key_and_the_least_that_is_enough(self, limits, caplog):
-        limits[:] = 256, 256
-        possible_connections(ServerConfig())
-        assert caplog.messages == [
-            "at most 154 connections, not serving_config.max_connections (1024): the process may open 256 files; raise "
-            "the limit to at least 1343 (LimitNOFILE of systemd; `ulimit -n`, as root beyond `ulimit -Hn`)"
-        ]
-
-    @pytest.mark.parametrize("num", [1, 4, 5, 8, 9, 1024, 4096, 4097, 4100, 20_000])
-    def test_what_is_told_to_be_needed_is_enough_and_one_less_is_not(self, limits, num, caplog):
-        wanted = ServerConfig(max_connections=num)
-        limits[:] = needed_files(num), needed_files(num)
-        assert possible_connections(wanted) == num
-        assert caplog.messages == []
-        limits[0] -= 1
-        assert num == 1 or possible_connections(wanted) == num - 1
-
-    @pytest.mark.parametrize("soft", [16, 64, 65])
-    def test_a_server_with_none_for_a_connection_does_not_begin(self, limits, soft):
-        limits[:] = soft, soft
-        with pytest.raises(ConfigError) as refused:
-            raise_open_files_limit(ServerConfig())
-        assert str(refused.value) == (
-            f"the process may open {soft} files, of which a server leaves 64 for other things than connections: raise "
-            "the limit to at least 66, and for serving_config.max_connections (1024) 1343 (LimitNOFILE of systemd; "
-            "`ulimit -n`, as root beyond `ulimit -Hn`)"
-        )
-        limits[:] = 66, 66
-        raise_open_files_limit(ServerConfig())
 
 
 class TestBind:

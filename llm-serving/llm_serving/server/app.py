@@ -46,10 +46,11 @@ from llm_serving.server.batches.objects import RequestCounts
 from llm_serving.server.batches.store import lock_of
 from llm_serving.server.browser_guard import BrowserGuard
 from llm_serving.server.error_responses import json_response
-from llm_serving.server.http_server import HttpServer, raise_open_files_limit
+from llm_serving.server.http_server import HttpServer, check_variables
 from llm_serving.server.inside import Inside
 from llm_serving.server.listener import bind
 from llm_serving.server.live_feed import LiveFeed
+from llm_serving.server.open_files import OpenFiles
 from llm_serving.server.openapi import openapi_document
 from llm_serving.server.page import page_routes
 from llm_serving.server.quota import quotas_of, reload_quotas
@@ -205,7 +206,9 @@ def serve(engine: AsyncEngine) -> int:
         LLMServingError: The engine has failed.
     """
     serving = engine.config.serving
-    raise_open_files_limit(serving)
+    check_variables(serving)
+    files = OpenFiles(engine.config.num_processes)
+    files.raise_limit(serving)
     if (limit := limit_told()) is not None:
         logger.warning("%s", limit)
     give_back_large_blocks()

@@ -50,6 +50,7 @@ class HttpServer(uvicorn.Server):
         on_refused: Told of the address and status of what the door refused, before the application saw it.
         on_reload: Reads what else there is to be read at the signal to read files again.
         on_shutdown: Called on the event loop before running requests are waited for.
+        files: How many connections there can be.
 
     Raises:
         ConfigError: The certificate cannot be used.
@@ -63,6 +64,7 @@ class HttpServer(uvicorn.Server):
         on_refused: Callable[[str, int], None] = lambda address, status: None,
         on_reload: Callable[[], Awaitable[None]] | None = None,
         on_shutdown: Callable[[], None] = lambda: None,
+        files: OpenFiles | None = None,
     ) -> None:
         config = uvicorn.Config(
             app,
@@ -90,12 +92,14 @@ class HttpServer(uvicorn.Server):
         self._acceptor: Acceptor | None = None
         self._reloads: set[asyncio.Future[None]] = set()
         self._on_shutdown = on_shutdown
+        self._files = files or OpenFiles()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Opens the door, in place of uvicorn's own listening."""
         await self.lifespan.startup()
         limits = self._limits
-        guests = Guests(possible_connections(limits), limits.max_connections_per_address, limits.max_buffered_bytes)
+        possible = self._files.possible_connections(limits)
+        guests = Guests(possible, limits.max_connections_per_address, limits.max_buffered_bytes)
         guests.on_refused = self._on_refused
         self._guests = guests
         turns = Turns(asyncio.get_running_loop())
@@ -103,7 +107,7 @@ class HttpServer(uvicorn.Server):
         def new_connection(address: str) -> Connection:
             return Connection(self.config, self.server_state, address, guests, self._limits, self._head, turns)
 
-        waiting = possible_waiting()
+        waiting = self._files.possible_waiting()
         self._acceptor = Acceptor(
             self._listener, guests, new_connection, self._certificates, limits.header_timeout_s, turns, waiting
         )
@@ -170,9 +174,8 @@ class HttpServer(uvicorn.Server):
         """From now on other limits count: of connections for all, of what one may send for those that come."""
         self._limits, self._head = limits, RequestHead(limits)
         if self._guests is not None:
-            self._guests.reload(
-                possible_connections(limits), limits.max_connections_per_address, limits.max_buffered_bytes
-            )
+            possible = self._files.possible_connections(limits)
+            self._guests.reload(possible, limits.max_connections_per_address, limits.max_buffered_bytes)
         if self._acceptor is not None:
             self._acceptor.handshake_timeout_s = limits.header_timeout_s
 
@@ -192,28 +195,3 @@ class HttpServer(uvicorn.Server):
 
 def _is_in_terminal() -> bool:
     return sys.stdin is not None and sys.stdin.isatty()
-
-
-def possible_connections(limits: ServerConfig) -> int:
-    """As many as the configuration allows and the process can have open."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    possible = limits.max_connections
-    if soft != resource.RLIM_INFINITY:
-        possible = max(1, soft - RESERVED_FILES - possible_waiting())
-    if possible < limits.max_connections:
-        logger.warning(
-            "at most %d connections, not serving_config.max_connections (%d): the process may open %d files; %s",
-            *(possible, limits.max_connections, soft, RAISE_FILES.format(needed_files(limits.max_connections))),
-        )
-    return min(possible, limits.max_connections)
-
-
-def needed_files(num_connections: int) -> int:
-    """The least that the process must be able to open, for so many connections and those that wait beside them."""
-    return RESERVED_FILES + num_connections + max(1, min(MAX_WAITING, (num_connections - 1) // 4))
-
-
-def possible_waiting() -> int:
-    """Connections that may wait to be welcomed: a fifth of the files that the process can have open, at most."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return MAX_WAITING if soft == resource.RLIM_INFINITY else max(1, min(MAX_WAITING, (soft - RESERVED_FILES) // 5))

@@ -1,0 +1,85 @@
+"""How many connections the limit of open files leaves, beside what WorkAgents take."""
+
+from __future__ import annotations
+
+import resource
+
+import pytest
+from llm_serving.config.sections.server import ServerConfig
+from llm_serving.errors import ConfigError
+from llm_serving.server.open_files import FILES_OF_A_WORK_AGENT, MAX_OPEN_FILES, OpenFiles
+
+
+@pytest.fixture
+def limits(monkeypatch):
+    """The soft and the hard limit, for the test to set and to look at."""
+    limits = [0, 0]
+    monkeypatch.setattr(resource, "getrlimit", lambda which: tuple(limits))
+    monkeypatch.setattr(resource, "setrlimit", lambda which, values: limits.__setitem__(slice(None), values))
+    return limits
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "raised"),
+    [
+        (1024, 20_000, 20_000),
+        (1024, 2**20, MAX_OPEN_FILES),
+        (1024, resource.RLIM_INFINITY, MAX_OPEN_FILES),
+        (2**18, 2**20, 2**18),
+        (resource.RLIM_INFINITY, resource.RLIM_INFINITY, resource.RLIM_INFINITY),
+    ],
+)
+def test_the_soft_limit_rises_as_far_as_it_may(limits, soft, hard, raised):
+    limits[:] = soft, hard
+    OpenFiles().raise_limit(ServerConfig())
+    assert limits == [raised, hard]
+
+
+@pytest.mark.parametrize(("soft", "possible"), [(256, 154), (2000, 1024), (resource.RLIM_INFINITY, 1024), (10, 1)])
+def test_connections_leave_files_for_the_rest(limits, soft, possible):
+    limits[:] = soft, soft
+    assert OpenFiles().possible_connections(ServerConfig()) == possible
+
+
+def test_too_few_for_the_configuration_are_told_with_the_key_and_the_least_that_is_enough(limits, caplog):
+    limits[:] = 256, 256
+    OpenFiles().possible_connections(ServerConfig())
+    assert caplog.messages == [
+        "at most 154 connections, not serving_config.max_connections (1024): the process may open 256 files; raise "
+        "the limit to at least 1343 (LimitNOFILE of systemd; `ulimit -n`, as root beyond `ulimit -Hn`)"
+    ]
+
+
+@pytest.mark.parametrize("num_work_agents", [1, 64])
+@pytest.mark.parametrize("num", [1, 4, 5, 8, 9, 1024, 4096, 4097, 4100, 20_000])
+def test_what_is_told_to_be_needed_is_enough_and_one_less_is_not(limits, num, num_work_agents, caplog):
+    wanted, files = ServerConfig(max_connections=num), OpenFiles(num_work_agents)
+    limits[:] = files.needed(num), files.needed(num)
+    assert files.possible_connections(wanted) == num
+    assert caplog.messages == []
+    limits[0] -= 1
+    assert num == 1 or files.possible_connections(wanted) == num - 1
+
+
+@pytest.mark.parametrize("soft", [16, 64, 65])
+def test_a_server_with_none_for_a_connection_does_not_begin(limits, soft):
+    limits[:] = soft, soft
+    with pytest.raises(ConfigError) as refused:
+        OpenFiles().raise_limit(ServerConfig())
+    assert str(refused.value) == (
+        f"the process may open {soft} files, of which a server leaves 64 for other things than connections: raise "
+        "the limit to at least 66, and for serving_config.max_connections (1024) 1343 (LimitNOFILE of systemd; "
+        "`ulimit -n`, as root beyond `ulimit -Hn`)"
+    )
+    limits[:] = 66, 66
+    OpenFiles().raise_limit(ServerConfig())
+
+
+def test_each_work_agent_leaves_fewer_files_to_connections(limits):
+    limits[:] = 2048, 2048
+    wanted = ServerConfig(max_connections=10_000)
+    possible = [OpenFiles(num).possible_connections(wanted) for num in (1, 101)]
+    assert possible[0] - possible[1] == FILES_OF_A_WORK_AGENT * 100 * 4 // 5
+    limits[:] = 2048, 2048
+    with pytest.raises(ConfigError, match=f"of which a server leaves {64 + FILES_OF_A_WORK_AGENT * 299} for other"):
+        OpenFiles(300).raise_limit(wanted)
