@@ -135,7 +135,7 @@ class Auditor:
             cache_salt=request.request_id,
             form=request.form,
             constraint=request.constraint,
-            wants_vector=request.wants_vector,
+            wants_vector=answer.pieces[-1].vector is not None,
             arrival_time=request.arrival_time,
         )
         self._running = answer, Answer(copy)
