@@ -90,8 +90,8 @@ def _q4_1(blocks: Uint8Array) -> Float32Array:
 
 def _five_bits(blocks: Uint8Array) -> Uint8Array:
     """[n, 20] fifth bits and the others -> [n, 32] codes."""
-    codes: Uint8Array = _low_then_high(blocks[:, 4:]) | np.unpackbits(blocks[:, :4], axis=1, bitorder="little") << 4
-    return codes
+    fifth = np.unpackbits(blocks[:, :4], axis=1, bitorder="little")
+    return _low_then_high(blocks[:, 4:]) | fifth << np.uint8(4)
 
 
 def _q5_0(blocks: Uint8Array) -> tuple[NDArray[np.int8], Float32Array]:
