@@ -24,11 +24,17 @@ class Places:
         """Blocks in the tables of these requests; one that two share counts for both."""
         self._limits = limits
         self._blocks = blocks
+        self._ranks = {each.name: each.rank for each in classes}
         self._most = limits.max_num_seqs
         """Places that there are; more than the limit where more ran when that was lowered, until they have ended."""
 
     def __len__(self) -> int:
         return len(self.running)
+
+    @property
+    def are_taken(self) -> bool:
+        """Whether there are as many as there may be."""
+        return len(self.running) >= self._limits.max_num_seqs
 
     def take(self, request: Request) -> None:
         """The request, which has its blocks, runs from now on."""
@@ -117,6 +123,10 @@ class Places:
         """The class that holds most places, of those beside this one."""
         others = {name: number for name, number in self.held.items() if number and name != request_class.name}
         return max(others, key=others.__getitem__, default=None)
+
+    def has_below(self, request_class: RequestClass) -> bool:
+        """Whether a request of a lower class has a place."""
+        return any(number and self._ranks[name] > request_class.rank for name, number in self.held.items())
 
     def num_blocks_of(self, request: Request) -> int:
         return self._blocks.num_blocks_held(request.request_id)

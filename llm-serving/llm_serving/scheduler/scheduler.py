@@ -15,6 +15,7 @@ from llm_serving.kvcache.exports import TransferBlock
 from llm_serving.scheduler.deciders import Deciders
 from llm_serving.scheduler.drafts import add_drafts, num_chosen
 from llm_serving.scheduler.fair_share import OUTPUT_TOKEN_WEIGHT
+from llm_serving.scheduler.left_waiting import left_waiting
 from llm_serving.scheduler.limits import SchedulerLimits
 from llm_serving.scheduler.orders import Arrival, Order
 from llm_serving.scheduler.policy import Load, Policy, Preference
@@ -152,7 +153,7 @@ class Scheduler:
             schedule_stage(draft, running if not draft.changes_running else Running(self.running), now)
             if draft.num_rows and (self.limits.separate or preference is Preference.DECODE_ONLY):
                 break
-        self.blocked = self._describe_blocked(draft)
+        self.blocked = left_waiting(draft, self.waits, self.places)
         if not draft.num_rows:
             return None
         if self._num_drafts:
@@ -574,17 +575,16 @@ class Scheduler:
                 draft.closed.add(request_class.name)
                 continue
             if not draft.has_room_for_prefill and not self.limits.static_batching:
-                draft.blocked = _blocked(request, WaitReason.PROMPTS if draft.budget else WaitReason.BUDGET)
+                draft.blocked = Blocked.of(request, WaitReason.PROMPTS if draft.budget else WaitReason.BUDGET)
                 return
             # A preempted request whose newest token is still on the device cannot be computed yet, and one whose prompt
             # was all it had needs nothing but the reply.
             if request.num_tokens_in_flight or not request.num_uncomputed_tokens:
-                draft.blocked = _blocked(request, WaitReason.IN_FLIGHT)
+                draft.blocked = Blocked.of(request, WaitReason.IN_FLIGHT)
                 return
             parent = self._parent(request)
             if not (self.places.fits(request, parent) or self._giving_way.displace_for(request, parent, draft)):
-                no_slot = len(self.running) >= self.limits.max_num_seqs
-                blocked = _blocked(request, WaitReason.SLOTS if no_slot else WaitReason.BLOCKS)
+                blocked = Blocked.of(request, WaitReason.SLOTS if self.places.are_taken else WaitReason.BLOCKS)
                 draft.blocked = blocked._replace(behind=self.places.other_holder(request_class))
                 return
             self._start(request, draft)
@@ -691,36 +691,6 @@ class Scheduler:
             if self.waits.forks and end >= len(request.prompt_token_ids):
                 self.waits.release_forks(request)
 
-    def _describe_blocked(self, draft: StepDraft) -> Blocked | None:
-        full = self.waits.gate.full()
-        if len(self.waiting) == 0:
-            return Blocked(None, None, WaitReason.TENANT, tenants=full) if full else None
-        blocked = self._describe_waiting(draft)
-        return blocked._replace(tenants=full) if blocked is not None and full else blocked
-
-    def _describe_waiting(self, draft: StepDraft) -> Blocked | None:
-        if not draft.considers_prompts:
-            return Blocked(None, None, WaitReason.DECODING)
-        blocked = draft.blocked
-        if blocked is not None and blocked.reason is WaitReason.BATCH:
-            return blocked
-        if blocked is not None and blocked.reason in NO_ROOM:
-            blocked = self._or_slots(blocked)
-        if draft.closed:
-            closed = tuple(sorted(draft.closed))
-            return (blocked or Blocked(None, None, WaitReason.SHARE))._replace(closed=closed)
-        return blocked
-
-    def _or_slots(self, blocked: Blocked) -> Blocked:
-        """Who would not have been admitted by a step with room either, as no slot is free for it, waits for a slot."""
-        request = self._requests[blocked.request_id or ""]
-        own = request.request_class
-        if len(self.running) < self.limits.max_num_seqs or any(
-            each.request_class.rank > own.rank for each in self.running
-        ):
-            return blocked
-        return blocked._replace(reason=WaitReason.SLOTS, behind=self.places.other_holder(own))
-
     def _count_violations(self, draft: StepDraft, running: Running, prompts_wait: bool) -> int:
         """Bounds that this step breaks; `running` from before it."""
         self._prefill_gap = 0 if draft.computes_prompts or not prompts_wait else self._prefill_gap + 1
@@ -736,7 +706,3 @@ class Scheduler:
         """Whether this step is the first that breaks the bound on what leaves out a running prompt."""
         since = max(prompt.last_scheduled_step, prompt.moved_at_step)
         return self._step - since == self._max_prompt_gaps[prompt.request_class.name] + 1
-
-
-def _blocked(request: Request, reason: WaitReason) -> Blocked:
-    return Blocked(request.request_id, request.request_class.name, reason)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import enum
 from typing import Final, NamedTuple
 
+from llm_serving.core.request import Request
+
 
 class WaitReason(enum.StrEnum):
     """Why a step was formed without the request that was to be admitted next."""
@@ -37,6 +39,10 @@ class Blocked(NamedTuple):
     """Classes passed over, as they hold as many slots or blocks as they may."""
     tenants: tuple[str, ...] = ()
     """Tenants that run as many requests as they may; their others are in nobody's way."""
+
+    @classmethod
+    def of(cls, request: Request, reason: WaitReason) -> Blocked:
+        return cls(request.request_id, request.request_class.name, reason)
 
 
 class Preemption(NamedTuple):
