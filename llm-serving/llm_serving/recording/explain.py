@@ -97,7 +97,7 @@ def _numbers(scheduler: Scheduler, request: Request, reason: WaitReason, schedul
         case WaitReason.SLOTS:
             return f"; {num_running} of {limits.max_num_seqs} are taken"
         case WaitReason.BLOCKS:
-            num_needed = scheduler.places.num_blocks_to_admit(request, scheduler._parent(request))
+            num_needed = scheduler.places.num_blocks_to_admit(request, scheduler.prompts.parent_of(request))
             num_free = scheduler.blocks.pool.num_free_blocks
             return f"; it needs {num_needed}, {num_running} are kept for those that run, {num_free} are free"
         case WaitReason.BUDGET | WaitReason.PROMPTS:

@@ -21,7 +21,7 @@ from llm_serving.kvcache.exports import TransferBlock
 from llm_serving.scheduler.schedule import PromptResults
 
 MAGIC: Final = b"llm-serving scheduler recording\n"
-FORMAT: Final = 13
+FORMAT: Final = 14
 SEAL_BYTES: Final = 8
 _LENGTH = struct.Struct("<II")
 _COMPLEMENT: Final = 0xFFFFFFFF

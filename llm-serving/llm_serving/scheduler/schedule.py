@@ -86,8 +86,10 @@ class Schedule:
 class StepDraft:
     """A step while it is being formed."""
 
-    def __init__(self, number: int, budget: int, max_prefills: int) -> None:
+    def __init__(self, number: int, now: float, budget: int, max_prefills: int) -> None:
         self.number = number
+        self.now = now
+        """When it is formed, in seconds on the clock of `Request.arrival_time`."""
         self.budget = budget
         self.closed: set[str] = set()
         """Classes that hold as many slots or blocks as they may."""

@@ -25,7 +25,7 @@ from llm_serving.scheduler.running import Running
 from llm_serving.scheduler.schedule import Schedule, ScheduledRow, StepDraft
 from llm_serving.scheduler.tenant_gate import Need
 from llm_serving.scheduler.turns import Paid
-from llm_serving.scheduler.wait_reason import NO_ROOM, Blocked, WaitReason
+from llm_serving.scheduler.wait_reason import NO_ROOM, Blocked
 
 
 class Scheduler:
@@ -49,8 +49,10 @@ class Scheduler:
     ) -> None:
         """Classes in ascending order of rank; the order within each is by arrival if none is given."""
         self.blocks = blocks
-        self._use(Deciders(Rules(limits, policy, classes, order or Arrival(), blocks.prefix_caching), blocks))
-        self._num_admissions = 0
+        self._requests: dict[str, Request] = {}
+        """All that have not ended."""
+        rules = Rules(limits, policy, classes, order or Arrival(), blocks.prefix_caching)
+        self._use(Deciders(rules, blocks, self._requests))
         self._num_beams = 0
         self._num_drafts = 0
         """Requests that were given drafts since the step before."""
@@ -58,15 +60,11 @@ class Scheduler:
         """Requests that tell something of their prompts."""
         self._num_moving = 0
         """Requests that other replicas are to go on with."""
-        self._requests: dict[str, Request] = {}
-        """All that have not ended."""
         self._step = 0
         self._told_at_step = 0
         """The next step when `take_paid` was last told something."""
         self._service: dict[tuple[str, str], int] = {}
         """By class and tenant, what was served since `take_service`."""
-        self._now = 0.0
-        """As the newest call of `schedule` was told."""
         self._prefill_gap = 0
         """Steps in a row in which prompts waited and none was computed."""
         self.blocked: Blocked | None = None
@@ -77,7 +75,7 @@ class Scheduler:
         rules = deciders.rules
         self.limits, self.policy, self.order, self.classes = rules.limits, rules.policy, rules.order, rules.classes
         self.waiting, self.places, self.bounds = deciders.waiting, deciders.places, deciders.bounds
-        self.waits, self._giving_way = deciders.waits, deciders.giving_way
+        self.waits, self.prompts, self._giving_way = deciders.waits, deciders.prompts, deciders.giving_way
         self._max_prompt_gaps = {each.name: each.max_prompt_gap for each in self.bounds}
         self._closed: set[str] = set()
         """Classes that could not take part when admission was last considered."""
@@ -94,7 +92,7 @@ class Scheduler:
 
         What a request keeps when it has lost its place often, and what a window holds, must be as before.
         """
-        self._use(self._deciders.followed_by(rules, self._requests.values(), self._step))
+        self._use(self._deciders.followed_by(rules, self._step))
 
     def add(self, request: Request) -> None:
         """Queues a request that passed the checks at the door, or that another replica has begun with.
@@ -139,18 +137,17 @@ class Scheduler:
         Args:
             now: Seconds on the clock of `Request.arrival_time`.
         """
-        self._now = now
         # More may run than there are tokens in a step where both were lowered; each gets one.
         budget = max(self.limits.max_num_batched_tokens, len(self.running))
-        draft = StepDraft(self._step, budget, self.limits.max_prefill_seqs)
+        draft = StepDraft(self._step, now, budget, self.limits.max_prefill_seqs)
         running = Running(self.running)
         prompts_wait = len(self.waiting) > 0 or bool(running.prefilling)
         preference = self._preference(running, prompts_wait)
-        stages = [self._schedule_decodes, self._schedule_prefills]
+        stages = [self._decode, self.prompts.schedule]
         if preference is Preference.PREFILL_FIRST:
             stages.reverse()
         for schedule_stage in stages:
-            schedule_stage(draft, running if not draft.changes_running else Running(self.running), now)
+            schedule_stage(draft, running if not draft.changes_running else Running(self.running))
             if draft.num_rows and (self.limits.separate or preference is Preference.DECODE_ONLY):
                 break
         self.blocked = left_waiting(draft, self.waits, self.places)
@@ -162,7 +159,7 @@ class Scheduler:
         rows = draft.rows
         results = prompt_results_of(rows) if self._num_telling else []
         departures, exports = self._export(rows) if self._num_moving else ([], [])
-        started = self._advance(draft, running, now)
+        started = self._advance(draft, running)
         violations = self._count_violations(draft, running, prompts_wait)
         self._step += 1
         self.waits.follow(self.waits.gate.tick())
@@ -413,6 +410,10 @@ class Scheduler:
     def num_waiting(self) -> int:
         return len(self._requests) - len(self.running)
 
+    def batch_wait_s(self, now: float) -> float:
+        """Seconds for which those who wait do so for a batch to fill; 0: they do not."""
+        return self.prompts.batch_wait_s(now)
+
     def num_owed_tokens(self, request: Request) -> int:
         """Tokens to be computed before the first one of a request that waits with nothing computed, were it next.
 
@@ -461,8 +462,8 @@ class Scheduler:
             for each in decoding
         )
 
-    def _schedule_decodes(self, draft: StepDraft, running: Running, now: float) -> None:
-        del now
+    def _decode(self, draft: StepDraft, running: Running) -> None:
+        """Gives a token to each request that could get one, as far as the step and the cache have room."""
         block_size = self.blocks.block_size
         for request in running.decoding:
             if draft.budget == 0:
@@ -473,52 +474,6 @@ class Scheduler:
             if request.num_computed_tokens % block_size or self._giving_way.make_room(request, draft):
                 draft.add_decode(request)
 
-    def _schedule_prefills(self, draft: StepDraft, running: Running, now: float) -> None:
-        """Running prompts that are not complete and waiting ones, higher classes first; long ones leave some room."""
-        draft.considers_prompts = True
-        admits = not (self.limits.static_batching and self.running)
-        waits_for_a_batch = self.batch_wait_s(now) > 0.0
-        if waits_for_a_batch:
-            draft.closed.update(self.waiting.queues)
-        capped: list[Request] = []
-        draft.first_class = self._whose_turn(running.prefilling, draft.closed)
-        for request in sorted(running.prefilling, key=lambda each: draft.turn_of(each.request_class)):
-            if admits:
-                self._admit(draft, capped, before=request.request_class)
-            if not draft.has_room_for_prefill:
-                break
-            if request.status is RequestStatus.RUNNING:
-                self._add_prompt(request, draft, capped)
-        if admits:
-            self._admit(draft, capped)
-        if waits_for_a_batch or not admits:
-            draft.blocked = Blocked(None, None, WaitReason.BATCH)
-        for request in capped:
-            if request.status is RUNNING:
-                draft.extend(request, self._num_computable(request))
-
-    def _whose_turn(self, prompts: list[Request], closed: Collection[str]) -> str | None:
-        """The class whose prompts come first, if several contend: the one that has paid least."""
-        names = {request.request_class.name for request in prompts}
-        names.update(name for name, queue in self.waiting.queues.items() if len(queue) and name not in closed)
-        if len(names) > 1:
-            self.waiting.look(closed, self.held, {each.request_class.name for each in prompts if self._is_late(each)})
-        return self.waiting.turns.first(names)
-
-    def _is_late(self, prompt: Request) -> bool:
-        """Whether it has had a place for so long that its class yields to no other until it is computed."""
-        return self._step - prompt.running_since[0] >= prompt.request_class.ageing_steps
-
-    def _add_prompt(self, request: Request, draft: StepDraft, capped: list[Request]) -> None:
-        """Gives the prompt its share of the step; what it could take beyond that is decided when all have theirs."""
-        if self.blocks.window.slides and not self._giving_way.make_room(request, draft):
-            return
-        share = self.limits.max_long_prefill_tokens or draft.budget
-        num_tokens = self._num_computable(request)
-        if min(num_tokens, draft.budget) > share:
-            capped.append(request)
-        draft.add(request, min(num_tokens, share), prefill=True)
-
     @property
     def is_plain(self) -> bool:
         """Whether nothing but tokens is computed for those it has, and no window, batch or tenant's limit counts."""
@@ -527,15 +482,13 @@ class Scheduler:
         apart = gate.full() or gate.has_news
         return not (special or apart or self.blocks.window.slides or self.limits.static_batching)
 
-    def pass_alike(self, now: float, charges: Mapping[tuple[str, str], int], tokens: Mapping[str, int]) -> None:
+    def pass_alike(self, charges: Mapping[tuple[str, str], int], tokens: Mapping[str, int]) -> None:
         """Counts a step that decodes all requests and nothing else, whose rows `SteadySteps` has seen to.
 
         Args:
-            now: As `schedule` is told.
             charges: Served by it, by class and tenant.
             tokens: The same by class.
         """
-        self._now = now
         for (name, tenant), num_tokens in charges.items():
             self._charge(name, tenant, num_tokens)
         self.waiting.turns.charge(self.held, tokens, self.places.blocks_held, (), ())
@@ -543,75 +496,6 @@ class Scheduler:
         self.waits.tick((), ())
         self._step += 1
         self.blocked = None
-
-    def _num_computable(self, request: Request) -> int:
-        """Tokens left to compute that its table has room for: all of them where nothing slides."""
-        room = self.blocks.num_tokens_with_room(request.request_id) - request.num_computed_tokens
-        return min(request.num_uncomputed_tokens, room)
-
-    # --- admission --------------------------------------------------------------------------------------------------
-
-    def batch_wait_s(self, now: float) -> float:
-        """Seconds for which those who wait do so for a batch to fill; 0: they do not."""
-        if self.limits.batch_waiting_time == 0.0 or len(self.waiting) == 0:
-            return 0.0
-        full = self.limits.max_num_seqs if self.limits.static_batching else self.limits.max_prefill_seqs
-        if len(self.waiting) >= full:
-            return 0.0
-        oldest = min(request.arrival_time for request in self.waiting)
-        return max(0.0, self.limits.batch_waiting_time - (now - oldest))
-
-    def _admit(self, draft: StepDraft, capped: list[Request], before: RequestClass | None = None) -> None:
-        """Moves waiting requests to running, best first; the first that does not fit ends it, none overtakes it.
-
-        With `before`, only those of classes whose prompts come before.
-        """
-        draft.blocked = None
-        while (request := self.waiting.best(draft.closed, self.held, self.places.blocks_held)) is not None:
-            request_class = request.request_class
-            if before is not None and draft.turn_of(request_class) >= draft.turn_of(before):
-                return
-            if self.places.is_at_limit(request, request_class):
-                draft.closed.add(request_class.name)
-                continue
-            if not draft.has_room_for_prefill and not self.limits.static_batching:
-                draft.blocked = Blocked.of(request, WaitReason.PROMPTS if draft.budget else WaitReason.BUDGET)
-                return
-            # A preempted request whose newest token is still on the device cannot be computed yet, and one whose prompt
-            # was all it had needs nothing but the reply.
-            if request.num_tokens_in_flight or not request.num_uncomputed_tokens:
-                draft.blocked = Blocked.of(request, WaitReason.IN_FLIGHT)
-                return
-            parent = self._parent(request)
-            if not (self.places.fits(request, parent) or self._giving_way.displace_for(request, parent, draft)):
-                blocked = Blocked.of(request, WaitReason.SLOTS if self.places.are_taken else WaitReason.BLOCKS)
-                draft.blocked = blocked._replace(behind=self.places.other_holder(request_class))
-                return
-            self._start(request, draft)
-            if draft.has_room_for_prefill:
-                self._add_prompt(request, draft, capped)
-
-    def _start(self, request: Request, draft: StepDraft) -> None:
-        draft.changes_running = True
-        self.waits.admitted(request)
-        parent = self._parent(request)
-        num_found = self.places.admit(request, parent)
-        if request.num_computed_tokens == 0:  # otherwise it comes back from the host pool
-            request.num_computed_tokens = request.num_confirmed_tokens = num_found
-        if request.first_scheduled_time is None:
-            # What a fork takes from its parent was computed for the two of them, not found.
-            request.num_cached_tokens = num_found if parent is None else parent.num_cached_tokens
-        request.status = RequestStatus.RUNNING
-        request.running_since = (self._step, self._now)
-        request.last_scheduled_step = self._step - 1  # the steps before have not left it out
-        request.admission = self._num_admissions
-        self._num_admissions += 1
-        self.places.take(request)
-
-    def _parent(self, request: Request) -> Request | None:
-        """The running request whose blocks this one can share."""
-        parent = self._requests.get(request.fork_of or "")
-        return parent if parent is not None and parent.status is RequestStatus.RUNNING else None
 
     # --- bookkeeping ------------------------------------------------------------------------------------------------
 
@@ -630,7 +514,7 @@ class Scheduler:
                 exports += moves
         return departures, exports
 
-    def _advance(self, draft: StepDraft, running: Running, now: float) -> list[Request]:
+    def _advance(self, draft: StepDraft, running: Running) -> list[Request]:
         """The step is on its way; returns the requests that have never been scheduled before."""
         started = []
         charges: dict[tuple[str, str], int] = defaultdict(int)
@@ -645,7 +529,7 @@ class Scheduler:
             request.num_computed_tokens = num_computed + query_len
             request.last_scheduled_step = step
             if request.first_scheduled_time is None:
-                request.first_scheduled_time = now
+                request.first_scheduled_time = draft.now
                 started.append(request)
             num_tokens = query_len + (OUTPUT_TOKEN_WEIGHT - 1) * (samples > 0)
             charges[request.request_class.name, request.tenant] += num_tokens

@@ -78,7 +78,7 @@ class SteadySteps:
             return False
         return step == scheduler.num_steps - 1 and all(map(goes_on, newest.rows, running))
 
-    def form(self, now: float) -> bool:
+    def form(self) -> bool:
         """As `Scheduler.schedule`; False where the step would not be alike: then nothing has changed."""
         scheduler = self._scheduler
         blocks = scheduler.blocks
@@ -93,7 +93,7 @@ class SteadySteps:
             scheduler.places.grow(request)
         self.num_formed += 1
         self.num_keys += len(self.rows)
-        scheduler.pass_alike(now, self._charges, self._tokens)
+        scheduler.pass_alike(self._charges, self._tokens)
         return True
 
     def reply(self) -> None:

@@ -28,6 +28,8 @@ class Waits:
         """Requests that gave way while they were paused: they do not wait for a place before they go on."""
         self.num_entered = 0
         """Requests that have come so far."""
+        self.num_admitted = 0
+        """Places that have been given so far."""
         self._places = places
 
     def __iter__(self) -> Iterator[Request]:
@@ -56,7 +58,8 @@ class Waits:
             num_waited: As it told.
             everybody: All requests, those that run included.
         """
-        self.forks, self.laid_aside, self.num_entered = before.forks, before.laid_aside, before.num_entered
+        self.forks, self.laid_aside = before.forks, before.laid_aside
+        self.num_entered, self.num_admitted = before.num_entered, before.num_admitted
         self.gate.take_over(before.gate)
         for request in everybody:
             if request.has_run or request.transfer is not None:
@@ -102,6 +105,8 @@ class Waits:
 
     def admitted(self, request: Request) -> None:
         """One that queued gets a place now."""
+        request.admission = self.num_admitted
+        self.num_admitted += 1
         self.queue.pop(request)
         self.monitor.admitted(request)
         self.follow(self.gate.admitted(request))

@@ -121,7 +121,7 @@ class SteadyEngine:
             return False
         engine.peers.listen()
         num_keys, num_rows = steps.num_keys, len(steps.rows)
-        if not steps.form(now):
+        if not steps.form():
             return False
         engine.peers.tell()
         if self._predicts:
