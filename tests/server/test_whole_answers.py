@@ -7,6 +7,7 @@ import asyncio
 import httpx
 import pytest
 from fakes import FakeEngine, Piece, Script
+from http_serving import serving
 from llm_serving.errors import RequestError, UnavailableError
 from llm_serving.server.app import build_site
 from llm_serving.server.whole_answers import PIECE_BYTES, VALUE_BYTES, WholeAnswers
@@ -134,6 +135,18 @@ def test_where_all_together_hold_too_much_the_largest_ends_of_whoever_has_most()
     for each in several:
         answers.release(each)
     assert (answers.num_bytes, answers._of_source, given_up) == (0, {}, ["a", "alone"])
+
+
+def test_an_answer_that_would_be_cut_off_is_refused_by_name():
+    """More than all connections together may hold is never sent to its end."""
+    limits = {"max_buffered_bytes": 10_000}
+    body = {key: value for key, value in LARGE["/v1/completions"].items() if key != "n"}
+    with serving(FakeEngine(LONG, limits=limits)) as url:
+        refused = httpx.post(f"{url}/v1/completions", json=body)
+        assert httpx.post(f"{url}/v1/completions", json=body | {"logprobs": 1}).status_code == 200
+    assert refused.status_code == 400
+    assert "an answer of at most 10000 bytes (serving_config.max_buffered_bytes)" in error_of(refused)["message"]
+    assert post(FakeEngine(LONG, limits=limits), "/v1/completions", body).status_code == 200, "without a connection"
 
 
 def test_whoever_is_not_the_largest_is_answered(caplog):

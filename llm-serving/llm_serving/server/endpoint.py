@@ -13,10 +13,11 @@ from starlette.types import Receive, Scope, Send
 
 from llm_serving.core.shortage import shortage
 from llm_serving.engine.async_engine import AsyncEngine
-from llm_serving.errors import LLMServingError, UnavailableError
+from llm_serving.errors import LLMServingError, RequestError, UnavailableError
 from llm_serving.log import get_logger
 from llm_serving.server.asked_beside import check_headers, check_no_body, check_query, unheeded_headers
 from llm_serving.server.error_responses import kind_of, openai_error_response
+from llm_serving.server.front_door import UNSENT_KEY
 from llm_serving.server.note import note_of
 from llm_serving.server.openai_requests import REQUEST_ID_HEADER, request_id_of
 from llm_serving.server.parameters import IGNORED_HEADER, ignored_parameters
@@ -68,6 +69,7 @@ class Endpoint:
             if self.method != "GET" and self.body is None and not self.takes_form:
                 await check_no_body(request, engine.config.serving)
             response = await self.handler(engine, request)
+            _check_size(response, request, engine.config.serving.max_buffered_bytes)
             if request_id := response.headers.get(REQUEST_ID_HEADER):
                 self._tell_id(response, request_id)
             in_body = filter(None, [ignored_parameters(request)])
@@ -98,6 +100,14 @@ class Endpoint:
     def _tell_id(self, response: Response, request_id: str) -> None:
         for name in self.id_headers:
             response.headers[name] = request_id
+
+
+def _check_size(response: Response, request: Request, most: int) -> None:
+    """Raises RequestError for an answer that would be cut off: more than all connections may hold waits to be taken."""
+    size = len(getattr(response, "body", b""))
+    if size > most and UNSENT_KEY in request.scope:
+        rule = f"must ask for an answer of at most {most} bytes (serving_config.max_buffered_bytes), or for a stream"
+        raise RequestError("body", rule, size)
 
 
 class _Application:
