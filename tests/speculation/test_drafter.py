@@ -69,6 +69,46 @@ def test_wrong_guesses_end_it() -> None:
     assert not drafter.pays
 
 
+def say_in_runs(drafter: Drafter, *, rounds: int = 8):
+    """A request of whose answer four in eight tokens stood before."""
+    request = create_request(4, max_tokens=200)
+    request.status = RequestStatus.RUNNING
+    drafter.begin(request)
+    for index in range(rounds):
+        answer(drafter, request, [1000 + index, *range(1, 8)])
+    answer(drafter, request, [2000, 1, 2, 3, 4])
+    return request
+
+
+def test_where_guesses_are_right_in_runs_they_are_made_from_the_first_of_each() -> None:
+    drafter = Drafter(4, 3)
+    request = say_in_runs(drafter)
+    assert drafter.pays
+    assert drafter.drafts(1, waits=True) == [(request, [5, 6, 7, 2000])]
+
+
+class Never:
+    """A draft model that takes nobody."""
+
+    pass_s = 0.0
+
+    def begin(self):
+        return None
+
+    def takes(self, candidates):
+        return []
+
+
+def test_a_draft_model_may_know_better_where_what_is_looked_up_is_seldom_right() -> None:
+    for model, guessed in ((None, True), (Never(), False)):
+        drafter = Drafter(4, 3, model)
+        request = create_request(4, max_tokens=200)
+        request.status = RequestStatus.RUNNING
+        drafter.begin(request)
+        answer(drafter, request, [1, 2, 3, 4, 5, 500, 1, 2, 3])  # a place of which nothing is known yet
+        assert bool(drafter._predictable) is guessed
+
+
 def test_whoever_gets_one_token_is_left_alone() -> None:
     drafter = Drafter(4, 3)
     predictable(drafter, rounds=3, max_tokens=1)

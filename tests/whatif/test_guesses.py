@@ -96,7 +96,7 @@ def test_guesses_that_do_not_pay_are_asked_for_the_more_seldom_the_shorter_steps
     prompt = random.Random(2).choices(range(3, 1000), k=40)
     noise = Asked("s", 0.0, prompt, 2000, 2000, answer_token_ids=[5])
     result = play(Load("tests", (Stream("s", [noise]),), vocab_size=1000), step=CostModel((Piece("step", step_s),)))
-    assert result.num_right == 0
+    assert result.num_guesses < 0.05 * 2000
     assert result.num_steps / len(num_asked) == pytest.approx(every, rel=0.2)
 
 

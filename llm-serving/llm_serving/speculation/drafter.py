@@ -25,10 +25,13 @@ from llm_serving.speculation.pace import Pace
 from llm_serving.speculation.payoff import Forced, Guesses, Payoff
 from llm_serving.speculation.smoothing import smoothed
 from llm_serving.speculation.trust import HIT_MEMORY, LEAST_HITS
-from llm_serving.speculation.worth import Worth
+from llm_serving.speculation.worth import Worth, alike
 
 FINISHED_TOKENS: Final = 2**18
 """Tokens of finished answers that are looked in, of all tenants together."""
+LEAST_CHANCE: Final = 0.25
+"""That what was looked up is right, below which it is not guessed; with a draft model `LEAST_HITS`, as that may know
+better."""
 HOPELESS: Final = 0.25
 """Share of right guesses below which a request that has said something else waits for its turn to be looked at."""
 LOOK_SHARE: Final = 0.0025
@@ -95,6 +98,7 @@ class Drafter:
         self._turn_of_lost = True
         self._pace = Pace()
         self._payoff = Payoff(max_drafts)
+        self._least_chance = LEAST_CHANCE if model is None else LEAST_HITS
         self.pays = False
         """Whether drafts are worth what they cost, waiting for replies included."""
 
@@ -216,7 +220,7 @@ class Drafter:
         worth, share_s = self._worth_of(num_running), self._model.pass_s / len(asked)
         proposed = self._model.propose(
             [
-                (request, worth.reach(state.trust.hits, share_s))
+                (request, worth.reach(alike(state.trust.hits), share_s))
                 for request, state in asked.items()
                 if state.trust is not None and _is_ready(request)
             ]
@@ -235,11 +239,11 @@ class Drafter:
         worth = self._worth_of(num_running)
         guesses, state.proposer = proposed, Proposer.DRAFT_MODEL
         if request in self._predictable and state.compare(request.output_token_ids):
-            guesses, state.proposer = state.lookup.guess(worth.looked_up(state.hits)[0]), Proposer.NGRAM
+            guesses, state.proposer = state.lookup.guess(worth.looked_up(state.chance)[0]), Proposer.NGRAM
         state.num_proposed = len(guesses)
         if request.walk is None:
             return guesses
-        reach = worth.reach(state.forced_hits) if state.forced_hits >= LEAST_HITS else 0
+        reach = worth.reach(alike(state.forced_hits)) if state.forced_hits >= LEAST_HITS else 0
         if not guesses and not reach:
             return []
         output = request.output_token_ids
@@ -265,7 +269,7 @@ class Drafter:
         """Whether drafts are worth waiting for replies; `asked`: for whom the draft model is to be asked."""
         guesses = Guesses(
             self._forced(asked),
-            [state.hits for state in self._predictable.values()],
+            [state.chance for state in self._predictable.values()],
             [state.trust.hits for state in asked.values() if state.trust is not None],
             sum(each.hits >= LEAST_HITS and request.status is RUNNING for request, each in self._lost.items()),
         )
@@ -291,15 +295,17 @@ class Drafter:
                 gone.append(request)
             elif not state.compare(request.output_token_ids):
                 wrong.append((request, state))
-            elif state.hits >= LEAST_HITS:
+            elif state.chance.first >= self._least_chance:
                 self._predictable[request] = state
+            else:
+                self._predictable.pop(request, None)
         for request in gone:
             self._forget(request)
         pays = self.pays
         for request, state in wrong:
             del self._followed[request]
             self._predictable.pop(request, None)
-            if state.hits >= HOPELESS:
+            if max(state.hits, state.chance.first) >= HOPELESS:
                 self._lost[request] = state
                 if pays:
                     self._look(request, state)
@@ -308,7 +314,7 @@ class Drafter:
         self._lost.pop(request, None)
         if state.look(request.output_token_ids):
             self._followed[request] = state
-            if state.hits >= LEAST_HITS:
+            if state.chance.first >= self._least_chance:
                 self._predictable[request] = state
 
     def _visit(self, num_steps: int) -> None:

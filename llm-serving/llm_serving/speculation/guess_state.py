@@ -7,7 +7,12 @@ from typing import Final
 from llm_serving.core.choices import Proposer
 from llm_serving.speculation.lookup import Lookup
 from llm_serving.speculation.trust import HIT_MEMORY, Trust
+from llm_serving.speculation.worth import Chance
 
+FIRST_CHANCE: Final = 0.3
+"""That a guess just found is right, before it is known; of nearly all texts with any place at all it is more."""
+FURTHER_CHANCE: Final = 0.8
+"""The same of a guess behind one that was right."""
 FIRST_FORCED: Final = 1.0
 """Tokens a step that are expected of what a constraint forces, before it is known."""
 FORCED_MEMORY: Final = 8
@@ -20,8 +25,11 @@ class GuessState:
     """Of one request; belongs to the drafter."""
 
     __slots__ = (
+        "_first",
         "_forced",
         "_forced_at",
+        "_further",
+        "_goes_on",
         "forced_hits",
         "hits",
         "lookup",
@@ -36,7 +44,12 @@ class GuessState:
         self.trust = trust
         """In the draft model; None: there is none."""
         self.hits = 0.0
-        """Share of right guesses of late."""
+        """Share of the newest tokens that were guessed rightly."""
+        self._first = FIRST_CHANCE
+        self._further = FURTHER_CHANCE
+        """Share of right guesses of late behind one that was right; where one was wrong there is none before a look."""
+        self._goes_on = False
+        """Whether the newest token was guessed rightly."""
         self.forced_hits = 1.0
         """The same, of what a constraint forces; that is known only of what was checked."""
         self._forced = FIRST_FORCED
@@ -49,6 +62,11 @@ class GuessState:
         """Of the newest drafts; those behind them are forced."""
         self.proposer = Proposer.NGRAM
         """Whose these are."""
+
+    @property
+    def chance(self) -> Chance:
+        """That the next guesses are right: a place just found is often the wrong one, one that was right seldom."""
+        return Chance(self._further if self._goes_on else self._first, self._further)
 
     def forced(self, num_tokens: int) -> float:
         """How many forced tokens are expected of a step, with so many tokens of the answer."""
@@ -64,14 +82,19 @@ class GuessState:
     def compare(self, output: list[int]) -> bool:
         """Compares the newest tokens with what was guessed, up to the first wrong one; returns whether there still is
         a guess."""
-        lookup, hits, num_tokens = self.lookup, self.hits, len(output)
+        lookup, hits, goes_on, num_tokens = self.lookup, self.hits, self._goes_on, len(output)
         for index in range(self.num_tokens, num_tokens):
             right = lookup.append(output[index])
             hits += (right - hits) / HIT_MEMORY
-            if not right:
+            if goes_on:
+                self._further += (right - self._further) / HIT_MEMORY
+            else:
+                self._first += (right - self._first) / HIT_MEMORY
+            goes_on = right
+            if not lookup.has_guess:
                 lookup.extend(output[index + 1 :])
                 break
-        self.hits, self.num_tokens = hits, num_tokens
+        self.hits, self._goes_on, self.num_tokens = hits, goes_on, num_tokens
         return lookup.has_guess
 
     def look(self, output: list[int]) -> bool:
@@ -80,5 +103,6 @@ class GuessState:
             self.lookup.extend(output[-num_new:])
             self.hits *= (1 - 1 / HIT_MEMORY) ** num_new
             self.num_tokens += num_new
+        self._goes_on = False
         self.lookup.look()
         return self.lookup.has_guess

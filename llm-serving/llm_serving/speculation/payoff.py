@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from llm_serving.speculation.step_cost import StepCost
-from llm_serving.speculation.worth import MOST_HITS, Worth, expected
+from llm_serving.speculation.worth import MOST_HITS, Chance, Worth, alike, expected
 
 MOST_DELAY: Final = 0.03
 """Of a step's time: what drafts may cost requests without any, shared among all that run."""
@@ -29,10 +29,10 @@ class Guesses(NamedTuple):
     """All that could be guessed in a step."""
 
     forced: Sequence[Forced]
-    looked_up: Sequence[float]
-    """Share of right guesses of each request whose answer is looked up."""
+    looked_up: Sequence[Chance]
+    """Of each request whose answer is looked up."""
     proposed: Sequence[float]
-    """The same of those for which the draft model is asked."""
+    """Share of right guesses of those for which the draft model is asked."""
     num_lost: int = 0
     """Requests that have lost their guess for a moment only: they gain more by their next ones than they wait now."""
 
@@ -109,7 +109,7 @@ class Payoff:
         """Whether more tokens would come in the same time if guesses were right for all that run."""
         step_s = self._cost.seconds_of(num_rows)
         return not step_s or any(
-            expected(MOST_HITS, reach)
+            expected(alike(MOST_HITS), reach)
             > (self._waiting_s(num_rows) + self._cost.further(num_rows, reach * num_rows)) / step_s
             for reach in {1, self._max_drafts}
         )
@@ -118,18 +118,18 @@ class Payoff:
         """Tokens that all guesses bring, and seconds that they cost."""
         num_drafts, gain, proposing_s = 0.0, 0.0, 0.0
         for forced in guesses.forced:
-            brought = min(forced.num_tokens, worth.reach(forced.hits))
+            brought = min(forced.num_tokens, worth.reach(alike(forced.hits)))
             gain += brought
             num_drafts += brought
-        for hits in guesses.looked_up:
-            reach, brought = worth.looked_up(hits)
+        for chance in guesses.looked_up:
+            reach, brought = worth.looked_up(chance)
             gain += brought
             num_drafts += reach
         if guesses.proposed:
             share_s, farthest = pass_s / len(guesses.proposed), 0
             for hits in guesses.proposed:
-                reach = worth.reach(hits, share_s)
-                gain += expected(hits, reach)
+                reach = worth.reach(alike(hits), share_s)
+                gain += expected(alike(hits), reach)
                 num_drafts += reach
                 farthest = max(farthest, reach)
             proposing_s = farthest * pass_s

@@ -102,7 +102,8 @@ class SchedulerConfig:
     """Guesses of what comes next, checked beside the next token; they change no byte of an answer. `ngram`: what
     followed where the same tokens stood before, in the prompt, the answer so far and the tenant's finished answers.
     `draft_model`: the same, and where nothing is found, what the model of `draft_model_path` would say. Requests whose
-    guesses are mostly right get some, as long as more tokens come in the same time. `none`: nothing is guessed."""
+    guesses are right often enough get some, as long as more tokens come in the same time. `none`: nothing is
+    guessed."""
 
     draft_model_path: Path | None = option(None, path(Kind.FILE_OR_FOLDER))
     """Folder in Hugging Face form, or GGUF file, of a small model with the same vocabulary, for `draft_model`; each
