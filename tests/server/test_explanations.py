@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from concurrent.futures import Future
 
+import httpx
 import pytest
 from engine_harness import Harness
 from factories import create_request
@@ -14,9 +17,10 @@ from llm_serving.core.request import FinishReason
 from llm_serving.observe.explanation import answers_to, explain
 from llm_serving.observe.journal import Journal, Life
 from llm_serving.observe.live_requests import client_ids
+from llm_serving.server.app import create_app
 from llm_serving.server.authentication import hash_key
 from llm_serving.server.openapi import openapi_document
-from llm_serving.server.routes import ENDPOINTS
+from llm_serving.server.routes import ENDPOINTS, explanations
 from server_client import RawClient, error_of, leave_while_held, post, request
 
 KEY = "sesame-open-the-door"
@@ -87,6 +91,48 @@ def test_a_timeline_of_fewer_steps():
     engine = FakeEngine()
     assert request(engine, "GET", "/v1/timeline?steps=7").json() == {"traceEvents": [], "displayTimeUnit": "ms"}
     assert engine.asked == [(7, None)]
+
+
+def test_what_is_looked_up_takes_one_thread_however_many_ask():
+    """Each that works takes its share of Python's lock, and the engines need it."""
+    threads = set()
+
+    class Engine(FakeEngine):
+        def explain(self, request_id, tenant=None):
+            threads.add(threading.current_thread())
+            return super().explain(request_id, tenant)
+
+        def timeline(self, num_steps, tenant=None):
+            threads.add(threading.current_thread())
+            return super().timeline(num_steps, tenant)
+
+    async def talking():
+        transport = httpx.ASGITransport(create_app(Engine()))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            paths = ["/v1/timeline", "/v1/requests/a/explain"] * 8
+            return [each.status_code for each in await asyncio.gather(*map(client.get, paths))]
+
+    assert asyncio.run(talking()) == [200, 404] * 8
+    assert len(threads) == 1 and threading.main_thread() not in threads
+
+
+@pytest.mark.parametrize("path", ["/v1/timeline", "/v1/requests/a/explain"])
+def test_nothing_is_looked_up_for_whoever_has_left(path, monkeypatch):
+    given = []
+
+    class Occupied:
+        """Never comes to a piece of work."""
+
+        def submit(self, owner, work):
+            given.append(Future())
+            client.leave()
+            return given[-1]
+
+    monkeypatch.setattr(explanations, "_LOOKING", Occupied())
+    client = RawClient(FakeEngine(), path, None)
+    client._scope["method"] = "GET"
+    asyncio.run(client.run())
+    assert [each.cancelled() for each in given] == [True]
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Final
+from collections.abc import Callable
+from typing import Any, Final, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -12,8 +13,16 @@ from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import RequestError, RequestNotFoundError
 from llm_serving.observe.explanation import Explanation
 from llm_serving.server.authentication import tenant_seen
+from llm_serving.server.caller import source_of
 from llm_serving.server.endpoint import Endpoint
+from llm_serving.server.fair_threads import FairThreads
 from llm_serving.server.off_loop import Long, large_json_response
+from llm_serving.server.streaming import run_until_client_leaves
+
+T = TypeVar("T")
+
+_LOOKING: Final = FairThreads(1, "lookup")
+"""One thread: what is made of thousands of steps takes a second of Python's lock, which the engines want too."""
 
 
 class Explanations(Long):
@@ -33,7 +42,8 @@ class Trace(Long):
 async def explain_request(engine: AsyncEngine, http_request: Request) -> Response:
     """Where the time of a request went; it may still run."""
     request_id = http_request.path_params["request_id"]
-    found = await asyncio.to_thread(engine.lookup.explain, request_id, tenant_seen(http_request))
+    tenant = tenant_seen(http_request)
+    found = await _looked_up(http_request, lambda: engine.lookup.explain(request_id, tenant))
     if not found:
         rule = f"must be that of a request that lives or is among the newest {engine.config.serving.explain_requests}"
         raise RequestNotFoundError("request_id", f"{rule} that ended (serving_config.explain_requests)", request_id)
@@ -46,8 +56,18 @@ async def show_timeline(engine: AsyncEngine, http_request: Request) -> Response:
     given = http_request.query_params.get("steps", str(most))
     if not (given.isascii() and given.isdecimal() and len(given) < 9 and 1 <= int(given) <= most):
         raise RequestError("steps", f"must be an integer from 1 to {most} (serving_config.timeline_steps)", given)
-    trace = await asyncio.to_thread(engine.lookup.timeline, int(given), tenant_seen(http_request))
+    tenant = tenant_seen(http_request)
+    trace = await _looked_up(http_request, lambda: engine.lookup.timeline(int(given), tenant))
     return await large_json_response(Trace(**trace))
+
+
+async def _looked_up(http_request: Request, look: Callable[[], T]) -> T:
+    """What somebody looks up, one after the other; for whoever leaves before nothing is."""
+
+    async def turn() -> T:
+        return await asyncio.wrap_future(_LOOKING.submit(source_of(http_request), look))
+
+    return await run_until_client_leaves(http_request.receive, turn())
 
 
 ENDPOINTS: Final = (
