@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter, deque
 
@@ -10,8 +11,8 @@ from llm_serving.engine.replicas import Replicas
 from llm_serving.errors import RequestError
 
 SEEDS_WITH_ONE = 0.5
-LAST_ROUND = 60
-"""About as many as a seed has."""
+ROUNDS_BETWEEN = (0, 1, 1, 2, 5, 20)
+"""Often so few that a replica is to join before it has left."""
 
 
 class Operator:
@@ -20,14 +21,18 @@ class Operator:
     def __init__(self, rng: random.Random, control: Control, replicas: Replicas, num_replicas: int) -> None:
         self.counts: Counter[str] = Counter()
         self._rng, self._control, self._replicas, self._num_replicas = rng, control, replicas, num_replicas
-        num_times = rng.randint(1, 8) if rng.random() < SEEDS_WITH_ONE else 0
-        self._rounds = deque(sorted(rng.randint(0, LAST_ROUND) for _ in range(num_times)))
+        num_times = rng.randint(1, 12) if rng.random() < SEEDS_WITH_ONE else 0
+        between = [rng.randint(0, 30), *(rng.choice(ROUNDS_BETWEEN) for _ in range(num_times))][:num_times]
+        self._rounds = deque(itertools.accumulate(between))
+        self._index = 0
 
     def act(self, now: int) -> None:
         """In round `now`."""
         while self._rounds and self._rounds[0] <= now:
             self._rounds.popleft()
-            self._ask(self._rng.randrange(self._num_replicas))
+            if self._rng.random() < 0.5:  # else the same as before
+                self._index = self._rng.randrange(self._num_replicas)
+            self._ask(self._index)
 
     def rest(self) -> None:
         """Asks for nothing any more."""

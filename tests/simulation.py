@@ -173,10 +173,11 @@ class Replica:
         """Whether there was anything to do, or will be."""
         if self.engine.dead is not None:
             return False
-        if self.engine.is_stopping:  # it may be in the middle of a step when it is told to
-            if self._simulation.rng.random() < 0.5:
+        if self.engine.is_stopping:  # it may be in the middle of a step when it is told to, and takes notice later
+            chance = self._simulation.rng.random()
+            if chance < 0.3:
                 self._step()
-            if self.engine.dead is None:
+            if chance < 0.6 and self.engine.dead is None:
                 self._end()
             return True
         return self._step()
