@@ -5,15 +5,18 @@ said is known, and a step lasts as long as one of so many tokens of the shipped 
 
     noise       tokens at random, which cannot be guessed
     long        the long answers of the shipped model's questions
+    first time  one stream: 24 of those answers, one after the other
+    again       the same once more
 
-Tokens per second are by those steps, with the CPU time added and without guesses. Needs the package: run it with its
-interpreter.
+Tokens per second are by those steps, with the CPU time added and without guesses; of one stream the median of the
+answers. Needs the package: run it with its interpreter.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
+import statistics
 import sys
 import time
 from collections.abc import Sequence
@@ -36,6 +39,8 @@ WAITING_S_A_ROW: Final = 0.000003
 MAX_TOKENS: Final = 384
 NOISE_TOKENS: Final = 96
 ROUNDS: Final = 6
+QUESTIONS: Final = 24
+BLOCK_SIZE: Final = 16
 
 Said = tuple[list[int], list[int]]
 
@@ -43,17 +48,22 @@ Said = tuple[list[int], list[int]]
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=lambda text: [int(part) for part in text.split(",")], default=[1, 8, 32, 128])
-    rows = parser.parse_args(argv).rows
+    parser.add_argument("--guesses", type=int, default=16, metavar="N", help="scheduler_config.num_speculative_tokens")
+    arguments = parser.parse_args(argv)
+    rows, most = arguments.rows, arguments.guesses
     tokenizer = Tokenizer.load(DEMO_FOLDER)
     questions = [each for each in load(DEMO_QUESTIONS) if len(each.reference) > 100]
     long = [(tokenizer.encode(each.text), tokenizer.encode(each.reference, False)[:MAX_TOKENS]) for each in questions]
     rng = random.Random(0)
     for num_rows in rows:
         noise = [[_noise(rng, tokenizer.vocab_size) for _ in range(num_rows)] for _ in range(ROUNDS)]
-        _show(f"noise {num_rows}", noise)
+        _show(f"noise {num_rows}", noise, most)
     for num_rows in rows:
         shifted = [[long[(3 * turn + row) % len(long)] for row in range(num_rows)] for turn in range(ROUNDS)]
-        _show(f"long {num_rows}", shifted)
+        _show(f"long {num_rows}", shifted, most)
+    run = _Run(most)
+    for name in ("first time", "again"):
+        _show_one_stream(name, run, long[:QUESTIONS])
     return 0
 
 
@@ -62,8 +72,8 @@ def _noise(rng: random.Random, vocab_size: int) -> Said:
     return drawn[:32], drawn[32:]
 
 
-def _show(name: str, rounds: Sequence[Sequence[Said]]) -> None:
-    run = _Run()
+def _show(name: str, rounds: Sequence[Sequence[Said]], most: int) -> None:
+    run = _Run(most)
     for texts in rounds:
         run.say(texts)
     num_tokens = sum(len(answer) for texts in rounds for _, answer in texts)
@@ -76,6 +86,20 @@ def _show(name: str, rounds: Sequence[Sequence[Said]]) -> None:
     )
 
 
+def _show_one_stream(name: str, run: _Run, texts: Sequence[Said]) -> None:
+    ratios, a_step = [], []
+    for text in texts:
+        num_steps, seconds = run.num_steps, run.cpu_s + run.steps_s
+        run.say([text])
+        ratios.append(_plain_s([len(text[1])]) / (run.cpu_s + run.steps_s - seconds))
+        a_step.append(len(text[1]) / (run.num_steps - num_steps))
+    print(
+        f"{name:10} {statistics.median(a_step):5.2f} tokens a step, {statistics.median(ratios):.2f} x"
+        f" ({min(ratios):.2f}-{max(ratios):.2f}); mean {statistics.mean(ratios):.2f} x",
+        flush=True,
+    )
+
+
 def _plain_s(lengths: Sequence[int]) -> float:
     """Seconds for answers of these lengths, said together without guesses."""
     return sum(STEP_S + TOKEN_S * sum(length > step for length in lengths) for step in range(max(lengths)))
@@ -84,8 +108,8 @@ def _plain_s(lengths: Sequence[int]) -> float:
 class _Run:
     """Answers said together, round after round, with the guesses that one drafter makes."""
 
-    def __init__(self) -> None:
-        self._drafter = Drafter(8, 3, clock=time.thread_time)
+    def __init__(self, most: int) -> None:
+        self._drafter = Drafter(most, 3, clock=time.thread_time)
         self._ids = count()
         self.num_steps = self.num_guesses = self.num_right = 0
         self.cpu_s = self.steps_s = 0.0
@@ -109,8 +133,9 @@ class _Run:
             request.num_computed_tokens = request.num_tokens - bool(request.output_token_ids)
         began = time.thread_time()
         waits = drafter.pays
-        drafts = dict(drafter.drafts(num_rows, waits=waits))
+        guessed = drafter.drafts(num_rows, waits=waits)
         self.cpu_s += time.thread_time() - began
+        drafts = {each: within for each, ids in guessed if (within := ids[: -each.num_tokens % BLOCK_SIZE])}
         num_tokens = num_rows + sum(map(len, drafts.values()))
         seconds, waiting_s = STEP_S + TOKEN_S * num_tokens, WAITING_S + WAITING_S_A_ROW * num_rows
         self.steps_s += seconds + waits * waiting_s

@@ -1,6 +1,6 @@
 """What guesses a longer search would bring: python performance/lookup_lengths.py
 
-Tokens a step, counted without a model: the shipped model's long answers are said token by token, and of at most eight
+Tokens a step, counted without a model: the shipped model's long answers are said token by token, and of at most sixteen
 guesses those count that are right up to the first wrong one. Look-ups by two lengths, as the server makes them, against
 the longest match in all that has been said, which is what a suffix tree finds; each text the first time and once more.
 Needs the package: run it with its interpreter.
@@ -19,7 +19,7 @@ from llm_serving.speculation.lookup import Lookup
 from llm_serving.text.tokenizer import Tokenizer
 from workload import DEMO_QUESTIONS, load
 
-MAX_GUESSES: Final = 8
+MAX_GUESSES: Final = 16
 LENGTH: Final = 3
 LONGEST: Final = 64
 """Tokens of a match that are compared."""

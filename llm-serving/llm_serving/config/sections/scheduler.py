@@ -109,7 +109,7 @@ class SchedulerConfig:
     """Folder in Hugging Face form, or GGUF file, of a small model with the same vocabulary, for `draft_model`; each
     WorkAgent loads it beside its model, and what it takes is taken from the KV cache. None: there is none."""
 
-    num_speculative_tokens: int = option(8, integer(1, 64))
+    num_speculative_tokens: int = option(16, integer(1, 64))
     """Tokens guessed for a request at a time, at most; as many as its last block has room for."""
 
     prompt_lookup_tokens: int = option(3, integer(1, 16))
