@@ -39,8 +39,17 @@ constexpr size_t unit_panels(size_t rows) {
   return spreads_prefetches<Element>(rows) ? kTilePanels : 8;
 }
 
-// Distance of the prefetches in a panel; 1-2 KB hides the latency of memory.
+// Distance of the prefetches in a panel that is read beside others; 1-2 KB hides the latency of memory.
 constexpr size_t kBytesAhead = 1024;
+
+// Few rows of quick products are multiplied by one panel after the other, so that each thread reads memory from one
+// address on: up to 1.2 times as fast as several panels side by side, on Zen 5. As much is on its way then in one
+// place.
+constexpr size_t kBytesAheadOfStream = 4096;
+template <class Element>
+constexpr bool is_stream(size_t rows) {
+  return Operand<Element>::kQuick && !spreads_prefetches<Element>(rows);
+}
 
 // What x is multiplied as: a multiple of Operand::kMultiple inputs, with zeros as padding.
 template <class Element>
@@ -213,13 +222,14 @@ struct PassPanels {
   // `spreads`: the next pass is, or the first one of the unit that follows; otherwise it is what the same tile reads a
   // little later.
   template <class Packed>
-  PassPanels(const UnitPanels<Packed>& panels, size_t k, size_t inputs, bool spreads) {
+  PassPanels(const UnitPanels<Packed>& panels, size_t k, size_t inputs, bool spreads,
+             size_t bytes_ahead = kBytesAhead) {
     const bool ends = k + inputs == panels.inputs && panels.following > 0;
     for (size_t p = 0; p < panels.count; p++) {
       const auto* data = reinterpret_cast<const Element*>(panels.data[p]);
       now[p] = data + k * kPanelWidth;
       const Element* after = ends ? data + panels.following : now[p] + inputs * kPanelWidth;
-      next[p] = spreads ? after : now[p] + kBytesAhead / sizeof(Element);
+      next[p] = spreads ? after : now[p] + bytes_ahead / sizeof(Element);
     }
   }
 };
@@ -231,8 +241,10 @@ void add_products(const Activations<Element>& x, size_t row, size_t rows, const 
   if (x.inputs == 0) __builtin_memset(sums, 0, panels.count * rows * kPanelWidth * sizeof(float));
   for (size_t k = 0; k < x.inputs; k += x.pass) {
     const size_t inputs = x.inputs - k < x.pass ? x.inputs - k : x.pass;
-    const PassPanels<Element> pass(panels, k, inputs, spreads_prefetches<Element>(rows));
+    const size_t ahead = is_stream<Element>(rows) ? kBytesAheadOfStream : kBytesAhead;
+    const PassPanels<Element> pass(panels, k, inputs, spreads_prefetches<Element>(rows), ahead);
     Product<Element> product(rows, x.at(row, k), pass.now, panels.count, inputs, sums);
+    if (is_stream<Element>(rows)) product.panels_at_once = 1;
     product.a_stride = x.passes.width;
     product.a_tile = x.passes.tile;
     product.add_to_c = k > 0;

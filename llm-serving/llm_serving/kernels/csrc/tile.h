@@ -152,6 +152,7 @@ struct Product {
   size_t c_stride = kPanelWidth;
   size_t c_panel = rows * kPanelWidth;  // from the sums of a panel to those of the next
   bool add_to_c = false;
+  size_t panels_at_once = kTilePanels;  // side by side in registers
   const Packed* const* next = nullptr;  // as panels: what is read after them, to be prefetched; null for nothing
   const float* row_scales = nullptr;    // [rows], where Operand::end wants them
 
@@ -344,9 +345,9 @@ void tile_unpacked(const Product<Element>& product, size_t panel, size_t count) 
 // With sums in vector registers.
 template <class Element>
 void multiply_vectors(const Product<Element>& product) {
-  for (size_t panel = 0; panel < product.num_panels; panel += kTilePanels) {
+  for (size_t panel = 0; panel < product.num_panels; panel += product.panels_at_once) {
     const size_t left = product.num_panels - panel;
-    const size_t count = left < kTilePanels ? left : kTilePanels;
+    const size_t count = left < product.panels_at_once ? left : product.panels_at_once;
     if constexpr (kWidens<Element>) {
       if (unpacks<Element>(product.rows) && product.inputs > 0) {
         tile_unpacked<Element>(product, panel, count);
