@@ -171,7 +171,7 @@ def _places(engine: Engine, agent: RandomAgent) -> list[tuple[Any, str, str]]:
         (engine_loop, "deliver", "text and pieces"),
         *((engine.journal, event, "journal") for event in ("decided", "formed", "replied", "ended")),
         (engine, "_record", "metrics of the step"),
-        (engine, "_measure", "estimate of the load"),
+        (engine._reports, "replied", "estimate of the load"),
     ]
 
 

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Final, TypeVar
 
-from llm_serving.admission.answer_lengths import AnswerLengths, asked_of
-from llm_serving.admission.load_estimator import LoadEstimator, UnderWay
-from llm_serving.admission.slots import Slots
 from llm_serving.core.clock import Clock, monotonic
 from llm_serving.core.computed_by import NOT_KNOWN
 from llm_serving.core.request import FinishReason, Request
@@ -22,6 +19,7 @@ from llm_serving.engine.deadlines import Deadlines
 from llm_serving.engine.delivery import deliver, end
 from llm_serving.engine.departure import Departure
 from llm_serving.engine.inbox import Inbox
+from llm_serving.engine.load_reports import LoadReports
 from llm_serving.engine.moves import Moves
 from llm_serving.engine.output_processor import OutputProcessor
 from llm_serving.engine.overdue import Overdue
@@ -91,8 +89,10 @@ class Engine:
         """Tells where its WorkAgent runs: the address, or nothing for the master's own machine."""
         self.block_link: Callable[[], BlockLink | None] = lambda: None
         """The way to its WorkAgent's part in moves; None: it shares memory with others."""
-        self.load = LoadEstimator(scheduler.limits)
-        self._lengths = AnswerLengths()
+        self._times = StepTimes()
+        self._reports = LoadReports(scheduler, self._times)
+        self.load = self._reports.load
+        """What the door reads; from any thread."""
         self.journal = Journal() if journal is None else journal
         """What happened to its requests and steps, for those who ask; keeps nothing unless told to."""
         self.on_started: Callable[[list[str]], None] = lambda request_ids: None
@@ -112,7 +112,7 @@ class Engine:
         self.receive: Callable[[Request, Desk], object] = receive
         """Gives a request who answers it; simulations count tokens only."""
         self._processor = OutputProcessor(tokenizer, metrics, self.journal, clock)
-        self._desk = Desk(scheduler, self._processor, self._tell, self._note_length)
+        self._desk = Desk(scheduler, self._processor, self._tell, self._reports.note_length)
         self._auditor = Auditor(audit_every, scheduler, tokenizer, metrics, clock)
         self.moves = Moves(scheduler, self._processor, self._auditor, self._desk, self.journal, metrics)
         """Tells of what goes on at other replicas."""
@@ -125,9 +125,6 @@ class Engine:
         self._overdue = Overdue(self._deadlines, scheduler)
         self._in_flight: deque[Schedule] = deque()
         """Steps that have been submitted and not been replied to, the oldest first."""
-        self._num_left = 0
-        """Tokens of prompts that the newest step begins and does not compute."""
-        self._times = StepTimes()
         self._inbox = Inbox()
         self._outputs: list[RequestOutput] = []
         self._stopping = False
@@ -376,15 +373,10 @@ class Engine:
         """Forms the next step, as far as there is one, and tells who is to know of it."""
         self.peers.listen()
         schedule = self.scheduler.schedule(now)
-        if schedule is not None:  # whoever comes from here on is not in it
-            self._num_left = sum([row.request.num_tokens - row.end for row in schedule.rows if not row[3]])
-            self._tell_under_way([*self._in_flight, schedule], self._times.began if self._in_flight else now)
+        self._reports.formed(schedule, self._in_flight, now)
         self.moves.formed(schedule)
         self.peers.tell(schedule)
         self.journal.decided(now, self.scheduler.blocked)
-        self.load.placed(Slots(tuple(self.scheduler.running), self._lengths), self.scheduler.blocked)
-        if self._has_room():
-            self.load.has_room()
         return schedule
 
     def _submit(self, schedule: Schedule, now: float) -> None:
@@ -418,17 +410,11 @@ class Engine:
         step_s, host_s = self._times.step_s, self._times.host_s
         return num_waiting * (step_s + host_s) > 2 * len(running) * host_s
 
-    def _has_room(self) -> bool:
-        """Whether nobody waits, and the cache has room for one more like those that run."""
-        pool, num_running = self.scheduler.blocks.pool, len(self.scheduler.running)
-        num_free = pool.num_free_blocks - num_running  # one of each is kept for those that run
-        return not len(self.scheduler.waiting) and num_free * num_running >= pool.num_used_blocks
-
     def _prompts_come(self) -> bool:
         """Whether, as far as is known, the next step computes prompts, and so checks no guesses."""
         blocked = self.scheduler.blocked
         room = blocked is None or blocked.reason in NO_ROOM
-        return self._num_left > 0 or (room and len(self.scheduler.waiting) > 0)
+        return self._reports.num_left > 0 or (room and len(self.scheduler.waiting) > 0)
 
     def _collect(self) -> None:
         """Takes the reply to the oldest step."""
@@ -440,7 +426,7 @@ class Engine:
         self._allow()
         now = self._clock()
         self._times.passed_on(now)
-        self._tell_under_way(self._in_flight, now)
+        self._reports.went_on(self._in_flight, now)
         deliver(schedule, updated, output)
         self._processor.report_times()
         self.moves.delivered(schedule, now)
@@ -462,7 +448,7 @@ class Engine:
                 self._drafter.measured(num_tokens, self._times.computed_s, host_s)
             self._tell_drafter(self._drafter, schedule, ended, right)
         self._record(schedule, num_tokens)
-        self._measure(schedule, num_tokens, len(ended))
+        self._reports.replied(schedule, num_tokens, len(ended))
 
     def _allow(self) -> None:
         """Tells the WorkAgent what the oldest step in flight may choose, as all before it have been replied to.
@@ -481,21 +467,6 @@ class Engine:
                     num_right = right.get(row.request.sequence, 0)
                     self._metrics.drafted(drafter.checked(row.request, row.num_drafts, num_right))
         drafter.replied(ended, len(schedule.rows))
-
-    def _measure(self, schedule: Schedule, num_tokens: int, num_ended: int) -> None:
-        if num_ended:
-            self.load.placed(Slots(tuple(self.scheduler.running), self._lengths))
-        self.load.step(
-            num_tokens=num_tokens,
-            num_rows=len(schedule.rows),
-            seconds=self._times.step_s,
-            num_ended=num_ended,
-        )
-
-    def _tell_under_way(self, steps: Iterable[Schedule], began: float) -> None:
-        """Has the door know the steps that nobody can join any more, of which the oldest began then."""
-        num_tokens = tuple([each.num_tokens - len(each.rows) for each in steps])
-        self.load.under_way = UnderWay(num_tokens, self._num_left, began)
 
     def _record(self, schedule: Schedule, num_tokens: int) -> None:
         self._metrics.step(*self._load(), num_tokens, replica=self._index)
@@ -522,8 +493,7 @@ class Engine:
         """Goes on after a step that failed or a WorkAgent that is gone; only what makes it happen again ends."""
         self.journal.lost(self._clock())
         lost, self._in_flight = self._in_flight, deque()
-        self._num_left = 0
-        self._tell_under_way(self._in_flight, self._times.began)
+        self._reports.lost()
         culprits = self._recovery.culprits(error, list(lost))
         self.moves.lost()
         self.journal.recovered(self._clock())
@@ -590,9 +560,6 @@ class Engine:
 
     def _tell(self, piece: RequestOutput) -> None:
         self._outputs.append(piece)
-
-    def _note_length(self, request: Request) -> None:
-        self._lengths.ended(len(request.output_token_ids), asked_of(request), request.sequence)
 
     def _flush(self) -> None:
         if self._outputs:

@@ -125,7 +125,7 @@ class SteadyEngine:
             return False
         engine.peers.tell()
         if self._predicts:
-            engine.load.placed(Slots(self._running, engine._lengths))
+            engine.load.placed(Slots(self._running, engine._reports.lengths))
         shape = StepShape(num_rows, num_rows, num_rows, num_keys, 0, 0)
         self._newest = VirtualStep(agent.next_step, shape, [])
         agent.submit(self._newest, engine.forms_late)
