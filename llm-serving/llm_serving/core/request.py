@@ -142,8 +142,9 @@ class Request:
     wait_bound: int | None = None
     """Most steps from its arrival to its first admission, given on arrival; None: nothing is promised.
 
-    It is given anew, and counts from then, when its tenant's limit no longer holds it apart, and when the cache is lost
-    while it waits: what runs then is to be admitted again before it."""
+    To a fork it is given, and counts from then, when the prompt it waits for is computed. It is given anew, and counts
+    from then, when its tenant's limit no longer holds it apart, and when the cache is lost while it waits: what runs
+    then is to be admitted again before it."""
     num_steps_waited: int | None = None
     """Those of `wait_bound` that were counted until it was admitted first; None: it has not been."""
     admission: int = 0
