@@ -144,6 +144,14 @@ def test_the_short_ones_of_those_that_began_together_are_not_all() -> None:
     assert min(at_quarters(answers, running)[2:]) > 27
 
 
+@pytest.mark.parametrize(("num_output", "most"), [(2, 25), (10, 39), (50, 72)])
+def test_one_of_which_nothing_is_known_but_that_it_is_longer_is_not_taken_for_half_of_the_most(num_output, most):
+    """On a cold server the first to end are short, and many ask for far more tokens than they get."""
+    answers = seen(*[1] * MIN_ENDS)
+    running = [under_way(num_output, 100) for _ in range(24)]
+    assert at_quarters(answers, running)[3] == most
+
+
 def test_what_runs_is_expected_to_get_as_far_as_those_that_got_further() -> None:
     answers = seen(*[10] * 4, *[60] * 4)
     running = [under_way(20, 100) for _ in range(8)]

@@ -9,6 +9,7 @@ what is told is the estimate of Kaplan and Meier.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right, insort
 from collections import deque
 from collections.abc import Sequence
@@ -66,7 +67,7 @@ class Expected(NamedTuple):
         """Of those beyond a share; where there are none, of what is left of the most."""
         first = bisect_right(self.shares, share)
         if first == len(self.shares):
-            return (share + 1) / 2
+            return _longer_than(share)
         before = self.weights[first - 1] if first else 0.0
         return self.shares[bisect_right(self.weights, (before + self.weights[-1]) / 2, first, len(self.shares) - 1)]
 
@@ -121,7 +122,7 @@ class _Shares:
 def _estimated(answers: Sequence[tuple[float, bool]], others: Expected | None) -> Expected:
     """Kaplan and Meier: what one that runs weighs goes to those that got further, in equal parts.
 
-    Where none did, it will as others do.
+    Where none did, it will as others do; where nothing is known of others either, as `_longer_than` says.
 
     Args:
         answers: Ascending shares, and whether they run on.
@@ -135,10 +136,17 @@ def _estimated(answers: Sequence[tuple[float, bool]], others: Expected | None) -
             weight += weight / num_left
             continue
         if runs:
-            share = (share + 1) / 2 if others is None else others.middle(share)
+            share = _longer_than(share) if others is None else others.middle(share)
         shares.append(share)
         weights.append(weight)
     return Expected(shares, list(accumulate(weights)))
+
+
+def _longer_than(share: float) -> float:
+    """What an answer comes to of which nothing is known but that it is longer: the mean where its length is as likely
+    within any factor of two as within any other (log-uniform, the prior that knows no scale: Jeffreys, "Theory of
+    Probability", 1961, section 3.1)."""
+    return (1 - share) / math.log(1 / share) if 0 < share < 1 else (share + 1) / 2
 
 
 class _Part(NamedTuple):
