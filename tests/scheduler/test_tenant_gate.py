@@ -123,6 +123,33 @@ def test_the_classes_of_a_tenant_share_what_it_may_run(limit):
     assert 0.1 < share < 0.3, "weights of 4 and 1"
 
 
+def test_a_class_pays_for_a_place_that_is_kept_for_it():
+    """One batch request behind those of others stopped all else that its tenant asked for, for as long as it waited."""
+    ended = {}
+    for has_low in (False, True):
+        scheduler = create_scheduler(
+            max_num_seqs=4,
+            num_blocks=400,
+            max_running_of_tenant={"a": 1},
+            turn_steps=16,
+            order="arrival",
+            max_overtakes=16,
+        )
+        others, mine = [], {-1: [], 1: []}
+        for _ in range(1200):
+            if all(each.is_finished for each in others):
+                others = of("b", 20, priority=1, max_tokens=100)
+                add(scheduler, *others)
+            for priority, requests in mine.items():
+                if (priority < 0 or has_low) and (not requests or requests[-1].is_finished):
+                    requests.append(create_request(priority=priority, tenant="a", max_tokens=8))
+                    scheduler.add(requests[-1])
+            assert run_step(scheduler).num_bound_violations == 0
+        ended[has_low] = [sum(each.is_finished for each in requests) for requests in mine.values()]
+    (alone, _), (beside, low) = ended.values()
+    assert beside > alone / 2 and low > 0, "weights of 4 and 1"
+
+
 def test_no_class_of_a_tenant_waits_for_another_before_it_has_aged():
     scheduler = create_scheduler(max_num_seqs=4, max_running_of_tenant={"a": 1}, classes=create_classes(500))
     add(scheduler, *of("a", 2, priority=1), *of("a-", 1))
