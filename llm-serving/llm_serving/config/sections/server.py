@@ -138,7 +138,8 @@ class ServerConfig:
     """Steps of each WorkAgent, the newest, that explanations and `/v1/timeline` are made from."""
 
     response_store_bytes: int = option(2**26, integer(0, 2**40))
-    """Bytes of memory for responses of /v1/responses that can be asked for and gone on with; the oldest make room. 0:
+    """Bytes of memory for responses of /v1/responses that can be asked for and gone on with, and as much again for
+    those in progress in the background; the oldest make room, of several API keys those of the one that has most. 0:
     none is kept."""
 
     batch_path: Path | None = option(None, path(Kind.MADE_FILE))
@@ -197,7 +198,7 @@ class ServerConfig:
 
     request_log_bytes: int = option(2**26, memory())
     """Bytes that these requests may have together, in memory and in files, or text such as "64MB"; the oldest make
-    room."""
+    room, in memory and of several API keys those of the one that has most."""
 
     request_log_age_s: float = option(86400.0, positive("seconds"))
     """Seconds for which an accepted request and its answer are kept."""
