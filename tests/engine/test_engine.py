@@ -219,6 +219,26 @@ def test_an_engine_that_has_ended_gives_its_descriptor_back_and_uses_it_no_more(
     os.close(own)
 
 
+class Panic(BaseException):
+    """As libraries written in Rust raise it: no Exception."""
+
+
+def test_a_panic_in_a_library_leaves_nobody_waiting() -> None:
+    harness = Harness()
+    request = create_request(4)
+    harness.engine.submit(request)
+
+    def panic() -> StepOutput:
+        raise Panic("index out of bounds")
+
+    harness.executor.collect = panic  # type: ignore[method-assign]
+    harness.engine.run()
+    last = harness.last(request.request_id)
+    assert (last.finish_reason, last.error) == (FinishReason.ERROR, "internal error: index out of bounds")
+    with pytest.raises(WorkerDiedError, match="out of bounds"):
+        harness.engine.submit(create_request(4))
+
+
 @pytest.mark.parametrize("ahead", [False, True])
 def test_a_row_without_a_token_fails_alone(ahead: bool) -> None:
     harness = Harness(ahead=ahead)

@@ -305,7 +305,7 @@ class Engine:
             if not self._stopping:
                 reason = f"the WorkAgent is gone: {error}"
                 logger.error("engine loop ends: %s", reason)
-        except Exception as error:
+        except BaseException as error:  # also what is no Exception, as a panic in a library written in Rust
             reason, kind = f"internal error: {error}", FinishReason.ERROR
             logger.exception("engine loop ends")
         self._shut(reason, kind)
