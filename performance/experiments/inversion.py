@@ -64,10 +64,10 @@ def _row(trial: Trial, since_s: float, until_s: float) -> list[str | float]:
     times_s = [time_s for record in groups["standard"] for time_s in record.token_times_s]
     num_tokens = sum(since_s <= time_s < until_s for time_s in times_s)
     ttft = summarize(short, ServiceLevel()).ttft_ms
-    most = max(1e3 * record.ttft_s for record in short)
+    most = max((1e3 * record.ttft_s for record in short), default=0.0)
     return [
         len(short) / (until_s - since_s),
-        f"{ttft.p50:,.0f} / {ttft.p99:,.0f} / {most:,.0f}",
+        f"{ttft.p50:,.0f} / {ttft.p99:,.0f} / {most:,.0f}" if short else "-",
         num_tokens / (until_s - since_s),
     ]
 

@@ -219,3 +219,11 @@ def test_gaps_are_those_between_the_tokens_of_one_request():
 def test_requests_that_ended_are_counted_by_the_second():
     records = [make_record("a", end) for end in (0.1, 1.2, 1.9, 7.0)]
     assert measures.per_second(records, 3) == [1, 2, 0]
+
+
+def test_a_small_try_may_have_no_short_request_beside_the_long_ones():
+    pytest.importorskip("matplotlib")
+    from experiments import inversion
+
+    records = [make_record("interactive", 0.5), make_record("standard", 4.0)]
+    assert inversion._row(Trial("a", "l", records, {}, 0.0), 3.0, 5.0) == [0.0, "-", 0.5]
