@@ -344,6 +344,17 @@ def test_where_all_guesses_would_delay_others_fewer_are_made_of_each() -> None:
         assert guesses == ([AGAIN[:num_guesses]] * 4 if num_guesses else []), knee
 
 
+def test_of_guesses_that_pay_as_many_are_made_as_bring_most_tokens_a_second() -> None:
+    for middle_s, long_s, num_guesses in ((0.01, 0.01, 8), (0.012, 0.04, 4), (0.03, 0.07, 2)):
+        drafter = Drafter(8, 3)
+        for num_tokens in (*range(8, 73),) * 4:  # two guesses each for eight fill a step to 24 tokens, four to 40
+            seconds = 0.01 if num_tokens <= 24 else middle_s if num_tokens <= 56 else long_s
+            drafter.measured(num_tokens, seconds, 0.00001)
+        many_who_repeat_themselves(drafter, 8)
+        guesses = [token_ids for _, token_ids in drafter.drafts(8, waits=drafter.pays)]
+        assert guesses == [AGAIN[:num_guesses]] * 8, num_guesses
+
+
 def test_who_has_lost_its_guess_for_a_moment_is_not_one_whom_others_delay() -> None:
     drafter = Drafter(8, 3)
     for num_tokens in (*range(4, 37),) * 4:

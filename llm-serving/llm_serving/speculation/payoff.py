@@ -13,7 +13,7 @@ MOST_DELAY: Final = 0.03
 HOST_MEMORY: Final = 16
 """Steps after which the master's measured time for one counts 1/e."""
 SEARCHED_S: Final = 0.004
-"""In shorter steps the search for how far to guess, where full reach does not pay, would take a per cent."""
+"""In shorter steps the search for how far to guess would take a per cent."""
 
 
 class Forced(NamedTuple):
@@ -49,7 +49,7 @@ class Payoff:
         """Of the newest step."""
         self._max_drafts = max_drafts
         self._farthest = max_drafts
-        """How far to guess at most, where all that may be guessed would cost others too much."""
+        """How far to guess at most, where less brings more tokens a second or all would cost others too much."""
         self._cost = StepCost()
         self._worth: Worth | None = None
         """By the newest step."""
@@ -76,7 +76,7 @@ class Payoff:
         return self._worth
 
     def pays(self, num_rows: int, num_guessed: int, guesses: Guesses, pass_s: float) -> bool:
-        """Whether all guesses that are worth their own cost pay; if not so, whether fewer for each request do.
+        """Whether guesses pay that are worth their own cost; as many for each request as bring most tokens a second.
 
         Args:
             num_rows: Of the step.
@@ -88,7 +88,7 @@ class Payoff:
             return True
         num_with = len(guesses.looked_up) + len(guesses.proposed) + len(guesses.forced)
         num_without, waiting_s = max(0, num_rows - num_with - guesses.num_lost), self._waiting_s(num_with)
-        self._farthest = self._max_drafts
+        self._farthest, best, best_rate = self._max_drafts, 0, 0.0
         while True:
             self._worth = None
             worth = self.worth_of(num_rows, num_guessed)
@@ -97,13 +97,17 @@ class Payoff:
                 break
             gain, cost_s = self._balance(worth, guesses, pass_s)
             cost_s += waiting_s
-            if gain / num_rows > cost_s / worth.step_s and num_without * cost_s <= most_s:
-                return True
+            rate = (num_rows + gain) / (worth.step_s + cost_s)
+            if rate > max(best_rate, num_rows / worth.step_s) and num_without * cost_s <= most_s:
+                best, best_rate = self._farthest, rate
+            elif best:
+                break
             if self._farthest == 1 or worth.step_s < SEARCHED_S:
                 break
             self._farthest //= 2
-        self._worth, self._farthest = None, self._max_drafts
-        return False
+        if best != self._farthest:
+            self._worth, self._farthest = None, best or self._max_drafts
+        return best > 0
 
     def could_pay(self, num_rows: int) -> bool:
         """Whether more tokens would come in the same time if guesses were right for all that run."""
