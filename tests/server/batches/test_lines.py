@@ -138,38 +138,6 @@ def test_the_body_of_a_line_is_in_memory_once_it_is_asked_for(tmp_path):
     assert run(talking) == (2, [5, 5, 5])
 
 
-def test_of_large_lines_fewer_are_asked_for_at_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "LARGE_LINE_BYTES", 1000)
-    monkeypatch.setattr(module, "LARGE_AT_ONCE", 2)
-    under_way, most, num_small = 0, 0, 0
-
-    async def ask(url, body, tenant):
-        nonlocal under_way, most, num_small
-        del url, tenant
-        if len(body) < 1000:
-            num_small += 1
-            return Answered(200, b"{}")
-        under_way += 1
-        most = max(most, under_way)
-        while num_small < 3:  # they do not wait behind the large ones
-            await asyncio.sleep(0)
-        for _ in range(10):
-            await site.batches.stored(BatchStore.has_room, "")
-        under_way -= 1
-        return Answered(200, b"{}")
-
-    async def talking():
-        nonlocal site
-        async with Site(FakeEngine(limits={"batch_concurrency": 10}), tmp_path) as site:
-            site.batches._ask = ask
-            large = [line(str(number), prompt="x" * 1000) for number in range(6)]
-            return await site.ended(await site.begin(jsonl(*large, *map(line, "abc"))))
-
-    site = None
-    assert run(talking)["request_counts"]["completed"] == 9
-    assert most == 2
-
-
 def test_numbers_of_a_line_are_asked_for_as_they_are_written(tmp_path):
     bodies = []
 

@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -40,9 +40,6 @@ MAX_AT_ONCE: Final = 8
 no memory."""
 MAX_LINES: Final = 50_000
 MAX_LINE_BYTES: Final = 2**24
-LARGE_LINE_BYTES: Final = 2**20
-LARGE_AT_ONCE: Final = 4
-"""Of all batches, lines longer than that which are asked for at once: each is in memory several times over."""
 MAX_ERRORS: Final = 100
 """Most faults of an input that are told."""
 SPARE_DEPTH: Final = 64
@@ -106,7 +103,7 @@ class Batches:
         self._store = self._thread.submit(store).result()
         self._ask = ask
         self._concurrency = concurrency
-        self._room, self._large = asyncio.Semaphore(concurrency), asyncio.Semaphore(LARGE_AT_ONCE)
+        self._room = asyncio.Semaphore(concurrency)
         self._priority_class = priority_class
         self.shares = shares
         self._bounds_answers = bounds_answers
@@ -308,7 +305,7 @@ class Batches:
 
         Whoever has to come again waits elsewhere: a key without tokens holds no place that others could use.
         """
-        async with self._large if line.num_bytes > LARGE_LINE_BYTES else nullcontext(), self._room:
+        async with self._room:
             if not await self._has_room(tenant):
                 return None, math.inf
             given = await self.stored(BatchStore.body, batch_id, line.number)

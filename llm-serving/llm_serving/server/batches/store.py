@@ -60,8 +60,6 @@ class PendingLine(NamedTuple):
 
     number: int
     url: str
-    num_bytes: int
-    """Of its body."""
 
 
 class BatchStore:
@@ -239,7 +237,7 @@ class BatchStore:
 
     def pending(self, batch_id: str, after: int, count: int) -> list[PendingLine]:
         """The next lines without an answer behind this number."""
-        query = """SELECT number, url, LENGTH(body) FROM lines
+        query = """SELECT number, url FROM lines
             WHERE batch = ? AND number > ? AND status IS NULL ORDER BY number LIMIT ?"""
         return [PendingLine(*row) for row in self._db.execute(query, (batch_id, after, count))]
 
