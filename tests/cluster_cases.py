@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +49,8 @@ class Proof:
     """Done when all streams have ended; None before the first case."""
     num_masters: int = 1
     """That there have been in this case."""
+    master_since: float = 0.0
+    """When the newest of them was started."""
     not_whole_at: float = 0.0
     """When a replica was last seen not to serve."""
 
@@ -273,6 +276,7 @@ async def kill_master(proof: Proof) -> None:
     """Another one with the same log of accepted requests follows; clients go on with their streams there."""
     proof.server.processes[0].kill()
     await asyncio.to_thread(proof.server.processes[0].wait)
+    proof.master_since = time.monotonic()
     proof.server = await asyncio.to_thread(proof.start_server)
     timeout, proof.client = proof.client.timeout, proof.server.client()
     proof.client.timeout = timeout

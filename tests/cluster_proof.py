@@ -104,11 +104,11 @@ async def play(
         await proof.until_whole()
         watching.cancel()
     assert open_then == len(alone), "a stream had ended when the case began"
-    told = sum(answer.num_tokens for answer in answers)
+    told = [answer for answer in answers if proof.num_masters == 1 or answer.told_at[-1] > proof.master_since]
     for answer, expected in zip(answers, alone, strict=True):
         if not answer.same_as(expected):
             sys.stderr.write(f"{case}: {answer.error or 'other bytes'}\n")
-    if proof.num_masters > 1:  # the newest one has computed all answers, each from its beginning
+    if proof.num_masters > 1:  # the newest one has computed all answers that had not ended, each from its beginning
         generated, restarts = 0, 0
     return Row(
         case,
@@ -117,7 +117,7 @@ async def play(
         max(answer.silence_s(since) for answer in answers),
         max(proof.not_whole_at - since, 0.0),
         await proof.restarts() - restarts + (proof.num_masters - 1) * NUM_REPLICAS,
-        await proof.generated() - generated - told,
+        await proof.generated() - generated - sum(answer.num_tokens for answer in told),
     )
 
 
