@@ -7,6 +7,7 @@
 //   kInputs                    inputs of the sixteen columns of a panel that lie together
 //   kFactors                   factors they are multiplied as, one after the other
 //   kBits                      of a code
+//   kIsExact                   whether sums are integers, whose order is free; then Sum add(Sum, Sum)
 //   Sum begin(row sum)         the sum of no inputs
 //   Zero zero_of(zero)         what load_panel wants to know of the codes of 0 of a panel's columns
 //   Factor load_panel(codes, factor, Zero), load_activation(a, factor); Sum accumulate(a, panel, Sum)
@@ -65,6 +66,8 @@ constexpr size_t kScalesAhead = 2;
 template <class Op, size_t kRows, size_t kPanels, bool kPrefetches>
 void grouped_tile(const GroupedProduct<Op>& product, size_t row, size_t panel) {
   constexpr size_t kInputBytes = kPanelWidth * Op::kBits / 8;
+  // So many sums of an element take turns, where their order is free and few would have to wait for each other.
+  constexpr size_t kTurns = Op::kIsExact && kRows * kPanels < kTilePanels ? Op::kFactors : 1;
   static_assert(Op::kInputs * kInputBytes == 64, "a prefetch brings a line");
   const typename Op::Activation* a = product.a + row * product.a_stride;
   const uint8_t* codes[kPanels];
@@ -77,7 +80,7 @@ void grouped_tile(const GroupedProduct<Op>& product, size_t row, size_t panel) {
     const size_t last = product.inputs - first < product.group ? product.inputs : first + product.group;
     const int32_t* row_sums = product.row_sums_of(row, group);
     typename Op::Zero zero[kPanels];
-    typename Op::Sum sum[kRows][kPanels];
+    typename Op::Sum sum[kTurns][kRows][kPanels] = {};
 #pragma GCC unroll 8
     for (size_t p = 0; p < kPanels; p++) zero[p] = Op::zero_of(product.zero_of(panel + p, group));
     if constexpr (kPrefetches) {
@@ -89,7 +92,7 @@ void grouped_tile(const GroupedProduct<Op>& product, size_t row, size_t panel) {
 #pragma GCC unroll 8
     for (size_t r = 0; r < kRows; r++) {
 #pragma GCC unroll 8
-      for (size_t p = 0; p < kPanels; p++) sum[r][p] = Op::begin(row_sums + r);
+      for (size_t p = 0; p < kPanels; p++) sum[0][r][p] = Op::begin(row_sums + r);
     }
     while (first < last) {
       const size_t until = last - first < kPrefetchedInputs ? last : first + kPrefetchedInputs;
@@ -114,7 +117,10 @@ void grouped_tile(const GroupedProduct<Op>& product, size_t row, size_t panel) {
           for (size_t r = 0; r < kRows; r++) {
             const typename Op::Factor x = Op::load_activation(a + r * product.a_stride + first, factor);
 #pragma GCC unroll 8
-            for (size_t p = 0; p < kPanels; p++) sum[r][p] = Op::accumulate(x, values[p], sum[r][p]);
+            for (size_t p = 0; p < kPanels; p++) {
+              typename Op::Sum& to = sum[factor % kTurns][r][p];
+              to = Op::accumulate(x, values[p], to);
+            }
           }
         }
       }
@@ -128,7 +134,8 @@ void grouped_tile(const GroupedProduct<Op>& product, size_t row, size_t panel) {
       for (size_t r = 0; r < kRows; r++) {
         float* total = totals + (p * product.rows + r) * kPanelWidth;
         const Floats before = adds ? load(total) : zeros();
-        store(total, Op::finish(sum[r][p], scale, before, zero_codes, row_sums + r));
+        if constexpr (kTurns > 1) sum[0][r][p] = Op::add(sum[0][r][p], sum[1][r][p]);
+        store(total, Op::finish(sum[0][r][p], scale, before, zero_codes, row_sums + r));
       }
     }
   }
@@ -169,26 +176,19 @@ void grouped_rows(const GroupedProduct<Op>& product, size_t panel) {
   }
 }
 
-// One or two rows are multiplied by more panels at once, so that no sum waits for the one before.
-constexpr size_t kGroupedPanels = 2 * kTilePanels;
-
+// Few rows of exact sums are multiplied by one panel after the other: see is_stream in linear.h.
 template <class Op>
 void multiply_grouped(const GroupedProduct<Op>& product) {
-  for (size_t panel = 0; panel < product.count;) {
+  const size_t at_once = Op::kIsExact && product.rows <= kTileRows ? 1 : kTilePanels;
+  for (size_t panel = 0; panel < product.count; panel += at_once) {
     const size_t left = product.count - panel;
+    const size_t panels = left < at_once ? left : at_once;
 #if defined(__AVX512F__)
-    if (product.rows <= 2 && left >= kGroupedPanels) {
-      if (product.rows == 1) grouped_tile<Op, 1, kGroupedPanels, true>(product, 0, panel);
-      if (product.rows == 2) grouped_tile<Op, 2, kGroupedPanels, true>(product, 0, panel);
-      panel += kGroupedPanels;
-      continue;
-    }
-    if (left == 2) grouped_rows<Op, 2>(product, panel);
-    if (left == 3) grouped_rows<Op, 3>(product, panel);
-    if (left >= 4) grouped_rows<Op, 4>(product, panel);
+    if (panels == 2) grouped_rows<Op, 2>(product, panel);
+    if (panels == 3) grouped_rows<Op, 3>(product, panel);
+    if (panels == 4) grouped_rows<Op, 4>(product, panel);
 #endif
-    if (left == 1 || kTilePanels == 1) grouped_rows<Op, 1>(product, panel);
-    panel += left < kTilePanels ? left : kTilePanels;
+    if (panels == 1) grouped_rows<Op, 1>(product, panel);
   }
 }
 

@@ -42,6 +42,7 @@ struct NibbleProduct {
   static constexpr size_t kInputs = 8;
   static constexpr size_t kFactors = 2;
   static constexpr size_t kBits = 4;
+  static constexpr bool kIsExact = true;
   struct Zero {};
   static LLM_INLINE Zero zero_of(const uint8_t*) { return {}; }
 
@@ -67,6 +68,10 @@ struct NibbleProduct {
   }
 
   static LLM_INLINE Sum accumulate(const Factor& a, const Factor& b, Sum sum) { return add_fours(b, a, sum); }
+  static LLM_INLINE Sum add(Sum a, const Sum& b) {
+    LLM_FOR_PARTS a.part[i] = (NativeFloat)((NativeInt)a.part[i] + (NativeInt)b.part[i]);
+    return a;
+  }
 #else
   struct Factor {
     NativeUint part[kParts];
@@ -116,6 +121,11 @@ struct NibbleProduct {
   static LLM_INLINE Sum accumulate(const Factor& a, const Factor& b, Sum sum) {
     LLM_FOR_PARTS sum.part[i] += multiply_fours(b.part[i], a.part[i]);
     return sum;
+  }
+
+  static LLM_INLINE Sum add(Sum a, const Sum& b) {
+    LLM_FOR_PARTS a.part[i] += b.part[i];
+    return a;
   }
 #endif
 

@@ -108,6 +108,7 @@ struct WidenedProduct : Codes {
   using Sum = Floats;
   static constexpr size_t kFactors = 16 / Codes::kBits;
   static constexpr size_t kInputs = 2 * kFactors;
+  static constexpr bool kIsExact = false;
 
   static LLM_INLINE Sum begin(const int32_t*) { return zeros(); }
   static LLM_INLINE Factor load_panel(const uint8_t* codes, size_t factor, typename Codes::Zero zero) {
