@@ -75,8 +75,8 @@ class TenantGate:
     until it ends.
 
     A tenant's classes share what it may run as all classes share the server: a lower one whose next request has waited
-    `ageing_steps` takes turns with the higher ones by weight. When it has its turn, the free places are kept for it, and
-    it pays for them as for those it has.
+    `ageing_steps` takes turns with the higher ones by weight. When it has its turn, the free places are kept for it,
+    and it pays for them as for those it has.
 
     Where several schedulers serve, a limit is that of all together: a tenant may take the places that have been dealt
     to this one, and a place that a request leaves is given back.
