@@ -55,6 +55,10 @@ class Site:
     async def show(self, batch_id):
         return (await self.client.get(f"/v1/batches/{batch_id}")).json()
 
+    async def answered(self, batch_id, count):
+        while (await self.show(batch_id))["request_counts"]["completed"] < count:
+            await asyncio.sleep(0)
+
     async def ended(self, batch_id):
         await asyncio.wait([self.batches.task(batch_id)])
         return await self.show(batch_id)

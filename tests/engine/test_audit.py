@@ -110,26 +110,25 @@ def busy_with_an_audit(**scheduler: Any) -> Harness:
     return harness
 
 
+def check_goes_before_the_audit(harness: Harness, request: Request) -> None:
+    harness.engine.submit(request)
+    for _ in range(4):
+        harness.engine.step()
+    assert request.is_finished and counts(harness) == (0, 0)
+    harness.run()
+    assert counts(harness) == (2, 0)
+
+
 def test_an_audit_takes_no_place_that_its_client_s_tenant_may_have() -> None:
     harness = busy_with_an_audit(max_running_per_tenant=1)
     second = create_request(4, max_tokens=2, tenant="a", priority=-1)
-    harness.engine.submit(second)
-    for _ in range(4):
-        harness.engine.step()
-    assert second.is_finished and counts(harness) == (0, 0)
-    harness.run()
-    assert counts(harness) == (2, 0)
+    check_goes_before_the_audit(harness, second)
 
 
 def test_whoever_comes_during_an_audit_goes_before_it() -> None:
     harness = busy_with_an_audit(max_num_seqs=1)
     second = create_request(4, max_tokens=2, tenant="b")
-    harness.engine.submit(second)
-    for _ in range(4):
-        harness.engine.step()
-    assert second.is_finished and counts(harness) == (0, 0)
-    harness.run()
-    assert counts(harness) == (2, 0)
+    check_goes_before_the_audit(harness, second)
 
 
 def test_audits_find_nothing_in_the_prefix_cache() -> None:

@@ -43,8 +43,7 @@ def test_an_end_of_the_process_loses_no_line_and_answers_none_twice(tmp_path):
         async with Site(first, tmp_path) as site:
             batch_id = await site.begin(jsonl(*map(line, "abcde")))
             await first.held.wait()
-            while (await site.show(batch_id))["request_counts"]["completed"] < 2:
-                await asyncio.sleep(0)
+            await site.answered(batch_id, 2)
         async with Site(second, tmp_path) as site:
             batch = await site.ended(batch_id)
             return batch, await site.lines(batch["output_file_id"])
@@ -63,8 +62,7 @@ def test_a_batch_that_is_cancelled_keeps_what_was_answered(tmp_path, caplog):
         async with Site(engine, tmp_path) as site:
             batch_id = await site.begin(jsonl(*map(line, "abc")))
             await engine.held.wait()
-            while (await site.show(batch_id))["request_counts"]["completed"] < 1:
-                await asyncio.sleep(0)
+            await site.answered(batch_id, 1)
             cancelling = (await site.client.post(f"/v1/batches/{batch_id}/cancel")).json()
             batch = await site.ended(batch_id)
             again = (await site.client.post(f"/v1/batches/{batch_id}/cancel")).json()
