@@ -68,6 +68,7 @@ void grouped_tile(const GroupedProduct<Op>& product, size_t row, size_t panel) {
   constexpr size_t kInputBytes = kPanelWidth * Op::kBits / 8;
   // So many sums of an element take turns, where their order is free and few would have to wait for each other.
   constexpr size_t kTurns = Op::kIsExact && kRows * kPanels < kTilePanels ? Op::kFactors : 1;
+  static_assert(kTurns <= 2, "two are added up in the end");
   static_assert(Op::kInputs * kInputBytes == 64, "a prefetch brings a line");
   const typename Op::Activation* a = product.a + row * product.a_stride;
   const uint8_t* codes[kPanels];
