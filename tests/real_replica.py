@@ -63,6 +63,19 @@ class RealReplica:
                 return [self.take_answer(request.request_id) for request in requests]
         raise AssertionError("the engine does not come to an end")
 
+    def begin(self, requests: Sequence[Request]) -> None:
+        """Runs the requests up to the first token of any: how many steps the rest takes depends on what is guessed."""
+        for request in requests:
+            self.engine.submit(request)
+        while not self._pieces:
+            assert self.engine.step()
+
+    def finish(self, requests: Sequence[Request]) -> list[RequestOutput]:
+        """Runs what was begun to its end."""
+        while self.engine.step():
+            pass
+        return [self.take_answer(request.request_id) for request in requests]
+
     def take_answer(self, request_id: str) -> RequestOutput:
         """What was told of a request; it can be taken once."""
         return join_pieces(self._pieces.pop(request_id))

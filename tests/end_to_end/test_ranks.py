@@ -90,14 +90,9 @@ def test_a_step_that_fails_fails_at_all_ranks_and_the_next_one_does_not(replica:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_answer_survives_the_death_of_either_rank(replica: RealReplica, alone: list[str], rank: int) -> None:
     restarts = replica.num_restarts
-    for request in requests(replica):
-        replica.engine.submit(request)
-    for _ in range(20):
-        assert replica.engine.step()
+    replica.begin(requests(replica))
     os.kill(processes(replica.agents[-1].process)[rank].pid, signal.SIGKILL)
-    while replica.engine.step():
-        pass
-    assert [bytes_of(replica.take_answer(each.request_id)) for each in requests(replica)] == alone
+    assert [bytes_of(each) for each in replica.finish(requests(replica))] == alone
     assert replica.num_restarts == restarts + 1
 
 
@@ -111,13 +106,8 @@ def test_ranks_on_a_machine_of_a_cluster_give_the_same_bytes_and_are_lost_togeth
     placement = ClusterPlacement("127.0.0.1", ClusterIdentity(secret_file.read_text()), starter, num_threads=1)
     with contextlib.closing(placement), contextlib.closing(RealReplica(*SETTINGS, placement=placement)) as replica:
         lost = starter.ranks()
-        for request in requests(replica):
-            replica.engine.submit(request)
-        for _ in range(20):
-            assert replica.engine.step()
+        replica.begin(requests(replica))
         lost[1].kill()
-        while replica.engine.step():
-            pass
-        assert [bytes_of(replica.take_answer(each.request_id)) for each in requests(replica)] == alone
+        assert [bytes_of(each) for each in replica.finish(requests(replica))] == alone
         assert replica.num_restarts == 1
         assert not psutil.wait_procs(lost, timeout=60)[1]

@@ -86,14 +86,9 @@ def test_their_sums_have_the_bits_of_programs_alone_and_together(replica: RealRe
 
 def test_all_are_started_again_when_one_is_lost(replica: RealReplica, by_programs: list[str]) -> None:
     first, second, scheduler = processes(replica)
-    for request in requests():
-        replica.engine.submit(request)
-    for _ in range(8):
-        assert replica.engine.step()
+    replica.begin(requests())
     os.kill(second.pid, signal.SIGKILL)
-    while replica.engine.step():
-        pass
-    assert [bytes_of(replica.take_answer(each.request_id)) for each in requests()] == by_programs
+    assert [bytes_of(each) for each in replica.finish(requests())] == by_programs
     assert replica.num_restarts == 1
     psutil.wait_procs([first, scheduler], timeout=60)
     assert not first.is_running()

@@ -56,14 +56,9 @@ def test_an_answer_survives_the_death_of_its_work_agent(tmp_path: Path) -> None:
     replica = RealReplica(*settings, model=tmp_path)
     try:
         alone = [bytes_of(replica.answer([each])[0]) for each in requests()]
-        for request in requests():
-            replica.engine.submit(request)
-        for _ in range(8):  # both prompts, and some tokens
-            assert replica.engine.step()
+        replica.begin(requests())
         os.kill(replica.agents[-1].process.pid, signal.SIGKILL)
-        while replica.engine.step():
-            pass
-        assert [bytes_of(replica.take_answer(each.request_id)) for each in requests()] == alone
+        assert [bytes_of(each) for each in replica.finish(requests())] == alone
         assert replica.num_restarts == 1
     finally:
         replica.close()
