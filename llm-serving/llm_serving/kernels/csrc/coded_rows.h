@@ -20,29 +20,56 @@ struct CodedRows : Activations<Code> {
   const float* scale;
 };
 
-// Bits of the largest magnitude among `count` numbers; those of NaN are the largest.
+// The largest of the lanes.
+LLM_INLINE uint32_t largest_lane(const NativeInt (&lanes)[kParts]) {
+#if defined(__AVX512F__)
+  return static_cast<uint32_t>(_mm512_reduce_max_epi32((__m512i)lanes[0]));
+#else
+  uint32_t result = 0;
+  for (size_t p = 0; p < kParts; p++) {
+    for (size_t j = 0; j < kNative; j++) {
+      const uint32_t bits = static_cast<uint32_t>(lanes[p][j]);
+      result = bits > result ? bits : result;
+    }
+  }
+  return result;
+#endif
+}
+
+// Bits of the largest magnitude among `count` numbers, as float32; those of NaN are the largest.
 template <class Element>
 LLM_INLINE uint32_t largest_bits(const Element* x, size_t count) {
   NativeInt largest[kParts] = {};
-  for (size_t i = 0; i < count; i += kLanes) {
+  size_t i = 0;
+  if constexpr (sizeof(Element) == 2) {
+    // Magnitudes of two bytes are in the order of their bits: compared as they are, without being brought to float32.
+    typedef int16_t Halves __attribute__((vector_size(kNative * 4)));
+    Halves halves[kParts] = {};
+    for (; i + 2 * kLanes <= count; i += 2 * kLanes) {
+      for (size_t p = 0; p < kParts; p++) {
+        Halves magnitude;
+        __builtin_memcpy(&magnitude, x + i + 2 * kNative * p, sizeof(magnitude));
+        magnitude &= 0x7fff;
+        halves[p] = magnitude > halves[p] ? magnitude : halves[p];
+      }
+    }
+    for (size_t p = 0; p < kParts; p++) {
+      const NativeInt low = (NativeInt)halves[p] & 0xffff, high = (NativeInt)halves[p] >> 16;
+      largest[p] = low > high ? low : high;
+    }
+    const auto bits = static_cast<uint16_t>(largest_lane(largest));
+    Element element;
+    __builtin_memcpy(&element, &bits, sizeof(bits));
+    LLM_FOR_PARTS largest[i] = (NativeInt)load_first(&element, 1).part[i];
+  }
+  for (; i < count; i += kLanes) {
     const Floats value = load_first(x + i, count - i);
     for (size_t p = 0; p < kParts; p++) {
       const NativeInt magnitude = (NativeInt)value.part[p] & 0x7fffffff;
       largest[p] = magnitude > largest[p] ? magnitude : largest[p];
     }
   }
-#if defined(__AVX512F__)
-  return static_cast<uint32_t>(_mm512_reduce_max_epi32((__m512i)largest[0]));
-#else
-  uint32_t result = 0;
-  for (size_t p = 0; p < kParts; p++) {
-    for (size_t j = 0; j < kNative; j++) {
-      const uint32_t bits = static_cast<uint32_t>(largest[p][j]);
-      result = bits > result ? bits : result;
-    }
-  }
-  return result;
-#endif
+  return largest_lane(largest);
 }
 
 // What a row is multiplied by to become codes; sets `scale` to what codes are multiplied by to become the row.
@@ -80,6 +107,21 @@ LLM_INLINE void store_wide_codes(uint8_t* high, uint8_t* low, Floats value) {
   }
 }
 
+// Codes of `count` numbers of a row, moved by an offset; of a row that holds infinity or NaN they are those of zero.
+template <class Element>
+LLM_INLINE void encode(const Element* x, size_t count, Floats factor, bool is_finite, int32_t offset, uint8_t* codes) {
+  if (!is_finite) {
+    for (size_t i = 0; i < count; i++) codes[i] = static_cast<uint8_t>(offset);
+    return;
+  }
+  size_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) store_codes(codes + i, load(x + i) * factor, offset);
+  if (i == count) return;
+  alignas(16) uint8_t sixteen[kLanes];
+  store_codes(sixteen, load_first(x + i, count - i) * factor, offset);
+  __builtin_memcpy(codes + i, sixteen, count - i);
+}
+
 // The codes of whole rows, as they lie, without an offset.
 template <class Element>
 void encode_rows(const EncodeArgs& args) {
@@ -89,12 +131,7 @@ void encode_rows(const EncodeArgs& args) {
       int8_t* codes = args.codes + row * args.size;
       const Floats factor = broadcast(code_factor(largest_bits(x, args.size), &args.scale[row]));
       const bool is_finite = args.scale[row] == args.scale[row];
-      for (size_t i = 0; i < args.size; i += kLanes) {
-        alignas(16) uint8_t sixteen[kLanes];
-        const size_t left = args.size - i;
-        store_codes(sixteen, is_finite ? load_first(x + i, left) * factor : zeros(), 0);
-        __builtin_memcpy(codes + i, sixteen, left < kLanes ? left : kLanes);
-      }
+      encode(x, args.size, factor, is_finite, 0, reinterpret_cast<uint8_t*>(codes));
     }
   });
 }
@@ -111,11 +148,10 @@ CodedRows<Code> code_rows(const LinearArgs& args, const ActivationForm<Code>& fo
     const Floats factor = broadcast(code_factor(largest_bits(x, args.k), &scale[row]));
     const bool is_finite = scale[row] == scale[row];
     form.passes.for_runs(row, 0, form.inputs, [&](size_t first, size_t last, size_t at) {
-      for (size_t i = first; i < last; i += kLanes) {
-        alignas(16) uint8_t sixteen[kLanes];
-        store_codes(sixteen, is_finite ? load_first(x + i, args.k - i) * factor : zeros(), Operand<Code>::kOffset);
-        __builtin_memcpy(codes + at + i - first, sixteen, last - i < kLanes ? last - i : kLanes);
-      }
+      // Inputs behind the last are zeros.
+      const size_t end = last < args.k ? last : args.k;
+      encode(x + first, end - first, factor, is_finite, Operand<Code>::kOffset, codes + at);
+      for (size_t i = end; i < last; i++) codes[at + i - first] = static_cast<uint8_t>(Operand<Code>::kOffset);
     });
     then(row, reinterpret_cast<const ActivationOf<Code>*>(codes));
   });
