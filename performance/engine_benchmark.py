@@ -10,9 +10,9 @@
 
 Prompts are random token ids, answers greedy, the end of sequence is ignored. Beside each figure of A, B and C stands
 the share of its limit: the time that reading every weight and context once and doing every product would take at the
-bandwidth and the arithmetic peak measured before and after it, the higher of each. Of experts only those count that a
-step has chosen; with quantised weights the peak is that of what their products multiply, for attention too. Needs the
-package: run it with its interpreter.
+bandwidth and the arithmetic peak measured right before and right after the run, the higher of each; of several runs the
+median share. Of experts only those count that a step has chosen; with quantised weights the peak is that of what their
+products multiply, for attention too. Needs the package: run it with its interpreter.
 """
 
 from __future__ import annotations
@@ -53,18 +53,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = load_config(None, overrides, arguments.model)
     figures: list[Figure] = []
 
-    limits_beside: dict[str, Limits] = {}
+    limits = LimitsBeside(partial(Limits.measure, arguments.dtype, config.quant.quantization))
+    highest: dict[str, Limits] = {}
 
-    def run(test: str, measure: Callable[[], Judge]) -> None:
-        measure_limits = partial(Limits.measure, arguments.dtype, config.quant.quantization)
-        before, meter = measure_limits(), LostCoresMeter()
-        judge = measure()
+    def run(test: str, measure: Callable[[], list[Figure]]) -> None:
+        limits.begin()
+        meter = LostCoresMeter()
+        found = measure()
         lost = meter.read()
-        limits = limits_beside[test] = before.better_of(measure_limits())
-        print(limits)
-        for figure in judge(limits):
+        highest[test] = limits.highest
+        print(highest[test])
+        for figure in found:
             print(figure, flush=True)
-            figures.append(figure)
+        figures.extend(found)
         figures.append(Figure(test, "cores lost to other programs", lost.programs, "cores"))
         figures.append(Figure(test, "cores lost to the host", lost.host, "cores"))
         print(
@@ -72,93 +73,101 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
 
     if "L" in arguments.tests:
-        run("L", lambda: _without_limits(start_up(config)))
+        run("L", lambda: start_up(config))
     if arguments.tests != ["L"]:
         llm = LLM(config)
         cost = StepCost(llm.model_spec, arguments.dtype, config.quant.quantization, config.quant.has_coded_cache)
         llm.generate(random_prompts(llm, 2, 16, 99), greedy(4))
         if "A" in arguments.tests:
-            run("A", partial(single_stream, llm, arguments.runs, arguments.prompt, cost))
+            run("A", partial(single_stream, llm, limits, arguments.runs, arguments.prompt, cost))
         if "B" in arguments.tests:
             for count in arguments.batch:
-                run(f"B{count}", partial(batch, llm, count, arguments.prompt, cost))
+                run(f"B{count}", partial(batch, llm, limits, count, arguments.prompt, cost))
         if "C" in arguments.tests:
-            run("C", partial(prefill, llm, arguments.runs, arguments.long_prompt, cost))
+            run("C", partial(prefill, llm, limits, arguments.runs, arguments.long_prompt, cost))
         if "S" in arguments.tests:
             counts = (1, *arguments.batch)
-            run("S", lambda: _without_limits(step_breakdown(llm, counts, arguments.prompt, OUTPUT_LEN)))
+            run("S", lambda: step_breakdown(llm, counts, arguments.prompt, OUTPUT_LEN))
     if arguments.json is not None:
         document = {
             "settings": {name: str(value) for name, value in vars(arguments).items()},
-            "limits": {test: asdict(limits) for test, limits in limits_beside.items()},
+            "limits": {test: asdict(each) for test, each in highest.items()},
             "figures": [asdict(figure) | {"share": figure.share} for figure in figures],
         }
         arguments.json.write_text(json.dumps(document, indent=2) + "\n")
     return 0
 
 
-Judge = Callable[[Limits], list[Figure]]
-"""Sets what was measured beside what the machine could do meanwhile."""
+class LimitsBeside:
+    """What the machine can do right before and right after each run: within minutes that may change by half."""
+
+    def __init__(self, measure: Callable[[], Limits]) -> None:
+        self._measure = measure
+        self.begin()
+
+    def begin(self) -> None:
+        """Measures anew, for a test that begins."""
+        self._latest = self.highest = self._measure()
+
+    def after_a_run(self) -> Limits:
+        """The higher of what was measured before and is measured now."""
+        before, self._latest = self._latest, self._measure()
+        self.highest = self.highest.better_of(self._latest)
+        return before.better_of(self._latest)
 
 
-def _without_limits(figures: list[Figure]) -> Judge:
-    return lambda _: figures
+def of_runs(test: str, quantity: str, unit: str, runs: Sequence[tuple[float, float]], *, less: bool = False) -> Figure:
+    """The median value, with the limit of which it is the median share, of runs (value, limit)."""
+    each = [Figure(test, quantity, value, unit, limit, less_is_better=less) for value, limit in runs]
+    value = statistics.median(value for value, _ in runs)
+    share = statistics.median(figure.share or 0.0 for figure in each)
+    return Figure(test, quantity, value, unit, value * share if less else value / share, less_is_better=less)
 
 
-def single_stream(llm: LLM, runs: int, length: int, cost: StepCost) -> Judge:
+def single_stream(llm: LLM, limits: LimitsBeside, runs: int, length: int, cost: StepCost) -> list[Figure]:
     """Test A."""
     first, rates, read = [], [], 0
     for run in range(runs):
         start = time.perf_counter()
         prompts = random_prompts(llm, 1, length, run)
         marks = [(time.perf_counter(), _weight_bytes()) for _ in llm.stream(prompts, greedy(OUTPUT_LEN))]
+        beside = limits.after_a_run()
         times = [time for time, _ in marks]
-        first.append(times[0] - start)
-        rates.append((OUTPUT_LEN - 1) / (times[-1] - times[0]))
+        num_steps = OUTPUT_LEN - 1
+        first.append((1e3 * (times[0] - start), 1e3 * prompt_seconds(beside, cost, 1, length)))
+        least = decode_seconds(beside, cost, 1, length, length + num_steps)
+        rates.append((num_steps / (times[-1] - times[0]), num_steps / least))
         read = _bytes_of_a_step([num_bytes for _, num_bytes in marks])
-
-    def judge(limits: Limits) -> list[Figure]:
-        least = prompt_seconds(limits, cost, 1, length)
-        highest = (OUTPUT_LEN - 1) / decode_seconds(limits, cost, 1, length, length + OUTPUT_LEN - 1)
-        return [
-            Figure("A", "time to first token", 1e3 * statistics.median(first), "ms", 1e3 * least, less_is_better=True),
-            Figure("A", "decode, one stream", statistics.median(rates), "tok/s", highest),
-            Figure("A", "weights read by a step", read / 1e6, "MB", cost.weight_bytes / 1e6, less_is_better=True),
-        ]
-
-    return judge
+    return [
+        of_runs("A", "time to first token", "ms", first, less=True),
+        of_runs("A", "decode, one stream", "tok/s", rates),
+        Figure("A", "weights read by a step", read / 1e6, "MB", cost.weight_bytes / 1e6, less_is_better=True),
+    ]
 
 
-def batch(llm: LLM, count: int, length: int, cost: StepCost) -> Judge:
+def batch(llm: LLM, limits: LimitsBeside, count: int, length: int, cost: StepCost) -> list[Figure]:
     """Test B."""
     start = time.perf_counter()
     prompts = random_prompts(llm, count, length, count)
     pieces = [(len(piece.token_ids), _weight_bytes()) for _, piece in llm.stream(prompts, greedy(OUTPUT_LEN))]
     elapsed = time.perf_counter() - start
+    beside = limits.after_a_run()
     num_tokens = sum(size for size, _ in pieces)
     cost = cost.reading(_bytes_of_a_step([num_bytes for _, num_bytes in pieces]))
-
-    def judge(limits: Limits) -> list[Figure]:
-        least = prompt_seconds(limits, cost, count, length)
-        least += decode_seconds(limits, cost, count, length, length + OUTPUT_LEN - 1)
-        return [Figure(f"B{count}", "output", num_tokens / elapsed, "tok/s", num_tokens / least)]
-
-    return judge
+    least = prompt_seconds(beside, cost, count, length)
+    least += decode_seconds(beside, cost, count, length, length + OUTPUT_LEN - 1)
+    return [Figure(f"B{count}", "output", num_tokens / elapsed, "tok/s", num_tokens / least)]
 
 
-def prefill(llm: LLM, runs: int, length: int, cost: StepCost) -> Judge:
+def prefill(llm: LLM, limits: LimitsBeside, runs: int, length: int, cost: StepCost) -> list[Figure]:
     """Test C."""
     rates = []
     for run in range(runs):
         start = time.perf_counter()
         llm.generate(random_prompts(llm, 1, length, run), greedy(1))
-        rates.append(length / (time.perf_counter() - start))
-
-    def judge(limits: Limits) -> list[Figure]:
-        least = prompt_seconds(limits, cost, 1, length)
-        return [Figure("C", "prefill", statistics.median(rates), "tok/s", length / least)]
-
-    return judge
+        rate = length / (time.perf_counter() - start)
+        rates.append((rate, length / prompt_seconds(limits.after_a_run(), cost, 1, length)))
+    return [of_runs("C", "prefill", "tok/s", rates)]
 
 
 def _weight_bytes() -> int:
