@@ -110,9 +110,10 @@ class _Bar(Progress):
 
 def _write(source: Path, out: Path, model: str | None, trials: Trials, tuned: Trial, effects: Sequence[Effect]) -> None:
     """Writes the tuned YAML, and reads it again: it must say what was simulated."""
-    from llm_serving.whatif.tuning.tuned_yaml import differences, tuned_yaml, write_tuned
+    from llm_serving.whatif.out_file import write_out
+    from llm_serving.whatif.tuning.tuned_yaml import differences, tuned_yaml
 
-    write_tuned(out, tuned_yaml(source, trials.configure({}), trials, tuned, effects))
+    write_out(out, tuned_yaml(source, trials.configure({}), trials, tuned, effects))
     if found := differences(read_with(out, [], model), trials.configure(tuned.changes)):
         raise ConfigError(
             f"{out}: does not say what was simulated of {', '.join(found)}: write it into the folder of {source}, "

@@ -16,6 +16,7 @@ from llm_serving.config.yaml_reader import Located, read_yaml
 from llm_serving.errors import ConfigError
 from llm_serving.whatif.cost_model import QUANTITIES, CostModel, Piece
 from llm_serving.whatif.document import KEYS_IN, Mapping, flag, number, one_of, text, whole
+from llm_serving.whatif.out_file import write_out
 from llm_serving.whatif.reach import QUANTITIES as WATCHED
 from llm_serving.whatif.reach import Reach
 
@@ -135,10 +136,7 @@ def write_profile(profile: Profile, path: Path) -> None:
     fields = {"format": FORMAT, **asdict(profile)}
     for key in _PIECES:
         fields[key] = [_plain(piece) for piece in getattr(profile, key).pieces]
-    try:
-        path.write_text(json.dumps(fields, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be written: {error.strerror}") from None
+    write_out(path, json.dumps(fields, indent=1) + "\n")
 
 
 def _plain(piece: Piece) -> dict[str, Any]:

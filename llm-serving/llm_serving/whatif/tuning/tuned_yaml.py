@@ -9,7 +9,6 @@ from pathlib import Path
 import yaml
 
 from llm_serving.config.schema import ServingConfig
-from llm_serving.errors import ConfigError
 from llm_serving.whatif.report import mark, number
 from llm_serving.whatif.tuning.ablation import Effect
 from llm_serving.whatif.tuning.edited_yaml import Edit, comment, edited, rows_of
@@ -35,14 +34,6 @@ def tuned_yaml(source: Path, config: ServingConfig, trials: Trials, tuned: Trial
         text = f"{text.rstrip()}\n\n# As they are by default, but for what is said.\n{_default_classes(config)}"
     edits = [Edit(each.key, each.value, _comment(trials.goal, tuned, each)) for each in effects]
     return _head(trials, tuned) + edited(text, edits)
-
-
-def write_tuned(path: Path, text: str) -> None:
-    """Raises ConfigError when the file cannot be written."""
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be written: {error.strerror}") from None
 
 
 def differences(read: ServingConfig, wanted: ServingConfig) -> list[str]:
