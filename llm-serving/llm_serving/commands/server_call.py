@@ -7,7 +7,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.client import HTTPException, HTTPResponse
+from http.client import HTTPException, HTTPResponse, InvalidURL
 from typing import Final
 
 from llm_serving.errors import ConfigError, LLMServingError, UnavailableError, shorten
@@ -35,7 +35,7 @@ def opened(
         method: None: POST with a body, GET without.
 
     Raises:
-        ConfigError: The address is none.
+        ConfigError: The address or the key is none.
         Refusal: The server refuses.
         UnavailableError: It cannot be reached, or is gone.
     """
@@ -45,9 +45,10 @@ def opened(
     if key:
         headers["Authorization"] = f"Bearer {key}"
     data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url.rstrip("/") + path, data, headers, method=method)  # noqa: S310  checked above
+    if not (key.isascii() and key.isprintable()):
+        raise ConfigError("an API key must be of printable ASCII characters; this one has others, perhaps a line's end")
     try:
-        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:  # noqa: S310
+        with _sent(url, path, data, headers, method) as response:
             yield response
     except urllib.error.HTTPError as error:
         raise Refusal(_told(error.code, error.read(MAX_ERROR_BYTES))) from None
@@ -55,6 +56,15 @@ def opened(
         raise UnavailableError(f"no server answers at {url}: {error.reason}") from None
     except (OSError, HTTPException) as error:
         raise UnavailableError(f"{url} is gone: {error or type(error).__name__}") from None
+
+
+def _sent(url: str, path: str, data: bytes | None, headers: dict[str, str], method: str | None) -> HTTPResponse:
+    try:
+        request = urllib.request.Request(url.rstrip("/") + path, data, headers, method=method)  # noqa: S310  checked
+        answer: HTTPResponse = urllib.request.urlopen(request, timeout=TIMEOUT_S)  # noqa: S310
+    except (InvalidURL, ValueError) as error:
+        raise ConfigError(f"--url must be the address of a server: {error}. Given: {url!r}") from None
+    return answer
 
 
 def _told(status: int, content: bytes) -> str:
