@@ -107,6 +107,7 @@ def read_with(path: Path, overrides: Sequence[str], model: str | None) -> Servin
 def run(arguments: argparse.Namespace) -> int:
     from llm_serving.whatif.capacity import highest_rate, offered_rate
     from llm_serving.whatif.figures import figures_of
+    from llm_serving.whatif.out_file import write_out
     from llm_serving.whatif.profile import read_profile
     from llm_serving.whatif.reading import check_model, read_load
     from llm_serving.whatif.report import as_json, mark, table
@@ -160,7 +161,7 @@ def run(arguments: argparse.Namespace) -> int:
     if str(arguments.json) == "-":
         print(as_json(results, capacities, told))
     elif arguments.json is not None:
-        _write(arguments.json, as_json(results, capacities, told) + "\n")
+        write_out(arguments.json, as_json(results, capacities, told) + "\n")
     return 0
 
 
@@ -270,11 +271,4 @@ def _short(argument: str) -> str:
 
 def _short_change(change: str) -> str:
     key, _, value = change.partition("=")
-    return f"profile={Path(value).stem}" if change.startswith(OWN_PROFILE) else f"{key.rpartition('.')[2]}={value}"
-
-
-def _write(path: Path, content: str) -> None:
-    try:
-        path.write_text(content, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be written: {error.strerror}") from None
+    return f"profile={Path(value).stem}" if change.startswith(OWN_PROFILE) else f"{key.partition('.')[2]}={value}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import math
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from typing import Any, Final
 
 from llm_serving.errors import ConfigError
 from llm_serving.whatif.figures import Figures
+from llm_serving.whatif.out_file import write_out
 from llm_serving.whatif.reach import BEYOND
 from llm_serving.whatif.report import mark
 from llm_serving.whatif.simulation import Result
@@ -18,12 +20,16 @@ BUCKETS: Final = 60
 """Of time, that arrivals and block use are averaged over."""
 STYLES: Final = ("-", "--", ":", "-.")
 """Of the lines of classes, highest first."""
-NAMED_IN_A_LINE: Final = 200
+NAMED_IN_A_LINE: Final = 140
 """Characters of the configurations' names in a line below the plot."""
+FEW_DECADES: Final = 30
+"""An axis to so many times its beginning has room for the numbers between two powers of ten."""
+MOST_POINTS: Final = 200
+"""Of a line; more can hardly be told apart."""
 
 
 def write_svg(results: Sequence[tuple[Result, Figures]], path: Path) -> None:
-    """Writes a plot: distribution of the time to first token by class, tokens a second, blocks in use.
+    """Writes a plot, always the same bytes: times to first token by class, tokens a second, blocks in use.
 
     Raises:
         ConfigError: The file cannot be written.
@@ -31,8 +37,8 @@ def write_svg(results: Sequence[tuple[Result, Figures]], path: Path) -> None:
     plt = _pyplot()
     names = [f"{result.name}: {figures['output_tokens_per_s']:,.0f} tokens/s" for result, figures in results]
     columns = max(1, NAMED_IN_A_LINE // max(map(len, names)))
-    height = 4.4 + 0.22 * math.ceil(len(names) / columns)
-    figure, axes = plt.subplots(1, 3, figsize=(15, height), layout="constrained")
+    height = 3.7 + 0.22 * math.ceil(len(names) / columns)
+    figure, axes = plt.subplots(1, 3, figsize=(12, height), layout="constrained")
     lines, styles = [], _styles(results)
     for color, ((result, figures), name) in enumerate(zip(results, names, strict=True)):
         _first_tokens(axes[0], result, f"C{color}", styles)
@@ -40,23 +46,24 @@ def write_svg(results: Sequence[tuple[Result, Figures]], path: Path) -> None:
         lines += axes[1].plot(times, tokens, color=f"C{color}", label=name)
         times, use = _mean(result.block_use, figures["duration_s"])
         axes[2].plot(times, [100 * each for each in use], color=f"C{color}")
-    axes[0].set(xlabel="time to first token, ms", ylabel="share of the class's requests, %", xscale="log")
+    axes[0].set(xlabel="ms", ylabel="% of a class's requests within", xscale="log", ylim=(0, 103))
+    axes[0].set_title("time to first token")
+    _plain_numbers(axes[0])
     axes[0].legend(handles=[plt.Line2D([], [], color="0.3", label=name, ls=ls) for ls, name in styles])
-    axes[1].set(xlabel="s", ylabel="output tokens/s", ylim=(0, None))
-    axes[2].set(xlabel="s", ylabel="blocks in use, %", ylim=(0, 105))
-    figure.legend(handles=lines, loc="outside lower center", ncols=columns, fontsize=8, frameon=False)
+    axes[1].set(xlabel="s", ylabel="tokens/s", xlim=(0, None), ylim=(0, None), title="output")
+    axes[1].yaxis.set_major_formatter("{x:,g}")
+    axes[2].set(xlabel="s", ylabel="% of all blocks", xlim=(0, None), ylim=(0, 103), title="cache in use")
+    figure.legend(handles=lines, loc="outside lower center", ncols=columns, frameon=False)
     for axis in axes:
         axis.grid(alpha=0.3)
         axis.spines[["top", "right"]].set_visible(False)
     beyond = [f"{BEYOND}: {result.name}" for result, _ in results if result.num_steps_beyond]
     marks = "; ".join(dict.fromkeys([*(mark(result.profile) for result, _ in results), *beyond]))
     figure.suptitle(f"load {results[0][0].load}; {marks}", fontsize=8)
-    try:
-        figure.savefig(path, format="svg", metadata={"Date": None})
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be written: {error.strerror}") from None
-    finally:
-        plt.close(figure)
+    drawn = io.StringIO()
+    figure.savefig(drawn, format="svg", metadata={"Date": None})
+    plt.close(figure)
+    write_out(path, drawn.getvalue())
 
 
 def check_plots() -> None:
@@ -72,6 +79,8 @@ def _pyplot() -> Any:
     matplotlib.use("svg")
     matplotlib.rcParams["svg.hashsalt"] = "llm-serving"
     matplotlib.rcParams["text.parse_math"] = False  # names and sources are what they are
+    matplotlib.rcParams["font.size"] = 9
+    matplotlib.rcParams["axes.titlesize"] = 10
     import matplotlib.pyplot as plt
 
     return plt
@@ -88,8 +97,17 @@ def _first_tokens(axis: Any, result: Result, color: str, styles: Sequence[tuple[
     for style, name in styles:
         members = [each for each in result.outcomes if each.request_class.name == name]
         waited = sorted(1e3 * each.ttft_s for each in members if each.ttft_s is not None)
-        shares = [100 * (place + 1) / len(members) for place in range(len(waited))]
-        axis.step(waited, shares, style, color=color, where="post")
+        shown = [len(waited) * (place + 1) // MOST_POINTS for place in range(MOST_POINTS)]
+        ranks = [each for each in dict.fromkeys([1, *shown]) if 0 < each <= len(waited)]
+        shares = [100 * each / len(members) for each in ranks]
+        axis.step([waited[each - 1] for each in ranks], shares, style, color=color, where="post")
+
+
+def _plain_numbers(axis: Any) -> None:
+    """Labels of a logarithmic axis as they are read: 20, 100, 1,000."""
+    low, high = axis.get_xlim()
+    axis.xaxis.set_major_formatter("{x:,g}")
+    axis.xaxis.set_minor_formatter("{x:,g}" if high < FEW_DECADES * low else "")
 
 
 def _rate(result: Result) -> tuple[list[float], list[float]]:
