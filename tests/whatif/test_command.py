@@ -2,8 +2,12 @@ import json
 
 import pytest
 from llm_serving.cli import main
+from llm_serving.commands.profile import check_recorded
+from llm_serving.errors import RecordingError
 from llm_serving.whatif import needs
 from llm_serving.whatif.cost_model import CostModel, Piece
+from llm_serving.whatif.http_player import Seen
+from llm_serving.whatif.measured_steps import Timings
 from llm_serving.whatif.profile import write_profile
 from recordings import record_steps
 from whatif_loads import STEP_S, create_profile
@@ -137,7 +141,10 @@ def test_the_highest_rate_is_found(arguments, capsys):
     arguments[1] += "+request_classes.interactive.ttft_slo_s=0.1"
     assert main([*arguments[:2], *arguments[3:], "--find-rate"]) == 0
     shown = capsys.readouterr().out
-    assert "requests/s that keep the promises of 99%:\n  my+ttft_slo_s=0.1: " in shown and "at least" not in shown
+    assert (
+        "requests/s that keep the promises of 99%:\n  my+interactive.ttft_slo_s=0.1: " in shown
+        and "at least" not in shown
+    )
 
 
 def test_a_load_that_is_over_too_soon_does_not_tell_the_highest_rate(arguments, tmp_path, capsys):
@@ -190,6 +197,17 @@ def test_a_profile_is_not_measured_for_a_folder_that_is_not_there(tmp_path, caps
     assert "my.yaml: must be another file than those that are read" in capsys.readouterr().err
     assert main(["profile", str(tmp_path / "mine.json"), "--recording", str(tmp_path / "no.rec")]) == 2
     assert "no.rec: must be a recording (*.rec) or a folder of them" in capsys.readouterr().err
+
+
+def test_a_recording_that_ended_before_its_clients_did_makes_no_profile():
+    seen = [[Seen("a", 0.0, [1.0]), Seen("b", 0.0, [])], [Seen("c", 2.0, [3.0])]]
+    timings = Timings(arrivals={"a-0": 0.0, "c-0": 2.0})
+    check_recorded(timings, seen)
+    timings.notices.append("x.rec: ends within a record")
+    with pytest.raises(RecordingError, match=r"lacks 0 of 2 requests; x\.rec: ends within a record: there must"):
+        check_recorded(timings, seen)
+    with pytest.raises(RecordingError, match="lacks 1 of 2 requests: there must be room for all of it in --keep, or"):
+        check_recorded(Timings(arrivals={"a-0": 0.0}), seen)
 
 
 def test_what_is_wrong_with_a_change_is_told_of_its_configuration(arguments, capsys):

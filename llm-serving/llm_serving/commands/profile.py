@@ -6,7 +6,7 @@ import argparse
 import platform
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -21,6 +21,7 @@ from llm_serving.errors import ConfigError, RecordingError
 if TYPE_CHECKING:
     from llm_serving.whatif.calibration import Calibration
     from llm_serving.whatif.http_player import Seen
+    from llm_serving.whatif.measured_steps import Timings
     from llm_serving.whatif.profiling_load import Limits, Phase
 
 SEEN: Final = "clients.json"
@@ -116,13 +117,15 @@ def _of_recording(arguments: argparse.Namespace) -> Calibration:
 def _measured(arguments: argparse.Namespace) -> Calibration:
     from llm_serving.whatif.calibration import calibrate
     from llm_serving.whatif.measured_steps import read_timings
+    from llm_serving.whatif.out_file import write_out
     from llm_serving.whatif.recorded_load import recording_files
 
     config = load_servable(arguments)
     with _folder(arguments.keep) as folder:
         seen = _play_all(arguments, config, folder)
-        (folder / SEEN).write_bytes(msgspec.json.encode(seen))
+        write_out(folder / SEEN, msgspec.json.encode(seen).decode())
         timings = read_timings(recording_files(folder))
+        check_recorded(timings, seen)
     notes = {
         "machine": _machine(),
         "model": config.model.model_name,
@@ -135,6 +138,22 @@ def _measured(arguments: argparse.Namespace) -> Calibration:
     return calibrate(timings, seen, name=name, source=source, notes=notes, seed=arguments.seed)
 
 
+def check_recorded(timings: Timings, seen: Sequence[Sequence[Seen]]) -> None:
+    """Raises RecordingError where clients were answered and the recording does not tell how: it ended before they did.
+
+    A server whose disk is full serves on without.
+    """
+    recorded = {name.rpartition("-")[0] for name in timings.arrivals}
+    answered = [each.request_id for phase in seen for each in phase if each.token_times_s]
+    num_missing = sum(name not in recorded for name in answered)
+    if timings.notices or num_missing:
+        torn = f"; {timings.notices[0]}" if timings.notices else ""
+        raise RecordingError(
+            f"the recording of what was measured lacks {num_missing:,} of {len(answered):,} requests{torn}: there must"
+            " be room for all of it in --keep, or where temporary files are"
+        )
+
+
 @contextmanager
 def _folder(keep: Path | None) -> Iterator[Path]:
     """One that stays, if it is empty, or one that does not."""
@@ -142,12 +161,17 @@ def _folder(keep: Path | None) -> Iterator[Path]:
         with tempfile.TemporaryDirectory(prefix="llm-serving-profile-") as folder:
             yield Path(folder)
         return
+    taken = ConfigError(f"--keep must be a folder that is new or empty. Given: {keep}")
     if keep.exists() and (not keep.is_dir() or any(keep.iterdir())):
-        raise ConfigError(f"--keep must be a folder that is new or empty. Given: {keep}")
+        raise taken
     try:
         keep.mkdir(parents=True, exist_ok=True)
+        with (keep / SEEN).open("x", encoding="utf-8") as file:  # of two that begin at once the other finds it
+            file.write("[]")
+    except FileExistsError:
+        raise taken from None
     except OSError as error:
-        raise ConfigError(f"--keep {keep}: cannot be made: {error.strerror}") from None
+        raise ConfigError(f"--keep {keep}: cannot be written to: {error.strerror}") from None
     yield keep.resolve()
 
 
