@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -24,11 +23,10 @@ from llm_serving.core.clock import Clock, monotonic
 from llm_serving.core.step import StepInput, StepOutput
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.engine.engine import Engine, Publish
-from llm_serving.engine.replica import EPOCHS_OF_ONE
+from llm_serving.engine.replica import open_exports
 from llm_serving.errors import TransportError, WorkerDiedError
 from llm_serving.executor.block_link import BlockLink
 from llm_serving.executor.executor import LocalExecutor
-from llm_serving.kvcache.exports import Exports
 from llm_serving.observe.metrics import Metrics
 from llm_serving.transport.channel import Channel
 from llm_serving.transport.messages import AgentMessage, MasterMessage
@@ -106,7 +104,6 @@ class Setup:
         self.links: dict[int, BlockLink] = {}
         """To those that share no memory."""
         self._share_memory = share_memory
-        self._opened = itertools.count()
         config = ServingConfig(
             model=ModelConfig(max_generate_length=64, decode_batch_size=max_num_seqs),
             serving=ServerConfig(
@@ -131,7 +128,7 @@ class Setup:
             event.wait()
         if index in self.failures:
             raise WorkerDiedError(self.failures[index])
-        exports = Exports(TRANSFER_BLOCKS, index * TRANSFER_BLOCKS, next(self._opened) * EPOCHS_OF_ONE)
+        exports = open_exports(TRANSFER_BLOCKS, index)
         scheduler = create_scheduler(max_num_seqs=self.max_num_seqs, prefix_caching=True, exports=exports)
         blocks = scheduler.blocks
         runner = self.runners[index] = GatedRunner(blocks.pool.num_blocks, blocks.block_size, self.pools[index])

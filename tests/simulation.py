@@ -43,12 +43,13 @@ from llm_serving.core.request_class import MAX_PRIORITY, class_of
 from llm_serving.core.request_output import RequestOutput
 from llm_serving.core.step import BlockMove
 from llm_serving.engine.async_engine import AsyncEngine
+from llm_serving.engine.departure import Departure
 from llm_serving.engine.engine import Engine
-from llm_serving.engine.replica import EPOCHS_OF_ONE
+from llm_serving.engine.replica import open_exports
 from llm_serving.errors import CapacityError, ContextLengthError, UnavailableError, WorkerDiedError
 from llm_serving.executor.given_up import GivenUp
 from llm_serving.executor.supervised_executor import SupervisedExecutor
-from llm_serving.kvcache.exports import Exports
+from llm_serving.kvcache.exports import TransferBlock
 from llm_serving.observe.metrics import Metrics
 from llm_serving.scheduler.rules import Rules
 from llm_serving.transport.messages import Loaded
@@ -91,13 +92,12 @@ class EventLoop:
 class Replica:
     """An engine and the WorkAgents it has had."""
 
-    def __init__(self, simulation: Simulation, index: int, scheduler: dict[str, Any], num_before: int) -> None:
+    def __init__(self, simulation: Simulation, index: int, scheduler: dict[str, Any]) -> None:
         """
         Args:
             simulation: Whose replica it is.
             index: Its own.
             scheduler: Options of `create_scheduler`.
-            num_before: Engines that have been loaded, of any replica.
 
         Raises:
             WorkerDiedError: No WorkAgent becomes ready.
@@ -113,9 +113,7 @@ class Replica:
         )
         max_steps_in_flight = rng.choice((1, 2))
         num_transfer = simulation.num_transfer_blocks
-        exports = None
-        if num_transfer:
-            exports = Exports(num_transfer, index * num_transfer, num_before * EPOCHS_OF_ONE)
+        exports = open_exports(num_transfer, index) if num_transfer else None
         self.scheduler = create_scheduler(**scheduler, max_steps_in_flight=max_steps_in_flight, exports=exports)
         self.stopped = False
         """With the master."""
@@ -254,13 +252,17 @@ class Simulation:
             config, MODEL, TOKENIZER, self.metrics, lambda *_: contextlib.nullcontext(), clock=self.clock
         )
         self._master.replicas._loop = self._loop  # type: ignore[assignment]
+        self._publish_departures = self._master.replicas._publish_departures
+        self._master.replicas._publish_departures = self._depart  # type: ignore[method-assign]
+        self._handed_over: dict[TransferBlock, str] = {}
+        """Whose each block was, by its epoch."""
         self._carrier = SimulatedCarrier(random.Random(f"carrier {seed}").choice((1, 2, 100)))
         self._master.replicas._carrier = self._carrier  # type: ignore[assignment]
         self._shared = {"num_schedulers": num_replicas}
         self._scheduler = scheduler
         self._newest_rules: dict[str, Any] | None = None
         """Of a scheduler that goes by them; None: as they were when replicas were loaded first."""
-        self.replicas = [Replica(self, index, scheduler | self._shared, index) for index in range(num_replicas)]
+        self.replicas = [Replica(self, index, scheduler | self._shared) for index in range(num_replicas)]
         """By index, those that have left included until they are loaded again."""
         self.all_replicas = [*self.replicas]
         """Also those before them."""
@@ -313,6 +315,8 @@ class Simulation:
             assert self.metrics._counts[f"llm_serving:{counter}_total"] == 0, f"{counter}_total is not 0"
         assert not any(self.metrics.num_shares_broken.values()), f"shares: {self.metrics.num_shares_broken}"
         self._check_limits_of_tenants()
+        replicas = self._master.replicas
+        assert replicas.ledger.replicas == {*replicas.living()}, "one counts that has left, or one that serves does not"
         # One may have been asked after its step, by clients that another's step let act.
         asked = any(replica.engine.dead is None and replica.engine._inbox for replica in self.replicas)
         return any(progressed) or asked or bool(self._to_come) or self._loop.has_calls or self._carrier.has_work
@@ -430,6 +434,13 @@ class Simulation:
             client.engine = engine
         self._master.replicas._publish(pieces)
 
+    def _depart(self, departures: list[Departure]) -> None:
+        """What engines call with requests that another replica is to go on with."""
+        for request_id, block in [(each.request.request_id, block) for each in departures for block in each.blocks]:
+            owner = self._handed_over.setdefault(block, request_id)
+            assert owner == request_id, f"an epoch of block {block[0]} is that of {owner} and of {request_id}"
+        self._publish_departures(departures)
+
     # --- replicas that leave and join -------------------------------------------------------------------------------
 
     def _begins(self, replica: Replica) -> None:
@@ -450,9 +461,8 @@ class Simulation:
         """Again, as it has joined; that may take a while. True: there is something to do."""
         if self.rng.random() < 0.5:
             return True
-        num_before = len(self.all_replicas)
         try:
-            replica = Replica(self, index, self._scheduler | self._shared, num_before)
+            replica = Replica(self, index, self._scheduler | self._shared)
         except WorkerDiedError:  # no machine is there
             self._may_load[index] = self._master.replicas._drained.get(index)
             return True

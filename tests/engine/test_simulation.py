@@ -1,11 +1,19 @@
 """Some seeds of the simulation; many more with `python tests/simulation.py --seeds 100000 --processes 2`."""
 
+import itertools
+from unittest.mock import patch
+
+import pytest
+from llm_serving.engine import replica
+from llm_serving.engine.ledger import Ledger
 from simulated_agent import FATES
 from simulated_client import STATES
 from simulated_network import EVENTS
 from simulation import run_seeds
 
 NUM_SEEDS = 500
+MOST_SEEDS = 1000
+"""In which a fault that is put in must be noticed."""
 RARE = {"preempted", "swapped", "lost"}
 """States in which a client leaves in less than one seed of a hundred: these seeds may happen to have none."""
 
@@ -27,3 +35,20 @@ def test_no_law_is_broken_whatever_goes_wrong() -> None:
 def test_a_place_is_free_when_the_request_that_had_it_has_ended_and_not_when_its_client_leaves() -> None:
     """Here a client leaves between two replicas, when the second has its request but has not looked at it."""
     run_seeds(71_017_825, 1)
+
+
+def test_a_replica_that_has_left_and_still_counts_is_noticed() -> None:
+    with (
+        patch.object(Ledger, "leave", lambda ledger, index: None),
+        pytest.raises(AssertionError, match="one counts that has left"),
+    ):
+        run_seeds(0, MOST_SEEDS, 3)
+
+
+def test_epochs_that_are_given_again_are_noticed() -> None:
+    """By a replica that leaves and is loaded again, to blocks that it hands over."""
+    with (
+        patch.object(replica, "_OPENED", itertools.repeat(0)),
+        pytest.raises(AssertionError, match="an epoch of block"),
+    ):
+        run_seeds(0, MOST_SEEDS, 3)

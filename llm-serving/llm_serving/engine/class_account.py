@@ -29,6 +29,11 @@ class ClassAccount:
         self._ahead: frozenset[str] = frozenset()
         self._told: dict[int, frozenset[str]] = {}
 
+    @property
+    def replicas(self) -> set[int]:
+        """That it knows of."""
+        return {*self._wanting, *self._told}
+
     def leave(self, replica: int) -> None:
         """A replica serves no longer; the one after it knows of nobody ahead."""
         with self._lock:

@@ -40,6 +40,12 @@ class Ledger:
         self._pending: dict[int, Counter[tuple[str, str]]] = {}
         """By replica: what it has not been told."""
 
+    @property
+    def replicas(self) -> set[int]:
+        """That count in any part of it; to be asked while none of them tells it anything."""
+        parts = self.places.replicas, self.limits.replicas, self.classes.replicas, self._standing.replicas
+        return {*self._pending}.union(*parts)
+
     def join(self, replica: int, nudge: Callable[[], None] = lambda: None, num_reloads: int = 0) -> None:
         """A replica begins to serve; what was before it is not told.
 

@@ -37,6 +37,11 @@ class LimitMonitor:
         self._kept: dict[int, set[str]] = {}
         """By replica, when it took over its rules: requests with places of which the first step had not been told."""
 
+    @property
+    def replicas(self) -> set[int]:
+        """That it knows of."""
+        return {*self._rules, *self._kept}
+
     def join(self, replica: int, number: int = 0) -> None:
         """It begins to serve, by these rules of the server."""
         with self._lock:

@@ -50,8 +50,7 @@ def build_scheduler(
 
     It is recorded where the configuration names a folder, until it is dropped or the program ends.
     """
-    scheduler, num_transfer_blocks = config.scheduler, config.num_transfer_blocks
-    exports = Exports(num_transfer_blocks, index * num_transfer_blocks, next(_OPENED) * EPOCHS_OF_ONE)
+    scheduler = config.scheduler
     sees = Window.of(window, scheduler.max_prefill_tokens, config.model.max_generate_length)
     blocks = BlockManager(
         num_blocks,
@@ -59,7 +58,7 @@ def build_scheduler(
         num_swap_blocks=num_swap_blocks,
         prefix_caching=scheduler.prefix_caching,
         window=sees,
-        exports=exports,
+        exports=open_exports(config.num_transfer_blocks, index),
     )
     limits, policy, classes, order, _ = build_rules(config, blocks.longest)
     if scheduler.record_path is None:
@@ -71,6 +70,12 @@ def build_scheduler(
     recorded = RecordedScheduler(limits, policy, blocks, classes, order, recorder)
     weakref.finalize(recorded, recorder.close)
     return recorded
+
+
+def open_exports(num_transfer_blocks: int, index: int) -> Exports:
+    """The part of the transfer pool that an engine of replica `index` writes: as many blocks as each has, with epochs
+    of its own."""
+    return Exports(num_transfer_blocks, index * num_transfer_blocks, next(_OPENED) * EPOCHS_OF_ONE)
 
 
 def build_rules(config: ServingConfig, longest: int) -> Rules:

@@ -54,6 +54,12 @@ class TenantPlaces:
         """By replica: those it has got since it told its needs."""
         self._num_deals = 0
 
+    @property
+    def replicas(self) -> set[int]:
+        """That it knows of."""
+        needing = (replica for tenant in self._tenants.values() for replica in tenant.needs)
+        return {*self._nudges, *self._told, *self._arrived, *needing}
+
     def join(self, replica: int, nudge: Callable[[], None]) -> None:
         """A replica begins to serve.
 

@@ -65,6 +65,11 @@ class Standing:
         self._wanting: dict[int, set[str]] = {}
         self._seen: dict[int, dict[str, Lead]] = {}
 
+    @property
+    def replicas(self) -> set[int]:
+        """That it knows of."""
+        return {*self._wanting, *self._seen}
+
     def leave(self, replica: int) -> None:
         """It serves no longer. This and `tell` are not to be called by two threads at once."""
         self._wanting.pop(replica, None)
