@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from threading import Event
+from threading import Condition, Event
 from typing import Any
 
 import httpx
@@ -21,6 +20,7 @@ from llm_serving.config.sections.cache import CacheConfig
 from llm_serving.config.sections.model import ModelConfig
 from llm_serving.config.sections.scheduler import SchedulerConfig
 from llm_serving.config.sections.server import ServerConfig
+from llm_serving.core.clock import Clock, monotonic
 from llm_serving.core.step import StepInput, StepOutput
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.engine.engine import Engine, Publish
@@ -41,12 +41,9 @@ class GatedRunner(FakeRunner):
         super().__init__(NUM_BLOCKS, 16)
         self.gate = Event()
         self.gate.set()
-        self.step_s = 0.0
-        """Seconds that a step takes at least, for those who watch requests that are not to end meanwhile."""
 
     def execute(self, step: StepInput) -> StepOutput:
         self.gate.wait()
-        time.sleep(self.step_s)
         return super().execute(step)
 
 
@@ -62,6 +59,7 @@ class GatedServer:
         serving: dict[str, Any] | None = None,
         accepted: AcceptedRequests | None = None,
         yaml: Path | None = None,
+        clock: Clock = monotonic,
         **scheduler: Any,
     ) -> None:
         """`yaml` is read in place of everything else that configures."""
@@ -82,13 +80,23 @@ class GatedServer:
             config = load_config(yaml, ["model_config.max_generate_length=512"])
         spec = replace(ModelSpec.from_folder(DEMO_FOLDER), eos_token_ids=())
         self.metrics = Metrics("demo")
-        self.engine = AsyncEngine(config, spec, DEMO_TOKENIZER, self.metrics, self._open_replica)
+        self._clock = clock
+        self.engine = AsyncEngine(config, spec, DEMO_TOKENIZER, self.metrics, self._open_replica, clock=clock)
         self.site = build_site(self.engine, accepted=accepted)
 
     @contextmanager
     def _open_replica(self, index: int, publish: Publish, on_progress: Callable[[str], None]) -> Iterator[Engine]:
         executor = LocalExecutor(self.runner)
-        yield build_engine(self.engine.config, NUM_BLOCKS, executor, DEMO_TOKENIZER, self.metrics, publish, index)
+        yield build_engine(
+            self.engine.config,
+            NUM_BLOCKS,
+            executor,
+            DEMO_TOKENIZER,
+            self.metrics,
+            publish,
+            index,
+            clock=self._clock,
+        )
 
     @property
     def num_computed(self) -> int:
@@ -117,3 +125,53 @@ class GatedServer:
         async with asyncio.timeout(30):
             while not holds():
                 await asyncio.sleep(0)
+
+
+class AskedRunner(GatedRunner):
+    """Computes steps while its engine has been asked something and has not answered, however many it forms before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._num_open = 0
+        self._changed = Condition()
+
+    def execute(self, step: StepInput) -> StepOutput:
+        with self._changed:
+            self._changed.wait_for(lambda: self._num_open)
+        return super().execute(step)
+
+    def let(self, change: int = 1) -> None:
+        """Something has been asked, or -1: answered."""
+        with self._changed:
+            self._num_open += change
+            self._changed.notify_all()
+
+
+class AskedServer(GatedServer):
+    """Requests go on while the engine is asked something: none ends before whoever asks has seen it."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.runner = AskedRunner()
+
+    @contextmanager
+    def _open_replica(self, *arguments: Any) -> Iterator[Engine]:
+        with super()._open_replica(*arguments) as engine:
+            ask = engine.ask
+
+            def ask_and_step(question: Any) -> Any:
+                self.runner.let()
+                answer = ask(question)
+                answer.add_done_callback(lambda _: self.runner.let(-1))
+                return answer
+
+            engine.ask = ask_and_step
+            yield engine
+
+    @asynccontextmanager
+    async def running(self, **headers: str) -> Any:
+        async with super().running(**headers) as client:
+            try:
+                yield client
+            finally:
+                self.runner.let()  # nobody asks any more

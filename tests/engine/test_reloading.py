@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
-from gated_server import GatedServer
+from gated_server import AskedServer, GatedServer
 from llm_serving.cli import main
 from llm_serving.server.authentication import hash_key
 from server_client import error_of
@@ -32,11 +33,16 @@ def test_requests_in_flight_go_on_by_other_rules_and_get_the_same(
     async def run() -> None:
         path = tmp_path / "my.yaml"
         path.write_text("model_config: {decode_batch_size: 4}\n")
-        server = GatedServer(yaml=path)
+        server = AskedServer(yaml=path)  # none of the requests ends before those behind them have been refused
         async with server.running() as client:
+            server.runner.let()
             alone = text_of(await client.post("/v1/completions", json=BODY))
-            server.runner.step_s = 0.002
+            server.runner.let(-1)
+            all_have_come = Event()
+            server.replica.ask(all_have_come.wait)
             asked = [asyncio.create_task(client.post("/v1/completions", json=BODY)) for _ in range(6)]
+            await server.reach(lambda: server.engine.num_waiting == 6)
+            all_have_come.set()
             await server.reach(lambda: len(server.replica.scheduler.running) == 4)
             path.write_text(
                 "model_config: {decode_batch_size: 1}\n"
@@ -48,6 +54,7 @@ def test_requests_in_flight_go_on_by_other_rules_and_get_the_same(
             assert server.replica.load.limits.max_num_seqs == 1
             refused = await client.post("/v1/completions", json=BODY)
             assert refused.status_code == 429 and "of 1 places" in refused.text
+            server.runner.let()
             assert [text_of(answer) for answer in await asyncio.gather(*asked)] == [alone] * 6
             server.replica.scheduler.check_integrity()
             metrics = (await client.get("/metrics")).text
