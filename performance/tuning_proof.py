@@ -17,6 +17,7 @@ import json
 import math
 import random
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,8 +29,10 @@ from llm_serving.commands.arguments import EXIT_FAILED
 from llm_serving.commands.own_server import own_server
 from llm_serving.config import load_config
 from llm_serving.errors import ConfigError
-from llm_serving.whatif.figures import Figures, figures_of
+from llm_serving.whatif.figures import OF_GROUP, Figures, figures_of
 from llm_serving.whatif.http_player import play
+from llm_serving.whatif.load import Load
+from llm_serving.whatif.out_file import write_out
 from llm_serving.whatif.profile import Profile, read_profile
 from llm_serving.whatif.report import number
 from llm_serving.whatif.simulation import Result, Simulation
@@ -136,15 +139,26 @@ class Bench:
             yield f"random {found}", self.config, overrides
 
     def measure(self, name: str, config: Path, overrides: Sequence[str]) -> None:
-        """Keeps the figures of what clients saw of a server of its own."""
+        """Keeps the figures of what clients saw of a server that is started for it."""
         load = read_workload(self.path("load"))
-        self.path("warm").write_text(f"{VOCABULARY}{WARM}")
         with own_server(config, overrides, None) as served:
             url, classes = served.serving.url, served.request_classes
-            uvloop.run(play(url, read_workload(self.path("warm")), classes, "warm"))
+            uvloop.run(play(url, _warming(), classes, "warm"))
             played = uvloop.run(play(url, load, classes, until_s=MOST_S, salt="load"))
         figures = figures_of(Result(name, load.name, self.profile, played.outcomes))
-        self.path(name, "json").write_text(json.dumps(figures))
+        self.keep(name, figures)
+
+    @property
+    def measured(self) -> dict[str, Figures]:
+        """By configuration; those that were not measured yet are missing."""
+        path = self.path("measured", "json")
+        return json.loads(path.read_text()) if path.exists() else {}
+
+    def keep(self, name: str, figures: Figures) -> None:
+        """Adds what was measured of a configuration."""
+        measured = self.measured | {name: _of_clients(figures)}
+        rows = ",\n".join(f"{json.dumps(each)}: {json.dumps(found)}" for each, found in measured.items())
+        write_out(self.path("measured", "json"), f"{{\n{rows}\n}}\n")
 
     def predicted(self, config: Path, overrides: Sequence[str]) -> Figures:
         load = read_workload(self.path("load"))
@@ -156,23 +170,40 @@ class Bench:
         keys = list(dict.fromkeys([*(each.figure.key for each in goal.constraints), goal.objective.key]))
         titles = [self.name, *(f"{key}: predicted / measured" for key in keys), "measured: keeps the constraints"]
         lines, scores = [titles, ["---"] * len(titles)], {}
+        of_all = self.measured
         for name, config, overrides in self.variants(num_random):
-            if not self.path(name, "json").exists():
+            if name not in of_all:
                 continue
-            measured, predicted = json.loads(self.path(name, "json").read_text()), self.predicted(config, overrides)
-            scores[name] = _score(goal, measured)
-            cells = [f"{number(key, predicted[key])} / {number(key, measured[key])}" for key in keys]
+            measured, predicted = of_all[name], self.predicted(config, overrides)
+            scores[name] = score(goal, measured)
+            cells = [f"{number(key, predicted[key])} / {number(key, measured.get(key, math.nan))}" for key in keys]
             lines.append([name, *cells, "yes" if scores[name] > -math.inf and not _broken(goal, measured) else "no"])
         best = max(scores, key=lambda name: scores[name]) if scores else "nothing"
         return f"{goal}\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines) + f"\n\nbest: {best}\n"
 
 
-def _score(goal: Goal, figures: Figures) -> float:
+def _warming() -> Load:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "warm.yaml"
+        path.write_text(f"{VOCABULARY}{WARM}")
+        return read_workload(path)
+
+
+def _of_clients(figures: Figures) -> Figures:
+    """Those that clients can tell, as far as anything was measured, in as many digits as that is good for."""
+    return {
+        key: float(f"{value:.4g}")
+        for key, value in figures.items()
+        if key.rpartition(".")[2] in OF_GROUP and not math.isnan(value)
+    }
+
+
+def score(goal: Goal, figures: Figures) -> float:
     """Of measured figures: constraints without their margin, then the objective; more is better."""
     if _broken(goal, figures):
         return -1e9 * sum(Constraint(each.figure, each.limit).excess(figures) for each in goal.constraints)
-    value = figures[goal.objective.key]
-    return value if goal.most else -value
+    value = figures.get(goal.objective.key, math.nan)
+    return -math.inf if math.isnan(value) else value if goal.most else -value
 
 
 def _broken(goal: Goal, figures: Figures) -> bool:
@@ -200,7 +231,7 @@ def main() -> int:
         if arguments.tune_only:
             continue
         for each, config, overrides in bench.variants(arguments.random):
-            if not arguments.show_only and not bench.path(each, "json").exists():
+            if not arguments.show_only and each not in bench.measured:
                 bench.measure(each, config, overrides)
         sys.stdout.write(bench.table(arguments.random) + "\n")
         sys.stdout.flush()

@@ -1,5 +1,7 @@
 """The goals and loads that tuning is proved with, and the YAMLs that it is compared with."""
 
+import math
+
 import pytest
 from llm_serving.config import load_config
 from llm_serving.whatif.tuning.knobs import classes_in, tenants_in
@@ -22,3 +24,16 @@ def test_goals_are_of_their_loads_and_random_yamls_can_be_served(tmp_path, name)
         load_config(config, overrides)
     assert all(set(NO_GUESSES) <= set(overrides) for _, _, overrides in variants)
     assert load_config(config, variants[0][2]).scheduler.speculative_method == "none"
+
+
+def test_what_was_measured_is_kept_and_stands_beside_what_is_predicted(tmp_path):
+    config = tmp_path / "my.yaml"
+    config.write_text("model_config: {decode_batch_size: 64}\npa_config: {num_blocks: 1024}\n")
+    bench = Bench("promises", config, tmp_path, create_profile(), 1)
+    bench.path(TUNED).write_text(config.read_text())
+    bench.keep(DEFAULT, {"goodput_per_s": 12.3456, "ttft_p50_ms": math.nan, "steps": 7})
+    assert bench.measured == {DEFAULT: {"goodput_per_s": 12.35}}
+    bench.keep(TUNED, {"goodput_per_s": 12.36})
+    rows = bench.table(1).splitlines()
+    assert [row.partition(" / ")[2] for row in rows if " / 12." in row] == ["12.35 | yes |", "12.36 | yes |"]
+    assert rows[-1] == "best: tuned"
