@@ -210,7 +210,16 @@ def test_without_a_secret_there_is_no_conversation(listener: Listener) -> None:
 def test_who_sends_a_byte_now_and_then_is_turned_away_in_time(
     listener: Listener, monkeypatch: pytest.MonkeyPatch, stage: str
 ) -> None:
-    monkeypatch.setattr(module, "HANDSHAKE_S", 0.2)
+    show_in = listener._show_in
+
+    def hurry(*arguments: Any) -> bool:
+        monkeypatch.setattr(module, "HANDSHAKE_S", 0.2)
+        return show_in(*arguments)
+
+    if stage == "frame":  # a busy machine may take longer for what comes before
+        monkeypatch.setattr(listener, "_show_in", hurry)
+    else:
+        monkeypatch.setattr(module, "HANDSHAKE_S", 0.2)
     with socket.create_connection(listener.address) as connection:
         if stage == "frame":
             with IDENTITY.of_work_agent().wrap_socket(connection) as stranger:

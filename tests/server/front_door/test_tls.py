@@ -184,13 +184,12 @@ class TestHandshakes:
     def test_one_that_does_not_come_ends(self, authority, tmp_path):
         limits = issue(authority, tmp_path) | {"header_timeout_s": 0.05}
         with serving(FakeEngine(limits=limits)) as url:
-            for sent in (b"", b"\x16\x03\x01"):
+            for sent in (b"", b"\x16\x03\x01", get()):
                 with connect(url) as client:
-                    client.sendall(sent)
-                    assert read_all(client) == b""
-            with connect(url) as client:
-                client.sendall(get())
-                assert b"HTTP" not in read_all(client)
+                    with contextlib.suppress(ConnectionError):  # its time may be over before it sends anything
+                        client.sendall(sent)
+                    told = read_all(client)
+                assert b"HTTP" not in told if sent == get() else told == b""
 
     def test_another_limit_of_their_time_holds_from_the_reload_on(self, authority, tmp_path):
         limits = ServerConfig(**issue(authority, tmp_path), header_timeout_s=3600.0)
