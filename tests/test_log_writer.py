@@ -33,8 +33,9 @@ class Disk(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         self.entered.set()
         self.gate.wait()
+        is_full = self.is_full  # whoever is told of the call may make room at once
         self.calls.release()
-        if self.is_full:
+        if is_full:
             raise OSError(28, "No space left on device")
         self.lines += record.getMessage().split("\n")
 
