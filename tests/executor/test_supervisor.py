@@ -191,7 +191,7 @@ def test_killed_again_and_again_also_while_it_loads_and_then_it_serves(run_stand
     executor.submit(step_input([(prompt, 0, [1])], step=0, sampling=sampling_input(1, position=3)))
     assert executor.collect().token_ids.tolist() == expected_output(prompt, 1)
     assert len(processes) == 21
-    assert len(set(Path("/proc/self/fd").iterdir())) == open_files
+    assert len(set(Path("/proc/self/fd").iterdir())) <= open_files  # what others have left open may be closed meanwhile
     executor.close()
 
 

@@ -11,6 +11,7 @@ import live_cost
 import numpy as np
 import pytest
 from live_cost import Cost, Span
+from llm_serving.server import live_feed
 from page_server import PageServer
 
 
@@ -54,14 +55,18 @@ def test_the_verdict_follows_from_the_interval():
 
 def test_it_tells_both_and_sees_pictures(capsys, monkeypatch):
     monkeypatch.setattr(live_cost, "SETTLE_S", 0.0)
+    monkeypatch.setattr(live_feed, "pause_s", lambda cost_s: 0.01)
     with PageServer(step_s=0.002, max_num_seqs=4).serving() as server:
-        given = ["--url", server.url, "--running", "4", "--viewers", "2", "--seconds", "0.3", "--minutes", "0"]
-        code = asyncio.run(live_cost.measure(live_cost.parser().parse_args([*given, "--max-tokens", "100"])))
+        given = ["--url", server.url, "--running", "4", "--viewers", "2", "--minutes", "0", "--max-tokens", "100"]
+        for seconds in ("0.1", "1", "10"):  # on a busy machine no picture may come in a short span
+            code = asyncio.run(live_cost.measure(live_cost.parser().parse_args([*given, "--seconds", seconds])))
+            shown = capsys.readouterr().out
+            assert code == 2
+            rows = re.findall(r"^\| (\d) \| \d \| [\d.]+ \| [\d.]+ \| \d+ \| ([\d.]+) \|$", shown, re.MULTILINE)
+            assert [name for name, _ in rows] == ["0", "2"]
+            assert float(rows[0][1]) == 0.0
+            assert "(95 % interval -inf to inf, 1 pairs" in shown
+            if float(rows[1][1]) > 0.0:
+                break
+        assert float(rows[1][1]) > 0.0
         assert live_cost.master_of(int(server.url.rsplit(":", 1)[1])) == os.getpid()
-    shown = capsys.readouterr().out
-    assert code == 2
-    rows = re.findall(r"^\| (\d) \| \d \| [\d.]+ \| [\d.]+ \| \d+ \| ([\d.]+) \|$", shown, re.MULTILINE)
-    assert [name for name, _ in rows] == ["0", "2"]
-    assert float(rows[0][1]) == 0.0
-    assert float(rows[1][1]) > 0.0
-    assert "(95 % interval -inf to inf, 1 pairs" in shown

@@ -65,12 +65,15 @@ def test_who_is_refused_comes_again_as_often_as_the_load_says():
 
 
 def test_what_is_not_answered_in_time_is_broken_off():
-    engine = FakeEngine(script=replace(ANSWER, hold_after=2))
-    result = played(engine, create_load(0.0), until_s=0.3)
-    (broken,), (seen,) = result.outcomes, result.seen
-    assert broken.finish == ""
-    assert not broken.ok
-    assert len(seen.token_times_s) == 2  # what had come of it tells until when something was measured
+    for until_s in (0.1, 1.0, 10.0):  # a busy machine takes longer for the first tokens
+        engine = FakeEngine(script=replace(ANSWER, hold_after=2))
+        result = played(engine, create_load(0.0), until_s=until_s)
+        (broken,), (seen,) = result.outcomes, result.seen
+        assert broken.finish == ""
+        assert not broken.ok
+        if len(seen.token_times_s) == 2:  # what had come of it tells until when something was measured
+            return
+    raise AssertionError(seen)
 
 
 def test_no_server_is_an_error():
