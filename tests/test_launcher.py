@@ -60,6 +60,14 @@ def is_alive(process):
     return process.poll() is None
 
 
+def has_ended(process):
+    """Of one that is no child of this process: somebody else sees to it that nothing is left of it."""
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
 class TestRecord:
     def test_the_process_that_was_started_is_found(self):
         assert record_of(os.getpid()).process() == psutil.Process()
@@ -136,7 +144,23 @@ class TestStop:
             write(tmp_path, record_of(server.pid, stop_timeout_s=0.0))
             assert stop(tmp_path, None) == 0
             assert not is_alive(server)
-            assert not agent.is_running() or agent.status() == psutil.STATUS_ZOMBIE
+            assert has_ended(agent)
+
+    def test_one_that_ends_by_itself_when_it_is_to_be_killed_spares_no_other(self, tmp_path, monkeypatch):
+        kill = psutil.Process.kill
+
+        def is_gone(process):
+            if process.pid != server.pid:
+                return kill(process)
+            kill(process)
+            raise psutil.NoSuchProcess(process.pid)
+
+        monkeypatch.setattr(psutil.Process, "kill", is_gone)
+        with a_process("trap '' TERM; sleep 600 & echo ready; wait; wait") as server:
+            (agent,) = psutil.Process(server.pid).children()
+            write(tmp_path, record_of(server.pid, stop_timeout_s=0.0))
+            assert stop(tmp_path, None) == 0
+            assert has_ended(agent)
 
 
 class TestStart:

@@ -277,7 +277,8 @@ def _end(process: psutil.Process, timeout_s: float) -> None:
         process.terminate()
         _, alive = psutil.wait_procs(family, timeout=timeout_s)
         for left in alive:
-            left.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):  # the others are there all the same
+                left.kill()
         psutil.wait_procs(alive, timeout=STOP_MARGIN_S)
 
 
