@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping, Sequence
 
 import pytest
@@ -9,6 +10,7 @@ from factories import create_classes, create_request
 from llm_serving.core.request_class import RequestClass
 from llm_serving.engine.class_account import MOST_TURNS, ClassAccount
 from llm_serving.engine.ledger import Ledger
+from llm_serving.engine.wanting import Wanting
 from llm_serving.scheduler.turns import Paid
 from recordings import MemoryFiles, create_recorded, replay, seal
 from scheduler_run import SchedulerRun
@@ -125,3 +127,18 @@ def test_what_a_class_had_because_nobody_wanted_it_is_forgotten() -> None:
     assert account._paid == {"a": MOST_TURNS * 10, "b": 0}
     account.leave(0)
     assert account.take_ahead(0) == {"a"}
+
+
+def test_a_class_wants_more_as_long_as_it_does_so_at_any_replica() -> None:
+    rng = random.Random(0)
+    wanting, by_replica = Wanting(), dict[int, set[str]]()
+    for _ in range(500):
+        replica = rng.randrange(4)
+        if rng.random() < 0.1:
+            wanting.leave(replica)
+            by_replica.pop(replica, None)
+        else:
+            names = {name for name in "abc" if rng.random() < 0.3}
+            wanting.tell(replica, {name: Paid(0, 1, name in names) for name in "abc"})
+            by_replica[replica] = names
+        assert set(wanting.anywhere) == set().union(*by_replica.values())

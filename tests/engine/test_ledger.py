@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import random
+from collections import Counter
 from collections.abc import Sequence
 
 import pytest
@@ -11,7 +13,7 @@ from factories import create_classes, create_request, create_scheduler
 from llm_serving.core.caller import Caller
 from llm_serving.core.request_class import class_of
 from llm_serving.core.sampling_params import SamplingParams
-from llm_serving.engine import ledger as module
+from llm_serving.engine import served as module
 from llm_serving.engine.ledger import Ledger
 from llm_serving.scheduler.fair_share import OUTPUT_TOKEN_WEIGHT
 from recordings import MemoryFiles, create_recorded, replay, seal
@@ -131,6 +133,28 @@ def test_one_that_sleeps_remembers_only_so_many_tenants(monkeypatch: pytest.Monk
     assert len(ledger.take(1)) <= 11
 
 
+def test_each_is_told_what_all_the_others_have_served() -> None:
+    """Whoever comes and goes, and however long one does not ask."""
+    rng = random.Random(0)
+    ledger, pending = Ledger(), dict[int, Counter[tuple[str, str]]]()
+    for _ in range(5000):
+        replica, act = rng.randrange(6), rng.random()
+        if replica not in pending or act < 0.02:
+            ledger.join(replica)
+            pending[replica] = Counter()
+        elif act < 0.04:
+            ledger.leave(replica)
+            del pending[replica]
+        elif act < 0.5:
+            service = {(STANDARD, rng.choice("abcdef")): rng.randint(1, 9) for _ in range(rng.randint(0, 3))}
+            ledger.served(replica, service)
+            for other in pending.keys() - {replica}:
+                pending[other].update(service)
+        else:
+            assert ledger.take(replica) == pending[replica]
+            pending[replica] = Counter()
+
+
 def test_engines_tell_each_other() -> None:
     async def run() -> None:
         setup = Setup(num_replicas=2)
@@ -143,7 +167,7 @@ def test_engines_tell_each_other() -> None:
             served = [each.waiting.queues[class_of(0, each.classes).name].shares for each in schedulers]
             there = next(index for index, shares in enumerate(served) if shares.served("a"))
             assert served[1 - there].served("a") == 0  # it has formed no step since
-            engine._router.rule.choose = lambda candidates, predict: candidates[1 - there]  # type: ignore[method-assign]
+            engine._router.rule.choose = lambda candidates, predict: [*candidates][1 - there]  # type: ignore[method-assign]
             assert [piece async for piece in engine.generate([6], sampling, Caller(tenant="b"), request_id="b")]
             assert served[1 - there].served("a") == served[there].served("a")
 

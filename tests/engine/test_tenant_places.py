@@ -45,6 +45,8 @@ class Places:
 
     def _take(self, replica: int, needs: Mapping[str, Need]) -> None:
         self.held[replica] += self.places.settle(replica, needs).get("a", 0)
+        for tenant in self.places._tenants.values():
+            assert tenant.num_held == sum(map(tenant.held, tenant.needs))
 
 
 def test_who_asks_first_gets_what_it_needs_and_others_what_is_left() -> None:

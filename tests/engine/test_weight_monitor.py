@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Collection, Mapping
 
 import pytest
 from factories import create_classes, create_request, create_scheduler
 from llm_serving.engine.ledger import Ledger
-from llm_serving.engine.weight_monitor import WeightMonitor, held_in, service_of
+from llm_serving.engine.weight_monitor import Standing, WeightMonitor, held_in, service_of
 from llm_serving.scheduler import Scheduler
-from llm_serving.scheduler.turns import SCALE, Turns
+from llm_serving.scheduler.turns import SCALE, Paid, Turns
 
 PRIORITIES = {"high": -1, "low": 1}
 """Of weights 4 and 1."""
@@ -80,3 +81,23 @@ def test_a_scheduler_for_which_whoever_is_ahead_counts_whole_is_counted(monkeypa
 def test_whoever_is_told_of_nobody_ahead_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Scheduler, "put_ahead", lambda self, names: None)
     assert num_broken(BOTH, HIGHER) > 0
+
+
+def test_a_replica_is_told_the_least_and_the_most_of_each_lead_since_it_asked_before() -> None:
+    rng = random.Random(0)
+    standing, leads, asked = Standing(), list[dict[str, int]](), dict[int, int]()
+    for _ in range(3000):
+        replica = rng.randrange(5)
+        if rng.random() < 0.02:
+            standing.leave(replica)
+            asked.pop(replica, None)
+        service = {name: rng.choice((0, 1, 5)) for name in "abc"}
+        paid = {name: Paid(service[name], 3, rng.random() < 0.5) for name in "abc"}
+        told = standing.tell(replica, service, paid)
+        leads.append({name: standing._leads[name] for name in "abc"})
+        since = leads[asked[replica] :] if replica in asked else []
+        assert told == {
+            name: (min(each[name] for each in since), max(each[name] for each in since)) for name in "abc" if since
+        }
+        asked[replica] = len(leads) - 1
+    assert len({each["a"] for each in leads}) > 5

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Final
 
+from llm_serving.engine.wanting import Wanting
 from llm_serving.scheduler.turns import Paid
 
 MOST_TURNS: Final = 4
@@ -24,30 +25,28 @@ class ClassAccount:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._paid: Counter[str] = Counter()
-        self._wanting: dict[int, set[str]] = {}
-        """By replica: classes that want more there."""
+        self._wanting = Wanting()
         self._ahead: frozenset[str] = frozenset()
         self._told: dict[int, frozenset[str]] = {}
 
     @property
     def replicas(self) -> set[int]:
         """That it knows of."""
-        return {*self._wanting, *self._told}
+        return {*self._wanting.replicas, *self._told}
 
     def leave(self, replica: int) -> None:
         """A replica serves no longer; the one after it knows of nobody ahead."""
         with self._lock:
-            self._wanting.pop(replica, None)
+            self._wanting.leave(replica)
             self._told.pop(replica, None)
 
     def charge(self, replica: int, paid: Mapping[str, Paid]) -> None:
         """A replica has formed a step."""
         with self._lock:
-            self._wanting[replica] = {name for name, each in paid.items() if each.wants}
+            self._wanting.tell(replica, paid)
             for name, each in paid.items():
                 self._paid[name] += each.service
-            wanting = set().union(*self._wanting.values())
-            least = min((self._paid[name] for name in wanting), default=None)
+            least = min((self._paid[name] for name in self._wanting.anywhere), default=None)
             ahead = set()
             for name, each in paid.items():
                 lead = 0 if least is None else min(max(0, self._paid[name] - least), MOST_TURNS * each.turn)

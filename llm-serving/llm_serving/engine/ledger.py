@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Final
 
 from llm_serving.engine.class_account import ClassAccount
 from llm_serving.engine.limit_monitor import LimitMonitor
+from llm_serving.engine.served import Served, Service
 from llm_serving.engine.tenant_places import TenantPlaces
 from llm_serving.engine.weight_monitor import Lead, Standing
-from llm_serving.scheduler.fair_share import MAX_TENANTS
 from llm_serving.scheduler.turns import Paid
 
-Service = Mapping[tuple[str, str], int]
-"""(class, tenant) -> tokens, as virtual token counters count them."""
 _NOTHING: Final[Service] = {}
 
 
@@ -37,14 +34,13 @@ class Ledger:
         """The same of `classes`."""
         self._charging = threading.Lock()
         self._lock = threading.Lock()
-        self._pending: dict[int, Counter[tuple[str, str]]] = {}
-        """By replica: what it has not been told."""
+        self._served = Served()
 
     @property
     def replicas(self) -> set[int]:
         """That count in any part of it; to be asked while none of them tells it anything."""
         parts = self.places.replicas, self.limits.replicas, self.classes.replicas, self._standing.replicas
-        return {*self._pending}.union(*parts)
+        return self._served.replicas.union(*parts)
 
     def join(self, replica: int, nudge: Callable[[], None] = lambda: None, num_reloads: int = 0) -> None:
         """A replica begins to serve; what was before it is not told.
@@ -58,7 +54,7 @@ class Ledger:
         self.limits.join(replica, num_reloads)
         self._leave_classes(replica)
         with self._lock:
-            self._pending[replica] = Counter()
+            self._served.join(replica)
 
     def leave(self, replica: int) -> None:
         """A replica serves no longer."""
@@ -66,18 +62,13 @@ class Ledger:
         self.limits.leave(replica)
         self._leave_classes(replica)
         with self._lock:
-            self._pending.pop(replica, None)
+            self._served.leave(replica)
 
     def served(self, replica: int, service: Service) -> None:
         """A replica has formed a step."""
-        if len(self._pending) < 2:
-            return
-        with self._lock:
-            for other, pending in self._pending.items():
-                if other != replica:
-                    if len(pending) > MAX_TENANTS:  # it has slept for long, and knows none of them
-                        pending.clear()
-                    pending.update(service)
+        if service:
+            with self._lock:
+                self._served.add(replica, service)
 
     def charge(self, replica: int, paid: Mapping[str, Paid], service: Mapping[str, int]) -> Mapping[str, Lead]:
         """A replica has formed a step, or has nothing to form one of.
@@ -101,8 +92,7 @@ class Ledger:
 
     def take(self, replica: int) -> Service:
         """What the others have served since the last call."""
-        if not self._pending.get(replica):
+        if not self._served.has_news(replica):
             return _NOTHING
         with self._lock:
-            service, self._pending[replica] = self._pending[replica], Counter()
-        return service
+            return self._served.take(replica)

@@ -23,6 +23,8 @@ class _Tenant:
         """By replica: places it has been dealt beyond that, or is to give back."""
         self.dealt_at: Counter[int] = Counter()
         """By replica: the number of the deal that gave it its newest place."""
+        self.num_held = 0
+        """Places that all replicas hold."""
 
     def held(self, replica: int) -> int:
         return self.needs[replica].part + self.more[replica]
@@ -77,9 +79,10 @@ class TenantPlaces:
             self._told.pop(replica, None)
             names = self._take_arrived(replica)
             for name, tenant in self._tenants.items():
-                if tenant.needs.pop(replica, None) is not None:
+                if replica in tenant.needs:
                     names.add(name)
-                    del tenant.more[replica], tenant.dealt_at[replica]
+                    tenant.num_held -= tenant.held(replica)
+                    del tenant.needs[replica], tenant.more[replica], tenant.dealt_at[replica]
             self._tenants = {name: tenant for name, tenant in self._tenants.items() if tenant.needs}
             nudges = self._deal(names)
         for nudge in nudges:
@@ -132,13 +135,16 @@ class TenantPlaces:
         tenant = self._tenants.setdefault(name, _Tenant())
         is_lower = need.limit < tenant.limit
         tenant.limit = need.limit
+        tenant.num_held -= tenant.held(replica) if replica in tenant.needs else 0
         tenant.needs[replica] = need
         tenant.more[replica] -= max(0, -tenant.num_lacking(replica))
+        tenant.num_held += tenant.held(replica)
         for each in [replica, *(other for other in tenant.needs if is_lower and other != replica)]:
-            beyond = sum(map(tenant.held, tenant.needs)) + self._num_on_way[name] - tenant.limit
+            beyond = tenant.num_held + self._num_on_way[name] - tenant.limit
             spare = min(beyond, tenant.held(each) - tenant.needs[each].num_active)
             if spare > 0:
                 tenant.more[each] -= spare
+                tenant.num_held -= spare
                 self._told.setdefault(each, set()).add(name)
 
     def _take_more(self, replica: int, name: str) -> int:
@@ -162,13 +168,14 @@ class TenantPlaces:
         for name in sorted(names):
             if (tenant := self._tenants.get(name)) is None:
                 continue
-            free = tenant.limit - self._num_on_way[name] - sum(map(tenant.held, tenant.needs))
-            lacking = [each for each in tenant.needs if tenant.num_lacking(each) > 0]
+            free = tenant.limit - self._num_on_way[name] - tenant.num_held
+            lacking = [each for each in tenant.needs if tenant.num_lacking(each) > 0] if free > 0 else []
             while free > 0 and lacking:
                 best = min(lacking, key=lambda each: (tenant.held(each), tenant.dealt_at[each], each))
                 self._num_deals += 1
                 free, tenant.dealt_at[best] = free - 1, self._num_deals
                 tenant.more[best] += 1
+                tenant.num_held += 1
                 if tenant.num_lacking(best) == 0:
                     lacking.remove(best)
                 got.add(best)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping
 from typing import Final, NamedTuple
 
 from llm_serving.engine.class_account import MOST_TURNS
+from llm_serving.engine.extremes import Extremes
+from llm_serving.engine.wanting import Wanting
 from llm_serving.scheduler import Schedule, Scheduler
 from llm_serving.scheduler.fair_share import OUTPUT_TOKEN_WEIGHT
 from llm_serving.scheduler.turns import SCALE, WHOLE, Paid
@@ -62,18 +64,22 @@ class Standing:
 
     def __init__(self) -> None:
         self._leads: Counter[str] = Counter()
-        self._wanting: dict[int, set[str]] = {}
-        self._seen: dict[int, dict[str, Lead]] = {}
+        self._wanting = Wanting()
+        self._history: defaultdict[str, Extremes] = defaultdict(Extremes)
+        """By class, its leads after each call of `tell`."""
+        self._num_told = 0
+        self._told_at: dict[int, tuple[int, Collection[str]]] = {}
+        """By replica: the number of its newest call, and the classes that it told of."""
 
     @property
     def replicas(self) -> set[int]:
         """That it knows of."""
-        return {*self._wanting, *self._seen}
+        return {*self._wanting.replicas, *self._told_at}
 
     def leave(self, replica: int) -> None:
         """It serves no longer. This and `tell` are not to be called by two threads at once."""
-        self._wanting.pop(replica, None)
-        self._seen.pop(replica, None)
+        self._wanting.leave(replica)
+        self._told_at.pop(replica, None)
 
     def tell(self, replica: int, service: Mapping[str, int], paid: Mapping[str, Paid]) -> Mapping[str, Lead]:
         """A replica has formed a step, or has nothing to form one of; returns what it may have gone by meanwhile.
@@ -83,18 +89,19 @@ class Standing:
             service: Of the step, by class, over weights.
             paid: Who wants more there, and what a turn is.
         """
-        self._wanting[replica] = {name for name, each in paid.items() if each.wants}
-        self._leads.update(service)
-        least = min([self._leads[name] for name in set().union(*self._wanting.values())], default=None)
+        self._wanting.tell(replica, paid)
+        leads = self._leads
+        for name, served in service.items():
+            leads[name] += served
+        least = min([leads[name] for name in self._wanting.anywhere], default=None)
+        self._num_told = now = self._num_told + 1
         for name, each in paid.items():
-            lead = 0 if least is None else max(0, self._leads[name] - least)
-            self._leads[name] = min(lead, MOST_TURNS * each.turn)
-        for seen in self._seen.values():
-            for name, (low, high) in seen.items():
-                seen[name] = Lead(min(low, self._leads[name]), max(high, self._leads[name]))
-        since = self._seen.get(replica, {})
-        self._seen[replica] = {name: Lead(self._leads[name], self._leads[name]) for name in paid}
-        return since
+            lead = 0 if least is None else max(0, leads[name] - least)
+            leads[name] = lead = min(lead, MOST_TURNS * each.turn)
+            self._history[name].add(now, lead)
+        since, names = self._told_at.get(replica, (now, ()))
+        self._told_at[replica] = now, tuple(paid)
+        return {name: Lead(*self._history[name].since(since)) for name in names}
 
 
 class WeightMonitor:
