@@ -255,3 +255,25 @@ def test_whatever_leaves_and_joins_requests_that_move_between_machines_are_answe
             assert not engine.replicas.ledger.places.on_way()
 
     asyncio.run(run())
+
+
+def test_who_may_be_given_requests_is_looked_for_again_only_when_that_may_be_others() -> None:
+    async def run() -> None:
+        setup = Setup(num_replicas=3)
+        async with setup.running() as engine:
+            replicas = engine.replicas
+            opened = replicas.open()
+            assert [*opened] == [0, 1, 2]
+            await token_ids(ask(engine, 0))
+            assert replicas.open() is opened
+            engine.control.drain(1)
+            assert [*replicas.open()] == [0, 2]
+            await reach(engine, "left")
+            engine.control.join(1)
+            await reach(engine, "serving")
+            assert [*replicas.open()] == [0, 1, 2]
+            assert replicas.open()[1] is not opened[1]
+            replicas.engines[2].stop()
+            assert [*replicas.open()] == [0, 1]
+
+    asyncio.run(run())

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import random
+from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 from llm_serving.core.choices import RoutingName
-from llm_serving.engine.routing import ROUTINGS, Candidate, Routing
-from llm_serving.engine.routing.predicted_ttft import MAX_COMPARED
-from llm_serving.engine.routing.prefix_affinity import MOST_UNEVEN
+from llm_serving.engine.routing import ROUTINGS, Candidate, Candidates, Routing
+from llm_serving.engine.routing.base import load_of
+from llm_serving.engine.routing.predicted_ttft import MAX_COMPARED, OTHERS_WEIGHT, OTHERS_WEIGHT_OF_NEW
+from llm_serving.engine.routing.prefix_affinity import LEAST_MATCH, MOST_UNEVEN
 
 
 def candidate(
@@ -17,8 +19,16 @@ def candidate(
     return Candidate(replica, num_unfinished, 100, num_cached, owed, used, block_size=10, token_s=token_s)
 
 
+def among(candidates: Sequence[Candidate], away: Sequence[int] = ()) -> Candidates:
+    """These, but for those that are `away`; each in the place that its index says."""
+    by_load = sorted(map(load_of, candidates))
+    by_index = {each.replica: each for each in candidates}
+    cached = {index: by_index[index].num_cached_tokens for _, index in by_load if by_index[index].num_cached_tokens}
+    return Candidates(sorted(by_index), by_load, cached, by_index.__getitem__, lambda index: index not in away)
+
+
 def chosen(rule: Routing, *candidates: Candidate, predicted: Mapping[int, float | None] | None = None) -> int:
-    return rule.choose(candidates, lambda each: (predicted or {}).get(each.replica)).replica
+    return rule.choose(among(candidates), lambda each: (predicted or {}).get(each.replica)).replica
 
 
 def test_every_name_has_a_rule() -> None:
@@ -76,7 +86,7 @@ def test_of_many_replicas_the_likely_ones_are_compared() -> None:
         asked.add(each.replica)
         return float(each.num_unfinished)
 
-    assert rule.choose(many, predict).replica == 0
+    assert rule.choose(among(many), predict).replica == 0
     assert len(asked) == MAX_COMPARED
     assert {77, 78, 0, 50, 1, 51} <= asked
 
@@ -96,3 +106,58 @@ def test_where_nobody_has_anything_of_a_prompt_a_delay_of_others_counts_little()
     assert chosen(rule, many, few, predicted={0: 1.0, 1: 1.4}) == 0
     assert chosen(rule, many, few, predicted={0: 1.0, 1: 1.2}) == 1
     assert chosen(rule, many._replace(num_cached_tokens=10), few, predicted={0: 1.0, 1: 1.4}) == 1
+
+
+def by_all_numbers(
+    name: RoutingName, candidates: Sequence[Candidate], predict: Callable[[Candidate], float | None], last: int
+) -> int:
+    """What each rule says, by a look at every replica."""
+    least = min(candidates, key=load_of)
+    ranked = sorted(candidates, key=lambda each: (-each.num_cached_tokens, *load_of(each)))
+    if name is RoutingName.LEAST_LOADED:
+        return least.replica
+    if name is RoutingName.ROUND_ROBIN:
+        return min(each.replica + 1000 * (each.replica <= last) for each in candidates) % 1000
+    if name is RoutingName.BLOCK_COST:
+        new = [each.num_owed_tokens + 100 - each.num_cached_tokens for each in candidates]
+        costs = [2 * tokens / 10 + each.num_used_blocks for tokens, each in zip(new, candidates, strict=True)]
+        return min((cost, *load_of(each)) for cost, each in zip(costs, candidates, strict=True))[2]
+    loads, most = [each.num_unfinished for each in candidates], ranked[0].num_cached_tokens
+    has_match = most >= 100 * LEAST_MATCH
+    at_first = ranked[0] if has_match and max(loads) - min(loads) <= MOST_UNEVEN else least
+    if name is RoutingName.PREFIX_AFFINITY:
+        return at_first.replica
+    having = [each for each in ranked if each.num_cached_tokens][: MAX_COMPARED // 2]
+    likely = [*having, *(each for each in sorted(candidates, key=load_of) if each not in having)][:MAX_COMPARED]
+    weight = OTHERS_WEIGHT if has_match else OTHERS_WEIGHT_OF_NEW
+    told = [
+        (seconds + weight * each.num_unfinished * each.work_s, *load_of(each))
+        for each in (likely if len(candidates) > MAX_COMPARED else candidates)
+        if (seconds := predict(each)) is not None
+    ]
+    return min(told)[2] if told else at_first.replica
+
+
+@pytest.mark.parametrize("name", RoutingName)
+def test_looking_at_few_chooses_the_same_as_looking_at_all(name: RoutingName) -> None:
+    rng = random.Random(name)
+    for _ in range(300):
+        few = rng.choice((2, 12, 40))
+        cached = rng.choice(([0], [0, 0, 0, 10, 30, 30, 90], [50]))
+        every = [
+            candidate(
+                index, rng.randrange(4), rng.choice(cached), rng.randrange(3), rng.randrange(3), rng.choice((0, 0.01))
+            )
+            for index in range(few)
+        ]
+        away = rng.sample(range(few), rng.randrange(few))
+        known = {each.replica: rng.choice((None, 0.5, 0.6)) for each in every} if rng.random() < 0.8 else {}
+        rule, last = ROUTINGS[name](), rng.randrange(few)
+        rule.chosen(last)
+
+        def predict(each: Candidate, known: dict[int, float | None] = known) -> float | None:
+            return known.get(each.replica)
+
+        present = [each for each in every if each.replica not in away]
+        expected = by_all_numbers(name, present, predict, last)
+        assert rule.choose(among(every, away), predict).replica == expected

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
@@ -107,8 +107,8 @@ class Replica:
     under_way: UnderWay = NOTHING
     num_cached_tokens: int = 0
     """Of the prompt that is asked about, that it has computed or will have when it comes to it."""
-    elsewhere: Sequence[Slots] = ()
-    """The requests that have places at other replicas, which count for what a tenant may run."""
+    elsewhere: Callable[[], Sequence[Slots]] = tuple
+    """Tells the requests that have places at other replicas, which count for what a tenant may run."""
 
 
 class Door:
@@ -376,7 +376,7 @@ class Door:
                 before = ahead.asked + ahead.asked[: num_requests - 1]  # about as long
                 steps = slots.steps_until_free(before, measured.num_slots, max_rank)
             if (most := self._room.max_running(tenant)) is not None:
-                own_steps = self._steps_to_own(slots.with_others(replica.elsewhere), tenant, num_requests, most)
+                own_steps = self._steps_to_own(slots.with_others(replica.elsewhere()), tenant, num_requests, most)
             if own_steps is not None and own_steps > (steps or 0):
                 steps, wait = own_steps, "own"
             queue = replace(queue, num_steps_to_slot=steps)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
 from llm_serving.admission.answer_lengths import Asked
@@ -106,6 +106,8 @@ class WaitingRoom:
     def __init__(self, config: ServingConfig, clock: Clock = monotonic) -> None:
         self._tallies: dict[tuple[int, str], Tally] = {}
         """By replica and class."""
+        self._of_class: dict[str, Tally] = {}
+        """Their sums by class, however many replicas there are."""
         self._waiting: dict[str, _Entry] = {}
         self._waiting_at: dict[int, dict[str, _Entry]] = {}
         """The same by replica."""
@@ -148,10 +150,8 @@ class WaitingRoom:
     ) -> None:
         """The request is submitted; `num_tokens` are those of its prompt, `num_cached` of them need no computing."""
         tally = self._tallies.setdefault((replica, request_class.name), Tally())
-        tally.num_waiting += 1
-        tally.num_waiting_tokens += num_tokens
-        tally.num_owed_tokens += num_tokens - num_cached
         entry = _Entry(tally, replica, request_class.name, tenant, num_tokens, asked, num_cached)
+        self._count_waiting(entry, 1)
         self._waiting[request_id] = self._waiting_at.setdefault(replica, {})[request_id] = entry
         self._waiting_of_tenant[tenant] += 1
         self._entered[replica] += 1
@@ -161,7 +161,7 @@ class WaitingRoom:
         """The request waits no longer; one that has ended already is left alone."""
         entry = self._take(request_id)
         if entry is not None:
-            entry.tally.num_running += 1
+            self._count_running(entry, 1)
             self._running[request_id] = entry
             if self.max_running(entry.tenant) is not None:
                 self._running_of_tenant[entry.tenant] += 1
@@ -171,7 +171,7 @@ class WaitingRoom:
         self._take(request_id)
         entry = self._running.pop(request_id, None)
         if entry is not None:
-            entry.tally.num_running -= 1
+            self._count_running(entry, -1)
             if (name := entry.tenant) in self._running_of_tenant:
                 self._running_of_tenant[name] -= 1
                 if not self._running_of_tenant[name]:
@@ -186,9 +186,9 @@ class WaitingRoom:
         if before is None:
             return
         tally = self._tallies.setdefault((replica, before.class_name), Tally())
-        self._running[request_id] = before._replace(tally=tally, replica=replica)
-        before.tally.num_running -= 1
-        tally.num_running += 1
+        after = self._running[request_id] = before._replace(tally=tally, replica=replica)
+        self._count_running(before, -1)
+        self._count_running(after, 1)
 
     def move(self, request_id: str, request_class: RequestClass) -> None:
         """The request is of another class now; one that has ended is left alone."""
@@ -203,25 +203,31 @@ class WaitingRoom:
             self._waiting_at[before.replica][request_id] = after
         for each, change in ((before, -1), (after, 1)):
             if waits:
-                each.tally.num_waiting += change
-                each.tally.num_waiting_tokens += change * each.num_tokens
-                each.tally.num_owed_tokens += change * each.num_owed
+                self._count_waiting(each, change)
                 self._note_who_waits(each)
             else:
-                each.tally.num_running += change
+                self._count_running(each, change)
 
     def _take(self, request_id: str) -> _Entry | None:
         entry = self._waiting.pop(request_id, None)
         if entry is not None:
             del self._waiting_at[entry.replica][request_id]
-            entry.tally.num_waiting -= 1
-            entry.tally.num_waiting_tokens -= entry.num_tokens
-            entry.tally.num_owed_tokens -= entry.num_owed
+            self._count_waiting(entry, -1)
             self._waiting_of_tenant[entry.tenant] -= 1
             self._note_who_waits(entry)
             if self._waiting_of_tenant[entry.tenant] == 0:
                 del self._waiting_of_tenant[entry.tenant]
         return entry
+
+    def _count_waiting(self, entry: _Entry, change: int) -> None:
+        for tally in (entry.tally, self._of_class.setdefault(entry.class_name, Tally())):
+            tally.num_waiting += change
+            tally.num_waiting_tokens += change * entry.num_tokens
+            tally.num_owed_tokens += change * entry.num_owed
+
+    def _count_running(self, entry: _Entry, change: int) -> None:
+        for tally in (entry.tally, self._of_class.setdefault(entry.class_name, Tally())):
+            tally.num_running += change
 
     def _note_who_waits(self, entry: _Entry) -> None:
         now = self._clock()
@@ -240,11 +246,13 @@ class WaitingRoom:
     def load(self, *, replicas: Iterable[int] | None = None, max_rank: int | None = None) -> Tally:
         """What is there, of these replicas and of classes up to this rank; None: of all."""
         names = self._names_up_to(max_rank)
-        total = Tally()
         if replicas is None:
-            replicas = {replica for replica, _ in self._tallies}
-        for key in itertools.product(replicas, names):
-            if (tally := self._tallies.get(key)) is not None:
+            tallies = map(self._of_class.get, names)
+        else:
+            tallies = map(self._tallies.get, itertools.product(replicas, names))
+        total = Tally()
+        for tally in tallies:
+            if tally is not None:
                 total += tally
         return total
 
@@ -289,11 +297,7 @@ class WaitingRoom:
 
     def class_load(self, name: str) -> Tally:
         """What is there of one class."""
-        total = Tally()
-        for (_, other), tally in self._tallies.items():
-            if other == name:
-                total += tally
-        return total
+        return replace(self._of_class.get(name, Tally()))
 
     def check_group(self, num_requests: int, num_tokens: int, request_class: RequestClass, tenant: str) -> None:
         """Raises RequestError for requests that, asked for together, would not fit even if nothing waited."""

@@ -99,6 +99,8 @@ class Engine:
         """Told of requests when a step is formed with them for the first time, before anything of it is published."""
         self.on_away: Callable[[], None] = lambda: None
         """Told in the engine's thread that another attempt to start its WorkAgent again has been made."""
+        self.on_closing: Callable[[], None] = lambda: None
+        """Told, by any thread, when it is to take no requests any more: it has ended, or is about to."""
         self.peers = Peers(index, scheduler, metrics)
         self.nudge: Callable[[], None] = self._post_nothing
         """Has it look again at what it shares with them; may be called from any thread."""
@@ -116,7 +118,8 @@ class Engine:
         self._auditor = Auditor(audit_every, scheduler, tokenizer, metrics, clock)
         self.moves = Moves(scheduler, self._processor, self._auditor, self._desk, self.journal, metrics)
         """Tells of what goes on at other replicas."""
-        self._index = index
+        self.index = index
+        """Of its replica."""
         self._metrics = metrics
         self._publish = publish
         self._clock = clock
@@ -126,6 +129,7 @@ class Engine:
         self._in_flight: deque[Schedule] = deque()
         """Steps that have been submitted and not been replied to, the oldest first."""
         self._inbox = Inbox()
+        self._inbox.on_end = lambda: self.on_closing()
         self._outputs: list[RequestOutput] = []
         self._stopping = False
         metrics.swaps.watch(index, self._swap_load)
@@ -216,13 +220,13 @@ class Engine:
 
     def log_bounds(self) -> None:
         for bounds in self.scheduler.bounds:
-            logger.info("replica %d: %s", self._index, bounds)
+            logger.info("replica %d: %s", self.index, bounds)
         limits = self.scheduler.limits
         if limits.num_schedulers > 1:
             logger.info(
                 "replica %d: limits of tenants and weights of classes hold for all %d replicas together; a class is"
                 " sure of 1/%d of its weight here",
-                self._index,
+                self.index,
                 limits.num_schedulers,
                 limits.least_part,
             )
@@ -238,6 +242,7 @@ class Engine:
     def stop(self) -> None:
         """Ends the loop after the steps in flight; unfinished requests end with an error."""
         self._stopping = True
+        self.on_closing()
         self._inbox.wake()
         self._executor.give_up()
 
@@ -469,7 +474,7 @@ class Engine:
         drafter.replied(ended, len(schedule.rows))
 
     def _record(self, schedule: Schedule, num_tokens: int) -> None:
-        self._metrics.step(*self._load(), num_tokens, replica=self._index)
+        self._metrics.step(*self._load(), num_tokens, replica=self.index)
         if schedule.preempted:
             self._metrics.preempted(len(schedule.preempted))
             for request in schedule.preempted:
@@ -479,7 +484,7 @@ class Engine:
             self._metrics.bound_violated(schedule.num_bound_violations)
 
     def _record_load(self) -> None:
-        self._metrics.load(*self._load(), replica=self._index)
+        self._metrics.load(*self._load(), replica=self.index)
 
     def _load(self) -> tuple[int, int, float]:
         """Requests running and waiting, and the used share of the cache."""

@@ -21,6 +21,8 @@ class Inbox:
     def __init__(self) -> None:
         self.ended: str | None = None
         """Why nothing is taken any more, once that is so."""
+        self.on_end: Callable[[], None] = lambda: None
+        """Told, by any thread, when that has become so."""
         self._messages: deque[Callable[[], None]] = deque()
         self._lock = threading.Lock()
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -70,6 +72,7 @@ class Inbox:
         """Takes no more messages; those that have come are left to `take`."""
         with self._lock:
             self.ended = self.ended or reason
+        self.on_end()
 
     def close(self, reason: str) -> None:
         """As `end`, and gives back the descriptor it is woken by: nobody reads it any more."""

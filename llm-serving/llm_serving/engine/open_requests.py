@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -51,6 +52,10 @@ class OpenRequests:
         self._requests: dict[str, OpenRequest] = {}
         self._live = LiveRequests()
         self._num_of: Counter[Engine] = Counter()
+        self._ranked: Mapping[int, Engine] = {}
+        """Those that `by_load` was asked about last."""
+        self._by_load: list[tuple[int, int]] = []
+        """What it told, kept up to date."""
         self._num_coming: Counter[Engine] = Counter()
         self._joined: dict[str, dict[str, None]] = {}
         """A client's id -> engine's ids of what computes, or computed, its answers; the newest."""
@@ -62,7 +67,7 @@ class OpenRequests:
     def add(self, opened: OpenRequest) -> None:
         self._requests[opened.request.request_id] = opened
         self._live.add(opened.request)
-        self._num_of[opened.engine] += 1
+        self._count(opened.engine, 1)
 
     def get(self, request_id: str) -> OpenRequest | None:
         return self._requests.get(request_id)
@@ -72,7 +77,7 @@ class OpenRequests:
         opened = self._requests.pop(request_id, None)
         if opened is not None:
             self._live.discard(request_id)
-            _count_down(self._num_of, opened.engine)
+            self._count(opened.engine, -1)
             self._set_out(opened, None)
         return opened
 
@@ -96,6 +101,16 @@ class OpenRequests:
     def num_of(self, engine: Engine) -> int:
         """Exact on the event loop, where the engine itself may still have messages to take."""
         return self._num_of[engine]
+
+    def by_load(self, engines: Mapping[int, Engine]) -> Sequence[tuple[int, int]]:
+        """(how many requests an engine has, its index) of these engines, ascending.
+
+        Asked about the same object again, it has not to look at all of them.
+        """
+        if engines is not self._ranked:
+            self._ranked = engines
+            self._by_load = sorted((self._num_of[engine], index) for index, engine in engines.items())
+        return self._by_load
 
     def num_coming(self, engine: Engine) -> int:
         """Those that another engine has let go of, and whose blocks are brought to this one."""
@@ -125,15 +140,21 @@ class OpenRequests:
         """Engine's ids of requests of others that a client's answers came from."""
         return [engine_id for each in client_ids(client_id) for engine_id in self._joined.get(each, ())]
 
+    def _count(self, engine: Engine, change: int) -> None:
+        before = self._num_of[engine]
+        if before + change:
+            self._num_of[engine] = before + change
+        else:
+            del self._num_of[engine]  # an engine that has ended is not kept for its count
+        if self._ranked.get(engine.index) is engine:
+            del self._by_load[bisect_left(self._by_load, (before, engine.index))]
+            insort(self._by_load, (before + change, engine.index))
+
     def _set_out(self, opened: OpenRequest, engine: Engine | None) -> None:
-        if opened.next_engine is not None:
-            _count_down(self._num_coming, opened.next_engine)
+        if (before := opened.next_engine) is not None:
+            self._num_coming[before] -= 1
+            if not self._num_coming[before]:
+                del self._num_coming[before]
         opened.next_engine = engine
         if engine is not None:
             self._num_coming[engine] += 1
-
-
-def _count_down(counts: Counter[Engine], engine: Engine) -> None:
-    counts[engine] -= 1
-    if not counts[engine]:
-        del counts[engine]  # an engine that has ended is not kept for its count

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -74,6 +74,12 @@ class Replicas:
         self._carrier = Carrier(Pace(self._has_steps).rest)
         self._reloaded: tuple[int, ServingConfig] | None = None
         """What engines go by, where it is not what they are opened with; the first time, the second time, .."""
+        self._opening = threading.Lock()
+        self._changes = itertools.count(1)
+        self._newest_change = 0
+        """Of what `open` tells."""
+        self._open: tuple[int, Mapping[int, Engine]] = (-1, {})
+        """What it told last, behind the change after which it did."""
         self._drained: dict[int, threading.Event] = {}
         """Those that shall get no requests until they join again, each with what its thread waits for."""
         self._config = config.serving
@@ -110,11 +116,12 @@ class Replicas:
         engine = self.engines[index] = make(self._publish)
         self.watch(engine)
         self._join(index, engine)
+        self._changed()
         return engine
 
     def watch(self, engine: Engine) -> None:
         """Has an engine tell what happens."""
-        engine.on_started, engine.on_away = self._publish_started, self._publish_away
+        engine.on_started, engine.on_away, engine.on_closing = self._publish_started, self._publish_away, self._changed
         engine.moves.on_departures, engine.moves.on_spent = self._publish_departures, self.give_back
 
     async def stop(self) -> None:
@@ -132,10 +139,20 @@ class Replicas:
     def living(self) -> dict[int, Engine]:
         return {index: engine for index, engine in list(self.engines.items()) if engine.dead is None}
 
-    def open(self) -> dict[int, Engine]:
-        """Those that requests may be given to."""
-        living = self.living().items()
-        return {index: each for index, each in living if index not in self._drained and not each.is_stopping}
+    def open(self) -> Mapping[int, Engine]:
+        """Those that requests may be given to, in ascending order; the same object as long as they are the same."""
+        with self._opening:
+            change, found = self._open
+            if change != self._newest_change:
+                change = self._newest_change  # before they are looked at: they end at any time
+                living = sorted(self.living().items())
+                found = {index: each for index, each in living if index not in self._drained and not each.is_stopping}
+                self._open = change, found
+        return found
+
+    def _changed(self) -> None:
+        """Others than before may be given requests; from any thread."""
+        self._newest_change = next(self._changes)
 
     def drain(self, index: int) -> None:
         """The replica gets no further requests; `leave` is to be called once it has none. Twice changes nothing.
@@ -152,6 +169,7 @@ class Replicas:
         if not others:
             raise RequestError("replica", "must not be the only one that serves", index)
         self._drained[index] = threading.Event()
+        self._changed()
 
     def is_drained(self, index: int) -> bool:
         """Whether it gets no further requests."""
@@ -219,6 +237,7 @@ class Replicas:
         self._check(index)
         joined = self._drained.pop(index, None)
         if joined is not None:
+            self._changed()
             joined.set()
 
     def state(self, index: int) -> ReplicaState:
@@ -242,7 +261,7 @@ class Replicas:
 
     def index_of(self, engine: Engine) -> int | None:
         """None: another engine has taken its place."""
-        return next((index for index, each in list(self.engines.items()) if each is engine), None)
+        return engine.index if self.engines.get(engine.index) is engine else None
 
     def health(self) -> EngineHealth:
         return health_of(
@@ -296,7 +315,9 @@ class Replicas:
         if (reloaded := self._reloaded) is not None:
             _reload(engine, *reloaded)
         self._join(index, engine)
-        self.engines[index] = engine
+        with self._opening:  # whoever finds it in its place finds it among those, too
+            self.engines[index] = engine
+            self._changed()
         if (newest := self._reloaded) is not None and newest is not reloaded:  # since it looked
             _reload(engine, *newest)
         self._failures.pop(index, None)

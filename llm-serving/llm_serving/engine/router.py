@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache, partial
+from itertools import islice
 from typing import NamedTuple
 
 from llm_serving.admission.door import Door, Replica
@@ -17,11 +19,12 @@ from llm_serving.core.clock import Clock
 from llm_serving.core.request_class import class_of
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.engine.engine import Engine
+from llm_serving.engine.fleet import Fleet
 from llm_serving.engine.open_requests import OpenRequests
 from llm_serving.engine.prompt_blocks import PromptBlocks, block_names
 from llm_serving.engine.replicas import Replicas
 from llm_serving.engine.request_stream import RequestStream
-from llm_serving.engine.routing import ROUTINGS, Candidate
+from llm_serving.engine.routing import ROUTINGS, Candidate, Candidates
 from llm_serving.errors import UnavailableError
 from llm_serving.kvcache import BlockManager
 
@@ -61,6 +64,8 @@ class Router:
         self._door = door
         self._clock = clock
         self._prompts = PromptBlocks()
+        self._open = self._beginning = Fleet({})
+        """Those that may be given requests, and of these those that may begin with one."""
 
     def reload(self, config: ServingConfig) -> None:
         """Another configuration counts; the rule stays."""
@@ -70,14 +75,14 @@ class Router:
 
     def block_names(self, prompt_token_ids: Sequence[int], sampling: SamplingParams, caller: Caller) -> list[bytes]:
         """Names of the blocks by which it is told what a replica has of a prompt; none where nothing depends on it."""
-        living, scheduler = self._to_begin(self._replicas.open()), self._config.scheduler
-        if not living or sampling.prompt_logprobs is not None or not scheduler.prefix_caching:
+        fleet, scheduler = self._to_begin(), self._config.scheduler
+        if not fleet.engines or sampling.prompt_logprobs is not None or not scheduler.prefix_caching:
             return []
-        is_compared = len(living) > 1 and self.rule.needs_prefixes
+        is_compared = len(fleet.engines) > 1 and self.rule.needs_prefixes
         may_be_refused = caller.deadline is not None or scheduler.slo_refusal_factor is not None
         if not (is_compared or may_be_refused):
             return []
-        block_size = next(iter(living.values())).scheduler.blocks.block_size
+        block_size = next(iter(fleet.engines.values())).scheduler.blocks.block_size
         return block_names(caller.cache_namespace, prompt_token_ids, block_size)
 
     def place(self, prompt_lens: Sequence[int], caller: Caller, names: Sequence[bytes] = ()) -> Placed:
@@ -91,22 +96,37 @@ class Router:
         Raises:
             UnavailableError: No WorkAgent is ready.
         """
-        living = self._begin()
-        present = {index: engine for index, engine in living.items() if engine.away is None}
-        candidates = [self._candidate(each, prompt_lens[0], names) for each in sorted((present or living).items())]
-        index = candidates[0].replica
-        if len(candidates) > 1:
+        fleet = self._to_begin()
+        engines = fleet.engines
+        if not engines:
+            raise UnavailableError(self._replicas.health().detail)
+        by_load = self._requests.by_load(engines)
+        cached = self._cached(fleet, by_load, names)
+        present = fleet.present
+        measured_of = self._measures()
+        candidates = Candidates(
+            fleet.indices,
+            by_load,
+            cached,
+            lambda index: self._candidate(
+                index, engines[index], prompt_lens[0], cached.get(index, 0), measured_of(engines[index])
+            ),
+            lambda index: present in (None, index) or engines[index].away is None,  # each may be away any moment
+        )
+        chosen, *others = islice(candidates.by_load(), 2)
+        if others:
             request_class = class_of(caller.priority, self._config.request_classes)
 
             def predict(candidate: Candidate) -> float | None:
-                at = self.seen(candidate.replica, living[candidate.replica], candidate.num_cached_tokens)
+                index = candidate.replica
+                at = self._seen(index, engines[index], candidate.num_cached_tokens, measured_of)
                 forecast = self._door.predict(prompt_lens, request_class, caller.tenant, at)
                 return None if forecast is None else forecast.seconds
 
-            index = self.rule.choose(candidates, predict).replica
-        self._check_away(index, living[index])
-        cached = next(each.num_cached_tokens for each in candidates if each.replica == index)
-        return Placed(index, living[index], cached)
+            chosen = self.rule.choose(candidates, predict)
+        engine = engines[chosen.replica]
+        self._check_away(chosen.replica, engine)
+        return Placed(chosen.replica, engine, chosen.num_cached_tokens)
 
     def moves(self, replica: int) -> bool:
         """Whether requests that begin at a replica go on at another."""
@@ -159,15 +179,20 @@ class Router:
 
     def seen(self, index: int, engine: Engine, num_cached_tokens: int = 0) -> Replica:
         """A replica as the door sees it. One that has measured too little is expected to be as quick as another."""
+        return self._seen(index, engine, num_cached_tokens, self._measures())
+
+    def _seen(
+        self, index: int, engine: Engine, num_cached_tokens: int, measured_of: Callable[[Engine], Measured | None]
+    ) -> Replica:
         return Replica(
             index,
             len(self._replicas.open()),
-            self._measured(engine) if engine.restarting is None else None,
+            measured_of(engine) if engine.restarting is None else None,
             engine.scheduler.policy.honours_classes,
             engine.load.slots,
             engine.load.under_way,
             num_cached_tokens,
-            self._slots_elsewhere(index),
+            partial(self._slots_elsewhere, index),
         )
 
     def _slots_elsewhere(self, index: int) -> list[Slots]:
@@ -180,41 +205,61 @@ class Router:
         Raises:
             UnavailableError: There is none.
         """
-        return min((each.scheduler.blocks for each in self._living().values()), key=lambda each: each.longest)
-
-    def _measured(self, engine: Engine) -> Measured | None:
-        if engine.load.measured is not None:
-            return engine.load.measured
-        measured = (each.load.measured for each in self._replicas.living().values())
-        other = next((each for each in measured if each is not None), None)
-        return None if other is None else replace(other, num_slots=other.limits.max_num_seqs)
-
-    def _living(self) -> dict[int, Engine]:
-        living = self._replicas.open()
-        if not living:
+        if not self._look().engines:
             raise UnavailableError(self._replicas.health().detail)
-        return living
+        return self._open.smallest_cache
 
-    def _begin(self) -> dict[int, Engine]:
-        return self._to_begin(self._living())
+    def _measures(self) -> Callable[[Engine], Measured | None]:
+        """Tells what was measured of a replica; where that is too little, what the first of the others that tells."""
 
-    def _to_begin(self, living: dict[int, Engine]) -> dict[int, Engine]:
+        @cache
+        def of_another() -> Measured | None:
+            measured = (each.load.measured for each in list(self._replicas.engines.values()) if each.dead is None)
+            other = next((each for each in measured if each is not None), None)
+            return None if other is None else replace(other, num_slots=other.limits.max_num_seqs)
+
+        def measured_of(engine: Engine) -> Measured | None:
+            return of_another() if (measured := engine.load.measured) is None else measured
+
+        return measured_of
+
+    def _look(self) -> Fleet:
+        """The replicas that may be given requests."""
+        engines = self._replicas.open()
+        if engines is not self._open.engines:
+            self._open = self._beginning = Fleet(engines)
+            if self._decoding:
+                self._beginning = Fleet({index: each for index, each in engines.items() if index not in self._decoding})
+        return self._open
+
+    def _to_begin(self) -> Fleet:
         """Those where requests begin: where all others are away, also those that are to decode."""
-        chosen = {index: each for index, each in living.items() if index not in self._decoding}
-        return chosen if any(each.away is None for each in chosen.values()) else living
+        opened = self._look()
+        return opened if self._beginning.present is None else self._beginning
 
-    def _candidate(self, replica: tuple[int, Engine], num_prompt_tokens: int, names: Sequence[bytes]) -> Candidate:
-        index, engine = replica
+    def _cached(self, fleet: Fleet, by_load: Sequence[tuple[int, int]], names: Sequence[bytes]) -> dict[int, int]:
+        """Of replicas that have any of a prompt with blocks of these names, how many tokens; least loaded first."""
+        having = self._prompts.having(names[0], fleet.pools) if names else ()
+        cached = {}
+        for index in [index for _, index in by_load if index in having] if having else ():
+            blocks = fleet.engines[index].scheduler.blocks
+            if num_blocks := self._prompts.num_found(index, names, blocks.pool):
+                cached[index] = num_blocks * blocks.block_size
+        return cached
+
+    def _candidate(
+        self, index: int, engine: Engine, num_prompt_tokens: int, num_cached_tokens: int, measured: Measured | None
+    ) -> Candidate:
         blocks = engine.scheduler.blocks
         return Candidate(
             index,
             self._requests.num_of(engine),
             num_prompt_tokens,
-            self._prompts.num_found(index, names, blocks.pool) * blocks.block_size,
+            num_cached_tokens,
             self._room.load(replicas=(index,)).num_owed_tokens,
             blocks.pool.num_used_blocks,
             blocks.block_size,
-            0.0 if (measured := self._measured(engine)) is None else measured.token_s,
+            0.0 if measured is None else measured.token_s,
         )
 
     def _check_away(self, index: int, engine: Engine) -> None:

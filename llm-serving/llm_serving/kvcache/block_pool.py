@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Final
 
 MAX_EPOCH: Final = 2**31 - 1
@@ -91,6 +91,11 @@ class BlockPool:
     def find(self, name: bytes) -> int | None:
         """The block whose content has this name, free or used."""
         return self._blocks_by_name.get(name)
+
+    @property
+    def has(self) -> Callable[[bytes], bool]:
+        """Tells whether there is a block of this name; good for as long as the pool is."""
+        return self._blocks_by_name.__contains__
 
     def forget(self) -> None:
         """Takes all names away: what the blocks hold is no longer known."""

@@ -141,7 +141,7 @@ class SteadyEngine:
         if drafter is not None:
             drafter.measured(num_rows, engine._times.step_s, engine._times.host_s)
             drafter.replied((), num_rows)
-        engine._metrics.step(*engine._load(), num_rows, replica=engine._index)
+        engine._metrics.step(*engine._load(), num_rows, replica=engine.index)
         if self._predicts:
             engine.load.step(num_tokens=num_rows, num_rows=num_rows, seconds=engine._times.step_s, num_ended=0)
         engine._times.settled(clock())

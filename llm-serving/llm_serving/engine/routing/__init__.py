@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Final
 
 from llm_serving.core.choices import RoutingName
-from llm_serving.engine.routing.base import Candidate, Predict, Routing
+from llm_serving.engine.routing.base import Candidate, Candidates, Predict, Routing
 from llm_serving.engine.routing.block_cost import BlockCost
 from llm_serving.engine.routing.least_loaded import LeastLoaded
 from llm_serving.engine.routing.predicted_ttft import PredictedTTFT
@@ -19,4 +19,4 @@ ROUTINGS: Final[dict[str, Callable[[], Routing]]] = {
     RoutingName.ROUND_ROBIN: RoundRobin,
 }
 
-__all__ = ["ROUTINGS", "Candidate", "Predict", "Routing"]
+__all__ = ["ROUTINGS", "Candidate", "Candidates", "Predict", "Routing"]

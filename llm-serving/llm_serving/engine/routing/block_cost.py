@@ -5,15 +5,13 @@ https://docs.nvidia.com/dynamo/design-docs/router-design
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from llm_serving.engine.routing.base import Candidate, Predict
+from llm_serving.engine.routing.base import Candidate, Candidates, Predict
 
 
 class BlockCost:
     needs_prefixes = True
 
-    def choose(self, candidates: Sequence[Candidate], predict: Predict) -> Candidate:
+    def choose(self, candidates: Candidates, predict: Predict) -> Candidate:
         del predict
         return min(candidates, key=lambda each: (_cost(each), each.num_unfinished, each.replica))
 

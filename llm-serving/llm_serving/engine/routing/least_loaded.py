@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from llm_serving.engine.routing.base import Candidate, Predict, load_of
+from llm_serving.engine.routing.base import Candidate, Candidates, Predict
 
 
 class LeastLoaded:
     needs_prefixes = False
 
-    def choose(self, candidates: Sequence[Candidate], predict: Predict) -> Candidate:
+    def choose(self, candidates: Candidates, predict: Predict) -> Candidate:
         del predict
-        return min(candidates, key=load_of)
+        return next(candidates.by_load())
 
     def chosen(self, replica: int) -> None:
         del replica

@@ -11,9 +11,10 @@ one with fewer requests; where nothing has been measured yet, `prefix_affinity` 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 from typing import Final
 
-from llm_serving.engine.routing.base import Candidate, Predict, load_of
+from llm_serving.engine.routing.base import Candidate, Candidates, Predict, load_of
 from llm_serving.engine.routing.prefix_affinity import LEAST_MATCH, PrefixAffinity
 
 MAX_COMPARED: Final = 8
@@ -33,10 +34,10 @@ class PredictedTTFT:
     needs_prefixes = True
     _at_first = PrefixAffinity()
 
-    def choose(self, candidates: Sequence[Candidate], predict: Predict) -> Candidate:
-        likely = _likely(candidates)
-        predicted = [(predict(each), each) for each in likely]
-        is_anywhere = any(each.num_cached_tokens >= LEAST_MATCH * each.num_prompt_tokens for each in candidates)
+    def choose(self, candidates: Candidates, predict: Predict) -> Candidate:
+        having = list(islice(candidates.by_prefix(), MAX_COMPARED // 2))
+        predicted = [(predict(each), each) for each in _likely(candidates, having)]
+        is_anywhere = bool(having) and having[0].num_cached_tokens >= LEAST_MATCH * having[0].num_prompt_tokens
         others_weight = OTHERS_WEIGHT if is_anywhere else OTHERS_WEIGHT_OF_NEW
         told = [
             (seconds + others_weight * each.num_unfinished * each.work_s, load_of(each), each)
@@ -49,10 +50,10 @@ class PredictedTTFT:
         del replica
 
 
-def _likely(candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-    if len(candidates) <= MAX_COMPARED:
-        return candidates
-    by_load = sorted(candidates, key=load_of)
-    having = [each for each in by_load if each.num_cached_tokens]
-    having = sorted(having, key=lambda each: -each.num_cached_tokens)[: MAX_COMPARED // 2]
-    return [*having, *(each for each in by_load if each not in having)][:MAX_COMPARED]
+def _likely(candidates: Candidates, having: Sequence[Candidate]) -> Sequence[Candidate]:
+    """Those `having` most of the prompt among them."""
+    by_load = list(islice(candidates.by_load(), MAX_COMPARED + 1))
+    if len(by_load) <= MAX_COMPARED:
+        return by_load
+    replicas = [each.replica for each in having]
+    return [*having, *(each for each in by_load if each.replica not in replicas)][:MAX_COMPARED]

@@ -5,10 +5,9 @@ https://docs.ray.io/en/latest/serve/llm/prefix-aware-request-router.html
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Final
 
-from llm_serving.engine.routing.base import Candidate, Predict, load_of
+from llm_serving.engine.routing.base import Candidate, Candidates, Predict
 
 LEAST_MATCH: Final = 0.1
 """Share of a prompt that must be there for it to count; Ray Serve's."""
@@ -20,14 +19,13 @@ has none of its own."""
 class PrefixAffinity:
     needs_prefixes = True
 
-    def choose(self, candidates: Sequence[Candidate], predict: Predict) -> Candidate:
+    def choose(self, candidates: Candidates, predict: Predict) -> Candidate:
         del predict
-        loads = [each.num_unfinished for each in candidates]
-        most = max(candidates, key=lambda each: (each.num_cached_tokens, -each.num_unfinished, -each.replica))
-        is_even = max(loads) - min(loads) <= MOST_UNEVEN
-        if is_even and most.num_cached_tokens >= LEAST_MATCH * most.num_prompt_tokens:
+        least, most = next(candidates.by_load()), next(candidates.by_prefix(), None)
+        is_even = candidates.most_loaded().num_unfinished - least.num_unfinished <= MOST_UNEVEN
+        if most is not None and is_even and most.num_cached_tokens >= LEAST_MATCH * most.num_prompt_tokens:
             return most
-        return min(candidates, key=load_of)
+        return least
 
     def chosen(self, replica: int) -> None:
         del replica

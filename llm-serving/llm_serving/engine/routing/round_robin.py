@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from llm_serving.engine.routing.base import Candidate, Predict
+from llm_serving.engine.routing.base import Candidate, Candidates, Predict
 
 
 class RoundRobin:
@@ -13,9 +11,9 @@ class RoundRobin:
     def __init__(self) -> None:
         self._last = -1
 
-    def choose(self, candidates: Sequence[Candidate], predict: Predict) -> Candidate:
+    def choose(self, candidates: Candidates, predict: Predict) -> Candidate:
         del predict
-        return min(candidates, key=lambda each: (each.replica <= self._last, each.replica))
+        return candidates.after(self._last)
 
     def chosen(self, replica: int) -> None:
         self._last = replica
