@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import sys
+from pathlib import Path
 
 import msgspec
 from llm_serving.executor.ray_orders import AgentEnded, Connected, KillAgent, Order, RayPlaces, Unusable
@@ -13,6 +14,8 @@ from llm_serving.transport.channel import Channel
 
 NOWHERE = "10.0.0.1:1"
 """An address without a cluster."""
+NOT_YET = "not yet: "
+"""Before the path of a file that counts attempts: Ray comes up at the second."""
 HANGS = "hangs"
 """An address whose cluster never lets go."""
 
@@ -23,6 +26,13 @@ def main(places: str, socket_fd: str) -> None:
     if address == NOWHERE:
         channel.send(Unusable(f"there is no cluster at {address}"))
         return
+    if address is not None and address.startswith(NOT_YET):
+        with Path(address.removeprefix(NOT_YET)).open("a+") as attempts:
+            attempts.write(f"{os.getpid()}\n")
+            attempts.seek(0)
+            if len(attempts.readlines()) == 1:
+                channel.send(Unusable("it has not come up", again=True))
+                return
     channel.send(Connected("127.0.0.1", f"process {os.getpid()}"))
     if address == HANGS:
         signal.pause()

@@ -19,7 +19,7 @@ from llm_serving.errors import ConfigError, WorkerDiedError
 from llm_serving.executor import ray_process, ray_starter
 from llm_serving.executor.ray_orders import AgentEnded, KillAgent, RayPlaces, StartAgent
 from llm_serving.executor.ray_starter import RayAgent, RayStarter
-from stand_in_ray_process import HANGS, NOWHERE
+from stand_in_ray_process import HANGS, NOT_YET, NOWHERE
 
 PLACES = RayPlaces(None, 2, 1, "spread", 0)
 COMMAND = (sys.executable, stand_in_ray_process.__file__)
@@ -106,6 +106,29 @@ def test_a_start_while_there_is_no_cluster_ends_and_says_why(starter: RayStarter
 def test_a_cluster_that_cannot_be_used_is_an_error_at_the_start() -> None:
     with pytest.raises(ConfigError, match=f"there is no cluster at {NOWHERE}"):
         RayStarter(RayPlaces(NOWHERE, 2, 1, "spread", 0), "/the/secret", COMMAND)
+
+
+def test_a_ray_that_does_not_come_up_here_is_started_again(tmp_path: Path) -> None:
+    starter = RayStarter(RayPlaces(f"{NOT_YET}{tmp_path / 'attempts'}", 2, 1, "spread", 0), "/the/secret", COMMAND)
+    assert end_of(starter.start(0, [["end"]])).startswith("ended with end")
+    starter.close()
+    assert len((tmp_path / "attempts").read_text().split()) == 2
+
+
+def test_one_that_never_comes_up_is_not_tried_for_ever(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(ray_starter, "ATTEMPTS", 1)
+    with pytest.raises(ConfigError, match="it has not come up"):
+        RayStarter(RayPlaces(f"{NOT_YET}{tmp_path / 'attempts'}", 2, 1, "spread", 0), "/the/secret", COMMAND)
+
+
+def test_what_ray_says_when_it_does_not_come_up_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = SimpleNamespace(init=lambda **_: 1 / 0)
+    monkeypatch.setattr(ray_process, "import_ray", lambda: ray)
+    with pytest.raises(ray_process.NotStartedError, match="Ray cannot be used on this machine: division by zero"):
+        ray_process.connected(None).__enter__()
+    with pytest.raises(ConfigError, match=r"Ray cannot be used at cluster_config\.address") as caught:
+        ray_process.connected(NOWHERE).__enter__()
+    assert not isinstance(caught.value, ray_process.NotStartedError)
 
 
 def test_one_that_does_not_let_go_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,6 +221,21 @@ def test_a_connection_by_which_nothing_runs_and_nothing_starts_is_given_up(monke
     agents.kill(KillAgent(1))
     assert not agents.start(StartAgent(3, 0, ((),)))
     assert told[1:] == [AgentEnded(number, "Ray cannot start it: WrongClusterID") for number in (2, 3)]
+
+
+def test_whatever_ray_fails_with_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not all of it are errors of its own: a store that has gone is an OSError, an object nobody knows a ValueError."""
+
+    def fail(error: Exception) -> Any:
+        raise error
+
+    ray, told = FakeRay(), list[object]()
+    agents = agents_of(ray, PLACES, told, monkeypatch)
+    weights: Any = SimpleNamespace(bring=lambda actor: fail(OSError("Broken pipe")))
+    agents._bring_and_run(StartAgent(1, 0, ((),)), ray, weights)
+    assert told[1:] == [AgentEnded(1, "Broken pipe")]
+    ray.get = lambda done: fail(ValueError())  # type: ignore[attr-defined]
+    assert agents._end_of("done") == "ValueError"
 
 
 def test_all_ranks_of_a_replica_are_one_actor_with_a_place_on_one_machine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,6 +48,8 @@ class Connected(msgspec.Struct, tag="connected", frozen=True):
 
 class Unusable(msgspec.Struct, tag="unusable", frozen=True):
     error: str
+    again: bool = False
+    """Whether another attempt may do."""
 
 
 class AgentEnded(msgspec.Struct, tag="ended", frozen=True):

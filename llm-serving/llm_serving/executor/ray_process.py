@@ -40,6 +40,11 @@ DEVICE: Final = "NPU"
 _LOOK_EVERY_S: Final = 0.2
 
 
+class NotStartedError(ConfigError):
+    """Ray has not come up on this machine. It gives its own processes 15 s for that, and no more where others keep the
+    cores busy or the disk is cold."""
+
+
 def main(places: str, socket_fd: str) -> None:
     channel: Channel[Order] = Channel(socket.socket(fileno=int(socket_fd)), Order)  # type: ignore[arg-type]
     try:
@@ -55,7 +60,7 @@ def main(places: str, socket_fd: str) -> None:
                 else:
                     agents.kill(order)
     except ConfigError as error:
-        channel.send(Unusable(str(error)))
+        channel.send(Unusable(str(error), again=isinstance(error, NotStartedError)))
     except ChannelClosedError:  # the master ends, or has ended
         pass
 
@@ -123,9 +128,9 @@ class Agents:
         try:
             path = weights.bring(actor)
             self._run(order, actor, [(*arguments, "--model-path", path) for arguments in order.ranks])
-        except (ConfigError, self._ray.exceptions.RayError) as error:
+        except Exception as error:  # noqa: BLE001  Ray has errors that are none of its own; who waits is told
             self.kill(KillAgent(order.number))
-            self._tell(AgentEnded(order.number, str(error).strip().splitlines()[0]))
+            self._tell(AgentEnded(order.number, _first_line(error)))
 
     def kill(self, order: KillAgent) -> None:
         """Ends the actor, and by that its WorkAgent: at once where Ray reaches its machine; where it does not, the
@@ -146,10 +151,13 @@ class Agents:
                 with self._lock:
                     number = self._running.pop(done)
                     self._actors.pop(number, None)
-                try:
-                    self._tell(AgentEnded(number, self._ray.get(done)))
-                except self._ray.exceptions.RayError as error:
-                    self._tell(AgentEnded(number, str(error).strip().splitlines()[0]))
+                self._tell(AgentEnded(number, self._end_of(done)))
+
+    def _end_of(self, done: Any) -> str:
+        try:
+            return str(self._ray.get(done))
+        except Exception as error:  # noqa: BLE001  as above
+            return _first_line(error)
 
     def _tell(self, report: Report) -> None:
         with self._lock:
@@ -166,7 +174,8 @@ def connected(address: str | None, num_cpus: int = 1) -> Iterator[Any]:
         num_cpus: The cluster that is started has at least so many.
 
     Raises:
-        ConfigError: Ray is not installed, there is no cluster at the address, or none can be started here.
+        ConfigError: Ray is not installed, or there is no cluster at the address.
+        NotStartedError: None has come up here.
     """
     ray = import_ray()
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is reported to anybody
@@ -177,8 +186,9 @@ def connected(address: str | None, num_cpus: int = 1) -> Iterator[Any]:
             address=address or "local", namespace=NAMESPACE, include_dashboard=False, logging_level="ERROR", **here
         )
     except Exception as error:
-        where = "on this machine" if address is None else f"at cluster_config.address {address}"
-        raise ConfigError(f"Ray cannot be used {where}: {error}") from error
+        if address is None:
+            raise NotStartedError(f"Ray cannot be used on this machine: {error}") from error
+        raise ConfigError(f"Ray cannot be used at cluster_config.address {address}: {error}") from error
     try:
         yield ray
     finally:
@@ -197,6 +207,10 @@ def import_ray() -> Any:
         raise ConfigError(
             "`cluster_config.engine: ray` needs the package ray: pip install -e 'llm-serving[ray]'"
         ) from None
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def _resources(ray: Any) -> str:

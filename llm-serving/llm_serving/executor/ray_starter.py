@@ -25,6 +25,8 @@ PATIENCE_S: Final = 2.0
 """For an actor that was killed; one on a machine that is gone does not end before Ray says so."""
 SHUTDOWN_S: Final = 10.0
 """For the connection to Ray, which does not end by itself where Ray's head is gone."""
+ATTEMPTS: Final = 3
+"""To start a Ray on this machine; each has processes of its own."""
 COMMAND: Final = tuple(command_of("llm_serving.executor.ray_process"))
 
 
@@ -44,12 +46,16 @@ class RayStarter:
         self._places, self._secret_file, self._command = places, secret_file, command
         self._numbers = itertools.count()
         self._lock = threading.Lock()
-        self._connection = RayConnection(places, command)
-        try:
-            self.host = self._connection.wait().host
-        except BaseException:
-            self.close()
-            raise
+        for num_left in reversed(range(ATTEMPTS)):
+            self._connection = RayConnection(places, command)
+            try:
+                self.host = self._connection.wait().host
+                break
+            except BaseException as error:
+                self.close()
+                if not (num_left and self._connection.may_be_tried_again):
+                    raise
+                logger.warning("Ray is started again: %s", error)
 
     def start(self, index: int, ranks: Sequence[Sequence[str]]) -> RayAgent:
         with self._lock:
@@ -85,6 +91,8 @@ class RayConnection:
         self._answered = threading.Event()
         self._connected: Connected | None = None
         self._why_gone: str | None = None
+        self.may_be_tried_again = False
+        """Once it is gone: whether another one may do."""
         self._thread = threading.Thread(target=self._listen, name="ray", daemon=True)
         try:
             self._thread.start()
@@ -149,7 +157,7 @@ class RayConnection:
                     logger.info("Ray has places for all WorkAgents: %s", report.resources)
                     self._answered.set()
                 else:
-                    why = report.error
+                    why, self.may_be_tried_again = report.error, report.again
         self._why_gone = why
         self._answered.set()
         with self._lock:
