@@ -29,6 +29,7 @@ import msgspec
 from llm_serving.core.address_space import limit_reached
 from llm_serving.core.agent_exit import AgentExit
 from llm_serving.core.image import package_image
+from llm_serving.core.own_process import end_with_parent
 from llm_serving.core.step import AllowedTokens
 from llm_serving.errors import (
     ChannelClosedError,
@@ -86,6 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parse(argv)
     name = f"work_agent {args.index}" if args.ranks_fd is None else f"work_agent {args.index}, rank {args.rank}"
     configure_logging(args.log_level, name)
+    end_with_parent()
     threading.Thread(target=_end_with_the_master, name="parent-watch", daemon=True).start()
     blocks = None
     try:
@@ -308,7 +310,8 @@ def _allowed(channel: Channel[MasterMessage], buffers: SharedBuffers | InlineArr
 
 
 def _end_with_the_master() -> None:
-    """Standard input is a pipe from the master: its end means that the master is gone, even by SIGKILL."""
+    """Standard input is a pipe from whoever started this process: its end means that the parent is gone, perhaps since
+    before the kernel was told to end this one with it."""
     while sys.stdin.read(1):
         pass
     os._exit(0)

@@ -1,9 +1,11 @@
-"""Processes of this package import nothing from the folder that somebody happens to be in."""
+"""Processes of this package import nothing from the folder that somebody is in, and end with their parent."""
 
 import subprocess
+import sys
 from pathlib import Path
 
 import llm_serving
+import psutil
 from llm_serving.core.own_process import command_of
 
 
@@ -22,3 +24,14 @@ def test_nobody_starts_one_in_another_way():
     assert [str(path) for path in package.rglob("*.py") if "sys.executable" in path.read_text()] == [
         str(package / "core" / "own_process.py")
     ]
+
+
+def test_one_that_is_stopped_ends_with_its_parent():
+    """Nor could one that hangs end by itself."""
+    child = "import os, signal; from llm_serving.core.own_process import end_with_parent; end_with_parent()"
+    child += "; print(os.getpid(), flush=True); os.kill(os.getpid(), signal.SIGSTOP)"
+    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    with subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True) as process:
+        stopped = psutil.Process(int(process.stdout.readline()))
+        process.kill()
+    assert not psutil.wait_procs([stopped], timeout=60)[1]

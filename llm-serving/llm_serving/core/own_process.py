@@ -1,8 +1,14 @@
-"""How a process of this package is started beside another one."""
+"""How a process of this package is started beside another one, and ends with it."""
 
 from __future__ import annotations
 
+import ctypes
+import signal
 import sys
+from typing import Final
+
+_PR_SET_PDEATHSIG: Final = 1
+"""Of `prctl` (2)."""
 
 
 def command_of(module: str, *arguments: str) -> list[str]:
@@ -12,3 +18,9 @@ def command_of(module: str, *arguments: str) -> list[str]:
     there is not ours.
     """
     return [sys.executable, "-Pm", module, *arguments]
+
+
+def end_with_parent() -> None:
+    """Has the kernel kill this process when the thread that started it ends, even if it hangs then or is stopped. One
+    whose parent ended before that is not killed."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

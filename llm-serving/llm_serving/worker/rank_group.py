@@ -7,9 +7,7 @@ starts it at a port of this machine that all were given. It computes nothing and
 
 from __future__ import annotations
 
-import ctypes
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -22,7 +20,7 @@ from mindspore import nn, ops
 from mindspore.communication import init
 
 from llm_serving.core.agent_exit import described_exit
-from llm_serving.core.own_process import command_of
+from llm_serving.core.own_process import command_of, end_with_parent
 from llm_serving.log import get_logger
 
 logger = get_logger(__name__)
@@ -33,7 +31,6 @@ FORM_S: Final = 600
 """Seconds until all must be there. The master ends those that wait for nobody."""
 RECEIVE_S: Final = 24 * 3600
 """Seconds that MCCL waits for another rank: `serving_config.step_timeout_s` decides when one is given up."""
-_PR_SET_PDEATHSIG: Final = 1
 
 
 class RankGroup(Protocol):
@@ -119,7 +116,7 @@ def _start_scheduler(port: int) -> None:
 
 def _schedule(parent: int) -> None:
     """Helps the ranks to find each other, until its parent ends."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
     if os.getppid() == parent:
         ms.set_device("CPU")
         init()  # returns when all have left
