@@ -43,7 +43,7 @@ class Case:
     name: str
     settings: tuple[str, ...] = ()
     kill: int | None = None
-    """Replica whose WorkAgent is killed again and again."""
+    """Replica whose WorkAgent is killed."""
 
 
 CASES = (
@@ -100,7 +100,10 @@ async def crowd(server: Server, case: Case, count: int) -> list[Any]:
             (agent,) = (each for each in agents if each.cmdline()[4] == str(case.kill))
             agent.send_signal(signal.SIGKILL)
         await asyncio.gather(*leaving)
-        return await asyncio.gather(*answers)
+        told = await asyncio.gather(*answers)
+        while case.kill is not None and not await metric(client, "llm_serving:worker_restarts"):
+            await asyncio.sleep(0.1)  # the other one may have answered all meanwhile
+        return told
 
 
 async def figures(server: Server) -> dict[str, float]:
