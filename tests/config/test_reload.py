@@ -98,6 +98,20 @@ def test_files_are_read_again_and_flags_stay(tmp_path: Path) -> None:
         read_again(config())
 
 
+@pytest.mark.parametrize("folder", [True, False])
+def test_what_was_a_file_and_is_none_is_not_waited_for(tmp_path: Path, folder: bool) -> None:
+    path = tmp_path / "my.yaml"
+    path.write_text("{}")
+    running = load_config(path, [])
+    path.unlink()
+    if folder:
+        path.mkdir()
+    else:
+        path.symlink_to("/dev/null")
+    with pytest.raises(ConfigError, match=r"my\.yaml: must be a plain file to be read again"):
+        read_again(running)
+
+
 def test_the_keys_that_may_change_are_keys() -> None:
     assert set(RULES) >= RELOADABLE
     assert set(LOADED_FOR) <= RELOADABLE

@@ -69,7 +69,10 @@ def read_again(running: ServingConfig) -> ServingConfig:
     origin = running.origin
     if origin is None or origin.path is None:
         raise ConfigError("there is no YAML to read again: the server was started without --config")
-    return load_config(Path(origin.path), origin.overrides, origin.model)
+    path = Path(origin.path)
+    if path.exists() and not path.is_file():  # who opens a pipe waits for somebody who writes
+        raise ConfigError(f"{path}: must be a plain file to be read again")
+    return load_config(path, origin.overrides, origin.model)
 
 
 def check_reload(started: ServingConfig, running: ServingConfig, read: ServingConfig) -> list[Change]:
