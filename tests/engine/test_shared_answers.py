@@ -6,6 +6,7 @@ import asyncio
 import gc
 import secrets
 import weakref
+from threading import Event
 
 import pytest
 from async_engine_setup import Setup
@@ -62,6 +63,28 @@ def test_who_comes_late_gets_all_pieces_in_order():
         shared.put(piece("2", FinishReason.STOP))
         assert await all_of(first) == await all_of(late) == ["1", "2"]
         assert (len(store.answers), store.answers.num_bytes) == (0, 0), "not kept"
+
+    asyncio.run(run())
+
+
+def test_one_that_is_overdue_is_computed_anew_for_whoever_asks_now():
+    """The engine may have ended it, and nobody can give it more time then."""
+
+    async def run():
+        store = Store()
+        shared = store.open()
+        shared.put(piece("1"))
+        hurried = shared.read("a", None, deadline=10.0)
+        store.clock.now = 9.9
+        assert store.answers.find(b"k") is shared
+        store.clock.now = 10.0
+        assert store.answers.find(b"k") is None
+        again = store.open()
+        patient = again.read("b", None)
+        shared.put(piece("2", FinishReason.TIMEOUT, "too late"))
+        again.put(piece("3", FinishReason.STOP))
+        assert (await all_of(hurried), await all_of(patient)) == (["1", "2"], ["3"])
+        assert store.answers.num_bytes == 0
 
     asyncio.run(run())
 
@@ -314,8 +337,11 @@ class TestOnAnEngine:
             async with setup.running() as engine:
                 setup.runners[0].gate.clear()
                 soon = engine.clock() + 0.01
+                both_have_come = Event()
+                engine.replicas.engines[0].ask(both_have_come.wait)  # as the engine ends the first one when it is late
                 hurried = self.generate(engine, "a", sharing, exchange=Exchange(engine.clock()), deadline=soon)
                 patient = self.generate(engine, "b", sharing)
+                both_have_come.set()
                 late = [each async for each in hurried][-1]
                 setup.runners[0].gate.set()
                 return late, [token async for each in patient for token in each.token_ids]

@@ -364,7 +364,9 @@ class Engine:
         """Takes what others ask for, and ends who has no time left."""
         self._inbox.take()
         if self._deadlines.next is not None:
-            self._overdue.end(self._clock(), self.load, self._times.began)
+            now = self._clock()
+            self._inbox.take()  # whoever was given more time until now
+            self._overdue.end(now, self.load, self._times.began)
 
     def _guess(self) -> None:
         """Has the scheduler know what may come next."""

@@ -102,6 +102,11 @@ class SharedAnswer:
         return len(self._readers)
 
     @property
+    def is_overdue(self) -> bool:
+        """Whether the time of all who have asked is up: whoever asks now may come too late to give it more."""
+        return self._deadline is not None and self._clock() >= self._deadline
+
+    @property
     def is_answer(self) -> bool:
         """Whether it is, or may become, what another one who asks would get too."""
         return self.last is None or not (self.last.failed or self.last.finish_reason is FinishReason.ABORT)
@@ -273,7 +278,11 @@ class SharedAnswers:
     def find(self, key: bytes) -> SharedAnswer | None:
         """The answer that whoever asks by this key gets; None: it must be computed."""
         self._expire()
-        return self._in_flight.get(key) or self._kept.get(key)
+        found = self._in_flight.get(key)
+        if found is not None and found.is_overdue:
+            self.forget(found)
+            found = None
+        return found or self._kept.get(key)
 
     def has(self, keys: Sequence[bytes]) -> bool:
         """Whether there is something, and all of it."""
