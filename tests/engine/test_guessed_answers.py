@@ -163,7 +163,7 @@ def test_answers_are_those_without_guesses(seed: int) -> None:
 def test_who_is_cancelled_while_guesses_are_checked_changes_no_other_answer() -> None:
     rng = random.Random(1)
     num_cancelled = num_compared = 0
-    for _ in range(5):
+    for _ in range(6):
         load = draw_load(rng)
         expected, known = given_without(load)
         harness = guessing(rng, known, ahead=True)

@@ -508,6 +508,59 @@ def test_where_guesses_do_not_pay_wrong_ones_are_looked_for_again_as_often_as_is
     assert 200 <= num_looks <= 2 * 400 + 2  # by two lengths
 
 
+def slow_to_look(drafter: Drafter, step_s: float) -> None:
+    """A step of a small model, and looks that take a fiftieth of it: the share of all looks is one in twenty steps."""
+    for num_tokens in (1, 2, 17):
+        drafter.measured(num_tokens, step_s * (1 + num_tokens / 50), 0.0)
+    drafter.measured(1, step_s, 0.0)
+    drafter._look_s = step_s / 50
+
+
+def begun(drafter: Drafter, prompt_len: int = 4):
+    request = create_request(prompt_len, max_tokens=200)
+    request.status = RequestStatus.RUNNING
+    drafter.begin(request)
+    return request
+
+
+def test_an_answer_that_begins_is_looked_for_at_each_of_its_first_tokens_where_few_run() -> None:
+    drafter = Drafter(16, 3)
+    slow_to_look(drafter, 0.0005)
+    said = begun(drafter)
+    answer(drafter, said, range(500, 560))
+    drafter.replied([said], 1)
+    again = begun(drafter)
+    answer(drafter, again, range(500, 503))
+    ((request, guesses),) = drafter.drafts(1, waits=True)
+    assert request is again
+    assert guesses[:8] == list(range(503, 511))
+
+
+def test_one_that_was_guessed_rightly_is_looked_for_again_at_once_where_few_run() -> None:
+    drafter = Drafter(16, 3)
+    slow_to_look(drafter, 0.0005)
+    request = begun(drafter)
+    answer(drafter, request, AGAIN * 4)
+    assert drafter.pays
+    answer(drafter, request, [100])  # a wrong guess, and nothing is found
+    assert not drafter.pays
+    answer(drafter, request, AGAIN[:3])
+    assert drafter.drafts(1, waits=True)[0][1][:5] == AGAIN[3:]
+
+
+def test_where_many_run_nobody_waits_for_looks_at_those_who_begin() -> None:
+    drafter = Drafter(16, 3)
+    slow_to_look(drafter, 0.0005)
+    requests = [begun(drafter) for _ in range(50)]
+    seen = []
+    drafter._look = lambda request, state: seen.append(request)
+    for index in range(10):
+        for request in requests:
+            request.output_token_ids.append(500 + index)
+        drafter.replied([], 50)
+    assert len(seen) <= 1
+
+
 def test_where_right_guesses_would_not_pay_nobody_is_compared() -> None:
     drafter = Drafter(4, 3)
     requests = many_who_repeat_themselves(drafter, 64)

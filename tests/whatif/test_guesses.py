@@ -88,7 +88,7 @@ def test_what_nobody_can_know_is_not_guessed():
     assert both.num_right < NUM_TOKENS
 
 
-@pytest.mark.parametrize(("step_s", "every"), [(0.01, 2), (1e-4, 16)])
+@pytest.mark.parametrize(("step_s", "every"), [(0.01, 2), (1e-4, 12)])
 def test_guesses_that_do_not_pay_are_asked_for_the_more_seldom_the_shorter_steps_are(monkeypatch, step_s, every):
     """As in a server, by what the asking takes."""
     num_asked, follow = [], VirtualDrafter._follow

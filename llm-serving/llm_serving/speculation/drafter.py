@@ -115,6 +115,7 @@ class Drafter:
             if request.waits_for_reply:
                 self._waiting[request] = state
             self._lost[request] = state
+            self._pace.paid()
             if len(self._states) >= self._swept_at:
                 self._sweep()
 
@@ -189,10 +190,11 @@ class Drafter:
             return
         began = self._now()
         self._compare()
+        has_hope = self._look_for_hopeful(num_rows)
         self._visit(num_steps)
         asked = self._asked()
         self.pays = bool(self._predictable or self._constrained or asked) and self._pays(num_rows, asked)
-        if self.pays:
+        if self.pays or has_hope:
             self._pace.paid()
         else:
             self._pace.in_vain(self._now() - began, self._payoff.step_s)
@@ -316,6 +318,34 @@ class Drafter:
             self._followed[request] = state
             if state.chance.first >= self._least_chance:
                 self._predictable[request] = state
+        elif state.hope(len(request.output_token_ids)) >= HOPELESS:
+            self._lost[request] = state
+
+    def _look_for_hopeful(self, num_rows: int) -> bool:
+        """Looks for guesses of those without one of whom a look may bring more than it takes, as steps last long or
+        few run; returns whether there were any."""
+        step_s = self._payoff.step_s
+        if not self._lost or num_rows * self._look_s >= step_s:
+            return False
+        least = num_rows * self._look_s / step_s
+        hopeful, hopeless = [], []
+        for request, state in self._lost.items():
+            hope = state.hope(len(request.output_token_ids))
+            if hope > least and request.status is RUNNING:
+                hopeful.append((request, state))
+            elif hope < HOPELESS and state.num_tokens:
+                hopeless.append(request)
+        for request in hopeless:
+            del self._lost[request]
+        if not hopeful or not self._payoff.could_pay(num_rows):
+            return False
+        began = self._now()
+        for request, state in hopeful:
+            self._look(request, state)
+            if request not in self._followed:
+                self._lost[request] = state
+        self._looked(len(hopeful), began)
+        return True
 
     def _visit(self, num_steps: int) -> None:
         """Looks at some who are not followed, those of whom a guess may be right and all others in turns.
@@ -327,19 +357,20 @@ class Drafter:
         self._visits = min(most, self._visits + num_new) if self._payoff.step_s else most
         num_visits = int(self._visits)
         self._visits -= num_visits
-        if self._clock is None or not num_visits:
-            self._look_at(num_visits)
-            return
         began = self._now()
         self._look_at(num_visits)
-        seconds = (self._now() - began) / num_visits
-        self._look_s = smoothed(self._look_s, seconds, LOOK_MEMORY)
+        self._looked(num_visits, began)
+
+    def _looked(self, num_looks: int, began: float) -> None:
+        """So many looks have been taken since `began`."""
+        if self._clock is not None and num_looks:
+            self._look_s = smoothed(self._look_s, (self._now() - began) / num_looks, LOOK_MEMORY)
 
     def _look_at(self, num_visits: int) -> None:
         for _ in range(min(num_visits, len(self._states))):
             if self._lost and self._turn_of_lost:
                 self._turn_of_lost = False
-                request = next(reversed(self._lost))
+                request = next(iter(self._lost))
             else:
                 self._turn_of_lost = True
                 request = next(iter(self._states))

@@ -13,6 +13,8 @@ FIRST_CHANCE: Final = 0.3
 """That a guess just found is right, before it is known; of nearly all texts with any place at all it is more."""
 FURTHER_CHANCE: Final = 0.8
 """The same of a guess behind one that was right."""
+KEPT: Final = 1 - 1 / HIT_MEMORY
+"""Of what is known of guesses, behind a token for which there was none."""
 FIRST_FORCED: Final = 1.0
 """Tokens a step that are expected of what a constraint forces, before it is known."""
 FORCED_MEMORY: Final = 8
@@ -68,6 +70,12 @@ class GuessState:
         """That the next guesses are right: a place just found is often the wrong one, one that was right seldom."""
         return Chance(self._further if self._goes_on else self._first, self._further)
 
+    def hope(self, num_tokens: int) -> float:
+        """That there is a right guess behind the newest of so many tokens of the answer: as often as of late, and of
+        the first ones as often as of any text."""
+        known = max(self.hits, FIRST_CHANCE * KEPT**self.num_tokens)
+        return float(known * KEPT ** (num_tokens - self.num_tokens))
+
     def forced(self, num_tokens: int) -> float:
         """How many forced tokens are expected of a step, with so many tokens of the answer."""
         known = (1 - 1 / FORCED_FORGOTTEN) ** (num_tokens - self._forced_at)
@@ -101,7 +109,7 @@ class GuessState:
         """Looks for a guess behind the newest token; returns whether there is one."""
         if num_new := len(output) - self.num_tokens:
             self.lookup.extend(output[-num_new:])
-            self.hits *= (1 - 1 / HIT_MEMORY) ** num_new
+            self.hits *= KEPT**num_new
             self.num_tokens += num_new
         self._goes_on = False
         self.lookup.look()
