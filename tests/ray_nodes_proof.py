@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import itertools
 import os
 import secrets
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -33,6 +34,7 @@ from server_process import Server, metric, start_server
 NUM_REPLICAS: Final = 3
 CASE_S: Final = 600.0
 STORE_BYTES: Final = 80 * 2**20
+ATTEMPTS: Final = 3
 
 
 def nodes_with_agents(nodes: Sequence[Any]) -> list[Any]:
@@ -68,7 +70,7 @@ async def prove(server: Server, cluster: Any, nodes: list[Any], num_streams: int
     for body, answer in zip(asked, alone, strict=True):
         await read(lambda: client, body, answer)
     spread = len(nodes_with_agents(nodes))
-    nodes.append(cluster.add_node(num_cpus=1, object_store_memory=STORE_BYTES))
+    nodes.append(another_node(cluster, num_cpus=1))
     answers = [Answer() for _ in asked]
     async with asyncio.timeout(CASE_S):
         reading = asyncio.gather(
@@ -104,9 +106,20 @@ def head_alone() -> Any:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     from ray.cluster_utils import Cluster
 
-    return Cluster(
-        initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": STORE_BYTES}, shutdown_at_exit=True
-    )
+    head = {"num_cpus": 0, "object_store_memory": STORE_BYTES}
+    return come_up(lambda: Cluster(initialize_head=True, head_node_args=head, shutdown_at_exit=True))
+
+
+def another_node(cluster: Any, num_cpus: int) -> Any:
+    return come_up(lambda: cluster.add_node(num_cpus=num_cpus, object_store_memory=STORE_BYTES))
+
+
+def come_up(start: Callable[[], Any]) -> Any:
+    """Ray gives its processes 15 s; on a busy machine it is asked again."""
+    for _ in range(ATTEMPTS - 1):
+        with contextlib.suppress(Exception):
+            return start()
+    return start()
 
 
 def main() -> int:
@@ -120,7 +133,7 @@ def main() -> int:
         (folder / "secret").touch(mode=0o600)
         (folder / "secret").write_text(secrets.token_hex(32))
         try:
-            nodes = [cluster.add_node(num_cpus=1, object_store_memory=STORE_BYTES) for _ in range(NUM_REPLICAS)]
+            nodes = [another_node(cluster, num_cpus=1) for _ in range(NUM_REPLICAS)]
             server = a_server(cluster.address, folder)
             try:
                 good = asyncio.run(prove(server, cluster, nodes, arguments.streams, arguments.tokens))

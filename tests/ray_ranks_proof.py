@@ -30,7 +30,7 @@ if __name__ == "__main__":
 import httpx
 import psutil
 from cluster_streams import Answer, bodies, read
-from ray_nodes_proof import CASE_S, STORE_BYTES, head_alone, nodes_with_agents
+from ray_nodes_proof import CASE_S, another_node, head_alone, nodes_with_agents
 from server_process import Server, metric, start_server
 
 NUM_RANKS: Final = 2
@@ -76,7 +76,7 @@ class Machines:
         self._nodes.append(self._another())
 
     def _another(self) -> Any:
-        return self._cluster.add_node(num_cpus=NUM_RANKS, object_store_memory=STORE_BYTES)
+        return another_node(self._cluster, num_cpus=NUM_RANKS)
 
 
 CASES: Final[Mapping[str, Callable[[Machines], None]]] = {

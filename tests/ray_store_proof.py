@@ -23,6 +23,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent))
 
 import httpx
+from ray_nodes_proof import come_up
 from server_process import ROOT, RUN_DIR, Server, free_ports, run_command, start_server
 
 STORE_BYTES: Final = 80 * 2**20
@@ -70,9 +71,8 @@ def cluster(environment: Mapping[str, str]) -> Iterator[str]:
     from ray.cluster_utils import Cluster
 
     os.environ.update(environment)
-    made = Cluster(
-        initialize_head=True, head_node_args={"num_cpus": 1, "object_store_memory": STORE_BYTES}, shutdown_at_exit=True
-    )
+    head = {"num_cpus": 1, "object_store_memory": STORE_BYTES}
+    made = come_up(lambda: Cluster(initialize_head=True, head_node_args=head, shutdown_at_exit=True))
     try:
         yield made.address
     finally:
