@@ -56,16 +56,16 @@ class CompiledNetwork:
         """
         if isinstance(self._network, NetworkOfProgram):
             result = self._network.place(arrays)
-            self._run(())
+            float(self._run(()))  # waits until it is there, in a tenth of the time of `asnumpy`
             return result
-        return self._run(tuple([ms.Tensor.from_numpy(np.ascontiguousarray(array)) for array in arrays]))
-
-    def _run(self, tensors: tuple[ms.Tensor, ...]) -> NDArray[Any]:
-        if self._phase is not None:
-            result = self._execute(tensors, self._phase)
-        else:
-            result = self._network(*tensors)
-            if self._execute is not None and self.num_compilations == 1:
-                (self._phase,) = self._network.compile_cache
-        values: NDArray[Any] = result.asnumpy()
+        tensors = tuple([ms.Tensor.from_numpy(np.ascontiguousarray(array)) for array in arrays])
+        values: NDArray[Any] = self._run(tensors).asnumpy()
         return values
+
+    def _run(self, tensors: tuple[ms.Tensor, ...]) -> ms.Tensor:
+        if self._phase is not None:
+            return self._execute(tensors, self._phase)
+        result = self._network(*tensors)
+        if self._execute is not None and self.num_compilations == 1:
+            (self._phase,) = self._network.compile_cache
+        return result
