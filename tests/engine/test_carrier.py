@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+from collections import Counter
 from collections.abc import Generator, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
-from threading import Event, Thread, get_ident
+from threading import Condition, Event, Thread, get_ident
 from typing import Any
 
 import pytest
@@ -13,10 +16,13 @@ from async_engine_setup import linked
 from fake_runner import FakeTransferPool
 from llm_serving.engine import carrier as module
 from llm_serving.engine.carrier import Carrier, carried
+from llm_serving.engine.pace import SHARE, Pace
 from llm_serving.errors import WorkerDiedError
 from llm_serving.kvcache.exports import TransferBlock
 from llm_serving.transport.messages import Blocks
 
+NUM_REQUESTS = 20
+"""That are brought from a replica, one after the other."""
 BLOCKS = [(each, 1) for each in range(6)]
 
 
@@ -170,3 +176,85 @@ def test_whoever_brings_blocks_rests_before_each_frame_and_after_the_last() -> N
     carrier.close()
     assert len(rested) == len(BLOCKS) + 1
     assert len({*rested} - {get_ident()}) == 1, "in one thread, which is not that of who asks"
+
+
+class VirtualTime:
+    """Of so many threads that bring blocks beside each other, each on a core of its own: time goes on when all of them
+    wait for it."""
+
+    def __init__(self, num_threads: int) -> None:
+        self.now = 0.0
+        self.computed: Counter[int] = Counter()
+        """Seconds, by thread."""
+        self._num_threads = num_threads
+        self._woken_at: dict[int, float] = {}
+        self._changed = Condition()
+
+    def work(self, seconds: float) -> None:
+        self.computed[get_ident()] += seconds
+        self.pause(seconds)
+
+    def own(self) -> float:
+        return self.computed[get_ident()]
+
+    def pause(self, seconds: float) -> None:
+        with self._changed:
+            self._woken_at[get_ident()] = self.now + seconds
+            self._go_on()
+            assert self._changed.wait_for(lambda: get_ident() not in self._woken_at, timeout=60)
+
+    def end(self) -> None:
+        """The thread has nothing more to do."""
+        with self._changed:
+            self._num_threads -= 1
+            self._go_on()
+
+    def _go_on(self) -> None:
+        if self._woken_at and len(self._woken_at) == self._num_threads:
+            first = min(self._woken_at, key=lambda each: self._woken_at[each])
+            self.now = self._woken_at.pop(first)
+            self._changed.notify_all()
+
+
+class WorkingLink(FailingLink):
+    """Each of its frames takes the thread a second."""
+
+    timeout_s = math.inf
+
+    def __init__(self, time: VirtualTime) -> None:
+        self._time = time
+
+    def read(self, pieces: Iterable[Sequence[TransferBlock]]) -> Generator[Blocks, None, None]:
+        for piece in pieces:
+            self._time.work(1.0)
+            yield Blocks([each for each, _ in piece], [epoch for _, epoch in piece], [4] * len(piece), b"")
+
+    def write(self, frames: Iterable[Blocks]) -> None:
+        for _ in frames:
+            pass
+
+
+@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.parametrize("has_steps", [True, False])
+def test_all_that_bring_blocks_reach_their_share_of_a_core_and_do_not_exceed_it(count: int, has_steps: bool) -> None:
+    """While no step is under way each has a core."""
+    time, num_brought = VirtualTime(count), Counter[int]()
+    pace = Pace(lambda: has_steps, lambda: time.now, time.own, time.pause)
+
+    def rest() -> None:
+        pace.rest()
+        if num_brought[get_ident()] == NUM_REQUESTS:
+            time.end()
+
+    def done(there: bool) -> None:
+        assert there
+        num_brought[get_ident()] += 1
+
+    carrier, link = Carrier(rest, lambda: time.now), WorkingLink(time)
+    for replica, _ in itertools.product(range(count), range(NUM_REQUESTS)):
+        assert carrier.carry(replica, BLOCKS, link, link, done)
+    carrier.close()
+    num_frames = count * NUM_REQUESTS * len(BLOCKS) // link.blocks_a_frame
+    assert sum(time.computed.values()) == num_frames
+    cores = SHARE if has_steps else count
+    assert cores * time.now - count <= num_frames <= cores * time.now + count
