@@ -30,15 +30,17 @@ def start(folder: Path) -> Server:
 
 def read_and_kill(server: Server) -> tuple[str, bytes]:
     """The stream's id and its first bytes, up to a whole event."""
-    data = b""
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=BODY, timeout=120.0) as answer:
-        assert answer.status_code == 200
-        for piece in answer.iter_raw():
-            data += piece
-            if data.count(b"\n\n") >= READ:
+    while True:
+        data = b""
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=BODY, timeout=120.0) as answer:
+            assert answer.status_code == 200
+            for piece in answer.iter_raw():
+                data += piece
+                if data.count(b"\n\n") >= READ:
+                    break
+            if b"[DONE]" not in data:  # on a busy machine all of it may come at once
                 server.processes[0].kill()
-                break
-        return answer.headers["x-stream-id"], data[: data.rindex(b"\n\n") + 2]
+                return answer.headers["x-stream-id"], data[: data.rindex(b"\n\n") + 2]
 
 
 def test_a_killed_master_costs_no_byte(tmp_path: Path) -> None:
@@ -48,7 +50,6 @@ def test_a_killed_master_costs_no_byte(tmp_path: Path) -> None:
         server.processes[0].wait(60)
     finally:
         server.stop()
-    assert b"[DONE]" not in first
     last_id = first[: -len(b"\n\n")].rpartition(b"\n\n")[2].split(b"\n")[0].removeprefix(b"id: ").decode()
     server = start(tmp_path / "log")
     try:
