@@ -15,11 +15,18 @@ from llm_serving.core.request_class import class_of
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.engine import served as module
 from llm_serving.engine.ledger import Ledger
+from llm_serving.engine.served import Service
 from llm_serving.scheduler.fair_share import OUTPUT_TOKEN_WEIGHT
 from recordings import MemoryFiles, create_recorded, replay, seal
 from scheduler_run import SchedulerRun
 
 STANDARD = "standard"
+
+
+def told(ledger: Ledger, replica: int) -> Service:
+    """What a replica is told that looks at this moment."""
+    ledger.hear(replica)
+    return ledger.take(replica)
 
 
 class Replicas:
@@ -51,7 +58,7 @@ class Replicas:
         for tenant in self.tenants[index]:
             waiting = sum(each.tenant == tenant for each in run.scheduler.waiting)
             run.add(*(create_request(4, max_tokens=4, tenant=tenant) for _ in range(waiting, self.num_slots + 1)))
-        run.scheduler.served_elsewhere(self.ledger.take(index))
+        run.scheduler.served_elsewhere(told(self.ledger, index))
         schedule = run.step()
         service = run.scheduler.take_service()
         self.ledger.served(index, service)
@@ -98,7 +105,7 @@ def test_what_replicas_were_told_is_replayed() -> None:
     name, order = run.requests[0].request_class.name, ""
     for _ in range(8):
         other.served(1, {(name, "a"): 50})
-        run.scheduler.served_elsewhere(other.take(0))
+        run.scheduler.served_elsewhere(told(other, 0))
         schedule = run.step()
         assert schedule is not None
         order += "".join(request.tenant for request in schedule.started)
@@ -115,12 +122,12 @@ def test_a_replica_that_comes_later_is_told_what_comes_later() -> None:
     ledger.join(1)
     ledger.served(0, {(STANDARD, "a"): 7})
     ledger.served(0, {(STANDARD, "a"): 1, (STANDARD, "b"): 2})
-    assert ledger.take(1) == {(STANDARD, "a"): 8, (STANDARD, "b"): 2}
-    assert not ledger.take(1)
-    assert not ledger.take(0)
+    assert told(ledger, 1) == {(STANDARD, "a"): 8, (STANDARD, "b"): 2}
+    assert not told(ledger, 1)
+    assert not told(ledger, 0)
     ledger.leave(1)
     ledger.served(0, {(STANDARD, "a"): 7})
-    assert not ledger.take(1)
+    assert not told(ledger, 1)
 
 
 def test_one_that_sleeps_remembers_only_so_many_tenants(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,29 +137,33 @@ def test_one_that_sleeps_remembers_only_so_many_tenants(monkeypatch: pytest.Monk
     ledger.join(1)
     for number in range(100):
         ledger.served(0, {(STANDARD, str(number)): 1})
-    assert len(ledger.take(1)) <= 11
+    assert len(told(ledger, 1)) <= 11
 
 
-def test_each_is_told_what_all_the_others_have_served() -> None:
-    """Whoever comes and goes, and however long one does not ask."""
+def test_each_is_told_what_all_the_others_had_served_when_it_looked() -> None:
+    """Whoever comes and goes, however often one looks before it asks, and however long it does neither."""
     rng = random.Random(0)
-    ledger, pending = Ledger(), dict[int, Counter[tuple[str, str]]]()
-    for _ in range(5000):
+    ledger, pending, heard = Ledger(), dict[int, Counter[tuple[str, str]]](), dict[int, Counter[tuple[str, str]]]()
+    for _ in range(9000):
         replica, act = rng.randrange(6), rng.random()
         if replica not in pending or act < 0.02:
             ledger.join(replica)
-            pending[replica] = Counter()
+            pending[replica], heard[replica] = Counter(), Counter()
         elif act < 0.04:
             ledger.leave(replica)
-            del pending[replica]
+            del pending[replica], heard[replica]
         elif act < 0.5:
             service = {(STANDARD, rng.choice("abcdef")): rng.randint(1, 9) for _ in range(rng.randint(0, 3))}
             ledger.served(replica, service)
             for other in pending.keys() - {replica}:
                 pending[other].update(service)
-        else:
-            assert ledger.take(replica) == pending[replica]
+        elif act < 0.75:
+            ledger.hear(replica)
+            heard[replica].update(pending.pop(replica))
             pending[replica] = Counter()
+        else:
+            assert ledger.take(replica) == heard[replica]
+            heard[replica] = Counter()
 
 
 def test_engines_tell_each_other() -> None:

@@ -343,6 +343,7 @@ class Engine:
 
     def _advance(self) -> bool:
         if not self.scheduler.has_unfinished_requests:
+            self.peers.catch_up()
             self._auditor.run_copy()
         replied = bool(self._in_flight) and self._waits_for_replies()
         if replied:
@@ -362,7 +363,9 @@ class Engine:
 
     def _listen(self) -> None:
         """Takes what others ask for, and ends who has no time left."""
-        self._inbox.take()
+        if self._inbox:
+            self.peers.catch_up()
+            self._inbox.take()
         if self._deadlines.next is not None:
             now = self._clock()
             self._inbox.take()  # whoever was given more time until now

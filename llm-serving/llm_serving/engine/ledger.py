@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from typing import Final
 
 from llm_serving.engine.class_account import ClassAccount
 from llm_serving.engine.limit_monitor import LimitMonitor
@@ -12,8 +11,6 @@ from llm_serving.engine.served import Served, Service
 from llm_serving.engine.tenant_places import TenantPlaces
 from llm_serving.engine.weight_monitor import Lead, Standing
 from llm_serving.scheduler.turns import Paid
-
-_NOTHING: Final[Service] = {}
 
 
 class Ledger:
@@ -90,9 +87,13 @@ class Ledger:
             self.classes.leave(replica)
             self._standing.leave(replica)
 
+    def hear(self, replica: int) -> None:
+        """From now on `take` tells what the others have served until here."""
+        if self._served.has_news(replica):
+            with self._lock:
+                self._served.hear(replica)
+
     def take(self, replica: int) -> Service:
-        """What the others have served since the last call."""
-        if not self._served.has_news(replica):
-            return _NOTHING
+        """What the others had served at the last `hear`, since the call before."""
         with self._lock:
             return self._served.take(replica)

@@ -31,12 +31,22 @@ class Peers:
     def listen(self) -> None:
         """Has the scheduler know what others have served, and which places of tenants are its own."""
         scheduler, ledger = self._scheduler, self.ledger
-        if service := ledger.take(self._index):
-            scheduler.served_elsewhere(service)
+        ledger.hear(self._index)
+        if scheduler.num_waiting:
+            self.catch_up()
         if places := ledger.places.settle(self._index, scheduler.take_needs()):
             scheduler.deal(places)
         if (ahead := ledger.classes.take_ahead(self._index)) is not None:
             scheduler.put_ahead(ahead)
+
+    def catch_up(self) -> None:
+        """Has the scheduler know what it has heard of what others have served, before it depends on that.
+
+        That is as long as somebody waits, and when somebody comes: nobody else goes before anybody for what tenants
+        have had.
+        """
+        if service := self.ledger.take(self._index):
+            self._scheduler.served_elsewhere(service)
 
     def tell(self, schedule: Schedule | None = None) -> None:
         """Has the others know what this one has served, and counts what shares and limits of all were broken.
