@@ -27,17 +27,22 @@ class Slots:
     """
 
     def __init__(self, running: Sequence[Request], lengths: AnswerLengths) -> None:
-        self._running = running
+        self._requests = running
         self._lengths = lengths
         self._known: dict[tuple[int, int, int | None, str | None], int | None] = {}
 
     def __len__(self) -> int:
-        return len(self._running)
+        return len(self._requests)
+
+    @property
+    def _running(self) -> Sequence[Request]:
+        """With what they have got until now."""
+        return self._requests
 
     @cached_property
     def request_ids(self) -> frozenset[str]:
         """Of those who have a slot, or for whose answers something has one."""
-        return frozenset([each.asked.request_id for each in self._running])
+        return frozenset([each.asked.request_id for each in self._requests])
 
     def with_others(self, others: Sequence[Slots]) -> Slots:
         """Those of other replicas beside these, as if all were one."""

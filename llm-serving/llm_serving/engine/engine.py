@@ -246,6 +246,11 @@ class Engine:
         self._inbox.wake()
         self._executor.give_up()
 
+    def replace_inbox(self, inbox: Inbox) -> None:
+        """Messages come by another one, before any has come by the first."""
+        self._inbox.close("another takes its place")
+        self._inbox, inbox.on_end = inbox, lambda: self.on_closing()
+
     def close(self) -> None:
         """Gives back the descriptor it is woken by, as `run` does in the end: it is not stepped any more."""
         self._inbox.close("the engine is closed")

@@ -35,6 +35,8 @@ class SteadySteps:
 
     def __init__(self, scheduler: Scheduler, num_in_flight: int, num_steps: int, tokens_at: TokensAt) -> None:
         self.num_formed = self.num_replied = 0
+        self._settled = 0, 0
+        """Both, when all were settled."""
         self._scheduler, self._num_in_flight, self._num_steps = scheduler, num_in_flight, num_steps
         self._tokens_at = tokens_at
         self.rows = list(scheduler.running)
@@ -107,8 +109,10 @@ class SteadySteps:
 
     def settle(self) -> None:
         """All requests are as they would be."""
-        for request in self.rows:
-            self.settle_one(request)
+        if self._settled != (settled := (self.num_formed, self.num_replied)):
+            self._settled = settled
+            for request in self.rows:
+                self.settle_one(request)
 
     def settle_one(self, request: Request) -> None:
         """The request is as it would be, if it is one of these steps."""

@@ -154,6 +154,8 @@ class Simulation:
         )
         self._due: list[tuple[float, int]] = []
         """(time, replica), a heap: when replicas go on, and what has been overtaken since."""
+        self._called: set[int] = set()
+        """Replicas that may sleep although something has come to their inbox, or somebody waits."""
         self._replicas = [VirtualReplica(self, parts, index) for index in range(config.num_replicas)]
         self._result.num_blocks = self._replicas[0].engine.scheduler.blocks.pool.num_blocks
         self._open: dict[str, tuple[Outcome, Callable[[float], None]]] = {}
@@ -215,8 +217,8 @@ class Simulation:
 
     def _earliest(self) -> float:
         """Before this nothing is done any more; replicas that sleep wake later."""
-        awake = (each.clock.now for each in self._replicas if each.wakes < math.inf)
-        return min([self._timeline.now, *awake])
+        first = self._replicas[0] if len(self._replicas) == 1 else self._first()
+        return self._timeline.now if first is None else min(self._timeline.now, first.wakes)
 
     # --- clients ----------------------------------------------------------------------------------------------------
 
@@ -256,8 +258,6 @@ class Simulation:
     def _ask(self, request: Asked, outcome: Outcome, done: Callable[[float], None]) -> None:
         now, number = self._timeline.now, self._numbers[id(request)]
         visitor = Visitor(request.tenant, number.to_bytes(4))
-        for replica in self._replicas:
-            replica.settle()
         sampling = SamplingParams(
             max_tokens=request.max_tokens, seed=number, ignore_eos=request.ignore_eos, detokenize=False
         )
@@ -283,8 +283,7 @@ class Simulation:
             self._end(outcome, now, "refused", str(error), done)
         else:
             self._open[stream.request_id] = outcome, done
-            for replica in self._replicas:
-                replica.wake(now)
+            self._wake(None)
 
     def _end(self, outcome: Outcome, time: float, finish: str, error: str, done: Callable[[float], None]) -> None:
         outcome.end_s, outcome.finish, outcome.error = time + self._profile.client_s, finish, error
@@ -348,9 +347,13 @@ class Simulation:
         return engine
 
     def _wake(self, _: None) -> None:
-        """Something may have come into any inbox."""
-        for replica in self._replicas:
-            replica.wake(self._timeline.now)
+        """Whoever has something to do goes on."""
+        called, self._called = self._called, set()
+        for index in called:
+            self._replicas[index].wake(self._timeline.now)
+
+    def called(self, index: int) -> None:
+        self._called.add(index)
 
     def outcome_of(self, request_id: str) -> Outcome:
         return self._open[request_id][0]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
+from llm_serving.admission.answer_lengths import AnswerLengths
 from llm_serving.admission.load_estimator import UnderWay
 from llm_serving.admission.slots import Slots
 from llm_serving.core.request import Request
@@ -111,6 +112,10 @@ class SteadyEngine:
         """All requests are as they would be; it may go on."""
         self._steps.settle()
 
+    def _settle_slots(self) -> None:
+        if self.goes_on:
+            self._steps.settle()
+
     def _step(self) -> bool:
         """Whether the next step was like the one before; otherwise nothing was done."""
         engine, agent, steps, clock = self._engine, self._agent, self._steps, self._engine._clock
@@ -125,7 +130,7 @@ class SteadyEngine:
             return False
         engine.peers.tell()
         if self._predicts:
-            engine.load.placed(Slots(self._running, engine._reports.lengths))
+            engine.load.placed(_SteadySlots(self._running, engine._reports.lengths, self._settle_slots))
         shape = StepShape(num_rows, num_rows, num_rows, num_keys, 0, 0)
         self._newest = VirtualStep(agent.next_step, shape, [])
         agent.submit(self._newest, engine.forms_late)
@@ -199,3 +204,16 @@ def _is_answered(request: Request) -> bool:
 def _sample(request: Request) -> tuple[int, int]:
     """As `virtual_step` has it, of the request's newest row."""
     return request.sampling.seed or 0, request.num_computed_tokens
+
+
+class _SteadySlots(Slots):
+    """Whoever looks at the requests finds them as they would be."""
+
+    def __init__(self, running: Sequence[Request], lengths: AnswerLengths, settle: Callable[[], None]) -> None:
+        super().__init__(running, lengths)
+        self._settle = settle
+
+    @property
+    def _running(self) -> Sequence[Request]:
+        self._settle()
+        return self._requests

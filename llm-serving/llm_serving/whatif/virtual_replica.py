@@ -29,6 +29,7 @@ from llm_serving.whatif.tally import Tally
 from llm_serving.whatif.timeline import EngineClock
 from llm_serving.whatif.virtual_agent import END_TOKEN, Beside, VirtualAgent, virtual_step
 from llm_serving.whatif.virtual_drafter import VirtualDrafter
+from llm_serving.whatif.virtual_inbox import VirtualInbox
 
 CHECK_EVERY: Final = 256
 """Steps between two looks at all blocks and places; bounds are watched at every one."""
@@ -76,6 +77,9 @@ class World(Protocol):
 
     def beside(self, index: int) -> Beside:
         """What has been done until now beside the steps of a replica."""
+
+    def called(self, index: int) -> None:
+        """Something has come to the inbox of a replica, or somebody waits there although it sleeps."""
 
     def goes_on(self, time: float, index: int) -> None:
         """A replica has something to do from that time on, infinite: until it is woken it has not."""
@@ -137,6 +141,7 @@ class VirtualReplica:
             )
 
         self.engine = world.drive(index, make)
+        self.engine.replace_inbox(VirtualInbox(lambda: world.called(index)))
         self.engine.build_step, self.engine.receive = self._build, self._receive
         self._predicts, self._looks_alike = parts.predicts, parts.looks_alike
         self._newest: Schedule | None = None
@@ -166,6 +171,8 @@ class VirtualReplica:
             if self._num_since_check >= CHECK_EVERY:
                 self.check()
             return num_steps
+        if self.engine.num_waiting:
+            self._world.called(self._index)
         idle_s = self.engine.idle_s
         assert idle_s is None or idle_s > 0 or not self.engine.num_waiting, "nothing moves although somebody waits"
         self._goes_on(math.inf if idle_s is None else self.clock.now + max(idle_s, LEAST_SLEEP_S), sleeps=True)
@@ -174,11 +181,6 @@ class VirtualReplica:
     def _goes_on(self, time: float, *, sleeps: bool) -> None:
         self.wakes, self._sleeps = time, sleeps
         self._world.goes_on(time, self._index)
-
-    def settle(self) -> None:
-        """Whoever looks at requests finds them as they would be."""
-        if self._steady is not None:
-            self._steady.settle()
 
     def _step(self) -> int:
         """As `Engine.step`, several times where steps are like the one before, which take less time here."""
@@ -212,7 +214,8 @@ class VirtualReplica:
 
     def check(self) -> None:
         """Raises AssertionError when a block or a request is where it cannot be."""
-        self.settle()
+        if self._steady is not None:
+            self._steady.settle()
         self._num_since_check = 0
         self.engine.scheduler.check_integrity()
 
