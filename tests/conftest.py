@@ -1,4 +1,4 @@
-"""What holds for all tests: their order by file, and logging as it was before each of them.
+"""What holds for all tests: their order by file, logging as it was before each of them, and no examples by chance.
 
 What needs the operator library comes late, since it may be compiling meanwhile.
 """
@@ -10,10 +10,18 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 from llm_serving.kernels import library
 from llm_serving.log import ROOT
 from processes import run_in_processes
 from without_library import is_without_library
+
+settings.register_profile(
+    "same", deadline=None, derandomize=True, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("same")
+"""Whether a test passes depends neither on the time that an example takes nor on luck; `--hypothesis-profile default`
+looks for other examples."""
 
 TESTS = Path(__file__).parent
 LATE = (

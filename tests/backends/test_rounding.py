@@ -35,7 +35,7 @@ def test_normal_numbers(dtype: str, shape: tuple[int, int]) -> None:
     assert_is_that_of_numpy(upper if dtype == "bfloat16" else values.astype(dtype))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(data=st.data(), dtype=st.sampled_from(tuple(BITS_OF)))
 def test_any_bits(data: st.DataObject, dtype: str) -> None:
     """Subnormal numbers, the largest ones and halves of codes among them."""

@@ -72,7 +72,7 @@ searches = st.lists(
 )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     searches=searches,
     ahead=st.booleans(),

@@ -173,7 +173,7 @@ def constraints() -> st.SearchStrategy[dict[str, Any]]:
     return tokens | st.fixed_dictionaries({"constraint": st.sampled_from(GRAMMARS), **usual})
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     load=st.lists(st.tuples(constraints(), st.integers(0, 8), st.integers(-1, 1), st.integers(1, 9)), max_size=6),
     mode=st.sampled_from(PreemptionMode),

@@ -49,7 +49,7 @@ def fail_sometimes(harness: Harness, places: set[int]) -> None:
     harness.executor.collect = collect_or_fail
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     arrivals=arrivals,
     ahead=st.booleans(),

@@ -27,7 +27,7 @@ def requests_of_all_kinds() -> list[Request]:
     return [*plain, fork]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.tuples(st.integers(8, 20), st.sampled_from([WorkerDiedError, StepFailedError])), max_size=8))
 def test_bad_luck_now_and_then_ends_nobody(mishaps: list[tuple[int, type[Exception]]]) -> None:
     harness = FragileHarness(num_blocks=18, max_num_batched_tokens=16)

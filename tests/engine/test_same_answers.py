@@ -27,7 +27,7 @@ def assert_answers_are_those_given_alone(harness: Harness, requests: list[Reques
     assert harness.scheduler.blocks.host_pool.num_used_blocks == 0
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(arrivals=arrivals, options=scheduler_options(), ahead=st.booleans(), guesses=st.none() | st.integers(0))
 def test_answers_do_not_depend_on_load_or_configuration(
     arrivals: list[tuple[Any, ...]], options: dict[str, Any], ahead: bool, guesses: int | None

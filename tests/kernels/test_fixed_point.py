@@ -126,7 +126,7 @@ def test_bits_are_those_of_the_twin(kind: str) -> None:
             assert_equals_twin(x, weight)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     m=st.integers(1, 40),
     n=st.integers(1, 70),
@@ -234,7 +234,7 @@ def test_rows_are_looked_up_as_the_multiples_say() -> None:
     assert np.array_equal(y.values, (np.rint(weight.values / units) * units)[rows])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(m=st.integers(1, 40), n=st.integers(1, 90), k=st.integers(1, 300), seed=st.integers(0, 2**32 - 1))
 def test_multiples_of_the_units_are_multiplied_exactly(m: int, n: int, k: int, seed: int) -> None:
     rng = np.random.default_rng(seed)

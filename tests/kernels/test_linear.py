@@ -77,7 +77,7 @@ def test_a_result_is_its_sums_rounded_wherever_it_lies(isa: str, dtype: str, off
     assert np.array_equal(memory.bits[beside], before[beside])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     m=st.integers(1, 40),
     n=st.integers(1, 90),

@@ -46,7 +46,7 @@ def test_bits_are_those_of_the_twin(isa_of_codes: str, has_zeros: bool, dtype: s
         assert np.array_equal(bits, expected(x, tensor).view(np.uint32)), (m, n, k)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     m=st.integers(1, 40),
     n=st.integers(1, 70),

@@ -77,7 +77,7 @@ def products(kind: str, dtype: str) -> list[tuple[Typed, Array, Array, Array]]:
     return found
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     m=st.integers(1, 40),
     n=st.integers(1, 70),

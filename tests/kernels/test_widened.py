@@ -58,7 +58,7 @@ def test_product_is_the_reference_up_to_rounding(isa: str, kind: str, dtype: str
         assert_close(linear(x, placed(tensor, dtype), "float32"), reference.linear(x.values, exact), bound)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     m=st.integers(1, 40),
     n=st.integers(1, 70),

@@ -263,4 +263,4 @@ class SlidingMachine(RuleBasedStateMachine):
 
 
 TestSlidingMachine = SlidingMachine.TestCase
-TestSlidingMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestSlidingMachine.settings = settings(max_examples=60, stateful_step_count=40)

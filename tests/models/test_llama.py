@@ -146,7 +146,7 @@ def test_chunks_on_the_plain_backend_are_near_the_whole_prompt(make_model):
     np.testing.assert_allclose(np.concatenate(chunks), whole, rtol=0, atol=2e-5 * np.abs(whole).max())
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(st.data())
 def test_a_row_has_the_same_bits_alone_and_in_any_mixed_batch(make_model, data):
     """Prompts, chunks and decode rows of several requests in one step, blocks anywhere."""

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 from family_configs import CONFIGS, config_of
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from llm_serving.errors import ModelError
 from llm_serving.models.spec import ModelSpec
@@ -247,7 +247,6 @@ MORE_KEYS = {"rope_parameters", "hidden_act", "attention_bias", "layer_types", "
 KEYS = MORE_KEYS.union(*(config_of(name) for name in CONFIGS))
 
 
-@settings(deadline=None)
 @given(
     st.sampled_from(sorted(CONFIGS)),
     st.dictionaries(st.sampled_from(sorted(KEYS)), json_values, max_size=2),

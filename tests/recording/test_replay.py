@@ -79,7 +79,7 @@ def small_recording(**options: Any) -> bytes:
     return data
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     arrivals=arrivals,
     options=scheduler_options(),
@@ -110,7 +110,7 @@ def test_a_replay_decides_the_same(
     assert capture(vars(final))[1][-1] == capture(state)[1][-1]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(arrivals=arrivals, options=scheduler_options())
 def test_recording_and_explaining_change_no_decision(arrivals: list[tuple[Any, ...]], options: dict[str, Any]) -> None:
     files = MemoryFiles()
@@ -268,7 +268,7 @@ PLACES = st.integers(0, 2**20 - 1)
 """Of a recording, modulo its length, which the names of requests change: more of them take more digits."""
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(PLACES, st.integers(1, 255))
 def test_no_changed_byte_goes_unnoticed(place: int, bits: int) -> None:
     data = small_recording()
@@ -278,7 +278,7 @@ def test_no_changed_byte_goes_unnoticed(place: int, bits: int) -> None:
         replay(bytes(changed))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(PLACES)
 def test_a_file_that_was_cut_off_is_replayed_as_far_as_it_goes(place: int) -> None:
     data = small_recording()

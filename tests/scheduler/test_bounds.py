@@ -89,7 +89,7 @@ def tiny_options(draw: st.DrawFn) -> dict[str, Any]:
     )
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     options=tiny_options(),
     pattern=st.lists(

@@ -89,7 +89,7 @@ def test_who_has_had_most_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None
     assert (shares.served("user-7"), shares.served("user-8")) == (1000, 0)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     sizes=st.fixed_dictionaries({name: st.tuples(st.integers(1, 16), st.integers(1, 8)) for name in "xy"}),
     max_num_seqs=st.integers(1, 4),

@@ -10,7 +10,7 @@ from scheduler_loads import arrivals, arrive, create_load, scheduler_options
 from scheduler_run import SchedulerRun
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(arrivals=arrivals, options=scheduler_options())
 def test_every_request_ends_with_what_it_asked_for(arrivals: list[tuple[Any, ...]], options: dict[str, Any]) -> None:
     run = SchedulerRun(create_scheduler(**options))

@@ -22,7 +22,7 @@ def rules_of(scheduler: Scheduler, **limits: Any) -> Rules:
     return Rules(changed, scheduler.policy, scheduler.classes, scheduler.order, scheduler.blocks.prefix_caching)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     arrivals=arrivals,
     options=scheduler_options(),

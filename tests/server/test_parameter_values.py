@@ -72,7 +72,7 @@ def compute(sampling, scale):
     fields=given_fields(max_new_tokens=st.integers(1, 4) | WHOLES, top_n_tokens=st.integers(0, 20)),
     scale=st.sampled_from([0.0, 1.0, 1e30, 1e37, -1e37]),
 )
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_a_request_that_passes_is_computed(path, fields, scale):
     engine = FakeEngine()
     status = post(engine, path, BODIES[path]({"max_tokens": 3, "max_new_tokens": 3, **fields})).status_code
@@ -85,7 +85,7 @@ def test_a_request_that_passes_is_computed(path, fields, scale):
 
 
 @given(fields=given_fields(), extreme=st.sampled_from([10**400, -(10**400), math.nan, math.inf, -math.inf, True, "1"]))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_parameters_given_in_python_are_used_as_checked_or_refused(fields, extreme):
     name = next(iter(fields), "top_p")
     for values in (fields, {**fields, name: extreme}):

@@ -45,7 +45,7 @@ def test_answers_taken_together_do_not_run_into_each_other() -> None:
     assert followed(finished, "a", [5, 6], 2) == followed(finished, "b", [5, 6], 2) == []
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     batches=st.lists(
         st.lists(

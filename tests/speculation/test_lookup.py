@@ -91,7 +91,7 @@ def test_the_longest_that_stood_before_counts() -> None:
     assert lookup([3, 4, 9, 1, 2, 3, 4], finished).guess(2) == [5, 6]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     prompt=st.lists(st.integers(0, 5), max_size=6),
     answer=st.lists(st.integers(0, 5), max_size=40),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import llm_serving.demo_model
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from llm_serving.errors import ModelError, RequestError
 from llm_serving.text import chat_template
@@ -75,7 +75,6 @@ class TestSentencePiece:
 
 
 class TestTokenizersFile:
-    @settings(deadline=None)
     @given(text=READABLE)
     def test_decode_agrees_with_the_library(self, folder, text):
         library = TokenizersTokenizer.from_file(str(folder / "tokenizer.json"))

@@ -14,7 +14,7 @@ from llm_serving.whatif.virtual_agent import virtual_step
 from scheduler_loads import arrivals, create_load, scheduler_options
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(arrivals=arrivals, options=scheduler_options())
 def test_shape_and_samples_are_those_of_the_arrays(arrivals: list[tuple[Any, ...]], options: dict[str, Any]) -> None:
     scheduler = create_scheduler(**options | {"max_steps_in_flight": 1})

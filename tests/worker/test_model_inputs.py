@@ -2,7 +2,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from llm_serving.core.step import NO_BLOCK
 from llm_serving.errors import WorkerError
@@ -125,7 +125,6 @@ def test_a_step_that_contradicts_itself_is_refused(changes, message):
         build(dataclasses.replace(step, **changes))
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 9), st.integers(0, 20)), min_size=1, max_size=6),
     st.integers(1, 5),

@@ -234,7 +234,7 @@ def batches(draw):
     return logits, sampling
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(batches())
 def test_a_row_is_bitwise_the_same_alone_and_in_a_batch(batch):
     logits, sampling = batch
@@ -250,7 +250,7 @@ def test_a_row_is_bitwise_the_same_alone_and_in_a_batch(batch):
         assert alone.top.of(0) == together.top.of(row)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(batches())
 def test_a_random_row_obeys_its_filters(batch):
     """A slow and obvious twin: sort everything, keep prefixes, invert the cumulative sum in float64."""

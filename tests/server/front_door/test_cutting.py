@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_any_cuts_give_the_same_answers_in_order(data):
     kinds = data.draw(st.lists(st.sampled_from([GET, DECLARED, CHUNKED]), min_size=1, max_size=6))

@@ -15,7 +15,7 @@ from llm_serving.text.constraints.grammars import json_grammar, regex_grammar
 SCHEMA = json_grammar('{"type": "object", "properties": {"a": {"type": "array", "items": {"type": "integer"}}}}')
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     seed=st.integers(0, 2**32),
     asked=st.lists(st.tuples(st.integers(0, 12), st.integers(0, 5), st.booleans()), max_size=12),
