@@ -156,4 +156,6 @@ def test_what_a_change_costs_the_objective_is_no_gain():
     )
     effect = Effect(SLOTS, 4, 8, without)
     assert effect.brings(goal, tuned) == "ttft_p99_ms would be 1,100, above 1,000"
+    refused = Effect(SLOTS, 4, 8, Trial({}, UNUSABLE, {}))
+    assert refused.brings(goal, tuned) == "it would be refused beside the other changes"
     assert effect.costs(goal, tuned) == "output_tokens_per_s 100 -> 80"

@@ -33,6 +33,8 @@ class Effect:
 
     def brings(self, goal: Goal, tuned: Trial) -> str:
         """What of the goal would be worse without; constraints count with their margin."""
+        if not self.without.figures:
+            return "it would be refused beside the other changes"
         told = [
             f"{each.figure} would be {_number(each.figure.key, self.without)}, "
             f"{'above' if each.figure.less_is_better else 'below'} {number(each.figure.key, each.aim)}"
