@@ -1,13 +1,19 @@
 """The goals and loads that tuning is proved with, and the YAMLs that it is compared with."""
 
 import math
+from pathlib import Path
 
 import pytest
 from llm_serving.config import load_config
+from llm_serving.whatif.profile import read_profile
+from llm_serving.whatif.report import mark
 from llm_serving.whatif.tuning.knobs import classes_in, tenants_in
+from llm_serving.whatif.tuning.tuned_yaml import differences
 from llm_serving.whatif.workload import read_workload
 from tuning_proof import DEFAULT, NO_GUESSES, TASKS, TUNED, Bench
 from whatif_loads import create_profile
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -37,3 +43,19 @@ def test_what_was_measured_is_kept_and_stands_beside_what_is_predicted(tmp_path)
     rows = bench.table(1).splitlines()
     assert [row.partition(" / ")[2] for row in rows if " / 12." in row] == ["12.35 | yes |", "12.36 | yes |"]
     assert rows[-1] == "best: tuned"
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_a_kept_yaml_is_tuned_for_the_goal_beside_it_by_the_profile_that_is_kept(name, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    folder = Path("performance/tuned", name.replace(" ", "_"))
+    assert (folder / "goal.yaml").is_file()
+    config, profile = Path("configs/demo_cpu.yaml"), read_profile(Path("performance/profiles/demo_zen4.json"))
+    bench = Bench(name, config, folder, profile, 1)
+    own, load = load_config(config), read_workload(bench.path("load"))
+    bench.goal.check_groups(classes_in(own, load), tenants_in(load))
+    text = bench.path(TUNED).read_text()
+    told = " ".join(text.replace("\n#", "").split())
+    assert told.startswith(f"# Tuned for {bench.goal}. Load load, seed 1; {mark(profile)}.")
+    assert "# Tuned: was " in text
+    assert differences(load_config(bench.path(TUNED)), own)
