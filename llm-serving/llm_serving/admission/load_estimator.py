@@ -189,14 +189,14 @@ class LoadEstimator:
 
     def _cost(self) -> tuple[float, float] | None:
         """Seconds of a step and of a token, by least squares; neither is negative."""
-        both = [moments for moments in (self._prompt_steps, self._decode_steps) if moments.weight > 0]
-        weight = sum(moments.weight for moments in both)
-        tokens = sum(moments.tokens for moments in both) / weight
-        seconds = sum(moments.seconds for moments in both) / weight
-        variance = sum(moments.tokens_squared for moments in both) / weight - tokens**2
+        prompts, decodes = self._prompt_steps, self._decode_steps
+        weight = prompts.weight + decodes.weight
+        tokens = (prompts.tokens + decodes.tokens) / weight
+        seconds = (prompts.seconds + decodes.seconds) / weight
+        variance = (prompts.tokens_squared + decodes.tokens_squared) / weight - tokens**2
         if variance < (MIN_SPREAD * tokens) ** 2:
             return None
-        covariance = sum(moments.tokens_seconds for moments in both) / weight - tokens * seconds
+        covariance = (prompts.tokens_seconds + decodes.tokens_seconds) / weight - tokens * seconds
         token_s = min(max(covariance / variance, 0.0), seconds / tokens)
         return seconds - token_s * tokens, token_s
 

@@ -16,13 +16,13 @@ def deliver(schedule: Schedule, updated: list[Request], output: StepOutput) -> N
         updated: What `Scheduler.update` returned of it.
         output: Its reply.
     """
-    live = set(updated)
-    if schedule.prompt_results:
-        live -= _deliver_prompts(schedule, output)
+    ended = _deliver_prompts(schedule, output) if schedule.prompt_results else set()
+    all_are_live = len(updated) == len(schedule.rows) and not ended  # as in most steps, with many rows
+    live = set() if all_are_live else set(updated) - ended
     stop = 0
     for request, _, _, samples, _ in schedule.rows:
         start, stop = stop, stop + samples
-        if not samples or request not in live:
+        if not samples or not (all_are_live or request in live):
             continue
         receiver = request.receiver
         if receiver is None:

@@ -29,7 +29,10 @@ class FairShare:
         return self._served.get(tenant, self._floor)
 
     def charge(self, tenant: str, num_tokens: int) -> None:
-        self._count(tenant, self.served(tenant) + num_tokens)
+        served = self._served  # nothing is called: a step of one of many replicas charges all who were served elsewhere
+        served[tenant] = served.get(tenant, self._floor) + num_tokens
+        if len(served) > MAX_TENANTS:
+            self._forget()
 
     def join(self, tenant: str, least_waiting: int | None) -> None:
         """The tenant begins to wait; `least_waiting` is the least counter among those that wait already.
@@ -39,15 +42,16 @@ class FairShare:
         if least_waiting is None and self._last_to_leave is not None:
             least_waiting = self.served(self._last_to_leave)
         self._floor = max(self._floor, least_waiting or 0)
-        self._count(tenant, max(self.served(tenant), self._floor))
+        self._served[tenant] = max(self.served(tenant), self._floor)
+        if len(self._served) > MAX_TENANTS:
+            self._forget()
 
     def leave(self, tenant: str) -> None:
         """The tenant waits no longer."""
         self._last_to_leave = tenant
 
-    def _count(self, tenant: str, served: int) -> None:
-        self._served[tenant] = served
-        if len(self._served) > MAX_TENANTS:  # half of them goes at once, so that it is seldom
-            most_last = sorted(self._served, key=self._served.__getitem__)
-            kept = most_last[-(MAX_TENANTS // 2) :]
-            self._served = {name: self._served[name] for name in kept if self._served[name] > self._floor}
+    def _forget(self) -> None:
+        """Half of them go at once, so that it is seldom."""
+        most_last = sorted(self._served, key=self._served.__getitem__)
+        kept = most_last[-(MAX_TENANTS // 2) :]
+        self._served = {name: self._served[name] for name in kept if self._served[name] > self._floor}

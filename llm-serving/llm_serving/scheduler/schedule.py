@@ -72,15 +72,14 @@ class Schedule:
     """Of their blocks, to be done when the rows are computed."""
     num_bound_violations: int = 0
     """Requests that have just waited longer than a bound allows; 0 unless the scheduler has a fault."""
+    num_tokens: int = field(init=False)
+    num_samples: int = field(init=False)
+    """Tokens that are chosen."""
 
-    @property
-    def num_tokens(self) -> int:
-        return sum([row[2] for row in self.rows])  # by index: rows are many
-
-    @property
-    def num_samples(self) -> int:
-        """Tokens that are chosen."""
-        return sum([row[3] for row in self.rows])
+    def __post_init__(self) -> None:
+        """Counts once what is asked several times a step; by index, as rows are many."""
+        object.__setattr__(self, "num_tokens", sum([row[2] for row in self.rows]))
+        object.__setattr__(self, "num_samples", sum([row[3] for row in self.rows]))
 
 
 class StepDraft:

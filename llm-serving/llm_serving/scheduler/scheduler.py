@@ -322,9 +322,12 @@ class Scheduler:
         Args:
             service: (class, tenant) -> what `take_service` tells there.
         """
+        if not self.order.shares_fairly:
+            return
+        queues = self.waiting.queues
         for (name, tenant), num_tokens in service.items():
-            if (queue := self.waiting.queues.get(name)) is not None:  # there it may be by other rules already
-                queue.charge(tenant, num_tokens)
+            if (queue := queues.get(name)) is not None:  # there it may be by other rules already
+                queue.shares.charge(tenant, num_tokens)
 
     def take_service(self) -> dict[tuple[str, str], int]:
         """What was served since the last call: (class, tenant) -> tokens as virtual token counters count them."""

@@ -216,7 +216,9 @@ class Turns:
         backlogged: Collection[str],
     ) -> None:
         for name in self._names:
-            self._service[name] += max(self._served(name, held, num_tokens, blocks)) * (SCALE // self._weights[name])
+            if held[name] or name in num_tokens:  # otherwise it has nothing of the step
+                served = max(self._served(name, held, num_tokens, blocks))
+                self._service[name] += served * (SCALE // self._weights[name])
         self._wanting = {name for name in self.contenders if name in backlogged}
 
     def _part(self, name: str) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from llm_serving.core.request import FinishReason, Request
+from llm_serving.core.request import FINISHED, FinishReason, Request
 from llm_serving.core.request_output import PromptLogprobs, RequestOutput
 from llm_serving.core.step import Float32Array, StepOutput
 from llm_serving.engine.receivers import Desk
@@ -29,7 +29,7 @@ class CountedAnswer:
         self._desk.scheduler.add(self.request)
 
     def take(self, request: Request, samples: range, output: StepOutput) -> None:
-        if not request.is_finished and len(request.output_token_ids) > 1:
+        if request.status is not FINISHED and len(request.output_token_ids) > 1:
             for _ in samples:
                 self._tell(self)
             return

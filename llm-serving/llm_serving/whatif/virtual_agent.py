@@ -137,6 +137,8 @@ class VirtualAgent(Unsupervised):
         """Of each request, the position of the token that ends it."""
         self._num_words, self._rng = vocab_size - FIRST_TOKEN, rng
         self._beside, self._beyond = beside, beyond
+        self._is_undisturbed = not any(each.of in ("sent", "read") for each in profile.step.pieces)
+        """Whether a step takes as long whatever is done beside it."""
         self._in_flight: deque[_Submitted] = deque()
         self._free = -IDLE_FOR_S
         """When the oldest step in flight could begin."""
@@ -153,7 +155,7 @@ class VirtualAgent(Unsupervised):
         if not self._in_flight:
             if came > self._free + IDLE_FOR_S:
                 came += profile.idle_s
-            self._before = self._beside()
+            self._look_beside()
         self._in_flight.append(_Submitted(step, sent, came, self._spread(profile.spread), announce_ending))
         self.next_step += 1
 
@@ -175,7 +177,8 @@ class VirtualAgent(Unsupervised):
         ends = self._await_end(submitted)
         self._in_flight.popleft()
         self.spans.append((began, ends - began))
-        self._free, self._before = ends, self._beside()
+        self._free = ends
+        self._look_beside()
         self._wait(ends + self._profile.latency_s)
         replied = self._clock.now
         self.computed_s, self._replied = replied - max(submitted.sent, self._replied), replied
@@ -186,7 +189,13 @@ class VirtualAgent(Unsupervised):
     def tokens_of(self, request: Request, start: int, end: int) -> list[int]:
         """What is chosen for places [start, end) among a request's tokens."""
         number = request.sampling.seed or 0
-        return self._tokens([(number, place) for place in range(start, end)])
+        first_end = min(end, max(start, self._ends[number]))
+        if self._texts:
+            words = [self._word(number, place) for place in range(start, first_end)]
+        else:
+            first, num_words = number * 7919, self._num_words
+            words = [FIRST_TOKEN + (first + place) % num_words for place in range(start, first_end)]
+        return words + [END_TOKEN] * (end - first_end)
 
     def num_output(self, request: Request) -> int:
         """Tokens that its answer has in the end, if nothing ends it before."""
@@ -195,6 +204,10 @@ class VirtualAgent(Unsupervised):
     def _await_end(self, submitted: _Submitted, lead_s: float = 0.0) -> float:
         """Waits until so long before the end of the oldest step, which moves off with what is done beside it."""
         began, ends = max(submitted.came, self._free), -1.0
+        if self._is_undisturbed:
+            ends = began + submitted.factor * self._profile.step.seconds(submitted.step.shape)
+            self._wait(ends - lead_s)
+            return ends
         known: Beside | None = None
         while (beside := self._beside()) != known:
             known = beside
@@ -204,6 +217,10 @@ class VirtualAgent(Unsupervised):
                 break
             self._wait(ends - lead_s)
         return ends
+
+    def _look_beside(self) -> None:
+        if not self._is_undisturbed:
+            self._before = self._beside()
 
     def _tokens(self, samples: Sequence[tuple[int, int]]) -> list[int]:
         """Of each what its text has there, a word of no meaning where that is not known, or the end where it is due."""
