@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import stand_in_ray_process
 from llm_serving.errors import ConfigError, WorkerDiedError
@@ -129,6 +131,21 @@ def test_what_ray_says_when_it_does_not_come_up_is_told(monkeypatch: pytest.Monk
     with pytest.raises(ConfigError, match=r"Ray cannot be used at cluster_config\.address") as caught:
         ray_process.connected(NOWHERE).__enter__()
     assert not isinstance(caught.value, ray_process.NotStartedError)
+
+
+def test_one_that_waits_for_a_head_ends_with_its_master() -> None:
+    program = (
+        "import signal, sys; from llm_serving.executor import ray_process; ray_process.END_S = 0.01\n"
+        "ray_process.connected = lambda *_: signal.pause(); ray_process.main(*sys.argv[1:])"
+    )
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        command = [sys.executable, "-c", program, msgspec.json.encode(PLACES).decode(), str(theirs.fileno())]
+        process = subprocess.Popen(command, pass_fds=(theirs.fileno(),))
+    try:
+        assert process.wait(DEADLINE_S) == 1
+    finally:
+        process.kill()
 
 
 def test_one_that_does_not_let_go_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import importlib
 import os
+import select
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
@@ -37,6 +39,10 @@ PLACES_S: Final = 120.0
 """Seconds in which the cluster must have room for all WorkAgents."""
 DEVICE: Final = "NPU"
 """What Ray calls a device of Ascend."""
+ATTEMPTS: Final = "2"
+"""To reach a head, each of 41 s or more; Ray itself makes 20."""
+END_S: Final = 10.0
+"""In which this process ends with the master, whatever it waits for."""
 _LOOK_EVERY_S: Final = 0.2
 
 
@@ -46,7 +52,9 @@ class NotStartedError(ConfigError):
 
 
 def main(places: str, socket_fd: str) -> None:
-    channel: Channel[Order] = Channel(socket.socket(fileno=int(socket_fd)), Order)  # type: ignore[arg-type]
+    connection = socket.socket(fileno=int(socket_fd))
+    threading.Thread(target=_end_with_the_master, args=(connection,), name="master-watch", daemon=True).start()
+    channel: Channel[Order] = Channel(connection, Order)  # type: ignore[arg-type]
     try:
         wanted = msgspec.json.decode(places, type=RayPlaces)
         with connected(wanted.address, wanted.num_replicas * wanted.cpus) as ray:
@@ -63,6 +71,15 @@ def main(places: str, socket_fd: str) -> None:
         channel.send(Unusable(str(error), again=isinstance(error, NotStartedError)))
     except ChannelClosedError:  # the master ends, or has ended
         pass
+
+
+def _end_with_the_master(connection: socket.socket) -> None:
+    """Also where the main thread does not notice its end, as it waits for a head that does not answer."""
+    poll = select.poll()
+    poll.register(connection, select.POLLRDHUP)
+    poll.poll()
+    time.sleep(END_S)
+    os._exit(1)
 
 
 class Agents:
@@ -177,6 +194,8 @@ def connected(address: str | None, num_cpus: int = 1) -> Iterator[Any]:
         ConfigError: Ray is not installed, or there is no cluster at the address.
         NotStartedError: None has come up here.
     """
+    if address is not None:
+        os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", ATTEMPTS)  # read when the package is imported
     ray = import_ray()
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is reported to anybody
     os.environ.setdefault("RAY_worker_niceness", "0")  # of a cluster that is started here: 15, if nobody says otherwise
