@@ -61,7 +61,7 @@ def a_server(num_agents: int) -> Iterator[Server]:
         "scheduler_config.preemption_mode": "swap",
         "model_config.decode_batch_size": 8,
         "scheduler_config.max_prefill_tokens": 24,
-        "serving_config.step_timeout_s": 2.0,
+        "serving_config.step_timeout_s": 5.0,
         "device_config.num_threads": 1,
     }
     arguments = itertools.chain.from_iterable(("--set", f"{key}={value}") for key, value in settings.items())
@@ -125,6 +125,8 @@ def now_and_then(sent: signal.Signals, times: int) -> Disturb:
 async def in_prefill(server: Server, client: httpx.AsyncClient, streams: Sequence[Stream], progress: Progress) -> int:
     """When the first prompts are computed and, as a rule, nothing has been told to anybody."""
     while not await metric(client, "vllm:num_requests_running"):
+        if all(stream.done() for stream in streams):
+            return 0
         await asyncio.sleep(0)
     await lose(server, client, signal.SIGKILL)
     return 1
