@@ -88,12 +88,14 @@ def test_the_last_lines_of_a_failed_tool_stand_in_the_table(clients, capsys):
 def test_what_ran_before_the_time_limit_is_told_and_the_next_client_runs(clients, capsys, monkeypatch):
     waits = "subprocess.run([sys.executable, '-c', 'import time; time.sleep(600)'])"
     clients(check("first", "return 1") + "\n" + waits, check("other", "return 1"))
-    monkeypatch.setattr(run, "TIMEOUT_S", 5.0)
-    assert run.main() == 1
-    lines = capsys.readouterr().out.splitlines()
-    assert "| one | ? | first | ok |" in lines
-    assert "| one | ? | its file | took longer than 5 s: no output |" in lines
-    assert "| two | ? | other | ok |" in lines
+    for limit_s in (2, 20, 200):  # on a busy machine a client may not have begun by then
+        monkeypatch.setattr(run, "TIMEOUT_S", float(limit_s))
+        assert run.main() == 1
+        lines = capsys.readouterr().out.splitlines()
+        assert f"| one | ? | its file | took longer than {limit_s} s: no output |" in lines
+        if {"| one | ? | first | ok |", "| two | ? | other | ok |"} <= {*lines}:
+            return
+    raise AssertionError(lines)
 
 
 @pytest.mark.parametrize(
