@@ -19,6 +19,12 @@ from model_folders import write_config
 from .conftest import weight_requests
 
 
+@pytest.fixture(autouse=True)
+def free_memory(monkeypatch):
+    """As much at any look, whatever else runs on the machine."""
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: types.SimpleNamespace(available=8 * 10**9))
+
+
 @pytest.fixture
 def served(monkeypatch):
     """Configurations that reached `master.run`, with the weights that were there then."""
