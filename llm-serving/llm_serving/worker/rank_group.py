@@ -29,6 +29,8 @@ HOST: Final = "127.0.0.1"
 """Of scheduler and ranks: nobody reaches them from another machine."""
 FORM_S: Final = 600
 """Seconds until all must be there. The master ends those that wait for nobody."""
+ASK_S: Final = 1
+"""Between two questions whether all are there, and later signs of life. It would be 3 to 5, for clusters of many."""
 RECEIVE_S: Final = 24 * 3600
 """Seconds that MCCL waits for another rank: `serving_config.step_timeout_s` decides when one is given up."""
 
@@ -73,6 +75,8 @@ class CollectiveGroup:
             MS_SCHED_PORT=str(port),
             MS_TOPO_TIMEOUT=str(FORM_S),
             MS_RECEIVE_MSG_TIMEOUT=str(RECEIVE_S),
+            MS_RETRY_INTERVAL_LOWER=str(ASK_S),
+            MS_RETRY_INTERVAL_UPPER=str(ASK_S),
         )
         if rank == 0:
             _start_scheduler(port)
