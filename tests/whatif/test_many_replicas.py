@@ -58,3 +58,11 @@ def test_neither_a_step_nor_a_request_takes_more_where_replicas_are_many(monkeyp
     few, many = (num_calls(number, monkeypatch) for number in (20, 200))
     assert few > 10_000
     assert many < 1.05 * few
+
+
+def test_what_is_known_of_requests_is_kept_once_for_all_replicas() -> None:
+    simulation = Simulation(config_with(cluster_config__replicas=2), create(), create_profile())
+    first, second = (vars(replica.agent) for replica in simulation._replicas)
+    for name in ("_num_prompt", "_num_output", "_ends"):
+        assert len(first[name]) == 70
+        assert first[name] is second[name]

@@ -16,8 +16,6 @@ from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, Final
 
-import numpy as np
-
 from llm_serving.admission.appointments import Visitor
 from llm_serving.config.schema import ServingConfig
 from llm_serving.core.caller import Caller
@@ -37,7 +35,7 @@ from llm_serving.whatif.profile import Profile
 from llm_serving.whatif.reach import Beyond
 from llm_serving.whatif.tally import Tally
 from llm_serving.whatif.timeline import EngineClock, Timeline, VirtualLoop
-from llm_serving.whatif.virtual_agent import END_TOKEN, Beside
+from llm_serving.whatif.virtual_agent import END_TOKEN, Beside, Lengths
 from llm_serving.whatif.virtual_replica import NO_TOKENIZER, Parts, VirtualReplica
 
 
@@ -131,7 +129,9 @@ class Simulation:
         """When the event loop has time for what comes next."""
         requests = [request for stream in load.streams for request in stream.requests]
         _check_classes(config, load)
-        lengths = np.array([[len(each.prompt_token_ids), _ends_after(each)] for each in requests], np.int32)
+        lengths = Lengths.of(
+            [len(each.prompt_token_ids) for each in requests], [_ends_after(each) for each in requests]
+        )
         self._numbers = {id(request): number for number, request in enumerate(requests)}
         self._tally, self._beyond = Tally(config, self._timeline), Beyond(profile.reach)
         spec: Any = SimpleNamespace(vocab_size=END_TOKEN + 1, eos_token_ids=(END_TOKEN,))
@@ -141,7 +141,7 @@ class Simulation:
         parts = Parts(
             config,
             profile,
-            lengths.reshape(-1, 2),
+            lengths,
             [each.answer_token_ids for each in requests] if guesses else [],
             load.vocab_size,
             window,

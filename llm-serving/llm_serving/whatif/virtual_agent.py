@@ -12,7 +12,7 @@ import numpy as np
 
 from llm_serving.core.continuation import Continuation
 from llm_serving.core.request import Request
-from llm_serving.core.step import AllowedTokens, Float32Array, Int32Array, StepOutput, TopTokens, no_top_tokens
+from llm_serving.core.step import AllowedTokens, Float32Array, StepOutput, TopTokens, no_top_tokens
 from llm_serving.executor.executor import Unsupervised
 from llm_serving.scheduler import Schedule
 from llm_serving.whatif.document import MOST_WHOLE
@@ -77,6 +77,22 @@ class Beside(NamedTuple):
     """Requests, shared out among the replicas."""
 
 
+class Lengths(NamedTuple):
+    """Of all requests of a load, by number; one for all replicas."""
+
+    num_prompt: list[int]
+    """Tokens of each prompt."""
+    num_output: list[int]
+    """Of each answer, after which the model ends it."""
+    ends: list[int]
+    """The place of the token that ends it, among those of the request."""
+
+    @classmethod
+    def of(cls, num_prompt: list[int], num_output: list[int]) -> Lengths:
+        ends = [prompt + output - 1 for prompt, output in zip(num_prompt, num_output, strict=True)]
+        return cls(num_prompt, num_output, ends)
+
+
 class _Submitted(NamedTuple):
     """A step under way."""
 
@@ -98,7 +114,7 @@ class VirtualAgent(Unsupervised):
         clock: Of the engine.
         wait_until: Lets the rest of the world go on to a time, as far as the engine can know of it.
         beside: Tells what the master has done until then.
-        lengths: [requests, 2], tokens of each request's prompt, and after how many of output the model ends it.
+        lengths: Of the requests.
         texts: Of each request what it is answered, as far as that is known; empty: of none it is.
         vocab_size: Of the model.
         rng: Draws how far from what is predicted each step is.
@@ -114,7 +130,7 @@ class VirtualAgent(Unsupervised):
         clock: EngineClock,
         wait_until: Callable[[float], None],
         beside: Callable[[], Beside],
-        lengths: Int32Array,
+        lengths: Lengths,
         texts: Sequence[Sequence[int]],
         vocab_size: int,
         rng: random.Random,
@@ -130,11 +146,8 @@ class VirtualAgent(Unsupervised):
         """That taking this reply took."""
         self._replied = 0.0
         """When it was there."""
-        self._num_output: list[int] = lengths[:, 1].tolist()
-        self._num_prompt: list[int] = lengths[:, 0].tolist()
+        self._num_prompt, self._num_output, self._ends = lengths
         self._texts = texts
-        self._ends: list[int] = (lengths.sum(axis=1, dtype=np.int64) - 1).tolist()
-        """Of each request, the position of the token that ends it."""
         self._num_words, self._rng = vocab_size - FIRST_TOKEN, rng
         self._beside, self._beyond = beside, beyond
         self._is_undisturbed = not any(each.of in ("sent", "read") for each in profile.step.pieces)

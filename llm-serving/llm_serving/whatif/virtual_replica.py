@@ -12,7 +12,6 @@ from llm_serving.admission.load_estimator import LoadEstimator
 from llm_serving.admission.slots import Slots
 from llm_serving.config.schema import ServingConfig
 from llm_serving.core.request import Request
-from llm_serving.core.step import Int32Array
 from llm_serving.engine.engine import Engine, Publish
 from llm_serving.engine.receivers import Desk, receive
 from llm_serving.engine.replica import build_engine
@@ -27,7 +26,7 @@ from llm_serving.whatif.reach import Beyond
 from llm_serving.whatif.steady_engine import SteadyEngine
 from llm_serving.whatif.tally import Tally
 from llm_serving.whatif.timeline import EngineClock
-from llm_serving.whatif.virtual_agent import END_TOKEN, Beside, VirtualAgent, virtual_step
+from llm_serving.whatif.virtual_agent import END_TOKEN, Beside, Lengths, VirtualAgent, virtual_step
 from llm_serving.whatif.virtual_drafter import VirtualDrafter
 from llm_serving.whatif.virtual_inbox import VirtualInbox
 
@@ -44,8 +43,7 @@ class Parts:
 
     config: ServingConfig
     profile: Profile
-    lengths: Int32Array
-    """[requests, 2]: tokens of each prompt and of its answer."""
+    lengths: Lengths
     texts: Sequence[Sequence[int]]
     """Of each answer what is known of it; empty: nothing is guessed."""
     vocab_size: int
