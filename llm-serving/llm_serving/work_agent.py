@@ -78,6 +78,9 @@ FRAMES: Final = "\n\n----"
 """Where the frames of MindSpore's own code begin in the text of an error."""
 CONNECT_S: Final = 30.0
 """To reach the master of another machine."""
+POLL_S: Final = 0.0005
+"""For which the next order is looked for before the process sleeps: as long as a master takes that forms a step by the
+reply to the one before, guesses included."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -245,6 +248,8 @@ def answer_steps(
         TransportError: The channel broke, or the master is gone.
         RankLostError: As for `serve`.
     """
+    if not channel.peer and len(os.sched_getaffinity(0)) > 1:
+        channel.poll_s = POLL_S
     for message in _orders(channel):
         if isinstance(message, Propose):
             channel.send(_proposed(runner, message))

@@ -21,10 +21,12 @@ from llm_serving.transport.messages import (
 )
 
 
-@pytest.fixture
-def ends():
+@pytest.fixture(params=[0.0, 60.0], ids=["sleeping", "polling"])
+def ends(request):
     left, right = socket.socketpair()
-    yield left, Channel(right, MasterMessage)
+    channel = Channel(right, MasterMessage)
+    channel.poll_s = request.param
+    yield left, channel
     left.close()
     right.close()
 

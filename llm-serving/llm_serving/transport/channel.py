@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import struct
 import time
@@ -15,6 +16,7 @@ from llm_serving.errors import ChannelClosedError, DeadlineExceededError, Protoc
 MAX_FRAME_BYTES = 64 * 2**20
 """Room for 2,048 vectors of 8,192 numbers, or for 20 log-probabilities of each of 400,000 tokens."""
 _LENGTH = struct.Struct("<I")
+_READ_BYTES = 65536
 
 Incoming = TypeVar("Incoming")
 
@@ -38,6 +40,9 @@ class Channel(Generic[Incoming]):
         """Longest frame that is sent or taken."""
         self.send_timeout_s: float | None = None
         """Seconds in which the other side must take a frame; None: any time."""
+        self.poll_s = 0.0
+        """Seconds for which `receive` asks again and again before it sleeps, where the other end is on this machine: a
+        processor that has fallen asleep may take as long to wake as a short step, in a virtual machine above all."""
         self._decoder: msgspec.msgpack.Decoder[Incoming] = msgspec.msgpack.Decoder(incoming)
         self._encoder = msgspec.msgpack.Encoder()
         self._received = bytearray()
@@ -124,8 +129,10 @@ class Channel(Generic[Incoming]):
             if remaining is not None and remaining <= 0:
                 raise DeadlineExceededError("no complete frame arrived in time")
             try:
-                self._socket.settimeout(remaining)
-                chunk = self._socket.recv(65536)
+                chunk = self._polled(remaining) if self.poll_s > 0 else None
+                if chunk is None:
+                    self._socket.settimeout(remaining)
+                    chunk = self._socket.recv(_READ_BYTES)
             except TimeoutError as error:
                 raise DeadlineExceededError("no complete frame arrived in time") from error
             except OSError as error:
@@ -133,6 +140,19 @@ class Channel(Generic[Incoming]):
             if not chunk:
                 raise ChannelClosedError("the other side closed the connection")
             self._received += chunk
+
+    def _polled(self, remaining: float | None) -> bytes | None:
+        """What comes within `poll_s` and `remaining` seconds; None: nothing."""
+        now = time.monotonic()
+        until = now + (self.poll_s if remaining is None else min(self.poll_s, remaining))
+        self._socket.settimeout(None)
+        while now < until:
+            try:
+                return self._socket.recv(_READ_BYTES, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                os.sched_yield()  # whoever else has work for this processor does it
+            now = time.monotonic()
+        return None
 
 
 def _escaped(message: msgspec.Struct) -> msgspec.Struct:
