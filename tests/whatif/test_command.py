@@ -2,8 +2,8 @@ import json
 
 import pytest
 from llm_serving.cli import main
-from llm_serving.commands.profile import check_recorded
-from llm_serving.errors import RecordingError
+from llm_serving.commands import profile
+from llm_serving.errors import ConfigError, RecordingError
 from llm_serving.whatif import needs
 from llm_serving.whatif.cost_model import CostModel, Piece
 from llm_serving.whatif.http_player import Seen
@@ -202,12 +202,19 @@ def test_a_profile_is_not_measured_for_a_folder_that_is_not_there(tmp_path, caps
 def test_a_recording_that_ended_before_its_clients_did_makes_no_profile():
     seen = [[Seen("a", 0.0, [1.0]), Seen("b", 0.0, [])], [Seen("c", 2.0, [3.0])]]
     timings = Timings(arrivals={"a-0": 0.0, "c-0": 2.0})
-    check_recorded(timings, seen)
+    profile.check_recorded(timings, seen)
     timings.notices.append("x.rec: ends within a record")
     with pytest.raises(RecordingError, match=r"lacks 0 of 2 requests; x\.rec: ends within a record: there must"):
-        check_recorded(timings, seen)
+        profile.check_recorded(timings, seen)
     with pytest.raises(RecordingError, match="lacks 1 of 2 requests: there must be room for all of it in --keep, or"):
-        check_recorded(Timings(arrivals={"a-0": 0.0}), seen)
+        profile.check_recorded(Timings(arrivals={"a-0": 0.0}), seen)
+
+
+def test_of_two_that_measure_at_once_one_has_the_folder(tmp_path):
+    with profile._folder(tmp_path / "kept") as folder:
+        with pytest.raises(ConfigError, match="--keep must be a folder that is new or empty"):
+            profile._folder(folder).__enter__()
+        assert profile._read_seen(folder) == [], "as of one that is interrupted"
 
 
 def test_what_is_wrong_with_a_change_is_told_of_its_configuration(arguments, capsys):
@@ -246,3 +253,6 @@ def test_a_plot_names_configurations_and_classes(arguments, tmp_path):
     plot = (tmp_path / "plot.svg").read_text()
     for name in ("my: ", "my+decode_batch_size=2: ", "my+profile=int8: ", "interactive", "batch", "NOT MEASURED"):
         assert f"<!-- {name}" in plot or f"; {name}" in plot, name
+    assert "mathdefault" not in plot, "numbers of a logarithmic axis are numbers"
+    assert main([*arguments, "--svg", str(tmp_path / "again.svg")]) == 0
+    assert (tmp_path / "again.svg").read_text() == plot
