@@ -38,6 +38,10 @@ def test_a_document_begins_with_what_it_is_for(document):
     assert re.match(r"\w|\[|`[^`]", first), "a sentence is wanted"
 
 
+def test_the_first_page_stays_short():
+    assert len(text_of(ROOT / "README.md").splitlines()) <= 150
+
+
 # --- files and headings ---------------------------------------------------------------------------------------------
 
 

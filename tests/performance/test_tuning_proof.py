@@ -50,7 +50,7 @@ def test_a_kept_yaml_is_tuned_for_the_goal_beside_it_by_the_profile_that_is_kept
     monkeypatch.chdir(ROOT)
     folder = Path("performance/tuned", name.replace(" ", "_"))
     assert (folder / "goal.yaml").is_file()
-    config, profile = Path("configs/demo_cpu.yaml"), read_profile(Path("performance/profiles/demo_zen4.json"))
+    config, profile = Path("configs/demo_cpu.yaml"), read_profile(Path("performance/profiles/demo_zen5.json"))
     bench = Bench(name, config, folder, profile, 1)
     own, load = load_config(config), read_workload(bench.path("load"))
     bench.goal.check_groups(classes_in(own, load), tenants_in(load))
