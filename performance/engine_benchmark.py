@@ -53,13 +53,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = load_config(None, overrides, arguments.model)
     figures: list[Figure] = []
 
-    limits = LimitsBeside(partial(Limits.measure, arguments.dtype, config.quant.quantization))
     highest: dict[str, Limits] = {}
 
-    def run(test: str, measure: Callable[[], list[Figure]]) -> None:
-        limits.begin()
+    def run(test: str, measure: Callable[[LimitsBeside], list[Figure]]) -> None:
+        limits = LimitsBeside(partial(Limits.measure, arguments.dtype, config.quant.quantization))
         meter = LostCoresMeter()
-        found = measure()
+        found = measure(limits)
         lost = meter.read()
         highest[test] = limits.highest
         print(highest[test])
@@ -73,21 +72,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
 
     if "L" in arguments.tests:
-        run("L", lambda: start_up(config))
+        run("L", lambda _: start_up(config))
     if arguments.tests != ["L"]:
         llm = LLM(config)
         cost = StepCost(llm.model_spec, arguments.dtype, config.quant.quantization, config.quant.has_coded_cache)
         llm.generate(random_prompts(llm, 2, 16, 99), greedy(4))
         if "A" in arguments.tests:
-            run("A", partial(single_stream, llm, limits, arguments.runs, arguments.prompt, cost))
+            run("A", partial(single_stream, llm, arguments.runs, arguments.prompt, cost))
         if "B" in arguments.tests:
             for count in arguments.batch:
-                run(f"B{count}", partial(batch, llm, limits, count, arguments.prompt, cost))
+                run(f"B{count}", partial(batch, llm, count, arguments.prompt, cost))
         if "C" in arguments.tests:
-            run("C", partial(prefill, llm, limits, arguments.runs, arguments.long_prompt, cost))
+            run("C", partial(prefill, llm, arguments.runs, arguments.long_prompt, cost))
         if "S" in arguments.tests:
             counts = (1, *arguments.batch)
-            run("S", lambda: step_breakdown(llm, counts, arguments.prompt, OUTPUT_LEN))
+            run("S", lambda _: step_breakdown(llm, counts, arguments.prompt, OUTPUT_LEN))
     if arguments.json is not None:
         document = {
             "settings": {name: str(value) for name, value in vars(arguments).items()},
@@ -99,15 +98,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class LimitsBeside:
-    """What the machine can do right before and right after each run: within minutes that may change by half."""
+    """What the machine can do right before and right after each run of a test: that changes within minutes."""
 
     def __init__(self, measure: Callable[[], Limits]) -> None:
         self._measure = measure
-        self.begin()
-
-    def begin(self) -> None:
-        """Measures anew, for a test that begins."""
-        self._latest = self.highest = self._measure()
+        self._latest = self.highest = measure()
 
     def after_a_run(self) -> Limits:
         """The higher of what was measured before and is measured now."""
@@ -124,7 +119,7 @@ def of_runs(test: str, quantity: str, unit: str, runs: Sequence[tuple[float, flo
     return Figure(test, quantity, value, unit, value * share if less else value / share, less_is_better=less)
 
 
-def single_stream(llm: LLM, limits: LimitsBeside, runs: int, length: int, cost: StepCost) -> list[Figure]:
+def single_stream(llm: LLM, runs: int, length: int, cost: StepCost, limits: LimitsBeside) -> list[Figure]:
     """Test A."""
     first, rates, read = [], [], 0
     for run in range(runs):
@@ -145,7 +140,7 @@ def single_stream(llm: LLM, limits: LimitsBeside, runs: int, length: int, cost: 
     ]
 
 
-def batch(llm: LLM, limits: LimitsBeside, count: int, length: int, cost: StepCost) -> list[Figure]:
+def batch(llm: LLM, count: int, length: int, cost: StepCost, limits: LimitsBeside) -> list[Figure]:
     """Test B."""
     start = time.perf_counter()
     prompts = random_prompts(llm, count, length, count)
@@ -159,7 +154,7 @@ def batch(llm: LLM, limits: LimitsBeside, count: int, length: int, cost: StepCos
     return [Figure(f"B{count}", "output", num_tokens / elapsed, "tok/s", num_tokens / least)]
 
 
-def prefill(llm: LLM, limits: LimitsBeside, runs: int, length: int, cost: StepCost) -> list[Figure]:
+def prefill(llm: LLM, runs: int, length: int, cost: StepCost, limits: LimitsBeside) -> list[Figure]:
     """Test C."""
     rates = []
     for run in range(runs):
