@@ -58,10 +58,7 @@ class RealReplica:
         """Runs the requests to their end."""
         for request in requests:
             self.engine.submit(request)
-        for _ in range(MAX_STEPS):
-            if not self.engine.step():
-                return [self.take_answer(request.request_id) for request in requests]
-        raise AssertionError("the engine does not come to an end")
+        return self.finish(requests)
 
     def begin(self, requests: Sequence[Request]) -> None:
         """Runs the requests up to the first token of any: how many steps the rest takes depends on what is guessed."""
@@ -72,9 +69,10 @@ class RealReplica:
 
     def finish(self, requests: Sequence[Request]) -> list[RequestOutput]:
         """Runs what was begun to its end."""
-        while self.engine.step():
-            pass
-        return [self.take_answer(request.request_id) for request in requests]
+        for _ in range(MAX_STEPS):
+            if not self.engine.step():
+                return [self.take_answer(request.request_id) for request in requests]
+        raise AssertionError("the engine does not come to an end")
 
     def take_answer(self, request_id: str) -> RequestOutput:
         """What was told of a request; it can be taken once."""
