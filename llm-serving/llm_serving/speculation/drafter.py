@@ -115,7 +115,7 @@ class Drafter:
             if request.waits_for_reply:
                 self._waiting[request] = state
             self._lost[request] = state
-            self._pace.paid()
+            self._pace.every_step()
             if len(self._states) >= self._swept_at:
                 self._sweep()
 
@@ -195,7 +195,7 @@ class Drafter:
         asked = self._asked()
         self.pays = bool(self._predictable or self._constrained or asked) and self._pays(num_rows, asked)
         if self.pays or has_hope:
-            self._pace.paid()
+            self._pace.every_step()
         else:
             self._pace.in_vain(self._now() - began, self._payoff.step_s)
 

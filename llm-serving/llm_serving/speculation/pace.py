@@ -37,8 +37,8 @@ class Pace:
         num_steps, self._num_steps = self._num_steps, 0
         return num_steps
 
-    def paid(self) -> None:
-        """Guesses pay."""
+    def every_step(self) -> None:
+        """Each is followed from now on: guesses pay, or it is to be known soon whether they do."""
         self._every = 1
 
     def in_vain(self, seconds: float, step_s: float) -> None:
