@@ -21,8 +21,9 @@ from typing import Final
 
 if __name__ == "__main__":
     gc.disable()  # nothing of what is imported is garbage
-    # Read when MindSpore is imported: ranks say twice a second that they wait for each other.
-    os.environ.setdefault("MS_SUBMODULE_LOG_v", "{DISTRIBUTED:3,DEVICE:3}")
+    from llm_serving.core.mindspore_environment import set_mindspore_environment
+
+    set_mindspore_environment()
 
 import msgspec
 

@@ -67,6 +67,9 @@ def judge(told: Sequence[dict[str, object]], ending: Sequence[str] = ()) -> Outc
 
 def measure(device: str, name: str) -> dict[str, object]:
     """One model on the device."""
+    from llm_serving.core.mindspore_environment import set_mindspore_environment
+
+    set_mindspore_environment()
     import numpy as np
     from families import models
     from families.precision import greedy
