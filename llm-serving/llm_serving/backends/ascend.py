@@ -424,12 +424,22 @@ def prompt_mask(dtype: Any) -> ms.Tensor:
 
 
 class Swiglu(nn.Cell):
+    """silu(gate) * up as split, SiLU and multiply.
+
+    The device's kernel of the primitive `Swiglu` reads the attribute `FusionType`, which only MindSpore's fusion pass
+    sets: the pass replaces these three operations by the primitive. A graph that calls the primitive itself is refused
+    by the device's kernel library.
+    """
+
     def __init__(self) -> None:
         super().__init__()
-        self.primitive = gen_ops_prim.Swiglu()
+        self.split, self.silu, self.mul = gen_ops_prim.SplitWithSize(), gen_ops_prim.SiLU(), ops.Mul()
+        self.shape = ops.Shape()
 
     def construct(self, gate_up: ms.Tensor) -> ms.Tensor:
-        return self.primitive(gate_up, -1)
+        half = self.shape(gate_up)[-1] // 2
+        gate, up = self.split(gate_up, (half, half), -1)
+        return self.mul(self.silu(gate), up)
 
 
 class Add(nn.Cell):

@@ -84,6 +84,9 @@ class CpuBackend(AscendBackend):
     def quantized_logits(self) -> nn.Cell:
         return QuantizedLogits()
 
+    def swiglu(self) -> nn.Cell:
+        return Swiglu()
+
     def program(self) -> nn.Cell | None:
         return Program()
 
@@ -205,6 +208,17 @@ class QuantizedLogits(nn.Cell):
     def construct(self, x: ms.Tensor, codes: ms.Tensor, scales: ms.Tensor) -> ms.Tensor:
         rows, row_scales = self.quantize(x, None)
         return self.mul(self.mul(self.sums(rows, codes), scales), self.reshape(row_scales, (-1, 1)))
+
+
+class Swiglu(nn.Cell):
+    """One operator of the library, which rounds once, as a program does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.primitive = gen_ops_prim.Swiglu()
+
+    def construct(self, gate_up: ms.Tensor) -> ms.Tensor:
+        return self.primitive(gate_up, -1)
 
 
 class Program(nn.Cell):
