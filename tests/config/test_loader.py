@@ -566,6 +566,42 @@ def test_dtype_names(written, expected):
     assert load_config(None, [f"model_config.model_dtype={written}"]).model.model_dtype == expected
 
 
+@pytest.mark.parametrize("target", ["CPU", "Ascend"])
+@pytest.mark.parametrize(
+    ("written", "compute_dtype", "expected"),
+    [
+        ("DataType.FLOAT32", "float16", "float16"),
+        ("DataType.FLOAT32", "bfloat16", "bfloat16"),
+        ("DataType.FLOAT32", None, "float16"),
+        ("DataType.FLOAT16", "bfloat16", "bfloat16"),
+        ("DataType.FLOAT16", None, "float16"),
+        ("DataType.BFLOAT16", "bf16", "bfloat16"),
+        ("float16", "bfloat16", "float16"),
+    ],
+)
+def test_compute_dtype_decides_over_the_dtype_that_older_servers_printed(
+    tmp_path, target, written, compute_dtype, expected
+):
+    given = "" if compute_dtype is None else f", compute_dtype: {compute_dtype}"
+    text = f"context: {{device_target: {target}}}\nmodel: {{model_config: {{theta: 1e4{given}}}}}\n"
+    write_yaml(tmp_path, text, "model.yaml")
+    path = write_yaml(tmp_path, f'model_config: {{model_cfg_path: model.yaml, model_dtype: "{written}"}}')
+    config = load_config(path)
+    assert config.model.model_dtype == expected
+    notice = (
+        f"model_config.model_dtype: {written} is read as {compute_dtype or 'float16'}: the older servers only printed"
+    )
+    source = f"{tmp_path}/model.yaml:2" if compute_dtype else "MindFormers' default"
+    found = [each for each in config.notices if notice in each and each.endswith(f"({source})")]
+    assert len(found) == (written.startswith("DataType.") and written.partition(".")[2].lower() != expected)
+
+
+def test_a_dtype_on_the_command_line_wins_over_compute_dtype(tmp_path):
+    write_yaml(tmp_path, "model: {model_config: {compute_dtype: float16}}\n", "model.yaml")
+    path = write_yaml(tmp_path, "model_config: {model_cfg_path: model.yaml}")
+    assert load_config(path, ["model_config.model_dtype=DataType.FLOAT32"]).model.model_dtype == "float32"
+
+
 @pytest.mark.parametrize(
     ("written", "expected"),
     [("2GB", 2 * 2**30), ("1.5 gb", 3 * 2**29), ("512MB", 2**29), ("512m", 2**29), ("1048576", 2**20)],

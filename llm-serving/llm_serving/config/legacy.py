@@ -60,6 +60,12 @@ MINDFORMERS_TARGETS: Final[Mapping[str, str]] = {
 }
 """Key of a MindFormers YAML -> key it fills when the serving YAML leaves it out."""
 
+OLDER_DTYPE_PREFIX: Final = "DataType."
+"""How the older servers write `model_dtype`, as in "DataType.FLOAT16"."""
+
+MINDFORMERS_DTYPE: Final = "float16"
+"""`compute_dtype` of a MindFormers YAML that does not give it."""
+
 MUST_AGREE: Final = (
     "pa_config.block_size",
     "pa_config.num_blocks",

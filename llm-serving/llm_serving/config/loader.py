@@ -17,7 +17,14 @@ from llm_serving.config.device_checks import check_device
 from llm_serving.config.graph_engine import MINDIR_INI, MINDIR_PATH, check_graph_engine
 from llm_serving.config.implementation import check_implementation
 from llm_serving.config.kinds import MADE
-from llm_serving.config.legacy import ALIASES, MINDFORMERS_TARGETS, MUST_AGREE, NO_MEANING
+from llm_serving.config.legacy import (
+    ALIASES,
+    MINDFORMERS_DTYPE,
+    MINDFORMERS_TARGETS,
+    MUST_AGREE,
+    NO_MEANING,
+    OLDER_DTYPE_PREFIX,
+)
 from llm_serving.config.mindformers import CHECKPOINT_KEY, MindFormersFile, read_mindformers
 from llm_serving.config.paths import DEMO_WORD, find, resolve, resolve_model, search_folders
 from llm_serving.config.row_checks import check_rows
@@ -40,6 +47,7 @@ MODEL_CFG_PATH: Final = "model_config.model_cfg_path"
 DRAFT_MODEL_PATH: Final = "scheduler_config.draft_model_path"
 TOKENIZER_PATH: Final = "model_config.tokenizer_path"
 MODEL_NAME: Final = "model_config.model_name"
+MODEL_DTYPE: Final = "model_config.model_dtype"
 
 RULES: Final[dict[str, Rule]] = {
     f"{section}.{item.name}": item.metadata["rule"]
@@ -192,6 +200,7 @@ def _read_mindformers(reading: _Reading) -> MindFormersFile | None:
     path = resolve(_parse(MODEL_CFG_PATH, given), given.folders, MODEL_CFG_PATH, given.source)
     _check_kind(MODEL_CFG_PATH, path, given.source)
     file = read_mindformers(path)
+    _use_compute_dtype(reading, file)
     for target, item in file.values.items():
         ours = reading.given.get(target)
         if ours is None:
@@ -204,6 +213,26 @@ def _read_mindformers(reading: _Reading) -> MindFormersFile | None:
             )
     reading.notices.extend(file.notices)
     return file
+
+
+def _use_compute_dtype(reading: _Reading, file: MindFormersFile) -> None:
+    """Let the MindFormers YAML decide the dtype where the serving YAML writes it as the older servers did.
+
+    The older server only printed `model_dtype: "DataType.FLOAT32"`; MindFormers computed in `compute_dtype`.
+    """
+    given = reading.given.get(MODEL_DTYPE)
+    if given is None or given.is_override or not str(given.value).startswith(OLDER_DTYPE_PREFIX):
+        return
+    item = file.values.get(MODEL_DTYPE)
+    value, source = (MINDFORMERS_DTYPE, "MindFormers' default") if item is None else (plain(item), item.where)
+    # An older `DataType.FLOAT16` stays where the MindFormers YAML gives no dtype: both say the same.
+    if _parse(MODEL_DTYPE, given) == _parse(MODEL_DTYPE, _Given(value, source, ())):
+        return
+    reading.notices.append(
+        f"{given.source}: {MODEL_DTYPE}: {given.value} is read as {value}: the older servers only printed it and "
+        f"computed in compute_dtype of the MindFormers YAML ({source})"
+    )
+    reading.given[MODEL_DTYPE] = _Given(value, source, (file.path.parent,))
 
 
 def _parse(name: str, given: _Given) -> Any:
