@@ -86,9 +86,11 @@ def test_ascend_is_set_as_its_other_servers_set_it(given, monkeypatch):
     monkeypatch.setattr(device.ms, "set_context", lambda **settings: calls.append(settings))
     monkeypatch.setattr(device.ms, "set_device", lambda *target: calls.append(target))
     monkeypatch.setattr(device, "_soc_version", lambda: "ascend910b")
+    monkeypatch.setattr(device.ms.runtime, "dispatch_threads_num", lambda number: calls.append(number))
     configure_device(replace(given, device_target="Ascend"), device_id=3)
     assert calls == [
         ("Ascend", 3),
+        5,
         {"mode": device.ms.GRAPH_MODE, "jit_config": {"jit_level": "O0", "infer_boost": "on"}},
     ]
 

@@ -16,6 +16,10 @@ logger = get_logger(__name__)
 
 
 _UNSUPPORTED_SOC = "310p"
+_DISPATCH_THREADS = 5
+"""Threads by which MindSpore dispatches kernels to an NPU: the number that it documents as its default. Without a
+number it takes fewer on a machine of up to 16 cores, infers shapes in another order and then refuses PagedAttention
+("Invalid shape")."""
 
 
 def configure_device(device: DeviceConfig, device_id: int = 0) -> None:
@@ -32,6 +36,7 @@ def configure_device(device: DeviceConfig, device_id: int = 0) -> None:
     ms.set_device(device.device_target, device_id if on_ascend else 0)
     if on_ascend:
         _refuse_soc(_soc_version())
+        ms.runtime.dispatch_threads_num(_DISPATCH_THREADS)
     ms.set_context(mode=ms.GRAPH_MODE, jit_config=_jit_config(device))
     if device.save_graphs:
         ms.set_context(save_graphs=True, save_graphs_path=str(device.save_graphs_path))
