@@ -87,10 +87,13 @@ def test_ascend_is_set_as_its_other_servers_set_it(given, monkeypatch):
     monkeypatch.setattr(device.ms, "set_device", lambda *target: calls.append(target))
     monkeypatch.setattr(device, "_soc_version", lambda: "ascend910b")
     monkeypatch.setattr(device.ms.runtime, "dispatch_threads_num", lambda number: calls.append(number))
-    configure_device(replace(given, device_target="Ascend"), device_id=3)
+    monkeypatch.setattr(device.ms.runtime, "set_memory", lambda **given: calls.append(given))
+    memory = 59 * 2**30 + 2**29
+    configure_device(replace(given, device_target="Ascend", max_device_memory=memory), device_id=3)
     assert calls == [
         ("Ascend", 3),
         5,
+        {"max_size": "59.50GB"},
         {"mode": device.ms.GRAPH_MODE, "jit_config": {"jit_level": "O0", "infer_boost": "on"}},
     ]
 

@@ -70,7 +70,9 @@ def test_tokens_and_log_probabilities_are_those_of_the_served_graph(folders, lit
         ("states_graph.mindir", 3, 0, options),
         ("head.mindir", 3, 0, options),
     ]
-    served = ModelRunner(runner.spec, folders[0], backend("cpu", "bfloat16"), NUM_BLOCKS, 16, LENGTH, as_program=False)
+    served = ModelRunner(
+        runner.spec, folders[0], backend("ascend", "bfloat16"), NUM_BLOCKS, 16, LENGTH, as_program=False
+    )
     served.warm_up()
     for step in steps():
         found, expected = runner.execute(step), served.execute(step)

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import msgspec
 import psutil
 import pytest
+from llm_serving.backends import create_backend
 from llm_serving.config.schema import ServingConfig
 from llm_serving.config.sections.cache import CacheConfig
 from llm_serving.config.sections.device import DeviceConfig
@@ -14,10 +15,10 @@ from llm_serving.config.sections.model import ModelConfig
 from llm_serving.errors import ConfigError, KernelError
 from llm_serving.executor.supervisor import load_settings
 from llm_serving.lowering import mindformers_package
-from llm_serving.models.memory import PROCESS_BYTES, working_bytes
+from llm_serving.models.memory import PROCESS_BYTES, num_mask_keys, working_bytes
 from llm_serving.models.spec import ModelSpec
 from llm_serving.worker import loading
-from llm_serving.worker.loading import load_runner
+from llm_serving.worker.loading import load_runner, npu_memory_limit
 from model_factories import TINY, tiny_spec, write_model
 from quantized_folders import LAYOUTS, write_quantized
 
@@ -86,6 +87,52 @@ def test_the_cache_takes_what_the_memory_given_leaves(load):
     assert load(max_device_memory=TAKEN_BYTES + 20 * BLOCK_BYTES + 1).num_blocks == 20
     with pytest.raises(ConfigError, match="must have room for one block of 4096 bytes"):
         load(max_device_memory=TAKEN_BYTES)
+
+
+LLAMA_2_7B = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 32000, "hidden_size": 4096,
+    "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32,
+    "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "hidden_act": "silu", "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("free", "max_device_memory", "num_blocks"),
+    [
+        (29.0, None, 1600),
+        (61.0, None, 5286),
+        (61.0, 40.0, 3379),
+        (29.0, 58.0, 1971),  # an older YAML for a larger device
+    ],
+)
+def test_the_cache_of_llama_2_7b_fits_into_the_memory_of_the_npu(
+    tmp_path, monkeypatch, free, max_device_memory, num_blocks
+):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_2_7B))
+    monkeypatch.setattr(loading, "free_npu_memory", lambda: int(free * 2**30))
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: pytest.fail("the host's memory says nothing of an NPU's"))
+    limit = None if max_device_memory is None else int(max_device_memory * 2**30)
+    model = ModelConfig(model_path=tmp_path, model_dtype="float16", decode_batch_size=128)
+    device = DeviceConfig(device_target="Ascend", max_device_memory=limit)
+    given = load_settings(ServingConfig(model=model, device=device), 0)
+    spec, backend = ModelSpec.from_folder(tmp_path), create_backend("ascend", "float16")
+    found = loading._num_blocks(given, spec, backend)
+    assert found == num_blocks
+    cache = found * 16 * spec.kv_bytes_per_token(2)
+    assert cache + 2 * spec.num_parameters < min(free, max_device_memory or free) * 2**30
+
+
+def test_a_device_that_reports_no_free_memory_needs_a_limit():
+    assert npu_memory_limit(2**35, 0) == 2**35
+    with pytest.raises(ConfigError, match="`device_config.max_device_memory` must be given: the device reports no"):
+        npu_memory_limit(None, 0)
+
+
+def test_the_mask_of_a_long_context_takes_of_the_cache():
+    assert working_bytes(SPEC, 2, 2048, 1, num_mask_keys("Ascend", 2**17)) - working_bytes(SPEC, 2, 2048, 1) == (
+        2048 * 2**17 * 11
+    )
+    assert num_mask_keys("CPU", 2**17) == 0
 
 
 def test_larger_steps_and_larger_weights_leave_less_for_the_cache():

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import mindspore as ms
 import numpy as np
 import pytest
 from llm_serving.errors import WorkerError
@@ -20,8 +21,8 @@ BLOCK_BYTES = 2 * (6 * 2 + 6 * 1)
 def memory() -> Iterator[TransferMemory]:
     fd = os.memfd_create("transfer")
     caches: Any = [
-        SimpleNamespace(shape=(9, *shape[1:]), storage=np.zeros(1, dtype))
-        for shape, dtype in zip(SHAPES, (np.uint16, np.int8), strict=True)
+        SimpleNamespace(shape=(9, *shape[1:]), dtype=dtype)
+        for shape, dtype in zip(SHAPES, (ms.bfloat16, ms.int8), strict=True)
     ]
     yield TransferMemory(fd, 4, [(caches[0], caches[0]), (caches[1], caches[1])])
     os.close(fd)

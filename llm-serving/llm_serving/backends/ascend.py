@@ -21,10 +21,10 @@ from llm_serving.backends.collectives import AnySum, OrderedSum
 from llm_serving.backends.parameters import (
     float32_parameter,
     parameter_over,
-    resident_zeros,
     to_model_dtype,
     zeroed_array,
     zeroed_bytes,
+    zeroed_parameter,
 )
 from llm_serving.core.dtypes import MODEL_DTYPES
 from llm_serving.core.step import Int32Array
@@ -159,11 +159,7 @@ class AscendBackend:
     ) -> tuple[ms.Parameter, ms.Parameter]:
         shapes = {"key": shape.key_width, "value": shape.value_width}
         keys, values = (
-            parameter_over(
-                resident_zeros((num_blocks, block_size, shape.kv_heads, width), self.dtype),
-                self.dtype,
-                f"{name}.{part}",
-            )
+            zeroed_parameter((num_blocks, block_size, shape.kv_heads, width), self.dtype, f"{name}.{part}")
             for part, width in shapes.items()
         )
         return keys, values

@@ -1,12 +1,15 @@
-"""Parameters whose memory is ours: aligned, in the model dtype, and never held twice."""
+"""Parameters in the model dtype, held once: on a CPU in aligned memory of this process, on an NPU in its memory."""
 
 from __future__ import annotations
 
+import math
 import mmap
 from collections.abc import Iterator
+from typing import Any
 
 import mindspore as ms
 import numpy as np
+from mindspore import mint
 from mindspore.common.np_dtype import bfloat16 as numpy_bfloat16
 from numpy.typing import NDArray
 
@@ -62,18 +65,50 @@ def resident_zeros(shape: tuple[int, ...], dtype: str) -> Array:
     return array
 
 
-def parameter_over(array: Array, dtype: str, name: str | None = None) -> ms.Parameter:
-    """A Parameter that aliases `array`, which it keeps alive; writes to the array are seen by the graph.
+def zeroed_parameter(shape: tuple[int, ...], dtype: str, name: str | None = None) -> ms.Parameter:
+    """Return a Parameter of zeros. On an NPU the host never holds them."""
+    if _is_on_npu():
+        return _parameter_of(mint.zeros(shape, dtype=getattr(ms, dtype)), name)
+    return parameter_over(resident_zeros(shape, dtype), dtype, name)
 
-    `Parameter(tensor)` copies its tensor; `assign_value` shares it.
+
+def parameter_over(array: Array, dtype: str, name: str | None = None) -> ms.Parameter:
+    """Return a Parameter with the elements of `array`.
+
+    On a CPU it aliases `array`, which it keeps alive as `storage`: the graph sees writes to the array. On an NPU the
+    elements are copied to the device and the Parameter holds nothing on the host.
     """
-    typed = array.view(numpy_bfloat16) if dtype == "bfloat16" else array
-    tensor = ms.Tensor.from_numpy(typed)
+    tensor = ms.Tensor.from_numpy(array.view(numpy_bfloat16) if dtype == "bfloat16" else array)
+    if _is_on_npu():
+        # Left to MindSpore, the copy happens at the first step and the host keeps its own.
+        return _parameter_of(tensor.move_to("Ascend", blocking=True), name)
+    parameter = _parameter_of(tensor, name)
+    parameter.storage = array
+    return parameter
+
+
+def storage_dtype(parameter: ms.Parameter) -> np.dtype[Any]:
+    """Return the NumPy dtype of its elements in plain memory: uint16 for bfloat16, else the dtype of the same name."""
+    is_bfloat16 = parameter.dtype == ms.bfloat16
+    return np.dtype(np.uint16 if is_bfloat16 else ms.dtype_to_nptype(parameter.dtype))
+
+
+def bytes_of_block(cache: ms.Parameter) -> int:
+    """Return the bytes of one block of `cache`, [blocks, ...]."""
+    shape: tuple[int, ...] = cache.shape
+    return math.prod(shape[1:]) * storage_dtype(cache).itemsize
+
+
+def _is_on_npu() -> bool:
+    return bool(ms.get_context("device_target") == "Ascend")
+
+
+def _parameter_of(tensor: ms.Tensor, name: str | None) -> ms.Parameter:
+    """Return a Parameter that shares the memory of `tensor`; `Parameter(tensor)` would copy it."""
     placeholder = ms.Tensor(np.zeros(1, dtype=np.float32)).astype(tensor.dtype)
     named = {} if name is None else {"name": name}
     parameter = ms.Parameter(placeholder, requires_grad=False, **named)
     parameter.assign_value(tensor)
-    parameter.storage = array
     return parameter
 
 
@@ -85,11 +120,11 @@ def float32_parameter(array: Array, name: str | None = None) -> ms.Parameter:
 
 
 def host_blocks(cache: ms.Parameter, num_blocks: int) -> Array:
-    """Plain zeroed memory for `num_blocks` blocks like those of `cache`, a Parameter from `parameter_over`.
+    """Return plain zeroed memory for `num_blocks` blocks like those of `cache`.
 
     Every page is at hand: memory that does not suffice shows here and not in the step that first needs it.
     """
-    memory: Array = np.empty((num_blocks, *cache.shape[1:]), cache.storage.dtype)
+    memory: Array = np.empty((num_blocks, *cache.shape[1:]), storage_dtype(cache))
     memory.fill(0)
     return memory
 

@@ -27,11 +27,14 @@ def run(arguments: argparse.Namespace) -> int:
     if num_blocks is None:
         raise ConfigError("`pa_config.num_blocks` must be given: the graph has a cache of so many. Given: None")
     assert folder is not None
+    import mindspore as ms
+
     from llm_serving.backends import create_backend
     from llm_serving.lowering.mindir import export
     from llm_serving.models.contents import check_folder
     from llm_serving.worker.kv_tensors import KVTensors
 
+    ms.set_device("CPU")  # an export needs no NPU, even where one is visible
     spec, backend = check_folder(folder), create_backend("ascend", config.model.model_dtype)
     num_ranks = config.cluster.tensor_parallel
     ranks = [spec.of_rank(rank, num_ranks) for rank in range(num_ranks)]

@@ -8,7 +8,7 @@ from llm_serving.config.mindformers import MindFormersFile
 from llm_serving.config.values import Values
 from llm_serving.core.choices import ExactnessName, KVCacheDtypeName, QuantizationName
 from llm_serving.core.dtypes import MODEL_DTYPES
-from llm_serving.models.memory import MAX_SLOTS, PROCESS_BYTES, weight_bytes, working_bytes
+from llm_serving.models.memory import MAX_SLOTS, PROCESS_BYTES, num_mask_keys, weight_bytes, working_bytes
 from llm_serving.models.spec import MAX_VOCAB_SIZE, ModelSpec
 from llm_serving.network.coded import Quantization
 from llm_serving.network.primitives import lacking, lacking_in_cells, lacking_in_coded_cache, lacking_of_codes
@@ -191,7 +191,8 @@ def _check_memory(values: Values, spec: ModelSpec) -> None:
     dtype_bytes = 4 if is_plain or values[DTYPE] == "float32" else 2
     budget, seqs = values["scheduler_config.max_prefill_tokens"], values["model_config.decode_batch_size"]
     weights = weight_bytes(spec, dtype_bytes, _quantization(values))
-    working = working_bytes(spec, dtype_bytes, budget, seqs)
+    keys = num_mask_keys(values[TARGET], values["model_config.max_generate_length"])
+    working = working_bytes(spec, dtype_bytes, budget, seqs, keys)
     block = values[BLOCK_SIZE] * spec.kv_bytes_per_token(dtype_bytes, coded=_has_coded_cache(values))
     least = PROCESS_BYTES + weights + working + block
     if limit < least:

@@ -13,6 +13,7 @@ from llm_serving.models.memory import (
     SHARE_OF_FREE_MEMORY,
     bytes_for_cache,
     draft_model_bytes,
+    num_mask_keys,
     readable_size,
     weight_bytes,
     working_bytes,
@@ -44,7 +45,8 @@ def model_size(config: ServingConfig, stored_bytes: int | None = None) -> ModelS
     is_plain = config.device.device_target == "CPU" and config.device.kernels == "plain"
     dtype = "float32" if is_plain else config.model.model_dtype
     dtype_bytes = 4 if dtype == "float32" else 2
-    step = config.scheduler.max_prefill_tokens, config.model.decode_batch_size
+    keys = num_mask_keys(config.device.device_target, config.model.max_generate_length)
+    step = config.scheduler.max_prefill_tokens, config.model.decode_batch_size, keys
     kept = config.quant.quantization or dtype
     per_token = spec.kv_bytes_per_token(dtype_bytes, coded=config.quant.has_coded_cache)
     fits, verdict = _verdict(config, spec, dtype_bytes, per_token)
@@ -90,13 +92,14 @@ def _verdict(config: ServingConfig, spec: ModelSpec, dtype_bytes: int, per_token
         limit -= config.pa.num_swap_blocks * config.pa.block_size * per_token
     limit -= _draft_bytes(config, dtype_bytes)
     step = config.scheduler.max_prefill_tokens, config.model.decode_batch_size, config.quant.weights
-    tokens = bytes_for_cache(limit, spec, dtype_bytes, *step) // per_token
+    keys = num_mask_keys(config.device.device_target, config.model.max_generate_length)
+    tokens = bytes_for_cache(limit, spec, dtype_bytes, *step, keys) // per_token
     if config.pa.num_blocks is not None:
         asked = config.pa.num_blocks * config.pa.block_size
         verdict = "yes" if asked <= tokens else "no"
         return asked <= tokens, f"{verdict}: {asked:,} tokens by pa_config.num_blocks, {max(tokens, 0):,} in {source}"
     if tokens < config.pa.block_size:
-        missing = -bytes_for_cache(limit, spec, dtype_bytes, *step) + config.pa.block_size * per_token
+        missing = -bytes_for_cache(limit, spec, dtype_bytes, *step, keys) + config.pa.block_size * per_token
         return False, f"no: {readable_size(missing)} more are needed than {source}"
     window = Window.of(spec.window, config.scheduler.max_prefill_tokens, config.model.max_generate_length)
     longest = window.longest(config.pa.block_size, tokens // config.pa.block_size)

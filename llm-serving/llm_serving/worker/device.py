@@ -37,11 +37,18 @@ def configure_device(device: DeviceConfig, device_id: int = 0) -> None:
     if on_ascend:
         _refuse_soc(_soc_version())
         ms.runtime.dispatch_threads_num(_DISPATCH_THREADS)
+        if device.max_device_memory is not None:
+            ms.runtime.set_memory(max_size=f"{device.max_device_memory / 2**30:.2f}GB")
     ms.set_context(mode=ms.GRAPH_MODE, jit_config=_jit_config(device))
     if device.save_graphs:
         ms.set_context(save_graphs=True, save_graphs_path=str(device.save_graphs_path))
     if device.graph_kernel_flags:
         os.environ["MS_DEV_GRAPH_KERNEL_FLAGS"] = device.graph_kernel_flags
+
+
+def free_npu_memory() -> int:
+    """Return the bytes that are free on the NPU that `configure_device` selected, by CANN's own count."""
+    return int(ms.hal.get_device_properties(0, "Ascend").free_memory)  # the id is ignored
 
 
 def _jit_config(device: DeviceConfig) -> dict[str, str]:

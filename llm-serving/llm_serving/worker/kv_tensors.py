@@ -10,7 +10,7 @@ import mindspore as ms
 from mindspore.common.dtype import type_size_in_bytes
 
 from llm_serving.backends.base import Array, Backend, BlockMemory
-from llm_serving.backends.parameters import host_blocks
+from llm_serving.backends.parameters import bytes_of_block, host_blocks
 from llm_serving.core.step import Int32Array
 from llm_serving.errors import ConfigError, WorkerError
 from llm_serving.models.memory import MAX_SLOTS
@@ -39,7 +39,7 @@ class KVTensors:
     @property
     def block_bytes(self) -> int:
         """Of a block, all layers."""
-        return sum(cache.storage[0].nbytes for layer in self.layers for cache in layer)
+        return sum(bytes_of_block(cache) for layer in self.layers for cache in layer)
 
     @property
     def num_transfer_blocks(self) -> int:

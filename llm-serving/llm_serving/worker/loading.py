@@ -25,11 +25,18 @@ from llm_serving.log import get_logger
 from llm_serving.lowering.mindformers_package import mindformers_version
 from llm_serving.lowering.mindir import check_facts, facts_of
 from llm_serving.models.contents import check_folder
-from llm_serving.models.memory import SHARE_OF_FREE_MEMORY, bytes_for_cache, draft_model_bytes
+from llm_serving.models.memory import (
+    SHARE_OF_FREE_MEMORY,
+    SHARE_OF_FREE_NPU_MEMORY,
+    bytes_for_cache,
+    draft_model_bytes,
+    num_mask_keys,
+    readable_size,
+)
 from llm_serving.models.spec import ModelSpec
 from llm_serving.network.coded import Quantization
 from llm_serving.transport.messages import LoadModel
-from llm_serving.worker.device import backend_for, configure_device
+from llm_serving.worker.device import backend_for, configure_device, free_npu_memory
 from llm_serving.worker.draft_model import DraftModel
 from llm_serving.worker.exactness import promise
 from llm_serving.worker.kv_tensors import block_bytes, element_bytes, num_blocks_for
@@ -78,6 +85,7 @@ def load_runner(
         save_graphs=settings.save_graphs,
         save_graphs_path=Path(settings.save_graphs_path),
         jit_level=settings.jit_level,
+        max_device_memory=settings.max_device_memory,
     )
     if settings.mindir_path is not None:
         return _of_files(settings, Path(settings.mindir_path), on_progress), ""
@@ -220,17 +228,48 @@ def _has_coded_cache(settings: LoadModel) -> bool:
     return settings.kv_cache_dtype == KVCacheDtypeName.INT8
 
 
+def npu_memory_limit(max_device_memory: int | None, free: int) -> int:
+    """Return the bytes that a WorkAgent takes of its NPU: `max_device_memory`, but no more than is free there.
+
+    Args:
+        max_device_memory: `device_config.max_device_memory`; None: not given.
+        free: Bytes that are free on the device before the model is loaded; 0: the device does not report it.
+
+    Raises:
+        ConfigError: Neither number is known.
+    """
+    if free <= 0:
+        if max_device_memory is None:
+            raise ConfigError(
+                "`device_config.max_device_memory` must be given: the device reports no free memory. Given: None"
+            )
+        return max_device_memory
+    if max_device_memory is None:
+        return int(free * SHARE_OF_FREE_NPU_MEMORY)
+    if max_device_memory > free:
+        logger.warning(
+            "device_config.max_device_memory is %s, but the device has %s free; the smaller number is used",
+            readable_size(max_device_memory),
+            readable_size(free),
+        )
+    return min(max_device_memory, free)
+
+
 def _num_blocks(settings: LoadModel, spec: ModelSpec, backend: Backend) -> int:
     """As many blocks as memory allows, at most what all running requests can fill."""
     one = block_bytes(spec, backend, settings.block_size, coded=_has_coded_cache(settings))
     window = Window.of(spec.window, settings.max_num_batched_tokens, settings.max_model_len)
     useful = settings.max_num_seqs * window.blocks_at_once(settings.max_model_len, settings.block_size)
-    limit = settings.max_device_memory
-    if limit is None:
+    if settings.device_target == "Ascend":
+        limit = npu_memory_limit(settings.max_device_memory, free_npu_memory())
+    elif settings.max_device_memory is not None:
+        limit = settings.max_device_memory
+    else:
         limit = int(psutil.virtual_memory().available * SHARE_OF_FREE_MEMORY / settings.num_agents)
         limit -= settings.num_swap_blocks * one
     step = settings.max_num_batched_tokens, settings.max_num_seqs
-    left = bytes_for_cache(limit, spec, element_bytes(backend), *step, _quantization(settings))
+    keys = num_mask_keys(settings.device_target, settings.max_model_len)
+    left = bytes_for_cache(limit, spec, element_bytes(backend), *step, _quantization(settings), keys)
     if settings.draft_model_path is not None:
         draft = ModelSpec.from_folder(Path(settings.draft_model_path))
         left -= draft_model_bytes(draft, element_bytes(backend), settings.block_size)

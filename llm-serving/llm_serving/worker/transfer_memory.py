@@ -11,6 +11,7 @@ import mindspore as ms
 import numpy as np
 
 from llm_serving.backends.base import Array
+from llm_serving.backends.parameters import bytes_of_block, storage_dtype
 from llm_serving.core.step import Int32Array
 from llm_serving.errors import WorkerError
 from llm_serving.transport.block_frames import MAX_TOKENS
@@ -45,7 +46,7 @@ class TransferMemory:
         offset, arrays = _whole_pages(8 * num_blocks), list[Array]()
         for cache, size in zip((each for layer in layers for each in layer), sizes, strict=True):
             shape = num_blocks, *cache.shape[1:]
-            elements = np.frombuffer(memory, cache.storage.dtype, math.prod(shape), offset)
+            elements = np.frombuffer(memory, storage_dtype(cache), math.prod(shape), offset)
             arrays.append(elements.reshape(shape))
             offset += size
         self.layers: tuple[tuple[Array, Array], ...] = tuple(zip(arrays[::2], arrays[1::2], strict=True))
@@ -111,7 +112,7 @@ class TransferMemory:
 def _sizes(num_blocks: int, layers: Sequence[tuple[ms.Parameter, ms.Parameter]]) -> Iterator[int]:
     """Bytes of each array, in whole pages."""
     for cache in (each for layer in layers for each in layer):
-        yield _whole_pages(num_blocks * math.prod(cache.shape[1:]) * cache.storage.dtype.itemsize)
+        yield _whole_pages(num_blocks * bytes_of_block(cache))
 
 
 def _whole_pages(num_bytes: int) -> int:
