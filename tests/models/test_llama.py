@@ -8,6 +8,8 @@ from graph_model import GraphModel, backend
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_calls import FIXED_POINT_ISA, typed
+from llm_serving.backends.ascend import AscendBackend
+from llm_serving.backends.cpu import CpuBackend
 from llm_serving.errors import ModelError
 from llm_serving.kernels import library
 from model_factories import random_weights, tiny_spec, weight_shapes, write_model, write_safetensors
@@ -114,7 +116,11 @@ def test_the_plain_backend_equals_the_reference(make_model, variant):
         ("odd sizes", "float16"),
     ],
 )
-def test_operators_of_the_library_have_the_bits_of_the_primitives_they_stand_for(make_model, dtype, variant):
+def test_operators_of_the_library_have_the_bits_of_the_primitives_they_stand_for(
+    make_model, dtype, variant, monkeypatch
+):
+    # The graph of Ascend rounds once more in SwiGLU, by split, SiLU and multiply: tests/backends bounds its error.
+    monkeypatch.setattr(AscendBackend, "swiglu", CpuBackend.swiglu)
     steps = [[(PROMPT[:30], 0, [4, 9]), (PROMPT[:1], 0, [7])], [(PROMPT[30:], 30, [4, 9, 2]), (PROMPT[1:2], 1, [7])]]
     # Weights that are not packed, as those of Ascend, are multiplied in floating point on every instruction set.
     isa = next(isa for isa in library.supported_isas() if isa != FIXED_POINT_ISA)

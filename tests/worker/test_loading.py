@@ -124,7 +124,7 @@ def test_the_cache_of_llama_2_7b_fits_into_the_memory_of_the_npu(
 
 def test_a_device_that_reports_no_free_memory_needs_a_limit():
     assert npu_memory_limit(2**35, 0) == 2**35
-    with pytest.raises(ConfigError, match="`device_config.max_device_memory` must be given: the device reports no"):
+    with pytest.raises(ConfigError, match=r"`device_config\.max_device_memory` must be given: the device reports no"):
         npu_memory_limit(None, 0)
 
 
