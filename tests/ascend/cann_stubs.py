@@ -1,0 +1,182 @@
+"""Builds stubs of CANN's shared objects, with which MindSpore's Ascend plugin runs on a machine without a device.
+
+MindSpore's x86 wheel contains the whole plugin and the host code of its kernels; only CANN is missing. The stubs define
+every symbol that the plugin asks of CANN: those of `cann_stubs.cc` do something, every other one returns 0. Shape
+inference, selection of kernels, checks of arguments and tiling then run as on a device; results mean nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes.util
+import os
+import platform
+import re
+import shutil
+import subprocess
+from collections.abc import Iterable, Sequence
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Final
+
+HERE: Final = Path(__file__).parent
+KNOWN_VERSIONS: Final = ("2.10.0",)
+"""Versions of MindSpore for which the list of symbols was checked."""
+
+RUNTIME: Final = "all_symbols"
+LIBRARIES: Final = (
+    "acl_op_compiler acl_tdt_channel acl_tdt_queue alog ascend_hal ascend_ml ascendalog ascendcl atb c_sec "
+    "error_manager exe_graph ge_runner graph hccl lowering metadef mmpa msprofiler msprofiler_fwk nnopbase opapi "
+    "platform profapi register runtime slog static_mmpa tiling_api unified_dlog"
+).split()
+"""Names of CANN's shared objects. Each is empty and depends on the one that has all symbols."""
+
+SYSTEM_LIBRARIES: Final = ("c", "m", "stdc++", "gcc_s", "gomp", "dl", "pthread", "rt", "z")
+_LOOKED_UP: Final = re.compile(r"(acl|Hccl|hccl|hal|drv|rt|Msprof|aclprof)[A-Za-z0-9_]+")
+"""Symbols that the plugin looks up by name, which `nm` does not list."""
+
+_OPERATOR: Final = re.compile(r"aclnn[A-Za-z0-9]+")
+_NOT_OF_CANN: Final = re.compile(r"GOMP|omp_|__|_ITM_|_ZT[HW]|half_|_ZNK?9mindspore|hi_|rt_|rtswitch|_?Py")
+_IDENTIFIER: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_REGISTERS: Final = ("rdi", "rsi", "rdx", "rcx", "r8", "r9")
+"""Of the first six arguments of a call."""
+
+_TEXT: Final = re.compile(rb"[\x20-\x7e]{5,}")
+
+
+def reason_not_to_build() -> str | None:
+    """Return why the stubs cannot be built here; None where they can."""
+    if platform.machine() != "x86_64":
+        return f"the Ascend plugin runs here on x86_64 only, not on {platform.machine()}"
+    missing = [tool for tool in ("g++", "nm") if shutil.which(tool) is None]
+    if missing:
+        return f"{' and '.join(missing)} is not installed"
+    installed = version("mindspore")
+    if installed not in KNOWN_VERSIONS:
+        return f"MindSpore must be {' or '.join(KNOWN_VERSIONS)} for the stubs of CANN. Installed: {installed}"
+    return None
+
+
+def build(folder: Path) -> dict[str, str]:
+    """Build the stubs in a new folder `cann` of `folder`; takes about five seconds.
+
+    MindSpore finds CANN by the path of the shared object that has its symbols, in which it looks for "cann".
+
+    Args:
+        folder: Its path should not contain "cann" itself.
+
+    Returns:
+        Environment variables with which a process finds them.
+
+    Raises:
+        subprocess.CalledProcessError: The compiler failed.
+    """
+    folder = folder / "cann"
+    folder.mkdir()
+    plugins = _plugins()
+    _run(
+        "g++", "-O1", "-fPIC", "-D_GLIBCXX_USE_CXX11_ABI=0", "-c", str(HERE / "cann_stubs.cc"), "-o", "own.o", at=folder
+    )
+    own = _symbols([folder / "own.o"], "--defined-only")
+    texts = set().union(*map(_texts, plugins))
+    operators = sorted({text.removesuffix("GetWorkspaceSize") for text in texts if _OPERATOR.fullmatch(text)})
+    wanted = _symbols(plugins, "--dynamic", "--undefined-only") - _provided(plugins)
+    wanted |= {text for text in texts if _LOOKED_UP.fullmatch(text)}
+    of_operators = {name for each in operators for name in (each, f"{each}GetWorkspaceSize")}
+    empty = {name for name in wanted if _IDENTIFIER.fullmatch(name) and not _NOT_OF_CANN.match(name)}
+    (folder / "generated.s").write_text(_assembly(sorted((empty | set(operators)) - own), operators, of_operators))
+    _run("g++", "-c", "generated.s", "-o", "generated.o", at=folder)
+    libraries = folder / "lib64"
+    (libraries / "driver").mkdir(parents=True)
+    _link(libraries / f"lib{RUNTIME}.so", "own.o", "generated.o", at=folder)
+    (folder / "empty.c").write_text("")
+    for name in LIBRARIES:
+        needed = "-Wl,--no-as-needed", f"-L{libraries}", f"-l{RUNTIME}", "-Wl,-rpath,$ORIGIN"
+        _link(libraries / f"lib{name}.so", "empty.c", *needed, at=folder)
+    for name in ("ascend_hal", RUNTIME):
+        shutil.copy(libraries / f"lib{name}.so", libraries / "driver")
+    for data in ("data", "runtime/data", "x86_64-linux/data"):
+        shutil.copytree(HERE / "platform_config", folder / data / "platform_config")
+    (folder / "opp").mkdir()
+    package = folder / "python" / "hccl" / "manage"
+    package.mkdir(parents=True)
+    (package.parent / "__init__.py").write_text("")
+    (package / "__init__.py").write_text('class sys_version:\n    __sys_version__ = "0.1.0"\n')
+    _link(folder / "processors.so", str(HERE / "processors.cc"), at=folder)
+    return {
+        "ASCEND_HOME_PATH": str(folder),
+        "ASCEND_TOOLKIT_HOME": str(folder),
+        "ASCEND_OPP_PATH": str(folder / "opp"),
+        "LD_LIBRARY_PATH": f"{libraries}:{libraries / 'driver'}",
+        "LD_PRELOAD": str(folder / "processors.so"),
+        "PYTHONPATH": str(folder / "python"),
+    }
+
+
+def _plugins() -> list[Path]:
+    """Return MindSpore's shared objects that ask something of CANN."""
+    found = find_spec("mindspore")
+    assert found is not None and found.origin is not None
+    plugin = Path(found.origin).parent / "lib" / "plugin"
+    kernels = plugin / "ascend" / "ms_kernels_internal"
+    return [
+        plugin / "libmindspore_ascend.so.2",
+        plugin / "libmindspore_ops_ascend.so",
+        *sorted((plugin / "ascend").glob("*.so")),
+        *sorted((kernels / "internal_kernel" / "lib").glob("*.so")),
+        *sorted((kernels / "asdops" / "lib").glob("*.so")),
+        *sorted((plugin / "ascend" / "ms_kernels_symmetric_memory").glob("**/lib/*.so")),
+    ]
+
+
+def _provided(plugins: Sequence[Path]) -> set[str]:
+    """Return the symbols that the plugins, MindSpore itself and the system's libraries define."""
+    package = plugins[0].parents[2]
+    own = [*(package / "lib").glob("*.so*"), *package.glob("_c_expression*.so")]
+    system = [path for name in SYSTEM_LIBRARIES if (path := _system_library(name)) is not None]
+    return _symbols([*plugins, *own, *system], "--dynamic", "--defined-only")
+
+
+def _system_library(name: str) -> Path | None:
+    file = ctypes.util.find_library(name)
+    if file is None:
+        return None
+    folders = "/lib/x86_64-linux-gnu", "/usr/lib/x86_64-linux-gnu", "/lib64", "/usr/lib64", "/usr/lib"
+    return next((path for folder in folders if (path := Path(folder) / file).exists()), None)
+
+
+def _symbols(files: Iterable[Path], *options: str) -> set[str]:
+    """Return the names that `nm` lists, without versions. Weak symbols that are undefined stay so."""
+    rows = (line.split() for line in _run("nm", "--format=posix", *options, *map(str, files)).splitlines())
+    return {row[0].partition("@")[0] for row in rows if len(row) > 1 and row[1] not in "wv"}
+
+
+def _texts(file: Path) -> set[str]:
+    return {text.decode() for text in _TEXT.findall(file.read_bytes())}
+
+
+def _assembly(empty: Iterable[str], operators: Iterable[str], of_operators: set[str]) -> str:
+    """Return functions that return 0, and of each operator one that hands out an executor.
+
+    The arguments of a call stand in six registers and above the return address; `fake_workspace_size` gets the address
+    of a copy of the registers and that of the others.
+    """
+    lines = [".text"]
+    for name in empty:
+        if name not in of_operators or not name.endswith("GetWorkspaceSize"):
+            lines += [f".globl {name}", f".type {name},@function", f"{name}: xor %eax,%eax", "xor %edx,%edx", "ret"]
+    for name in operators:
+        function = f"{name}GetWorkspaceSize"
+        lines += [f".globl {function}", f".type {function},@function", f"{function}: lea 8(%rsp),%rax", "sub $56,%rsp"]
+        lines += [f"mov %{register},{8 * index}(%rsp)" for index, register in enumerate(_REGISTERS)]
+        lines += ["mov %rsp,%rdi", "mov %rax,%rsi", "call fake_workspace_size@plt", "add $56,%rsp", "ret"]
+    return "\n".join([*lines, '.section .note.GNU-stack,"",@progbits', ""])
+
+
+def _link(target: Path, *arguments: str, at: Path) -> None:
+    _run("g++", "-shared", "-fPIC", *arguments, "-o", str(target), f"-Wl,-soname,{target.name}", at=at)
+
+
+def _run(*command: str, at: Path | None = None) -> str:
+    environment = os.environ | {"LC_ALL": "C"}
+    return subprocess.run(command, cwd=at, env=environment, check=True, capture_output=True, text=True).stdout

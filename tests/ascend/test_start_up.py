@@ -1,0 +1,72 @@
+"""The server's start-up through MindSpore's own Ascend plugin, on stubs of CANN."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from ascend.cann_stubs import build, reason_not_to_build
+
+if (reason := reason_not_to_build()) is not None:
+    pytest.skip(reason, allow_module_level=True)
+
+SCRIPT = Path(__file__).parent / "start_up.py"
+START_UP_S = 120
+
+
+@pytest.fixture(scope="module")
+def cann(tmp_path_factory):
+    """Environment variables of a process that finds the stubs."""
+    return build(tmp_path_factory.mktemp("stubs"))
+
+
+def start_up(cann, *arguments, processors=32, gigabytes=64):
+    own = {name: value for name, value in os.environ.items() if not name.startswith(("MS_", "ASCEND_"))}
+    environment = own | cann | {"FAKE_PROCESSORS": str(processors), "FAKE_HBM_GB": str(gigabytes)}
+    command = [sys.executable, str(SCRIPT), *arguments]
+    return subprocess.run(
+        command,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=START_UP_S,
+        check=False,
+        stdin=subprocess.DEVNULL,
+    )
+
+
+@pytest.mark.parametrize(
+    ("processors", "gigabytes", "arguments", "backend"),
+    [
+        (4, 64, (), "ascend"),
+        (8, 32, ("--dtype", "bfloat16"), "ascend"),
+        (16, 32, ("--exactness", "fast"), "ascend_fast"),
+        (32, 64, ("--block-size", "128"), "ascend"),
+        (64, 64, ("--dtype", "bfloat16", "--exactness", "fast"), "ascend_fast"),
+    ],
+)
+def test_start_up_passes_on_any_number_of_processors(cann, processors, gigabytes, arguments, backend):
+    ended = start_up(cann, *arguments, processors=processors, gigabytes=gigabytes)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    found = json.loads(ended.stdout.splitlines()[-1])
+    assert found["backend"] == backend
+    # CANN keeps 3 GB of the stub for itself, MindSpore takes less than 1 GB before the model.
+    assert gigabytes - 4 < found["free"] / 2**30 <= gigabytes - 3
+    assert found["cache"] > 10**8 > found["held"], "the host holds the cache, too"
+    assert ("the same bytes are not promised" in found["notice"]) == (backend == "ascend")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "processors", "error"),
+    [
+        (("--without-environment",), 32, "Tiling error for PagedAttention"),
+        (("--swiglu",), 32, "The pointer[value_str] is null"),
+        (("--without-threads",), 8, "PagedAttention"),
+    ],
+)
+def test_start_up_fails_without_what_the_device_asks_for(cann, arguments, processors, error):
+    ended = start_up(cann, *arguments, processors=processors)
+    assert ended.returncode != 0
+    assert error in ended.stderr + ended.stdout
