@@ -11,6 +11,7 @@ from llm_serving.config.sections.device import DeviceConfig
 from llm_serving.core.choices import ExactnessName
 from llm_serving.errors import ConfigError, KernelError
 from llm_serving.log import get_logger
+from llm_serving.worker.exactness import ATTENTION_SPLITS
 
 logger = get_logger(__name__)
 
@@ -90,7 +91,8 @@ def backend_for(device: DeviceConfig, dtype: str) -> tuple[Backend, str]:
         dtype: Type of weights, activations and KV cache.
 
     Returns:
-        The backend, and a notice for the operator where MindSpore's own operations had to take a library's place.
+        The backend, and a notice for the operator: where MindSpore's own operations had to take a library's place,
+        and where the device does not keep what `exactness: exact` promises.
 
     Raises:
         KernelError: `kernels` asks for the operator library, which cannot be built or loaded.
@@ -113,8 +115,8 @@ def _on_ascend(device: DeviceConfig, dtype: str) -> tuple[Backend, str]:
     if device.exactness == ExactnessName.FAST:
         return create_backend("ascend_fast", dtype), ""
     try:
-        return create_backend("ascend_invariant", dtype), ""
+        return create_backend("ascend_invariant", dtype), ATTENTION_SPLITS
     except KernelError as error:
-        notice = f"products may add in another order in another batch: {error}"
-        logger.warning("%s", notice)
-        return create_backend("ascend", dtype), notice
+        reason = f"products may add in another order in another batch: {error}"
+        logger.warning("%s", reason)
+        return create_backend("ascend", dtype), f"{ATTENTION_SPLITS}; {reason}"

@@ -9,18 +9,18 @@ from llm_serving.core.choices import ExactnessName
 
 _SAME_BYTES: Final = "the same request gets the same bytes, whatever runs beside it"
 _OWN_PRODUCTS: Final = "products are MindSpore's own, which may order their sums by the shape of a batch"
+ATTENTION_SPLITS: Final = (
+    "the same bytes are not promised on Ascend: PagedAttention may split the keys of a row over the cores, and chooses "
+    "the split by the shape of the whole batch, so the last bits of an answer depend on the requests beside it"
+)
+"""Read off the tiling of MindSpore 2.10's own kernels: a row alone and the same row beside others differ in it."""
 
 PROMISES: Final[Mapping[tuple[ExactnessName, str], str]] = {
     (ExactnessName.EXACT, "cpu"): _SAME_BYTES,
     (ExactnessName.FAST, "cpu"): f"{_SAME_BYTES}: both kernels of attention add in one order here",
     (ExactnessName.EXACT, "plain"): f"the last bits of an answer are not promised: {_OWN_PRODUCTS}",
-    (ExactnessName.EXACT, "ascend_invariant"): (
-        f"{_SAME_BYTES}: PagedAttention computes every step, and products are batch-invariant; not verified on a device"
-    ),
-    (ExactnessName.EXACT, "ascend"): (
-        "what a prompt shares a step with changes no kernel: PagedAttention computes every step; the last bits of an "
-        f"answer are not promised: {_OWN_PRODUCTS}"
-    ),
+    (ExactnessName.EXACT, "ascend_invariant"): f"{ATTENTION_SPLITS}; products are batch-invariant",
+    (ExactnessName.EXACT, "ascend"): f"{ATTENTION_SPLITS}; {_OWN_PRODUCTS}",
     (ExactnessName.FAST, "ascend_fast"): (
         "the last bits of an answer depend on what its prompt shares a step with: FlashAttentionScore computes steps "
         f"of whole prompts, PagedAttention the others, and {_OWN_PRODUCTS}"
@@ -30,10 +30,9 @@ PROMISES: Final[Mapping[tuple[ExactnessName, str], str]] = {
 
 
 _OF_EXPERTS: Final = (
-    "what a prompt shares a step with changes no kernel: PagedAttention computes every step; the last bits of an "
-    "answer are not promised: GroupedMatmulV4 multiplies experts, and may order its sums by how many rows an expert has"
+    f"{ATTENTION_SPLITS}; GroupedMatmulV4 multiplies experts, and may order its sums by how many rows an expert has"
 )
-"""In place of a promise of the device's batch-invariant products: there are none of experts."""
+"""Said of a model with experts, for which the device has no batch-invariant products."""
 
 
 def promise(exactness: str, backend_name: str, has_experts: bool = False) -> str:

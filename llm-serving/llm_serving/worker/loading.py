@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from contextlib import suppress
@@ -105,8 +106,9 @@ def load_runner(
     folder = Path(settings.model_path)
     spec = check_folder(folder)
     has_experts = any(each.kind == "experts" for each in spec.network.operations)
-    told = promise(device.exactness, backend.name, has_experts)
-    logger.info("device_config.exactness: %s: %s", device.exactness, told)
+    promised = promise(device.exactness, backend.name, has_experts)
+    level = logging.INFO if device.device_target == "CPU" else logging.WARNING  # Ascend does not keep `exact`
+    logger.log(level, "device_config.exactness: %s: %s", device.exactness, promised)
     if spec.scheme is not None:
         kept = f"{settings.quantization}, others in " if settings.quantization is not None else ""
         described = spec.scheme.described

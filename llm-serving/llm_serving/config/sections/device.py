@@ -19,7 +19,9 @@ class DeviceConfig:
     """Threads of each WorkAgent's kernels. None: the cores divided by the number of WorkAgents."""
 
     max_device_memory: int | None = option(None, memory())
-    """Bytes that weights and KV cache of one WorkAgent may take, or text such as "2GB" (one GB is 2**30 bytes)."""
+    """Bytes that weights and KV cache of one WorkAgent may take, or text such as "2GB" (one GB is 2**30 bytes). None:
+    on a CPU half of the free memory, divided by the WorkAgents of the machine; on Ascend nine tenths of what is free on
+    the device."""
 
     kernels: str = option("auto", choice(("auto", "program", "primitives", "plain", "plugin")))
     """What computes on a CPU. `program` (`plugin` in older files): one operator of our library runs the whole network.
@@ -27,10 +29,11 @@ class DeviceConfig:
     `auto`: the first that works."""
 
     exactness: str = option("exact", choice(tuple(ExactnessName), {"paged": "exact", "flash": "fast"}))
-    """What may be given up for speed, of the graph of primitives. `exact`: PagedAttention computes every step, on
-    Ascend with batch-invariant products of `ms_custom_ops` where it is installed. `fast`: FlashAttentionScore computes
-    steps of whole prompts; on Ascend its last bits may differ from those of PagedAttention, so that an answer depends
-    on what its prompt shared a step with. The log tells at the start what is promised."""
+    """What may be given up for speed, of the graph of primitives. `exact`: PagedAttention computes every step; on
+    Ascend its last bits still depend on the shape of the batch, so the same bytes are not promised there. `fast`:
+    FlashAttentionScore computes steps of whole prompts; on Ascend its last bits may differ from those of
+    PagedAttention, so that an answer also depends on what its prompt shared a step with. The log says at the start what
+    is promised."""
 
     enable_graph_kernel: bool = option(False, boolean())
     """MindSpore's graph kernel fusion. Not on Ascend: infer boost, which PagedAttention needs there, excludes it. On a
