@@ -163,11 +163,12 @@ def test_a_request_that_waits_goes_before_others_with_its_new_priority():
         server = GatedServer(max_num_seqs=1)
         async with server.running() as client:
             server.runner.gate.clear()
-            ends = []
 
             async def ask(name, **body):
                 await client.post("/v1/completions", json=LONG | {"max_tokens": 3, "request_id": name} | body)
-                ends.append(name)
+
+            async def explained(name):
+                return (await client.get(f"/v1/requests/{name}/explain")).json()["requests"][0]
 
             tasks = [asyncio.create_task(ask("first", max_tokens=30))]
             await server.reach(lambda: server.engine.num_running == 1)
@@ -187,10 +188,11 @@ def test_a_request_that_waits_goes_before_others_with_its_new_priority():
             )
             assert server.engine._room.class_load("batch").num_waiting <= 2
             await asyncio.gather(*tasks)
-            assert ends == ["first", "c", "a", "b"]
+            # Answers of steps that follow each other closely may reach their clients in another order.
+            first_steps = [(await explained(name))["steps"]["first"] for name in ("first", "c", "a", "b")]
+            assert first_steps == sorted(set(first_steps))
             assert server.engine._room.load().num_running == server.engine._room.load().num_waiting == 0
-            explained = (await client.get("/v1/requests/c/explain")).json()["requests"][0]
-            assert explained["request_class"] == "standard"
+            assert (await explained("c"))["request_class"] == "standard"
             assert (await client.post("/v1/requests/c/priority", json=body)).json()["changed"] == []
             assert (await client.post("/v1/requests/nobody/priority", json=body)).status_code == 404
 
