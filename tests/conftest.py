@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+from inherited_state import reset_inherited_state
 from llm_serving.kernels import library
 from llm_serving.log import ROOT
 from processes import run_in_processes
 from without_library import is_without_library
 
+reset_inherited_state()
 settings.register_profile(
     "same", deadline=None, derandomize=True, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
 )
