@@ -21,6 +21,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float16")
     parser.add_argument("--exactness", default="exact")
     parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--max-device-memory", type=int, metavar="BYTES")
     parser.add_argument("--without-environment", action="store_true", help="leave out what the WorkAgent sets")
     parser.add_argument("--without-threads", action="store_true", help="leave the number of threads to MindSpore")
     parser.add_argument("--swiglu", action="store_true", help="call the primitive Swiglu directly")
@@ -42,7 +43,8 @@ def main() -> None:
         AscendBackend.swiglu = CpuBackend.swiglu  # type: ignore[method-assign, assignment]
     if arguments.without_threads:
         ms.runtime.dispatch_threads_num = lambda number: None
-    device = DeviceConfig(device_target="Ascend", exactness=arguments.exactness)
+    memory = arguments.max_device_memory
+    device = DeviceConfig(device_target="Ascend", exactness=arguments.exactness, max_device_memory=memory)
     configure_device(device)
     free = free_npu_memory()
     backend, notice = backend_for(device, arguments.dtype)

@@ -41,7 +41,7 @@ def start_up(cann, *arguments, processors=32, gigabytes=64):
     ("processors", "gigabytes", "arguments", "backend"),
     [
         (4, 64, (), "ascend"),
-        (8, 32, ("--dtype", "bfloat16"), "ascend"),
+        (8, 32, ("--dtype", "bfloat16", "--max-device-memory", str(58 * 2**30)), "ascend"),
         (16, 32, ("--exactness", "fast"), "ascend_fast"),
         (32, 64, ("--block-size", "128"), "ascend"),
         (64, 64, ("--dtype", "bfloat16", "--exactness", "fast"), "ascend_fast"),

@@ -5,7 +5,7 @@ import pytest
 from llm_serving.config.sections.device import DeviceConfig
 from llm_serving.errors import ConfigError, KernelError
 from llm_serving.worker import device
-from llm_serving.worker.device import backend_for, configure_device
+from llm_serving.worker.device import backend_for, configure_device, npu_memory_limit
 
 pytestmark = pytest.mark.mindspore
 
@@ -93,6 +93,7 @@ def test_ascend_is_set_as_its_other_servers_set_it(given, monkeypatch):
     monkeypatch.setattr(device.ms.runtime, "dispatch_threads_num", lambda number: calls.append(number))
     monkeypatch.setattr(device.ms.runtime, "set_memory", lambda **given: calls.append(given))
     memory = 59 * 2**30 + 2**29
+    monkeypatch.setattr(device, "free_npu_memory", lambda: 2**36)
     configure_device(replace(given, device_target="Ascend", max_device_memory=memory), device_id=3)
     assert calls == [
         ("Ascend", 3),
@@ -100,6 +101,11 @@ def test_ascend_is_set_as_its_other_servers_set_it(given, monkeypatch):
         {"max_size": "59.50GB"},
         {"mode": device.ms.GRAPH_MODE, "jit_config": {"jit_level": "O0", "infer_boost": "on"}},
     ]
+
+
+@pytest.mark.parametrize(("free", "limit"), [(29 * 2**30, 28 * 2**30), (2**36, 58 * 2**30), (0, 58 * 2**30)])
+def test_the_limit_of_an_older_yaml_leaves_some_memory_of_a_smaller_npu_free(free, limit):
+    assert npu_memory_limit(58 * 2**30, free) == limit
 
 
 def test_an_npu_that_takes_another_order_of_caches_is_refused(monkeypatch):

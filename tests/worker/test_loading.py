@@ -18,7 +18,7 @@ from llm_serving.lowering import mindformers_package
 from llm_serving.models.memory import PROCESS_BYTES, num_mask_keys, working_bytes
 from llm_serving.models.spec import ModelSpec
 from llm_serving.worker import loading
-from llm_serving.worker.loading import load_runner, npu_memory_limit
+from llm_serving.worker.loading import load_runner
 from model_factories import TINY, tiny_spec, write_model
 from quantized_folders import LAYOUTS, write_quantized
 
@@ -96,36 +96,44 @@ LLAMA_2_7B = {
 }  # fmt: skip
 
 
+def blocks_of_llama(folder, monkeypatch, free, limit):
+    """Blocks of a Llama-2-7B in float16 for 128 requests, and the bytes of the cache and of the weights together."""
+    (folder / "config.json").write_text(json.dumps(LLAMA_2_7B))
+    monkeypatch.setattr(loading, "free_npu_memory", lambda: free)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: pytest.fail("the host's memory says nothing of an NPU's"))
+    model = ModelConfig(model_path=folder, model_dtype="float16", decode_batch_size=128)
+    device = DeviceConfig(device_target="Ascend", max_device_memory=limit)
+    given = load_settings(ServingConfig(model=model, device=device), 0)
+    spec = ModelSpec.from_folder(folder)
+    found = loading._num_blocks(given, spec, create_backend("ascend", "float16"))
+    return found, found * 16 * spec.kv_bytes_per_token(2) + 2 * spec.num_parameters
+
+
 @pytest.mark.parametrize(
     ("free", "max_device_memory", "num_blocks"),
     [
-        (29.0, None, 1600),
-        (61.0, None, 5286),
-        (61.0, 40.0, 3379),
-        (29.0, 58.0, 1971),  # an older YAML for a larger device
+        (29, None, 1600),
+        (61, None, 5286),
+        (61, 40, 3379),
+        (29, 58, 1843),  # an older YAML for a larger device
     ],
 )
 def test_the_cache_of_llama_2_7b_fits_into_the_memory_of_the_npu(
     tmp_path, monkeypatch, free, max_device_memory, num_blocks
 ):
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA_2_7B))
-    monkeypatch.setattr(loading, "free_npu_memory", lambda: int(free * 2**30))
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: pytest.fail("the host's memory says nothing of an NPU's"))
-    limit = None if max_device_memory is None else int(max_device_memory * 2**30)
-    model = ModelConfig(model_path=tmp_path, model_dtype="float16", decode_batch_size=128)
-    device = DeviceConfig(device_target="Ascend", max_device_memory=limit)
-    given = load_settings(ServingConfig(model=model, device=device), 0)
-    spec, backend = ModelSpec.from_folder(tmp_path), create_backend("ascend", "float16")
-    found = loading._num_blocks(given, spec, backend)
+    limit = None if max_device_memory is None else max_device_memory * 2**30
+    found, held = blocks_of_llama(tmp_path, monkeypatch, free * 2**30, limit)
     assert found == num_blocks
-    cache = found * 16 * spec.kv_bytes_per_token(2)
-    assert cache + 2 * spec.num_parameters < min(free, max_device_memory or free) * 2**30
+    assert held < min(free, max_device_memory or free) * 2**30
 
 
-def test_a_device_that_reports_no_free_memory_needs_a_limit():
-    assert npu_memory_limit(2**35, 0) == 2**35
+@pytest.mark.parametrize(("limit", "num_blocks"), [(None, None), (40 * 2**30, 3379)])
+def test_a_device_that_reports_no_free_memory_needs_a_limit(tmp_path, monkeypatch, limit, num_blocks):
+    if num_blocks is not None:
+        assert blocks_of_llama(tmp_path, monkeypatch, 0, limit)[0] == num_blocks
+        return
     with pytest.raises(ConfigError, match=r"`device_config\.max_device_memory` must be given: the device reports no"):
-        npu_memory_limit(None, 0)
+        blocks_of_llama(tmp_path, monkeypatch, 0, limit)
 
 
 def test_the_mask_of_a_long_context_takes_of_the_cache():

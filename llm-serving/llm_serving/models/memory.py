@@ -15,6 +15,8 @@ SHARE_OF_FREE_MEMORY: Final = 0.5
 SHARE_OF_FREE_NPU_MEMORY: Final = 0.9
 """What a WorkAgent takes of the free memory of its NPU when `max_device_memory` is not given. The rest is for CANN's
 workspaces and for gaps between allocations."""
+NPU_RESERVE: Final = 2**30
+"""Bytes that stay free on an NPU whatever `max_device_memory` allows: MindSpore refuses a limit that comes to all."""
 MASK_BYTES: Final = 1 + 4 + 4 + 2
 """Bytes for each element of the attention mask of an NPU while it is made: bool, two of float32, the model dtype."""
 LOGITS_BYTES: Final = 2**25

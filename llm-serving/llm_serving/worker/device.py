@@ -11,6 +11,7 @@ from llm_serving.config.sections.device import DeviceConfig
 from llm_serving.core.choices import ExactnessName
 from llm_serving.errors import ConfigError, KernelError
 from llm_serving.log import get_logger
+from llm_serving.models.memory import NPU_RESERVE
 from llm_serving.worker.exactness import ATTENTION_SPLITS
 
 logger = get_logger(__name__)
@@ -39,7 +40,8 @@ def configure_device(device: DeviceConfig, device_id: int = 0) -> None:
         _refuse_soc(_soc_version())
         ms.runtime.dispatch_threads_num(_DISPATCH_THREADS)
         if device.max_device_memory is not None:
-            ms.runtime.set_memory(max_size=f"{device.max_device_memory / 2**30:.2f}GB")
+            limit = npu_memory_limit(device.max_device_memory, free_npu_memory())
+            ms.runtime.set_memory(max_size=f"{limit * 100 // 2**30 / 100:.2f}GB")  # rounded down
     ms.set_context(mode=ms.GRAPH_MODE, jit_config=_jit_config(device))
     if device.save_graphs:
         ms.set_context(save_graphs=True, save_graphs_path=str(device.save_graphs_path))
@@ -50,6 +52,16 @@ def configure_device(device: DeviceConfig, device_id: int = 0) -> None:
 def free_npu_memory() -> int:
     """Return the bytes that are free on the NPU that `configure_device` selected, by CANN's own count."""
     return int(ms.hal.get_device_properties(0, "Ascend").free_memory)  # the id is ignored
+
+
+def npu_memory_limit(max_device_memory: int, free: int) -> int:
+    """Return the bytes that a WorkAgent may take of its NPU: `max_device_memory`, but no more than is there.
+
+    Args:
+        max_device_memory: `device_config.max_device_memory`. Older YAMLs may name that of a larger device.
+        free: Bytes that are free on the device before the model is loaded; 0: the device does not report it.
+    """
+    return min(max_device_memory, free - NPU_RESERVE) if free > 0 else max_device_memory
 
 
 def _jit_config(device: DeviceConfig) -> dict[str, str]:

@@ -37,7 +37,7 @@ from llm_serving.models.memory import (
 from llm_serving.models.spec import ModelSpec
 from llm_serving.network.coded import Quantization
 from llm_serving.transport.messages import LoadModel
-from llm_serving.worker.device import backend_for, configure_device, free_npu_memory
+from llm_serving.worker.device import backend_for, configure_device, free_npu_memory, npu_memory_limit
 from llm_serving.worker.draft_model import DraftModel
 from llm_serving.worker.exactness import promise
 from llm_serving.worker.kv_tensors import block_bytes, element_bytes, num_blocks_for
@@ -230,31 +230,26 @@ def _has_coded_cache(settings: LoadModel) -> bool:
     return settings.kv_cache_dtype == KVCacheDtypeName.INT8
 
 
-def npu_memory_limit(max_device_memory: int | None, free: int) -> int:
-    """Return the bytes that a WorkAgent takes of its NPU: `max_device_memory`, but no more than is free there.
-
-    Args:
-        max_device_memory: `device_config.max_device_memory`; None: not given.
-        free: Bytes that are free on the device before the model is loaded; 0: the device does not report it.
+def _npu_memory(settings: LoadModel) -> int:
+    """Return the bytes of its NPU that this WorkAgent takes.
 
     Raises:
-        ConfigError: Neither number is known.
+        ConfigError: The device does not report what is free, and no limit is given.
     """
-    if free <= 0:
-        if max_device_memory is None:
-            raise ConfigError(
-                "`device_config.max_device_memory` must be given: the device reports no free memory. Given: None"
-            )
-        return max_device_memory
-    if max_device_memory is None:
-        return int(free * SHARE_OF_FREE_NPU_MEMORY)
-    if max_device_memory > free:
-        logger.warning(
-            "device_config.max_device_memory is %s, but the device has %s free; the smaller number is used",
-            readable_size(max_device_memory),
-            readable_size(free),
+    free, given = free_npu_memory(), settings.max_device_memory
+    if given is None and free <= 0:
+        raise ConfigError(
+            "`device_config.max_device_memory` must be given: the device reports no free memory. Given: None"
         )
-    return min(max_device_memory, free)
+    if given is None:
+        return int(free * SHARE_OF_FREE_NPU_MEMORY)
+    limit = npu_memory_limit(given, free)
+    if limit < given:
+        logger.warning(
+            "device_config.max_device_memory is %s, but the device has %s free: %s are used",
+            *map(readable_size, (given, free, limit)),
+        )
+    return limit
 
 
 def _num_blocks(settings: LoadModel, spec: ModelSpec, backend: Backend) -> int:
@@ -263,7 +258,7 @@ def _num_blocks(settings: LoadModel, spec: ModelSpec, backend: Backend) -> int:
     window = Window.of(spec.window, settings.max_num_batched_tokens, settings.max_model_len)
     useful = settings.max_num_seqs * window.blocks_at_once(settings.max_model_len, settings.block_size)
     if settings.device_target == "Ascend":
-        limit = npu_memory_limit(settings.max_device_memory, free_npu_memory())
+        limit = _npu_memory(settings)
     elif settings.max_device_memory is not None:
         limit = settings.max_device_memory
     else:
