@@ -103,7 +103,9 @@ def test_ascend_is_set_as_its_other_servers_set_it(given, monkeypatch):
     ]
 
 
-@pytest.mark.parametrize(("free", "limit"), [(29 * 2**30, 28 * 2**30), (2**36, 58 * 2**30), (0, 58 * 2**30)])
+@pytest.mark.parametrize(
+    ("free", "limit"), [(29 * 2**30, 28 * 2**30), (2**36, 58 * 2**30), (0, 58 * 2**30), (2**20, 0)]
+)
 def test_the_limit_of_an_older_yaml_leaves_some_memory_of_a_smaller_npu_free(free, limit):
     assert npu_memory_limit(58 * 2**30, free) == limit
 

@@ -41,7 +41,8 @@ def configure_device(device: DeviceConfig, device_id: int = 0) -> None:
         ms.runtime.dispatch_threads_num(_DISPATCH_THREADS)
         if device.max_device_memory is not None:
             limit = npu_memory_limit(device.max_device_memory, free_npu_memory())
-            ms.runtime.set_memory(max_size=f"{limit * 100 // 2**30 / 100:.2f}GB")  # rounded down
+            if limit >= NPU_RESERVE:  # below it no model fits, and sizing the cache says so
+                ms.runtime.set_memory(max_size=f"{limit * 100 // 2**30 / 100:.2f}GB")  # rounded down
     ms.set_context(mode=ms.GRAPH_MODE, jit_config=_jit_config(device))
     if device.save_graphs:
         ms.set_context(save_graphs=True, save_graphs_path=str(device.save_graphs_path))
@@ -61,7 +62,7 @@ def npu_memory_limit(max_device_memory: int, free: int) -> int:
         max_device_memory: `device_config.max_device_memory`. Older YAMLs may name that of a larger device.
         free: Bytes that are free on the device before the model is loaded; 0: the device does not report it.
     """
-    return min(max_device_memory, free - NPU_RESERVE) if free > 0 else max_device_memory
+    return min(max_device_memory, max(free - NPU_RESERVE, 0)) if free > 0 else max_device_memory
 
 
 def _jit_config(device: DeviceConfig) -> dict[str, str]:
