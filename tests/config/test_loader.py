@@ -596,6 +596,14 @@ def test_compute_dtype_decides_over_the_dtype_that_older_servers_printed(
     assert len(found) == (written.startswith("DataType.") and written.partition(".")[2].lower() != expected)
 
 
+@pytest.mark.parametrize(("target", "expected"), [("CPU", "float32"), ("Ascend", "float16")])
+def test_an_older_float32_without_a_mindformers_yaml_loads_on_ascend_too(tmp_path, target, expected):
+    path = write_yaml(tmp_path, 'model_config: {model_dtype: "DataType.FLOAT32"}')
+    config = load_config(path, [f"device_config.device_target={target}"])
+    assert config.model.model_dtype == expected
+    assert any("DataType.FLOAT32 is read as float16" in each for each in config.notices) == (target == "Ascend")
+
+
 def test_a_dtype_on_the_command_line_wins_over_compute_dtype(tmp_path):
     write_yaml(tmp_path, "model: {model_config: {compute_dtype: float16}}\n", "model.yaml")
     path = write_yaml(tmp_path, "model_config: {model_cfg_path: model.yaml}")

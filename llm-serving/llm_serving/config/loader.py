@@ -48,6 +48,7 @@ DRAFT_MODEL_PATH: Final = "scheduler_config.draft_model_path"
 TOKENIZER_PATH: Final = "model_config.tokenizer_path"
 MODEL_NAME: Final = "model_config.model_name"
 MODEL_DTYPE: Final = "model_config.model_dtype"
+DEVICE_TARGET: Final = "device_config.device_target"
 
 RULES: Final[dict[str, Rule]] = {
     f"{section}.{item.name}": item.metadata["rule"]
@@ -196,6 +197,7 @@ def _read_mindformers(reading: _Reading) -> MindFormersFile | None:
     """Read the MindFormers YAML, if one is named, and let it fill what is not given."""
     given = reading.given.get(MODEL_CFG_PATH)
     if given is None:
+        _use_compute_dtype(reading, None)
         return None
     path = resolve(_parse(MODEL_CFG_PATH, given), given.folders, MODEL_CFG_PATH, given.source)
     _check_kind(MODEL_CFG_PATH, path, given.source)
@@ -215,15 +217,20 @@ def _read_mindformers(reading: _Reading) -> MindFormersFile | None:
     return file
 
 
-def _use_compute_dtype(reading: _Reading, file: MindFormersFile) -> None:
+def _use_compute_dtype(reading: _Reading, file: MindFormersFile | None) -> None:
     """Let the MindFormers YAML decide the dtype where the serving YAML writes it as the older servers did.
 
-    The older server only printed `model_dtype: "DataType.FLOAT32"`; MindFormers computed in `compute_dtype`.
+    The older server only printed `model_dtype: "DataType.FLOAT32"`; MindFormers computed in `compute_dtype`. Without a
+    MindFormers YAML its default decides on Ascend, which has no float32; a CPU serves what is written.
     """
     given = reading.given.get(MODEL_DTYPE)
     if given is None or given.is_override or not str(given.value).startswith(OLDER_DTYPE_PREFIX):
         return
-    item = file.values.get(MODEL_DTYPE)
+    target = reading.given.get(DEVICE_TARGET)
+    on_ascend = target is not None and _parse(DEVICE_TARGET, target) == "Ascend"
+    if file is None and not (on_ascend and _parse(MODEL_DTYPE, given) == "float32"):
+        return
+    item = None if file is None else file.values.get(MODEL_DTYPE)
     value, source = (MINDFORMERS_DTYPE, "MindFormers' default") if item is None else (plain(item), item.where)
     # An older `DataType.FLOAT16` stays where the MindFormers YAML gives no dtype: both say the same.
     if _parse(MODEL_DTYPE, given) == _parse(MODEL_DTYPE, _Given(value, source, ())):
@@ -232,7 +239,7 @@ def _use_compute_dtype(reading: _Reading, file: MindFormersFile) -> None:
         f"{given.source}: {MODEL_DTYPE}: {given.value} is read as {value}: the older servers only printed it and "
         f"computed in compute_dtype of the MindFormers YAML ({source})"
     )
-    reading.given[MODEL_DTYPE] = _Given(value, source, (file.path.parent,))
+    reading.given[MODEL_DTYPE] = _Given(value, source, ())
 
 
 def _parse(name: str, given: _Given) -> Any:
