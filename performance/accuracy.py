@@ -20,8 +20,8 @@ from typing import NamedTuple
 
 import numpy as np
 from llm_serving.config import load_config
-from llm_serving.core.choices import QuantizationName
 from llm_serving.core.dtypes import MODEL_DTYPES
+from llm_serving.core.enums import QuantizationName
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.demo_model.tasks import generate_questions
 from llm_serving.offline import LLM

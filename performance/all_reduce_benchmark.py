@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 from llm_serving.kernels.ranks import Ranks
-from llm_serving.transport.rank_memory import rank_memory
+from llm_serving.transport.shared_memory import rank_memory
 
 NUM_SUMS = 500
 NUM_BEFORE = 100
@@ -62,7 +62,7 @@ def _in_memory(arguments: argparse.Namespace) -> Callable[[int], Callable[[], ob
 
 def _by_collectives(arguments: argparse.Namespace) -> Callable[[int], Callable[[], object]]:
     import mindspore as ms
-    from llm_serving.backends.collectives import OrderedSum
+    from llm_serving.backends.ascend import OrderedSum
     from llm_serving.worker.rank_group import CollectiveGroup
 
     ms.set_context(mode=ms.GRAPH_MODE)

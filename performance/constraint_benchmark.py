@@ -25,10 +25,10 @@ from llm_serving.engine.engine import Engine
 from llm_serving.engine.replica import build_engine
 from llm_serving.executor.executor import RemoteExecutor
 from llm_serving.models.spec import ModelSpec
-from llm_serving.observe.metrics import Metrics
-from llm_serving.text.constraints import ConstraintCompiler, TokenConstraint
-from llm_serving.text.constraints.grammars import any_grammar, json_grammar, regex_grammar
-from llm_serving.text.tokenizer import Tokenizer
+from llm_serving.observability.metrics import Metrics
+from llm_serving.text.structured_output import ConstraintCompiler, TokenConstraint
+from llm_serving.text.structured_output.grammars import any_grammar, json_grammar, regex_grammar
+from llm_serving.text.tokenizer.tokenizer import Tokenizer
 from load_benchmark import started
 
 RECORD = {

@@ -30,7 +30,7 @@ from pathlib import Path
 import numpy as np
 from figures import Figure, greedy, random_prompts
 from llm_serving.config import load_config
-from llm_serving.core.choices import QuantizationName
+from llm_serving.core.enums import QuantizationName
 from llm_serving.kernels import library
 from llm_serving.offline import LLM
 from load_benchmark import start_up

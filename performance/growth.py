@@ -26,7 +26,7 @@ from llm_serving.config import load_config
 from llm_serving.core.step import ResultKind, SamplingInput, StepInput
 from llm_serving.executor.supervisor import load_settings
 from llm_serving.models.spec import ModelSpec
-from llm_serving.network.elements import ELEMENT_BYTES
+from llm_serving.network.operations import ELEMENT_BYTES
 from llm_serving.worker.loading import load_runner
 from llm_serving.worker.model_runner import ModelRunner
 from lost_cores import LostCoresMeter

@@ -25,11 +25,11 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 import uvloop
-from llm_serving.commands.own_server import own_server
+from llm_serving.cli.own_server import own_server
 from llm_serving.config import load_config
-from llm_serving.core.clock import monotonic
+from llm_serving.core.timings import monotonic
 from llm_serving.models.spec import ModelSpec
-from llm_serving.text.tokenizer import Tokenizer
+from llm_serving.text.tokenizer.tokenizer import Tokenizer
 from llm_serving.whatif.calibration import calibrate
 from llm_serving.whatif.cost_model import CostModel
 from llm_serving.whatif.figures import Figures, figures_of

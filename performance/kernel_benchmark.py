@@ -17,7 +17,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from kernel_cases import Case, Shape, attention, others, products
-from llm_serving.core.choices import QuantizationName
+from llm_serving.core.enums import QuantizationName
 from machine_limits import Limits
 from timing import least_seconds
 

@@ -16,11 +16,11 @@ from typing import Any, Final
 
 import numpy as np
 from llm_serving.backends.parameters import zeroed_array, zeroed_bytes
-from llm_serving.core.choices import QuantizationName
+from llm_serving.core.enums import QuantizationName
 from llm_serving.kernels import library
-from llm_serving.network.coded import BITS, WIDENED
-from llm_serving.network.description import SCALE_BYTES
-from llm_serving.network.elements import ELEMENT_BYTES
+from llm_serving.network.builder import SCALE_BYTES
+from llm_serving.network.operations import ELEMENT_BYTES
+from llm_serving.network.quantization import BITS, WIDENED
 
 UNCACHED_BYTES: Final = 1 << 28
 BLOCK_SIZE: Final = 16

@@ -18,9 +18,9 @@ from llm_serving.executor.executor import RemoteExecutor
 from llm_serving.executor.supervisor import WorkAgentProcess, start_work_agent
 from llm_serving.models.memory import weight_bytes
 from llm_serving.models.spec import ModelSpec
-from llm_serving.network.elements import ELEMENT_BYTES
-from llm_serving.observe.metrics import Metrics
-from llm_serving.text.tokenizer import Tokenizer
+from llm_serving.network.operations import ELEMENT_BYTES
+from llm_serving.observability.metrics import Metrics
+from llm_serving.text.tokenizer.tokenizer import Tokenizer
 
 READ_AT_ONCE = 1 << 24
 PROCESS_BYTES = 0.6e9

@@ -26,9 +26,9 @@ from typing import Final
 from llm_serving.config.paths import DEMO_FOLDER
 from llm_serving.core.request import FINISHED, RUNNING, Request
 from llm_serving.core.sampling_params import SamplingParams
-from llm_serving.scheduler.drafts import num_chosen
+from llm_serving.scheduler.step_results import num_chosen
 from llm_serving.speculation import Drafter
-from llm_serving.text.tokenizer import Tokenizer
+from llm_serving.text.tokenizer.tokenizer import Tokenizer
 from workload import DEMO_QUESTIONS, load
 
 STEP_S: Final = 0.00052

@@ -16,7 +16,7 @@ from typing import Final, Protocol
 from llm_serving.config.paths import DEMO_FOLDER
 from llm_serving.speculation.finished_answers import FinishedAnswers
 from llm_serving.speculation.lookup import Lookup
-from llm_serving.text.tokenizer import Tokenizer
+from llm_serving.text.tokenizer.tokenizer import Tokenizer
 from workload import DEMO_QUESTIONS, load
 
 MAX_GUESSES: Final = 16

@@ -22,16 +22,16 @@ from pathlib import Path
 from figures import FIRST_PLAIN_TOKEN
 from http_client import HttpClient
 from llm_serving.config import load_config
-from llm_serving.core.allocator import give_back_large_blocks, giving_back
+from llm_serving.core.memory import give_back_large_blocks, giving_back
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.engine.engine import Engine, Publish
 from llm_serving.engine.replica import build_engine
 from llm_serving.models.spec import ModelSpec
-from llm_serving.observe.metrics import Metrics
+from llm_serving.observability.metrics import Metrics
 from llm_serving.server.app import collect_garbage_rarely, create_app, hand_over_often
 from llm_serving.server.http_server import HttpServer
 from llm_serving.server.listener import bind
-from llm_serving.text.tokenizer import Tokenizer
+from llm_serving.text.tokenizer.tokenizer import Tokenizer
 from random_agent import random_executor
 
 MIB = 2**20

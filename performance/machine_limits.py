@@ -15,11 +15,11 @@ from functools import cached_property, partial
 from typing import Final
 
 import numpy as np
-from llm_serving.core.choices import QuantizationName
+from llm_serving.core.enums import QuantizationName
 from llm_serving.kernels import library
 from llm_serving.models.spec import ModelSpec
-from llm_serving.network.coded import BITS
-from llm_serving.network.elements import ELEMENT_BYTES
+from llm_serving.network.operations import ELEMENT_BYTES
+from llm_serving.network.quantization import BITS
 from llm_serving.network.rewriting import select_rows
 
 READ_BYTES: Final = 1 << 30

@@ -30,21 +30,20 @@ from llm_serving.config import load_config
 from llm_serving.core.request import Request
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.core.step import BlockMove, Int32Array, Move
-from llm_serving.engine.carrier import Carrier
+from llm_serving.engine.fleet.migration import Carrier
 from llm_serving.engine.replica import build_engine
 from llm_serving.errors import ChannelClosedError
-from llm_serving.executor.block_link import BlockLink
+from llm_serving.executor.cluster.block_link import BlockLink
+from llm_serving.executor.cluster.listener import Listener
 from llm_serving.executor.executor import LocalExecutor
-from llm_serving.executor.listener import Listener
 from llm_serving.executor.supervisor import load_settings
-from llm_serving.observe.metrics import Metrics
-from llm_serving.text.tokenizer import Tokenizer
-from llm_serving.transport.block_frames import blocks_a_frame, max_frame_bytes
-from llm_serving.transport.cluster_identity import ClusterIdentity
+from llm_serving.observability.metrics import Metrics
+from llm_serving.text.tokenizer.tokenizer import Tokenizer
+from llm_serving.transport.shared_memory import blocks_a_frame, max_frame_bytes
+from llm_serving.transport.tls_identity import ClusterIdentity
 from llm_serving.work_agent import connect
-from llm_serving.worker.block_exchange import exchange_blocks
+from llm_serving.worker.kv_transfer import TransferMemory, exchange_blocks
 from llm_serving.worker.loading import load_runner
-from llm_serving.worker.transfer_memory import TransferMemory
 
 NUM_ROWS: Final = 8
 CONTEXT: Final = 64

@@ -7,7 +7,7 @@ second, for so many frames under way on each connection.
 
 Then, without the relay, the steps of the one that is `decode`, in which 8 rows decode: microseconds from reply to reply
 while nothing moves, and while blocks come in all the time, whose way through the master gives way to steps
-(`engine/pace.py`) or does not; taken in turns, and MB a second that come in.
+(`engine/fleet/migration.py`) or does not; taken in turns, and MB a second that come in.
 
 With `--pairs 1,2,4` instead: so many pairs of such WorkAgents at once, all of them as busy as before, an engine in a
 thread for each that is `decode` as in a server. Told beside steps and MB a second: the share of one core that all
@@ -39,18 +39,17 @@ from llm_serving.config import load_config
 from llm_serving.config.schema import ServingConfig
 from llm_serving.core.request import Request
 from llm_serving.core.sampling_params import SamplingParams
-from llm_serving.engine.carrier import Carrier
 from llm_serving.engine.engine import Engine
-from llm_serving.engine.pace import Pace
+from llm_serving.engine.fleet.migration import Carrier, Pace
 from llm_serving.engine.replica import build_engine
-from llm_serving.executor.agent_process import LocalProcess
-from llm_serving.executor.cluster_placement import ClusterPlacement
+from llm_serving.executor.cluster.placement import ClusterPlacement
 from llm_serving.executor.executor import RemoteExecutor
 from llm_serving.executor.supervisor import WorkAgentProcess, start_work_agent
-from llm_serving.observe.metrics import Metrics
-from llm_serving.text.tokenizer import Tokenizer
-from llm_serving.transport.cluster_identity import ClusterIdentity
+from llm_serving.executor.worker_process import LocalProcess
+from llm_serving.observability.metrics import Metrics
+from llm_serving.text.tokenizer.tokenizer import Tokenizer
 from llm_serving.transport.messages import Blocks
+from llm_serving.transport.tls_identity import ClusterIdentity
 
 NUM_RUNS: Final = 9
 NUM_ROWS: Final = 8

@@ -12,7 +12,7 @@ from llm_serving.core.step import StepOutput, no_top_tokens
 from llm_serving.executor.executor import RemoteExecutor
 from llm_serving.transport.codec import encode_output, max_step_bytes, step_from_arrays
 from llm_serving.transport.messages import RunStep, StepDone
-from llm_serving.transport.shared_arrays import SharedBuffers
+from llm_serving.transport.shared_memory import SharedBuffers
 
 NUM_BUFFERS = 2
 

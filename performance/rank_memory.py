@@ -25,10 +25,10 @@ from llm_serving.engine.engine import Engine
 from llm_serving.engine.replica import build_engine
 from llm_serving.errors import LLMServingError
 from llm_serving.executor.executor import RemoteExecutor
-from llm_serving.executor.ranks import RankProcesses
 from llm_serving.executor.supervisor import WorkAgentProcess, start_work_agent
-from llm_serving.observe.metrics import Metrics
-from llm_serving.text.tokenizer import Tokenizer
+from llm_serving.executor.tensor_parallel import RankProcesses
+from llm_serving.observability.metrics import Metrics
+from llm_serving.text.tokenizer.tokenizer import Tokenizer
 
 PROMPT = list(range(5, 37))
 GREEDY = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True)

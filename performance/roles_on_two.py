@@ -17,7 +17,7 @@ from typing import Final
 
 import uvloop
 from http_client import HttpClient
-from llm_serving.commands.own_server import own_server
+from llm_serving.cli.own_server import own_server
 from llm_serving.config.yaml_reader import read_value
 from llm_serving.whatif.figures import figures_of
 from llm_serving.whatif.http_player import play

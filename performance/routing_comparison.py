@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from llm_serving.config.yaml_reader import read_value
-from llm_serving.core.choices import RoutingName
+from llm_serving.core.enums import RoutingName
 from llm_serving.whatif.figures import figures_of
 from llm_serving.whatif.load import Load
 from llm_serving.whatif.profile import Profile

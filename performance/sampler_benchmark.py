@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from llm_serving.core.step import SamplingInput
 from llm_serving.kernels import library
-from llm_serving.worker import kernel_choice, token_choice
+from llm_serving.worker import sampler, sampling_reference
 from llm_serving.worker.sampler import sample
 from timing import least_seconds
 
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             sampling = _sampling_input(num_rows, arguments.vocab_size, **parameters)
             seconds = [
                 least_seconds(partial(sample, 0, logits, sampling, NO_TOKENS, choose), SECONDS_PER_FIGURE)
-                for choose in (token_choice.choose_tokens, kernel_choice.choose_tokens)
+                for choose in (sampling_reference.choose_tokens, sampler.choose_tokens)
             ]
             print(f"{kind:24} {num_rows:5} {1e6 * seconds[0]:10,.0f} {1e6 * seconds[1]:10,.0f}", flush=True)
             figures.append({"kind": kind, "rows": num_rows, "numpy": seconds[0], "library": seconds[1]})

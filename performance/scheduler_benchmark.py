@@ -35,9 +35,9 @@ from llm_serving.engine import engine as engine_loop
 from llm_serving.engine.engine import Engine
 from llm_serving.engine.replica import build_engine
 from llm_serving.executor.executor import RemoteExecutor
-from llm_serving.observe.metrics import Metrics
+from llm_serving.observability.metrics import Metrics
 from llm_serving.recording.recorder import RecordedScheduler
-from llm_serving.text.tokenizer import Tokenizer
+from llm_serving.text.tokenizer.tokenizer import Tokenizer
 from random_agent import RandomAgent, random_executor
 from serving_cost import cpu_seconds_per_request, cpu_seconds_per_token
 from stopwatch import Stopwatch

@@ -16,12 +16,12 @@ from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.engine.engine import Engine, Publish
 from llm_serving.engine.replica import build_engine
 from llm_serving.models.spec import ModelSpec
-from llm_serving.observe.metrics import Metrics
-from llm_serving.server.access_log import open_access_log
+from llm_serving.observability.metrics import Metrics
 from llm_serving.server.app import create_app
 from llm_serving.server.http_server import HttpServer
 from llm_serving.server.listener import bind
-from llm_serving.text.tokenizer import Tokenizer
+from llm_serving.server.middleware.access_log import open_access_log
+from llm_serving.text.tokenizer.tokenizer import Tokenizer
 from random_agent import random_executor
 
 PROMPT_LEN, OUTPUT_LEN = 64, 256

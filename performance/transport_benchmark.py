@@ -37,16 +37,15 @@ from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.core.step import AllowedTokens, StepInput, StepOutput, no_top_tokens
 from llm_serving.engine.replica import build_engine
 from llm_serving.errors import ChannelClosedError
+from llm_serving.executor.cluster.listener import Listener
 from llm_serving.executor.executor import LocalExecutor, RemoteExecutor
-from llm_serving.executor.listener import Listener
-from llm_serving.observe.metrics import Metrics
-from llm_serving.text.tokenizer import Tokenizer
+from llm_serving.observability.metrics import Metrics
+from llm_serving.text.tokenizer.tokenizer import Tokenizer
 from llm_serving.transport.channel import Channel
-from llm_serving.transport.cluster_identity import ClusterIdentity
 from llm_serving.transport.codec import encode_output, step_arrays
-from llm_serving.transport.inline_arrays import InlineArrays
 from llm_serving.transport.messages import AgentMessage, MasterMessage, RunStep
-from llm_serving.transport.shared_arrays import SharedBuffers
+from llm_serving.transport.shared_memory import InlineArrays, SharedBuffers
+from llm_serving.transport.tls_identity import ClusterIdentity
 
 SECRET = "0123456789abcdef" * 4
 BUFFER_BYTES = 2**22

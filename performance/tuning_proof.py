@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 import uvloop
-from llm_serving.cli import main as llm_serving
-from llm_serving.commands.arguments import EXIT_FAILED
-from llm_serving.commands.own_server import own_server
+from llm_serving.cli.arguments import EXIT_FAILED
+from llm_serving.cli.main import main as llm_serving
+from llm_serving.cli.own_server import own_server
 from llm_serving.config import load_config
 from llm_serving.errors import ConfigError
 from llm_serving.whatif.figures import OF_GROUP, Figures, figures_of

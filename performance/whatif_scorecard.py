@@ -32,8 +32,8 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 import uvloop
-from llm_serving.commands.disturbance import MOST, Disturbance
-from llm_serving.commands.own_server import own_server
+from llm_serving.cli.disturbance import MOST, Disturbance
+from llm_serving.cli.own_server import own_server
 from llm_serving.config import ServingConfig, load_config
 from llm_serving.whatif.cost_model import CostModel
 from llm_serving.whatif.figures import Figures, figures_of

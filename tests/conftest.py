@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
-from inherited_state import reset_inherited_state
 from llm_serving.kernels import library
 from llm_serving.log import ROOT
-from processes import run_in_processes
-from without_library import is_without_library
+from support.inherited_state import reset_inherited_state
+from support.processes import run_in_processes
+from support.without_library import is_without_library
 
 reset_inherited_state()
 settings.register_profile(
@@ -32,7 +32,7 @@ LATE = (
         "end_to_end",
         "families",
         "test_kernels_of_networks.py",
-        "commands/test_verifier.py",
+        "cli/test_verifier.py",
         "models",
     ),
     *("test_quantized_networks.py", "worker", "backends", "test_offline.py", "engine/test_choices_on_a_model.py"),

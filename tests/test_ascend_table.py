@@ -1,7 +1,7 @@
 """Every demand of a device in docs/ascend.md names a test that exists, and no such test needs a device."""
 
 import pytest
-from tables_of_tests import PROJECT, missing_tests, rows
+from support.tables import PROJECT, missing_tests, rows
 
 ROWS = rows((PROJECT / "docs" / "ascend.md").read_text(), "the device")
 

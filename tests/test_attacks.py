@@ -9,12 +9,12 @@ from dataclasses import replace
 import psutil
 import pytest
 import trustme
-from attackers import ATTACKS, run, smaller
-from attacks import Row, Watch
-from fakes import FakeEngine
-from http_serving import connect, get, read_until, serving
-from plain_server import plain_server
-from server_process import undisturbed, unwind_when_told_to_end
+from support.fakes import FakeEngine
+from support.http_serving import connect, get, read_until, serving
+from support.plain_server import plain_server
+from support.server_process import undisturbed, unwind_when_told_to_end
+from tools.attackers import ATTACKS, run, smaller
+from tools.attacks import Row, Watch
 
 
 @pytest.fixture(scope="module")

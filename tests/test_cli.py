@@ -12,18 +12,18 @@ from pathlib import Path
 import llm_serving
 import msgspec
 import pytest
-from factories import create_request, run_step
-from llm_serving import launcher
-from llm_serving.cli import main
-from llm_serving.commands.flags import FLAGS, REFUSED
+from llm_serving.cli import launcher
+from llm_serving.cli.arguments import FLAGS, REFUSED
+from llm_serving.cli.main import main
 from llm_serving.config import load_config
 from llm_serving.config.loader import RULES
 from llm_serving.config.paths import DEMO_FOLDER, PROJECT_FOLDER
 from llm_serving.errors import ModelError, NoWorkAgentsError, WorkerDiedError, WorkerError
 from llm_serving.recording.records import Decided
-from llm_serving.server.authentication import hash_key
-from recordings import MemoryFiles, create_recorded, read, seal, with_record
-from small_model import write_small_model
+from llm_serving.server.middleware.authentication import hash_key
+from support.factories import create_request, run_step
+from support.recordings import MemoryFiles, create_recorded, read, seal, with_record
+from support.small_model import write_small_model
 
 LEGACY = str(PROJECT_FOLDER / "configs" / "llama" / "llama_7b_kbk_pa_dyn.yaml")
 
@@ -305,7 +305,7 @@ def test_hash_key_without_standard_input_says_so(capsys, monkeypatch):
 
 
 def run_command(arguments, **options):
-    command = [sys.executable, "-c", "import sys; from llm_serving.cli import main; sys.exit(main())", *arguments]
+    command = [sys.executable, "-c", "import sys; from llm_serving.cli.main import main; sys.exit(main())", *arguments]
     return subprocess.run(command, stderr=subprocess.PIPE, check=False, timeout=60, **options)
 
 
@@ -320,7 +320,7 @@ def test_an_output_that_cannot_be_written_is_an_error_and_no_traceback(arguments
 
 def test_the_numbers_of_closed_streams_are_nothing_elses(tmp_path):
     script = (
-        "import os, sys; from llm_serving.cli import main; code = main(['version']);"
+        "import os, sys; from llm_serving.cli.main import main; code = main(['version']);"
         "print(code, [os.readlink(f'/proc/self/fd/{n}') for n in range(3)], file=open(sys.argv[1], 'w'))"
     )
     path = tmp_path / "told"

@@ -13,17 +13,17 @@ from pathlib import Path
 import promql_parser as promql
 import pytest
 import yaml
-from fakes import FakeEngine
 from jsonschema_rs import validator_for
-from llm_serving import cli
+from llm_serving.cli import main
 from llm_serving.config import load_config
 from llm_serving.config.sections.server import ServerConfig
 from llm_serving.core.request import FinishReason
 from llm_serving.core.request_class import STANDARD
-from llm_serving.observe.class_metrics import REFUSALS
-from llm_serving.observe.metrics import ReplicaCounts
+from llm_serving.observability.class_metrics import REFUSALS
+from llm_serving.observability.metrics import ReplicaCounts
 from prometheus_client.parser import text_string_to_metric_families
-from server_client import post, request
+from support.fakes import FakeEngine
+from support.server_client import post, request
 
 ROOT = Path(__file__).resolve().parents[1]
 DEPLOY = ROOT / "docs" / "deploy"
@@ -271,7 +271,7 @@ def words_of_command(text: str) -> list[str]:
 def serve_arguments(words: list[str]) -> object:
     """The arguments of `llm-serving serve`, which must be known to it, with values that the configuration takes."""
     assert words[0].endswith("/llm-serving")
-    arguments = cli._parser().parse_args(words[1:])
+    arguments = main._parser().parse_args(words[1:])
     load_config(None, arguments.overrides)
     return arguments
 
@@ -290,7 +290,7 @@ def test_the_unit_starts_a_server_and_gives_it_time_to_end(tmp_path):
     arguments = serve_arguments([word.replace(logs, str(tmp_path)) for word in words])
     assert str(arguments.config) == "/etc/llm-serving/serving.yaml"
     assert float(service["TimeoutStopSec"]) > ServerConfig().shutdown_timeout_s
-    assert int(service["RestartPreventExitStatus"]) == cli.EXIT_CONFIG
+    assert int(service["RestartPreventExitStatus"]) == main.EXIT_CONFIG
     assert (service["Restart"], service["NoNewPrivileges"]) == ("on-failure", "yes")
 
 
@@ -301,7 +301,7 @@ def test_every_exit_code_is_in_the_table_of_operators():
         for line in table.splitlines()
         for code in re.findall(r"\d+", line.split("|")[1] if "|" in line else "")
     }
-    ours = {getattr(cli, name) for name in dir(cli) if name.startswith("EXIT_") and name != "EXIT_CODES"}
+    ours = {getattr(main, name) for name in dir(main) if name.startswith("EXIT_") and name != "EXIT_CODES"}
     assert ours | {0} == told - {137, 143}
 
 
@@ -360,7 +360,7 @@ def ray_cluster() -> dict:
 
 
 def problems_of_ray_cluster(cluster: dict) -> list[str]:
-    schema = json.loads((ROOT / "tests" / "ray_cluster_schema.json").read_text())
+    schema = json.loads((ROOT / "tests" / "support" / "ray_cluster_schema.json").read_text())
     return [error.message for error in validator_for(schema).iter_errors(cluster)]
 
 

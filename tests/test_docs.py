@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from llm_serving import cli
+from llm_serving.cli import main
 from llm_serving.config.loader import _ACCEPTED
 from llm_serving.config.schema import SECTIONS, TABLES
-from script_parsers import WrongCommandError, parser_of
+from support.script_parsers import WrongCommandError, parser_of
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "llm-serving" / "llm_serving"
@@ -125,7 +125,7 @@ def words_of(code: str) -> list[str]:
 
 def wrong_in(words: list[str]) -> list[str]:
     """Of a command line of ours: subcommands and flags that there are not."""
-    parser, wrong = cli._parser(), []
+    parser, wrong = main._parser(), []
     for word in words:
         choices = choices_of(parser)
         if choices and not word.startswith("-"):

@@ -1,9 +1,9 @@
-"""Every target over its corpus and some hundred inputs near it; `python tests/fuzz.py all --minutes 60` for longer."""
+"""Every target over its corpus and some hundred inputs near it; longer: `python tests/tools/fuzz.py all`."""
 
 import random
 
 import pytest
-from fuzzing import TARGETS, mutated
+from tools.fuzzing import TARGETS, mutated
 
 NUM_INPUTS = {"connections": 150, "frames": 800, "requests": 800, "safetensors": 500, "yaml": 60}
 

@@ -2,15 +2,15 @@
 
 ```
         MASTER                                 WORK AGENT
-8                    commands < cli; offline            (the terminal starts the master)
+8                    offline < cli                      (the terminal starts the master)
 7   master                                 work_agent
 6   server                                 worker
 5   whatif -> engine                       lowering
-4   executor  receipts, admission -> observe, text
+4   executor  receipts, admission -> observability, text
 3   recording -> scheduler                 backends -> kernels
 2   kvcache
 1            transport
-0            errors < log, log_writer < core < network < models < hub < config
+0            errors < log < core < network < models < hub < config
 ```
 
 Imports are read from the source, so those inside functions and under TYPE_CHECKING count too.
@@ -42,7 +42,6 @@ PLACES = {
     "errors": Place(0.0, BOTH),
     "demo_model": Place(0.0, BOTH),
     "log": Place(0.1, BOTH),
-    "log_writer": Place(0.1, BOTH),
     "core": Place(0.2, BOTH),
     "formats": Place(0.24, BOTH),
     "network": Place(0.25, BOTH),
@@ -54,7 +53,7 @@ PLACES = {
     "scheduler": Place(3.0, MASTER),
     "recording": Place(3.1, MASTER),
     "text": Place(4.0, MASTER),
-    "observe": Place(4.0, MASTER),
+    "observability": Place(4.0, MASTER),
     "executor": Place(4.0, MASTER),
     "admission": Place(4.1, MASTER),
     "speculation": Place(4.1, MASTER),
@@ -69,9 +68,7 @@ PLACES = {
     "worker": Place(6, WORKER),
     "work_agent": Place(7, WORKER),
     "offline": Place(8, TOP),
-    "launcher": Place(8, TOP),
     "log_keeper": Place(8, TOP),
-    "commands": Place(8.05, TOP),
     "cli": Place(8.1, TOP),
     "__main__": Place(8.2, TOP),
 }
@@ -250,7 +247,7 @@ def test_part_never_reaches_mindspore(part):
 
 @pytest.mark.parametrize("package", ["mindspore", "starlette", "uvicorn"])
 def test_command_line_starts_without_what_computes_and_serves(package):
-    assert reaches(PACKAGE, f"{NAME}.cli", package, at_top_only=True) == []
+    assert reaches(PACKAGE, f"{NAME}.cli.main", package, at_top_only=True) == []
 
 
 def test_nothing_imports_a_format_that_runs_code():
@@ -304,7 +301,7 @@ def package(tmp_path):
         ("scheduler__in__policy", "from llm_serving.engine import engine"),
         ("scheduler__in__policy", "from llm_serving import engine"),
         ("scheduler__in__policy", "from llm_serving.recording.recorder import Recorder"),
-        ("observe__in__journal", "from llm_serving.text.tokenizer import Tokenizer"),
+        ("observability__in__event_log", "from llm_serving.text.tokenizer.tokenizer import Tokenizer"),
         ("scheduler__in__policy", "from ..engine.engine import run"),
         ("scheduler__in__policy", "def later():\n    from llm_serving.engine.engine import run"),
         ("scheduler__in__policy", "import importlib\nimportlib.import_module('llm_serving.engine.engine')"),
@@ -323,7 +320,7 @@ def test_checker_finds_an_import_upwards_or_across(package, importer, text):
 
 def test_checker_allows_rows_below(package):
     root = package(
-        engine__in__engine="from llm_serving.scheduler.policy import x\nfrom llm_serving.core.step import y",
+        engine__in__engine="from llm_serving.scheduler.policies import x\nfrom llm_serving.core.step import y",
         scheduler__in__policy="import llm_serving.transport.codec\nfrom . import __doc__",
         backends__in__cpu="from llm_serving.kernels.library import z",
         offline="from llm_serving.engine.engine import a\nfrom llm_serving.worker.runner import b",

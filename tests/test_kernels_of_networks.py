@@ -14,8 +14,8 @@ from llm_serving.config.paths import DEMO_FOLDER
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.kernels import library
 from llm_serving.offline import LLM
-from model_factories import write_safetensors
 from safetensors import deserialize
+from support.model_factories import write_safetensors
 
 pytestmark = pytest.mark.mindspore
 

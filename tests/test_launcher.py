@@ -17,14 +17,14 @@ import msgspec
 import psutil
 import pytest
 import trustme
-from llm_serving import launcher
+from llm_serving.cli import launcher
+from llm_serving.cli.launcher import ServerRecord, StartError, curl_line, start, stop
 from llm_serving.config.schema import ServingConfig
 from llm_serving.config.sections.api_key import ApiKey
 from llm_serving.config.sections.model import ModelConfig
 from llm_serving.config.sections.server import ServerConfig
 from llm_serving.errors import ConfigError
-from llm_serving.launcher import ServerRecord, StartError, curl_line, start, stop
-from server_process import free_ports
+from support.server_process import free_ports
 
 
 @contextmanager

@@ -8,14 +8,14 @@ import threading
 from pathlib import Path
 
 import pytest
-from llm_serving import log_writer
-from llm_serving.log_writer import LogWriter, RotatingFile
+from llm_serving import log
+from llm_serving.log import LogWriter, RotatingFile
 
 
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch):
-    monkeypatch.setattr(log_writer, "BATCH_S", 0.0)
-    monkeypatch.setattr(log_writer, "RETRY_S", 0.0)
+    monkeypatch.setattr(log, "BATCH_S", 0.0)
+    monkeypatch.setattr(log, "RETRY_S", 0.0)
 
 
 class Disk(logging.Handler):
@@ -74,7 +74,7 @@ def test_lines_of_several_threads_are_all_written_each_thread_s_in_order():
 
 
 def test_a_file_goes_on_in_a_new_one_and_the_oldest_is_deleted(tmp_path, monkeypatch):
-    monkeypatch.setattr(log_writer, "BATCH_CHARS", 1)
+    monkeypatch.setattr(log, "BATCH_CHARS", 1)
     writer = LogWriter(RotatingFile(tmp_path / "a.log", max_bytes=100, num_files=3), pytest.fail)
     lines = [f"line {i:02}" for i in range(60)]  # 8 bytes each, 12 in a file
     for line in lines:
@@ -136,8 +136,8 @@ def test_a_real_full_disk_stops_nothing():
 
 
 def test_a_disk_that_hangs_holds_nobody_up_and_memory_stays_bounded(monkeypatch):
-    monkeypatch.setattr(log_writer, "MAX_PENDING_BYTES", 10 * sys.getsizeof("another line"))
-    monkeypatch.setattr(log_writer, "CLOSE_S", 0.0)
+    monkeypatch.setattr(log, "MAX_PENDING_BYTES", 10 * sys.getsizeof("another line"))
+    monkeypatch.setattr(log, "CLOSE_S", 0.0)
     disk, told = Disk(), Told()
     disk.gate.clear()
     writer = LogWriter(disk, told.say)

@@ -10,13 +10,13 @@ import pytest
 from families.exactness import Served, differing
 from families.models import Prompt
 from families.precision import greedy, served
-from graph_model import GraphModel, backend
 from llm_serving.config import load_config
-from llm_serving.core.choices import ImplementationName
+from llm_serving.core.enums import ImplementationName
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.kernels import library
 from llm_serving.offline import LLM
-from model_factories import random_weights, tiny_spec, write_safetensors
+from support.graph_model import GraphModel, backend
+from support.model_factories import random_weights, tiny_spec, write_safetensors
 
 pytestmark = [
     pytest.mark.mindspore,

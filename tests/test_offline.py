@@ -8,14 +8,13 @@ from pathlib import Path
 
 import pytest
 from llm_serving.config import load_config
-from llm_serving.core.beam_search_params import BeamSearchParams
 from llm_serving.core.request_output import RequestOutput
-from llm_serving.core.sampling_params import SamplingParams
+from llm_serving.core.sampling_params import BeamSearchParams, SamplingParams
 from llm_serving.errors import ContextLengthError, RequestError
 from llm_serving.offline import LLM
 from llm_serving.speculation import Drafter, DraftModel
-from llm_serving.text.constraints.grammars import json_grammar
-from schemas import fault_of
+from llm_serving.text.structured_output.grammars import json_grammar
+from support.schemas import fault_of
 
 pytestmark = pytest.mark.mindspore
 

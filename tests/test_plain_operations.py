@@ -3,7 +3,7 @@
 import subprocess
 
 import pytest
-from without_library import output_of
+from support.without_library import output_of
 
 pytestmark = pytest.mark.mindspore
 

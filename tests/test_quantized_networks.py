@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from llm_serving.config import load_config
-from llm_serving.core.choices import QuantizationName
+from llm_serving.core.enums import QuantizationName
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.offline import LLM
 

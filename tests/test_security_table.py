@@ -1,7 +1,7 @@
 """Every row of docs/security.md names a file of the package and a test that exist."""
 
 import pytest
-from tables_of_tests import PROJECT, missing_tests, rows
+from support.tables import PROJECT, missing_tests, rows
 
 ROWS = rows((PROJECT / "docs" / "security.md").read_text(), "threat")
 

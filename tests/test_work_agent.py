@@ -12,18 +12,16 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from fake_runner import FakeRunner, expected_output
 from llm_serving import work_agent
 from llm_serving.config.schema import ServingConfig
 from llm_serving.config.sections.model import ModelConfig
 from llm_serving.config.sections.scheduler import SchedulerConfig
-from llm_serving.core.address_space import limit_told
-from llm_serving.core.continuation import Continuation
-from llm_serving.core.image import package_image
-from llm_serving.core.step import AllowedTokens, BlockMove
+from llm_serving.core.fingerprint import package_image
+from llm_serving.core.memory import limit_told
+from llm_serving.core.step import AllowedTokens, BlockMove, Continuation
 from llm_serving.errors import ChannelClosedError, ConfigError, ProtocolError
 from llm_serving.executor.supervisor import load_settings
-from llm_serving.models.sketch import sketch_of
+from llm_serving.models.weight_reader import sketch_of
 from llm_serving.transport.channel import Channel
 from llm_serving.transport.codec import allowed_arrays, decode_output, step_arrays
 from llm_serving.transport.messages import (
@@ -44,9 +42,10 @@ from llm_serving.transport.messages import (
     StepFailed,
     Welcome,
 )
-from llm_serving.transport.shared_arrays import SharedBuffers
-from llm_serving.worker.beside_steps import BesideSteps
-from step_factories import sampling_input, step_input
+from llm_serving.transport.shared_memory import SharedBuffers
+from llm_serving.worker.kv_transfer import BesideSteps
+from support.fake_runner import FakeRunner, expected_output
+from support.step_factories import sampling_input, step_input
 
 pytestmark = pytest.mark.mindspore
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
-from llm_serving.log_writer import LogWriter, RotatingFile
+from llm_serving.log import LogWriter, RotatingFile
 
 READ_BYTES: Final = 2**16
 """A line is cut when it gets as long."""

@@ -12,21 +12,19 @@ from llm_serving.config.schema import ServingConfig
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.engine.engine import Engine, Publish
 from llm_serving.engine.replica import build_engine
-from llm_serving.executor.given_up import GivenUp
+from llm_serving.executor.cluster.open_placement import open_placement
+from llm_serving.executor.consistency import SameBits
 from llm_serving.executor.placement import Placement
-from llm_serving.executor.places import open_placement
-from llm_serving.executor.same_bits import SameBits
-from llm_serving.executor.supervised_executor import SupervisedExecutor
-from llm_serving.executor.supervisor import WorkAgentProcess, start_work_agent
-from llm_serving.hub.progress import Progress
+from llm_serving.executor.restart_status import GivenUp
+from llm_serving.executor.supervisor import SupervisedExecutor, WorkAgentProcess, start_work_agent
+from llm_serving.hub.base import Progress
 from llm_serving.log import get_logger
 from llm_serving.models.spec import ModelSpec
-from llm_serving.observe.metrics import Metrics
+from llm_serving.observability.metrics import Metrics
 from llm_serving.receipts.same_files import SameFiles
 from llm_serving.server.app import run_file, serve
-from llm_serving.server.batches.objects import RequestCounts
-from llm_serving.text.model_tokens import check_draft_vocabulary, notice_of_unknown_tokens
-from llm_serving.text.tokenizer import Tokenizer
+from llm_serving.server.batches.schemas import RequestCounts
+from llm_serving.text.tokenizer.tokenizer import Tokenizer, check_draft_vocabulary, notice_of_unknown_tokens
 from llm_serving.transport.messages import Loaded
 
 logger = get_logger(__name__)

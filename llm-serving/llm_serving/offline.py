@@ -7,12 +7,11 @@ from collections.abc import Iterator, Sequence
 
 from llm_serving.admission.admission import check_beam_search, check_request, end_token_ids, stop_token_ids
 from llm_serving.config.schema import ServingConfig
-from llm_serving.core.beam_search_params import BeamSearchParams
-from llm_serving.core.clock import monotonic
 from llm_serving.core.request import Request
 from llm_serving.core.request_output import RequestOutput, join_pieces
-from llm_serving.core.sampling_params import SamplingParams
+from llm_serving.core.sampling_params import BeamSearchParams, SamplingParams
 from llm_serving.core.step import Float32Array
+from llm_serving.core.timings import monotonic
 from llm_serving.engine.replica import build_engine
 from llm_serving.errors import ConfigError, RequestError, WorkerError
 from llm_serving.executor.executor import LocalExecutor
@@ -20,10 +19,9 @@ from llm_serving.executor.supervisor import load_settings
 from llm_serving.hub import download
 from llm_serving.log import get_logger
 from llm_serving.models.spec import ModelSpec
-from llm_serving.observe.metrics import Metrics
-from llm_serving.text.constraints import ConstraintCompiler, Grammar, GrammarError, GrammarLimits, TokenConstraint
-from llm_serving.text.model_tokens import check_draft_vocabulary
-from llm_serving.text.tokenizer import Tokenizer
+from llm_serving.observability.metrics import Metrics
+from llm_serving.text.structured_output import ConstraintCompiler, Grammar, GrammarError, GrammarLimits, TokenConstraint
+from llm_serving.text.tokenizer.tokenizer import Tokenizer, check_draft_vocabulary
 from llm_serving.worker.loading import load_runner
 
 logger = get_logger(__name__)

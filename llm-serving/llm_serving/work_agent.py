@@ -27,10 +27,10 @@ if __name__ == "__main__":
 
 import msgspec
 
-from llm_serving.core.address_space import limit_reached
-from llm_serving.core.agent_exit import AgentExit
-from llm_serving.core.image import package_image
-from llm_serving.core.own_process import end_with_parent
+from llm_serving.core.enums import AgentExit
+from llm_serving.core.fingerprint import package_image
+from llm_serving.core.memory import limit_reached
+from llm_serving.core.process import end_with_parent
 from llm_serving.core.step import AllowedTokens
 from llm_serving.errors import (
     ChannelClosedError,
@@ -41,13 +41,9 @@ from llm_serving.errors import (
     TransportError,
 )
 from llm_serving.log import configure_logging, get_logger
-from llm_serving.models.sketch import sketch_of
-from llm_serving.transport.block_frames import max_frame_bytes
-from llm_serving.transport.channel import MAX_FRAME_BYTES, Channel
-from llm_serving.transport.cluster_identity import ClusterIdentity, read_secret
+from llm_serving.models.weight_reader import sketch_of
+from llm_serving.transport.channel import MAX_FRAME_BYTES, Channel, notice_silence
 from llm_serving.transport.codec import allowed_from_arrays, encode_output, step_from_arrays
-from llm_serving.transport.connections import notice_silence
-from llm_serving.transport.inline_arrays import InlineArrays
 from llm_serving.transport.messages import (
     PROTOCOL_VERSION,
     Allow,
@@ -66,10 +62,9 @@ from llm_serving.transport.messages import (
     StepFailed,
     Welcome,
 )
-from llm_serving.transport.shared_arrays import SharedBuffers
-from llm_serving.transport.transfer_memory import transfer_memory
-from llm_serving.worker.beside_steps import BesideSteps
-from llm_serving.worker.block_exchange import Pool, exchange_blocks
+from llm_serving.transport.shared_memory import InlineArrays, SharedBuffers, max_frame_bytes, transfer_memory
+from llm_serving.transport.tls_identity import ClusterIdentity, read_secret
+from llm_serving.worker.kv_transfer import BesideSteps, Pool, exchange_blocks
 from llm_serving.worker.loading import load_runner
 from llm_serving.worker.model_runner import ModelRunner
 

@@ -18,9 +18,9 @@ from llm_serving.core.request import Request
 from llm_serving.core.request_class import STANDARD
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.errors import CapacityError
-from llm_serving.observe.metrics import Metrics
+from llm_serving.observability.metrics import Metrics
 from llm_serving.scheduler import SchedulerLimits
-from simulated_clock import Clock
+from support.simulated_clock import Clock
 
 PLACES = 8
 

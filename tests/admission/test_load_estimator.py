@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from factories import create_request
 from llm_serving.admission.answer_lengths import AnswerLengths
 from llm_serving.admission.load_estimator import MIN_ENDS, MIN_STEPS, LoadEstimator, Measured, Queue, UnderWay
 from llm_serving.admission.slots import Slots
 from llm_serving.scheduler import SchedulerLimits
-from llm_serving.scheduler.wait_reason import Blocked, WaitReason
+from llm_serving.scheduler.schedule import Blocked, WaitReason
+from support.factories import create_request
 
 LIMITS = SchedulerLimits(max_num_batched_tokens=64, max_num_seqs=8, max_prefill_seqs=8, max_model_len=256)
 

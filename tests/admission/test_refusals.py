@@ -7,9 +7,8 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
-from llm_serving.core.caller import Caller
-from llm_serving.core.request_class import DEFAULT_CLASSES, RequestClass
-from refused_load import MAX_TOKENS, WARM_S, Client, World, at_once, capacity, outcome, shipped_clients, warm_up
+from llm_serving.core.request_class import DEFAULT_CLASSES, Caller, RequestClass
+from tools.refused_load import MAX_TOKENS, WARM_S, Client, World, at_once, capacity, outcome, shipped_clients, warm_up
 
 SLOTS, PLACES, SECONDS = 32, 64, 3.0
 

@@ -35,7 +35,7 @@ def main() -> None:
     from llm_serving.backends.ascend import AscendBackend
     from llm_serving.backends.cpu import CpuBackend
     from llm_serving.config.sections.device import DeviceConfig
-    from llm_serving.models.contents import check_folder
+    from llm_serving.models.weight_reader import check_folder
     from llm_serving.worker.device import backend_for, configure_device, free_npu_memory
     from llm_serving.worker.model_runner import ModelRunner
 

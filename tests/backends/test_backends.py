@@ -9,8 +9,8 @@ import pytest
 from llm_serving.backends import create_backend
 from llm_serving.errors import ConfigError
 from llm_serving.kernels import library
-from llm_serving.kernels.bfloat16 import round_to_bfloat16
-from llm_serving.network.description import CacheShape
+from llm_serving.kernels.reference import round_to_bfloat16
+from llm_serving.network.builder import CacheShape
 from mindspore import ops
 
 pytestmark = pytest.mark.mindspore

@@ -7,11 +7,11 @@ import re
 from pathlib import Path
 
 import pytest
-from gguf_files import write_model
 from llm_serving.config import load_config
 from llm_serving.errors import ConfigError
 from llm_serving.executor.supervisor import load_settings
-from small_model import CONFIG, write_small_model
+from support.gguf_files import write_model
+from support.small_model import CONFIG, write_small_model
 
 
 @pytest.mark.parametrize(

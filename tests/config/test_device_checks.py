@@ -3,12 +3,12 @@
 import json
 
 import pytest
-from family_configs import config_of
 from llm_serving.config import load_config
 from llm_serving.errors import ConfigError
 from llm_serving.models.memory import PROCESS_BYTES, working_bytes
 from llm_serving.models.spec import ModelSpec
-from model_folders import write_config
+from support.family_configs import config_of
+from support.model_folders import write_config
 
 ASCEND = "device_config.device_target=Ascend"
 

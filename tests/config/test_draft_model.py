@@ -7,15 +7,15 @@ import shutil
 from pathlib import Path
 
 import pytest
-from fakes import DEMO_FOLDER, DEMO_SPEC, DEMO_TOKENIZER
-from llm_serving.cli import main
+from llm_serving.cli.main import main
 from llm_serving.config import load_config
 from llm_serving.config.model_size import model_size
-from llm_serving.core.continuation import MAX_CONTINUATIONS, MAX_COUNT, WINDOW, blocks_of_continuation, window_start
+from llm_serving.core.step import MAX_CONTINUATIONS, MAX_COUNT, WINDOW, blocks_of_continuation, window_start
 from llm_serving.errors import ConfigError, ModelError
 from llm_serving.executor.supervisor import load_settings
 from llm_serving.models.memory import bytes_for_cache, draft_model_bytes, weight_bytes
-from llm_serving.text.model_tokens import check_draft_vocabulary
+from llm_serving.text.tokenizer.tokenizer import check_draft_vocabulary
+from support.fakes import DEMO_FOLDER, DEMO_SPEC, DEMO_TOKENIZER
 
 METHOD, PATH = "scheduler_config.speculative_method=", "scheduler_config.draft_model_path="
 DRAFT = [f"{METHOD}draft_model", f"{PATH}demo"]

@@ -14,7 +14,7 @@ from llm_serving.config.report import describe
 from llm_serving.config.schema import TABLES
 from llm_serving.core.request_class import DEFAULT_CLASSES
 from llm_serving.errors import ConfigError
-from model_folders import LLAMA, write_config
+from support.model_folders import LLAMA, write_config
 
 CONFIGS = PROJECT_FOLDER / "configs"
 LEGACY = CONFIGS / "llama" / "llama_7b_kbk_pa_dyn.yaml"

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from llm_serving.cli import main
+from llm_serving.cli.main import main
 from llm_serving.config import load_config
 from llm_serving.config.mindie import import_mindie
 from llm_serving.errors import ConfigError
-from small_model import write_small_model
+from support.small_model import write_small_model
 
 CONFIG: dict[str, Any] = {
     "Version": "1.0.0",

@@ -6,7 +6,7 @@ import errno
 import resource
 
 import pytest
-from llm_serving.core.address_space import limit_reached, limit_told
+from llm_serving.core.memory import limit_reached, limit_told
 
 
 @pytest.fixture

@@ -10,13 +10,13 @@ import threading
 from pathlib import Path
 
 import pytest
-from llm_serving.core.allocator import giving_back
+from llm_serving.core.memory import giving_back
 
 MEBI = 2**20
 HELPERS = """
 import ctypes
 from pathlib import Path
-from llm_serving.core.allocator import give_back_large_blocks, give_back_pages
+from llm_serving.core.memory import give_back_large_blocks, give_back_pages
 
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]

@@ -3,11 +3,11 @@
 import os
 
 import pytest
-from fakes import DEMO_FOLDER
 from llm_serving.core.files import read_regular
 from llm_serving.errors import ModelError
 from llm_serving.models.spec import ModelSpec
-from llm_serving.text.tokenizer import Tokenizer
+from llm_serving.text.tokenizer.tokenizer import Tokenizer
+from support.fakes import DEMO_FOLDER
 
 DEMO_FILES = ("config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "generation_config.json")
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 from llm_serving.core.generation_defaults import generation_defaults, generation_end_ids
-from llm_serving.core.parameter_rules import as_float32
+from llm_serving.core.sampling_params import as_float32
 from llm_serving.errors import ModelError
 
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import llm_serving
-from llm_serving.core.image import package_image
+from llm_serving.core.fingerprint import package_image
 
 
 def test_a_changed_byte_in_a_source_file_changes_it(tmp_path: Path) -> None:
@@ -17,7 +17,7 @@ def test_a_changed_byte_in_a_source_file_changes_it(tmp_path: Path) -> None:
     shutil.copytree(original, copy, ignore=shutil.ignore_patterns("__pycache__", "build", "*.safetensors"))
 
     def image() -> str:
-        program = "from llm_serving.core.image import package_image; print(package_image())"
+        program = "from llm_serving.core.fingerprint import package_image; print(package_image())"
         # -S: without the packages of the environment, an installed one of this name among them
         return subprocess.run(
             [sys.executable, "-S", "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True

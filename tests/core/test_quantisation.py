@@ -1,7 +1,7 @@
 """What a config.json says of quantised weights, in words."""
 
 import pytest
-from llm_serving.core.quantisation import describe_quantisation
+from llm_serving.core.dtypes import describe_quantisation
 
 
 @pytest.mark.parametrize(

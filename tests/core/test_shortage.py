@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 
 import pytest
-from llm_serving.core.shortage import shortage
+from llm_serving.core.memory import shortage
 
 
 @pytest.mark.parametrize(

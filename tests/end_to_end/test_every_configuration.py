@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
-from server_process import Server, metric, start_server
+from support.server_process import Server, metric, start_server
 
 pytestmark = pytest.mark.end_to_end
 

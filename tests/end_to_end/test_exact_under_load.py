@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from server_process import ROOT, Server, metric, shared_memory_names, start_server
+from support.server_process import ROOT, Server, metric, shared_memory_names, start_server
 
 pytestmark = pytest.mark.end_to_end
 

@@ -8,15 +8,15 @@ from typing import Any
 
 import psutil
 import pytest
-import raising_work_agent
-from factories import create_request
-from llm_serving.core.beam_search_params import BeamSearchParams
-from llm_serving.core.own_process import command_of
+import support.raising_work_agent
+from llm_serving.core.process import command_of
 from llm_serving.core.request import FinishReason, Request
 from llm_serving.core.request_output import RequestOutput
-from llm_serving.executor import starting
-from raising_work_agent import POISON
-from real_replica import RealReplica
+from llm_serving.core.sampling_params import BeamSearchParams
+from llm_serving.executor import placement
+from support.factories import create_request
+from support.raising_work_agent import POISON
+from support.real_replica import RealReplica
 
 pytestmark = pytest.mark.end_to_end
 
@@ -28,15 +28,15 @@ UNKNOWN_TOKEN = 1_000_000
 @pytest.fixture(scope="module")
 def replica() -> Iterator[RealReplica]:
     """Its WorkAgent is the shipping one, but for what it raises when a step has been computed."""
-    popen = starting.LocalProcess
+    popen = placement.LocalProcess
 
-    def start_the_other(command: list[str], **options: Any) -> starting.LocalProcess:
+    def start_the_other(command: list[str], **options: Any) -> placement.LocalProcess:
         shipping = command_of("llm_serving.work_agent")
         assert command[: len(shipping)] == shipping
-        return popen([sys.executable, raising_work_agent.__file__, *command[len(shipping) :]], **options)
+        return popen([sys.executable, support.raising_work_agent.__file__, *command[len(shipping) :]], **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(starting, "LocalProcess", start_the_other)
+        patch.setattr(placement, "LocalProcess", start_the_other)
         replica = RealReplica(*SETTINGS)
         try:
             yield replica

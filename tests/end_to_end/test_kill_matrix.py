@@ -1,6 +1,6 @@
 """WorkAgents are killed or made to hang while they compute every kind of stream; clients notice nothing but time.
 
-Once in each way, and twice in a row where that is another way; `python tests/kill_matrix.py` does so more often.
+Once in each way, and twice in a row where that is another way; `python tests/tools/kill_matrix.py` does so more often.
 """
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ from __future__ import annotations
 import signal
 
 import pytest
-from kill_matrix import DISTANCE, model_tables
-from killed_servers import a_server, end_of_a_master, table_of_one, table_of_two
-from kills import Table
+from support.kills import Table
+from tools.kill_matrix import DISTANCE, model_tables
+from tools.killed_servers import a_server, end_of_a_master, table_of_one, table_of_two
 
 pytestmark = pytest.mark.end_to_end
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import httpx
 import psutil
-from server_process import ONE_THREAD, ROOT, start_server
+from support.server_process import ONE_THREAD, ROOT, start_server
 
 NUM_LINES = 120
 NUM_BEFORE = 5

@@ -5,12 +5,12 @@ from __future__ import annotations
 from unittest.mock import patch
 
 import pytest
-from factories import create_request
 from llm_serving.core.request import Request
 from llm_serving.engine import engine
 from llm_serving.executor.executor import RemoteExecutor
 from llm_serving.transport.messages import AgentMessage, StepDone, StepEnding
-from real_replica import RealReplica
+from support.factories import create_request
+from support.real_replica import RealReplica
 
 pytestmark = pytest.mark.end_to_end
 

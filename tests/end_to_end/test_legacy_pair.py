@@ -10,8 +10,8 @@ from typing import Any
 
 import httpx
 import pytest
-from llm_serving.commands.conversion import convert
-from server_process import ROOT, Server, start_server
+from llm_serving.cli.convert import convert
+from support.server_process import ROOT, Server, start_server
 
 pytestmark = pytest.mark.end_to_end
 

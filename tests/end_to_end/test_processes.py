@@ -16,7 +16,7 @@ import httpx
 import psutil
 import pytest
 from llm_serving.config.paths import DEMO_FOLDER
-from server_process import ONE_THREAD, ROOT, free_ports, run_script, shared_memory_names, start_server
+from support.server_process import ONE_THREAD, ROOT, free_ports, run_script, shared_memory_names, start_server
 
 pytestmark = pytest.mark.end_to_end
 

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import psutil
 import pytest
-from engine_harness import bytes_of
 from llm_serving.core.request import FinishReason, Request
 from llm_serving.core.sampling_params import SamplingParams
-from llm_serving.executor.cluster_placement import ClusterPlacement
-from llm_serving.executor.ranks import RankProcesses
-from llm_serving.transport.cluster_identity import ClusterIdentity
-from real_replica import RealReplica
-from stand_in_actor import ActorStarter
+from llm_serving.executor.cluster.placement import ClusterPlacement
+from llm_serving.executor.tensor_parallel import RankProcesses
+from llm_serving.transport.tls_identity import ClusterIdentity
+from support.engine_harness import bytes_of
+from support.fake_ray_actor import ActorStarter
+from support.real_replica import RealReplica
 
 pytestmark = pytest.mark.end_to_end
 

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import psutil
 import pytest
-from engine_harness import bytes_of
 from families import models
 from families.test_exactness import write_tokenizer
 from llm_serving.core.request import Request
 from llm_serving.core.sampling_params import SamplingParams
-from llm_serving.executor.ranks import RankProcesses
-from real_replica import RealReplica
+from llm_serving.executor.tensor_parallel import RankProcesses
+from support.engine_harness import bytes_of
+from support.real_replica import RealReplica
 
 pytestmark = pytest.mark.end_to_end
 

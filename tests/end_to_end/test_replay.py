@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from recorded_load import record, replay
+from tools.simulated_recorded_load import record, replay
 
 pytestmark = pytest.mark.end_to_end
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from server_process import ONE_THREAD, Server, run_command, start_server
+from support.server_process import ONE_THREAD, Server, run_command, start_server
 
 pytestmark = [pytest.mark.end_to_end, pytest.mark.mindspore]
 

@@ -9,19 +9,16 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
-from async_engine_setup import Setup
-from fake_runner import VOCAB_SIZE, expected_output
 from llm_serving.config.schema import ServingConfig
 from llm_serving.config.sections.api_key import ApiKey
-from llm_serving.core.caller import Caller
 from llm_serving.core.request import FinishReason, Request
+from llm_serving.core.request_class import Caller
 from llm_serving.core.sampling_params import SamplingParams
-from llm_serving.engine import lookup
+from llm_serving.engine import request_lookup
 from llm_serving.engine.engine import Engine
-from llm_serving.engine.health import EngineHealth
-from llm_serving.engine.receivers import Desk
-from llm_serving.engine.replicas import Events, Replicas
+from llm_serving.engine.replicas import EngineHealth, Events, Replicas
 from llm_serving.engine.request_stream import RequestStream
+from llm_serving.engine.sinks import Desk
 from llm_serving.errors import (
     CapacityError,
     ContextLengthError,
@@ -30,9 +27,11 @@ from llm_serving.errors import (
     UnavailableError,
     WorkerDiedError,
 )
-from llm_serving.executor.away import Away
-from llm_serving.observe.metrics import ReplicaCounts
-from llm_serving.scheduler.tenant_gate import Need
+from llm_serving.executor.restart_status import Away
+from llm_serving.observability.metrics import ReplicaCounts
+from llm_serving.scheduler.tenant_limits import Need
+from support.async_engine_setup import Setup
+from support.fake_runner import VOCAB_SIZE, expected_output
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 
@@ -205,7 +204,7 @@ def test_an_engine_that_has_ended_is_not_kept_for_its_count() -> None:
 
 
 def test_a_new_priority_that_comes_late_is_counted_at_the_door_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lookup, "STATE_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(request_lookup, "STATE_TIMEOUT_S", 0.01)
 
     async def run() -> None:
         setup = Setup(max_num_seqs=1)

@@ -7,17 +7,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engine_harness import Harness
-from factories import create_request
-from fake_runner import expected_output
-from llm_serving.core.beam_search_params import BeamSearchParams
 from llm_serving.core.request import Request
 from llm_serving.core.request_output import join_pieces
+from llm_serving.core.sampling_params import BeamSearchParams
 from llm_serving.core.step import StepInput, StepOutput
 from llm_serving.engine import audit
 from llm_serving.engine.audit import Auditor
 from llm_serving.executor.executor import StepFailedError
-from word_tokenizer import WordTokenizer
+from support.engine_harness import Harness
+from support.factories import create_request
+from support.fake_runner import expected_output
+from support.word_tokenizer import WordTokenizer
 
 
 def audited(every: int = 1, **scheduler: object) -> Harness:

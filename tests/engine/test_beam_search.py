@@ -7,8 +7,8 @@ import math
 
 import numpy as np
 import pytest
-from llm_serving.core.beam_search_params import MAX_BEAM_WIDTH, BeamSearchParams
 from llm_serving.core.request import FinishReason
+from llm_serving.core.sampling_params import MAX_BEAM_WIDTH, BeamSearchParams
 from llm_serving.engine.beam_search import BeamSearch, LikelyTokens
 from llm_serving.errors import RequestError
 

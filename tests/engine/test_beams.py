@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import pytest
-from engine_harness import Harness
-from expected_beams import expected_beams
-from factories import create_classes, create_request
-from fake_runner import expected_output, most_likely, next_logprobs
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from llm_serving.core.beam_search_params import BeamSearchParams
 from llm_serving.core.request import FinishReason, Request
 from llm_serving.core.request_output import RequestOutput
+from llm_serving.core.sampling_params import BeamSearchParams
 from llm_serving.executor.executor import StepFailedError
+from support.engine_harness import Harness
+from support.expected_beams import expected_beams
+from support.factories import create_classes, create_request
+from support.fake_runner import expected_output, most_likely, next_logprobs
 
 STOPS = frozenset(range(0, 1000, 6))
 """Every sixth token ends the fake model's text."""

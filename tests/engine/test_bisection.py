@@ -1,6 +1,6 @@
 from hypothesis import given
 from hypothesis import strategies as st
-from llm_serving.engine.bisection import find_culprits
+from llm_serving.engine.recovery import find_culprits
 
 
 @given(st.integers(1, 200), st.sets(st.integers(0, 199), max_size=4))

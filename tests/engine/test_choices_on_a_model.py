@@ -6,18 +6,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engine_harness import Harness
-from factories import create_request
-from graph_model import BLOCK_SIZE, backend
-from llm_serving.core.beam_search_params import BeamSearchParams
 from llm_serving.core.request import Request
 from llm_serving.core.request_output import RequestOutput, TokenLogprobs, join_pieces
+from llm_serving.core.sampling_params import BeamSearchParams
 from llm_serving.core.step import BlockMove, StepInput, StepOutput
 from llm_serving.engine.beam_search import BeamSearch, LikelyTokens
 from llm_serving.scheduler import PreemptionMode
 from llm_serving.server.sampling import with_choice_seed
 from llm_serving.worker.model_runner import ModelRunner
-from model_factories import tiny_spec, write_model
+from support.engine_harness import Harness
+from support.factories import create_request
+from support.graph_model import BLOCK_SIZE, backend
+from support.model_factories import tiny_spec, write_model
 
 pytestmark = pytest.mark.mindspore
 

@@ -8,11 +8,6 @@ from itertools import count
 from typing import Any
 
 import pytest
-from engine_harness import Harness
-from fake_constraints import END, constraint_of, text_of
-from fake_runner import VOCAB_SIZE, SamplingRunner, most_likely
-from fragile_harness import FragileHarness
-from guessing_drafter import ToldDrafter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llm_serving.core.request import Request
@@ -20,7 +15,12 @@ from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.errors import WorkerDiedError
 from llm_serving.scheduler import PreemptionMode
 from llm_serving.speculation import Drafter
-from llm_serving.text.constraints.grammars import Grammar, choice_grammar, json_grammar, regex_grammar
+from llm_serving.text.structured_output.grammars import Grammar, choice_grammar, json_grammar, regex_grammar
+from support.engine_harness import Harness
+from support.fake_constraints import END, constraint_of, text_of
+from support.fake_runner import VOCAB_SIZE, SamplingRunner, most_likely
+from support.fragile_harness import FragileHarness
+from support.guessing_drafter import ToldDrafter
 
 _names = (f"constrained-{number}" for number in count())
 PROMPT = [100, 101, 102]

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from engine_harness import Harness
-from factories import create_request
-from fake_runner import expected_output
 from llm_serving.admission.load_estimator import Measured
-from llm_serving.core.beam_search_params import BeamSearchParams
-from llm_serving.core.exchange import Exchange
 from llm_serving.core.request import FinishReason
-from llm_serving.engine.deadlines import SMALLEST_SWEEP, Deadlines, timeout_of
-from llm_serving.engine.overdue import LOOK_EVERY_S
+from llm_serving.core.sampling_params import BeamSearchParams
+from llm_serving.core.timings import Exchange
+from llm_serving.engine.deadlines import LOOK_EVERY_S, SMALLEST_SWEEP, Deadlines, timeout_of
+from support.engine_harness import Harness
+from support.factories import create_request
+from support.fake_runner import expected_output
 
 
 class HandClock:

@@ -5,17 +5,17 @@ from __future__ import annotations
 import random
 
 import pytest
-from engine_harness import Harness, bytes_of
-from factories import create_request
-from fake_runner import VOCAB_SIZE, next_token
-from fragile_harness import FragileHarness
-from llm_serving.core.choices import Proposer
-from llm_serving.core.continuation import MAX_CONTINUATIONS, WINDOW
+from llm_serving.core.enums import Proposer
 from llm_serving.core.request_class import RequestClass
+from llm_serving.core.step import MAX_CONTINUATIONS, WINDOW
 from llm_serving.errors import WorkerDiedError
-from llm_serving.observe.journal import Journal
+from llm_serving.observability.event_log import Journal
 from llm_serving.speculation import Drafter, DraftModel
 from llm_serving.speculation.draft_model import MAX_DEATHS
+from support.engine_harness import Harness, bytes_of
+from support.factories import create_request
+from support.fake_runner import VOCAB_SIZE, next_token
+from support.fragile_harness import FragileHarness
 
 
 class FakeDraftModel:

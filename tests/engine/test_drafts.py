@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import random
 
-from engine_harness import Harness, bytes_of
-from factories import create_request
-from fake_runner import expected_output
-from guessing_drafter import MAX_DRAFTS, GuessingDrafter
 from llm_serving.core.request import FinishReason
+from support.engine_harness import Harness, bytes_of
+from support.factories import create_request
+from support.fake_runner import expected_output
+from support.guessing_drafter import MAX_DRAFTS, GuessingDrafter
 
 
 def guessing(wrong: float = 0.0, **options) -> Harness:

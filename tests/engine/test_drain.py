@@ -8,13 +8,13 @@ import random
 from threading import Event
 
 import pytest
-from async_engine_setup import Setup
-from fake_runner import expected_output
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.engine.control import ReplicaRow
 from llm_serving.engine.request_stream import RequestStream
 from llm_serving.errors import RequestError
+from support.async_engine_setup import Setup
+from support.fake_runner import expected_output
 
 SAMPLING = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 

@@ -3,14 +3,14 @@ from __future__ import annotations
 import os
 
 import pytest
-from engine_harness import Harness
-from factories import create_classes, create_request
-from fake_runner import expected_output
 from llm_serving.core.request import FinishReason
 from llm_serving.core.step import StepInput, StepOutput
 from llm_serving.engine.engine import SHORT_STEP_S
 from llm_serving.errors import WorkerDiedError
 from llm_serving.scheduler import PreemptionMode, Schedule
+from support.engine_harness import Harness
+from support.factories import create_classes, create_request
+from support.fake_runner import expected_output
 
 
 @pytest.mark.parametrize("ahead", [False, True])

@@ -7,15 +7,14 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import pytest
-from engine_harness import Harness, bytes_of
-from fake_constraints import END, constraint_of
-from fake_runner import SamplingRunner
-from guessing_drafter import ToldDrafter
-from llm_serving.core.beam_search_params import BeamSearchParams
 from llm_serving.core.request import Request
-from llm_serving.core.sampling_params import SamplingParams
+from llm_serving.core.sampling_params import BeamSearchParams, SamplingParams
 from llm_serving.scheduler import PreemptionMode
-from llm_serving.text.constraints.grammars import json_grammar, regex_grammar
+from llm_serving.text.structured_output.grammars import json_grammar, regex_grammar
+from support.engine_harness import Harness, bytes_of
+from support.fake_constraints import END, constraint_of
+from support.fake_runner import SamplingRunner
+from support.guessing_drafter import ToldDrafter
 
 MAX_TOKENS = 14
 FEW = tuple(range(8))

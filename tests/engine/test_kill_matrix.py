@@ -1,8 +1,8 @@
-"""A WorkAgent is lost in each step in turn; `python tests/kill_matrix.py` prints this table and others."""
+"""A WorkAgent is lost in each step in turn; `python tests/tools/kill_matrix.py` prints this table and others."""
 
-from fragile_harness import FragileHarness
-from kill_matrix import NEVER, simulated_table
-from kills import LATE, MOMENTS, play, streams
+from support.fragile_harness import FragileHarness
+from support.kills import LATE, MOMENTS, play, streams
+from tools.kill_matrix import NEVER, simulated_table
 
 
 def test_every_stream_goes_on_with_the_bytes_it_would_have_had() -> None:

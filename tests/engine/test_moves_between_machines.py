@@ -8,16 +8,16 @@ from threading import Event
 from typing import Any
 
 import pytest
-from async_engine_setup import Setup
-from fake_runner import expected_output
 from llm_serving.core.request import FinishReason
 from llm_serving.core.sampling_params import SamplingParams
-from llm_serving.engine import carrier
 from llm_serving.engine.async_engine import AsyncEngine
-from llm_serving.engine.departure import Departure
+from llm_serving.engine.fleet import migration
+from llm_serving.engine.fleet.migration import Departure
 from llm_serving.errors import WorkerError
-from llm_serving.transport.block_frames import FRAMES_UNDER_WAY
 from llm_serving.transport.messages import Blocks, SendBlocks
+from llm_serving.transport.shared_memory import FRAMES_UNDER_WAY
+from support.async_engine_setup import Setup
+from support.fake_runner import expected_output
 
 PROMPT = list(range(3, 20))
 ROLES = ("prefill", "decode")
@@ -302,7 +302,7 @@ def test_a_server_that_ends_tells_those_whose_blocks_are_on_their_way() -> None:
 def test_where_too_much_is_on_its_way_a_request_goes_on_with_its_blocks_where_it_was(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(carrier, "MAX_REQUESTS", 1)
+    monkeypatch.setattr(migration, "MAX_REQUESTS", 1)
 
     async def talk(setup: Setup, engine: AsyncEngine) -> None:
         came, go_on = held(setup, 0, "read")

@@ -1,7 +1,7 @@
-"""Every guard against garbled text is missed when it is gone; `python tests/mutations.py` prints the list."""
+"""Every guard against garbled text is missed when it is gone; `python tests/tools/mutations.py` prints the list."""
 
 import pytest
-from mutations import MOST_SEEDS, MUTATIONS, NUM_SEEDS, Mutation, Verdict, play
+from tools.mutations import MOST_SEEDS, MUTATIONS, NUM_SEEDS, Mutation, Verdict, play
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=str)

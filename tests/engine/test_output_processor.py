@@ -6,15 +6,15 @@ from itertools import count
 
 import numpy as np
 import pytest
-from factories import create_request
 from llm_serving.core.request import FinishReason, RequestStatus
 from llm_serving.core.request_output import TokenLogprobs
 from llm_serving.core.step import StepOutput
 from llm_serving.engine.output_processor import OutputProcessor
-from llm_serving.observe.journal import Journal
-from llm_serving.observe.metrics import Metrics
-from step_factories import top_tokens
-from word_tokenizer import WordTokenizer
+from llm_serving.observability.event_log import Journal
+from llm_serving.observability.metrics import Metrics
+from support.factories import create_request
+from support.step_factories import top_tokens
+from support.word_tokenizer import WordTokenizer
 
 
 def step_output(*token_ids, num_top=None):

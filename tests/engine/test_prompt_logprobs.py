@@ -6,14 +6,14 @@ import random
 
 import numpy as np
 import pytest
-from engine_harness import Harness
-from factories import create_request
-from fake_runner import FakeRunner, expected_output, most_likely, next_logprobs, vector_of
-from fragile_harness import FragileHarness
 from llm_serving.core.request import FinishReason, Request
 from llm_serving.core.request_output import PromptLogprobs, join_pieces
 from llm_serving.core.step import ResultKind, StepInput, StepOutput
 from llm_serving.errors import WorkerDiedError
+from support.engine_harness import Harness
+from support.factories import create_request
+from support.fake_runner import FakeRunner, expected_output, most_likely, next_logprobs, vector_of
+from support.fragile_harness import FragileHarness
 
 
 def assert_told(harness: Harness, request: Request) -> None:

@@ -6,15 +6,14 @@ import gc
 from dataclasses import replace
 
 import pytest
-from engine_harness import Harness
-from factories import create_request
-from fake_runner import expected_output
-from llm_serving.core.beam_search_params import BeamSearchParams
 from llm_serving.core.request import FinishReason, Request
+from llm_serving.core.sampling_params import BeamSearchParams
 from llm_serving.core.step import StepInput, StepOutput
-from llm_serving.engine.receivers import RECEIVERS, Desk
-from llm_serving.engine.receivers.sequence import OneSequence
+from llm_serving.engine.sinks import RECEIVERS, Desk, OneSequence
 from llm_serving.executor.executor import StepFailedError
+from support.engine_harness import Harness
+from support.factories import create_request
+from support.fake_runner import expected_output
 
 
 class Form:

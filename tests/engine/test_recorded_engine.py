@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import engine_harness
 import pytest
-from engine_harness import Harness
-from factories import create_config, create_request
+import support.engine_harness
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llm_serving.config.sections.scheduler import SchedulerConfig
-from llm_serving.core.beam_search_params import BeamSearchParams
 from llm_serving.core.request import Request
+from llm_serving.core.sampling_params import BeamSearchParams
 from llm_serving.core.step import StepOutput
 from llm_serving.engine.replica import build_scheduler
 from llm_serving.executor.executor import StepFailedError
 from llm_serving.scheduler import Scheduler
-from recordings import MemoryFiles, create_recorded, read, replay, seal
+from support.engine_harness import Harness
+from support.factories import create_config, create_request
+from support.recordings import MemoryFiles, create_recorded, read, replay, seal
 
 arrivals = st.lists(
     st.tuples(
@@ -67,7 +67,9 @@ def test_each_file_of_an_engine_is_decided_again(
     files = MemoryFiles()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            engine_harness, "create_scheduler", lambda **options: create_recorded(files, max_file_bytes, **options)
+            support.engine_harness,
+            "create_scheduler",
+            lambda **options: create_recorded(files, max_file_bytes, **options),
         )
         harness = Harness(
             ahead=ahead,

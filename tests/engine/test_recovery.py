@@ -6,9 +6,6 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from factories import create_request
-from fake_runner import expected_output
-from fragile_harness import FragileHarness
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llm_serving.core.request import FinishReason, Request
@@ -16,8 +13,11 @@ from llm_serving.core.request_output import RequestOutput
 from llm_serving.core.step import StepInput
 from llm_serving.engine.recovery import DEATHS_TO_SUSPECT, MAX_LOST_STEPS
 from llm_serving.errors import WorkerDiedError
-from llm_serving.executor.away import Away
 from llm_serving.executor.executor import RestartFailedError, StepFailedError
+from llm_serving.executor.restart_status import Away
+from support.factories import create_request
+from support.fake_runner import expected_output
+from support.fragile_harness import FragileHarness
 
 
 def requests_of_all_kinds() -> list[Request]:

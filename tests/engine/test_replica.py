@@ -7,14 +7,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from fake_runner import FakeRunner
 from llm_serving.config.schema import ServingConfig
 from llm_serving.config.sections.model import ModelConfig
 from llm_serving.config.sections.scheduler import SchedulerConfig
 from llm_serving.engine.replica import build_engine
 from llm_serving.executor.executor import LocalExecutor
-from llm_serving.observe.metrics import Metrics
-from word_tokenizer import WordTokenizer
+from llm_serving.observability.metrics import Metrics
+from support.fake_runner import FakeRunner
+from support.word_tokenizer import WordTokenizer
 
 
 @pytest.mark.parametrize(

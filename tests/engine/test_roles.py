@@ -9,13 +9,13 @@ from threading import Event
 from typing import Any
 
 import pytest
-from async_engine_setup import Setup
-from fake_runner import expected_output
 from llm_serving.core.request import FinishReason
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.engine.async_engine import AsyncEngine
-from llm_serving.engine.departure import Departure
 from llm_serving.engine.engine import Engine
+from llm_serving.engine.fleet.migration import Departure
+from support.async_engine_setup import Setup
+from support.fake_runner import expected_output
 
 PROMPT = list(range(3, 20))
 ROLES = ("prefill", "decode")

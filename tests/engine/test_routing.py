@@ -6,11 +6,19 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 
 import pytest
-from llm_serving.core.choices import RoutingName
-from llm_serving.engine.routing import ROUTINGS, Candidate, Candidates, Routing
-from llm_serving.engine.routing.base import load_of
-from llm_serving.engine.routing.predicted_ttft import MAX_COMPARED, OTHERS_WEIGHT, OTHERS_WEIGHT_OF_NEW
-from llm_serving.engine.routing.prefix_affinity import LEAST_MATCH, MOST_UNEVEN
+from llm_serving.core.enums import RoutingName
+from llm_serving.engine.fleet.routing_policies import (
+    LEAST_MATCH,
+    MAX_COMPARED,
+    MOST_UNEVEN,
+    OTHERS_WEIGHT,
+    OTHERS_WEIGHT_OF_NEW,
+    ROUTINGS,
+    Candidate,
+    Candidates,
+    Routing,
+    load_of,
+)
 
 
 def candidate(

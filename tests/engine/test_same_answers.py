@@ -6,16 +6,16 @@ import random
 from typing import Any
 
 import pytest
-from engine_harness import Harness
-from factories import create_request, create_scheduler
-from fake_runner import expected_output
-from guessing_drafter import GuessingDrafter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llm_serving.core.request import Request
 from llm_serving.scheduler import PreemptionMode
-from llm_serving.scheduler.policy import POLICIES
-from scheduler_loads import arrivals, create_load, scheduler_options
+from llm_serving.scheduler.policies import POLICIES
+from support.engine_harness import Harness
+from support.factories import create_request, create_scheduler
+from support.fake_runner import expected_output
+from support.guessing_drafter import GuessingDrafter
+from support.scheduler_loads import arrivals, create_load, scheduler_options
 
 
 def assert_answers_are_those_given_alone(harness: Harness, requests: list[Request]) -> None:

@@ -1,15 +1,15 @@
-"""Some seeds of the simulation; many more with `python tests/simulation.py --seeds 100000 --processes 2`."""
+"""Some seeds of the simulation; many more with `python tests/tools/simulation.py --seeds 100000 --processes 2`."""
 
 import itertools
 from unittest.mock import patch
 
 import pytest
 from llm_serving.engine import replica
-from llm_serving.engine.ledger import Ledger
-from simulated_agent import FATES
-from simulated_client import STATES
-from simulated_network import EVENTS
-from simulation import run_seeds
+from llm_serving.engine.fleet.accounting import Ledger
+from support.simulated_agent import FATES
+from support.simulated_client import STATES
+from support.simulated_network import EVENTS
+from tools.simulation import run_seeds
 
 NUM_SEEDS = 500
 MOST_SEEDS = 1000

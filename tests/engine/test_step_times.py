@@ -1,7 +1,7 @@
 """Times of steps, one at a time and one ahead."""
 
 import pytest
-from llm_serving.engine.step_times import STEP_MEMORY, StepTimes
+from llm_serving.engine.load_reports import STEP_MEMORY, StepTimes
 
 
 def test_one_at_a_time_the_master_s_part_is_no_part_of_what_is_computed():

@@ -9,14 +9,12 @@ from dataclasses import fields, replace
 
 import numpy as np
 import pytest
-from factories import create_request, create_scheduler
-from llm_serving.core.continuation import Continuation
-from llm_serving.core.step import NO_SCORES, AllowedTokens, Scores, StepOutput, any_tokens
+from llm_serving.core.step import NO_SCORES, AllowedTokens, Continuation, Scores, StepOutput, any_tokens
 from llm_serving.engine.engine import Engine
 from llm_serving.errors import StepMismatchError, WorkerDiedError
 from llm_serving.executor.executor import LocalExecutor, RemoteExecutor, StepFailedError
 from llm_serving.models.spec import MAX_VOCAB_SIZE
-from llm_serving.observe.metrics import Metrics
+from llm_serving.observability.metrics import Metrics
 from llm_serving.transport.channel import MAX_FRAME_BYTES, Channel
 from llm_serving.transport.codec import allowed_from_arrays, encode_output, step_from_arrays
 from llm_serving.transport.messages import (
@@ -32,9 +30,10 @@ from llm_serving.transport.messages import (
     StepEnding,
     StepFailed,
 )
-from llm_serving.transport.shared_arrays import SharedBuffers
-from step_factories import sampling_input, step_input, top_tokens
-from word_tokenizer import WordTokenizer
+from llm_serving.transport.shared_memory import SharedBuffers
+from support.factories import create_request, create_scheduler
+from support.step_factories import sampling_input, step_input, top_tokens
+from support.word_tokenizer import WordTokenizer
 
 
 class Agent:

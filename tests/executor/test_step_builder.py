@@ -6,9 +6,9 @@ import math
 from itertools import pairwise
 
 import numpy as np
-from factories import create_request, create_scheduler
 from llm_serving.core.request import FinishReason
 from llm_serving.executor.step_builder import StepBuilder
+from support.factories import create_request, create_scheduler
 
 
 class Steps:

@@ -7,11 +7,10 @@ from dataclasses import replace
 
 import pytest
 from llm_serving.errors import ConfigError, ProtocolError, WorkerDiedError
-from llm_serving.executor import supervised_executor
-from llm_serving.executor.away import Away
+from llm_serving.executor import supervisor
 from llm_serving.executor.executor import RestartFailedError
-from llm_serving.executor.given_up import GivenUp
-from llm_serving.executor.supervised_executor import SupervisedExecutor, patience_s, restart_delay_s
+from llm_serving.executor.restart_status import Away, GivenUp
+from llm_serving.executor.supervisor import SupervisedExecutor, patience_s, restart_delay_s
 from llm_serving.transport.messages import Loaded
 
 LOADED = Loaded(num_blocks=9, num_swap_blocks=2, notice="")
@@ -78,7 +77,7 @@ class Pauses:
 
 @pytest.fixture(autouse=True)
 def no_processes(monkeypatch):
-    monkeypatch.setattr(supervised_executor, "RemoteExecutor", StandInExecutor)
+    monkeypatch.setattr(supervisor, "RemoteExecutor", StandInExecutor)
 
 
 @pytest.fixture
@@ -143,7 +142,7 @@ def test_a_step_in_between_starts_the_pauses_again(pauses):
         executor.restart("it died")
         executor.restart("it died")
         executor.collect()
-    assert pauses.waited == [0.0, supervised_executor.FIRST_DELAY_S] * 3
+    assert pauses.waited == [0.0, supervisor.FIRST_DELAY_S] * 3
 
 
 def test_no_restart_once_given_up(pauses):
@@ -173,7 +172,7 @@ def test_delays_double_up_to_a_limit():
     delays = [restart_delay_s(attempt) for attempt in range(5000)]
     assert delays[:4] == [0.0, 0.1, 0.2, 0.4]
     assert delays == sorted(delays)
-    assert delays[-1] == supervised_executor.LONGEST_DELAY_S
+    assert delays[-1] == supervisor.LONGEST_DELAY_S
 
 
 def test_one_that_hangs_while_it_loads_is_soon_replaced_and_a_slow_machine_gets_the_time_it_needs(pauses):

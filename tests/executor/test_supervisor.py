@@ -13,24 +13,24 @@ from pathlib import Path
 
 import psutil
 import pytest
-import stand_in_work_agent
-from fake_runner import expected_output
+import support.fake_work_agent
 from llm_serving.config.schema import ServingConfig
 from llm_serving.config.sections.cache import CacheConfig
 from llm_serving.config.sections.cluster import ClusterConfig
 from llm_serving.config.sections.model import ModelConfig
 from llm_serving.config.sections.scheduler import SchedulerConfig
 from llm_serving.config.sections.server import ServerConfig
-from llm_serving.core.image import package_image
+from llm_serving.core.fingerprint import package_image
 from llm_serving.errors import ModelError, ProtocolError, WorkerDiedError
-from llm_serving.executor import starting, supervised_executor, supervisor
+from llm_serving.executor import placement, supervisor
+from llm_serving.executor import supervisor as supervised_executor
 from llm_serving.executor.executor import RemoteExecutor, RestartFailedError
-from llm_serving.executor.given_up import GivenUp
-from llm_serving.executor.supervised_executor import SupervisedExecutor
-from llm_serving.executor.supervisor import load_settings, start_work_agent
+from llm_serving.executor.restart_status import GivenUp
+from llm_serving.executor.supervisor import SupervisedExecutor, load_settings, start_work_agent
 from llm_serving.transport.messages import PROTOCOL_VERSION, Loaded, Progress, Welcome
-from stand_in_work_agent import LOADS_FOR_EVER
-from step_factories import sampling_input, step_input
+from support.fake_runner import expected_output
+from support.fake_work_agent import LOADS_FOR_EVER
+from support.step_factories import sampling_input, step_input
 
 TESTS = Path(__file__).parents[1]
 
@@ -38,8 +38,8 @@ TESTS = Path(__file__).parents[1]
 @pytest.fixture(autouse=True)
 def processes(monkeypatch):
     """Every process that was started; their pipes are closed at last."""
-    processes, spawn = [], starting._spawn
-    monkeypatch.setattr(starting, "_spawn", lambda *args: processes.append(spawn(*args)) or processes[-1])
+    processes, spawn = [], placement._spawn
+    monkeypatch.setattr(placement, "_spawn", lambda *args: processes.append(spawn(*args)) or processes[-1])
     yield processes
     for process in processes:
         process.kill()
@@ -63,7 +63,7 @@ def run_instead(monkeypatch, tmp_path):
 def run_stand_in(run_instead, monkeypatch):
     """Makes every WorkAgent process a real one but for its model."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS), *filter(None, sys.path)]))
-    run_instead(f'exec {shlex.quote(sys.executable)} {shlex.quote(stand_in_work_agent.__file__)} "$@"')
+    run_instead(f'exec {shlex.quote(sys.executable)} {shlex.quote(support.fake_work_agent.__file__)} "$@"')
 
 
 def a_config(num_blocks=None):
@@ -234,7 +234,7 @@ def test_progress_is_a_sign_of_life_and_the_whole_may_take_any_time():
     assert (len(told), link.waited_s) == (100, 1020.0)
 
 
-@pytest.mark.parametrize("call", ["llm_serving.transport.shared_arrays.os.memfd_create", "socket.socketpair"])
+@pytest.mark.parametrize("call", ["llm_serving.transport.shared_memory.os.memfd_create", "socket.socketpair"])
 def test_without_file_descriptors_none_is_started_and_none_is_left_open(monkeypatch, call):
     def fail(*args):
         raise OSError(errno.EMFILE, "Too many open files")

@@ -20,18 +20,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from engine_harness import bytes_of
 from families import models
-from fragile_harness import FragileHarness
-from graph_model import backend, implementation_of, poison
-from llm_serving.core.choices import ImplementationName
+from llm_serving.core.enums import ImplementationName
 from llm_serving.core.request import Request
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.core.step import StepInput
 from llm_serving.errors import ModelError, WorkerDiedError
 from llm_serving.models.spec import ModelSpec
 from llm_serving.worker.model_runner import ModelRunner
-from without_library import cell_of, is_without_library
+from support.engine_harness import bytes_of
+from support.fragile_harness import FragileHarness
+from support.graph_model import backend, implementation_of, poison
+from support.without_library import cell_of, is_without_library
 
 BLOCK_SIZE, NUM_BLOCKS, NUM_SWAP_BLOCKS = 16, 32, 12
 NEW_TOKENS = 10

@@ -24,22 +24,21 @@ from typing import Any
 import mindspore as ms
 import numpy as np
 from families import models
-from graph_model import BLOCK_SIZE, backend
-from llm_serving.core.choices import QuantizationName
+from llm_serving.core.enums import QuantizationName
 from llm_serving.lowering import mindir
 from llm_serving.lowering.lower import Lowered, lower
-from llm_serving.lowering.step import arguments_of_rows, dynamic_inputs
+from llm_serving.lowering.step_inputs import arguments_of_rows, dynamic_inputs
 from llm_serving.models.spec import ModelSpec
-from llm_serving.models.weights import WeightReader
-from llm_serving.network.coded import Quantization
-from llm_serving.network.description import Network
-from llm_serving.network.primitives import lacking, lacking_of_codes
-from llm_serving.worker.compiled_network import CompiledNetwork
-from llm_serving.worker.kv_tensors import KVTensors
+from llm_serving.models.weight_reader import WeightReader
+from llm_serving.network.builder import Network
+from llm_serving.network.quantization import Quantization, lacking, lacking_of_codes
+from llm_serving.worker.compiled_graph import CompiledNetwork
+from llm_serving.worker.kv_cache import KVTensors
 from llm_serving.worker.model_inputs import NO_TOKENS, ModelInputs, ModelLimits, build_model_inputs
 from mindspore import nn
 from mindspore.train.mind_ir_pb2 import ModelProto
-from step_factories import step_input
+from support.graph_model import BLOCK_SIZE, backend
+from support.step_factories import step_input
 
 NUM_BLOCKS = 16
 ROWS = {"states": None, "of_prompts": 4}

@@ -17,11 +17,11 @@ from typing import Any
 
 import numpy as np
 from families import models
-from graph_model import BLOCK_SIZE, GraphModel, backend, implementation_of
 from llm_serving.errors import ModelError
 from llm_serving.models.spec import ModelSpec
-from llm_serving.network.coded import Quantization
-from without_library import cell_of, is_without_library
+from llm_serving.network.quantization import Quantization
+from support.graph_model import BLOCK_SIZE, GraphModel, backend, implementation_of
+from support.without_library import cell_of, is_without_library
 
 
 def served(

@@ -17,7 +17,7 @@ from llm_serving.core.request import Request
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.models.spec import ModelSpec
 from llm_serving.network.sharding import rule_against
-from real_replica import RealReplica
+from support.real_replica import RealReplica
 
 SETTINGS = (
     "cluster_config.tensor_parallel=2",

@@ -7,13 +7,13 @@ import signal
 from pathlib import Path
 
 import pytest
-from engine_harness import bytes_of
 from families import models
 from families.exactness import CODED_CACHE, Served, differing
 from llm_serving.core.request import Request
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.errors import ModelError
-from real_replica import RealReplica
+from support.engine_harness import bytes_of
+from support.real_replica import RealReplica
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import WordLevel
 

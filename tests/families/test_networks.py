@@ -6,13 +6,12 @@ import numpy as np
 import pytest
 from families import models
 from families.precision import greedy, served
-from graph_model import BLOCK_SIZE
-from llm_serving.core.choices import QuantizationName
+from llm_serving.core.enums import QuantizationName
 from llm_serving.models.spec import ModelSpec
-from llm_serving.models.weights import WeightReader
-from llm_serving.network.coded import Quantization
-from llm_serving.network.primitives import lacking
-from network_reference import parameters, run, step_of_prompt
+from llm_serving.models.weight_reader import WeightReader
+from llm_serving.network.quantization import Quantization, lacking
+from support.graph_model import BLOCK_SIZE
+from support.network_reference import parameters, run, step_of_prompt
 
 pytestmark = pytest.mark.mindspore
 

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 from llm_serving.errors import ModelError
-from llm_serving.formats import writing
-from llm_serving.formats.checkpoint import read_checkpoint
-from llm_serving.formats.writing import Tensor, write_checkpoint
-from model_factories import from_bfloat16, to_bfloat16
+from llm_serving.formats import writer
+from llm_serving.formats.mindspore_ckpt import read_checkpoint
+from llm_serving.formats.writer import Tensor, write_checkpoint
+from support.model_factories import from_bfloat16, to_bfloat16
 
 ARRAYS = {
     "model.layers.0.attention.wq.weight": np.arange(6, dtype=np.float32).reshape(2, 3),
@@ -40,7 +40,7 @@ def test_what_is_written_is_read(tmp_path):
 
 def test_a_tensor_in_pieces_is_put_together(tmp_path, monkeypatch):
     whole = write(tmp_path / "a.ckpt")
-    monkeypatch.setattr(writing, "_MAX_CONTENT_BYTES", 8)
+    monkeypatch.setattr(writer, "_MAX_CONTENT_BYTES", 8)
     pieces = write(tmp_path / "b.ckpt")
     assert len(read_checkpoint(pieces)["odd"].pieces) == 75
     assert same(read(pieces), read(whole))

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from llm_serving.errors import ModelError
 from llm_serving.formats.folder import read_tensors
-from model_factories import write_safetensors
 from safetensors.numpy import save_file
+from support.model_factories import write_safetensors
 
 A = {"a": np.zeros((2, 3), np.float32)}
 

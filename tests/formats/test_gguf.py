@@ -4,10 +4,10 @@ import struct
 
 import numpy as np
 import pytest
-from gguf_files import ELEMENTS, Stored, fact, gguf_bytes, number, plain, random_matrix, text
 from llm_serving.errors import ModelError
 from llm_serving.formats.gguf import read_gguf
-from llm_serving.formats.quantized import QuantizedTensor
+from llm_serving.formats.quantized_tensor import QuantizedTensor
+from support.gguf_files import ELEMENTS, Stored, fact, gguf_bytes, number, plain, random_matrix, text
 
 FACTS = {"general.architecture": "llama", "some.list": [1, 2, 3], "some.texts": ["a", "b"], "some.truth": True}
 A = plain(np.arange(6, dtype=np.float32).reshape(2, 3))

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 from llm_serving.errors import ModelError
-from llm_serving.formats import quantized
-from llm_serving.formats.quantized import QuantizedTensor, quantize_w4, quantize_w8
-from model_factories import from_bfloat16, to_bfloat16
+from llm_serving.formats import quantized_tensor
+from llm_serving.formats.quantized_tensor import QuantizedTensor, quantize_w4, quantize_w8
+from support.model_factories import from_bfloat16, to_bfloat16
 
 
 def matrix(rows=5, columns=64, seed=0):
@@ -27,7 +27,7 @@ def one_by_one(tensor: QuantizedTensor) -> np.ndarray:
 @pytest.fixture(params=[None, 100], ids=["at once", "in blocks"])
 def at_once(request, monkeypatch):
     if request.param:
-        monkeypatch.setattr(quantized, "_AT_ONCE", request.param)
+        monkeypatch.setattr(quantized_tensor, "_AT_ONCE", request.param)
 
 
 QUANTIZERS = [

@@ -3,8 +3,8 @@
 import json
 
 import pytest
-from hub_server import HubServer, StoredModel, running_hub
-from small_model import CONFIG, small_weights
+from support.hub_server import HubServer, StoredModel, running_hub
+from support.small_model import CONFIG, small_weights
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import WordLevel
 

@@ -5,10 +5,10 @@ import shutil
 import huggingface_hub.constants
 import huggingface_hub.file_download
 import pytest
-from hub_server import COMMIT, StoredModel
 from llm_serving import hub as hub_package
 from llm_serving.errors import ModelError
 from llm_serving.hub import find
+from support.hub_server import COMMIT, StoredModel
 
 from .conftest import WEIGHTS, tiny_files, weight_requests
 

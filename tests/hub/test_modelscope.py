@@ -1,10 +1,10 @@
 """Models of ModelScope: its own cache and its older layouts, downloads, and words for the operator."""
 
 import pytest
-from hub_server import StoredModel
 from llm_serving import hub as hub_package
 from llm_serving.errors import ModelError
 from modelscope_hub import _download_control
+from support.hub_server import StoredModel
 
 from .conftest import tiny_files
 

@@ -7,14 +7,14 @@ import types
 import llm_serving
 import psutil
 import pytest
-from llm_serving.cli import main
-from llm_serving.commands.stored_models import stored_size
+from llm_serving.cli.main import main
+from llm_serving.cli.stored_models import stored_size
 from llm_serving.config import load_config
 from llm_serving.config.model_size import model_size
 from llm_serving.errors import ConfigError
 from llm_serving.models.memory import bytes_for_cache
 from llm_serving.models.spec import ModelSpec
-from model_folders import write_config
+from support.model_folders import write_config
 
 from .conftest import weight_requests
 

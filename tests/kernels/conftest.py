@@ -1,8 +1,8 @@
 from collections.abc import Iterator
 
 import pytest
-from instruction_sets import isas, isas_of_codes
 from llm_serving.kernels import library
+from support.instruction_sets import isas, isas_of_codes
 
 
 @pytest.fixture(params=isas())

@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
-from kernel_calls import (
+from llm_serving.kernels import library, reference
+from support.kernel_calls import (
     FLOAT32_UNIT,
     FLOAT_TYPES,
     ROUNDING_UNIT,
@@ -12,8 +13,7 @@ from kernel_calls import (
     status_of,
     typed,
 )
-from kernels_cache import SCALE, Cache, filled, rows
-from llm_serving.kernels import library, reference
+from support.kernels_cache import SCALE, Cache, filled, rows
 
 
 def bound(cache: Cache, q: Typed, tables: Array, query_lens: list[int], context_lens: list[int]) -> Array:

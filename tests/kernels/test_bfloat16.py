@@ -1,7 +1,7 @@
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
-from llm_serving.kernels.bfloat16 import from_bfloat16, round_to_bfloat16
+from llm_serving.kernels.reference import from_bfloat16, round_to_bfloat16
 
 
 def test_every_bfloat16_survives_the_way_to_float32_and_back() -> None:

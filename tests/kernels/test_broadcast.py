@@ -2,8 +2,19 @@
 
 import numpy as np
 import pytest
-from kernel_calls import FLOAT32_UNIT, FLOAT_TYPES, Typed, assert_close, call, empty, integers, scalar, status_of, typed
 from llm_serving.kernels import library, reference
+from support.kernel_calls import (
+    FLOAT32_UNIT,
+    FLOAT_TYPES,
+    Typed,
+    assert_close,
+    call,
+    empty,
+    integers,
+    scalar,
+    status_of,
+    typed,
+)
 
 SHAPES = [
     ((3, 37), (3, 37)),

@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
-from kernel_calls import FLOAT_TYPES, Typed, call, empty, scalar, status_of, typed
 from llm_serving.kernels import library
+from support.kernel_calls import FLOAT_TYPES, Typed, call, empty, scalar, status_of, typed
 
 PLAIN = ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float32", "float64")
 SHAPES = ((1,), (0, 4), (3, 37), (5, 7000))

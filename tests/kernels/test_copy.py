@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
-from kernel_calls import FLOAT_TYPES, Typed, call, empty, integers, scalar, status_of
 from llm_serving.kernels import library
+from support.kernel_calls import FLOAT_TYPES, Typed, call, empty, integers, scalar, status_of
 
 
 def gather(table: Typed, indices: Typed, axis: int) -> Typed:

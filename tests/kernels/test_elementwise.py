@@ -1,7 +1,18 @@
 import numpy as np
 import pytest
-from kernel_calls import FLOAT32_UNIT, FLOAT_TYPES, Typed, assert_close, call, empty, integers, scalar, status_of, typed
 from llm_serving.kernels import library, reference
+from support.kernel_calls import (
+    FLOAT32_UNIT,
+    FLOAT_TYPES,
+    Typed,
+    assert_close,
+    call,
+    empty,
+    integers,
+    scalar,
+    status_of,
+    typed,
+)
 
 WIDTHS = (1, 15, 16, 17, 64, 100, 288, 2048)
 EPS = 1e-5

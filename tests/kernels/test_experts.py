@@ -2,9 +2,22 @@
 
 import numpy as np
 import pytest
-from instruction_sets import real_isas
-from kernel_calls import Array, Typed, call, coded, empty, integers, linear, packed, scalar, status_of, typed, unpacked
 from llm_serving.kernels import library, reference
+from support.instruction_sets import real_isas
+from support.kernel_calls import (
+    Array,
+    Typed,
+    call,
+    coded,
+    empty,
+    integers,
+    linear,
+    packed,
+    scalar,
+    status_of,
+    typed,
+    unpacked,
+)
 
 pytestmark = pytest.mark.skipif(not real_isas(), reason="needs a compiler")
 

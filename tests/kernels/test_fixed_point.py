@@ -4,8 +4,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from instruction_sets import real_isas
-from kernel_calls import (
+from llm_serving.kernels import fixed_point, library, reference
+from llm_serving.kernels.reference import round_to_bfloat16
+from support.instruction_sets import real_isas
+from support.kernel_calls import (
     FIXED_POINT_ISA,
     Array,
     Typed,
@@ -20,8 +22,6 @@ from kernel_calls import (
     status_of,
     typed,
 )
-from llm_serving.kernels import fixed_point, library, reference
-from llm_serving.kernels.bfloat16 import round_to_bfloat16
 
 MOST_ROWS = 40
 ROWS = (1, 5, 12, 13, 24, MOST_ROWS)

@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from instruction_sets import real_isas
 from llm_serving.errors import KernelError
 from llm_serving.kernels import library
+from support.instruction_sets import real_isas
 
 # Stands for a compiler: writes what it was asked for, and a line into a log beside itself.
 FAKE_COMPILER = """#!/bin/sh

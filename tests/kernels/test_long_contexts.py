@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
-from kernel_calls import FLOAT32_UNIT, FLOAT_TYPES, ROUNDING_UNIT, Array, Typed, assert_close, typed
-from kernels_cache import SCALE, Cache, filled, padded, rows
 from llm_serving.kernels import library, reference
+from support.kernel_calls import FLOAT32_UNIT, FLOAT_TYPES, ROUNDING_UNIT, Array, Typed, assert_close, typed
+from support.kernels_cache import SCALE, Cache, filled, padded, rows
 
 LENGTH, BLOCKS = 2100, list(range(1, 133))
 NUM_HEADS, HEAD_DIM = 2, 16

@@ -2,7 +2,8 @@
 
 import numpy as np
 import pytest
-from kernel_calls import (
+from llm_serving.kernels import library, reference
+from support.kernel_calls import (
     FLOAT_TYPES,
     ROUNDING_UNIT,
     Array,
@@ -14,8 +15,7 @@ from kernel_calls import (
     status_of,
     typed,
 )
-from kernels_cache import SCALE, TRAPEZOIDAL, Cache, causal_mask, filled, rows
-from llm_serving.kernels import library, reference
+from support.kernels_cache import SCALE, TRAPEZOIDAL, Cache, causal_mask, filled, rows
 
 MASKED = -10000.0
 HEADS, KV_HEADS, DIM = 4, 2, 32

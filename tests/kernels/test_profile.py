@@ -1,6 +1,6 @@
 import numpy as np
-from kernel_calls import call, empty, scalar, typed
 from llm_serving.kernels import library
+from support.kernel_calls import call, empty, scalar, typed
 
 
 def swiglu() -> None:

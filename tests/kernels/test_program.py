@@ -4,7 +4,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from decoder_calls import (
+from llm_serving.kernels import library
+from llm_serving.kernels.library import announce_ending
+from support.decoder_calls import (
     HIDDEN,
     INNER,
     WIDE_HIDDEN,
@@ -16,10 +18,8 @@ from decoder_calls import (
     same_bits,
     step_of,
 )
-from kernel_calls import FIXED_POINT_ISA, FLOAT_TYPES, packed, typed
-from llm_serving.kernels import library
-from llm_serving.kernels.ending import announce_ending
-from program_calls import llama_of, run
+from support.kernel_calls import FIXED_POINT_ISA, FLOAT_TYPES, packed, typed
+from support.program_calls import llama_of, run
 
 
 def assert_same_as_by_operators(decoder: Decoder, create_step, thread_counts=(1, 2)) -> None:

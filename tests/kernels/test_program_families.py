@@ -6,19 +6,19 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from decoder_calls import Step
-from family_configs import CONFIGS, RandomTensors, config_of
-from kernel_calls import Array, Typed
 from llm_serving.kernels import library
-from llm_serving.models.facts import Facts
+from llm_serving.models.model_config import Facts
 from llm_serving.models.registry import describe
-from llm_serving.network.description import Network
+from llm_serving.network.builder import Network
 from llm_serving.network.operations import Weight
 from llm_serving.network.program import assemble
 from llm_serving.network.rewriting import select_rows
-from network_reference import parameters, step_of_prompt
-from network_reference import run as run_reference
-from program_calls import BLOCK_SIZE, Blocks, Runnable, create_caches, run, runnable_of
+from support.decoder_calls import Step
+from support.family_configs import CONFIGS, RandomTensors, config_of
+from support.kernel_calls import Array, Typed
+from support.network_reference import parameters, step_of_prompt
+from support.network_reference import run as run_reference
+from support.program_calls import BLOCK_SIZE, Blocks, Runnable, create_caches, run, runnable_of
 
 PROMPT = 150
 ERROR = 1e-4

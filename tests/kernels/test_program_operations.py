@@ -6,15 +6,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from decoder_calls import Step
-from kernel_calls import FLOAT32_UNIT, FLOAT_TYPES, ROUNDING_UNIT, Array, Typed, assert_close, typed
-from kernels_cache import padded
 from llm_serving.kernels import library, reference
-from llm_serving.network.description import Expert, Network, Routing
+from llm_serving.network.builder import Expert, Network, Routing
 from llm_serving.network.operations import Value, Weight
 from llm_serving.network.program import assemble
 from llm_serving.network.rewriting import select_rows
-from program_calls import Runnable, create_caches, run, runnable_of
+from support.decoder_calls import Step
+from support.kernel_calls import FLOAT32_UNIT, FLOAT_TYPES, ROUNDING_UNIT, Array, Typed, assert_close, typed
+from support.kernels_cache import padded
+from support.program_calls import Runnable, create_caches, run, runnable_of
 
 Body = Callable[[Network, Value], Value]
 

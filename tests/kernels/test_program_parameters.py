@@ -6,16 +6,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from decoder_calls import HIDDEN, NUM_KV_HEADS, Step, create_decoder
-from family_configs import RandomTensors, config_of
-from kernel_calls import Typed, empty, integers, packed, status_of, typed
-from kernels_cache import Cache
 from llm_serving.kernels import library
-from llm_serving.models.facts import Facts
+from llm_serving.models.model_config import Facts
 from llm_serving.models.registry import describe
 from llm_serving.network.program import KINDS, Program
-from network_reference import parameters as weights_of
-from program_calls import Runnable, create_caches, llama_of, parameters, runnable_of, status_of_program
+from support.decoder_calls import HIDDEN, NUM_KV_HEADS, Step, create_decoder
+from support.family_configs import RandomTensors, config_of
+from support.kernel_calls import Typed, empty, integers, packed, status_of, typed
+from support.kernels_cache import Cache
+from support.network_reference import parameters as weights_of
+from support.program_calls import Runnable, create_caches, llama_of, parameters, runnable_of, status_of_program
 
 Change = Callable[[Program], dict[str, Typed]]
 """Makes other parameters of a program."""

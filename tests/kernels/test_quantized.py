@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
-from instruction_sets import real_isas
-from kernel_calls import Array, Typed, call, coded, empty, integers, scalar, status_of, typed, unpacked
 from llm_serving.kernels import library, w8a8
+from support.instruction_sets import real_isas
+from support.kernel_calls import Array, Typed, call, coded, empty, integers, scalar, status_of, typed, unpacked
 
 pytestmark = pytest.mark.skipif(not real_isas(), reason="needs a compiler")
 

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from instruction_sets import real_isas
 from llm_serving.kernels import library
-from llm_serving.worker import kernel_choice, token_choice
-from llm_serving.worker.philox import uniform
+from llm_serving.worker import sampler, sampling_reference
 from llm_serving.worker.sampler import check_sampling, choose_tokens_for, sample
-from step_factories import sampling_input, select_samples
+from llm_serving.worker.sampling_reference import uniform
+from support.instruction_sets import real_isas
+from support.step_factories import sampling_input, select_samples
 
 NO_TOKENS = np.empty(0, np.int32)
 VOCAB_SIZES = (1, 2, 17, 64, 1000, 32_000)
@@ -65,7 +65,7 @@ def batch(seed, vocab_size, kind, num_samples=6):
 
 
 def assert_equal_choices(ours, expected):
-    for field in fields(token_choice.Choices):
+    for field in fields(sampling_reference.Choices):
         np.testing.assert_array_equal(getattr(ours, field.name), getattr(expected, field.name), field.name)
 
 
@@ -76,11 +76,11 @@ def assert_equal_choices(ours, expected):
 def test_every_instruction_set_and_number_of_threads_equals_numpy(seed, vocab_size, kind):
     logits, sampling = batch(seed, vocab_size, kind)
     history = sampling.history_token_ids
-    expected = token_choice.choose_tokens(logits, sampling, history)
+    expected = sampling_reference.choose_tokens(logits, sampling, history)
     for isa in real_isas():
         for threads in (1, 2):
             with library.isa_in_use(isa), library.threads_in_use(threads):
-                assert_equal_choices(kernel_choice.choose_tokens(logits, sampling, history), expected)
+                assert_equal_choices(sampler.choose_tokens(logits, sampling, history), expected)
 
 
 @pytest.mark.parametrize("kind", sorted(LOGITS))
@@ -91,17 +91,15 @@ def test_draws_of_a_row_of_each_kind_equal_numpy(isa, kind):
     logits = np.repeat(row, count, axis=0)
     for parameters in ({}, {"top_k": 7}, {"top_p": 0.8}, {"min_p": 0.2}, {"top_k": 7, "top_p": 0.8}):
         sampling = sampling_input(count, temperature=0.9, position=np.arange(count), **parameters)
-        expected = token_choice.choose_tokens(logits, sampling, NO_TOKENS)
-        assert_equal_choices(kernel_choice.choose_tokens(logits, sampling, NO_TOKENS), expected)
+        expected = sampling_reference.choose_tokens(logits, sampling, NO_TOKENS)
+        assert_equal_choices(sampler.choose_tokens(logits, sampling, NO_TOKENS), expected)
 
 
 def test_a_row_is_the_same_alone_and_in_a_batch(isa):
     logits, sampling = batch(3, 1000, "normal", num_samples=40)
-    together = sample(0, logits, sampling, NO_TOKENS, kernel_choice.choose_tokens)
+    together = sample(0, logits, sampling, NO_TOKENS, sampler.choose_tokens)
     for row in range(len(logits)):
-        alone = sample(
-            0, logits[row : row + 1], select_samples(sampling, [row]), NO_TOKENS, kernel_choice.choose_tokens
-        )
+        alone = sample(0, logits[row : row + 1], select_samples(sampling, [row]), NO_TOKENS, sampler.choose_tokens)
         assert alone.token_ids[0] == together.token_ids[row]
         assert alone.logprobs[0].tobytes() == together.logprobs[row].tobytes()
         assert alone.top.of(0) == together.top.of(row)
@@ -111,7 +109,7 @@ def test_subnormal_logits_are_told_apart_on_every_thread():
     """The library's threads compute operators with subnormals as zero."""
     rows = np.repeat(np.array([[1e-44, 3e-44, 2e-44]], np.float32), 5_000, axis=0)
     with library.threads_in_use(2):
-        assert (kernel_choice.choose_tokens(rows, sampling_input(len(rows)), NO_TOKENS).token_ids == 1).all()
+        assert (sampler.choose_tokens(rows, sampling_input(len(rows)), NO_TOKENS).token_ids == 1).all()
 
 
 def test_numbers_are_those_of_the_python_generator():
@@ -123,22 +121,22 @@ def test_numbers_are_those_of_the_python_generator():
         seed=np.random.default_rng(0).integers(0, 2**64, count, dtype=np.uint64),
         position=np.arange(count),
     )
-    chosen = kernel_choice.choose_tokens(np.zeros((count, vocab_size), np.float32), sampling, NO_TOKENS).token_ids
+    chosen = sampler.choose_tokens(np.zeros((count, vocab_size), np.float32), sampling, NO_TOKENS).token_ids
     assert chosen.tolist() == np.floor(uniform(sampling.seed, sampling.position) * vocab_size).astype(int).tolist()
 
 
 def test_logits_that_are_not_contiguous_or_may_not_be_written():
     logits = np.random.default_rng(0).normal(size=(50, 8)).astype(np.float32).T
     logits.flags.writeable = False
-    assert kernel_choice.choose_tokens(logits, sampling_input(8), NO_TOKENS).token_ids.tolist() == (
+    assert sampler.choose_tokens(logits, sampling_input(8), NO_TOKENS).token_ids.tolist() == (
         logits.argmax(axis=1).tolist()
     )
 
 
 def test_the_library_serves_the_cpu_backend_alone():
-    assert choose_tokens_for("cpu") is kernel_choice.choose_tokens
-    assert choose_tokens_for("plain") is choose_tokens_for("ascend") is token_choice.choose_tokens
+    assert choose_tokens_for("cpu") is sampler.choose_tokens
+    assert choose_tokens_for("plain") is choose_tokens_for("ascend") is sampling_reference.choose_tokens
 
 
 def test_arguments_are_as_long_as_the_library_takes_them():
-    assert ctypes.sizeof(kernel_choice.SampleArgs) == library.load().llm_sample_args_size()
+    assert ctypes.sizeof(sampler.SampleArgs) == library.load().llm_sample_args_size()

@@ -8,13 +8,13 @@ from contextlib import contextmanager
 import numpy as np
 import psutil
 import pytest
-from decoder_calls import create_decoder, mixed_step
-from kernel_calls import call, empty, integers, scalar, typed
 from llm_serving.errors import KernelError
 from llm_serving.kernels import library
-from llm_serving.worker.kernel_choice import choose_tokens
-from program_calls import llama_of, parameters, run, status_of_program
-from step_factories import sampling_input
+from llm_serving.worker.sampler import choose_tokens
+from support.decoder_calls import create_decoder, mixed_step
+from support.kernel_calls import call, empty, integers, scalar, typed
+from support.program_calls import llama_of, parameters, run, status_of_program
+from support.step_factories import sampling_input
 
 CHUNK = 1 << 20
 """Bytes of an item of `llm_read_memory`."""

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from instruction_sets import isas_of_codes, real_isas
-from kernel_calls import Array, Typed, assert_close, call, coded, empty, integers, linear, scalar, typed
-from llm_serving.formats.quantized import QuantizedTensor, quantize_w4
+from llm_serving.formats.quantized_tensor import QuantizedTensor, quantize_w4
 from llm_serving.kernels import library, reference, w4a8
+from support.instruction_sets import isas_of_codes, real_isas
+from support.kernel_calls import Array, Typed, assert_close, call, coded, empty, integers, linear, scalar, typed
 
 pytestmark = pytest.mark.skipif(not real_isas(), reason="needs a compiler")
 

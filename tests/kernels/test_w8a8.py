@@ -7,10 +7,22 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from instruction_sets import EMULATED, isas_of_codes, real_isas
-from kernel_calls import Array, Typed, assert_close, call, coded, empty, integers, linear, scalar, status_of, typed
-from llm_serving.formats.quantized import quantize_w8
+from llm_serving.formats.quantized_tensor import quantize_w8
 from llm_serving.kernels import library, reference, w8a8
+from support.instruction_sets import EMULATED, isas_of_codes, real_isas
+from support.kernel_calls import (
+    Array,
+    Typed,
+    assert_close,
+    call,
+    coded,
+    empty,
+    integers,
+    linear,
+    scalar,
+    status_of,
+    typed,
+)
 
 pytestmark = pytest.mark.skipif(not real_isas(), reason="needs a compiler")
 

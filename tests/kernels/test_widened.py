@@ -4,8 +4,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from instruction_sets import isas, real_isas
-from kernel_calls import (
+from llm_serving.formats.quantized_tensor import QuantizedTensor, quantize_w4, quantize_w8
+from llm_serving.kernels import library, reference
+from support.instruction_sets import isas, real_isas
+from support.kernel_calls import (
     FIXED_POINT_ISA,
     FLOAT32_UNIT,
     FLOAT_TYPES,
@@ -22,8 +24,6 @@ from kernel_calls import (
     scalar,
     typed,
 )
-from llm_serving.formats.quantized import QuantizedTensor, quantize_w4, quantize_w8
-from llm_serving.kernels import library, reference
 
 pytestmark = pytest.mark.skipif(not real_isas(), reason="needs a compiler")
 

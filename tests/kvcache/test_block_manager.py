@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from factories import create_request
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from llm_serving.core.request import Request
 from llm_serving.core.step import BlockMove
 from llm_serving.kvcache import BlockManager
+from support.factories import create_request
 
 COPY, SWAP_OUT, SWAP_IN, EXPORT, IMPORT = map(int, BlockMove)
 

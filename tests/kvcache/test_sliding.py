@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from factories import create_request
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -11,6 +10,7 @@ from llm_serving.core.request import Request
 from llm_serving.core.step import NO_BLOCK, BlockMove
 from llm_serving.core.window import Window
 from llm_serving.kvcache import BlockManager
+from support.factories import create_request
 
 WINDOW = Window(num_tokens=6, max_chunk=8)
 """Of blocks of 4 tokens: 5 + 8 tokens in a row lie in at most 4 blocks."""

@@ -2,14 +2,13 @@
 
 import numpy as np
 import pytest
-from llm_serving.cli import main
+from llm_serving.cli.main import main
 from llm_serving.errors import ModelError
-from llm_serving.formats.mindformers import mindformers_name
-from llm_serving.formats.writing import Tensor, write_checkpoint
-from llm_serving.models.contents import check_folder
-from llm_serving.models.weights import WeightReader
-from model_factories import write_safetensors
-from small_model import CONFIG, write_small_model
+from llm_serving.formats.mindformers_names import mindformers_name
+from llm_serving.formats.writer import Tensor, write_checkpoint
+from llm_serving.models.weight_reader import WeightReader, check_folder
+from support.model_factories import write_safetensors
+from support.small_model import CONFIG, write_small_model
 
 
 def test_a_whole_folder(tmp_path):

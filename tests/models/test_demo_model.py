@@ -5,11 +5,11 @@ from pathlib import Path
 import llm_serving.demo_model
 import numpy as np
 import pytest
-from graph_model import GraphModel, backend
-from llm_serving.formats.stored import to_float32
+from llm_serving.formats.stored_tensor import to_float32
 from llm_serving.models.spec import ModelSpec
-from llm_serving.models.weights import WeightReader
-from reference_llama import reference_logits
+from llm_serving.models.weight_reader import WeightReader
+from support.graph_model import GraphModel, backend
+from support.reference_llama import reference_logits
 
 pytestmark = pytest.mark.mindspore
 

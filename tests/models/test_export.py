@@ -4,13 +4,13 @@ import mindspore as ms
 import numpy as np
 import pytest
 from families.exported import NUM_BLOCKS, ROWS, differences, export, export_all, inputs_of, networks_of
-from graph_model import BLOCK_SIZE
 from llm_serving.backends.ascend import prompt_mask
-from llm_serving.core.choices import QuantizationName
-from llm_serving.lowering.step import STEP_INPUTS, dynamic_inputs
+from llm_serving.core.enums import QuantizationName
+from llm_serving.lowering.step_inputs import STEP_INPUTS, dynamic_inputs
 from llm_serving.models.spec import ModelSpec
-from llm_serving.network.coded import Quantization
+from llm_serving.network.quantization import Quantization
 from mindspore.train.mind_ir_pb2 import TensorProto
+from support.graph_model import BLOCK_SIZE
 
 pytestmark = pytest.mark.mindspore
 

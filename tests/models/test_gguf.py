@@ -2,14 +2,13 @@
 
 import numpy as np
 import pytest
-from gguf_files import gguf_bytes, number, plain, write_model
 from llm_serving.config import load_config
 from llm_serving.errors import ConfigError, ModelError
-from llm_serving.formats.quantized import QuantizedTensor
-from llm_serving.models.contents import check_folder
+from llm_serving.formats.quantized_tensor import QuantizedTensor
 from llm_serving.models.spec import ModelSpec
-from llm_serving.models.weights import WeightReader
-from model_factories import TINY
+from llm_serving.models.weight_reader import WeightReader, check_folder
+from support.gguf_files import gguf_bytes, number, plain, write_model
+from support.model_factories import TINY
 
 SMALL = {**TINY, "vocab_size": 96, "rope_theta": 5e5}
 ARCHITECTURES = {

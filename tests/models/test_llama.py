@@ -4,16 +4,16 @@ import itertools
 
 import numpy as np
 import pytest
-from graph_model import GraphModel, backend
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_calls import FIXED_POINT_ISA, typed
 from llm_serving.backends.ascend import AscendBackend
 from llm_serving.backends.cpu import CpuBackend
 from llm_serving.errors import ModelError
 from llm_serving.kernels import library
-from model_factories import random_weights, tiny_spec, weight_shapes, write_model, write_safetensors
-from reference_llama import reference_logits
+from support.graph_model import GraphModel, backend
+from support.kernel_calls import FIXED_POINT_ISA, typed
+from support.model_factories import random_weights, tiny_spec, weight_shapes, write_model, write_safetensors
+from support.reference_llama import reference_logits
 
 pytestmark = pytest.mark.mindspore
 

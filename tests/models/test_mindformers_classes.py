@@ -2,7 +2,7 @@
 
 import pytest
 from families import models
-from llm_serving.models.mindformers_classes import lacking_in_mindformers, place_of
+from llm_serving.models.mindformers import lacking_in_mindformers, place_of
 from llm_serving.models.spec import ModelSpec
 
 SERVED = {"llama2", "llama3.1", "llama-yarn-told", "qwen3", "qwen3-tied", "glm4"}

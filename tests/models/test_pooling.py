@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 from llm_serving.errors import ModelError
-from llm_serving.hub.contents import missing_files, small_files
-from llm_serving.models.contents import check_folder
+from llm_serving.hub.base import missing_files, small_files
 from llm_serving.models.pooling import Pooling, served_pooling
 from llm_serving.models.spec import ModelSpec
-from model_factories import write_safetensors
-from small_model import CONFIG, write_small_model
+from llm_serving.models.weight_reader import check_folder
+from support.model_factories import write_safetensors
+from support.small_model import CONFIG, write_small_model
 
 LAST = {"word_embedding_dimension": 64, "pooling_mode_cls_token": False, "pooling_mode_lasttoken": True}
 

@@ -4,13 +4,12 @@ import json
 
 import numpy as np
 import pytest
-from gguf_files import write_model
-from greedy_tokens import FAMILIES, greedy
 from llm_serving.errors import ModelError
-from llm_serving.models.contents import check_folder
-from llm_serving.models.weights import WeightReader
-from model_factories import TINY, write_safetensors
-from quantized_folders import LAYOUTS, write_quantized
+from llm_serving.models.weight_reader import WeightReader, check_folder
+from support.gguf_files import write_model
+from support.greedy_tokens import FAMILIES, greedy
+from support.model_factories import TINY, write_safetensors
+from support.quantized_folders import LAYOUTS, write_quantized
 
 pytestmark = pytest.mark.mindspore
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from llm_serving.models.read_ahead import Extent, ReadAhead
+from llm_serving.models.weight_reader import Extent, ReadAhead
 
 
 @pytest.fixture

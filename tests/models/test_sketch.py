@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 from llm_serving.errors import ModelError
-from llm_serving.models.sketch import EVERY_BYTES, WHOLE_BYTES, sketch_of
-from small_model import write_small_model
+from llm_serving.models.weight_reader import EVERY_BYTES, WHOLE_BYTES, sketch_of
+from support.small_model import write_small_model
 
 
 @pytest.fixture

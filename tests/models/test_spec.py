@@ -5,13 +5,13 @@ import math
 
 import numpy as np
 import pytest
-from family_configs import CONFIGS, config_of
 from hypothesis import given
 from hypothesis import strategies as st
 from llm_serving.errors import ModelError
 from llm_serving.models.spec import ModelSpec
-from llm_serving.network.description import CacheShape
-from llm_serving.network.rotary import SCALINGS, Rotary, Scaling
+from llm_serving.network.builder import CacheShape
+from llm_serving.network.rope import SCALINGS, Rotary, Scaling
+from support.family_configs import CONFIGS, config_of
 
 LLAMA_3_ROPE = {
     "rope_type": "llama3",

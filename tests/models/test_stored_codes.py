@@ -4,12 +4,12 @@ import json
 
 import numpy as np
 import pytest
-from greedy_tokens import FAMILIES, greedy
-from llm_serving.core.choices import QuantizationName
+from llm_serving.core.enums import QuantizationName
 from llm_serving.errors import ModelError
-from llm_serving.network.coded import Quantization
-from model_factories import TINY, random_weights, tiny_spec, write_safetensors
-from quantized_folders import LAYOUTS, write_quantized
+from llm_serving.network.quantization import Quantization
+from support.greedy_tokens import FAMILIES, greedy
+from support.model_factories import TINY, random_weights, tiny_spec, write_safetensors
+from support.quantized_folders import LAYOUTS, write_quantized
 
 pytestmark = pytest.mark.mindspore
 

@@ -4,13 +4,12 @@ import os
 import numpy as np
 import pytest
 from llm_serving.errors import ModelError
-from llm_serving.formats.stored import to_float32
-from llm_serving.models import weights
-from llm_serving.models.read_ahead import ReadAhead
-from llm_serving.models.weights import WeightReader
+from llm_serving.formats.stored_tensor import to_float32
+from llm_serving.models import weight_reader
+from llm_serving.models.weight_reader import ReadAhead, WeightReader
 from llm_serving.network.operations import Weight
 from llm_serving.network.weights import parameter
-from model_factories import to_bfloat16, write_safetensors
+from support.model_factories import to_bfloat16, write_safetensors
 
 A = np.arange(6, dtype=np.float32).reshape(2, 3)
 
@@ -47,8 +46,8 @@ def test_large_models_are_read_ahead_in_the_order_of_their_layers(tmp_path, monk
     names += [f"model.layers.{number}.mlp.weight" for number in (10, 2, 0)]
     write_safetensors(tmp_path / "model.safetensors", dict.fromkeys(names, A))
     extents = []
-    monkeypatch.setattr(weights, "_LEAST_READ_AHEAD", 24)
-    monkeypatch.setattr(weights, "ReadAhead", lambda each: extents.extend(each) or ReadAhead(extents))
+    monkeypatch.setattr(weight_reader, "_LEAST_READ_AHEAD", 24)
+    monkeypatch.setattr(weight_reader, "ReadAhead", lambda each: extents.extend(each) or ReadAhead(extents))
     reader = WeightReader(tmp_path)
     stored = {each: tensor.pieces[0][0] for each, tensor in reader._tensors.items()}
     for name in names:
@@ -60,8 +59,8 @@ def test_large_models_are_read_ahead_in_the_order_of_their_layers(tmp_path, monk
 
 
 def test_nothing_is_read_ahead_for_a_reader_that_is_gone(folder, monkeypatch):
-    monkeypatch.setattr(weights, "_LEAST_READ_AHEAD", 1)
-    monkeypatch.setattr(weights, "ReadAhead", lambda each: ReadAhead(each, most_ahead=-100))
+    monkeypatch.setattr(weight_reader, "_LEAST_READ_AHEAD", 1)
+    monkeypatch.setattr(weight_reader, "ReadAhead", lambda each: ReadAhead(each, most_ahead=-100))
     reader = WeightReader(folder)
     reader.take("a", (2, 3))
     thread = reader._read_ahead._thread

@@ -2,13 +2,13 @@
 
 import numpy as np
 import pytest
-from family_configs import config_of
-from llm_serving.core.choices import QuantizationName
-from llm_serving.formats.quantized import QuantizedTensor, quantize_w4, quantize_w8
-from llm_serving.models.facts import Facts
+from llm_serving.core.enums import QuantizationName
+from llm_serving.formats.quantized_tensor import QuantizedTensor, quantize_w4, quantize_w8
+from llm_serving.models.model_config import Facts
 from llm_serving.models.registry import describe
-from llm_serving.network.coded import Quantization, coded_weights, codes_of, spared_bytes
 from llm_serving.network.operations import Weight
+from llm_serving.network.quantization import Quantization, coded_weights, codes_of, spared_bytes
+from support.family_configs import config_of
 
 RNG = np.random.default_rng(1)
 VALUES = [RNG.standard_normal((rows, 64), dtype=np.float32) for rows in (16, 8)]

@@ -4,13 +4,12 @@ import numpy as np
 import pytest
 from families import models
 from llm_serving.config import load_config
-from llm_serving.core.choices import QuantizationName
+from llm_serving.core.enums import QuantizationName
 from llm_serving.errors import ConfigError
 from llm_serving.models.spec import ModelSpec
-from llm_serving.network.coded import Quantization
-from llm_serving.network.description import Expert, Network, Routing
+from llm_serving.network.builder import Expert, Network, Routing
 from llm_serving.network.operations import Value, Weight
-from llm_serving.network.primitives import lacking, lacking_in_cells, lacking_of_codes
+from llm_serving.network.quantization import Quantization, lacking, lacking_in_cells, lacking_of_codes
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,13 @@
 
 import numpy as np
 import pytest
-from family_configs import CONFIGS, RandomTensors, config_of
-from llm_serving.models.facts import Facts
+from llm_serving.models.model_config import Facts
 from llm_serving.models.registry import describe
-from llm_serving.network.description import Network
+from llm_serving.network.builder import Network
 from llm_serving.network.program import Memory, program_of
 from llm_serving.network.rewriting import rewrite, select_rows
-from network_reference import parameters, run, run_program, step_of_prompt
+from support.family_configs import CONFIGS, RandomTensors, config_of
+from support.network_reference import parameters, run, run_program, step_of_prompt
 
 TOKENS = [5, 60, 7, 7, 31, 96, 0, 2, 44, 8, 13]
 

@@ -4,18 +4,18 @@ import math
 
 import numpy as np
 import pytest
-from family_configs import CONFIGS, RandomTensors, config_of
-from llm_serving.core.choices import QuantizationName
+from llm_serving.core.enums import QuantizationName
 from llm_serving.errors import ModelError
-from llm_serving.models.facts import Facts
+from llm_serving.models.model_config import Facts
 from llm_serving.models.registry import describe
-from llm_serving.network.coded import Quantization, coded_weights
-from llm_serving.network.description import Network
+from llm_serving.network.builder import Network
 from llm_serving.network.program import program_of
+from llm_serving.network.quantization import Quantization, coded_weights
 from llm_serving.network.rewriting import rewrite, select_rows
 from llm_serving.network.sharding import rule_against, sharded
 from llm_serving.network.weights import parameter
-from network_reference import parameters, run, run_ranks, step_of_prompt
+from support.family_configs import CONFIGS, RandomTensors, config_of
+from support.network_reference import parameters, run, run_ranks, step_of_prompt
 
 TOKENS = [5, 60, 7, 7, 31, 96, 0, 2, 44, 8, 13]
 LATENT = "deepseek2"

@@ -4,7 +4,7 @@ import importlib
 import sys
 
 import pytest
-from llm_serving.lowering.stand_ins import NEVER_CALLED, stand_ins
+from llm_serving.lowering.mindformers import NEVER_CALLED, stand_ins
 
 
 @pytest.fixture(autouse=True)

@@ -6,9 +6,9 @@ import math
 
 import growth
 import pytest
-from fake_runner import FakeRunner
-from fakes import DEMO_SPEC
 from machine_limits import Limits, StepCost
+from support.fake_runner import FakeRunner
+from support.fakes import DEMO_SPEC
 
 
 def test_each_place_has_its_time_and_its_share_of_the_limit() -> None:

@@ -4,8 +4,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from guesses_predicted import METHODS, Run, predict, show
-from recordings import record_steps
-from whatif_loads import create_profile
+from support.recordings import record_steps
+from support.whatif_loads import create_profile
 
 
 def test_a_recording_is_played_with_and_without_guesses(tmp_path):

@@ -11,8 +11,8 @@ import live_cost
 import numpy as np
 import pytest
 from live_cost import Cost, Span
-from llm_serving.server import live_feed
-from page_server import PageServer
+from llm_serving.server.admin import live
+from support.page_server import PageServer
 
 
 def pairs_of(cost, num_pairs, noise):
@@ -55,7 +55,7 @@ def test_the_verdict_follows_from_the_interval():
 
 def test_it_tells_both_and_sees_pictures(capsys, monkeypatch):
     monkeypatch.setattr(live_cost, "SETTLE_S", 0.0)
-    monkeypatch.setattr(live_feed, "pause_s", lambda cost_s: 0.01)
+    monkeypatch.setattr(live, "pause_s", lambda cost_s: 0.01)
     with PageServer(step_s=0.002, max_num_seqs=4).serving() as server:
         given = ["--url", server.url, "--running", "4", "--viewers", "2", "--minutes", "0", "--max-tokens", "100"]
         for seconds in ("0.1", "1", "10"):  # on a busy machine no picture may come in a short span

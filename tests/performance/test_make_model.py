@@ -1,6 +1,6 @@
 import make_model
-from llm_serving.text.detokenizer import IncrementalDetokenizer
-from llm_serving.text.tokenizer import Tokenizer
+from llm_serving.text.tokenizer.detokenizer import IncrementalDetokenizer
+from llm_serving.text.tokenizer.tokenizer import Tokenizer
 
 SHAPE = {**make_model.SHAPES["15m"], "num_hidden_layers": 1}
 

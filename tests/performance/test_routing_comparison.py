@@ -1,7 +1,7 @@
 """The comparison of routing rules: caches are found where they are."""
 
 import pytest
-from llm_serving.core.choices import RoutingName
+from llm_serving.core.enums import RoutingName
 from llm_serving.whatif.profile import read_profile
 from replica_comparison import PUBLISHED
 from routing_comparison import LOADS, cached_share, load, play_routed

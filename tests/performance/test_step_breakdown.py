@@ -1,11 +1,11 @@
 """Where a decode step's time goes is told of what the engine and the runner call."""
 
 import step_breakdown
-from engine_harness import Harness
-from factories import create_request
 from llm_serving.worker import model_runner
 from llm_serving.worker.model_runner import ModelRunner
 from stopwatch import Stopwatch
+from support.engine_harness import Harness
+from support.factories import create_request
 
 
 def test_what_is_timed_is_there_and_called_by_the_loop():

@@ -10,8 +10,8 @@ from llm_serving.whatif.report import mark
 from llm_serving.whatif.tuning.knobs import classes_in, tenants_in
 from llm_serving.whatif.tuning.tuned_yaml import differences
 from llm_serving.whatif.workload import read_workload
+from support.whatif_loads import create_profile
 from tuning_proof import DEFAULT, NO_GUESSES, TASKS, TUNED, Bench
-from whatif_loads import create_profile
 
 ROOT = Path(__file__).parents[2]
 

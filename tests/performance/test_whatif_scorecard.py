@@ -10,8 +10,8 @@ from llm_serving.whatif.measured_steps import MeasuredStep, Timings
 from llm_serving.whatif.simulation import Simulation
 from llm_serving.whatif.step_shape import StepShape
 from llm_serving.whatif.workload import read_workload
-from recordings import record_steps
-from whatif_loads import STEP_S, config_with, create_load, create_profile
+from support.recordings import record_steps
+from support.whatif_loads import STEP_S, config_with, create_load, create_profile
 from whatif_scorecard import (
     LIGHT,
     LIGHT_TIMES,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from llm_serving.config.sections.model import ModelConfig
 from llm_serving.errors import ModelError
-from llm_serving.models.sketch import sketch_of
+from llm_serving.models.weight_reader import sketch_of
 from llm_serving.receipts.same_files import SameFiles
 from llm_serving.transport.messages import Loaded
 

@@ -6,9 +6,8 @@ import json
 
 import msgspec
 import pytest
-from llm_serving.core.beam_search_params import BeamSearchParams
-from llm_serving.core.computed_by import ComputedBy
-from llm_serving.core.sampling_params import MAX_SEED, SamplingParams
+from llm_serving.core.fingerprint import ComputedBy
+from llm_serving.core.sampling_params import MAX_SEED, BeamSearchParams, SamplingParams
 from llm_serving.errors import ReceiptError
 from llm_serving.receipts.receipt import Receipt, ReceiptChoice
 from llm_serving.receipts.seal import Opened, hash_of, opened, sealed

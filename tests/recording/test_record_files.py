@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from factories import create_request, create_scheduler, run_step
 from llm_serving.recording import record_files
 from llm_serving.recording.record_files import RecordFiles
 from llm_serving.recording.recorder import RecordedScheduler, Recorder
-from recordings import replay, seal
+from support.factories import create_request, create_scheduler, run_step
+from support.recordings import replay, seal
 
 
 def create_recorded(files: RecordFiles, max_file_bytes: int = 2**24) -> tuple[RecordedScheduler, Recorder]:

@@ -7,7 +7,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from factories import create_classes, create_request, create_scheduler
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llm_serving.core.request import FinishReason, Request
@@ -16,10 +15,11 @@ from llm_serving.recording.records import FORMAT, MAGIC, Added, Asked, Chain, De
 from llm_serving.recording.replay import ReplayDiffersError
 from llm_serving.recording.snapshot import capture, restore
 from llm_serving.scheduler import Schedule, Scheduler
-from llm_serving.scheduler.policy import POLICIES
-from llm_serving.scheduler.rules import Rules
-from recordings import MemoryFiles, create_recorded, read, replay, seal, with_record
-from scheduler_loads import arrivals, create_load, other_rules, scheduler_options
+from llm_serving.scheduler.components import Rules
+from llm_serving.scheduler.policies import POLICIES
+from support.factories import create_classes, create_request, create_scheduler
+from support.recordings import MemoryFiles, create_recorded, read, replay, seal, with_record
+from support.scheduler_loads import arrivals, create_load, other_rules, scheduler_options
 
 Load = list[tuple[int, int | None, Request]]
 

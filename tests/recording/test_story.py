@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import io
 
-from factories import create_request, run_step
 from llm_serving.recording.records import Reader
 from llm_serving.recording.replay import Replay
-from llm_serving.recording.story import MAX_WAITING, Story, ToldStory
-from recordings import MemoryFiles, create_recorded
+from llm_serving.recording.report import MAX_WAITING, Story, ToldStory
+from support.factories import create_request, run_step
+from support.recordings import MemoryFiles, create_recorded
 
 
 def recorded() -> bytes:

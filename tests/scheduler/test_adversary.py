@@ -1,6 +1,6 @@
 """The worst that liars did to a request so far, played again: no bound is broken, and none is far from what was met.
 
-`tests/adversary.py` searches for worse.
+`tests/tools/adversary.py` searches for worse.
 """
 
 from __future__ import annotations
@@ -8,10 +8,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from adversary import CLASSES, SETTINGS, SPREAD, Attack, Liar, Move, Strategy, create_attacked, moves, search
-from factories import create_request, run_step
 from llm_serving.core.request import RequestStatus
 from llm_serving.core.request_class import MAX_PRIORITY
+from support.factories import create_request, run_step
+from tools.adversary import CLASSES, SETTINGS, SPREAD, Attack, Liar, Move, Strategy, create_attacked, moves, search
 
 LONG, HALF, WHOLE = (1, 15), (8, 8), (15, 1)
 WORST = [

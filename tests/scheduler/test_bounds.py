@@ -7,16 +7,16 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from factories import create_classes, create_request, create_scheduler
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llm_serving.core.request import Request, RequestStatus
 from llm_serving.core.request_class import RequestClass
 from llm_serving.scheduler import PreemptionMode, Scheduler
+from llm_serving.scheduler.bounds import WaitMonitor
 from llm_serving.scheduler.orders import ORDERS
-from llm_serving.scheduler.policy import POLICIES
-from llm_serving.scheduler.wait_monitor import WaitMonitor
-from scheduler_run import SchedulerRun
+from llm_serving.scheduler.policies import POLICIES
+from support.factories import create_classes, create_request, create_scheduler
+from support.scheduler_run import SchedulerRun
 
 MAX_MODEL_LEN = 6
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from llm_serving.core.choices import OrderName, PolicyName
+from llm_serving.core.enums import OrderName, PolicyName
 from llm_serving.scheduler.orders import ORDERS
-from llm_serving.scheduler.policy import POLICIES
+from llm_serving.scheduler.policies import POLICIES
 
 
 def test_each_name_is_implemented() -> None:

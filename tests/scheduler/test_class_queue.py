@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from factories import create_classes, create_request
 from llm_serving.core.request import Request
-from llm_serving.scheduler.class_queue import ClassQueue
 from llm_serving.scheduler.orders import ORDERS
+from llm_serving.scheduler.queues import ClassQueue
+from support.factories import create_classes, create_request
 
 
 def create_queue(max_overtakes: int = 16, order: str = "fair") -> ClassQueue:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from factories import create_classes, create_request, create_scheduler, rows, run_step
 from llm_serving.core.request import Request, RequestStatus
 from llm_serving.scheduler import Scheduler
-from scheduler_run import SchedulerRun
+from support.factories import create_classes, create_request, create_scheduler, rows, run_step
+from support.scheduler_run import SchedulerRun
 
 
 def start(scheduler: Scheduler, *requests: Request) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from factories import create_request, create_scheduler, rows, run_step
 from llm_serving.core.request import FinishReason
+from support.factories import create_request, create_scheduler, rows, run_step
 
 
 def decoding(*requests, **options):

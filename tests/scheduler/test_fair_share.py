@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from factories import create_classes, create_request, create_scheduler
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from llm_serving.scheduler import fair_share
-from llm_serving.scheduler.fair_share import OUTPUT_TOKEN_WEIGHT, FairShare
-from scheduler_run import SchedulerRun
+from llm_serving.scheduler import orders
+from llm_serving.scheduler.orders import OUTPUT_TOKEN_WEIGHT, FairShare
+from support.factories import create_classes, create_request, create_scheduler
+from support.scheduler_run import SchedulerRun
 
 
 def test_service_adds_up() -> None:
@@ -56,7 +56,7 @@ def test_where_nobody_waits_who_joins_starts_from_the_last_to_leave() -> None:
 
 @pytest.mark.parametrize("waits", [False, True])
 def test_tenants_without_number_are_forgotten(waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fair_share, "MAX_TENANTS", 10)
+    monkeypatch.setattr(orders, "MAX_TENANTS", 10)
     shares = FairShare()
     for index in range(200):
         shares.join(f"user-{index}", shares.served(f"user-{index - 1}") if waits and index else None)
@@ -68,7 +68,7 @@ def test_tenants_without_number_are_forgotten(waits: bool, monkeypatch: pytest.M
 
 def test_tenants_that_were_served_are_forgotten_though_others_always_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """As long as somebody waits who has got nothing, whoever has got something has more than who comes next."""
-    monkeypatch.setattr(fair_share, "MAX_TENANTS", 10)
+    monkeypatch.setattr(orders, "MAX_TENANTS", 10)
     scheduler = create_scheduler(max_num_seqs=1, max_overtakes=1)
     shares = scheduler.waiting.queues["normal"].shares
     run = SchedulerRun(scheduler)
@@ -81,7 +81,7 @@ def test_tenants_that_were_served_are_forgotten_though_others_always_wait(monkey
 
 
 def test_who_has_had_most_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fair_share, "MAX_TENANTS", 10)
+    monkeypatch.setattr(orders, "MAX_TENANTS", 10)
     shares = FairShare()
     for index in range(60):
         shares.join(f"user-{index}", 0)

@@ -6,10 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from factories import create_request, create_scheduler, rows, run_step
 from llm_serving.core.request import FinishReason, Request, RequestStatus
 from llm_serving.core.step import BlockMove
 from llm_serving.scheduler import Scheduler
+from support.factories import create_request, create_scheduler, rows, run_step
 
 
 def create_family(prompt: int = 10, count: int = 2, **options: Any) -> tuple[Scheduler, Request, list[Request]]:

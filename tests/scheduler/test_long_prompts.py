@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from factories import create_request, create_scheduler, rows, run_step
 from llm_serving.scheduler import Schedule
+from support.factories import create_request, create_scheduler, rows, run_step
 
 
 def lens(schedule: Schedule | None) -> dict[str, int]:

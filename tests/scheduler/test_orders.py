@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from factories import create_classes, create_request, create_scheduler, run_step
 from llm_serving.core.request import Request, RequestStatus
 from llm_serving.core.request_class import DEFAULT_CLASSES, RequestClass
 from llm_serving.scheduler import Scheduler
 from llm_serving.scheduler.orders import ORDERS, Deadline, Shortest
+from support.factories import create_classes, create_request, create_scheduler, run_step
 
 
 def admitted(scheduler: Scheduler, *requests: Request) -> list[str]:
@@ -76,7 +76,7 @@ def test_a_tenant_is_not_believed_to_need_more_than_it_asks_for() -> None:
 
 
 def test_what_is_remembered_of_lengths_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llm_serving.scheduler.orders.shortest.MAX_TENANTS", 3)
+    monkeypatch.setattr("llm_serving.scheduler.orders.MAX_TENANTS", 3)
     order = Shortest()
     for number in range(10):
         request = named("any", tenant=str(number))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from factories import create_scheduler
 from hypothesis import given, settings
-from scheduler_loads import arrivals, arrive, create_load, scheduler_options
-from scheduler_run import SchedulerRun
+from support.factories import create_scheduler
+from support.scheduler_loads import arrivals, arrive, create_load, scheduler_options
+from support.scheduler_run import SchedulerRun
 
 
 @settings(max_examples=150)

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from factories import create_request, create_scheduler
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llm_serving.core.request_class import RequestClass
 from llm_serving.scheduler import Scheduler
+from llm_serving.scheduler.components import Rules
 from llm_serving.scheduler.orders import Shortest
-from llm_serving.scheduler.rules import Rules
-from scheduler_loads import arrivals, arrive, create_load, other_rules, scheduler_options
-from scheduler_run import SchedulerRun
+from support.factories import create_request, create_scheduler
+from support.scheduler_loads import arrivals, arrive, create_load, other_rules, scheduler_options
+from support.scheduler_run import SchedulerRun
 
 
 def rules_of(scheduler: Scheduler, **limits: Any) -> Rules:

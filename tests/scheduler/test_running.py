@@ -1,10 +1,10 @@
 """What one look at a request finds is what the request says of itself."""
 
-from factories import create_request
 from hypothesis import given
 from hypothesis import strategies as st
 from llm_serving.core.request import Request
-from llm_serving.scheduler.running import Running
+from llm_serving.scheduler.prefill import Running
+from support.factories import create_request
 
 requests = st.builds(
     lambda prompt, output, in_flight, computed, last, paused, waits: _request(

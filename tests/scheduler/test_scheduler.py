@@ -1,8 +1,8 @@
 from dataclasses import replace
 
 import pytest
-from factories import create_request, create_scheduler, rows, run_step
 from llm_serving.core.request import FinishReason, RequestStatus
+from support.factories import create_request, create_scheduler, rows, run_step
 
 
 def test_prompt_is_computed_whole_then_one_token_a_step() -> None:

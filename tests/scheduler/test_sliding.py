@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from factories import create_request, create_scheduler, rows, run_step
-from scheduler_run import SchedulerRun
+from support.factories import create_request, create_scheduler, rows, run_step
+from support.scheduler_run import SchedulerRun
 
 
 def test_long_prompts_run_side_by_side_in_what_their_windows_hold() -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from factories import create_request, create_scheduler, rows, run_step
 from llm_serving.core.request import Request
 from llm_serving.core.step import BlockMove
 from llm_serving.scheduler import PreemptionMode, Schedule, Scheduler
+from support.factories import create_request, create_scheduler, rows, run_step
 
 
 def displaced(prompt: int = 10, **options: Any) -> tuple[Scheduler, Request, Schedule]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from factories import create_classes, create_request
 from llm_serving.core.request import Request
 from llm_serving.core.request_class import class_of
 from llm_serving.scheduler import SchedulerLimits
 from llm_serving.scheduler.orders import Arrival
-from llm_serving.scheduler.waiting_queue import WaitingQueue
+from llm_serving.scheduler.queues import WaitingQueue
+from support.factories import create_classes, create_request
 
 CLASSES = ("high", "normal", "low")
 NO_BLOCKS = dict.fromkeys(CLASSES, 0)

@@ -9,14 +9,14 @@ import threading
 from typing import Any
 
 import pytest
-from constraint_runs import allowed_ids, random_answer
-from fakes import DEMO_TOKENIZER, FakeEngine
 from jsonschema_rs import validator_for
 from llm_serving.errors import RequestError
 from llm_serving.server import answer_form
 from llm_serving.server.fair_threads import FairThreads
 from llm_serving.server.schemas import CompletionRequest
-from server_client import error_of, post
+from support.constraint_runs import allowed_ids, random_answer
+from support.fakes import DEMO_TOKENIZER, FakeEngine
+from support.server_client import error_of, post
 
 COMPLETIONS, CHAT, TGI = "/v1/completions", "/v1/chat/completions", "/generate"
 BODIES: dict[str, dict[str, Any]] = {

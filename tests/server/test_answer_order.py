@@ -8,15 +8,15 @@ from typing import Any
 
 import httpx
 import pytest
-from fakes import FakeEngine, Piece, Script
 from llm_serving.core.request import FinishReason
 from llm_serving.core.request_output import RequestOutput
 from llm_serving.server.answer_blocks import AnswerBlocks
 from llm_serving.server.answered_message import AnsweredMessage
 from llm_serving.server.schemas import ChatCompletionRequest, Function, Tool
 from llm_serving.server.tools import answer_parser, offered_tools
-from server_client import events, named_events, post
-from tool_cases import HERMES, tokenizer_with
+from support.fakes import FakeEngine, Piece, Script
+from support.server_client import events, named_events, post
+from support.tool_cases import HERMES, tokenizer_with
 
 TOKENIZER = tokenizer_with(HERMES)
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from fakes import FakeEngine
-from server_client import error_of, request
+from support.fakes import FakeEngine
+from support.server_client import error_of, request
 
 
 def ask(method, url, **content):

@@ -6,10 +6,10 @@ import asyncio
 
 import httpx
 import pytest
-from fakes import FakeEngine
 from llm_serving.core.sampling_params import MAX_STOP_TOKEN_IDS
 from llm_serving.server.app import create_app
-from server_client import error_of, post
+from support.fakes import FakeEngine
+from support.server_client import error_of, post
 
 COMPLETIONS = "/v1/completions"
 

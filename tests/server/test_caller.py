@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from fakes import FakeEngine
 from llm_serving.config.sections.api_key import ApiKey
-from llm_serving.server.authentication import hash_key
 from llm_serving.server.caller import source_of
+from llm_serving.server.middleware.authentication import hash_key
 from llm_serving.server.parameters import IGNORED_HEADER
-from server_client import error_of, post, request
 from starlette.requests import Request as HttpRequest
+from support.fakes import FakeEngine
+from support.server_client import error_of, post, request
 
 CHAT = {"messages": [{"role": "user", "content": "x"}]}
 BODIES = {

@@ -8,16 +8,16 @@ import threading
 
 import httpx
 import pytest
-from fakes import DEMO_FOLDER, DEMO_TOKENIZER, MAX_MODEL_LEN, FakeEngine, Script
 from llm_serving.core.request import FinishReason
 from llm_serving.server import conversation
 from llm_serving.server.app import create_app
 from llm_serving.server.conversation import role_in
 from llm_serving.server.fair_threads import FairThreads
 from llm_serving.server.parameters import IGNORED_HEADER
-from llm_serving.text.sentencepiece_vocabulary import SentencePieceVocabulary
-from llm_serving.text.tokenizer import Tokenizer
-from server_client import error_of, events, leave_while_held, post
+from llm_serving.text.tokenizer.sentencepiece import SentencePieceVocabulary
+from llm_serving.text.tokenizer.tokenizer import Tokenizer
+from support.fakes import DEMO_FOLDER, DEMO_TOKENIZER, MAX_MODEL_LEN, FakeEngine, Script
+from support.server_client import error_of, events, leave_while_held, post
 
 PATH = "/v1/chat/completions"
 USER = [{"role": "user", "content": "hello"}]

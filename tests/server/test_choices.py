@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from fakes import FakeEngine, Piece, Script, Submitted
-from llm_serving.core.beam_search_params import BeamSearchParams
-from llm_serving.core.sampling_params import SamplingParams
+from llm_serving.core.sampling_params import BeamSearchParams, SamplingParams
 from llm_serving.server.sampling import with_choice_seed
-from server_client import error_of, post
+from support.fakes import FakeEngine, Piece, Script, Submitted
+from support.server_client import error_of, post
 
 PATH = "/v1/completions"
 

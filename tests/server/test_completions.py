@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from fakes import DEMO_TOKENIZER, FULL_QUEUE, FakeEngine, Piece, Script
 from llm_serving.core.request import FinishReason
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.errors import CapacityError, ContextLengthError, UnavailableError, WorkerDiedError
-from server_client import error_of, events, leave_while_held, post
+from support.fakes import DEMO_TOKENIZER, FULL_QUEUE, FakeEngine, Piece, Script
+from support.server_client import error_of, events, leave_while_held, post
 
 PATH = "/v1/completions"
 

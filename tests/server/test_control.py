@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from gated_server import GatedServer
 from llm_serving.config.sections.api_key import ApiKey
-from llm_serving.observe.live_requests import client_id_of
-from llm_serving.server.authentication import hash_key
-from server_client import error_of
+from llm_serving.observability.event_log import client_id_of
+from llm_serving.server.middleware.authentication import hash_key
+from support.gated_server import GatedServer
+from support.server_client import error_of
 
 KEYS = {name: name * 20 for name in ("a", "b", "root")}
 API_KEYS = tuple(ApiKey(name=name, key_sha256=hash_key(key), admin=name == "root") for name, key in KEYS.items())

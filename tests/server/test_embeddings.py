@@ -6,13 +6,13 @@ import base64
 
 import numpy as np
 import pytest
-from fakes import DEMO_SPEC, DEMO_TOKENIZER, FakeEngine, Piece, Script
 from llm_serving.core.request import FinishReason
 from llm_serving.models.pooling import Pooling
 from llm_serving.server import off_loop
 from llm_serving.server.routes import embeddings
 from llm_serving.server.vectors import cosine, normalised
-from server_client import error_of, leave_while_held, post
+from support.fakes import DEMO_SPEC, DEMO_TOKENIZER, FakeEngine, Piece, Script
+from support.server_client import error_of, leave_while_held, post
 
 PATH = "/v1/embeddings"
 HIDDEN = DEMO_SPEC.network.hidden

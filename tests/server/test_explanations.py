@@ -8,20 +8,20 @@ from concurrent.futures import Future
 
 import httpx
 import pytest
-from engine_harness import Harness
-from factories import create_request
-from fakes import FakeEngine, Script
 from llm_serving.config.sections.api_key import ApiKey
-from llm_serving.core.exchange import Exchange
 from llm_serving.core.request import FinishReason
-from llm_serving.observe.explanation import answers_to, explain
-from llm_serving.observe.journal import Journal, Life
-from llm_serving.observe.live_requests import client_ids
+from llm_serving.core.timings import Exchange
+from llm_serving.observability.event_log import Journal, Life, client_ids
+from llm_serving.observability.latency_breakdown import answers_to, explain
+from llm_serving.server.admin import explanations
 from llm_serving.server.app import create_app
-from llm_serving.server.authentication import hash_key
+from llm_serving.server.middleware.authentication import hash_key
 from llm_serving.server.openapi import openapi_document
-from llm_serving.server.routes import ENDPOINTS, explanations
-from server_client import RawClient, error_of, leave_while_held, post, request
+from llm_serving.server.routes import ENDPOINTS
+from support.engine_harness import Harness
+from support.factories import create_request
+from support.fakes import FakeEngine, Script
+from support.server_client import RawClient, error_of, leave_while_held, post, request
 
 KEY = "sesame-open-the-door"
 KEYS = (ApiKey(name="team-a", key_sha256=hash_key(KEY)),)

@@ -8,11 +8,11 @@ import json
 import httpx
 import msgspec
 import pytest
-from fakes import FakeEngine, Script
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llm_serving.server.app import create_app
 from llm_serving.server.routes import ENDPOINTS
+from support.fakes import FakeEngine, Script
 
 POSTS = [endpoint for endpoint in ENDPOINTS if endpoint.body is not None]
 USUAL = {

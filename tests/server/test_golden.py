@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes import FakeEngine, Piece, Script
 from llm_serving.core.request import FinishReason
-from server_client import post
+from support.fakes import FakeEngine, Piece, Script
+from support.server_client import post
 
 GOLDEN = Path(__file__).parent / "golden"
 CASES = [

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from fakes import DEMO_FOLDER, DEMO_TOKENIZER, MAX_MODEL_LEN, FakeEngine
 from llm_serving.server.parameters import IGNORED_HEADER
-from llm_serving.text.sentencepiece_vocabulary import SentencePieceVocabulary
-from llm_serving.text.tokenizer import Tokenizer
-from server_client import error_of, events, post
+from llm_serving.text.tokenizer.sentencepiece import SentencePieceVocabulary
+from llm_serving.text.tokenizer.tokenizer import Tokenizer
+from support.fakes import DEMO_FOLDER, DEMO_TOKENIZER, MAX_MODEL_LEN, FakeEngine
+from support.server_client import error_of, events, post
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 USER = [{"role": "user", "content": "hello there"}]

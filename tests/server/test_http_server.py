@@ -16,14 +16,14 @@ from pathlib import Path
 
 import httpx
 import pytest
-from fakes import FakeEngine, Script
-from http_serving import connect, get, read_all, serving
 from llm_serving.config.sections.api_key import ApiKey
 from llm_serving.errors import ConfigError
 from llm_serving.server.app import create_app
-from llm_serving.server.authentication import hash_key
 from llm_serving.server.http_server import HttpServer
 from llm_serving.server.listener import bind
+from llm_serving.server.middleware.authentication import hash_key
+from support.fakes import FakeEngine, Script
+from support.http_serving import connect, get, read_all, serving
 
 TESTS = Path(__file__).parents[1]
 SERVE = """

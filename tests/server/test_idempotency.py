@@ -6,13 +6,13 @@ import asyncio
 
 import httpx
 import pytest
-from fakes import FakeEngine, Piece, Script
-from gated_server import GatedServer
 from llm_serving.core.request import FinishReason
-from llm_serving.server.accepted.arrival import seed_of
 from llm_serving.server.app import create_app
-from server_client import error_of
-from tool_cases import CALL, HERMES, tokenizer_with
+from llm_serving.server.idempotency.lookup import seed_of
+from support.fakes import FakeEngine, Piece, Script
+from support.gated_server import GatedServer
+from support.server_client import error_of
+from support.tool_cases import CALL, HERMES, tokenizer_with
 
 PATH = "/v1/completions"
 TOOL = {"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}

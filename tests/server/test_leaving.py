@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from fakes import FakeEngine, FakeStream, Script, Submitted
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.server.generation import Generation
 from llm_serving.server.streaming import ClientGoneError, run_until_client_leaves
+from support.fakes import FakeEngine, FakeStream, Script, Submitted
 
 
 def test_who_leaves_as_the_work_ends_breaks_off_nothing_else():

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
-from fakes import FULL_QUEUE, FakeEngine, Piece, Script
-from llm_serving.core.parameter_rules import as_float32
 from llm_serving.core.request import FinishReason
-from llm_serving.core.sampling_params import SamplingParams
+from llm_serving.core.sampling_params import SamplingParams, as_float32
 from llm_serving.errors import ContextLengthError, WorkerDiedError
 from llm_serving.server.parameters import IGNORED_HEADER
-from server_client import leave_while_held, post, request
+from support.fakes import FULL_QUEUE, FakeEngine, Piece, Script
+from support.server_client import leave_while_held, post, request
 
 TOKENS = [
     '{"id": 500, "logprob": -0.5, "special": false, "text": "Grüß"}',

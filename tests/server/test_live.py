@@ -8,15 +8,15 @@ from threading import Event
 from typing import Any
 
 import pytest
-from fakes import FakeEngine
-from gated_server import NUM_BLOCKS, AskedServer, GatedServer
 from llm_serving.config.sections.api_key import ApiKey
-from llm_serving.observe.live_requests import client_id_of
-from llm_serving.server import live_feed
+from llm_serving.observability.event_log import client_id_of
+from llm_serving.server.admin import live
+from llm_serving.server.admin.live import ROWS
 from llm_serving.server.app import create_app
-from llm_serving.server.authentication import hash_key
-from llm_serving.server.live_view import ROWS
-from server_client import RawClient, request
+from llm_serving.server.middleware.authentication import hash_key
+from support.fakes import FakeEngine
+from support.gated_server import NUM_BLOCKS, AskedServer, GatedServer
+from support.server_client import RawClient, request
 
 KEYS = {name: name * 20 for name in ("ann", "bob", "root")}
 API_KEYS = tuple(ApiKey(name=name, key_sha256=hash_key(key), admin=name == "root") for name, key in KEYS.items())
@@ -26,7 +26,7 @@ LONG = {"prompt": list(range(5, 25)), "max_tokens": 400, "temperature": 0, "igno
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """No engine counts as silent because its thread has to wait for a core."""
-    monkeypatch.setattr(live_feed, "TIMEOUT_S", 60.0)
+    monkeypatch.setattr(live, "TIMEOUT_S", 60.0)
 
 
 class Watcher(RawClient):

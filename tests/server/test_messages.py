@@ -5,11 +5,11 @@ from __future__ import annotations
 import copy
 
 import pytest
-from fakes import DEMO_TOKENIZER, FULL_QUEUE, FakeEngine, Piece, Script
 from llm_serving.core.request import FinishReason
 from llm_serving.errors import UnavailableError
 from llm_serving.server.parameters import IGNORED_HEADER
-from server_client import leave_while_held, named_events, post
+from support.fakes import DEMO_TOKENIZER, FULL_QUEUE, FakeEngine, Piece, Script
+from support.server_client import leave_while_held, named_events, post
 
 PATH = "/v1/messages"
 USER = {"role": "user", "content": "hello"}

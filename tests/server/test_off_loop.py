@@ -10,7 +10,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from fakes import FakeEngine, Piece, Script
 from hypothesis import given
 from hypothesis import strategies as st
 from llm_serving.errors import RequestError
@@ -21,8 +20,9 @@ from llm_serving.server.conversation import _says_much
 from llm_serving.server.off_loop import INLINE_BYTES, ITEMS_AT_ONCE, Long, encode_in_parts
 from llm_serving.server.routes import ENDPOINTS
 from llm_serving.server.schemas import ChatCompletionRequest, ChatMessage, Function, Tool
-from llm_serving.text.tokenizer import Tokenizer
-from server_client import error_of, post
+from llm_serving.text.tokenizer.tokenizer import Tokenizer
+from support.fakes import FakeEngine, Piece, Script
+from support.server_client import error_of, post
 
 MANY_NAMES = "{" + ",".join(f'"{i:x}":0' for i in range(300_000)) + "}"
 WORST = {
@@ -172,7 +172,7 @@ def test_json_in_parts_is_the_same_json(num_inner: int, num_rows: int, choose: r
 
 
 def test_a_timeline_is_written_beside_the_loop_in_short_calls(monkeypatch):
-    from server_client import request
+    from support.server_client import request
 
     calls = []
 

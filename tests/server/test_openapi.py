@@ -1,11 +1,11 @@
-"""Some requests made from the OpenAPI document; many more with `python tests/openapi_cases.py`."""
+"""Some requests made from the OpenAPI document; many more with `python tests/tools/openapi_cases.py`."""
 
 import pytest
-from fakes import FakeEngine
 from llm_serving.core.sampling_params import NOT_WITH_A_CONSTRAINT
-from llm_serving.server.openapi_limits import LIMITS
-from openapi_cases import DOCUMENT, all_checks, check_answer
-from server_client import post, request
+from llm_serving.server.openapi import LIMITS
+from support.fakes import FakeEngine
+from support.server_client import post, request
+from tools.openapi_cases import DOCUMENT, all_checks, check_answer
 
 CHECKS = dict(all_checks())
 EXAMPLES = 12

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 
 import pytest
-from fakes import FakeEngine
 from llm_serving.config.sections.api_key import ApiKey
-from llm_serving.server.authentication import hash_key
-from llm_serving.server.page import FOLDER, MEDIA_TYPES, PATH, POLICY, page_routes
-from server_client import error_of, request
+from llm_serving.server.middleware.authentication import hash_key
+from llm_serving.server.ui import FOLDER, MEDIA_TYPES, PATH, POLICY, page_routes
+from support.fakes import FakeEngine
+from support.server_client import error_of, request
 
 KEYS = (ApiKey(name="team", key_sha256=hash_key("k" * 20)),)
 PATHS = [each.path for each in page_routes()]

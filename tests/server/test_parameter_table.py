@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from fakes import FakeEngine
 from llm_serving.config.sections.api_key import ApiKey
-from llm_serving.server.authentication import hash_key
-from server_client import request
+from llm_serving.server.middleware.authentication import hash_key
+from support.fakes import FakeEngine
+from support.server_client import request
 
 
 def test_the_table_of_parameters_tells_rules_and_defaults():

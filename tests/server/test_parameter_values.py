@@ -6,16 +6,15 @@ import itertools
 import math
 
 import pytest
-from engine_harness import Harness
-from fake_runner import SamplingRunner
-from fakes import FakeEngine
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from llm_serving.core.parameter_rules import Real, Whole, as_float32
 from llm_serving.core.request import FinishReason, Request
-from llm_serving.core.sampling_params import RULES, SamplingParams
+from llm_serving.core.sampling_params import RULES, Real, SamplingParams, Whole, as_float32
 from llm_serving.errors import RequestError
-from server_client import error_of, post
+from support.engine_harness import Harness
+from support.fake_runner import SamplingRunner
+from support.fakes import FakeEngine
+from support.server_client import error_of, post
 
 _names = (f"edge-{number}" for number in itertools.count())
 SMALLEST = 2.0**-149

@@ -6,10 +6,10 @@ import json
 
 import msgspec
 import pytest
-from fakes import FakeEngine
 from llm_serving.server.parameters import BODIES, IGNORED_HEADER, MAX_NAMED, Ignored, Refused
 from llm_serving.server.routes import ENDPOINTS
-from server_client import error_of, post
+from support.fakes import FakeEngine
+from support.server_client import error_of, post
 
 CHAT = {"messages": [{"role": "user", "content": "x"}]}
 ROUTES = {

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import llm_serving.demo_model
 import pytest
-from fakes import FakeEngine, Piece, Script
 from llm_serving.core.request import FinishReason
 from llm_serving.receipts import receipt as receipts
 from llm_serving.receipts.contents import ModelFiles, content_hashes
 from llm_serving.receipts.seal import opened
 from llm_serving.server import openai_requests
 from llm_serving.server import receipts as server_receipts
-from server_client import error_of, events, post
+from support.fakes import FakeEngine, Piece, Script
+from support.server_client import error_of, events, post
 
 DEMO = Path(llm_serving.demo_model.__file__).parent
 CHAT = "/v1/chat/completions"

@@ -8,11 +8,11 @@ from unittest.mock import Mock
 
 import httpx
 import pytest
-from fakes import MAX_MODEL_LEN, FakeEngine
 from llm_serving.errors import CapacityError, ContextLengthError, RequestError
 from llm_serving.server.app import create_app
-from llm_serving.text.tokenizer import Tokenizer
-from server_client import error_of, post
+from llm_serving.text.tokenizer.tokenizer import Tokenizer
+from support.fakes import MAX_MODEL_LEN, FakeEngine
+from support.server_client import error_of, post
 
 
 def test_the_openai_client_gets_a_rate_limit_error_with_the_time_to_retry() -> None:

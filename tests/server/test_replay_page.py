@@ -8,9 +8,8 @@ import html
 import json
 import re
 
-from llm_serving.recording.story import ToldRequest, ToldStep, ToldStory
-from llm_serving.server.page import FOLDER
-from llm_serving.server.replay_page import MODULES, replay_page
+from llm_serving.recording.report import ToldRequest, ToldStep, ToldStory
+from llm_serving.server.ui import FOLDER, MODULES, replay_page
 
 HOSTILE = "</script><script>window.hit = 1</script><!--<img src=x onerror=hit()>"
 

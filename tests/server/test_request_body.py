@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from fakes import FakeEngine
 from llm_serving.errors import RequestError
-from llm_serving.server.batches.batches import check_lines
+from llm_serving.server.batches.runner import check_lines
 from llm_serving.server.request_body import decode_body
 from llm_serving.server.schemas import CompletionRequest
-from server_client import error_of, post
+from support.fakes import FakeEngine
+from support.server_client import error_of, post
 
 HALF = "half of a surrogate pair, which is no character, at byte"
 

@@ -7,7 +7,6 @@ import json
 
 import httpx
 import pytest
-from fakes import FULL_QUEUE, FakeEngine, Piece, Script
 from llm_serving.core.request import FinishReason
 from llm_serving.server.app import create_app
 from llm_serving.server.parameters import IGNORED_HEADER
@@ -15,7 +14,8 @@ from llm_serving.server.response_store import ResponseStore, StoredResponse
 from llm_serving.server.responses_schemas import ResponseObject
 from llm_serving.server.schemas import ChatMessage
 from llm_serving.server.shares import Shares
-from server_client import error_of, leave_while_held, named_events, post, request
+from support.fakes import FULL_QUEUE, FakeEngine, Piece, Script
+from support.server_client import error_of, leave_while_held, named_events, post, request
 
 PATH = "/v1/responses"
 

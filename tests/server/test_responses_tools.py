@@ -8,12 +8,12 @@ from typing import Any
 
 import httpx
 import pytest
-from fakes import FakeEngine, Piece, Script
 from llm_serving.core.request import FinishReason
 from llm_serving.server.app import create_app
 from llm_serving.server.parameters import IGNORED_HEADER
-from server_client import error_of, events, named_events, post
-from tool_cases import ARGUMENTS, CALL, HERMES, prompt_of, tokenizer_with
+from support.fakes import FakeEngine, Piece, Script
+from support.server_client import error_of, events, named_events, post
+from support.tool_cases import ARGUMENTS, CALL, HERMES, prompt_of, tokenizer_with
 
 PATH = "/v1/responses"
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}

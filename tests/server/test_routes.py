@@ -5,10 +5,10 @@ from __future__ import annotations
 from datetime import datetime
 
 import pytest
-from fakes import DEMO_TOKENIZER, FakeEngine
 from llm_serving import __version__
 from llm_serving.server.routes import ENDPOINTS
-from server_client import error_of, post, request
+from support.fakes import DEMO_TOKENIZER, FakeEngine
+from support.server_client import error_of, post, request
 
 
 def test_what_the_tokenizer_is_like():

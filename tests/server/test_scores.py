@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from fakes import FakeEngine, Piece, Script
 from llm_serving.core.request import FinishReason
 from llm_serving.server.vectors import cosine
-from server_client import error_of, post
+from support.fakes import FakeEngine, Piece, Script
+from support.server_client import error_of, post
 
 SILENT = Script((Piece("", 0),), FinishReason.LENGTH)
 RERANK = {"query": "a", "documents": ["b", "a", {"text": "c"}]}

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from accepted_records import record
 from llm_serving.errors import RequestNotFoundError
-from llm_serving.server.accepted.table import AcceptedRequests
+from llm_serving.server.idempotency.store import AcceptedRequests
 from llm_serving.server.response_store import ResponseStore, StoredResponse
 from llm_serving.server.responses_schemas import ResponseObject
 from llm_serving.server.schemas import ChatMessage
 from llm_serving.server.shares import Kept, Shares
+from support.accepted_records import record
 
 
 def kept(is_shared, *rows):

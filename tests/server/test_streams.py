@@ -8,13 +8,13 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from gated_server import GatedServer
 from llm_serving.config.sections.api_key import ApiKey
-from llm_serving.server.accepted.log_file import LogFile
-from llm_serving.server.accepted.table import AcceptedRequests
-from llm_serving.server.authentication import hash_key
+from llm_serving.server.idempotency.log_file import LogFile
+from llm_serving.server.idempotency.store import AcceptedRequests
+from llm_serving.server.middleware.authentication import hash_key
 from llm_serving.server.shares import Shares
-from server_client import error_of
+from support.gated_server import GatedServer
+from support.server_client import error_of
 
 PATH = "/v1/completions"
 BODY = {"prompt": "Count to 9.", "max_tokens": 8, "ignore_eos": True, "stream": True, "return_token_ids": True}

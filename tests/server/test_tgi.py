@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 
 import pytest
-from fakes import DEMO_TOKENIZER, FULL_QUEUE, FakeEngine, Piece, Script
 from llm_serving.core.request import FinishReason
 from llm_serving.server.parameters import IGNORED_HEADER
-from server_client import events, leave_while_held, post, request
+from support.fakes import DEMO_TOKENIZER, FULL_QUEUE, FakeEngine, Piece, Script
+from support.server_client import events, leave_while_held, post, request
 
 
 def body(**parameters):

@@ -6,13 +6,13 @@ import asyncio
 from concurrent.futures import Future
 
 import pytest
-from fakes import FakeEngine
-from gated_server import GatedServer
 from llm_serving.admission.load_estimator import Measured
-from llm_serving.core.clock import monotonic
+from llm_serving.core.timings import monotonic
 from llm_serving.server import answer_form, conversation
 from llm_serving.server.routes import completions, tgi
-from server_client import error_of, post
+from support.fakes import FakeEngine
+from support.gated_server import GatedServer
+from support.server_client import error_of, post
 
 BODIES = {
     "/v1/completions": {"prompt": [5, 6], "max_tokens": 300, "seed": 1},

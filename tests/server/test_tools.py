@@ -9,12 +9,12 @@ import re
 from typing import Any
 
 import pytest
-from constraint_runs import random_answer
-from fakes import FakeEngine, Piece, Script
 from llm_serving.core.request import FinishReason
-from llm_serving.text.tokenizer import Tokenizer
-from server_client import error_of, events, post
-from tool_cases import ARGUMENTS, CALL, HERMES, prompt_of, tokenizer_with
+from llm_serving.text.tokenizer.tokenizer import Tokenizer
+from support.constraint_runs import random_answer
+from support.fakes import FakeEngine, Piece, Script
+from support.server_client import error_of, events, post
+from support.tool_cases import ARGUMENTS, CALL, HERMES, prompt_of, tokenizer_with
 
 PATH = "/v1/chat/completions"
 USER = [{"role": "user", "content": "hello"}]

@@ -6,14 +6,14 @@ import asyncio
 
 import httpx
 import pytest
-from door_harness import Transport, door
-from fakes import FakeEngine
 from llm_serving.config import load_config
 from llm_serving.config.sections.server import ServerConfig
 from llm_serving.errors import ConfigError
 from llm_serving.server.app import serve
 from llm_serving.server.http_server import HttpServer
 from llm_serving.server.listener import bind
+from support.door_harness import Transport, door
+from support.fakes import FakeEngine
 
 CLAIMED = "203.0.113.9"
 

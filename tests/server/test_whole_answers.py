@@ -6,12 +6,12 @@ import asyncio
 
 import httpx
 import pytest
-from fakes import FakeEngine, Piece, Script
-from http_serving import serving
 from llm_serving.errors import RequestError, UnavailableError
 from llm_serving.server.app import build_site
 from llm_serving.server.whole_answers import PIECE_BYTES, VALUE_BYTES, WholeAnswers
-from server_client import error_of, events, post
+from support.fakes import FakeEngine, Piece, Script
+from support.http_serving import serving
+from support.server_client import error_of, events, post
 
 LONG = Script([Piece("x")] * 50)
 LIMITS = {"whole_answer_bytes": 100_000}

@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from factories import create_request
-from llm_serving.core.choices import Proposer
+from llm_serving.core.enums import Proposer
 from llm_serving.core.request import FinishReason, RequestStatus
 from llm_serving.speculation import Drafter
 from llm_serving.speculation.drafter import LEAST_SWEPT
 from llm_serving.speculation.pace import RARELY
 from llm_serving.speculation.trust import LEAST_HITS
+from support.factories import create_request
 
 AGAIN = [1, 2, 3, 4, 5, 6, 7, 8]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from llm_serving.errors import ModelError
-from llm_serving.text.tokenizer import Tokenizer
+from llm_serving.text.tokenizer.tokenizer import Tokenizer
 
 FOLDER = Path(__file__).parent / "tokenizers"
 EXPECTED = json.loads((FOLDER / "expected.json").read_text("utf-8"))

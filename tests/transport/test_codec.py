@@ -2,7 +2,6 @@ from dataclasses import fields, replace
 
 import numpy as np
 import pytest
-from factories import create_request, create_scheduler
 from llm_serving.core.step import BlockMove, Scores, StepInput, StepOutput, no_top_tokens
 from llm_serving.errors import ProtocolError
 from llm_serving.executor.step_builder import StepBuilder
@@ -13,7 +12,8 @@ from llm_serving.transport.codec import (
     step_arrays,
     step_from_arrays,
 )
-from step_factories import block_moves, scoring_input, top_tokens
+from support.factories import create_request, create_scheduler
+from support.step_factories import block_moves, scoring_input, top_tokens
 
 
 def a_step() -> StepInput:

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from llm_serving.transport import connections
-from llm_serving.transport.connections import notice_silence
-from virtual_network import HERE, Break, Link, VirtualNetwork, usable, virtual_network
+from llm_serving.transport import channel
+from llm_serving.transport.channel import notice_silence
+from support.virtual_network import HERE, Break, Link, VirtualNetwork, usable, virtual_network
 
 pytestmark = pytest.mark.skipif(not usable(), reason="needs root, ip and /dev/net/tun")
 
@@ -33,8 +33,8 @@ def network() -> Iterator[VirtualNetwork]:
 @pytest.fixture
 def connection(network: VirtualNetwork, monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
     """To a program on the other machine that sends back what it gets; 1 s of silence is too much."""
-    monkeypatch.setattr(connections, "SILENCE_S", 1)
-    monkeypatch.setattr(connections, "_PROBE_S", 1)
+    monkeypatch.setattr(channel, "SILENCE_S", 1)
+    monkeypatch.setattr(channel, "_PROBE_S", 1)
     with socket.create_server((network.hosts[HERE].address, 0)) as listener:
         command = network.hosts["there"].command([sys.executable, "-c", ECHO])
         process = subprocess.Popen([*command, *map(str, listener.getsockname())], stderr=subprocess.DEVNULL)

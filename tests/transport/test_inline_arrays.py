@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from llm_serving.errors import ProtocolError
-from llm_serving.transport.inline_arrays import InlineArrays
 from llm_serving.transport.messages import ArrayLayout
+from llm_serving.transport.shared_memory import InlineArrays
 
 ARRAYS = [np.arange(5, dtype=np.int32), np.ones((2, 3), np.float32), np.array([2**63], np.uint64)]
 

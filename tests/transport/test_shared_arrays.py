@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from llm_serving.errors import ProtocolError
 from llm_serving.transport.messages import ArrayLayout
-from llm_serving.transport.shared_arrays import SharedBuffers
+from llm_serving.transport.shared_memory import SharedBuffers
 
 
 @pytest.fixture

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from factories import create_request
 from llm_serving.admission.refused_lately import Refused
-from llm_serving.commands.advice import told
+from llm_serving.cli.advice import told
 from llm_serving.config import load_config
 from llm_serving.config.reload import check_reload
 from llm_serving.config.report import describe
@@ -20,8 +19,9 @@ from llm_serving.whatif.advising import Question, answer
 from llm_serving.whatif.recorded_load import read_recorded_files
 from llm_serving.whatif.tuning.knobs import Knob
 from msgspec import to_builtins
-from recordings import MemoryFiles, create_recorded
-from whatif_loads import config_with, create_load, create_profile
+from support.factories import create_request
+from support.recordings import MemoryFiles, create_recorded
+from support.whatif_loads import config_with, create_load, create_profile
 
 SLOTS = "model_config.decode_batch_size"
 

@@ -7,12 +7,12 @@ import struct
 
 import msgspec
 import pytest
-from llm_serving.cli import main
+from llm_serving.cli.main import main
 from llm_serving.recording.records import MAGIC, SEAL_BYTES, Added, Asked, Chain, Decided, Reader, Updated, encode
 from llm_serving.whatif.figures import SHARES
 from llm_serving.whatif.profile import write_profile
-from recordings import record_steps
-from whatif_loads import create_profile
+from support.recordings import record_steps
+from support.whatif_loads import create_profile
 
 LOAD = "streams: {chat: {rate: 20, requests: 30, prompt_tokens: 12, answer_tokens: 8}}\n"
 

@@ -1,16 +1,16 @@
 import json
 
 import pytest
-from llm_serving.cli import main
-from llm_serving.commands import profile
+from llm_serving.cli import profile
+from llm_serving.cli.main import main
 from llm_serving.errors import ConfigError, RecordingError
 from llm_serving.whatif import needs
 from llm_serving.whatif.cost_model import CostModel, Piece
 from llm_serving.whatif.http_player import Seen
 from llm_serving.whatif.measured_steps import Timings
 from llm_serving.whatif.profile import write_profile
-from recordings import record_steps
-from whatif_loads import STEP_S, create_profile
+from support.recordings import record_steps
+from support.whatif_loads import STEP_S, create_profile
 
 LOAD = """\
 streams:

@@ -8,7 +8,6 @@ import tracemalloc
 from pathlib import Path
 
 import pytest
-from factories import create_request
 from llm_serving.whatif.cost_model import CostModel, Piece
 from llm_serving.whatif.figures import figures_of
 from llm_serving.whatif.load import Asked, Load, Stream
@@ -18,8 +17,9 @@ from llm_serving.whatif.tuning.goal import Figure, Goal
 from llm_serving.whatif.tuning.knobs import knobs_for
 from llm_serving.whatif.virtual_drafter import VirtualDrafter
 from llm_serving.whatif.workload import recite
-from recordings import MemoryFiles, create_recorded
-from whatif_loads import STEP_S, config_with, create_profile
+from support.factories import create_request
+from support.recordings import MemoryFiles, create_recorded
+from support.whatif_loads import STEP_S, config_with, create_profile
 
 NUM_TOKENS = 120
 FLAT = CostModel((Piece("step", STEP_S),))

@@ -2,13 +2,13 @@ from dataclasses import replace
 
 import pytest
 import uvloop
-from fakes import FakeEngine, Piece, Script
-from http_serving import serving
 from llm_serving.config.schema import ServingConfig
 from llm_serving.core.request_output import FinishReason
 from llm_serving.errors import CapacityError, UnavailableError
 from llm_serving.whatif.http_player import TIMER_S, play
-from whatif_loads import create_load
+from support.fakes import FakeEngine, Piece, Script
+from support.http_serving import serving
+from support.whatif_loads import create_load
 
 CLASSES = ServingConfig().request_classes
 ANSWER = Script(pieces=[Piece("a"), Piece("b"), Piece("c"), Piece("d")], finish_reason=FinishReason.LENGTH)

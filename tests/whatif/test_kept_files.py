@@ -6,8 +6,8 @@ import shlex
 from pathlib import Path
 
 import pytest
-from llm_serving import cli
-from llm_serving.commands.whatif import read_variant
+from llm_serving.cli import main
+from llm_serving.cli.whatif import read_variant
 from llm_serving.config import load_config
 from llm_serving.whatif.profile import read_profile
 from llm_serving.whatif.reading import read_load
@@ -29,7 +29,7 @@ def told_with(option: str) -> argparse.Namespace:
     """The arguments of the command of docs/tuning.md that has an option."""
     text = Path("docs/tuning.md").read_text().replace("\\\n", " ")
     (line,) = (each for each in text.splitlines() if each.startswith(".venv/bin/llm-serving") and option in each)
-    return cli._parser().parse_args(shlex.split(line)[1:])
+    return main._parser().parse_args(shlex.split(line)[1:])
 
 
 def test_the_plot_is_that_of_the_command_that_is_told():

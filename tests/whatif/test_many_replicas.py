@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from llm_serving.whatif.load import Asked, Load, Stream
 from llm_serving.whatif.simulation import Simulation
-from whatif_loads import config_with, create_profile
+from support.whatif_loads import config_with, create_profile
 
 PREFIX = [7] * 64
 

@@ -1,11 +1,11 @@
 from pathlib import Path
 
 import pytest
-from factories import create_request
 from llm_serving.errors import RecordingError
 from llm_serving.whatif.measured_steps import read_timings
 from llm_serving.whatif.step_shape import StepShape
-from recordings import MemoryFiles, create_recorded
+from support.factories import create_request
+from support.recordings import MemoryFiles, create_recorded
 
 
 class Clock:

@@ -5,7 +5,7 @@ from llm_serving.whatif.cost_model import CostModel, Piece, segments
 from llm_serving.whatif.profile import read_profile, write_profile
 from llm_serving.whatif.report import mark
 from llm_serving.whatif.step_shape import StepShape, shape_of_rows
-from whatif_loads import create_profile
+from support.whatif_loads import create_profile
 
 WRITTEN = """\
 format: 1

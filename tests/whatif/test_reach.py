@@ -11,7 +11,7 @@ from llm_serving.whatif.report import table
 from llm_serving.whatif.step_shape import StepShape
 from llm_serving.whatif.tuning.goal import Figure, Goal
 from llm_serving.whatif.tuning.knobs import knobs_for, largest_steps, left_out
-from whatif_loads import config_with, create_load, create_profile, simulate
+from support.whatif_loads import config_with, create_load, create_profile, simulate
 
 BUDGET, SLOTS = "scheduler_config.max_prefill_tokens", "model_config.decode_batch_size"
 

@@ -2,12 +2,12 @@
 
 from pathlib import Path
 
-from factories import create_request
 from llm_serving.core.request import FinishReason
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.whatif.load import Asked
 from llm_serving.whatif.recorded_load import read_recorded
-from recordings import MemoryFiles, create_recorded
+from support.factories import create_request
+from support.recordings import MemoryFiles, create_recorded
 
 
 def asked(folder: Path) -> dict[int, Asked]:

@@ -8,7 +8,7 @@ from llm_serving.scheduler.scheduler import Scheduler
 from llm_serving.whatif.cost_model import CostModel, Piece
 from llm_serving.whatif.figures import figures_of
 from llm_serving.whatif.simulation import ContradictionError, Simulation
-from whatif_loads import STEP_S, create_load, create_profile, simulate
+from support.whatif_loads import STEP_S, create_load, create_profile, simulate
 
 SLOTS = {"model_config__decode_batch_size": 4}
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from llm_serving.observe.metrics import Metrics
+from llm_serving.observability.metrics import Metrics
 from llm_serving.recording.snapshot import capture
 from llm_serving.scheduler.scheduler import Scheduler
 from llm_serving.whatif.cost_model import CostModel, Piece
@@ -18,7 +18,7 @@ from llm_serving.whatif.load import Asked, Load, Stream
 from llm_serving.whatif.simulation import Result, Simulation
 from llm_serving.whatif.steady_engine import SteadyEngine
 from llm_serving.whatif.workload import recite
-from whatif_loads import STEP_S, config_with, create_profile
+from support.whatif_loads import STEP_S, config_with, create_profile
 
 GUESSING: dict[str, dict[str, Any]] = {
     "as they come": {},

@@ -5,13 +5,13 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from factories import create_scheduler
 from hypothesis import given, settings
 from llm_serving.executor.step_builder import StepBuilder
 from llm_serving.scheduler import Schedule
 from llm_serving.whatif.step_shape import shape_of_rows
 from llm_serving.whatif.virtual_agent import virtual_step
-from scheduler_loads import arrivals, create_load, scheduler_options
+from support.factories import create_scheduler
+from support.scheduler_loads import arrivals, create_load, scheduler_options
 
 
 @settings(max_examples=40)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from llm_serving.worker.array_checks import are_below, are_zero, cut, everywhere, somewhere
+from llm_serving.worker.model_inputs import are_below, are_zero, cut, everywhere, somewhere
 
 INT32 = st.integers(-(2**31), 2**31 - 1)
 

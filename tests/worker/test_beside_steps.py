@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from fake_runner import FakeTransferPool
 from llm_serving.errors import ChannelClosedError
 from llm_serving.transport.messages import MasterMessage, SendBlocks
-from llm_serving.worker.beside_steps import SHARE, BesideSteps
-from llm_serving.worker.block_exchange import exchange_blocks
+from llm_serving.worker.kv_transfer import SHARE, BesideSteps, exchange_blocks
+from support.fake_runner import FakeTransferPool
 
 TIMES = 1 / SHARE - 1
 

@@ -4,7 +4,7 @@ import pytest
 from llm_serving.core.step import NO_BLOCK, BlockMove
 from llm_serving.errors import WorkerError
 from llm_serving.worker.block_guard import BlockGuard, Tags
-from step_factories import block_moves, step_input
+from support.step_factories import block_moves, step_input
 
 COPY, SWAP_OUT, SWAP_IN, EXPORT, IMPORT = map(int, BlockMove)
 INSIDE = (BlockMove.COPY, BlockMove.SWAP_OUT, BlockMove.SWAP_IN)

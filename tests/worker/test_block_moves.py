@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 from llm_serving.core.step import BlockMove
 from llm_serving.errors import WorkerError
-from llm_serving.worker.block_moves import check_block_moves, runs
-from step_factories import block_moves
+from llm_serving.worker.kv_cache import check_block_moves, runs
+from support.step_factories import block_moves
 
 COPY, OUT, IN, TAKE = BlockMove.COPY, BlockMove.SWAP_OUT, BlockMove.SWAP_IN, BlockMove.IMPORT
 

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from graph_model import backend
-from llm_serving.core.continuation import (
-    MAX_CONTINUATIONS,
-    MAX_COUNT,
-    WINDOW,
-    Continuation,
-    blocks_of_continuation,
-)
+from llm_serving.core.step import MAX_CONTINUATIONS, MAX_COUNT, WINDOW, Continuation, blocks_of_continuation
 from llm_serving.worker.draft_model import DraftModel
 from llm_serving.worker.model_runner import ModelRunner
-from model_factories import tiny_spec, write_model
-from step_factories import sampling_input, step_input
+from support.graph_model import backend
+from support.model_factories import tiny_spec, write_model
+from support.step_factories import sampling_input, step_input
 
 pytestmark = pytest.mark.mindspore
 

@@ -2,7 +2,7 @@
 
 import pytest
 from llm_serving.backends import BACKENDS
-from llm_serving.core.choices import ExactnessName
+from llm_serving.core.enums import ExactnessName
 from llm_serving.worker.exactness import PROMISES, promise
 
 pytestmark = pytest.mark.mindspore

@@ -2,12 +2,12 @@ import functools
 
 import numpy as np
 import pytest
-from graph_model import GraphModel, backend
 from llm_serving.core.step import BlockMove
 from llm_serving.errors import ConfigError, ModelError
-from llm_serving.worker.kv_tensors import KVTensors, block_bytes, num_blocks_for
-from model_factories import tiny_spec, write_model
-from step_factories import block_moves
+from llm_serving.worker.kv_cache import KVTensors, block_bytes, num_blocks_for
+from support.graph_model import GraphModel, backend
+from support.model_factories import tiny_spec, write_model
+from support.step_factories import block_moves
 
 pytestmark = pytest.mark.mindspore
 

@@ -4,20 +4,20 @@ import sys
 
 import numpy as np
 import pytest
-from graph_model import backend
-from lite_stand_in import stand_in
-from llm_serving.cli import main
+from llm_serving.cli.main import main
 from llm_serving.config import load_config
 from llm_serving.core.step import BlockMove, Move
 from llm_serving.errors import ConfigError, KernelError, WorkerError
 from llm_serving.executor.supervisor import load_settings
 from llm_serving.worker import loading
-from llm_serving.worker.kv_tensors import CachesOfGraph
+from llm_serving.worker.kv_cache import CachesOfGraph
 from llm_serving.worker.loading import load_runner
 from llm_serving.worker.model_runner import ModelRunner
 from mindspore.train import serialization
-from small_model import write_small_model
-from step_factories import step_input
+from support.fake_mindspore_lite import stand_in
+from support.graph_model import backend
+from support.small_model import write_small_model
+from support.step_factories import step_input
 
 pytestmark = pytest.mark.mindspore
 

@@ -14,13 +14,13 @@ from llm_serving.config.sections.device import DeviceConfig
 from llm_serving.config.sections.model import ModelConfig
 from llm_serving.errors import ConfigError, KernelError
 from llm_serving.executor.supervisor import load_settings
-from llm_serving.lowering import mindformers_package
+from llm_serving.lowering import mindformers
 from llm_serving.models.memory import PROCESS_BYTES, num_mask_keys, working_bytes
 from llm_serving.models.spec import ModelSpec
 from llm_serving.worker import loading
 from llm_serving.worker.loading import load_runner
-from model_factories import TINY, tiny_spec, write_model
-from quantized_folders import LAYOUTS, write_quantized
+from support.model_factories import TINY, tiny_spec, write_model
+from support.quantized_folders import LAYOUTS, write_quantized
 
 pytestmark = pytest.mark.mindspore
 
@@ -175,8 +175,8 @@ def test_the_log_says_so_where_quantised_weights_are_kept_in_codes(tmp_path, mon
 
 def test_mindformers_that_is_missing_is_told_with_what_installs_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "mindformers", None)
-    mindformers_package.module_of_mindformers.cache_clear()
+    mindformers.module_of_mindformers.cache_clear()
     with pytest.raises(
         KernelError, match=r"needs MindFormers 2\.1 and .*, and scripts/install_mindformers\.sh installs"
     ):
-        mindformers_package.mindformers_version()
+        mindformers.mindformers_version()

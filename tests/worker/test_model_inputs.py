@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from llm_serving.core.step import NO_BLOCK
 from llm_serving.errors import WorkerError
 from llm_serving.worker.model_inputs import NO_TOKENS, ModelLimits, build_model_inputs, resolve_token_ids
-from step_factories import sampling_input, step_input
+from support.step_factories import sampling_input, step_input
 
 LIMITS = ModelLimits(vocab_size=100, max_positions=64, num_blocks=10, block_size=4)
 

@@ -2,13 +2,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from graph_model import GraphModel, backend
 from llm_serving.core.step import AllowedTokens, BlockMove, StepOutput
 from llm_serving.errors import ConfigError, StepMismatchError, WorkerError
 from llm_serving.kernels import library
 from llm_serving.worker.model_runner import ModelRunner
-from model_factories import tiny_spec, write_model
-from step_factories import sampling_input, step_input
+from support.graph_model import GraphModel, backend
+from support.model_factories import tiny_spec, write_model
+from support.step_factories import sampling_input, step_input
 
 pytestmark = pytest.mark.mindspore
 

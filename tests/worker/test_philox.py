@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from llm_serving.worker.philox import philox4x32, uniform
+from llm_serving.worker.sampling_reference import philox4x32, uniform
 
 
 def words(*values):

@@ -8,15 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llm_serving.errors import KernelError, WorkerError
 from llm_serving.kernels import library
-from llm_serving.worker import kernel_choice, token_choice
+from llm_serving.worker import sampler, sampling_reference
 from llm_serving.worker.model_inputs import NO_TOKENS
 from llm_serving.worker.sampler import check_sampling, sample
-from step_factories import sampling_input, select_samples
+from support.step_factories import sampling_input, select_samples
 
 NAN, INF = math.nan, math.inf
 
 
-def choose(logits, previous=NO_TOKENS, choose_tokens=token_choice.choose_tokens, **fields):
+def choose(logits, previous=NO_TOKENS, choose_tokens=sampling_reference.choose_tokens, **fields):
     """The output of step 3 for rows of logits."""
     logits = np.array(logits, np.float32)
     sampling = fields.pop("sampling", None) or sampling_input(len(logits), **fields)
@@ -36,7 +36,7 @@ def frequencies(logits, draws=20_000, **fields):
     """
     try:
         library.load()
-        fields["choose_tokens"] = kernel_choice.choose_tokens
+        fields["choose_tokens"] = sampler.choose_tokens
     except KernelError:
         pass
     rows = np.broadcast_to(np.array(logits, np.float32), (draws, len(logits))).copy()

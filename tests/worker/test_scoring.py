@@ -4,14 +4,14 @@ from operator import attrgetter
 
 import numpy as np
 import pytest
-from graph_model import GraphModel, backend
 from llm_serving.errors import WorkerError
-from llm_serving.worker import scoring, token_choice
+from llm_serving.worker import sampling_reference, scoring
 from llm_serving.worker.model_runner import ModelRunner
 from llm_serving.worker.scoring import check_scoring, score
-from model_factories import random_weights, tiny_spec, write_model
-from reference_llama import reference_logits, reference_states
-from step_factories import scoring_input, step_input
+from support.graph_model import GraphModel, backend
+from support.model_factories import random_weights, tiny_spec, write_model
+from support.reference_llama import reference_logits, reference_states
+from support.step_factories import scoring_input, step_input
 
 pytestmark = pytest.mark.mindspore
 
@@ -125,7 +125,7 @@ def test_logits_are_made_in_pieces_of_bounded_memory(monkeypatch):
         return np.array([table @ row for row in rows])  # each row by itself: no sum depends on the others
 
     def scored():
-        return score(states, wanted, head, 50, token_choice.choose_tokens)
+        return score(states, wanted, head, 50, sampling_reference.choose_tokens)
 
     whole = scored()
     monkeypatch.setattr(scoring, "LOGITS_BYTES", 4 * 50 * 7)
@@ -139,7 +139,7 @@ def test_logits_are_made_in_pieces_of_bounded_memory(monkeypatch):
 def test_ranks_count_equals_of_a_lower_id():
     logits = np.array([[1, 3, 3, 0, 3]], np.float32)
     wanted = scoring_input(([0, 1, 2, 3, 4], 9))
-    scores, errors = score(np.zeros((1, 2), np.float32), wanted, lambda _: logits, 5, token_choice.choose_tokens)
+    scores, errors = score(np.zeros((1, 2), np.float32), wanted, lambda _: logits, 5, sampling_reference.choose_tokens)
     assert scores.ranks.tolist() == [4, 1, 2, 5, 3]
     assert scores.top.token_ids.tolist() == [1, 2, 4, 0, 3]  # there are no more
     assert scores.logprobs[[1, 2, 4, 0, 3]].tobytes() == scores.top.logprobs.tobytes()
@@ -149,7 +149,7 @@ def test_ranks_count_equals_of_a_lower_id():
 def test_logits_that_are_no_numbers_are_an_error_of_their_result_alone():
     logits = np.array([[1, 2], [np.nan, 1], [2, 1]], np.float32)
     wanted = scoring_input(([0], 1), ([0], 1), ([0], 1))
-    scores, errors = score(np.zeros((3, 2), np.float32), wanted, lambda _: logits, 2, token_choice.choose_tokens)
+    scores, errors = score(np.zeros((3, 2), np.float32), wanted, lambda _: logits, 2, sampling_reference.choose_tokens)
     assert list(errors) == [1]
     assert "allow no log-probabilities: the largest is nan" in errors[1]
     assert np.isfinite(scores.logprobs[[0, 2]]).all()

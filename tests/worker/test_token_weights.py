@@ -3,13 +3,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 from llm_serving.models.spec import MAX_VOCAB_SIZE
-from llm_serving.worker.token_weights import (
-    draw_token,
-    filter_weights,
-    keep_heaviest,
-    token_weights,
-    weight_scale,
-)
+from llm_serving.worker.logprobs import draw_token, filter_weights, keep_heaviest, token_weights, weight_scale
 
 ONE = np.float32(1)
 

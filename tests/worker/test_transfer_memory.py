@@ -12,7 +12,7 @@ import mindspore as ms
 import numpy as np
 import pytest
 from llm_serving.errors import WorkerError
-from llm_serving.worker.transfer_memory import TransferMemory
+from llm_serving.worker.kv_transfer import TransferMemory
 
 SHAPES = ((4, 2, 3), (4, 6))
 BLOCK_BYTES = 2 * (6 * 2 + 6 * 1)

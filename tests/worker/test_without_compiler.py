@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from model_factories import tiny_spec, write_model
+from support.model_factories import tiny_spec, write_model
 
 pytestmark = pytest.mark.mindspore
 

@@ -11,7 +11,7 @@ from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.errors import ContextLengthError, RequestError
 from llm_serving.kvcache import BlockManager
 from llm_serving.models.spec import ModelSpec
-from llm_serving.text.tokenizer import Tokenizer
+from llm_serving.text.tokenizer.tokenizer import Tokenizer
 
 
 def check_request(

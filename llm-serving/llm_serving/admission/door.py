@@ -21,10 +21,10 @@ from llm_serving.admission.refused_lately import Refused, RefusedLately
 from llm_serving.admission.slots import Slots
 from llm_serving.admission.waiting_room import Limit, WaitingRoom
 from llm_serving.config.schema import ServingConfig
-from llm_serving.core.clock import Clock, monotonic
 from llm_serving.core.request_class import RequestClass, class_of
+from llm_serving.core.timings import Clock, monotonic
 from llm_serving.errors import CapacityError, RequestError, TooLateError
-from llm_serving.observe.class_metrics import ClassMetrics
+from llm_serving.observability.class_metrics import ClassMetrics
 
 FEW_ENDS: Final = 8
 """Requests that must end before one can start; up to so many, chance has more to say than the rate."""

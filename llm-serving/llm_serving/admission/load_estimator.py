@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 from llm_serving.admission.overruns import Overruns, remaining
 from llm_serving.admission.slots import Slots
 from llm_serving.scheduler import SchedulerLimits
-from llm_serving.scheduler.wait_reason import Blocked, WaitReason
+from llm_serving.scheduler.schedule import Blocked, WaitReason
 
 STEP_MEMORY: Final = 128
 """Steps of a kind after which a measured time counts 1/e."""

@@ -12,8 +12,8 @@ from llm_serving.admission.answer_lengths import Asked
 from llm_serving.admission.appointments import Place
 from llm_serving.admission.drain_rate import DrainRate
 from llm_serving.config.schema import ServingConfig
-from llm_serving.core.clock import Clock, monotonic
 from llm_serving.core.request_class import RequestClass
+from llm_serving.core.timings import Clock, monotonic
 from llm_serving.errors import ContextLengthError, RequestError
 
 

@@ -2,6 +2,8 @@
 
 The same Cells serve a CPU, where an operator library answers these primitives (`cpu.py`). The graph they form exports
 to MINDIR on any machine.
+
+Sums over the devices that compute a replica together, by MindSpore's collectives (HCCL, MCCL).
 """
 
 from __future__ import annotations
@@ -13,11 +15,11 @@ import mindspore as ms
 import numpy as np
 from mindspore import nn, ops
 from mindspore.common.np_dtype import bfloat16 as numpy_bfloat16
+from mindspore.communication import get_group_size
 from mindspore.ops.auto_generate import gen_ops_prim
 
 from llm_serving.backends import ascend_experts
 from llm_serving.backends.base import Array, AttentionShape, BlockMemory, model_dtype
-from llm_serving.backends.collectives import AnySum, OrderedSum
 from llm_serving.backends.parameters import (
     float32_parameter,
     parameter_over,
@@ -29,10 +31,43 @@ from llm_serving.backends.parameters import (
 from llm_serving.core.dtypes import MODEL_DTYPES
 from llm_serving.core.step import Int32Array
 from llm_serving.errors import ConfigError, ModelError
-from llm_serving.formats.quantized import QuantizedTensor
-from llm_serving.network.description import CacheShape, Network
-from llm_serving.network.elements import rounded_to
-from llm_serving.network.primitives import lacking
+from llm_serving.formats.quantized_tensor import QuantizedTensor
+from llm_serving.network.builder import CacheShape, Network
+from llm_serving.network.operations import rounded_to
+from llm_serving.network.quantization import lacking
+
+
+class OrderedSum(nn.Cell):
+    """(x [T, N]) -> the sum of x over all ranks, in their order, in float32 and rounded once
+
+    AllReduce passes pieces around a ring: which rank an element is begun at depends on how many there are, and so on
+    the batch. Here every rank gathers all parts and adds them up for itself, as `kernels/csrc/ranks.h` does. Without a
+    group of processes, as when a graph is exported, the environment's RANK_SIZE says how many ranks there are.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gather = ops.AllGather()
+        self.num_ranks = get_group_size()
+
+    def construct(self, x: ms.Tensor) -> ms.Tensor:
+        parts = self.gather(x.astype(ms.float32)).reshape(self.num_ranks, -1, x.shape[1])
+        total = parts[0]
+        for rank in range(1, self.num_ranks):
+            total = total + parts[rank]
+        return total.astype(x.dtype)
+
+
+class AnySum(nn.Cell):
+    """(x [T, N]) -> the sum of x over all ranks, in an order that may depend on T"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reduce = ops.AllReduce(ops.ReduceOp.SUM)
+
+    def construct(self, x: ms.Tensor) -> ms.Tensor:
+        return self.reduce(x)
+
 
 _ROTATE_HALF = 2
 _MASK_SIZE = 128

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from llm_serving.core.dtypes import MODEL_DTYPES
 from llm_serving.core.step import Int32Array
 from llm_serving.errors import ConfigError
-from llm_serving.formats.quantized import QuantizedTensor
-from llm_serving.network.description import CacheShape, Network
+from llm_serving.formats.quantized_tensor import QuantizedTensor
+from llm_serving.network.builder import CacheShape, Network
 
 Array = NDArray[Any]
 """float32, float16, or bfloat16 carried as uint16 bits."""

@@ -30,10 +30,10 @@ from llm_serving.backends.parameters import (
 from llm_serving.core.dtypes import MODEL_DTYPES
 from llm_serving.core.step import Int32Array
 from llm_serving.errors import ConfigError, KernelError, ModelError
-from llm_serving.formats.quantized import QuantizedTensor
+from llm_serving.formats.quantized_tensor import QuantizedTensor
 from llm_serving.kernels import library
-from llm_serving.kernels.ending import announce_ending
-from llm_serving.network.description import SCALE_BYTES, CacheShape
+from llm_serving.kernels.library import announce_ending
+from llm_serving.network.builder import SCALE_BYTES, CacheShape
 
 PLUGIN_VARIABLE = "MS_OP_PLUGIN_PATH"
 _MULTIPLE = 16

@@ -26,11 +26,11 @@ from llm_serving.backends.parameters import (
 )
 from llm_serving.core.step import Int32Array
 from llm_serving.errors import ModelError
-from llm_serving.formats.quantized import QuantizedTensor
-from llm_serving.kernels.bfloat16 import from_bfloat16
-from llm_serving.network.description import CacheShape, Network
-from llm_serving.network.elements import rounded_to
-from llm_serving.network.primitives import lacking_in_cells
+from llm_serving.formats.quantized_tensor import QuantizedTensor
+from llm_serving.kernels.reference import from_bfloat16
+from llm_serving.network.builder import CacheShape, Network
+from llm_serving.network.operations import rounded_to
+from llm_serving.network.quantization import lacking_in_cells
 
 
 class PlainBackend:

@@ -6,13 +6,13 @@ from typing import Final
 from llm_serving.config.mindformers import MindFormersFile
 from llm_serving.config.tls import CERTFILE, KEYFILE, PASSWORD_FILE, tls_context
 from llm_serving.config.values import Values
-from llm_serving.core.choices import ImplementationName, OrderName, PolicyName, SpeculativeMethodName
+from llm_serving.core.enums import ImplementationName, OrderName, PolicyName, SpeculativeMethodName
 from llm_serving.core.window import Window
 from llm_serving.errors import ConfigError
+from llm_serving.models.context_length import Positions, positions_of
 from llm_serving.models.gguf import is_gguf
-from llm_serving.models.positions import Positions, positions_of
 from llm_serving.models.spec import ModelSpec
-from llm_serving.network.rotary import Scaling
+from llm_serving.network.rope import Scaling
 
 MODEL_SOURCE: Final = "model config.json"
 _SAME_SHAPE: Final = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from llm_serving.config.values import DEFAULTS, Values
-from llm_serving.core.choices import EngineName, ImplementationName, RoleName, WeightsName
+from llm_serving.core.enums import EngineName, ImplementationName, RoleName, WeightsName
 from llm_serving.models.gguf import is_gguf
 from llm_serving.models.spec import ModelSpec
 from llm_serving.network.sharding import rule_against

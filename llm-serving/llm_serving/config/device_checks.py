@@ -6,12 +6,17 @@ from typing import Final
 
 from llm_serving.config.mindformers import MindFormersFile
 from llm_serving.config.values import Values
-from llm_serving.core.choices import ExactnessName, KVCacheDtypeName, QuantizationName
 from llm_serving.core.dtypes import MODEL_DTYPES
+from llm_serving.core.enums import ExactnessName, KVCacheDtypeName, QuantizationName
 from llm_serving.models.memory import MAX_SLOTS, PROCESS_BYTES, num_mask_keys, weight_bytes, working_bytes
 from llm_serving.models.spec import MAX_VOCAB_SIZE, ModelSpec
-from llm_serving.network.coded import Quantization
-from llm_serving.network.primitives import lacking, lacking_in_cells, lacking_in_coded_cache, lacking_of_codes
+from llm_serving.network.quantization import (
+    Quantization,
+    lacking,
+    lacking_in_cells,
+    lacking_in_coded_cache,
+    lacking_of_codes,
+)
 
 BLOCK_SIZE: Final = "pa_config.block_size"
 NUM_BLOCKS: Final = "pa_config.num_blocks"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from llm_serving.config.values import Values
-from llm_serving.core.choices import ExactnessName
+from llm_serving.core.enums import ExactnessName
 
 BACKEND: Final = "model_config.backend"
 MINDIR_PATH: Final = "model_config.mindir_path"

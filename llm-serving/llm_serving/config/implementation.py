@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Final
 
 from llm_serving.config.values import Values
-from llm_serving.core.choices import ExactnessName, ImplementationName
 from llm_serving.core.dtypes import MODEL_DTYPES
-from llm_serving.models.mindformers_classes import lacking_in_mindformers
-from llm_serving.models.mindformers_llama import lacking_in_llama
+from llm_serving.core.enums import ExactnessName, ImplementationName
+from llm_serving.models.mindformers import lacking_in_llama, lacking_in_mindformers
 from llm_serving.models.spec import ModelSpec
 
 IMPLEMENTATION: Final = "model_config.implementation"

@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 
 from llm_serving.config.loader import load_config
 from llm_serving.config.schema import SECTIONS, TABLES, ServingConfig
-from llm_serving.core.choices import PolicyName
+from llm_serving.core.enums import PolicyName
 from llm_serving.errors import ConfigError
 
 RELOADABLE: Final = frozenset(

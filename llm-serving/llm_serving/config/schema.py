@@ -17,7 +17,7 @@ from llm_serving.config.sections.model import ModelConfig
 from llm_serving.config.sections.quant import QuantConfig
 from llm_serving.config.sections.scheduler import SchedulerConfig
 from llm_serving.config.sections.server import ServerConfig
-from llm_serving.core.choices import RoleName
+from llm_serving.core.enums import RoleName
 from llm_serving.core.request_class import DEFAULT_CLASSES, MAX_PRIORITY, RequestClass
 from llm_serving.hub import HubModel
 

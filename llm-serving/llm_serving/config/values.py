@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from llm_serving.config.schema import SECTIONS, ServingConfig
 from llm_serving.config.tables import TableReader
-from llm_serving.core.unicode import is_unicode
+from llm_serving.core.files import is_unicode
 from llm_serving.errors import ConfigError, shorten
 from llm_serving.hub import HubModel
 

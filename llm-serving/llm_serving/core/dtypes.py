@@ -1,12 +1,17 @@
-"""The types of numbers that models are computed in and stored as."""
+"""The types of numbers that models are computed in and stored as.
+
+What a config.json says of quantised weights.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
+
+from llm_serving.errors import shorten
 
 
 @dataclass(frozen=True)
@@ -36,3 +41,63 @@ MODEL_DTYPES: Final[Mapping[str, ModelDtype]] = {
         ModelDtype("float32", np.float32, "F32", "Float32", False, ("fp32", "float", "DataType.FLOAT32")),
     )
 }
+
+
+_METHODS: Final[Mapping[str, str]] = {
+    "gptq": "GPTQ",
+    "awq": "AWQ",
+    "bitsandbytes": "bitsandbytes",
+    "compressed-tensors": "compressed-tensors",
+    "fp8": "FP8",
+    "fbgemm_fp8": "FP8 of FBGEMM",
+    "modelopt": "ModelOpt",
+    "aqlm": "AQLM",
+    "hqq": "HQQ",
+    "mxfp4": "MXFP4",
+    "auto-round": "AutoRound",
+    "quanto": "Quanto",
+    "torchao": "torchao",
+    "gguf": "GGUF",
+}
+_BITS_OF_METHODS: Final[Mapping[str, int]] = {"fp8": 8, "fbgemm_fp8": 8, "mxfp4": 4}
+_BITS: Final = ("bits", "w_bit", "weight_bits", "num_bits", "nbits_per_codebook")
+_GROUPS: Final = ("group_size", "q_group_size")
+
+
+def describe_quantisation(config: Mapping[str, Any]) -> str | None:
+    """How the weights of a config.json were quantised, such as "GPTQ, 4 bits, groups of 128"; None: they were not."""
+    given = config.get("quantization_config")
+    if given is None:
+        return None
+    if not isinstance(given, Mapping):
+        return shorten(given)
+    method = given.get("quant_method")
+    known = method.lower() if isinstance(method, str) else ""
+    parts = [_METHODS[known] if known in _METHODS else shorten(method) if method is not None else "an unnamed method"]
+    weights = [row.get("weights") for row in groups_of(given)]
+    places = [given, *(each for each in weights if isinstance(each, Mapping))]
+    bits = _first(places, _BITS) or _BITS_OF_METHODS.get(known) or _bits_by_name(given)
+    if bits:
+        parts.append(f"{bits} bits")
+    if (size := _first(places, _GROUPS)) and size > 0:
+        parts.append(f"groups of {size}")
+    types = given.get("types")
+    parts += [each for each in types if isinstance(each, str)] if isinstance(types, list) else []
+    return ", ".join(parts)
+
+
+def _first(places: list[Mapping[str, Any]], keys: tuple[str, ...]) -> int | None:
+    found = (place.get(key) for place in places for key in keys)
+    return next((each for each in found if isinstance(each, int) and not isinstance(each, bool)), None)
+
+
+def _bits_by_name(given: Mapping[str, Any]) -> int | None:
+    names = {"load_in_8bit": 8, "load_in_4bit": 4, "_load_in_8bit": 8, "_load_in_4bit": 4}
+    return next((bits for name, bits in names.items() if given.get(name) is True), None)
+
+
+def groups_of(given: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Rows of `config_groups`: compressed-tensors says what it says of groups of modules."""
+    groups = given.get("config_groups")
+    rows = list(groups.values()) if isinstance(groups, Mapping) else []
+    return [row for row in rows if isinstance(row, Mapping)]

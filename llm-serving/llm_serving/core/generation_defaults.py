@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from llm_serving.core.files import read_regular
-from llm_serving.core.parameter_rules import Whole
-from llm_serving.core.sampling_params import RULES
+from llm_serving.core.sampling_params import RULES, Whole
 from llm_serving.errors import ModelError, RequestError, shorten
 
 GENERATION_CONFIG: Final = "generation_config.json"

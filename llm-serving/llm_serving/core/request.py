@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from llm_serving.core.beam_search_params import BeamSearchParams
-from llm_serving.core.caller import cache_namespace
 from llm_serving.core.constraint import Constraint, Walk
-from llm_serving.core.exchange import Exchange
-from llm_serving.core.receiver import Receiver
-from llm_serving.core.request_class import STANDARD, RequestClass
-from llm_serving.core.sampling_params import SamplingParams
-from llm_serving.core.transfer import Transfer
+from llm_serving.core.kv_transfer import Transfer
+from llm_serving.core.request_class import STANDARD, RequestClass, cache_namespace
+from llm_serving.core.sampling_params import BeamSearchParams, SamplingParams
+from llm_serving.core.timings import Exchange
+
+if TYPE_CHECKING:
+    from llm_serving.core.request_output import Receiver
 
 
 class RequestStatus(enum.Enum):

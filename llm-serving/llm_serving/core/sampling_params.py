@@ -2,27 +2,219 @@
 
 Name, default, range and meaning of each stand here and nowhere else. Routes, the offline interface, step arrays and the
 WorkAgent's checks follow from it.
+
+What the parameters of a request may be.
+
+A rule takes what a client gave and returns the value that is computed with: a real number is rounded to float32 before
+it is compared with its range, since float32 is what chooses tokens. What passes a rule can be used as it is.
+
+How a beam search goes on and when it ends.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from ctypes import c_float
 from dataclasses import dataclass, field, fields
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
-from llm_serving.core.parameter_rules import (
-    Flag,
-    GrammarText,
-    ParameterRule,
-    Real,
-    SomeTokenIds,
-    Texts,
-    TokenBiases,
-    TokenIds,
-    TokenSequences,
-    Whole,
-)
 from llm_serving.errors import RequestError
+
+MAX_INT32: Final = 2**31 - 1
+
+
+def as_float32(value: float) -> float:
+    """The nearest number of single precision; infinite beyond the largest one."""
+    try:
+        return c_float(value).value
+    except OverflowError:  # an integer beyond every float
+        return math.inf if value > 0 else -math.inf
+
+
+class ParameterRule(Protocol):
+    """One rule; `text` is worded to follow the name of a field: "must be an integer from 0 to 20"."""
+
+    @property
+    def text(self) -> str: ...
+
+    def checked(self, field: str, value: Any) -> Any:
+        """The value as it is used.
+
+        Raises:
+            RequestError: It breaks the rule; names `field`.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    low: int
+    high: int = MAX_INT32
+    optional: bool = False
+    """Whether None, which stands for nothing, is allowed."""
+
+    @property
+    def text(self) -> str:
+        return f"must be an integer from {self.low} to {self.high}"
+
+    def checked(self, field: str, value: Any) -> Any:
+        if value is None and self.optional:
+            return None
+        if not isinstance(value, int) or isinstance(value, bool) or not self.low <= value <= self.high:
+            raise RequestError(field, self.text, value)
+        return value
+
+
+@dataclass(frozen=True, slots=True)
+class Real:
+    """A number of single precision."""
+
+    low: float
+    high: float
+    above_low: bool = False
+    """Whether `low` itself is outside."""
+
+    @property
+    def text(self) -> str:
+        if self.above_low:
+            return f"must be above {self.low} and at most {self.high}"
+        return f"must be a number from {self.low} to {self.high}"
+
+    def checked(self, field: str, value: Any) -> float:
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise RequestError(field, self.text, value)
+        used = as_float32(value)
+        if not self.holds(used):
+            rounded = f" in single precision, where {value!r} is {used!r}" if self.holds(value) else ""
+            raise RequestError(field, self.text + rounded, value)
+        return used
+
+    def holds(self, value: float) -> bool:
+        """Whether the number lies in the range; NaN does not."""
+        low, high = as_float32(self.low), as_float32(self.high)
+        return low <= value <= high and not (self.above_low and value == low)
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    @property
+    def text(self) -> str:
+        return "must be true or false"
+
+    def checked(self, field: str, value: Any) -> bool:
+        if not isinstance(value, bool):
+            raise RequestError(field, self.text, value)
+        return value
+
+
+@dataclass(frozen=True, slots=True)
+class Texts:
+    """A tuple of short, not empty texts."""
+
+    max_count: int
+    max_chars: int
+
+    @property
+    def text(self) -> str:
+        return f"must hold at most {self.max_count} strings"
+
+    def checked(self, field: str, value: Any) -> tuple[str, ...]:
+        if len(value) > self.max_count:
+            raise RequestError(field, self.text, len(value))
+        for text in value:
+            if not 1 <= len(text) <= self.max_chars:
+                raise RequestError(field, f"each string must have 1 to {self.max_chars} characters", len(text))
+        return tuple(value)
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarText:
+    """None, or a text. Whether it is a grammar is told by who compiles it."""
+
+    @property
+    def text(self) -> str:
+        return "must be a grammar"
+
+    def checked(self, field: str, value: Any) -> str | None:
+        if value is not None and not (isinstance(value, str) and value):
+            raise RequestError(field, self.text, value)
+        return value
+
+
+_TOKEN_ID: Final = Whole(0)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenIds:
+    """A tuple of token ids. Whether the vocabulary has them is checked by those who know it."""
+
+    max_count: int
+
+    @property
+    def text(self) -> str:
+        return f"must hold at most {self.max_count} ids"
+
+    def checked(self, field: str, value: Any) -> tuple[int, ...]:
+        if len(value) > self.max_count:
+            raise RequestError(field, self.text, len(value))
+        return tuple([_TOKEN_ID.checked(field, token_id) for token_id in value])
+
+
+@dataclass(frozen=True, slots=True)
+class SomeTokenIds:
+    """None, which stands for all tokens, or a tuple of at least one id."""
+
+    max_count: int
+
+    @property
+    def text(self) -> str:
+        return f"must hold 1 to {self.max_count} ids"
+
+    def checked(self, field: str, value: Any) -> tuple[int, ...] | None:
+        if value is None:
+            return None
+        if not 1 <= len(value) <= self.max_count:
+            raise RequestError(field, self.text, len(value))
+        return tuple([_TOKEN_ID.checked(field, token_id) for token_id in value])
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSequences:
+    """A tuple of short, not empty sequences of token ids."""
+
+    max_count: int
+    max_len: int
+
+    @property
+    def text(self) -> str:
+        return f"must hold at most {self.max_count} words"
+
+    def checked(self, field: str, value: Any) -> tuple[tuple[int, ...], ...]:
+        if len(value) > self.max_count:
+            raise RequestError(field, self.text, len(value))
+        for sequence in value:
+            if not 1 <= len(sequence) <= self.max_len:
+                raise RequestError(field, f"each word must have 1 to {self.max_len} tokens", len(sequence))
+        return tuple([tuple([_TOKEN_ID.checked(field, token_id) for token_id in sequence]) for sequence in value])
+
+
+@dataclass(frozen=True, slots=True)
+class TokenBiases:
+    """A tuple of (token id, number) pairs."""
+
+    max_count: int
+    bias: Real
+
+    @property
+    def text(self) -> str:
+        return f"must hold at most {self.max_count} tokens"
+
+    def checked(self, field: str, value: Any) -> tuple[tuple[int, float], ...]:
+        if len(value) > self.max_count:
+            raise RequestError(field, self.text, len(value))
+        return tuple([(_TOKEN_ID.checked(field, token), self.bias.checked(field, bias)) for token, bias in value])
+
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
@@ -130,3 +322,34 @@ DEFAULTS: Final[Mapping[str, Any]] = {each.name: each.default for each in fields
 """Name of a parameter -> what it is when nobody says."""
 NOT_WITH_A_CONSTRAINT: Final = ("min_tokens", "ignore_eos", "bad_words", "allowed_token_ids")
 """Parameters that decide as well which tokens may come."""
+
+
+MAX_BEAM_WIDTH: Final = MAX_LOGPROBS // 2
+"""Every beam needs twice as many of its most likely tokens."""
+LENGTH_PENALTY: Final = Real(-10.0, 10.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeamSearchParams:
+    """What makes a request a beam search; checked on construction.
+
+    Raises:
+        RequestError: A field is outside its range; names field, rule and value.
+    """
+
+    width: int
+    """Beams that go on after each step, and finished sequences that are kept; 1 to 10."""
+    num_returned: int = 1
+    """Of the finished sequences, the best so many are the answer; 1 to `width`."""
+    length_penalty: float = 1.0
+    """A sequence's score is its log-probability divided by its number of generated tokens to this power: 0 compares
+    sums, 1 means, more prefers longer ones. -10 to 10."""
+    early_stopping: bool = False
+    """End as soon as `width` sequences have finished, even if one that has not could still be better."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.width <= MAX_BEAM_WIDTH:
+            raise RequestError("best_of", f"must be from 1 to {MAX_BEAM_WIDTH} with use_beam_search", self.width)
+        if not 1 <= self.num_returned <= self.width:
+            raise RequestError("n", f"must be from 1 to {self.width}, the width of the beam search", self.num_returned)
+        object.__setattr__(self, "length_penalty", LENGTH_PENALTY.checked("length_penalty", self.length_penalty))

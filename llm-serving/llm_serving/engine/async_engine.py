@@ -16,27 +16,24 @@ from llm_serving.admission.door import Door, Forecast, Replica
 from llm_serving.admission.refused_lately import Refused
 from llm_serving.admission.waiting_room import WaitingRoom
 from llm_serving.config.schema import ServingConfig
-from llm_serving.core.beam_search_params import BeamSearchParams
-from llm_serving.core.caller import ANYBODY, Caller
-from llm_serving.core.clock import Clock, monotonic
-from llm_serving.core.computed_by import ComputedBy
 from llm_serving.core.constraint import Constraint
+from llm_serving.core.fingerprint import ComputedBy
 from llm_serving.core.generation_defaults import generation_defaults
 from llm_serving.core.request import FinishReason, Request
-from llm_serving.core.request_class import class_of
+from llm_serving.core.request_class import ANYBODY, Caller, class_of
 from llm_serving.core.request_output import RequestOutput
-from llm_serving.core.sampling_params import SamplingParams
+from llm_serving.core.sampling_params import BeamSearchParams, SamplingParams
+from llm_serving.core.timings import Clock, monotonic
+from llm_serving.engine.coalescing import SharedAnswer, SharedAnswers, Sharing
 from llm_serving.engine.control import Control
-from llm_serving.engine.departure import Departure, last_piece
 from llm_serving.engine.engine import Engine
-from llm_serving.engine.health import EngineHealth
-from llm_serving.engine.lookup import Lookup
+from llm_serving.engine.fleet.migration import Departure, last_piece
+from llm_serving.engine.fleet.reload import Reloading
+from llm_serving.engine.fleet.router import Placed, Router
 from llm_serving.engine.open_requests import OpenRequest, OpenRequests
-from llm_serving.engine.reloading import Reloading
-from llm_serving.engine.replicas import Events, OpenReplica, Replicas
+from llm_serving.engine.replicas import EngineHealth, Events, OpenReplica, Replicas
+from llm_serving.engine.request_lookup import Lookup
 from llm_serving.engine.request_stream import RequestStream
-from llm_serving.engine.router import Placed, Router
-from llm_serving.engine.shared_answers import SharedAnswer, SharedAnswers, Sharing
 from llm_serving.errors import (
     ContextLengthError,
     LLMServingError,
@@ -47,10 +44,10 @@ from llm_serving.errors import (
 from llm_serving.log import get_logger
 from llm_serving.models.pooling import Pooling, served_pooling
 from llm_serving.models.spec import ModelSpec
-from llm_serving.observe.class_metrics import ClassLoad
-from llm_serving.observe.metrics import Metrics
-from llm_serving.text.constraints import ConstraintCompiler, GrammarLimits
-from llm_serving.text.tokenizer import Tokenizer
+from llm_serving.observability.class_metrics import ClassLoad
+from llm_serving.observability.metrics import Metrics
+from llm_serving.text.structured_output import ConstraintCompiler, GrammarLimits
+from llm_serving.text.tokenizer.tokenizer import Tokenizer
 
 logger = get_logger(__name__)
 

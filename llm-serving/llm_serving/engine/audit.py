@@ -7,18 +7,18 @@ from dataclasses import dataclass, field
 from typing import Final
 from zlib import crc32
 
-from llm_serving.core.clock import Clock
 from llm_serving.core.request import FinishReason, Request
 from llm_serving.core.request_class import MAX_PRIORITY
 from llm_serving.core.request_output import RequestOutput, join_pieces
 from llm_serving.core.sampling_params import MAX_LOGPROBS
+from llm_serving.core.timings import Clock
 from llm_serving.engine.output_processor import OutputProcessor
-from llm_serving.engine.receivers import Desk, receive
+from llm_serving.engine.sinks import Desk, receive
 from llm_serving.log import get_logger
-from llm_serving.observe.journal import Journal
-from llm_serving.observe.metrics import Metrics
+from llm_serving.observability.event_log import Journal
+from llm_serving.observability.metrics import Metrics
 from llm_serving.scheduler import Scheduler
-from llm_serving.text.tokenizer import Tokenizer
+from llm_serving.text.tokenizer.tokenizer import Tokenizer
 
 logger = get_logger(__name__)
 

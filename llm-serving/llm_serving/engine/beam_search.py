@@ -8,8 +8,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from llm_serving.core.beam_search_params import BeamSearchParams
 from llm_serving.core.request import FinishReason
+from llm_serving.core.sampling_params import BeamSearchParams
 
 
 class LikelyTokens(NamedTuple):

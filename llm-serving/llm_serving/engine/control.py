@@ -13,14 +13,14 @@ from llm_serving.admission.waiting_room import WaitingRoom
 from llm_serving.config.schema import ServingConfig
 from llm_serving.core.request import Request
 from llm_serving.core.request_class import RequestClass, class_of
-from llm_serving.engine import lookup
+from llm_serving.engine import request_lookup
+from llm_serving.engine.coalescing import SharedAnswer
 from llm_serving.engine.engine import Engine
-from llm_serving.engine.lookup import Lookup
 from llm_serving.engine.open_requests import OpenRequest, OpenRequests
 from llm_serving.engine.replicas import Replicas, ReplicaState
-from llm_serving.engine.shared_answers import SharedAnswer
+from llm_serving.engine.request_lookup import Lookup
 from llm_serving.errors import UnavailableError, WorkerDiedError
-from llm_serving.observe.live_requests import client_ids
+from llm_serving.observability.event_log import client_ids
 
 
 class ReplicaRow(NamedTuple):
@@ -109,9 +109,9 @@ class Control:
                 # When it comes, and not when it is read: nobody may be waiting for it any more.
                 answer.add_done_callback(functools.partial(self._answered, each, request_class))
         if asked:
-            await asyncio.wait(asked.values(), timeout=lookup.STATE_TIMEOUT_S)
+            await asyncio.wait(asked.values(), timeout=request_lookup.STATE_TIMEOUT_S)
         if not all(answer.done() for answer in asked.values()):
-            limit = f"{lookup.STATE_TIMEOUT_S:g} s"
+            limit = f"{request_lookup.STATE_TIMEOUT_S:g} s"
             raise UnavailableError(f"the engine did not answer within {limit}; it may do so later")
         done = {engine_id: answer.result() for engine_id, answer in asked.items()}
         return done | {_id_of(each): True for each in on_way}

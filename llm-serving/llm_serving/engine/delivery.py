@@ -1,11 +1,64 @@
-"""The results of a step go to those they were computed for."""
+"""The results of a step go to those they were computed for.
+
+What the reply to a step tells of prompts, a request at a time.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
 from llm_serving.core.request import FinishReason, Request
-from llm_serving.core.step import StepOutput
-from llm_serving.engine.prompt_replies import prompt_replies
+from llm_serving.core.request_output import PromptLogprobs
+from llm_serving.core.step import Float32Array, Scores, StepOutput
 from llm_serving.scheduler import Schedule
+
+
+class PromptReply(NamedTuple):
+    request: Request
+    start: int
+    logprobs: PromptLogprobs | None
+    """Of the tokens that follow those of the prompt from `start` on."""
+    vector: Float32Array | None
+    error: str | None
+    """Why a result cannot be given, if one cannot."""
+
+
+def prompt_replies(schedule: Schedule, output: StepOutput) -> Iterator[PromptReply]:
+    """What was asked of each row of a step, and what came of it."""
+    num_samples, num_scores = len(output.token_ids), output.scores.top.num_results
+    score = vector = 0
+    for row, start, end, wants_vector, _ in schedule.prompt_results:
+        request = schedule.rows[row].request
+        scores = range(score, score + end - start)
+        vectors = range(vector, vector + wants_vector)
+        score, vector = scores.stop, vectors.stop
+        results = (*(num_samples + each for each in scores), *(num_samples + num_scores + each for each in vectors))
+        error = next((output.row_errors[each] for each in results if each in output.row_errors), None)
+        given = bool(scores) and error is None
+        yield PromptReply(
+            request,
+            start,
+            _logprobs(request.prompt_token_ids[start + 1 : end + 1], output.scores, scores) if given else None,
+            output.vectors[vectors.start] if vectors and error is None else None,
+            error,
+        )
+
+
+def _logprobs(token_ids: list[int], scores: Scores, results: range) -> PromptLogprobs:
+    """Results of one request, which names one token in each and wants as many of the most likely ones in all."""
+    part = slice(results.start, results.stop)
+    first, last = scores.top.offsets[[results.start, results.stop]].tolist()
+    shape = len(results), (last - first) // len(results)
+    return PromptLogprobs(
+        np.array(token_ids, np.int32),
+        scores.logprobs[part],
+        scores.ranks[part],
+        scores.top.token_ids[first:last].reshape(shape),
+        scores.top.logprobs[first:last].reshape(shape),
+    )
 
 
 def deliver(schedule: Schedule, updated: list[Request], output: StepOutput) -> None:

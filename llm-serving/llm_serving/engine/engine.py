@@ -8,42 +8,38 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Final, TypeVar
 
-from llm_serving.core.clock import Clock, monotonic
-from llm_serving.core.computed_by import NOT_KNOWN
+from llm_serving.core.fingerprint import NOT_KNOWN
 from llm_serving.core.request import FinishReason, Request
 from llm_serving.core.request_class import class_of
 from llm_serving.core.request_output import RequestOutput
 from llm_serving.core.step import StepInput
+from llm_serving.core.timings import Clock, monotonic
 from llm_serving.engine.audit import Auditor
-from llm_serving.engine.deadlines import Deadlines
+from llm_serving.engine.deadlines import Deadlines, Overdue
 from llm_serving.engine.delivery import deliver, end
-from llm_serving.engine.departure import Departure
+from llm_serving.engine.fleet.accounting import Peers
+from llm_serving.engine.fleet.migration import Departure, Moves
 from llm_serving.engine.inbox import Inbox
-from llm_serving.engine.load_reports import LoadReports
-from llm_serving.engine.moves import Moves
+from llm_serving.engine.load_reports import LoadReports, StepTimes
 from llm_serving.engine.output_processor import OutputProcessor
-from llm_serving.engine.overdue import Overdue
-from llm_serving.engine.peers import Peers
-from llm_serving.engine.receivers import Desk, receive
 from llm_serving.engine.recovery import Recovery
-from llm_serving.engine.step_times import StepTimes
+from llm_serving.engine.sinks import Desk, receive
 from llm_serving.errors import LLMServingError, WorkerDiedError, WorkerError
-from llm_serving.executor.away import Away
-from llm_serving.executor.block_link import BlockLink
+from llm_serving.executor.cluster.block_link import BlockLink
 from llm_serving.executor.executor import Executor, StepFailedError
+from llm_serving.executor.restart_status import Away
 from llm_serving.executor.step_builder import StepBuilder
-from llm_serving.kvcache.exports import TransferBlock
+from llm_serving.kvcache.transfer_pool import TransferBlock
 from llm_serving.log import get_logger
-from llm_serving.observe.glance import Glance, glance
-from llm_serving.observe.journal import NO_GUESSES, Journal
-from llm_serving.observe.metrics import Metrics
-from llm_serving.observe.scheduler_state import SchedulerState, scheduler_state
-from llm_serving.observe.swap_metrics import SwapLoad
+from llm_serving.observability.event_log import NO_GUESSES, Journal
+from llm_serving.observability.metrics import Metrics
+from llm_serving.observability.snapshot import Glance, SchedulerState, glance, scheduler_state
+from llm_serving.observability.transfer_metrics import SwapLoad
 from llm_serving.scheduler import Schedule, Scheduler
-from llm_serving.scheduler.rules import Rules
-from llm_serving.scheduler.wait_reason import NO_ROOM
+from llm_serving.scheduler.components import Rules
+from llm_serving.scheduler.schedule import NO_ROOM
 from llm_serving.speculation import Drafter
-from llm_serving.text.tokenizer import Tokenizer
+from llm_serving.text.tokenizer.tokenizer import Tokenizer
 
 logger = get_logger(__name__)
 

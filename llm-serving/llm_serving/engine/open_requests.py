@@ -10,10 +10,10 @@ from typing import Final
 
 from llm_serving.admission.door import Forecast
 from llm_serving.core.request import Request
+from llm_serving.engine.coalescing import SharedAnswer
 from llm_serving.engine.engine import Engine
 from llm_serving.engine.request_stream import RequestStream
-from llm_serving.engine.shared_answers import SharedAnswer
-from llm_serving.observe.live_requests import LiveRequests, client_ids
+from llm_serving.observability.event_log import LiveRequests, client_ids
 
 MAX_JOINED: Final = 4096
 """Answers that are remembered which others' requests computed."""

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from llm_serving.core.clock import Clock
 from llm_serving.core.request import Request
 from llm_serving.core.request_output import PromptLogprobs, RequestOutput, TokenLogprobs
 from llm_serving.core.step import Float32Array, StepOutput
+from llm_serving.core.timings import Clock
 from llm_serving.log import get_logger
-from llm_serving.observe.journal import Journal
-from llm_serving.observe.metrics import Metrics
-from llm_serving.text.detokenizer import SILENT, Detokenizer, IncrementalDetokenizer
-from llm_serving.text.tokenizer import Tokenizer
+from llm_serving.observability.event_log import Journal
+from llm_serving.observability.metrics import Metrics
+from llm_serving.text.tokenizer.detokenizer import SILENT, Detokenizer, IncrementalDetokenizer
+from llm_serving.text.tokenizer.tokenizer import Tokenizer
 
 logger = get_logger(__name__)
 

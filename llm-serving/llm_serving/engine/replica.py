@@ -8,25 +8,25 @@ from collections.abc import Callable
 from typing import Final
 
 from llm_serving.config.schema import ServingConfig
-from llm_serving.core.choices import OrderName
-from llm_serving.core.clock import Clock, monotonic
+from llm_serving.core.enums import OrderName
 from llm_serving.core.request_class import RequestClass
+from llm_serving.core.timings import Clock, monotonic
 from llm_serving.core.window import Window
 from llm_serving.engine.engine import Engine, Publish
 from llm_serving.executor.executor import Executor
 from llm_serving.kvcache import BlockManager
-from llm_serving.kvcache.exports import Exports
+from llm_serving.kvcache.transfer_pool import Exports
 from llm_serving.log import get_logger
-from llm_serving.observe.journal import Journal
-from llm_serving.observe.metrics import Metrics
+from llm_serving.observability.event_log import Journal
+from llm_serving.observability.metrics import Metrics
 from llm_serving.recording.record_files import RecordFiles
 from llm_serving.recording.recorder import RecordedScheduler, Recorder
 from llm_serving.scheduler import PreemptionMode, Scheduler, SchedulerLimits
+from llm_serving.scheduler.components import Rules
 from llm_serving.scheduler.orders import ORDERS
-from llm_serving.scheduler.policy import POLICIES, Policy
-from llm_serving.scheduler.rules import Rules
+from llm_serving.scheduler.policies import POLICIES, Policy
 from llm_serving.speculation import Drafter, DraftModel
-from llm_serving.text.tokenizer import Tokenizer
+from llm_serving.text.tokenizer.tokenizer import Tokenizer
 
 logger = get_logger(__name__)
 

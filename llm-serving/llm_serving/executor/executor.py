@@ -8,9 +8,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple, Protocol
 
-from llm_serving.core.clock import Clock, monotonic
-from llm_serving.core.continuation import Continuation, Continues
-from llm_serving.core.step import AllowedTokens, StepInput, StepOutput
+from llm_serving.core.step import AllowedTokens, Continuation, Continues, StepInput, StepOutput
+from llm_serving.core.timings import Clock, monotonic
 from llm_serving.errors import (
     ChannelClosedError,
     DeadlineExceededError,
@@ -19,12 +18,11 @@ from llm_serving.errors import (
     StepMismatchError,
     WorkerDiedError,
 )
-from llm_serving.executor.agent_process import AgentLink
-from llm_serving.executor.away import Away
+from llm_serving.executor.restart_status import Away
+from llm_serving.executor.worker_process import AgentLink
 from llm_serving.log import get_logger
 from llm_serving.models.spec import MAX_VOCAB_SIZE
 from llm_serving.transport.codec import allowed_arrays, decode_output, step_arrays
-from llm_serving.transport.inline_arrays import InlineArrays
 from llm_serving.transport.messages import (
     AgentMessage,
     Allow,
@@ -35,7 +33,7 @@ from llm_serving.transport.messages import (
     StepEnding,
     StepFailed,
 )
-from llm_serving.transport.shared_arrays import SharedBuffers
+from llm_serving.transport.shared_memory import InlineArrays, SharedBuffers
 
 logger = get_logger(__name__)
 

@@ -16,9 +16,8 @@ from typing import Final
 import numpy as np
 
 from llm_serving.formats.packed import PackedTensor, Parts, ReadableTensor, check_shape, part, put_together
-from llm_serving.formats.quantized import QuantizedTensor, of_unsigned
-from llm_serving.formats.stored import NUMPY_DTYPES, Array, to_float32
-from llm_serving.formats.words import Uint8Array, codes_of_words, per_word
+from llm_serving.formats.quantized_tensor import QuantizedTensor, Uint8Array, codes_of_words, of_unsigned, per_word
+from llm_serving.formats.stored_tensor import NUMPY_DTYPES, Array, to_float32
 
 _ENDINGS: Final = ("qweight", "qzeros", "scales")
 _PLACE_OF_ROW: Final = (0, 4, 1, 5, 2, 6, 3, 7)

@@ -22,9 +22,17 @@ import numpy as np
 from llm_serving.errors import ModelError
 from llm_serving.formats.fp8 import IGNORED, Fp8
 from llm_serving.formats.packed import PackedTensor, Parts, ReadableTensor, check_shape, part, put_together
-from llm_serving.formats.quantized import SYMMETRIC_ZERO, QuantizedTensor, group_of_columns, of_unsigned
-from llm_serving.formats.stored import NUMPY_DTYPES, Array, StoredTensor, to_float32
-from llm_serving.formats.words import Uint8Array, codes_of_words, per_word, words_of_codes
+from llm_serving.formats.quantized_tensor import (
+    SYMMETRIC_ZERO,
+    QuantizedTensor,
+    Uint8Array,
+    codes_of_words,
+    group_of_columns,
+    of_unsigned,
+    per_word,
+    words_of_codes,
+)
+from llm_serving.formats.stored_tensor import NUMPY_DTYPES, Array, StoredTensor, to_float32
 
 SCALE, ZERO, PACKED, SHAPE, ORDER = (f"weight_{each}" for each in ("scale", "zero_point", "packed", "shape", "g_idx"))
 _ENDINGS: Final = ("weight", SCALE, ZERO, PACKED, SHAPE, ORDER)

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from llm_serving.errors import ModelError
 from llm_serving.formats.packed import PackedTensor, Parts, ReadableTensor, part, put_together
-from llm_serving.formats.quantized import check_scales, check_values
-from llm_serving.formats.stored import NUMPY_DTYPES, Array, to_float32
+from llm_serving.formats.quantized_tensor import check_scales, check_values
+from llm_serving.formats.stored_tensor import NUMPY_DTYPES, Array, to_float32
 
 SCALES: Final = ("weight_scale_inv", "weight_scale")
 IGNORED: Final = (

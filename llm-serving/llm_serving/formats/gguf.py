@@ -6,25 +6,176 @@ The header, little-endian (versions 2 and 3 of the specification of ggml):
     facts    key, type u32, value; a text is its length u64 and UTF-8, a list its type u32, its length u64 and its items
     tensors  name, number of lengths u32, lengths u64 (the innermost first), type u32, offset u64
     data     from the next multiple of `general.alignment` on; each tensor begins at a multiple of it
+
+The blocks of quantised weights in GGUF (ggml-common.h of ggml has the layouts): what a row of them stands for.
+
+    Q4_0   32 elements    d f16, 16 bytes: low halves are the first 16, high halves the others      (q - 8) d
+    Q4_1   32 elements    d f16, m f16, 16 bytes as of Q4_0                                         q d + m
+    Q5_0   32 elements    d f16, fifth bits u32, 16 bytes as of Q4_0                                (q - 16) d
+    Q5_1   32 elements    d f16, m f16, fifth bits u32, 16 bytes as of Q4_0                         q d + m
+    Q8_0   32 elements    d f16, 32 int8                                                            q d
+    Q4_K   256 elements   d f16, m f16, 12 bytes of scales and minima, 128 bytes                    q d s - m n
+    Q5_K   256 elements   the same with 32 bytes of fifth bits before the last                      q d s - m n
+    Q6_K   256 elements   128 bytes of low halves, 64 of upper bits, 16 int8 of scales, d f16       (q - 32) d s
+
+s and n are of groups of 32 elements, of Q6_K of 16.
+
+The tensors of a GGUF file by the names, and with the rows, that Hugging Face's folders have.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
+import re
 import struct
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from llm_serving.core.files import open_regular
 from llm_serving.errors import ModelError, shorten
-from llm_serving.formats.gguf_blocks import BLOCKS
 from llm_serving.formats.packed import PackedTensor, ReadableTensor
-from llm_serving.formats.stored import StoredTensor, check_apart
+from llm_serving.formats.quantized_tensor import QuantizedTensor, check_scales
+from llm_serving.formats.stored_tensor import Array, StoredTensor, check_apart
+
+Uint8Array = NDArray[np.uint8]
+Float32Array = NDArray[np.float32]
+
+_AT_ONCE: Final = 2**22
+"""Elements that are computed together, where values are."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """A type of weights.
+
+    Attributes:
+        elements: Of a block.
+        num_bytes: Of a block.
+        unpack: [n, num_bytes] blocks -> their codes and scales, or float32 values [n, elements].
+        bits: Of the codes; 0: values.
+        group: Elements of a scale.
+    """
+
+    name: str
+    elements: int
+    num_bytes: int
+    unpack: Callable[[Uint8Array], Any]
+    bits: int = 0
+    group: int = 32
+
+    def unpacked(self, rows: Array) -> QuantizedTensor | Array:
+        """[out, bytes of a row] -> the matrix."""
+        out = len(rows)
+        width = rows.shape[1] // self.num_bytes * self.elements
+        if self.bits:
+            codes, scales = self.unpack(np.asarray(rows).reshape(-1, self.num_bytes))
+            of_rows = np.ascontiguousarray(codes.reshape(out, width))
+            return QuantizedTensor(of_rows, scales.reshape(out, -1), None, self.bits, min(self.group, max(1, width)))
+        values = np.empty((out, width), np.float32)
+        step = max(1, _AT_ONCE // max(1, width))
+        for start in range(0, out, step):
+            part = np.asarray(rows[start : start + step])
+            values[start : start + step] = self.unpack(part.reshape(-1, self.num_bytes)).reshape(len(part), width)
+        return values
+
+
+def _halves(blocks: Uint8Array, start: int) -> Float32Array:
+    """[n, 1] the float16 that begins at a byte, a scale."""
+    scales = np.ascontiguousarray(blocks[:, start : start + 2]).view(np.float16).astype(np.float32)
+    check_scales(scales)
+    return scales
+
+
+def _low_then_high(packed: Uint8Array) -> Uint8Array:
+    """[..., n] bytes -> [..., 2 n] codes: low halves, then high ones."""
+    return np.concatenate([packed & 15, packed >> 4], axis=-1)
+
+
+def _q4_0(blocks: Uint8Array) -> tuple[Uint8Array, Float32Array]:
+    return _low_then_high(blocks[:, 2:]), _halves(blocks, 0)
+
+
+def _q4_1(blocks: Uint8Array) -> Float32Array:
+    values: Float32Array = _low_then_high(blocks[:, 4:]) * _halves(blocks, 0)
+    values += _halves(blocks, 2)
+    return values
+
+
+def _five_bits(blocks: Uint8Array) -> Uint8Array:
+    """[n, 20] fifth bits and the others -> [n, 32] codes."""
+    fifth = np.unpackbits(blocks[:, :4], axis=1, bitorder="little")
+    return _low_then_high(blocks[:, 4:]) | fifth << np.uint8(4)
+
+
+def _q5_0(blocks: Uint8Array) -> tuple[NDArray[np.int8], Float32Array]:
+    return (_five_bits(blocks[:, 2:]) - np.uint8(16)).view(np.int8), _halves(blocks, 0)
+
+
+def _q5_1(blocks: Uint8Array) -> Float32Array:
+    values: Float32Array = _five_bits(blocks[:, 4:]) * _halves(blocks, 0)
+    values += _halves(blocks, 2)
+    return values
+
+
+def _q8_0(blocks: Uint8Array) -> tuple[NDArray[np.int8], Float32Array]:
+    return blocks[:, 2:].view(np.int8), _halves(blocks, 0)
+
+
+def _q6_k(blocks: Uint8Array) -> tuple[NDArray[np.int8], Float32Array]:
+    # Half a block has 128 elements in four runs of 32: a byte of low halves serves two runs, one of upper bits four.
+    low = _low_then_high(blocks[:, :128].reshape(-1, 2, 64)).reshape(-1, 2, 4, 32)
+    upper = blocks[:, 128:192].reshape(-1, 2, 1, 32) >> np.array([0, 2, 4, 6], np.uint8)[:, None] & 3
+    codes = (low | upper << 4) - np.uint8(32)
+    scales = _halves(blocks, 208) * np.ascontiguousarray(blocks[:, 192:208]).view(np.int8).astype(np.float32)
+    return codes.view(np.int8), scales
+
+
+def _scales_and_minima(packed: Uint8Array) -> tuple[Float32Array, Float32Array]:
+    """[n, 12] -> [n, 8, 1] each, of 6 bits: four in the low bits of bytes, the upper two of the others above them."""
+    first, second, both = packed[:, 0:4], packed[:, 4:8], packed[:, 8:12]
+    scales = np.concatenate([first & 63, both & 15 | first >> 6 << 4], axis=1)
+    minima = np.concatenate([second & 63, both >> 4 | second >> 6 << 4], axis=1)
+    return scales[..., None].astype(np.float32), minima[..., None].astype(np.float32)
+
+
+def _of_runs(blocks: Uint8Array, codes: Uint8Array) -> Float32Array:
+    """[n, 8, 32] codes -> values, by the scales and minima that a block begins with."""
+    scales, minima = _scales_and_minima(blocks[:, 4:16])
+    scales *= _halves(blocks, 0)[..., None]
+    minima *= _halves(blocks, 2)[..., None]
+    values: Float32Array = codes * scales
+    values -= minima
+    return values
+
+
+def _q4_k(blocks: Uint8Array) -> Float32Array:
+    return _of_runs(blocks, _low_then_high(blocks[:, 16:].reshape(-1, 4, 32)).reshape(-1, 8, 32))
+
+
+def _q5_k(blocks: Uint8Array) -> Float32Array:
+    codes = _low_then_high(blocks[:, 48:].reshape(-1, 4, 32)).reshape(-1, 8, 32)
+    fifth = blocks[:, None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & np.uint8(1)
+    return _of_runs(blocks, (codes | fifth << 4).astype(np.uint8))
+
+
+BLOCKS: Final[Mapping[int, Block]] = {
+    2: Block("Q4_0", 32, 18, _q4_0, bits=4),
+    3: Block("Q4_1", 32, 20, _q4_1),
+    6: Block("Q5_0", 32, 22, _q5_0, bits=8),
+    7: Block("Q5_1", 32, 24, _q5_1),
+    8: Block("Q8_0", 32, 34, _q8_0, bits=8),
+    12: Block("Q4_K", 256, 144, _q4_k),
+    13: Block("Q5_K", 256, 176, _q5_k),
+    14: Block("Q6_K", 256, 210, _q6_k, bits=8, group=16),
+}
+"""By the number that ggml gives the type."""
+
 
 _VERSIONS: Final = (2, 3)
 _PLAIN: Final[Mapping[int, str]] = {0: "F32", 1: "F16", 30: "BF16"}
@@ -238,3 +389,87 @@ def _entry(file: Path, reader: _Reader) -> _Entry:
         known = ", ".join([*_PLAIN.values(), *(block.name for block in BLOCKS.values())])
         raise ModelError(f"{file}: tensor {shorten(name)} must be {known}. Found: type {kind} of ggml")
     return _Entry(name, shape, kind, offset)
+
+
+METHOD: Final = "gguf"
+"""`quant_method` of a configuration that was read out of such a file."""
+
+_WHOLE: Final[Mapping[str, str]] = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+_OF_LAYER: Final[Mapping[str, str]] = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_NAME: Final = re.compile(r"^(?:blk\.(?P<layer>\d{1,6})\.)?(?P<role>[a-z_]+)\.(?P<kind>weight|bias)$")
+_OTHER_FORM: Final = ("model.", "lm_head.")
+"""How names of Hugging Face begin: under one of them a tensor would be taken with its rows in another order."""
+ROTATION: Final = "rope_freqs.weight"
+"""What frequencies of rotation are divided by: no weight, and part of the configuration."""
+
+
+@dataclass(frozen=True)
+class Gguf:
+    """
+    Attributes:
+        heads, kv_heads: Whose rows the file has with neighbours turning together, as it has Llama's; 0: as they are.
+    """
+
+    described: str
+    heads: int = 0
+    kv_heads: int = 0
+    activation_bits: int | None = None
+
+    def weights(self, tensors: Mapping[str, ReadableTensor]) -> dict[str, ReadableTensor]:
+        weights: dict[str, ReadableTensor] = {}
+        for name, tensor in tensors.items():
+            if name == ROTATION:
+                continue
+            known = hugging_face_name(name)
+            if known == name and name.startswith(_OTHER_FORM):
+                raise ModelError(f"{tensor.file}: tensor {name} is not named as tensors of this form are")
+            if known in weights:
+                raise ModelError(f"{tensor.file}: tensor {name} stands twice, as {known}")
+            weights[known] = self._turned(name, tensor)
+        return weights
+
+    def _turned(self, name: str, tensor: ReadableTensor) -> ReadableTensor:
+        role = name.rpartition(".")[0].rpartition(".")[2]
+        heads = {"attn_q": self.heads, "attn_k": self.kv_heads}.get(role, 0)
+        if not heads:
+            return tensor
+        if tensor.shape[0] % (2 * heads):
+            raise ModelError(f"{tensor.file}: tensor {name} must have rows of {heads} heads. Found: {tensor.shape[0]}")
+        order = np.arange(tensor.shape[0]).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
+        if isinstance(tensor, StoredTensor):
+            return PackedTensor(name, tensor.shape, {"rows": tensor}, lambda arrays: arrays["rows"][order])
+        unpack = tensor.unpack
+        return replace(tensor, unpack=lambda arrays: _in_order(unpack(arrays), order))
+
+
+def hugging_face_name(name: str) -> str:
+    """Of a tensor of the file; one that is not known keeps its name, which no model has a place for."""
+    match = _NAME.match(name)
+    known = match and (_OF_LAYER if match["layer"] else _WHOLE).get(match["role"])
+    if match is None or known is None:
+        return name
+    return (
+        f"model.layers.{int(match['layer'])}.{known}.{match['kind']}" if match["layer"] else f"{known}.{match['kind']}"
+    )
+
+
+def _in_order(found: QuantizedTensor | Array, order: Array) -> QuantizedTensor | Array:
+    if isinstance(found, QuantizedTensor):
+        return replace(found, codes=found.codes[order], scales=found.scales[order])
+    return found[order]

@@ -15,9 +15,14 @@ from typing import Final
 import numpy as np
 
 from llm_serving.formats.packed import PackedTensor, Parts, ReadableTensor, check_shape, part, put_together
-from llm_serving.formats.quantized import QuantizedTensor, group_of_columns, of_unsigned
-from llm_serving.formats.stored import NUMPY_DTYPES, Array, to_float32
-from llm_serving.formats.words import codes_of_words, per_word
+from llm_serving.formats.quantized_tensor import (
+    QuantizedTensor,
+    codes_of_words,
+    group_of_columns,
+    of_unsigned,
+    per_word,
+)
+from llm_serving.formats.stored_tensor import NUMPY_DTYPES, Array, to_float32
 
 _ENDINGS: Final = ("qweight", "qzeros", "scales", "g_idx")
 

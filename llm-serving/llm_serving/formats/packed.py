@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Protocol
 
 from llm_serving.errors import ModelError
-from llm_serving.formats.quantized import QuantizedTensor
-from llm_serving.formats.stored import NUMPY_DTYPES, Array, StoredTensor
+from llm_serving.formats.quantized_tensor import QuantizedTensor
+from llm_serving.formats.stored_tensor import NUMPY_DTYPES, Array, StoredTensor
 
 Parts = Mapping[str, StoredTensor]
 """Ending of a name -> tensor, such as `qweight` and `scales`."""

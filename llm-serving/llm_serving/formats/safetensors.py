@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 
 from llm_serving.core.files import open_regular
 from llm_serving.errors import ModelError, shorten
-from llm_serving.formats.stored import NUMPY_DTYPES, PACKED_DTYPES, StoredTensor, check_apart
+from llm_serving.formats.stored_tensor import NUMPY_DTYPES, PACKED_DTYPES, StoredTensor, check_apart
 
 _MAX_HEADER_BYTES: Final = 32 * 2**20
 _LFS_POINTER: Final = b"version "

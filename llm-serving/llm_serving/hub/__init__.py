@@ -3,8 +3,7 @@
 `locate` finds a model in the local caches, or downloads what tells whether it can be served; `download` gets the rest.
 """
 
-from llm_serving.hub.cached import cached_models
-from llm_serving.hub.find import HUBS, HubModel, download, locate
-from llm_serving.hub.names import NAME_FORM, is_revision, why_no_name
+from llm_serving.hub.base import NAME_FORM, is_revision, why_no_name
+from llm_serving.hub.find import HUBS, HubModel, cached_models, download, locate
 
 __all__ = ["HUBS", "NAME_FORM", "HubModel", "cached_models", "download", "is_revision", "locate", "why_no_name"]

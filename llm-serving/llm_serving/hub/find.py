@@ -1,18 +1,30 @@
-"""From the name of a model to its folder: out of a local cache, or downloaded after everything else was checked."""
+"""From the name of a model to its folder: out of a local cache, or downloaded after everything else was checked.
+
+Every model that the local caches hold.
+"""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from llm_serving.errors import ModelError
 from llm_serving.formats.folder import INDEX_NAME
-from llm_serving.hub.base import Hub, Listing
-from llm_serving.hub.caches import DEFAULT_REVISIONS, is_offline
-from llm_serving.hub.contents import missing_files, small_files, weight_files
+from llm_serving.hub.base import (
+    DEFAULT_REVISIONS,
+    Hub,
+    Listing,
+    huggingface_cache,
+    huggingface_snapshot,
+    is_offline,
+    missing_files,
+    modelscope_cache,
+    small_files,
+    weight_files,
+)
 from llm_serving.hub.huggingface import HuggingFace
 from llm_serving.hub.modelscope import ModelScope
 from llm_serving.models.memory import readable_size
@@ -161,3 +173,22 @@ def _check_disk(hub: Hub, listing: Listing, weights: list[str]) -> None:
 def _commit_of(folder: Path) -> str:
     """Of a snapshot; the folders of older ModelScope releases do not tell."""
     return folder.name if folder.parent.name == "snapshots" else "unknown"
+
+
+class CachedModel(NamedTuple):
+    name: str
+    hub: str
+    revision: str
+    folder: Path
+
+
+def cached_models() -> Iterator[CachedModel]:
+    """By name: of Hugging Face the main revision, of ModelScope every one."""
+    for model in sorted(huggingface_cache().glob("models--*--*")):
+        name = model.name.removeprefix("models--").replace("--", "/")
+        folder = huggingface_snapshot(name, DEFAULT_REVISIONS["huggingface"])
+        if folder is not None:
+            yield CachedModel(name, "huggingface", folder.name, folder)
+    for folder in sorted(modelscope_cache().glob("models/*--*/snapshots/*")):
+        name = folder.parents[1].name.replace("--", "/")
+        yield CachedModel(name, "modelscope", folder.name, folder)

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Final
 
 from llm_serving.errors import ModelError, shorten
-from llm_serving.hub.base import Listing
-from llm_serving.hub.caches import modelscope_cache, modelscope_snapshot
+from llm_serving.hub.base import Listing, modelscope_cache, modelscope_snapshot
 
 INSTALL: Final = "pip install modelscope-hub, or the extra `modelscope` of this package"
 

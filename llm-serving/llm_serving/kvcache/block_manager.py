@@ -7,14 +7,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import chain
 
+from llm_serving.core.kv_transfer import Transfer
 from llm_serving.core.request import Request
 from llm_serving.core.step import NO_BLOCK, BlockMove, Move
-from llm_serving.core.transfer import Transfer
 from llm_serving.core.window import Window
-from llm_serving.kvcache.block_hash import block_hash, namespace_hash
 from llm_serving.kvcache.block_pool import BlockPool
-from llm_serving.kvcache.block_table import BlockTable
-from llm_serving.kvcache.exports import Exports, TransferBlock
+from llm_serving.kvcache.block_table import BlockTable, block_hash, namespace_hash
+from llm_serving.kvcache.transfer_pool import Exports, TransferBlock
 
 
 class BlockManager:

@@ -12,8 +12,8 @@ from llm_serving.backends.base import AttentionShape, Backend
 from llm_serving.errors import ModelError
 from llm_serving.lowering import operations as cells
 from llm_serving.lowering.parameters import Parameters
-from llm_serving.lowering.step import KVCaches
-from llm_serving.network.description import Network
+from llm_serving.lowering.step_inputs import KVCaches
+from llm_serving.network.builder import Network
 from llm_serving.network.operations import Operation, Value, Weight
 from llm_serving.network.rewriting import Plan, add_in_norm, apply, select_rows
 

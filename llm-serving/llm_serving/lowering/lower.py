@@ -8,20 +8,18 @@ import mindspore as ms
 from mindspore import nn
 
 from llm_serving.backends.base import Backend
-from llm_serving.core.choices import ImplementationName
+from llm_serving.core.enums import ImplementationName
 from llm_serving.errors import ModelError
 from llm_serving.lowering.cells import HeadOfCells, NetworkOfCells
-from llm_serving.lowering.mindformers import NetworkOfMindFormers
-from llm_serving.lowering.mindformers_llama import NetworkOfMindFormersLlama
+from llm_serving.lowering.mindformers import NetworkOfMindFormers, NetworkOfMindFormersLlama
 from llm_serving.lowering.parameters import Parameters, parameters_of
 from llm_serving.lowering.program import NetworkOfProgram
-from llm_serving.lowering.step import KVCaches, dynamic_inputs
-from llm_serving.models.mindformers_llama import unstacked
+from llm_serving.lowering.step_inputs import KVCaches, dynamic_inputs
+from llm_serving.models.mindformers import unstacked
 from llm_serving.models.spec import ModelSpec
-from llm_serving.models.weights import WeightReader
-from llm_serving.network.coded import Quantization
-from llm_serving.network.primitives import lacking_in_coded_cache, lacking_of_codes
+from llm_serving.models.weight_reader import WeightReader
 from llm_serving.network.program import Program, program_of, program_of_head, program_of_states
+from llm_serving.network.quantization import Quantization, lacking_in_coded_cache, lacking_of_codes
 
 
 class Lowered(NamedTuple):

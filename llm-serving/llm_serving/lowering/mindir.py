@@ -13,10 +13,10 @@ from mindspore import nn
 from llm_serving.backends.base import Backend
 from llm_serving.errors import ConfigError
 from llm_serving.lowering.lower import Lowered, lower
-from llm_serving.lowering.step import KVCaches, dynamic_inputs
+from llm_serving.lowering.step_inputs import KVCaches, dynamic_inputs
 from llm_serving.models.spec import ModelSpec
-from llm_serving.models.weights import WeightReader
-from llm_serving.network.coded import Quantization
+from llm_serving.models.weight_reader import WeightReader
+from llm_serving.network.quantization import Quantization
 
 GRAPHS: Final = ("states", "head")
 """As `Lowered` names them; `graph_file` says where each is."""

@@ -8,15 +8,15 @@ import mindspore as ms
 import numpy as np
 
 from llm_serving.backends.base import Backend
-from llm_serving.backends.rounding import quantize
-from llm_serving.core.choices import QuantizationName
+from llm_serving.backends.quantize import quantize
+from llm_serving.core.enums import QuantizationName
 from llm_serving.errors import ModelError
-from llm_serving.formats.quantized import QuantizedTensor
-from llm_serving.formats.stored import is_finite
-from llm_serving.models.weights import WeightReader
-from llm_serving.network.coded import BITS, WIDENED, Quantization, coded_weights, codes_of
-from llm_serving.network.description import Network
+from llm_serving.formats.quantized_tensor import QuantizedTensor
+from llm_serving.formats.stored_tensor import is_finite
+from llm_serving.models.weight_reader import WeightReader
+from llm_serving.network.builder import Network
 from llm_serving.network.operations import Operation, Weight
+from llm_serving.network.quantization import BITS, WIDENED, Quantization, coded_weights, codes_of
 from llm_serving.network.weights import made_of, parameter
 
 _PRODUCTS: Mapping[str, tuple[str, ...]] = {

@@ -11,8 +11,8 @@ from mindspore import nn
 from llm_serving.backends.base import Array
 from llm_serving.backends.parameters import parameter_over, to_model_dtype, zeroed_array
 from llm_serving.core.step import Float32Array, Int32Array
-from llm_serving.kernels.addressed import AddressTable
-from llm_serving.lowering.step import STEP_INPUTS, KVCaches
+from llm_serving.kernels.library import AddressTable
+from llm_serving.lowering.step_inputs import STEP_INPUTS, KVCaches
 from llm_serving.network.program import DTYPES, Program
 
 _STEP: Final = 2

@@ -5,9 +5,9 @@ The 7B turns; the 13B has ALiBi (Press et al. 2021), and tells so by having no `
 
 import numpy as np
 
-from llm_serving.models.facts import Facts
-from llm_serving.models.parts import decoder, gated_mlp, heads_of, network_of, rotary_of, self_attention
-from llm_serving.network.description import Network
+from llm_serving.models.layers import decoder, gated_mlp, heads_of, network_of, rotary_of, self_attention
+from llm_serving.models.model_config import Facts
+from llm_serving.network.builder import Network
 from llm_serving.network.operations import Float32Array, Value, Weight
 
 FIRST_VOCABULARY = 64000

@@ -5,8 +5,7 @@ the latent space, where keys and values are the same, and what is attended comes
 (DeepSeek-V2, Liu et al. 2024, section 2.1; the absorbed form).
 """
 
-from llm_serving.models.facts import Facts
-from llm_serving.models.parts import (
+from llm_serving.models.layers import (
     HEAD_MULTIPLE,
     MAX_WIDTH,
     decoder,
@@ -16,9 +15,10 @@ from llm_serving.models.parts import (
     rope_facts,
     scaling_of,
 )
-from llm_serving.network.description import Network, Routing, blocks, filled
+from llm_serving.models.model_config import Facts
+from llm_serving.network.builder import Network, Routing, blocks, filled
 from llm_serving.network.operations import Float32Array, Value
-from llm_serving.network.rotary import Rotary, yarn_mscale
+from llm_serving.network.rope import Rotary, yarn_mscale
 
 LATENT_EPS = 1e-6
 

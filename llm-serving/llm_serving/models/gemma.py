@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from llm_serving.models.facts import Facts
-from llm_serving.models.parts import decoder, gated_mlp, heads_of, network_of, rotary_of, self_attention
-from llm_serving.network.description import Network
+from llm_serving.models.layers import decoder, gated_mlp, heads_of, network_of, rotary_of, self_attention
+from llm_serving.models.model_config import Facts
+from llm_serving.network.builder import Network
 from llm_serving.network.operations import Float32Array, Value
-from llm_serving.network.rotary import Rotary
+from llm_serving.network.rope import Rotary
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 NORMS = ("self_attn.q_norm", "self_attn.k_norm")

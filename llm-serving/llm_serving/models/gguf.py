@@ -9,9 +9,8 @@ from typing import Any, Final
 import numpy as np
 
 from llm_serving.errors import ModelError, shorten
-from llm_serving.formats.gguf import GgufFile, read_gguf
-from llm_serving.formats.gguf_names import METHOD, ROTATION
-from llm_serving.formats.stored import StoredTensor
+from llm_serving.formats.gguf import METHOD, ROTATION, GgufFile, read_gguf
+from llm_serving.formats.stored_tensor import StoredTensor
 
 SUFFIX: Final = ".gguf"
 

@@ -1,8 +1,8 @@
 """GLM-4: half of each head turns, in neighbouring pairs. The models of 2025 have norms behind both halves as well."""
 
-from llm_serving.models.facts import Facts
-from llm_serving.models.parts import decoder, gated_mlp, heads_of, network_of, rotary_of, self_attention
-from llm_serving.network.description import Network
+from llm_serving.models.layers import decoder, gated_mlp, heads_of, network_of, rotary_of, self_attention
+from llm_serving.models.model_config import Facts
+from llm_serving.network.builder import Network
 from llm_serving.network.operations import Value
 
 

@@ -1,8 +1,8 @@
 """Granite: a Llama with factors for embeddings, scores, residuals and logits."""
 
-from llm_serving.models.facts import Facts
-from llm_serving.models.parts import decoder, gated_mlp, heads_of, network_of, rotary_of, self_attention
-from llm_serving.network.description import Network
+from llm_serving.models.layers import decoder, gated_mlp, heads_of, network_of, rotary_of, self_attention
+from llm_serving.models.model_config import Facts
+from llm_serving.network.builder import Network
 from llm_serving.network.operations import Value
 
 

@@ -1,8 +1,8 @@
 """InternLM2: query, key and value lie together by groups, under names of its own. InternLM3: other biases."""
 
-from llm_serving.models.facts import Facts
-from llm_serving.models.parts import QKV, decoder, gated_mlp, heads_of, network_of, rotary_of, self_attention
-from llm_serving.network.description import Network
+from llm_serving.models.layers import QKV, decoder, gated_mlp, heads_of, network_of, rotary_of, self_attention
+from llm_serving.models.model_config import Facts
+from llm_serving.network.builder import Network
 from llm_serving.network.operations import Value
 
 

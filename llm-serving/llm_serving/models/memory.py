@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Final
 
-from llm_serving.core.continuation import MAX_CONTINUATIONS, MAX_PROPOSED_TOKENS, blocks_of_continuation
+from llm_serving.core.step import MAX_CONTINUATIONS, MAX_PROPOSED_TOKENS, blocks_of_continuation
 from llm_serving.models.spec import ModelSpec
-from llm_serving.network.coded import Quantization, spared_bytes
+from llm_serving.network.quantization import Quantization, spared_bytes
 
 PROCESS_BYTES: Final = 600_000_000
 """What a WorkAgent takes beside the model: the interpreter, MindSpore and its graphs, the buffers of steps."""

@@ -1,8 +1,8 @@
 """Phi-3 and Phi-4: query, key and value are stored stacked, gate and up too; perhaps a part of each head turns."""
 
-from llm_serving.models.facts import Facts
-from llm_serving.models.parts import decoder, gated_mlp, heads_of, network_of, rotary_of, self_attention, window_of
-from llm_serving.network.description import Network
+from llm_serving.models.layers import decoder, gated_mlp, heads_of, network_of, rotary_of, self_attention, window_of
+from llm_serving.models.model_config import Facts
+from llm_serving.network.builder import Network
 from llm_serving.network.operations import Value
 
 QKV = ("self_attn.qkv_proj",)

@@ -1,7 +1,6 @@
 """Qwen2: biases of query, key and value. Qwen3: norms of heads instead. Both: experts in most layers, perhaps."""
 
-from llm_serving.models.facts import Facts
-from llm_serving.models.parts import (
+from llm_serving.models.layers import (
     decoder,
     gated_mlp,
     heads_of,
@@ -11,7 +10,8 @@ from llm_serving.models.parts import (
     self_attention,
     window_of,
 )
-from llm_serving.network.description import Network, Routing
+from llm_serving.models.model_config import Facts
+from llm_serving.network.builder import Network, Routing
 from llm_serving.network.operations import Value
 
 NORMS = ("self_attn.q_norm", "self_attn.k_norm")

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from llm_serving.errors import ModelError, shorten
-from llm_serving.models.facts import Facts
-from llm_serving.network.description import Network
+from llm_serving.models.model_config import Facts
+from llm_serving.network.builder import Network
 
 Family = Callable[[Facts], Network]
 """The facts of a configuration -> its network.

@@ -14,14 +14,14 @@ from llm_serving.core.files import read_regular
 from llm_serving.errors import ModelError, shorten
 from llm_serving.formats.folder import how_to_convert
 from llm_serving.formats.packed import Scheme
-from llm_serving.formats.schemes import scheme_of
+from llm_serving.formats.quantization_schemes import scheme_of
 from llm_serving.models import chatglm
-from llm_serving.models.facts import Facts
 from llm_serving.models.gguf import is_gguf, read_config
 from llm_serving.models.mindformers import hugging_face_config
+from llm_serving.models.model_config import Facts
 from llm_serving.models.pooling import is_embedding_model
 from llm_serving.models.registry import architecture_of, describe
-from llm_serving.network.description import CacheShape, Network
+from llm_serving.network.builder import CacheShape, Network
 from llm_serving.network.operations import Weight
 from llm_serving.network.sharding import sharded
 

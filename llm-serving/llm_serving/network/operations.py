@@ -17,6 +17,8 @@ model folder it is made of. The operations (SIGNATURES has what each reads and w
     all_reduce  the sum of a value over all ranks, in their order
     output      float32 logits of the rows that give a result, whichever rank has the rows of the head
     states      those rows themselves, in float32
+
+The types a model is computed in.
 """
 
 from __future__ import annotations
@@ -27,6 +29,8 @@ from typing import Any, Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+
+from llm_serving.core.dtypes import MODEL_DTYPES
 
 Float32Array = NDArray[np.float32]
 
@@ -130,3 +134,18 @@ class Operation:
 
 
 _PARTS: Final = ("inputs", "weights", "outputs", "attributes")
+
+
+ELEMENT_BYTES: Final[Mapping[str, int]] = {dtype.name: dtype.num_bytes for dtype in MODEL_DTYPES.values()}
+
+
+def rounded_to(value: np.float32, dtype: str) -> np.float32:
+    """The nearest number of a model dtype, ties to even; finite numbers only."""
+    if dtype == "float16":
+        return np.float32(np.float16(value))
+    if dtype == "float32":
+        return value
+    bits = value.view(np.uint32)
+    even = (bits >> np.uint32(16)) & np.uint32(1)
+    kept = (bits + np.uint32(0x7FFF) + even) & np.uint32(0xFFFF0000)
+    return kept.view(np.float32)

@@ -15,9 +15,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from llm_serving.network.description import Network
-from llm_serving.network.elements import ELEMENT_BYTES, rounded_to
-from llm_serving.network.operations import SIGNATURES, Operation, Value, Weight
+from llm_serving.network.builder import Network
+from llm_serving.network.operations import ELEMENT_BYTES, SIGNATURES, Operation, Value, Weight, rounded_to
 from llm_serving.network.rewriting import Plan, rewrite, select_rows
 
 Int32Array = NDArray[np.int32]

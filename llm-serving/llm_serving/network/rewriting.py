@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from llm_serving.network.description import PANEL
+from llm_serving.network.builder import PANEL
 from llm_serving.network.operations import Operation, Value, Weight
 
 Operations = list[Operation]

@@ -20,7 +20,7 @@ from functools import lru_cache
 from typing import Final
 
 from llm_serving.errors import ModelError
-from llm_serving.network.description import PANEL, Network, blocks, filled
+from llm_serving.network.builder import PANEL, Network, blocks, filled
 from llm_serving.network.operations import Float32Array, Operation, Value, Weight
 from llm_serving.network.rewriting import Graph
 

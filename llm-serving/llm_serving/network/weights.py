@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from llm_serving.formats.stored import to_float32
+from llm_serving.formats.stored_tensor import to_float32
 from llm_serving.network.operations import Weight
 
 Array = NDArray[Any]

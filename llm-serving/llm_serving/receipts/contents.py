@@ -13,8 +13,8 @@ from llm_serving.errors import ModelError
 from llm_serving.formats.folder import INDEX_NAME, weight_files
 from llm_serving.models.gguf import is_gguf
 from llm_serving.models.spec import CONFIG_NAME
-from llm_serving.text.tokenizer_config import config_files
-from llm_serving.text.vocabulary_files import find_vocabulary, parts_of
+from llm_serving.text.tokenizer.files import find_vocabulary, parts_of
+from llm_serving.text.tokenizer.vocabulary import config_files
 
 PIECE_BYTES: Final = 2**20
 """Read and hashed at a time; threads give way to others meanwhile."""

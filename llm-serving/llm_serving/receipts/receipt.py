@@ -6,9 +6,8 @@ from typing import Final
 
 import msgspec
 
-from llm_serving.core.beam_search_params import BeamSearchParams
-from llm_serving.core.computed_by import ComputedBy
-from llm_serving.core.sampling_params import SamplingParams
+from llm_serving.core.fingerprint import ComputedBy
+from llm_serving.core.sampling_params import BeamSearchParams, SamplingParams
 
 VERSION: Final = 2
 READABLE: Final = (1, VERSION)

@@ -6,13 +6,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final, Protocol
 
 from llm_serving import __version__
-from llm_serving.core.clock import Clock, monotonic
+from llm_serving.core.kv_transfer import Transfer
 from llm_serving.core.request import FinishReason, Request
 from llm_serving.core.request_class import RequestClass
-from llm_serving.core.transfer import Transfer
+from llm_serving.core.timings import Clock, monotonic
 from llm_serving.kvcache import BlockManager
 from llm_serving.kvcache.block_table import BlockTable
-from llm_serving.kvcache.exports import TransferBlock
+from llm_serving.kvcache.transfer_pool import TransferBlock
 from llm_serving.log import get_logger
 from llm_serving.recording.records import (
     FORMAT,
@@ -41,10 +41,10 @@ from llm_serving.recording.records import (
     encode,
 )
 from llm_serving.recording.snapshot import capture
+from llm_serving.scheduler.components import Rules
 from llm_serving.scheduler.limits import SchedulerLimits
 from llm_serving.scheduler.orders import Order
-from llm_serving.scheduler.policy import Policy
-from llm_serving.scheduler.rules import Rules
+from llm_serving.scheduler.policies import Policy
 from llm_serving.scheduler.schedule import Schedule
 from llm_serving.scheduler.scheduler import Scheduler
 

@@ -14,10 +14,10 @@ from typing import Any, BinaryIO, Final, NamedTuple
 
 import msgspec
 
+from llm_serving.core.kv_transfer import Transfer
 from llm_serving.core.step import Move
-from llm_serving.core.transfer import Transfer
 from llm_serving.errors import RecordingError
-from llm_serving.kvcache.exports import TransferBlock
+from llm_serving.kvcache.transfer_pool import TransferBlock
 from llm_serving.scheduler.schedule import PromptResults
 
 MAGIC: Final = b"llm-serving scheduler recording\n"

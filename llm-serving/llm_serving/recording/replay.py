@@ -11,7 +11,6 @@ from llm_serving import __version__
 from llm_serving.core.request import FinishReason, Request
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.errors import RecordingError
-from llm_serving.recording.explain import describe_decision, describe_state, describe_waiting
 from llm_serving.recording.recorder import DecisionEncoder
 from llm_serving.recording.records import (
     Added,
@@ -37,6 +36,7 @@ from llm_serving.recording.records import (
     ServedElsewhere,
     Updated,
 )
+from llm_serving.recording.report import describe_decision, describe_state, describe_waiting
 from llm_serving.recording.snapshot import restore
 from llm_serving.scheduler.schedule import Schedule
 from llm_serving.scheduler.scheduler import Scheduler

@@ -1,48 +1,168 @@
-"""The running requests at the moment before a step, told apart by what they need of it."""
+"""The places that requests run in: who has one, and what each class holds by them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from bisect import insort
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
-from llm_serving.core.request import Request
-
-
-class Running:
-    """One look at every running request; it holds until one comes, goes or is computed.
-
-    The numbers of a request are worked out here once for all who decide: requests are many, and steps are short.
-    """
-
-    __slots__ = ("decoding", "least_scheduled_step", "num_decoding", "prefilling")
-
-    def __init__(self, requests: Iterable[Request]) -> None:
-        self.decoding: list[Request] = []
-        """Those that could get a token now."""
-        self.prefilling: list[Request] = []
-        """Those with more than the newest token left to compute, in the order in which they were admitted."""
-        self.num_decoding = 0
-        """Requests that have their prompt behind them, with or without a token to get now."""
-        self.least_scheduled_step: int | None = None
-        """Of `decoding`, the step that computed the one that has waited longest; None without any."""
-        for request in requests:
-            in_flight = request.num_tokens_in_flight
-            num_output = len(request.output_token_ids) + in_flight
-            num_uncomputed = len(request.prompt_token_ids) + num_output - request.num_computed_tokens
-            if num_uncomputed == 1 and num_output:
-                if request.paused:
-                    continue
-                self.num_decoding += 1
-                if num_output < request.sampling.max_tokens and not (
-                    request.departs or (in_flight and (request.waits_for_reply or request.draft_token_ids))
-                ):
-                    self.decoding.append(request)
-            elif num_uncomputed > 0:
-                self.prefilling.append(request)
-        if len(self.prefilling) > 1:
-            self.prefilling.sort(key=_admission)
-        if self.decoding:
-            self.least_scheduled_step = min([request.last_scheduled_step for request in self.decoding])
+from llm_serving.core.request import RUNNING, Request
+from llm_serving.core.request_class import RequestClass
+from llm_serving.kvcache import BlockManager
+from llm_serving.scheduler.limits import SchedulerLimits
 
 
-def _admission(request: Request) -> int:
-    return request.admission
+class Places:
+    """The running requests in their order, and the places and blocks of each class."""
+
+    def __init__(self, limits: SchedulerLimits, blocks: BlockManager, classes: Sequence[RequestClass]) -> None:
+        self.running: list[Request] = []
+        """Sorted by `queue_key`."""
+        self.held = {each.name: 0 for each in classes}
+        """Places that requests of each class run in."""
+        self.blocks_held = dict(self.held)
+        """Blocks in the tables of these requests; one that two share counts for both."""
+        self._limits = limits
+        self._blocks = blocks
+        self._ranks = {each.name: each.rank for each in classes}
+        self._most = limits.max_num_seqs
+        """Places that there are; more than the limit where more ran when that was lowered, until they have ended."""
+
+    def __len__(self) -> int:
+        return len(self.running)
+
+    @property
+    def are_taken(self) -> bool:
+        """Whether there are as many as there may be."""
+        return len(self.running) >= self._limits.max_num_seqs
+
+    def take(self, request: Request) -> None:
+        """The request, which has its blocks, runs from now on."""
+        self._count(request, 1)
+        insort(self.running, request, key=_queue_key)
+
+    def take_over(self, running: Sequence[Request]) -> None:
+        """Those that run under other limits keep their places; they have another order, or class, perhaps."""
+        for request in running:
+            self.take(request)
+        self._most = max(self._most, len(running))
+
+    def leave(self, request: Request) -> None:
+        """The request, which still has its blocks, runs no longer."""
+        self.running.remove(request)
+        self._count(request, -1)
+        self._most = max(self._limits.max_num_seqs, len(self.running))
+
+    @contextmanager
+    def changing(self, request: Request) -> Iterator[None]:
+        """While its key or class changes, the request keeps the place that it has, if it has one."""
+        runs = request.status is RUNNING
+        if runs:
+            self.running.remove(request)
+            self._count(request, -1)
+        yield
+        if runs:
+            self.take(request)
+
+    def clear(self) -> None:
+        """Nobody runs any more."""
+        self.running.clear()
+        self.held, self.blocks_held = dict.fromkeys(self.held, 0), dict.fromkeys(self.held, 0)
+
+    def grow(self, request: Request) -> None:
+        """Makes the request's table hold what it must, as far as its window reaches; there are blocks for it."""
+        before = self.num_blocks_of(request)
+        self._blocks.grow(request.request_id, self.num_tokens_to_hold(request))
+        self.blocks_held[request.request_class.name] += self.num_blocks_of(request) - before
+
+    def slide(self, request: Request) -> None:
+        """Gives back the request's blocks that nothing it has still to compute sees."""
+        before = self.num_blocks_of(request)
+        self._blocks.slide(request.request_id, request.num_computed_tokens)
+        self.blocks_held[request.request_class.name] += self.num_blocks_of(request) - before
+
+    def can_grow(self, request: Request) -> bool:
+        """Whether there are blocks for `grow`."""
+        return self._blocks.can_grow(request.request_id, self.num_tokens_to_hold(request))
+
+    def admit(self, request: Request, parent: Request | None) -> int:
+        """Gives a request that `fits` its blocks; returns how many of its tokens are in them already."""
+        keeps = self.is_protected(request)
+        return self._blocks.admit(request, self.num_tokens_to_hold(request), parent, keeps=keeps)
+
+    def num_blocks_to_admit(self, request: Request, parent: Request | None, without: Sequence[Request] = ()) -> int:
+        """Free blocks that `admit` would take, or would after those `without` gave way."""
+        keeps = self.is_protected(request)
+        return self._blocks.num_blocks_to_admit(request, self.num_tokens_to_hold(request), parent, without, keeps=keeps)
+
+    def fits(self, request: Request, parent: Request | None, without: Sequence[Request] = ()) -> bool:
+        """Whether slots and blocks are free for the request, or were if those `without` gave way.
+
+        One block is kept for each running request, the watermark: so none is preempted before it has filled a block.
+        """
+        num_running = len(self.running) - len(without)
+        if num_running >= self._limits.max_num_seqs:
+            return False
+        return self.num_blocks_to_admit(request, parent, without) + num_running <= self._blocks.pool.num_free_blocks
+
+    def is_at_limit(self, request: Request, share: RequestClass) -> bool:
+        """Whether the class has as many slots or blocks as it may, so that the request cannot run in it."""
+        if share.max_running_share == 1.0 and share.max_kv_share == 1.0:
+            return False
+        members = [other for other in self.running if other.request_class is share and not other.paused]
+        if not members:
+            return False
+        num_held = sum(map(self.num_blocks_of, members))
+        num_blocks = num_held + self._blocks.num_blocks_at_once(self.num_tokens_to_hold(request))
+        return (
+            len(members) + 1 > share.max_running_share * self._limits.max_num_seqs
+            or num_blocks > share.max_kv_share * self._blocks.pool.num_blocks
+        )
+
+    def other_holder(self, request_class: RequestClass) -> str | None:
+        """The class that holds most places, of those beside this one."""
+        others = {name: number for name, number in self.held.items() if number and name != request_class.name}
+        return max(others, key=others.__getitem__, default=None)
+
+    def has_below(self, request_class: RequestClass) -> bool:
+        """Whether a request of a lower class has a place."""
+        return any(number and self._ranks[name] > request_class.rank for name, number in self.held.items())
+
+    def num_blocks_of(self, request: Request) -> int:
+        return self._blocks.num_blocks_held(request.request_id)
+
+    def num_tokens_to_hold(self, request: Request) -> int:
+        """Tokens that a request must have blocks for to be admitted."""
+        return request.max_num_tokens if self.is_protected(request) else request.num_tokens
+
+    def is_protected(self, request: Request) -> bool:
+        """Whether it has lost its place as often as it may."""
+        return request.num_preemptions >= self._limits.max_preemptions
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when what is counted is not what is there."""
+        assert len(self.running) <= self._most
+        assert all(request.status is RUNNING for request in self.running)
+        keys = [request.queue_key for request in self.running]
+        assert keys == sorted(keys)
+        held, blocks_held = dict.fromkeys(self.held, 0), dict.fromkeys(self.held, 0)
+        for request in self.running:
+            held[request.request_class.name] += 1
+            blocks_held[request.request_class.name] += self.num_blocks_of(request)
+        assert self.held == held
+        assert self.blocks_held == blocks_held
+
+    def _count(self, request: Request, sign: int) -> None:
+        name = request.request_class.name
+        self.held[name] += sign
+        self.blocks_held[name] += sign * self.num_blocks_of(request)
+
+
+def worst_first(running: Sequence[Request]) -> Iterator[Request]:
+    """Running requests in the order in which they give way: paused ones before all others."""
+    yield from [request for request in reversed(running) if request.paused]
+    yield from [request for request in reversed(running) if not request.paused]
+
+
+def _queue_key(request: Request) -> tuple[int, float, int, int]:
+    return request.queue_key

@@ -1,14 +1,68 @@
-"""What the scheduler decides: the rows of one step."""
+"""What the scheduler decides: the rows of one step.
+
+What the scheduler tells of those it left waiting, and of those it made wait again.
+
+Whom a step leaves waiting, and why.
+"""
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from llm_serving.core.request import Request
 from llm_serving.core.request_class import RequestClass
 from llm_serving.core.step import Move
-from llm_serving.scheduler.wait_reason import Blocked, Preemption
+from llm_serving.scheduler.running import Places
+from llm_serving.scheduler.waiting import Waits
+
+
+class WaitReason(enum.StrEnum):
+    """Why a step was formed without the request that was to be admitted next."""
+
+    SLOTS = "no free slot"
+    BLOCKS = "no free block"
+    BUDGET = "the step has all its tokens"
+    PROMPTS = "the step has all its prompts"
+    SHARE = "share limit of its class"
+    IN_FLIGHT = "its newest token is not back"
+    DECODING = "the step only decodes"
+    BATCH = "a batch is collected"
+    TENANT = "its tenant runs as many as it may"
+
+
+NO_ROOM: Final = (WaitReason.BUDGET, WaitReason.PROMPTS)
+"""Reasons that are the step's alone: with a smaller step before it, the request might have been admitted."""
+
+
+class Blocked(NamedTuple):
+    """Who was to be admitted next and was not; everybody who waits and is not of a closed class is behind it."""
+
+    request_id: str | None
+    """None where the reason holds for all."""
+    class_name: str | None
+    reason: WaitReason
+    behind: str | None = None
+    """Another class, the one that holds most of the places the reason is about, if any does."""
+    closed: tuple[str, ...] = ()
+    """Classes passed over, as they hold as many slots or blocks as they may."""
+    tenants: tuple[str, ...] = ()
+    """Tenants that run as many requests as they may; their others are in nobody's way."""
+
+    @classmethod
+    def of(cls, request: Request, reason: WaitReason) -> Blocked:
+        return cls(request.request_id, request.request_class.name, reason)
+
+
+class Preemption(NamedTuple):
+    """A running request that lost its place."""
+
+    request_id: str
+    by_class: str
+    """The class it was done for; its own where it gave way to others of its class."""
+    swapped: bool
+    """Whether what it had computed was moved out; otherwise it is computed again."""
 
 
 class ScheduledRow(NamedTuple):
@@ -164,3 +218,35 @@ class StepDraft:
         start = request.num_computed_tokens
         samples = start + query_len == request.num_tokens and request.sampling.max_tokens > 0
         self._rows[request.request_id] = ScheduledRow(request, start, query_len, int(samples), request.num_preemptions)
+
+
+def left_waiting(draft: StepDraft, waits: Waits, places: Places) -> Blocked | None:
+    """Of a step that is formed; None: nobody waits, or nothing is in the way of those who do."""
+    full = waits.gate.full()
+    if len(waits.queue) == 0:
+        return Blocked(None, None, WaitReason.TENANT, tenants=full) if full else None
+    blocked = _left_in_queue(draft, waits, places)
+    return blocked._replace(tenants=full) if blocked is not None and full else blocked
+
+
+def _left_in_queue(draft: StepDraft, waits: Waits, places: Places) -> Blocked | None:
+    if not draft.considers_prompts:
+        return Blocked(None, None, WaitReason.DECODING)
+    blocked = draft.blocked
+    if blocked is not None and blocked.reason is WaitReason.BATCH:
+        return blocked
+    if blocked is not None and blocked.reason in NO_ROOM:
+        blocked = _or_slots(blocked, waits, places)
+    if draft.closed:
+        closed = tuple(sorted(draft.closed))
+        return (blocked or Blocked(None, None, WaitReason.SHARE))._replace(closed=closed)
+    return blocked
+
+
+def _or_slots(blocked: Blocked, waits: Waits, places: Places) -> Blocked:
+    """Who would not have been admitted by a step with room either, as no slot is free for it, waits for a slot."""
+    assert blocked.class_name is not None
+    own = waits.queue.queues[blocked.class_name].request_class
+    if not places.are_taken or places.has_below(own):
+        return blocked
+    return blocked._replace(reason=WaitReason.SLOTS, behind=places.other_holder(own))

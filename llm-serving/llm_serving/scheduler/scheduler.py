@@ -6,26 +6,21 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from llm_serving.core.kv_transfer import Transfer
 from llm_serving.core.request import FINISHED, RUNNING, FinishReason, Request, RequestStatus
 from llm_serving.core.request_class import RequestClass, class_of
 from llm_serving.core.step import Move
-from llm_serving.core.transfer import Transfer
 from llm_serving.kvcache import BlockManager
-from llm_serving.kvcache.exports import TransferBlock
-from llm_serving.scheduler.deciders import Deciders
-from llm_serving.scheduler.drafts import add_drafts, num_chosen
-from llm_serving.scheduler.fair_share import OUTPUT_TOKEN_WEIGHT
-from llm_serving.scheduler.left_waiting import left_waiting
+from llm_serving.kvcache.transfer_pool import TransferBlock
+from llm_serving.scheduler.components import Deciders, Rules
+from llm_serving.scheduler.fair_sharing import Paid
 from llm_serving.scheduler.limits import SchedulerLimits
-from llm_serving.scheduler.orders import Arrival, Order
-from llm_serving.scheduler.policy import Load, Policy, Preference
-from llm_serving.scheduler.prompt_results import prompt_results_of
-from llm_serving.scheduler.rules import Rules
-from llm_serving.scheduler.running import Running
-from llm_serving.scheduler.schedule import Schedule, ScheduledRow, StepDraft
-from llm_serving.scheduler.tenant_gate import Need
-from llm_serving.scheduler.turns import Paid
-from llm_serving.scheduler.wait_reason import NO_ROOM, Blocked
+from llm_serving.scheduler.orders import OUTPUT_TOKEN_WEIGHT, Arrival, Order
+from llm_serving.scheduler.policies import Load, Policy, Preference
+from llm_serving.scheduler.prefill import Running
+from llm_serving.scheduler.schedule import NO_ROOM, Blocked, Schedule, ScheduledRow, StepDraft, left_waiting
+from llm_serving.scheduler.step_results import add_drafts, num_chosen, prompt_results_of
+from llm_serving.scheduler.tenant_limits import Need
 
 
 class Scheduler:

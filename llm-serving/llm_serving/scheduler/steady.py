@@ -11,8 +11,8 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 from llm_serving.core.request import Request
-from llm_serving.scheduler.fair_share import OUTPUT_TOKEN_WEIGHT
-from llm_serving.scheduler.policy import Load
+from llm_serving.scheduler.orders import OUTPUT_TOKEN_WEIGHT
+from llm_serving.scheduler.policies import Load
 from llm_serving.scheduler.schedule import Schedule, ScheduledRow
 from llm_serving.scheduler.scheduler import Scheduler
 

@@ -15,8 +15,14 @@ from llm_serving.core.sampling_params import DEFAULTS, NOT_WITH_A_CONSTRAINT
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import CapacityError, RequestError
 from llm_serving.server.fair_threads import FairThreads
-from llm_serving.text.constraints import Grammar, GrammarError, TokenConstraint
-from llm_serving.text.constraints.grammars import WHITESPACES, any_grammar, choice_grammar, json_grammar, regex_grammar
+from llm_serving.text.structured_output import Grammar, GrammarError, TokenConstraint
+from llm_serving.text.structured_output.grammars import (
+    WHITESPACES,
+    any_grammar,
+    choice_grammar,
+    json_grammar,
+    regex_grammar,
+)
 
 NUM_COMPILERS: Final = 2
 MAX_WAIT_S: Final = 10.0

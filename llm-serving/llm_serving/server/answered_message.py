@@ -19,8 +19,8 @@ from llm_serving.server.schemas import (
 )
 from llm_serving.server.thinking import ThoughtCounter
 from llm_serving.server.tools import OfferedTools
-from llm_serving.text.answer_parts import AnswerParser, AnswerParts
-from llm_serving.text.tools import Call
+from llm_serving.text.output_parsers.chat_message import AnswerParser, AnswerParts
+from llm_serving.text.tool_parsers import Call
 
 CALLED: Final = "tool_calls"
 """Why an answer ended that calls tools."""

@@ -26,40 +26,37 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from llm_serving.config.schema import ServingConfig
 from llm_serving.config.sections.server import ServerConfig
-from llm_serving.core.address_space import limit_told
-from llm_serving.core.allocator import give_back_large_blocks, giving_back
-from llm_serving.core.held_file import hold
+from llm_serving.core.files import hold
+from llm_serving.core.memory import give_back_large_blocks, giving_back, limit_told
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import ConfigError, RequestError
 from llm_serving.log import get_logger
-from llm_serving.observe.throughput import log_throughput
-from llm_serving.server.accepted.log_file import LogFile
-from llm_serving.server.accepted.model_state import ModelState
-from llm_serving.server.accepted.table import AcceptedRequests
-from llm_serving.server.access_log import AccessLog, open_access_log
-from llm_serving.server.accounting import Accounting
-from llm_serving.server.advisor import Advisor
-from llm_serving.server.authentication import ApiKeyAuthentication
+from llm_serving.observability.throughput_log import log_throughput
+from llm_serving.server.admin.advice import Advisor
+from llm_serving.server.admin.live import LiveFeed
 from llm_serving.server.batches import Ask, Batches, BatchStore
-from llm_serving.server.batches.file_run import UNFINISHED, answer_file
-from llm_serving.server.batches.objects import RequestCounts
+from llm_serving.server.batches.internal_client import Inside
+from llm_serving.server.batches.runner import UNFINISHED, answer_file
+from llm_serving.server.batches.schemas import RequestCounts
 from llm_serving.server.batches.store import lock_of
-from llm_serving.server.browser_guard import BrowserGuard
 from llm_serving.server.error_responses import json_response
 from llm_serving.server.http_server import HttpServer, check_variables
-from llm_serving.server.inside import Inside
+from llm_serving.server.idempotency.log_file import LogFile
+from llm_serving.server.idempotency.store import AcceptedRequests, ModelState
 from llm_serving.server.listener import bind
-from llm_serving.server.live_feed import LiveFeed
+from llm_serving.server.middleware.access_log import AccessLog, Accounting, open_access_log
+from llm_serving.server.middleware.authentication import ApiKeyAuthentication
+from llm_serving.server.middleware.browser_origins import BrowserGuard
+from llm_serving.server.middleware.rate_limits import quotas_of, reload_quotas
+from llm_serving.server.middleware.tracing import Tracer, send_to
 from llm_serving.server.open_files import OpenFiles
 from llm_serving.server.openapi import openapi_document
-from llm_serving.server.page import page_routes
-from llm_serving.server.quota import quotas_of, reload_quotas
 from llm_serving.server.receipts import ModelHashes
 from llm_serving.server.response_store import ResponseStore
 from llm_serving.server.routes import ENDPOINTS
 from llm_serving.server.schemas import ErrorDetail, ErrorResponse
 from llm_serving.server.shares import Shares
-from llm_serving.server.tracing import Tracer, send_to
+from llm_serving.server.ui import page_routes
 from llm_serving.server.whole_answers import WholeAnswers
 
 logger = get_logger(__name__)

@@ -11,15 +11,14 @@ from starlette.requests import Request
 
 from llm_serving.config.schema import ServingConfig
 from llm_serving.config.sections.api_key import ApiKey
-from llm_serving.core.caller import Caller
-from llm_serving.core.request_class import class_of
+from llm_serving.core.request_class import Caller, class_of
 from llm_serving.errors import PermissionDeniedError, RequestError
 from llm_serving.server.asked_beside import asked_header
-from llm_serving.server.authentication import api_key_of
 from llm_serving.server.front_door.guests import network_of
-from llm_serving.server.note import Note, note_of
+from llm_serving.server.middleware.authentication import api_key_of
+from llm_serving.server.middleware.rate_limits import Quota, quota_of
 from llm_serving.server.parameters import note_ignored
-from llm_serving.server.quota import Quota, quota_of
+from llm_serving.server.request_context import Note, note_of
 from llm_serving.server.schemas import CallerFields
 
 MAX_NAME_CHARS: Final = 256

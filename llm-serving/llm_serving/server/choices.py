@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-from llm_serving.core.beam_search_params import BeamSearchParams
-from llm_serving.core.parameter_rules import Whole
-from llm_serving.core.sampling_params import DEFAULTS
+from llm_serving.core.sampling_params import DEFAULTS, BeamSearchParams, Whole
 from llm_serving.errors import RequestError
 from llm_serving.server.schemas import GenerationRequest
 

@@ -9,10 +9,9 @@ from typing import Any, Final
 import msgspec
 from starlette.requests import Request
 
-from llm_serving.core.parameter_rules import Whole
+from llm_serving.core.sampling_params import Whole
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import ContextLengthError, RequestError
-from llm_serving.server.accepted.turn import Turn
 from llm_serving.server.answer_blocks import AnswerBlocks
 from llm_serving.server.answer_form import asked_form, check_others, compiled, text_of
 from llm_serving.server.answered_message import AnsweredMessage
@@ -21,6 +20,7 @@ from llm_serving.server.choices import ONE_ANSWER, Choices
 from llm_serving.server.deadline import before
 from llm_serving.server.fair_threads import FairThreads
 from llm_serving.server.generation import Generation, encode_text, start_generation, truncated
+from llm_serving.server.idempotency.request import Turn
 from llm_serving.server.knock import knock
 from llm_serving.server.off_loop import INLINE_BYTES, off_loop
 from llm_serving.server.openai_requests import Identity, identify
@@ -30,7 +30,7 @@ from llm_serving.server.sampling import bad_words, sampling_params
 from llm_serving.server.schemas import ChatCompletionRequest, ChatMessage
 from llm_serving.server.thinking import asked_budget
 from llm_serving.server.tools import OfferedTools, answer_parser, bound_form, offered_tools, plain_call, thought_counter
-from llm_serving.text.chat_template import NUM_PROCESSES
+from llm_serving.text.chat_template.template import NUM_PROCESSES
 
 MAX_MESSAGES: Final = 4096
 ROLES: Final = ("system", "developer", "user", "assistant", "tool", "function")

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable
 from typing import TypeVar
 
-from llm_serving.core.clock import Clock
+from llm_serving.core.timings import Clock
 from llm_serving.errors import TimedOutError
 
 T = TypeVar("T")

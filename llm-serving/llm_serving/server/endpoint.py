@@ -11,17 +11,17 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from llm_serving.core.shortage import shortage
+from llm_serving.core.memory import shortage
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import LLMServingError, RequestError, UnavailableError
 from llm_serving.log import get_logger
 from llm_serving.server.asked_beside import check_headers, check_no_body, check_query, unheeded_headers
 from llm_serving.server.error_responses import kind_of, openai_error_response
 from llm_serving.server.front_door import UNSENT_KEY
-from llm_serving.server.note import note_of
+from llm_serving.server.middleware.rate_limits import quota_of
 from llm_serving.server.openai_requests import REQUEST_ID_HEADER, request_id_of
 from llm_serving.server.parameters import IGNORED_HEADER, ignored_parameters
-from llm_serving.server.quota import quota_of
+from llm_serving.server.request_context import note_of
 from llm_serving.server.streaming import ClientGoneError, internal_error
 
 logger = get_logger(__name__)

@@ -23,9 +23,9 @@ from llm_serving.errors import (
     WorkerError,
     renaming,
 )
-from llm_serving.server.accepted.turn import Turn
 from llm_serving.server.choices import ONE_ANSWER, Choices
 from llm_serving.server.error_responses import PREDICTED_TTFT_HEADER
+from llm_serving.server.idempotency.request import Turn
 from llm_serving.server.knock import Entry
 from llm_serving.server.off_loop import off_loop
 from llm_serving.server.receipts import ReceiptDraft

@@ -16,14 +16,14 @@ from starlette.responses import Response
 from llm_serving.core.request_output import RequestOutput
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import ModelNotFoundError, RequestError
-from llm_serving.server.accepted.numbering import NumberedPieces
-from llm_serving.server.accepted.turn import Turn
 from llm_serving.server.error_responses import json_response, openai_error
 from llm_serving.server.generation import Generation
-from llm_serving.server.note import note_of
+from llm_serving.server.idempotency.request import Turn
+from llm_serving.server.idempotency.resumable_stream import NumberedPieces
 from llm_serving.server.off_loop import large_json_response, off_loop
 from llm_serving.server.parameters import read_fields
 from llm_serving.server.receipts import ReceiptDraft
+from llm_serving.server.request_context import note_of
 from llm_serving.server.schemas import ChatCompletionChunk, Completion, GenerationRequest, PromptTokensDetails, Usage
 from llm_serving.server.streaming import DONE, Pieces, StreamResponse, event
 from llm_serving.server.whole_answers import complete_whole

@@ -1,4 +1,7 @@
-"""The OpenAPI document, made from the table of endpoints."""
+"""The OpenAPI document, made from the table of endpoints.
+
+What the OpenAPI document says of values that have the right type and are refused all the same.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,192 @@ from typing import Any, Final
 import msgspec
 
 from llm_serving import __version__
+from llm_serving.core.sampling_params import ParameterRule, Real, SomeTokenIds, Texts, TokenBiases, TokenIds, Whole
 from llm_serving.server.endpoint import Endpoint
 from llm_serving.server.error_responses import openai_error_response
-from llm_serving.server.openapi_limits import LIMITS, with_limits
+from llm_serving.server.sampling import REQUEST_RULES
 from llm_serving.server.schemas import ErrorResponse
 
 JsonObject = dict[str, Any]
+
+OTHER_RANGES: Final[dict[str, JsonObject]] = {
+    "messages": {"minItems": 1, "maxItems": 4096},
+}
+"""Of fields that are no parameters of sampling."""
+
+_UNBOUND: Final = "Not with a field that asks for a form of answers."
+_FITS: Final = "With the answer it must fit the context of the model and the cache."
+LIMITS: Final[dict[str, str]] = {
+    "model": "The model that is served, as /v1/models tells, or one of `model_config.model_aliases`.",
+    "name": "The model that is served, as /v1/models tells.",
+    "request_id": "In a body: of a limited length, without control characters. In a path: of a request that is known.",
+    "prompt": f"A text, texts, token ids or lists of token ids of the vocabulary, not empty. {_FITS}",
+    "inputs": f"Not empty. {_FITS}",
+    "messages": f"What the chat template of the model accepts. {_FITS}",
+    "role": "Of a message: system, developer, user, assistant, tool or function.",
+    "system": "Of a limited size, text alone.",
+    "content": "Text alone.",
+    "stop_sequences": "Up to 16 strings of 1 to 256 characters.",
+    "input": "What the chat template of the model accepts; text alone. Of /v1/embeddings: up to 2048 texts or lists of "
+    f"token ids, none empty, of one kind. {_FITS}",
+    "encoding_format": "float or base64.",
+    "dimensions": "1 to the size of the model's vectors.",
+    "text_1": "One text, or as many as in text_2, together with it; only where the model gives vectors.",
+    "text_2": "1 to 2047 texts, together with text_1, and only where the model gives vectors.",
+    "queries": "One text, or as many as in documents, together with it; only where the model gives vectors.",
+    "documents": "1 to 2047 texts, which are not empty, within the context of the model.",
+    "query": "Not empty, within the context of the model.",
+    "top_n": "At least 0.",
+    "max_tokens_per_doc": "At least 1.",
+    "max_output_tokens": "With the prompt it must fit the context of the model and the cache.",
+    "previous_response_id": "Of a response that is stored and has ended.",
+    "minutes": "1 to 60, of which the server has recorded at least 20 requests.",
+    "record_path": "The server must record what its schedulers decide (`scheduler_config.record_path`).",
+    "configuration": "What the server's own YAML says, when it is read again.",
+    "replica": "0 to the number of replicas - 1; not the last one that serves, if it is to leave.",
+    "response_id": "Of a response that is stored, and to be cancelled one with `background`.",
+    "resume_from": "The id of an event of the stream, or what follows its colon; not heeded with `Last-Event-ID`.",
+    "stream_id": "Of a stream whose request is still known; `serving_config.resume_streams` must be on.",
+    "background": "Not with `stream`, and not without `store`.",
+    "metadata": "Up to 16 pairs, keys of up to 64 characters, values of up to 512.",
+    "input_file_id": "Of a file that is kept.",
+    "file_id": "Of a file that is kept.",
+    "batch_id": "Of a batch that is kept.",
+    "endpoint": "/v1/completions, /v1/chat/completions, /v1/responses or /v1/embeddings.",
+    "batch_path": "Files and batches are served where this key of the configuration names a file.",
+    "limit": "1 to 100.",
+    "after": "Of the last one that was told.",
+    "order": "asc or desc.",
+    "purpose": "Of the files that are told.",
+    "receipt": "Where `serving_config.receipts` is not none.",
+    "text": "A text. Of a response its `format`: a form that answers can be bound to.",
+    "output_config": "A `format` of type json_schema, with a schema that answers can be bound to.",
+    "tools": "Functions of different names, of 1 to 64 letters, digits or any of _ . -; up to 128, and only where the "
+    "calls of the model can be read.",
+    "tool_choice": "auto, none, required with `tools`, or the name of one of them; required is refused with what the "
+    "fields that ask for a form are refused with.",
+    "tool_calls": "Arguments are JSON objects.",
+    "tokens": "Ids of the vocabulary.",
+    "max_tokens": "With the prompt it must fit the context of the model and the cache; 0 for completions alone.",
+    "max_completion_tokens": "With the prompt it must fit the context of the model and the cache; beside `max_tokens` "
+    "the smaller one counts.",
+    "max_new_tokens": "With the prompt it must fit the context of the model and the cache.",
+    "min_tokens": f"At most the most tokens to generate; 0 with a beam search. {_UNBOUND}",
+    "min_new_tokens": f"At most the most tokens to generate. {_UNBOUND}",
+    "ignore_eos": _UNBOUND,
+    "stream_options": "With `stream` only.",
+    "stream": "Not with a beam search, and not where the best of several answers are chosen.",
+    "n": "At most `best_of`; all choices of a request must find places.",
+    "best_of": "At least `n`; 10 at most where it is the width of a beam search.",
+    "use_beam_search": "Not with `stream` and not with sampling.",
+    "temperature": "0 to 100; 0 with a beam search.",
+    "repetition_penalty": "0.01 to 100; 1 with a beam search.",
+    "presence_penalty": "-2 to 2; 0 with a beam search.",
+    "frequency_penalty": "-2 to 2; 0 with a beam search.",
+    "seed": "-2^63 to 2^64 - 1, written without a fraction.",
+    "top_k": "-1 and more, written without a fraction; 0 and -1 keep all.",
+    "length_penalty": "Of a beam search only, a finite number.",
+    "early_stopping": "Of a beam search only.",
+    "logprobs": "0 to 20; in chat whether there are any.",
+    "top_logprobs": "0 to 20, with `logprobs` only.",
+    "echo": "With `logprobs` not streamed; in chat without effect unless the last message is the assistant's.",
+    "prompt_logprobs": "0 to 20, for prompts of a limited length; not streamed, and not with a beam search.",
+    "priority": "Not together with `priority_class`; API keys and configuration limit it.",
+    "priority_class": "One of `request_classes`; API keys and configuration limit it.",
+    "user": "Of a limited length.",
+    "cache_salt": "Of a limited length.",
+    "timeout_s": "Above 0, at most `serving_config.max_timeout_s`.",
+    "stop": "Up to 16 strings of 1 to 256 characters.",
+    "stop_token_ids": "Up to 128 ids of the vocabulary.",
+    "bad_words": f"Texts that have tokens, of a limited number and length. {_UNBOUND}",
+    "allowed_token_ids": f"Ids of the vocabulary, not empty. {_UNBOUND}",
+    "logit_bias": "Up to 1024 ids of the vocabulary, each -100 to 100.",
+    **dict.fromkeys(
+        (
+            "response_format",
+            "structured_outputs",
+            "guided_json",
+            "guided_regex",
+            "guided_choice",
+            "guided_grammar",
+            "json_schema",
+            "regex",
+            "ebnf",
+            "grammar",
+        ),
+        "What can be compiled, one of these fields at most; not with a beam search, `min_tokens`, `ignore_eos`, "
+        "`bad_words` or `allowed_token_ids`.",
+    ),
+    **dict.fromkeys(
+        ("thinking_token_budget", "thinking_budget", "max_thinking_tokens", "reasoning_effort", "thinking"),
+        "One of these fields at most, and where a token of the model ends its thoughts; not with a beam search, "
+        "`min_tokens`, `ignore_eos`, `bad_words` or `allowed_token_ids`.",
+    ),
+    "guided_whitespace_pattern": "A regular expression.",
+    "truncate_prompt_tokens": "-1, or 1 and more, within the context of the model.",
+    "truncate": "1 and more, within the context of the model.",
+    "add_generation_prompt": "Not together with `continue_final_message`.",
+    "continue_final_message": "Not with `add_generation_prompt`, and where the chat template drops the last message.",
+    "chat_template_kwargs": "Of a limited size; names that the template does not set itself.",
+    "parameters": "Each as its own description says.",
+    "steps": "1 to `serving_config.timeline_steps`.",
+}
+"""Field, or parameter of a path or query -> when a value of the right type is refused."""
+
+
+def with_limits(components: dict[str, JsonObject], bodies: set[str]) -> dict[str, JsonObject]:
+    """Adds ranges and descriptions to the schemas of these bodies and of the structs inside them."""
+    for name in _reached(components, bodies):
+        schema = components[name]
+        schema["additionalProperties"] = False
+        for field, about in schema.get("properties", {}).items():
+            _add_range(about, OTHER_RANGES.get(field) or _range_of(REQUEST_RULES.get(field)))
+            if text := LIMITS.get(field) or (REQUEST_RULES[field].text if field in REQUEST_RULES else ""):
+                about["description"] = text
+    return components
+
+
+def _reached(components: dict[str, JsonObject], start: set[str]) -> set[str]:
+    """Names of schemas that these refer to, themselves included."""
+    found, waiting = set(start), list(start)
+    while waiting:
+        for name in _references(components[waiting.pop()]) - found:
+            found.add(name)
+            waiting.append(name)
+    return found
+
+
+def _references(schema: Any) -> set[str]:
+    if isinstance(schema, list):
+        return set().union(*map(_references, schema))
+    if not isinstance(schema, dict):
+        return set()
+    own = {schema["$ref"].rsplit("/", 1)[1]} if "$ref" in schema else set()
+    return own.union(*map(_references, schema.values()))
+
+
+def _range_of(rule: ParameterRule | None) -> JsonObject:
+    match rule:
+        case Whole(low, high):
+            return {"minimum": low, "maximum": high}
+        case Real(low, high, above_low):
+            # What is above 0 in double precision and 0 in single precision is refused.
+            return {"minimum": max(low, 2.0**-126) if above_low else low, "maximum": high}
+        case Texts(count, _) | TokenIds(count):
+            return {"maxItems": count}
+        case SomeTokenIds(count):
+            return {"minItems": 1, "maxItems": count}
+        case TokenBiases(count, _):
+            return {"maxProperties": count}
+    return {}
+
+
+def _add_range(about: JsonObject, limits: JsonObject) -> None:
+    """To the branches of a schema that the limits speak of."""
+    kinds = {"minimum": {"integer", "number"}, "maximum": {"integer", "number"}}
+    kinds |= {"minItems": {"array"}, "maxItems": {"array"}, "maxProperties": {"object"}}
+    for branch in about.get("anyOf", [about]):
+        branch.update({key: value for key, value in limits.items() if branch.get("type") in kinds[key]})
 
 
 DOCUMENT_PATH: Final = "/openapi.json"

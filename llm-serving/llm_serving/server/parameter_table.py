@@ -14,9 +14,18 @@ from msgspec import Struct
 
 from llm_serving.config.sections.api_key import ApiKey
 from llm_serving.core import sampling_params
-from llm_serving.core.parameter_rules import Flag, ParameterRule, Real, SomeTokenIds, Texts, TokenIds, Whole
 from llm_serving.core.request_class import class_of
-from llm_serving.core.sampling_params import DEFAULTS, RULES
+from llm_serving.core.sampling_params import (
+    DEFAULTS,
+    RULES,
+    Flag,
+    ParameterRule,
+    Real,
+    SomeTokenIds,
+    Texts,
+    TokenIds,
+    Whole,
+)
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.server.caller import ceiling_of
 from llm_serving.server.sampling import REQUEST_RULES

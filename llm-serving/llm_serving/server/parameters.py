@@ -32,7 +32,7 @@ from llm_serving.server.anthropic_schemas import (
     Thinking,
     ToolChoice,
 )
-from llm_serving.server.batches.objects import BatchRequest
+from llm_serving.server.batches.schemas import BatchRequest
 from llm_serving.server.repeated_names import repeated_name, repeated_name_within
 from llm_serving.server.request_body import malformed, read_as
 from llm_serving.server.responses_schemas import FunctionTool, InputItem, InputPart, Reasoning, ResponsesRequest

@@ -11,7 +11,7 @@ from llm_serving.errors import RequestError
 from llm_serving.server.choices import Choices
 from llm_serving.server.generation import MIN_LOGPROB
 from llm_serving.server.schemas import GenerationRequest, PromptLogprob
-from llm_serving.text.tokenizer import Tokenizer
+from llm_serving.text.tokenizer.tokenizer import Tokenizer
 
 MAX_VALUES: Final = 2**19
 """Log-probabilities of prompts in one answer, the named tokens among them; some 60 bytes of JSON each."""

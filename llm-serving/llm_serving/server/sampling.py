@@ -8,16 +8,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
-from llm_serving.core.beam_search_params import LENGTH_PENALTY
-from llm_serving.core.parameter_rules import ParameterRule, Texts, Whole
 from llm_serving.core.sampling_params import (
+    LENGTH_PENALTY,
     MAX_BAD_WORDS,
     MAX_LOGIT_BIAS,
     MAX_SEED,
     MAX_STOP_STRING_CHARS,
     MAX_STOP_STRINGS,
     RULES,
+    ParameterRule,
     SamplingParams,
+    Texts,
+    Whole,
 )
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import RequestError, renaming

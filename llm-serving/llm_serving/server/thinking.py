@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from llm_serving.config.sections.server import ServerConfig
-from llm_serving.core.parameter_rules import Whole
+from llm_serving.core.sampling_params import Whole
 from llm_serving.errors import RequestError
 from llm_serving.server.schemas import ChatCompletionRequest
 

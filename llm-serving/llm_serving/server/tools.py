@@ -16,10 +16,10 @@ from llm_serving.errors import RequestError
 from llm_serving.server.answer_form import AnswerForm, json_whitespace, refuse_others
 from llm_serving.server.schemas import ChatCompletionRequest, Tool, ToolCallOfMessage
 from llm_serving.server.thinking import Budget, ThoughtCounter
-from llm_serving.text.answer_grammar import Calls, answer_grammar, arguments_grammar
-from llm_serving.text.answer_parts import AnswerParser
-from llm_serving.text.reasoning import CLOSING, OPENING, ReasoningParser
-from llm_serving.text.tools import TOOL_FORMATS, Callee, Marks, ToolFormat, format_in
+from llm_serving.text.output_parsers.chat_message import AnswerParser
+from llm_serving.text.output_parsers.reasoning import CLOSING, OPENING, ReasoningParser
+from llm_serving.text.structured_output.chat_grammar import Calls, answer_grammar, arguments_grammar
+from llm_serving.text.tool_parsers import TOOL_FORMATS, Callee, Marks, ToolFormat, format_in
 
 MAX_TOOLS: Final = 128
 _NAME: Final = re.compile(r"[A-Za-z0-9_.\-]{1,64}")

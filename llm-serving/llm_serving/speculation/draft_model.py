@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from llm_serving.core.clock import Clock, monotonic
-from llm_serving.core.continuation import MAX_CONTINUATIONS, Continuation, window_start
 from llm_serving.core.request import Request
+from llm_serving.core.step import MAX_CONTINUATIONS, Continuation, window_start
+from llm_serving.core.timings import Clock, monotonic
 from llm_serving.errors import WorkerError
 from llm_serving.log import get_logger
 from llm_serving.speculation.trust import Trust

@@ -13,10 +13,10 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping
 from typing import Final
 
-from llm_serving.core.choices import Proposer
-from llm_serving.core.clock import Clock
-from llm_serving.core.continuation import MAX_CONTINUATIONS
+from llm_serving.core.enums import Proposer
 from llm_serving.core.request import FINISHED, RUNNING, Request
+from llm_serving.core.step import MAX_CONTINUATIONS
+from llm_serving.core.timings import Clock
 from llm_serving.speculation.draft_model import DraftModel
 from llm_serving.speculation.finished_answers import FinishedAnswers
 from llm_serving.speculation.guess_state import GuessState

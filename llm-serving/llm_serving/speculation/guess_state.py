@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from llm_serving.core.choices import Proposer
+from llm_serving.core.enums import Proposer
 from llm_serving.speculation.lookup import Lookup
 from llm_serving.speculation.trust import HIT_MEMORY, Trust
 from llm_serving.speculation.worth import Chance

@@ -1,4 +1,7 @@
-"""Length-prefixed frames on a stream socket, with deadlines."""
+"""Length-prefixed frames on a stream socket, with deadlines.
+
+How a connection between machines tells that the other one is gone.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,11 @@ import os
 import socket
 import struct
 import time
-from typing import Generic, TypeVar
+from typing import Final, Generic, TypeVar
 
 import msgspec
 
-from llm_serving.core.unicode import escaped
+from llm_serving.core.files import escaped
 from llm_serving.errors import ChannelClosedError, DeadlineExceededError, ProtocolError
 
 MAX_FRAME_BYTES = 64 * 2**20
@@ -158,3 +161,19 @@ class Channel(Generic[Incoming]):
 def _escaped(message: msgspec.Struct) -> msgspec.Struct:
     values = ((name, getattr(message, name)) for name in message.__struct_fields__)
     return msgspec.structs.replace(message, **{name: escaped(value) for name, value in values if type(value) is str})
+
+
+SILENCE_S: Final = 10
+"""Seconds of silence, although asked, after which the other machine counts as gone: lost, or cut off."""
+_PROBE_S: Final = 2
+
+
+def notice_silence(sock: socket.socket) -> None:
+    """Has the kernel end a TCP connection whose other machine is silent: when idle by probes, else by what is not
+    acknowledged. Then `recv` and `send` fail, and the descriptor is readable. A process that hangs on a living machine
+    is noticed by deadlines only."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _PROBE_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, SILENCE_S // _PROBE_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * SILENCE_S)

@@ -30,8 +30,8 @@ from typing import Annotated
 
 import msgspec
 
-from llm_serving.core.computed_by import NOT_KNOWN, ComputedBy
-from llm_serving.core.continuation import Continuation
+from llm_serving.core.fingerprint import NOT_KNOWN, ComputedBy
+from llm_serving.core.step import Continuation
 
 PROTOCOL_VERSION = 21
 

@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from llm_serving.config.reload import LOADED_FOR, RELOADABLE
 from llm_serving.config.schema import ServingConfig
-from llm_serving.core.choices import PolicyName
+from llm_serving.core.enums import PolicyName
 from llm_serving.core.request_class import RequestClass
 from llm_serving.errors import ConfigError, RecordingError
 from llm_serving.whatif.figures import LESS_IS_BETTER, Figures, figures_of

@@ -7,7 +7,7 @@ from typing import Any, Final
 from llm_serving.core.request import FINISHED, FinishReason, Request
 from llm_serving.core.request_output import PromptLogprobs, RequestOutput
 from llm_serving.core.step import Float32Array, StepOutput
-from llm_serving.engine.receivers import Desk
+from llm_serving.engine.sinks import Desk
 from llm_serving.whatif.outcome import Outcome
 
 _ONE_TOKEN: Final = (0,)

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple, cast
 from urllib.parse import urlsplit
 
-from llm_serving.core.clock import monotonic
 from llm_serving.core.request_class import RequestClass, class_of
+from llm_serving.core.timings import monotonic
 from llm_serving.errors import UnavailableError
 from llm_serving.whatif.load import Asked, Load, Stream
 from llm_serving.whatif.outcome import Outcome

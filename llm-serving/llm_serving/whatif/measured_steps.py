@@ -13,8 +13,8 @@ import numpy as np
 from llm_serving.errors import ConfigError, RecordingError
 from llm_serving.recording.records import Added, Asked, CacheLost, Decided, Drafted, Entry, Reader, Updated
 from llm_serving.recording.replay import Replay
-from llm_serving.scheduler.drafts import num_chosen
 from llm_serving.scheduler.scheduler import Scheduler
+from llm_serving.scheduler.step_results import num_chosen
 from llm_serving.whatif.document import MOST, MOST_WHOLE
 from llm_serving.whatif.recorded_load import torn
 from llm_serving.whatif.step_shape import StepShape, shape_of_rows

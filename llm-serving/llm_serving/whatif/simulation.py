@@ -18,12 +18,11 @@ from typing import Any, Final
 
 from llm_serving.admission.appointments import Visitor
 from llm_serving.config.schema import ServingConfig
-from llm_serving.core.caller import Caller
-from llm_serving.core.request_class import class_of
+from llm_serving.core.request_class import Caller, class_of
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.engine.async_engine import AsyncEngine
-from llm_serving.engine.departure import Departure
 from llm_serving.engine.engine import Engine, Publish
+from llm_serving.engine.fleet.migration import Departure
 from llm_serving.errors import CapacityError, ConfigError, LLMServingError, RequestError
 from llm_serving.models.spec import ModelSpec
 from llm_serving.whatif.counted_answer import CountedAnswer, Told

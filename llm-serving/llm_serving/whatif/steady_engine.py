@@ -12,7 +12,7 @@ from llm_serving.admission.slots import Slots
 from llm_serving.core.request import Request
 from llm_serving.core.request_output import RequestOutput
 from llm_serving.engine.engine import Engine
-from llm_serving.engine.receivers import OneSequence
+from llm_serving.engine.sinks import OneSequence
 from llm_serving.scheduler.schedule import Schedule
 from llm_serving.scheduler.steady import SteadySteps, num_steps_alike
 from llm_serving.whatif.counted_answer import CountedAnswer, Told

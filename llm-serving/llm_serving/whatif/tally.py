@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from llm_serving.config.schema import ServingConfig
-from llm_serving.core.clock import Clock
-from llm_serving.observe.metrics import Metrics
+from llm_serving.core.timings import Clock
+from llm_serving.observability.metrics import Metrics
 
 
 class Tally(Metrics):

@@ -10,9 +10,8 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from llm_serving.core.continuation import Continuation
 from llm_serving.core.request import Request
-from llm_serving.core.step import AllowedTokens, Float32Array, StepOutput, TopTokens, no_top_tokens
+from llm_serving.core.step import AllowedTokens, Continuation, Float32Array, StepOutput, TopTokens, no_top_tokens
 from llm_serving.executor.executor import Unsupervised
 from llm_serving.scheduler import Schedule
 from llm_serving.whatif.document import MOST_WHOLE

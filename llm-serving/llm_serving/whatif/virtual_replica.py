@@ -13,11 +13,10 @@ from llm_serving.admission.slots import Slots
 from llm_serving.config.schema import ServingConfig
 from llm_serving.core.request import Request
 from llm_serving.engine.engine import Engine, Publish
-from llm_serving.engine.receivers import Desk, receive
 from llm_serving.engine.replica import build_engine
+from llm_serving.engine.sinks import Desk, receive
 from llm_serving.errors import ConfigError
-from llm_serving.scheduler.schedule import Schedule
-from llm_serving.scheduler.wait_reason import Blocked
+from llm_serving.scheduler.schedule import Blocked, Schedule
 from llm_serving.whatif.counted_answer import CountedAnswer, Told
 from llm_serving.whatif.interpreter import Cores, Interpreter
 from llm_serving.whatif.outcome import Outcome

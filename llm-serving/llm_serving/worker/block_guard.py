@@ -9,9 +9,8 @@ from numpy.typing import NDArray
 
 from llm_serving.core.step import BlockMove, Int32Array, Move, StepInput
 from llm_serving.errors import WorkerError
-from llm_serving.worker.array_checks import somewhere
-from llm_serving.worker.block_moves import SOURCE_AND_TARGET, Memory
-from llm_serving.worker.model_inputs import first_seen_blocks
+from llm_serving.worker.kv_cache import SOURCE_AND_TARGET, Memory
+from llm_serving.worker.model_inputs import first_seen_blocks, somewhere
 
 
 class Tags(NamedTuple):

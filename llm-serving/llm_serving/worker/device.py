@@ -8,7 +8,7 @@ import mindspore as ms
 
 from llm_serving.backends import Backend, create_backend
 from llm_serving.config.sections.device import DeviceConfig
-from llm_serving.core.choices import ExactnessName
+from llm_serving.core.enums import ExactnessName
 from llm_serving.errors import ConfigError, KernelError
 from llm_serving.log import get_logger
 from llm_serving.models.memory import NPU_RESERVE

@@ -11,15 +11,17 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from llm_serving.core.continuation import (
+from llm_serving.core.step import (
     MAX_CONTINUATIONS,
     MAX_COUNT,
     MAX_PROPOSED_TOKENS,
     WINDOW,
     Continuation,
+    ResultKind,
+    SamplingInput,
+    StepInput,
     blocks_of_continuation,
 )
-from llm_serving.core.step import ResultKind, SamplingInput, StepInput
 from llm_serving.worker.model_runner import ModelRunner
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from llm_serving.core.choices import ExactnessName
+from llm_serving.core.enums import ExactnessName
 
 _SAME_BYTES: Final = "the same request gets the same bytes, whatever runs beside it"
 _OWN_PRODUCTS: Final = "products are MindSpore's own, which may order their sums by the shape of a batch"

@@ -14,18 +14,17 @@ import psutil
 
 from llm_serving.backends import Backend, create_backend
 from llm_serving.config.sections.device import DeviceConfig
-from llm_serving.core.choices import ExactnessName, ImplementationName, KVCacheDtypeName, QuantizationName
-from llm_serving.core.clock import Clock, monotonic
-from llm_serving.core.computed_by import ComputedBy
-from llm_serving.core.continuation import MAX_CONTINUATIONS, MAX_COUNT, WINDOW, blocks_of_continuation
+from llm_serving.core.enums import ExactnessName, ImplementationName, KVCacheDtypeName, QuantizationName
+from llm_serving.core.fingerprint import ComputedBy
+from llm_serving.core.step import MAX_CONTINUATIONS, MAX_COUNT, WINDOW, blocks_of_continuation
+from llm_serving.core.timings import Clock, monotonic
 from llm_serving.core.window import Window
 from llm_serving.errors import ConfigError, KernelError
 from llm_serving.kernels import library
 from llm_serving.kernels.ranks import Ranks
 from llm_serving.log import get_logger
-from llm_serving.lowering.mindformers_package import mindformers_version
+from llm_serving.lowering.mindformers import mindformers_version
 from llm_serving.lowering.mindir import check_facts, facts_of
-from llm_serving.models.contents import check_folder
 from llm_serving.models.memory import (
     SHARE_OF_FREE_MEMORY,
     SHARE_OF_FREE_NPU_MEMORY,
@@ -35,14 +34,15 @@ from llm_serving.models.memory import (
     readable_size,
 )
 from llm_serving.models.spec import ModelSpec
-from llm_serving.network.coded import Quantization
+from llm_serving.models.weight_reader import check_folder
+from llm_serving.network.quantization import Quantization
 from llm_serving.transport.messages import LoadModel
+from llm_serving.worker.compiled_graph import of_files
 from llm_serving.worker.device import backend_for, configure_device, free_npu_memory, npu_memory_limit
 from llm_serving.worker.draft_model import DraftModel
 from llm_serving.worker.exactness import promise
-from llm_serving.worker.kv_tensors import block_bytes, element_bytes, num_blocks_for
+from llm_serving.worker.kv_cache import block_bytes, element_bytes, num_blocks_for
 from llm_serving.worker.model_runner import ModelRunner
-from llm_serving.worker.networks import of_files
 from llm_serving.worker.rank_group import CollectiveGroup, RankGroup
 
 logger = get_logger(__name__)

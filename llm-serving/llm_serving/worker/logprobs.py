@@ -1,4 +1,13 @@
-"""Log-probabilities of the model's own distribution: before penalties, bias and temperature."""
+"""Log-probabilities of the model's own distribution: before penalties, bias and temperature.
+
+Relative probabilities whose sums are exact, so that no order of summation, hence no thread, vector width or filter,
+can change a choice.
+
+The weight of a token is 2^y, y = (value - largest) * log2(e) / temperature, computed in float32 by additions and
+multiplications that every IEEE 754 machine rounds alike, and rounded to a multiple of 2^-33. Weights are at most 1, so
+float64, with its 53 bits, holds every sum of up to 2^20 of them exactly. A token 2^34 times less likely than the best
+one has weight 0 and is never drawn: together such tokens hold less than V * 2^-34, 2e-6 of 32,000 tokens.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +17,116 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llm_serving.core.step import TopTokens, no_top_tokens
-from llm_serving.worker.array_checks import are_zero
-from llm_serving.worker.token_weights import token_weights, weight_scale
+from llm_serving.worker.model_inputs import are_zero
 
 Float32Array = NDArray[np.float32]
+
+_LARGEST = np.finfo(np.float32).max
+_LOG2_E = np.float32(1 / math.log(2))
+# The weight of anything below is rounded to 0.
+_LOWEST = np.float32(-64)
+# Adding and subtracting it rounds a float32 between -2^22 and 2^22 to an integer.
+_ROUND_TO_INTEGER = np.float32(1.5 * 2**23)
+# Adding and subtracting it rounds a float32 from 0 to this to a multiple of 2^-33; beyond, every float32 is one.
+_ROUND_TO_QUANTUM = np.float32(2.0**-10)
+# Taylor's polynomial of 2^f, highest degree first; for |f| <= 1/2 the rest is below 2^-27.
+_COEFFICIENTS = [np.float32(math.log(2) ** k / math.factorial(k)) for k in range(7, 0, -1)]
+_MANTISSA_BITS = 23
+
+
+def weight_scale(temperature: np.float32) -> np.float32:
+    """What a difference of logits is multiplied with to be the exponent of a weight; finite for every temperature."""
+    with np.errstate(over="ignore"):
+        return min(np.float32(_LOG2_E / temperature), _LARGEST)
+
+
+def token_weights(values: Float32Array, largest: np.float32, scale: np.float32) -> Float32Array:
+    """The weight of each token: 1 for the most likely one.
+
+    Args:
+        values: [V] logits, none NaN.
+        largest: The largest of them, finite.
+        scale: From `weight_scale`.
+
+    Returns:
+        [V] multiples of 2^-33 from 0 to 1.
+    """
+    with np.errstate(over="ignore", under="ignore"):
+        y = values - largest
+        y *= scale
+    np.maximum(y, _LOWEST, out=y)
+    rounded = y + _ROUND_TO_INTEGER
+    # The integer is in the low bits of the sum: among the exponent's bits it multiplies by 2^integer.
+    exponent = rounded.view(np.int32) << _MANTISSA_BITS
+    rounded -= _ROUND_TO_INTEGER
+    f = np.subtract(y, rounded, out=y)
+    power = np.multiply(f, _COEFFICIENTS[0], out=rounded)
+    for coefficient in _COEFFICIENTS[1:]:
+        power += coefficient
+        power *= f
+    power += np.float32(1)
+    power.view(np.int32)[:] += exponent
+    small = np.minimum(power, _ROUND_TO_QUANTUM, out=f)
+    power -= small
+    small += _ROUND_TO_QUANTUM
+    small -= _ROUND_TO_QUANTUM
+    power += small
+    return power
+
+
+def keep_heaviest(weights: Float32Array, count: int, descending: Float32Array | None = None) -> Float32Array:
+    """The `count` largest of `weights` ([V]; among equals the lowest ids), 0 in place of the others.
+
+    Args:
+        weights: [V]
+        count: At least 1.
+        descending: The weights in this order, if known.
+    """
+    if count >= len(weights):
+        return weights
+    if descending is None:
+        descending = np.sort(weights)[::-1]
+    threshold = descending[count - 1]
+    kept = weights > threshold
+    equal = np.flatnonzero(weights == threshold)
+    kept[equal[: count - np.count_nonzero(kept)]] = True
+    heaviest: Float32Array = weights * kept
+    return heaviest
+
+
+def filter_weights(weights: Float32Array, top_k: int, top_p: float, min_p: np.float32) -> Float32Array:
+    """Weights with 0 for the tokens that a filter drops; the heaviest one always stays.
+
+    Args:
+        weights: [V] from `token_weights`.
+        top_k, top_p, min_p: As in `SamplingInput`. `top_p` is a share of what the other two left.
+    """
+    if min_p > 0:
+        weights = np.where(weights >= min_p, weights, np.float32(0))
+    if top_k > 0:
+        weights = keep_heaviest(weights, top_k)
+    if top_p < 1:
+        descending = np.sort(weights)[::-1]
+        cumulative = descending.astype(np.float64).cumsum()
+        count = int(np.searchsorted(cumulative, top_p * cumulative[-1], side="left")) + 1
+        weights = keep_heaviest(weights, count, descending)
+    return weights
+
+
+def draw_token(weights: Float32Array, number: float) -> int:
+    """The first token at which the cumulative weight passes `number` times the whole.
+
+    There is one, and its weight is not 0: for any number below 1, which is at most 1 - 2^-53, the product rounds to
+    less than the whole.
+
+    Args:
+        weights: [V], not all 0.
+        number: In [0, 1), uniform.
+    """
+    cumulative = weights.astype(np.float64).cumsum()
+    return int(np.searchsorted(cumulative, number * cumulative[-1], side="right"))
+
+
 Float64Array = NDArray[np.float64]
 Int32Array = NDArray[np.int32]
 

@@ -10,26 +10,24 @@ from typing import Final
 import numpy as np
 
 from llm_serving.backends.base import Backend
-from llm_serving.core.choices import ImplementationName
-from llm_serving.core.computed_by import NOT_KNOWN, ComputedBy
-from llm_serving.core.continuation import Continues
-from llm_serving.core.step import AllowedTokens, Float32Array, Int32Array, StepInput, StepOutput
+from llm_serving.core.enums import ImplementationName
+from llm_serving.core.fingerprint import NOT_KNOWN, ComputedBy
+from llm_serving.core.step import AllowedTokens, Continues, Float32Array, Int32Array, StepInput, StepOutput
 from llm_serving.core.window import Window
 from llm_serving.errors import StepMismatchError
 from llm_serving.lowering.lower import lower
-from llm_serving.lowering.step import arguments_of_rows
+from llm_serving.lowering.step_inputs import arguments_of_rows
 from llm_serving.models.spec import ModelSpec
-from llm_serving.models.weights import WeightReader
-from llm_serving.network.coded import Quantization
+from llm_serving.models.weight_reader import WeightReader
+from llm_serving.network.quantization import Quantization
 from llm_serving.worker.block_guard import BlockGuard, Tags
-from llm_serving.worker.block_moves import check_block_moves
-from llm_serving.worker.kv_tensors import CachesOfGraph, KVTensors
+from llm_serving.worker.compiled_graph import Networks, compiled
+from llm_serving.worker.kv_cache import CachesOfGraph, KVTensors, check_block_moves
+from llm_serving.worker.kv_transfer import TransferMemory
 from llm_serving.worker.model_inputs import NO_TOKENS, ModelInputs, ModelLimits, build_model_inputs
-from llm_serving.worker.networks import Networks, compiled
 from llm_serving.worker.rank_group import RankGroup
 from llm_serving.worker.sampler import check_allowed, check_sampling, choose_tokens_for, sample
 from llm_serving.worker.scoring import check_scoring, score
-from llm_serving.worker.transfer_memory import TransferMemory
 
 _FIRST_TAG: Final = 1
 """Of the first step, among those that compute together; what comes before it has 0."""

@@ -19,8 +19,8 @@ import numpy as np
 from mindspore import nn, ops
 from mindspore.communication import init
 
-from llm_serving.core.agent_exit import described_exit
-from llm_serving.core.own_process import command_of, end_with_parent
+from llm_serving.core.enums import described_exit
+from llm_serving.core.process import command_of, end_with_parent
 from llm_serving.log import get_logger
 
 logger = get_logger(__name__)

@@ -2,29 +2,79 @@
 
 The same row of logits with the same sampling parameters gives the same token whatever else is in the batch and whoever
 computes it: `token_choice` in NumPy, which is the definition, or the operator library through `kernel_choice`.
+
+The choice of tokens by the operator library: the same, bit for bit, as `token_choice`, many times faster.
+
+That holds by construction: single operations are those of IEEE 754 in both, and sums are exact (`token_weights`).
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from llm_serving.core.parameter_rules import Real
-from llm_serving.core.sampling_params import LOGIT_BIAS, RULES
-from llm_serving.core.step import SAMPLE_FIELDS, SamplingInput, StepOutput
+from llm_serving.core.sampling_params import LOGIT_BIAS, RULES, Real
+from llm_serving.core.step import SAMPLE_FIELDS, SAMPLING_DTYPES, SamplingInput, StepOutput
 from llm_serving.errors import WorkerError
+from llm_serving.kernels import library
 from llm_serving.models.spec import MAX_VOCAB_SIZE
-from llm_serving.worker import kernel_choice, token_choice
-from llm_serving.worker.array_checks import are_below, are_zero, cut, everywhere, rows_of, somewhere
+from llm_serving.worker import sampling_reference
 from llm_serving.worker.logprobs import logprobs_of
-from llm_serving.worker.model_inputs import resolve_token_ids
-from llm_serving.worker.token_choice import Choices, Failure
+from llm_serving.worker.model_inputs import are_below, are_zero, cut, everywhere, resolve_token_ids, rows_of, somewhere
+from llm_serving.worker.sampling_reference import Choices, Failure
 
 Float32Array = NDArray[np.float32]
 Int32Array = NDArray[np.int32]
+
+_RESULT_FIELDS = ("token_ids", "failures", "largest", "total_weights", "top_token_ids")
+
+
+class SampleArgs(ctypes.Structure):
+    """`SampleArgs` of csrc/sample_args.h: the same fields in the same order."""
+
+    _fields_ = (
+        ("num_samples", ctypes.c_int64),
+        ("vocab_size", ctypes.c_int64),
+        ("logits", ctypes.c_void_p),
+        # Those of `SamplingInput`, in its order.
+        # Pointers to bytes: several times cheaper to make than those to arrays, and a step makes many.
+        *[(name, ctypes.c_char_p) for name in SAMPLING_DTYPES],
+        ("top_width", ctypes.c_int64),
+        *[(name, ctypes.c_void_p) for name in _RESULT_FIELDS],
+    )
+
+
+def choose_tokens(logits: Float32Array, sampling: SamplingInput, history: Int32Array) -> Choices:
+    """Chooses one token for each row; see `token_choice.choose_tokens`.
+
+    Args:
+        logits: [S, V]; a copy is made unless they are C-contiguous.
+        sampling: Passed `sampler.check_sampling`: the library does not look again.
+        history: Its `history_token_ids` with tokens in place of references, all inside the vocabulary.
+
+    Raises:
+        KernelError: There is no memory for it.
+    """
+    choices = Choices.unset(sampling)
+    logits = np.ascontiguousarray(logits, np.float32)
+    inputs = [
+        (history if name == "history_token_ids" else getattr(sampling, name)).astype(dtype, copy=False).tobytes()
+        for name, dtype in SAMPLING_DTYPES.items()
+    ]
+    arguments = SampleArgs(
+        *logits.shape,
+        logits.ctypes.data,
+        *inputs,
+        choices.top_token_ids.shape[1],
+        *[getattr(choices, name).ctypes.data for name in _RESULT_FIELDS],
+    )
+    library.done(library.load().llm_sample(ctypes.byref(arguments)))
+    return choices
+
 
 ChooseTokens: TypeAlias = Callable[[Float32Array, SamplingInput, Int32Array], Choices]
 """(logits [S, V], checked sampling, its history without references) -> the choices."""
@@ -32,7 +82,7 @@ ChooseTokens: TypeAlias = Callable[[Float32Array, SamplingInput, Int32Array], Ch
 
 def choose_tokens_for(backend_name: str) -> ChooseTokens:
     """How to choose beside a backend: with the operator library where it is loaded."""
-    return kernel_choice.choose_tokens if backend_name == "cpu" else token_choice.choose_tokens
+    return choose_tokens if backend_name == "cpu" else sampling_reference.choose_tokens
 
 
 _REALS = {name: rule for name in SAMPLE_FIELDS if isinstance(rule := RULES.get(name), Real)}
@@ -116,7 +166,7 @@ def sample(
     logits: Float32Array,
     sampling: SamplingInput,
     previous: Int32Array,
-    choose_tokens: ChooseTokens = token_choice.choose_tokens,
+    choose_tokens: ChooseTokens = sampling_reference.choose_tokens,
 ) -> StepOutput:
     """Chooses one token for each row of logits.
 

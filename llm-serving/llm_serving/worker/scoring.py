@@ -10,10 +10,9 @@ import numpy as np
 from llm_serving.core.step import Float32Array, Int32Array, SamplingInput, Scores, ScoringInput, TopTokens
 from llm_serving.errors import WorkerError
 from llm_serving.models.memory import LOGITS_BYTES
-from llm_serving.worker.array_checks import are_below, cut
 from llm_serving.worker.logprobs import log_normalizers, logprobs_of
-from llm_serving.worker.model_inputs import NO_TOKENS
-from llm_serving.worker.token_choice import Choices, Failure
+from llm_serving.worker.model_inputs import NO_TOKENS, are_below, cut
+from llm_serving.worker.sampling_reference import Choices, Failure
 
 Head = Callable[[Float32Array], Float32Array]
 """(states [P, H]) -> logits [P, V], C-contiguous"""

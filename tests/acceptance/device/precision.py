@@ -73,11 +73,11 @@ def measure(device: str, name: str) -> dict[str, object]:
     import numpy as np
     from families import models
     from families.precision import greedy
-    from graph_model import BLOCK_SIZE, GraphModel
     from llm_serving.config.sections.device import DeviceConfig
     from llm_serving.errors import ModelError
     from llm_serving.models.spec import ModelSpec
     from llm_serving.worker.device import backend_for, configure_device
+    from support.graph_model import BLOCK_SIZE, GraphModel
 
     target = DeviceConfig(device_target="Ascend" if device == "ascend" else "CPU", kernels="primitives")
     configure_device(target)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 
-from batch_site import Site, jsonl, line, run
-from fakes import FakeEngine, Script
 from llm_serving.config.sections.api_key import ApiKey
 from llm_serving.errors import UnavailableError
-from llm_serving.server.authentication import hash_key
 from llm_serving.server.batches import BatchStore
-from llm_serving.server.batches import batches as module
-from llm_serving.server.batches.batches import Answered
-from server_client import error_of, request
+from llm_serving.server.batches import runner as module
+from llm_serving.server.batches.runner import Answered
+from llm_serving.server.middleware.authentication import hash_key
+from support.batch_site import Site, jsonl, line, run
+from support.fakes import FakeEngine, Script
+from support.server_client import error_of, request
 
 
 def test_lines_are_answered_in_their_order_in_the_least_class(tmp_path):
@@ -191,7 +191,7 @@ def test_a_batch_that_stands_still_leaves_its_place_to_the_next(tmp_path, monkey
 
 
 def test_a_batch_that_is_not_done_in_time_expires(tmp_path, monkeypatch):
-    monkeypatch.setattr("llm_serving.server.routes.batches.WINDOW_S", 0)
+    monkeypatch.setattr("llm_serving.server.batches.api.WINDOW_S", 0)
     engine = FakeEngine(Script(hold_after=0))
 
     async def talking():

@@ -7,11 +7,11 @@ import json
 import sqlite3
 
 import pytest
-from batch_site import jsonl, line
-from fakes import FakeEngine, Script
 from llm_serving.errors import ConfigError, UnavailableError, WorkerDiedError
 from llm_serving.server.app import run_file
 from llm_serving.server.batches import BatchStore
+from support.batch_site import jsonl, line
+from support.fakes import FakeEngine, Script
 
 
 def run(engine, folder, seen=None):

@@ -6,12 +6,12 @@ import asyncio
 
 import httpx
 import pytest
-from batch_site import FORM, Site, SlowForm, form_of, jsonl, line, run
-from fakes import FakeEngine
 from llm_serving.server.batches import BatchStore
 from llm_serving.server.http_server import HttpServer
 from llm_serving.server.listener import bind
-from server_client import error_of
+from support.batch_site import FORM, Site, SlowForm, form_of, jsonl, line, run
+from support.fakes import FakeEngine
+from support.server_client import error_of
 
 
 def test_files_are_listed_shown_and_deleted(tmp_path):

@@ -7,16 +7,16 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
-from batch_site import Site, jsonl, line, run
-from fakes import FakeEngine
 from llm_serving.errors import CapacityError, TooLateError
 from llm_serving.server.app import build_site
 from llm_serving.server.batches import BatchStore
-from llm_serving.server.batches import batches as module
-from llm_serving.server.batches.batches import Answered
-from llm_serving.server.batches.objects import Batch
+from llm_serving.server.batches import runner as module
+from llm_serving.server.batches.runner import Answered
+from llm_serving.server.batches.schemas import Batch
 from llm_serving.server.batches.store import new_id
 from llm_serving.server.shares import Shares
+from support.batch_site import Site, jsonl, line, run
+from support.fakes import FakeEngine
 
 
 @pytest.mark.parametrize(
@@ -263,7 +263,7 @@ def test_nothing_is_asked_of_an_engine_that_loads(tmp_path, monkeypatch):
         assert engine.submitted == []
         engine.ready = True
 
-    monkeypatch.setattr("llm_serving.server.inside.asyncio.sleep", look)
+    monkeypatch.setattr("llm_serving.server.batches.internal_client.asyncio.sleep", look)
     ask = build_site(engine).inside
     assert asyncio.run(ask("/v1/completions", b'{"prompt": "hello"}', "")).status == 200
 

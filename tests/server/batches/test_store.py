@@ -12,8 +12,8 @@ from llm_serving.errors import (
     StoreFullError,
 )
 from llm_serving.server.batches import BatchStore
-from llm_serving.server.batches import batches as module
-from llm_serving.server.batches.objects import Batch
+from llm_serving.server.batches import runner as module
+from llm_serving.server.batches.schemas import Batch
 from llm_serving.server.shares import Shares
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
-from batch_site import CHAT, FORM, Site, SlowForm, form_of, jsonl, line, run
-from fakes import FakeEngine, Script
 from llm_serving.config.sections.api_key import ApiKey
-from llm_serving.server.authentication import hash_key
-from server_client import error_of
+from llm_serving.server.middleware.authentication import hash_key
+from support.batch_site import CHAT, FORM, Site, SlowForm, form_of, jsonl, line, run
+from support.fakes import FakeEngine, Script
+from support.server_client import error_of
 
 KEYS = tuple(ApiKey(name=name, key_sha256=hash_key(name)) for name in ("me", "you"))
 

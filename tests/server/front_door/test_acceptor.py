@@ -10,7 +10,7 @@ import socket
 from functools import partial
 
 import uvloop
-from llm_serving.core.clock import monotonic
+from llm_serving.core.timings import monotonic
 from llm_serving.server.front_door import Acceptor, Guests, Turns, acceptor
 
 

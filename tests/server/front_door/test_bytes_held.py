@@ -6,8 +6,8 @@ import asyncio
 import tracemalloc
 
 import pytest
-from door_harness import CHUNKED, GET, door, settle
 from llm_serving.server.front_door.connection import READ_BYTES, TLS_BYTES, UNSENT_KEY, WRITE_BUFFER_BYTES
+from support.door_harness import CHUNKED, GET, door, settle
 
 
 def test_a_body_weighs_until_the_application_has_it():

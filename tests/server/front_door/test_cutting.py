@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from door_harness import CHUNKED, DECLARED, GET, door, settle
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.door_harness import CHUNKED, DECLARED, GET, door, settle
 
 
 @settings(max_examples=60)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from door_harness import GET, Transport, door, settle
 from llm_serving.server.front_door.parting import LINGER_LEAST_BYTES
 from llm_serving.server.front_door.slow_reader import TAKEN_BYTES
+from support.door_harness import GET, Transport, door, settle
 
 
 @pytest.mark.parametrize("head", [b"", b"Connection: close\r\n"])

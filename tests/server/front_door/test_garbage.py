@@ -11,8 +11,8 @@ from functools import partial
 
 import pytest
 import trustme
-from fakes import FakeEngine, Script
-from http_serving import connect, get, post, read_all, read_until, serving
+from support.fakes import FakeEngine, Script
+from support.http_serving import connect, get, post, read_all, read_until, serving
 
 CLOSE = "Connection: close"
 REQUESTS = {

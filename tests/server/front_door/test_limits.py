@@ -8,10 +8,10 @@ import threading
 from contextlib import contextmanager, suppress
 
 import pytest
-from fakes import FakeEngine, Script
-from http_serving import connect, get, post, read_all, read_until, serving
 from llm_serving.config.sections.api_key import ApiKey
-from llm_serving.server.authentication import hash_key
+from llm_serving.server.middleware.authentication import hash_key
+from support.fakes import FakeEngine, Script
+from support.http_serving import connect, get, post, read_all, read_until, serving
 
 CHUNKED = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n\r\n"
 FLOODS = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from door_harness import GET, door, settle
+from support.door_harness import GET, door, settle
 
 
 def test_one_request_at_a_time_reaches_the_application():

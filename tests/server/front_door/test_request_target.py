@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from door_harness import door, settle
+from support.door_harness import door, settle
 
 HOST = b"Host: a\r\n"
 

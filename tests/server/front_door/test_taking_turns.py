@@ -6,10 +6,10 @@ import asyncio
 import socket
 
 import pytest
-from door_harness import GET, door, settle
 from llm_serving.server.front_door import connection as connection_module
 from llm_serving.server.front_door.connection import READ_BYTES, SLICE_BYTES
 from llm_serving.server.front_door.turns import RIDES
+from support.door_harness import GET, door, settle
 
 
 def test_a_chunked_body_is_parsed_a_slice_a_turn():

@@ -15,9 +15,6 @@ import httpx
 import pytest
 import trustme
 import uvloop
-from attackers import client_hello
-from fakes import FakeEngine, Piece, Script
-from http_serving import TIMEOUT_S, connect, get, post, read_all, read_until, serving
 from llm_serving.config.sections.server import ServerConfig
 from llm_serving.errors import ConfigError
 from llm_serving.server.front_door import Acceptor, Certificates, Guests, Turns, acceptor, certificates, parting
@@ -25,6 +22,9 @@ from llm_serving.server.front_door.connection import Connection
 from llm_serving.server.front_door.turns import TURN_S
 from llm_serving.server.http_server import HttpServer
 from llm_serving.server.listener import bind
+from support.fakes import FakeEngine, Piece, Script
+from support.http_serving import TIMEOUT_S, connect, get, post, read_all, read_until, serving
+from tools.attackers import client_hello
 
 STREAM = b'{"prompt": "x", "stream": true}'
 

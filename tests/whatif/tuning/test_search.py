@@ -12,7 +12,7 @@ from llm_serving.whatif.tuning.knobs import Knob, as_overrides, knobs_for, value
 from llm_serving.whatif.tuning.limits import limits, reliefs
 from llm_serving.whatif.tuning.search import search
 from llm_serving.whatif.tuning.trial import UNUSABLE, Trial, Trials
-from whatif_loads import create_load, create_profile
+from support.whatif_loads import create_load, create_profile
 
 SLOTS, GAP, BUDGET = (
     "model_config.decode_batch_size",

@@ -1,9 +1,9 @@
 import pytest
-from llm_serving.cli import main
+from llm_serving.cli.main import main
 from llm_serving.config import load_config
 from llm_serving.whatif.profile import write_profile
 from llm_serving.whatif.tuning.tuned_yaml import differences
-from whatif_loads import create_profile
+from support.whatif_loads import create_profile
 
 LOAD = """\
 streams:

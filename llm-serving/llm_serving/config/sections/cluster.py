@@ -5,7 +5,7 @@ from pathlib import Path
 
 from llm_serving.config.kinds import Kind
 from llm_serving.config.rules import choice, choices, integer, option, path, text
-from llm_serving.core.choices import EngineName, RoleName, SpreadName, WeightsName
+from llm_serving.core.enums import EngineName, RoleName, SpreadName, WeightsName
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from llm_serving.config.kinds import Kind
 from llm_serving.config.rules import boolean, choice, integer, memory, option, path, text
-from llm_serving.core.choices import ExactnessName
+from llm_serving.core.enums import ExactnessName
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,8 +19,8 @@ from llm_serving.config.rules import (
     revision,
     seconds,
 )
-from llm_serving.core.choices import ImplementationName
 from llm_serving.core.dtypes import MODEL_DTYPES
+from llm_serving.core.enums import ImplementationName
 from llm_serving.hub import HUBS
 
 BATCHING_STRATEGIES: Final = ("continuous", "static")

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from llm_serving.config.rules import choice, one_of, option
-from llm_serving.core.choices import KVCacheDtypeName, QuantizationName
-from llm_serving.network.coded import Quantization
+from llm_serving.core.enums import KVCacheDtypeName, QuantizationName
+from llm_serving.network.quantization import Quantization
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from llm_serving.config.rules import (
     path,
     positive,
 )
-from llm_serving.core.choices import OrderName, PolicyName, SpeculativeMethodName
+from llm_serving.core.enums import OrderName, PolicyName, SpeculativeMethodName
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,7 @@ from llm_serving.config.rules import (
     text,
     url,
 )
-from llm_serving.core.choices import JsonWhitespaceName, RoutingName, ToolFormatName
+from llm_serving.core.enums import JsonWhitespaceName, RoutingName, ToolFormatName
 from llm_serving.log import LEVELS
 
 

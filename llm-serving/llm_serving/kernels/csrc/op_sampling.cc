@@ -2,7 +2,7 @@
 #include "call.h"
 #include "kernels.h"
 
-// Chooses a token for each row; worker/kernel_choice.py fills the arguments.
+// Chooses a token for each row; worker/sampler.py fills the arguments.
 LLM_EXPORT int llm_sample(const llm::SampleArgs* args) {
   static llm::OperatorClock clock("sample");
   const llm::Timed timed(clock);

@@ -1,4 +1,4 @@
-// Penalties, bias and allowed tokens of one row of logits, as worker/token_choice.py defines them.
+// Penalties, bias and allowed tokens of one row of logits, as worker/sampling_reference.py defines them.
 #pragma once
 
 #include <cstddef>

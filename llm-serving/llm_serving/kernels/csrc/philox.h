@@ -1,4 +1,4 @@
-// Random numbers from a counter, as worker/philox.py defines them.
+// Random numbers from a counter, as worker/sampling_reference.py defines them.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// Weights in floating point, rounded to codes: what formats/quantized.py does in NumPy, bit by bit.
+// Weights in floating point, rounded to codes: what formats/quantized_tensor.py does in NumPy, bit by bit.
 #pragma once
 
 #include "dtype.h"

@@ -1,11 +1,11 @@
-// What choosing tokens takes and gives: the arrays of worker/kernel_choice.py, which declares the same structure.
+// What choosing tokens takes and gives: the arrays of worker/sampler.py, which declares the same structure.
 #pragma once
 
 #include <cstdint>
 
 namespace llm {
 
-// Why a row has no token (worker/token_choice.py, Failure).
+// Why a row has no token (worker/sampling_reference.py, Failure).
 enum SampleFailure : int32_t { kNoFailure = 0, kLogitsFailure = 1, kAdjustedFailure = 2 };
 
 // S rows of V logits. Ids are below V, offsets cut their lists; the caller has checked it.
@@ -32,7 +32,7 @@ struct SampleArgs {
   const int32_t* allowed_offsets;  // [S + 1]
   const int32_t* allowed_words;    // a bit a token, lowest first
   int64_t top_width;               // K: columns of top_token_ids
-  // Results; see Choices of worker/token_choice.py.
+  // Results; see Choices of worker/sampling_reference.py.
   int32_t* token_ids;
   int32_t* failures;
   float* largest;

@@ -1,4 +1,4 @@
-// One token for each row of logits; worker/token_choice.py is the definition. Rows are independent and every sum is
+// One token for each row of logits; worker/sampling_reference.py is the definition. Rows are independent and every sum is
 // exact, so the result is the same for every instruction set and number of threads, bit for bit.
 #pragma once
 

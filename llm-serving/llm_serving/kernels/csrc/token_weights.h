@@ -1,4 +1,4 @@
-// Weights of tokens, as worker/token_weights.py defines them: multiples of 2^-33 from 0 to 1, so that float64 sums of
+// Weights of tokens, as worker/logprobs.py defines them: multiples of 2^-33 from 0 to 1, so that float64 sums of
 // them are exact and neither the instruction set nor any order of summation can change a choice. No product here is
 // fused with a sum.
 //

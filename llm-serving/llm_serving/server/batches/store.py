@@ -13,9 +13,9 @@ from typing import Final, NamedTuple, TypeVar
 
 import msgspec
 
-from llm_serving.core.held_file import hold
+from llm_serving.core.files import hold
 from llm_serving.errors import ConfigError, RequestNotFoundError, RequestTooLargeError, StoreFullError
-from llm_serving.server.batches.objects import AnsweredLine, Batch, Failure, FileObject, Line, LineAnswer, RequestCounts
+from llm_serving.server.batches.schemas import AnsweredLine, Batch, Failure, FileObject, Line, LineAnswer, RequestCounts
 from llm_serving.server.shares import Shares
 
 T = TypeVar("T")

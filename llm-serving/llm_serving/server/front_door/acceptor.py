@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final, NamedTuple
 
-from llm_serving.core.clock import monotonic
+from llm_serving.core.timings import monotonic
 from llm_serving.log import get_logger
 from llm_serving.server.front_door.certificates import Certificates
 from llm_serving.server.front_door.connection import Connection

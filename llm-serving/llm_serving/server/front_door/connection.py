@@ -17,7 +17,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from uvicorn.server import ServerState
 
 from llm_serving.config.sections.server import ServerConfig
-from llm_serving.core.clock import monotonic
+from llm_serving.core.timings import monotonic
 from llm_serving.server.front_door.body_meter import BodyMeter
 from llm_serving.server.front_door.cycle_hooks import close_unless_read, when_digested
 from llm_serving.server.front_door.framing import declared_length

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
-from llm_serving.core.clock import Clock, monotonic
+from llm_serving.core.timings import Clock, monotonic
 from llm_serving.server.front_door.comebacks import Comebacks
 
 MADE_FREE_AT_ONCE: Final = 32

@@ -2,28 +2,11 @@
 
 from typing import Final
 
+from llm_serving.server.admin import advice, control, explanations, health, live, metrics, reload, replicas
+from llm_serving.server.batches import api
 from llm_serving.server.endpoint import Endpoint
-from llm_serving.server.routes import (
-    advice,
-    batches,
-    chat,
-    completions,
-    control,
-    embeddings,
-    explanations,
-    health,
-    legacy,
-    live,
-    messages,
-    metrics,
-    models,
-    reload,
-    replicas,
-    responses,
-    scores,
-    streams,
-    tgi,
-)
+from llm_serving.server.idempotency import stream_routes
+from llm_serving.server.routes import chat, completions, embeddings, legacy, messages, models, responses, scores, tgi
 
 __all__ = ["ENDPOINTS"]
 
@@ -32,10 +15,10 @@ ENDPOINTS: Final[tuple[Endpoint, ...]] = (
     *chat.ENDPOINTS,
     *messages.ENDPOINTS,
     *responses.ENDPOINTS,
-    *streams.ENDPOINTS,
+    *stream_routes.ENDPOINTS,
     *embeddings.ENDPOINTS,
     *scores.ENDPOINTS,
-    *batches.ENDPOINTS,
+    *api.ENDPOINTS,
     *models.ENDPOINTS,
     *explanations.ENDPOINTS,
     *control.ENDPOINTS,

@@ -14,7 +14,6 @@ from llm_serving.core.request_output import PromptLogprobs, RequestOutput, Token
 from llm_serving.core.sampling_params import MAX_LOGPROBS
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import RequestError
-from llm_serving.server.accepted.arrival import arrival
 from llm_serving.server.answered_message import AnsweredMessage
 from llm_serving.server.caller import caller_of
 from llm_serving.server.choices import choices_of
@@ -25,6 +24,7 @@ from llm_serving.server.generation import (
     Generation,
     raise_on_error,
 )
+from llm_serving.server.idempotency.lookup import arrival
 from llm_serving.server.off_loop import INLINE_BYTES, INLINE_TOKENS, off_loop
 from llm_serving.server.openai_requests import (
     Identity,
@@ -56,7 +56,7 @@ from llm_serving.server.schemas import (
 )
 from llm_serving.server.streaming import event
 from llm_serving.server.tools import answer_parser, offered_tools, thought_counter
-from llm_serving.text.tokenizer import Tokenizer
+from llm_serving.text.tokenizer.tokenizer import Tokenizer
 
 PATH: Final = "/v1/chat/completions"
 

@@ -14,7 +14,6 @@ from starlette.responses import Response
 from llm_serving.core.request_output import PromptLogprobs, RequestOutput, TokenLogprobs
 from llm_serving.core.sampling_params import RULES
 from llm_serving.engine.async_engine import AsyncEngine
-from llm_serving.server.accepted.arrival import arrival
 from llm_serving.server.answer_form import asked_form, compiled, text_of
 from llm_serving.server.caller import caller_of
 from llm_serving.server.choices import MAX_CHOICES, choices_of
@@ -28,6 +27,7 @@ from llm_serving.server.generation import (
     start_generation,
     truncated,
 )
+from llm_serving.server.idempotency.lookup import arrival
 from llm_serving.server.knock import knock
 from llm_serving.server.off_loop import INLINE_TOKENS, off_loop
 from llm_serving.server.openai_requests import (
@@ -47,8 +47,8 @@ from llm_serving.server.receipts import ReceiptDraft, begin_receipt
 from llm_serving.server.sampling import bad_words, sampling_params
 from llm_serving.server.schemas import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest, Usage
 from llm_serving.server.streaming import event
-from llm_serving.text.detokenizer import IncrementalDetokenizer
-from llm_serving.text.tokenizer import Tokenizer
+from llm_serving.text.tokenizer.detokenizer import IncrementalDetokenizer
+from llm_serving.text.tokenizer.tokenizer import Tokenizer
 
 PATH: Final = "/v1/completions"
 DEFAULT_MAX_TOKENS: Final = 16

@@ -13,12 +13,12 @@ from llm_serving import __version__
 from llm_serving.admission.admission import check_token_ids
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import RequestError
-from llm_serving.server.authentication import api_key_of
 from llm_serving.server.caller import source_of
 from llm_serving.server.conversation import render_chat
 from llm_serving.server.endpoint import Endpoint
 from llm_serving.server.error_responses import json_response
 from llm_serving.server.generation import encode_text
+from llm_serving.server.middleware.authentication import api_key_of
 from llm_serving.server.off_loop import INLINE_ITEMS, large_json_response, off_loop
 from llm_serving.server.openai_requests import check_model
 from llm_serving.server.parameter_table import ParameterTable, parameter_table

@@ -20,7 +20,6 @@ from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import LLMServingError, RequestError
 from llm_serving.log import get_logger
 from llm_serving.server.answer_blocks import AnswerBlocks, Block, BlockKind, Told
-from llm_serving.server.authentication import tenant_seen
 from llm_serving.server.caller import caller_of
 from llm_serving.server.conversation import converse_once
 from llm_serving.server.endpoint import Endpoint
@@ -28,6 +27,7 @@ from llm_serving.server.error_responses import json_response, openai_error
 from llm_serving.server.flat_fields import flat_error
 from llm_serving.server.generation import Generation, raise_unless_whole
 from llm_serving.server.metadata import check_metadata
+from llm_serving.server.middleware.authentication import tenant_seen
 from llm_serving.server.off_loop import large_json_response
 from llm_serving.server.openai_requests import check_model
 from llm_serving.server.paging import PAGE, asked_page

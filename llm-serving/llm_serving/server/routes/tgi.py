@@ -16,10 +16,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from llm_serving import __version__
-from llm_serving.core.parameter_rules import Real
 from llm_serving.core.request import FinishReason
 from llm_serving.core.request_output import RequestOutput
-from llm_serving.core.sampling_params import MAX_STOP_STRINGS, SamplingParams
+from llm_serving.core.sampling_params import MAX_STOP_STRINGS, Real, SamplingParams
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import RequestError
 from llm_serving.server.answer_form import asked_form, compiled, text_of
@@ -44,7 +43,7 @@ from llm_serving.server.sampling import sampling_params
 from llm_serving.server.streaming import StreamResponse
 from llm_serving.server.text_schemas import TGIParameters, TGIRequest
 from llm_serving.server.whole_answers import complete_whole
-from llm_serving.text.tokenizer import Tokenizer
+from llm_serving.text.tokenizer.tokenizer import Tokenizer
 
 DEFAULT_MAX_NEW_TOKENS: Final = 100
 

@@ -1,0 +1,270 @@
+"""What several subcommands take and read alike.
+
+The flags that people type out of habit: those that stand for a key, and what to write in place of the others.
+
+Signals that end a command by an exception, so that it leaves nothing half done behind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final, NamedTuple, TypeAlias
+
+from llm_serving.cli.stored_models import check_weights, get_weights
+from llm_serving.config import ServingConfig, load_config
+from llm_serving.core.dtypes import MODEL_DTYPES
+from llm_serving.core.enums import KVCacheDtypeName, QuantizationName
+from llm_serving.errors import ConfigError
+
+API_KEY: Final = re.compile(r"[!-~]{16,512}")
+"""Keys that may be hashed; a shorter one could be found from its hash."""
+API_KEY_VARIABLE: Final = "LLM_SERVING_API_KEY"
+TENANT: Final = "default"
+"""Whose the key of `--api-key` is."""
+
+
+class Flag(NamedTuple):
+    """One that stands for a key."""
+
+    name: str
+    key: str
+    metavar: str
+    help: str
+    short: str = ""
+    """The same flag's other name."""
+
+
+class Refused(NamedTuple):
+    """One that is known and not served; `accepted` asks for nothing that is not so anyhow."""
+
+    name: str
+    instead: str
+    accepted: tuple[str, ...] = ()
+
+
+FLAGS: Final = (
+    Flag("--host", "serving_config.server_ip", "ADDRESS", "address the HTTP server binds to"),
+    Flag("--port", "serving_config.server_port", "N", "port of the HTTP server"),
+    Flag("--served-model-name", "model_config.model_name", "NAME", "name of the model in the HTTP routes"),
+    Flag("--revision", "model_config.model_revision", "NAME", "branch, tag or commit of a model given by name"),
+    Flag("--tokenizer", "model_config.tokenizer_path", "PATH", "tokenizer file or folder"),
+    Flag("--dtype", "model_config.model_dtype", "TYPE", ", ".join(MODEL_DTYPES)),
+    Flag("--quantization", "quant_config.quantization", "NAME", ", ".join(QuantizationName)),
+    Flag("--kv-cache-dtype", "quant_config.kv_cache_dtype", "NAME", ", ".join(KVCacheDtypeName)),
+    Flag("--max-model-len", "model_config.max_generate_length", "TOKENS", "most tokens of prompt and answer together"),
+    Flag("--max-num-seqs", "model_config.decode_batch_size", "N", "most requests that run at once"),
+    Flag("--max-num-batched-tokens", "scheduler_config.max_prefill_tokens", "N", "most tokens one step computes"),
+    Flag("--block-size", "pa_config.block_size", "TOKENS", "tokens of one block of the KV cache"),
+    Flag("--num-gpu-blocks-override", "pa_config.num_blocks", "N", "blocks of the KV cache of each WorkAgent"),
+    Flag(
+        "--tensor-parallel-size",
+        "cluster_config.tensor_parallel",
+        "N",
+        "processes that compute one replica together",
+        "-tp",
+    ),
+    Flag("--data-parallel-size", "cluster_config.replicas", "N", "copies of the model, each with a WorkAgent", "-dp"),
+    Flag("--ssl-certfile", "serving_config.ssl_certfile", "FILE", "certificate chain: HTTPS instead of HTTP"),
+    Flag("--ssl-keyfile", "serving_config.ssl_keyfile", "FILE", "its private key"),
+    Flag("--log-level", "serving_config.log_level", "LEVEL", "least level of the log lines"),
+)
+"""Flag -> key; `--set` with the key means the same, and the flag wins."""
+
+_NO_PIPELINE: Final = (
+    "layers are not shared out; weights are by --tensor-parallel-size, requests by --data-parallel-size"
+)
+
+REFUSED: Final = (
+    Refused("--pipeline-parallel-size", _NO_PIPELINE, ("1",)),
+    Refused("-pp", _NO_PIPELINE, ("1",)),
+    Refused("--gpu-memory-utilization", "say how much: `--set device_config.max_device_memory=8GB`"),
+    Refused("--kv-cache-memory-bytes", "give blocks: `--set pa_config.num_blocks=N`"),
+    Refused("--swap-space", "give blocks: `--set pa_config.num_swap_blocks=N`"),
+    Refused("--device", "`--set device_config.device_target=CPU` (or Ascend)", ("cpu", "auto")),
+    Refused("--enable-prefix-caching", "it is on unless `--set scheduler_config.prefix_caching=False`", ("",)),
+    Refused("--no-enable-prefix-caching", "`--set scheduler_config.prefix_caching=False`"),
+    Refused("--enable-chunked-prefill", "it is always on; `--set scheduler_config.max_prefill_tokens=N` sizes", ("",)),
+    Refused("--scheduling-policy", "`--set scheduler_config.policy=NAME`"),
+    Refused("--max-waiting", "`--set scheduler_config.max_waiting_queue=N`"),
+    Refused("--load-format", "weights are read from *.safetensors", ("auto", "safetensors")),
+    Refused("--trust-remote-code", "no code of a model folder is ever run"),
+    Refused("--chat-template", "it stands in the model folder's tokenizer_config.json"),
+)
+
+_NUMBERS: Final = ("N", "TOKENS")
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Lets the parser take all of them; `overrides_of` reads them."""
+    group = parser.add_argument_group("flags that stand for a key (the flag wins over --set)")
+    for flag in FLAGS:
+        names = [flag.name, flag.short] if flag.short else [flag.name]
+        group.add_argument(*names, metavar=flag.metavar, help=f"{flag.help} ({flag.key})")
+    group.add_argument(
+        "--api-key",
+        metavar="KEY",
+        help=f"wanted from clients, as tenant `{TENANT}`; only its hash is kept. Better in the environment variable "
+        f"{API_KEY_VARIABLE}, which counts where neither this nor `api_keys` is given: arguments are visible to others",
+    )
+    for refused in REFUSED:
+        group.add_argument(refused.name, nargs="?", const="", help=argparse.SUPPRESS)
+
+
+def overrides_of(arguments: argparse.Namespace) -> list[str]:
+    """The flags as `--set` takes them.
+
+    Raises:
+        ConfigError: One that is not served, with what to write instead, or a key that is none.
+    """
+    for refused in REFUSED:
+        value = _value(arguments, refused.name)
+        if value is not None and value not in refused.accepted:
+            given = f" {value}" if value else ""
+            raise ConfigError(f"{refused.name}{given} is not served: {refused.instead}")
+    overrides = []
+    for flag in FLAGS:
+        value = _value(arguments, flag.name)
+        if value is None or (flag.name == "--dtype" and value == "auto"):
+            continue
+        number = re.fullmatch(r"-?[0-9]+", value)
+        overrides.append(f"{flag.key}={value if number and flag.metavar in _NUMBERS else json.dumps(value)}")
+    if arguments.api_key is not None:
+        overrides.append(_key_override(arguments.api_key, "--api-key"))
+    return overrides
+
+
+def overrides_of_environment(config: ServingConfig) -> list[str]:
+    """The key that the environment has, unless the configuration has keys already."""
+    key = os.environ.get(API_KEY_VARIABLE)
+    return [_key_override(key, API_KEY_VARIABLE)] if key and not config.api_keys else []
+
+
+def _key_override(key: str, source: str) -> str:
+    from llm_serving.server.middleware.authentication import hash_key
+
+    if not API_KEY.fullmatch(key):
+        raise ConfigError(f"{source}: an API key must be 16 to 512 printable ASCII characters without spaces")
+    return f"api_keys.{TENANT}.key_sha256={json.dumps(hash_key(key))}"
+
+
+def _value(arguments: argparse.Namespace, name: str) -> str | None:
+    value: str | None = getattr(arguments, name.lstrip("-").replace("-", "_"))
+    return value
+
+
+EXIT_FAILED: Final = 1
+MAX_SEED: Final = 2**32 - 1
+DEFAULT_URL: Final = "http://127.0.0.1:8835"
+"""Where a server listens unless told otherwise."""
+
+Subcommands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
+
+def check_out(path: Path, *read: Path) -> None:
+    """Raises ConfigError where no file can be written, or one of those that are read would be lost.
+
+    Before what takes long, and not after it.
+    """
+    if not path.parent.is_dir() or path.is_dir():
+        raise ConfigError(f"{path}: must be a file in a folder that is there")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigError(f"{path}: must be a file that may be written")
+    if path.exists() and any(each.exists() and path.samefile(each) for each in read):
+        raise ConfigError(f"{path}: must be another file than those that are read")
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds what `load` and `load_servable` read."""
+    parser.add_argument(
+        "--config", type=Path, metavar="YAML", help="serving YAML; `llm-serving config reference` lists every key"
+    )
+    parser.add_argument(
+        "--model",
+        metavar="MODEL",
+        help="folder in Hugging Face form, GGUF file, name of a model at a hub such as Qwen/Qwen3-0.6B, or `demo`",
+    )
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", dest="overrides", help="override any key"
+    )
+    add_flags(parser)
+
+
+def add_server_arguments(parser: argparse.ArgumentParser, whose_key: str = "") -> None:
+    """Adds where a running server is, and the key that `api_key_of` reads."""
+    parser.add_argument("--url", default=DEFAULT_URL, help="of the server")
+    parser.add_argument(
+        "--api-key", metavar="KEY", default="", help=f"{whose_key}better in the environment variable {API_KEY_VARIABLE}"
+    )
+
+
+def api_key_of(arguments: argparse.Namespace) -> str:
+    """The key to show to a running server; empty: none."""
+    return str(arguments.api_key or os.environ.get(API_KEY_VARIABLE, ""))
+
+
+def load(arguments: argparse.Namespace) -> ServingConfig:
+    """The configuration; `arguments.overrides` then has what the flags and the environment add to it.
+
+    Raises:
+        ConfigError: Of a flag, a key or the model.
+    """
+    arguments.overrides += overrides_of(arguments)
+    config = load_config(arguments.config, arguments.overrides, arguments.model)
+    if added := overrides_of_environment(config):
+        arguments.overrides += added
+        config = load_config(arguments.config, arguments.overrides, arguments.model)
+    return config
+
+
+def load_servable(arguments: argparse.Namespace) -> ServingConfig:
+    """The configuration of a model whose weights are here, downloaded if it was named and is not.
+
+    Raises:
+        ConfigError: There is no model, or it cannot be served here.
+    """
+    config = load(arguments)
+    if config.model.model_path is None:
+        raise ConfigError("no model to serve: pass --model FOLDER (or --model demo), or set model_config.model_path")
+    get_weights(config, say)
+    check_weights(config)
+    return config
+
+
+def seed(written: str) -> int:
+    """Of draws, for argparse: what every generator takes."""
+    if not written.isdecimal() or int(written) > MAX_SEED:
+        raise argparse.ArgumentTypeError(f"must be an integer from 0 to {MAX_SEED}. Given: {written!r}")
+    return int(written)
+
+
+def say(text: str) -> None:
+    """Tells a person what goes on; what a program would read goes to standard output."""
+    print(text, file=sys.stderr, flush=True)
+
+
+_SIGNALS: Final = (signal.SIGTERM, signal.SIGHUP)
+
+
+@contextmanager
+def ended_in_order() -> Iterator[None]:
+    """SIGTERM and the end of the terminal raise KeyboardInterrupt as SIGINT does; what is ignored stays so (nohup).
+
+    To be called by the main thread.
+    """
+    before = {each: signal.getsignal(each) for each in _SIGNALS}
+    for each, handler in before.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(each, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)

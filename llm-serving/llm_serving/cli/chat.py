@@ -1,0 +1,398 @@
+"""`llm-serving chat`: a conversation in the terminal.
+
+Ctrl-C ends the answer that is being written, not the program; Ctrl-D or /quit ends the program.
+
+`llm-serving chat`: a conversation with a running server in the terminal.
+
+One conversation with a running server, over its OpenAI route.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import AbstractContextManager, closing, suppress
+from dataclasses import dataclass, field
+from http.client import HTTPResponse
+from pathlib import Path
+from typing import Any, Final, NamedTuple, TextIO
+
+from llm_serving.cli.arguments import Subcommands, add_server_arguments, api_key_of
+from llm_serving.cli.server_call import Refusal, opened
+from llm_serving.errors import ConfigError, LLMServingError, UnavailableError, shorten
+
+
+def add_to(commands: Subcommands) -> None:
+    parser = commands.add_parser("chat", help="talk with a running server in the terminal", allow_abbrev=False)
+    add_server_arguments(parser)
+    parser.add_argument("--model", metavar="NAME", default="", help="name that requests give; default: none")
+    parser.add_argument("--system", metavar="TEXT", default="", help="said before the conversation")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="NAME=VALUE", dest="parameters", help="a parameter of requests"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+
+    parameters = {}
+    for given in arguments.parameters:
+        name, found, value = given.partition("=")
+        if not found:
+            raise ConfigError(f"--set must be NAME=VALUE. Given: {given}")
+        parameters[name] = read_value(value)
+    chat(ChatClient(arguments.url, api_key_of(arguments), arguments.model, arguments.system, parameters))
+    return 0
+
+
+Message = dict[str, str]
+
+
+class Piece(NamedTuple):
+    """What one event tells."""
+
+    text: str = ""
+    reasoning: str = ""
+    finish_reason: str | None = None
+    usage: Mapping[str, Any] | None = None
+
+
+@dataclass
+class ChatClient:
+    """What is said, and where.
+
+    Attributes:
+        url: Of the server, without a path.
+        key: API key; empty: none is shown.
+        model: Name; empty: whatever is served.
+        system: Said before the conversation; empty: nothing.
+        parameters: Further fields of every request, such as `temperature`.
+        messages: Of the user and the assistant, in turns.
+    """
+
+    url: str
+    key: str = ""
+    model: str = ""
+    system: str = ""
+    parameters: dict[str, Any] = field(default_factory=dict)
+    messages: list[Message] = field(default_factory=list)
+
+    def say(self, text: str) -> Generator[Piece, None, None]:
+        """Says something, and yields what is answered as it comes.
+
+        Both become part of the conversation, the answer as far as it came, when this ends or is closed; neither does
+        where nothing was answered.
+
+        Raises:
+            Refusal: The server refuses, or its answer breaks off with an error.
+            UnavailableError: It cannot be reached, or is gone.
+        """
+        asked = {"role": "user", "content": text}
+        answer: list[str] = []
+        ended = False
+        try:
+            for piece in self._ask([*self.messages, asked]):
+                answer.append(piece.text)
+                ended = ended or piece.finish_reason is not None
+                yield piece
+        finally:
+            if ended or any(answer):
+                self.messages += [asked, {"role": "assistant", "content": "".join(answer)}]
+
+    def take_back(self) -> str | None:
+        """Forgets the last turn; what the user had said in it, or None where there was none."""
+        if not self.messages:
+            return None
+        said = self.messages[-2]["content"]
+        del self.messages[-2:]
+        return said
+
+    def served_models(self) -> list[str]:
+        """Raises: as `say`."""
+        with self._open("/v1/models") as response:
+            try:
+                return [str(card["id"]) for card in json.loads(response.read())["data"]]
+            except (ValueError, KeyError, TypeError):
+                raise Refusal(f"{self.url} does not answer as a server of language models") from None
+
+    def _ask(self, messages: list[Message]) -> Iterator[Piece]:
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        body: dict[str, Any] = {"messages": system + messages, "stream": True, **self.parameters}
+        body["stream_options"] = {"include_usage": True}
+        if self.model:
+            body["model"] = self.model
+        with self._open("/v1/chat/completions", body) as response:
+            for line in response:
+                data = line.removeprefix(b"data:").strip()
+                if not line.startswith(b"data:"):
+                    continue
+                if data == b"[DONE]":
+                    return
+                yield _piece(data)
+        raise UnavailableError(f"{self.url} broke off its answer")
+
+    def _open(self, path: str, body: object = None) -> AbstractContextManager[HTTPResponse]:
+        return opened(self.url, path, self.key, body)
+
+
+def _piece(data: bytes) -> Piece:
+    try:
+        event = json.loads(data)
+        if "error" in event:
+            raise Refusal(str(event["error"]["message"]))
+        usage = event.get("usage")
+        if not event["choices"]:
+            return Piece(usage=usage)
+        choice = event["choices"][0]
+        delta = choice["delta"]
+        text, reasoning = delta.get("content") or "", delta.get("reasoning_content") or ""
+        return Piece(text, reasoning, choice.get("finish_reason"), usage)
+    except (ValueError, LookupError, TypeError, AttributeError):
+        raise Refusal(f"the server answers with something else: {shorten(data.decode('utf-8', 'replace'))}") from None
+
+
+PROMPT: Final = "> "
+MORE: Final = ". "
+DIM, PLAIN = "\033[2m", "\033[0m"
+_CONTROL: Final = {code: "�" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+"""What a model writes does not move the cursor, ring or change colours."""
+
+
+class Command(NamedTuple):
+    """What a line that begins with `/` means."""
+
+    run: Callable[[Chat, str], bool]
+    """Gets what stands behind its name; False: the program ends."""
+    takes: str
+    help: str
+
+
+class Chat:
+    """The terminal's side of a conversation.
+
+    Args:
+        client: The server's side.
+        read: Reads a line, shown a prompt; EOFError: there are no more.
+        out: Where answers are written.
+        clock: Seconds.
+    """
+
+    def __init__(
+        self,
+        client: ChatClient,
+        read: Callable[[str], str],
+        out: TextIO,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.client = client
+        self._read = read
+        self._out = out
+        self._clock = clock
+        self._is_dim = False
+
+    def run(self) -> None:
+        """Talks until the user has had enough."""
+        while True:
+            try:
+                line = self._line()
+            except EOFError:
+                self.say("")
+                return
+            except KeyboardInterrupt:
+                self.say("\n(Ctrl-D or /quit ends)")
+                continue
+            try:
+                if not self._take(line):
+                    return
+            except LLMServingError as error:
+                self.say(f"error: {error}")
+            except KeyboardInterrupt:
+                self.say("\n(ended)")
+
+    def say(self, text: str) -> None:
+        """Writes a line of our own."""
+        print(text, file=self._out, flush=True)
+
+    def answer(self, text: str) -> None:
+        """Says something and writes what is answered, until it ends or the user presses Ctrl-C."""
+        began = self._clock()
+        first: float | None = None
+        last = Piece()
+        pieces = self.client.say(text)
+        try:
+            with closing(pieces):
+                for piece in pieces:
+                    if first is None and (piece.text or piece.reasoning):
+                        first = self._clock()
+                    self._write(piece.reasoning, dim=True)
+                    self._write(piece.text, dim=False)
+                    last = Piece(finish_reason=piece.finish_reason or last.finish_reason, usage=piece.usage)
+        except KeyboardInterrupt:
+            self._write("", dim=False)
+            self.say("\n(ended)")
+            return
+        finally:
+            self._write("", dim=False)
+        self.say("")
+        self._summarise(last, began, first)
+
+    def _line(self) -> str:
+        """A line, and those that follow one with `\\` at its end."""
+        lines = [self._read(PROMPT)]
+        while lines[-1].endswith("\\"):
+            lines[-1] = lines[-1][:-1]
+            lines.append(self._read(MORE))
+        return "\n".join(lines)
+
+    def _take(self, line: str) -> bool:
+        if not line.strip():
+            return True
+        if not line.startswith("/"):
+            self.answer(line)
+            return True
+        name, _, rest = line[1:].partition(" ")
+        command = COMMANDS.get(name)
+        if command is None:
+            self.say(f"/{name} is none; /help tells them. A line of yours that begins with / needs a space before it")
+            return True
+        return command.run(self, rest.strip())
+
+    def _write(self, text: str, *, dim: bool) -> None:
+        if self._is_dim and not dim:
+            self._out.write(PLAIN if self._out.isatty() else "\n")
+            self._is_dim = False
+        if not text:
+            return
+        if dim and not self._is_dim:
+            self._out.write(DIM if self._out.isatty() else "")
+            self._is_dim = True
+        self._out.write(text.translate(_CONTROL))
+        self._out.flush()
+
+    def _summarise(self, last: Piece, began: float, first: float | None) -> None:
+        if last.usage is None:
+            return
+        count, seconds = int(last.usage["completion_tokens"]), self._clock() - began
+        parts = [f"{count} tokens in {seconds:.1f} s"]
+        if first is not None:
+            parts.append(f"the first after {first - began:.2f} s")
+        if last.finish_reason == "length":
+            parts.append("cut off by its length")
+        self.say(f"{DIM}({', '.join(parts)}){PLAIN}" if self._out.isatty() else f"({', '.join(parts)})")
+
+
+def _help(chat: Chat, rest: str) -> bool:
+    del rest
+    for name, command in COMMANDS.items():
+        chat.say(f"  /{name} {command.takes}".ljust(22) + command.help)
+    chat.say("  a line that ends with \\ goes on with the next; Ctrl-C ends an answer, Ctrl-D the program")
+    return True
+
+
+def _reset(chat: Chat, rest: str) -> bool:
+    del rest
+    chat.client.messages.clear()
+    chat.say("(a new conversation)")
+    return True
+
+
+def _system(chat: Chat, rest: str) -> bool:
+    chat.client.system = rest
+    return _reset(chat, "")
+
+
+def _set(chat: Chat, rest: str) -> bool:
+    name, _, value = rest.partition(" ")
+    parameters = chat.client.parameters
+    if name and value:
+        parameters[name] = read_value(value)
+    elif name:
+        parameters.pop(name, None)
+    chat.say(json.dumps(parameters) if parameters else "(no parameters)")
+    return True
+
+
+def _retry(chat: Chat, rest: str) -> bool:
+    del rest
+    said = chat.client.take_back()
+    if said is None:
+        chat.say("(nothing was said)")
+    else:
+        chat.answer(said)
+    return True
+
+
+def _undo(chat: Chat, rest: str) -> bool:
+    del rest
+    said = chat.client.take_back()
+    chat.say("(nothing was said)" if said is None else "(the last turn is forgotten)")
+    return True
+
+
+def _history(chat: Chat, rest: str) -> bool:
+    del rest
+    for message in chat.client.messages:
+        chat.say(f"{message['role']}: {message['content'].translate(_CONTROL)}")
+    return True
+
+
+def _save(chat: Chat, rest: str) -> bool:
+    if not rest:
+        chat.say("/save wants the name of a file")
+        return True
+    content = {"system": chat.client.system, "messages": chat.client.messages}
+    try:
+        Path(rest).expanduser().write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    except OSError as error:
+        chat.say(f"error: {rest}: {error.strerror or error}")
+    return True
+
+
+def _models(chat: Chat, rest: str) -> bool:
+    del rest
+    chat.say("\n".join(chat.client.served_models()))
+    return True
+
+
+def _quit(chat: Chat, rest: str) -> bool:
+    del chat, rest
+    return False
+
+
+COMMANDS: Final[dict[str, Command]] = {
+    "help": Command(_help, "", "tell these"),
+    "reset": Command(_reset, "", "begin a new conversation"),
+    "system": Command(_system, "[TEXT]", "begin a new one with this said before it"),
+    "set": Command(_set, "[NAME [VALUE]]", "a parameter of requests, such as temperature 0; without value: none"),
+    "retry": Command(_retry, "", "ask the last again"),
+    "undo": Command(_undo, "", "forget the last turn"),
+    "history": Command(_history, "", "show the conversation"),
+    "save": Command(_save, "FILE", "write the conversation as JSON"),
+    "models": Command(_models, "", "what the server serves"),
+    "quit": Command(_quit, "", "end"),
+}
+
+
+def read_value(text: str) -> Any:
+    """JSON, or else the text itself."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def chat(client: ChatClient) -> None:
+    """Talks on the terminal.
+
+    Raises:
+        LLMServingError: The server cannot be reached, or does not let this key in.
+    """
+    models = client.served_models()
+    with suppress(ImportError):  # arrow keys and earlier lines, where Python has what it takes
+        import readline  # noqa: F401
+    talk = Chat(client, input, sys.stdout)
+    talk.say(f"{client.model or ', '.join(models)} at {client.url}; /help tells the commands")
+    talk.run()

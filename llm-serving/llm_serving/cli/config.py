@@ -1,0 +1,125 @@
+"""`llm-serving config`: check one, print the reference, import what MindIE-Service has."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from llm_serving.cli.arguments import Subcommands, add_config_arguments, load, say
+from llm_serving.cli.stored_models import check_weights, stored_size
+from llm_serving.config import ServingConfig
+from llm_serving.config.paths import REFERENCE_YAML
+from llm_serving.config.report import describe
+from llm_serving.core.generation_defaults import GENERATION_CONFIG, generation_defaults
+from llm_serving.errors import ConfigError
+from llm_serving.models.spec import ModelSpec
+
+
+def add_to(commands: Subcommands) -> None:
+    parser = commands.add_parser("config", help="work with a configuration", allow_abbrev=False)
+    subcommands = parser.add_subparsers(required=True, metavar="COMMAND")
+    check = subcommands.add_parser(
+        "check", help="print the effective values and where each came from", allow_abbrev=False
+    )
+    add_config_arguments(check)
+    check.set_defaults(run=run_check)
+    reference = subcommands.add_parser(
+        "reference", help="print a YAML with every key, its default and its meaning", allow_abbrev=False
+    )
+    reference.set_defaults(run=run_reference)
+    importing = subcommands.add_parser(
+        "import", help="write the config.json of MindIE-Service as a YAML", allow_abbrev=False
+    )
+    importing.add_argument("source", type=Path, metavar="CONFIG_JSON")
+    importing.add_argument("--output", type=Path, metavar="YAML", help="new file; default: standard output")
+    importing.set_defaults(run=run_import)
+
+
+def run_check(arguments: argparse.Namespace) -> int:
+    config = load(arguments)
+    check_weights(config)
+    text = "\n".join([describe(config), *_tokens(config), *_sampling(config), *_memory(config), *_bounds(config)])
+    print(text, flush=True)
+    return 0
+
+
+def _tokens(config: ServingConfig) -> list[str]:
+    """What of the tokenizer matters to answers, as comments: the tokens that end a text, those that cannot be in one.
+
+    Raises:
+        ModelError: There is no tokenizer that can be read, and so no server starts.
+    """
+    path = config.model.model_path
+    if path is None:
+        return []
+    from llm_serving.text.tokenizer.tokenizer import (
+        Tokenizer,
+        check_draft_vocabulary,
+        describe_end_tokens,
+        notice_of_unknown_tokens,
+    )
+
+    tokenizer = Tokenizer.load(path, config.model.tokenizer_path)
+    if config.scheduler.draft_model_path is not None:
+        check_draft_vocabulary(tokenizer, config.scheduler.draft_model_path)
+    lines = ["# a text ends with:", *(f"#   - {line}" for line in describe_end_tokens(config.model, tokenizer))]
+    notice = notice_of_unknown_tokens(tokenizer, ModelSpec.from_folder(path).vocab_size)
+    return lines if notice is None else [*lines, f"# notice: {notice}"]
+
+
+def _sampling(config: ServingConfig) -> list[str]:
+    """What requests have that say nothing, as a comment.
+
+    Raises:
+        ModelError: `generation_config.json` holds what no request may have, and so no server starts.
+    """
+    if config.model.generation_config == "none":
+        return []
+    defaults = generation_defaults(config.model.model_path)
+    told = ", ".join(
+        f"{name} {value:.7g}" if isinstance(value, float) else f"{name} {value}"  # they are of single precision
+        for name, value in defaults.items()
+    )
+    return [f"# a request that says nothing has ({GENERATION_CONFIG}): {told}"] if told else []
+
+
+def _memory(config: ServingConfig) -> list[str]:
+    """What the model takes, as comments."""
+    if config.model.model_path is None:
+        return []
+    return ["# memory of a WorkAgent:", *(f"#   {line}" for line in stored_size(config).lines)]
+
+
+def _bounds(config: ServingConfig) -> list[str]:
+    """How long a request of each class can be made to wait, as comments; it follows from the size of the cache."""
+    if config.pa.num_blocks is None:
+        return []
+    from llm_serving.engine.replica import build_scheduler
+
+    window = None if config.model.model_path is None else ModelSpec.from_folder(config.model.model_path).window
+    scheduler = build_scheduler(config, config.pa.num_blocks, config.pa.num_swap_blocks, window=window)
+    return ["# bounds:", *(f"#   - {bounds}" for bounds in scheduler.bounds)]
+
+
+def run_reference(arguments: argparse.Namespace) -> int:
+    print(REFERENCE_YAML.read_text(encoding="utf-8"), end="", flush=True)
+    return 0
+
+
+def run_import(arguments: argparse.Namespace) -> int:
+    from llm_serving.config.mindie import import_mindie
+
+    imported = import_mindie(arguments.source)
+    for note in imported.notes:
+        say(f"notice: {note}")
+    text = imported.as_yaml(arguments.source.name)
+    if arguments.output is None:
+        print(text, end="", flush=True)
+        return 0
+    try:
+        with arguments.output.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise ConfigError(f"{arguments.output}: {error.strerror or error}") from None
+    say(f"{arguments.output}: done")
+    return 0

@@ -1,0 +1,152 @@
+"""`llm-serving convert`: a model from MindFormers' form into Hugging Face's, and back.
+
+`llm-serving convert`: a model from MindFormers' form into Hugging Face's, and back.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from llm_serving.cli.arguments import Subcommands, say
+from llm_serving.cli.new_folder import check_absent, copy_small_files, new_folder
+from llm_serving.config.mindformers import spec_of
+from llm_serving.config.yaml_reader import read_yaml
+from llm_serving.errors import ConfigError, ModelError
+from llm_serving.formats.folder import DERIVED, check_tensors, read_tensors
+from llm_serving.formats.mindformers_names import (
+    ORDERS,
+    Order,
+    hugging_face_name,
+    is_joined,
+    mindformers_name,
+    order_of,
+    split,
+)
+from llm_serving.formats.stored_tensor import NUMPY_DTYPES, Array, StoredTensor
+from llm_serving.formats.writer import Tensor, write_checkpoint, write_safetensors
+from llm_serving.hub.base import Progress
+from llm_serving.models.gguf import is_gguf
+from llm_serving.models.spec import CONFIG_NAME, ModelSpec
+from llm_serving.models.weight_reader import spare_tensors
+
+FORMS: Final = ("hf", "mindformers")
+FILES: Final = ("safetensors", "ckpt")
+_MINDFORMERS: Final = ("LlamaForCausalLM", "Qwen2ForCausalLM")
+"""Architectures whose networks there have the names of `formats.mindformers`."""
+
+
+def convert(
+    source: Path, target: Path, form: str, *, files: str = "safetensors", order: Order | None = None, yaml: Path | None
+) -> None:
+    """Writes the model beside `target` and gives it that name when it is complete.
+
+    Args:
+        source: A folder, or one file of weights.
+        target: A folder that does not exist.
+        form: One of `FORMS`: whose names the tensors get.
+        files: One of `FILES`; `ckpt` only with MindFormers' names.
+        order: Of joined projections in the source.
+        yaml: A MindFormers YAML that takes the place of a config.json.
+
+    Raises:
+        ConfigError: The source cannot be read or is not the model it says, or the target exists or has no room.
+    """
+    check_absent(target)
+    if files == "ckpt" and form == "hf":
+        raise ConfigError("--files ckpt must come with --to mindformers: Hugging Face has no such files")
+    config = _config(source, yaml)
+    spec = ModelSpec.from_hugging_face(config, str(yaml or source))
+    if spec.scheme is not None:
+        raise ConfigError(f"{source} must hold a model that is not quantised. Found: {spec.scheme.described}")
+    found = read_tensors(source)
+    stored = {name: each for name, each in found.items() if isinstance(each, StoredTensor)}
+    if is_gguf(source) or len(stored) < len(found):
+        raise ConfigError(f"{source} must be a model in safetensors or in checkpoints of MindSpore")
+    tensors = list(_tensors(stored, order, config))
+    if form == "mindformers" and spec.architecture not in _MINDFORMERS:
+        known = ", ".join(_MINDFORMERS)
+        raise ConfigError(f"--to mindformers must be given a model of {known}. Given: {spec.architecture}")
+    shapes = {tensor.name: tensor.shape for tensor in tensors}
+    check_tensors(str(source), spec.tensors, shapes, spare_tensors(spec))
+    if form == "mindformers":
+        tensors = [tensor._replace(name=mindformers_name(tensor.name)) for tensor in tensors]
+    num_bytes = sum(tensor.num_bytes for tensor in tensors)
+    with new_folder(target, num_bytes) as folder, Progress(total=num_bytes, unit="B", unit_scale=True) as bar:
+        if files == "ckpt":
+            write_checkpoint(folder / "model.ckpt", tensors, bar.update)
+        else:
+            write_safetensors(folder, tensors, bar.update)
+        copy_small_files(source, folder)
+        (folder / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _config(source: Path, yaml: Path | None) -> dict[str, Any]:
+    """The content of the config.json of the result."""
+    if yaml is not None:
+        spec = spec_of(read_yaml(yaml))
+        if spec is None:
+            raise ConfigError(f"{yaml}: must be a MindFormers YAML with model.model_config")
+        return dict(spec.config)
+    folder = source if source.is_dir() else source.parent
+    if not (folder / CONFIG_NAME).exists():
+        raise ConfigError(f"{folder} has no {CONFIG_NAME}: name the MindFormers YAML of the model with --config")
+    return dict(ModelSpec.from_folder(folder).config)
+
+
+def _tensors(stored: dict[str, StoredTensor], order: Order | None, config: dict[str, Any]) -> Iterator[Tensor]:
+    """By Hugging Face names, joined projections apart."""
+    for name, tensor in stored.items():
+        if DERIVED.search(name):
+            continue
+        dtype = np.dtype(NUMPY_DTYPES[tensor.dtype])
+        if not is_joined(name):
+            yield Tensor(hugging_face_name(name), dtype, tensor.shape, tensor.read)
+            continue
+        known = order_of(name) or order
+        if known is None:
+            raise ModelError(
+                f"{tensor.file}: {name} holds several projections in an order that no file tells: add --joined "
+                f"{'|'.join(ORDERS)}. Releases 1.4 and newer of MindFormers write `grouped`, older ones `stacked`"
+            )
+        heads = int(config["num_attention_heads"])
+        kv_heads = int(config.get("num_key_value_heads") or heads)
+        read = _reader(name, tensor, known, heads, kv_heads)
+        try:
+            shapes = {part: array.shape for part, array in read().items()}
+        except ValueError:
+            raise ModelError(f"{tensor.file}: {name} {list(tensor.shape)} does not consist of these heads") from None
+        for part, shape in shapes.items():
+            yield Tensor(part, dtype, shape, lambda part=part, read=read: read()[part])  # type: ignore[misc]
+
+
+def _reader(name: str, tensor: StoredTensor, order: Order, heads: int, kv_heads: int) -> Callable[[], dict[str, Array]]:
+    return lambda: dict(split(name, tensor.read(), order, heads, kv_heads))
+
+
+def add_to(commands: Subcommands) -> None:
+    parser = commands.add_parser(
+        "convert", help="write a model in the form of Hugging Face or of MindFormers", allow_abbrev=False
+    )
+    parser.add_argument("source", type=Path, metavar="SOURCE", help="folder, or one *.safetensors or *.ckpt")
+    parser.add_argument("target", type=Path, metavar="OUT", help="folder that does not exist")
+    parser.add_argument("--to", required=True, choices=("hf", "mindformers"), help="whose names the tensors get")
+    parser.add_argument("--files", default="safetensors", choices=("safetensors", "ckpt"), help="default: safetensors")
+    parser.add_argument(
+        "--joined", choices=("grouped", "stacked"), help="rows of w_qkv: grouped = MindFormers 1.4 and newer"
+    )
+    parser.add_argument("--config", type=Path, metavar="YAML", help="MindFormers YAML, for lack of a config.json")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+
+    joined, yaml = arguments.joined, arguments.config
+    convert(arguments.source, arguments.target, arguments.to, files=arguments.files, order=joined, yaml=yaml)
+    say(f"{arguments.target}: done")
+    return 0

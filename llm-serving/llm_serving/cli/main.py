@@ -1,0 +1,176 @@
+"""The console command `llm-serving`: its subcommands and its exit codes."""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import io
+import os
+import select
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from llm_serving.cli import (
+    advice,
+    background,
+    chat,
+    cluster,
+    config,
+    convert,
+    export,
+    hash_key,
+    models,
+    profile,
+    quantize,
+    reload,
+    replay,
+    run_batch,
+    serve,
+    timeline,
+    tune,
+    verify,
+    version,
+    whatif,
+)
+from llm_serving.cli.arguments import EXIT_FAILED
+from llm_serving.cli.launcher import StartError
+from llm_serving.errors import ConfigError, LLMServingError, NoWorkAgentsError
+
+COMMANDS: Final = (
+    serve,
+    background,
+    run_batch,
+    verify,
+    models,
+    convert,
+    quantize,
+    export,
+    replay,
+    timeline,
+    profile,
+    whatif,
+    tune,
+    chat,
+    cluster,
+    reload,
+    advice,
+    config,
+    hash_key,
+    version,
+)
+"""As `--help` lists them."""
+
+EXIT_CONFIG: Final = 2
+EXIT_NO_WORK_AGENTS: Final = 3
+EXIT_INTERRUPTED: Final = 130
+DISK_ERRORS: Final = frozenset({errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOSPC})
+EXIT_CODES: Final = """\
+exit codes:
+  0    done; a server: ended in order by SIGINT or SIGTERM
+  1    serving failed, a replay differs from its recording, or an answer from its receipt
+  2    wrong arguments or configuration: a model that cannot be loaded, a port in use, a receipt that cannot be read
+  3    every WorkAgent has used up its restarts (serving_config.exit_without_work_agents)
+  130  interrupted by Ctrl-C before there was anything to end in order
+`start` answers as the server that it started, if that ends before it is ready.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Returns:
+        The exit code, one of `EXIT_CODES`.
+    """
+    _open_standard_streams()
+    arguments = _parser().parse_args(argv)
+    _allow_every_character()
+    try:
+        code = int(arguments.run(arguments))
+        _flush_output()
+        return code
+    except ConfigError as error:
+        return _failed(error, EXIT_CONFIG)
+    except NoWorkAgentsError as error:
+        return _failed(error, EXIT_NO_WORK_AGENTS)
+    except StartError as error:
+        return _failed(error, error.exit_code if error.exit_code > 0 else EXIT_FAILED)
+    except LLMServingError as error:
+        return _failed(error, EXIT_FAILED)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        if sys.stdout is None or not _is_left_by_its_reader(sys.stdout.fileno()):
+            raise
+        _give_up_output()
+        return 0
+    except OSError as error:
+        if error.errno not in DISK_ERRORS or error.filename is not None:
+            raise
+        _give_up_output()
+        return _failed(LLMServingError(f"what was to be printed cannot be written: {error.strerror}"), EXIT_FAILED)
+
+
+def _open_standard_streams() -> None:
+    """Nothing else gets the numbers of streams that were closed: uvloop ends a process that closes one of these."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest that is free
+
+
+def _allow_every_character() -> None:
+    """What the encoding of standard output has no form for is escaped."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def _flush_output() -> None:
+    if sys.stdout is not None:
+        sys.stdout.flush()
+
+
+def _is_left_by_its_reader(pipe: int) -> bool:
+    """Such as `head`, which may leave early."""
+    poll = select.poll()
+    poll.register(pipe, 0)
+    return any(events & select.POLLERR for _, events in poll.poll(0))
+
+
+def _give_up_output() -> None:
+    """What standard output has not taken would be tried again at the end of the process, with a traceback."""
+    with Path(os.devnull).open("wb") as nowhere:
+        os.dup2(nowhere.fileno(), sys.stdout.fileno())
+
+
+def _failed(error: LLMServingError, exit_code: int) -> int:
+    print(f"error: {error}", file=sys.stderr)
+    return exit_code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="llm-serving",
+        description="LLM serving on MindSpore.",
+        epilog=EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for each in COMMANDS:
+        each.add_to(commands)
+    _describe(parser)
+    return parser
+
+
+def _describe(parser: argparse.ArgumentParser) -> None:
+    """Has the help of each command begin with what the list of commands says of it."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for choice in action._choices_actions:
+                command = action.choices[choice.dest]
+                command.description = command.description or choice.help
+                _describe(command)

@@ -1,0 +1,192 @@
+"""`llm-serving quantize`: a model with weights of 8 or 4 bits, in the form of compressed-tensors.
+
+`llm-serving quantize`: a model with weights of 8 or 4 bits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from llm_serving.cli.arguments import Subcommands, say
+from llm_serving.cli.new_folder import check_absent, copy_small_files, new_folder
+from llm_serving.errors import ConfigError, ModelError
+from llm_serving.formats.compressed_tensors import PACKED, SCALE, SHAPE, parts_of
+from llm_serving.formats.quantized_tensor import QuantizedTensor, per_word, quantize_w4, quantize_w8
+from llm_serving.formats.stored_tensor import Array
+from llm_serving.formats.writer import Tensor, write_safetensors
+from llm_serving.hub.base import Progress
+from llm_serving.models.spec import CONFIG_NAME, ModelSpec
+from llm_serving.models.weight_reader import WeightReader, check_folder, spare_tensors
+
+DEFAULT_GROUP_SIZE: Final = 128
+_MULTIPLYING: Final = ("linear", "experts")
+"""Kinds of operations whose weights are quantised. Tables, the head, what chooses experts and the gate of shared ones,
+a single row, stay as they are: other engines read no codes of them."""
+
+
+@dataclass(frozen=True)
+class Format:
+    """
+    Attributes:
+        bits: Of weights.
+        activation_bits: Of the rows they are multiplied by; 16: of the model dtype.
+    """
+
+    bits: int
+    activation_bits: int
+
+    @property
+    def packed(self) -> bool:
+        return self.activation_bits == 16
+
+    def config(self, group_size: int | None, ignored: list[str]) -> dict[str, Any]:
+        """`quantization_config` of the result."""
+        weights = {"num_bits": self.bits, "type": "int", "symmetric": True, "dynamic": False, "strategy": "channel"}
+        if group_size is not None:
+            weights |= {"strategy": "group", "group_size": group_size}
+        row: dict[str, Any] = {"targets": ["Linear"], "weights": weights, "input_activations": None}
+        if self.activation_bits == 8:
+            inputs = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": True, "strategy": "token"}
+            row["input_activations"] = inputs
+        return {
+            "quant_method": "compressed-tensors",
+            "format": "pack-quantized" if self.packed else "int-quantized",
+            "quantization_status": "compressed",
+            "config_groups": {"group_0": row},
+            "ignore": ignored,
+        }
+
+
+FORMATS: Final = {"w8a8": Format(8, 8), "w8a16": Format(8, 16), "w4a16": Format(4, 16), "w4a8": Format(4, 8)}
+
+
+def quantize(source: Path, target: Path, name: str, group_size: int | None = None) -> None:
+    """Writes the model beside `target` and gives it that name when it is complete.
+
+    Args:
+        source: A folder with a config.json.
+        target: A folder that does not exist.
+        name: One of `FORMATS`.
+        group_size: Columns that share a scale, of 4 bits; None: `DEFAULT_GROUP_SIZE`.
+
+    Raises:
+        ConfigError: The source cannot be read, is quantised or has other columns than groups fill, or the target exists
+            or has no room.
+    """
+    check_absent(target)
+    form = FORMATS[name]
+    if form.bits == 8 and group_size is not None:
+        raise ConfigError(f"--group-size must come with --format w4a16 or w4a8. Given: {name}")
+    size = DEFAULT_GROUP_SIZE if form.bits == 4 and group_size is None else group_size
+    spec = check_folder(source)
+    if spec.scheme is not None:
+        raise ConfigError(f"{source} must hold a model that is not quantised. Found: {spec.scheme.described}")
+    reader = WeightReader(source)
+    multiplied = _multiplied(spec)
+    tensors = list(_tensors(spec, reader, multiplied, form, size))
+    num_bytes = sum(tensor.num_bytes for tensor in tensors)
+    with new_folder(target, num_bytes) as folder, Progress(total=num_bytes, unit="B", unit_scale=True) as bar:
+        copy_small_files(source, folder)
+        write_safetensors(folder, tensors, bar.update)
+        config = {**spec.config, "quantization_config": form.config(size, _ignored(spec, multiplied))}
+        (folder / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _multiplied(spec: ModelSpec) -> set[str]:
+    """Names of the tensors that are quantised."""
+    operations = [each for each in spec.network.operations if each.kind in _MULTIPLYING]
+    roles = ("weight", "gate_up", "down")
+    weights = [each.weights[role] for each in operations for role in roles if role in each.weights]
+    stored = [pair for weight in weights for pair in zip(weight.names, weight.stored, strict=True)]
+    return {name for name, shape in stored if len(shape) == 2 and shape[0] > 1}
+
+
+def _ignored(spec: ModelSpec, multiplied: set[str]) -> list[str]:
+    """Modules that multiply and stay as they are; another engine quantises whatever is not named."""
+    operations = [each for each in spec.network.operations if each.kind in ("linear", "route", "output")]
+    names = [name for each in operations for name in each.weights["weight"].names if name not in multiplied]
+    heads = ["lm_head.weight", *names]
+    return list(dict.fromkeys(name.removesuffix(".weight") for name in heads if "embed" not in name))
+
+
+def _tensors(
+    spec: ModelSpec, reader: WeightReader, multiplied: set[str], form: Format, group_size: int | None
+) -> Iterator[Tensor]:
+    """What the result consists of, the parts of one weight together."""
+    shapes = reader.shapes()
+    wanted = {**spec.tensors, **{name: shape for name, shape in spare_tensors(spec).items() if name in shapes}}
+    for name, shape in wanted.items():
+        if name not in multiplied:
+            array = reader.take(name, shape)
+            yield Tensor(name, array.dtype, shape, lambda name=name, shape=shape: reader.take(name, shape))  # type: ignore[misc]
+            continue
+        parts = _Parts(reader, name, (shape[0], shape[1]), form, group_size)
+        for ending, (dtype, part_shape) in parts.layout().items():
+            full = f"{name.removesuffix('weight')}{ending}"
+            yield Tensor(full, np.dtype(dtype), part_shape, lambda parts=parts, ending=ending: parts.read(ending))  # type: ignore[misc]
+
+
+class _Parts:
+    """The parts of one weight, which is rounded when the first of them is asked for and let go with the last."""
+
+    def __init__(
+        self, reader: WeightReader, name: str, shape: tuple[int, int], form: Format, group_size: int | None
+    ) -> None:
+        if group_size is not None and (group_size < 1 or shape[1] % group_size):
+            raise ConfigError(
+                f"--group-size must divide the columns of every weight: {name} has {shape[1]}. Given: {group_size}"
+            )
+        self._reader, self._name, self._shape, self._form, self._group_size = reader, name, shape, form, group_size
+        self._made: dict[str, Array] = {}
+
+    def layout(self) -> dict[str, tuple[type[np.generic], tuple[int, ...]]]:
+        """Type and shape of each part."""
+        out, width = self._shape
+        groups = 1 if self._group_size is None else width // self._group_size
+        scale = {SCALE: (np.float32, (out, groups))}
+        if not self._form.packed:
+            return {"weight": (np.int8, (out, width)), **scale}
+        packed = (out, -(-width // per_word(self._form.bits)))
+        return {PACKED: (np.int32, packed), **scale, SHAPE: (np.int64, (2,))}
+
+    def read(self, ending: str) -> Array:
+        if not self._made:
+            self._made = parts_of(self._rounded(), self._form.packed)
+        return self._made.pop(ending)
+
+    def _rounded(self) -> QuantizedTensor:
+        weight = self._reader.take(self._name, self._shape)
+        try:
+            return quantize_w8(weight) if self._group_size is None else quantize_w4(weight, self._group_size)
+        except ModelError as error:
+            raise ModelError(f"{self._name}: {error}") from None
+
+
+def add_to(commands: Subcommands) -> None:
+    parser = commands.add_parser(
+        "quantize", help="write a model with weights of 8 or 4 bits, as compressed-tensors does", allow_abbrev=False
+    )
+    parser.add_argument("source", type=Path, metavar="FOLDER", help="folder of a model that is not quantised")
+    parser.add_argument("target", type=Path, metavar="OUT", help="folder that does not exist")
+    parser.add_argument(
+        "--format",
+        required=True,
+        choices=("w8a8", "w8a16", "w4a16", "w4a8"),
+        help="bits of weights and of activations; w8: a scale for each row",
+    )
+    parser.add_argument("--group-size", type=int, metavar="N", help="columns that share a scale of 4 bits; default 128")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+
+    quantize(arguments.source, arguments.target, arguments.format, arguments.group_size)
+    say(f"{arguments.target}: done")
+    return 0

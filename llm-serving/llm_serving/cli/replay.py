@@ -1,0 +1,74 @@
+"""`llm-serving replay`: the scheduler's decisions of a recording, made again."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from llm_serving.cli.arguments import Subcommands, say
+from llm_serving.errors import ConfigError, RecordingError
+
+if TYPE_CHECKING:
+    from llm_serving.recording.records import Reader
+    from llm_serving.recording.report import Story
+
+
+def add_to(commands: Subcommands) -> None:
+    parser = commands.add_parser(
+        "replay", help="run the scheduler on a recording; it must decide the same", allow_abbrev=False
+    )
+    parser.add_argument("file", type=Path, metavar="FILE", help="of the folder scheduler_config.record_path")
+    parser.add_argument("--until", type=int, metavar="N", help="stop after the decision of step N")
+    parser.add_argument("--explain", action="store_true", help="show the state and the decision where the replay stops")
+    parser.add_argument(
+        "--html",
+        type=Path,
+        metavar="OUT",
+        help="also write a file for a browser in which the newest steps are gone through",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from llm_serving.recording.records import Reader
+    from llm_serving.recording.replay import Replay
+    from llm_serving.recording.report import Story
+
+    try:
+        with arguments.file.open("rb") as file:
+            reader = Reader(file)
+            replay = Replay(reader)
+            story = Story(replay.scheduler)
+            if arguments.html is not None:
+                replay.on_decision = story.decided
+            began = time.perf_counter()
+            replay.run(arguments.until, explain=arguments.explain)
+            seconds = time.perf_counter() - began
+    except OSError as error:
+        raise ConfigError(f"{arguments.file}: {error.strerror or error}") from None
+    except RecordingError as error:
+        raise RecordingError(f"{arguments.file}: {error}") from error
+    if arguments.html is not None:
+        _write_page(story, reader, arguments.html)
+    if replay.explanation:
+        print(replay.explanation, end="\n\n")
+    print(f"{reader.header.name}, recorded by version {reader.header.version}")
+    if reader.torn_at is not None:
+        print(f"the last record, at byte {reader.torn_at}, is not complete: the recording was cut off there")
+    rate = replay.num_decisions / seconds if seconds else 0.0
+    print(
+        f"steps {replay.first_step} to {replay.next_step - 1}: {replay.num_events} events, {replay.num_decisions}"
+        f" decisions in {seconds:.3f} s, {rate:.0f} decisions/s"
+    )
+    print(f"every decision is the recorded one; hash {replay.hash}")
+    return 0
+
+
+def _write_page(story: Story, reader: Reader, path: Path) -> None:
+    from llm_serving.server.ui import write_replay_page
+
+    told = story.told(reader.header.name, reader.header.version)
+    write_replay_page(told, path)
+    say(f"{path}: {len(told.steps)} steps, {told.num_left_out} before them left out; open it in a browser")

@@ -1,0 +1,52 @@
+"""`llm-serving timeline`: what a running server did lately, as a trace."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from llm_serving.cli.arguments import Subcommands, add_server_arguments, api_key_of
+from llm_serving.errors import ConfigError, LLMServingError
+
+
+def add_to(commands: Subcommands) -> None:
+    parser = commands.add_parser(
+        "timeline", help="save what a running server did lately as a trace for ui.perfetto.dev", allow_abbrev=False
+    )
+    add_server_arguments(parser)
+    parser.add_argument("--output", type=Path, default=Path("trace.json"), metavar="FILE", help="default: trace.json")
+    parser.add_argument("--steps", type=int, metavar="N", help="only the newest N steps")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    num_events = save_timeline(arguments.url, arguments.output, arguments.steps, api_key_of(arguments))
+    print(f"{arguments.output}: {num_events} events; open it at https://ui.perfetto.dev")
+    return 0
+
+
+def save_timeline(url: str, output: Path, num_steps: int | None = None, key: str = "") -> int:
+    """Writes the trace that `GET /v1/timeline` answers.
+
+    Returns:
+        The number of its events.
+
+    Raises:
+        UnavailableError: No server answers at the address.
+        LLMServingError: It refuses.
+        ConfigError: The address is none, or the file cannot be written.
+    """
+    from llm_serving.cli.server_call import opened
+
+    query = "" if num_steps is None else f"?steps={num_steps}"
+    with opened(url, f"/v1/timeline{query}", key) as answer:
+        content = answer.read()
+    try:
+        events = json.loads(content)["traceEvents"]
+        output.write_bytes(content)
+    except (ValueError, KeyError, TypeError):
+        raise LLMServingError(f"{url} does not answer with a trace") from None
+    except OSError as error:
+        raise ConfigError(f"{output}: {error.strerror or error}") from None
+    return len(events)

@@ -1,0 +1,77 @@
+"""The placement that a configuration asks for."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from llm_serving.config.schema import ServingConfig
+from llm_serving.core.enums import EngineName, WeightsName
+from llm_serving.executor.cluster.placement import COME_S, COME_WITH_WEIGHTS_S, ClusterPlacement
+from llm_serving.executor.cluster.ray_messages import RayPlaces, RayWeights
+from llm_serving.executor.cluster.ray_starter import RayStarter
+from llm_serving.executor.cluster.weight_files import CACHE
+from llm_serving.executor.placement import Placement, ThisMachine
+from llm_serving.transport.shared_memory import transfer_memory
+from llm_serving.transport.tls_identity import ClusterIdentity, read_secret
+
+
+@contextmanager
+def open_placement(config: ServingConfig) -> Iterator[Placement]:
+    """Where WorkAgents run; leave it when the last has ended.
+
+    Raises:
+        ConfigError: The cluster cannot be used.
+    """
+    if config.cluster.engine == EngineName.LOCAL:
+        with transfer_memory() if config.num_transfer_blocks else contextlib.nullcontext() as transfer_fd:
+            yield ThisMachine(transfer_fd)
+        return
+    with _secret_file(config) as path, contextlib.closing(_on_ray(config, path)) as placement:
+        yield placement
+
+
+def _on_ray(config: ServingConfig, secret_file: Path) -> ClusterPlacement:
+    cluster, device = config.cluster, config.device
+    cores = len(os.sched_getaffinity(0))
+    ranks = cluster.tensor_parallel
+    num_threads = device.num_threads or max(1, (cluster.cpus_per_replica or cores // config.num_replicas) // ranks)
+    cpus = cluster.cpus_per_replica or num_threads * ranks
+    identity = ClusterIdentity(read_secret(secret_file))
+    num_devices = ranks if device.device_target == "Ascend" else 0
+    weights = None
+    if cluster.weights == WeightsName.OBJECT_STORE:
+        weights = RayWeights(str(config.model.model_path), cluster.weights_cache_path or CACHE)
+    places = RayPlaces(cluster.address, config.num_replicas, cpus, cluster.placement, num_devices, weights)
+    starter = RayStarter(places, str(secret_file.absolute()))
+    try:
+        host = cluster.master_host or ("127.0.0.1" if cluster.address is None else starter.host)
+        return ClusterPlacement(
+            host,
+            identity,
+            starter,
+            num_threads,
+            own_devices=num_devices > 0,
+            come_s=COME_S if weights is None else COME_WITH_WEIGHTS_S,
+        )
+    except BaseException:
+        starter.close()
+        raise
+
+
+@contextmanager
+def _secret_file(config: ServingConfig) -> Iterator[Path]:
+    """The operator's, or one of this server alone, which only its user can read."""
+    if config.cluster.secret_file is not None:
+        yield config.cluster.secret_file
+        return
+    with tempfile.TemporaryDirectory(prefix="llm-serving-") as folder:  # its mode is 0700
+        path = Path(folder) / "secret"
+        path.touch(mode=0o600)
+        path.write_text(secrets.token_hex(32))
+        yield path

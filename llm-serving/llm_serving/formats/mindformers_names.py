@@ -1,0 +1,120 @@
+"""The names that MindFormers gives the tensors of its networks, and its joined projections.
+
+Llama and Qwen2 have names of their own; newer networks (Qwen3, say) have those of Megatron's core.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final, Literal
+
+import numpy as np
+
+from llm_serving.formats.stored_tensor import Array
+
+_NAMES: Final = (
+    ("tok_embeddings.embedding_weight", "embed_tokens.weight"),
+    (".attention.wq.", ".self_attn.q_proj."),
+    (".attention.wk.", ".self_attn.k_proj."),
+    (".attention.wv.", ".self_attn.v_proj."),
+    (".attention.wo.", ".self_attn.o_proj."),
+    (".feed_forward.w1.", ".mlp.gate_proj."),
+    (".feed_forward.w2.", ".mlp.down_proj."),
+    (".feed_forward.w3.", ".mlp.up_proj."),
+    (".attention_norm.", ".input_layernorm."),
+    (".ffn_norm.", ".post_attention_layernorm."),
+    ("model.norm_out.", "model.norm."),
+)
+"""Theirs, and Hugging Face's, in the order of replacement."""
+
+_CORE: Final = (
+    ("embedding.word_embeddings.", "model.embed_tokens."),
+    ("decoder.final_layernorm.", "model.norm."),
+    ("decoder.layers.", "model.layers."),
+    ("output_layer.", "lm_head."),
+    (".self_attention.linear_q.", ".self_attn.q_proj."),
+    (".self_attention.linear_k.", ".self_attn.k_proj."),
+    (".self_attention.linear_v.", ".self_attn.v_proj."),
+    (".self_attention.linear_proj.", ".self_attn.o_proj."),
+    (".self_attention.q_layernorm.", ".self_attn.q_norm."),
+    (".self_attention.k_layernorm.", ".self_attn.k_norm."),
+    (".mlp.gating.", ".mlp.gate_proj."),
+    (".mlp.hidden.", ".mlp.up_proj."),
+    (".mlp.linear_fc2.", ".mlp.down_proj."),
+    (".pre_mlp_layernorm.", ".post_attention_layernorm."),
+)
+"""The same of newer networks."""
+_CORE_NAME: Final = re.compile(r"^(embedding\.word_embeddings|decoder\.(layers|final_layernorm)|output_layer)\.")
+_CORE_JOINED: Final = re.compile(r"\.(self_attention\.linear_qkv|mlp\.linear_fc1)\.(weight|bias)$")
+
+QKV: Final = re.compile(r"^(?P<at>.*)\.(attention\.w_qkv|self_attention\.linear_qkv)\.(?P<kind>weight|bias)$")
+GATE_UP: Final = re.compile(r"^(?P<at>.*)\.(feed_forward\.w_gate_hidden|mlp\.linear_fc1)\.(?P<kind>weight|bias)$")
+
+Order = Literal["grouped", "stacked"]
+"""How the rows of joined projections lie, which no file tells; those of newer networks are always grouped.
+
+`grouped`, of MindFormers 1.4 and newer: of each key head in turn its query heads, itself and its value head; a row of
+the gate and one of the other by turns. `stacked`, of older releases: one projection after the other.
+"""
+ORDERS: Final = ("grouped", "stacked")
+
+
+def are_of_mindformers(names: Iterable[str]) -> bool:
+    """Whether tensors are a model's as MindFormers names them: other families share some of its names, not these."""
+    own = ("tok_embeddings.embedding_weight", ".attention.wq.", ".attention.w_qkv.", ".feed_forward.w_gate_hidden.")
+    return any(_CORE_NAME.match(name) or any(part in name for part in own) for name in names)
+
+
+def hugging_face_name(name: str) -> str:
+    """Name of the same tensor in Hugging Face form; names of neither form stay as they are."""
+    for theirs, ours in _CORE if _CORE_NAME.match(name) else _NAMES:
+        name = name.replace(theirs, ours)
+    return name
+
+
+def mindformers_name(name: str) -> str:
+    """The way back."""
+    for theirs, ours in _NAMES:
+        name = name.replace(ours, theirs)
+    return name
+
+
+def is_joined(name: str) -> bool:
+    """Whether a tensor holds several projections."""
+    return QKV.match(name) is not None or GATE_UP.match(name) is not None
+
+
+def order_of(name: str) -> Order | None:
+    """The order of a joined tensor where its name tells."""
+    return "grouped" if _CORE_JOINED.search(name) else None
+
+
+def split(name: str, array: Array, order: Order, heads: int, kv_heads: int) -> Mapping[str, Array]:
+    """The projections of a joined tensor by their Hugging Face names; a tensor that is not joined is itself.
+
+    Args:
+        name: As MindFormers has it.
+        array: [rows, columns], or [rows] of a bias.
+        order: Of the rows.
+        heads, kv_heads: Of queries, and of keys as of values.
+    """
+    if match := QKV.match(name):
+        at = hugging_face_name(match["at"])
+        names = [f"{at}.self_attn.{each}_proj.{match['kind']}" for each in "qkv"]
+        size = array.shape[0] // (heads + 2 * kv_heads)
+        per_group = [heads // kv_heads * size, size, size]
+        return dict(zip(names, _parts(array, order, kv_heads, per_group), strict=True))
+    if match := GATE_UP.match(name):
+        at = hugging_face_name(match["at"])
+        names = [f"{at}.mlp.{each}_proj.{match['kind']}" for each in ("gate", "up")]
+        return dict(zip(names, _parts(array, order, array.shape[0] // 2, [1, 1]), strict=True))
+    return {hugging_face_name(name): array}
+
+
+def _parts(array: Array, order: Order, groups: int, per_group: Sequence[int]) -> list[Array]:
+    if order == "stacked":
+        return np.split(array, np.cumsum([groups * rows for rows in per_group])[:-1])
+    grouped = array.reshape(groups, sum(per_group), *array.shape[1:])
+    parts = np.split(grouped, np.cumsum(per_group)[:-1], axis=1)
+    return [part.reshape(-1, *array.shape[1:]) for part in parts]

@@ -1,0 +1,188 @@
+"""Checkpoints of MindSpore (`.ckpt`): a protobuf of tensors, read without MindSpore and without copying a weight.
+
+The messages, by field number (proto2):
+
+    Checkpoint   1: Value, repeated
+    Value        1: tag (the name)    2: TensorProto    3: a map of tensors
+    TensorProto  1: dims, repeated    2: tensor_type    3: tensor_content
+
+A tensor of more than 512 MiB comes as several values of one tag in a row, each with the whole shape and a piece of the
+content. The file may end with `crc_num` and ten bytes.
+
+Fields of protocol buffers as bytes (the encoding of Google's specification): numbers, and contents with a length.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import mmap
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from llm_serving.core.dtypes import MODEL_DTYPES
+from llm_serving.core.files import open_regular
+from llm_serving.errors import ModelError, shorten
+from llm_serving.formats.stored_tensor import NUMPY_DTYPES, StoredTensor
+
+_DTYPES: Final[Mapping[str, str]] = {dtype.checkpoint: dtype.safetensors for dtype in MODEL_DTYPES.values()}
+_CRC: Final = b"crc_num"
+_CRC_BYTES: Final = len(_CRC) + 10
+_MAX_NAME_BYTES: Final = 1024
+_MAX_DIMENSIONS: Final = 8
+
+_TRAINING: Final = re.compile(
+    r"^(adam_[mv]|moments?[12]?|accu_grads|grad_sum|exp_avg(_sq)?|scale_sense|optimizer)(\.|$)|"
+    r"^(global_step|learning_rate|loss_scale|current_iterator_step|last_overflow_iterator_step|epoch_num|step_num|"
+    r"current_step_step|beta[12]_power|network_.*|weight_decay)$"
+)
+"""What a checkpoint of a training has beside the weights."""
+
+
+class _Piece(NamedTuple):
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    num_bytes: int
+
+
+def read_checkpoint(file: Path) -> dict[str, StoredTensor]:
+    """Name -> tensor of one file, without what belongs to a training.
+
+    Raises:
+        ModelError: The file is none, is cut short or encrypted, or has a weight of a type that is not read.
+    """
+    with open_regular(file) as stream:
+        if not os.fstat(stream.fileno()).st_size:
+            raise ModelError(f"{file} is empty")
+        with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            try:
+                found = [_piece(content, start, end) for start, end in _values(content)]
+            except (ValueError, IndexError) as error:
+                raise ModelError(f"{file} is no checkpoint of MindSpore, is cut short or encrypted: {error}") from None
+    tensors: dict[str, StoredTensor] = {}
+    for name, group in itertools.groupby(found, lambda piece: piece.name):
+        pieces = list(group)
+        if _TRAINING.search(name):
+            continue
+        if name in tensors:
+            raise ModelError(f"{file}: tensor {shorten(name)} stands twice")
+        tensors[name] = _joined(file, name, pieces)
+    return tensors
+
+
+def _joined(file: Path, name: str, pieces: list[_Piece]) -> StoredTensor:
+    dtype, shape = pieces[0].dtype, pieces[0].shape
+    if dtype not in _DTYPES:
+        raise ModelError(f"{file}: tensor {shorten(name)} must be {', '.join(_DTYPES)}. Found: {shorten(dtype)}")
+    tensor = StoredTensor(file, _DTYPES[dtype], shape, tuple((each.start, each.num_bytes) for each in pieces))
+    found = sum(each.num_bytes for each in pieces)
+    if any((each.dtype, each.shape) != (dtype, shape) for each in pieces) or tensor.num_bytes != found:
+        wanted = math.prod(shape) * np.dtype(NUMPY_DTYPES[_DTYPES[dtype]]).itemsize
+        raise ModelError(f"{file}: tensor {shorten(name)} must have {wanted} bytes. Found: {found}")
+    return tensor
+
+
+def _values(content: mmap.mmap) -> Iterator[tuple[int, int]]:
+    """Where each value begins and ends."""
+    at, size = 0, len(content)
+    while at < size:
+        if size - at == _CRC_BYTES and content[at : at + len(_CRC)] == _CRC:
+            return
+        field, start, at = _field(content, at, size)
+        if field != 1 or start == at:
+            raise ValueError(f"field {field} at byte {start}")
+        yield start, at
+
+
+def _piece(content: mmap.mmap, start: int, end: int) -> _Piece:
+    name, tensor = b"", None
+    at = start
+    while at < end:
+        field, first, at = _field(content, at, end)
+        if field == 1:
+            name = content[first : min(at, first + _MAX_NAME_BYTES)]
+        elif field == 2:
+            tensor = first, at
+        else:
+            raise ValueError(f"a value that is no tensor at byte {first}")
+    if tensor is None or not name:
+        raise ValueError(f"no tensor or no name at byte {start}")
+    return _tensor(content, name.decode(), *tensor)
+
+
+def _tensor(content: mmap.mmap, name: str, start: int, end: int) -> _Piece:
+    shape: list[int] = []
+    dtype, data = "", (end, 0)
+    at = start
+    while at < end:
+        field, first, at = _field(content, at, end)
+        if field == 1:
+            position = first
+            while position < at:
+                length, position = _varint(content, position, at)
+                shape.append(length)
+        elif field == 2:
+            dtype = content[first : min(at, first + 64)].decode()
+        elif field == 3:
+            data = first, at - first
+    if len(shape) > _MAX_DIMENSIONS or any(length >= 2**62 for length in shape):
+        raise ValueError(f"shape {shorten(shape)} of {shorten(name)}")
+    return _Piece(name, dtype, tuple(shape), *data)
+
+
+def _field(content: mmap.mmap, at: int, end: int) -> tuple[int, int, int]:
+    """Number of a field, and where its content begins and ends; of a number, the bytes that spell it."""
+    key, at = _varint(content, at, end)
+    field, kind = key >> 3, key & 7
+    if kind == 0:
+        return field, at, _varint(content, at, end)[1]
+    if kind != 2:
+        raise ValueError(f"a field of kind {kind} at byte {at}")
+    length, at = _varint(content, at, end)
+    if length > end - at:
+        raise ValueError(f"{length} bytes at byte {at}, where {end - at} are left")
+    return field, at, at + length
+
+
+def _varint(content: mmap.mmap, at: int, end: int) -> tuple[int, int]:
+    value = 0
+    for shift in range(0, 70, 7):
+        if at >= end:
+            break
+        byte = content[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, at
+    raise ValueError(f"a number without end at byte {at}")
+
+
+def varint(value: int) -> bytes:
+    """A number of at least 0, seven bits a byte, the lowest first."""
+    spelled = bytearray()
+    while value >= 0x80:
+        spelled.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes([*spelled, value])
+
+
+def number(field: int, value: int) -> bytes:
+    """A field that is a number."""
+    return varint(field << 3) + varint(value)
+
+
+def opening(field: int, length: int) -> bytes:
+    """What stands before a content of so many bytes."""
+    return varint(field << 3 | 2) + varint(length)
+
+
+def content(field: int, data: bytes) -> bytes:
+    """A field that is a text, bytes or a message."""
+    return opening(field, len(data)) + data

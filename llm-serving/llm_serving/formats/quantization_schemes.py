@@ -1,0 +1,162 @@
+"""Which scheme of quantisation a config.json asks for, and which of them are read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from llm_serving.core.dtypes import describe_quantisation, groups_of
+from llm_serving.errors import ModelError, shorten
+from llm_serving.formats.awq import Awq
+from llm_serving.formats.compressed_tensors import CompressedTensors
+from llm_serving.formats.fp8 import Fp8
+from llm_serving.formats.gguf import METHOD, Gguf
+from llm_serving.formats.gptq import Gptq
+from llm_serving.formats.packed import Scheme
+
+READ: Final = "compressed-tensors (W8A8, W8A16, W4A16, W4A8, FP8), GPTQ of 4 and 8 bits, AWQ of 4 bits, FP8"
+_MAX_GROUP: Final = 2**20
+_COMPRESSED_FORMS: Final = ("int-quantized", "pack-quantized", "float-quantized", "naive-quantized", "mixed-precision")
+_MODELOPT_FP8: Final = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN")
+
+
+class _RefusedError(Exception):
+    """What of a configuration is not read, worded to follow `quantization_config`."""
+
+
+def scheme_of(config: Mapping[str, Any], where: str) -> Scheme | None:
+    """The scheme of the weights of a model; None: they are not quantised.
+
+    Args:
+        config: Content of a config.json.
+        where: Names it in errors.
+
+    Raises:
+        ModelError: They are quantised in a way that is not read; the text says what is.
+    """
+    described = describe_quantisation(config)
+    if described is None:
+        return None
+    given = config["quantization_config"]
+    method = given.get("quant_method") if isinstance(given, Mapping) else None
+    make = _SCHEMES.get(method.lower()) if isinstance(method, str) else None
+    try:
+        if make is None:
+            raise _RefusedError(f"has a `quant_method` that is not read. Given: {shorten(method)}")
+        return make(given, described)
+    except _RefusedError as refused:
+        raise ModelError(
+            f"{where}: the weights are quantised by {described}, which cannot be served: `quantization_config` "
+            f"{refused}. Read are {READ}; or name a copy of the model in bfloat16, float16 or float32"
+        ) from None
+
+
+def _gptq(given: Mapping[str, Any], described: str) -> Scheme:
+    bits = _number(given, ("bits",), (4, 8))
+    form = given.get("checkpoint_format") or "gptq"
+    if form not in ("gptq", "gptq_v2"):
+        raise _RefusedError(f"must have a `checkpoint_format` of gptq or gptq_v2. Given: {shorten(form)}")
+    if given.get("dynamic"):
+        raise _RefusedError(f"must not have `dynamic`: bits of single layers. Given: {shorten(given['dynamic'])}")
+    return Gptq(described, bits, _group_size(given, ("group_size",)), zeros_less_one=form == "gptq")
+
+
+def _awq(given: Mapping[str, Any], described: str) -> Scheme:
+    _number(given, ("bits", "w_bit"), (4,))
+    form = str(given.get("version") or "gemm").lower()
+    if form != "gemm":
+        raise _RefusedError(f"must have a `version` of gemm. Given: {shorten(form)}")
+    return Awq(described, _group_size(given, ("group_size", "q_group_size")))
+
+
+def _compressed(given: Mapping[str, Any], described: str) -> Scheme:
+    groups = groups_of(given)
+    forms = [given.get("format"), *(row.get("format") for row in groups)]
+    if unknown := [each for each in forms if each not in (None, "dense", *_COMPRESSED_FORMS)]:
+        raise _RefusedError(f"must have a `format` of {', '.join(_COMPRESSED_FORMS)}. Given: {shorten(unknown[0])}")
+    for key in ("sparsity_config", "transform_config"):
+        if (found := given.get(key)) and not (isinstance(found, Mapping) and found.get("format") == "dense"):
+            raise _RefusedError(f"must not have `{key}`. Given: {shorten(found)}")
+    weights = [row["weights"] for row in groups if isinstance(row.get("weights"), Mapping)]
+    for row in weights:
+        kind, bits = row.get("type") or "int", row.get("num_bits")
+        if (kind, bits) not in (("int", 4), ("int", 8), ("float", 8)):
+            raise _RefusedError(f"must have weights of int 4, int 8 or float 8 bits. Given: {shorten((kind, bits))}")
+    sizes = {_group_size(row, ("group_size",)) for row in weights} - {0}
+    bits = {row.get("num_bits") for row in weights}
+    inputs = [each for row in groups if isinstance(each := row.get("input_activations"), Mapping)]
+    in_8_bits = bool(inputs) and all(each.get("num_bits") == 8 for each in inputs)
+    integers = all((row.get("type") or "int") == "int" for row in weights)
+    return CompressedTensors(
+        described,
+        activation_bits=8 if in_8_bits and integers else None,
+        group_size=sizes.pop() if len(sizes) == 1 else 0,
+        bits=4 if bits == {4} else 8,
+        block=next((block for row in weights if (block := _block(row.get("block_structure"))) is not None), None),
+    )
+
+
+def _fp8(given: Mapping[str, Any], described: str) -> Scheme:
+    form = given.get("fmt") or "e4m3"
+    if form != "e4m3":
+        raise _RefusedError(f"must have a `fmt` of e4m3. Given: {shorten(form)}")
+    return Fp8(described, _block(given.get("weight_block_size")))
+
+
+def _modelopt(given: Mapping[str, Any], described: str) -> Scheme:
+    """In config.json, or one level down as its own file has it."""
+    nested = given.get("quantization")
+    algorithm = (nested if isinstance(nested, Mapping) else given).get("quant_algo")
+    if algorithm not in _MODELOPT_FP8:
+        raise _RefusedError(f"must have a `quant_algo` of {' or '.join(_MODELOPT_FP8)}. Given: {shorten(algorithm)}")
+    return Fp8(described)
+
+
+def _gguf(given: Mapping[str, Any], described: str) -> Scheme:
+    """As `models.gguf` tells it; its heads are compared with the tensors."""
+    heads, kv_heads = (given.get(key, 0) for key in ("heads", "kv_heads"))
+    if any(type(each) is not int or not 0 <= each <= _MAX_GROUP for each in (heads, kv_heads)):
+        raise _RefusedError(f"must have heads. Given: {shorten((heads, kv_heads))}")
+    return Gguf(described, heads, kv_heads)
+
+
+_SCHEMES: Final[Mapping[str, Callable[[Mapping[str, Any], str], Scheme]]] = {
+    "gptq": _gptq,
+    "awq": _awq,
+    "compressed-tensors": _compressed,
+    "fp8": _fp8,
+    "fbgemm_fp8": _fp8,
+    "modelopt": _modelopt,
+    METHOD: _gguf,
+}
+
+
+def _number(given: Mapping[str, Any], keys: tuple[str, ...], allowed: tuple[int, ...]) -> int:
+    key = next((each for each in keys if given.get(each) is not None), keys[0])
+    value = given.get(key)
+    if isinstance(value, bool) or value not in allowed:
+        rule = " or ".join(map(str, allowed))
+        raise _RefusedError(f"must have `{key}` {rule}. Given: {shorten(value)}")
+    return int(value)
+
+
+def _group_size(given: Mapping[str, Any], keys: tuple[str, ...]) -> int:
+    """0: none."""
+    key = next((each for each in keys if given.get(each) is not None), keys[0])
+    value = given.get(key)
+    if value is None or value == -1:
+        return 0
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= _MAX_GROUP:
+        raise _RefusedError(f"must have a `{key}` from 1 to {_MAX_GROUP}, or -1. Given: {shorten(value)}")
+    return value
+
+
+def _block(value: object) -> tuple[int, int] | None:
+    if value is None:
+        return None
+    if not isinstance(value, list | tuple) or len(value) != 2 or not all(type(each) is int for each in value):
+        raise _RefusedError(f"must have blocks of two lengths. Given: {shorten(value)}")
+    rows, columns = value
+    if not (0 < rows <= _MAX_GROUP and 0 < columns <= _MAX_GROUP):
+        raise _RefusedError(f"must have blocks of two lengths from 1 to {_MAX_GROUP}. Given: {shorten(value)}")
+    return rows, columns

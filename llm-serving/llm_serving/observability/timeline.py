@@ -1,0 +1,157 @@
+"""The journal as a trace that Perfetto and Chrome's `about:tracing` show.
+
+JSON object form of the Trace Event Format: complete events (`ph` X) with `ts` and `dur` in microseconds, metadata
+events (`ph` M) for names. Events of one row (`pid`, `tid`) must nest or follow each other; ours follow each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence, Set
+from dataclasses import dataclass
+from typing import Any, Final
+
+from llm_serving.observability.event_log import Life, Record, Step
+from llm_serving.observability.latency_breakdown import Span, attribute, nanoseconds
+
+STEPS_ROW: Final = 0
+"""`tid` of the row of steps; the requests have theirs from 1 on."""
+
+JsonObject = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class ReplicaTrace:
+    """What one replica shows: `pid` in the trace is its number."""
+
+    replica: int
+    record: Record
+    lives: Sequence[Life]
+    own_steps_only: bool = False
+    """Show the rows of these requests alone, and no step without one: who asks may not see what others do."""
+    machine: str = ""
+    """On which its WorkAgent runs; told to those who may see everything."""
+
+    @property
+    def name(self) -> str:
+        where = f" at {self.machine}" if self.machine and not self.own_steps_only else ""
+        return f"replica {self.replica}{where}"
+
+
+def trace(replicas: Sequence[ReplicaTrace], num_steps: int) -> JsonObject:
+    """The newest `num_steps` steps of each replica, and the requests that lived meanwhile.
+
+    A request is shown from its arrival on, so it may begin before the first step.
+    """
+    events: list[JsonObject] = []
+    spans = [(each, *_shown(each, num_steps)) for each in replicas]
+    starts = [start for _, _, _, start in spans if start is not None]
+    origin = min(starts, default=0)
+
+    def microseconds(time: int) -> float:
+        return (time - origin) / 1000
+
+    for each, steps, requests, _ in spans:
+        events += _metadata(each.replica, STEPS_ROW, each.name, "steps")
+        events += _step_events(each.replica, steps, microseconds)
+        for place, (life, life_spans) in enumerate(requests, STEPS_ROW + 1):
+            # The number of a request tells how many others there were.
+            row = place if each.own_steps_only else life.number
+            events += _metadata(each.replica, row, None, life.request_id)
+            events += _request_events(each.replica, row, life, life_spans, microseconds)
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _shown(
+    replica: ReplicaTrace, num_steps: int
+) -> tuple[list[tuple[Step, int, int]], list[tuple[Life, list[Span]]], int | None]:
+    """Steps with begin and end, requests with their spans, and the first time of all."""
+    record = replica.record
+    steps: list[tuple[Step, int, int]] = []
+    end = 0
+    for step in record.steps:
+        began, end = max(nanoseconds(step.formed), end), nanoseconds(step.ended)
+        steps.append((step, began, max(began, end)))
+    if replica.own_steps_only:
+        own = frozenset[int]().union(*(life.sequences for life in replica.lives))
+        steps = [(part, began, end) for step, began, end in steps if (part := _part(step, own)).num_tokens]
+    steps = steps[-num_steps:]
+    since = steps[0][1] if steps else 0
+    requests = [
+        (life, spans)
+        for life in replica.lives
+        if life.ended_time is None or nanoseconds(life.ended_time) >= since
+        if (spans := attribute(life, record))
+    ]
+    starts = [spans[0].start for _, spans in requests] + ([since] if steps else [])
+    return steps, requests, min(starts, default=None)
+
+
+def _part(step: Step, sequences: Set[int]) -> Step:
+    """What of a step was computed for these sequences."""
+    return step._replace(
+        singles=tuple([each for each in step.singles if each in sequences]),
+        chunks=tuple([chunk for chunk in step.chunks if chunk[0] in sequences]),
+        guesses=tuple([guess for guess in step.guesses if guess[0] in sequences]),
+    )
+
+
+def _metadata(pid: int, tid: int, process: str | None, thread: str) -> Iterator[JsonObject]:
+    if process is not None:
+        yield {"ph": "M", "name": "process_name", "pid": pid, "tid": tid, "args": {"name": process}}
+    yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": thread}}
+    yield {"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": tid, "args": {"sort_index": tid}}
+
+
+def _step_events(
+    pid: int, steps: Sequence[tuple[Step, int, int]], microseconds: Callable[[int], float]
+) -> Iterator[JsonObject]:
+    for step, began, ended in steps:
+        num_prefill = sum(count for _, _, count in step.chunks)
+        kinds = [kind for kind, some in (("prefill", step.chunks), ("decode", step.singles)) if some]
+        yield {
+            "ph": "X",
+            "name": " + ".join(kinds),
+            "cat": "step",
+            "pid": pid,
+            "tid": STEPS_ROW,
+            "ts": microseconds(began),
+            "dur": (ended - began) / 1000,
+            "args": {
+                "step": step.number,
+                "rows": len(step.singles) + len(step.chunks),
+                "tokens": step.num_tokens,
+                "prefill_rows": len(step.chunks),
+                "prefill_tokens": num_prefill,
+                "decode_rows": len(step.singles),
+            },
+        }
+
+
+def _request_events(
+    pid: int, tid: int, life: Life, spans: Sequence[Span], microseconds: Callable[[int], float]
+) -> Iterator[JsonObject]:
+    for start, end, span, num_steps in _joined(spans):
+        args: JsonObject = {"steps": num_steps, "class": life.request_class.name}
+        yield {
+            "ph": "X",
+            "name": span.part.value,
+            "cat": "request",
+            "pid": pid,
+            "tid": tid,
+            "ts": microseconds(start),
+            "dur": (end - start) / 1000,
+            "args": args | ({"detail": span.detail} if span.detail else {}),
+        }
+
+
+def _joined(spans: Sequence[Span]) -> Iterator[tuple[int, int, Span, int]]:
+    """Spans in a row with one reason as one: start, end, the first of them, the number of steps."""
+    index = 0
+    while index < len(spans):
+        first, numbers = spans[index], set()
+        end = first.end
+        while index < len(spans) and (spans[index].part, spans[index].detail) == (first.part, first.detail):
+            end = spans[index].end
+            numbers.add(spans[index].step)
+            index += 1
+        yield first.start, end, first, len(numbers - {None})

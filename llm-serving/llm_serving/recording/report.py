@@ -1,0 +1,314 @@
+"""A scheduler's state and decision in words: who runs, who waits, who is next and what keeps them waiting.
+
+What a scheduler decided, step after step, in a form to be looked at: who ran, who waited, and what for.
+"""
+
+from __future__ import annotations
+
+import copy
+import heapq
+from collections import deque
+from collections.abc import Mapping, Sequence
+from itertools import islice
+from typing import Any, Final
+
+import msgspec
+
+from llm_serving.core.request import Request
+from llm_serving.core.step import BlockMove
+from llm_serving.scheduler.schedule import Schedule, WaitReason
+from llm_serving.scheduler.scheduler import Scheduler
+
+MAX_SHOWN: Final = 20
+"""Waiting requests of a class; the others are counted."""
+
+
+def describe_state(scheduler: Scheduler) -> str:
+    """Everybody's place at this moment."""
+    pool, host_pool = scheduler.blocks.pool, scheduler.blocks.host_pool
+    lines = [
+        f"before step {scheduler._step}: {len(scheduler.running)} of {scheduler.limits.max_num_seqs} slots run,"
+        f" {scheduler.num_waiting} requests wait",
+        f"blocks: {pool.num_used_blocks} of {pool.num_blocks} used, {pool.num_cached_blocks} hold prefixes that can be"
+        f" found; host pool: {host_pool.num_used_blocks} of {host_pool.num_blocks} used",
+        "",
+        "running, in the order in which they decode",
+        *_table(_HEADINGS, [_cells(scheduler, request) for request in scheduler.running]),
+    ]
+    chosen = _next(scheduler)
+    for name, queue in scheduler.waiting.queues.items():
+        if not len(queue):
+            continue
+        head = queue.head()
+        members = sorted(queue, key=lambda each: (each is not head, not each.has_run, each.queue_key))
+        lines += ["", f"waiting in class {name}: {len(members)}"]
+        cells = [_cells(scheduler, request) + _remark(request, chosen) for request in members[:MAX_SHOWN]]
+        lines += _table((*_HEADINGS, ""), cells)
+        if len(members) > MAX_SHOWN:
+            lines.append(f"  and {len(members) - MAX_SHOWN} more")
+    forks = [fork for forks in scheduler.waits.forks.values() for fork in forks]
+    apart = list(scheduler.kept_apart())
+    others = (
+        ("waiting for their parent's prompt", forks),
+        ("waiting for others of their tenant", apart[:MAX_SHOWN]),
+        ("laid aside", scheduler.waits.laid_aside),
+    )
+    for title, requests in others:
+        if requests:
+            lines += ["", title, *_table(_HEADINGS, [_cells(scheduler, request) for request in requests])]
+    return "\n".join(lines)
+
+
+def describe_decision(schedule: Schedule) -> str:
+    cells = [
+        (
+            row.request.request_id,
+            f"{row.num_computed} to {row.end - 1}",
+            str(row.query_len),
+            "samples" if row.samples else "",
+            "for the first time" if row.request in schedule.started else "",
+        )
+        for row in schedule.rows
+    ]
+    moves = ", ".join(f"{BlockMove(move.kind).name} {move.source}->{move.target}" for move in schedule.block_moves)
+    return "\n".join(
+        [
+            f"step {schedule.step} computes {schedule.num_tokens} tokens",
+            *_table(("request", "tokens", "count", "", ""), cells),
+            f"  block moves: {moves or 'none'}",
+            f"  preempted: {', '.join(request.request_id for request in schedule.preempted) or 'nobody'}",
+        ]
+    )
+
+
+def describe_waiting(scheduler: Scheduler, schedule: Schedule) -> str:
+    """Why the step was formed without those that wait for admission; numbers as they are after it."""
+    blocked = scheduler.blocked
+    if blocked is None:
+        return "nobody was kept waiting for admission"
+    heads = (scheduler.waiting.queues[name].head() for name in blocked.closed)
+    lines = [f"{head.request_id} waits: {_share(scheduler, head)}" for head in heads if head is not None]
+    request = scheduler._requests.get(blocked.request_id or "")
+    if request is None:
+        if blocked.reason is not WaitReason.SHARE:
+            lines.append(f"all wait: {blocked.reason}")
+    else:
+        numbers = _numbers(scheduler, request, blocked.reason, schedule)
+        lines.append(f"next is {request.request_id}; it waits: {blocked.reason}{numbers}")
+    return "\n".join(lines)
+
+
+def _numbers(scheduler: Scheduler, request: Request, reason: WaitReason, schedule: Schedule) -> str:
+    limits, num_running = scheduler.limits, len(scheduler.running)
+    match reason:
+        case WaitReason.SLOTS:
+            return f"; {num_running} of {limits.max_num_seqs} are taken"
+        case WaitReason.BLOCKS:
+            num_needed = scheduler.places.num_blocks_to_admit(request, scheduler.prompts.parent_of(request))
+            num_free = scheduler.blocks.pool.num_free_blocks
+            return f"; it needs {num_needed}, {num_running} are kept for those that run, {num_free} are free"
+        case WaitReason.BUDGET | WaitReason.PROMPTS:
+            num_prompts = sum(row.num_computed < row.request.num_prompt_tokens for row in schedule.rows)
+            return (
+                f"; the step has {schedule.num_tokens} of {limits.max_num_batched_tokens} tokens"
+                f" and {num_prompts} of {limits.max_prefill_seqs} prompts"
+            )
+    return ""
+
+
+def _share(scheduler: Scheduler, request: Request) -> str:
+    share = request.request_class
+    members = [other for other in scheduler.running if other.request_class is share]
+    num_held = sum(scheduler.blocks.num_blocks_held(member.request_id) for member in members)
+    num_needed = scheduler.blocks.num_blocks_at_once(scheduler.places.num_tokens_to_hold(request))
+    return (
+        f"{WaitReason.SHARE}: {share.name} has {len(members)} of the"
+        f" {share.max_running_share * scheduler.limits.max_num_seqs:g} slots and {num_held} of the"
+        f" {share.max_kv_share * scheduler.blocks.pool.num_blocks:g} blocks it may have; {num_needed} more are needed"
+    )
+
+
+def _next(scheduler: Scheduler) -> Request | None:
+    """Whoever admission would begin with."""
+    closed: set[str] = set()
+    waiting = copy.copy(scheduler.waiting)
+    waiting.turns = copy.deepcopy(waiting.turns)  # to look is to decide who contends
+    while (request := waiting.best(closed, scheduler.held, scheduler.places.blocks_held)) is not None:
+        if not scheduler.places.is_at_limit(request, request.request_class):
+            break
+        closed.add(request.request_class.name)
+    return request
+
+
+_HEADINGS: Final = ("request", "class", "computed", "of", "blocks", "preemptions")
+
+
+def _cells(scheduler: Scheduler, request: Request) -> tuple[str, ...]:
+    num_blocks = scheduler.blocks.num_blocks_held(request.request_id)
+    in_flight = f" ({request.num_tokens_in_flight} in flight)" if request.num_tokens_in_flight else ""
+    return (
+        request.request_id,
+        request.request_class.name,
+        str(request.num_computed_tokens),
+        f"{request.num_tokens}{in_flight}",
+        "swapped" if scheduler.blocks.is_swapped(request.request_id) else str(num_blocks),
+        str(request.num_preemptions),
+    )
+
+
+def _remark(request: Request, chosen: Request | None) -> tuple[str]:
+    return ("next" if request is chosen else "",)
+
+
+def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    if not rows:
+        return ["  none"]
+    widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (headings, *rows))
+    return [f"  {line}".rstrip() for line in lines]
+
+
+MAX_STEPS: Final = 2000
+"""The newest; a page of more is slow to open."""
+MAX_WAITING: Final = 64
+"""Waiting requests that are told of a step; the others are counted."""
+
+
+class ToldRequest(msgspec.Struct, array_like=True):
+    id: str
+    request_class: str
+    tenant: str
+    num_prompt_tokens: int
+    max_tokens: int
+    arrival_time: float
+
+
+class ToldStep(msgspec.Struct, array_like=True):
+    """A decision, and everybody's place after it. Requests are called by their place in the list of all."""
+
+    number: int
+    time: float
+    rows: list[tuple[int, int, int, int]]
+    """(request, first token computed, tokens computed, tokens chosen)."""
+    running: list[tuple[int, int]]
+    """(request, blocks), in the order in which they decode."""
+    waiting: list[int]
+    """Whoever goes first, first; at most `MAX_WAITING`."""
+    num_waiting: int
+    preempted: list[tuple[int, str, bool]]
+    """(request, the class it was done for, whether what it had computed was moved out)."""
+    next: int | None
+    """Who was to be admitted next, and was not."""
+    reason: str
+    """Why; empty: nobody was kept waiting."""
+    behind: str | None
+    """Class that holds most of the places the reason is about."""
+    closed: tuple[str, ...]
+    """Classes that hold as much as they may."""
+    num_used_blocks: int
+
+
+class ToldStory(msgspec.Struct):
+    name: str
+    version: str
+    """Of the package that recorded."""
+    slots: int
+    budget: int
+    """Tokens of a step."""
+    blocks: int
+    block_size: int
+    requests: list[ToldRequest]
+    steps: list[ToldStep]
+    num_left_out: int
+    """Steps before these."""
+
+
+class Story:
+    """Listens to a replay: `decided` is told of each step.
+
+    Args:
+        scheduler: That decides.
+        most_steps: That are kept, the newest.
+    """
+
+    def __init__(self, scheduler: Scheduler, most_steps: int = MAX_STEPS) -> None:
+        self._scheduler = scheduler
+        self._steps: deque[ToldStep] = deque(maxlen=most_steps)
+        self._num_steps = 0
+        self._requests: dict[int, ToldRequest] = {}
+
+    def decided(self, schedule: Schedule, now: float) -> None:
+        scheduler, blocked = self._scheduler, self._scheduler.blocked
+        first = heapq.nsmallest(MAX_WAITING, scheduler.waiting, key=_place)
+        first += islice(scheduler.kept_apart(), MAX_WAITING - len(first))
+        live = scheduler._requests
+        ahead = live.get(blocked.request_id or "") if blocked is not None else None
+        self._num_steps += 1
+        self._steps.append(
+            ToldStep(
+                schedule.step,
+                now,
+                [(self._who(row.request), row.num_computed, row.query_len, row.samples) for row in schedule.rows],
+                [(self._who(each), scheduler.blocks.num_blocks_held(each.request_id)) for each in scheduler.running],
+                [self._who(each) for each in first],
+                scheduler.num_waiting,
+                [
+                    (self._who(request), each.by_class, each.swapped)
+                    for request, each in zip(schedule.preempted, schedule.preemptions, strict=True)
+                ],
+                None if ahead is None else self._who(ahead),
+                "" if blocked is None else blocked.reason.value,
+                None if blocked is None else blocked.behind,
+                () if blocked is None else blocked.closed,
+                scheduler.blocks.pool.num_used_blocks,
+            )
+        )
+
+    def told(self, name: str, version: str) -> ToldStory:
+        """All of it, with the requests that its steps name."""
+        pool = self._scheduler.blocks.pool
+        places: dict[int, int] = {}
+        steps = [_renumbered(step, places) for step in self._steps]
+        return ToldStory(
+            name,
+            version,
+            self._scheduler.limits.max_num_seqs,
+            self._scheduler.limits.max_num_batched_tokens,
+            pool.num_blocks,
+            self._scheduler.blocks.block_size,
+            [self._requests[sequence] for sequence in places],
+            steps,
+            self._num_steps - len(steps),
+        )
+
+    def _who(self, request: Request) -> int:
+        if request.sequence not in self._requests:
+            self._requests[request.sequence] = ToldRequest(
+                request.request_id,
+                request.request_class.name,
+                request.tenant,
+                request.num_prompt_tokens,
+                request.sampling.max_tokens,
+                request.arrival_time,
+            )
+        return request.sequence
+
+
+def _place(request: Request) -> tuple[Any, ...]:
+    return request.request_class.rank, not request.has_run, request.queue_key
+
+
+def _renumbered(step: ToldStep, places: dict[int, int]) -> ToldStep:
+    """With places in the list of those that are named in place of `Request.sequence`."""
+
+    def place(sequence: int) -> int:
+        return places.setdefault(sequence, len(places))
+
+    changes: Mapping[str, Any] = {
+        "rows": [(place(who), *rest) for who, *rest in step.rows],
+        "running": [(place(who), blocks) for who, blocks in step.running],
+        "waiting": [place(who) for who in step.waiting],
+        "preempted": [(place(who), *rest) for who, *rest in step.preempted],
+        "next": None if step.next is None else place(step.next),
+    }
+    return msgspec.structs.replace(step, **changes)

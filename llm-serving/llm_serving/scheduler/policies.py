@@ -1,0 +1,152 @@
+"""Which stage a step begins with: prompts or decoding. What a policy prefers holds within the scheduler's bounds."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+from llm_serving.config.schema import ServingConfig
+from llm_serving.core.enums import PolicyName
+
+
+class Preference(enum.Enum):
+    """What gets the token budget of a step; what is left goes to the other."""
+
+    PREFILL_FIRST = enum.auto()
+    DECODE_FIRST = enum.auto()
+    DECODE_ONLY = enum.auto()
+    """Prompts run only where nothing can decode."""
+
+
+class Load(NamedTuple):
+    """What a policy may know of the moment before a step."""
+
+    num_decoding: int
+    """Running requests that have their prompt behind them."""
+    prompts_wait: bool
+    """Whether a prompt, or a part of one, is still to be computed."""
+
+
+class Policy(Protocol):
+    max_decode_gap: int
+    """Most steps in a row that may leave a decoding request out for the sake of prompts."""
+    max_prompt_gap: int | None
+    """Most steps in a row that begin with decoding although prompts wait; None: as many as the limits allow."""
+    fills_steps: bool
+    """Whether prompts get what decoding leaves of every step."""
+    honours_classes: bool
+    """Whether classes and priorities order requests; otherwise they run in order of arrival."""
+
+    def prefer(self, load: Load) -> Preference:
+        """What the next step begins with. Called once a step, in order: a policy may count."""
+
+
+class PrefillFirst:
+    """Prompts before decoding, so that first tokens come early and the decoding batch fills quickly.
+
+    A decoding request is left out of at most `max_consecutive_prefill_steps` steps in a row.
+    """
+
+    honours_classes = True
+    max_prompt_gap: int | None = 1
+    fills_steps = True
+
+    def __init__(self, config: ServingConfig) -> None:
+        self.max_decode_gap = config.scheduler.max_consecutive_prefill_steps
+
+    def prefer(self, load: Load) -> Preference:
+        del load
+        return Preference.PREFILL_FIRST
+
+
+class DecodeFirst:
+    """Running requests before prompts: the smoothest streams, the latest first tokens.
+
+    Prompts run when nothing decodes, and at least every `max_consecutive_decode_steps`.
+    """
+
+    honours_classes = True
+    max_decode_gap = 1
+    max_prompt_gap: int | None = None
+    fills_steps = False
+
+    def __init__(self, config: ServingConfig) -> None:
+        del config
+
+    def prefer(self, load: Load) -> Preference:
+        del load
+        return Preference.DECODE_ONLY
+
+
+class Mixed:
+    """Every running request in every step; chunks of prompts fill what that leaves of the token budget.
+
+    As Sarathi-Serve does (Agrawal et al. 2024).
+    """
+
+    honours_classes = True
+    max_decode_gap = 1
+    max_prompt_gap: int | None = None
+    fills_steps = True
+
+    def __init__(self, config: ServingConfig) -> None:
+        del config
+
+    def prefer(self, load: Load) -> Preference:
+        del load
+        return Preference.DECODE_FIRST
+
+
+class Throughput:
+    """Prompts when the slots that decoding leaves empty have cost as much as stopping to fill them.
+
+    MindIE's rule: a prefill step delays every decoding request by the time of a prompt; a decode step while prompts
+    wait wastes its time on every empty slot.
+    """
+
+    honours_classes = True
+    max_prompt_gap: int | None = None
+    fills_steps = False
+
+    def __init__(self, config: ServingConfig) -> None:
+        self.max_decode_gap = config.scheduler.max_consecutive_prefill_steps
+        self._prefill_ms = config.scheduler.prefill_time_ms_per_req
+        self._decode_ms = config.scheduler.decode_time_ms_per_req
+        self._num_slots = config.model.decode_batch_size
+        self._waste = 0.0
+
+    def prefer(self, load: Load) -> Preference:
+        if not load.prompts_wait:
+            return Preference.DECODE_FIRST
+        cost = self._prefill_ms * load.num_decoding
+        self._waste += self._decode_ms * (self._num_slots - load.num_decoding)
+        if cost > self._waste:
+            return Preference.DECODE_ONLY
+        self._waste = 0.0
+        return Preference.PREFILL_FIRST
+
+
+class Fcfs:
+    """First come, first served: running requests, then prompts in order of arrival, whatever their priority."""
+
+    honours_classes = False
+    max_decode_gap = 1
+    max_prompt_gap: int | None = None
+    fills_steps = True
+
+    def __init__(self, config: ServingConfig) -> None:
+        del config
+
+    def prefer(self, load: Load) -> Preference:
+        del load
+        return Preference.DECODE_FIRST
+
+
+POLICIES: dict[str, Callable[[ServingConfig], Policy]] = {
+    PolicyName.PREFILL_FIRST: PrefillFirst,
+    PolicyName.DECODE_FIRST: DecodeFirst,
+    PolicyName.MIXED: Mixed,
+    PolicyName.THROUGHPUT: Throughput,
+    PolicyName.FCFS: Fcfs,
+}

@@ -1,0 +1,86 @@
+"""What operators and clients do to requests by their id, and GET /v1/scheduler, which tells who holds what."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Final
+
+from msgspec import Struct
+from starlette.requests import Request
+from starlette.responses import Response
+
+from llm_serving.core.request_class import class_of
+from llm_serving.engine.async_engine import AsyncEngine
+from llm_serving.errors import RequestError
+from llm_serving.server.admin.scheduler_view import SchedulerView, view_of
+from llm_serving.server.caller import ceiling_of, wanted_priority
+from llm_serving.server.endpoint import Endpoint
+from llm_serving.server.error_responses import json_response
+from llm_serving.server.middleware.authentication import api_key_of, tenant_seen
+from llm_serving.server.parameters import read_fields
+from llm_serving.server.schemas import PriorityRequest
+
+
+class Cancelled(Struct):
+    request_id: str
+    cancelled: list[str]
+    """Those of the engine's requests that this ends: one a choice. Empty: all had ended before."""
+
+
+async def cancel_request(engine: AsyncEngine, http_request: Request) -> Response:
+    """Ends a request at the next step; its client gets what there is and the finish reason `abort`."""
+    request_id = http_request.path_params["request_id"]
+    return json_response(Cancelled(request_id, engine.control.cancel(request_id, tenant_seen(http_request))))
+
+
+class Reprioritised(Struct):
+    request_id: str
+    priority: int
+    priority_class: str
+    changed: list[str]
+    """Those of the engine's requests that have this priority now."""
+    unchanged: list[str]
+    """Those that have a slot, or had one, and would go before others of the class more often than they may; and those
+    that ended meanwhile."""
+
+
+async def reprioritise_request(engine: AsyncEngine, http_request: Request) -> Response:
+    """Gives a request that waits or runs another priority, within what its caller may ask for."""
+    request_id, config = http_request.path_params["request_id"], engine.config
+    body = await read_fields(engine, http_request, PriorityRequest)
+    ceiling = ceiling_of(config, api_key_of(http_request))
+    priority = wanted_priority(config, ceiling, body.priority, body.priority_class)
+    if priority is None:
+        raise RequestError("priority", "or `priority_class` must be given")
+    done = await engine.control.reprioritise(request_id, priority, tenant_seen(http_request))
+    changed = [engine_id for engine_id, is_changed in done.items() if is_changed]
+    unchanged = [engine_id for engine_id, is_changed in done.items() if not is_changed]
+    name = class_of(priority, config.request_classes).name
+    return json_response(Reprioritised(request_id, priority, name, changed, unchanged))
+
+
+async def show_scheduler(engine: AsyncEngine, http_request: Request) -> Response:
+    """Slots, queues, tenants and blocks of every replica; of other tenants only numbers."""
+    states = await engine.lookup.scheduler_states()
+    known = {index: state for index, state in states.items() if state is not None}
+    silent, tenant = [index for index, state in states.items() if state is None], tenant_seen(http_request)
+
+    def answer() -> Response:
+        return json_response(view_of(known, silent, engine.config.scheduler.policy, tenant))
+
+    return await asyncio.to_thread(answer)
+
+
+ENDPOINTS: Final = (
+    Endpoint("POST", "/v1/requests/{request_id}/cancel", cancel_request, "End a request", answer=Cancelled),
+    Endpoint("DELETE", "/v1/requests/{request_id}", cancel_request, "End a request", answer=Cancelled),
+    Endpoint(
+        "POST",
+        "/v1/requests/{request_id}/priority",
+        reprioritise_request,
+        "Give a request another priority",
+        body=PriorityRequest,
+        answer=Reprioritised,
+    ),
+    Endpoint("GET", "/v1/scheduler", show_scheduler, "Tell who holds slots and blocks", answer=SchedulerView),
+)

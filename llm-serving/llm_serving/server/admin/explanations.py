@@ -1,0 +1,89 @@
+"""GET /v1/requests/{id}/explain and GET /v1/timeline: where the time went."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, Final, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from llm_serving.engine.async_engine import AsyncEngine
+from llm_serving.errors import RequestError, RequestNotFoundError
+from llm_serving.observability.latency_breakdown import Explanation
+from llm_serving.server.caller import source_of
+from llm_serving.server.endpoint import Endpoint
+from llm_serving.server.fair_threads import FairThreads
+from llm_serving.server.middleware.authentication import tenant_seen
+from llm_serving.server.off_loop import Long, large_json_response
+from llm_serving.server.streaming import run_until_client_leaves
+
+T = TypeVar("T")
+
+_LOOKING: Final = FairThreads(1, "lookup")
+"""One thread: what is made of thousands of steps takes a second of Python's lock, which the engines want too."""
+
+
+class Explanations(Long):
+    """All requests of the engine that answer to one id: several choices, or several clients that chose the same."""
+
+    request_id: str
+    requests: list[Explanation]
+
+
+class Trace(Long):
+    """JSON object form of the Trace Event Format."""
+
+    traceEvents: list[dict[str, Any]]  # noqa: N815  the format's name
+    displayTimeUnit: str  # noqa: N815
+
+
+async def explain_request(engine: AsyncEngine, http_request: Request) -> Response:
+    """Where the time of a request went; it may still run."""
+    request_id = http_request.path_params["request_id"]
+    tenant = tenant_seen(http_request)
+    found = await _looked_up(http_request, lambda: engine.lookup.explain(request_id, tenant))
+    if not found:
+        rule = f"must be that of a request that lives or is among the newest {engine.config.serving.explain_requests}"
+        raise RequestNotFoundError("request_id", f"{rule} that ended (serving_config.explain_requests)", request_id)
+    return await large_json_response(Explanations(request_id, found))
+
+
+async def show_timeline(engine: AsyncEngine, http_request: Request) -> Response:
+    """The newest steps and the requests that lived meanwhile, for Perfetto; `?steps=N` for fewer steps."""
+    most = engine.config.serving.timeline_steps
+    given = http_request.query_params.get("steps", str(most))
+    if not (given.isascii() and given.isdecimal() and len(given) < 9 and 1 <= int(given) <= most):
+        raise RequestError("steps", f"must be an integer from 1 to {most} (serving_config.timeline_steps)", given)
+    tenant = tenant_seen(http_request)
+    trace = await _looked_up(http_request, lambda: engine.lookup.timeline(int(given), tenant))
+    return await large_json_response(Trace(**trace))
+
+
+async def _looked_up(http_request: Request, look: Callable[[], T]) -> T:
+    """What somebody looks up, one after the other; for whoever leaves before nothing is."""
+
+    async def turn() -> T:
+        return await asyncio.wrap_future(_LOOKING.submit(source_of(http_request), look))
+
+    return await run_until_client_leaves(http_request.receive, turn())
+
+
+ENDPOINTS: Final = (
+    Endpoint(
+        "GET",
+        "/v1/requests/{request_id}/explain",
+        explain_request,
+        "Tell where the time of a request went",
+        answer=Explanations,
+    ),
+    Endpoint(
+        "GET",
+        "/v1/timeline",
+        show_timeline,
+        "Trace of the newest steps and their requests",
+        answer=Trace,
+        query={"steps": {"type": "integer", "minimum": 1}},
+    ),
+)

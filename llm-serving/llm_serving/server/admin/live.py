@@ -1,0 +1,381 @@
+"""Pictures of the engines for those who watch: taken while somebody does, once for all of them, and never for much.
+
+A picture is taken at most every `LEAST_PAUSE_S`, and so seldom that taking, writing and sending pictures takes
+`SHARE` of the time: what one takes is measured, and the pause before the next follows from it. A viewer that reads
+slowly gets the newest picture when it comes for one; those between are dropped.
+
+One picture of all engines as those who watch them get it: rows without names, whose columns are told once.
+
+GET /v1/live: the schedulers as they go, as server-sent events.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Final, Protocol
+
+import msgspec
+from msgspec import Struct
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from llm_serving.core.timings import Clock
+from llm_serving.engine.async_engine import AsyncEngine
+from llm_serving.errors import CapacityError
+from llm_serving.log import get_logger
+from llm_serving.observability.event_log import Life, Step
+from llm_serving.observability.metrics import Metrics
+from llm_serving.observability.snapshot import ClassQueue, Glance, RunningRequest, WaitingRequest
+from llm_serving.server.admin.scheduler_view import Replica, SchedulerView, Tenant, view_of
+from llm_serving.server.endpoint import Endpoint
+from llm_serving.server.middleware.authentication import tenant_seen
+from llm_serving.server.streaming import (
+    EVENT_STREAM,
+    STREAM_HEADERS,
+    ClientGoneError,
+    named_event,
+    run_until_client_leaves,
+)
+
+
+class EndedRequest(Struct, kw_only=True):
+    """A request that has ended since the picture before."""
+
+    id: str
+    request_class: str
+    tenant: str
+    reason: str | None
+    seconds: float
+    """From its arrival to its end."""
+    first_token: float | None
+    """Seconds from its arrival to its first token."""
+    prompt: int
+    cached: int
+    output: int
+    preemptions: int
+
+
+class ComputedStep(Struct, kw_only=True):
+    """A step that has ended since the picture before; for a tenant, its own rows of it, and no step without one."""
+
+    number: int
+    ended: float
+    """Seconds on the clock of `time`."""
+    seconds: float
+    """From when it was formed, or the step before had ended, to its results."""
+    prompts: int
+    """Rows that computed parts of prompts, or again what was lost."""
+    prompt_tokens: int
+    decoding: int
+    """Rows that computed one token and chose the next."""
+
+
+ROWS: Final[Mapping[str, type[Struct]]] = {
+    "classes": ClassQueue,
+    "tenants": Tenant,
+    "running_requests": RunningRequest,
+    "waiting_requests": WaitingRequest,
+    "ended": EndedRequest,
+    "steps": ComputedStep,
+}
+DIGITS: Final = 4
+"""Of seconds, behind the point."""
+
+
+def columns_event() -> bytes:
+    """Names of the values of each row of each list; first in every stream."""
+    return named_event("columns", {name: kind.__struct_fields__ for name, kind in ROWS.items()})
+
+
+def picture_event(
+    number: int, time: float, glances: Mapping[int, Glance | None], policy: str, tenant: str | None, metrics: Metrics
+) -> bytes:
+    """The picture with this number, as far as a tenant may see it; all of it with None."""
+    known = {index: each for index, each in glances.items() if each is not None}
+    silent = [index for index, each in glances.items() if each is None]
+    view: SchedulerView = view_of({index: each.state for index, each in known.items()}, silent, policy, tenant)
+    return named_event(
+        "picture",
+        {
+            "number": number,
+            "time": round(time, DIGITS),
+            "totals": {**metrics.totals()._asdict(), "bound_violations": metrics.num_bound_violations},
+            "kept": metrics.classes.kept(),
+            "replicas": [
+                _replica(each, known[each.replica], tenant) | _where(metrics.machine(each.replica), tenant)
+                for each in view.replicas
+            ],
+            "silent": silent,
+        },
+    )
+
+
+def _replica(view: Replica, seen: Glance, tenant: str | None) -> dict[str, Any]:
+    told: dict[str, Any] = {
+        "replica": view.replica,
+        "step": view.step,
+        "policy": view.policy,
+        "slots": view.slots,
+        "budget": seen.max_step_tokens,
+        "step_s": seen.step_s,
+        "running": view.running,
+        "waiting": view.waiting,
+        "blocks": view.blocks,
+        "saved": sum(each.blocks for each in seen.state.running.values()) - view.blocks.used,
+    }
+    own = _sequences(seen, tenant)
+    lists: dict[str, Sequence[Struct]] = {
+        "classes": view.classes,
+        "tenants": view.tenants,
+        "running_requests": view.running_requests,
+        "waiting_requests": view.waiting_requests,
+        "ended": [_ended(life) for life in seen.ended if tenant in (None, life.tenant)],
+        "steps": _steps(seen.steps, own),
+    }
+    return told | {name: [_values(row) for row in rows] for name, rows in lists.items()}
+
+
+def _where(machine: str, tenant: str | None) -> dict[str, str]:
+    """Machines are told to those who may see everything."""
+    return {"machine": machine if tenant is None else ""}
+
+
+def _values(row: Struct) -> list[Any]:
+    return [round(value, DIGITS) if isinstance(value, float) else value for value in msgspec.structs.astuple(row)]
+
+
+def _sequences(seen: Glance, tenant: str | None) -> frozenset[int] | None:
+    """`Request.sequence` of what a tenant has, or had until just now; None: of everybody's."""
+    if tenant is None:
+        return None
+    running = [sequence for sequence, row in seen.state.running.items() if row.tenant == tenant]
+    waiting = [sequence for sequence, row in seen.state.waiting.items() if row.tenant == tenant]
+    return frozenset(running + waiting).union(*(life.sequences for life in seen.ended if life.tenant == tenant))
+
+
+def _ended(life: Life) -> EndedRequest:
+    facts, came = life.facts, life.first_token_time
+    ended = life.arrival_time if life.ended_time is None else life.ended_time
+    return EndedRequest(
+        id=life.request_id,
+        request_class=life.request_class.name,
+        tenant=life.tenant,
+        reason=facts.finish_reason,
+        seconds=ended - life.arrival_time,
+        first_token=None if came is None else came - life.arrival_time,
+        prompt=facts.num_prompt_tokens,
+        cached=facts.num_cached_tokens,
+        output=facts.num_output_tokens,
+        preemptions=facts.num_preemptions,
+    )
+
+
+def _steps(steps: Sequence[tuple[float, Step]], own: frozenset[int] | None) -> list[ComputedStep]:
+    found = []
+    for began, step in steps:
+        chunks = [chunk for chunk in step.chunks if own is None or chunk[0] in own]
+        decoding = len(step.singles) if own is None else sum([each in own for each in step.singles])
+        if own is None or chunks or decoding:
+            found.append(
+                ComputedStep(
+                    number=step.number,
+                    ended=step.ended,
+                    seconds=step.ended - began,
+                    prompts=len(chunks),
+                    prompt_tokens=sum([count for _, _, count in chunks]),
+                    decoding=decoding,
+                )
+            )
+    return found
+
+
+logger = get_logger(__name__)
+
+LEAST_PAUSE_S: Final = 0.25
+MOST_PAUSE_S: Final = 10.0
+SHARE: Final = 0.01
+"""Of one core."""
+SEND_S: Final = 0.0002
+"""Seconds of processor time that sending one picture to one viewer takes, connection and encryption included."""
+TIMEOUT_S: Final = 1.0
+"""How long an engine is waited for; the picture then says that it is silent."""
+RETRY_AFTER_S: Final = 10.0
+
+
+class Watched(Protocol):
+    """Of an engine, what is watched."""
+
+    async def glances(self, since: float, timeout_s: float) -> dict[int, Glance | None]: ...
+
+
+class Viewer:
+    """One who watches; sees what its tenant may, or everything with None."""
+
+    def __init__(self, tenant: str | None) -> None:
+        self.tenant = tenant
+        self.num_dropped = 0
+        """Pictures that came while it had not taken the one before."""
+        self._newest: bytes | None = None
+        self._changed = asyncio.Event()
+        self._ended = False
+
+    def show(self, picture: bytes) -> None:
+        self.num_dropped += self._newest is not None
+        self._newest = picture
+        self._changed.set()
+
+    def end(self) -> None:
+        self._ended = True
+        self._changed.set()
+
+    async def next(self) -> bytes | None:
+        """The newest picture, once there is one that it has not had; None: there are no more."""
+        await self._changed.wait()
+        self._changed.clear()
+        if self._ended:
+            self._changed.set()
+            return None
+        picture, self._newest = self._newest, None
+        return picture
+
+
+class LiveFeed:
+    """Lives on the event loop.
+
+    Args:
+        watched: Told what the engines look like.
+        metrics: Their totals.
+        policy: Of their schedulers.
+        max_viewers: At a time; a tenant has at most half of the places.
+        clock: The engine's.
+        cpu_clock: Processor time of the thread.
+        sleep: Waits so many seconds.
+    """
+
+    def __init__(
+        self,
+        watched: Watched,
+        metrics: Metrics,
+        policy: str,
+        max_viewers: int,
+        clock: Clock,
+        *,
+        cpu_clock: Clock = time.thread_time,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self._watched = watched
+        self._metrics = metrics
+        self.policy = policy
+        self._max_viewers = max_viewers
+        self._clock = clock
+        self._cpu_clock = cpu_clock
+        self._sleep = sleep
+        self._viewers: list[Viewer] = []
+        self._task: asyncio.Task[None] | None = None
+        self._number = 0
+        self._closed = False
+
+    def join(self, tenant: str | None) -> Viewer:
+        """Somebody watches from now on, until `leave`.
+
+        Raises:
+            CapacityError: As many do as may.
+        """
+        most = self._max_viewers
+        if self._closed or len(self._viewers) >= most:
+            raise CapacityError(f"{most} watch already (serving_config.max_live_viewers)", RETRY_AFTER_S)
+        if tenant is not None and Counter(each.tenant for each in self._viewers)[tenant] >= max(1, most // 2):
+            rule = "half of serving_config.max_live_viewers"
+            raise CapacityError(f"{max(1, most // 2)} watch already with this key ({rule})", RETRY_AFTER_S)
+        viewer = Viewer(tenant)
+        self._viewers.append(viewer)
+        if self._task is None:
+            self._task = asyncio.create_task(self._run())
+        return viewer
+
+    def leave(self, viewer: Viewer) -> None:
+        """With the last one nothing is looked at any more."""
+        self._viewers.remove(viewer)
+        if not self._viewers and self._task is not None:
+            self._task.cancel()
+            self._task = None
+
+    def close(self) -> None:
+        """Ends all streams: the server shall end, and they never would."""
+        self._closed = True
+        for viewer in self._viewers:
+            viewer.end()
+
+    async def _run(self) -> None:
+        since = self._clock()
+        while True:
+            try:
+                glances = await self._watched.glances(since, TIMEOUT_S)
+                since = min((each.state.now for each in glances.values() if each is not None), default=since)
+                spent_s = await self._show(glances)
+            except Exception:
+                logger.exception("a picture of the engines failed")
+                spent_s = MOST_PAUSE_S
+            await self._sleep(pause_s(spent_s))
+
+    async def _show(self, glances: Mapping[int, Glance | None]) -> float:
+        """Gives every viewer what it may see; returns the seconds of processor time it has taken."""
+        self._number += 1
+        now = self._clock()
+        spent_s = sum(each.cpu_s for each in glances.values() if each is not None)
+        for tenant in dict.fromkeys(each.tenant for each in self._viewers):
+            began = self._cpu_clock()
+            picture = picture_event(self._number, now, glances, self.policy, tenant, self._metrics)
+            spent_s += self._cpu_clock() - began
+            for viewer in self._viewers:
+                if viewer.tenant == tenant:
+                    viewer.show(picture)
+                    spent_s += SEND_S
+            await asyncio.sleep(0)  # one after the other, and others between them
+        return spent_s
+
+
+def pause_s(spent_s: float) -> float:
+    """Seconds until the next picture after one that took so many of processor time."""
+    return min(MOST_PAUSE_S, max(LEAST_PAUSE_S, spent_s / SHARE))
+
+
+async def watch(engine: AsyncEngine, http_request: Request) -> Response:
+    """Pictures of all schedulers, a few a second, until the client leaves; of other tenants only numbers."""
+    return _LiveResponse(http_request.app.live, tenant_seen(http_request))
+
+
+class _LiveResponse(Response):
+    """Sends the newest picture whenever the client has taken the one before."""
+
+    def __init__(self, feed: LiveFeed, tenant: str | None) -> None:
+        self._feed = feed
+        self._viewer = feed.join(tenant)
+        self.status_code = 200
+        self.media_type = EVENT_STREAM
+        self.background = None
+        self.init_headers(STREAM_HEADERS)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._with_body = scope["method"] != "HEAD"
+        try:
+            with contextlib.suppress(ClientGoneError):
+                await run_until_client_leaves(receive, self._send_all(send))
+        finally:
+            self._feed.leave(self._viewer)
+
+    async def _send_all(self, send: Callable[[Message], Awaitable[None]]) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": columns_event(), "more_body": True})
+        # To a HEAD this is all: its client takes no body, and need not leave.
+        while self._with_body and (picture := await self._viewer.next()) is not None:
+            await send({"type": "http.response.body", "body": picture, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+ENDPOINTS: Final = (Endpoint("GET", "/v1/live", watch, "Watch the schedulers, as server-sent events without an end"),)

@@ -1,0 +1,103 @@
+"""The answer of GET /v1/scheduler: who holds what and since when, as far as the caller may know."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from llm_serving.observability.snapshot import Blocks, ClassQueue, RunningRequest, SchedulerState, WaitingRequest
+
+MAX_ROWS: Final = 256
+"""Requests and tenants shown one by one; the others are counted."""
+
+
+class Tenant(Struct, kw_only=True):
+    tenant: str
+    running: int
+    waiting: int
+    blocks: int
+    served: dict[str, int]
+    """By class: tokens it has got, each generated one counted twice; the least goes next."""
+
+
+class Replica(Struct, kw_only=True):
+    """One WorkAgent's scheduler at one moment."""
+
+    replica: int
+    step: int
+    """Number of the next one."""
+    policy: str
+    slots: int
+    running: int
+    waiting: int
+    blocks: Blocks
+    classes: list[ClassQueue]
+    tenants: list[Tenant]
+    """With API keys, only the caller's own, unless it is an administrator; so are the lists below."""
+    running_requests: list[RunningRequest]
+    """In the order in which they decode."""
+    waiting_requests: list[WaitingRequest]
+    """In order of arrival."""
+
+
+class SchedulerView(Struct):
+    replicas: list[Replica]
+    silent: list[int]
+    """Replicas that were asked and did not answer in time: they wait for their WorkAgent."""
+
+
+def view_of(states: dict[int, SchedulerState], silent: list[int], policy: str, tenant: str | None) -> SchedulerView:
+    """What a tenant may see; everything with None."""
+    return SchedulerView([_replica(index, states[index], policy, tenant) for index in sorted(states)], silent)
+
+
+def _replica(index: int, state: SchedulerState, policy: str, tenant: str | None) -> Replica:
+    running = [each for each in state.running.values() if tenant in (None, each.tenant)]
+    waiting = [each for _, each in sorted(state.waiting.items()) if tenant in (None, each.tenant)]
+    return Replica(
+        replica=index,
+        step=state.step,
+        policy=policy,
+        slots=state.num_slots,
+        running=len(state.running),
+        waiting=state.num_waiting,
+        blocks=state.blocks,
+        classes=state.classes,
+        tenants=_tenants(running, waiting, state.served),
+        running_requests=_with_groups(running[:MAX_ROWS]),
+        waiting_requests=waiting[:MAX_ROWS],
+    )
+
+
+def _tenants(
+    running: Sequence[RunningRequest], waiting: Sequence[WaitingRequest], served: Mapping[str, Mapping[str, int]]
+) -> list[Tenant]:
+    """Those with most requests first."""
+    num_running = Counter(each.tenant for each in running)
+    num_waiting = Counter(each.tenant for each in waiting)
+    blocks: Counter[str] = Counter()
+    for each in running:
+        blocks[each.tenant] += each.blocks
+    return [
+        Tenant(
+            tenant=name,
+            running=num_running[name],
+            waiting=num_waiting[name],
+            blocks=blocks[name],
+            served={of_class: tokens[name] for of_class, tokens in served.items() if tokens.get(name)},
+        )
+        for name, _ in (num_running + num_waiting).most_common(MAX_ROWS)
+    ]
+
+
+def _with_groups(requests: Sequence[RunningRequest]) -> list[RunningRequest]:
+    """First blocks become numbers in the order of these requests: the number of a block would tell of others'."""
+    groups: dict[int, int] = {}
+    return [
+        each if each.group is None else replace(each, group=groups.setdefault(each.group, len(groups)))
+        for each in requests
+    ]

@@ -1,0 +1,263 @@
+"""OpenAI's files and batches: many requests in one file, answered when there is room."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from typing import Any, Final
+
+from starlette.datastructures import FormData, UploadFile
+from starlette.exceptions import HTTPException
+from starlette.formparsers import MultiPartParser
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Message
+
+from llm_serving.core.sampling_params import Whole
+from llm_serving.engine.async_engine import AsyncEngine
+from llm_serving.errors import (
+    CapacityError,
+    RequestError,
+    RequestNotFoundError,
+    RequestTimeoutError,
+    RequestTooLargeError,
+    renaming,
+)
+from llm_serving.server.batches import ENDPOINTS_OF_LINES, Batch, Batches, BatchStore
+from llm_serving.server.batches.runner import KEPT_S, WINDOW_S, new_file
+from llm_serving.server.batches.schemas import BatchList, BatchRequest, DeletedFile, FileList, FileObject
+from llm_serving.server.batches.store import CHUNK_BYTES, new_id
+from llm_serving.server.endpoint import Endpoint
+from llm_serving.server.error_responses import json_response
+from llm_serving.server.front_door import HELD_KEY
+from llm_serving.server.metadata import check_metadata
+from llm_serving.server.middleware.authentication import api_key_of, tenant_seen
+from llm_serving.server.off_loop import large_json_response
+from llm_serving.server.paging import PAGE, asked_page
+from llm_serving.server.parameters import read_fields
+
+PURPOSE: Final = "batch"
+MAX_FILENAME_CHARS: Final = 256
+MAX_FIELD_BYTES: Final = 4096
+"""Of each field of the form but the file."""
+HELD_BYTES: Final = MultiPartParser.spool_max_size + 2**16
+"""Of a form: a file beyond that is on the disk, and a little of what follows."""
+RETRY_AFTER_S: Final = 10.0
+KEPT_LEAST_S: Final = 3600
+"""Seconds after which a file may expire, as with OpenAI; at most `KEPT_S`."""
+_ANCHOR, _SECONDS = "expires_after[anchor]", "expires_after[seconds]"
+_FILES: Final = {**PAGE, "purpose": {"type": "string"}}
+
+
+async def create_file(engine: AsyncEngine, http_request: Request) -> Response:
+    """Keeps a file: a form with `purpose` and `file`, and perhaps how long to keep it."""
+    batches = _batches(http_request)
+    limits = engine.config.serving
+    if (hold_at_most := http_request.scope.get(HELD_KEY)) is not None:
+        hold_at_most(HELD_BYTES)
+    try:
+        async with (
+            asyncio.timeout(limits.body_timeout_s),
+            _counted(batches, http_request) as counted,
+            counted.form(max_files=1, max_fields=4, max_part_size=MAX_FIELD_BYTES) as form,
+        ):
+            file, purpose = form.get("file"), form.get("purpose")
+            if not isinstance(file, UploadFile):
+                raise RequestError("file", "is required, in a form of the kind multipart/form-data")
+            if purpose != PURPOSE:
+                raise RequestError("purpose", f"must be {PURPOSE}", purpose)
+            name = (file.filename or "")[:MAX_FILENAME_CHARS]
+            about = new_file(new_id("file"), name, PURPOSE, batches.now())
+            if (seconds := _kept_s(form)) is not None:
+                about.expires_at = about.created_at + seconds
+            pieces = _pieces(file)
+            about = await batches.stored(BatchStore.add_file, about, _tenant(http_request), pieces, batches.now())
+    except HTTPException as error:  # by whoever reads forms
+        raise RequestError("body", f"must be a form of the kind multipart/form-data: {error.detail}") from None
+    except TimeoutError:
+        raise RequestTimeoutError("body", f"must arrive within {limits.body_timeout_s:g} seconds") from None
+    return json_response(about)
+
+
+async def list_files(engine: AsyncEngine, http_request: Request) -> Response:
+    """The newest files first."""
+    del engine
+    purpose = http_request.query_params.get("purpose")
+    limit, after = asked_page(http_request)
+    batches, tenant = _batches(http_request), tenant_seen(http_request)
+    with renaming({"file_id": "after"}):
+        files = await batches.stored(BatchStore.files, tenant, purpose, limit + 1, after)
+    return await _list_of(FileList, files, limit)
+
+
+async def show_file(engine: AsyncEngine, http_request: Request) -> Response:
+    """What is known of a file."""
+    del engine
+    return json_response(await _file(http_request))
+
+
+async def show_content(engine: AsyncEngine, http_request: Request) -> Response:
+    """What is in a file."""
+    del engine
+    about, batches = await _file(http_request), _batches(http_request)
+
+    async def pieces() -> AsyncIterator[bytes]:
+        number = 0
+        while (piece := await batches.stored(BatchStore.chunk, about.id, number)) is not None:
+            yield piece
+            number += 1
+
+    # With its length: where the file is deleted meanwhile, the client notices that it has not got all of it.
+    return StreamingResponse(pieces(), headers={"content-length": str(about.bytes)}, media_type="application/jsonl")
+
+
+async def delete_file(engine: AsyncEngine, http_request: Request) -> Response:
+    """Forgets a file; a batch that has begun has its lines already."""
+    del engine
+    about = await _file(http_request)
+    await _batches(http_request).stored(BatchStore.delete_file, about.id)
+    return json_response(DeletedFile(about.id))
+
+
+async def create_batch(engine: AsyncEngine, http_request: Request) -> Response:
+    """Begins to answer the lines of a file."""
+    request = await read_fields(engine, http_request, BatchRequest)
+    batches = _batches(http_request)
+    if request.endpoint not in ENDPOINTS_OF_LINES:
+        raise RequestError("endpoint", f"must be one of {', '.join(ENDPOINTS_OF_LINES)}", request.endpoint)
+    check_metadata(request.metadata)
+    try:
+        await batches.stored(BatchStore.file, request.input_file_id, tenant_seen(http_request))
+    except RequestError as error:
+        raise error.renamed("input_file_id", request.input_file_id) from None
+    created = int(batches.now())
+    batch = Batch(
+        id=new_id("batch"),
+        endpoint=request.endpoint,
+        input_file_id=request.input_file_id,
+        created_at=created,
+        expires_at=created + WINDOW_S,
+        metadata=request.metadata,
+    )
+    await batches.create(batch, _tenant(http_request))
+    return json_response(batch)
+
+
+async def list_batches(engine: AsyncEngine, http_request: Request) -> Response:
+    """The newest batches first."""
+    del engine
+    limit, after = asked_page(http_request)
+    batches, tenant = _batches(http_request), tenant_seen(http_request)
+    with renaming({"batch_id": "after"}):
+        found = await batches.stored(BatchStore.batches, tenant, limit + 1, after)
+    return await _list_of(BatchList, found, limit)
+
+
+async def show_batch(engine: AsyncEngine, http_request: Request) -> Response:
+    """How far a batch is."""
+    del engine
+    return json_response(await _batch(http_request))
+
+
+async def cancel_batch(engine: AsyncEngine, http_request: Request) -> Response:
+    """Ends a batch; what has been answered stays."""
+    del engine
+    return json_response(await _batches(http_request).cancel((await _batch(http_request)).id))
+
+
+def _batches(http_request: Request) -> Batches:
+    batches = http_request.app.batches
+    if batches is None:
+        raise RequestNotFoundError("serving_config.batch_path", "must name a file for batches to be kept in")
+    assert isinstance(batches, Batches)
+    return batches
+
+
+async def _file(http_request: Request) -> FileObject:
+    file_id, tenant = http_request.path_params["file_id"], tenant_seen(http_request)
+    return await _batches(http_request).stored(BatchStore.file, file_id, tenant)
+
+
+async def _batch(http_request: Request) -> Batch:
+    batch_id, tenant = http_request.path_params["batch_id"], tenant_seen(http_request)
+    return await _batches(http_request).stored(BatchStore.batch, batch_id, tenant)
+
+
+def _tenant(http_request: Request) -> str:
+    """Whose files these are."""
+    key = api_key_of(http_request)
+    return "" if key is None else key.name
+
+
+def _kept_s(form: FormData) -> int | None:
+    """Seconds after which the file expires, as the form says; None: it does not.
+
+    Raises:
+        RequestError: It says something else, or what forms of files do not.
+    """
+    names = [name for name, _ in form.multi_items()]
+    for name in names:
+        if name not in ("file", "purpose", _ANCHOR, _SECONDS):
+            raise RequestError(name[:MAX_FILENAME_CHARS], "is not a field of this form")
+        if names.count(name) > 1:
+            raise RequestError(name, "must be given once")
+    anchor, given = form.get(_ANCHOR), form.get(_SECONDS)
+    if anchor is None and given is None:
+        return None
+    if anchor != "created_at":
+        raise RequestError(_ANCHOR, "must be created_at", anchor)
+    is_number = isinstance(given, str) and given.isascii() and given.isdecimal() and len(given) < 9
+    return int(Whole(KEPT_LEAST_S, KEPT_S).checked(_SECONDS, int(str(given)) if is_number else given))
+
+
+async def _list_of(kind: type[FileList | BatchList], found: list[Any], limit: int) -> Response:
+    """So many of the rows that were found; there are more where one more was found."""
+    shown = found[:limit]
+    first, last = (shown[0].id, shown[-1].id) if shown else (None, None)
+    return await large_json_response(kind(data=shown, has_more=len(found) > limit, first_id=first, last_id=last))
+
+
+def _pieces(file: UploadFile) -> Iterator[bytes]:
+    while piece := file.file.read(CHUNK_BYTES):
+        yield piece
+
+
+@asynccontextmanager
+async def _counted(batches: Batches, http_request: Request) -> AsyncIterator[Request]:
+    """A request whose body ends it where it becomes too long, or all that are on their way do."""
+    shares, incoming, tenant = batches.shares, batches.num_incoming_bytes, _tenant(http_request)
+    num_bytes, most = 0, shares.room(0, 0)
+
+    async def receive() -> Message:
+        nonlocal num_bytes
+        message = await http_request.receive()
+        size = len(message.get("body", b""))
+        room = shares.room(incoming.total(), incoming[tenant])
+        num_bytes += size
+        incoming[tenant] += size
+        if num_bytes > most:
+            raise RequestTooLargeError("body", f"must be at most {most} bytes (serving_config.batch_store_bytes)")
+        if size > room:
+            raise CapacityError(f"files that are on their way {shares.rule}", RETRY_AFTER_S)
+        return message
+
+    try:
+        yield Request(http_request.scope, receive)
+    finally:
+        incoming[tenant] -= num_bytes
+
+
+_FILE: Final = "/v1/files/{file_id}"
+_BATCH: Final = "/v1/batches/{batch_id}"
+ENDPOINTS: Final = (
+    Endpoint("POST", "/v1/files", create_file, "Keep a file of requests", answer=FileObject, takes_form=True),
+    Endpoint("GET", "/v1/files", list_files, "List files", answer=FileList, query=_FILES),
+    Endpoint("GET", _FILE, show_file, "Show a file", answer=FileObject),
+    Endpoint("GET", f"{_FILE}/content", show_content, "What is in a file"),
+    Endpoint("DELETE", _FILE, delete_file, "Forget a file", answer=DeletedFile),
+    Endpoint("POST", "/v1/batches", create_batch, "Answer the requests of a file", body=BatchRequest, answer=Batch),
+    Endpoint("GET", "/v1/batches", list_batches, "List batches", answer=BatchList, query=PAGE),
+    Endpoint("GET", _BATCH, show_batch, "Show a batch", answer=Batch),
+    Endpoint("POST", f"{_BATCH}/cancel", cancel_batch, "End a batch", answer=Batch),
+)

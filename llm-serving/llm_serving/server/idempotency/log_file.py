@@ -1,0 +1,184 @@
+"""Records of accepted requests in files that a process which ends at any moment leaves readable.
+
+A folder holds `requests-N.log`, each a row of records: length and CRC-32 of the content as little-endian 32 bits, then
+the content as MessagePack. A record that is cut short or damaged ends its file; what follows it is cut off before more
+is written. The oldest files make room. One process has a folder at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import struct
+import zlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from llm_serving.core.files import hold
+from llm_serving.errors import ConfigError
+from llm_serving.log import get_logger
+from llm_serving.server.idempotency.store import AcceptedRequest
+
+logger = get_logger(__name__)
+
+NUM_FILES: Final = 4
+"""Among which the bytes are divided: room is made by a fourth at a time."""
+WAIT_S: Final = 1.0
+"""A disk that takes longer is not waited for: answers begin without."""
+MAX_WAITING_BYTES: Final = 2**25
+"""Of records that a disk which hangs has not taken; what exceeds them is not logged."""
+_NAME: Final = re.compile(r"requests-(0|[1-9][0-9]{0,17})\.log")
+_HEAD: Final = struct.Struct("<II")
+_encode: Final = msgspec.msgpack.Encoder().encode
+_decode: Final = msgspec.msgpack.Decoder(AcceptedRequest).decode
+
+
+class LogFile:
+    """Appends records; `append` may be called from the event loop alone.
+
+    What cannot be written ends the log with one line in the server's own, and nothing else. A disk that hangs delays
+    one request, and loses those that come when `MAX_WAITING_BYTES` wait for it; two lines tell that and how many.
+    """
+
+    def __init__(self, folder: Path, max_bytes: int) -> None:
+        """
+        Raises:
+            ConfigError: The folder cannot be used, or another process uses it.
+        """
+        self._folder = folder
+        self._file_bytes = max(1, max_bytes // NUM_FILES)
+        self._thread = ThreadPoolExecutor(1, "request-log")
+        self._broken = False
+        self._num_waiting_bytes = 0
+        self._num_lost = 0
+        """Since the disk got behind."""
+        self._is_late = False
+        """Whether somebody has waited for the disk in vain, and nothing was written since."""
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            lock = hold(folder / "lock")
+        except OSError as error:
+            raise ConfigError(f"serving_config.request_log_path: {folder} cannot be used: {error.strerror}") from None
+        if lock is None:
+            raise ConfigError(f"serving_config.request_log_path: {folder} is used by another server")
+        self._lock = lock
+        names = (_NAME.fullmatch(path.name) for path in folder.iterdir())  # copies by other names stay as they are
+        self._numbers = sorted(int(name[1]) for name in names if name is not None)
+        self._file = -1
+        self._size = 0
+
+    def read(self) -> Iterator[AcceptedRequest]:
+        """All records that are whole, oldest first; to be read to the end before the first `append`."""
+        number, end = 0, 0
+        for number in self._numbers:
+            data = _content(self._path(number))
+            end = 0
+            for record, place in _records(self._path(number), data or b""):
+                end = place
+                yield record
+            if data is None:  # what it has is not to be cut off
+                number += 1
+        try:
+            self._open(number, end)
+        except OSError as error:
+            self._end(error)
+
+    async def append(self, record: AcceptedRequest) -> None:
+        """Writes a record before it returns, unless that takes too long."""
+        if self._broken:
+            return
+        content = _encode(record)
+        if self._num_waiting_bytes + len(content) > MAX_WAITING_BYTES:
+            self._num_lost += 1
+            if self._num_lost == 1:
+                logger.error("%s: the disk is behind; requests are not logged until it has caught up", self._folder)
+            return
+        self._num_waiting_bytes += len(content)
+        writing = asyncio.get_running_loop().run_in_executor(self._thread, self._write, content)
+        writing.add_done_callback(lambda _: self._has_written(len(content)))
+        if not self._is_late:
+            done, _ = await asyncio.wait([writing], timeout=WAIT_S)
+            self._is_late = not done
+
+    def _has_written(self, size: int) -> None:
+        self._is_late = False
+        self._num_waiting_bytes -= size
+        if self._num_waiting_bytes == 0 and self._num_lost:
+            logger.error("%s: requests are logged again; %d are not in it", self._folder, self._num_lost)
+            self._num_lost = 0
+
+    def close(self) -> None:
+        """Writes what is left and gives the folder to others."""
+        self._thread.shutdown()
+        if self._file >= 0:
+            os.close(self._file)
+        os.close(self._lock)
+
+    def _write(self, content: bytes) -> None:
+        if self._broken:
+            return
+        data = _HEAD.pack(len(content), zlib.crc32(content)) + content
+        if len(data) > self._file_bytes:  # it would push out all others
+            return
+        try:
+            if self._size and self._size + len(data) > self._file_bytes:
+                self._begin_next()
+            if os.write(self._file, data) != len(data):
+                raise OSError(0, "a record was cut short")
+            self._size += len(data)
+        except OSError as error:
+            self._end(error)
+
+    def _begin_next(self) -> None:
+        os.close(self._file)
+        self._file = -1
+        while len(self._numbers) >= NUM_FILES:
+            self._path(self._numbers.pop(0)).unlink(missing_ok=True)
+        self._open(self._numbers[-1] + 1, 0)
+
+    def _open(self, number: int, size: int) -> None:
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+        self._file = os.open(self._path(number), flags, 0o600)
+        os.ftruncate(self._file, size)
+        self._size = size
+        if number not in self._numbers:
+            self._numbers.append(number)
+
+    def _end(self, error: OSError) -> None:
+        self._broken = True
+        logger.error("%s: no more requests are logged, until a restart: %s", self._folder, error.strerror or error)
+
+    def _path(self, number: int) -> Path:
+        return self._folder / f"requests-{number}.log"
+
+
+def _content(path: Path) -> bytes | None:
+    """None: it cannot be read."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        logger.warning("%s: cannot be read: %s", path, error.strerror)
+        return None
+
+
+def _records(path: Path, data: bytes) -> Iterator[tuple[AcceptedRequest, int]]:
+    """Each whole record of a file with the place where it ends."""
+    place = 0
+    while place + _HEAD.size <= len(data):
+        length, checksum = _HEAD.unpack_from(data, place)
+        content = data[place + _HEAD.size : place + _HEAD.size + length]
+        if len(content) != length or zlib.crc32(content) != checksum:
+            break
+        try:
+            record = _decode(content)
+        except (msgspec.DecodeError, UnicodeDecodeError):  # of another version
+            break
+        place += _HEAD.size + length
+        yield record, place
+    if place < len(data):
+        logger.warning("%s: what follows byte %d is no record and is left out", path, place)

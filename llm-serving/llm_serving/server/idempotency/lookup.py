@@ -1,0 +1,212 @@
+"""A request arrives: it is new, or it has been accepted before and its client asks by its key or its stream."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Final, NamedTuple
+
+import msgspec
+from starlette.requests import Request
+
+from llm_serving.engine.async_engine import AsyncEngine
+from llm_serving.errors import GoneError, IdempotencyError, RequestError
+from llm_serving.server.asked_beside import asked_header
+from llm_serving.server.caller import HttpCaller
+from llm_serving.server.deadline import before
+from llm_serving.server.idempotency.request import (
+    BEGINNING,
+    MAX_NUMBERED_CHOICES,
+    Position,
+    SharingRules,
+    Turn,
+    digest_of,
+)
+from llm_serving.server.idempotency.store import AcceptedRequest, AcceptedRequests, Claim
+from llm_serving.server.middleware.authentication import api_key_of
+from llm_serving.server.off_loop import INLINE_BYTES, off_loop
+from llm_serving.server.openai_requests import Identity, identify
+from llm_serving.server.request_context import note_of
+from llm_serving.server.schemas import GenerationRequest
+
+KEY_HEADER: Final = "idempotency-key"
+EVENT_HEADER: Final = "last-event-id"
+MAX_KEY_CHARS: Final = 255
+SEED_BYTES: Final = 8
+_RESUMABLE: Final = f"stream: true, serving_config.resume_streams, at most {MAX_NUMBERED_CHOICES} choices"
+_encode_json: Final = msgspec.json.Encoder().encode
+
+
+class Resumed(NamedTuple):
+    """What a client that comes again wants the rest of."""
+
+    record: AcceptedRequest
+    position: Position
+
+
+class Arrival(NamedTuple):
+    identity: Identity
+    """Of the answer."""
+    turn: Turn
+
+
+@asynccontextmanager
+async def arrival(
+    engine: AsyncEngine,
+    http_request: Request,
+    request: GenerationRequest,
+    caller: HttpCaller,
+    *,
+    route: str,
+    prefix: str,
+    num_streams: int,
+) -> AsyncIterator[Arrival]:
+    """Who a request is; until the end of the context nobody else gets its key.
+
+    A request that can come again has a seed from here on. That of a key follows from the key, its tenant and the body,
+    so that one whose record has made room for others still has the tokens it had.
+
+    Args:
+        engine: Answers it.
+        http_request: It came with.
+        request: Its body.
+        caller: Who asks.
+        route: It asks.
+        prefix: Of the answer's id.
+        num_streams: Choices of all its prompts.
+
+    Raises:
+        RequestError: Its key or its event is malformed, or was another request's.
+        GoneError: It was accepted by another model.
+        TimedOutError: Another one had its key until its deadline.
+    """
+    accepted: AcceptedRequests = http_request.app.accepted
+    serving = engine.config.serving
+    rules = SharingRules(serving.join_identical, serving.resume_grace_s)
+    seeded = request.seed is not None
+    key = _key(http_request) if accepted.keeps else ""
+    streams = bool(serving.resume_streams and accepted.keeps and request.stream and num_streams <= MAX_NUMBERED_CHOICES)
+    resumed: Resumed | None = getattr(http_request.state, "resumed", None)
+    event_id = asked_header(http_request, EVENT_HEADER) or ""
+    if resumed is None and event_id and not streams:
+        raise RequestError("Last-Event-ID", f"must be given with a stream that can be resumed only: {_RESUMABLE}")
+    if resumed is None and not key and not streams:
+        yield Arrival(identify(engine, http_request, request, prefix), Turn(rules, seeded=seeded))
+        return
+    claim: Claim | None = None
+    digest, size = b"", 0
+    record, position = resumed or (None, BEGINNING)
+    if resumed is None:
+        size = int(http_request.headers.get("content-length", INLINE_BYTES + 1))
+        digest = digest_of(await off_loop(size > INLINE_BYTES, lambda: route.encode() + _encode_json(request)))
+        if event_id:
+            record, position = _by_event(accepted, http_request, event_id, digest)
+        elif key:
+            found = await before(caller.deadline, engine.clock, accepted.claim(caller.tenant, key, digest))
+            record, claim = (None, found) if isinstance(found, Claim) else (found, None)
+    try:
+        longest = engine.max_model_len, engine.config.model.max_input_len
+        state = http_request.app.model_state.digest(engine.computed_by, *longest)
+        if record is not None:
+            position.check(num_streams)
+            yield _again(engine, http_request, request, record, position, prefix, rules, state)
+            return
+        if request.seed is None:
+            request.seed = seed_of(caller.tenant, key, digest) if key else secrets.randbits(64)
+        identity = identify(engine, http_request, request, prefix)
+        record = AcceptedRequest(
+            stream_id=secrets.token_hex(16),
+            route=route,
+            tenant=caller.tenant,
+            key=key,
+            digest=digest,
+            request=await off_loop(size > INLINE_BYTES, lambda: _encode_json(request)),
+            seed=request.seed,
+            seeded=seeded,
+            streams=streams,
+            request_id=identity.request_id,
+            created=identity.created,
+            model=state,
+            prompts=b"",
+            accepted_at=time.time(),
+        )
+        add = partial(_add, accepted, claim)
+        yield Arrival(identity, Turn(rules, seeded=seeded, record=record, add=add))
+    finally:
+        if claim is not None:
+            accepted.settle(claim)
+
+
+def _again(
+    engine: AsyncEngine,
+    http_request: Request,
+    request: GenerationRequest,
+    record: AcceptedRequest,
+    position: Position,
+    prefix: str,
+    rules: SharingRules,
+    state: bytes,
+) -> Arrival:
+    if record.model != state:
+        raise GoneError("it was accepted by another model, or by one that is computed otherwise")
+    request.seed = record.seed
+    if (note := note_of(http_request)) is not None:
+        note.request_id = record.request_id
+    name = engine.config.model.model_name
+    identity = Identity(f"{prefix}-{record.request_id}", record.request_id, record.created, name)
+    return Arrival(identity, Turn(rules, seeded=record.seeded, record=record, known=True, position=position))
+
+
+async def _add(accepted: AcceptedRequests, claim: Claim | None, record: AcceptedRequest) -> None:
+    await accepted.add(record)
+    if claim is not None:
+        accepted.settle(claim)
+
+
+def seed_of(tenant: str, key: str, digest: bytes) -> int:
+    """The seed of a request that has a key and none of its own."""
+    hashed = hashlib.blake2b(_encode_json((tenant, key)) + digest, digest_size=SEED_BYTES, person=b"idempotency-key")
+    return int.from_bytes(hashed.digest())
+
+
+def _key(http_request: Request) -> str:
+    key = asked_header(http_request, KEY_HEADER) or ""
+    if len(key) > MAX_KEY_CHARS:
+        raise RequestError("Idempotency-Key", f"must be text of at most {MAX_KEY_CHARS} characters", len(key))
+    return key
+
+
+def _by_event(accepted: AcceptedRequests, http_request: Request, event_id: str, digest: bytes) -> Resumed:
+    """What a repeated request goes on with."""
+    record, position = resumed_by(accepted, http_request, "Last-Event-ID", event_id)
+    if record.digest != digest:
+        raise IdempotencyError("Last-Event-ID", "must be that of an event of the same request", event_id)
+    return Resumed(record, position)
+
+
+def resumed_by(
+    accepted: AcceptedRequests, http_request: Request, field: str, event_id: str, stream_id: str | None = None
+) -> Resumed:
+    """The request and the place that the id of an event means.
+
+    Args:
+        accepted: Those that are known.
+        http_request: Asks.
+        field: Has the id.
+        event_id: That of an event, or what follows its colon.
+        stream_id: The stream, if it is known.
+
+    Raises:
+        RequestNotFoundError: The stream is not known, or another tenant's.
+        RequestError: The id is none, or another stream's.
+    """
+    named, colon, text = event_id.rpartition(":")
+    if stream_id is not None and colon and named != stream_id:
+        raise RequestError(field, "must be the id of an event of this stream, or what follows its colon", event_id)
+    key = api_key_of(http_request)
+    record = accepted.find(field, stream_id or named, None if key is None else key.name)
+    return Resumed(record, Position.read(field, text) if text else BEGINNING)

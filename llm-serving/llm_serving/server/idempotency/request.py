@@ -1,0 +1,182 @@
+"""One request of completions or conversations on its way: a new one, or one that was accepted before.
+
+How far a client has read a stream, as the id of an event tells it.
+
+An id is that of the stream, a colon, and the number of events that were told of each choice, joined by dots; behind a
+plus sign the number of those that follow all choices, or `end`. Choices come in an order that depends on the load, but
+each one's events do not, so this tells the rest whatever the order was.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+from collections.abc import Awaitable, Callable, Sequence
+from random import Random, SystemRandom
+from typing import Final, NamedTuple
+
+import msgspec
+
+from llm_serving.core.sampling_params import SamplingParams
+from llm_serving.engine.coalescing import Sharing
+from llm_serving.errors import GoneError, RequestError
+from llm_serving.server.caller import HttpCaller
+from llm_serving.server.choices import Choices
+from llm_serving.server.idempotency.store import AcceptedRequest
+from llm_serving.server.off_loop import INLINE_ITEMS, off_loop
+
+MAX_NUMBERED_CHOICES: Final = 16
+"""Streams of more choices have no ids: each id has a number for each choice."""
+END: Final = "end"
+_COUNT: Final = r"(?:0|[1-9][0-9]{0,8})"
+_POSITION: Final = re.compile(rf"({_COUNT}(?:\.{_COUNT}){{0,{MAX_NUMBERED_CHOICES - 1}}})(?:\+({_COUNT}|{END}))?")
+
+
+class Position(NamedTuple):
+    """What a client has been told; the beginning where there is nothing."""
+
+    told: tuple[int, ...] = ()
+    """Events of each choice."""
+    closing: int = 0
+    """Events behind those of all choices."""
+    is_end: bool = False
+
+    @classmethod
+    def read(cls, field: str, text: str) -> Position:
+        """Raises RequestError where the text is no position."""
+        found = _POSITION.fullmatch(text)
+        if found is None:
+            raise RequestError(field, "must be the id of an event of this stream, or what follows its colon", text)
+        counts, closing = found.groups()
+        told = tuple(map(int, counts.split(".")))
+        return cls(told, 0, True) if closing == END else cls(told, int(closing or 0))
+
+    def check(self, num_choices: int) -> None:
+        """Raises RequestError where it is that of a stream with another number of choices."""
+        if self.told and len(self.told) != num_choices:
+            raise RequestError("Last-Event-ID", f"must have the numbers of {num_choices} choices")
+
+
+BEGINNING: Final = Position()
+
+
+STREAM_ID_HEADER: Final = "x-stream-id"
+REPLAYED_HEADER: Final = "idempotent-replayed"
+_encode: Final = msgspec.msgpack.Encoder().encode
+
+
+def digest_of(content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=20).digest()
+
+
+class SharingRules(NamedTuple):
+    """What the configuration says of giving an answer to several."""
+
+    joins_identical: bool
+    grace_s: float
+
+
+class Turn:
+    """What is known of a request besides its body.
+
+    Args:
+        rules: Of the configuration.
+        seeded: Whether its client gave a seed.
+        record: What it becomes, or became, so that it can come again; None: it cannot.
+        known: Whether it was accepted before.
+        position: Of its stream, as far as its client has read it.
+        add: Keeps its record.
+    """
+
+    def __init__(
+        self,
+        rules: SharingRules,
+        *,
+        seeded: bool,
+        record: AcceptedRequest | None = None,
+        known: bool = False,
+        position: Position = BEGINNING,
+        add: Callable[[AcceptedRequest], Awaitable[None]] | None = None,
+    ) -> None:
+        self.known = known
+        self.record = record
+        self._rules = rules
+        self._seeded = seeded
+        self.position = position
+        """What its client has been told."""
+        self._add = add
+        self._prompts = b""
+        """Digest of the token ids of its prompts."""
+
+    @property
+    def stream_id(self) -> str:
+        """Of a stream that can be resumed; empty: it cannot."""
+        return self.record.stream_id if self.record is not None and self.record.streams else ""
+
+    def chance(self, choice: int) -> Random:
+        """What draws the ids of a choice: the same for a request that comes again, otherwise nobody can draw them."""
+        return SystemRandom() if self.record is None else Random(f"{self.record.stream_id} {choice}")
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """What an answer tells of this."""
+        headers = {STREAM_ID_HEADER: self.stream_id} if self.stream_id else {}
+        if self.known and self.record is not None and self.record.key:
+            headers[REPLAYED_HEADER] = "true"
+        return headers
+
+    async def sharing(
+        self, prompts: Sequence[list[int]], sampling: SamplingParams, choices: Choices, caller: HttpCaller
+    ) -> Sharing | None:
+        """How its answer is shared: with the same requests of the same tenant, or with itself when it comes again.
+
+        The number of a sequence is to be added to the key. None: it is not shared.
+
+        Args:
+            prompts: Token ids of each prompt.
+            sampling: Of the first choice.
+            choices: How many answers, and how they are found.
+            caller: Who asks.
+        """
+        if self._rules.joins_identical and caller.deadline is None and (self._seeded or sampling.greedy):
+            scope = ""
+        elif self.record is not None:
+            scope = self.record.stream_id
+        else:
+            return None
+        who = (scope, caller.tenant, caller.cache_salt, caller.priority)
+        self._prompts = await off_loop(sum(map(len, prompts)) > INLINE_ITEMS, lambda: _digest_of_ids(prompts))
+        key = digest_of(_encode((who, self._prompts, _telling(sampling), choices)))
+        keeps = self.record is not None and bool(self.record.key)
+        return Sharing(key, keeps, self._rules.grace_s if self.stream_id else 0.0)
+
+    async def accept(self) -> None:
+        """It is computed from now on, by the prompts of which `sharing` was told: from now on it can come again.
+
+        Raises:
+            GoneError: It was accepted before with other prompts.
+        """
+        if self.record is None:
+            return
+        if self.known:
+            if not hmac.compare_digest(self.record.prompts, self._prompts):
+                raise GoneError("its text comes to other tokens than before, by its chat template")
+        elif self._add is not None:
+            self.record = msgspec.structs.replace(self.record, prompts=self._prompts)
+            await self._add(self.record)
+
+
+def _digest_of_ids(prompts: Sequence[list[int]]) -> bytes:
+    try:
+        return digest_of(_encode(prompts))
+    except OverflowError:  # integers that are no token ids, as will be found out
+        return b""
+
+
+def _telling(sampling: SamplingParams) -> object:
+    """What tells answers to a prompt apart: of greedy ones the seed does not."""
+    content = msgspec.to_builtins(sampling)
+    if sampling.greedy:
+        del content["seed"]
+    return content

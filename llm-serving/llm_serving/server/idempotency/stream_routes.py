@@ -1,0 +1,56 @@
+"""GET /v1/streams/{id}: the rest of a stream, after a lost connection or a restart of the server."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+from typing import Final
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from llm_serving.engine.async_engine import AsyncEngine
+from llm_serving.errors import RequestNotFoundError
+from llm_serving.server.asked_beside import asked_header
+from llm_serving.server.endpoint import Endpoint
+from llm_serving.server.idempotency.lookup import EVENT_HEADER, resumed_by
+from llm_serving.server.off_loop import INLINE_BYTES, off_loop
+from llm_serving.server.request_body import decode_body
+from llm_serving.server.routes import chat, completions
+from llm_serving.server.schemas import ChatCompletionRequest, CompletionRequest
+
+RESUME_FROM: Final = "resume_from"
+
+
+async def resume_stream(engine: AsyncEngine, http_request: Request) -> Response:
+    """Goes on behind the event that `Last-Event-ID` or `resume_from` names; with neither, from the beginning.
+
+    An `EventSource` that has lost its connection sends the header to the URL it began with, so that is what counts.
+    """
+    if not engine.config.serving.resume_streams:
+        raise RequestNotFoundError("stream_id", "cannot be resumed: serving_config.resume_streams is False")
+    event_id, field = asked_header(http_request, EVENT_HEADER) or "", "Last-Event-ID"
+    if not event_id:
+        event_id, field = http_request.query_params.get(RESUME_FROM, ""), RESUME_FROM
+    stream_id = http_request.path_params["stream_id"]
+    resumed = resumed_by(http_request.app.accepted, http_request, field, event_id, stream_id)
+    if resumed.position.is_end:
+        return Response(status_code=HTTPStatus.NO_CONTENT)  # tells a browser not to come again
+    http_request.state.resumed = resumed
+    body = resumed.record.request
+    is_long = len(body) > INLINE_BYTES
+    if resumed.record.route == completions.PATH:
+        completion = await off_loop(is_long, lambda: decode_body(body, CompletionRequest))
+        return await completions.answer_completion(engine, http_request, completion)
+    conversation = await off_loop(is_long, lambda: decode_body(body, ChatCompletionRequest))
+    return await chat.answer_conversation(engine, http_request, conversation)
+
+
+ENDPOINTS: Final = (
+    Endpoint(
+        "GET",
+        "/v1/streams/{stream_id}",
+        resume_stream,
+        "Go on with a stream",
+        query={RESUME_FROM: {"type": "string"}},
+    ),
+)

@@ -1,0 +1,206 @@
+"""API keys: who may ask. Every path is closed unless it is named open.
+
+Wrong API keys: each address may show a few, what comes after is not looked at, and the log says so now and then.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Final, TypeVar
+
+from starlette.requests import HTTPConnection
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from llm_serving.config.sections.api_key import ApiKey
+from llm_serving.core.timings import Clock
+from llm_serving.errors import AuthenticationError, PermissionDeniedError, RateLimitError
+from llm_serving.log import get_logger
+from llm_serving.server.error_responses import openai_error_response
+from llm_serving.server.front_door.guests import network_of
+from llm_serving.server.middleware.rate_limits import SCOPE_KEY as QUOTA_SCOPE_KEY
+from llm_serving.server.middleware.rate_limits import Quota, TokenBucket
+from llm_serving.server.request_context import note_of
+
+logger = get_logger(__name__)
+
+WRONG_KEYS_PER_MINUTE: Final = 20
+MAX_ADDRESSES: Final = 4096
+"""Addresses that are remembered, the newest; of IPv6 the first half, which is one customer's."""
+LOG_INTERVAL_S: Final = 10.0
+
+
+class FailedKeys:
+    """Counts on the event loop.
+
+    Args:
+        clock: Seconds.
+        refused: Told of each refusal, by its reason: `missing_key`, `unknown_key` or `too_many_unknown_keys`.
+    """
+
+    def __init__(self, clock: Clock, refused: Callable[[str], None]) -> None:
+        self._clock = clock
+        self._refused = refused
+        self._addresses: OrderedDict[str, TokenBucket] = OrderedDict()
+        self._good: OrderedDict[tuple[str, bytes], None] = OrderedDict()
+        """(address, hash of a known key) of requests that were let in: they are, whoever else fails there."""
+        self._num_unlogged = 0
+        self._logged_at = -LOG_INTERVAL_S
+
+    def check(self, client: str, digest: bytes) -> None:
+        """Raises RateLimitError unless a key of this hash may be tried from this address."""
+        address = network_of(client)
+        bucket = self._addresses.get(address)
+        if bucket is None or (address, digest) in self._good:
+            return
+        wait_s = bucket.wait_s(1.0, self._clock())
+        if wait_s > 0.0:
+            self._count("too_many_unknown_keys", address)
+            raise RateLimitError("too many API keys that are not known came from this address", wait_s)
+
+    def failed(self, client: str, *, shown: bool) -> None:
+        """A request had no key that is known; `shown`: it had one."""
+        address = network_of(client)
+        if shown:
+            now = self._clock()
+            bucket = self._addresses.get(address) or TokenBucket(WRONG_KEYS_PER_MINUTE, now)
+            bucket.take(1.0, now)
+            _remember(self._addresses, address, bucket)
+        self._count("unknown_key" if shown else "missing_key", address)
+
+    def succeeded(self, client: str, digest: bytes) -> None:
+        """A request had a known key of this hash."""
+        _remember(self._good, (network_of(client), digest), None)
+
+    def _count(self, reason: str, address: str) -> None:
+        self._refused(reason)
+        self._num_unlogged += 1
+        now = self._clock()
+        if now - self._logged_at >= LOG_INTERVAL_S:
+            logger.warning(
+                "%d requests without a known API key were refused; the last one came from %s",
+                self._num_unlogged,
+                address,
+            )
+            self._num_unlogged, self._logged_at = 0, now
+
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+def _remember(table: OrderedDict[K, V], key: K, value: V) -> None:
+    table[key] = value
+    table.move_to_end(key)
+    if len(table) > MAX_ADDRESSES:
+        table.popitem(last=False)
+
+
+SCOPE_KEY: Final = "llm_serving.api_key"
+
+
+class ApiKeyAuthentication:
+    """ASGI middleware in front of all routes; it touches neither the body nor the answer, so streams pass as they are.
+
+    A key arrives as `Authorization: Bearer KEY` or `X-API-Key: KEY`. The row it belongs to goes into the request's
+    scope, where `api_key_of` finds it, and `quota_of` what it may ask for. Wrong keys are counted by address; beyond a
+    few a minute they are not looked at.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        keys: Sequence[ApiKey],
+        open_paths: Collection[str],
+        *,
+        clock: Clock,
+        quotas: Mapping[str, Quota],
+        refused: Callable[[str], None],
+    ) -> None:
+        self._app = app
+        self._failures = FailedKeys(clock, refused)
+        self._quotas = quotas
+        self.reload(keys)
+        self._open_paths = frozenset(open_paths)
+
+    def reload(self, keys: Sequence[ApiKey]) -> None:
+        """From now on these are the keys."""
+        self._keys = [(bytes.fromhex(key.key_sha256), key) for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan" or (scope["type"] == "http" and scope["path"] in self._open_paths):
+            await self._app(scope, receive, send)
+            return
+        if scope["type"] != "http":
+            await send({"type": "websocket.close", "code": 1008})
+            return
+        try:
+            key = self._find(_shown_keys(scope["headers"]), (scope.get("client") or ("", 0))[0])
+        except (AuthenticationError, RateLimitError) as error:
+            if (note := note_of(HTTPConnection(scope))) is not None:
+                note.error = type(error).__name__
+            await openai_error_response(error)(scope, receive, send)
+            return
+        if (note := note_of(HTTPConnection(scope))) is not None:
+            note.tenant = key.name
+        await self._app({**scope, SCOPE_KEY: key, QUOTA_SCOPE_KEY: self._quotas.get(key.name)}, receive, send)
+
+    def _find(self, shown: Sequence[bytes], client: str) -> ApiKey:
+        """The row of the one key that is shown.
+
+        Every hash is compared, each in constant time: how long it takes tells nothing of the keys that exist.
+        """
+        if len(shown) != 1:
+            self._failures.failed(client, shown=False)
+            rule = "an API key is needed" if not shown else "one API key is needed, not several"
+            raise AuthenticationError(f"{rule}: send the header `Authorization: Bearer KEY` or `X-API-Key: KEY`")
+        digest = hashlib.sha256(shown[0]).digest()
+        self._failures.check(client, digest)
+        found = [key for expected, key in self._keys if hmac.compare_digest(expected, digest)]
+        if not found:
+            self._failures.failed(client, shown=True)
+            raise AuthenticationError("the API key is not known")
+        self._failures.succeeded(client, digest)
+        return found[0]
+
+
+def api_key_of(connection: HTTPConnection) -> ApiKey | None:
+    """The row of the request's API key; None where keys are not needed."""
+    key = connection.scope.get(SCOPE_KEY)
+    assert key is None or isinstance(key, ApiKey)
+    return key
+
+
+def tenant_seen(connection: HTTPConnection) -> str | None:
+    """Whose requests the caller sees and controls: those of its API key's tenant.
+
+    None: everybody's, with the key of an administrator, or where keys are not needed: whoever can ask such a server can
+    already claim to be anybody.
+    """
+    key = api_key_of(connection)
+    return None if key is None or key.admin else key.name
+
+
+def check_operator(connection: HTTPConnection) -> None:
+    """Raises PermissionDeniedError for callers who see and control their own requests only."""
+    if tenant_seen(connection) is not None:
+        raise PermissionDeniedError("api_key", "must be that of an administrator")
+
+
+def hash_key(key: str) -> str:
+    """What `api_keys` has in place of a key: its SHA-256 in hexadecimal digits."""
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def _shown_keys(headers: Iterable[tuple[bytes, bytes]]) -> list[bytes]:
+    """The distinct keys of a request's headers; `Authorization` of another scheme shows none."""
+    shown = []
+    for name, value in headers:
+        scheme, _, rest = value.partition(b" ")
+        if name == b"x-api-key":
+            shown.append(value.strip())
+        elif name == b"authorization" and scheme.lower() == b"bearer":
+            shown.append(rest.strip())
+    return list(dict.fromkeys(filter(None, shown)))

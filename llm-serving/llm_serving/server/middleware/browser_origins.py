@@ -1,0 +1,136 @@
+"""What pages in a browser may ask: those of the origins that the YAML names, and of the server's own.
+
+A browser sends a request of any page to any address that its user can reach, a server on the loopback address among
+them; without API keys nothing else tells the user's programs from a stranger's page. Such a page gives itself away by
+its `Origin`; where its name was made to resolve to this machine, by the name in `Host`; and where it asks for images,
+scripts and the like, which come without an `Origin`, by `Sec-Fetch-Site`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import HTTPConnection
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from llm_serving.config.addresses import is_loopback
+from llm_serving.config.sections.server import ServerConfig
+from llm_serving.errors import PermissionDeniedError
+from llm_serving.server.error_responses import (
+    PREDICTED_TTFT_HEADER,
+    RETRY_AFTER_MS_HEADER,
+    kind_of,
+    openai_error_response,
+)
+from llm_serving.server.idempotency.request import REPLAYED_HEADER, STREAM_ID_HEADER
+from llm_serving.server.parameters import IGNORED_HEADER
+from llm_serving.server.request_context import note_of
+
+FOREIGN_SITES: Final = (b"cross-site", b"same-site")
+"""Whose page asks, as browsers tell; the same site is another port, or another machine of the same domain."""
+METHODS: Final = ("GET", "POST", "PUT", "PATCH", "DELETE")
+SHOWN_HEADERS: Final = (
+    "retry-after",
+    RETRY_AFTER_MS_HEADER,
+    "x-queue-estimate-ms",
+    "x-request-id",
+    "request-id",
+    IGNORED_HEADER,
+    STREAM_ID_HEADER,
+    REPLAYED_HEADER,
+    PREDICTED_TTFT_HEADER,
+    *(f"x-ratelimit-{each}-{of}" for each in ("limit", "remaining", "reset") for of in ("requests", "tokens")),
+)
+"""Headers of an answer that a page may read."""
+
+
+class BrowserGuard:
+    """ASGI middleware in front of all others; a request without an `Origin` passes as it is.
+
+    Args:
+        app: What it guards.
+        server: Says which origins and hosts are known, and who can reach the server.
+        needs_keys: Whether API keys protect it: then a page needs one, and its origin alone is no reason to refuse it.
+        refused: Told of each refusal, by its reason.
+    """
+
+    def __init__(self, app: ASGIApp, server: ServerConfig, *, needs_keys: bool, refused: Callable[[str], None]) -> None:
+        self._app = app
+        self._origins = frozenset(server.cors_origins)
+        self._cors = CORSMiddleware(
+            app,
+            allow_origins=server.cors_origins,
+            allow_methods=METHODS,
+            allow_headers=("*",),
+            expose_headers=SHOWN_HEADERS,
+        )
+        self._needs_keys = needs_keys
+        self._hosts: frozenset[str] | None = None
+        """Names the server goes by; None: any, as it is reachable from elsewhere or asks for keys."""
+        if not needs_keys and is_loopback(server.server_ip):
+            self._hosts = frozenset(map(str.lower, server.allowed_hosts))
+        self._refused = refused
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        origin, hosts, fetched = None, [], {}
+        for name, value in scope["headers"]:
+            if name == b"origin":
+                origin = value.decode("latin-1")
+            elif name == b"host":
+                hosts.append(value.decode("latin-1").lower())
+            elif name.startswith(b"sec-fetch-"):
+                fetched[name] = value
+        try:
+            self._check_hosts(hosts)
+            if origin is not None and not self._is_known(origin):
+                self._check_origin(origin, hosts)
+                origin = None
+            elif origin is None:
+                self._check_site(fetched)
+        except PermissionDeniedError as error:
+            if (note := note_of(HTTPConnection(scope))) is not None:
+                note.error = kind_of(error)
+            await openai_error_response(error)(scope, receive, send)
+            return
+        await (self._app if origin is None else self._cors)(scope, receive, send)
+
+    def _is_known(self, origin: str) -> bool:
+        return origin in self._origins or "*" in self._origins
+
+    def _check_hosts(self, hosts: list[str]) -> None:
+        if self._hosts is None:
+            return
+        for host in hosts:
+            name = _without_port(host)
+            if not (is_loopback(name) or name in self._hosts):
+                self._refused("foreign_host")
+                rule = "must be this machine's or one of serving_config.allowed_hosts, since no API key is asked for"
+                raise PermissionDeniedError("Host", rule, host)
+
+    def _check_origin(self, origin: str, hosts: list[str]) -> None:
+        own = origin.lower().partition("://")[2]
+        if self._needs_keys or (own and own in hosts):
+            return
+        self._refused("foreign_origin")
+        rule = "must be the server's or one of serving_config.cors_origins, since no API key is asked for"
+        raise PermissionDeniedError("Origin", rule, origin)
+
+    def _check_site(self, fetched: Mapping[bytes, bytes]) -> None:
+        """A link to the server may stand anywhere; other pages may not show it, or make it work, within them."""
+        if self._needs_keys or "*" in self._origins or fetched.get(b"sec-fetch-dest") == b"document":
+            return
+        if (site := fetched.get(b"sec-fetch-site")) in FOREIGN_SITES:
+            self._refused("foreign_origin")
+            rule = "must be same-origin or none without an `Origin`, since no API key is asked for"
+            raise PermissionDeniedError("Sec-Fetch-Site", rule, site.decode())
+
+
+def _without_port(host: str) -> str:
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.partition(":")[0].rstrip(".")

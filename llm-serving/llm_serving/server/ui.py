@@ -1,0 +1,143 @@
+"""The page at /ui: files of the package, sent as they are to whoever asks; what it shows comes from routes, by key.
+
+A recording as one file for a browser: the decisions of a scheduler, stepped through. It needs nothing else.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import re
+from http import HTTPStatus
+from pathlib import Path
+from typing import Final
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from llm_serving.errors import ConfigError
+from llm_serving.recording.report import ToldStory
+from llm_serving.server.request_context import note_of
+
+PATH: Final = "/ui"
+FOLDER: Final = Path(__file__).parent / "ui"
+FIRST: Final = "index.html"
+MEDIA_TYPES: Final = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+POLICY: Final = "; ".join(
+    (
+        "default-src 'none'",
+        "script-src 'self'",
+        "style-src 'self'",
+        "img-src 'self'",
+        "connect-src 'self'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+        # A text can become an element, a script or a style nowhere: the browser throws where code tries.
+        "require-trusted-types-for 'script'",
+        "trusted-types 'none'",
+    )
+)
+HEADERS: Final = {
+    "content-security-policy": POLICY,
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "permissions-policy": "camera=(), geolocation=(), microphone=()",
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "cache-control": "no-cache",
+}
+
+
+def page_routes() -> list[Route]:
+    """One for each file, read once: no path of a client is ever opened."""
+    return [
+        _route(path, PATH if path.name == FIRST else f"{PATH}/{path.name}")
+        for path in sorted(FOLDER.iterdir())
+        if path.suffix in MEDIA_TYPES
+    ]
+
+
+def _route(path: Path, shown_at: str) -> Route:
+    content, media_type = path.read_bytes(), MEDIA_TYPES[path.suffix]
+    etag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
+    headers = {**HEADERS, "etag": etag}
+
+    async def send(request: Request) -> Response:
+        if (note := note_of(request)) is not None:
+            note.route = PATH
+        if request.headers.get("if-none-match") == etag:
+            return Response(status_code=HTTPStatus.NOT_MODIFIED, headers=headers)
+        return Response(content, headers=headers, media_type=media_type)
+
+    return Route(shown_at, send)
+
+
+MODULES: Final = ("dom.js", "theme.js", "replay.js")
+"""Of the page at /ui, each behind those that it imports from."""
+IMPORT: Final = re.compile(r"^import [^;]*;\n", re.MULTILINE)
+EXPORT: Final = re.compile(r"^export ", re.MULTILINE)
+
+
+def write_replay_page(story: ToldStory, target: Path) -> None:
+    """Raises ConfigError where the file cannot be written."""
+    try:
+        target.write_text(replay_page(story), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{target}: {error.strerror or error}") from None
+
+
+def replay_page(story: ToldStory) -> str:
+    """The whole file. Texts of the recording are data in it, and become texts on the page, never code."""
+    style = (FOLDER / "style.css").read_text(encoding="utf-8")
+    code = "\n".join(_without_borders((FOLDER / name).read_text(encoding="utf-8")) for name in MODULES)
+    code += "\nshowStory();\n"
+    data = msgspec.json.encode(story).decode().replace("<", "\\u003c")  # nothing in it ends the element it is in
+    policy = "; ".join(
+        (
+            "default-src 'none'",
+            f"script-src {_hash(code)}",
+            f"style-src {_hash(style)}",
+            "base-uri 'none'",
+            "form-action 'none'",
+            "require-trusted-types-for 'script'",
+            "trusted-types 'none'",
+        )
+    )
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<meta http-equiv="Content-Security-Policy" content="{html.escape(policy)}">
+<title>{html.escape(story.name)} · replay</title>
+<style>{style}</style>
+</head>
+<body>
+<header class="top"><span class="brand">llm-serving</span><nav aria-label="Views"></nav>
+<div class="tools"><button type="button" class="quiet" id="theme"></button></div></header>
+<main id="main"></main>
+<script type="application/json" id="story">{data}</script>
+<script type="module">{code}</script>
+</body>
+</html>
+"""
+
+
+def _without_borders(module: str) -> str:
+    """Its text to be put behind those of the modules that it imports from."""
+    return EXPORT.sub("", IMPORT.sub("", module))
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

@@ -1,0 +1,259 @@
+"""Grammars made ready for one tokenizer, within bounds; those asked for last are kept.
+
+The tokens of a tokenizer as llguidance reads them.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Final, TypeVar
+
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+
+from llm_serving.core.constraint import Walk
+from llm_serving.errors import TransportError
+from llm_serving.log import get_logger
+from llm_serving.text.sandbox import ConfinedProcess
+from llm_serving.text.structured_output.grammar_process import Tried, Try
+from llm_serving.text.structured_output.grammars import Grammar, GrammarError
+from llm_serving.text.structured_output.matcher import TokenWalk, matcher_of
+from llm_serving.text.tokenizer.tokenizer import Tokenizer
+
+
+class _Tokens:
+    """A tokenizer by the names that `TokenizerWrapper` asks for; any of ours will do, as all tell bytes of tokens."""
+
+    def __init__(self, tokenizer: Tokenizer, end_ids: Sequence[int], token_bytes: Sequence[bytes]) -> None:
+        self._tokenizer = tokenizer
+        self.eos_token_id = end_ids[0]
+        self.bos_token_id = tokenizer.bos_token_id
+        self.tokens = token_bytes
+        # What ends an output is no text of it, whatever its bytes are.
+        special = tokenizer.mark_ids.union(end_ids)
+        self.special_token_ids = sorted(token_id for token_id in special if token_id < len(token_bytes))
+
+    def __call__(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+
+def token_table(tokenizer: Tokenizer, end_ids: Sequence[int], token_bytes: Sequence[bytes]) -> LLTokenizer:
+    """Takes a second for 200,000 tokens.
+
+    Args:
+        tokenizer: The tokenizer.
+        end_ids: Ids that end an output, at least one.
+        token_bytes: Text of each token that can be chosen.
+    """
+    known = [token_id for token_id in end_ids if token_id < len(token_bytes)]
+    wrapped = TokenizerWrapper(_Tokens(tokenizer, known, token_bytes))
+    return LLTokenizer(wrapped, n_vocab=len(token_bytes), eos_token=known)
+
+
+logger = get_logger(__name__)
+
+T = TypeVar("T")
+
+MODULE: Final = "llm_serving.text.structured_output.grammar_process"
+NUM_PROCESSES: Final = 2
+"""So that one grammar which takes all its time does not hold up the others."""
+MAX_CPU_S: Final = 2.0
+"""For one grammar."""
+STACK_BYTES: Final = 2**25
+"""Of the threads that compile: beyond what a grammar can need that has passed its trial."""
+MAX_ERROR_CHARS: Final = 400
+_STARTING: Final = threading.Lock()
+"""Two that begin at once would put the other's size back, for good."""
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarLimits:
+    """How large a grammar may be, and how many are kept."""
+
+    max_bytes: int = 2**16
+    """Of its text."""
+    max_states: int = 20_000
+    """Of the automaton that reads its words, for each request: 1 to 2 KB each."""
+    num_kept: int = 64
+    """Compiled grammars."""
+
+
+class CostlyGrammarError(GrammarError):
+    """A grammar used up the time or memory of a process; where that had less than usual, it may be tried again."""
+
+
+class TokenConstraint:
+    """A grammar over the tokens of one tokenizer.
+
+    Args:
+        grammar: The grammar.
+        compiled: Makes a matcher at its beginning.
+        token_bytes: Text of each token that can be chosen.
+        end_ids: Ids that end an output.
+    """
+
+    def __init__(
+        self,
+        grammar: Grammar,
+        compiled: Callable[[], LLMatcher],
+        token_bytes: Sequence[bytes],
+        end_ids: frozenset[int],
+    ) -> None:
+        self.grammar = grammar
+        self._compiled = compiled
+        self._matcher = compiled()
+        self._token_bytes = token_bytes
+        self._end_ids = end_ids
+
+    @property
+    def error(self) -> str:
+        """Why it could not be compiled; empty if it could."""
+        return str(self._matcher.get_error()) if self._matcher.is_error() else ""
+
+    def begin(self) -> Walk:
+        return TokenWalk(self._matcher, self._token_bytes, self._end_ids, self._anew)
+
+    def _anew(self) -> LLMatcher:
+        """A matcher whose automaton has no state of any output; those that begin from now on get it too."""
+        self._matcher = self._compiled()
+        return self._matcher
+
+    @property
+    def ignored(self) -> list[str]:
+        """What of a lenient schema is left out of account, in words."""
+        return list(self._matcher.get_grammar_warnings())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, TokenConstraint) and self.grammar == other.grammar
+
+    def __hash__(self) -> int:
+        return hash(self.grammar)
+
+    def __repr__(self) -> str:
+        return f"TokenConstraint({self.grammar.text!r})"
+
+
+class ConstraintCompiler:
+    """Makes constraints of grammars; any thread may ask.
+
+    Args:
+        tokenizer: Whose tokens are chosen.
+        end_ids: Ids that end an output.
+        vocab_size: Ids that the model can choose.
+        limits: What may be compiled.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, end_ids: frozenset[int], vocab_size: int, limits: GrammarLimits | None = None
+    ) -> None:
+        self.limits = GrammarLimits() if limits is None else limits
+        self.can_end = bool(end_ids)
+        """Whether the model has a token that ends an output; without one, none could end where a grammar does."""
+        self._tokenizer = tokenizer
+        self._end_ids = end_ids
+        self._vocab_size = vocab_size
+        self._known: OrderedDict[Grammar, Future[TokenConstraint]] = OrderedDict()
+        self._lock = threading.Lock()
+        self._free: queue.SimpleQueue[ConfinedProcess[Tried] | None] = queue.SimpleQueue()
+        for _ in range(NUM_PROCESSES):
+            self._free.put(None)
+
+    def compiled(self, grammar: Grammar) -> TokenConstraint:
+        """The constraint of a grammar; whoever asks for one that is being compiled waits for it.
+
+        Raises:
+            GrammarError: It is too large, or no grammar.
+        """
+        self.check_size(grammar.num_bytes)
+        with self._lock:
+            known = self._known.get(grammar)
+            if is_new := known is None:
+                known = self._known[grammar] = Future()
+            self._known.move_to_end(grammar)
+            while len(self._known) > max(self.limits.num_kept, 1):
+                self._known.popitem(last=False)
+        if is_new:
+            try:
+                known.set_result(self._compile(grammar))
+            except BaseException as error:  # noqa: BLE001  whoever waits for it is told
+                known.set_exception(error)
+                if type(error) is not GrammarError:  # which comes to the same each time
+                    with self._lock:
+                        self._known.pop(grammar, None)
+        return known.result()
+
+    def check_size(self, num_bytes: int) -> None:
+        """Raises GrammarError for a text that is too large."""
+        if num_bytes > self.limits.max_bytes:
+            raise GrammarError(f"must have at most {self.limits.max_bytes} bytes. Given: {num_bytes}")
+
+    def _compile(self, grammar: Grammar) -> TokenConstraint:
+        self._try(grammar)
+
+        def compiled() -> LLMatcher:
+            return _with_a_large_stack(lambda: matcher_of(grammar, self._table, self.limits.max_states))
+
+        constraint = TokenConstraint(grammar, compiled, self._token_bytes, self._end_ids)
+        if constraint.error:
+            raise GrammarError(f"cannot be compiled: {_shortened(constraint.error)}")
+        return constraint
+
+    def _try(self, grammar: Grammar) -> None:
+        """Has a process of its own compile it first."""
+        process = self._free.get()
+        try:
+            try:
+                if process is None or not process.lives:
+                    process = ConfinedProcess(MODULE, MAX_CPU_S, Tried)
+                tried = process.ask(Try(grammar.text, self.limits.max_states, self._num_tokens))
+            except TransportError as error:
+                logger.warning("a grammar used up its time or memory, its process ends: %s", error)
+                if process is not None:
+                    process.end()
+                process = None
+                raise CostlyGrammarError("takes too much time or memory to compile") from None
+        finally:
+            self._free.put(process)
+        if tried.error:
+            place = f" at {tried.place}" if tried.place else ""
+            raise GrammarError(f"cannot be compiled{place}: {_shortened(tried.error)}")
+
+    @cached_property
+    def _num_tokens(self) -> int:
+        return min(self._tokenizer.vocab_size, self._vocab_size)
+
+    @cached_property
+    def _token_bytes(self) -> Sequence[bytes]:
+        return [self._tokenizer.token_bytes(token_id) for token_id in range(self._num_tokens)]
+
+    @cached_property
+    def _table(self) -> LLTokenizer:
+        return token_table(self._tokenizer, sorted(self._end_ids), self._token_bytes)
+
+
+def _with_a_large_stack(work: Callable[[], T]) -> T:
+    done: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:  # noqa: BLE001  whoever waits for it is told
+            done.set_exception(error)
+
+    with _STARTING:
+        before = threading.stack_size(STACK_BYTES)  # of every thread that starts meanwhile, which is no harm
+        try:
+            threading.Thread(target=run, name="grammar").start()
+        finally:
+            threading.stack_size(before)
+    return done.result()
+
+
+def _shortened(error: str) -> str:
+    text = " ".join(error.split())
+    return text if len(text) <= MAX_ERROR_CHARS else text[: MAX_ERROR_CHARS - 3] + "..."

@@ -1,0 +1,149 @@
+"""A process that compiles a grammar before the master does, and takes its first steps.
+
+A short text may describe what takes minutes to compile, and what is nested deeply enough breaks whoever compiles it:
+see `confined_process`. What passes here is harmless there, where stacks are larger. The tokens of the trial are single
+bytes; those of a model change nothing in what a grammar is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import msgspec
+import numpy as np
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+
+from llm_serving.errors import ChannelClosedError, TransportError
+from llm_serving.text.sandbox import confine, within
+from llm_serving.text.structured_output.grammars import Grammar, GrammarError, fault_in, json_grammar
+from llm_serving.text.structured_output.matcher import matcher_of
+from llm_serving.transport.channel import Channel
+
+MAX_MEMORY_BYTES: Final = 2**30
+"""Of addresses, beyond those of an idle process."""
+STACK_BYTES: Final = 2**22
+"""Of the thread that compiles; the master's have several times as much."""
+NUM_STEPS: Final = 16
+MAX_SEARCH_S: Final = 0.5
+"""In which the place of a fault is looked for."""
+
+
+class Try(msgspec.Struct):
+    grammar: str
+    max_states: int
+    num_tokens: int
+    """Of the model, which grammars may name by their ids."""
+
+
+class Tried(msgspec.Struct):
+    error: str
+    """Why it cannot be compiled; empty: it can."""
+    place: str = ""
+    """A JSON pointer to the part of a schema that cannot."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m llm_serving.text.structured_output.grammar_process", description=__doc__
+    )
+    parser.add_argument("--socket-fd", type=int, required=True, help="one end of a pair of sockets, inherited")
+    parser.add_argument("--cpu-seconds", type=float, required=True, help="most time for one grammar")
+    arguments = parser.parse_args(argv)
+    confine(MAX_MEMORY_BYTES)
+    channel: Channel[Try] = Channel(socket.socket(fileno=arguments.socket_fd), Try)
+    codes: list[int] = []
+    threading.stack_size(STACK_BYTES)
+    thread = threading.Thread(target=lambda: codes.append(serve(channel, arguments.cpu_seconds)))
+    thread.start()
+    thread.join()
+    return codes[0]
+
+
+def serve(channel: Channel[Try], cpu_seconds: float) -> int:
+    """Tries grammars until nobody asks any more."""
+    tokens: LLTokenizer | None = None
+    try:
+        while True:
+            question = channel.receive()
+            with within(cpu_seconds):
+                if tokens is None or tokens.vocab_size != max(question.num_tokens, _Bytes.num_tokens):
+                    tokens = _tokens(question.num_tokens)
+                answer = _tried(Grammar(question.grammar), tokens, question.max_states)
+            channel.send(answer)
+    except ChannelClosedError:
+        return 0
+    except (TransportError, MemoryError):
+        return 1
+
+
+class _Bytes:
+    """A tokenizer whose tokens are single bytes, and behind them one that ends a text."""
+
+    num_tokens = 257
+    eos_token_id = 256
+    bos_token_id = None
+    special_token_ids = (256,)
+    tokens = (*(bytes([byte]) for byte in range(256)), b"<end>")
+
+    def __call__(self, text: bytes) -> list[int]:
+        return list(text)
+
+
+def _tokens(count: int) -> LLTokenizer:
+    """Those of `_Bytes`, and others that have no bytes: so many in all, if these are not fewer."""
+    tokens = TokenizerWrapper(_Bytes())
+    tokens.tokens = [*_Bytes.tokens, *[b""] * (count - _Bytes.num_tokens)]
+    return LLTokenizer(tokens, n_vocab=len(tokens.tokens), eos_token=[_Bytes.eos_token_id])
+
+
+def _tried(grammar: Grammar, tokens: LLTokenizer, max_states: int) -> Tried:
+    def error_of(each: Grammar) -> str:
+        matcher = matcher_of(each, tokens, max_states)
+        if not matcher.is_error():
+            _walk(matcher, tokens.vocab_size)
+        return " ".join(matcher.get_error().partition("<non-verbose")[0].split())
+
+    error = error_of(grammar)
+    return Tried(error, _place(grammar, error, error_of) if error else "")
+
+
+def _walk(matcher: LLMatcher, vocab_size: int) -> None:
+    """Takes some steps that the grammar allows."""
+    words = np.zeros(-(-vocab_size // 32), np.int32)
+    choose = random.Random(0).choice
+    for _ in range(NUM_STEPS):
+        matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
+        if matcher.is_stopped() or not allowed.size:
+            return
+        matcher.consume_token(choose(allowed.tolist()))
+
+
+def _place(grammar: Grammar, error: str, error_of: Callable[[Grammar], str]) -> str:
+    """Where in the JSON schema of a grammar that has one the fault is; empty: that is not known."""
+    schemas = [part["json_schema"] for part in grammar.parts if part.get("json_schema") is not None]
+    if len(schemas) != 1:
+        return ""
+    until = time.process_time() + MAX_SEARCH_S
+
+    def error_of_part(schema: object) -> str | None:
+        if time.process_time() > until:
+            return None
+        try:
+            return error_of(json_grammar(json.dumps(schema)))
+        except GrammarError:
+            return None
+
+    return fault_in(schemas[0], error, error_of_part) if error_of_part(schemas[0]) == error else ""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,142 @@
+"""Byte pairs as a tokenizer.json: a vocabulary, its merges, and a rule for the words within which pairs are joined.
+
+The rule stands in no file of the older form, `vocab.json` with `merges.txt`: it follows from the tokenizer's class.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from llm_serving.errors import ModelError, shorten
+from llm_serving.text.tokenizer.tiktoken import LLAMA3, QWEN
+from llm_serving.text.tokenizer.vocabulary import (
+    MAX_TOKEN_ID,
+    AddedToken,
+    TokenizersVocabulary,
+    flag,
+    read_json,
+    read_limited,
+)
+
+VOCAB_FILE: Final = "vocab.json"
+MERGES_FILE: Final = "merges.txt"
+_END: Final = "<|endoftext|>"
+"""The special token of these classes where nothing names one."""
+
+
+class Words(NamedTuple):
+    """How a text is cut into words, within which pairs are joined.
+
+    Attributes:
+        pattern: Of words; None: that of GPT-2.
+        digits: Each digit is a word.
+        composes: Texts are brought into form NFC first.
+        whole: A word that is a token is one, whatever its pairs.
+    """
+
+    pattern: str | None = None
+    digits: bool = False
+    composes: bool = False
+    whole: bool = False
+
+
+GPT2: Final = Words()
+LLAMA3_WORDS: Final = Words(LLAMA3.pattern, whole=True)
+QWEN2: Final = Words(QWEN.pattern, composes=True)
+SMOLLM: Final = Words(digits=True)
+
+_CLASSES: Final[Mapping[str, Words]] = {"GPT2Tokenizer": GPT2, "Qwen2Tokenizer": QWEN2}
+"""By `tokenizer_class`, whose name may end in `Fast`."""
+
+
+def read_byte_pairs(
+    path: Path, config: Mapping[str, Any], added: Mapping[int, AddedToken], special: Sequence[str]
+) -> TokenizersVocabulary:
+    """A `vocab.json` and the `merges.txt` beside it.
+
+    Args:
+        path: The former.
+        config: Content of the folder's `tokenizer_config.json`.
+        added, special: As of `TokenizersVocabulary`.
+
+    Raises:
+        ModelError: They cannot be read, contradict each other, or belong to a class whose rule of words is not known.
+    """
+    words = _words_of(path, config)
+    vocab = read_json(path)
+    ids = list(vocab.values())
+    are_ids = all(type(each) is int and 0 <= each < MAX_TOKEN_ID for each in ids)
+    if not ids or not are_ids or len(set(ids)) < len(ids):
+        raise ModelError(f"{path}: must be texts of tokens, each with an id of its own")
+    merges = [line for line in _lines(path.with_name(MERGES_FILE)) if line and not line.startswith("#version:")]
+    if wrong := next((each for each in merges if not joins(each, vocab)), None):
+        rule = f"must have pairs of tokens of {VOCAB_FILE} that are a token"
+        raise ModelError(f"{path.with_name(MERGES_FILE)}: {rule}. Found: {shorten(wrong)}")
+    spaced = flag(config, "add_prefix_space", False) is True
+    content = tokenizer_json(vocab, merges, words, begins_with_space=spaced)
+    return TokenizersVocabulary(path, added, [*special, _END], content)
+
+
+def tokenizer_json(
+    vocab: Mapping[str, int],
+    merges: Sequence[str],
+    words: Words,
+    added: Iterable[Mapping[str, Any]] = (),
+    *,
+    begins_with_space: bool = False,
+) -> bytes:
+    """
+    Args:
+        vocab: Id of each token by its text.
+        merges: Pairs with a space between, those to be joined first in front.
+        words: The rule of words.
+        added: `added_tokens` of the file.
+        begins_with_space: Whether a text that begins without a space gets one.
+    """
+    tokenizer = {
+        "version": "1.0",
+        "added_tokens": list(added),
+        "normalizer": {"type": "NFC"} if words.composes else None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": list(_cutting(words, begins_with_space))},
+        "post_processor": None,
+        "decoder": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
+        "model": {"type": "BPE", "vocab": vocab, "merges": merges, "ignore_merges": words.whole},
+    }
+    return json.dumps(tokenizer).encode()
+
+
+def joins(merge: str, vocab: Mapping[str, int]) -> bool:
+    """Whether a merge is two tokens that make one."""
+    left, space, right = merge.partition(" ")
+    return bool(space) and left in vocab and right in vocab and left + right in vocab
+
+
+def _words_of(path: Path, config: Mapping[str, Any]) -> Words:
+    name = config.get("tokenizer_class")
+    words = _CLASSES.get(name.removesuffix("Fast")) if isinstance(name, str) else None
+    if words is None:
+        raise ModelError(
+            f"{path}: `tokenizer_class` of tokenizer_config.json, from which follows how a text is cut into words, "
+            f"must be one of {', '.join(_CLASSES)}. Given: {shorten(name)}; a tokenizer.json says it itself: with "
+            f"transformers, AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) writes one"
+        )
+    return words
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return [line.rstrip("\r") for line in read_limited(path).decode().split("\n")]
+    except UnicodeDecodeError as error:
+        raise ModelError(f"{path}: cannot be read: {error}") from None
+
+
+def _cutting(words: Words, begins_with_space: bool) -> Iterator[dict[str, Any]]:
+    if words.digits:
+        yield {"type": "Digits", "individual_digits": True}
+    if words.pattern is not None:
+        yield {"type": "Split", "pattern": {"Regex": words.pattern}, "behavior": "Isolated", "invert": False}
+    by_bytes = {"type": "ByteLevel", "add_prefix_space": begins_with_space, "trim_offsets": True}
+    yield {**by_bytes, "use_regex": words.pattern is None}

@@ -1,0 +1,188 @@
+"""Token ids to text while they arrive.
+
+Finding stop strings in a text that arrives in pieces.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterable, Sequence
+from typing import Final, NamedTuple, Protocol
+
+from llm_serving.text.tokenizer.tokenizer import Tokenizer
+
+
+class Release(NamedTuple):
+    """Text that is certain to stay, and the stop string that ended it."""
+
+    text: str
+    stop: str | None
+
+
+class StopStringMatcher:
+    """Cuts a text before the first stop string to be complete in it; how the text is cut into pieces changes nothing.
+
+    Each stop string is followed by the automaton of Knuth, Morris and Pratt: its state is how many of its characters
+    the text seen so far ends with. The longest state is what must be held back, since it may become a stop string.
+    Of stop strings that end at the same character the longest counts.
+
+    Args:
+        stop: Non-empty strings.
+    """
+
+    def __init__(self, stop: Sequence[str]) -> None:
+        self._stop = sorted(set(stop), key=len, reverse=True)
+        self._fallbacks = [_fallback_table(text) for text in self._stop]
+        self._states = [0] * len(self._stop)
+        self._first_chars = "".join({text[0] for text in self._stop})
+        self._held = ""
+
+    @property
+    def held(self) -> str:
+        """Text given to `add` that was not released, because a stop string may begin with it."""
+        return self._held
+
+    def add(self, text: str) -> Release:
+        """Takes the next piece; after a stop string was reported there must be no further one."""
+        if not self._held and not any(char in text for char in self._first_chars):
+            return Release(text, None)
+        states = self._states
+        for end, char in enumerate(text, 1):
+            for i, stop in enumerate(self._stop):
+                state = states[i]
+                while state and stop[state] != char:
+                    state = self._fallbacks[i][state - 1]
+                states[i] = state = state + (stop[state] == char)
+                if state == len(stop):
+                    seen = self._held + text[:end]
+                    return Release(seen[: len(seen) - len(stop)], stop)
+        seen = self._held + text
+        split = len(seen) - max(states)
+        self._held = seen[split:]
+        return Release(seen[:split], None)
+
+
+def _fallback_table(text: str) -> list[int]:
+    """For each prefix of `text`, the length of its longest proper prefix that is also its suffix."""
+    table = [0] * len(text)
+    length = 0
+    for i in range(1, len(text)):
+        while length and text[i] != text[length]:
+            length = table[length - 1]
+        length += text[i] == text[length]
+        table[i] = length
+    return table
+
+
+_Utf8Decoder: Final = codecs.getincrementaldecoder("utf-8")
+
+CONTEXT_TOKENS: Final = 4
+"""A character of four bytes may be spread over four tokens of one byte."""
+
+
+class Detokenizer(Protocol):
+    """What becomes of the tokens of one request."""
+
+    @property
+    def stop_string(self) -> str | None: ...
+
+    def add(self, token_ids: Iterable[int]) -> str: ...
+
+    def flush(self) -> str: ...
+
+
+class _SilentDetokenizer:
+    """No text for those who want token ids alone."""
+
+    stop_string: str | None = None
+
+    def add(self, token_ids: Iterable[int]) -> str:
+        del token_ids
+        return ""
+
+    def flush(self) -> str:
+        return ""
+
+
+SILENT: Final = _SilentDetokenizer()
+
+
+class IncrementalDetokenizer:
+    """The text of one request, piece by piece: joined, the pieces and `flush()` are the decoded whole.
+
+    Two kinds of text are held back: characters whose bytes are not complete, and what may turn out to begin a stop
+    string. The output is decoded as the continuation of the prompt: a character begun there is completed here, and the
+    leading space that sentencepiece drops from a text is kept when the prompt has text before it.
+
+    Args:
+        tokenizer: Whose ids these are.
+        prompt_token_ids: The prompt.
+        stop: Strings that end the text.
+        include_stop_str_in_output: Keep the stop string at the end of the text.
+        skip_special_tokens: Leave special tokens out of the text.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_token_ids: Sequence[int] = (),
+        stop: Sequence[str] = (),
+        *,
+        include_stop_str_in_output: bool = False,
+        skip_special_tokens: bool = True,
+    ) -> None:
+        self._bytes, self._texts = tokenizer.token_tables(skip_special_tokens)
+        self._decoder = _Utf8Decoder(errors="replace")
+        self._mid_character = False
+        self._matcher = StopStringMatcher(stop) if stop else None
+        self._include_stop = include_stop_str_in_output
+        self._drop_space = tokenizer.strips_leading_space and not any(map(self._bytes_of, prompt_token_ids))
+        self.stop_string: str | None = None
+        """The stop string that ended the text."""
+        for token_id in prompt_token_ids[-CONTEXT_TOKENS:]:
+            self._decode(token_id)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string ended the text; later tokens add nothing."""
+        return self.stop_string is not None
+
+    def add(self, token_ids: Iterable[int]) -> str:
+        """The text that became certain with these tokens."""
+        text = ""
+        for token_id in token_ids:
+            if not self._mid_character and 0 <= token_id < len(self._texts):
+                piece = self._texts[token_id]
+                text += self._decode(token_id) if piece is None else piece
+            else:
+                text += self._decode(token_id)
+        return self._release(text) if text else ""
+
+    def flush(self) -> str:
+        """The rest, when no more tokens come: an incomplete character becomes U+FFFD, a partial stop string is text."""
+        tail = self._decoder.decode(b"", final=True)
+        self._mid_character = False
+        text = self._release(tail) if tail else ""
+        if self._matcher is not None and not self.stopped:
+            text += self._matcher.held
+            self._matcher = None
+        return text
+
+    def _release(self, text: str) -> str:
+        if self._drop_space:
+            self._drop_space = False
+            text = text.removeprefix(" ")
+        if self.stop_string is not None:
+            return ""
+        if self._matcher is None:
+            return text
+        text, self.stop_string = self._matcher.add(text)
+        return text + self.stop_string if self.stop_string is not None and self._include_stop else text
+
+    def _bytes_of(self, token_id: int) -> bytes:
+        return self._bytes[token_id] if 0 <= token_id < len(self._bytes) else b""
+
+    def _decode(self, token_id: int) -> str:
+        text = self._decoder.decode(self._bytes_of(token_id))
+        self._mid_character = bool(self._decoder.getstate()[0])
+        return text

@@ -1,0 +1,189 @@
+"""The tokenizer in a GGUF file: `tokenizer.ggml.*`, of the kinds `llama` (sentencepiece) and `gpt2` (byte pairs).
+
+llama.cpp tells how a text is cut into words by a name; those whose rule is known here are in `_PRES`.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from llm_serving.errors import ModelError, shorten
+from llm_serving.formats.gguf import read_gguf
+from llm_serving.formats.mindspore_ckpt import content, number
+from llm_serving.text.tokenizer.byte_pairs import GPT2, LLAMA3_WORDS, QWEN2, SMOLLM, Words, joins, tokenizer_json
+from llm_serving.text.tokenizer.sentencepiece import SentencePieceVocabulary
+from llm_serving.text.tokenizer.vocabulary import USUAL_NAMES, TokenizersVocabulary, Vocabulary
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
+"""Types of tokens, of sentencepiece as of ggml."""
+
+_KEYS: Final = "tokenizer.ggml."
+_TEMPLATE: Final = "tokenizer.chat_template"
+_BPE: Final = 2
+"""`TrainerSpec.model_type` of sentencepiece: pieces are joined by their scores."""
+
+
+class _Pre(NamedTuple):
+    """
+    Attributes:
+        words: How a text is cut into words.
+        begins: A text begins with `bos_token`, where the file says nothing.
+    """
+
+    words: Words
+    begins: bool = False
+
+
+_LLAMA3: Final = _Pre(LLAMA3_WORDS, begins=True)
+_QWEN2: Final = _Pre(QWEN2)
+_PRES: Final[Mapping[str, _Pre]] = {
+    "llama-bpe": _LLAMA3,
+    "llama3": _LLAMA3,
+    "llama-v3": _LLAMA3,
+    "qwen2": _QWEN2,
+    "deepseek-r1-qwen": _QWEN2,
+    "gpt-2": _Pre(GPT2),
+    "smollm": _Pre(SMOLLM),
+}
+"""By `tokenizer.ggml.pre`."""
+
+
+def read_gguf_tokenizer(path: Path) -> tuple[Vocabulary, dict[str, Any]]:
+    """The vocabulary, and what a tokenizer_config.json would say.
+
+    Raises:
+        ModelError: The file has no tokenizer, one of a kind that is not read, or one that contradicts itself.
+    """
+    facts = _Facts(path, read_gguf(path, texts=True).facts)
+    kind = facts.get("model")
+    tokens, types = facts.tokens()
+    if kind == "llama":
+        return _sentencepiece(facts, tokens, types)
+    if kind != "gpt2":
+        raise facts.fail("model", "must be llama or gpt2: name another tokenizer with model_config.tokenizer_path")
+    return _byte_pairs(facts, tokens, types)
+
+
+class _Facts:
+    """Values of the tokenizer by their keys."""
+
+    def __init__(self, path: Path, facts: Mapping[str, Any]) -> None:
+        self.path = path
+        self._facts = facts
+
+    def get(self, key: str, default: Any = None) -> Any:
+        value = self._facts.get(_KEYS + key)
+        return default if value is None else value
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self.get(key, default)
+        if not isinstance(value, bool):
+            raise self.fail(key, "must be true or false")
+        return value
+
+    def texts(self, key: str) -> list[str]:
+        value = self.get(key)
+        if not isinstance(value, list):
+            raise self.fail(key, "must be a list of texts")
+        return value
+
+    def numbers(self, key: str, kinds: str, count: int) -> list[Any] | None:
+        value = self.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, np.ndarray) or value.dtype.kind not in kinds or len(value) != count:
+            raise self.fail(key, f"must be a list of {count} numbers, one for each token")
+        numbers: list[Any] = value.tolist()
+        return numbers
+
+    def tokens(self) -> tuple[list[str], list[int]]:
+        """Texts and types, by id."""
+        tokens = self.texts("tokens")
+        if not tokens:
+            raise self.fail("tokens", "must hold at least one token")
+        types = self.numbers("token_type", "iu", len(tokens)) or [NORMAL] * len(tokens)
+        if any(not NORMAL <= each <= BYTE for each in types):
+            raise self.fail("token_type", f"must be types from {NORMAL} to {BYTE}")
+        return tokens, types
+
+    def config(self, tokens: Sequence[str], begins: bool) -> dict[str, Any]:
+        """As a tokenizer_config.json has it."""
+        names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+        config: dict[str, Any] = {}
+        for name, theirs in names.items():
+            token_id = self.get(f"{theirs}_token_id")
+            if token_id is None:
+                continue
+            if type(token_id) is not int or not 0 <= token_id < len(tokens):
+                raise self.fail(f"{theirs}_token_id", f"must be the id of one of {len(tokens)} tokens")
+            config[f"{name}_token"] = tokens[token_id]
+        begins = self.flag("add_bos_token", begins) and "bos_token" in config
+        config |= {"add_bos_token": begins, "add_eos_token": self.flag("add_eos_token", False)}
+        if isinstance(template := self._facts.get(_TEMPLATE), str):
+            config["chat_template"] = template
+        return config
+
+    def fail(self, key: str, rule: str) -> ModelError:
+        return ModelError(f"{self.path}: `{_KEYS}{key}` {rule}. Given: {shorten(self.get(key))}")
+
+
+def _byte_pairs(facts: _Facts, tokens: list[str], types: list[int]) -> tuple[Vocabulary, dict[str, Any]]:
+    """By way of a tokenizer.json."""
+    name = facts.get("pre", "gpt-2")
+    pre = _PRES.get(name) if isinstance(name, str) else None
+    if pre is None:
+        known = ", ".join(_PRES)
+        raise facts.fail("pre", f"must be one of {known}, or model_config.tokenizer_path name another tokenizer")
+    vocab = {text: token_id for token_id, text in enumerate(tokens) if types[token_id] != UNUSED}
+    if len(vocab) != len(tokens) - types.count(UNUSED):
+        raise ModelError(f"{facts.path}: `{_KEYS}tokens` must hold each text once")
+    merges = facts.texts("merges")
+    if wrong := next((each for each in merges if not joins(each, vocab)), None):
+        rule = "must be pairs of tokens that are a token"
+        raise ModelError(f"{facts.path}: `{_KEYS}merges` {rule}. Found: {shorten(wrong)}")
+    added = (
+        {"id": token_id, "content": text, "special": kind == CONTROL, **_AS_WRITTEN}
+        for token_id, (text, kind) in enumerate(zip(tokens, types, strict=True))
+        if kind in (CONTROL, USER_DEFINED) and text
+    )
+    content = tokenizer_json(vocab, merges, pre.words, added)
+    return TokenizersVocabulary(facts.path, content=content), facts.config(tokens, pre.begins)
+
+
+_AS_WRITTEN: Final = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+
+
+def _sentencepiece(facts: _Facts, tokens: list[str], types: list[int]) -> tuple[Vocabulary, dict[str, Any]]:
+    """By way of a `tokenizer.model`."""
+    scores = facts.numbers("scores", "f", len(tokens))
+    if scores is None:
+        raise facts.fail("scores", "must be given")
+    if types.count(UNKNOWN) != 1:
+        raise facts.fail("token_type", f"must say of one token that it stands for what is unknown ({UNKNOWN})")
+    prefix = facts.flag("add_space_prefix", True)
+    pieces = zip(tokens, scores, types, strict=True)
+    messages = [content(1, _piece(*each)) for each in pieces]
+    messages.append(content(2, number(3, _BPE) + number(35, int(BYTE in types))))
+    messages.append(content(3, number(3, int(prefix)) + number(4, 0) + number(5, 1)))
+    config = facts.config(tokens, begins=True)
+    names = [config[key] for key in ("bos_token", "eos_token", "pad_token") if key in config]
+    unknown = tokens[types.index(UNKNOWN)]
+    vocabulary = SentencePieceVocabulary(
+        facts.path,
+        {},
+        [*USUAL_NAMES.values(), *names],
+        add_prefix_space=prefix,
+        unk_token=unknown,
+        content=b"".join(messages),
+    )
+    return vocabulary, config
+
+
+def _piece(text: str, score: float, kind: int) -> bytes:
+    """`ModelProto.SentencePiece`."""
+    return content(1, text.encode()) + b"\x15" + struct.pack("<f", score) + number(3, kind)

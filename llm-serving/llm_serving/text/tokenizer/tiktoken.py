@@ -1,0 +1,241 @@
+"""Byte pairs with ranks: files of tiktoken, and `tekken.json` of Mistral."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import re
+import unicodedata
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from llm_serving.core.files import json_of
+from llm_serving.errors import ModelError, RequestError, shorten
+from llm_serving.text.tokenizer.vocabulary import AddedToken, TokenSplitter, read_limited
+
+_WORDS: Final = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_LINE: Final = re.compile(rb"[A-Za-z0-9+/]+={0,2} [0-9]{1,8}\r?(\n|$)")
+MAX_WHITE_SPACE: Final = 100_000
+"""Longer runs of white space are cut: the search for their end keeps every place it has passed."""
+_SPACES: Final = re.compile(r"\s+")
+"""Of any length: to look for a certain one would begin anew at each place of a shorter run."""
+MAX_SPECIAL_TOKENS: Final = 2**16
+
+
+@dataclass(frozen=True)
+class TiktokenFamily:
+    """What a tiktoken file does not say and its family's code does.
+
+    Attributes:
+        pattern: How a text is cut into words, within which pairs are joined.
+        special: Special tokens from the first id behind the file's on, where the config lists none.
+        names: The special tokens by their use.
+        prefix: What every text begins with.
+        composes: Texts are brought into form NFC first.
+    """
+
+    pattern: str
+    special: tuple[str, ...]
+    names: Mapping[str, str]
+    prefix: tuple[str, ...] = ()
+    composes: bool = False
+
+
+LLAMA3: Final = TiktokenFamily(
+    pattern=_WORDS % "{1,3}",
+    special=(
+        *("<|begin_of_text|>", "<|end_of_text|>", "<|reserved_special_token_0|>", "<|reserved_special_token_1|>"),
+        *("<|finetune_right_pad_id|>", "<|reserved_special_token_2|>", "<|start_header_id|>", "<|end_header_id|>"),
+        *("<|eom_id|>", "<|eot_id|>", "<|python_tag|>"),
+        *(f"<|reserved_special_token_{i}|>" for i in range(3, 248)),
+    ),
+    names={"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"},
+)
+GLM4: Final = TiktokenFamily(
+    pattern=_WORDS % "{1,3}",
+    special=(
+        *("<|endoftext|>", "[MASK]", "[gMASK]", "[sMASK]", "<sop>", "<eop>"),
+        *("<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"),
+        *("<|begin_of_image|>", "<|end_of_image|>", "<|begin_of_video|>", "<|end_of_video|>"),
+    ),
+    names={"eos_token": "<|endoftext|>"},
+    prefix=("[gMASK]", "<sop>"),
+)
+QWEN: Final = TiktokenFamily(
+    pattern=_WORDS % "",
+    special=("<|endoftext|>", "<|im_start|>", "<|im_end|>", *(f"<|extra_{i}|>" for i in range(205))),
+    names={"eos_token": "<|endoftext|>"},
+    composes=True,
+)
+
+
+@dataclass(frozen=True)
+class RankedPairs:
+    """A vocabulary as its file has it.
+
+    Attributes:
+        path: The file.
+        ranks: Bytes of every token that is text; pairs of the lowest rank are joined first.
+        pattern: How a text is cut into words.
+        first_id: Id of rank 0.
+        special: Tokens of the file that are found in a text as they are written, by id.
+        names: Special tokens by their use.
+        prefix: What every text begins with.
+        composes: Texts are brought into form NFC first.
+    """
+
+    path: Path
+    ranks: Mapping[bytes, int]
+    pattern: str
+    first_id: int
+    special: Mapping[int, AddedToken]
+    names: Mapping[str, str] = field(default_factory=dict)
+    prefix: tuple[str, ...] = ()
+    composes: bool = False
+
+
+class TiktokenVocabulary:
+    """Ids as the tiktoken library gives them; special tokens are recognised in the text, as in other tokenizers.
+
+    Args:
+        pairs: The vocabulary.
+        added_tokens: Tokens of `tokenizer_config.json`, by id.
+
+    Raises:
+        ModelError: The ranks or the pattern are none.
+    """
+
+    strips_leading_space = False
+    """No space is put before a text."""
+
+    def __init__(self, pairs: RankedPairs, added_tokens: Mapping[int, AddedToken]) -> None:
+        import tiktoken  # few models need it
+
+        path, ranks, first_id = pairs.path, pairs.ranks, pairs.first_id
+        if sorted(ranks.values()) != list(range(len(ranks))):
+            raise ModelError(f"{path}: must have every rank from 0 to {len(ranks) - 1} once")
+        if missing := [byte for byte in range(256) if bytes([byte]) not in ranks]:
+            raise ModelError(f"{path}: must have a token for every byte. Missing: {shorten(missing)}")
+        try:
+            self._encoding = tiktoken.Encoding(
+                path.name, pat_str=pairs.pattern, mergeable_ranks=dict(ranks), special_tokens={}
+            )
+        except Exception as error:  # noqa: BLE001  of a library in another language
+            raise ModelError(f"{path}: cannot be read: {str(error)[:200]}") from None
+        tokens = dict(pairs.special) | dict(added_tokens)
+        self.token_bytes = [b""] * (max((first_id + len(ranks) - 1, *tokens)) + 1)
+        for data, rank in ranks.items():
+            self.token_bytes[first_id + rank] = data
+        for token_id, token in tokens.items():
+            self.token_bytes[token_id] = token.text.encode()
+        self.special_ids = frozenset(token_id for token_id, token in tokens.items() if token.special)
+        self.usual_names: Mapping[str, str] = pairs.names
+        self._ids = {token.text: token_id for token_id, token in tokens.items()}
+        self._ranks, self._first_id, self._composes = ranks, first_id, pairs.composes
+        self._splitter = TokenSplitter({token.text: token for token in tokens.values()})
+        self._prefix = [self._ids[text] for text in pairs.prefix if text in self._ids]
+        self.adds_special_tokens = bool(pairs.prefix)
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        ids = list(self._prefix) if add_special_tokens else []
+        text = unicodedata.normalize("NFC", text) if self._composes else text
+        for part, is_token in self._splitter.split(text):
+            if is_token:
+                ids.append(self._ids[part])
+            else:
+                ids.extend([self._first_id + rank for piece in _cut(part) for rank in self._rank_pieces(piece)])
+        return ids
+
+    def token_id(self, token: str) -> int | None:
+        if token in self._ids:
+            return self._ids[token]
+        rank = self._ranks.get(token.encode("utf-8", "replace"))
+        return None if rank is None else self._first_id + rank
+
+    def _rank_pieces(self, text: str) -> list[int]:
+        try:
+            return self._encoding.encode_ordinary(text)
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":  # what Rust code gives up with is no Exception
+                raise
+            raise RequestError("prompt", "cannot be cut into words by the pattern of the model's tokenizer") from None
+
+
+def _cut(text: str) -> list[str]:
+    if len(text) <= MAX_WHITE_SPACE:
+        return [text]
+    runs = [(match.start(), match.end()) for match in _SPACES.finditer(text)]
+    most = MAX_WHITE_SPACE
+    ends = [end for start, stop in runs if stop - start >= most for end in range(start + most, stop + 1, most)]
+    return [piece for a, b in zip([0, *ends], [*ends, len(text)], strict=True) if (piece := text[a:b])]
+
+
+def is_tiktoken_file(data: bytes) -> bool:
+    """Whether a file has lines of base64 and rank."""
+    return _LINE.match(data) is not None
+
+
+def read_tiktoken(path: Path, family: TiktokenFamily) -> RankedPairs:
+    """A file of lines of base64 and rank.
+
+    Raises:
+        ModelError: It is none.
+    """
+    ranks: dict[bytes, int] = {}
+    for number, line in enumerate(read_limited(path).splitlines(), 1):
+        if not line:
+            continue
+        try:
+            token, rank = line.split()
+            ranks[base64.b64decode(token, validate=True)] = int(rank)
+        except (ValueError, binascii.Error):
+            raise ModelError(f"{path}: line {number} is not base64 and a rank. Given: {shorten(line)}") from None
+    special = {len(ranks) + i: AddedToken(text, special=True) for i, text in enumerate(family.special)}
+    return RankedPairs(path, ranks, family.pattern, 0, special, family.names, family.prefix, family.composes)
+
+
+_TEKKEN_SPECIAL: Final = (
+    *("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]"),
+    *("[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]", "[PREFIX]", "[MIDDLE]"),
+    *("[SUFFIX]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[TOOL_CONTENT]"),
+)
+"""Of files that list none."""
+
+
+def read_tekken(path: Path) -> RankedPairs:
+    """A `tekken.json`: special tokens have the first ids, tokens of text follow.
+
+    Raises:
+        ModelError: It is none.
+    """
+    try:
+        content: Any = json_of(read_limited(path))
+        config = content["config"]
+        num_special = _count(config["default_num_special_tokens"], MAX_SPECIAL_TOKENS)
+        num_text = _count(config["default_vocab_size"], 2**24) - num_special
+        vocab = content["vocab"][: max(num_text, 0)]
+        ranks = {base64.b64decode(item["token_bytes"], validate=True): int(item["rank"]) for item in vocab}
+        listed = content.get("special_tokens") or [
+            {"rank": i, "token_str": text} for i, text in enumerate(_TEKKEN_SPECIAL)
+        ]
+        special = {i: AddedToken(f"<SPECIAL_{i}>", special=True) for i in range(num_special)} | {
+            _count(item["rank"], num_special - 1): AddedToken(
+                str(item["token_str"]), bool(item.get("is_control", True))
+            )
+            for item in listed
+        }
+        pattern = str(config["pattern"])
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ModelError(f"{path}: is not a tekken.json: {type(error).__name__}: {str(error)[:200]}") from None
+    names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    return RankedPairs(path, ranks, pattern, num_special, special, names)
+
+
+def _count(value: Any, most: int) -> int:
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= most:
+        return value
+    raise ValueError(f"must be an integer from 0 to {most}. Given: {shorten(value)}")

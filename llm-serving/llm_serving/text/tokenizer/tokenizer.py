@@ -1,0 +1,280 @@
+"""Text to token ids and back.
+
+What the tokens of a tokenizer are to its model: which ones end a text, and which it does not know.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from llm_serving.config.sections.model import ModelConfig
+from llm_serving.core.generation_defaults import GENERATION_CONFIG, generation_end_ids
+from llm_serving.errors import ModelError, shorten
+from llm_serving.models.gguf import is_gguf
+from llm_serving.models.spec import CONFIG_NAME, ModelSpec
+from llm_serving.text.chat_template.template import Conversations, read_templates, templates_of
+from llm_serving.text.output_parsers.reasoning import CLOSING, OPENING
+from llm_serving.text.tokenizer.files import find_vocabulary, read_vocabulary
+from llm_serving.text.tokenizer.gguf import read_gguf_tokenizer
+from llm_serving.text.tokenizer.vocabulary import (
+    MORE_SPECIAL,
+    Vocabulary,
+    flag,
+    more_special_texts,
+    read_tokenizer_config,
+    special_texts,
+)
+
+
+class Tokenizer:
+    """The tokenizer of a model folder. Nothing of the folder is executed but its chat template, in a sandbox.
+
+    `decode` is by definition the tokens' bytes put together and read as UTF-8, invalid parts as U+FFFD; so it can be
+    done token by token with the same result.
+
+    Args:
+        vocabulary: What the tokenizer file tells.
+        config: Content of `tokenizer_config.json`.
+        more_eos_token_ids: Ids that end a text besides `eos_token` of the config.
+        chat_templates: Text of each by name; None: those of the config.
+
+    Raises:
+        ModelError: The config contradicts itself or the vocabulary.
+    """
+
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        config: Mapping[str, Any],
+        more_eos_token_ids: Sequence[int] = (),
+        chat_templates: Mapping[str, str] | None = None,
+    ) -> None:
+        self._vocabulary = vocabulary
+        self.strips_leading_space = vocabulary.strips_leading_space
+        self.special_token_ids = vocabulary.special_ids
+        named = config.get("tokenizer_class")
+        self._named_class = named if isinstance(named, str) else None
+        self._special_texts = special_texts(config)
+        for name, text in vocabulary.usual_names.items():
+            if name not in self._special_texts and vocabulary.token_id(text) is not None:
+                self._special_texts[name] = text
+        self.bos_token_id = self._special_id("bos_token")
+        self.eos_token_id = self._special_id("eos_token")
+        self.eos_token_ids: tuple[int, ...] = tuple(
+            dict.fromkeys([*([] if self.eos_token_id is None else [self.eos_token_id]), *more_eos_token_ids])
+        )
+        """Ids that end a text."""
+        prescribed = vocabulary.adds_special_tokens
+        self._add_bos = flag(config, "add_bos_token", None if prescribed else self.bos_token_id is not None)
+        self._add_eos = flag(config, "add_eos_token", None if prescribed else False)
+        if chat_templates is None:
+            chat_templates = templates_of(config.get("chat_template"))
+        more = {MORE_SPECIAL: texts} if (texts := more_special_texts(config)) else {}
+        self._conversations = Conversations(chat_templates, self._special_texts | more)
+
+    @classmethod
+    def load(cls, folder: Path, vocab_file: Path | None = None) -> Tokenizer:
+        """Reads the tokenizer of a Hugging Face folder, or of a GGUF file.
+
+        Args:
+            folder: Holds a tokenizer file (`vocabulary_files.FILES`), and usually `tokenizer_config.json`; or the GGUF
+                file.
+            vocab_file: A tokenizer file that takes the place of the folder's, or another folder.
+
+        Raises:
+            ModelError: No tokenizer is found, or it cannot be read.
+        """
+        end_ids = generation_end_ids(folder)
+        if vocab_file is not None and vocab_file.is_dir():
+            folder, vocab_file = vocab_file, None
+        if vocab_file is None:
+            vocab_file = folder if is_gguf(folder) else find_vocabulary(folder)
+        elif not vocab_file.exists():
+            raise ModelError(f"tokenizer file {vocab_file} does not exist")
+        if is_gguf(vocab_file):
+            vocabulary, config = read_gguf_tokenizer(vocab_file)
+            return cls(vocabulary, config, end_ids)
+        config = read_tokenizer_config(folder)
+        vocabulary = read_vocabulary(vocab_file, config)
+        return cls(vocabulary, config, end_ids, read_templates(folder, config))
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids below this have a text; the model's own vocabulary may be padded beyond."""
+        return len(self._vocabulary.token_bytes)
+
+    @cached_property
+    def max_token_chars(self) -> int:
+        """Characters of the longest token."""
+        return max(len(text.decode("utf-8", "replace")) for text in self._vocabulary.token_bytes)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text; special tokens written in it are recognised.
+
+        Args:
+            text: Any text without lone surrogates.
+            add_special_tokens: Put in the begin-of-sequence (rarely also end-of-sequence) token the model expects.
+        """
+        by_hand = self._add_bos is not None
+        ids = self._vocabulary.encode(text, add_special_tokens and not by_hand)
+        if add_special_tokens and by_hand:
+            if self._add_bos and self.bos_token_id is not None:
+                ids = [self.bos_token_id, *ids]
+            if self._add_eos and self.eos_token_ids:
+                ids = [*ids, self.eos_token_ids[0]]
+        return ids
+
+    def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
+        """The text of token ids; ids without a text are left out."""
+        table, _ = self.token_tables(skip_special_tokens)
+        data = b"".join([table[token_id] for token_id in token_ids if 0 <= token_id < len(table)])
+        text = data.decode("utf-8", "replace")
+        return text.removeprefix(" ") if self.strips_leading_space else text
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """UTF-8 bytes of one token, special ones by their name; may be part of a character."""
+        table = self._vocabulary.token_bytes
+        return table[token_id] if 0 <= token_id < len(table) else b""
+
+    def token_text(self, token_id: int) -> str:
+        r"""One token for people and JSON: its text, or "bytes:\xe4\xbd" where it is part of a character."""
+        data = self.token_bytes(token_id)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+    def token_tables(self, skip_special_tokens: bool) -> tuple[list[bytes], list[str | None]]:
+        """Bytes of every token, and its text where it consists of whole characters, else None."""
+        return self._tables_without_special if skip_special_tokens else self._tables
+
+    @cached_property
+    def _tables(self) -> tuple[list[bytes], list[str | None]]:
+        table = self._vocabulary.token_bytes
+        return table, [_complete_text(data) for data in table]
+
+    @cached_property
+    def _tables_without_special(self) -> tuple[list[bytes], list[str | None]]:
+        special = self.special_token_ids
+        table = [b"" if token_id in special else data for token_id, data in enumerate(self._vocabulary.token_bytes)]
+        return table, [_complete_text(data) for data in table]
+
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], **given: Any) -> str:
+        """The prompt text of a conversation; encode it with `add_special_tokens=False`. Arguments: `Conversations`.
+
+        Raises:
+            RequestError: The model has no chat template, or it refuses these messages.
+        """
+        return self._conversations.render(messages, **given)
+
+    def chat_template(self, *, with_tools: bool = False) -> str:
+        """The text of the template that conversations get; empty: there is none."""
+        return self._conversations.source(with_tools=with_tools)
+
+    @property
+    def special_texts(self) -> Mapping[str, str]:
+        """Texts of the special tokens by their use, such as `bos_token`."""
+        return self._special_texts
+
+    @property
+    def named_class(self) -> str | None:
+        """What the folder calls its class."""
+        return self._named_class
+
+    @cached_property
+    def mark_ids(self) -> frozenset[int]:
+        """Ids of tokens that are no text where an answer is bound to a form: special ones, and marks of thoughts."""
+        marks = (self._vocabulary.token_id(text) for text in (OPENING, CLOSING))
+        return self.special_token_ids.union(token_id for token_id in marks if token_id is not None)
+
+    def mark_id(self, text: str) -> int | None:
+        """The id of one of `mark_ids` by its text; None: it is none."""
+        token_id = self._vocabulary.token_id(text)
+        return token_id if token_id in self.mark_ids else None
+
+    def _special_id(self, name: str) -> int | None:
+        if (text := self._special_texts.get(name)) is None:
+            return None
+        token_id = self._vocabulary.token_id(text)
+        if token_id is None:
+            raise ModelError(f"tokenizer_config.json: `{name}` must be in the vocabulary. Given: {shorten(text)}")
+        return token_id
+
+
+def _complete_text(data: bytes) -> str | None:
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return None
+
+
+def notice_of_unknown_tokens(tokenizer: Tokenizer, vocab_size: int) -> str | None:
+    """A sentence where the tokenizer has tokens that the model has not, as marks of pictures; None: it has none."""
+    count = tokenizer.vocab_size - vocab_size
+    if count <= 0:
+        return None
+    first = json.dumps(tokenizer.token_text(vocab_size), ensure_ascii=False)
+    return (
+        f"the tokenizer has {tokenizer.vocab_size} tokens, the model {vocab_size}: a prompt with one of the last "
+        f"{count}, {first} the first of them, is refused"
+    )
+
+
+def check_draft_vocabulary(tokenizer: Tokenizer, draft_model_path: Path) -> None:
+    """Compares each token of a draft model with the model's: ids are what they tell each other.
+
+    Raises:
+        ModelError: One is another, or the draft model has no tokenizer.
+    """
+    draft = Tokenizer.load(draft_model_path)
+    rule = f"scheduler_config.draft_model_path: {draft_model_path} must have the vocabulary of the model"
+    if draft.vocab_size != tokenizer.vocab_size:
+        raise ModelError(f"{rule}, {tokenizer.vocab_size} tokens. Given: {draft.vocab_size}")
+    for token_id in range(tokenizer.vocab_size):
+        if draft.token_bytes(token_id) != tokenizer.token_bytes(token_id):
+            wanted, given = (_quoted(each, token_id) for each in (tokenizer, draft))
+            raise ModelError(f"{rule}, where token {token_id} is {wanted}. Given: {given}")
+    if other := draft.special_token_ids ^ tokenizer.special_token_ids:
+        token_id = min(other)
+        kind = "a special token" if token_id in tokenizer.special_token_ids else "no special token"
+        raise ModelError(f"{rule}, where token {token_id}, {_quoted(tokenizer, token_id)}, is {kind}")
+    if (size := ModelSpec.from_folder(draft_model_path).vocab_size) < tokenizer.vocab_size:
+        raise ModelError(f"{rule}, {tokenizer.vocab_size} tokens. Given: weights for {size}")
+
+
+def _quoted(tokenizer: Tokenizer, token_id: int) -> str:
+    return json.dumps(tokenizer.token_text(token_id), ensure_ascii=False)
+
+
+def describe_end_tokens(model: ModelConfig, tokenizer: Tokenizer) -> list[str]:
+    """A line for each: id, text, and the files that name it; the same ids end the texts of requests.
+
+    Raises:
+        ModelError: A file of the model cannot be read.
+    """
+    folder = model.model_path
+    assert folder is not None
+    return [
+        f"{token_id} {json.dumps(tokenizer.token_text(token_id), ensure_ascii=False)} ({', '.join(names)})"
+        for token_id, names in _sources(model, folder, tokenizer).items()
+    ] or ["nothing but its length"]
+
+
+def _sources(model: ModelConfig, folder: Path, tokenizer: Tokenizer) -> dict[int, list[str]]:
+    own = ModelSpec.from_folder(folder).eos_token_ids
+    generation = generation_end_ids(folder)
+    configured = [] if model.end_token is None or model.end_token in own else [model.end_token]
+    names: dict[int, list[str]] = {}
+    for name, ids in (
+        ("model_config.end_token", configured),
+        (CONFIG_NAME, own),
+        (GENERATION_CONFIG, generation),
+        ("tokenizer", () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)),
+    ):
+        for token_id in ids:
+            names.setdefault(token_id, []).append(name)
+    return names

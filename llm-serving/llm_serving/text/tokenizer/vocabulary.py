@@ -1,0 +1,327 @@
+"""Tokenizer files read into one form: how to encode, and the bytes that each token adds to the text.
+
+Tokens that stand in a text as they are written: found before anything else is cut into pieces.
+
+`tokenizer_config.json` and the files that older folders have beside it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+from tokenizers import AddedToken as LibraryToken
+from tokenizers import Tokenizer as TokenizersTokenizer
+
+from llm_serving.core.files import json_of, read_regular
+from llm_serving.errors import ModelError, shorten
+
+MAX_TOKEN_ID: Final = 2**24
+
+
+@dataclass(frozen=True)
+class AddedToken:
+    """One token of `added_tokens_decoder`.
+
+    Attributes:
+        text: As it is written.
+        special: It steers the model and is no text.
+        lstrip: It takes the white space before it.
+        rstrip: It takes the white space behind it.
+        single_word: It is only found between spaces or at an end.
+        normalized: It is found in the normalized text (only of `tokenizer.json`); None: unless it is special.
+    """
+
+    text: str
+    special: bool
+    lstrip: bool = False
+    rstrip: bool = False
+    single_word: bool = False
+    normalized: bool | None = None
+
+
+def read_added_tokens(config: Mapping[str, Any]) -> dict[int, AddedToken]:
+    """The tokens of `added_tokens_decoder` in a `tokenizer_config.json`, by id; what is malformed is left out."""
+    tokens = config.get("added_tokens_decoder")
+    added = {}
+    for token_id, token in tokens.items() if isinstance(tokens, dict) else ():
+        if not isinstance(token, dict) or not token_id.isdecimal() or int(token_id) >= MAX_TOKEN_ID:
+            continue
+        if isinstance(text := token.get("content"), str) and text:
+            flags = {name: bool(token.get(name)) for name in ("special", "lstrip", "rstrip", "single_word")}
+            normalized = token.get("normalized")
+            added[int(token_id)] = AddedToken(
+                text, **flags, normalized=normalized if isinstance(normalized, bool) else None
+            )
+    return added
+
+
+class TokenSplitter:
+    """Finds tokens in a text: from left to right, of several at one place the longest.
+
+    Args:
+        tokens: By their text.
+    """
+
+    def __init__(self, tokens: Mapping[str, AddedToken]) -> None:
+        self._tokens = dict(tokens)
+        names = sorted(self._tokens, key=len, reverse=True)
+        self._pattern = re.compile("(" + "|".join(map(re.escape, names)) + ")") if names else None
+        self._plain = not any(token.lstrip or token.rstrip or token.single_word for token in self._tokens.values())
+
+    def split(self, text: str) -> list[tuple[str, bool]]:
+        """The parts of a text, none of them empty, and whether each is a token."""
+        if self._pattern is None:
+            return [(text, False)] if text else []
+        parts = [part for part in self._pattern.split(text) if part]
+        if not self._plain:
+            self._trim(parts)
+        return [(part, part in self._tokens) for part in parts if part]
+
+    def _trim(self, parts: list[str]) -> None:
+        for i, part in enumerate(parts):
+            token = self._tokens.get(part)
+            if token is None:
+                continue
+            left, right = (parts[i - 1] if i else ""), (parts[i + 1] if i + 1 < len(parts) else "")
+            if token.rstrip and right:
+                parts[i + 1] = right.lstrip()
+            if token.lstrip and left:
+                parts[i - 1] = left.rstrip()
+            # Inside a word it is no token: it joins the part beside it.
+            if token.single_word and left and not left.endswith(" "):
+                parts[i - 1], parts[i] = parts[i - 1] + part, ""
+            elif token.single_word and right and not right.startswith(" "):
+                parts[i + 1], parts[i] = part + parts[i + 1], ""
+
+
+SPACE_SYMBOL: Final = "▁"
+BYTE_PIECE: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+USUAL_NAMES: Final[Mapping[str, str]] = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+MAX_FILE_BYTES: Final = 256 * 2**20
+
+
+class Vocabulary(Protocol):
+    """What a tokenizer file tells.
+
+    Attributes:
+        token_bytes: [vocab_size] UTF-8 bytes of each token; a token may hold part of a character only.
+        special_ids: Tokens that steer the model and are no text.
+        strips_leading_space: The file's encoder puts a space before a text, so one is taken off when decoding.
+        adds_special_tokens: The encoder knows which tokens the file prescribes; else a text begins with `bos_token`.
+        usual_names: Special tokens by their use where the config names none.
+    """
+
+    token_bytes: list[bytes]
+    special_ids: frozenset[int]
+    strips_leading_space: bool
+    adds_special_tokens: bool
+    usual_names: Mapping[str, str]
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Token ids; `add_special_tokens` puts in what the file itself prescribes, if it does."""
+        ...
+
+    def token_id(self, token: str) -> int | None:
+        """Id of a token by its exact text."""
+        ...
+
+
+class TokenizersVocabulary:
+    """A `tokenizer.json`. Its decoder must be one whose output is the tokens' bytes put together.
+
+    Args:
+        path: The file.
+        added_tokens: Tokens of `tokenizer_config.json` by id; the file may lack the newest.
+        special_texts: Texts of the tokens that the config names by their use; those of the file are special tokens.
+        content: What the file would hold, where `path` only names it in errors.
+    """
+
+    adds_special_tokens = True
+    usual_names = USUAL_NAMES
+
+    def __init__(
+        self,
+        path: Path,
+        added_tokens: Mapping[int, AddedToken] | None = None,
+        special_texts: Iterable[str] = (),
+        content: bytes | None = None,
+    ) -> None:
+        data = read_limited(path) if content is None else content
+        try:
+            self._tokenizer = TokenizersTokenizer.from_buffer(data)
+            parsed = json.loads(data)
+        except Exception as error:  # noqa: BLE001  the library raises bare Exception
+            raise ModelError(f"{path}: is not a tokenizer.json: {error}") from None
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._add_tokens(added_tokens or {}, special_texts)
+        steps = _decoder_steps(parsed.get("decoder"), path)
+        byte_level = any(step["type"] == "ByteLevel" for step in steps)
+        self.strips_leading_space = any(map(_takes_space_off, steps))
+        size = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        vocab = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.token_bytes = [b""] * max(size, max(vocab.values(), default=-1) + 1)
+        for piece, token_id in vocab.items():
+            self.token_bytes[token_id] = _byte_level_bytes(piece) if byte_level else _apply_steps(piece, steps)
+        added = self._tokenizer.get_added_tokens_decoder()
+        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+
+    def _add_tokens(self, added_tokens: Mapping[int, AddedToken], special_texts: Iterable[str]) -> None:
+        """As the transformers library does: in the order of their ids, which the library numbers on from its own."""
+        known = {token.content for token in self._tokenizer.get_added_tokens_decoder().values()}
+        named = frozenset(special_texts)
+        tokens = [token for _, token in sorted(added_tokens.items()) if token.text not in known]
+        known.update(token.text for token in tokens)
+        tokens += [AddedToken(text, special=True) for text in sorted(named - known) if self.token_id(text) is not None]
+        for token in tokens:
+            flags = {name: getattr(token, name) for name in ("lstrip", "rstrip", "single_word")}
+            special = token.special or token.text in named
+            normalized = not token.special if token.normalized is None else token.normalized
+            self._tokenizer.add_tokens([LibraryToken(token.text, special=special, normalized=normalized, **flags)])
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def token_id(self, token: str) -> int | None:
+        token_id: int | None = self._tokenizer.token_to_id(token)
+        return token_id
+
+
+def read_limited(path: Path) -> bytes:
+    """The bytes of a file of the model folder.
+
+    Raises:
+        ModelError: It cannot be read or is too large.
+    """
+    return read_regular(path, MAX_FILE_BYTES)
+
+
+def _decoder_steps(decoder: Any, path: Path) -> list[dict[str, Any]]:
+    known = ("ByteLevel", "ByteFallback", "Fuse", "Metaspace", "Replace", "Strip")
+    steps = decoder.get("decoders", [decoder]) if isinstance(decoder, dict) else [decoder]
+    for step in steps:
+        kind = step.get("type") if isinstance(step, dict) else None
+        if kind not in known or (kind == "Replace" and "String" not in step["pattern"]):
+            raise ModelError(f"{path}: decoder {shorten(kind)} is not supported. Known: {', '.join(known)}")
+    return steps
+
+
+def _takes_space_off(step: Mapping[str, Any]) -> bool:
+    if step["type"] == "Strip":
+        return bool(step.get("content") == " " and step.get("start", 0) > 0)
+    return bool(step["type"] == "Metaspace" and step.get("prepend_scheme", "always") != "never")
+
+
+def _apply_steps(piece: str, steps: list[dict[str, Any]]) -> bytes:
+    for step in steps:
+        if step["type"] == "Replace":
+            piece = piece.replace(step["pattern"]["String"], step["content"])
+        elif step["type"] == "Metaspace":
+            piece = piece.replace(step.get("replacement", SPACE_SYMBOL), " ")
+        elif step["type"] == "ByteFallback" and (match := BYTE_PIECE.fullmatch(piece)):
+            return bytes.fromhex(match[1])
+    return piece.encode()
+
+
+def _printable_byte_alphabet() -> dict[str, int]:
+    """Character -> byte of byte-level BPE (GPT-2): printable Latin-1 is itself, the rest follows from U+0100."""
+    itself = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(itself)]
+    return {chr(byte): byte for byte in itself} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_OF_CHAR: Final = _printable_byte_alphabet()
+
+
+def _byte_level_bytes(piece: str) -> bytes:
+    try:
+        return bytes(_BYTE_OF_CHAR[char] for char in piece)
+    except KeyError:  # an added token, written as plain text
+        return piece.encode()
+
+
+CONFIG_FILE: Final = "tokenizer_config.json"
+SPECIAL_FILE: Final = "special_tokens_map.json"
+ADDED_FILE: Final = "added_tokens.json"
+SPECIAL_NAMES: Final = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+MORE_SPECIAL: Final = "additional_special_tokens"
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object; {} where there is no file.
+
+    Raises:
+        ModelError: It cannot be read, or is none.
+    """
+    if not path.exists():
+        return {}
+    try:
+        content = json_of(read_limited(path))
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{path}: cannot be read: {error}") from None
+    if not isinstance(content, dict):
+        raise ModelError(f"{path}: must be a JSON object. Given: {shorten(content)}")
+    return content
+
+
+def read_tokenizer_config(folder: Path) -> dict[str, Any]:
+    """The config of a folder. One that lists no added tokens has them in `added_tokens.json`, and what the special
+    ones are for in `special_tokens_map.json`.
+
+    Raises:
+        ModelError: A file cannot be read.
+    """
+    config = read_json(folder / CONFIG_FILE)
+    if _lists_tokens(config):
+        return config
+    config |= read_json(folder / SPECIAL_FILE)
+    special = {*special_texts(config).values(), *more_special_texts(config)}
+    added = {
+        str(token_id): {"content": text, "special": text in special}
+        for text, token_id in read_json(folder / ADDED_FILE).items()
+    }
+    return config | {"added_tokens_decoder": added} if added else config
+
+
+def config_files(folder: Path) -> list[Path]:
+    """The files that `read_tokenizer_config` reads where they are there.
+
+    Raises:
+        ModelError: The first of them cannot be read.
+    """
+    first = folder / CONFIG_FILE
+    return [first] if _lists_tokens(read_json(first)) else [first, folder / SPECIAL_FILE, folder / ADDED_FILE]
+
+
+def special_texts(config: Mapping[str, Any]) -> dict[str, str]:
+    """Texts of the special tokens by their use, such as `bos_token`."""
+    return {name: text for name in SPECIAL_NAMES if (text := _text(config.get(name)))}
+
+
+def more_special_texts(config: Mapping[str, Any]) -> list[str]:
+    """Texts of `additional_special_tokens`."""
+    items = config.get(MORE_SPECIAL)
+    texts = map(_text, items) if isinstance(items, list) else ()
+    return [text for text in texts if text]
+
+
+def flag(config: Mapping[str, Any], name: str, default: bool | None) -> bool | None:
+    """A value that is true or false; `default` where it is neither."""
+    value = config.get(name)
+    return value if isinstance(value, bool) else default
+
+
+def _lists_tokens(config: Mapping[str, Any]) -> bool:
+    return "added_tokens_decoder" in config
+
+
+def _text(value: Any) -> str | None:
+    """A token that is written as text, or as an object that holds it."""
+    value = value.get("content") if isinstance(value, dict) else value
+    return value if isinstance(value, str) and value else None

@@ -1,0 +1,69 @@
+"""GLM-4 of the first releases: the answer is the name of a tool, a line break, and its arguments as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from functools import partial
+from typing import Final
+
+from llm_serving.text.structured_output.grammars import literal
+from llm_serving.text.tool_parsers.base import (
+    Call,
+    Callee,
+    MarkedCalls,
+    Marks,
+    NotACallError,
+    Read,
+    ToolParser,
+    any_of,
+    escaped,
+)
+from llm_serving.text.tool_parsers.json_text import JsonEnd, WrittenCall, arguments_of, parsed
+
+OPENING: Final = "<|assistant|>"
+"""Before a second call; the first one needs none."""
+
+
+class _Reader:
+    """Nothing but the name of a tool tells a call from what is said."""
+
+    def __init__(self, names: Collection[str]) -> None:
+        self._names = names
+        self._end = JsonEnd()
+        self._written: WrittenCall | None = None
+
+    def read(self, body: str, *, ended: bool) -> Read | None:
+        line, found, _ = body.lstrip().partition("\n")
+        name = line.strip()
+        if not found:
+            if not any(each.startswith(name) for each in self._names):
+                raise NotACallError
+            return None
+        if name not in self._names:
+            raise NotACallError
+        start = body.index("\n", body.index(name)) + 1
+        begin = start + len(body[start:]) - len(body[start:].lstrip())
+        if body[begin : begin + 1] == "{":
+            self._written = self._written or WrittenCall(name, begin)
+            call = self._written.read(body, ended=ended)
+            return Read([call], self._written.end, goes_on=not (ended or self._written.is_whole))
+        end = self._end.find(body, start)
+        return None if end is None else Read([Call(name, arguments_of(parsed(body[start:end])))], end)
+
+
+def create(names: Collection[str]) -> ToolParser:
+    """A parser of calls of these tools."""
+    return MarkedCalls(OPENING, partial(_Reader, frozenset(names)), begins_open=True)
+
+
+def rules(callees: Sequence[Callee], most: int | None, marks: Marks) -> str:
+    """Of a grammar, see `call_rules`; an answer calls one tool, as these models do."""
+    del most, marks
+    names = "|".join(escaped(each.name) for each in callees)
+    calls = [f"call{i}: {literal(each.name + chr(10))} @args{i}\n" for i, each in enumerate(callees)]
+    return (
+        f"calls: {any_of(callees)}\n"
+        "free: calls | OTHER?\n"
+        f"OTHER: TEXT & ~/\\s*({names})\\s*\\n(?s:.*)/\n"
+        f"{''.join(calls)}"
+    )

@@ -1,0 +1,77 @@
+"""Llama 3: the answer is `{"name": ..., "parameters": {...}}`, with `;` between several."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from functools import partial
+from typing import Final
+
+from llm_serving.text.tool_parsers.base import (
+    Call,
+    Callee,
+    MarkedCalls,
+    Marks,
+    NotACallError,
+    Read,
+    ToolParser,
+    json_calls,
+    repeated,
+)
+from llm_serving.text.tool_parsers.json_text import JsonEnd, WrittenCall, call_of, parsed, written_call
+
+OPENING: Final = "<|python_tag|>"
+
+
+class _Reader:
+    """Nothing but the name of a tool tells a call from other JSON."""
+
+    def __init__(self, names: Collection[str]) -> None:
+        self._names = names
+        self._calls: list[Call] = []
+        self._start = self._told = 0
+        self._end = JsonEnd()
+        self._written: WrittenCall | None = None
+
+    def read(self, body: str, *, ended: bool) -> Read | None:
+        while True:
+            if self._calls:  # another one may follow, or a text
+                rest = body[self._told :]
+                behind = rest.lstrip().removeprefix(";").lstrip()
+                if not behind and not ended:
+                    return Read(self._calls, self._told, goes_on=True)
+                if not behind.startswith("{"):
+                    return Read(self._calls, self._told)
+                self._start = len(body) - len(behind)
+            self._written = written = self._written or written_call(body, self._start, self._names)
+            begun = [] if written is None else [written.read(body, ended=ended)]
+            told = self._told if written is None else written.end
+            try:
+                end = self._end.find(body, self._start)
+                if end is None:
+                    calls = self._calls + begun
+                    return Read(calls, told, goes_on=not ended) if calls else None
+                call = begun[0] if begun else call_of(parsed(body[self._start : end]))
+                if call.name not in self._names:
+                    raise NotACallError
+            except NotACallError:
+                if self._calls or begun:
+                    return Read(self._calls + begun, told)
+                raise
+            self._calls.append(call)
+            self._told, self._end, self._written = end, JsonEnd(), None
+
+
+def create(names: Collection[str]) -> ToolParser:
+    """A parser of calls of these tools."""
+    return MarkedCalls(OPENING, partial(_Reader, frozenset(names)), begins_open=True)
+
+
+def rules(callees: Sequence[Callee], most: int | None, marks: Marks) -> str:
+    """Of a grammar, see `call_rules`; a text that begins with a brace is a call."""
+    several = repeated("call", '";" WS?', most)
+    return (
+        f"calls: {several}\n"
+        f"free: calls | OTHER? ({marks(OPENING)} calls)?\n"
+        "OTHER: /[^{ \\n](?s:.*)/\n"
+        f"{json_calls(callees, 'parameters', marks)}"
+    )

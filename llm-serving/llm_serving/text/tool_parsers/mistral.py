@@ -1,0 +1,100 @@
+"""Mistral: `[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`, or `[TOOL_CALLS]name[ARGS]{...}` of newer models."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+from functools import partial
+from typing import Final
+
+from llm_serving.text.structured_output.grammars import literal
+from llm_serving.text.tool_parsers.base import (
+    Call,
+    Callee,
+    MarkedCalls,
+    Marks,
+    NotACallError,
+    Read,
+    ToolParser,
+    any_of,
+    json_calls,
+    repeated,
+)
+from llm_serving.text.tool_parsers.json_text import (
+    MAX_NAME_CHARS,
+    JsonEnd,
+    WrittenCall,
+    arguments_of,
+    call_of,
+    is_name,
+    parsed,
+)
+
+OPENING: Final = "[TOOL_CALLS]"
+ARGUMENTS: Final = "[ARGS]"
+"""A special token of newer models."""
+_NAME: Final = re.compile(r"([\w.\-]+)(?:\[CALL_ID\][A-Za-z0-9]*)?(?:\[ARGS\])?\s*(?=\{)")
+_MAX_HEAD_CHARS: Final = MAX_NAME_CHARS + 128
+"""Of a name and what may stand behind it."""
+
+
+class _Reader:
+    def __init__(self, names: Collection[str]) -> None:
+        self._names = names
+        self._written: WrittenCall | None = None
+        self._end = JsonEnd()
+        self._head: tuple[str | None, int] | None = None
+        """Name before the arguments, if there is one, and where the JSON begins."""
+
+    def read(self, body: str, *, ended: bool) -> Read | None:
+        if self._head is None:
+            self._head = _head(body)
+        if self._head is None:
+            return None
+        name, start = self._head
+        if name is not None and name in self._names:
+            self._written = self._written or WrittenCall(name, start)
+            call = self._written.read(body, ended=ended)
+            return Read([call], self._written.end, goes_on=not (ended or self._written.is_whole))
+        end = self._end.find(body, start)
+        if end is None:
+            return None
+        value = parsed(body[start:end])
+        if name is not None:
+            return Read([Call(name, arguments_of(value))], end)
+        if not isinstance(value, list) or not value:
+            raise NotACallError
+        return Read([call_of(each) for each in value], end)
+
+
+def _head(body: str) -> tuple[str | None, int] | None:
+    stripped = body.lstrip()
+    start = len(body) - len(stripped)
+    if not stripped:
+        return None
+    if stripped[0] == "[":
+        return None, start
+    head = stripped[: _MAX_HEAD_CHARS + 1]
+    found = _NAME.match(head)
+    if found is not None and is_name(found[1]):
+        return found[1], start + found.end()
+    if found is not None or "{" in head or not re.match(r"[\w.\-]", head) or len(head) > _MAX_HEAD_CHARS:
+        raise NotACallError
+    return None
+
+
+def create(names: Collection[str]) -> ToolParser:
+    """A parser; calls of other tools than these are told once they are whole."""
+    return MarkedCalls(OPENING, partial(_Reader, frozenset(names)))
+
+
+def rules(callees: Sequence[Callee], most: int | None, marks: Marks) -> str:
+    """Of a grammar, see `call_rules`."""
+    if marks.are_special(ARGUMENTS):
+        calls = [f"call{i}: {literal(each.name)} {marks(ARGUMENTS)} @args{i}\n" for i, each in enumerate(callees)]
+        behind, call = repeated("call", marks(OPENING), most), f"call: {any_of(callees)}\n" + "".join(calls)
+    else:
+        several = repeated("call", 'WS? "," WS?', most)
+        behind = f'WS? "[" WS? {several} WS? "]"'
+        call = json_calls(callees, "arguments", marks)
+    return f"calls: {marks(OPENING)} {behind}\nfree: (opened {behind})? TEXT?\n{marks.up_to('opened', OPENING)}{call}"

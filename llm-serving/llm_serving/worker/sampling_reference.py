@@ -1,0 +1,214 @@
+"""The choice of a token, in NumPy: the definition, and what serves where there is no operator library.
+
+Order of the steps for one row: penalties, bias, allowed tokens, temperature, min_p, top_k, top_p, draw. Whatever is
+kept is drawn from in the order of token ids, so a filter decides which tokens take part and nothing else.
+
+Random numbers from a counter: the same (seed, position) gives the same number, whatever was drawn before.
+
+Philox4x32-10 of Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011), section 3.3,
+with the constants of that paper.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llm_serving.core.step import SamplingInput
+from llm_serving.worker.logprobs import (
+    draw_token,
+    filter_weights,
+    most_likely,
+    token_weights,
+    total_weight,
+    weight_scale,
+)
+
+UInt64Array = NDArray[np.uint64]
+
+_ROUNDS = 10
+_MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
+_KEY_STEPS = (np.uint64(0x9E3779B9), np.uint64(0xBB67AE85))
+_LOW_WORD = np.uint64(0xFFFFFFFF)
+_WORD_BITS = np.uint64(32)
+
+
+def philox4x32(counter: tuple[UInt64Array, ...], key: tuple[UInt64Array, UInt64Array]) -> tuple[UInt64Array, ...]:
+    """Ten rounds of Philox on many counters at once.
+
+    Args:
+        counter: Four arrays [n] of 32-bit words, each held in 64 bits.
+        key: Two arrays [n] of 32-bit words, each held in 64 bits.
+
+    Returns:
+        Four arrays [n] of 32-bit random words, each held in 64 bits.
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(_ROUNDS):
+        # 32 x 32 -> 64 bit products: the reason to hold words in 64 bits.
+        product0 = c0 * _MULTIPLIERS[0]
+        product1 = c2 * _MULTIPLIERS[1]
+        c0, c1, c2, c3 = (
+            (product1 >> _WORD_BITS) ^ c1 ^ k0,
+            product1 & _LOW_WORD,
+            (product0 >> _WORD_BITS) ^ c3 ^ k1,
+            product0 & _LOW_WORD,
+        )
+        k0 = (k0 + _KEY_STEPS[0]) & _LOW_WORD
+        k1 = (k1 + _KEY_STEPS[1]) & _LOW_WORD
+    return c0, c1, c2, c3
+
+
+def uniform(seeds: UInt64Array, positions: NDArray[Any]) -> NDArray[np.float64]:
+    """One number in [0, 1) with 53 random bits for each (seed, position).
+
+    Args:
+        seeds: [n] the key.
+        positions: [n] integers >= 0, the counter.
+    """
+    zero = np.zeros(len(seeds), np.uint64)
+    counter = (positions.astype(np.uint64), zero, zero, zero)
+    high, low, _, _ = philox4x32(counter, (seeds & _LOW_WORD, seeds >> _WORD_BITS))
+    bits = (high << np.uint64(21)) | (low >> np.uint64(11))  # 32 + 21 bits
+    return bits.astype(np.float64) * 2.0**-53
+
+
+Float32Array = NDArray[np.float32]
+Int32Array = NDArray[np.int32]
+
+_LARGEST = np.finfo(np.float32).max
+
+
+class Failure(enum.IntEnum):
+    """Why a row has no token."""
+
+    NONE = 0
+    LOGITS = 1
+    """The largest logit is NaN or infinite."""
+    ADJUSTED = 2
+    """After penalties and bias the largest is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """What was chosen for S rows, and what their log-probabilities follow from."""
+
+    token_ids: Int32Array  # [S], -1 after a failure
+    failures: Int32Array  # [S] of `Failure`
+    largest: Float32Array  # [S], the largest logit; NaN if any is
+    total_weights: NDArray[np.float64]  # [S], `logprobs.total_weight`; 0 where no log-probabilities are wanted
+    top_token_ids: Int32Array  # [S, K], K = the largest num_logprobs, most likely first; -1 past a row's own number
+
+    @classmethod
+    def unset(cls, sampling: SamplingInput) -> Choices:
+        """Room for the choices, not filled."""
+        num_samples = sampling.num_samples
+        width = max(int(sampling.num_logprobs.max(initial=0)), 0)
+        return cls(
+            np.empty(num_samples, np.int32),
+            np.empty(num_samples, np.int32),
+            np.empty(num_samples, np.float32),
+            np.empty(num_samples, np.float64),
+            np.empty((num_samples, width), np.int32),
+        )
+
+
+def choose_tokens(logits: Float32Array, sampling: SamplingInput, history: Int32Array) -> Choices:
+    """Chooses one token for each row; see `sampler.sample`.
+
+    Args:
+        logits: [S, V], read only.
+        sampling: How to choose.
+        history: Its `history_token_ids` with tokens in place of references.
+    """
+    choices = Choices.unset(sampling)
+    choices.token_ids.fill(-1)
+    choices.failures.fill(Failure.NONE)
+    choices.total_weights.fill(0)
+    choices.top_token_ids.fill(-1)
+    best = logits.argmax(axis=1)  # the first NaN, if there is one; among equals the lowest id
+    draws = uniform(sampling.seed, sampling.position)
+    for row in range(sampling.num_samples):
+        choices.largest[row] = logits[row, best[row]]
+        if not np.isfinite(choices.largest[row]):
+            choices.failures[row] = Failure.LOGITS
+            continue
+        token = _choose(logits[row], int(best[row]), row, sampling, history, float(draws[row]))
+        if token is None:
+            choices.failures[row] = Failure.ADJUSTED
+            continue
+        choices.token_ids[row] = token
+        if sampling.num_logprobs[row] >= 0:
+            choices.total_weights[row] = total_weight(logits[row])
+            count = min(int(sampling.num_logprobs[row]), logits.shape[1])
+            if count:
+                choices.top_token_ids[row, :count] = most_likely(logits[row], count)
+    return choices
+
+
+def _choose(
+    values: Float32Array, best: int, row: int, sampling: SamplingInput, history: Int32Array, number: float
+) -> int | None:
+    """The token of one row of logits ([V], the largest finite, at `best`); None if they leave none."""
+    tokens = history[sampling.history_offsets[row] : sampling.history_offsets[row + 1]]
+    biased = slice(sampling.bias_offsets[row], sampling.bias_offsets[row + 1])
+    allowed = sampling.allowed_words[sampling.allowed_offsets[row] : sampling.allowed_offsets[row + 1]]
+    if tokens.size or biased.start < biased.stop or allowed.size:
+        values = values.copy()
+        # Infinities and NaN are an outcome, not an accident: the row fails.
+        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+            _penalize(
+                values,
+                tokens,
+                tokens[sampling.history_prompt_lens[row] :],
+                sampling.repetition_penalty[row],
+                sampling.presence_penalty[row],
+                sampling.frequency_penalty[row],
+            )
+            np.add.at(values, sampling.bias_token_ids[biased], sampling.bias_values[biased])
+        if allowed.size:
+            _forbid_others(values, allowed)
+        best = int(values.argmax())
+        if not np.isfinite(values[best]):
+            return None
+    temperature, top_k = sampling.temperature[row], int(sampling.top_k[row])
+    # top_k of 1 leaves nothing to chance.
+    if not temperature > 0 or top_k == 1:
+        return best
+    weights = token_weights(values, values[best], weight_scale(temperature))
+    return draw_token(filter_weights(weights, top_k, float(sampling.top_p[row]), sampling.min_p[row]), number)
+
+
+def _forbid_others(values: Float32Array, allowed: Int32Array) -> None:
+    """Forbids in place the tokens whose bit is not set, see `SamplingInput.allowed_words`."""
+    bits = np.unpackbits(allowed.astype("<i4").view(np.uint8), count=len(values), bitorder="little")
+    values[bits == 0] = -np.inf
+
+
+def _penalize(
+    values: Float32Array,
+    tokens: Int32Array,
+    output: Int32Array,
+    repetition: np.float32,
+    presence: np.float32,
+    frequency: np.float32,
+) -> None:
+    """Lowers in place the logits of tokens that were there before.
+
+    Repetition (Keskar et al. 2019, section 4.1, with the sign rule of later practice) looks at prompt and output,
+    presence and frequency at the output alone.
+    """
+    if repetition != 1:
+        seen = np.unique(tokens)
+        before = values[seen]
+        after = np.where(before > 0, before / repetition, before * repetition)
+        # A finite logit stays finite.
+        values[seen] = np.where(np.isinf(before), before, np.clip(after, -_LARGEST, _LARGEST))
+    if presence != 0 or frequency != 0:
+        generated, counts = np.unique(output, return_counts=True)
+        values[generated] -= presence + frequency * counts.astype(np.float32)

@@ -1,0 +1,31 @@
+"""What is wrong with an address or a key that commands take is told in a line."""
+
+import pytest
+from llm_serving.cli.main import main
+
+NOWHERE = "http://127.0.0.1:9"
+
+
+@pytest.mark.parametrize("command", ["reload", "advice"])
+@pytest.mark.parametrize(
+    ("url", "told"),
+    [
+        ("127.0.0.1:8835", "--url must begin with http:// or https://"),
+        ("http://[::1", "--url must be the address of a server: Invalid IPv6 URL"),
+        ("http://127.0.0.1:port", "--url must be the address of a server: nonnumeric port: 'port'"),
+        ("http://a b", "--url must be the address of a server: URL can't contain control characters"),
+        ("http://127.0.0.1:9\n", "--url must be the address of a server: Invalid header value"),
+        (f"http://{'a' * 70}.com", "--url must be the address of a server: encoding with 'idna' codec failed"),
+    ],
+)
+def test_an_address_that_is_none_is_refused(capsys, command, url, told):
+    assert main([command, "--url", url]) == 2
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("key", ["a-key-of-the-tests\n", "a-key-of-the-tests€", "a\x00key"])
+def test_a_key_that_no_header_can_have_is_refused_and_not_shown(capsys, key):
+    assert main(["reload", "--url", NOWHERE, "--api-key", key]) == 2
+    error = capsys.readouterr().err
+    assert "an API key must be of printable ASCII characters" in error
+    assert "key-of" not in error

@@ -1,0 +1,226 @@
+"""Where requests go when there are several replicas."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from llm_serving.admission.load_estimator import Measured
+from llm_serving.core.request_class import Caller
+from llm_serving.core.sampling_params import SamplingParams
+from llm_serving.engine.async_engine import AsyncEngine
+from llm_serving.engine.fleet.router import PromptBlocks, block_names
+from llm_serving.engine.request_stream import RequestStream
+from llm_serving.errors import CapacityError
+from llm_serving.executor.restart_status import Away
+from llm_serving.kvcache import BlockPool
+from support.async_engine_setup import Setup
+from support.fake_runner import expected_output
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+PREFIX = list(range(3, 27))
+"""Six blocks."""
+
+
+async def token_ids(stream: RequestStream) -> list[int]:
+    return [token async for piece in stream for token in piece.token_ids]
+
+
+def measure(engine: AsyncEngine, *step_s: float) -> None:
+    """Has each replica take so long for a step, and a second for ten tokens."""
+    for index, seconds in enumerate(step_s):
+        each = engine.replicas.engines[index]
+        each.load.measured = Measured(each.scheduler.limits, seconds, 0.1, 0.25, each.scheduler.limits.max_num_seqs)
+
+
+def places(engine: AsyncEngine) -> Counter[int]:
+    """Unfinished requests of each replica."""
+    return Counter({index: engine._requests.num_of(each) for index, each in engine.replicas.engines.items()})
+
+
+def hold(setup: Setup) -> None:
+    for runner in setup.runners.values():
+        runner.gate.clear()
+
+
+def go_on(setup: Setup) -> None:
+    for runner in setup.runners.values():
+        runner.gate.set()
+
+
+def test_a_prompt_goes_where_its_beginning_is_cached_and_the_answer_is_the_same() -> None:
+    async def run() -> None:
+        setup = Setup(num_replicas=2)
+        async with setup.running() as engine:
+            await token_ids(engine.generate([*PREFIX, 500], GREEDY, request_id="0"))
+            hold(setup)
+            measure(engine, 0.1, 0.1)
+            prompts = [[700], [*PREFIX, 501]]
+            streams = [engine.generate(each, GREEDY, request_id="1") for each in prompts]
+            assert places(engine) == {0: 2, 1: 0}
+            go_on(setup)
+            assert [await token_ids(each) for each in streams] == [expected_output(each, 4) for each in prompts]
+
+    asyncio.run(run())
+
+
+def test_a_queue_that_takes_longer_than_computing_the_prefix_anew_sends_it_elsewhere() -> None:
+    async def run() -> None:
+        setup = Setup(num_replicas=2, max_num_seqs=2)
+        async with setup.running() as engine:
+            await token_ids(engine.generate(PREFIX, GREEDY, request_id="0"))
+            hold(setup)
+            measure(engine, 1.0, 1.0)
+            streams = [engine.generate([*PREFIX, 500 + i], GREEDY, request_id="1") for i in range(6)]
+            assert min(places(engine)[index] for index in (0, 1)) >= 2
+            go_on(setup)
+            assert [await token_ids(each) for each in streams] == [
+                expected_output([*PREFIX, 500 + i], 4) for i in range(6)
+            ]
+
+    asyncio.run(run())
+
+
+def test_the_quicker_of_two_replicas_gets_more() -> None:
+    async def run() -> None:
+        setup = Setup(num_replicas=2)
+        async with setup.running() as engine:
+            hold(setup)
+            measure(engine, 0.1, 2.0)
+            streams = [engine.generate([i, 6], GREEDY, request_id=str(i)) for i in range(6)]
+            assert places(engine)[0] > places(engine)[1]
+            go_on(setup)
+            await asyncio.gather(*map(token_ids, streams))
+
+    asyncio.run(run())
+
+
+def test_what_each_class_would_wait_is_a_metric() -> None:
+    async def run() -> None:
+        setup = Setup(num_replicas=2)
+        async with setup.running() as engine:
+            name = "llm_serving:predicted_time_to_first_token_seconds"
+            assert f"{name}{{" not in setup.metrics.render()[0].decode()  # nothing has been measured
+            measure(engine, 3.0, 2.0)
+            text = setup.metrics.render()[0].decode()
+            assert f'{name}{{model_name="model",priority_class="standard"}} 2.1' in text
+
+    asyncio.run(run())
+
+
+def test_another_tenants_cache_attracts_nobody() -> None:
+    async def run() -> None:
+        setup = Setup(num_replicas=2)
+        async with setup.running() as engine:
+            measure(engine, 0.1, 0.1)
+            hold(setup)
+            streams = [
+                engine.generate(PREFIX, GREEDY, Caller(tenant=tenant), request_id=tenant) for tenant in ("a", "b")
+            ]
+            assert places(engine) == {0: 1, 1: 1}
+            go_on(setup)
+            await asyncio.gather(*map(token_ids, streams))
+
+    asyncio.run(run())
+
+
+def test_one_that_has_measured_nothing_is_expected_to_be_as_quick_as_another() -> None:
+    async def run() -> None:
+        setup = Setup(num_replicas=2)
+        async with setup.running() as engine:
+            hold(setup)
+            measure(engine, 0.1)
+            streams = [engine.generate([i, 6], GREEDY, request_id=str(i)) for i in range(6)]
+            assert places(engine) == {0: 3, 1: 3}
+            go_on(setup)
+            await asyncio.gather(*map(token_ids, streams))
+
+    asyncio.run(run())
+
+
+def test_a_replica_whose_work_agent_is_away_gets_nothing_while_another_serves() -> None:
+    async def run() -> None:
+        setup = Setup(num_replicas=2, clock=lambda: 5.0)
+        async with setup.running() as engine:
+            away = Away(
+                reason="killed", since=0.0, begins=8.0, load_s=4.0, num_failed=0, num_restarts=1, max_restarts=5
+            )
+            engine.replicas.engines[0]._executor.away = away
+            hold(setup)
+            streams = [engine.generate([5, 6], GREEDY, request_id="x") for _ in range(4)]
+            assert places(engine) == {0: 0, 1: 4}
+            engine.replicas.engines[0]._executor.away = None
+            go_on(setup)
+            await asyncio.gather(*map(token_ids, streams))
+
+    asyncio.run(run())
+
+
+def test_the_rule_of_the_configuration_is_followed() -> None:
+    async def run() -> None:
+        setup = Setup(num_replicas=3, routing="round_robin")
+        async with setup.running() as engine:
+            hold(setup)
+            for number in range(4):
+                await engine.generate([5, 6], GREEDY, request_id="x").aclose()
+                await engine.generate([5, 6], replace(GREEDY, max_tokens=1), request_id=str(number)).aclose()
+            assert engine._router.rule._last == 7 % 3
+            go_on(setup)
+
+    asyncio.run(run())
+
+
+def test_names_are_those_that_the_cache_gives_and_never_cover_the_last_token() -> None:
+    assert len(block_names("a", range(9), 4)) == 2
+    assert len(block_names("a", range(8), 4)) == 1
+    assert block_names("a", range(9), 4)[0] != block_names("b", range(9), 4)[0]
+
+
+def test_a_prompt_on_its_way_counts_until_its_request_ends() -> None:
+    prompts, pool = PromptBlocks(), BlockPool(4)
+    names = block_names("", range(13), 4)
+    prompts.enter("x", 0, names)
+    prompts.enter("y", 0, names[:2])
+    assert [prompts.num_found(replica, names, pool) for replica in (0, 1)] == [3, 0]
+    prompts.leave("x")
+    prompts.leave("x")
+    assert prompts.num_found(0, names, pool) == 2
+    prompts.leave("y")
+    assert prompts.num_found(0, names, pool) == 0
+    assert not any(prompts._counts.values())
+
+
+def test_what_one_replica_alone_has_of_a_prompt_is_known_where_somebody_may_be_refused_for_it() -> None:
+    async def run() -> None:
+        setup = Setup()
+        async with setup.running() as engine:
+            await token_ids(engine.generate(PREFIX, GREEDY, request_id="first"))
+            load, limits = engine.replicas.engines[0].load, engine.replicas.engines[0].scheduler.limits
+            timed = Caller(deadline=engine.clock() + 8.0)
+            load.measured = Measured(limits, 0.0, 1.0, 0.25, 8)  # a token takes a second
+            engine.knock([len(PREFIX)], timed)
+            await token_ids(engine.generate(PREFIX, GREEDY, timed, request_id="again"))
+            load.measured = Measured(limits, 0.0, 1.0, 0.25, 8)
+            with pytest.raises(CapacityError, match="the first token is expected in"):
+                engine.generate(PREFIX[::-1], GREEDY, timed, request_id="another")
+
+    asyncio.run(run())
+
+
+def test_the_prompt_of_forks_is_owed_once() -> None:
+    async def run() -> None:
+        setup = Setup()
+        async with setup.running() as engine:
+            hold(setup)
+            parent = engine.generate(PREFIX, GREEDY, request_id="a", has_siblings=True)
+            forks = [
+                engine.generate(PREFIX, replace(GREEDY, seed=seed), request_id="a", fork_of=parent) for seed in (1, 2)
+            ]
+            assert engine._room.load().num_owed_tokens == len(PREFIX) + len(forks)
+            go_on(setup)
+            for stream in (parent, *forks):
+                assert len(await token_ids(stream)) == GREEDY.max_tokens
+
+    asyncio.run(run())

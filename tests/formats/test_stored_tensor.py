@@ -1,0 +1,25 @@
+"""Which elements of stored tensors are finite numbers, told from their bits."""
+
+import numpy as np
+import pytest
+from llm_serving.formats.stored_tensor import is_finite
+from support.model_factories import from_bfloat16
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.float16])
+def test_it_is_told_of_every_word(dtype):
+    words = np.arange(2**16, dtype=np.uint16)
+    values = from_bfloat16(words) if dtype == np.uint16 else words.view(np.float16)
+    finite = np.isfinite(values)
+    assert is_finite(words[finite].view(dtype))
+    assert [is_finite(words[at : at + 1].view(dtype)) for at in range(0, 2**16, 37)] == finite[::37].tolist()
+
+
+@pytest.mark.parametrize("size", [0, 1, 2**18, 2**18 + 1])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_one_element_anywhere_is_found(size, value):
+    array = np.full(size, -3.4e38, np.float32)
+    assert is_finite(array)
+    if size:
+        array[-1] = value
+        assert not is_finite(array)

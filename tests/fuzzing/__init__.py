@@ -1,6 +1,0 @@
-"""What reads bytes from outside, each as a function for a fuzzer: it may raise nothing but the errors it promises."""
-
-from fuzzing.mutation import mutated
-from fuzzing.targets import TARGETS, Target
-
-__all__ = ["TARGETS", "Target", "mutated"]

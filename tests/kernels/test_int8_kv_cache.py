@@ -1,0 +1,228 @@
+"""Keys and values in 8 bits: stored as the twin says, attended to as what they stand for, the same bits in any way."""
+
+import functools
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+from llm_serving.kernels import int8_kv_cache, library, reference
+from llm_serving.network.builder import SCALE_BYTES, CacheShape, Network
+from llm_serving.network.operations import Weight
+from support.decoder_calls import Step
+from support.kernel_calls import FLOAT32_UNIT, FLOAT_TYPES, ROUNDING_UNIT, Array, Typed, assert_close, typed
+from support.kernels_cache import SCALE
+from support.program_calls import BLOCK_SIZE, Blocks, Runnable, parameters, run, runnable_of, status_of_program
+
+GROUP = 16
+CHUNK = 64
+KV_HEADS = 2
+SHAPES = [(4, 16), (4, 64), (6, 80), (16, 128), (2, 256)]
+"""Heads of queries and elements of a head."""
+KINDS: dict[str, dict[str, Any]] = {
+    "all": {},
+    "window": {"window": 37},
+    "cap": {"largest": 3.0},
+    "slopes": {"slopes": np.array([0.5, 0.25, 0.125, 0.0625], np.float32)},
+}
+
+
+def attention_of(
+    x: Typed, num_heads: int, head_dim: int, largest: float = 0.0, window: int = 0, slopes: Array | None = None
+) -> Runnable:
+    """Rows of x are queries, keys and values."""
+    net = Network(x.array.shape[1], len(x.array), 1e-5)
+    widths = [heads * head_dim for heads in (num_heads, KV_HEADS, KV_HEADS)]
+    q, k, v = net.split(net.gather("x"), *widths)
+    weight = None if slopes is None else Weight(("slopes",), (len(slopes),), ((len(slopes),),), kind="float32")
+    stored = net.store(k, v, KV_HEADS)
+    net.output(net.attend(q, stored, scale=SCALE, window=window, cap=largest, slopes=weight), "one")
+    given = {"x.weight": x.values, "one.weight": np.eye(widths[0]), "slopes": slopes}
+    with library.isa_in_use("plain"):  # which keeps weights as they are
+        return runnable_of(net, {each: given[each.names[0]] for each in net.weights}, x.dtype)
+
+
+def coded_blocks(shape: CacheShape, num_blocks: int = 24) -> Blocks:
+    sizes = (num_blocks, BLOCK_SIZE, shape.kv_heads)
+    widths = shape.key_width, shape.value_width
+    return Blocks(*(Typed(np.zeros((*sizes, width + SCALE_BYTES), np.int8), "int8") for width in widths))
+
+
+def caches_of(runnable: Runnable, num_blocks: int = 24) -> list[Blocks]:
+    return [coded_blocks(shape, num_blocks) for shape in runnable.caches]
+
+
+def random(count: int, num_heads: int, head_dim: int, dtype: str, seed: int = 1) -> Typed:
+    width = (num_heads + 2 * KV_HEADS) * head_dim
+    return typed(np.random.default_rng(seed).standard_normal((count, width)), dtype)
+
+
+def step_of(table: list[int], first: int, last: int, **changes: Any) -> Step:
+    """Tokens of one request, each a row of the table, of which the cache has those before `first`."""
+    tokens = list(range(first, last))
+    slots = [table[i // BLOCK_SIZE] * BLOCK_SIZE + i % BLOCK_SIZE for i in tokens]
+    step = Step(tokens, [0] * len(tokens), slots, [table], [last - first], [last], list(range(last - first)))
+    return Step(**{**vars(step), **changes})
+
+
+def parts(x: Typed, num_heads: int, head_dim: int) -> list[Array]:
+    """Queries, keys and values."""
+    return np.split(x.values.astype(np.float64), [num_heads * head_dim, (num_heads + KV_HEADS) * head_dim], axis=1)
+
+
+TABLE = [3, 1, 4, 15, 9, 2, 6, 5, 8, 7]
+COUNT = 150
+
+
+def content(cache: Typed, *, keys: bool) -> tuple[Array, Array]:
+    """Codes [slots, heads, D] and scales [slots, heads] of a cache, as csrc/kv_layout.h orders them."""
+    blocks, block_size, heads, width = cache.array.shape
+    dim, groups = width - SCALE_BYTES, block_size // GROUP
+    memory = cache.array.reshape(blocks, heads, groups, GROUP * width)
+    codes = memory[..., : GROUP * dim]
+    scales = np.ascontiguousarray(memory[..., GROUP * dim :]).view(np.float32)
+    inputs = 4
+    if keys:
+        codes = codes.reshape(-1, dim // inputs, GROUP, inputs).transpose(0, 2, 1, 3)
+    else:
+        codes = codes.reshape(-1, dim // GROUP, GROUP // inputs, GROUP, inputs).transpose(0, 2, 4, 1, 3)
+    codes = codes.reshape(blocks, heads, block_size, dim).transpose(0, 2, 1, 3).reshape(-1, heads, dim)
+    return codes, scales.reshape(blocks, heads, block_size).transpose(0, 2, 1).reshape(-1, heads)
+
+
+@pytest.mark.parametrize("dtype", FLOAT_TYPES)
+@pytest.mark.parametrize("head_dim", [16, 48, 128])
+def test_what_is_stored_is_what_the_twin_says(isa_of_codes: str, dtype: str, head_dim: int) -> None:
+    values = random(40, 4, head_dim, dtype).values.astype(np.float64)
+    values *= 10.0 ** np.random.default_rng(2).integers(-4, 4, (40, 1))
+    values[7, 4 * head_dim :] = 0
+    values[9, 5 * head_dim] = np.inf
+    values[11, -1] = np.nan
+    x = typed(values, dtype)
+    runnable = attention_of(x, 4, head_dim)
+    (cache,) = caches_of(runnable)
+    step = step_of(TABLE[:3], 0, 40)
+    slots = np.array(step.slots)
+    step.slots[5] = -1
+    run(runnable, step, [cache])
+    _, k, v = parts(x, 4, head_dim)
+    kept = np.arange(40) != 5
+    for rows, memory, keys in ((k, cache.key, True), (v, cache.value, False)):
+        codes, scales = content(memory, keys=keys)
+        expected, expected_scales = int8_kv_cache.head_codes(rows.astype(np.float32), KV_HEADS)
+        assert np.array_equal(codes[slots[kept]], expected[kept])
+        assert np.array_equal(scales[slots[kept]], expected_scales[kept], equal_nan=True)
+        others = np.setdiff1d(np.arange(len(codes)), slots[kept])
+        assert not codes[others].any() and not scales[others].any()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "num_heads", "head_dim", "kind"),
+    [
+        *((dtype, *shape, "all") for dtype, shape in zip(itertools.cycle(FLOAT_TYPES), SHAPES, strict=False)),
+        *((dtype, 4, 64, kind) for dtype, kind in zip(FLOAT_TYPES, ("window", "cap", "slopes"), strict=True)),
+    ],
+)
+def test_attention_is_that_to_what_codes_stand_for(
+    isa_of_codes: str, dtype: str, num_heads: int, head_dim: int, kind: str
+) -> None:
+    x = random(COUNT, num_heads, head_dim, dtype)
+    runnable = attention_of(x, num_heads, head_dim, **KINDS[kind])
+    y = run(runnable, step_of(TABLE, 0, COUNT), caches_of(runnable))
+    assert_close(typed(y.array, dtype), *expected_attention(dtype, num_heads, head_dim, kind))
+
+
+@functools.cache  # for all instruction sets
+def expected_attention(dtype: str, num_heads: int, head_dim: int, kind: str) -> tuple[Array, Array]:
+    """To what the codes stand for, and how far a result may be from it."""
+    options = KINDS[kind]
+    q, k, v = parts(random(COUNT, num_heads, head_dim, dtype), num_heads, head_dim)
+    q = int8_kv_cache.restored(q.astype(np.float32), num_heads)
+    k, v = (int8_kv_cache.restored(each.astype(np.float32), KV_HEADS) for each in (k, v))
+    dense = [each.reshape(COUNT, 1, KV_HEADS, head_dim) for each in (k, v)]
+    given = np.arange(COUNT)[None], [COUNT], [COUNT], SCALE
+    expected = reference.attention(q, *dense, *given, **options)
+    magnitude = reference.attention(q, dense[0], np.abs(dense[1]), *given, **options)
+    # As in test_program_operations.py, but that sums of codes are exact: scales are one more rounding each.
+    score = 2 * head_dim * FLOAT32_UNIT * np.abs(q).max() * np.abs(k).max() * head_dim * SCALE
+    score += 8 * FLOAT32_UNIT * (options.get("largest", 0.0) + COUNT)
+    delta = np.expm1(score) + 10 * FLOAT32_UNIT + ROUNDING_UNIT[dtype] + 4 * COUNT * FLOAT32_UNIT
+    bound = 2.2 * delta * magnitude + ROUNDING_UNIT[dtype] * np.abs(expected)
+    # Half a unit of each weight of a chunk, whose largest is 65,535 units and one of those that are added up.
+    bound += CHUNK / (2 * int8_kv_cache.MOST_WEIGHT) * np.abs(v).max()
+    return expected, bound
+
+
+@pytest.mark.parametrize("head_dim", [16, 80, 256])
+def test_values_of_a_chunk_are_added_up_as_the_twin_says(isa_of_codes: str, head_dim: int) -> None:
+    """A query of zeros gives every key the weight 1, exactly."""
+    rows = random(CHUNK, 4, head_dim, "float32").values
+    rows = rows * np.float32(10) ** np.random.default_rng(2).integers(-3, 2, (CHUNK, 1)).astype(np.float32)
+    rows[:, : 4 * head_dim] = 0
+    rows[0, -head_dim:] = 0
+    x = typed(rows, "float32")
+    runnable = attention_of(x, 4, head_dim)
+    y = run(runnable, step_of(TABLE, 0, CHUNK), caches_of(runnable)).array.reshape(CHUNK, 4, head_dim)
+    values = x.values[:, -KV_HEADS * head_dim :].reshape(CHUNK, KV_HEADS, head_dim)
+    for row in range(CHUNK):
+        ones = np.ones(row + 1, np.float32)
+        for head in range(4):
+            sums = int8_kv_cache.weighted_sum(ones, values[: row + 1, head // 2])
+            assert np.array_equal(y[row, head], sums * (np.float32(1) / np.float32(row + 1))), (row, head)
+
+
+@pytest.mark.parametrize("dtype", FLOAT_TYPES)
+def test_bits_of_a_position_do_not_depend_on_how_it_was_reached(isa_of_codes: str, dtype: str) -> None:
+    x = random(COUNT, 4, 32, dtype)
+    runnable = attention_of(x, 4, 32, window=90)
+
+    def computed(table: list[int], cuts: list[int], threads: int, noise: float) -> Array:
+        (cache,) = caches_of(runnable)
+        for each in (cache.key, cache.value):  # what somebody else has left there, scales of `noise` among it
+            each.array[...] = np.resize(np.full(1, noise, np.float32).view(np.int8), each.array.shape)
+        ends = zip([0, *cuts], [*cuts, COUNT], strict=True)
+        with library.threads_in_use(threads):
+            return np.concatenate([run(runnable, step_of(table, *each), [cache]).bits for each in ends])
+
+    whole = computed(TABLE, [], 1, 0.0)
+    for threads in (1, 2):
+        for cuts in ([1], [64], [7, 16, 80, 81, 128, 149], list(range(1, COUNT))):
+            assert np.array_equal(computed([19, 2, 7, 21, 0, 13, 5, 11, 16, 4], cuts, threads, np.nan), whole), cuts
+
+
+@pytest.mark.parametrize("context", [1100])
+def test_threads_that_share_a_long_context_give_the_same_bits(isa_of_codes: str, context: int) -> None:
+    x = random(context, 4, 16, "bfloat16")
+    runnable = attention_of(x, 4, 16)
+    table = list(range(-(-context // BLOCK_SIZE)))
+    caches = caches_of(runnable, num_blocks=len(table))
+    run(runnable, step_of(table, 0, context - 1), caches)
+    results = []
+    for threads in (1, 3):
+        with library.threads_in_use(threads):
+            results.append(run(runnable, step_of(table, context - 1, context), caches).bits)
+    assert np.array_equal(*results)
+
+
+@pytest.mark.parametrize("dtype", FLOAT_TYPES)
+def test_later_infinity_does_not_reach_earlier_rows(isa_of_codes: str, dtype: str) -> None:
+    clean = random(30, 4, 32, dtype)
+    dirty = clean.values.astype(np.float64)
+    dirty[20, -1] = np.inf
+    results = []
+    for x in (clean, typed(dirty, dtype)):
+        runnable = attention_of(x, 4, 32)
+        results.append(run(runnable, step_of(TABLE[:2], 0, 30), caches_of(runnable)))
+    expected, y = results
+    assert np.array_equal(y.bits[:20], expected.bits[:20])
+    assert np.isnan(y.array[20:]).any(axis=1).all()
+
+
+def test_caches_of_another_shape_are_refused() -> None:
+    x = random(4, 4, 32, "bfloat16")
+    runnable = attention_of(x, 4, 32)
+    (cache,) = caches_of(runnable)
+    narrow = Blocks(*(Typed(np.ascontiguousarray(each.array[..., :-1]), "int8") for each in (cache.key, cache.value)))
+    for given in (narrow, Blocks(cache.key, typed(np.zeros((24, 16, 2, 32)), "bfloat16"))):
+        assert status_of_program(parameters(runnable, step_of(TABLE, 0, 4), [given])) != 0
+        assert "or int8 [.., head_dim + 4] of codes and scales" in library.last_error()

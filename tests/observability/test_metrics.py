@@ -1,0 +1,216 @@
+"""What a scrape shows."""
+
+from __future__ import annotations
+
+import time
+
+from llm_serving import __version__
+from llm_serving.core.request import FinishReason
+from llm_serving.core.step import BlockMove, Move
+from llm_serving.observability.histogram import Histogram
+from llm_serving.observability.metrics import Metrics, ReplicaCounts
+from llm_serving.observability.transfer_metrics import SwapLoad
+from llm_serving.scheduler.schedule import Preemption
+from prometheus_client.parser import text_string_to_metric_families
+
+
+def scrape(metrics):
+    """(name, labels without model_name) -> value."""
+    content, _ = metrics.render()
+    return {
+        (sample.name, *sorted(value for name, value in sample.labels.items() if name != "model_name")): sample.value
+        for family in text_string_to_metric_families(content.decode())
+        for sample in family.samples
+    }
+
+
+def test_names_that_dashboards_read_are_there_from_the_start():
+    names = {name for name, *_ in scrape(Metrics("demo"))}
+    assert names >= {
+        "vllm:num_requests_running",
+        "vllm:num_requests_waiting",
+        "vllm:kv_cache_usage_perc",
+        "vllm:num_preemptions_total",
+        "vllm:prompt_tokens_total",
+        "vllm:generation_tokens_total",
+        "vllm:time_to_first_token_seconds_bucket",
+        "vllm:inter_token_latency_seconds_count",
+        "vllm:request_time_per_output_token_seconds_sum",
+        "vllm:e2e_request_latency_seconds_bucket",
+        "vllm:request_queue_time_seconds_bucket",
+        "vllm:request_prefill_time_seconds_bucket",
+        "vllm:request_decode_time_seconds_bucket",
+        "vllm:request_inference_time_seconds_bucket",
+        "vllm:request_prompt_tokens_bucket",
+        "vllm:request_generation_tokens_bucket",
+        "vllm:num_requests_swapped",
+        "process_start_time_seconds",
+        "vllm:request_success_total",
+        "vllm:prefix_cache_queries_total",
+        "vllm:prefix_cache_hits_total",
+        "vllm:iteration_tokens_total_bucket",
+        "llm_serving:bound_violations_total",
+        "llm_serving:audit_mismatch_total",
+        "llm_serving:worker_restarts_total",
+        "llm_serving:steps_total",
+    }
+
+
+def test_graphs_compiled_are_asked_for_at_every_scrape():
+    metrics, counts = Metrics("demo"), [1]
+    metrics.watch_agent(3, lambda: counts[0])
+    assert scrape(metrics)["llm_serving:graph_compilations", "3"] == 1
+    counts[0] = 2
+    assert scrape(metrics)["llm_serving:graph_compilations", "3"] == 2
+
+
+def test_load_is_told_of_each_replica_and_the_machine_of_its_work_agent():
+    metrics, machines = Metrics("demo"), ["10.0.0.2"]
+    metrics.watch_agent(1, lambda: 1, lambda: machines[0])
+    metrics.step(3, 2, 0.5, 8, replica=1)
+    metrics.load(1, 0, 0.25, replica=0)
+    found = scrape(metrics)
+    assert found["llm_serving:replica_requests_running", "1", "10.0.0.2"] == 3
+    assert found["llm_serving:replica_requests_waiting", "1", "10.0.0.2"] == 2
+    assert found["llm_serving:replica_kv_cache_usage", "", "0"] == 0.25
+    machines[0] = "10.0.0.3"
+    assert scrape(metrics)["llm_serving:replica_requests_running", "1", "10.0.0.3"] == 3
+
+
+def test_what_the_master_itself_takes_is_shown():
+    before = scrape(Metrics("demo"))["process_cpu_seconds_total",]
+    assert 0 < before <= time.process_time()
+
+
+def test_every_metric_names_the_model():
+    content, content_type = Metrics('a"b').render()
+    lines = [line for line in content.decode().splitlines() if not line.startswith(("#", "process_"))]
+    assert all('model_name="a\\"b"' in line for line in lines)
+    assert content_type.startswith("text/plain")
+
+
+def test_load_is_summed_over_replicas():
+    metrics = Metrics()
+    metrics.step(3, 2, 0.5, 70, replica=0)
+    metrics.step(1, 0, 0.25, 10, replica=1)
+    metrics.load(4, 1, 0.75, replica=0)
+    values = scrape(metrics)
+    assert values[("vllm:num_requests_running",)] == 5
+    assert values[("vllm:num_requests_waiting",)] == 1
+    assert values[("vllm:kv_cache_usage_perc",)] == 0.5
+    assert values[("llm_serving:steps_total",)] == 2
+    assert values[("vllm:iteration_tokens_total_sum",)] == 80
+    assert values[("vllm:iteration_tokens_total_bucket", "16.0")] == 1
+
+
+def test_tokens_and_times_of_a_request():
+    metrics = Metrics()
+    metrics.first_token(0.2)
+    for _ in range(4):
+        metrics.inter_tokens([0.1])
+    metrics.finished(FinishReason.LENGTH, e2e_s=0.6, ttft_s=0.2, num_prompt=7, num_output=5, queued_s=0.05)
+    values = scrape(metrics)
+    assert values[("vllm:prompt_tokens_total",)] == 7
+    assert values[("vllm:generation_tokens_total",)] == 5
+    assert values[("vllm:request_success_total", "length")] == 1
+    assert values[("vllm:request_success_total", "stop")] == 0
+    assert values[("vllm:time_to_first_token_seconds_bucket", "0.2")] == 1
+    assert values[("vllm:time_to_first_token_seconds_bucket", "0.15")] == 0
+    assert values[("vllm:inter_token_latency_seconds_count",)] == 4
+    assert round(values[("vllm:request_time_per_output_token_seconds_sum",)], 9) == 0.1
+    assert values[("vllm:request_queue_time_seconds_sum",)] == 0.05
+
+
+def test_lengths_and_phases_of_a_request():
+    metrics = Metrics()
+    metrics.finished(
+        FinishReason.STOP, e2e_s=0.7, ttft_s=0.25, num_prompt=30, num_output=3, queued_s=0.05, decode_s=0.4
+    )
+    values = scrape(metrics)
+    assert values[("vllm:request_prompt_tokens_bucket", "20.0")] == 0
+    assert values[("vllm:request_prompt_tokens_bucket", "50.0")] == 1
+    assert values[("vllm:request_generation_tokens_sum",)] == 3
+    phases = {name: values[(f"vllm:request_{name}_time_seconds_sum",)] for name in ("prefill", "decode", "inference")}
+    assert {name: round(seconds, 9) for name, seconds in phases.items()} == {
+        "prefill": 0.2,
+        "decode": 0.4,
+        "inference": 0.6,
+    }
+
+
+def test_a_request_without_a_token_has_lengths_and_no_phases():
+    metrics = Metrics()
+    metrics.finished(FinishReason.ABORT, e2e_s=0.7, ttft_s=None, num_prompt=30, num_output=0, queued_s=0.7)
+    values = scrape(metrics)
+    assert values[("vllm:request_generation_tokens_bucket", "1.0")] == 1
+    assert values[("vllm:request_prefill_time_seconds_count",)] == 0
+    assert values[("vllm:request_decode_time_seconds_count",)] == 0
+
+
+def test_the_build_and_the_replicas_are_shown():
+    metrics = Metrics()
+    metrics.replicas = lambda: ReplicaCounts(3, 2)
+    values = scrape(metrics)
+    assert values["llm_serving:build_info", __version__] == 1
+    assert values[("llm_serving:replicas",)] == 3
+    assert values[("llm_serving:replicas_ready",)] == 2
+
+
+def test_http_requests_stand_under_route_and_status():
+    metrics = Metrics()
+    for status in (200, 200, 429):
+        metrics.http.answered("POST", "/v1/completions", status)
+    values = scrape(metrics)
+    assert values["llm_serving:http_requests_total", "/v1/completions", "200", "POST"] == 2
+    assert values["llm_serving:http_requests_total", "/v1/completions", "429", "POST"] == 1
+
+
+def test_swaps_are_counted_and_what_waits_is_summed_over_replicas():
+    metrics = Metrics()
+    out = [Move(BlockMove.SWAP_OUT, source, 0, 0, 0, 1) for source in (4, 5)]
+    back = Move(BlockMove.SWAP_IN, 0, 6, 0, 0, 1)
+    copy = Move(BlockMove.COPY, 1, 2, 0, 0, 1)
+    metrics.swaps.scheduled([*out, copy], [Preemption("a", "standard", True), Preemption("b", "standard", False)])
+    metrics.swaps.scheduled([back], [])
+    metrics.swaps.watch(0, lambda: SwapLoad(1, 2, 8))
+    metrics.swaps.watch(1, lambda: SwapLoad(2, 3, 8))
+    values = scrape(metrics)
+    assert values[("llm_serving:swapped_out_requests_total",)] == 1
+    assert values[("llm_serving:swapped_out_blocks_total",)] == 2
+    assert values[("llm_serving:swapped_in_blocks_total",)] == 1
+    assert values[("vllm:num_requests_swapped",)] == 3
+    assert values[("llm_serving:swap_blocks_used",)] == 5
+    assert values[("llm_serving:swap_blocks",)] == 16
+
+
+def test_a_request_with_one_token_has_no_time_per_output_token():
+    metrics = Metrics()
+    metrics.finished("stop", e2e_s=1.0, ttft_s=1.0, num_prompt=1, num_output=1, queued_s=0.0)
+    metrics.finished("abort", e2e_s=1.0, ttft_s=None, num_prompt=1, num_output=0, queued_s=0.0)
+    assert scrape(metrics)[("vllm:request_time_per_output_token_seconds_count",)] == 0
+
+
+def test_counters():
+    metrics = Metrics()
+    metrics.preempted(3)
+    metrics.prefix_cache(100, 60)
+    metrics.bound_violated()
+    metrics.shares_broken(1, 2)
+    metrics.audited(differs=True)
+    metrics.worker_restarted()
+    values = scrape(metrics)
+    assert values[("vllm:num_preemptions_total",)] == 3
+    assert values[("vllm:prefix_cache_queries_total",)] == 100
+    assert values[("vllm:prefix_cache_hits_total",)] == 60
+    assert values[("llm_serving:bound_violations_total",)] == 1
+    assert [values["llm_serving:share_violations_total", of] for of in ("tenant_limit", "class_weight")] == [1, 2]
+    assert values[("llm_serving:audit_mismatch_total",)] == 1
+    assert values[("llm_serving:worker_restarts_total",)] == 1
+
+
+def test_a_value_on_a_bound_belongs_to_its_bucket():
+    histogram = Histogram((1.0, 2.0))
+    for value in (0.5, 1.0, 1.5, 2.0, 99.0):
+        histogram.observe(value)
+    samples = {s.labels.get("le"): s.value for s in histogram.family("h", "", {}).samples if s.name == "h_bucket"}
+    assert samples == {"1.0": 2, "2.0": 4, "+Inf": 5}

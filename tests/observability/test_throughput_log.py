@@ -1,0 +1,79 @@
+"""The line that tells how busy the engines are."""
+
+from __future__ import annotations
+
+import asyncio
+
+from llm_serving.observability import throughput_log
+from llm_serving.observability.metrics import Metrics
+from llm_serving.observability.throughput_log import ThroughputLine, log_throughput
+
+
+def busy(metrics: Metrics) -> None:
+    """Two prompts of 30 tokens, half of one found in the cache, and three steps of decoding."""
+    metrics.step(2, 1, 0.5, 45)
+    for _ in range(2):
+        metrics.first_token(0.1)
+    for _ in range(3):
+        metrics.step(2, 1, 0.5, 2)
+        metrics.inter_tokens([0.1, 0.1])
+    metrics.prefix_cache(60, 15)
+    metrics.preempted()
+
+
+def test_a_line_has_the_rates_since_the_line_before():
+    times = [0.0]
+    metrics = Metrics()
+    line = ThroughputLine(metrics, lambda: times[0])
+    for _ in range(2):
+        busy(metrics)
+        times[0] += 2.0
+        assert line.next() == (
+            "2 running, 1 waiting; prompt 22.5 tok/s, generation 4.0 tok/s; "
+            "KV cache 50.0%, prefix hits 25%, 1 preemptions"
+        )
+
+
+def test_there_is_no_line_without_a_step():
+    times = [0.0]
+    metrics = Metrics()
+    line = ThroughputLine(metrics, lambda: times[0])
+    busy(metrics)
+    times[0] = 1.0
+    assert line.next() is not None
+    times[0] = 2.0
+    metrics.load(0, 0, 0.0)
+    assert line.next() is None
+
+
+def test_what_ended_no_prompt_has_no_hit_rate():
+    times = [0.0]
+    metrics = Metrics()
+    line = ThroughputLine(metrics, lambda: times[0])
+    metrics.step(1, 0, 0.25, 10)
+    times[0] = 1.0
+    assert "prompt 10.0 tok/s, generation 0.0 tok/s; KV cache 25.0%, prefix hits -, 0 preemptions" in (
+        line.next() or ""
+    )
+
+
+def test_lines_are_logged_until_the_task_ends(monkeypatch):
+    said: list[str] = []
+
+    async def run() -> None:
+        enough = asyncio.Event()
+
+        def hear(text: str, *values: object) -> None:
+            said.append(text % values)
+            enough.set()
+
+        monkeypatch.setattr(throughput_log.logger, "info", hear)
+        metrics = Metrics()
+        task = asyncio.create_task(log_throughput(metrics, asyncio.get_running_loop().time, 0.001))
+        await asyncio.sleep(0)  # it reads what was before
+        busy(metrics)
+        await enough.wait()
+        task.cancel()
+
+    asyncio.run(run())
+    assert [text.partition(";")[0] for text in said] == ["2 running, 1 waiting"]

@@ -1,0 +1,283 @@
+"""Most running requests of a tenant: its others wait in nobody's way."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from dataclasses import replace
+
+import pytest
+from llm_serving.core.kv_transfer import Transfer
+from llm_serving.core.request import FinishReason
+from llm_serving.core.sampling_params import BeamSearchParams
+from llm_serving.observability.event_log import Journal
+from llm_serving.recording.report import describe_state
+from llm_serving.scheduler.components import Rules
+from llm_serving.scheduler.schedule import WaitReason
+from llm_serving.scheduler.tenant_limits import Need, TenantGate
+from support.engine_harness import Harness
+from support.factories import create_classes, create_request, create_scheduler, run_step
+from support.recordings import MemoryFiles, create_recorded, replay, seal
+from support.scheduler_run import SchedulerRun
+
+
+def of(tenant, count, **arguments):
+    return [create_request(request_id=f"{tenant}{i}", tenant=tenant, **arguments) for i in range(count)]
+
+
+def add(scheduler, *requests):
+    for request in requests:
+        scheduler.add(request)
+
+
+def running(scheduler):
+    return {request.request_id for request in scheduler.running}
+
+
+def test_a_tenant_runs_as_many_as_it_may_and_blocks_nobody():
+    scheduler = create_scheduler(max_num_seqs=4, max_running_per_tenant=2)
+    mine, others = of("a", 6), of("b", 2)
+    add(scheduler, *mine, *others)
+    run_step(scheduler)
+    assert running(scheduler) == {"a0", "a1", "b0", "b1"}
+    assert len(scheduler.waiting) == 0
+    assert scheduler.num_waiting == 4
+    scheduler.finish(mine[0], FinishReason.ABORT)
+    run_step(scheduler)
+    assert running(scheduler) == {"a1", "a2", "b0", "b1"}
+
+
+def test_other_rules_still_tell_that_a_place_is_given_back():
+    limits = create_scheduler(max_running_per_tenant=1, num_schedulers=2).limits
+    gates = [TenantGate(limits, create_classes(), defaultdict(int)) for _ in range(2)]
+    (request,) = of("a", 1)
+    gates[0].arrived(request)
+    gates[0].deal({"a": 1})
+    gates[0].admitted(request)
+    assert gates[0].take_needs() == {"a": Need(1, 1, 1, 0)}
+    gates[0].left(request)
+    gates[1].take_over(gates[0])
+    assert gates[1].take_needs() == {"a": Need(1, 0, 0, 0)}
+
+
+class Unseen(dict):
+    """Tenants of which nobody looks at all."""
+
+    def _forbidden(self):
+        raise AssertionError("all tenants are gone through")
+
+    __iter__ = items = values = keys = _forbidden
+
+
+def test_a_step_looks_only_at_tenants_that_have_more_than_they_may_run():
+    scheduler = create_scheduler(max_num_seqs=8, max_running_per_tenant=1)
+    add(scheduler, *(request for tenant in "abc" for request in of(tenant, 1, max_tokens=8)), *of("d", 3, max_tokens=2))
+    gate = scheduler.waits.gate
+    gate._tenants = Unseen(gate._tenants)
+    blocked = []
+    for _ in range(9):
+        run_step(scheduler)
+        blocked.append(scheduler.blocked and scheduler.blocked.tenants)
+    assert gate.full() == () and blocked[0] == ("d",)
+    assert [each.request_id for each in gate.held()] == []
+
+
+def test_single_tenants_may_have_limits_of_their_own():
+    scheduler = create_scheduler(max_num_seqs=8, max_running_per_tenant=1, max_running_of_tenant={"b": 3})
+    add(scheduler, *of("a", 3), *of("b", 5))
+    run_step(scheduler)
+    assert running(scheduler) == {"a0", "b0", "b1", "b2"}
+
+
+def test_the_better_class_of_a_tenant_comes_first_though_it_came_later():
+    scheduler = create_scheduler(max_num_seqs=2, max_running_of_tenant={"a": 1})
+    low, high = of("a", 3, priority=1), create_request(request_id="high", tenant="a", priority=-1)
+    add(scheduler, *low)
+    run_step(scheduler)
+    assert running(scheduler) == {"a0"}
+    scheduler.add(high)
+    scheduler.finish(low[0], FinishReason.ABORT)
+    run_step(scheduler)
+    assert running(scheduler) == {"high"}
+
+
+@pytest.mark.parametrize("limit", [1, 3])
+def test_the_classes_of_a_tenant_share_what_it_may_run(limit):
+    """Its higher classes asked for all it might run, and its lower one was never served."""
+    scheduler = create_scheduler(
+        max_num_seqs=4, max_running_of_tenant={"a": limit}, turn_steps=4, classes=create_classes(ageing_steps=20)
+    )
+    places = dict.fromkeys(scheduler.held, 0)
+    requests = {-1: [], 1: []}
+    for _ in range(1500):
+        for priority, mine in requests.items():
+            mine[:] = [each for each in mine if not each.is_finished]
+            while len(mine) < 6:
+                mine.append(create_request(priority=priority, tenant="a", max_tokens=8))
+                scheduler.add(mine[-1])
+        schedule = run_step(scheduler)
+        assert schedule.num_bound_violations == 0
+        for name, number in scheduler.held.items():
+            places[name] += number
+    share = places["low"] / sum(places.values())
+    assert 0.1 < share < 0.3, "weights of 4 and 1"
+
+
+def test_a_class_pays_for_a_place_that_is_kept_for_it():
+    """One batch request behind those of others stopped all else that its tenant asked for, for as long as it waited."""
+    ended = {}
+    for has_low in (False, True):
+        scheduler = create_scheduler(
+            max_num_seqs=4,
+            num_blocks=400,
+            max_running_of_tenant={"a": 1},
+            turn_steps=16,
+            order="arrival",
+            max_overtakes=16,
+        )
+        others, mine = [], {-1: [], 1: []}
+        for _ in range(1200):
+            if all(each.is_finished for each in others):
+                others = of("b", 20, priority=1, max_tokens=100)
+                add(scheduler, *others)
+            for priority, requests in mine.items():
+                if (priority < 0 or has_low) and (not requests or requests[-1].is_finished):
+                    requests.append(create_request(priority=priority, tenant="a", max_tokens=8))
+                    scheduler.add(requests[-1])
+            assert run_step(scheduler).num_bound_violations == 0
+        ended[has_low] = [sum(each.is_finished for each in requests) for requests in mine.values()]
+    (alone, _), (beside, low) = ended.values()
+    assert beside > alone / 2 and low > 0, "weights of 4 and 1"
+
+
+def test_no_class_of_a_tenant_waits_for_another_before_it_has_aged():
+    scheduler = create_scheduler(max_num_seqs=4, max_running_of_tenant={"a": 1}, classes=create_classes(500))
+    add(scheduler, *of("a", 2, priority=1), *of("a-", 1))
+    high = [create_request(request_id=f"high{i}", tenant="a", priority=-1) for i in range(5)]
+    add(scheduler, *high)
+    started = []
+    while scheduler.has_unfinished_requests:
+        started += [request.request_id for request in run_step(scheduler).started]
+    assert started[-2:] == ["a0", "a1"]
+
+
+def test_a_preempted_request_counts_until_it_ends():
+    scheduler = create_scheduler(max_num_seqs=1, max_model_len=32, max_running_of_tenant={"a": 1})
+    first, second = of("a", 2, priority=1, max_tokens=4)
+    add(scheduler, first, second)
+    run_step(scheduler)
+    add(scheduler, create_request(request_id="high", priority=-1, max_tokens=2))
+    run_step(scheduler)
+    assert running(scheduler) == {"high"}
+    while not first.is_finished:
+        assert second.first_scheduled_time is None
+        run_step(scheduler)
+    while not second.is_finished:
+        run_step(scheduler)
+
+
+def test_whoever_is_kept_apart_can_be_ended_and_moved():
+    scheduler = create_scheduler(max_num_seqs=4, max_running_per_tenant=1)
+    first, second, third, fourth = of("a", 4)
+    add(scheduler, first, second, third, fourth)
+    run_step(scheduler)
+    scheduler.finish(second, FinishReason.ABORT)
+    assert scheduler.reprioritise(third, 1)
+    assert scheduler.reprioritise(fourth, 5)
+    scheduler.check_integrity()
+    assert [request.request_class.name for request in (third, fourth)] == ["low", "low"]
+    started = []
+    while scheduler.has_unfinished_requests:
+        schedule = run_step(scheduler)
+        started += [request.request_id for request in schedule.started]
+    assert started == ["a2", "a3"]
+
+
+def test_a_beam_search_runs_whatever_the_limit():
+    harness = Harness(max_running_per_tenant=1, journal=Journal(10, 1000))
+    request = create_request(request_id="beams", tenant="a", max_tokens=12, logprobs=0)
+    request.form = BeamSearchParams(width=3)
+    harness.engine.submit(request)
+    harness.engine.submit(create_request(request_id="other", tenant="a"))
+    harness.run()
+    assert harness.last("beams").finish_reason is FinishReason.LENGTH
+    assert harness.last("other").finish_reason is FinishReason.LENGTH
+
+
+def test_it_is_told_what_they_wait_for():
+    scheduler = create_scheduler(max_running_per_tenant=1)
+    add(scheduler, *of("a", 3))
+    run_step(scheduler)
+    assert scheduler.blocked is not None
+    assert scheduler.blocked.reason is WaitReason.TENANT
+    assert scheduler.blocked.tenants == ("a",)
+    assert "waiting for others of their tenant" in describe_state(scheduler)
+    scheduler.add(create_request(tenant="b"))
+    run_step(scheduler)
+    assert scheduler.blocked.tenants == ("a",)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_limit_and_no_bound_is_broken_and_a_replay_decides_the_same(seed):
+    rng = random.Random(seed)
+    limits = {"a": rng.choice([1, 2, 3]), "b": rng.choice([1, 3])}
+    files = MemoryFiles()
+    scheduler = create_recorded(
+        files,
+        policy=rng.choice(["prefill_first", "mixed", "decode_first", "fcfs"]),
+        num_blocks=rng.choice([12, 20, 64]),
+        max_num_seqs=rng.choice([2, 4]),
+        max_num_batched_tokens=16,
+        max_model_len=32,
+        max_overtakes=rng.choice([0, 1, 4]),
+        max_preemptions=rng.choice([0, 2]),
+        classes=create_classes(ageing_steps=rng.choice([1, 10])),
+        max_running_of_tenant=limits,
+        max_steps_in_flight=rng.choice([1, 2]),
+    )
+    run = SchedulerRun(scheduler)
+    for _ in range(200):
+        if rng.random() < 0.3:
+            tenant, priority = rng.choice("aabc"), rng.choice([-1, 0, 1])
+            run.add(create_request(rng.randint(1, 12), priority=priority, tenant=tenant, max_tokens=rng.randint(1, 16)))
+        for request in rng.sample(run.requests, min(len(run.requests), rng.choice([0, 0, 0, 1]))):
+            if rng.random() < 0.5 and scheduler.policy.honours_classes:
+                scheduler.reprioritise(request, rng.choice([-1, 0, 1]))
+            elif rng.random() < 0.5:
+                run.abort(request)
+            scheduler.check_integrity()
+        run.step()
+        for tenant, limit in limits.items():
+            assert sum(request.tenant == tenant for request in scheduler.running) <= limit
+    run.finish()
+    assert list(scheduler.kept_apart()) == []
+    [data] = files.files
+    assert replay(data).hash == seal(data)
+
+
+def brought(**limits):
+    """A scheduler whose only place is taken, and a request of tenant `a` that waits and was begun by another one."""
+    scheduler = create_scheduler(max_num_seqs=1, num_schedulers=2, **limits)
+    moved = create_request(request_id="moved", tenant="a")
+    moved.transfer = Transfer()
+    add(scheduler, *of("b", 1))
+    scheduler.deal({"b": 1})
+    run_step(scheduler)
+    add(scheduler, moved)
+    return scheduler, moved
+
+
+def test_a_place_that_was_taken_along_stays_where_its_request_gets_another_class():
+    scheduler, moved = brought(max_running_per_tenant=1)
+    assert scheduler.take_needs()["a"] == Need(1, 1, 1, 0)
+    assert scheduler.reprioritise(moved, -1)
+    assert moved in scheduler.waiting
+    assert scheduler.take_needs().get("a", Need(1, 1, 1, 0)) == Need(1, 1, 1, 0)
+
+
+def test_a_tenant_that_gets_a_limit_keeps_the_places_of_requests_that_another_scheduler_began():
+    scheduler, moved = brought()
+    limits = replace(scheduler.limits, max_running_per_tenant=1)
+    scheduler.reload(Rules(limits, scheduler.policy, scheduler.classes, scheduler.order, False))
+    assert moved in scheduler.waiting
+    assert scheduler.take_needs()["a"] == Need(1, 1, 1, 0)

@@ -1,0 +1,168 @@
+"""Advice over HTTP: a process beside, one at a time; nothing of it can harm the server."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import select
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from llm_serving.admission.refused_lately import Refused
+from llm_serving.cli.main import main
+from llm_serving.config.schema import ServingConfig
+from llm_serving.config.sections.scheduler import SchedulerConfig
+from llm_serving.errors import CapacityError, RequestError, UnavailableError
+from llm_serving.server.admin.advice import Advisor
+from support.fakes import FakeEngine
+from support.http_serving import TIMEOUT_S, connect, serving
+from support.server_client import error_of
+
+ADVICE = (
+    '{"requests": 1500, "refused": 20, "seconds": 60.0, "step_error": 0.1, "played": 9, "not_played": 2, '
+    '"advised": [], "otherwise": []}'
+)
+
+
+_ADVISE = Advisor.advise
+
+
+def _comes(descriptor: int) -> bool:
+    """Whether there is something to read in time; the number may be one that `select` does not take."""
+    watch = select.poll()
+    watch.register(descriptor, select.POLLIN)
+    return bool(watch.poll(1000 * TIMEOUT_S))
+
+
+def advisor(program: str, folder: Path | None = Path("records")) -> Advisor:
+    config = replace(ServingConfig(), scheduler=SchedulerConfig(record_path=folder))
+    came = [Refused(time, (4, 5), 10, "a") for time in (100.0, 900.0)]
+
+    def refused(since: float) -> list[Refused]:
+        return [each for each in came if each.time >= since]
+
+    return Advisor(
+        lambda: config, lambda: 1000.0, (sys.executable, "-S", "-c", f"import sys, json\n{program}"), refused
+    )
+
+
+def told(program: str, minutes: int = 5) -> Any:
+    return asyncio.run(advisor(program).advise(minutes))
+
+
+def test_a_process_is_asked_with_the_configuration_that_holds() -> None:
+    program = (
+        "question = json.load(sys.stdin)\n"
+        "print(json.dumps({**question, 'yaml': question['yaml'].splitlines()[0], 'sources': {}}))"
+    )
+    assert told(program, 3) == {
+        "yaml": "model_config:",
+        "sources": {},
+        "folder": "records",
+        "since": 820.0,
+        "budget_s": 120.0,
+        "refused": [[900.0, [4, 5], 10, "a"]],
+    }
+
+
+def test_what_it_refuses_and_what_becomes_of_it() -> None:
+    with pytest.raises(RequestError) as caught:
+        told("""print('{"error": "must be 20. Given: 4"}'); sys.exit(1)""")
+    rule = "`minutes` must be a time of which there is advice, and 5 is none"
+    assert str(caught.value) == f"{rule}: must be 20. Given: 4"  # what was given is told once
+    with pytest.raises(UnavailableError, match="more time or memory than it may"):
+        told("sys.exit(137)")
+
+
+def test_without_a_recording_it_says_how_to_have_one() -> None:
+    with pytest.raises(RequestError, match=r"`record_path` must name a folder.*scheduler_config.record_path"):
+        asyncio.run(advisor("", None).advise(5))
+
+
+def test_one_at_a_time_which_several_wait_for() -> None:
+    async def run() -> None:
+        asked = advisor("sys.stdin.read(); print('{}')")
+        one, other = asyncio.create_task(asked.advise(5)), asyncio.create_task(asked.advise(5))
+        await asyncio.sleep(0)
+        with pytest.raises(CapacityError, match="being worked out already"):
+            await asked.advise(6)
+        assert await one is not None and asked._task is not None
+        assert await other == await one
+        waits = advisor("import time; time.sleep(600)")
+        left = asyncio.create_task(waits.advise(5))
+        await asyncio.sleep(0)
+        left.cancel()
+        await waits.close()
+        assert waits._task is not None and waits._task.done()
+
+    asyncio.run(run())
+
+
+def test_it_goes_on_while_anybody_waits() -> None:
+    async def run() -> None:
+        asked = advisor("sys.stdin.read(); print('{}')")
+        leaves, stays = (asyncio.create_task(asked.advise(5)) for _ in range(2))
+        await asyncio.sleep(0)
+        leaves.cancel()
+        assert await stays == {}
+
+    asyncio.run(run())
+
+
+def test_when_the_last_has_left_another_time_may_be_asked_for() -> None:
+    async def run() -> None:
+        program = "question = json.load(sys.stdin)\nwhile question['since'] == 700: sys.stdin.read()\nprint('{}')"
+        asked = advisor(program)
+        left = asyncio.create_task(asked.advise(5))
+        await asyncio.sleep(0)
+        left.cancel()
+        await asyncio.wait([left])
+        assert await asked.advise(6) == {}
+
+    asyncio.run(run())
+
+
+def test_the_whole_group_of_processes_ends_with_its_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = tmp_path / "ids"
+    os.mkfifo(pipe)
+    told_by = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    program = (
+        "import os, time\n"
+        "child = os.fork()\n"
+        "if child:\n"
+        f"    open({str(pipe)!r}, 'w').write(f'{{os.getpid()}} {{child}}')\n"
+        "time.sleep(600)"
+    )
+    asked = advisor(program)
+    monkeypatch.setattr(Advisor, "advise", lambda self, minutes: _ADVISE(asked, minutes))
+    with serving(FakeEngine()) as url:
+        client = connect(url)
+        client.sendall(b"GET /v1/scheduler/advice HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+        assert _comes(told_by), "it did not begin"
+        watched = [os.pidfd_open(int(each)) for each in os.read(told_by, 100).split()]
+        os.close(told_by)
+        assert len(watched) == 2
+        client.close()
+        for each in watched:
+            assert _comes(each), "it outlives its client"
+            os.close(each)
+
+
+def test_over_http_and_from_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = FakeEngine()
+    with serving(engine) as url:
+        refused = httpx.get(f"{url}/v1/scheduler/advice")
+        assert refused.status_code == 400 and "`record_path` must name a folder" in error_of(refused)["message"]
+        for given in ("0", "61", "x", "-1"):
+            refused = httpx.get(f"{url}/v1/scheduler/advice?minutes={given}")
+            assert error_of(refused)["message"] == f"`minutes` must be an integer from 1 to 60. Given: '{given}'"
+        asked = advisor(f"sys.stdin.read(); print('''{ADVICE}''')")
+        monkeypatch.setattr(Advisor, "advise", lambda self, minutes: type(asked).__dict__["_work_out"](asked, "f", 1))
+        assert main(["advice", "--url", url, "--minutes", "2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("1,500 requests (20 of them refused at the door) of 60 s, 9 other values of the")
+    assert lines[1] == "no neighbour would have been better"

@@ -1,0 +1,309 @@
+"""One line a request, counted by route and status: what it tells, and what it never tells."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from datetime import UTC, datetime
+from pathlib import Path
+
+import httpx
+import pytest
+from llm_serving.config.sections.api_key import ApiKey
+from llm_serving.config.sections.server import ServerConfig
+from llm_serving.core.request import FinishReason
+from llm_serving.core.request_output import RequestOutput
+from llm_serving.core.timings import Exchange
+from llm_serving.errors import ConfigError
+from llm_serving.server.app import create_app
+from llm_serving.server.middleware import access_log
+from llm_serving.server.middleware import access_log as accounting
+from llm_serving.server.middleware.access_log import AccessLine, AccessLog, LineBudget, open_access_log
+from llm_serving.server.middleware.authentication import hash_key
+from llm_serving.server.request_context import Note
+from support.fakes import FULL_QUEUE, FakeEngine, Script
+from support.server_client import RawClient
+
+KEY = "0123456789abcdef"
+SECRET = "a word that no log may hold"
+
+
+class Site:
+    """An application with an access log in memory; every reading of the engine's clock is a second later."""
+
+    def __init__(self, engine: FakeEngine) -> None:
+        self.engine = engine
+        self.texts: list[str] = []
+        log = AccessLog(self.texts.append, lambda: datetime(2026, 1, 2, 3, 4, 5, 678000, UTC))
+        self.app = create_app(engine, log)
+
+    def send(
+        self, method: str, path: str, times: int = 1, address: str = "192.0.2.7", **arguments: object
+    ) -> httpx.Response:
+        async def run() -> httpx.Response:
+            transport = httpx.ASGITransport(self.app, raise_app_exceptions=False, client=(address, 1))
+            async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+                return [await client.request(method, path, **arguments) for _ in range(times)][-1]
+
+        return asyncio.run(run())
+
+    @property
+    def lines(self) -> list[dict]:
+        return [json.loads(text) for text in self.texts]
+
+    @property
+    def counts(self) -> Counter:
+        metric = next(self.engine.metrics.http.collect())
+        keys = ("method", "route", "status")
+        return Counter({tuple(s.labels[key] for key in keys): s.value for s in metric.samples})
+
+
+def answer(num_output_tokens: int) -> RequestOutput:
+    return RequestOutput("id", "", (), (), 1, 0, num_output_tokens)
+
+
+@pytest.mark.parametrize("address", ["x" * 65, "\x9b31m", "192.0.2.7\t", "\xe4"])
+def test_what_can_be_no_address_is_not_told(address, caplog):
+    """`X-Forwarded-For` of a program of this machine."""
+    site = Site(FakeEngine())
+    assert site.send("GET", "/nowhere", address=address).status_code == 404
+    assert site.lines[0]["client"] == ""
+    assert address not in caplog.text
+
+
+def test_a_line_tells_who_what_how_much_and_how_long():
+    site = Site(FakeEngine())
+    body = {"prompt": "Hello", "user": "ann", "priority": -1, "request_id": "mine"}
+    site.send("POST", "/v1/completions", json=body)
+    assert site.lines == [
+        {
+            "time": "2026-01-02T03:04:05.678+00:00",
+            "client": "192.0.2.7",
+            "method": "POST",
+            "route": "/v1/completions",
+            "status": 200,
+            "total_ms": 2000.0,
+            "id": "mine",
+            "tenant": "ann",
+            "class": "interactive",
+            "prompt_tokens": 4,
+            "cached_tokens": 2,
+            "output_tokens": 3,
+            "finish": "stop",
+            "queue_ms": 250.0,
+            "ttft_ms": 1000.0,
+        }
+    ]
+    assert site.counts == {("POST", "/v1/completions", "200"): 1}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": SECRET}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": SECRET}]}),
+        ("/", {"inputs": SECRET, "parameters": {"max_new_tokens": 4}}),
+        ("/models/llama2", {"inputs": SECRET, "parameters": {"max_new_tokens": 4}}),
+    ],
+)
+def test_every_protocol_tells_its_tokens_and_no_text(path, body, stream):
+    site = Site(FakeEngine())
+    site.send("POST", path, json=body | {"stream": stream})
+    [line] = site.lines
+    assert (line["output_tokens"], line["finish"]) == (3, "stop")
+    assert line["prompt_tokens"] > 2
+    assert "id" in line
+    assert not any(word in site.texts[0] for word in (*SECRET.split()[2:], "Hello"))
+
+
+def test_choices_are_summed_and_their_prompt_is_counted_once():
+    site = Site(FakeEngine())
+    site.send("POST", "/v1/completions", json={"prompt": ["Hello", "Hello"], "n": 2, "best_of": 3, "temperature": 1})
+    [line] = site.lines
+    assert (line["prompt_tokens"], line["cached_tokens"], line["output_tokens"]) == (8, 4, 18)
+
+
+def test_the_longest_answer_to_each_prompt_is_counted():
+    note = Note(Exchange(0.0), "POST", "/v1/completions", streams_per_prompt=2)
+    assert note.longest_answers == []
+    note.outputs = [answer(7), answer(2), None, answer(3)]
+    assert note.longest_answers == [7, 3]
+    site = Site(FakeEngine())
+    site.send("POST", "/v1/completions", json={"prompt": ["Hello", "Hello"], "n": 3, "temperature": 1})
+    site.send("GET", "/health")
+    *_, metric = site.engine.metrics.http.collect()
+    values = {each.name.removeprefix(metric.name): each.value for each in metric.samples}
+    assert (values["_count"], values["_sum"]) == (2, 6)
+
+
+@pytest.mark.parametrize(("stream", "status"), [(True, 200), (False, 499)])
+def test_a_client_that_leaves_is_a_line_with_what_it_got(stream, status):
+    site = Site(FakeEngine(script=Script(hold_after=1)))
+
+    async def run() -> None:
+        client = RawClient(site.engine, "/v1/completions", {"prompt": "Hello", "stream": stream})
+        client._app = site.app
+        task = asyncio.create_task(client.run())
+        await site.engine.held.wait()
+        client.leave()
+        await task
+
+    asyncio.run(run())
+    [line] = site.lines
+    assert (line["status"], line["finish"], line["output_tokens"]) == (status, "abort", 1)
+
+
+def test_an_error_tells_its_kind_and_field_but_not_the_value():
+    site = Site(FakeEngine())
+    assert site.send("POST", "/v1/completions", json={"prompt": "x", "temperature": SECRET}).status_code == 400
+    [line] = site.lines
+    assert (line["status"], line["error"]) == (400, "RequestError temperature")
+    assert "a word" not in site.texts[0]
+    assert site.counts == {("POST", "/v1/completions", "400"): 1}
+
+
+def test_a_field_that_a_client_invents_writes_nothing_into_the_logs(monkeypatch):
+    said: list[str] = []
+    monkeypatch.setattr(accounting.logger, "warning", lambda text, *values: said.append(text % values))
+    site = Site(FakeEngine())
+    site.send("POST", "/v1/completions", json={"prompt": "x", f"{SECRET}\n": 1})
+    assert said == ["POST /v1/completions from 192.0.2.7: status 400, RequestError"]
+    assert "a word" not in site.texts[0]
+
+
+def test_a_failed_generation_is_an_error_line():
+    site = Site(FakeEngine(script=Script(finish_reason=FinishReason.ERROR, error=SECRET)))
+    site.send("POST", "/v1/completions", json={"prompt": "x"})
+    [line] = site.lines
+    assert (line["status"], line["finish"], line["error"]) == (500, "error", "WorkerError")
+
+
+def test_paths_and_methods_of_clients_make_no_new_series():
+    site = Site(FakeEngine())
+    for path in ("/nowhere", f"/{SECRET}", "/v1/requests/one/explain", "/v1/requests/two/explain", "/health"):
+        site.send("GET", path)
+    site.send("BREW", "/health")
+    assert site.counts == {
+        ("GET", "other", "404"): 2,
+        ("GET", "/v1/requests/{request_id}/explain", "404"): 2,
+        ("GET", "/health", "200"): 1,
+        ("other", "/health", "405"): 1,
+    }
+    assert "a word" not in "".join(site.texts)
+
+
+def test_a_wrong_key_is_counted_under_its_route_and_a_right_one_names_its_tenant():
+    site = Site(FakeEngine(api_keys=(ApiKey(name="team-a", key_sha256=hash_key(KEY)),)))
+    site.send("GET", "/v1/models", headers={"x-api-key": "wrong"})
+    site.send("GET", "/v1/models", headers={"x-api-key": KEY})
+    assert [(line["status"], line.get("tenant"), line.get("error")) for line in site.lines] == [
+        (401, None, "AuthenticationError"),
+        (200, "team-a", None),
+    ]
+    assert site.counts == {("GET", "/v1/models", "401"): 1, ("GET", "/v1/models", "200"): 1}
+
+
+def test_probes_are_counted_and_no_line_unless_something_is_wrong(monkeypatch):
+    monkeypatch.setattr(accounting.logger, "warning", pytest.fail)
+    site = Site(FakeEngine(ready=False))
+    for path in ("/health", "/ping", "/metrics"):
+        site.send("GET", path)
+    assert site.texts == []
+    assert sum(site.counts.values()) == 3
+    monkeypatch.undo()
+    site.send("POST", "/health")
+    assert [line["status"] for line in site.lines] == [405]
+
+
+def test_a_foreign_page_is_a_line_with_the_reason():
+    site = Site(FakeEngine())
+    site.send("GET", "/v1/models", headers={"host": "elsewhere.example.com"})
+    [line] = site.lines
+    assert (line["status"], line["route"], line["error"]) == (403, "/v1/models", "PermissionDeniedError Host")
+
+
+def test_an_application_that_fails_is_a_500(monkeypatch):
+    site = Site(FakeEngine())
+
+    async def fail(scope, receive, send):
+        raise RuntimeError
+
+    monkeypatch.setattr(site.app, "_app", fail)
+    assert site.send("GET", "/health").status_code == 500
+    assert site.counts == {("GET", "/health", "500"): 1}
+
+
+def test_a_flood_of_refusals_is_counted_whole_and_logged_at_a_bounded_rate(monkeypatch):
+    engine = FakeEngine(refusal=FULL_QUEUE)
+    times = [100.0]
+    engine.clock = lambda: times[0]
+    site = Site(engine)
+    said: list[str] = []
+    monkeypatch.setattr(accounting.logger, "warning", lambda text, *values: said.append(text % values))
+    site.send("POST", "/v1/completions", 250, json={"prompt": "x"})
+    times[0] = 105.0
+    site.send("POST", "/v1/completions", json={"prompt": "x"})
+    assert site.counts == {("POST", "/v1/completions", "429"): 251}
+    assert len(site.lines) == access_log.REFUSED_BURST + 1
+    assert site.lines[-1]["suppressed"] == 50
+    assert len(said) == accounting.REFUSED_BURST + 1
+    assert said[0] == "POST /v1/completions from 192.0.2.7: status 429, CapacityError"
+    assert said[-1] == f"{said[0]}; 240 others were not shown"
+
+
+def test_a_flood_for_which_there_is_no_place_is_logged_at_a_bounded_rate_too():
+    engine = FakeEngine()
+    engine.clock = lambda: 100.0
+    site = Site(engine)
+    for _ in range(250):
+        site.app.refused("192.0.2.7", 503)
+    assert site.counts == {("other", "other", "503"): 250}
+    assert len(site.lines) == access_log.REFUSED_BURST
+
+
+def test_a_budget_lets_a_burst_pass_and_then_so_many_a_second():
+    budget = LineBudget(2, 0.5)
+    assert [budget.take(10.0) for _ in range(4)] == [0, 0, None, None]
+    assert budget.take(11.0) is None
+    assert budget.take(12.0) == 3
+    assert [budget.take(1000.0) for _ in range(3)] == [0, 0, None]
+
+
+def test_lines_reach_the_file_of_the_configuration(tmp_path):
+    path = tmp_path / "access.log"
+    log, close = open_access_log(ServerConfig(access_log=path))
+    site = Site(FakeEngine())
+    site.app._access_log = log
+    site.send("GET", "/version", 3)
+    close()
+    assert [json.loads(text)["route"] for text in path.read_text().splitlines()] == ["/version"] * 3
+
+
+def test_lines_reach_standard_output(capsys):
+    log, close = open_access_log(ServerConfig(access_log=Path("-")))
+    site = Site(FakeEngine())
+    site.app._access_log = log
+    site.send("GET", "/version")
+    close()
+    assert json.loads(capsys.readouterr().out)["route"] == "/version"
+
+
+def test_a_file_that_cannot_be_written_is_told_at_the_start(tmp_path):
+    with pytest.raises(ConfigError, match=r"serving_config\.access_log: .*/a/b cannot be written: No such file"):
+        open_access_log(ServerConfig(access_log=tmp_path / "a" / "b"))
+
+
+def test_without_a_log_requests_are_counted_all_the_same():
+    engine = FakeEngine()
+    site = Site(engine)
+    site.app._access_log = None
+    site.send("GET", "/health")
+    assert (site.lines, site.counts) == ([], {("GET", "/health", "200"): 1})
+
+
+def test_every_field_of_a_line_is_described_where_operators_look():
+    text = (Path(__file__).parents[3] / "docs/operations.md").read_text()
+    names = {AccessLine.__struct_encode_fields__[i] for i in range(len(AccessLine.__struct_fields__))}
+    assert {name for name in names if f"`{name}`" not in text} == set()

@@ -1,0 +1,149 @@
+"""Requests as browsers send them: of the server's own pages, of named ones, of strangers'."""
+
+from __future__ import annotations
+
+import pytest
+from llm_serving.config.sections.api_key import ApiKey
+from llm_serving.server.middleware.authentication import hash_key
+from support.fakes import FakeEngine, Script
+from support.server_client import error_of, events, post, request
+
+PAGE = "https://chat.example.com"
+COMPLETIONS = "/v1/completions"
+FORM = b'{"prompt": "x", "user": "="}'
+KEY = "k" * 20
+KEYS = (ApiKey(name="team-a", key_sha256=hash_key(KEY)),)
+PREFLIGHT = {"origin": PAGE, "access-control-request-method": "POST", "access-control-request-headers": "content-type"}
+
+
+def form_of(origin: str, engine: FakeEngine, **headers: str):
+    """What a form with `enctype=text/plain` sends to another site: no preflight comes before it."""
+    return post(engine, COMPLETIONS, FORM, headers={"content-type": "text/plain", "origin": origin} | headers)
+
+
+@pytest.mark.parametrize(
+    "origin", [PAGE, "null", "http://localhost:3000", "https://localhost.evil.example", "http://evil/localhost", "x"]
+)
+def test_a_strangers_page_runs_nothing_on_a_server_without_keys(origin):
+    engine = FakeEngine()
+    response = form_of(origin, engine)
+    assert response.status_code == 403
+    assert error_of(response)["param"] == "Origin"
+    assert "serving_config.cors_origins" in response.text
+    assert engine.submitted == []
+    assert 'http_refusals_total{model_name="demo",reason="foreign_origin"} 1.0' in engine.metrics.render()[0].decode()
+
+
+@pytest.mark.parametrize("origin", ["null", "x", "http://"])
+def test_a_page_without_a_name_is_not_a_server_without_one(origin):
+    assert form_of(origin, FakeEngine(limits={"server_ip": "0.0.0.0"}), host="").status_code == 403
+
+
+def fetched(engine: FakeEngine, site: str, dest: str) -> int:
+    """What a browser gets for an image, a link and the like of a page; it tells no origin."""
+    return request(
+        engine, "GET", "/version", headers={"sec-fetch-site": site, "sec-fetch-dest": dest, "host": "localhost"}
+    ).status_code
+
+
+@pytest.mark.parametrize("server_ip", ["127.0.0.1", "0.0.0.0"])
+@pytest.mark.parametrize(
+    ("site", "dest", "status"),
+    [
+        ("cross-site", "image", 403),
+        ("cross-site", "iframe", 403),
+        ("cross-site", "empty", 403),
+        ("same-site", "script", 403),
+        ("cross-site", "document", 200),
+        ("same-origin", "image", 200),
+        ("none", "document", 200),
+    ],
+)
+def test_a_strangers_page_shows_nothing_of_a_server_without_keys(server_ip, site, dest, status):
+    engine = FakeEngine(limits={"server_ip": server_ip})
+    assert fetched(engine, site, dest) == status
+    assert fetched(FakeEngine(limits={"cors_origins": ("*",)}), site, dest) == 200
+    assert fetched(FakeEngine(api_keys=KEYS), site, dest) == 401
+
+
+@pytest.mark.parametrize(
+    ("origin", "host"), [("http://localhost:8835", "localhost:8835"), ("http://127.0.0.1:1", "127.0.0.1:1")]
+)
+def test_the_servers_own_pages_and_programs_may_ask(origin, host):
+    engine = FakeEngine()
+    assert form_of(origin, engine, host=host).status_code == 200
+    assert post(engine, COMPLETIONS, FORM).status_code == 200
+    assert len(engine.submitted) == 2
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:8835", "127.0.0.1.evil.example", "localhost.evil", ""])
+def test_a_name_that_was_made_to_resolve_to_this_machine_is_refused(host):
+    """DNS rebinding: to the browser the page and the server are one site."""
+    engine = FakeEngine()
+    for response in (
+        form_of(f"http://{host}", engine, host=host),
+        request(engine, "GET", "/metrics", headers={"host": host}),
+    ):
+        assert response.status_code == 403
+        assert error_of(response)["param"] == "Host"
+    assert engine.submitted == []
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["localhost", "LOCALHOST:80", "localhost.", "127.0.0.1", "127.8.8.8:1", "[::1]:8835", "proxy.lan", "Proxy.lan:80"],
+)
+def test_names_of_this_machine_and_named_ones_are_known(host):
+    engine = FakeEngine(limits={"allowed_hosts": ("Proxy.lan",)})
+    assert request(engine, "GET", "/version", headers={"host": host}).status_code == 200
+
+
+def test_a_server_that_others_reach_or_that_asks_for_keys_goes_by_any_name():
+    public = FakeEngine(limits={"server_ip": "0.0.0.0"})
+    assert request(public, "GET", "/version", headers={"host": "llm.example"}).status_code == 200
+    assert form_of(PAGE, public, host="llm.example").status_code == 403
+    locked = FakeEngine(api_keys=KEYS)
+    assert form_of(PAGE, locked, host="llm.example").status_code == 401
+    response = form_of(PAGE, locked, host="llm.example", authorization=f"Bearer {KEY}")
+    assert response.status_code == 200
+    assert "access-control-allow-origin" not in response.headers
+
+
+@pytest.mark.parametrize("keys", [(), KEYS])
+@pytest.mark.parametrize("origins", [(PAGE, "null"), ("*",)])
+def test_a_named_page_may_ask_and_read(keys, origins):
+    engine = FakeEngine(api_keys=keys, limits={"cors_origins": origins})
+    preflight = request(engine, "OPTIONS", COMPLETIONS, headers=PREFLIGHT)
+    assert preflight.status_code == 200, "it carries no key"
+    assert preflight.headers["access-control-allow-origin"] in (PAGE, "*")
+    assert "POST" in preflight.headers["access-control-allow-methods"]
+    assert preflight.headers["access-control-allow-headers"] == "content-type"
+    asked = post(engine, COMPLETIONS, {"prompt": "x"}, headers={"origin": PAGE, "authorization": f"Bearer {KEY}"})
+    assert asked.status_code == 200
+    assert asked.headers["access-control-allow-origin"] in (PAGE, "*")
+    shown = asked.headers["access-control-expose-headers"].split(", ")
+    assert {"retry-after", "x-ignored-parameters", "x-predicted-ttft-ms", "x-request-id"} <= set(shown)
+    assert {"x-stream-id", "idempotent-replayed"} <= set(shown)
+    assert "access-control-allow-credentials" not in asked.headers
+
+
+def test_errors_of_named_pages_can_be_read_too():
+    engine = FakeEngine(api_keys=KEYS, limits={"cors_origins": (PAGE,)})
+    response = post(engine, COMPLETIONS, {"prompt": "x"}, headers={"origin": PAGE})
+    assert (response.status_code, response.headers["access-control-allow-origin"]) == (401, PAGE)
+
+
+@pytest.mark.parametrize("keys", [(), KEYS])
+def test_other_pages_get_no_preflight(keys):
+    engine = FakeEngine(api_keys=keys, limits={"cors_origins": ("https://other.example",)})
+    response = request(engine, "OPTIONS", COMPLETIONS, headers=PREFLIGHT)
+    assert response.status_code in (401, 403)
+    assert "access-control-allow-origin" not in response.headers
+
+
+def test_a_stream_to_a_named_page_is_the_same_stream():
+    body = {"prompt": "x", "stream": True, "seed": 1, "request_id": "a"}
+    engine = FakeEngine(script=Script(), limits={"cors_origins": (PAGE,)})
+    response = post(engine, COMPLETIONS, body, headers={"origin": PAGE})
+    assert response.headers["access-control-allow-origin"] == PAGE
+    assert events(response)[-1] == "[DONE]"

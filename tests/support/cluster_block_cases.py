@@ -1,0 +1,102 @@
+"""What happens to the connections by which blocks move in the cluster of `cluster_proof.py`, whose replicas have roles:
+one of them is cut in the middle of a frame, in both directions or in one, is slow, or is reset.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+import psutil
+from support.cluster_cases import MACHINES, Disturb, Proof
+from support.server_process import metric
+from support.virtual_network import CUT, Break, Link
+
+PREFILL: Final = 0
+DECODE: Final = 1
+POOL_BLOCKS: Final = 8
+BLOCK_SIZE: Final = 16
+ROLES: Final = {"cluster_config.roles": "[prefill, decode]", "cluster_config.num_transfer_blocks": POOL_BLOCKS}
+"""Settings. So few blocks that streams go on leaving while others run."""
+MID_FRAME: Final = 20_000
+"""Bytes; a frame has 41 KB at least."""
+
+
+async def break_blocks(proof: Proof, index: int, planned: Break, seconds: float | None = None) -> None:
+    """The connection of a replica breaks with its next frame; for so long, or for good."""
+    network, host = proof.machines.network, _machine_of(proof, index)
+    port = _blocks_port(proof, host, index)
+    network.set_break(host, port, replace(planned))
+    while network.bytes_before_break(host, port) > 0:
+        await asyncio.sleep(0.01)
+    if seconds is not None:
+        await asyncio.sleep(seconds)
+        network.mend_break(host, port)
+
+
+async def no_block_is_kept(proof: Proof) -> bool:
+    """Whether a request moves that takes the whole pool along."""
+    before = await metric(proof.client, "llm_serving:moved_blocks_total")
+    prompt = list(range(300, 300 + POOL_BLOCKS * BLOCK_SIZE - 3))
+    body = {"prompt": prompt, "max_tokens": 40, "temperature": 0, "ignore_eos": True}
+    (await proof.client.post("/v1/completions", json=body)).raise_for_status()
+    return await metric(proof.client, "llm_serving:moved_blocks_total") == before + POOL_BLOCKS
+
+
+def _machine_of(proof: Proof, index: int) -> str:
+    return next(name for name in MACHINES if _agent(proof, name, index) is not None)
+
+
+def _agent(proof: Proof, name: str, index: int) -> psutil.Process | None:
+    for pid in proof.machines.work_agents(name):
+        process = psutil.Process(pid)
+        if (command := process.cmdline())[command.index("--index") + 1] == str(index):
+            return process
+    return None
+
+
+def _blocks_port(proof: Proof, name: str, index: int) -> int:
+    """Of the WorkAgent's later connection to the master, that of blocks."""
+    process = _agent(proof, name, index)
+    assert process is not None
+    command = process.cmdline()
+    master = int(command[command.index("--connect") + 1].rpartition(":")[2])
+    ports: dict[str, int] = {}
+    for line in Path(f"/proc/{process.pid}/net/tcp").read_text().splitlines()[1:]:
+        fields = line.split()
+        if int(fields[2].rpartition(":")[2], 16) == master:
+            ports[f"socket:[{fields[9]}]"] = int(fields[1].rpartition(":")[2], 16)
+    opened = sorted(Path(f"/proc/{process.pid}/fd").iterdir(), key=lambda path: int(path.name))
+    _, of_blocks = (ports[name] for path in opened if (name := _target(path)) in ports)
+    return of_blocks
+
+
+def _target(path: Path) -> str:
+    with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+        return str(path.readlink())
+    return ""
+
+
+def _case(index: int, planned: Break, seconds: float | None = None) -> Disturb:
+    return partial(break_blocks, index=index, planned=planned, seconds=seconds)
+
+
+BLOCK_CASES: Final[dict[str, Disturb]] = {
+    "blocks: nothing": _case(DECODE, Break(0, Link())),
+    "blocks: link of prompts cut in both directions": _case(PREFILL, Break(MID_FRAME)),
+    "blocks: link of prompts cut from the machine to the master": _case(PREFILL, Break(MID_FRAME, CUT, ("from",))),
+    "blocks: link of answers cut in both directions": _case(DECODE, Break(MID_FRAME)),
+    "blocks: link of answers cut from the master to the machine": _case(DECODE, Break(MID_FRAME, CUT, ("to",))),
+    "blocks: link of answers cut from the machine to the master": _case(DECODE, Break(MID_FRAME, CUT, ("from",))),
+    "blocks: link of prompts cut for 5 s": _case(PREFILL, Break(MID_FRAME), 5.0),
+    "blocks: link of answers cut for 5 s": _case(DECODE, Break(MID_FRAME), 5.0),
+    "blocks: slow link of prompts, 200 ms each way": _case(PREFILL, Break(MID_FRAME, Link(delay_s=0.2))),
+    "blocks: slow link of answers, 200 ms each way": _case(DECODE, Break(MID_FRAME, Link(delay_s=0.2))),
+    "blocks: link of answers loses 5 %, repeats 10 %": _case(DECODE, Break(MID_FRAME, Link(loss=0.05, duplicates=0.1))),
+    "blocks: link of prompts reset in a frame": _case(PREFILL, Break(MID_FRAME, Link(), resets=True)),
+    "blocks: link of answers reset in a frame": _case(DECODE, Break(MID_FRAME, Link(), resets=True)),
+}

@@ -1,0 +1,317 @@
+"""What happens to the cluster of `cluster_proof.py`: machines and processes die, stop and lose time, the network is
+cut, Ray is without its head or its memory, the master dies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+from support.ray_machines import HEAD, RayMachines
+from support.server_process import Server, metric
+from support.virtual_network import HERE, Link
+
+MACHINES: Final = ("a", "b", "c")
+CORES: Final = {HEAD: 0, HERE: 0, **dict.fromkeys(MACHINES, 1)}
+NUM_REPLICAS: Final = 2
+SHIFTS_S: Final = {"a": 86_400, "b": -31_536_000, "c": 315_360_000}
+"""A day ahead, a year behind, ten years ahead."""
+FILL_STORE: Final = """
+import sys, ray
+ray.init(address=sys.argv[1], _node_ip_address=sys.argv[2], logging_level="ERROR", log_to_driver=False)
+kept = [ray.put(bytes(4 * 2**20)) for _ in range(40)]  # twice what it holds: the rest goes to disk
+print("full", flush=True)
+sys.stdin.read()
+"""
+
+
+@dataclass
+class Proof:
+    """The cluster, the server on it and the streams of the case."""
+
+    machines: RayMachines
+    start_server: Callable[[], Server]
+    server: Server
+    client: httpx.AsyncClient
+    reading: asyncio.Future[Any] | None = None
+    """Done when all streams have ended; None before the first case."""
+    num_masters: int = 1
+    """That there have been in this case."""
+    master_since: float = 0.0
+    """When the newest of them was started."""
+    not_whole_at: float = 0.0
+    """When a replica was last seen not to serve."""
+
+    def victim(self) -> str:
+        """A machine with a WorkAgent."""
+        return next(name for name in MACHINES if self.machines.work_agents(name))
+
+    def agent_of(self, name: str) -> int:
+        return self.machines.work_agents(name)[0]
+
+    @property
+    def num_agents(self) -> int:
+        return sum(len(self.machines.work_agents(name)) for name in MACHINES)
+
+    async def restarts(self) -> int:
+        return int(await metric(self.client, "llm_serving:worker_restarts_total"))
+
+    async def generated(self) -> int:
+        """Tokens of all requests, as the master of the moment counts."""
+        return int(await metric(self.client, "vllm:generation_tokens_total"))
+
+    async def is_whole(self) -> bool:
+        """Whether every replica has a WorkAgent that serves."""
+        health = (await self.client.get("/health")).json()
+        return self.num_agents == NUM_REPLICAS and not health["loading"]
+
+    async def until_whole(self) -> None:
+        while not await self.is_whole():
+            await asyncio.sleep(0.1)
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        while not holds():
+            await asyncio.sleep(0.05)
+
+    async def until_restarted(self, before: int, count: int = 1) -> None:
+        while await self.restarts() < before + count:
+            await asyncio.sleep(0.05)
+
+    async def renew(self, name: str, **environment: str) -> None:
+        """A machine ends and is started anew, as its operator would."""
+        self.machines.environments.setdefault(name, {}).update(environment)
+        await asyncio.to_thread(self.machines.kill, name)
+        await asyncio.to_thread(self.machines.start, name, CORES[name])
+
+
+Disturb = Callable[[Proof], Awaitable[None]]
+Meanwhile = Callable[[Proof], contextlib.AbstractAsyncContextManager[None]]
+"""What is the case from before the streams begin until they have ended."""
+
+
+# --- processes and machines -------------------------------------------------------------------------------------------
+
+
+async def kill_agent(proof: Proof) -> None:
+    os.kill(proof.agent_of(proof.victim()), signal.SIGKILL)
+
+
+async def hang_agent(proof: Proof) -> None:
+    """It goes on when another one has its place: what it has computed comes late."""
+    pid, before = proof.agent_of(proof.victim()), await proof.restarts()
+    os.kill(pid, signal.SIGSTOP)
+    await proof.until_restarted(before)
+    _send(signal.SIGCONT, pid)
+
+
+async def stop_machine(proof: Proof) -> None:
+    """All its processes, for 2 s; its kernel goes on answering."""
+    pids = proof.machines.network.hosts[proof.victim()].pids()
+    _send(signal.SIGSTOP, *pids)
+    await asyncio.sleep(2.0)
+    _send(signal.SIGCONT, *pids)
+
+
+async def slow_machine(proof: Proof) -> None:
+    """Its WorkAgent has a tenth of its time, until all streams have ended."""
+    pid = proof.agent_of(proof.victim())
+    assert proof.reading is not None
+    while not proof.reading.done():
+        _send(signal.SIGSTOP, pid)
+        await asyncio.sleep(0.18)
+        _send(signal.SIGCONT, pid)
+        await asyncio.sleep(0.02)
+
+
+async def kill_machine(proof: Proof) -> None:
+    """Its kernel lives and closes the connections."""
+    await _lose(proof, proof.victim())
+
+
+async def lose_power(proof: Proof) -> None:
+    """Nobody closes anything."""
+    name = proof.victim()
+    proof.machines.network.cut(name, "to", "from")
+    await _lose(proof, name)
+
+
+async def _lose(proof: Proof, name: str) -> None:
+    before = await proof.restarts()
+    await asyncio.to_thread(proof.machines.kill, name)
+    await proof.until_restarted(before)
+    await proof.until(lambda: proof.num_agents == NUM_REPLICAS)
+    proof.machines.network.mend(name)
+    await asyncio.to_thread(proof.machines.start, name, CORES[name])
+
+
+@contextlib.asynccontextmanager
+async def clocks_apart(proof: Proof) -> AsyncIterator[None]:
+    """Machine after machine is started anew; from then on its WorkAgents have another time of day than all others."""
+    library = Path(tempfile.mkdtemp(prefix="shifted-clock-")) / "clock.so"
+    source = Path(__file__).with_name("shifted_clock.c")
+    command = ["cc", "-O1", "-shared", "-fPIC", "-o", library, source, "-ldl"]
+    await asyncio.to_thread(subprocess.run, command, check=True)
+    for name, shift_s in SHIFTS_S.items():
+        await proof.renew(name, LD_PRELOAD=str(library), SHIFTED_CLOCK_S=str(shift_s))
+        await proof.until_whole()
+    yield
+
+
+# --- the network ------------------------------------------------------------------------------------------------------
+
+
+def cut(*directions: Any, seconds: float | None = None) -> Disturb:
+    """For so long; None: until another WorkAgent serves."""
+
+    async def disturb(proof: Proof) -> None:
+        name, before = proof.victim(), await proof.restarts()
+        proof.machines.network.cut(name, *directions)
+        if seconds is not None:
+            await asyncio.sleep(seconds)
+        else:
+            await proof.until_restarted(before)
+        proof.machines.network.mend(name)
+        # Ray takes a machine that it has given up for dead: it ends, and is started anew as its operator would.
+        if seconds is None:
+            await proof.renew(name)
+
+    return disturb
+
+
+def slow(link: Link) -> Disturb:
+    async def disturb(proof: Proof) -> None:
+        name = proof.victim()
+        for direction in ("to", "from"):
+            proof.machines.network.set_link(name, direction, link)
+
+    return disturb
+
+
+# --- Ray --------------------------------------------------------------------------------------------------------------
+
+
+async def lose_head(proof: Proof) -> None:
+    """Until the streams have ended, without it; then head and machines are started anew."""
+    await asyncio.to_thread(proof.machines.kill, HEAD)
+    assert proof.reading is not None
+    await asyncio.wait([proof.reading])
+    await _renew_all(proof)
+
+
+async def lose_head_and_agent(proof: Proof) -> None:
+    """The WorkAgent cannot be placed without a head: the other one goes on, and the server says which is missing."""
+    await asyncio.to_thread(proof.machines.kill, HEAD)
+    before = await proof.generated()
+    await kill_agent(proof)
+    await asyncio.sleep(10.0)
+    response = await proof.client.get("/health")
+    health = response.json()
+    assert response.status_code == 200 and health["loading"], f"{response.status_code} {health}"
+    assert re.fullmatch(r"WorkAgent \d .+", health["detail"]), health
+    assert await proof.generated() > before, "nobody goes on"
+    sys.stderr.write(f"without a head /health tells: {health['detail']}\n")
+    await _renew_all(proof)
+
+
+async def lose_head_for_long(proof: Proof) -> None:
+    """Until Ray has ended every machine for want of it, a minute later."""
+    await asyncio.to_thread(proof.machines.kill, HEAD)
+    await kill_agent(proof)
+    await proof.until(lambda: not proof.num_agents and not any(map(proof.machines.raylets, MACHINES)))
+    await _renew_all(proof)
+
+
+async def move_head(proof: Proof) -> None:
+    """It comes back at another port; so does the master, which is told that address, with its log of accepted
+    requests."""
+    await asyncio.to_thread(proof.machines.kill, HEAD)
+    proof.machines.port += 1
+    await _renew_all(proof)
+    await kill_master(proof)
+
+
+async def _renew_all(proof: Proof) -> None:
+    """Ray starts no second head where it sees machines of the first, and here it sees all of them."""
+    for name in CORES:
+        await asyncio.to_thread(proof.machines.kill, name)
+    for name in CORES:
+        await proof.renew(name)
+
+
+@contextlib.asynccontextmanager
+async def stores_full(proof: Proof) -> AsyncIterator[None]:
+    """Of the master's machine and of those for WorkAgents."""
+    full = []
+    try:
+        for name in (HERE, *MACHINES):
+            host = proof.machines.network.hosts[name]
+            command = host.command([sys.executable, "-c", FILL_STORE, proof.machines.address, host.address])
+            full.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+        for process in full:
+            assert process.stdout is not None
+            told = await asyncio.to_thread(process.stdout.readline)
+            assert told == "full\n", told
+        yield
+    finally:
+        for process in full:
+            await asyncio.to_thread(process.communicate)
+
+
+# --- the master -------------------------------------------------------------------------------------------------------
+
+
+async def kill_master(proof: Proof) -> None:
+    """Another one with the same log of accepted requests follows; clients go on with their streams there."""
+    proof.server.processes[0].kill()
+    await asyncio.to_thread(proof.server.processes[0].wait)
+    proof.master_since = time.monotonic()
+    proof.server = await asyncio.to_thread(proof.start_server)
+    timeout, proof.client = proof.client.timeout, proof.server.client()
+    proof.client.timeout = timeout
+    proof.num_masters += 1
+
+
+def _send(sent: signal.Signals, *pids: int) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, sent)
+
+
+CASES: Final[dict[str, Disturb]] = {
+    "nothing": slow(Link()),
+    "WorkAgent killed": kill_agent,
+    "WorkAgent hangs, goes on when it was replaced": hang_agent,
+    "machine stopped for 2 s": stop_machine,
+    "machine ten times slower": slow_machine,
+    "machine lost, connections closed": kill_machine,
+    "machine lost, as by power": lose_power,
+    "cut in both directions": cut("to", "from"),
+    "cut from the master to the machine": cut("to"),
+    "cut from the machine to the master": cut("from"),
+    "cut in both directions for 5 s": cut("to", "from", seconds=5.0),
+    "slow link: 50 ms each way": slow(Link(delay_s=0.05)),
+    "2 % of frames lost, 10 % twice and late": slow(Link(loss=0.02, duplicates=0.1)),
+    "object stores full, WorkAgent killed": kill_agent,
+    "clocks apart by days and years, WorkAgent killed": kill_agent,
+    "master killed": kill_master,
+    "Ray's head lost": lose_head,
+    "Ray's head and a WorkAgent lost": lose_head_and_agent,
+    "Ray's head comes back at another port": move_head,
+    "Ray's head lost for over a minute, and a WorkAgent": lose_head_for_long,
+}
+MEANWHILE: Final[dict[str, Meanwhile]] = {
+    "object stores full, WorkAgent killed": stores_full,
+    "clocks apart by days and years, WorkAgent killed": clocks_apart,
+}

@@ -1,0 +1,132 @@
+"""Small makers with defaults, so that a test shows only what matters to it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+from llm_serving.config.schema import ServingConfig
+from llm_serving.config.sections.model import ModelConfig
+from llm_serving.config.sections.scheduler import SchedulerConfig
+from llm_serving.core.request import Request
+from llm_serving.core.request_class import RequestClass
+from llm_serving.core.sampling_params import SamplingParams
+from llm_serving.core.window import Window
+from llm_serving.kvcache import BlockManager
+from llm_serving.kvcache.transfer_pool import Exports
+from llm_serving.scheduler import PreemptionMode, Schedule, Scheduler, SchedulerLimits
+from llm_serving.scheduler.orders import ORDERS
+from llm_serving.scheduler.policies import POLICIES
+
+_names = (f"request-{count}" for count in itertools.count())
+
+
+def create_request(
+    num_prompt_tokens: int = 4,
+    *,
+    request_id: str | None = None,
+    priority: int = 0,
+    tenant: str = "",
+    fork_of: str | None = None,
+    arrival_time: float = 0.0,
+    stop_token_ids: frozenset[int] = frozenset(),
+    **sampling: Any,
+) -> Request:
+    """A request whose prompt is 100, 101, ...; keyword arguments go to its SamplingParams."""
+    return Request(
+        request_id=request_id or next(_names),
+        prompt_token_ids=list(range(100, 100 + num_prompt_tokens)),
+        sampling=SamplingParams(**{"max_tokens": 8, "temperature": 0.0, **sampling}),
+        stop_token_ids=stop_token_ids,
+        priority=priority,
+        tenant=tenant,
+        fork_of=fork_of,
+        arrival_time=arrival_time,
+    )
+
+
+def create_config(
+    *, policy: str = "prefill_first", max_num_seqs: int = 8, max_decode_gap: int = 2, **scheduler: Any
+) -> ServingConfig:
+    """A configuration of which only the scheduler's part matters."""
+    return ServingConfig(
+        model=ModelConfig(decode_batch_size=max_num_seqs),
+        scheduler=SchedulerConfig(policy=policy, max_consecutive_prefill_steps=max_decode_gap, **scheduler),
+    )
+
+
+def create_classes(ageing_steps: int = 100, **changes: Any) -> tuple[RequestClass, ...]:
+    """One class for each priority from -1 to 1, weights 4, 2 and 1; `high=dict(...)` changes a class."""
+    names = {"high": -1, "normal": 0, "low": 1}
+    weights = {"high": 4, "normal": 2, "low": 1}
+    return tuple(
+        RequestClass(
+            **{
+                "name": name,
+                "rank": rank,
+                "weight": weights[name],
+                "ageing_steps": ageing_steps,
+                **changes.get(name, {}),
+            }
+        )
+        for name, rank in names.items()
+    )
+
+
+def create_scheduler(
+    *,
+    policy: str = "prefill_first",
+    num_blocks: int = 64,
+    block_size: int = 4,
+    num_swap_blocks: int = 0,
+    prefix_caching: bool = False,
+    max_num_batched_tokens: int = 64,
+    max_num_seqs: int = 8,
+    max_prefill_seqs: int = 8,
+    max_model_len: int = 256,
+    max_decode_gap: int = 2,
+    preemption_mode: str = PreemptionMode.RECOMPUTE,
+    classes: Sequence[RequestClass] | None = None,
+    order: str = "fair",
+    window: int | None = None,
+    exports: Exports | None = None,
+    **limits: Any,
+) -> Scheduler:
+    config = create_config(policy=policy, max_num_seqs=max_num_seqs, max_decode_gap=max_decode_gap)
+    return Scheduler(
+        SchedulerLimits(
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_num_seqs=max_num_seqs,
+            max_prefill_seqs=max_prefill_seqs,
+            max_model_len=max_model_len,
+            preemption_mode=PreemptionMode(preemption_mode),
+            **limits,
+        ),
+        POLICIES[policy](config),
+        BlockManager(
+            num_blocks,
+            block_size,
+            num_swap_blocks=num_swap_blocks,
+            prefix_caching=prefix_caching,
+            window=Window.of(window, max_num_batched_tokens, max_model_len),
+            exports=exports,
+        ),
+        create_classes() if classes is None else classes,
+        ORDERS[order](),
+    )
+
+
+def rows(schedule: Schedule | None) -> list[tuple[str, int, int, bool]]:
+    """(request id, tokens before, tokens computed, samples) of each row."""
+    assert schedule is not None
+    return [(row.request.request_id, row.num_computed, row.query_len, row.samples) for row in schedule.rows]
+
+
+def run_step(scheduler: Scheduler, token_id: int = 7, now: float = 0.0) -> Schedule | None:
+    """Schedules one step and gives every sample the same token."""
+    schedule = scheduler.schedule(now)
+    if schedule is not None:
+        scheduler.update(schedule, [token_id] * sum(row.samples for row in schedule.rows))
+    scheduler.check_integrity()
+    return schedule

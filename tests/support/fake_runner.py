@@ -1,0 +1,238 @@
+"""A model without arithmetic: its cache holds token ids, its next token is a hash of what it reads there.
+
+It reads and writes only through block tables, as a real model does, so a block given to two requests, a token computed
+twice or not at all, or a step out of order changes the answer. With a window it sees the newest tokens only, and how
+many there were before.
+"""
+
+from __future__ import annotations
+
+import zlib
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import lru_cache
+
+import numpy as np
+from llm_serving.core.fingerprint import NOT_KNOWN
+from llm_serving.core.step import (
+    AllowedTokens,
+    BlockMove,
+    Scores,
+    ScoringInput,
+    StepInput,
+    StepOutput,
+    TopTokens,
+    no_top_tokens,
+)
+from llm_serving.core.window import NO_WINDOW
+from llm_serving.errors import WorkerError
+from llm_serving.worker import sampler
+from llm_serving.worker.block_guard import BlockGuard, Tags
+from llm_serving.worker.kv_cache import SOURCE_AND_TARGET, Memory
+from support.step_factories import top_tokens
+
+VOCAB_SIZE = 1000
+_LOGITS = 4 * np.random.default_rng(0).normal(size=1 << 18)
+"""What comes after a sequence begins at a place of its own here."""
+
+
+class FakeTransferPool:
+    """What runners hand blocks over by."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.blocks: list[list[int]] = [[] for _ in range(num_blocks)]
+        self.tags = Tags.of_empty(num_blocks)
+
+    def read(self, block_ids: Sequence[int], epochs: Sequence[int]) -> tuple[list[int], bytes]:
+        """As `TransferMemory`, four bytes a token."""
+        ids = list(block_ids)
+        if self.tags.epochs[ids].tolist() != list(epochs):
+            raise WorkerError("a block of the transfer pool is somebody else's")
+        content = np.array([self.blocks[each] for each in ids], np.int32).tobytes()
+        return self.tags.num_written[ids].tolist(), content
+
+    def write(
+        self, block_ids: Sequence[int], epochs: Sequence[int], num_written: Sequence[int], content: bytes
+    ) -> None:
+        ids = list(block_ids)
+        given = np.frombuffer(content, np.int32).reshape(len(ids), -1).tolist()
+        for each, tokens in zip(ids, given, strict=True):
+            self.blocks[each] = tokens
+        self.tags.epochs[ids], self.tags.num_written[ids] = epochs, num_written
+
+
+class FakeRunner:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        num_swap_blocks: int = 0,
+        window: int = NO_WINDOW,
+        transfer: FakeTransferPool | None = None,
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.num_swap_blocks = num_swap_blocks
+        self.block_size = block_size
+        self.steps: list[StepInput] = []
+        # Lists: steps are small, and a call into NumPy takes as long as a dozen tokens.
+        self._cache = [[-1] * block_size for _ in range(num_blocks)]
+        self._host = [[-1] * block_size for _ in range(num_swap_blocks)]
+        self.window = window
+        transfer = FakeTransferPool(0) if transfer is None else transfer
+        self._memories = {Memory.CACHE: self._cache, Memory.HOST: self._host, Memory.TRANSFER: transfer.blocks}
+        known_window = window if window < NO_WINDOW else None
+        self._guard = BlockGuard(num_blocks, num_swap_blocks, block_size, known_window, transfer.tags)
+        self._previous: list[int] = []
+        self.computed_by = NOT_KNOWN
+
+    def announce_ending(self, tell: Callable[[], None] | None) -> bool:
+        return False
+
+    def execute(self, step: StepInput, await_allowed: Callable[[], AllowedTokens] | None = None) -> StepOutput:
+        assert step.step == len(self.steps)
+        if step.allowed_follow:
+            assert await_allowed is not None
+            step = replace(step, sampling=step.sampling.allowing(await_allowed()))
+        self.steps.append(step)
+        self._guard.move(step.block_moves)
+        self._guard.check(step)
+        self._move_blocks(step.block_moves.tolist())
+        self._guard.check_imports(step.block_moves)
+        contexts = self._contexts(step)
+        self._guard.begin_exports(step.exports)
+        self._move_blocks(step.exports.tolist())
+        self._guard.end_exports(step.exports)
+        num_samples, num_scored = step.sampling.num_samples, step.scoring.num_results
+        assert step.sampling.position.tolist() == [len(context) for context in contexts[:num_samples]]
+        output = self._choose(step, contexts[:num_samples])
+        self._previous = output.token_ids.tolist()
+        if len(contexts) > num_samples:
+            scores = _scores(contexts[num_samples : num_samples + num_scored], step.scoring)
+            vectors = np.array([vector_of(context) for context in contexts[num_samples + num_scored :]], np.float32)
+            output = replace(output, scores=scores, vectors=vectors)
+        return output
+
+    def _choose(self, step: StepInput, contexts: list[list[int]]) -> StepOutput:
+        sampling = step.sampling
+        tokens = [next_token(context, seed) for context, seed in zip(contexts, sampling.seed.tolist(), strict=True)]
+        return StepOutput(step.step, np.array(tokens, np.int32), *_logprobs(contexts, tokens, sampling.num_logprobs))
+
+    def _contexts(self, step: StepInput) -> list[list[int]]:
+        """Writes the tokens of a step, then reads back all that comes before each result, its own token included."""
+        cache, block_size = self._cache, self.block_size
+        given = iter(step.token_ids.tolist())
+        tables, num_computed = step.block_tables.tolist(), step.num_computed.tolist()
+        for table, computed, query_len in zip(tables, num_computed, step.query_lens.tolist(), strict=True):
+            assert computed + query_len <= len(table) * block_size, "the block table is too short"
+            for place in range(computed, computed + query_len):
+                token_id = next(given)
+                token_id = token_id if token_id >= 0 else self._previous[-1 - token_id]
+                cache[table[place // block_size]][place % block_size] = token_id
+        return [self._context(tables[row], num_computed[row] + token + 1) for row, token, _ in step.wanted.tolist()]
+
+    def _context(self, table: list[int], end: int) -> list[int]:
+        first, block_size = max(0, end - self.window), self.block_size
+        begin = first // block_size
+        token_ids: list[int] = []
+        for block_id in table[begin : -(-end // block_size)]:
+            token_ids += self._cache[block_id]
+        return [0] * first + token_ids[first - begin * block_size : end - begin * block_size]
+
+    def _move_blocks(self, moves: list[list[int]]) -> None:
+        for kind, source, target, *_ in moves:
+            out_of, into = (self._memories[each] for each in SOURCE_AND_TARGET[BlockMove(kind)])
+            assert 0 <= source < len(out_of), (kind, source, target)
+            assert 0 <= target < len(into), (kind, source, target)
+            into[target] = out_of[source].copy()
+
+
+class SamplingRunner(FakeRunner):
+    """Chooses as a WorkAgent does, by its checks and its NumPy sampler, over logits that follow from the context."""
+
+    scale = 1.0
+    """Of the logits."""
+
+    def _choose(self, step: StepInput, contexts: list[list[int]]) -> StepOutput:
+        sampler.check_sampling(step.sampling, VOCAB_SIZE)
+        logits = np.array([self.scale * next_logprobs(context) for context in contexts], np.float32)
+        previous = np.array(self._previous, np.int32)
+        return sampler.sample(step.step, logits.reshape(-1, VOCAB_SIZE), step.sampling, previous)
+
+
+def _logprobs(
+    contexts: list[list[int]], token_ids: list[int], num_logprobs: np.ndarray
+) -> tuple[np.ndarray, TopTokens]:
+    """Of the chosen tokens [S], then the most likely ones and theirs."""
+    if max(num_logprobs.tolist(), default=-1) < 0:
+        return np.zeros(len(contexts), np.float32), no_top_tokens(len(contexts))
+    logprobs, tops = np.zeros(len(contexts), np.float32), [([], []) for _ in contexts]
+    for sample, count in enumerate(num_logprobs.tolist()):
+        if count >= 0:
+            distribution, ranked = next_logprobs(contexts[sample]), most_likely(contexts[sample])[:count]
+            logprobs[sample] = distribution[token_ids[sample]]
+            tops[sample] = ranked.tolist(), distribution[ranked].tolist()
+    return logprobs, top_tokens(tops)
+
+
+POISON_LOGPROB = -99.0
+"""Of the token behind the vocabulary."""
+
+
+def seen(token_ids: list[int], window: int) -> list[int]:
+    """A context as a model with a window finds it: what came before that is not told apart."""
+    first = max(0, len(token_ids) - window)
+    return [0] * first + token_ids[first:]
+
+
+def _scores(contexts: list[list[int]], scoring: ScoringInput) -> Scores:
+    logprobs, ranks, tops = [], [], []
+    for result, (context, count) in enumerate(zip(contexts, scoring.num_logprobs.tolist(), strict=True)):
+        # Behind the vocabulary comes one more token, for whoever wants a prompt that cannot be computed.
+        distribution, ranked = (
+            np.append(next_logprobs(context), POISON_LOGPROB),
+            np.append(most_likely(context), VOCAB_SIZE),
+        )
+        given = scoring.token_ids[scoring.offsets[result] : scoring.offsets[result + 1]]
+        logprobs += distribution[given].tolist()
+        ranks += [ranked.tolist().index(token_id) + 1 for token_id in given.tolist()]
+        tops.append((ranked[:count].tolist(), distribution[ranked[:count]].tolist()))
+    return Scores(np.array(logprobs, np.float32), np.array(ranks, np.int32), top_tokens(tops))
+
+
+def vector_of(token_ids: list[int]) -> np.ndarray:
+    """The fake model's last hidden state [8] after `token_ids`."""
+    return next_logprobs(token_ids)[:8]
+
+
+def next_token(token_ids: list[int], seed: int) -> int:
+    """What the fake model says after `token_ids`."""
+    return zlib.crc32(array("q", [seed % 2**63, *token_ids]).tobytes()) % VOCAB_SIZE
+
+
+def next_logprobs(token_ids: list[int]) -> np.ndarray:
+    """Log-probabilities [VOCAB_SIZE] of what comes after `token_ids`; `next_token` does not follow them."""
+    return _distribution(tuple(token_ids))[0]
+
+
+def most_likely(token_ids: list[int]) -> np.ndarray:
+    """All tokens [VOCAB_SIZE] by `next_logprobs`, highest first."""
+    return _distribution(tuple(token_ids))[1]
+
+
+@lru_cache(maxsize=8192)
+def _distribution(token_ids: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    begin = zlib.crc32(array("q", token_ids).tobytes()) % (len(_LOGITS) - VOCAB_SIZE)
+    logits = _LOGITS[begin : begin + VOCAB_SIZE]
+    logprobs = (logits - np.log(np.exp(logits).sum())).astype(np.float32)
+    ranked = np.argsort(-logprobs, kind="stable")
+    logprobs.flags.writeable = ranked.flags.writeable = False
+    return logprobs, ranked
+
+
+def expected_output(prompt_token_ids: list[int], count: int, seed: int = 0, window: int = NO_WINDOW) -> list[int]:
+    """The fake model's answer of `count` tokens, computed without any cache."""
+    token_ids = list(prompt_token_ids)
+    for _ in range(count):
+        token_ids.append(next_token(seen(token_ids, window), seed))
+    return token_ids[len(prompt_token_ids) :]

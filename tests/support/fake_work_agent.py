@@ -1,0 +1,49 @@
+"""A WorkAgent process that is real but for its model. Run it as `python THIS -m llm_serving.work_agent ARGUMENTS`."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import types
+from typing import Any
+
+from llm_serving.errors import ConfigError
+from support.fake_runner import FakeRunner, FakeTransferPool
+
+LOADS_FOR_EVER = 7
+"""A device."""
+
+
+def load_runner(
+    settings: Any,
+    on_progress: Any,
+    ranks_fd: int | None = None,
+    transfer_fd: int | None = None,
+    group_port: int = 0,
+) -> tuple[FakeRunner, str]:
+    on_progress(f"compiling for {settings.device_target}")
+    if settings.device_id == LOADS_FOR_EVER:
+        signal.pause()
+    if settings.num_blocks == 1:
+        raise ConfigError("pa_config.num_blocks: must be at least 2. Given: 1")
+    runner: Any = FakeRunner(8, 4, settings.num_swap_blocks)
+    runner.num_compilations = 1
+    runner.kv_tensors = types.SimpleNamespace(
+        num_blocks=8,
+        num_swap_blocks=settings.num_swap_blocks,
+        block_bytes=16,
+        transfer=None if transfer_fd is None else FakeTransferPool(settings.num_transfer_blocks),
+    )
+    return runner, ""
+
+
+if __name__ == "__main__":
+    loading: Any = types.ModuleType("llm_serving.worker.loading")
+    loading.load_runner = load_runner
+    model_runner: Any = types.ModuleType("llm_serving.worker.model_runner")
+    model_runner.ModelRunner = FakeRunner
+    sys.modules |= {module.__name__: module for module in (loading, model_runner)}  # they would import MindSpore
+
+    from llm_serving.work_agent import main
+
+    sys.exit(main(sys.argv[3:]))

@@ -1,0 +1,264 @@
+"""GGUF files, written by the specification's words; what their blocks stand for, element by element."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from llm_serving.models.spec import ModelSpec
+from support.model_factories import random_weights, to_bfloat16
+
+NUMBERS = {"<I": 4, "<i": 5, "<f": 6, "<?": 7, "<Q": 10, "<d": 12}
+
+
+def text(value: str | bytes) -> bytes:
+    data = value.encode() if isinstance(value, str) else value
+    return struct.pack("<Q", len(data)) + data
+
+
+def number(form: str, value: Any) -> bytes:
+    """A fact of a kind."""
+    return struct.pack("<I", NUMBERS[form]) + struct.pack(form, value)
+
+
+def fact(value: Any) -> bytes:
+    """Type and value."""
+    if isinstance(value, bytes):
+        return value  # made by hand
+    if isinstance(value, bool):
+        return number("<?", value)
+    if isinstance(value, int):
+        return number("<I", value)
+    if isinstance(value, float):
+        return number("<f", value)
+    if isinstance(value, str):
+        return struct.pack("<I", 8) + text(value)
+    inner = fact(value[0])[:4] if value else struct.pack("<I", 8)
+    return struct.pack("<I", 9) + inner + struct.pack("<Q", len(value)) + b"".join(fact(each)[4:] for each in value)
+
+
+class Stored:
+    """A tensor as it lies in the file: lengths as NumPy has them, type of ggml, bytes."""
+
+    def __init__(self, shape: tuple[int, ...], kind: int, data: bytes) -> None:
+        self.shape, self.kind, self.data = shape, kind, data
+
+
+def plain(array: np.ndarray) -> Stored:
+    return Stored(array.shape, {"float32": 0, "float16": 1, "uint16": 30}[array.dtype.name], array.tobytes())
+
+
+def gguf_bytes(
+    facts: Mapping[str, Any],
+    tensors: Mapping[str, Stored],
+    *,
+    version: int = 3,
+    alignment: int = 32,
+    offsets: Mapping[str, int] | None = None,
+) -> bytes:
+    """A file; `offsets` may place tensors elsewhere than one behind the other."""
+    head = b"GGUF" + struct.pack("<IQQ", version, len(tensors), len(facts))
+    for key, value in facts.items():
+        head += text(key) + fact(value)
+    data = b""
+    for name, tensor in tensors.items():
+        data += bytes(-len(data) % alignment)
+        offset = (offsets or {}).get(name, len(data))
+        head += text(name) + struct.pack("<I", len(tensor.shape))
+        head += b"".join(struct.pack("<Q", length) for length in reversed(tensor.shape))
+        head += struct.pack("<IQ", tensor.kind, offset)
+        data += tensor.data
+    return head + bytes(-len(head) % alignment) + data
+
+
+def half(value: float) -> bytes:
+    return struct.pack("<e", value)
+
+
+def q4_0(d: float, codes: list[int]) -> bytes:
+    return half(d) + bytes(codes[j] | codes[j + 16] << 4 for j in range(16))
+
+
+def q4_1(d: float, m: float, codes: list[int]) -> bytes:
+    return half(d) + half(m) + q4_0(d, codes)[2:]
+
+
+def q5_0(d: float, codes: list[int]) -> bytes:
+    fifth = sum((code >> 4) << j for j, code in enumerate(codes))
+    return half(d) + struct.pack("<I", fifth) + bytes(codes[j] & 15 | (codes[j + 16] & 15) << 4 for j in range(16))
+
+
+def q5_1(d: float, m: float, codes: list[int]) -> bytes:
+    return half(d) + half(m) + q5_0(d, codes)[2:]
+
+
+def q8_0(d: float, codes: list[int]) -> bytes:
+    return half(d) + struct.pack("32b", *codes)
+
+
+def six_bits(scales: list[int], minima: list[int]) -> bytes:
+    """Eight of each in twelve bytes, as `get_scale_min_k4` of ggml takes them out."""
+    packed = [0] * 12
+    for j in range(4):
+        packed[j] = scales[j] | (scales[j + 4] >> 4) << 6
+        packed[j + 4] = minima[j] | (minima[j + 4] >> 4) << 6
+        packed[j + 8] = scales[j + 4] & 15 | (minima[j + 4] & 15) << 4
+    return bytes(packed)
+
+
+def low_halves_of_runs(codes: list[int]) -> bytes:
+    """Runs of 32: a byte has one of the even run low, and of the odd run behind it high."""
+    return bytes(codes[64 * k + j] & 15 | (codes[64 * k + 32 + j] & 15) << 4 for k in range(4) for j in range(32))
+
+
+def q4_k(d: float, m: float, scales: list[int], minima: list[int], codes: list[int]) -> bytes:
+    return half(d) + half(m) + six_bits(scales, minima) + low_halves_of_runs(codes)
+
+
+def q5_k(d: float, m: float, scales: list[int], minima: list[int], codes: list[int]) -> bytes:
+    fifth = bytes(sum((codes[32 * run + j] >> 4) << run for run in range(8)) for j in range(32))
+    return half(d) + half(m) + six_bits(scales, minima) + fifth + low_halves_of_runs(codes)
+
+
+def q6_k(d: float, scales: list[int], codes: list[int]) -> bytes:
+    low, upper = bytearray(), bytearray()
+    for at in (0, 128):
+        runs = [codes[at + 32 * k : at + 32 * k + 32] for k in range(4)]
+        low += bytes(runs[0][j] & 15 | (runs[2][j] & 15) << 4 for j in range(32))
+        low += bytes(runs[1][j] & 15 | (runs[3][j] & 15) << 4 for j in range(32))
+        upper += bytes(sum((runs[k][j] >> 4) << 2 * k for k in range(4)) for j in range(32))
+    return bytes(low + upper) + struct.pack("16b", *scales) + half(d)
+
+
+def random_block(kind: int, rng: np.random.Generator) -> tuple[bytes, list[float]]:
+    """A block of a type, and its values by the definition, in float64."""
+
+    def some(least: int, most: int, count: int) -> list[int]:
+        return rng.integers(least, most, count).tolist()
+
+    d, m = (float(np.float16(each)) for each in rng.uniform(0.01, 0.02, 2))
+    if kind == 2:
+        codes = some(0, 16, 32)
+        return q4_0(d, codes), [(q - 8) * d for q in codes]
+    if kind in (3, 7):
+        codes, least = some(0, 16 if kind == 3 else 32, 32), -16 * m
+        return (q4_1 if kind == 3 else q5_1)(d, least, codes), [q * d + float(np.float16(least)) for q in codes]
+    if kind == 6:
+        codes = some(0, 32, 32)
+        return q5_0(d, codes), [(q - 16) * d for q in codes]
+    if kind == 8:
+        codes = some(-128, 128, 32)
+        return q8_0(d, codes), [q * d for q in codes]
+    if kind == 14:
+        codes, scales = some(0, 64, 256), some(-20, 20, 16)
+        return q6_k(d / 16, scales, codes), [
+            (q - 32) * float(np.float16(d / 16)) * scales[j // 16] for j, q in enumerate(codes)
+        ]
+    codes, scales, minima = some(0, 16 if kind == 12 else 32, 256), some(0, 64, 8), some(0, 64, 8)
+    make = q4_k if kind == 12 else q5_k
+    d, m = float(np.float16(d / 64)), float(np.float16(m / 8))
+    values = [q * d * scales[j // 32] - m * minima[j // 32] for j, q in enumerate(codes)]
+    return make(d, m, scales, minima, codes), values
+
+
+ELEMENTS = {2: 32, 3: 32, 6: 32, 7: 32, 8: 32, 12: 256, 13: 256, 14: 256}
+"""Of a block, by type."""
+
+
+def random_matrix(kind: int, shape: tuple[int, int], rng: np.random.Generator) -> tuple[Stored, np.ndarray]:
+    """A matrix of a type, and its values, float64."""
+    out, width = shape
+    blocks = [random_block(kind, rng) for _ in range(out * width // ELEMENTS[kind])]
+    values = np.array([value for _, row in blocks for value in row]).reshape(shape)
+    return Stored(shape, kind, b"".join(data for data, _ in blocks)), values
+
+
+FACTS = {
+    "vocab_size": None,
+    "max_position_embeddings": "context_length",
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_hidden_layers": "block_count",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "rope_theta": "rope.freq_base",
+    "head_dim": "attention.key_length",
+}
+ROLES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def facts_of(architecture: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    facts = {f"{architecture}.{theirs}": config[ours] for ours, theirs in FACTS.items() if theirs and ours in config}
+    return {"general.architecture": architecture, "general.name": "a model", **facts}
+
+
+def gguf_name(name: str) -> str:
+    stem, kind = name.rsplit(".", 1)
+    if stem in ROLES:
+        return f"{ROLES[stem]}.{kind}"
+    _, _, layer, role = stem.split(".", 3)
+    return f"blk.{layer}.{ROLES[role]}.{kind}"
+
+
+def neighbours(rows: np.ndarray, heads: int) -> np.ndarray:
+    """Rows as the file of a Llama has them: row i of a head's first half, then row i of its second."""
+    halves = rows.reshape(heads, 2, -1, *rows.shape[1:])
+    return np.ascontiguousarray(np.swapaxes(halves, 1, 2).reshape(rows.shape))
+
+
+def write_model(
+    path: Path,
+    architecture: str,
+    config: Mapping[str, Any],
+    kind: int,
+    *,
+    more_facts: Mapping[str, Any] | None = None,
+    more_tensors: Mapping[str, Stored] | None = None,
+    seed: int = 0,
+) -> dict[str, np.ndarray]:
+    """A random model whose matrices, table and head included, are of a type; returns their values, float32."""
+    rng = np.random.default_rng(seed)
+    spec = ModelSpec.from_hugging_face(dict(config))
+    tensors: dict[str, Stored] = {}
+    values: dict[str, np.ndarray] = {}
+    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+    for name, array in random_weights(spec, seed).items():
+        role = name.split(".")[-2]
+        turned = architecture == "llama" and role in heads
+        theirs = neighbours(array, heads[role]) if turned else array
+        if array.ndim == 2 and kind in ELEMENTS:
+            stored, found = random_matrix(kind, array.shape, rng)
+            found = found.astype(np.float32)
+            if turned:  # the other way
+                size = array.shape[0] // heads[role]
+                found = np.ascontiguousarray(
+                    found.reshape(heads[role], size // 2, 2, -1).swapaxes(1, 2).reshape(array.shape)
+                )
+            values[name] = found
+        else:
+            of_type = {0: theirs, 1: theirs.astype(np.float16), 30: to_bfloat16(theirs)}
+            stored = plain(of_type[kind] if array.ndim == 2 else theirs)
+            values[name] = array
+        tensors[gguf_name(name)] = stored
+    facts = {**facts_of(architecture, config), **(more_facts or {})}
+    path.write_bytes(gguf_bytes(facts, {**tensors, **(more_tensors or {})}))
+    return values

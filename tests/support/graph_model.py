@@ -1,0 +1,94 @@
+"""A network in graph mode with a cache of its own, asked for the logits of every token of a step."""
+
+import functools
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+from llm_serving.backends import Backend, create_backend
+from llm_serving.backends.cpu import load_plugin
+from llm_serving.config.sections.device import DeviceConfig
+from llm_serving.core.enums import ImplementationName
+from llm_serving.lowering.lower import lower
+from llm_serving.lowering.step_inputs import arguments_of_rows
+from llm_serving.models.spec import ModelSpec
+from llm_serving.models.weight_reader import WeightReader
+from llm_serving.network.quantization import Quantization
+from llm_serving.worker.compiled_graph import CompiledNetwork
+from llm_serving.worker.device import configure_device
+from llm_serving.worker.kv_cache import KVTensors
+from llm_serving.worker.model_inputs import NO_TOKENS, ModelLimits, build_model_inputs
+from support.step_factories import step_input
+from support.without_library import is_without_library
+
+BLOCK_SIZE = 16
+
+
+@functools.cache
+def backend(name: str, dtype: str) -> Backend:
+    """With the operator library loaded: MindSpore looks for it once, before the first operator of a process."""
+    if not is_without_library():
+        load_plugin()
+    configure_device(DeviceConfig())
+    return create_backend(name, dtype)
+
+
+def implementation_of(kernels: str) -> ImplementationName:
+    """Whose network a column of a table names: one of MindFormers, or the native one by some kernels."""
+    return ImplementationName(kernels) if kernels in tuple(ImplementationName) else ImplementationName.NATIVE
+
+
+def poison(kv_tensors: KVTensors, block_ids: Iterable[int]) -> None:
+    """Leaves NaN in these blocks of every layer."""
+    for cache in (cache for layer in kv_tensors.layers for cache in layer):
+        cache.storage.view(np.uint8)[list(block_ids)] = 0xFF  # NaN in every type
+
+
+class GraphModel:
+    """Its cache begins with NaN, so that nothing is read that was not written."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        folder: Path,
+        backend: Backend,
+        num_blocks: int = 32,
+        num_swap_blocks: int = 0,
+        as_program: bool = True,
+        quantization: Quantization | None = None,
+        implementation: ImplementationName = ImplementationName.NATIVE,
+    ) -> None:
+        kv_tensors = KVTensors.allocate(spec, backend, num_blocks, BLOCK_SIZE, num_swap_blocks)
+        self.kv_tensors = kv_tensors
+        poison(kv_tensors, range(num_blocks))
+        max_positions = min(spec.max_position_embeddings, num_blocks * BLOCK_SIZE)
+        weights = WeightReader(folder, spec.scheme)
+        ways = {"as_program": as_program, "quantization": quantization, "implementation": implementation}
+        lowered = lower(spec, backend, weights, kv_tensors.layers, max_positions, **ways)
+        self._network = None if lowered.logits is None else CompiledNetwork(lowered.logits)
+        self._states = CompiledNetwork(lowered.states)
+        self._head = CompiledNetwork(lowered.head, lowered.head_inputs(spec.network.hidden))
+        self._limits = ModelLimits(spec.vocab_size, max_positions, num_blocks, BLOCK_SIZE)
+
+    @property
+    def num_compilations(self) -> int:
+        return (self._network or self._states).num_compilations
+
+    def logits(self, *rows, samples=None) -> np.ndarray:
+        """One step of rows (token_ids, num_computed, block_ids): logits of all tokens, or of the last of `samples`."""
+        if self._network is None:
+            return self.head(self.states(*rows, samples=samples))
+        return self._network(self._arrays(rows, samples)).copy()
+
+    def states(self, *rows, samples=None) -> np.ndarray:
+        """As `logits`, but what the head would read."""
+        return self._states(self._arrays(rows, samples)).copy()
+
+    def head(self, states: np.ndarray) -> np.ndarray:
+        """The logits of states."""
+        return self._head((states, *arguments_of_rows(len(states)))).copy()
+
+    def _arrays(self, rows, samples):
+        inputs = build_model_inputs(step_input(rows, samples=samples), NO_TOKENS, self._limits)
+        indices = np.arange(len(inputs.token_ids), dtype=np.int32) if samples is None else inputs.sample_indices
+        return (*inputs.arrays()[:-1], indices)

@@ -1,0 +1,193 @@
+"""Calls operators of the kernel library on NumPy arrays, the way MindSpore does, and bounds their rounding."""
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from llm_serving.kernels import library
+from llm_serving.kernels.reference import from_bfloat16, round_to_bfloat16
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+
+FLOAT32_UNIT = 2.0**-24
+"""Largest relative error of one rounding to float32."""
+
+ROUNDING_UNIT = {"float32": FLOAT32_UNIT, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+"""Largest relative error of one rounding to the type."""
+
+SMALLEST = {"float32": 2.0**-126, "float16": 2.0**-24, "bfloat16": 2.0**-126}
+"""Results below may be lost altogether: subnormal float32 and bfloat16 count as zero in some instructions."""
+
+FLOAT_TYPES = tuple(ROUNDING_UNIT)
+
+FIXED_POINT_ISA = "avx512_vnni"
+"""The instruction set that multiplies packed bfloat16 weights in 16-bit integers."""
+
+
+@dataclass(frozen=True)
+class Typed:
+    """An array as an operator sees it; bfloat16 is held as uint16."""
+
+    array: Array
+    dtype: str
+
+    @property
+    def values(self) -> Array:
+        """As numbers NumPy can compute with, exactly."""
+        return from_bfloat16(self.array) if self.dtype == "bfloat16" else self.array
+
+    @property
+    def bits(self) -> Array:
+        """For comparisons of bytes, where NaN equals itself."""
+        return self.array.view({2: np.uint16, 4: np.uint32, 8: np.uint64}[self.array.itemsize])
+
+    def rows(self, index: Any) -> "Typed":
+        return Typed(np.ascontiguousarray(self.array[index]), self.dtype)
+
+
+def typed(values: Any, dtype: str) -> Typed:
+    """Round float values to `dtype`."""
+    values = np.asarray(values, dtype=np.float32)
+    if dtype == "bfloat16":
+        return Typed(round_to_bfloat16(values), dtype)
+    with np.errstate(over="ignore"):
+        return Typed(values.astype(dtype), dtype)
+
+
+def integers(values: Any, dtype: str = "int32") -> Typed:
+    return Typed(np.asarray(values, dtype=dtype), dtype)
+
+
+def scalar(value: Any, dtype: str) -> Typed:
+    return Typed(np.asarray(value, dtype=np.dtype(dtype)), dtype)
+
+
+def empty(shape: tuple[int, ...], dtype: str) -> Typed:
+    """Room for a result, filled with a pattern that no operator leaves."""
+    storage = np.dtype("uint16" if dtype == "bfloat16" else dtype)
+    array = np.empty(shape, dtype=storage)
+    array.view(np.uint8)[...] = 0xA5
+    return Typed(array, dtype)
+
+
+def status_of(operator: str, *parameters: Typed | None) -> int:
+    """Call an operator; what it returns: 0 for success."""
+    count = len(parameters)
+    pointers = (ctypes.c_void_p * count)(*(p.array.ctypes.data if p else None for p in parameters))
+    ranks = (ctypes.c_int * count)(*(p.array.ndim if p else 0 for p in parameters))
+    shapes = [
+        (ctypes.c_int64 * max(1, rank))(*(p.array.shape if p else ()))
+        for p, rank in zip(parameters, ranks, strict=True)
+    ]
+    shape_pointers = (ctypes.POINTER(ctypes.c_int64) * count)(
+        *(ctypes.cast(shape, ctypes.POINTER(ctypes.c_int64)) for shape in shapes)
+    )
+    dtypes = (ctypes.c_char_p * count)(*(p.dtype.encode() if p else b"none" for p in parameters))
+    status: int = getattr(library.load(), operator)(count, pointers, ranks, shape_pointers, dtypes, None, None)
+    return status
+
+
+def call(operator: str, *parameters: Typed | None) -> None:
+    """Call an operator that must succeed."""
+    assert status_of(operator, *parameters) == 0, library.last_error()
+
+
+def packed(weight: Typed) -> Typed:
+    """A weight in the order of the products. It stays registered as packed: give its array to nothing else."""
+    n, k = weight.array.shape
+    target = np.empty_like(weight.array)
+    library.load().llm_pack_weight(weight.array.ctypes.data, target.ctypes.data, weight.dtype.encode(), n, k)
+    return Typed(target, weight.dtype)
+
+
+def unpacked(weight: Typed) -> Typed:
+    """A weight as it is, at an address where a packed one may have been."""
+    library.load().llm_release_weight(weight.array.ctypes.data)
+    return weight
+
+
+def coded(
+    codes: Any, scales: Any, dtype: str, *, widened: bool = False, zeros: Any = None, group_size: int | None = None
+) -> Typed:
+    """A weight of codes (int8 of 8 bits, uint8 of 4) in the order of the products; as `packed`, it stays registered.
+
+    Args:
+        codes: [N, K].
+        scales: [N] or [N, groups].
+        dtype: Of the rows it multiplies.
+        widened: It multiplies rows as they are.
+        zeros: [N, groups], of 4 bits.
+        group_size: Columns with one scale; all of them unless given.
+    """
+    codes = np.ascontiguousarray(codes)
+    scales = np.ascontiguousarray(scales, np.float32)
+    zeros = None if zeros is None else np.ascontiguousarray(zeros, np.uint8)
+    bits = 4 if codes.dtype == np.uint8 else 8
+    n, k = codes.shape
+    shown = k * bits // 8
+    memory = np.empty(library.load().llm_packed_codes_bytes(widened, bits, n, k) + 64, np.int8)
+    arrays = codes.ctypes.data, scales.ctypes.data, None if zeros is None else zeros.ctypes.data
+    group = group_size or max(k, 1)
+    place = memory.ctypes.data, dtype.encode(), n, k, shown
+    if library.load().llm_pack_codes(widened, bits, *arrays, group, *place) != 0:
+        raise ValueError("no product takes such codes")
+    return Typed(memory[: n * shown].reshape(n, shown), "int8")
+
+
+def linear(x: Typed, weight: Typed, result: str | None = None) -> Typed:
+    """MatMul with a weight, packed or not, [N, K]."""
+    y = empty((x.array.shape[0], weight.array.shape[0]), result or x.dtype)
+    call("MatMul", x, weight, scalar(False, "bool"), scalar(True, "bool"), y)
+    return y
+
+
+def assert_close(result: Typed, expected: Array, bound: Array | float) -> None:
+    """Within `bound` of the reference, one more rounding to the type of the result included."""
+    unit = ROUNDING_UNIT[result.dtype]
+    limit = bound * (1 + unit) + unit * np.abs(expected) + SMALLEST[result.dtype]
+    difference = np.abs(result.values.astype(np.float64) - expected)
+    assert np.all(difference <= limit), f"off by up to {np.max(difference / limit):.2f} times what rounding explains"
+
+
+def float32_sum_bound(x: Typed, weight: Typed) -> Array:
+    """K products and K sums, each rounded once; products and sums below 2^-126 may be taken as zero."""
+    num_inputs = x.array.shape[1]
+    magnitude = np.abs(x.values.astype(np.float64)) @ np.abs(weight.values.astype(np.float64)).T
+    return 2 * num_inputs * (FLOAT32_UNIT * magnitude + 2.0**-126)
+
+
+def fixed_point_bound(x: Typed, weight: Typed) -> Array:
+    """How far a product in 16-bit integers (csrc/fixed_point.h) may be from the exact one.
+
+    A number, which must be finite, is off by at most half its unit, and by nothing where it is a multiple of it. Sums
+    of a block are exact; each is rounded to float32 once, as is each addition of blocks.
+    """
+    inputs, weights = x.values.astype(np.float64), weight.values.astype(np.float64)
+    weight_units = 2.0 ** (_exponents(weights) - 14)
+    blocks = range(0, max(1, weights.shape[1]), 128)
+    norms = [np.linalg.norm(np.rint(weights / weight_units)[:, k : k + 128], axis=1).max(initial=1) for k in blocks]
+    # What rounding of norms to float32 may take away is far below 1e-5.
+    most_norm = 2.0**31 * 0.999 / max(norms) * (1 - 1e-5) - 6
+    input_units = np.empty_like(inputs)
+    for k in blocks:
+        scaled = inputs[:, k : k + 128] / 2.0 ** _exponents(inputs[:, k : k + 128])
+        norm = np.maximum(np.linalg.norm(scaled, axis=1, keepdims=True), 2.0**-126)
+        per_one = 2.0 ** np.minimum(14, np.floor(np.log2(most_norm / norm)))
+        input_units[:, k : k + 128] = 2.0 ** _exponents(inputs[:, k : k + 128]) / per_one
+    input_errors, weight_errors = _distance(inputs, input_units), _distance(weights, weight_units)
+    magnitude = np.abs(inputs) @ np.abs(weights).T
+    from_units = (np.abs(inputs) + input_errors) @ (np.abs(weights) + weight_errors).T - magnitude
+    bound: Array = from_units + (len(blocks) + 1) * FLOAT32_UNIT * (magnitude + from_units) + 2.0**-126
+    return bound
+
+
+def _exponents(values: Array) -> Array:
+    """Exponent of the largest magnitude of each row [rows, 1], at least -90."""
+    return np.floor(np.log2(np.abs(values).max(axis=1, initial=2.0**-90, keepdims=True)))
+
+
+def _distance(values: Array, units: Array) -> Array:
+    """Of each value from the nearest multiple of its unit, at most."""
+    return np.where(values % units == 0, 0, np.minimum(np.abs(values), units / 2))

@@ -1,0 +1,272 @@
+"""What each operation of a description computes, in NumPy and float32: it says what is right, and nothing of speed.
+
+Sums run over the last axis in one order, so the bits of a row depend on that row alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from llm_serving.kernels.reference import all_reduce
+from llm_serving.network.builder import Network
+from llm_serving.network.operations import SIGNATURES, Operation, Value, Weight
+from llm_serving.network.program import FUNCTIONS, KINDS, SCORES, Program
+from llm_serving.network.weights import Tensors, parameter
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass
+class Step:
+    """What is computed in one go: packed tokens of several requests, and the caches they read and write."""
+
+    token_ids: Array
+    positions: Array
+    slot_mapping: Array
+    block_tables: Array
+    query_lens: Array
+    context_lens: Array
+    sample_indices: Array
+    caches: list[tuple[Array, Array]] = field(default_factory=list)  # [num_blocks, block_size, kv_heads, width]
+
+
+def step_of_prompt(tokens: list[int], network: Network, every: bool = False) -> Step:
+    """A prompt alone, in one block of a cache of its own; logits of the last token, or of every one."""
+    count = len(tokens)
+    caches = [
+        (
+            np.zeros((1, count, c.kv_heads, c.key_width), np.float32),
+            np.zeros((1, count, c.kv_heads, c.value_width), np.float32),
+        )
+        for c in network.caches
+    ]
+    at = np.arange(count)
+    one = np.array([count])
+    return Step(np.array(tokens), at, at, np.zeros((1, 1), int), one, one, at if every else at[-1:], caches)
+
+
+def parameters(network: Network, tensors: Tensors, num_positions: int) -> dict[Weight, Array]:
+    """float32, each once."""
+    return {each: np.asarray(_widened(parameter(each, tensors, num_positions))) for each in network.weights}
+
+
+def run(operations: list[Operation], weights: dict[Weight, Array], step: Step) -> Array:
+    """Float32 logits [S, V] of a step."""
+    (logits,) = run_ranks([operations], [weights], [step])
+    return logits
+
+
+def run_ranks(
+    operations: Sequence[list[Operation]], weights: Sequence[dict[Weight, Array]], steps: Sequence[Step]
+) -> list[Array]:
+    """As `run`, of several ranks side by side, each with its own operations, weights and caches."""
+    values: list[dict[Value, Array]] = [{} for _ in operations]
+
+    def read(rank: int, value: Value) -> Array:
+        return values[rank][value.root][:, value.start : value.start + value.width]
+
+    results: list[Any] = []
+    for together in zip(*operations, strict=True):
+        results = []
+        if together[0].kind == "all_reduce":
+            total = all_reduce([read(rank, each.inputs["x"]) for rank, each in enumerate(together)])
+            results = [total] * len(together)
+        for rank, each in enumerate(together if not results else ()):
+            roles: dict[str, Any] = {role: read(rank, value) for role, value in each.inputs.items()}
+            roles |= {role: weights[rank][weight] for role, weight in each.weights.items()}
+            results.append(globals()[f"_{each.kind}"](steps[rank], **roles, **each.attributes))
+        if together[0].kind == "output":
+            results = [np.concatenate(results, axis=1)] * len(together)
+        for rank, each in enumerate(together):
+            written = results[rank] if isinstance(results[rank], tuple) else (results[rank],)
+            for role, y in each.outputs.items():
+                values[rank][y] = written[("y", "sum", "shares", "chosen").index(role) % 2]
+    return results
+
+
+def run_program(program: Program, weights: Sequence[Array], step: Step) -> Array:
+    """As `run`, from integers and one piece of memory; what was not written is NaN."""
+    rows = -(-max(len(step.token_ids), len(step.sample_indices)) // 16) * 16
+    memory = np.full(rows * program.bytes_per_row // 4, np.nan, np.float32)
+
+    def operand(number: int) -> Array:
+        place, columns, start, width, is_selected, kind = program.operands[number]
+        count = len(step.sample_indices if is_selected else step.token_ids)
+        first = place * rows // 4
+        buffer = memory[first : first + count * columns].reshape(count, columns)
+        return (buffer.view(np.int32) if kind == 2 else buffer)[:, start : start + width]
+
+    for instruction in program.instructions[1:].tolist():
+        kind = KINDS[instruction[0]]
+        signature, words = SIGNATURES[kind], iter(instruction[1:])
+        written = [next(words) for _ in signature.outputs]
+        roles: dict[str, Any] = {role: operand(n).copy() for role in signature.inputs if (n := next(words)) >= 0}
+        roles |= {role: weights[n] for role in signature.weights if (n := next(words)) >= 0}
+        attributes = {role: _of_word(role, next(words)) for role in signature.attributes}
+        attributes |= {"rounded_scale": False} if kind == "gather" else {}
+        result = globals()[f"_{kind}"](step, **roles, **attributes)
+        for number, y in zip(written, result if isinstance(result, tuple) else (result,), strict=False):
+            if number >= 0:
+                operand(number)[:] = y
+    logits: Array = result
+    return logits
+
+
+def _of_word(role: str, word: int) -> Any:
+    if role in ("scale", "cap", "eps"):
+        return float(np.int32(word).view(np.float32))
+    return (FUNCTIONS if role == "function" else SCORES)[word] if role in ("function", "score") else word
+
+
+def _widened(array: Array) -> Array:
+    if array.dtype == np.uint16:
+        return (array.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return array.astype(np.float32)
+
+
+def _gather(step: Step, table: Array, scale: float, rounded_scale: bool, first: int, rows: int) -> Array:
+    of_all = np.zeros((rows or len(table), table.shape[1]), np.float32)
+    of_all[first : first + len(table)] = table
+    return of_all[step.token_ids] * np.float32(scale)
+
+
+def _select(step: Step, x: Array) -> Array:
+    return x[step.sample_indices]
+
+
+def _linear(
+    step: Step, x: Array, weight: Array, function: str, scale: float, ordered: bool, heads: int,
+    bias: Any = None, added: Any = None, reader: Any = None,
+) -> Array:  # fmt: skip
+    y = _product(x, weight) if heads == 1 else _of_heads(x, weight.reshape(heads, -1, weight.shape[1]))
+    y = y if bias is None else y + bias
+    y = _activate(step, y, function) if function else y
+    return y if added is None else _add(step, added, y, scale)
+
+
+def _norm(
+    step: Step, x: Array, gain: Array, eps: float, group: int, added: Any = None, reader: Any = None
+) -> tuple[Array, Array]:
+    x = x if added is None else x + added
+    groups = x.reshape(len(x), -1, group or x.shape[1])
+    rstd = 1 / np.sqrt(np.mean(groups * groups, axis=-1, keepdims=True) + np.float32(eps))
+    return (groups * rstd * gain).reshape(x.shape), x
+
+
+def _rotate(step: Step, x: Array, cos: Array, sin: Array) -> Array:
+    heads = x.reshape(len(x), -1, cos.shape[1])
+    low, high = np.split(heads, 2, axis=-1)
+    turned = heads * cos[step.positions][:, None] + np.concatenate([-high, low], -1) * sin[step.positions][:, None]
+    return turned.reshape(x.shape)
+
+
+def _store(step: Step, k: Array, v: Array, layer: int) -> None:
+    kept = step.slot_mapping >= 0
+    for rows, cache in zip((k, v), step.caches[layer], strict=True):
+        cache.reshape(-1, rows.shape[1])[step.slot_mapping[kept]] = rows[kept]
+
+
+def _attend(
+    step: Step, q: Array, layer: int, scale: float, window: int, cap: float, eps: float,
+    q_turned: Any = None, k: Any = None, v: Any = None, slopes: Any = None, cos: Any = None, sin: Any = None,
+    q_gain: Any = None, k_gain: Any = None, reader: Any = None,
+) -> Array:  # fmt: skip
+    if k is not None:
+        if q_gain is not None:
+            q, k = _norm(step, q, q_gain, eps, len(q_gain))[0], _norm(step, k, k_gain, eps, len(k_gain))[0]
+        if cos is not None:
+            q, k = (_rotate(step, x, cos, sin) for x in (q, k))
+        _store(step, k, v, layer)
+    first, second = step.caches[layer]
+    kv_heads, width = first.shape[2:]
+    result = []
+    for b, table in enumerate(step.block_tables):
+        keys, values = (part[table].reshape(-1, *part.shape[2:]) for part in (first, second))
+        for i in range(step.query_lens[b]):
+            row = len(result)
+            stop = step.context_lens[b] - step.query_lens[b] + i + 1
+            seen = slice(max(0, stop - window) if window else 0, stop)
+            scores = np.einsum("hgd,jhd->hgj", q[row].reshape(kv_heads, -1, width), keys[seen])
+            read = values
+            if q_turned is not None:
+                turned = q_turned[row].reshape(kv_heads, -1, second.shape[3])
+                scores, read = scores + np.einsum("hgd,jhd->hgj", turned, values[seen]), keys
+            scores = scores * np.float32(scale)
+            scores = np.float32(cap) * np.tanh(scores / np.float32(cap)) if cap else scores
+            if slopes is not None:
+                distance = np.arange(seen.start - stop + 1, 1, dtype=np.float32)
+                scores = scores + slopes.reshape(kv_heads, -1, 1) * distance
+            weights = np.exp(scores - scores.max(-1, keepdims=True))
+            weights /= weights.sum(-1, keepdims=True)
+            result.append(np.einsum("hgj,jhd->hgd", weights, read[seen]).reshape(-1))
+    return np.stack(result)
+
+
+def _activate(step: Step, x: Array, function: str) -> Array:
+    gate, up = np.split(x, 2, axis=-1)
+    if function == "silu":
+        return gate / (1 + np.exp(-gate)) * up
+    return 0.5 * gate * (1 + np.tanh(np.float32(0.7978845608) * (gate + np.float32(0.044715) * gate**3))) * up
+
+
+def _add(step: Step, a: Array, b: Array, scale: float) -> Array:
+    return a + b * np.float32(scale)
+
+
+def _weigh(step: Step, x: Array, gate: Array) -> Array:
+    return x / (1 + np.exp(-gate))
+
+
+def _route(
+    step: Step, x: Array, weight: Array, top_k: int, score: str, normalise: bool, scale: float, groups: int,
+    top_groups: int, correction: Any = None,
+) -> tuple[Array, Array]:  # fmt: skip
+    logits = _product(x, weight)
+    scores = 1 / (1 + np.exp(-logits))
+    if score == "softmax":
+        scores = np.exp(logits - logits.max(-1, keepdims=True))
+        scores /= scores.sum(-1, keepdims=True)
+    wanted = scores if correction is None else scores + correction
+    if groups > 1:
+        of_groups = wanted.reshape(len(x), groups, -1).copy()
+        best = of_groups.max(-1) if correction is None else np.sort(of_groups, -1)[..., -2:].sum(-1)
+        left_out = np.argsort(-best, axis=-1, kind="stable")[:, top_groups:]
+        np.put_along_axis(of_groups, left_out[..., None], -np.inf, axis=1)
+        wanted = of_groups.reshape(scores.shape)
+    chosen = np.argsort(-wanted, axis=-1, kind="stable")[:, :top_k]
+    shares = np.take_along_axis(scores, chosen, -1)
+    shares = shares / shares.sum(-1, keepdims=True) if normalise else shares
+    return shares * np.float32(scale), chosen
+
+
+def _experts(
+    step: Step, x: Array, shares: Array, chosen: Array, gate_up: Array, down: Array, function: str, scale: float,
+    experts: int, added: Any = None,
+) -> Array:  # fmt: skip
+    gate_up = gate_up.reshape(experts, -1, gate_up.shape[1])
+    down = down.reshape(experts, -1, down.shape[1])
+    y = np.zeros_like(x)
+    for row, (row_shares, row_chosen) in enumerate(zip(shares, chosen, strict=True)):
+        for at in np.argsort(row_chosen):
+            expert = row_chosen[at]
+            inner = _activate(step, _product(x[row : row + 1], gate_up[expert]), function)
+            y[row] += row_shares[at] * _product(inner, down[expert])[0]
+    return y if added is None else _add(step, added, y, scale)
+
+
+def _output(
+    step: Step, x: Array, weight: Array, scale: float, cap: float, ordered: bool, first: int, rows: int
+) -> Array:
+    logits = _product(x, weight) * np.float32(scale)
+    return np.float32(cap) * np.tanh(logits / np.float32(cap)) if cap else logits
+
+
+def _product(x: Array, weight: Array) -> Array:
+    return np.stack([(row * weight).sum(-1) for row in x])
+
+
+def _of_heads(x: Array, weight: Array) -> Array:
+    return (x.reshape(len(x), len(weight), 1, -1) * weight).sum(-1).reshape(len(x), -1)

@@ -1,0 +1,220 @@
+"""Folders of quantised models in the layouts of the public tools, packed bit by bit in Python's integers.
+
+What a folder stands for is computed here by the definition of each layout, with nothing of the readers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from llm_serving.formats.quantized_tensor import QuantizedTensor, quantize_w4, quantize_w8
+from llm_serving.models.spec import ModelSpec
+from support.model_factories import random_weights, write_safetensors
+
+Arrays = dict[str, np.ndarray]
+
+
+class Layout(NamedTuple):
+    """
+    Attributes:
+        config: `quantization_config` of a config.json.
+        write: Matrix -> its parts by their endings, and the values they stand for.
+    """
+
+    config: dict[str, object]
+    write: Callable[[np.ndarray], tuple[Arrays, np.ndarray]]
+
+
+def words(codes: np.ndarray, bits: int, order: tuple[int, ...] | None = None) -> np.ndarray:
+    """[n, m] codes -> [n, ceil(m * bits / 32)] int32; nibble i of a word is code order[i]."""
+    per_word = 32 // bits
+    order = order or tuple(range(per_word))
+    rows = []
+    for row in codes.tolist():
+        row += [0] * (-len(row) % per_word)
+        found = []
+        for at in range(0, len(row), per_word):
+            value = sum(row[at + order[i]] << (bits * i) for i in range(per_word))
+            found.append(value - 2**32 if value >= 2**31 else value)
+        rows.append(found)
+    return np.array(rows, np.int32)
+
+
+def halved(tensor: QuantizedTensor) -> QuantizedTensor:
+    """With scales that float16 holds, as files of GPTQ and AWQ have them."""
+    scales = tensor.scales.astype(np.float16).astype(np.float32)
+    return QuantizedTensor(tensor.codes, scales, tensor.zeros, tensor.bits, tensor.group_size, tensor.columns)
+
+
+def unsigned(tensor: QuantizedTensor) -> tuple[np.ndarray, np.ndarray]:
+    """Codes and zeros from 0 on, int64."""
+    half = 2 ** (tensor.bits - 1)
+    codes = tensor.codes.astype(np.int64) + (half if tensor.bits == 8 else 0)
+    zeros = np.full(tensor.scales.shape, half) if tensor.zeros is None else tensor.zeros.astype(np.int64)
+    return codes, zeros
+
+
+def act_order(tensor: QuantizedTensor) -> QuantizedTensor:
+    """The same codes, whose columns belong to groups in no order."""
+    columns = np.random.default_rng(3).permutation(tensor.shape[1]) // tensor.group_size
+    return QuantizedTensor(
+        tensor.codes, tensor.scales, tensor.zeros, tensor.bits, tensor.group_size, columns.astype(np.int32)
+    )
+
+
+def gptq(tensor: QuantizedTensor, less_one: int = 1) -> tuple[Arrays, np.ndarray]:
+    tensor = halved(tensor)
+    codes, zeros = unsigned(tensor)
+    group_of = np.arange(tensor.shape[1]) // tensor.group_size if tensor.columns is None else tensor.columns
+    parts = {
+        "qweight": words(codes, tensor.bits).T,
+        "qzeros": words((zeros.T - less_one) % 2**tensor.bits, tensor.bits),
+        "scales": tensor.scales.T.astype(np.float16),
+        "g_idx": group_of.astype(np.int32),
+    }
+    return parts, tensor.dequantized()
+
+
+def awq(tensor: QuantizedTensor) -> tuple[Arrays, np.ndarray]:
+    tensor = halved(tensor)
+    codes, zeros = unsigned(tensor)
+    order = (0, 2, 4, 6, 1, 3, 5, 7)
+    parts = {
+        "qweight": words(codes.T, 4, order),
+        "qzeros": words(zeros.T, 4, order),
+        "scales": tensor.scales.T.astype(np.float16),
+    }
+    return parts, tensor.dequantized()
+
+
+def int_quantized(tensor: QuantizedTensor) -> tuple[Arrays, np.ndarray]:
+    codes = tensor.codes if tensor.bits == 8 else tensor.codes.astype(np.int8) - np.int8(8)
+    return {"weight": codes, "weight_scale": tensor.scales}, tensor.dequantized()
+
+
+def pack_quantized(tensor: QuantizedTensor) -> tuple[Arrays, np.ndarray]:
+    codes, zeros = unsigned(tensor)
+    parts = {
+        "weight_packed": words(codes, tensor.bits),
+        "weight_shape": np.array(tensor.shape, np.int64),
+        "weight_scale": tensor.scales,
+    }
+    if tensor.zeros is not None:
+        parts["weight_zero_point"] = words(zeros.T, tensor.bits).T
+    if tensor.columns is not None:
+        parts["weight_g_idx"] = tensor.columns
+    return parts, tensor.dequantized()
+
+
+def fp8_numbers() -> np.ndarray:
+    """[256], by the definition of e4m3."""
+    found = []
+    for bits in range(256):
+        sign, exponent, fraction = -1 if bits & 128 else 1, bits >> 3 & 15, bits & 7
+        value = fraction * 2.0**-9 if exponent == 0 else (8 + fraction) * 2.0 ** (exponent - 10)
+        found.append(sign * (np.nan if bits & 127 == 127 else value))
+    return np.array(found, np.float32)
+
+
+def fp8(weight: np.ndarray, block: tuple[int, int], name: str, shape: tuple[int, ...] | None = None):
+    """Scales of blocks, perhaps stored in another shape."""
+    numbers = fp8_numbers()[:127]
+    rows, columns = block
+    out, width = weight.shape
+    scale = np.empty((-(-out // rows), -(-width // columns)), np.float32)
+    bits, values = np.empty(weight.shape, np.uint8), np.empty_like(weight)
+    for i, j in np.ndindex(*scale.shape):
+        at = slice(i * rows, (i + 1) * rows), slice(j * columns, (j + 1) * columns)
+        scale[i, j] = np.abs(weight[at]).max() / 448
+        nearest = np.abs(np.abs(weight[at] / scale[i, j])[..., None] - numbers).argmin(axis=-1)
+        bits[at] = nearest | np.where(weight[at] < 0, 128, 0)
+        values[at] = np.copysign(numbers[nearest], weight[at]) * scale[i, j]
+    return {"weight": bits, name: scale if shape is None else scale.reshape(shape)}, values
+
+
+def compressed(form: str, **weights: object) -> dict[str, object]:
+    row = {"targets": ["Linear"], "weights": {"type": "int", "symmetric": True, **weights}}
+    return {"quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": row}}
+
+
+def of_gptq(**changes: object) -> dict[str, object]:
+    return {"quant_method": "gptq", "bits": 4, "group_size": 32, **changes}
+
+
+LAYOUTS: dict[str, Layout] = {
+    "compressed-tensors, W8A8": Layout(
+        compressed("int-quantized", num_bits=8, strategy="channel"), lambda w: int_quantized(quantize_w8(w))
+    ),
+    "compressed-tensors, W8A16": Layout(
+        compressed("pack-quantized", num_bits=8, strategy="channel"), lambda w: pack_quantized(quantize_w8(w))
+    ),
+    "compressed-tensors, W4A16": Layout(
+        compressed("pack-quantized", num_bits=4, strategy="group", group_size=32),
+        lambda w: pack_quantized(quantize_w4(w, 32)),
+    ),
+    "compressed-tensors, W4A16, zeros": Layout(
+        compressed("pack-quantized", num_bits=4, strategy="group", group_size=32, symmetric=False),
+        lambda w: pack_quantized(quantize_w4(w, 32, symmetric=False)),
+    ),
+    "compressed-tensors, W4A16, act-order": Layout(
+        compressed("pack-quantized", num_bits=4, strategy="group", group_size=32, actorder="group"),
+        lambda w: pack_quantized(act_order(quantize_w4(w, 32))),
+    ),
+    "compressed-tensors, W4A8": Layout(
+        compressed("int-quantized", num_bits=4, strategy="group", group_size=32),
+        lambda w: int_quantized(quantize_w4(w, 32)),
+    ),
+    "compressed-tensors, FP8": Layout(
+        compressed("float-quantized", num_bits=8, type="float", strategy="channel"),
+        lambda w: fp8(w, (1, w.shape[1]), "weight_scale"),
+    ),
+    "GPTQ, 4 bits": Layout(of_gptq(), lambda w: gptq(quantize_w4(w, 32, symmetric=False))),
+    "GPTQ, 4 bits, symmetric": Layout(of_gptq(), lambda w: gptq(quantize_w4(w, 32))),
+    "GPTQ, 4 bits, second version": Layout(
+        of_gptq(checkpoint_format="gptq_v2"), lambda w: gptq(quantize_w4(w, 32, symmetric=False), 0)
+    ),
+    "GPTQ, 4 bits, act-order": Layout(
+        of_gptq(desc_act=True), lambda w: gptq(act_order(quantize_w4(w, 32, symmetric=False)))
+    ),
+    "GPTQ, 8 bits": Layout(of_gptq(bits=8, group_size=-1), lambda w: gptq(quantize_w8(w))),
+    "AWQ, 4 bits": Layout(
+        {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"},
+        lambda w: awq(quantize_w4(w, 32, symmetric=False)),
+    ),
+    "FP8, a scale for all": Layout(
+        {"quant_method": "fp8", "activation_scheme": "static"}, lambda w: fp8(w, w.shape, "weight_scale", ())
+    ),
+    "FP8 of ModelOpt": Layout(
+        {"quant_method": "modelopt", "quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}},
+        lambda w: fp8(w, w.shape, "weight_scale", ()),
+    ),
+    "FP8, a scale for a block": Layout(
+        {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [24, 40]},
+        lambda w: fp8(w, (24, 40), "weight_scale_inv"),
+    ),
+}
+
+
+def is_quantized(name: str) -> bool:
+    """As tools leave it: the projections of layers, neither tables nor the head."""
+    return name.endswith("_proj.weight")
+
+
+def write_quantized(folder: Path, layout: Layout, config: dict[str, object], seed: int = 0) -> Arrays:
+    """Writes random weights of a config in a layout; returns what they stand for, float32."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": layout.config}))
+    stored: Arrays = {}
+    values: Arrays = {}
+    for name, array in random_weights(ModelSpec.from_hugging_face(config), seed).items():
+        if is_quantized(name):
+            parts, values[name] = layout.write(array)
+            stored |= {f"{name.removesuffix('weight')}{ending}": each for ending, each in parts.items()}
+        else:
+            stored[name] = values[name] = array
+    write_safetensors(folder / "model.safetensors", stored)
+    return values

@@ -1,0 +1,89 @@
+"""An engine in this process, run by hand, around a real WorkAgent process that computes the shipped model."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+
+from llm_serving.config import load_config
+from llm_serving.core.request import Request
+from llm_serving.core.request_output import RequestOutput, join_pieces
+from llm_serving.engine.replica import build_engine
+from llm_serving.executor.placement import Placement
+from llm_serving.executor.supervisor import THIS_MACHINE, SupervisedExecutor, WorkAgentProcess, start_work_agent
+from llm_serving.models.spec import ModelSpec
+from llm_serving.observability.metrics import Metrics
+from llm_serving.text.tokenizer.tokenizer import Tokenizer
+from llm_serving.transport.messages import Loaded
+from support.server_process import ONE_THREAD
+
+MAX_STEPS = 5000
+NUM_BLOCKS = 256
+"""Unless the settings say otherwise; a cache of all memory takes a WorkAgent longer to clear than to load the model."""
+
+
+class RealReplica:
+    """Only the HTTP server is missing; must be closed."""
+
+    def __init__(self, *settings: str, model: Path = Path("demo"), placement: Placement = THIS_MACHINE) -> None:
+        """`settings` are overrides such as "pa_config.num_blocks=36"; its WorkAgents run where `placement` says."""
+        self._placement = placement
+        common = ["serving_config.audit_every=0", f"pa_config.num_blocks={NUM_BLOCKS}", ONE_THREAD]
+        self.config = load_config(None, [*common, *settings], model)
+        self.tokenizer = Tokenizer.load(self.config.model.model_path)
+        self.agents: list[WorkAgentProcess] = []
+        """All that were started, the living one last."""
+        serving = self.config.serving
+        self.executor = SupervisedExecutor(self._start, serving.step_timeout_s, serving.max_worker_restarts)
+        self._pieces: dict[str, list[RequestOutput]] = defaultdict(list)
+        loaded = self.executor.loaded
+        self.engine = build_engine(
+            self.config,
+            loaded.num_blocks,
+            self.executor,
+            self.tokenizer,
+            Metrics(),
+            self._publish,
+            num_swap_blocks=loaded.num_swap_blocks,
+            window=ModelSpec.from_folder(self.config.model.model_path).window,
+        )
+
+    @property
+    def num_restarts(self) -> int:
+        return len(self.agents) - 1
+
+    def answer(self, requests: Sequence[Request]) -> list[RequestOutput]:
+        """Runs the requests to their end."""
+        for request in requests:
+            self.engine.submit(request)
+        return self.finish(requests)
+
+    def begin(self, requests: Sequence[Request]) -> None:
+        """Runs the requests up to the first token of any: how many steps the rest takes depends on what is guessed."""
+        for request in requests:
+            self.engine.submit(request)
+        while not self._pieces:
+            assert self.engine.step()
+
+    def finish(self, requests: Sequence[Request]) -> list[RequestOutput]:
+        """Runs what was begun to its end."""
+        for _ in range(MAX_STEPS):
+            if not self.engine.step():
+                return [self.take_answer(request.request_id) for request in requests]
+        raise AssertionError("the engine does not come to an end")
+
+    def take_answer(self, request_id: str) -> RequestOutput:
+        """What was told of a request; it can be taken once."""
+        return join_pieces(self._pieces.pop(request_id))
+
+    def close(self) -> None:
+        self.executor.close()
+
+    def _start(self, like: Loaded | None, timeout_s: float | None) -> WorkAgentProcess:
+        self.agents.append(start_work_agent(self.config, 0, lambda text: None, like, timeout_s, None, self._placement))
+        return self.agents[-1]
+
+    def _publish(self, pieces: list[RequestOutput]) -> None:
+        for piece in pieces:
+            self._pieces[piece.request_id].append(piece)

@@ -1,0 +1,77 @@
+"""Recordings in memory: a scheduler that is recorded, and what its files come to when replayed."""
+
+from __future__ import annotations
+
+import io
+import itertools
+from typing import Any
+
+from llm_serving.core.timings import Clock, monotonic
+from llm_serving.recording.recorder import RecordedScheduler, Recorder
+from llm_serving.recording.records import MAGIC, Chain, Entry, Reader, encode
+from llm_serving.recording.replay import Replay
+from support.factories import create_request, create_scheduler
+
+
+class MemoryFiles:
+    """A sink that keeps the files' bytes."""
+
+    def __init__(self) -> None:
+        self.is_open = True
+        self.files: list[bytes] = []
+
+    def begin(self, data: bytes) -> None:
+        self.files.append(data)
+
+    def append(self, data: bytes) -> None:
+        self.files[-1] += data
+
+    def close(self) -> bool:
+        self.is_open = False
+        return True
+
+
+def create_recorded(
+    files: MemoryFiles, max_file_bytes: int = 2**24, clock: Clock = monotonic, **options: Any
+) -> RecordedScheduler:
+    plain = create_scheduler(**options)
+    recorder = Recorder(files, "scheduler", max_file_bytes, clock)
+    return RecordedScheduler(plain.limits, plain.policy, plain.blocks, plain.classes, plain.order, recorder)
+
+
+def record_steps(num_tokens: int) -> bytes:
+    """A request `a` with so many tokens as its answer; steps of 10 ms, each formed while the one before is computed."""
+    files, times = MemoryFiles(), itertools.count(1)
+    scheduler = create_recorded(files, clock=lambda: 0.01 * next(times))
+    scheduler.add(create_request(4, request_id="a", max_tokens=num_tokens))
+    before = None
+    while (step := scheduler.schedule(0.0)) is not None or before is not None:
+        if before is not None:
+            scheduler.update(before, [7] * before.num_samples)
+        before = step
+    return files.files[0]
+
+
+def read(data: bytes) -> list[Entry]:
+    """The records of a file after its header."""
+    return list(Reader(io.BytesIO(data)))
+
+
+def replay(data: bytes, until: int | None = None, *, explain: bool = False) -> Replay:
+    result = Replay(Reader(io.BytesIO(data)))
+    result.run(until, explain=explain)
+    return result
+
+
+def seal(data: bytes) -> str:
+    """What a file ends with."""
+    return data[-8:].hex()
+
+
+def with_record(data: bytes, number: int, record: Any) -> bytes:
+    """The file with another record in place of one after the header, all seals made anew."""
+    reader = Reader(io.BytesIO(data))
+    chain = Chain()
+    frames = [chain.frame(reader.header_payload)]
+    frames += [chain.frame(encode(record) if each.number == number else each.payload) for each in reader]
+    return MAGIC + b"".join(frames)

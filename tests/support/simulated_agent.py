@@ -1,0 +1,271 @@
+"""A WorkAgent without a process: its faults are drawn, its seconds pass only when it says so."""
+
+from __future__ import annotations
+
+import random
+import socket
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import msgspec
+from llm_serving.core.step import AllowedTokens, BlockMove
+from llm_serving.engine.engine import SHORT_STEP_S
+from llm_serving.errors import (
+    ChannelClosedError,
+    DeadlineExceededError,
+    TransportError,
+    WorkerError,
+)
+from llm_serving.kvcache import BlockManager
+from llm_serving.transport.codec import allowed_from_arrays, encode_output, step_from_arrays
+from llm_serving.transport.messages import (
+    AgentMessage,
+    Allow,
+    Loaded,
+    RunStep,
+    ScoresDone,
+    StepDone,
+    StepEnding,
+    StepFailed,
+    TopTokensDone,
+)
+from llm_serving.transport.shared_memory import InlineArrays, SharedBuffers
+from support.fake_runner import VOCAB_SIZE, FakeRunner, FakeTransferPool
+from support.simulated_block_link import SimulatedBlockLink
+from support.simulated_clock import Clock
+from support.simulated_network import Place
+
+NUM_BUFFERS = 2
+BUFFER_BYTES = 1 << 17
+FATES = ("slow", "hang", "die before", "die after", "fail", "twice", "other step", "garbage", "lost", "bad row")
+WITHOUT_ALLOWED = ("hang", "die before")
+"""Those for which it need not know what the step may choose."""
+BAD_ROW = "no token can be chosen: all logits are NaN"
+POISON = VOCAB_SIZE
+"""A token that no step survives."""
+
+
+class Faults:
+    """What goes wrong at which step; never two things within `distance` steps, so that nobody looks guilty."""
+
+    def __init__(self, rng: random.Random, rate: float, distance: int, poison_kills: bool) -> None:
+        self.rate = rate
+        self.distance = distance
+        self.poison_kills = poison_kills
+        """Or does it only fail the step?"""
+        self.counts: Counter[str] = Counter()
+        self._rng = rng
+        self._since = 0
+
+    def draw(self) -> str:
+        self._since += 1
+        if self._since <= self.distance or self._rng.random() >= self.rate:
+            return ""
+        self._since = 0
+        fate = self._rng.choice(FATES)
+        self.counts[fate] += 1
+        return fate
+
+
+class SimulatedAgent:
+    """Both ends of a connection and the WorkAgent behind it; has the methods of a channel and of its process.
+
+    Args:
+        rng: Decides what is left open.
+        clock: Goes on while it works.
+        faults: What happens to each step.
+        blocks: Of the master, as its own caches have as many.
+        meanwhile: Called while the master waits for a reply.
+        place: On a machine of a cluster; None: the master's own.
+        answers: What it has answered; further ones are added.
+        transfer: By which it hands blocks over; None: it does not.
+    """
+
+    def __init__(
+        self,
+        rng: random.Random,
+        clock: Clock,
+        faults: Faults,
+        blocks: BlockManager,
+        meanwhile: Callable[[], None],
+        place: Place | None = None,
+        answers: list[AgentMessage] | None = None,
+        transfer: FakeTransferPool | None = None,
+    ) -> None:
+        self.loaded = Loaded(blocks.pool.num_blocks, blocks.host_pool.num_blocks, "")
+        self.channel: Any = self
+        self._place = place
+        self.buffers: SharedBuffers | InlineArrays
+        if place is None:
+            self.buffers = SharedBuffers.create(NUM_BUFFERS, BUFFER_BYTES)
+        else:
+            self.buffers = InlineArrays(NUM_BUFFERS)
+        self.block_moves: Counter[int] = Counter()
+        """By kind, a `BlockMove`."""
+        self._rng, self._clock, self._faults, self._meanwhile = rng, clock, faults, meanwhile
+        self._mapping: SharedBuffers | InlineArrays | None = self.buffers
+        if isinstance(self.buffers, SharedBuffers):
+            self._mapping = SharedBuffers(self.buffers.fd, NUM_BUFFERS, BUFFER_BYTES)
+        sizes = blocks.pool.num_blocks, blocks.block_size, blocks.host_pool.num_blocks
+        self.block_link: Any = None
+        if place is not None and transfer is not None:  # that of a machine is its own
+            transfer = FakeTransferPool(len(transfer.blocks))
+            self.block_link = SimulatedBlockLink(rng, transfer, place, self._end)
+        self._runner = FakeRunner(*sizes, blocks.window.num_tokens, transfer)
+        self._reads_at_once = rng.random() < 0.5
+        self._unread: deque[RunStep | Allow] = deque()
+        self._fate: str | None = None
+        """What happens to the step that is read next, once that is drawn."""
+        self._answers = [] if answers is None else answers
+        self._replies: deque[AgentMessage] = deque(self._answers)
+        self._dead = self._hangs = False
+        self._read_end, self._write_end = socket.socketpair()
+
+    # --- as a process -----------------------------------------------------------------------------------------------
+
+    def kill(self) -> None:
+        if self._mapping is not None:
+            self._read_end.close()
+            self._write_end.close()
+            self._mapping.close()
+            self.buffers.close()
+            self._mapping = None
+        if self.block_link is not None:
+            self.block_link.close()
+        self._dead = True
+
+    stop = kill
+
+    # --- as a channel -----------------------------------------------------------------------------------------------
+
+    def fileno(self) -> int:
+        return self._read_end.fileno()
+
+    def send(self, message: RunStep | Allow) -> None:
+        if self._dead:
+            raise ChannelClosedError("the other side is gone")
+        self._unread.append(message)
+        if self._place is not None and isinstance(message, RunStep):
+            self._place.happen()
+        if self._reads_at_once:
+            self._work()
+
+    def receive(self, timeout_s: float | None = None) -> AgentMessage:
+        assert self._mapping is not None, "a frame of an earlier start is read"
+        self._meanwhile()
+        if not self._replies:
+            self._work()
+        if self._place is not None:
+            self._cross(self._place, timeout_s)
+        if self._replies:
+            return self._replies.popleft()
+        if self._hangs:
+            self._clock.now += timeout_s or 0.0
+            raise DeadlineExceededError("no complete frame arrived in time")
+        raise ChannelClosedError("the other side closed the connection")
+
+    def _cross(self, place: Place, timeout_s: float | None) -> None:
+        """Waits for the link, unless what has been sent before it was cut is here already."""
+        while not place.is_reached and not (self._replies and place.passes("from")):
+            place.wait(timeout_s)
+            if not self._replies:
+                self._work()
+        place.take_time()
+
+    def _end(self) -> None:
+        self._dead = True
+
+    # --- as a WorkAgent ---------------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        if self._place is not None and self._place.is_lost:
+            self._dead = True
+        while self._unread and not self._dead and not self._hangs and (self._place is None or self._place.passes("to")):
+            message = self._unread[0]
+            if isinstance(message, Allow):  # of a step that failed
+                self._unread.popleft()
+                continue
+            if self._fate is None:
+                self._fate = self._faults.draw()
+            if message.allowed_follow and len(self._unread) == 1 and self._fate not in WITHOUT_ALLOWED:
+                return
+            self._unread.popleft()
+            fate, self._fate = self._fate, None
+            self._step(message, fate)
+
+    def _allowed(self, step: RunStep) -> AllowedTokens:
+        message = self._unread.popleft()
+        assert isinstance(message, Allow) and message.step == step.step
+        assert self._mapping is not None
+        arrays = self._mapping.read(step.buffer, message.layout, message.content, behind=step.layout)
+        return allowed_from_arrays(step.step, arrays)
+
+    def _step(self, message: RunStep, fate: str) -> None:
+        rng, clock = self._rng, self._clock
+        clock.now += rng.uniform(0.001, 2 * SHORT_STEP_S)
+        if fate == "slow":
+            clock.now += rng.uniform(0.1, 0.9)
+        if fate in ("hang", "lost"):
+            self._hangs = True
+            if fate == "hang":
+                return
+        if fate == "die before":
+            self._dead = True
+            return
+        try:
+            assert self._mapping is not None
+            arrays = self._mapping.read(message.buffer, message.layout, message.content)
+            step = step_from_arrays(message.step, arrays, message.allowed_follow)
+        except TransportError:  # ends a WorkAgent
+            self._dead = True
+            return
+        if message.announce_ending:
+            self._answer(StepEnding(message.step))
+        try:
+            output = self._runner.execute(step, partial(self._allowed, message))
+        except WorkerError as error:
+            self._answer(StepFailed(message.step, str(error)))
+            return
+        if len(step.block_moves):
+            self.block_moves.update(step.block_moves[:, 0].tolist())
+        self.block_moves[BlockMove.EXPORT] += len(step.exports)
+        if POISON in step.token_ids.tolist():
+            fate = "die after" if self._faults.poison_kills else "fail"
+        if fate == "lost":
+            return
+        if fate == "die after":
+            self._dead = True
+            return
+        if fate == "bad row" and len(output.token_ids):
+            sample = rng.randrange(len(output.token_ids))
+            output.token_ids[sample] = -1
+            output = replace(output, row_errors={sample: BAD_ROW})
+        reply: AgentMessage = encode_output(output)
+        if fate == "fail":
+            reply = StepFailed(message.step, "RuntimeError: out of luck")
+        if fate == "other step":
+            reply = StepFailed(message.step + rng.choice((-1, 1)), "")
+        if fate == "garbage":
+            reply = _garbage(rng, encode_output(output))
+        self._answer(reply)
+        if fate == "twice":
+            self._answer(reply)
+
+    def _answer(self, message: AgentMessage) -> None:
+        self._replies.append(message)
+        if self._place is not None:
+            self._answers.append(message)
+
+
+def _garbage(rng: random.Random, reply: StepDone) -> StepDone:
+    """No arrays of numbers, or results that nobody has asked for."""
+    others: tuple[dict[str, Any], ...] = (
+        {"token_ids": reply.token_ids + b"?"},
+        {"token_ids": reply.token_ids + bytes(4), "logprobs": reply.logprobs + bytes(4), "top": None},
+        {"scores": ScoresDone(b"", b"", TopTokensDone(bytes(8), b"", b""))},
+        {"vectors": bytes(4), "num_vectors": 1 + reply.num_vectors},
+    )
+    return msgspec.structs.replace(reply, **rng.choice(others))

@@ -1,0 +1,82 @@
+"""How blocks come and go between simulated machines."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+from llm_serving.engine.fleet.migration import carried
+from llm_serving.errors import WorkerDiedError
+from llm_serving.kvcache.transfer_pool import TransferBlock
+from llm_serving.transport.messages import Blocks
+from support.fake_runner import FakeTransferPool
+from support.simulated_network import Place
+
+
+class SimulatedBlockLink:
+    """Has the face of a `BlockLink`; ends when a frame finds the machine lost or out of reach, and now and then so."""
+
+    def __init__(self, rng: random.Random, pool: FakeTransferPool, place: Place, end: Callable[[], None]) -> None:
+        """`end`: of the WorkAgent, which does not live on without its link."""
+        self.blocks_a_frame, self.timeout_s = rng.choice((1, 3)), math.inf
+        self.is_closed = False
+        self._rng, self._pool, self._place, self._end = rng, pool, place, end
+        self._rate = rng.choice((0.0, 0.0, 0.1))
+
+    def held(self, timeout_s: float) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def read(self, pieces: Iterable[Sequence[TransferBlock]]) -> Generator[Blocks, None, None]:
+        for blocks in pieces:
+            self._cross()
+            ids, epochs = [block_id for block_id, _ in blocks], [epoch for _, epoch in blocks]
+            yield Blocks(ids, epochs, *self._pool.read(ids, epochs))
+
+    def write(self, frames: Iterable[Blocks]) -> None:
+        for blocks in frames:
+            self._cross()
+            self._pool.write(blocks.block_ids, blocks.epochs, blocks.num_written, blocks.content)
+
+    def close(self) -> None:
+        self.is_closed = True
+
+    def _cross(self) -> None:
+        if not self.is_closed and self._rng.random() < self._rate:
+            self._place.network.counts["links of blocks that ended"] += 1
+            self.is_closed = True
+        if self.is_closed or self._place.is_lost or not self._place.is_reached:
+            self.is_closed = True
+            self._end()
+            raise WorkerDiedError("the other side is gone")
+
+
+class SimulatedCarrier:
+    """Has the face of a `Carrier`, and brings one request's blocks whenever it is told to; takes so many at a time."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._asked: deque[Callable[[], None]] = deque()
+
+    def carry(
+        self,
+        replica: int,
+        blocks: Sequence[TransferBlock],
+        source: SimulatedBlockLink,
+        target: SimulatedBlockLink,
+        done: Callable[[bool], None],
+    ) -> bool:
+        if len(self._asked) == self._most:
+            return False
+        self._asked.append(lambda: done(carried(blocks, source, target, math.inf)))
+        return True
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._asked)
+
+    def bring(self) -> None:
+        if self._asked:
+            self._asked.popleft()()

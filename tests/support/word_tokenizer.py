@@ -1,0 +1,19 @@
+"""A tokenizer whose tokens are numbers, so that ids and text can be compared at a glance."""
+
+from __future__ import annotations
+
+from support.fake_runner import VOCAB_SIZE
+
+_TEXTS = [f"{token} " for token in range(VOCAB_SIZE)]
+_BYTES = [text.encode() for text in _TEXTS]
+
+
+class WordTokenizer:
+    """Token i is the text "i "; the smallest thing the engine can work with."""
+
+    strips_leading_space = False
+    eos_token_ids = (2,)
+
+    def token_tables(self, skip_special_tokens: bool) -> tuple[list[bytes], list[str | None]]:
+        del skip_special_tokens
+        return _BYTES, _TEXTS

@@ -1,0 +1,126 @@
+"""Conversations as prompt texts: the same as `apply_chat_template` of the transformers library makes of them."""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+from llm_serving.errors import ModelError, RequestError
+from llm_serving.text.chat_template.template import ChatTemplate, Conversations, read_templates
+
+CASES = Path(__file__).parents[1] / "chat_cases"
+CONVERSATIONS = json.loads((CASES / "conversations.json").read_text("utf-8"))
+EXPECTED = json.loads((CASES / "expected.json").read_text("utf-8"))
+USER = [{"role": "user", "content": "x"}]
+
+
+class TestGolden:
+    """`golden_chat.py` writes what is expected."""
+
+    @pytest.mark.parametrize("template", sorted(EXPECTED))
+    def test_texts_and_refusals_are_those_of_transformers(self, template):
+        source = (CASES / f"{template}.jinja").read_text("utf-8")
+        conversations = Conversations({"default": source}, CONVERSATIONS["special_tokens"])
+        expected = EXPECTED[template]
+        assert {name: self.render(conversations, CONVERSATIONS["conversations"][name]) for name in expected} == expected
+
+    def render(self, conversations, case):
+        case = {"add_generation_prompt": not case.get("continue_final_message", False)} | case
+        variables, messages = case.pop("variables", {}), case.pop("messages")
+        try:
+            return conversations.render(messages, **case, **variables)
+        except RequestError:
+            return None
+
+    def test_every_template_has_its_expectations(self):
+        assert sorted(EXPECTED) == sorted(path.stem for path in CASES.glob("*.jinja"))
+        for texts in EXPECTED.values():
+            assert len(CONVERSATIONS["conversations"]) - len(texts) <= 6
+            assert sum(text is not None for text in texts.values()) >= len(texts) / 2
+
+
+class TestFeatures:
+    def test_a_template_may_ask_for_the_date(self):
+        before = datetime.now()
+        text = Conversations({"default": "{{ strftime_now('%Y-%m-%d') }}"}, {}).render(USER)
+        assert text in {f"{moment:%Y-%m-%d}" for moment in (before, datetime.now())}
+
+    def test_what_a_generation_block_sets_stays_inside(self):
+        template = ChatTemplate("{% generation %}{% set a = 1 %}{{ a }}{% endgeneration %}{{ a is defined }}")
+        assert template.render(USER) == "1False"
+
+    def test_an_open_generation_block_is_refused_at_start(self):
+        with pytest.raises(ModelError, match="chat_template cannot be compiled"):
+            ChatTemplate("{% generation %}text")
+
+    def test_nothing_but_text_can_be_continued(self):
+        with pytest.raises(RequestError, match="the last message has no text"):
+            Conversations({"default": "x"}, {}).render(
+                [{"role": "assistant", "content": None}], add_generation_prompt=False, continue_final_message=True
+            )
+
+
+NAMED = {"default": "plain", "tool_use": "tools: {{ tools | length }}", "rag": "{{ documents }}"}
+
+
+class TestSeveral:
+    def test_one_for_tools_is_taken_when_there_are_tools(self):
+        conversations = Conversations(NAMED, {})
+        assert conversations.render(USER) == "plain"
+        assert conversations.render(USER, tools=[{}, {}]) == "tools: 2"
+        assert conversations.render(USER, tools=[]) == "tools: 0"
+
+    def test_the_default_serves_tools_where_no_other_does(self):
+        assert Conversations({"default": "{{ tools }}"}, {}).render(USER, tools=[1]) == "[1]"
+
+    def test_without_a_default_the_names_are_told(self):
+        with pytest.raises(RequestError, match=r"of the model's chat templates \(rag, tool_use\) none is the default"):
+            Conversations({name: NAMED[name] for name in ("rag", "tool_use")}, {}).render(USER)
+
+    def test_a_template_that_nobody_can_ask_for_is_not_compiled(self):
+        assert Conversations({"default": "x", "rag": "{% for %}"}, {}).render(USER) == "x"
+
+
+class TestFiles:
+    def write(self, folder, **files):
+        for name, text in files.items():
+            path = folder / name.replace("__", "/").replace("_jinja", ".jinja").replace("_json", ".json")
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text, "utf-8")
+
+    def test_a_config_may_list_several(self, tmp_path):
+        listed = [{"name": name, "template": text} for name, text in NAMED.items()]
+        assert read_templates(tmp_path, {"chat_template": listed}) == NAMED
+        assert read_templates(tmp_path, {"chat_template": "one"}) == {"default": "one"}
+        assert read_templates(tmp_path, {}) == {}
+
+    def test_a_folder_of_more_stands_beside_the_file(self, tmp_path):
+        self.write(tmp_path, chat_template_jinja="ä", additional_chat_templates__tool_use_jinja="b")
+        assert read_templates(tmp_path, {}) == {"default": "ä", "tool_use": "b"}
+
+    def test_a_default_in_a_file_replaces_all_of_the_config(self, tmp_path):
+        listed = [{"name": "default", "template": "old"}, {"name": "tool_use", "template": "old"}]
+        self.write(tmp_path, chat_template_jinja="new")
+        assert read_templates(tmp_path, {"chat_template": listed}) == {"default": "new"}
+
+    def test_more_templates_without_a_default_join_those_of_the_config(self, tmp_path):
+        self.write(tmp_path, additional_chat_templates__tool_use_jinja="b")
+        assert read_templates(tmp_path, {"chat_template": "a"}) == {"default": "a", "tool_use": "b"}
+
+    def test_a_processors_file_is_the_last_place_to_look(self, tmp_path):
+        self.write(tmp_path, chat_template_json=json.dumps({"chat_template": "processor"}))
+        assert read_templates(tmp_path, {}) == {"default": "processor"}
+        assert read_templates(tmp_path, {"chat_template": "config"}) == {"default": "config"}
+
+    @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"chat_template": 1}', "[" * 100_000])
+    def test_a_processors_file_without_a_template_is_refused(self, tmp_path, text):
+        self.write(tmp_path, chat_template_json=text)
+        with pytest.raises(ModelError, match=r"chat_template\.json: (must be a JSON object|cannot be read)"):
+            read_templates(tmp_path, {})
+
+    def test_too_many_templates_are_refused(self, tmp_path):
+        self.write(tmp_path, **{f"additional_chat_templates__t{i}_jinja": "" for i in range(65)})
+        with pytest.raises(ModelError, match=r"additional_chat_templates: must hold at most 64 templates\. Given: 65"):
+            read_templates(tmp_path, {})

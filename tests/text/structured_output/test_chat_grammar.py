@@ -1,0 +1,159 @@
+"""Answers of random models that keep to the grammar of a conversation: thoughts, calls in every format, forms."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from typing import Any
+
+import pytest
+from jsonschema_rs import validator_for
+from llm_serving.text.structured_output import Grammar, GrammarError
+from llm_serving.text.structured_output.chat_grammar import Calls, answer_grammar
+from llm_serving.text.structured_output.grammars import json_grammar
+from llm_serving.text.tool_parsers import TOOL_FORMATS, Call, Callee, Marks
+from support.constraint_runs import allowed_ids, random_answer
+from support.fakes import DEMO_CONSTRAINTS, DEMO_TOKENIZER
+
+TEXT_MARKS = Marks(lambda text: None)
+SIZE: dict[str, Any] = {
+    "type": "object",
+    "properties": {"size": {"$ref": "#/$defs/size"}, "unit": {"enum": ["cm", "m"]}},
+    "required": ["size"],
+    "additionalProperties": False,
+    "$defs": {"size": {"type": "integer", "minimum": 1, "maximum": 99}},
+}
+ON: dict[str, Any] = {"type": "object", "properties": {"on": {"type": "boolean"}}, "required": ["on"]}
+TOOLS = (Callee("set_size", SIZE, strict=True), Callee("switch", ON | {"additionalProperties": False}, strict=True))
+SCHEMAS = {each.name: each.schema for each in TOOLS}
+
+
+def calls_in(form: str, text: str) -> tuple[str, list[tuple[str, Any]]]:
+    """What a whole answer says and calls."""
+    parser = TOOL_FORMATS[form].create(SCHEMAS)
+    parts = [*parser.add(text), *parser.flush()]
+    calls: list[Call] = []
+    for part in parts:
+        if isinstance(part, Call):
+            calls = [*calls, part] if part.name else [*calls[:-1], Call(calls[-1].name, calls[-1].arguments + part[1])]
+    said = "".join(part for part in parts if isinstance(part, str))
+    return said, [(call.name, json.loads(call.arguments)) for call in calls]
+
+
+def answers(grammar: Grammar, count: int = 10, max_tokens: int = 200) -> list[str]:
+    """Those that have come to their end."""
+    constraint = DEMO_CONSTRAINTS.compiled(grammar)
+    found = [random_answer(constraint, random.Random(seed), max_tokens) for seed in range(count)]
+    return [each for each in found if each is not None]
+
+
+@pytest.mark.parametrize("most", [1, 2, None])
+@pytest.mark.parametrize("form", TOOL_FORMATS)
+def test_calls_that_must_come(form: str, most: int | None) -> None:
+    calls = Calls(TOOL_FORMATS[form], TOOLS, must=True, most=most)
+    found = answers(answer_grammar(None, calls, None, TEXT_MARKS))
+    assert found
+    for text in found:
+        said, called = calls_in(form, text)
+        assert not said.strip()
+        assert 1 <= len(called) <= (most or 100)
+        for name, arguments in called:
+            assert validator_for(SCHEMAS[name]).is_valid(arguments), text
+
+
+@pytest.mark.parametrize("whitespace", ["", " "])
+@pytest.mark.parametrize("form", ["hermes", "llama", "mistral"])
+def test_in_a_call_stands_what_may_stand_in_json(form: str, whitespace: str) -> None:
+    calls = Calls(TOOL_FORMATS[form], TOOLS, must=True, most=1)
+    for text in answers(answer_grammar(None, calls, None, Marks(lambda text: None, whitespace))):
+        frame = text[text.index("{") : text.rindex("{")]
+        assert max(map(len, re.findall(r"\s*", frame))) <= len(whitespace), text
+
+
+@pytest.mark.parametrize(
+    ("form", "begun"),
+    [
+        ("hermes", 'Let me see.\n<tool_call>\n{"name": "'),
+        ("llama", '{"name": "'),
+        ("mistral", 'Well [TOOL_CALLS][{"name": "'),
+        ("glm_lines", "s"),
+        ("glm", "I ask.\n<tool_call>"),
+    ],
+)
+def test_what_begins_as_a_call_goes_on_as_one(form: str, begun: str) -> None:
+    grammar = answer_grammar(None, Calls(TOOL_FORMATS[form], TOOLS, must=False, most=None), None, TEXT_MARKS)
+    follows = {DEMO_TOKENIZER.token_text(each) for each in allowed_after(grammar, begun)}
+    assert "s" in follows
+    assert form == "glm_lines" or follows.isdisjoint({"x", "1", "]"})
+    assert {"x", "1", "]"} <= {DEMO_TOKENIZER.token_text(each) for each in allowed_after(grammar, "Hello")}
+
+
+def test_a_form_and_calls_are_either() -> None:
+    calls = Calls(TOOL_FORMATS["hermes"], TOOLS, must=False, most=None)
+    found = answers(answer_grammar(json_grammar(json.dumps(ON)), calls, None, TEXT_MARKS), 30)
+    assert {text[0] for text in found} == {"{", "<"}
+
+
+@pytest.mark.parametrize(("is_open", "before"), [(True, "Hm.</think>"), (False, "<think>Hm.</think>\n\n"), (False, "")])
+def test_a_thought_comes_before(is_open: bool, before: str) -> None:
+    grammar = answer_grammar(json_grammar('{"const": 1}'), None, is_open, TEXT_MARKS)
+    assert {DEMO_TOKENIZER.token_text(each) for each in allowed_after(grammar, before)} >= {"1"}
+    assert "2" not in {DEMO_TOKENIZER.token_text(each) for each in allowed_after(grammar, before)}
+
+
+def test_marks_that_are_special_tokens_are_named_by_their_ids() -> None:
+    special = {"[TOOL_CALLS]": 1, "[ARGS]": 3}
+    calls = Calls(TOOL_FORMATS["mistral"], TOOLS, must=True, most=1)
+    walk = DEMO_CONSTRAINTS.compiled(answer_grammar(None, calls, None, Marks(special.get))).begin()
+    assert allowed_ids(walk.allowed_words([])) == [1]
+    named = tokens_of("switch")
+    assert 3 in allowed_ids(walk.allowed_words([1, *named]))
+    assert {DEMO_TOKENIZER.token_text(each) for each in allowed_ids(walk.allowed_words([1, *named, 3]))} == {"{"}
+
+
+@pytest.mark.parametrize("budget", [0, 1, 5])
+@pytest.mark.parametrize("form", [None, json_grammar('{"const": 7}')])
+def test_a_thought_ends_behind_its_budget(form: Grammar | None, budget: int) -> None:
+    """Whatever a model thinks, the middle of a letter included; the answer follows in its form."""
+    opening, closing = 0, 1
+    marks = Marks({"<think>": opening, "</think>": closing}.get)
+    for thinks_open in (True, False):
+        constraint = DEMO_CONSTRAINTS.compiled(answer_grammar(form, None, thinks_open, marks, budget))
+        for seed in range(6):
+            output = [] if thinks_open else [opening]
+            walk, choice = constraint.begin(), random.Random(seed).choice
+            for _ in range(budget):
+                allowed = allowed_ids(walk.allowed_words(output))
+                letters = [each for each in allowed if seed % 2 and DEMO_TOKENIZER.token_bytes(each)[-1:] >= b"\x80"]
+                assert closing in allowed or letters  # not in the middle of one
+                output.append(choice([each for each in letters or allowed if each != closing]))
+            assert allowed_ids(walk.allowed_words(output)) == [closing]
+            assert tokens_of("7")[0] in allowed_ids(walk.allowed_words([*output, closing]))
+
+
+def test_a_budget_needs_a_token_that_ends_thoughts() -> None:
+    with pytest.raises(GrammarError, match="the model has no token for </think>"):
+        answer_grammar(None, None, True, TEXT_MARKS, 5)
+
+
+def test_of_a_tool_that_is_not_strict_what_cannot_be_kept_to_is_left_out() -> None:
+    unique = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+    for strict in (False, True):
+        calls = Calls(TOOL_FORMATS["hermes"], [Callee("f", unique, strict)], must=True, most=1)
+        grammar = answer_grammar(None, calls, None, TEXT_MARKS)
+        if strict:
+            with pytest.raises(GrammarError, match="uniqueItems"):
+                DEMO_CONSTRAINTS.compiled(grammar)
+        else:
+            DEMO_CONSTRAINTS.compiled(grammar)
+
+
+def allowed_after(grammar: Grammar, text: str) -> list[int]:
+    return allowed_ids(DEMO_CONSTRAINTS.compiled(grammar).begin().allowed_words(tokens_of(text)))
+
+
+def tokens_of(text: str) -> list[int]:
+    """Tokens of single characters."""
+    table = [DEMO_TOKENIZER.token_bytes(token_id) for token_id in range(DEMO_TOKENIZER.vocab_size)]
+    return [table.index(char.encode()) for char in text]

@@ -1,0 +1,193 @@
+"""Grammars made ready: what answers they allow, what cannot be compiled and where that is said to be."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+from llm_serving.text.structured_output import ConstraintCompiler, Grammar, GrammarError, GrammarLimits
+from llm_serving.text.structured_output.compiler import _with_a_large_stack
+from llm_serving.text.structured_output.grammars import (
+    WHITESPACES,
+    any_grammar,
+    choice_grammar,
+    json_grammar,
+    lark_grammar,
+    literal,
+    regex_grammar,
+)
+from support.constraint_runs import END, allowed_ids, random_answer
+from support.fakes import DEMO_CONSTRAINTS, DEMO_TOKENIZER
+
+
+def answers(grammar: Grammar, count: int = 20) -> set[str | None]:
+    """What random models answer; None: they have come to no end."""
+    return {random_answer(DEMO_CONSTRAINTS.compiled(grammar), random.Random(seed), 60) for seed in range(count)}
+
+
+@pytest.mark.parametrize(
+    ("grammar", "expected"),
+    [
+        (choice_grammar(["a", "ab", 'say "c"\n']), {"a", "ab", 'say "c"\n'}),
+        (regex_grammar("(x|yy)/?"), {"x", "yy", "x/", "yy/"}),
+        (any_grammar('root ::= first "!"?\nfirst ::= "a" | "b" # of two'), {"a", "b", "a!", "b!"}),
+        (any_grammar('start: first "!"?\nfirst: "a" | "b"'), {"a", "b", "a!", "b!"}),
+        (json_grammar('{"enum": [1, "a", null]}'), {"1", '"a"', "null"}),
+        (lark_grammar(f"start: {literal('<')} @a {literal('>')}", a=regex_grammar("1|2")), {"<1>", "<2>"}),
+    ],
+)
+def test_what_a_grammar_allows(grammar: Grammar, expected: set[str]) -> None:
+    assert answers(grammar) == expected
+
+
+def test_properties_come_in_the_order_of_the_schema_and_its_integers_are_kept() -> None:
+    properties = '{"b": {"const": true}, "a": {"const": 9007199254740991}}'
+    schema = f'{{"properties": {properties}, "required": ["b", "a"], "additionalProperties": false, "type": "object"}}'
+    [answer] = answers(json_grammar(schema, whitespace=" ?"), 1)
+    assert answer is not None
+    assert list(json.loads(answer).items()) == [("b", True), ("a", 9007199254740991)]
+
+
+@pytest.mark.parametrize(
+    ("whitespace", "most"),
+    [(WHITESPACES["none"], 0), (WHITESPACES["space"], 1), (WHITESPACES["lines"], 32)],
+)
+def test_white_space_between_the_parts_of_json_ends(whitespace: str, most: int) -> None:
+    walk = DEMO_CONSTRAINTS.compiled(json_grammar('{"type": "array", "items": {"const": 1}}', whitespace)).begin()
+    output, space = [token_of("[")], token_of(" ")
+    while allows(walk.allowed_words(output), space):
+        output.append(space)
+    assert len(output) == 1 + most
+    assert allows(walk.allowed_words(output), token_of("1"))
+
+
+def test_an_answer_may_end_only_where_the_grammar_does() -> None:
+    walk = DEMO_CONSTRAINTS.compiled(regex_grammar("ab?")).begin()
+    a, b = map(token_of, ("a", "b"))
+    assert not allows(walk.allowed_words([]), END)
+    assert allows(walk.allowed_words([a]), END)
+    assert allows(walk.allowed_words([a]), b)
+    assert allowed_ids(walk.allowed_words([a, b])) == [END]
+
+
+def token_of(text: str) -> int:
+    return next(i for i in range(DEMO_TOKENIZER.vocab_size) if DEMO_TOKENIZER.token_bytes(i) == text.encode())
+
+
+def allows(words: np.ndarray, token_id: int) -> bool:
+    return bool(words[token_id // 32] >> (token_id % 32) & 1)
+
+
+def test_special_tokens_are_no_text() -> None:
+    words = DEMO_CONSTRAINTS.compiled(regex_grammar("(?s:.)*")).begin().allowed_words([])
+    assert [token_id for token_id in sorted(DEMO_TOKENIZER.special_token_ids) if allows(words, token_id)] == [END]
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ({"type": "array", "uniqueItems": True}, 'cannot be compiled at #: Unimplemented keys: ["uniqueItems"]'),
+        (
+            {"properties": {"a/b": {"items": {"anyOf": [{"type": "null"}, {"format": "x", "type": "string"}]}}}},
+            "cannot be compiled at #/properties/a~1b/items/anyOf/1: Unknown format: x",
+        ),
+        (
+            {"$ref": "#/$defs/a", "$defs": {"a": {"properties": {"b": {"not": {"type": "null"}}}}}},
+            "cannot be compiled at #/$defs/a/properties/b: Unimplemented keys",
+        ),
+        ({"enum": []}, "cannot be compiled at #: Unsatisfiable schema"),
+        ({"properties": {"a": {"$ref": "file:///etc/passwd"}}}, "retrieving it failed"),
+    ],
+)
+def test_a_schema_that_cannot_be_compiled_says_where(schema: dict[str, Any], message: str) -> None:
+    with pytest.raises(GrammarError) as caught:
+        DEMO_CONSTRAINTS.compiled(json_grammar(json.dumps(schema)))
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: any_grammar('root ::= ( "a"'), lambda: json_grammar("[]"), lambda: json_grammar("{")]
+)
+def test_what_is_no_grammar_is_refused_before(make: Any) -> None:
+    with pytest.raises(GrammarError):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("grammar", "message"), [("start: foo", '1(8): unknown name: "foo"'), ("start: (", "1(9): Expected token")]
+)
+def test_a_grammar_that_cannot_be_compiled_says_where(grammar: str, message: str) -> None:
+    with pytest.raises(GrammarError, match="cannot be compiled") as caught:
+        DEMO_CONSTRAINTS.compiled(lark_grammar(grammar))
+    assert message in str(caught.value)
+
+
+def chain(count: int, rule: str, last: str) -> str:
+    return "start: r0\n" + "\n".join(rule.format(i, i + 1) for i in range(count)) + "\n" + last.format(count)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        pytest.param(chain(3300, 'r{0}: "x" r{1}', 'r{0}: "y"'), id="nested beyond any stack"),
+        pytest.param(
+            chain(2800, 'T{0}: ("x"|T{1})*', 'T{0}: "y"').replace("r0", "T0"), id="takes many seconds to compile"
+        ),
+    ],
+)
+def test_a_grammar_that_would_break_its_compiler_is_refused(text: str) -> None:
+    with pytest.raises(GrammarError, match="takes too much time or memory to compile"):
+        DEMO_CONSTRAINTS.compiled(lark_grammar(text))
+    assert answers(choice_grammar(["a"]), 1) == {"a"}  # whoever comes next is served
+
+
+def test_a_text_of_a_million_letters_costs_no_more_than_its_tokens() -> None:
+    walk = DEMO_CONSTRAINTS.compiled(regex_grammar("(abc){1000}{1000}")).begin()
+    assert {DEMO_TOKENIZER.token_text(token_id) for token_id in allowed_ids(walk.allowed_words([]))} >= {"a", "ab"}
+
+
+def test_grammars_are_kept_and_compiled_once() -> None:
+    compiler = ConstraintCompiler(DEMO_TOKENIZER, frozenset({END}), 2048, GrammarLimits(num_kept=2))
+    first, *others = (regex_grammar(f"a{{{count}}}") for count in (1, 2, 3))
+    found: list[object] = []
+    threads = [threading.Thread(target=lambda: found.append(compiler.compiled(first))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(map(id, found))) == 1
+    assert compiler.compiled(first) is found[0]
+    for each in others:
+        compiler.compiled(each)
+    again = compiler.compiled(first)
+    assert again is not found[0]
+    assert again == found[0]
+
+
+def test_what_cannot_be_compiled_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = ConstraintCompiler(DEMO_TOKENIZER, frozenset({END}), 2048)
+    tried: list[Grammar] = []
+    real = compiler._try
+    monkeypatch.setattr(compiler, "_try", lambda grammar: (tried.append(grammar), real(grammar)))
+    for _ in range(3):
+        with pytest.raises(GrammarError, match="cannot be compiled"):
+            compiler.compiled(lark_grammar("start: missing"))
+    assert len(tried) == 1
+
+
+def test_too_large_a_grammar_is_refused() -> None:
+    compiler = ConstraintCompiler(DEMO_TOKENIZER, frozenset({END}), 2048, GrammarLimits(max_bytes=1024))
+    with pytest.raises(GrammarError, match="must have at most 1024 bytes"):
+        compiler.compiled(regex_grammar("a" * 1000))
+
+
+def test_threads_have_the_usual_stack_again_however_many_compile():
+    before = threading.stack_size()
+    with ThreadPoolExecutor(8) as pool:
+        assert sum(pool.map(lambda number: _with_a_large_stack(lambda: number), range(200))) == sum(range(200))
+    assert threading.stack_size() == before

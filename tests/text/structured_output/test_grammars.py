@@ -1,0 +1,23 @@
+"""What clients ask for, in the language that is compiled."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+from llguidance.gbnf_to_lark import is_lark_syntax
+from llm_serving.text.structured_output.grammars import any_grammar, is_lark
+
+PARTS = ("start", ":", " ", "\n", "\r", "\t", "%llguidance", "a", "root ::= ")
+
+
+@given(st.lists(st.sampled_from(PARTS), max_size=8).map("".join))
+def test_a_grammar_is_known_to_be_lark_as_the_library_knows_it(text: str) -> None:
+    assert is_lark(text) == is_lark_syntax(text)
+
+
+def test_blank_lines_are_never_looked_at_together() -> None:
+    """The library's search takes the square of their number, and holds Python's lock meanwhile."""
+    blank = "\n" * 60_000
+    assert not is_lark(f'root ::= "a"{blank}')
+    assert is_lark(f"{blank}start: /a/")
+    assert any_grammar(f'root ::= "a"{blank}') == any_grammar('root ::= "a"')

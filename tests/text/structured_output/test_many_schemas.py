@@ -1,0 +1,18 @@
+"""Some of the schemas of `tests/tools/grammar_cases.py`: every answer that comes to its end is JSON of its schema."""
+
+from __future__ import annotations
+
+from support.schemas import fault_of, random_schema
+from tools.grammar_cases import checked, random_answers
+
+
+def test_answers_of_a_random_model_are_of_their_schemas() -> None:
+    counts, faults = checked(random_answers(random_schema(seed) for seed in range(20)))
+    assert faults == []
+    assert counts["stop"] >= 10
+
+
+def test_what_is_not_of_a_schema_is_found() -> None:
+    assert fault_of({"type": "integer"}, "1") is None
+    assert fault_of({"type": "integer"}, '"1"') is not None
+    assert fault_of({"type": "integer"}, "1 2") is not None

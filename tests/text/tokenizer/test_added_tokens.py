@@ -1,0 +1,51 @@
+"""Finding tokens in a text as they are written."""
+
+from __future__ import annotations
+
+import pytest
+from llm_serving.text.tokenizer.vocabulary import AddedToken, TokenSplitter, read_added_tokens
+
+
+def split(text, *tokens):
+    return TokenSplitter({token.text: token for token in tokens}).split(text)
+
+
+def test_of_several_at_one_place_the_longest_is_found():
+    tokens = AddedToken("<a>", special=True), AddedToken("<a>b", special=True)
+    assert split("x<a>b<a>c", *tokens) == [("x", False), ("<a>b", True), ("<a>", True), ("c", False)]
+
+
+@pytest.mark.parametrize(
+    ("flag", "parts"),
+    [
+        ({"lstrip": True}, [("a", False), ("<t>", True), (" b", False)]),
+        ({"rstrip": True}, [("a ", False), ("<t>", True), ("b", False)]),
+        ({}, [("a ", False), ("<t>", True), (" b", False)]),
+    ],
+)
+def test_a_token_may_take_the_white_space_beside_it(flag, parts):
+    assert split("a <t> b", AddedToken("<t>", special=True, **flag)) == parts
+
+
+def test_white_space_alone_is_taken_whole():
+    assert split("<t> \n", AddedToken("<t>", special=True, rstrip=True)) == [("<t>", True)]
+
+
+@pytest.mark.parametrize(("text", "found"), [("a is b", True), ("is", True), ("this b", False), ("a isle", False)])
+def test_a_word_is_no_token_inside_another(text, found):
+    parts = split(text, AddedToken("is", special=False, single_word=True))
+    assert any(is_token for _, is_token in parts) == found
+    assert "".join(part for part, _ in parts) == text
+
+
+def test_without_tokens_a_text_is_one_part():
+    assert split("abc") == [("abc", False)]
+    assert split("") == []
+
+
+def test_what_is_malformed_is_left_out():
+    good = {"content": "<t>", "special": True, "rstrip": True, "normalized": False}
+    others = {"x": good, "-1": good, str(2**24): good, "1": 5, "2": {"content": 5}, "3": {"content": ""}}
+    expected = AddedToken("<t>", special=True, rstrip=True, normalized=False)
+    assert read_added_tokens({"added_tokens_decoder": {"7": good, **others}}) == {7: expected}
+    assert read_added_tokens({"added_tokens_decoder": []}) == {}

@@ -1,0 +1,199 @@
+"""Tokenizers of GGUF files: the ids of the tokenizer files that the same tokens make."""
+
+import json
+
+import pytest
+from llm_serving.config.paths import DEMO_FOLDER
+from llm_serving.errors import ModelError
+from llm_serving.text.tokenizer.tokenizer import Tokenizer
+from sentencepiece import SentencePieceProcessor
+from support.gguf_files import gguf_bytes
+from support.tokenizer_files import byte_level_folder
+from tokenizers import Tokenizer as LibraryTokenizer
+
+TEXTS = [
+    "",
+    "hello world, hello there",
+    "  the quick brown fox\n\njumps over  12345 dogs' ",
+    "数える 一二三 naïve café 😀 e\u0301",
+    "It's we'll DON'T\tx\r\n y   ",
+    " hello",
+]
+
+
+def keys(**facts):
+    return {f"tokenizer.ggml.{key}": value for key, value in facts.items()}
+
+
+def write(path, template=None, **facts):
+    more = {} if template is None else {"tokenizer.chat_template": template}
+    path.write_bytes(gguf_bytes({**keys(**facts), **more}, {}))
+    return path
+
+
+def sentencepiece_facts():
+    """Those of the shipped tokenizer.model."""
+    model = SentencePieceProcessor(model_file=str(DEMO_FOLDER / "tokenizer.model"))
+    kinds = ((model.is_unknown, 2), (model.is_control, 3), (model.is_unused, 5), (model.is_byte, 6))
+    ids = range(model.vocab_size())
+    return {
+        "model": "llama",
+        "tokens": [model.id_to_piece(i) for i in ids],
+        "scores": [model.get_score(i) for i in ids],
+        "token_type": [next((kind for test, kind in kinds if test(i)), 1) for i in ids],
+        "bos_token_id": model.bos_id(),
+        "eos_token_id": model.eos_id(),
+        "unknown_token_id": model.unk_id(),
+    }
+
+
+@pytest.mark.parametrize("text", [*TEXTS, "Add 17 and 25.", "<s>x</s> y"])
+def test_sentencepiece_as_of_the_shipped_model(tmp_path, text):
+    ours = Tokenizer.load(write(tmp_path / "a.gguf", **sentencepiece_facts()))
+    theirs = Tokenizer.load(DEMO_FOLDER)
+    for special in (False, True):
+        assert ours.encode(text, special) == theirs.encode(text, special)
+    ids = theirs.encode(text, add_special_tokens=False)
+    assert ours.decode(ids, skip_special_tokens=False) == theirs.decode(ids, skip_special_tokens=False)
+    assert (ours.bos_token_id, ours.eos_token_ids, ours.vocab_size) == (
+        theirs.bos_token_id,
+        theirs.eos_token_ids,
+        theirs.vocab_size,
+    )
+    assert ours.special_token_ids == theirs.special_token_ids
+
+
+def test_sentencepiece_without_a_space_before_and_without_a_begin(tmp_path):
+    facts = sentencepiece_facts() | {"add_space_prefix": False, "add_bos_token": False}
+    ours = Tokenizer.load(write(tmp_path / "a.gguf", **facts))
+    with_space = Tokenizer.load(write(tmp_path / "b.gguf", **sentencepiece_facts()))
+    assert ours.encode(" Count") == with_space.encode("Count")[1:]
+    assert ours.decode(ours.encode("Count to 3.")) == "Count to 3."
+
+
+def byte_pair_facts(folder, pre="gpt-2"):
+    """Those of a tokenizer.json, which is written there too."""
+    content = json.loads((byte_level_folder(folder) / "tokenizer.json").read_text())
+    vocab = content["model"]["vocab"] | {each["content"]: each["id"] for each in content["added_tokens"]}
+    special = {each["content"]: 3 if each["special"] else 4 for each in content["added_tokens"]}
+    tokens = sorted(vocab, key=vocab.__getitem__)
+    merges = [each if isinstance(each, str) else " ".join(each) for each in content["model"]["merges"]]
+    return {
+        "model": "gpt2",
+        "pre": pre,
+        "tokens": tokens,
+        "token_type": [special.get(each, 1) for each in tokens],
+        "merges": merges,
+        "bos_token_id": vocab["<|begin|>"],
+        "eos_token_id": vocab["<|eot|>"],
+    }
+
+
+@pytest.mark.parametrize("text", [*TEXTS, "<|begin|>x<|eot|> <tool é>"])
+def test_byte_pairs_as_of_a_tokenizer_json(tmp_path, text):
+    facts = byte_pair_facts(tmp_path)
+    ours = Tokenizer.load(write(tmp_path / "a.gguf", **facts))
+    library = LibraryTokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    expected = library.encode(text, add_special_tokens=False).ids
+    assert ours.encode(text, add_special_tokens=False) == expected
+    assert ours.encode(text) == expected  # the file does not say that a text begins with a token
+    assert ours.decode(expected, skip_special_tokens=False) == text
+    assert ours.eos_token_ids == (facts["eos_token_id"],)
+    begins = Tokenizer.load(write(tmp_path / "b.gguf", **facts, add_bos_token=True))
+    assert begins.encode(text) == [facts["bos_token_id"], *expected]
+
+
+@pytest.mark.parametrize(
+    ("pre", "words"),
+    [
+        ("llama-bpe", ["It", "'s", " ", "123", "45", "!"]),
+        ("qwen2", ["It", "'s", " ", "1", "2", "3", "4", "5", "!"]),
+        ("deepseek-r1-qwen", ["It", "'s", " ", "1", "2", "3", "4", "5", "!"]),
+        ("gpt-2", ["It", "'s", " 12345", "!"]),
+        ("smollm", ["It", "'s", " ", "1", "2", "3", "4", "5", "!"]),
+    ],
+)
+def test_words_are_cut_as_the_name_says(tmp_path, pre, words):
+    """A vocabulary of which every one of those words is a token, whatever its pairs."""
+    letters = [chr(code) for code in (*range(0x21, 0x7F), 0x120)]
+    facts = {"model": "gpt2", "pre": pre, "tokens": letters, "merges": []}
+    for word in dict.fromkeys(word.replace(" ", "Ġ") for word in words):
+        for end in range(2, len(word) + 1):
+            if word[:end] not in facts["tokens"]:
+                facts["tokens"] = [*facts["tokens"], word[:end]]
+                facts["merges"] = [*facts["merges"], f"{word[: end - 1]} {word[end - 1]}"]
+    tokenizer = Tokenizer.load(write(tmp_path / "a.gguf", **facts | {"merges": facts["merges"] or ["I t"]}))
+    ids = tokenizer.encode("It's 12345!", add_special_tokens=False)
+    assert [tokenizer.token_text(each) for each in ids] == words
+
+
+def test_only_the_names_that_compose_compose(tmp_path):
+    facts = byte_pair_facts(tmp_path)
+    composed = Tokenizer.load(write(tmp_path / "a.gguf", **facts | {"pre": "qwen2"}))
+    plain = Tokenizer.load(write(tmp_path / "b.gguf", **facts | {"pre": "llama-bpe"}))
+    assert composed.decode(composed.encode("e\u0301")) == "\u00e9"
+    assert plain.decode(plain.encode("e\u0301")).endswith("e\u0301")
+
+
+def test_the_template_and_unused_tokens(tmp_path):
+    facts = byte_pair_facts(tmp_path)
+    facts["tokens"] = [*facts["tokens"], "[PAD1]", "[PAD2]"]
+    facts["token_type"] = [*facts["token_type"], 5, 5]
+    tokenizer = Tokenizer.load(write(tmp_path / "a.gguf", template="{{ bos_token }}{{ messages[0].content }}", **facts))
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}]) == "<|begin|>hi"
+    assert tokenizer.token_bytes(len(facts["tokens"]) - 1) == b""
+    assert len(tokenizer.encode("[PAD1]", add_special_tokens=False)) > 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": "bert"}, "`tokenizer.ggml.model` must be llama or gpt2: .* Given: 'bert'"),
+        ({"pre": "tekken"}, "`tokenizer.ggml.pre` must be one of llama-bpe, .*tokenizer_path .* Given: 'tekken'"),
+        ({"pre": [1]}, "`tokenizer.ggml.pre` must be one of"),
+        ({"tokens": []}, "`tokenizer.ggml.tokens` must hold at least one token"),
+        ({"tokens": 3}, "`tokenizer.ggml.tokens` must be a list of texts. Given: 3"),
+        ({"token_type": [1]}, "`tokenizer.ggml.token_type` must be a list of .* numbers, one for each token"),
+        ({"merges": ["a b c"]}, "`tokenizer.ggml.merges` must be pairs of tokens that are a token. Found: 'a b c'"),
+        ({"merges": ["ab"]}, "must be pairs of tokens"),
+        ({"merges": 1}, "`tokenizer.ggml.merges` must be a list of texts"),
+        ({"bos_token_id": 10**6}, "`tokenizer.ggml.bos_token_id` must be the id of one of"),
+        ({"add_bos_token": 1}, "`tokenizer.ggml.add_bos_token` must be true or false"),
+    ],
+)
+def test_byte_pairs_that_contradict_themselves(tmp_path, changes, message):
+    path = write(tmp_path / "a.gguf", **byte_pair_facts(tmp_path) | changes)
+    with pytest.raises(ModelError, match=message) as caught:
+        Tokenizer.load(path)
+    assert str(path) in str(caught.value)
+
+
+def test_tokens_that_stand_twice(tmp_path):
+    facts = byte_pair_facts(tmp_path)
+    path = write(tmp_path / "a.gguf", **facts | {"tokens": [facts["tokens"][0], *facts["tokens"][:-1]]})
+    with pytest.raises(ModelError, match=r"`tokenizer\.ggml\.tokens` must hold each text once"):
+        Tokenizer.load(path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"scores": None}, "`tokenizer.ggml.scores` must be given"),
+        ({"scores": [1.0]}, "`tokenizer.ggml.scores` must be a list of 2048 numbers"),
+        ({"token_type": [1] * 2048}, "must say of one token that it stands for what is unknown"),
+        ({"token_type": [9] * 2048}, "`tokenizer.ggml.token_type` must be types from 1 to 6"),
+        ({"tokens": ["<unk>"] * 2048}, "a.gguf: is not a sentencepiece model"),
+    ],
+)
+def test_pieces_that_contradict_themselves(tmp_path, changes, message):
+    facts = {key: value for key, value in (sentencepiece_facts() | changes).items() if value is not None}
+    with pytest.raises(ModelError, match=message):
+        Tokenizer.load(write(tmp_path / "a.gguf", **facts))
+
+
+def test_a_file_of_its_own_takes_the_place_of_the_model_s(tmp_path):
+    facts = byte_pair_facts(tmp_path)
+    own = write(tmp_path / "a.gguf", **facts)
+    shipped = DEMO_FOLDER / "tokenizer.model"
+    assert Tokenizer.load(own, shipped).encode("Add 17") == Tokenizer.load(DEMO_FOLDER).encode("Add 17")
+    assert Tokenizer.load(DEMO_FOLDER, own).encode("hello") == Tokenizer.load(own).encode("hello")

@@ -1,0 +1,266 @@
+"""Reading tokenizer folders, encoding, decoding, chat templates."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import llm_serving.demo_model
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from llm_serving.errors import ModelError, RequestError
+from llm_serving.text.chat_template import template as chat_template
+from llm_serving.text.tokenizer.tokenizer import Tokenizer
+from sentencepiece import SentencePieceProcessor
+from support.tokenizer_files import byte_fallback_folder, byte_level_folder, write_config
+from tokenizers import Tokenizer as TokenizersTokenizer
+
+DEMO = Path(llm_serving.demo_model.__file__).parent
+READABLE = st.text(st.characters(codec="utf-8", exclude_categories=["Cs", "Cc"]), max_size=30)
+
+demo = Tokenizer.load(DEMO)
+demo_processor = SentencePieceProcessor(model_file=str(DEMO / "tokenizer.model"))
+
+
+@pytest.fixture(scope="module", params=[byte_level_folder, byte_fallback_folder])
+def folder(request, tmp_path_factory):
+    return request.param(tmp_path_factory.mktemp("tokenizer"))
+
+
+def user(text):
+    return [{"role": "user", "content": text}]
+
+
+class TestSentencePiece:
+    def test_begin_of_sequence_is_added_as_the_config_says(self):
+        assert demo.encode("hello") == [1, *demo_processor.encode("hello")]
+        assert demo.encode("hello", add_special_tokens=False) == demo_processor.encode("hello")
+
+    @given(READABLE)
+    def test_decode_agrees_with_the_library(self, text):
+        ids = demo_processor.encode(text)
+        assert demo.decode(ids) == demo_processor.decode(ids)
+
+    def test_special_tokens_in_a_text_are_recognised(self):
+        assert demo.encode("<s>hello</s>", add_special_tokens=False) == [1, *demo_processor.encode("hello"), 2]
+
+    def test_special_tokens_are_left_out_of_a_text_unless_asked_for(self):
+        ids = demo.encode("hello</s>")
+        assert demo.decode(ids) == "hello"
+        assert demo.decode(ids, skip_special_tokens=False) == "<s> hello</s>"
+
+    def test_ids_without_a_text_decode_to_nothing(self):
+        assert demo.decode([-1, 10**9]) == ""
+
+    def test_facts(self):
+        assert (demo.vocab_size, demo.bos_token_id, demo.eos_token_ids) == (2048, 1, (2,))
+        assert demo.special_token_ids == {0, 1, 2, 3}
+
+    def test_a_token_that_is_part_of_a_character_is_shown_by_its_bytes(self):
+        ids = demo_processor.encode("😀")[1:]
+        assert [demo.token_bytes(token_id) for token_id in ids] == [b"\xf0", b"\x9f", b"\x98", b"\x80"]
+        assert demo.token_text(ids[0]) == "bytes:\\xf0"
+
+    def test_added_tokens_of_the_config_extend_the_vocabulary(self, tmp_path):
+        shutil.copy(DEMO / "tokenizer.model", tmp_path)
+        added = {"2050": {"content": "<|call|>", "special": True}, "2051": {"content": "é!", "special": False}}
+        write_config(tmp_path, added_tokens_decoder=added, add_bos_token=False)
+        tokenizer = Tokenizer.load(tmp_path)
+        ids = tokenizer.encode("<|call|>é!")
+        assert ids == [2050, 2051]
+        assert tokenizer.decode(ids) == "é!"
+        assert tokenizer.vocab_size == 2052
+
+
+class TestTokenizersFile:
+    @given(text=READABLE)
+    def test_decode_agrees_with_the_library(self, folder, text):
+        library = TokenizersTokenizer.from_file(str(folder / "tokenizer.json"))
+        ids = library.encode(text, add_special_tokens=False).ids
+        tokenizer = Tokenizer.load(folder)
+        assert tokenizer.decode(ids) == library.decode(ids)
+
+    def test_byte_level_follows_the_post_processor(self, tmp_path):
+        tokenizer = Tokenizer.load(byte_level_folder(tmp_path))
+        assert tokenizer.encode("hello")[0] == tokenizer.bos_token_id
+        assert tokenizer.encode("hello", add_special_tokens=False) == tokenizer.encode("hello")[1:]
+
+    def test_the_config_may_forbid_begin_of_sequence(self, tmp_path):
+        tokenizer = Tokenizer.load(byte_fallback_folder(tmp_path, add_bos_token=False))
+        assert tokenizer.encode("hello") == tokenizer.encode("hello", add_special_tokens=False)
+
+    def test_an_added_token_decodes_as_written(self, tmp_path):
+        tokenizer = Tokenizer.load(byte_level_folder(tmp_path))
+        assert tokenizer.decode(tokenizer.encode("a<tool é>b")) == "a<tool é>b"
+
+    def test_end_ids_come_from_both_configs(self, tmp_path):
+        byte_level_folder(tmp_path)
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 6]}))
+        tokenizer = Tokenizer.load(tmp_path)
+        assert tokenizer.eos_token_ids[1:] == (5, 6)
+        assert tokenizer.decode([tokenizer.eos_token_ids[0]], skip_special_tokens=False) == "<|eot|>"
+
+    def test_an_unknown_decoder_is_refused(self, tmp_path):
+        byte_level_folder(tmp_path)
+        path = tmp_path / "tokenizer.json"
+        content = json.loads(path.read_text()) | {"decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True}}
+        path.write_text(json.dumps(content))
+        with pytest.raises(ModelError, match=r"decoder 'WordPiece' is not supported\. Known: ByteLevel, "):
+            Tokenizer.load(tmp_path)
+
+
+class TestLoad:
+    def test_a_folder_without_tokenizer_is_refused(self, tmp_path):
+        with pytest.raises(ModelError, match=r"has no tokenizer file: none of tokenizer\.json, tokenizer\.model, "):
+            Tokenizer.load(tmp_path)
+
+    def test_a_missing_vocab_file_is_refused(self, tmp_path):
+        with pytest.raises(ModelError, match=r"nowhere\.model does not exist"):
+            Tokenizer.load(tmp_path, tmp_path / "nowhere.model")
+
+    def test_vocab_file_takes_the_place_of_the_folders(self, tmp_path):
+        assert Tokenizer.load(tmp_path, DEMO / "tokenizer.model").encode("hello") == demo.encode("hello")
+        assert Tokenizer.load(tmp_path, DEMO).encode("hello") == demo.encode("hello")
+
+    @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer.model"])
+    def test_a_broken_file_is_refused(self, tmp_path, name):
+        (tmp_path / name).write_bytes(b"\x00 not this")
+        with pytest.raises(ModelError, match=r"is not a "):
+            Tokenizer.load(tmp_path)
+
+    def test_a_special_token_outside_the_vocabulary_is_refused(self, tmp_path):
+        shutil.copy(DEMO / "tokenizer.model", tmp_path)
+        write_config(tmp_path, eos_token="<|nowhere|>")
+        with pytest.raises(ModelError, match=r"`eos_token` must be in the vocabulary\. Given: '<\|nowhere\|>'"):
+            Tokenizer.load(tmp_path)
+
+
+class TestChatTemplate:
+    def load(self, folder, template):
+        shutil.copy(DEMO / "tokenizer.model", folder)
+        write_config(folder, bos_token="<s>", eos_token="</s>", chat_template=template)
+        return Tokenizer.load(folder)
+
+    def test_special_tokens_and_generation_prompt_reach_the_template(self, tmp_path):
+        template = (
+            "{{ bos_token }}{% for m in messages %}\n"
+            "  {% if m.role == 'user' %}\n[{{ m.content }}]{{ eos_token }}\n  {% endif %}\n{% endfor %}"
+            "{% if add_generation_prompt %}>{% endif %}"
+        )
+        tokenizer = self.load(tmp_path, template)
+        assert tokenizer.apply_chat_template(user("a\nb")) == "<s>[a\nb]</s>\n>"
+        assert tokenizer.apply_chat_template(user("x"), add_generation_prompt=False) == "<s>[x]</s>\n"
+
+    def test_of_named_templates_the_default_is_taken(self, tmp_path):
+        templates = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "yes"}]
+        assert self.load(tmp_path, templates).apply_chat_template(user("x")) == "yes"
+
+    def test_a_file_of_its_own_takes_precedence(self, tmp_path):
+        (tmp_path / "chat_template.jinja").write_text("file {{ messages[0].content }}")
+        assert self.load(tmp_path, "config").apply_chat_template(user("x")) == "file x"
+
+    def test_a_model_without_template_refuses_messages(self, tmp_path):
+        with pytest.raises(RequestError, match="the model has no chat template"):
+            self.load(tmp_path, None).apply_chat_template(user("x"))
+
+    def test_raise_exception_refuses_the_messages(self, tmp_path):
+        tokenizer = self.load(tmp_path, "{{ raise_exception('roles must alternate') }}")
+        with pytest.raises(RequestError, match="`messages` do not fit the model's chat template: roles must alternate"):
+            tokenizer.apply_chat_template(user("x"))
+
+    @pytest.mark.parametrize(
+        "template",
+        [
+            "{{ messages.__class__.__mro__ }}",
+            "{{ messages.append(1) }}",
+            "{{ ''.__class__.__base__.__subclasses__() }}",
+            "{{ cycler.__init__.__globals__ }}",
+            "{% for i in range(10000000) %}{% endfor %}",
+            "{{ 1 / 0 }}",
+            "{{ messages[0].content + 1 }}",
+            "{{ undefined_name.attribute }}",
+            "{{ '\\ud800' }}",
+        ],
+    )
+    def test_what_leaves_the_sandbox_or_fails_is_a_request_error(self, tmp_path, template):
+        tokenizer = self.load(tmp_path, template)
+        with pytest.raises(RequestError, match="do not fit the model's chat template"):
+            tokenizer.apply_chat_template(user("x"))
+
+    def test_endless_output_is_cut_off(self, tmp_path):
+        tokenizer = self.load(tmp_path, "{% for i in range(99999) %}{{ messages[0].content }}{% endfor %}")
+        with pytest.raises(RequestError, match="must render to at most 3145728 characters"):
+            tokenizer.apply_chat_template(user("x" * 2**20))
+
+    @pytest.mark.parametrize(
+        "template",
+        [
+            "{{ '%1000000000d' | format(messages | length) }}",
+            "{{ 'x' * 10 ** (11 + messages | length) }}",
+            "{{ messages | tojson(indent=10**9) }}",
+            "{{ 9 ** (10 ** (8 + messages | length)) }}",
+            "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+            "{{ range(99999) | batch(10**9, 'x') | list }}",
+            "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+        ],
+    )
+    def test_what_takes_too_much_ends_a_process_and_no_more(self, tmp_path, template, monkeypatch):
+        monkeypatch.setattr(chat_template, "MAX_CPU_S", 0.5)
+        tokenizer = self.load(tmp_path, "{% if messages | length == 1 %}" + template + "{% else %}fine{% endif %}")
+        with pytest.raises(RequestError, match=r"`messages` (take the model's chat|do not fit|must render)"):
+            tokenizer.apply_chat_template(user("x"))
+        assert tokenizer.apply_chat_template(user("x") * 2) == "fine"
+
+    def test_what_is_too_much_to_compile_is_refused_too(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(chat_template, "MAX_CPU_S", 0.5)
+        tokenizer = self.load(tmp_path, "{{ '%1000000000d' | format(1) }}")
+        for _ in range(2):
+            with pytest.raises(RequestError, match=r"`messages` (take the model's chat|cannot be rendered)"):
+                tokenizer.apply_chat_template(user("x"))
+
+    def test_a_process_that_was_killed_is_started_again(self, tmp_path):
+        tokenizer = self.load(tmp_path, "{{ messages[0].content }}")
+        assert tokenizer.apply_chat_template(user("a")) == "a"
+        template = tokenizer._conversations._templates["default"]
+        process = next(each for _ in range(2) if (each := template._free.get()) or template._free.put(None))
+        process._process.kill()
+        process._process.wait()
+        template._free.put(process)
+        assert [tokenizer.apply_chat_template(user(text)) for text in "bcd"] == ["b", "c", "d"]
+
+    def test_variables_that_no_frame_can_hold_are_refused(self, tmp_path):
+        tokenizer = self.load(tmp_path, "{{ x }}")
+        with pytest.raises(RequestError, match="`chat_template_kwargs` must hold integers of 64 bits"):
+            tokenizer.apply_chat_template(user("a"), x=2**70)
+        assert tokenizer.apply_chat_template(user("a"), x=[1, {"y": None}, 2**63]) == str([1, {"y": None}, 2**63])
+
+    def test_a_message_is_data_not_template(self, tmp_path):
+        tokenizer = self.load(tmp_path, "{{ messages[0].content }}")
+        assert tokenizer.apply_chat_template(user("{{ 1 + 1 }}")) == "{{ 1 + 1 }}"
+
+    def test_a_template_that_is_none_is_refused_at_start(self, tmp_path):
+        with pytest.raises(ModelError, match="chat_template cannot be compiled"):
+            self.load(tmp_path, "{% for %}")
+
+    @pytest.mark.parametrize("template", ["{{ x }}\ud800", [{"name": "default", "template": "\udfff"}]])
+    def test_a_template_with_half_a_character_is_refused_at_start(self, tmp_path, template):
+        with pytest.raises(ModelError, match="surrogates not allowed"):
+            self.load(tmp_path, template)
+        with pytest.raises(ModelError, match="half a character"):
+            chat_template.ChatTemplate("\ud800")
+
+    def test_an_error_of_a_template_is_told_whatever_is_in_it(self, tmp_path):
+        tokenizer = self.load(tmp_path, "{{ raise_exception('no \\ud800') }}")
+        with pytest.raises(RequestError, match=r"do not fit the model's chat template: no \\ud800"):
+            tokenizer.apply_chat_template(user("x"))
+
+    @pytest.mark.parametrize("field", ["messages", "tools", "chat_template_kwargs"])
+    def test_an_integer_that_no_frame_holds_is_told_by_its_field(self, tmp_path, field):
+        tokenizer = self.load(tmp_path, "{{ messages[0].content }}")
+        call = {"function": {"name": "f", "arguments": {"n": 2**64}}}
+        messages = [{"role": "assistant", "content": "x", "tool_calls": [call]}] if field == "messages" else user("x")
+        given = {"tools": [{"n": 2**64}]} if field == "tools" else {"n": 2**64} if field != "messages" else {}
+        with pytest.raises(RequestError, match=f"`{field}` must hold integers of 64 bits only"):
+            tokenizer.apply_chat_template(messages, **given)

@@ -1,0 +1,280 @@
+"""Calls of tools out of answers: each format, garbage, and every way to cut a text into pieces."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from llm_serving.text.tool_parsers import TOOL_FORMATS, Call, Part, format_in
+from llm_serving.text.tool_parsers.base import MAX_CALL_CHARS
+
+NAMES: dict[str, dict[str, Any]] = {"get_weather": {}, "add": {}, "get": {}}
+WEATHER = {"city": "Zürich, “old town”", "days": [1, 2.5, None], "deep": {"a": "}{</tool_call>[TOOL_CALLS]"}}
+ADD = {"a": 17, "b": 25}
+
+
+def as_json(name: str, arguments: Any, key: str = "arguments", **options: Any) -> str:
+    return json.dumps({"name": name, key: arguments}, **options)
+
+
+def answer_of(form: str, text: str, cuts: Sequence[int] = ()) -> tuple[str, list[tuple[str, Any]]]:
+    """All that is said, and the calls with their arguments."""
+    parser = TOOL_FORMATS[form].create(NAMES)
+    edges = [0, *sorted(cuts), len(text)]
+    parts: list[Part] = []
+    for start, end in pairwise(edges):
+        parts += parser.add(text[start:end])
+    parts += parser.flush()
+    said = "".join(part for part in parts if isinstance(part, str))
+    calls: list[Call] = []
+    for part in parts:
+        if isinstance(part, Call):
+            calls = [*calls, part] if part.name else [*calls[:-1], Call(calls[-1].name, calls[-1].arguments + part[1])]
+    return said, [(call.name, value_of(call.arguments)) for call in calls]
+
+
+def value_of(arguments: str) -> Any:
+    """Of JSON, or the text that a model took for it."""
+    try:
+        return json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+
+
+GLM = (
+    "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Zürich </tool_call></arg_value>\n"
+    "<arg_key>days</arg_key>\n<arg_value>[1, 2]</arg_value>\n<arg_key>code</arg_key><arg_value>007</arg_value>"
+    "</tool_call>"
+)
+GLM_CALL = ("get_weather", {"city": "Zürich </tool_call>", "days": [1, 2], "code": "007"})
+BOTH = [("get_weather", WEATHER), ("add", ADD)]
+HERMES = f"<tool_call>\n{as_json('get_weather', WEATHER)}\n</tool_call>"
+CASES = [
+    ("hermes", HERMES, "", BOTH[:1]),
+    ("hermes", f"Let me look. \n\n{HERMES}\n<tool_call>{as_json('add', ADD)}</tool_call>\n", "Let me look.", BOTH),
+    ("hermes", f"{HERMES}That is all.", "That is all.", BOTH[:1]),
+    ("hermes", f"<tool_call>{as_json('add', ADD, indent=2)}", "", BOTH[1:]),
+    ("hermes", f"<tool_call>{as_json('add', json.dumps(ADD), 'parameters')}</tool_call>", "", BOTH[1:]),
+    ("llama", as_json("get_weather", WEATHER, "parameters"), "", BOTH[:1]),
+    ("llama", f"  <|python_tag|>{as_json('get_weather', WEATHER)}; {as_json('add', ADD)}", "", BOTH),
+    ("llama", f"{as_json('add', ADD)}\nDone; {{1}}", "\nDone; {1}", BOTH[1:]),
+    ("llama", f"I see. <|python_tag|>{as_json('add', ADD)}", "I see.", BOTH[1:]),
+    ("mistral", f"[TOOL_CALLS] [{as_json('get_weather', WEATHER)}, {as_json('add', ADD)}]", "", BOTH),
+    (
+        "mistral",
+        f"Sure.[TOOL_CALLS]get_weather[ARGS]{json.dumps(WEATHER)}[TOOL_CALLS]add{json.dumps(ADD)}",
+        "Sure.",
+        BOTH,
+    ),
+    ("mistral", f"[TOOL_CALLS]add[CALL_ID]abc123XYZ[ARGS] {json.dumps(ADD)}", "", BOTH[1:]),
+    ("glm", GLM, "", [GLM_CALL]),
+    ("glm", f"So: \n{GLM}\n<tool_call>get\n</tool_call>", "So:", [GLM_CALL, ("get", {})]),
+    ("glm_lines", f"get_weather\n{json.dumps(WEATHER)}", "", BOTH[:1]),
+    ("glm_lines", f"get_weather\n{json.dumps(WEATHER)}<|assistant|>add\n{json.dumps(ADD)}", "", BOTH),
+]
+
+
+@pytest.mark.parametrize(("form", "text", "said", "calls"), CASES)
+def test_calls_are_found(form: str, text: str, said: str, calls: list[tuple[str, Any]]) -> None:
+    assert answer_of(form, text) == (said, calls)
+
+
+@pytest.mark.parametrize(("form", "text", "said", "calls"), CASES)
+def test_token_by_token_too(form: str, text: str, said: str, calls: list[tuple[str, Any]]) -> None:
+    assert answer_of(form, text, range(len(text))) == (said, calls)
+
+
+FRAGMENTS = [
+    *(
+        "<tool_call>",
+        "</tool_call>",
+        "[TOOL_CALLS]",
+        "[ARGS]",
+        "<|python_tag|>",
+        "<|assistant|>",
+        "get_weather",
+        "add",
+        "\n",
+    ),
+    *(" ", "; ", "{", "}", "[", "]", '"', "\\", '\\"', "x", "1", "é", "<", "<tool", "[TOOL", "name", ": ", ", "),
+    *(
+        "<arg_key>",
+        "</arg_key>",
+        "<arg_value>",
+        "</arg_value>",
+        as_json("add", ADD),
+        json.dumps(ADD),
+        '{"name": "add"}',
+    ),
+]
+texts = st.lists(st.sampled_from(FRAGMENTS), max_size=24).map("".join)
+
+
+@pytest.mark.parametrize("form", TOOL_FORMATS)
+@given(data=st.data(), text=texts)
+def test_every_split_of_a_text_gives_the_same(form: str, data: st.DataObject, text: str) -> None:
+    cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=len(text)))
+    whole = answer_of(form, text)
+    assert answer_of(form, text, cuts) == whole
+    assert answer_of(form, text, range(len(text))) == whole
+
+
+@pytest.mark.parametrize("form", TOOL_FORMATS)
+@given(text=texts)
+def test_what_holds_no_call_is_said_as_it_is(form: str, text: str) -> None:
+    said, calls = answer_of(form, text)
+    if not calls:
+        assert said == text
+
+
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        ("hermes", '<tool_call>{"name": "add", "arguments": [1]}</tool_call>'),
+        ("hermes", '<tool_call>{"name": 5}</tool_call>'),
+        ("hermes", '<tool_call>{"arguments": {"a": 1}, "name": "add"</tool_call>'),
+        ("hermes", '<tool_call>{"name": "other", "arguments": {"a": 1}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "other", "arguments": {"a": 1e999}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "other", "arguments": {"a": NaN}}</tool_call>'),
+        ("hermes", f'<tool_call>{{"name": "other", "arguments": {{"a": {"[" * 100_000}{"]" * 100_000}}}}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "\\ud800"}</tool_call>'),
+        ("llama", '{"name": "no such tool", "parameters": {}}'),
+        ("llama", '{"answer": 42}'),
+        ("mistral", "[TOOL_CALLS] two words {}"),
+        ("mistral", f"[TOOL_CALLS]{'x' * 1000}{{}}"),
+        ("glm", "<tool_call>add<arg_key>a</arg_key></tool_call>"),
+        ("glm_lines", "nobody\n{}"),
+    ],
+)
+def test_what_looks_like_a_call_and_is_none_is_text(form: str, text: str) -> None:
+    assert answer_of(form, text) == (text, [])
+
+
+def test_half_a_character_in_arguments_stays_an_escape() -> None:
+    parser = TOOL_FORMATS["hermes"].create(NAMES)
+    for name in ("add", "other"):
+        [call] = parser.add(f'<tool_call>{{"name": "{name}", "arguments": {{"a": "\\ud83d"}}}}</tool_call>')
+        assert call == Call(name, '{"a": "\\ud83d"}')
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "arguments", "rest"),
+    [
+        ("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1}</tool_call>!', {"a": 1}, "!"),
+        ("hermes", '<tool_call>{"name": "add", "arguments": {"a": [1}}', '{"a": [1', "}}"),
+        ("hermes", '<tool_call>{"name": "add", "arguments": {a: 1}}</tool_call>', "{a: 1}", ""),
+        ("hermes", '<tool_call>{"name": "add", "arguments": {"a": "x', '{"a": "x', ""),
+        ("hermes", '<tool_call>{"name": "add", "arguments": {"a": "x\\', '{"a": "x\\', ""),
+        ("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1}, "id": "x"}</tool_call>', {"a": 1}, ""),
+        ("llama", '{"name": "add", "parameters": {"a": 1', '{"a": 1', ""),
+        ("llama", '{"name": "add", "parameters": {"a": ]', '{"a": ', "]"),
+        ("mistral", '[TOOL_CALLS]add[ARGS]{"a": 1', '{"a": 1', ""),
+        ("glm_lines", 'add\n{"a": 1', '{"a": 1', ""),
+    ],
+)
+def test_a_call_that_has_begun_is_one(form: str, text: str, arguments: Any, rest: str) -> None:
+    """Its name and the opening brace have been told."""
+    expected = (rest, [("add", arguments)])
+    assert answer_of(form, text) == expected
+    assert answer_of(form, text, range(len(text))) == expected
+
+
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        ("hermes", f"<tool_call>{as_json('add', ADD)}"),
+        ("llama", as_json("add", ADD, "parameters")),
+        ("mistral", f"[TOOL_CALLS]add[ARGS]{json.dumps(ADD)}"),
+        ("glm_lines", f"add\n{json.dumps(ADD)}"),
+    ],
+)
+def test_arguments_are_told_as_they_are_written(form: str, text: str) -> None:
+    parser = TOOL_FORMATS[form].create(NAMES)
+    parts = [part for char in text for part in parser.add(char)]
+    assert parts[0] == Call("add", "{")
+    assert [part.arguments for part in parts if isinstance(part, Call)] == list(json.dumps(ADD))
+    assert {part.name for part in parts[1:] if isinstance(part, Call)} == {""}
+
+
+def test_the_longest_call_is_bounded_however_it_comes() -> None:
+    for name in ("add", "other"):
+        text = f'<tool_call>{{"name": "{name}", "arguments": {{"a": "{"x" * MAX_CALL_CHARS}"}}}}</tool_call> and on'
+        whole = answer_of("hermes", text)
+        assert whole == answer_of("hermes", text, range(0, len(text), 5000))
+        if name == "other":
+            assert whole == (text, [])
+        else:
+            rest, [(_, arguments)] = whole
+            begin = len("<tool_call>")
+            assert (begin + len('{"name": "add", "arguments": ') + len(arguments)) == begin + MAX_CALL_CHARS + 1
+            assert text.endswith(arguments[-1:] + rest)
+
+
+def test_what_is_said_before_a_call_comes_at_once() -> None:
+    parser = TOOL_FORMATS["hermes"].create(NAMES)
+    assert parser.add("Let me see <tool") == ["Let me see"]
+    assert parser.add("s> first.") == [" <tools> first."]
+    assert parser.add(HERMES) == [Call("get_weather", json.dumps(WEATHER))]
+
+
+@pytest.mark.parametrize(
+    ("template", "name"),
+    [
+        ("{%- if tools %}<tools>..</tools> <tool_call>", "hermes"),
+        ("... <tool_call>{name}<arg_key>", "glm"),
+        ("[AVAILABLE_TOOLS] [TOOL_CALLS]", "mistral"),
+        ("<|start_header_id|> <|python_tag|>", "llama"),
+        ("[gMASK]<sop> <|observation|>", "glm_lines"),
+        ("{{ messages }}", None),
+    ],
+)
+def test_a_template_tells_its_format(template: str, name: str | None) -> None:
+    assert format_in(template) == name
+
+
+@pytest.mark.parametrize("end", ["", "b", '<tool_call>{"name": "f", "arguments": {}}</tool_call>'])
+def test_white_space_without_an_end_is_not_looked_at_again_and_again(end: str) -> None:
+    parser = TOOL_FORMATS["hermes"].create({"f": {}})
+    parts = parser.add("a")
+    for _ in range(1000):
+        parts += parser.add(" \n")
+        assert max(map(len, parser._spaces)) == 2
+    parts += parser.add(end) + parser.flush()
+    said = "".join(part for part in parts if isinstance(part, str))
+    assert said == ("a" if "<" in end else "a" + 1000 * " \n" + end)
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"type": "string"}, "08001", "08001"),
+        ({"type": "string"}, "12345", "12345"),
+        ({"type": "string"}, "true", "true"),
+        ({"type": "string"}, '{"a": 1}', '{"a": 1}'),
+        ({"enum": ["1", "2"]}, "1", "1"),
+        ({"const": "null"}, "null", "null"),
+        ({"type": ["string", "null"]}, "null", None),
+        ({"type": ["string", "null"]}, "5", "5"),
+        ({"type": ["string", "number"]}, "5", 5),
+        ({"enum": ["1", 2]}, "2", 2),
+        ({"type": "integer"}, "5", 5),
+        ({"anyOf": [{"type": "integer"}]}, "5", 5),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "5", "5"),
+        ({"oneOf": [{"type": "string"}, {"enum": [5]}]}, "5", 5),
+        ({"anyOf": [{"type": "string"}, {"$ref": "#/$defs/a"}]}, '{"b": 1}', {"b": 1}),
+        ({}, "5", 5),
+        (True, "5", 5),
+        (None, "5", 5),
+    ],
+)
+def test_what_looks_like_json_is_what_the_schema_of_the_argument_has(schema: Any, text: str, value: Any) -> None:
+    properties = {} if schema is None else {"properties": {"a": schema}}
+    parser = TOOL_FORMATS["glm"].create({"f": properties})
+    [call] = parser.add(f"<tool_call>f<arg_key>a</arg_key><arg_value>{text}</arg_value></tool_call>")
+    assert isinstance(call, Call)
+    assert json.loads(call.arguments) == {"a": value}

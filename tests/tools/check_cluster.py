@@ -1,0 +1,219 @@
+"""A server on a cluster of five machines, and what happens to clusters: machines and processes die, stop and lose time,
+the network is cut in both directions or in one, is slow, loses and repeats, Ray is without its head or its memory, the
+master dies. 32 streams run meanwhile; every answer is compared with the one given alone. Then the same with replicas
+that have roles, where the links break by which blocks move.
+
+    python tests/tools/check_cluster.py                  # needs ray, root, `ip` and /dev/net/tun; some twenty minutes
+    python tests/tools/check_cluster.py --only 'cut|slow'    # cases whose names it matches (`cluster_cases.py`,
+                                                       # `cluster_block_cases.py`)
+
+The machines are network namespaces of this one, joined by a switch (`virtual_network.py`), so that TCP, its timers and
+Ray are real: a head, the master's, and three with room for a WorkAgent each, for two replicas. Prints a table in
+Markdown: the longest time that any stream told nothing, seconds until every replica served again, WorkAgents started
+again, and how many more tokens the master took from steps than its clients were told, which is how many it would have
+applied twice. After each case with roles a request has to move that takes the whole pool along: no block is kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import itertools
+import os
+import re
+import secrets
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import httpx
+from support.cluster_block_cases import BLOCK_CASES, ROLES, no_block_is_kept
+from support.cluster_cases import CASES, CORES, MACHINES, MEANWHILE, NUM_REPLICAS, Disturb, Proof
+from support.cluster_streams import Answer, bodies, read
+from support.ray_machines import HEAD, RayMachines, ray_machines
+from support.server_process import Server, metric, start_server
+from support.virtual_network import HERE, virtual_network
+
+NUM_STREAMS: Final = 32
+NUM_TOKENS: Final = 240
+STEP_TIMEOUT_S: Final = 15
+CASE_S: Final = 600.0
+LOOK_EVERY_S: Final = 0.1
+ON_EVERY_MACHINE: Final = {"RAY_worker_niceness": "0", "RAY_AUTH_MODE": "disabled"}
+QUICK: Final = {
+    "RAY_health_check_period_ms": "1000",
+    "RAY_health_check_timeout_ms": "2000",
+    "RAY_health_check_failure_threshold": "3",
+}
+"""Of the head, so that Ray says of a machine sooner that it is gone. Both are what docs/cluster.md recommends."""
+
+
+@dataclass(frozen=True)
+class Row:
+    case: str
+    num_streams: int
+    num_equal: int
+    silence_s: float
+    whole_s: float
+    num_restarts: int
+    num_twice: int
+
+    def __str__(self) -> str:
+        return (
+            f"| {self.case} | {self.num_streams} | {self.num_equal} | {self.silence_s:.1f} | {self.whole_s:.1f} | "
+            f"{self.num_restarts} | {self.num_twice} |"
+        )
+
+
+HEADER: Final = (
+    "| case | streams | equal bytes | longest silence of a stream, s | all replicas serve after, s | "
+    "WorkAgents started again | applied twice |\n| --- | ---: | ---: | ---: | ---: | ---: | ---: |"
+)
+
+
+async def play(
+    proof: Proof, case: str, disturb: Disturb, alone: Sequence[Answer], num_tokens: int, share: float
+) -> Row:
+    """Runs the streams, disturbs when a share of their tokens have come, and waits until the cluster is whole."""
+    generated, restarts = await proof.generated(), await proof.restarts()
+    proof.num_masters = 1
+    answers = [Answer() for _ in alone]
+    asked = zip(bodies(len(alone), num_tokens), answers, strict=True)
+    async with asyncio.timeout(CASE_S):
+        proof.reading = asyncio.gather(*(read(lambda: proof.client, body, answer) for body, answer in asked))
+        while sum(len(answer.told_at) for answer in answers) < share * len(alone) * num_tokens:
+            await asyncio.sleep(0.005)
+        since = time.monotonic()
+        open_then = sum(not answer.num_tokens for answer in answers)
+        watching = asyncio.create_task(_watch(proof))
+        await disturb(proof)
+        await proof.reading
+        for name in MACHINES:
+            proof.machines.network.mend(name)
+            if not proof.machines.raylets(name):  # Ray has given it up: on a busy machine a slow link is enough
+                await proof.renew(name)
+        await proof.until_whole()
+        watching.cancel()
+    assert open_then == len(alone), "a stream had ended when the case began"
+    told = [answer for answer in answers if proof.num_masters == 1 or answer.told_at[-1] > proof.master_since]
+    for answer, expected in zip(answers, alone, strict=True):
+        if not answer.same_as(expected):
+            sys.stderr.write(f"{case}: {answer.error or 'other bytes'}\n")
+    if proof.num_masters > 1:  # the newest one has computed all answers that had not ended, each from its beginning
+        generated, restarts = 0, 0
+    return Row(
+        case,
+        len(answers),
+        sum(answer.same_as(expected) for answer, expected in zip(answers, alone, strict=True)),
+        max(answer.silence_s(since) for answer in answers),
+        max(proof.not_whole_at - since, 0.0),
+        await proof.restarts() - restarts + (proof.num_masters - 1) * NUM_REPLICAS,
+        await proof.generated() - generated - sum(answer.num_tokens for answer in told),
+    )
+
+
+async def _watch(proof: Proof) -> None:
+    """Notes when a replica was last seen not to serve, by any master."""
+    while True:
+        try:
+            whole = await proof.is_whole()
+        except httpx.HTTPError:
+            whole = False
+        if not whole:
+            proof.not_whole_at = time.monotonic()
+        await asyncio.sleep(LOOK_EVERY_S)
+
+
+def a_server(machines: RayMachines, folder: Path, more: Mapping[str, object]) -> Server:
+    settings = {
+        "cluster_config.engine": "ray",
+        "cluster_config.address": machines.address,
+        "cluster_config.replicas": NUM_REPLICAS,
+        "cluster_config.cpus_per_replica": 1,
+        "cluster_config.master_host": machines.network.hosts[HERE].address,
+        "cluster_config.secret_file": folder / "secret",
+        "serving_config.step_timeout_s": STEP_TIMEOUT_S,
+        "serving_config.resume_streams": True,
+        "serving_config.request_log": "disk",
+        "serving_config.request_log_path": folder / "accepted",
+        **more,
+    }
+    return start_server(*itertools.chain.from_iterable(("--set", f"{key}={value}") for key, value in settings.items()))
+
+
+@contextlib.contextmanager
+def a_proof(machines: RayMachines, folder: Path, more: Mapping[str, object]) -> Iterator[Proof]:
+    def start() -> Server:
+        return a_server(machines, folder, more)
+
+    server = start()
+    client = server.client()
+    client.timeout = httpx.Timeout(CASE_S)
+    proof = Proof(machines, start, server, client)
+    try:
+        yield proof
+    finally:
+        proof.server.stop()
+
+
+async def prove(proof: Proof, cases: Mapping[str, Disturb], num_streams: int, num_tokens: int) -> bool:
+    good, with_roles = True, cases.keys() <= BLOCK_CASES.keys()
+    alone = [Answer() for _ in range(num_streams)]
+    for body, answer in zip(bodies(num_streams, num_tokens), alone, strict=True):
+        await read(lambda: proof.client, body, answer)
+    sys.stdout.write(f"{HEADER}\n")
+    for case, disturb in cases.items():
+        async with MEANWHILE.get(case, contextlib.nullcontext)(proof):
+            row = await play(proof, case, disturb, alone, num_tokens, 0.0 if with_roles else 0.2)
+        sys.stdout.write(f"{row}\n")
+        sys.stdout.flush()
+        good &= row.num_equal == row.num_streams and row.num_twice == 0
+        if with_roles and not await no_block_is_kept(proof):
+            sys.stderr.write(f"{case}: a block was kept\n")
+            good = False
+    for law in ("bound_violations", "audit_mismatch"):
+        good &= await metric(proof.client, f"llm_serving:{law}_total") == 0
+    await proof.client.aclose()
+    return good
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", metavar="REGEX", help="play only cases whose name it matches")
+    parser.add_argument("--streams", type=int, default=NUM_STREAMS, help=f"at once (default: {NUM_STREAMS})")
+    parser.add_argument("--tokens", type=int, default=NUM_TOKENS, help=f"of each stream (default: {NUM_TOKENS})")
+    parser.add_argument("--log", type=Path, help="where the log of the newest master is kept")
+    arguments = parser.parse_args()
+    os.environ.update(ON_EVERY_MACHINE)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # what was started is ended
+    with tempfile.TemporaryDirectory(prefix="cluster-proof-") as name, virtual_network(*CORES) as network:
+        folder = Path(name)
+        environments = {each: dict(QUICK) if each == HEAD else {} for each in CORES}
+        (folder / "secret").write_text(secrets.token_hex(32))
+        (folder / "secret").chmod(0o600)
+        with ray_machines(network, folder, CORES, environments) as machines:
+            good = True
+            for cases, more in ((CASES, {}), (BLOCK_CASES, ROLES)):
+                chosen = {name: case for name, case in cases.items() if re.search(arguments.only, name)}
+                if not chosen:
+                    continue
+                with a_proof(machines, folder, more) as proof:
+                    try:
+                        good &= asyncio.run(prove(proof, chosen, arguments.streams, arguments.tokens))
+                    finally:
+                        if arguments.log is not None:
+                            arguments.log.write_text(proof.server.log)
+            return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,98 @@
+"""A WorkAgent with a draft model, killed while it serves: python tests/tools/check_draft_model.py [--kills N]
+
+The shipped model is its own draft model, so that all it proposes is right, of sampled answers too. Requests, half of
+them sampled, run together; the WorkAgent gets SIGKILL as it is asked for proposals, and is started again. Each answer,
+log-probabilities included, is compared with the one given alone by an engine that guesses nothing. Exits with 1 if any
+differs, or if nothing was proposed. A minute for each kill on a busy machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from llm_serving.config import load_config
+from llm_serving.core.request_output import RequestOutput
+from llm_serving.core.sampling_params import SamplingParams
+from llm_serving.core.step import Continuation
+from llm_serving.engine.replica import build_engine
+from llm_serving.executor.supervisor import SupervisedExecutor, start_work_agent
+from llm_serving.offline import LLM
+from llm_serving.speculation import Drafter, DraftModel
+
+PROMPTS = [
+    "Add 17 and 25.",
+    "Count from 1 to 30.",
+    "Copy this sentence: the quick fox naps.",
+    "Sort these words: plum kite ant.",
+] * 3
+SETTINGS = ["pa_config.num_blocks=256"]
+DRAFT = ["scheduler_config.speculative_method=draft_model", "scheduler_config.draft_model_path=demo"]
+ASKED_BETWEEN_KILLS = 5
+LOAD_S = 400.0
+KILL_AFTER_S = 0.0005
+
+
+class KilledExecutor(SupervisedExecutor):
+    """Its WorkAgents are killed as they propose."""
+
+    kills_left = 0
+    num_asked = 0
+
+    def propose(self, continuations: Sequence[Continuation]) -> list[list[int]]:
+        self.num_asked += 1
+        pid = self._agent.process.pid
+        if self.kills_left and pid is not None and self.num_asked % ASKED_BETWEEN_KILLS == 0:
+            self.kills_left -= 1
+            threading.Timer(KILL_AFTER_S, os.kill, (pid, signal.SIGKILL)).start()
+        return super().propose(continuations)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=2)
+    arguments = parser.parse_args(argv)
+    params = [
+        SamplingParams(temperature=1.1 * (index % 2), seed=index, max_tokens=80, logprobs=2, ignore_eos=True)
+        for index in range(len(PROMPTS))
+    ]
+    llm = LLM(load_config(None, SETTINGS, Path("demo")))
+    alone = [told(llm.generate([prompt], each)[0]) for prompt, each in zip(PROMPTS, params, strict=True)]
+    config = load_config(None, [*SETTINGS, *DRAFT], Path("demo"))
+    # Whether it pays is a matter of speed: a model as large as the one it guesses for never does.
+    Drafter.pays = property(lambda drafter: True, lambda drafter, value: None)
+    DraftModel.pass_s = property(lambda draft: 0.0, lambda draft, value: None)
+    executor = KilledExecutor(
+        lambda like, timeout_s: start_work_agent(config, 0, lambda text: None, like, LOAD_S), 60.0, arguments.kills + 3
+    )
+    try:
+        executor.kills_left = arguments.kills
+        llm.engine = build_engine(
+            config, executor.loaded.num_blocks, executor, llm.tokenizer, llm.metrics, llm._publish
+        )
+        num_equal = 0
+        rounds = 0
+        while executor.kills_left or not rounds:
+            together = [told(output) for output in llm.generate(PROMPTS, params)]
+            num_equal += sum(each == other for each, other in zip(together, alone, strict=True))
+            rounds += 1
+    finally:
+        executor.close()
+    right = sum(llm.metrics._guesses["vllm:spec_decode_num_accepted_tokens_total"].values())
+    sys.stdout.write(
+        f"{num_equal} of {rounds * len(PROMPTS)} answers equal, {arguments.kills} kills, {right} proposals right\n"
+    )
+    return int(num_equal < rounds * len(PROMPTS) or not right)
+
+
+def told(output: RequestOutput) -> tuple[object, ...]:
+    return output.text, output.token_ids, output.logprobs, output.finish_reason
+
+
+if __name__ == "__main__":
+    sys.exit(main())

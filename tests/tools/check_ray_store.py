@@ -1,0 +1,130 @@
+"""A model that is larger than Ray's object store, with real Ray: where the store may spill to the disk its machines get
+it all the same; where it may not the server says so and ends.
+
+    python tests/tools/check_ray_store.py       # needs ray; some two minutes
+
+The model is the shipped one with a file beside it that nobody reads, but that belongs to the folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Final
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import httpx
+from support.server_process import ROOT, RUN_DIR, Server, free_ports, run_command, start_server
+from tools.check_ray_nodes import come_up
+
+STORE_BYTES: Final = 80 * 2**20
+"""The least that Ray takes."""
+FILE_BYTES: Final = 3 * STORE_BYTES
+DEMO_MODEL: Final = ROOT / "llm-serving" / "llm_serving" / "demo_model"
+CONFIG: Final = ROOT / "configs" / "demo_cpu.yaml"
+NO_DISK: Final = {"RAY_local_fs_capacity_threshold": "0.0"}
+"""Ray takes every disk for full."""
+
+
+def make_model(folder: Path) -> Path:
+    """The shipped model, and a file that makes it larger than the store."""
+    shutil.copytree(DEMO_MODEL, folder, ignore=shutil.ignore_patterns("__pycache__"))
+    with (folder / "original.bin").open("wb") as file:
+        for _ in range(FILE_BYTES // 2**24):
+            file.write(os.urandom(2**24))
+    return folder
+
+
+def settings(address: str, folder: Path) -> list[str]:
+    chosen = {
+        "cluster_config.engine": "ray",
+        "cluster_config.address": address,
+        "cluster_config.replicas": 1,
+        "cluster_config.cpus_per_replica": 1,
+        "cluster_config.weights": "object_store",
+        "cluster_config.weights_cache_path": folder / "kept",
+        "cluster_config.secret_file": folder / "secret",
+        "model_config.model_path": folder / "model",
+    }
+    return [text for key, value in chosen.items() for text in ("--set", f"{key}={value}")]
+
+
+def answer(server: Server) -> str:
+    body = {"prompt": "Count from 1 to 9.", "max_tokens": 12, "temperature": 0}
+    response = httpx.post(f"{server.url}/v1/completions", json=body, timeout=120.0)
+    response.raise_for_status()
+    return str(response.json()["choices"][0]["text"])
+
+
+@contextlib.contextmanager
+def cluster(environment: Mapping[str, str]) -> Iterator[str]:
+    """The address of one with room for a WorkAgent, whose Ray has these variables."""
+    from ray.cluster_utils import Cluster
+
+    os.environ.update(environment)
+    head = {"num_cpus": 1, "object_store_memory": STORE_BYTES}
+    made = come_up(lambda: Cluster(initialize_head=True, head_node_args=head, shutdown_at_exit=True))
+    try:
+        yield made.address
+    finally:
+        made.shutdown()
+        for name in environment:
+            del os.environ[name]
+
+
+def spills(folder: Path, expected: str) -> bool:
+    with cluster({}) as address:
+        began = time.monotonic()
+        server = start_server("--config", str(CONFIG), *settings(address, folder))
+        seconds = time.monotonic() - began
+        try:
+            same = answer(server) == expected
+        finally:
+            server.stop()
+    sys.stdout.write(f"it may spill to the disk: serves after {seconds:.1f} s; same answer: {same}\n")
+    return same
+
+
+def is_full(folder: Path) -> bool:
+    (port,) = free_ports(1)
+    with cluster(NO_DISK) as address:
+        began = time.monotonic()
+        result = run_command(
+            "start", "--run-dir", str(RUN_DIR), "--config", str(CONFIG), "--port", str(port), *settings(address, folder)
+        )
+        seconds = time.monotonic() - began
+    said = [line for line in result.stderr.splitlines() if "object store has no room" in line]
+    told = said[-1] if said else result.stderr
+    sys.stdout.write(f"it may not: ends with {result.returncode} after {seconds:.1f} s and says: {told}\n")
+    return bool(said) and result.returncode != 0
+
+
+def main() -> int:
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    server = start_server()
+    try:
+        expected = answer(server)
+    finally:
+        server.stop()
+    with tempfile.TemporaryDirectory(prefix="ray-store-proof-") as name:
+        folder = Path(name)
+        make_model(folder / "model")
+        (folder / "secret").touch(mode=0o600)
+        (folder / "secret").write_text(secrets.token_hex(32))
+        sys.stdout.write(f"a store of {STORE_BYTES / 1e6:.0f} MB, a model of {FILE_BYTES / 1e6:.0f} MB and more\n")
+        good = is_full(folder)
+        return 0 if spills(folder, expected) and good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,122 @@
+"""Fuzzes what reads bytes from outside, and tells of the first input that makes it fail by itself.
+
+    pip install atheris==3.0.0
+    python tests/tools/fuzz.py requests --minutes 60       # guided by coverage where atheris is installed
+    python tests/tools/fuzz.py all --minutes 1 --blind     # by chance
+
+Targets: connections, frames, requests, safetensors, yaml, all (one after the other). The exit code is 1 if something
+was found; the input is kept beside, in fuzz-TARGET.bin. An input may take `MOST_SECONDS` of processor time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib.util
+import logging
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+MOST_SECONDS = 10
+HANGING_S = 1200
+"""Seconds on the clock after which an input counts as one without end: the process may have been stopped meanwhile."""
+
+
+def read_in_time(read: Callable[[bytes], None], data: bytes) -> None:
+    """Raises `AssertionError` where reading takes too much of the processor."""
+    began = time.process_time()
+    read(data)
+    took = time.process_time() - began
+    assert took < MOST_SECONDS, f"took {took:.0f} s"
+
+
+def blindly(name: str, seconds: float, seed: int) -> int:
+    """Changes the corpus by chance."""
+    from tools.fuzzing import TARGETS, mutated
+
+    target, rng = TARGETS[name], random.Random(seed)
+    began, count = time.monotonic(), 0
+    while time.monotonic() - began < seconds:
+        data = mutated(rng, target.corpus)
+        count += 1
+        try:
+            read_in_time(target.read, data)
+        except Exception as error:  # noqa: BLE001  whatever it is, it was found
+            kept = Path(f"fuzz-{name}.bin")
+            kept.write_bytes(data)
+            sys.stdout.write(f"{name}: {type(error).__name__}: {error} after {count:,} inputs; kept in {kept}\n")
+            return 1
+    sys.stdout.write(f"{name}: {count:,} inputs by chance in {time.monotonic() - began:.0f} s, nothing found\n")
+    return 0
+
+
+def guided(name: str, seconds: float, seed: int) -> int:
+    """In a process of its own, which atheris ends."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [
+            sys.executable,
+            __file__,
+            name,
+            "--inside",
+            folder,
+            f"-seed={seed}",
+            f"-max_total_time={int(seconds)}",
+        ]
+        options = [
+            f"-timeout={HANGING_S}",
+            "-max_len=20000",
+            "-print_final_stats=1",
+            f"-exact_artifact_path=fuzz-{name}.bin",
+        ]
+        finished = subprocess.run([*command, *options], capture_output=True, text=True, check=False)
+    lines = finished.stderr.splitlines()
+    stats = "; ".join(line.removeprefix("stat::") for line in lines if line.startswith("stat::"))
+    if finished.returncode == 0:
+        sys.stdout.write(f"{name}: guided by coverage for {seconds:.0f} s, nothing found; {' '.join(stats.split())}\n")
+        return 0
+    sys.stdout.write(f"{name}: FOUND something\n" + "\n".join(lines[-60:]) + "\n")
+    return 1
+
+
+def inside(name: str, folder: str, options: list[str]) -> None:
+    """What the process of its own does."""
+    import atheris  # type: ignore[import-not-found, unused-ignore]
+
+    with atheris.instrument_imports(include=["llm_serving", "yaml"]):
+        from tools.fuzzing import TARGETS
+    target = TARGETS[name]
+    for index, data in enumerate(target.corpus):
+        (Path(folder) / str(index)).write_bytes(data)
+    atheris.Setup([sys.argv[0], *options, folder], functools.partial(read_in_time, target.read))
+    atheris.Fuzz()
+
+
+def main() -> int:
+    names = ("connections", "frames", "requests", "safetensors", "yaml")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("target", choices=(*names, "all"))
+    parser.add_argument("--minutes", type=float, default=1.0, help="for each target (default: 1)")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--blind", action="store_true", help="by chance even where atheris is installed")
+    parser.add_argument("--inside", help=argparse.SUPPRESS)
+    args, options = parser.parse_known_args()
+    logging.disable(logging.CRITICAL)
+    if args.inside:
+        inside(args.target, args.inside, options)
+        return 0
+    if options:
+        parser.error(f"unknown arguments: {' '.join(options)}")
+    run = blindly if args.blind or importlib.util.find_spec("atheris") is None else guided
+    chosen = names if args.target == "all" else (args.target,)
+    return max([run(name, 60 * args.minutes, args.seed) for name in chosen])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

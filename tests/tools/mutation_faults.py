@@ -1,0 +1,229 @@
+"""Faults of the kind that garbled text in an older server, and guards against them switched off, as patches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import msgspec
+import support.simulated_agent
+from llm_serving.core.request import Request
+from llm_serving.core.step import BlockMove, Move
+from llm_serving.engine.output_processor import OutputProcessor
+from llm_serving.executor import executor as executor_module
+from llm_serving.executor.cluster.listener import Arrivals
+from llm_serving.executor.executor import RemoteExecutor
+from llm_serving.kvcache.block_manager import BlockManager
+from llm_serving.kvcache.block_pool import BlockPool
+from llm_serving.scheduler import Scheduler
+from llm_serving.scheduler import scheduler as scheduler_module
+from llm_serving.scheduler.preemption import GivingWay
+from llm_serving.scheduler.schedule import PromptResults, ScheduledRow
+from llm_serving.scheduler.step_results import prompt_results_of
+from llm_serving.transport.messages import StepDone
+from llm_serving.worker.block_guard import BlockGuard
+from support.simulated_agent import SimulatedAgent
+
+Patch = Callable[[], Any]
+
+# --- faults -----------------------------------------------------------------------------------------------------------
+
+
+def reply_read_early(*, numbered: bool) -> Any:
+    """Now and then the master reads the reply to the step before once more, in place of the one it waits for."""
+    receive = SimulatedAgent.receive
+    state: dict[int, tuple[Any, int]] = {}
+
+    def receive_early(agent: SimulatedAgent, timeout_s: float | None = None) -> Any:
+        reply = receive(agent, timeout_s)
+        before, count = state.get(id(agent), (None, 0))
+        state[id(agent)] = reply, count + 1
+        if count % 7 != 5 or not isinstance(before, StepDone) or not isinstance(reply, StepDone):
+            return reply
+        return before if numbered else msgspec.structs.replace(before, step=reply.step)
+
+    return patch.object(SimulatedAgent, "receive", receive_early)
+
+
+@contextmanager
+def one_buffer_for_two_steps(*, owned: bool, numbered: bool) -> Iterator[None]:
+    """Every step is written to the same buffer, whether or not the one before it has been read."""
+    start = RemoteExecutor.__init__
+
+    def start_with_one(self: RemoteExecutor, channel: Any, buffers: Any, *others: Any) -> None:
+        start(self, channel, buffers, *others)
+        buffers.num_buffers = 1
+
+    from_arrays = support.simulated_agent.step_from_arrays
+
+    def unnumbered(step: int, arrays: list[Any], *others: Any) -> Any:
+        arrays[0] = arrays[0] * 0 + step
+        return from_arrays(step, arrays, *others)
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(RemoteExecutor, "__init__", start_with_one))
+        if not owned:
+            stack.enter_context(patch.object(executor_module, "_owners_of", lambda buffer, in_flight: []))
+        if not numbered:
+            stack.enter_context(patch.object(support.simulated_agent, "step_from_arrays", unnumbered))
+        yield
+
+
+def block_given_twice() -> Any:
+    """Now and then a block is handed out that somebody holds already."""
+    allocate = BlockPool.allocate
+    state = {"count": 0}
+
+    def allocate_twice(pool: BlockPool, count: int) -> list[int]:
+        block_ids = allocate(pool, count)
+        state["count"] += 1
+        held = [
+            block_id for block_id in range(pool.num_blocks) if pool.ref_count(block_id) and block_id not in block_ids
+        ]
+        if state["count"] % 6 == 5 and held and block_ids:
+            pool.free([block_ids.pop()])
+            pool.reference([held[0]])
+            pool._epochs[held[0]] = pool._num_allocations
+            if (name := pool._names[held[0]]) is not None:
+                del pool._blocks_by_name[name]
+                pool._names[held[0]] = None
+            block_ids.append(held[0])
+        return block_ids
+
+    return patch.object(BlockPool, "allocate", allocate_twice)
+
+
+def position_kept_after_preemption() -> Any:
+    """A preempted request believes that what it had computed is still there."""
+    preempt = GivingWay.preempt
+
+    def preempt_badly(self: GivingWay, request: Any, *rest: Any) -> None:
+        before = request.num_computed_tokens
+        preempt(self, request, *rest)
+        if not self._blocks.is_swapped(request.request_id):
+            request.num_computed_tokens = before
+
+    return patch.object(GivingWay, "preempt", preempt_badly)
+
+
+def no_copies() -> Any:
+    return moves_left_out(BlockMove.COPY)
+
+
+def no_swaps_in() -> Any:
+    return moves_left_out(BlockMove.SWAP_IN)
+
+
+def swapped_out_late() -> Any:
+    """A block goes to the host pool one step after the one that gave it to somebody else."""
+    take = BlockManager.take_moves
+    kept: dict[int, list[Move]] = {}
+
+    def take_late(self: BlockManager) -> list[Move]:
+        moves = take(self)
+        late = kept.get(id(self), [])
+        kept[id(self)] = [move for move in moves if move.kind == BlockMove.SWAP_OUT]
+        return late + [move for move in moves if move.kind != BlockMove.SWAP_OUT]
+
+    return patch.object(BlockManager, "take_moves", take_late)
+
+
+def moves_left_out(kind: BlockMove) -> Any:
+    """Moves of one kind are decided and never done."""
+    take = BlockManager.take_moves
+    return patch.object(BlockManager, "take_moves", lambda self: [move for move in take(self) if move.kind != kind])
+
+
+# --- guards switched off ----------------------------------------------------------------------------------------------
+
+
+def untagged(fault: Patch) -> Patch:
+    """The fault in a WorkAgent that does not look at the tags of its blocks."""
+
+    @contextmanager
+    def both() -> Iterator[None]:
+        with fault(), patch.multiple(BlockGuard, move=lambda self, moves: None, check=lambda self, step: None):
+            yield
+
+    return both
+
+
+def moved_untagged(fault: Patch) -> Patch:
+    """The fault in a WorkAgent that believes whatever is moved."""
+
+    @contextmanager
+    def both() -> Iterator[None]:
+        with fault(), patch.object(BlockGuard, "_check_source", lambda self, source, move: None):
+            yield
+
+    return both
+
+
+def rows_of_lost_places_count() -> Any:
+    """Blocks of a row are named although its request has lost them since."""
+    confirm = Scheduler._confirm
+
+    def confirm_any(self: Scheduler, rows: list[ScheduledRow]) -> None:
+        confirm(self, [row._replace(num_preemptions=row.request.num_preemptions) for row in rows])
+
+    return patch.object(Scheduler, "_confirm", confirm_any)
+
+
+def tokens_on_the_device_are_forgotten() -> Any:
+    """A preempted request does not wait for the tokens that its last steps have chosen."""
+    preempt = GivingWay.preempt
+
+    def preempt_and_forget(self: GivingWay, request: Any, *rest: Any) -> None:
+        preempt(self, request, *rest)
+        request.num_tokens_in_flight = 0
+
+    return patch.object(GivingWay, "preempt", preempt_and_forget)
+
+
+def nobody_is_blamed() -> Any:
+    """What was lost with a WorkAgent is taken for replied to."""
+    return patch.object(Scheduler, "lose_cache", lambda self: None)
+
+
+@contextmanager
+def told_of_prompts_again() -> Iterator[None]:
+    """What is computed again of a prompt is asked for again, and counts as new."""
+    take_prompt = OutputProcessor.take_prompt
+
+    def ask_again(rows: Sequence[ScheduledRow]) -> list[PromptResults]:
+        told = [(row.request, row.request.num_results) for row in rows]
+        for request, _ in told:
+            request.num_results = 0
+        results = prompt_results_of(rows)
+        for request, num_results in told:
+            request.num_results = num_results
+        return results
+
+    def take_any(self: OutputProcessor, request: Any, start: int, logprobs: Any, vector: Any) -> None:
+        self._states[request.request_id].num_results = start
+        take_prompt(self, request, start, logprobs, vector)
+
+    with (
+        patch.object(scheduler_module, "prompt_results_of", ask_again),
+        patch.object(OutputProcessor, "take_prompt", take_any),
+    ):
+        yield
+
+
+def results_taken_from_others() -> Any:
+    """Tokens that are to give a result are taken from whoever has computed them."""
+    return patch.object(Request, "max_tokens_taken", property(lambda self: self.num_tokens_known - 1))
+
+
+def any_token_is_shown() -> Any:
+    """A start takes the first connection that comes, also one of an earlier start, whose answers come late."""
+
+    def come_first(self: Arrivals, token: str, channel: Any) -> bool:
+        if not self._expected:
+            return False
+        self._expected.popitem()[1].put(channel)
+        return True
+
+    return patch.object(Arrivals, "come", come_first)

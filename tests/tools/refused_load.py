@@ -1,0 +1,414 @@
+"""A server beyond its capacity under a virtual clock: who is refused, who comes back when, and what was predicted.
+
+Door, scheduler and engine are the shipping ones. A step takes a fixed time and some more for each token, both times a
+random factor. The event loop takes its time for everybody who asks, one after the other, on a core that it shares with
+the steps, and may be held up now and then. Clients come by a Poisson process, ask for as many tokens as the questions
+of the demo model are answered with, and do what `Retry-After` says, or something worse.
+
+    python tests/tools/refused_load.py --seconds 30 --load 2 --cold
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import heapq
+import itertools
+import json
+import math
+import random
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import numpy as np
+from llm_serving.admission.appointments import Visitor
+from llm_serving.config.schema import ServingConfig
+from llm_serving.config.sections.model import ModelConfig
+from llm_serving.config.sections.scheduler import SchedulerConfig
+from llm_serving.core.request_class import ANYBODY, Caller
+from llm_serving.core.request_output import RequestOutput
+from llm_serving.core.sampling_params import SamplingParams
+from llm_serving.core.step import StepInput, StepOutput, no_top_tokens
+from llm_serving.core.timings import Exchange
+from llm_serving.engine.async_engine import AsyncEngine
+from llm_serving.engine.replica import build_engine
+from llm_serving.errors import CapacityError
+from llm_serving.executor.executor import LocalExecutor
+from llm_serving.observability.metrics import Metrics
+from support.fakes import DEMO_FOLDER, DEMO_TOKENIZER
+from support.simulated_clock import Clock
+from support.word_tokenizer import WordTokenizer
+
+MODEL: Any = SimpleNamespace(vocab_size=1000, eos_token_ids=())
+TOKENIZER: Any = WordTokenizer()
+STEP_S, TOKEN_S = 0.003, 0.0001
+ROUND_TRIP_S = 0.002
+WARM_S = 2.0
+MAX_TOKENS = 500
+
+
+@dataclass(eq=False)
+class Client:
+    """One question, asked until it is let in or given up."""
+
+    number: int
+    arrives: float
+    prompt: tuple[int, ...]
+    num_output: int
+    source: str = "10.0.0.1"
+    obeys: bool = True
+    """Or never comes back."""
+    max_tokens: int | None = None
+    """Asked for, where the answer ends before by a token of its own; None: as many as it gets."""
+    caller: Caller = ANYBODY
+    told: list[float] = field(default_factory=list)
+    """Seconds of each `Retry-After`."""
+    promised_s: float | None = None
+    """At its first refusal: until its first token."""
+    let_in: float | None = None
+    predicted_s: float | None = None
+    """When it was let in: until its first token."""
+    first_token: float | None = None
+
+    @property
+    def real_s(self) -> float:
+        """From being let in to the first token."""
+        assert self.first_token is not None and self.let_in is not None
+        return self.first_token - self.let_in
+
+
+class World:
+    """One server and its clients.
+
+    Args:
+        clients: Who asks first when; any order.
+        slots: Requests that run at once.
+        places: Requests that may wait.
+        noise: Spread of the factor that each step's time has, and of a slower one that changes every half second.
+        door_s: Seconds of the event loop for everybody who asks; the steps get later by as much.
+        form_s: Seconds of the master to form a step, in which others come.
+        stall_s: Mean of the times for which the event loop hears nobody, about one in a second.
+        tells: Whether who asks says if it was refused before.
+        scheduler: Further settings.
+    """
+
+    def __init__(
+        self,
+        clients: Iterable[Client],
+        *,
+        slots: int = 32,
+        places: int = 64,
+        seed: int = 1,
+        noise: float = 0.1,
+        door_s: float = 0.0,
+        form_s: float = 0.0,
+        stall_s: float = 0.0,
+        tells: bool = True,
+        config: dict[str, Any] | None = None,
+        **scheduler: Any,
+    ) -> None:
+        self.clock = Clock()
+        self.clients = sorted(clients, key=lambda client: client.arrives)
+        self.most_waiting = 0
+        self.token_times: list[float] = []
+        self._rng = random.Random(seed)
+        self._noise = noise
+        self._speed, self._speed_until = 1.0, 0.0
+        self._door_s, self._stall_s = door_s, stall_s
+        self._tells = tells
+        self._door_free, self._next_stall, self._lost_s = 0.0, 0.0, 0.0
+        self._ready = 0.0
+        self._order = itertools.count()
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._by_request: dict[str, Client] = {}
+        served = ServingConfig(
+            model=ModelConfig(max_generate_length=1024, decode_batch_size=slots),
+            scheduler=SchedulerConfig(max_waiting_queue=places, speculative_method="none", **scheduler),
+            **(config or {}),
+        )
+        metrics = Metrics(classes=served.request_classes)
+        self.master = AsyncEngine(
+            served, MODEL, TOKENIZER, metrics, lambda *_: contextlib.nullcontext(), clock=self.clock
+        )
+        self.master.replicas._loop = _Now()  # type: ignore[assignment]
+        self.engine = build_engine(served, 4096, _Device(self), TOKENIZER, metrics, self._publish)
+        self.engine._clock = self.engine._processor._clock = self.clock
+        build_step = self.engine.build_step
+        self.engine.build_step = lambda *step: self._form(form_s, build_step, *step)
+        self.engine.on_started = self.master.replicas._publish_started
+        self.master.replicas.engines[0] = self.engine
+        for client in self.clients:
+            self.at(client.arrives, lambda client=client: self._come(client))
+
+    def at(self, time: float, act: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (time, next(self._order), act))
+
+    def run(self, until: float = math.inf) -> None:
+        """Goes on until nothing is left to do, or to the time given."""
+        while self.clock.now < until:
+            if self.engine.step():
+                continue
+            if self._events:
+                self.pass_time(self._events[0][0])
+            else:
+                break
+
+    def pass_time(self, until: float) -> None:
+        """What clients do until then is done at its time."""
+        while self._events and self._events[0][0] <= until:
+            time, _, act = heapq.heappop(self._events)
+            self.clock.now = max(self.clock.now, time)
+            act()
+        self.clock.now = max(self.clock.now, until)
+
+    def seconds_of(self, num_tokens: int) -> float:
+        now, rng = self.clock.now, self._rng
+        if now >= self._speed_until:
+            self._speed, self._speed_until = rng.lognormvariate(0.0, self._noise), now + 0.5
+        lost_s, self._lost_s = self._lost_s, 0.0
+        return lost_s + (STEP_S + TOKEN_S * num_tokens) * self._speed * rng.lognormvariate(0.0, self._noise)
+
+    def _form(self, form_s: float, build_step: Callable[..., StepInput], *step: Any) -> StepInput:
+        self.pass_time(self.clock.now + form_s)
+        return build_step(*step)
+
+    def _come(self, client: Client) -> None:
+        """Asks when the event loop comes to it."""
+        came = self.clock.now
+        if self._stall_s and came >= self._next_stall:
+            self._door_free = max(self._door_free, came) + self._rng.expovariate(1 / self._stall_s)
+            self._next_stall = self._door_free + self._rng.expovariate(1.0)
+        heard = max(came, self._door_free) + self._door_s
+        if heard == came:
+            self._ask(client, came)
+            return
+        self._door_free = heard
+        self._lost_s += self._door_s
+        self.at(heard, lambda: self._ask(client, came))
+
+    def _ask(self, client: Client, came: float | None = None) -> None:
+        now = self.clock.now
+        came = now if came is None else came
+        says_again = bool(client.told) if self._tells else None
+        visitor = Visitor(client.source, repr((client.prompt, client.num_output)).encode(), says_again)
+        sampling = SamplingParams(temperature=0.0, max_tokens=client.num_output, ignore_eos=True)
+        if client.max_tokens is not None:
+            last = len(client.prompt) + client.num_output - 1  # a token tells how many are before it
+            sampling = replace(sampling, max_tokens=client.max_tokens, stop_token_ids=(last,))
+        caller = replace(client.caller, exchange=Exchange(came))
+        try:
+            stream = self.master.generate(
+                list(client.prompt), sampling, caller, request_id=str(client.number), visitor=visitor
+            )
+        except CapacityError as refusal:
+            assert refusal.retry_after is not None and refusal.retry_after >= 1
+            if client.promised_s is None and refusal.predicted_s is not None:
+                client.promised_s = refusal.predicted_s
+            client.told.append(refusal.retry_after)
+            if client.obeys:
+                later = now + refusal.retry_after + self._rng.uniform(0.0, ROUND_TRIP_S)
+                self.at(later, lambda: self._come(client))
+            return
+        client.let_in, client.predicted_s = came, stream.predicted_s
+        self._by_request[stream.request_id] = client
+        self.most_waiting = max(self.most_waiting, self.master.num_waiting)
+
+    def _publish(self, pieces: list[RequestOutput]) -> None:
+        for piece in pieces:
+            client = self._by_request[piece.request_id]
+            self.token_times += [self.clock.now] * len(piece.token_ids)
+            if piece.token_ids and client.first_token is None:
+                client.first_token = self.clock.now
+        self.master.replicas._publish(pieces)
+
+
+class _Now:
+    """An event loop for what is to be done at once."""
+
+    def call_soon_threadsafe(self, callback: Callable[[Any], None], argument: object) -> None:
+        callback(argument)
+
+
+class _Device(LocalExecutor):
+    """Runs two steps ahead; the time of a step passes when it is waited for."""
+
+    max_steps_in_flight = 2
+
+    def __init__(self, world: World) -> None:
+        super().__init__(self)
+        self._world = world
+        self._ready = 0.0
+        self._due: list[float] = []
+
+    def submit(self, step: StepInput, announce_ending: bool = False) -> None:
+        super().submit(step, announce_ending)
+        self._ready = max(self._ready, self._world.clock.now) + self._world.seconds_of(len(step.token_ids))
+        self._due.append(self._ready)
+
+    def execute(self, step: StepInput) -> StepOutput:
+        self._world.pass_time(self._due.pop(0))
+        tokens = (step.num_computed + step.query_lens)[step.wanted[:, 0]] % 1000
+        logprobs = np.zeros(len(tokens), np.float32)
+        return StepOutput(step.step, tokens.astype(np.int32), logprobs, no_top_tokens(len(tokens)))
+
+
+# --- the shipped load -------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def questions() -> list[tuple[tuple[int, ...], int]]:
+    """(token ids of the prompt, tokens of the answer) of the demo model's questions."""
+    encode = DEMO_TOKENIZER.encode
+    return [
+        (
+            tuple([3 + token_id % (MODEL.vocab_size - 3) for token_id in encode(each["instruction"] + each["input"])]),
+            1 + len(encode(each["output"])),
+        )
+        for each in json.loads((DEMO_FOLDER / "questions.json").read_text(encoding="utf-8"))
+    ]
+
+
+def shipped_questions(seed: int) -> list[tuple[tuple[int, ...], int]]:
+    """`questions` in random order."""
+    return random.Random(seed).sample(questions(), len(questions()))
+
+
+def shipped_clients(rate: float, seconds: float, seed: int, start: float = 0.0, first: int = 0) -> list[Client]:
+    """Poisson arrivals from `start` on; numbers from `first` on."""
+    rng = random.Random(seed)
+    asked = itertools.cycle(shipped_questions(seed))
+    clients, time = [], start
+    while (time := time + rng.expovariate(rate)) < start + seconds:
+        clients.append(Client(first + len(clients), time, *next(asked)))
+    return clients
+
+
+def warm_up(rate: float, first: int = 1_000_000) -> list[Client]:
+    """What a server has seen before it is overloaded at second `WARM_S`: most of what it can do."""
+    return shipped_clients(0.9 * rate, WARM_S, 99, first=first)
+
+
+def at_once(num: int, seed: int = 50, first: int = 2_000_000) -> list[Client]:
+    """All that a cold server has seen before it is overloaded: a few, long over."""
+    asked = shipped_questions(seed)
+    return [Client(first + number, 0.0, *asked[number]) for number in range(num)]
+
+
+def capacity(seed: int = 1, num: int = 600, **world: Any) -> float:
+    """Requests a second while all slots are taken: tokens until the last first token, over tokens a request."""
+    asked = itertools.cycle(shipped_questions(seed))
+    clients = [Client(number, 0.0, *next(asked)) for number in range(num)]
+    full = World(clients, places=num, seed=seed, **world)
+    full.run()
+    until = max(client.first_token or 0.0 for client in clients)
+    num_tokens = sum(time <= until for time in full.token_times)
+    return num_tokens / until / (len(full.token_times) / num)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of the clients."""
+
+    num_refusals: int
+    num_obeyed: int
+    num_in_first_time: int
+    most_told: int
+    told_p50_s: float
+    accepted: Accuracy
+    returned: Accuracy
+
+    @property
+    def first_time_share(self) -> float:
+        return self.num_in_first_time / max(1, self.num_obeyed)
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """Of predictions: |predicted / real - 1| in the middle, and the factor between the two, either way."""
+
+    num: int
+    median_error: float
+    p99_factor: float
+
+    @classmethod
+    def of(cls, pairs: Sequence[tuple[float, float]]) -> Accuracy:
+        """(predicted, real) seconds."""
+        if not pairs:
+            return cls(0, 0.0, 1.0)
+        factors = sorted(max(predicted / real, real / predicted) for predicted, real in pairs)
+        errors = [abs(predicted / real - 1) for predicted, real in pairs]
+        return cls(len(pairs), statistics.median(errors), factors[min(len(factors) - 1, int(0.99 * len(factors)))])
+
+
+def outcome(clients: Sequence[Client]) -> Outcome:
+    told = sorted(each for client in clients for each in client.told)
+    back = [client for client in clients if client.told and client.obeys]
+    let_in = [client for client in clients if client.first_token is not None]
+    return Outcome(
+        num_refusals=len(told),
+        num_obeyed=len(back),
+        num_in_first_time=sum(client.let_in is not None and len(client.told) == 1 for client in back),
+        most_told=max((len(client.told) for client in clients), default=0),
+        told_p50_s=told[len(told) // 2] if told else 0.0,
+        accepted=Accuracy.of([(c.predicted_s, c.real_s) for c in let_in if c.predicted_s is not None]),
+        returned=Accuracy.of(
+            [(c.promised_s, (c.first_token or 0.0) - c.arrives) for c in let_in if c.promised_s is not None]
+        ),
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=20.0, help="of arrivals")
+    parser.add_argument("--load", type=float, default=2.0, help="arrivals, times what the server can do")
+    parser.add_argument("--slots", type=int, default=32)
+    parser.add_argument("--places", type=int, default=64)
+    parser.add_argument("--noise", type=float, default=0.1)
+    parser.add_argument("--door-ms", type=float, default=0.0, help="of the event loop, for everybody who asks")
+    parser.add_argument("--form-ms", type=float, default=0.0, help="of the master for each step, in which others come")
+    parser.add_argument("--stall-ms", type=float, default=0.0, help="for which it hears nobody, about once a second")
+    parser.add_argument("--silent", action="store_true", help="nobody says whether it was refused before")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--cold", action="store_true", help="16 clients at once before, and nothing else")
+    parser.add_argument("--unknown", action="store_true", help="all ask for 500 tokens, whatever they get")
+    args = parser.parse_args()
+    most = capacity(args.seed, max(600, 12 * args.slots), slots=args.slots, noise=args.noise)
+    clients = shipped_clients(args.load * most, args.seconds, args.seed, start=WARM_S)
+    warm = at_once(16) if args.cold else warm_up(most)
+    if args.unknown:
+        for client in (*warm, *clients):
+            client.max_tokens = MAX_TOKENS
+    world = World(
+        [*warm, *clients],
+        slots=args.slots,
+        places=args.places,
+        noise=args.noise,
+        seed=args.seed,
+        door_s=args.door_ms / 1000,
+        form_s=args.form_ms / 1000,
+        stall_s=args.stall_ms / 1000,
+        tells=not args.silent,
+    )
+    world.run()
+    result = outcome(clients)
+    lines = [
+        f"capacity {most:.1f} requests/s, {len(clients)} clients, all answered after {world.clock.now:.1f} s",
+        f"refusals {result.num_refusals}, Retry-After p50 {result.told_p50_s:g} s, of one at most {result.most_told}",
+        f"of {result.num_obeyed} who came back {result.first_time_share:.1%} were let in then",
+        f"accepted: {result.accepted}",
+        f"returned: {result.returned}",
+    ]
+    sys.stdout.write("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()

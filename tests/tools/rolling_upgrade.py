@@ -1,0 +1,144 @@
+"""An upgrade while clients read streams: a server of other code starts beside the one that serves, gets the new
+requests, and the older one ends when it has finished what it has.
+
+    python tests/tools/rolling_upgrade.py [--requests 100] [--set cluster_config.engine=ray ...]
+
+The newer code is a copy of the package with one more source file, so that its hash differs and neither master takes a
+WorkAgent of the other. The front asks the newest server first, and the one before where that is not there or refuses
+(503), as a proxy does. Every answer is compared with the one given alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+from unittest.mock import patch
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import httpx
+import llm_serving
+from support.cluster_streams import Answer, bodies
+from support.server_process import Server, start_server
+
+NUM_AT_ONCE: Final = 16
+NUM_TOKENS: Final = 120
+AGAIN_S: Final = 0.05
+
+
+@dataclass
+class Front:
+    """Servers, the newest last."""
+
+    clients: list[httpx.AsyncClient] = field(default_factory=list)
+    answered: Counter[str] = field(default_factory=Counter)
+    """Requests by who answered."""
+    num_passed_on: int = 0
+
+    async def read(self, body: dict[str, Any]) -> Answer:
+        while True:
+            for number, client in sorted(enumerate(self.clients), reverse=True):
+                answer = await _read(client, body)
+                if answer is not None:
+                    self.answered["older" if number == 0 else "newer"] += 1
+                    return answer
+                self.num_passed_on += 1
+            await asyncio.sleep(AGAIN_S)
+
+
+async def _read(client: httpx.AsyncClient, body: dict[str, Any]) -> Answer | None:
+    """None: it was not let in. What breaks off after that is an error."""
+    answer = Answer()
+    try:
+        async with client.stream("POST", "/v1/completions", json=body) as response:
+            if response.status_code == 503:
+                return None
+            response.raise_for_status()
+            async for line in response.aiter_lines():
+                answer.take(line)
+    except httpx.ConnectError:
+        return None
+    except httpx.HTTPError as error:
+        answer.error = repr(error)
+    if not answer.num_tokens and answer.error is None:
+        answer.error = "it has no end"
+    return answer
+
+
+def newer_code(folder: Path) -> Path:
+    """A copy of the package whose hash is another one; what is to be put on PYTHONPATH."""
+    package = Path(llm_serving.__file__).parent
+    shutil.copytree(package, folder / package.name, ignore=shutil.ignore_patterns("__pycache__"))
+    (folder / package.name / "newer.py").write_text('"""Makes this another version."""\n')
+    return folder
+
+
+async def upgrade(older: Server, settings: list[str], newer: Path, num_requests: int) -> bool:
+    front, asked = Front([older.client()]), bodies(NUM_AT_ONCE, NUM_TOKENS)
+    alone = [await front.read(body) for body in asked]
+    front.answered.clear()
+    answers: list[tuple[Answer, Answer]] = []
+    places = itertools.cycle(range(len(asked)))
+
+    async def ask() -> None:
+        while front.answered["newer"] < num_requests:
+            place = next(places)
+            answers.append((await front.read(asked[place]), alone[place]))
+
+    began = time.monotonic()
+    asking = asyncio.gather(*(ask() for _ in range(NUM_AT_ONCE)))
+    with patch.dict(os.environ, PYTHONPATH=os.pathsep.join([str(newer), os.environ.get("PYTHONPATH", "")])):
+        server = await asyncio.to_thread(start_server, *settings)
+    try:
+        front.clients.append(server.client())
+        while not (await front.clients[1].get("/health")).is_success:
+            await asyncio.sleep(AGAIN_S)
+        ready_s, before = time.monotonic() - began, front.answered["older"]
+        older.processes[0].terminate()  # it finishes what it has
+        await asyncio.to_thread(older.processes[0].wait)
+        ended_s = time.monotonic() - began
+        await asking
+    finally:
+        await asyncio.to_thread(server.stop)
+    num_equal = sum(answer.same_as(expected) for answer, expected in answers)
+    for error in {answer.error for answer, _ in answers} - {None}:
+        sys.stderr.write(f"{error}\n")
+    by = front.answered
+    sys.stdout.write(
+        f"{len(answers)} requests, {NUM_AT_ONCE} at once: {num_equal} with the bytes of the one given alone\n"
+        f"the newer server served after {ready_s:.1f} s, the older one had ended after {ended_s:.1f} s\n"
+        f"answered by the older one {by['older']}, {by['older'] - before} of them after it was told to end; "
+        f"by the newer one {by['newer']}; not let in and passed on {front.num_passed_on}\n"
+    )
+    return num_equal == len(answers)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=100, help="of the newer server (default: 100)")
+    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="of both servers")
+    arguments = parser.parse_args()
+    settings = list(itertools.chain.from_iterable(("--set", each) for each in arguments.set))
+    with tempfile.TemporaryDirectory(prefix="rolling-upgrade-") as folder:
+        newer = newer_code(Path(folder))
+        older = start_server(*settings)
+        try:
+            return 0 if asyncio.run(upgrade(older, settings, newer, arguments.requests)) else 1
+        finally:
+            if older.processes[0].is_running():
+                older.stop()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,669 @@
+"""A whole master in one process under a virtual clock, and everything that can go wrong with it, by seed.
+
+The door, the scheduler, the blocks, the engine, the executors and the frames of the protocol are the shipping ones;
+threads, event loop, the processes of the WorkAgents, their sockets and their model are simulated. A simulated WorkAgent
+may be slow, hang, die before or after it computed, fail a step or a row, answer twice, answer another step or garbage;
+it may read a step as soon as it is sent or only when the master waits; it may run on a machine that is lost, or whose
+link to the master is slow or cut, in one direction or in both (`simulated_network.py`), also while blocks are on their
+way (`simulated_block_link.py`). Clients come together, are refused, leave in any state of their request. Rules change
+while all that goes on, and replicas leave and join (`simulated_operator.py`). After every step the laws that hold at
+every moment are checked; at the end, that every request has ended and that what it got is what it would have got alone,
+and that no replica that was drained serves.
+
+    python tests/tools/simulation.py --seeds 100000 --processes 2 [--machines 3]
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import logging
+import multiprocessing
+import random
+import sys
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from threading import Event
+from types import SimpleNamespace
+from typing import Any
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from llm_serving.core.request import FinishReason
+from llm_serving.core.request_class import MAX_PRIORITY, Caller, class_of
+from llm_serving.core.request_output import RequestOutput
+from llm_serving.core.step import BlockMove
+from llm_serving.engine.async_engine import AsyncEngine
+from llm_serving.engine.engine import Engine
+from llm_serving.engine.fleet.migration import Departure
+from llm_serving.engine.replica import open_exports
+from llm_serving.errors import CapacityError, ContextLengthError, UnavailableError, WorkerDiedError
+from llm_serving.executor.restart_status import GivenUp
+from llm_serving.executor.supervisor import SupervisedExecutor
+from llm_serving.kvcache.transfer_pool import TransferBlock
+from llm_serving.observability.metrics import Metrics
+from llm_serving.scheduler.components import Rules
+from llm_serving.transport.messages import Loaded
+from support.factories import create_scheduler
+from support.fake_runner import FakeTransferPool
+from support.guessing_drafter import GuessingDrafter
+from support.scheduler_loads import STAY
+from support.simulated_agent import BAD_ROW, POISON, Faults, SimulatedAgent
+from support.simulated_block_link import SimulatedCarrier
+from support.simulated_client import ANYWHERE, MAX_MODEL_LEN, RESTARTING, Client, draw_clients
+from support.simulated_clock import Clock
+from support.simulated_operator import Operator
+from support.simulated_settings import draw_cluster, draw_config, draw_network, draw_reloads, draw_scheduler
+from support.word_tokenizer import WordTokenizer
+
+STEP_TIMEOUT_S = 1.0
+MAX_ROUNDS = 4000
+PRIORITIES = (-MAX_PRIORITY, -1, 0, 1, MAX_PRIORITY)
+SEEDS_A_SHARE = 50
+TOKENIZER: Any = WordTokenizer()
+MODEL: Any = SimpleNamespace(vocab_size=POISON + 1, eos_token_ids=())
+
+
+class EventLoop:
+    """What engines call from their threads is done when the simulation says so."""
+
+    def __init__(self) -> None:
+        self._calls: deque[tuple[Callable[[Any], None], Any]] = deque()
+
+    def call_soon_threadsafe(self, callback: Callable[[Any], None], argument: object) -> None:
+        self._calls.append((callback, argument))
+
+    @property
+    def has_calls(self) -> bool:
+        return bool(self._calls)
+
+    def run(self) -> None:
+        while self._calls:
+            callback, argument = self._calls.popleft()
+            callback(argument)
+
+
+class Replica:
+    """An engine and the WorkAgents it has had."""
+
+    def __init__(self, simulation: Simulation, index: int, scheduler: dict[str, Any]) -> None:
+        """
+        Args:
+            simulation: Whose replica it is.
+            index: Its own.
+            scheduler: Options of `create_scheduler`.
+
+        Raises:
+            WorkerDiedError: No WorkAgent becomes ready.
+        """
+        self._simulation = simulation
+        self.index = index
+        rng = simulation.rng
+        self.faults = Faults(
+            rng,
+            rate=rng.choice((0.0, 0.05, 0.3)),
+            distance=rng.choice((0, 25)),
+            poison_kills=rng.random() < 0.5,
+        )
+        max_steps_in_flight = rng.choice((1, 2))
+        num_transfer = simulation.num_transfer_blocks
+        exports = open_exports(num_transfer, index) if num_transfer else None
+        self.scheduler = create_scheduler(**scheduler, max_steps_in_flight=max_steps_in_flight, exports=exports)
+        self.stopped = False
+        """With the master."""
+        self.agents: list[SimulatedAgent] = []
+        self.rate_of_failing_starts = rng.choice((0.2, 0.2, 0.8))
+        self.num_failed_starts = 0
+        given_up = GivenUp()
+        self.executor = SupervisedExecutor(
+            self._start,
+            STEP_TIMEOUT_S,
+            rng.choice((2, 50)),
+            simulation.clock,
+            pause=lambda delay_s: given_up.is_set,
+            given_up=given_up,
+        )
+        self.restart_wait_s = rng.choice((0.5, 1000.0))
+        guesses = GuessingDrafter(rng, rng.choice((0.0, 0.3)), self.scheduler.blocks.window.num_tokens)
+        self.engine = Engine(
+            self.scheduler,
+            self.executor,
+            TOKENIZER,
+            simulation.metrics,
+            lambda pieces: simulation.publish(pieces, self.engine),
+            index=index,
+            clock=simulation.clock,
+            max_steps_in_flight=max_steps_in_flight,
+            audit_every=rng.choice((0, 0, 1, 3)),
+            restart_wait_s=self.restart_wait_s,
+            drafter=rng.choice((None, guesses)),
+        )
+        self.engine.block_link = lambda: self.executor.block_link
+
+    def _start(self, like: Loaded | None, timeout_s: float | None) -> SimulatedAgent:
+        simulation = self._simulation
+        if like is not None:
+            simulation.let_clients_act(RESTARTING, self.engine)
+            if self.faults.rate and simulation.rng.random() < self.rate_of_failing_starts:
+                simulation.clock.now += simulation.rng.uniform(0.0, 1.0)
+                self.num_failed_starts += 1
+                raise WorkerDiedError("it ended before it was ready")
+        make = functools.partial(
+            SimulatedAgent,
+            simulation.rng,
+            simulation.clock,
+            self.faults,
+            self.scheduler.blocks,
+            simulation.let_clients_act,
+            transfer=simulation.transfer if simulation.num_transfer_blocks else None,
+        )
+        agent = make() if simulation.network is None else simulation.network.start(make)
+        self.agents.append(agent)
+        return agent
+
+    def step(self) -> bool:
+        """Whether there was anything to do, or will be."""
+        if self.engine.dead is not None:
+            return False
+        if self.engine.is_stopping:  # it may be in the middle of a step when it is told to, and takes notice later
+            chance = self._simulation.rng.random()
+            if chance < 0.3:
+                self._step()
+            if chance < 0.6 and self.engine.dead is None:
+                self._end()
+            return True
+        return self._step()
+
+    def _step(self) -> bool:
+        try:
+            progressed = self.engine.step()
+        except WorkerDiedError:  # it was told to end while it was starting its WorkAgent again
+            assert self.engine.is_stopping
+            self._end()
+            return True
+        self.scheduler.check_integrity()
+        return progressed
+
+    def stop(self) -> None:
+        self.stopped = True
+        if self.engine.dead is None:
+            self.engine.stop()
+            self._end()
+
+    def _end(self) -> None:
+        self.engine.run()  # to its end
+        self.scheduler.check_integrity()
+        self._simulation.ends(self)
+        self.close()
+
+    def check_end(self) -> None:
+        assert not self.scheduler.has_unfinished_requests
+        blocks = self.scheduler.blocks
+        assert blocks.pool.num_used_blocks == blocks.host_pool.num_used_blocks == 0
+        if self.engine.dead is None:
+            assert blocks.exports.pool.num_used_blocks == 0, "blocks that were handed over are not given back"
+
+    def is_unlucky(self, poisoned: bool) -> bool:
+        """Whether an innocent request may have ended with an error here."""
+        network = self._simulation.network
+        lost_steps = network is not None and bool(network.counts)
+        suspicious = poisoned or self.faults.distance == 0 or lost_steps
+        return self.stopped or (bool(self.faults.counts or (lost_steps and poisoned)) and suspicious)
+
+    def close(self) -> None:
+        self.executor.close()
+        self.engine.close()
+
+
+class Simulation:
+    """One seed: a configuration, a load and a fate for every step."""
+
+    def __init__(self, seed: int, num_machines: int | None = None) -> None:
+        """Draws everything in a fixed order.
+
+        Args:
+            seed: Of all that is drawn.
+            num_machines: Those of WorkAgents, and then each may have a replica; 0: only the master's; None: drawn.
+        """
+        self.rng = rng = random.Random(seed)
+        self.clock = Clock()
+        self.totals = Totals()
+        self._round = 0
+        scheduler = draw_scheduler(rng)
+        self.network = draw_network(random.Random(f"network {seed}"), self.clock, num_machines)
+        config = draw_config(rng, scheduler)
+        num_replicas = rng.choice((1, 1, 1, 2))
+        if num_machines:
+            num_replicas = random.Random(f"replicas {seed}").randint(1, num_machines)
+        self._cluster = draw_cluster(random.Random(f"roles {seed}"), config, num_replicas)
+        num_replicas = self._cluster.replicas
+        self._config = config = replace(config, cluster=self._cluster)
+        self.num_transfer_blocks = config.num_transfer_blocks
+        self.transfer = FakeTransferPool(self.num_transfer_blocks * config.num_replicas)
+        self.metrics = Metrics(classes=config.request_classes)
+        self._loop = EventLoop()
+        self._master = AsyncEngine(
+            config, MODEL, TOKENIZER, self.metrics, lambda *_: contextlib.nullcontext(), clock=self.clock
+        )
+        self._master.replicas._loop = self._loop  # type: ignore[assignment]
+        self._publish_departures = self._master.replicas._publish_departures
+        self._master.replicas._publish_departures = self._depart  # type: ignore[method-assign]
+        self._handed_over: dict[TransferBlock, str] = {}
+        """Whose each block was, by its epoch."""
+        self._carrier = SimulatedCarrier(random.Random(f"carrier {seed}").choice((1, 2, 100)))
+        self._master.replicas._carrier = self._carrier  # type: ignore[assignment]
+        self._shared = {"num_schedulers": num_replicas}
+        self._scheduler = scheduler
+        self._newest_rules: dict[str, Any] | None = None
+        """Of a scheduler that goes by them; None: as they were when replicas were loaded first."""
+        self.replicas = [Replica(self, index, scheduler | self._shared) for index in range(num_replicas)]
+        """By index, those that have left included until they are loaded again."""
+        self.all_replicas = [*self.replicas]
+        """Also those before them."""
+        self._may_load: dict[int, Event | None] = {}
+        """Replicas that have left, and what is set when they shall be loaded again; None: they shall."""
+        for replica in self.replicas:
+            self._begins(replica)
+        self.operator = Operator(
+            random.Random(f"operator {seed}"), self._master.control, self._master.replicas, num_replicas
+        )
+        self._on_the_way = random.Random(f"on the way {seed}")
+        self._reloads = draw_reloads(random.Random(f"reload {seed}"))
+        self._num_reloads = 0
+        self._stop_round = rng.randint(0, 60) if rng.random() < 0.05 else None
+        self.clients = draw_clients(rng, beams=not scheduler["static_batching"], window=scheduler["window"])
+        self._to_come = deque(self.clients)
+        self._leaving: list[Client] = []
+        self._by_request_id: dict[str, Client] = {}
+
+    def run(self) -> None:
+        """Plays the seed to its end.
+
+        Raises:
+            AssertionError: A law is broken.
+        """
+        try:
+            while self._play_round():
+                self._round += 1
+                assert self._round < MAX_ROUNDS, "the engine does not come to an end"
+            self._loop.run()
+            self._check_end()
+            self._count()
+        finally:
+            for replica in self.all_replicas:
+                replica.close()
+
+    def _play_round(self) -> bool:
+        if self.rng.random() < 0.7:  # otherwise whatever clients do comes while a replica waits, or later
+            self.let_clients_act()
+        if self._round == self._stop_round:
+            self._may_load.clear()
+            for replica in self.replicas:
+                replica.stop()
+        progressed = [replica.step() for replica in self.replicas]
+        may_load = [index for index, joined in self._may_load.items() if joined is None or joined.is_set()]
+        progressed += map(self._load, may_load)
+        if self._carrier.has_work and (self.rng.random() < 0.5 or not any(progressed)):
+            self._carrier.bring()
+        for counter in ("bound_violations", "audit_mismatch"):
+            assert self.metrics._counts[f"llm_serving:{counter}_total"] == 0, f"{counter}_total is not 0"
+        assert not any(self.metrics.num_shares_broken.values()), f"shares: {self.metrics.num_shares_broken}"
+        self._check_limits_of_tenants()
+        replicas = self._master.replicas
+        assert replicas.ledger.replicas == {*replicas.living()}, "one counts that has left, or one that serves does not"
+        # One may have been asked after its step, by clients that another's step let act.
+        asked = any(replica.engine.dead is None and replica.engine._inbox for replica in self.replicas)
+        return any(progressed) or asked or bool(self._to_come) or self._loop.has_calls or self._carrier.has_work
+
+    # --- the clients ------------------------------------------------------------------------------------------------
+
+    def let_clients_act(self, moment: str | None = None, engine: Engine | None = None) -> None:
+        """Those who come now or leave now do so; `moment` is a state in which all requests of the engine are."""
+        if self.rng.random() < 0.7:
+            self._loop.run()
+        while self._to_come and self._to_come[0].at_round <= self._round:
+            self._ask(self._to_come.popleft())
+        for client in [each for each in self._leaving if self._leaves(each, moment, engine)]:
+            self._leaving.remove(client)
+            self._leave(client, moment if client.engine is engine else None)
+        if self.rng.random() < 0.05 and self._by_request_id:
+            self._change_a_priority()
+        self._change_priorities_on_the_way()
+        if self._reloads and self._reloads[0][0] <= self._round:
+            self._reload(self._reloads.popleft()[1])
+        self.operator.act(self._round)
+
+    def _ask(self, client: Client) -> None:
+        master, limits = self._master, self._config.scheduler
+        num_prompt, waiting = len(client.prompt_token_ids), master._room.load()
+        max_tokens = MAX_MODEL_LEN if limits.max_waiting_tokens is None else limits.max_waiting_tokens
+        fits = client.fits and num_prompt <= max_tokens
+        full = waiting.num_waiting >= limits.max_waiting_queue
+        if limits.max_waiting_tokens is not None:
+            full = full or waiting.num_waiting_tokens + num_prompt > max_tokens
+        request_class = class_of(client.priority, self._config.request_classes)
+        if request_class.max_waiting is not None:
+            full = full or master._room.class_load(request_class.name).num_waiting >= request_class.max_waiting
+        deadline = None if client.patience_s is None else self.clock() + client.patience_s
+        try:
+            stream = master.generate(
+                client.prompt_token_ids,
+                client.sampling,
+                Caller(priority=client.priority, tenant=client.tenant, deadline=deadline),
+                request_id="simulated",
+                fork_of=None if client.twin is None else client.twin.stream,
+                beam_search=client.beam_search,
+            )
+        except ContextLengthError:
+            assert not fits, "a request that fits was refused for its length"
+        except CapacityError:
+            assert full or deadline is not None, "a request was refused although there was room"
+        except UnavailableError:
+            serving = [each for each in self._master.replicas.open().values() if each.away is None]
+            assert not serving, "a living replica was ignored"
+            self.totals.refusals["no WorkAgent lives"] += 1
+        else:
+            assert fits and not full, "a request was let in although there was no room"
+            opened = master._requests.get(stream.request_id)
+            assert opened is not None
+            client.stream, client.engine = stream, opened.engine
+            index = master.replicas.index_of(opened.engine)
+            assert index is not None and (client.twin is not None or not master.replicas.is_drained(index))
+            opened.request.wants_vector = client.wants_vector
+            self._by_request_id[stream.request_id] = client
+            if client.leaves_in is not None:
+                self._leaving.append(client)
+
+    def _change_a_priority(self) -> None:
+        client = self.rng.choice(list(self._by_request_id.values()))
+        assert client.engine is not None and client.stream is not None
+        if client.engine.dead is None and not client.has_ended:
+            priority = self.rng.choice(PRIORITIES)
+            client.engine.ask(functools.partial(client.engine.reprioritise, client.stream.request_id, priority))
+
+    def _change_priorities_on_the_way(self) -> None:
+        """As `Control` does, of requests that no engine has."""
+        for opened in [each for each in self._master._requests._requests.values() if each.is_on_way]:
+            if self._on_the_way.random() < 0.3:
+                opened.priority = self._on_the_way.choice(PRIORITIES)
+                self.totals.events["priorities changed on the way"] += 1
+
+    def _reload(self, rng: random.Random) -> None:
+        """The door follows other rules at once, each engine when it takes notice, be its WorkAgent there or not."""
+        others = draw_scheduler(rng) | {name: self._scheduler[name] for name in STAY if name in self._scheduler}
+        self._config = replace(draw_config(rng, others), cluster=self._cluster)
+        self._master._follow(self._config)
+        self._num_reloads += 1
+        self._newest_rules = others
+        for replica in self.replicas:
+            if replica.engine.dead is None:
+                replica.engine.ask(functools.partial(replica.engine.reload, self._rules_of(replica), self._num_reloads))
+
+    def _rules_of(self, replica: Replica) -> Rules:
+        others, max_steps = self._newest_rules, replica.scheduler.limits.max_steps_in_flight
+        assert others is not None
+        other = create_scheduler(**others, **self._shared, max_steps_in_flight=max_steps)
+        return Rules(other.limits, other.policy, other.classes, other.order, others["prefix_caching"])
+
+    def _leaves(self, client: Client, moment: str | None, engine: Engine | None) -> bool:
+        if self._round < client.leaves_from_round:
+            return False
+        if client.leaves_in in (ANYWHERE, moment):
+            return client.leaves_in == ANYWHERE or client.engine is engine
+        return client.leaves_in == client.state()
+
+    def _leave(self, client: Client, moment: str | None) -> None:
+        assert client.stream is not None
+        client.left_in = client.state()
+        if moment is not None and not client.has_ended:
+            client.left_in = moment
+        _run(client.stream.aclose())
+
+    def publish(self, pieces: list[RequestOutput], engine: Engine) -> None:
+        """What engines call with the pieces of a step."""
+        for piece in pieces:
+            client = self._by_request_id[piece.request_id]
+            assert not client.has_ended, f"{piece.request_id} is told something after its end"
+            client.told.append(piece)
+            client.engine = engine
+        self._master.replicas._publish(pieces)
+
+    def _depart(self, departures: list[Departure]) -> None:
+        """What engines call with requests that another replica is to go on with."""
+        for request_id, block in [(each.request.request_id, block) for each in departures for block in each.blocks]:
+            owner = self._handed_over.setdefault(block, request_id)
+            assert owner == request_id, f"an epoch of block {block[0]} is that of {owner} and of {request_id}"
+        self._publish_departures(departures)
+
+    # --- replicas that leave and join -------------------------------------------------------------------------------
+
+    def _begins(self, replica: Replica) -> None:
+        """As in a thread of `Replicas`, which has loaded it."""
+        if self._newest_rules is not None:
+            replica.engine.reload(self._rules_of(replica), self._num_reloads)
+        self._master.replicas._begins(replica.index, replica.engine)
+
+    def ends(self, replica: Replica) -> None:
+        """As such a thread after its engine has ended."""
+        index, replicas = replica.index, self._master.replicas
+        replicas._ends(index, replica.engine)
+        if not replica.stopped:
+            self.totals.events["replicas that left"] += 1
+            self._may_load[index] = replicas._drained.get(index)
+
+    def _load(self, index: int) -> bool:
+        """Again, as it has joined; that may take a while. True: there is something to do."""
+        if self.rng.random() < 0.5:
+            return True
+        try:
+            replica = Replica(self, index, self._scheduler | self._shared)
+        except WorkerDiedError:  # no machine is there
+            self._may_load[index] = self._master.replicas._drained.get(index)
+            return True
+        del self._may_load[index]
+        self.replicas[index] = replica
+        self.all_replicas.append(replica)
+        self._begins(replica)
+        self.totals.events["replicas loaded again"] += 1
+        return True
+
+    # --- the laws ---------------------------------------------------------------------------------------------------
+
+    def _check_limits_of_tenants(self) -> None:
+        """All replicas together keep to them; a search runs all its beams, and who runs when the rules change stays."""
+        limit = self._scheduler["max_running_per_tenant"]
+        if limit is None or self._num_reloads:
+            return
+        running = (each for replica in self.replicas for each in replica.scheduler.running)
+        counts = Counter(each.tenant for each in running if not (each.is_beam or each.asked.form is not None))
+        assert max(counts.values(), default=0) <= limit, f"a tenant runs more than {limit} requests"
+
+    def _check_end(self) -> None:
+        for replica in self.all_replicas:
+            replica.check_end()
+        master = self._master
+        assert master.num_waiting == master.num_running == 0, "the waiting room is not empty"
+        requests = master._requests
+        assert not len(requests) and not requests._num_of and not requests._num_coming
+        assert not master.replicas.ledger.places.on_way(), "a place of a tenant is nobody's"
+        if not any(replica.stopped for replica in self.replicas):
+            for index in range(len(self.replicas)):
+                state = "left" if master.replicas.is_drained(index) else "serving"
+                assert master.replicas.state(index) == state, f"replica {index} is {master.replicas.state(index)}"
+        for client in self.clients:
+            if client.stream is not None:
+                self._check_client(client)
+
+    def _check_client(self, client: Client) -> None:
+        assert client.stream is not None
+        name = client.stream.request_id
+        none_lives = all(replica.stopped for replica in self.replicas)
+        if not client.has_ended and none_lives and self._cluster.roles is not None:
+            if client.left_in is None:
+                self._check_end_on_its_way(client)
+            return
+        assert client.has_ended, f"{name} waits for ever"
+        client.check_answer()
+        if client.left_in is None:
+            read = [_run(client.stream.__anext__()) for _ in client.told]
+            assert read == client.told, f"{name} was sent something else than the engine told it"
+        reason, error = client.told[-1].finish_reason, client.told[-1].error
+        if reason is FinishReason.ABORT:
+            assert client.left_in is not None, f"{name} was aborted by nobody"
+        if reason is FinishReason.TIMEOUT:
+            assert client.patience_s is not None, f"{name} had all the time there is"
+        poisoned = any(each.is_poisoned for each in self.clients)
+        replica = next(each for each in self.all_replicas if each.engine is client.engine)
+        failed = reason in (FinishReason.ERROR, FinishReason.UNAVAILABLE)
+        if failed and not client.is_poisoned and error != BAD_ROW:
+            waited = error is not None and "has not come back within" in error and self._a_start_failed(replica)
+            assert waited or replica.is_unlucky(poisoned), f"{name} ended with an error that it did not cause: {error}"
+        if client.is_poisoned:
+            assert failed or reason in (FinishReason.ABORT, FinishReason.TIMEOUT), f"{name} survived the poison"
+
+    def _check_end_on_its_way(self, client: Client) -> None:
+        """No replica was left when its blocks came: the master itself tells its end."""
+        assert client.stream is not None
+        read = [_run(client.stream.__anext__()) for _ in range(len(client.told) + 1)]
+        assert read[:-1] == client.told and read[-1].finish_reason is FinishReason.UNAVAILABLE
+        client.told.append(read[-1])
+
+    def _a_start_failed(self, replica: Replica) -> bool:
+        return bool(
+            replica.num_failed_starts or (self.network is not None and self.network.counts["starts that failed"])
+        )
+
+    def _count(self) -> None:
+        totals, counts = self.totals, self.metrics._counts
+        let_in = [each for each in self.clients if each.stream is not None]
+        moves = sum((agent.block_moves for replica in self.all_replicas for agent in replica.agents), Counter())
+        totals.events.update(
+            {
+                "seeds": 1,
+                "rounds": self._round,
+                "steps": counts["llm_serving:steps_total"],
+                "requests": len(self.clients),
+                "tokens": counts["vllm:generation_tokens_total"],
+                "forks": sum(each.twin is not None and each.twin.stream is not None for each in let_in),
+                "beam searches": sum(each.beam_search is not None for each in let_in),
+                "poisoned requests": sum(each.is_poisoned for each in let_in),
+                "preemptions": counts["vllm:num_preemptions_total"],
+                "blocks swapped out": moves[BlockMove.SWAP_OUT],
+                "blocks swapped in": moves[BlockMove.SWAP_IN],
+                "blocks copied": moves[BlockMove.COPY],
+                "blocks handed over": moves[BlockMove.EXPORT],
+                "blocks taken over": moves[BlockMove.IMPORT],
+                "tokens found in the prefix cache": counts["vllm:prefix_cache_hits_total"],
+                "audits": counts["llm_serving:audits_total"],
+                "guesses": counts["vllm:spec_decode_num_draft_tokens_total"],
+                "right guesses": counts["vllm:spec_decode_num_accepted_tokens_total"],
+                "restarts": counts["llm_serving:worker_restarts_total"],
+                "replicas": len(self.replicas),
+                "restarts that failed": sum(each.num_failed_starts for each in self.all_replicas),
+                "reloads": self._num_reloads,
+                "masters stopped": int(self._stop_round is not None and self._stop_round <= self._round),
+            }
+        )
+        totals.events.update(self.operator.counts)
+        if self.network is not None:
+            totals.network.update({"clusters": 1, "machines": self.network.num_machines, **self.network.counts})
+        for replica in self.all_replicas:
+            totals.faults.update(replica.faults.counts)
+        for (_, reason), count in self.metrics.classes._refusals.items():
+            totals.refusals[reason] += count
+        totals.aborts.update(each.left_in for each in let_in if each.left_in is not None)
+        totals.ends.update(str(each.told[-1].finish_reason) for each in let_in)
+
+
+def _run(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """The result of a coroutine that has nothing to wait for; it may give others their turn."""
+    try:
+        while coroutine.send(None) is None:
+            pass
+    except StopIteration as end:
+        return end.value
+    raise AssertionError("it waits for something that does not come")
+
+
+@dataclass
+class Totals:
+    """How often what happened."""
+
+    events: Counter[str] = field(default_factory=Counter)
+    faults: Counter[str] = field(default_factory=Counter)
+    network: Counter[str] = field(default_factory=Counter)
+    """Of servers whose WorkAgents run on other machines."""
+    aborts: Counter[str] = field(default_factory=Counter)
+    """By the state of the request when its client left."""
+    refusals: Counter[str] = field(default_factory=Counter)
+    ends: Counter[str] = field(default_factory=Counter)
+
+    def add(self, other: Totals) -> None:
+        for each in fields(self):
+            getattr(self, each.name).update(getattr(other, each.name))
+
+    def __str__(self) -> str:
+        return "\n".join(
+            f"{each.name}: {', '.join(f'{name} {count:,}' for name, count in getattr(self, each.name).items())}"
+            for each in fields(self)
+        )
+
+
+def run_seeds(first: int, count: int, num_machines: int | None = None) -> Totals:
+    """Plays seeds `first` .. `first + count - 1`.
+
+    Raises:
+        AssertionError: One breaks a law; the text has the command that repeats it.
+    """
+    totals = Totals()
+    logging.disable(logging.CRITICAL)
+    try:
+        for seed in range(first, first + count):
+            try:
+                simulation = Simulation(seed, num_machines)
+                simulation.run()
+            except Exception as error:
+                command = f"python tests/tools/simulation.py --first {seed} --seeds 1"
+                command += "" if num_machines is None else f" --machines {num_machines}"
+                raise AssertionError(f"seed {seed}: {error}\nrepeat it with: {command}") from error
+            totals.add(simulation.totals)
+    finally:
+        logging.disable(logging.NOTSET)
+    return totals
+
+
+def run_in_processes(first: int, count: int, num_processes: int, num_machines: int | None = None) -> Totals:
+    """As `run_seeds`, in shares."""
+    end = first + count
+    shares = [(start, min(SEEDS_A_SHARE, end - start), num_machines) for start in range(first, end, SEEDS_A_SHARE)]
+    totals = Totals()
+    with multiprocessing.get_context("spawn").Pool(num_processes) as pool:
+        for share in pool.starmap(run_seeds, shares, chunksize=1):
+            totals.add(share)
+    return totals
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--first", type=int, default=0, help="first seed (default: 0)")
+    parser.add_argument("--seeds", type=int, default=1000, help="how many (default: 1000)")
+    parser.add_argument("--processes", type=int, default=1, help="processes that share them (default: 1)")
+    parser.add_argument("--machines", type=int, help="on so many beside the master's (default: drawn, often none)")
+    args = parser.parse_args()
+    began = time.perf_counter()
+    if args.processes == 1:
+        totals = run_seeds(args.first, args.seeds, args.machines)
+    else:
+        totals = run_in_processes(args.first, args.seeds, args.processes, args.machines)
+    seconds = time.perf_counter() - began
+    sys.stdout.write(f"{totals}\n{args.seeds:,} seeds in {seconds:.1f} s, {args.seeds / seconds:.0f} a second; ")
+    sys.stdout.write("no law is broken\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,500 @@
+"""The page at /ui in a headless Chromium: `python tests/tools/ui_browser.py [--save FOLDER] [NAME ...]`.
+
+It needs the program `chromium` (`apt-get install chromium`). The master is real, the device only pretends. Each
+scenario below is run, and nothing may be written to the browser's console as an error; `--save` keeps pictures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import contextlib
+import json
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+import threading
+import urllib.parse
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2] / "llm-serving")]
+
+from llm_serving.cli import main as cli
+from llm_serving.config.sections.api_key import ApiKey
+from llm_serving.server.middleware.authentication import hash_key
+from support.browser import Browser
+from support.fakes import DEMO_TOKENIZER, FakeEngine, Piece, Script
+from support.http_serving import serving
+from support.page_server import PageServer
+from support.tool_cases import HERMES, prompt_of, tokenizer_with
+
+HOSTILE = """<img src=x onerror="window.hit = 1"><script>window.hit = 1</script>'"`$(touch /tmp/hit)${7*7}\\u2028"""
+KEYS = {name: name * 20 for name in ("ann", "bob", "root")}
+API_KEYS = tuple(ApiKey(name=name, key_sha256=hash_key(key), admin=name == "root") for name, key in KEYS.items())
+COPIED = """
+    navigator.clipboard.writeText = async (text) => { window.copied = text; };
+"""
+SCENARIOS: dict[str, Callable[[Browser, Callable[[str], None]], None]] = {}
+
+
+def scenario(run: Callable[[Browser, Callable[[str], None]], None]) -> Callable[[Browser, Callable[[str], None]], None]:
+    SCENARIOS[run.__name__] = run
+    return run
+
+
+def start(page: Browser, url: str, view: str = "playground") -> None:
+    page.look()
+    page.open(f"{url}/ui#/{view}")
+    page.wait_for("document.querySelector('main').childElementCount")
+
+
+def ask(page: Browser, text: str, **parameters: object) -> None:
+    page.wait_for("document.querySelector('.parameter')")  # until then what is below moves
+    for name, value in parameters.items():
+        page.type(f"#p-{name}", str(value))
+    page.type("#prompt", text)
+    page.click("#send")
+
+
+# --- playground -----------------------------------------------------------------------------------------------------
+
+
+@scenario
+def an_answer_streams_and_its_tokens_tell_how_likely_they_were(page: Browser, save: Callable[[str], None]) -> None:
+    with PageServer(step_s=0.02).serving() as server:
+        start(page, server.url)
+        page.wait_for("document.querySelector('.example')")
+        save("welcome")
+        ask(page, "Count from 1 to 60.", max_tokens=40, seed=1)
+        page.wait_for("document.querySelectorAll('.token').length > 3")
+        assert page.run("document.querySelectorAll('.token').length") < 40, "it came whole"
+        page.wait_for("document.querySelector('.facts a')")
+        assert page.run("document.querySelectorAll('.token').length") == 40
+        assert "ended: length" in page.text(".facts")
+        page.hover(".token:nth-child(3)")
+        page.wait_for("!document.querySelector('.tip').hidden")
+        assert page.run("document.querySelectorAll('.tip li').length") == 6, "the five likeliest and the chosen one"
+        save("tokens")
+        page.run("document.querySelector('.token').focus()")
+        page.press("ArrowRight")
+        assert page.run("document.activeElement === document.querySelectorAll('.token')[1]")
+        page.press("Escape")
+        assert page.run("document.querySelector('.tip').hidden")
+        page.click(".flip")
+        assert page.run("!document.querySelector('.answer .text').hidden")
+        page.look(width=390, height=800, dark=True)
+        assert page.run("document.documentElement.scrollWidth") <= 390, "it is wider than the screen"
+        save("narrow-dark")
+
+
+@scenario
+def what_is_asked_with_stays_where_it_is(page: Browser, save: Callable[[str], None]) -> None:
+    place = "Math.round(document.querySelector('.composer').getBoundingClientRect().bottom + scrollY)"
+    with PageServer(step_s=0.02).serving() as server:
+        for width in (390, 1360):
+            page.open("about:blank")
+            start(page, server.url)
+            page.look(width=width)
+            page.run("(document.querySelector('.welcome')?.remove(), scrollTo(0, 0))")
+            before = page.run(place)
+            page.click("#clear")
+            page.wait_for("document.querySelector('.welcome')")
+            assert page.run(place) == before, "the welcome moves it"
+            ask(page, "Count.", max_tokens=3)
+            page.wait_for("document.querySelector('.facts a')")
+            assert page.run(place) == before, "an answer moves it"
+            save(f"answered-{width}")
+        ask(page, "Count from 1 to 60.", max_tokens=400)
+        page.wait_for("document.querySelectorAll('.facts a').length === 2")
+        page.run("scrollTo(0, 0)")
+        assert page.run("document.documentElement.scrollHeight > innerHeight")
+        assert page.run(place) == before, "a long answer moves it"
+
+
+@scenario
+def a_stopped_answer_keeps_what_there_is(page: Browser, save: Callable[[str], None]) -> None:
+    with PageServer(step_s=0.02).serving() as server:
+        start(page, server.url)
+        ask(page, "Tell me.", max_tokens=400)
+        page.wait_for("document.querySelectorAll('.token').length > 3")
+        page.click("#stop")
+        page.wait_for("document.querySelector('.facts a')")
+        assert "ended: abort" in page.text(".facts")
+        assert 3 < page.run("document.querySelectorAll('.token').length") < 400
+        ask(page, "Again.", max_tokens=3)
+        page.wait_for("document.querySelectorAll('.facts a').length === 2")
+
+
+@scenario
+def a_server_that_is_gone_is_told_in_words(page: Browser, save: Callable[[str], None]) -> None:
+    with PageServer(step_s=0.05).serving() as server:
+        start(page, server.url)
+        ask(page, "Tell me.", max_tokens=400)
+        page.wait_for("document.querySelectorAll('.token').length > 3")
+    page.wait_for("document.querySelector('.talk > .error').innerText === 'the connection to the server was lost'")
+    ask(page, "Are you there?")
+    page.wait_for("document.querySelector('.talk > .error').innerText === 'the server does not answer'")
+    page.wait_for("document.querySelector('#status').dataset.state === 'gone'")
+    assert page.run("document.querySelector('#prompt').value") == "Are you there?", "what was said is lost"
+    save("gone")
+    page.problems.clear()  # a connection that fails is an error to the console
+
+
+@scenario
+def a_completion_with_several_answers(page: Browser, save: Callable[[str], None]) -> None:
+    with PageServer(step_s=0.001).serving() as server:
+        start(page, server.url)
+        page.click("[data-mode=completion]")
+        ask(page, "Once upon a time", max_tokens=5, n=3)
+        page.wait_for("document.querySelectorAll('.answer').length === 3")
+        page.wait_for("document.querySelectorAll('.answer:not([aria-busy])').length === 3")
+        assert page.run("document.querySelectorAll('.token').length") == 15
+
+
+@scenario
+def what_a_parameter_may_not_be_is_said(page: Browser, save: Callable[[str], None]) -> None:
+    with PageServer().serving() as server:
+        start(page, server.url)
+        ask(page, "x", temperature="warm")
+        page.wait_for("!document.querySelector('.error').hidden")
+        assert page.text(".error") == "temperature must be a number"
+        ask(page, "x", temperature=101)
+        page.wait_for("document.querySelector('.error').innerText.includes('0.0 to 100.0')")
+        page.problems.clear()  # a status of 400 is an error to the console
+        page.click(".parameters summary")
+        between = """(() => {
+            const rows = [...document.querySelectorAll("details .parameter")].map((row) => row.getBoundingClientRect());
+            return Math.min(...rows.slice(1).map((row, index) => row.top - rows[index].bottom));
+        })()"""
+        assert page.run(between) > 4, "fields touch each other"
+
+
+@scenario
+def a_thought_stands_apart_from_what_is_said(page: Browser, save: Callable[[str], None]) -> None:
+    said = (Piece("<think>"), Piece("Hmm."), Piece("</think>"), Piece("Yes."), Piece(""))
+    engine = FakeEngine(script=Script(said))
+    engine.tokenizer = tokenizer_with(HERMES)
+    with serving(engine) as url:
+        start(page, url)
+        for number in (1, 2):  # streamed, then whole
+            ask(page, "Well?")
+            page.wait_for(f"document.querySelectorAll('.facts a').length === {number}")
+            answer = f".answer:nth-of-type({2 * number})"
+            page.click(f"{answer} .flip")
+            assert page.text(f"{answer} .thought") == "Hmm."
+            assert page.text(f"{answer} .text") == "Hmm.\nYes."
+            save(f"thought-{number}")
+            page.click("#stream")
+        [_, before, _], _ = prompt_of(engine, 1)
+        assert before == {"role": "assistant", "content": "Yes."}
+
+
+@scenario
+def hostile_text_stays_text(page: Browser, save: Callable[[str], None]) -> None:
+    script = Script([Piece(HOSTILE), Piece(HOSTILE), Piece("", 1)])
+    with serving(FakeEngine(script=script, model_name=HOSTILE)) as url:
+        start(page, url)
+        page.wait_for("document.querySelector('.welcome')")
+        assert HOSTILE[:40] in page.text(".welcome")
+        ask(page, HOSTILE)
+        page.wait_for("document.querySelector('.facts a')")
+        page.click(".flip")
+        for shown in (".answer .text", ".user .text"):
+            assert HOSTILE[:40] in page.text(shown)
+        assert page.run("window.hit") is None
+        assert page.run("document.images.length") == 0
+        assert page.run("document.querySelectorAll('script').length") == 1
+        refused = "(() => { try { document.body.innerHTML = '<b>x</b>'; return false; } catch { return true; } })()"
+        assert page.run(refused), "the browser makes elements of text"
+        page.problems.clear()  # what it refused
+
+
+@scenario
+def the_key_is_asked_for_and_kept_in_the_session_alone(page: Browser, save: Callable[[str], None]) -> None:
+    with serving(FakeEngine(api_keys=API_KEYS)) as url:
+        start(page, url)
+        page.wait_for("document.querySelector('#key-dialog').open")
+        save("key")
+        page.type("#key-text", KEYS["ann"])
+        page.press("Enter")
+        page.wait_for("document.querySelector('.example')")
+        page.problems.clear()  # the status of 401 before
+        assert page.run("sessionStorage.getItem('llm-serving.key')") == KEYS["ann"]
+        assert page.run("JSON.stringify(localStorage) + document.cookie + location.href").find(KEYS["ann"]) == -1
+        ask(page, "Hello")
+        page.wait_for("document.querySelector('.facts a')")
+        page.click("#key")
+        page.click("[value=forget]")
+        page.wait_for("sessionStorage.length === 0")
+        page.problems.clear()
+
+
+@scenario
+def a_request_copied_is_the_request(page: Browser, save: Callable[[str], None]) -> None:
+    engine = FakeEngine()
+    with serving(engine) as url:
+        start(page, url)
+        page.run(COPIED)
+        page.wait_for("document.querySelector('.example')")
+        page.click("[data-mode=completion]")
+        page.wait_for("document.querySelector('[data-mode=completion][aria-pressed=true]')")
+        page.type("#prompt", HOSTILE)
+        page.type("#p-seed", str(2**64 - 1))
+        page.click("#copy-curl")
+        page.wait_for("window.copied")
+        command = page.run("window.copied")
+        assert shlex.split(command)[0] == "curl"
+        answer = subprocess.run(["/bin/bash", "-c", command], capture_output=True, text=True, check=True)
+        assert "[DONE]" in answer.stdout, answer.stdout
+        assert DEMO_TOKENIZER.decode(engine.submitted[-1].prompt_token_ids) == HOSTILE
+        assert engine.submitted[-1].sampling.seed == 2**64 - 1
+        assert not Path("/tmp/hit").exists()
+        page.click("#copy-python")
+        page.wait_for("window.copied.includes('openai')")
+        call = next(
+            node for node in ast.walk(ast.parse(page.run("window.copied")))
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "create"
+        )  # fmt: skip
+        given = {each.arg: ast.literal_eval(each.value) for each in call.keywords}
+        assert (given["prompt"], given["seed"], given["stream"]) == (HOSTILE, 2**64 - 1, True)
+
+
+# --- live -----------------------------------------------------------------------------------------------------------
+
+LONG = {"prompt": list(range(5, 25)), "max_tokens": 450, "temperature": 0, "ignore_eos": True, "seed": 1}
+
+
+def send(url: str, name: str, key: str = "", **fields: Any) -> threading.Thread:
+    """Asks for a long answer, and waits for it elsewhere."""
+    headers = {"content-type": "application/json"} | ({"x-api-key": key} if key else {})
+    body = json.dumps(LONG | {"request_id": name, **fields}).encode()
+    request = urllib.request.Request(f"{url}/v1/completions", body, headers)
+
+    def run() -> None:
+        with contextlib.suppress(OSError):  # the server may end first
+            urllib.request.urlopen(request, timeout=60).read()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread
+
+
+def cancel(url: str, name: str) -> None:
+    request = urllib.request.Request(f"{url}/v1/requests/{urllib.parse.quote(name, safe='')}", method="DELETE")
+    urllib.request.urlopen(request, timeout=60).read()
+
+
+def is_in(group: str, name: str) -> str:
+    """Whether a request stands in a group."""
+    rows = f"document.querySelectorAll('.group[data-phase={group}] .name')"
+    return f"[...{rows}].some((each) => each.textContent === {json.dumps(name)})"
+
+
+@scenario
+def a_request_is_followed_through_a_preemption(page: Browser, save: Callable[[str], None]) -> None:
+    with PageServer(step_s=0.03, max_num_seqs=1).serving() as server:
+        start(page, server.url, "live")
+        page.wait_for("document.querySelector('[data-tile=running] strong').textContent === '0'")
+        send(server.url, "low", priority_class="batch")
+        page.wait_for(is_in("decode", "low"))
+        send(server.url, "other", priority_class="batch")
+        page.wait_for(is_in("queue", "other"))
+        send(server.url, "high", priority_class="interactive")
+        page.wait_for(f"{is_in('decode', 'high')} && {is_in('preempted', 'low')}")
+        assert page.run("document.querySelectorAll('.slot[data-phase=decode]').length") == 1
+        save("preempted")
+        cancel(server.url, "high")
+        page.wait_for(f"{is_in('ended', 'high')} && {is_in('decode', 'low')}")
+        cancel(server.url, "low")
+        page.wait_for(f"{is_in('ended', 'low')} && {is_in('decode', 'other')}")
+        page.click("#freeze")
+        cancel(server.url, "other")
+        page.click("#freeze")
+        page.wait_for("!document.querySelector('.group[data-phase=decode] .name')")
+        page.look(width=390, height=900, dark=True)
+        assert page.run("document.documentElement.scrollWidth") <= 390, "it is wider than the screen"
+
+
+@scenario
+def a_hostile_user_is_a_name_like_others(page: Browser, save: Callable[[str], None]) -> None:
+    with PageServer(step_s=0.01).serving() as server:
+        start(page, server.url, "live")
+        send(server.url, "a..b:c_d-e", user=HOSTILE)
+        page.wait_for(is_in("decode", "a..b:c_d-e"))
+        page.wait_for(f"document.querySelector('.who').textContent.includes({json.dumps(HOSTILE)})")
+        assert page.run("[window.hit === undefined, document.images.length]") == [True, 0]
+        page.run("document.querySelector('.name').click()")
+        page.wait_for("location.hash.startsWith('#/why/a..b%3Ac_d-e-')")
+
+
+@scenario
+def a_tenant_watches_its_own_and_counts_others(page: Browser, save: Callable[[str], None]) -> None:
+    with PageServer(step_s=0.03, api_keys=API_KEYS).serving() as server:
+        start(page, server.url)
+        page.run(f"sessionStorage.setItem('llm-serving.key', {json.dumps(KEYS['ann'])})")
+        for name in ("ann", "bob"):
+            send(server.url, f"of-{name}", KEYS[name])
+        page.run("location.hash = '#/live'")
+        page.wait_for(is_in("decode", "of-ann"))
+        page.wait_for("document.querySelector('[data-tile=running] strong').textContent === '2'")
+        assert "of-bob" not in page.text()
+        assert "and 1 that are not shown" in page.text(".requests-card")
+        page.run(f"sessionStorage.setItem('llm-serving.key', {json.dumps(KEYS['root'])})")
+        page.run("document.dispatchEvent(new CustomEvent('key-changed'))")
+        page.wait_for(is_in("decode", "of-bob"))
+        page.problems.clear()  # the key was missing at first
+
+
+# --- advice ---------------------------------------------------------------------------------------------------------
+
+
+@scenario
+def other_values_are_advised_on_what_was_recorded(page: Browser, save: Callable[[str], None]) -> None:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        PageServer(step_s=0.01, max_num_seqs=2, record_path=Path(folder)).serving() as server,
+    ):
+        threads = [
+            send(server.url, f"r-{n}", priority_class=("interactive", "batch")[n % 2], max_tokens=30) for n in range(40)
+        ]
+        for thread in threads:
+            thread.join()
+        start(page, server.url, "live")
+        page.wait_for("document.querySelector('#advice')")
+        page.click("#advice")
+        page.wait_for("document.querySelector('#advice').disabled")
+        assert "The server goes on meanwhile." in page.text(".more[role=status]")
+        page.wait_for("!document.querySelector('#advice').disabled", 200.0)
+        assert "40 requests, " in page.text(".more[role=status]"), page.text(".more[role=status]")
+        page.wait_for("document.querySelector('.advice tbody td.better')")
+        if page.run("document.querySelector('.advice summary') !== null"):  # better in something, worse in something
+            page.click(".advice summary")
+            page.wait_for("document.querySelector('.advice details').open")
+        lines = page.run("[...document.querySelectorAll('.advice li > code')].map((each) => each.innerText)")
+        slots = [int(number) for line in lines for number in re.findall(r"decode_batch_size: (\d+)", line)]
+        assert slots and min(slots) > 2, lines  # how many it comes to depends on the steps that were measured
+        page.run("document.querySelector('#advice').scrollIntoView()")
+        save("told")
+        page.look(width=390, height=900, dark=True)
+        page.run("document.querySelector('#advice').scrollIntoView()")
+        assert page.run("document.documentElement.scrollWidth") <= 390, "it is wider than the screen"
+        save("narrow-dark")
+
+
+# --- why did I wait -------------------------------------------------------------------------------------------------
+
+
+@scenario
+def the_time_of_an_answer_is_explained(page: Browser, save: Callable[[str], None]) -> None:
+    with PageServer(step_s=0.01, max_num_seqs=1).serving() as server:
+        start(page, server.url)
+        low = send(server.url, "low", priority_class="batch", max_tokens=60)
+        ask(page, "Count from 1 to 60.", max_tokens=30)
+        page.wait_for("document.querySelector('.facts a')")
+        low.join()
+        page.click(".facts a")
+        page.wait_for("document.querySelector('.explained')")
+        assert "Why did I wait?" in page.text("[aria-current]")
+        parts = page.run("[...document.querySelectorAll('.explained tbody th')].map((each) => each.innerText.trim())")
+        assert {"queued", "prefill", "decode"} <= set(parts), parts
+        page.run("location.hash = '#/why/low'")
+        page.wait_for("document.querySelector('.explained h2 code')?.textContent === 'low'")
+        page.wait_for("document.querySelector('.explained tbody')?.innerText.includes('preempted')")
+        assert "by class standard, recompute" in page.text(".explained")
+        page.wait_for("document.querySelector('.timeline + .legend').innerText.includes('shown of')")
+        shown = page.text(".timeline + .legend")
+        page.run("document.querySelector('.timeline').focus()")
+        page.press("ArrowRight")
+        page.click("[aria-label='zoom in']")
+        assert page.text(".timeline + .legend") != shown
+        save("explained")
+        page.look(width=390, height=900, dark=True)
+        assert page.run("document.documentElement.scrollWidth") <= 390, "it is wider than the screen"
+        save("narrow-dark")
+        page.run("location.hash = '#/why/nobody'")
+        page.wait_for("document.querySelector('.why .error').innerText.includes('request_id')")
+        page.problems.clear()  # the status of 404
+
+
+# --- replay ---------------------------------------------------------------------------------------------------------
+
+
+@scenario
+def a_recording_is_stepped_through(page: Browser, save: Callable[[str], None]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        with PageServer(step_s=0.001, max_num_seqs=2, record_path=Path(folder)).serving() as server:
+            threads = [send(server.url, f"low-{number}", priority_class="batch", user=HOSTILE) for number in range(4)]
+            wait_until_running(server.url, 2)
+            threads += [send(server.url, f"high-{number}", priority_class="interactive") for number in range(2)]
+            for thread in threads:
+                thread.join()
+        [recording] = Path(folder).glob("*.rec")
+        shown = Path(folder) / "replay.html"
+        assert cli.main(["replay", str(recording), "--html", str(shown)]) == 0
+        page.look()
+        page.open(shown.as_uri())
+        page.wait_for("document.querySelector('.replay')")
+        assert "Step 0 computes" in page.text(".wall")
+        page.click("[aria-label='next preemption']")
+        page.wait_for("document.querySelector('[aria-label=\"Lost their place\"] li')")
+        assert "for class interactive, to be computed again" in page.text("[aria-label='Lost their place']")
+        assert "and it waits: " in page.text(".verdict")
+        page.click("[aria-label='Lost their place'] button")
+        page.wait_for("document.querySelector('.history .parts').childElementCount > 2")
+        assert "slots were held by" in page.text(".history")
+        save("preempted")
+        at = page.run("document.querySelector('#step').value")
+        page.run("document.activeElement.blur()")
+        page.press("ArrowRight")
+        assert page.run("document.querySelector('#step').value") == str(int(at) + 1)
+        page.click("[aria-label=play]")
+        page.wait_for(f"Number(document.querySelector('#step').value) > {int(at) + 3}")
+        assert page.run("[window.hit === undefined, document.images.length]") == [True, 0]
+        page.look(width=390, height=900, dark=True)
+        assert page.run("document.documentElement.scrollWidth") <= 390, "it is wider than the screen"
+        save("narrow-dark")
+
+
+def wait_until_running(url: str, count: int) -> None:
+    while True:
+        with urllib.request.urlopen(f"{url}/v1/scheduler", timeout=60) as answer:
+            if json.load(answer)["replicas"][0]["running"] == count:
+                return
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="of scenarios; all if none is given")
+    parser.add_argument("--save", type=Path, metavar="FOLDER", help="where to put pictures")
+    parser.add_argument("--browser", default="chromium", metavar="PROGRAM")
+    arguments = parser.parse_args()
+    failed = 0
+    for name in arguments.names or SCENARIOS:
+        with Browser(arguments.browser) as page:
+
+            def save(what: str, page: Browser = page, name: str = name) -> None:
+                if arguments.save is not None:
+                    arguments.save.mkdir(parents=True, exist_ok=True)
+                    page.save(arguments.save / f"{name}-{what}.png")
+
+            try:
+                SCENARIOS[name](page, save)
+                assert not page.problems, json.dumps(page.problems, indent=1)
+            except Exception as error:  # noqa: BLE001  whatever comes of one scenario, the others run
+                failed += 1
+                save("failed")
+                sys.stdout.write(f"FAILED {name}: {type(error).__name__}: {error}\n")
+            else:
+                sys.stdout.write(f"passed {name}\n")
+            sys.stdout.flush()
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

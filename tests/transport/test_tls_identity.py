@@ -1,0 +1,122 @@
+"""Who has the secret is let in, on both sides, and nobody else."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import socket
+import ssl
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from llm_serving.errors import ConfigError
+from llm_serving.transport import tls_identity
+from llm_serving.transport.tls_identity import ClusterIdentity, read_secret
+
+SECRET = "0123456789abcdef" * 2
+
+
+def meet(master: ssl.SSLContext, agent: ssl.SSLContext) -> bytes:
+    """What the master reads of an agent that sends "in"."""
+    left, right = socket.socketpair()
+    with left, right, ThreadPoolExecutor(1) as pool:
+        left.settimeout(10.0)
+        right.settimeout(10.0)
+
+        def connect() -> None:
+            with agent.wrap_socket(right) as secured:
+                secured.sendall(b"in")
+                secured.recv(1)
+
+        connecting = pool.submit(connect)
+        try:
+            with master.wrap_socket(left, server_side=True) as secured:
+                return secured.recv(2)
+        finally:
+            left.close()
+            connecting.exception()
+
+
+def test_the_same_secret_meets() -> None:
+    assert meet(ClusterIdentity(SECRET).of_master(), ClusterIdentity(SECRET).of_work_agent()) == b"in"
+
+
+@pytest.mark.parametrize("other", ["0123456789abcdef" * 2 + "0", "x" * 32])
+def test_another_secret_is_refused(other: str) -> None:
+    with pytest.raises((ssl.SSLError, ConnectionError)):
+        meet(ClusterIdentity(SECRET).of_master(), ClusterIdentity(other).of_work_agent())
+
+
+def test_a_work_agent_refuses_a_master_of_another_secret() -> None:
+    left, right = socket.socketpair()
+    with left, right, ThreadPoolExecutor(1) as pool:
+        master = ClusterIdentity("y" * 32).of_master()
+        answering = pool.submit(lambda: master.wrap_socket(left, server_side=True))
+        with pytest.raises(ssl.SSLCertVerificationError):
+            ClusterIdentity(SECRET).of_work_agent().wrap_socket(right)
+        right.close()
+        assert answering.exception() is not None
+
+
+def test_without_a_certificate_nobody_gets_in() -> None:
+    stranger = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    stranger.check_hostname = False
+    stranger.verify_mode = ssl.CERT_NONE
+    with pytest.raises((ssl.SSLError, ConnectionError)):
+        meet(ClusterIdentity(SECRET).of_master(), stranger)
+
+
+def test_a_secret_that_can_be_guessed_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"must have at least 32 characters.*Given: 31"):
+        ClusterIdentity("a" * 31)
+
+
+def test_the_secret_is_what_the_file_holds_between_white_space(tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    path.touch(mode=0o600)
+    for written in (f"  {SECRET}\n", f"{SECRET}\r\n", f"\ufeff{SECRET}\r\n", SECRET, f"\n{SECRET}\n\n"):
+        path.write_bytes(written.encode())
+        assert read_secret(path) == SECRET
+    with pytest.raises(ConfigError, match=r"cluster_config\.secret_file: .*absent"):
+        read_secret(tmp_path / "absent")
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o604, 0o602, 0o666])
+def test_a_secret_that_everybody_can_read_or_write_is_none(tmp_path: Path, mode: int) -> None:
+    path = tmp_path / "secret"
+    path.write_text(SECRET)
+    path.chmod(mode)
+    with pytest.raises(
+        ConfigError, match=rf"secret: must be closed to other users \(chmod 600\)\. Its mode is 0{mode:o}"
+    ):
+        read_secret(path)
+
+
+@pytest.mark.parametrize("content", [f"{SECRET}\n{SECRET}\n", f"secret {SECRET}"])
+def test_a_secret_of_several_words_is_refused(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "secret"
+    path.touch(mode=0o600)
+    path.write_text(content)
+    with pytest.raises(ConfigError, match=r"secret: must hold one word\. Given: 2"):
+        read_secret(path)
+
+
+def test_a_secret_is_read_from_files_only(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe", 0o600)  # which nobody ever writes to
+    for path in (tmp_path, tmp_path / "pipe"):
+        with pytest.raises(ConfigError, match="must be a regular file"):
+            read_secret(path)
+
+
+def test_no_clock_decides_who_is_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended_long_ago = datetime.datetime(2021, 1, 1, tzinfo=datetime.UTC)  # as for a machine that is years ahead
+    monkeypatch.setattr(tls_identity, "_ENDS", ended_long_ago)
+    assert meet(ClusterIdentity(SECRET).of_master(), ClusterIdentity(SECRET).of_work_agent()) == b"in"
+
+
+def test_an_older_tls_which_could_be_renegotiated_is_refused() -> None:
+    older = ClusterIdentity(SECRET).of_work_agent()
+    older.minimum_version = older.maximum_version = ssl.TLSVersion.TLSv1_2
+    with pytest.raises(ssl.SSLError, match=r"(?i)protocol"):
+        meet(ClusterIdentity(SECRET).of_master(), older)
