@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 from llm_serving.kernels import library
-from llm_serving.kernels.library import AddressTable
+from llm_serving.kernels.address_table import AddressTable
 from llm_serving.network.builder import CacheShape, Network
 from llm_serving.network.operations import Weight
 from llm_serving.network.program import Program, program_of
