@@ -284,10 +284,6 @@ def _resources(ray: Any) -> str:
     return f"{nodes} machines, {found.get('CPU', 0):g} cores{devices}"
 
 
-if __name__ == "__main__":
-    main(*sys.argv[1:])
-
-
 def status_lines(address: str) -> Iterator[str]:
     """A line for each machine: address, state, cores and devices free and in all, WorkAgents.
 
@@ -327,3 +323,7 @@ def _agents(ray: Any) -> Counter[str]:
         for actor in actors
         if actor["State"] == "ALIVE" and actor.get("ActorClassName", "").endswith("AgentHost")
     )
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
