@@ -137,7 +137,7 @@ def _request(index: int, given: Load, arrival: float) -> Request:
 
 
 UNCACHED = "scheduler_config.prefix_caching=False"
-OLDER = (UNCACHED, "model_config.prefill_batch_size=1", "scheduler_config.composition=separate")
+OLDER = (UNCACHED, "model_config.prefill_batch_size=1", "scheduler_config.enable_mixed_chunk=False")
 """A prompt alone in a step."""
 SERIAL = (*OLDER, "model_config.decode_batch_size=1")
 FORK = (*OLDER, f"model_config.decode_batch_size={SLOTS}", "scheduler_config.max_consecutive_prefill_steps=100000")

@@ -48,7 +48,7 @@ def _behind_a_work_agent(llm: LLM, local_step: dict[int, float], prompt_len: int
     with started(llm.config) as agent:
         executor = RemoteExecutor(agent.channel, agent.buffers)
         for ahead in (False, True):
-            config = replace(llm.config, scheduler=replace(llm.config.scheduler, schedule_ahead=ahead))
+            config = replace(llm.config, scheduler=replace(llm.config.scheduler, async_scheduling=ahead))
             llm.engine = build_engine(
                 config, agent.loaded.num_blocks, executor, llm.tokenizer, llm.metrics, llm._publish
             )

@@ -54,7 +54,7 @@ CONFIGS: Final = {
     "decode first": ["scheduler_config.policy=decode_first", "model_config.decode_batch_size=32"],
     "mixed": ["scheduler_config.policy=mixed", "model_config.decode_batch_size=64"],
     "small cache": ["pa_config.num_blocks=160", "model_config.decode_batch_size=32"],
-    "not ahead": ["scheduler_config.schedule_ahead=False", "model_config.decode_batch_size=32"],
+    "not ahead": ["scheduler_config.async_scheduling=False", "model_config.decode_batch_size=32"],
 }
 LOADS: Final = ("light", "at capacity", "overload")
 LENGTHS: Final = "prompt_tokens: {median: 40, p99: 250}, answer_tokens: {median: 40, p99: 150}"

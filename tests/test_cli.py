@@ -16,8 +16,8 @@ from llm_serving.cli import launcher
 from llm_serving.cli.arguments import FLAGS, REFUSED
 from llm_serving.cli.main import main
 from llm_serving.config import load_config
-from llm_serving.config.loader import RULES
 from llm_serving.config.paths import DEMO_FOLDER, PROJECT_FOLDER
+from llm_serving.config.schema import RULES
 from llm_serving.errors import ModelError, NoWorkAgentsError, WorkerDiedError, WorkerError
 from llm_serving.recording.records import Decided
 from llm_serving.server.middleware.authentication import hash_key

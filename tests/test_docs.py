@@ -12,13 +12,17 @@ from pathlib import Path
 
 import pytest
 from llm_serving.cli import main
-from llm_serving.config.loader import _ACCEPTED
+from llm_serving.config.loader import ACCEPTED_KEYS
 from llm_serving.config.schema import SECTIONS, TABLES
 from support.script_parsers import WrongCommandError, parser_of
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "llm-serving" / "llm_serving"
-DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+DOCUMENTS = (
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs" / "reference").glob("*.md")),
+)
 WRITTEN = (*DOCUMENTS, *sorted((ROOT / "docs" / "deploy").iterdir()), *sorted((ROOT / "configs").glob("*.yaml")))
 PLACES = (ROOT, ROOT / "docs", ROOT / "llm-serving", PACKAGE)
 """Where paths of documents count from."""
@@ -90,7 +94,7 @@ def test_links_lead_somewhere(document):
 def test_keys_are_those_of_the_configuration(document):
     text = text_of(document)
     keys = re.findall(rf"\b((?:{'|'.join(SECTIONS)})\.(?!ya?ml\b|json\b)\w+)", text)
-    wrong = [key for key in keys if key not in _ACCEPTED]
+    wrong = [key for key in keys if key not in ACCEPTED_KEYS]
     for section, row, key in re.findall(rf"\b({'|'.join(TABLES)})\.([\w-]+)\.(\w+)", text):
         if key not in TABLES[section].rules:
             wrong.append(f"{section}.{row}.{key}")

@@ -20,9 +20,9 @@ import trustme
 from llm_serving.cli import launcher
 from llm_serving.cli.launcher import ServerRecord, StartError, curl_line, start, stop
 from llm_serving.config.schema import ServingConfig
-from llm_serving.config.sections.api_key import ApiKey
 from llm_serving.config.sections.model import ModelConfig
 from llm_serving.config.sections.server import ServerConfig
+from llm_serving.config.tables import ApiKey
 from llm_serving.errors import ConfigError
 from support.server_process import free_ports
 

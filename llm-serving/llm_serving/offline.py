@@ -77,7 +77,7 @@ class LLM:
             self.tokenizer,
             self.end_token_ids,
             self.model_spec.vocab_size,
-            GrammarLimits(serving.max_grammar_bytes, serving.max_grammar_states, serving.grammars_kept),
+            GrammarLimits(serving.max_grammar_bytes, serving.max_grammar_states, serving.grammar_cache_size),
         )
         """Makes what answers must keep to of grammars: `SamplingParams(constraint=grammar.text)`."""
         self._counter = itertools.count()

@@ -11,7 +11,7 @@ import pytest
 from llm_serving.cli import main
 from llm_serving.cli.chat import COMMANDS, Chat, ChatClient
 from llm_serving.cli.server_call import Refusal
-from llm_serving.config.sections.api_key import ApiKey
+from llm_serving.config.tables import ApiKey
 from llm_serving.core.request import FinishReason
 from llm_serving.errors import UnavailableError
 from llm_serving.server.middleware.authentication import hash_key

@@ -21,12 +21,11 @@ from support.small_model import CONFIG, write_small_model
         "cpus_per_replica=2",
         "placement=pack",
         "weights=object_store",
-        "weights_cache_path=x",
         "master_host=10.0.0.1",
         "secret_file=x",
     ],
 )
-def test_keys_of_ray_mean_nothing_without_it(given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_of_ray_require_engine_ray(given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "x").touch()
     key = given.partition("=")[0]
@@ -46,7 +45,7 @@ def test_a_cluster_of_several_machines_needs_a_secret(tmp_path: Path) -> None:
     assert config.cluster.secret_file == secret
 
 
-def test_weights_that_machines_are_given_are_those_of_the_model_folder() -> None:
+def test_object_store_requires_weights_in_the_model_folder() -> None:
     ray, stored = "cluster_config.engine=ray", "cluster_config.weights=object_store"
     assert load_config(None, [ray, stored, "cluster_config.weights_cache_path=/w"]).cluster.weights_cache_path == "/w"
     with pytest.raises(ConfigError, match=r"must come with `cluster_config\.weights: object_store`"):
@@ -55,7 +54,7 @@ def test_weights_that_machines_are_given_are_those_of_the_model_folder() -> None
         load_config(None, [ray, stored, f"model_config.mindir_path={Path(__file__).parent}"])
 
 
-def test_a_model_that_is_one_file_is_not_sent(tmp_path: Path) -> None:
+def test_gguf_file_is_not_sent_through_the_object_store(tmp_path: Path) -> None:
     model = tmp_path / "model.gguf"
     write_model(model, "llama", CONFIG, 0)
     ray = ["cluster_config.engine=ray", f"model_config.model_path={model}"]
@@ -84,7 +83,7 @@ def test_ranks_of_a_replica_share_the_cores_and_the_memory_of_the_machine() -> N
         ("model_config.implementation=mindformers", r"must be 1 with `model_config\.implementation: mindformers`"),
     ],
 )
-def test_what_ranks_are_not_for_is_refused(given: str, rule: str) -> None:
+def test_settings_that_ranks_do_not_support_are_refused(given: str, rule: str) -> None:
     with pytest.raises(ConfigError, match=rf"--set: `cluster_config\.tensor_parallel` {rule}.*Given: 2"):
         load_config(None, [given, "cluster_config.tensor_parallel=2"])
 
@@ -93,7 +92,9 @@ def test_ranks_that_ray_places_have_a_core_each() -> None:
     overrides = ["cluster_config.engine=ray", "cluster_config.tensor_parallel=3"]
     assert load_config(None, overrides).cluster.tensor_parallel == 3
     assert load_config(None, [*overrides, "cluster_config.cpus_per_replica=3"]).cluster.cpus_per_replica == 3
-    rule = r"`cluster_config\.cpus_per_replica` must be at least 3, a core for each rank of `cluster_config\.tensor_par"
+    rule = (
+        r"`cluster_config\.cpus_per_replica` must be at least 3, one core for each rank of `cluster_config\.tensor_par"
+    )
     with pytest.raises(ConfigError, match=rf"{rule}.*Given: 2"):
         load_config(None, [*overrides, "cluster_config.cpus_per_replica=2"])
 
@@ -104,7 +105,7 @@ def test_ranks_may_compute_graphs(given: str) -> None:
     assert [load_settings(config, index).device_id for index in range(2)] == [3, 5]
 
 
-def test_a_model_that_cannot_be_dealt_out_is_refused(tmp_path: Path) -> None:
+def test_model_that_ranks_cannot_share_is_refused(tmp_path: Path) -> None:
     write_small_model(tmp_path)
     assert load_config(None, ["cluster_config.tensor_parallel=2"], tmp_path).cluster.tensor_parallel == 2
     rule = r"`cluster_config\.tensor_parallel` must divide the 2 heads of keys and values\. Given: 4"
@@ -120,7 +121,7 @@ def test_a_model_whose_files_are_quantised_is_refused(tmp_path: Path) -> None:
         load_config(None, ["cluster_config.tensor_parallel=2"], tmp_path)
 
 
-def test_memory_is_reckoned_for_a_rank(tmp_path: Path) -> None:
+def test_memory_check_counts_one_rank(tmp_path: Path) -> None:
     sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 40}
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | sizes))
     limit = "device_config.max_device_memory=1750000000"
@@ -134,8 +135,8 @@ def test_memory_is_reckoned_for_a_rank(tmp_path: Path) -> None:
     [
         (["roles=[prefill]"], "must name one role for each of 2 replicas. Given: prefill"),
         (["roles=[prefill, prefill]"], "must have a decode or both where it has a prefill. Given: prefill, prefill"),
-        (["roles=[both, decode]"], "must have a prefill where it has a decode: nothing would move there"),
-        (["roles=[decode, decode]"], "must have a prefill where it has a decode: nothing would move there"),
+        (["roles=[both, decode]"], "must have a prefill where it has a decode: no request would be transferred"),
+        (["roles=[decode, decode]"], "must have a prefill where it has a decode: no request would be transferred"),
         (["roles=[prefill, serve]"], "must be a list of both, prefill, decode"),
         (
             ["roles=[prefill, decode]", "tensor_parallel=2"],
@@ -143,12 +144,12 @@ def test_memory_is_reckoned_for_a_rank(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_roles_that_cannot_be_are_refused(given: list[str], rule: str) -> None:
+def test_invalid_roles_are_refused(given: list[str], rule: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(f"`cluster_config.roles` {rule}")):
         load_config(None, [f"cluster_config.{each}" for each in ["replicas=2", *given]])
 
 
-def test_memory_to_hand_requests_over_is_there_where_some_move() -> None:
+def test_transfer_blocks_exist_where_a_replica_is_prefill() -> None:
     common = ["cluster_config.replicas=2", "model_config.max_generate_length=1000", "pa_config.block_size=16"]
     with pytest.raises(ConfigError, match=r"must come with a replica of `cluster_config\.roles` that is prefill"):
         load_config(None, [*common, "cluster_config.num_transfer_blocks=8"])

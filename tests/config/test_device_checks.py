@@ -21,7 +21,7 @@ def error_of(*overrides, model=None):
 
 @pytest.mark.parametrize("kernels", ["auto", "plugin"])
 @pytest.mark.parametrize("block_size", [1, 8, 24, 100])
-def test_blocks_the_operator_library_cannot_lay_out(kernels, block_size):
+def test_block_size_must_be_a_multiple_of_16(kernels, block_size):
     message = error_of(f"pa_config.block_size={block_size}", f"device_config.kernels={kernels}")
     assert message == (
         "--set: `pa_config.block_size` must be a multiple of 16 for the operator library; device_config.kernels: plain "
@@ -29,7 +29,7 @@ def test_blocks_the_operator_library_cannot_lay_out(kernels, block_size):
     )
 
 
-def test_a_log_of_requests_needs_a_place_and_streams_a_log():
+def test_request_log_on_disk_needs_a_path_and_resumable_streams_need_a_log():
     assert error_of("serving_config.request_log=disk") == (
         "default: `serving_config.request_log_path` must be given with request_log: disk. Given: None"
     )
@@ -37,13 +37,13 @@ def test_a_log_of_requests_needs_a_place_and_streams_a_log():
     assert message.startswith("--set: `serving_config.resume_streams` must be False with request_log: none")
 
 
-def test_plain_kernels_take_blocks_and_heads_of_any_size(tmp_path):
+def test_plain_kernels_accept_any_block_and_head_size(tmp_path):
     model = write_config(tmp_path / "model", head_dim=10)
     config = load_config(None, ["pa_config.block_size=5", "device_config.kernels=plain"], model)
     assert config.pa.block_size == 5
 
 
-def test_heads_are_filled_up_to_what_the_operator_library_can_lay_out(tmp_path):
+def test_heads_are_padded_for_the_operator_library(tmp_path):
     folder = write_config(tmp_path / "model", head_dim=40)
     assert ModelSpec.from_folder(folder).head_dims == {48}
     load_config(None, model=folder)
@@ -67,7 +67,7 @@ def test_heads_are_filled_up_to_what_the_operator_library_can_lay_out(tmp_path):
         ),
     ],
 )
-def test_what_ascend_does_not_compute(tmp_path, overrides, head_dim, message):
+def test_settings_that_ascend_does_not_support_are_refused(tmp_path, overrides, head_dim, message):
     model = write_config(tmp_path / "model", head_dim=head_dim)
     assert message in error_of(ASCEND, *overrides, model=model)
 
@@ -81,7 +81,7 @@ def test_infer_boost_excludes_other_levels(key, given, must):
     )
 
 
-def test_what_a_mindformers_file_says_of_fusion_is_a_notice_on_ascend(tmp_path):
+def test_fusion_in_a_mindformers_file_is_a_notice_on_ascend(tmp_path):
     described = tmp_path / "predict.yaml"
     described.write_text("context: {device_target: Ascend, enable_graph_kernel: True, jit_config: {jit_level: O1}}\n")
     config = load_config(None, [f"model_config.model_cfg_path={described}"])
@@ -96,7 +96,7 @@ def test_what_a_mindformers_file_says_of_fusion_is_a_notice_on_ascend(tmp_path):
 
 
 @pytest.mark.parametrize("fast", ["device_config.exactness=fast", "device_config.prompt_attention=flash"])
-def test_flash_attention_is_for_the_primitives(fast):
+def test_exactness_fast_requires_the_primitives(fast):
     assert error_of(fast) == (
         "--set: `device_config.exactness` must be exact with device_config.kernels: auto on a CPU: only the "
         "primitives have another attention. Given: fast"
@@ -105,31 +105,31 @@ def test_flash_attention_is_for_the_primitives(fast):
         config = load_config(None, [fast, *served])
         assert config.device.exactness == "fast"
         assert config.notices == (
-            "--set: device_config.exactness: fast is for steps of whole prompts; "
-            "scheduler_config.composition: separate makes more",
+            "--set: device_config.exactness: fast applies to steps of whole prompts only; "
+            "scheduler_config.enable_mixed_chunk: False makes more of them",
         )
-    assert not load_config(None, [fast, ASCEND, "scheduler_config.composition=separate"]).notices
+    assert not load_config(None, [fast, ASCEND, "scheduler_config.enable_mixed_chunk=False"]).notices
 
 
-def test_ascend_takes_its_own_largest_block(tmp_path):
+def test_ascend_accepts_blocks_of_128(tmp_path):
     model = write_config(tmp_path / "model", head_dim=128)
     assert load_config(None, [ASCEND, "pa_config.block_size=128"], model).pa.block_size == 128
 
 
 @pytest.mark.parametrize("key", ["num_blocks", "num_swap_blocks"])
-def test_more_slots_than_their_numbers_can_name(key):
+def test_number_of_kv_slots_is_limited(key):
     message = error_of(f"pa_config.{key}=200000000")
     rule = "times pa_config.block_size 16 must be at most 2147483647 tokens. Given: 200000000"
     assert message == f"--set: `pa_config.{key}` {rule}"
 
 
-def test_a_vocabulary_too_large_to_choose_from(tmp_path):
+def test_vocabulary_size_is_limited(tmp_path):
     message = error_of(model=write_config(tmp_path / "model", vocab_size=2**20 + 1))
     assert "must name a model with a vocabulary of at most 1048576. Given: 1048577" in message
 
 
 @pytest.mark.parametrize(("kernels", "dtype_bytes"), [("auto", 2), ("plain", 4)])
-def test_memory_that_has_no_room_for_one_block(tmp_path, kernels, dtype_bytes):
+def test_memory_limit_without_room_for_one_block_is_refused(tmp_path, kernels, dtype_bytes):
     model = write_config(tmp_path / "model")
     spec = ModelSpec.from_folder(model)
     block = 16 * spec.kv_bytes_per_token(dtype_bytes)
@@ -144,20 +144,20 @@ def test_memory_that_has_no_room_for_one_block(tmp_path, kernels, dtype_bytes):
 
 
 @pytest.mark.parametrize("other", [ASCEND, "device_config.kernels=primitives", "device_config.kernels=plain"])
-def test_keys_in_8_bits_are_for_programs(other):
+def test_int8_kv_cache_requires_the_program_kernels(other):
     message = error_of("quant_config.kv_cache_dtype=int8", other)
     assert "`quant_config.kv_cache_dtype` must be auto with device_config.device_target: " in message
     assert message.endswith("program on a CPU has it. Given: int8")
 
 
-def test_latent_keys_have_no_8_bits(tmp_path):
+def test_int8_kv_cache_is_refused_for_latent_attention(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config_of("deepseek2")))
     message = error_of("quant_config.kv_cache_dtype=int8", model=tmp_path)
     rule = "`quant_config.kv_cache_dtype` must be auto for DeepseekV2ForCausalLM, which has attention to latent keys"
     assert rule in message
 
 
-def test_keys_in_8_bits_need_less_room(tmp_path):
+def test_int8_kv_cache_needs_less_memory(tmp_path):
     model = write_config(tmp_path / "model")
     spec = ModelSpec.from_folder(model)
     less = 16 * (spec.kv_bytes_per_token(2) - spec.kv_bytes_per_token(2, coded=True))
@@ -177,7 +177,7 @@ def test_keys_in_8_bits_need_less_room(tmp_path):
         ),
         (
             "scheduler_config.preemption_mode=swap",
-            "--set: scheduler_config.preemption_mode: swap moves nothing out: pa_config.num_swap_blocks is 0",
+            "--set: scheduler_config.preemption_mode: swap never swaps: pa_config.num_swap_blocks is 0",
         ),
         (
             "pa_config.num_swap_blocks=4",
@@ -185,5 +185,5 @@ def test_keys_in_8_bits_need_less_room(tmp_path):
         ),
     ],
 )
-def test_what_is_served_otherwise_than_it_looks(override, notice):
+def test_settings_with_a_surprising_effect_have_a_notice(override, notice):
     assert load_config(None, [override]).notices == (notice,)

@@ -29,7 +29,7 @@ def other(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_work_agent_is_told_of_it() -> None:
+def test_load_settings_contain_the_draft_model() -> None:
     config = load_config(None, DRAFT, Path("demo"))
     assert config.scheduler.draft_model_path == DEMO_FOLDER
     assert load_settings(config, 0).draft_model_path == str(DEMO_FOLDER)
@@ -42,9 +42,9 @@ def test_a_work_agent_is_told_of_it() -> None:
         (DRAFT[:1], r"`scheduler_config\.speculative_method` must not be draft_model without .*draft_model_path"),
         (
             DRAFT[1:],
-            r"`scheduler_config\.speculative_method` must be draft_model with .*draft_model_path\. Given: ngram",
+            r"`scheduler_config\.draft_model_path` must come with `scheduler_config\.speculative_method: draft_model`",
         ),
-        ([f"{METHOD}none", DRAFT[1]], r"must be draft_model with .*\. Given: none"),
+        ([f"{METHOD}none", DRAFT[1]], r"draft_model_path` must come with .*speculative_method: draft_model`\. Given: "),
         (
             [*DRAFT, "cluster_config.tensor_parallel=2"],
             r"`cluster_config\.tensor_parallel` must be 1 with scheduler_config\.draft_model_path\. Given: 2",
@@ -53,12 +53,12 @@ def test_a_work_agent_is_told_of_it() -> None:
         ([DRAFT[0], f"{PATH}owner/name"], r"scheduler_config\.draft_model_path: owner/name does not exist"),
     ],
 )
-def test_what_cannot_be_is_refused(overrides: list[str], message: str) -> None:
+def test_settings_that_a_draft_model_does_not_support_are_refused(overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_config(None, overrides, Path("demo"))
 
 
-def test_the_same_vocabulary_is_taken(other: Path) -> None:
+def test_draft_model_with_the_same_vocabulary_is_accepted(other: Path) -> None:
     check_draft_vocabulary(DEMO_TOKENIZER, DEMO_FOLDER)
     check_draft_vocabulary(DEMO_TOKENIZER, other)
 
@@ -84,7 +84,7 @@ def test_another_vocabulary_is_refused_with_the_first_token_that_differs(other: 
     assert rule in capsys.readouterr().err
 
 
-def test_weights_for_fewer_tokens_are_refused(other: Path) -> None:
+def test_draft_model_with_a_smaller_embedding_is_refused(other: Path) -> None:
     size = DEMO_TOKENIZER.vocab_size
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps(config | {"vocab_size": size - 1}))
@@ -92,7 +92,7 @@ def test_weights_for_fewer_tokens_are_refused(other: Path) -> None:
         check_draft_vocabulary(DEMO_TOKENIZER, other)
 
 
-def test_its_memory_is_taken_from_the_cache() -> None:
+def test_draft_model_memory_is_taken_from_the_kv_cache() -> None:
     tokens = MAX_CONTINUATIONS * blocks_of_continuation(16) * 16
     assert tokens == MAX_CONTINUATIONS * (WINDOW + MAX_COUNT)
     cache = tokens * DEMO_SPEC.kv_bytes_per_token(2)
@@ -108,7 +108,7 @@ def test_its_memory_is_taken_from_the_cache() -> None:
     assert not any("draft" in line for line in model_size(plain).lines)
 
 
-def test_a_window_moves_by_halves() -> None:
+def test_draft_window_moves_by_halves() -> None:
     half = WINDOW // 2
     assert [window_start(count) for count in (1, WINDOW, WINDOW + 1, 3 * half, 3 * half + 1)] == [
         0,

@@ -15,7 +15,7 @@ def test_native_is_the_default():
 
 
 @pytest.mark.parametrize("given", [GIVEN, LEGACY])
-def test_kernels_become_the_primitives(given):
+def test_mindformers_sets_kernels_to_primitives(given):
     assert load_config(None, [given]).device.kernels == "primitives"
     assert load_config(None, []).device.kernels == "auto"
 
@@ -57,13 +57,13 @@ def test_kernels_become_the_primitives(given):
         ),
     ],
 )
-def test_what_a_class_of_mindformers_cannot_do_is_refused(change, message):
+def test_settings_that_mindformers_does_not_support_are_refused(change, message):
     with pytest.raises(ConfigError) as error:
         load_config(None, [GIVEN, change])
     assert message in str(error.value)
 
 
-def test_a_model_without_a_class_is_refused(tmp_path):
+def test_model_without_a_mindformers_class_is_refused(tmp_path):
     (tmp_path / "config.json").write_text(
         '{"architectures": ["MistralForCausalLM"], "vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, '
         '"num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 16}'
@@ -83,7 +83,7 @@ def test_a_model_without_a_class_is_refused(tmp_path):
         ({"mlp_bias": True}, "MindFormers' LlamaForCausalLM has no place for model.layers.0.mlp.gate_proj.bias"),
     ],
 )
-def test_what_the_class_before_2_does_not_compute_is_refused(tmp_path, changes, message):
+def test_models_that_mindformers_legacy_does_not_support_are_refused(tmp_path, changes, message):
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
     config = {"architectures": ["LlamaForCausalLM"], **sizes, "num_attention_heads": 2, **changes}
     (tmp_path / "config.json").write_text(json.dumps(config))

@@ -90,13 +90,13 @@ def write(folder: Path, place: str = "", value: Any = None) -> Path:
     return path
 
 
-def test_what_has_a_counterpart_is_carried_over_and_can_be_served(tmp_path, capsys):
+def test_import_converts_keys_with_a_counterpart(tmp_path, capsys):
     write_small_model(tmp_path / "model")
     place = "BackendConfig.ModelDeployConfig.ModelConfig.0.modelWeightPath"
     path, target = write(tmp_path, place, str(tmp_path / "model")), tmp_path / "serving.yaml"
     assert main(["config", "import", str(path), "--output", str(target)]) == 0
     assert f"{target}: done" in capsys.readouterr().err
-    config = load_config(target, ["device_config.device_target=CPU", "scheduler_config.composition=mixed"])
+    config = load_config(target, ["device_config.device_target=CPU", "scheduler_config.enable_mixed_chunk=True"])
     assert config.model.model_name == "small"
     assert (config.model.max_generate_length, config.model.max_input_len) == (512, 256)
     assert (config.model.decode_batch_size, config.model.prefill_batch_size) == (200, 50)
@@ -109,7 +109,7 @@ def test_what_has_a_counterpart_is_carried_over_and_can_be_served(tmp_path, caps
     assert (config.serving.ssl_certfile, config.serving.log_level) == (None, "INFO")
 
 
-def test_what_was_not_is_named_and_what_changes_nothing_is_not(tmp_path, capsys):
+def test_import_names_keys_without_counterpart(tmp_path, capsys):
     path = write(tmp_path, "BackendConfig.ScheduleConfig.newKey", 7)
     notes = import_mindie(path).notes
     named = [note.partition(":")[0].rpartition(".")[2] for note in notes]

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 from llm_serving.config import ServingConfig, load_config
-from llm_serving.config.loader import RULES
 from llm_serving.config.reload import LOADED_FOR, RELOADABLE, check_reload, read_again
+from llm_serving.config.schema import RULES
 from llm_serving.errors import ConfigError
 
 KEY = "key_sha256: " + "a" * 64
@@ -17,7 +17,7 @@ def config(*overrides: str) -> ServingConfig:
     return load_config(None, overrides)
 
 
-def test_what_changes_is_told_with_both_values() -> None:
+def test_changes_contain_both_values() -> None:
     before = config("scheduler_config.max_waiting_queue=5")
     after = config(
         "scheduler_config.max_waiting_queue=7",
@@ -47,7 +47,7 @@ def test_what_changes_is_told_with_both_values() -> None:
         (f"api_keys.me.{KEY.replace(': ', '=')}", "only a restart changes whether there are `api_keys`"),
     ],
 )
-def test_what_cannot_change_is_refused_by_its_name(override: str, told: str) -> None:
+def test_reload_refuses_fixed_keys_by_name(override: str, told: str) -> None:
     before = config("scheduler_config.max_prefill_tokens=512", "model_config.decode_batch_size=32")
     after = config(
         "scheduler_config.max_prefill_tokens=512",
@@ -60,12 +60,12 @@ def test_what_cannot_change_is_refused_by_its_name(override: str, told: str) -> 
     assert told in str(caught.value)
 
 
-def test_what_was_lowered_may_be_what_it_was_at_the_start() -> None:
+def test_reload_may_raise_a_lowered_limit_to_its_value_at_start() -> None:
     started, lowered = config("model_config.decode_batch_size=32"), config("model_config.decode_batch_size=8")
     assert check_reload(started, lowered, started)
 
 
-def test_the_longest_prompt_follows_what_may_wait() -> None:
+def test_longest_prompt_follows_max_waiting_tokens() -> None:
     before, after = (load_config(None, [f"scheduler_config.max_waiting_tokens={most}"], "demo") for most in (500, 600))
     assert (before.model.max_input_len, after.model.max_input_len) == (500, 600)
     assert [str(each) for each in check_reload(before, before, after)] == [
@@ -74,7 +74,7 @@ def test_the_longest_prompt_follows_what_may_wait() -> None:
     ]
 
 
-def test_keys_come_and_go_and_their_hashes_are_not_shown() -> None:
+def test_reload_adds_and_removes_api_keys_without_showing_hashes() -> None:
     hashes = [digit * 64 for digit in "abc"]
     before = config(f"api_keys.a.key_sha256='{hashes[0]}'", f"api_keys.b.key_sha256='{hashes[1]}'")
     after = config(f"api_keys.a.key_sha256='{hashes[2]}'", "api_keys.a.max_requests_per_minute=3")
@@ -84,13 +84,13 @@ def test_keys_come_and_go_and_their_hashes_are_not_shown() -> None:
     assert not any(each in line for each in hashes for line in told)
 
 
-def test_files_are_read_again_and_flags_stay(tmp_path: Path) -> None:
+def test_read_again_reads_files_and_keeps_flags(tmp_path: Path) -> None:
     path = tmp_path / "my.yaml"
-    path.write_text("scheduler_config: {max_waiting_queue: 5, turn_steps: 8}")
-    running = load_config(path, ["scheduler_config.turn_steps=9"])
-    path.write_text("scheduler_config: {max_waiting_queue: 6, turn_steps: 10}")
+    path.write_text("scheduler_config: {max_waiting_queue: 5, quantum_steps: 8}")
+    running = load_config(path, ["scheduler_config.quantum_steps=9"])
+    path.write_text("scheduler_config: {max_waiting_queue: 6, quantum_steps: 10}")
     read = read_again(running)
-    assert (read.scheduler.max_waiting_queue, read.scheduler.turn_steps) == (6, 9)
+    assert (read.scheduler.max_waiting_queue, read.scheduler.quantum_steps) == (6, 9)
     path.write_text("scheduler_config: {max_waiting: 6}")
     with pytest.raises(ConfigError, match=r"my.yaml:1: unknown key `scheduler_config.max_waiting`"):
         read_again(running)
@@ -99,7 +99,7 @@ def test_files_are_read_again_and_flags_stay(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("folder", [True, False])
-def test_what_was_a_file_and_is_none_is_not_waited_for(tmp_path: Path, folder: bool) -> None:
+def test_reload_refuses_a_path_that_is_no_longer_a_file(tmp_path: Path, folder: bool) -> None:
     path = tmp_path / "my.yaml"
     path.write_text("{}")
     running = load_config(path, [])
@@ -112,6 +112,6 @@ def test_what_was_a_file_and_is_none_is_not_waited_for(tmp_path: Path, folder: b
         read_again(running)
 
 
-def test_the_keys_that_may_change_are_keys() -> None:
+def test_reloadable_keys_exist() -> None:
     assert set(RULES) >= RELOADABLE
     assert set(LOADED_FOR) <= RELOADABLE

@@ -30,7 +30,7 @@ def test_printed_configuration_loads_to_the_same_values(tmp_path):
         [r'device_config.graph_kernel_flags="a\nb\t\u2028 c: # \u00e9"'],
     ],
 )
-def test_texts_that_yaml_would_read_as_something_else(overrides, tmp_path):
+def test_ambiguous_texts_are_quoted(overrides, tmp_path):
     config = load_config(None, overrides)
     assert printed_and_loaded(config, tmp_path) == plain(config)
 
@@ -46,7 +46,7 @@ def plain(config):
     return dataclasses.replace(config, sources={}, notices=(), origin=None)
 
 
-def test_each_value_stands_beside_its_source():
+def test_each_value_has_its_source():
     lines = describe(load_config(LEGACY, ["serving_config.server_port=9000"])).splitlines()
     assert ["server_port: 9000", "--set"] in [[part.strip() for part in line.split("  # ")] for line in lines]
     assert [line for line in lines if line.startswith("    vocab_size: 32000 ") and line.endswith(".yaml:8")]

@@ -7,9 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from llm_serving.config import load_config
-from llm_serving.config.loader import RULES
-from llm_serving.config.schema import TABLES
-from llm_serving.config.values import DEFAULTS
+from llm_serving.config.schema import DEFAULTS, RULES, TABLES
 from llm_serving.errors import ConfigError
 
 ROW_RULES = {f"{section}.{key}": rule for section, table in TABLES.items() for key, rule in table.rules.items()}
@@ -51,7 +49,7 @@ def test_a_dash_means_standard_output_however_it_is_written(override, expected, 
 
 
 @pytest.mark.parametrize("override", ["[]", "[null, null]", "3", "{}"])
-def test_what_is_neither_a_path_nor_a_dash_is_refused(override):
+def test_access_log_must_be_a_path_or_a_dash(override):
     with pytest.raises(ConfigError, match=r"`serving_config\.access_log` must be a path or -"):
         load_config(None, [f"serving_config.access_log={override}"])
 

@@ -31,14 +31,14 @@ def budget(folder: Path, *overrides: str, **sizes: int) -> int:
     return load_config(None, overrides, model(folder, **sizes)).scheduler.max_prefill_tokens
 
 
-def test_the_larger_the_model_the_fewer_tokens(tmp_path: Path) -> None:
+def test_step_budget_shrinks_with_model_size(tmp_path: Path) -> None:
     budgets = [budget(tmp_path, **sizes) for sizes in (TINY, ONE_BILLION, SEVEN_BILLION)]
     assert budgets == [512, 512, 256]
     assert budget(tmp_path, "model_config.decode_batch_size=4", **SEVEN_BILLION) == 132
     assert budget(tmp_path, **ONE_BILLION, vocab_size=128256) == 512, "a table is looked up"
 
 
-def test_what_is_given_holds(tmp_path: Path) -> None:
+def test_given_step_budget_is_kept(tmp_path: Path) -> None:
     assert budget(tmp_path, "scheduler_config.max_prefill_tokens=2048", **ONE_BILLION) == 2048
     assert budget(tmp_path, "scheduler_config.max_prefill_tokens=null", **ONE_BILLION) == 512
 
@@ -51,14 +51,14 @@ def test_another_device_keeps_the_default(tmp_path: Path) -> None:
     ("key", "expected"),
     [("model_config.decode_batch_size", 3128), ("scheduler_config.max_long_prefill_tokens", 3000)],
 )
-def test_every_running_request_and_a_long_prompt_have_room(tmp_path: Path, key: str, expected: int) -> None:
+def test_step_budget_has_room_for_running_requests_and_a_long_prompt(tmp_path: Path, key: str, expected: int) -> None:
     for folder in (None, model(tmp_path, **TINY), model(tmp_path, **SEVEN_BILLION)):
         config = load_config(None, [f"{key}=3000"], folder)
         assert config.scheduler.max_prefill_tokens == expected
         assert config.sources["scheduler_config.max_prefill_tokens"] == key
 
 
-def test_its_source_is_told(tmp_path: Path) -> None:
+def test_step_budget_has_its_source(tmp_path: Path) -> None:
     key = "scheduler_config.max_prefill_tokens"
     for sizes, source in ((TINY, "device_config.device_target"), (TWO_BILLION, "size of the model")):
         assert load_config(None, (), model(tmp_path, **sizes)).sources[key] == source
@@ -68,12 +68,12 @@ def test_its_source_is_told(tmp_path: Path) -> None:
     ("overrides", "gap"),
     [
         ((), 1),
-        (("scheduler_config.composition=separate",), 4),
-        (("scheduler_config.composition=separate", "scheduler_config.max_consecutive_prefill_steps=2"), 2),
+        (("scheduler_config.enable_mixed_chunk=False",), 4),
+        (("scheduler_config.enable_mixed_chunk=False", "scheduler_config.max_consecutive_prefill_steps=2"), 2),
         (("scheduler_config.max_consecutive_prefill_steps=8",), 8),
     ],
 )
-def test_prompts_leave_running_requests_out_of_one_step_and_of_more_where_steps_are_separate(
+def test_max_consecutive_prefill_steps_depends_on_mixed_steps(
     overrides: tuple[str, ...], gap: int, tmp_path: Path
 ) -> None:
     config = load_config(None, overrides, model(tmp_path, **TINY))

@@ -48,7 +48,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
         "device_config.kernels": "primitives",
         "device_config.exactness": "fast",
         "scheduler_config.policy": "throughput",
-        "scheduler_config.composition": "separate",
+        "scheduler_config.enable_mixed_chunk": False,
         "scheduler_config.max_prefill_tokens": 128,
     },
     "first come, first served, in static batches, one step at a time": {
@@ -56,7 +56,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
         "model_config.batching_strategy": "static",
         "model_config.decode_batch_size": 8,
         "device_config.num_threads": 1,
-        "scheduler_config.schedule_ahead": False,
+        "scheduler_config.async_scheduling": False,
     },
 }
 """Prefill first is what test_exact_under_load.py serves with, and test_kill_matrix.py, swapping."""

@@ -10,7 +10,7 @@ from unittest.mock import MagicMock
 
 import pytest
 from llm_serving.config.schema import ServingConfig
-from llm_serving.config.sections.api_key import ApiKey
+from llm_serving.config.tables import ApiKey
 from llm_serving.core.request import FinishReason, Request
 from llm_serving.core.request_class import Caller
 from llm_serving.core.sampling_params import SamplingParams

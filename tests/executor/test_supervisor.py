@@ -15,8 +15,8 @@ import psutil
 import pytest
 import support.fake_work_agent
 from llm_serving.config.schema import ServingConfig
-from llm_serving.config.sections.cache import CacheConfig
 from llm_serving.config.sections.cluster import ClusterConfig
+from llm_serving.config.sections.device import CacheConfig
 from llm_serving.config.sections.model import ModelConfig
 from llm_serving.config.sections.scheduler import SchedulerConfig
 from llm_serving.config.sections.server import ServerConfig

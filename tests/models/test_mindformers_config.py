@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import yaml
-from llm_serving.config.mindformers import read_mindformers
+from llm_serving.config.legacy import read_mindformers
 from llm_serving.errors import ModelError
 from llm_serving.models.spec import ModelSpec
 

@@ -37,7 +37,10 @@ def test_a_key_that_is_newer_than_the_receipt_says_what_was_done_before_it():
     assert settings_told(settings) == settings | {"quant_config.kv_cache_dtype": "auto"}
 
 
-@pytest.mark.parametrize("key", ["model_config.pooling", "device_config.kernels", "scheduler_config.policy"])
+@pytest.mark.parametrize(
+    "key",
+    ["model_config.pooling", "device_config.kernels", "scheduler_config.policy", "scheduler_config.turn_steps"],
+)
 def test_a_key_that_changes_no_byte_is_left_out(key):
     assert key not in settings_told({key: "x"})
 

@@ -172,7 +172,7 @@ class TestAnswers:
         log = tmp_path / "server.log"
         log.write_text("INFO started\n")
         assert Server(9, tmp_path).promise == "nothing is said"
-        notice = "--set: device_config.exactness: fast is for steps of whole prompts"
+        notice = "--set: device_config.exactness: fast applies to steps of whole prompts only"
         log.write_text(f"WARNING {notice}\nINFO device_config.exactness: fast: the same request\nINFO ready\n")
         assert Server(9, tmp_path).promise == "fast: the same request"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from llm_serving.config.sections.api_key import ApiKey
+from llm_serving.config.tables import ApiKey
 from llm_serving.server.caller import source_of
 from llm_serving.server.middleware.authentication import hash_key
 from llm_serving.server.parameters import IGNORED_HEADER

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from llm_serving.config.sections.api_key import ApiKey
+from llm_serving.config.tables import ApiKey
 from llm_serving.observability.event_log import client_id_of
 from llm_serving.server.middleware.authentication import hash_key
 from support.gated_server import GatedServer

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 
 import httpx
 import pytest
-from llm_serving.config.sections.api_key import ApiKey
+from llm_serving.config.tables import ApiKey
 from llm_serving.core.request import FinishReason
 from llm_serving.core.timings import Exchange
 from llm_serving.observability.event_log import Journal, Life, client_ids

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from llm_serving.config.sections.api_key import ApiKey
+from llm_serving.config.tables import ApiKey
 from llm_serving.errors import ConfigError
 from llm_serving.server.app import create_app
 from llm_serving.server.http_server import HttpServer

@@ -59,7 +59,7 @@ def test_another_request_by_the_same_key_is_refused():
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("serving", [{}, {"join_identical": True}])
+@pytest.mark.parametrize("serving", [{}, {"coalesce_identical_requests": True}])
 @pytest.mark.parametrize("prompt", [[2**70], [[5, 6], [5, -(2**70)]]])
 def test_integers_that_are_no_token_ids_are_refused_as_without_a_key(serving, prompt):
     async def run():
@@ -182,7 +182,7 @@ def test_without_a_log_a_key_has_no_effect():
 
 def test_the_same_seeded_request_in_flight_is_computed_once_where_the_configuration_says_so():
     async def run():
-        server = GatedServer(max_num_seqs=8, serving={"join_identical": True})
+        server = GatedServer(max_num_seqs=8, serving={"coalesce_identical_requests": True})
         async with server.running() as client:
             body = BODY | {"seed": 4, "temperature": 1.0}
             bodies = [body, body, body | {"cache_salt": "x"}, body | {"user": "bob"}, body | {"priority": 1}]

@@ -8,7 +8,7 @@ from threading import Event
 from typing import Any
 
 import pytest
-from llm_serving.config.sections.api_key import ApiKey
+from llm_serving.config.tables import ApiKey
 from llm_serving.observability.event_log import client_id_of
 from llm_serving.server.admin import live
 from llm_serving.server.admin.live import ROWS

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from llm_serving.config.sections.api_key import ApiKey
+from llm_serving.config.tables import ApiKey
 from llm_serving.server.middleware.authentication import hash_key
 from llm_serving.server.ui import FOLDER, MEDIA_TYPES, PATH, POLICY, page_routes
 from support.fakes import FakeEngine

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from llm_serving.config.sections.api_key import ApiKey
+from llm_serving.config.tables import ApiKey
 from llm_serving.server.middleware.authentication import hash_key
 from support.fakes import FakeEngine
 from support.server_client import request

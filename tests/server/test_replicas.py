@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from llm_serving.config.sections.api_key import ApiKey
+from llm_serving.config.tables import ApiKey
 from llm_serving.server.middleware.authentication import hash_key
 from support.gated_server import GatedServer
 from support.server_client import error_of

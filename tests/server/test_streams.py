@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from llm_serving.config.sections.api_key import ApiKey
+from llm_serving.config.tables import ApiKey
 from llm_serving.server.idempotency.log_file import LogFile
 from llm_serving.server.idempotency.store import AcceptedRequests
 from llm_serving.server.middleware.authentication import hash_key

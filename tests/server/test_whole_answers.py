@@ -14,7 +14,7 @@ from support.http_serving import serving
 from support.server_client import error_of, events, post
 
 LONG = Script([Piece("x")] * 50)
-LIMITS = {"whole_answer_bytes": 100_000}
+LIMITS = {"max_buffered_response_bytes": 100_000}
 MESSAGES = [{"role": "user", "content": "Hello"}]
 LARGE = {
     "/v1/completions": {"prompt": "x", "logprobs": 20, "max_tokens": 50},
@@ -39,7 +39,7 @@ def test_one_that_is_too_large_alone_is_refused_by_name_and_ended(path):
     assert refused.status_code == 400
     assert error_of(refused)["message"] == (
         "`body` must ask for an answer that takes at most 100000 bytes of memory "
-        "(serving_config.whole_answer_bytes), or for a stream"
+        "(serving_config.max_buffered_response_bytes), or for a stream"
     )
     assert len(served.aborted) == 2
 
@@ -50,23 +50,23 @@ def test_a_stream_of_the_same_holds_nothing(path):
 
 
 def test_other_protocols_are_bound_as_well():
-    served = FakeEngine(LONG, limits={"whole_answer_bytes": 50_000})
+    served = FakeEngine(LONG, limits={"max_buffered_response_bytes": 50_000})
     refused = post(served, "/generate", LARGE["/generate"])
     assert (refused.status_code, refused.json()["error_type"]) == (422, "validation")
-    served = FakeEngine(Script([Piece("x" * 100)] * 100), limits={"whole_answer_bytes": 5_000})
+    served = FakeEngine(Script([Piece("x" * 100)] * 100), limits={"max_buffered_response_bytes": 5_000})
     for path, body in (
         ("/v1/messages", {"model": "demo", "max_tokens": 100, "messages": MESSAGES}),
         ("/v1/responses", {"model": "demo", "input": "x"}),
         ("/models/llama2/generate", {"inputs": "x", "parameters": {"max_new_tokens": 100}}),
     ):
-        assert "serving_config.whole_answer_bytes" in post(served, path, body).text
-    embedded = FakeEngine(limits={"whole_answer_bytes": 500})
-    assert "serving_config.whole_answer_bytes" in post(embedded, "/v1/embeddings", {"input": ["x"] * 3}).text
+        assert "serving_config.max_buffered_response_bytes" in post(served, path, body).text
+    embedded = FakeEngine(limits={"max_buffered_response_bytes": 500})
+    assert "serving_config.max_buffered_response_bytes" in post(embedded, "/v1/embeddings", {"input": ["x"] * 3}).text
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_the_last_piece_may_be_the_one_that_is_too_much(path):
-    served = FakeEngine(Script([Piece("Hello", 20)]), limits={"whole_answer_bytes": 100_000})
+    served = FakeEngine(Script([Piece("Hello", 20)]), limits={"max_buffered_response_bytes": 100_000})
     refused = post(served, path, LARGE[path] | {"n": 1})
     assert (refused.status_code, error_of(refused)["param"]) == (400, "body")
 
@@ -74,7 +74,8 @@ def test_the_last_piece_may_be_the_one_that_is_too_much(path):
 def test_what_is_kept_until_the_best_is_known_counts():
     body = {"prompt": "x", "best_of": 8, "max_tokens": 50}
     assert post(engine(), "/v1/completions", body | {"best_of": 2}).status_code == 200
-    assert post(FakeEngine(LONG, limits={"whole_answer_bytes": 20_000}), "/v1/completions", body).status_code == 400
+    served = FakeEngine(LONG, limits={"max_buffered_response_bytes": 20_000})
+    assert post(served, "/v1/completions", body).status_code == 400
 
 
 def test_what_was_answered_is_held_no_more():
@@ -98,7 +99,7 @@ def test_what_was_answered_is_held_no_more():
 
 def test_a_response_in_the_background_fails_by_name():
     async def talking():
-        site = build_site(FakeEngine(Script([Piece("x" * 100)] * 100), limits={"whole_answer_bytes": 5_000}))
+        site = build_site(FakeEngine(Script([Piece("x" * 100)] * 100), limits={"max_buffered_response_bytes": 5_000}))
         async with httpx.AsyncClient(
             transport=httpx.ASGITransport(site.outside), base_url="http://localhost"
         ) as client:
@@ -112,7 +113,7 @@ def test_a_response_in_the_background_fails_by_name():
 
     shown = asyncio.run(talking())
     assert shown["status"] == "failed"
-    assert "serving_config.whole_answer_bytes" in shown["error"]["message"]
+    assert "serving_config.max_buffered_response_bytes" in shown["error"]["message"]
 
 
 def test_where_all_together_hold_too_much_the_largest_ends_of_whoever_has_most():

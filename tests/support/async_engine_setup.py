@@ -11,11 +11,11 @@ from types import SimpleNamespace
 from typing import Any
 
 from llm_serving.config.schema import ServingConfig
-from llm_serving.config.sections.api_key import ApiKey
 from llm_serving.config.sections.cluster import ClusterConfig
 from llm_serving.config.sections.model import ModelConfig
 from llm_serving.config.sections.scheduler import SchedulerConfig
 from llm_serving.config.sections.server import ServerConfig
+from llm_serving.config.tables import ApiKey
 from llm_serving.core.enums import RoutingName
 from llm_serving.core.step import StepInput, StepOutput
 from llm_serving.core.timings import Clock, monotonic

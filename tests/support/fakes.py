@@ -13,10 +13,10 @@ import llm_serving.demo_model
 import numpy as np
 from llm_serving.admission.appointments import Visitor
 from llm_serving.config.schema import ServingConfig
-from llm_serving.config.sections.api_key import ApiKey
 from llm_serving.config.sections.model import ModelConfig
 from llm_serving.config.sections.scheduler import SchedulerConfig
 from llm_serving.config.sections.server import ServerConfig
+from llm_serving.config.tables import ApiKey
 from llm_serving.core.constraint import Constraint
 from llm_serving.core.fingerprint import ComputedBy
 from llm_serving.core.request import FinishReason

@@ -13,11 +13,11 @@ from typing import Any
 import httpx
 from llm_serving.config import load_config
 from llm_serving.config.schema import ServingConfig
-from llm_serving.config.sections.api_key import ApiKey
-from llm_serving.config.sections.cache import CacheConfig
+from llm_serving.config.sections.device import CacheConfig
 from llm_serving.config.sections.model import ModelConfig
 from llm_serving.config.sections.scheduler import SchedulerConfig
 from llm_serving.config.sections.server import ServerConfig
+from llm_serving.config.tables import ApiKey
 from llm_serving.core.step import StepInput, StepOutput
 from llm_serving.core.timings import Clock, monotonic
 from llm_serving.engine.async_engine import AsyncEngine

@@ -26,7 +26,7 @@ if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2] / "llm-serving")]
 
 from llm_serving.cli import main as cli
-from llm_serving.config.sections.api_key import ApiKey
+from llm_serving.config.tables import ApiKey
 from llm_serving.server.middleware.authentication import hash_key
 from support.browser import Browser
 from support.fakes import DEMO_TOKENIZER, FakeEngine, Piece, Script

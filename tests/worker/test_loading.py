@@ -9,8 +9,7 @@ import psutil
 import pytest
 from llm_serving.backends import create_backend
 from llm_serving.config.schema import ServingConfig
-from llm_serving.config.sections.cache import CacheConfig
-from llm_serving.config.sections.device import DeviceConfig
+from llm_serving.config.sections.device import CacheConfig, DeviceConfig
 from llm_serving.config.sections.model import ModelConfig
 from llm_serving.errors import ConfigError, KernelError
 from llm_serving.executor.supervisor import load_settings

@@ -8,8 +8,7 @@ from pathlib import Path
 from llm_serving.cli.arguments import Subcommands, add_config_arguments, load, say
 from llm_serving.cli.stored_models import check_weights, stored_size
 from llm_serving.config import ServingConfig
-from llm_serving.config.paths import REFERENCE_YAML
-from llm_serving.config.report import describe
+from llm_serving.config.report import describe, reference_yaml
 from llm_serving.core.generation_defaults import GENERATION_CONFIG, generation_defaults
 from llm_serving.errors import ConfigError
 from llm_serving.models.spec import ModelSpec
@@ -102,7 +101,7 @@ def _bounds(config: ServingConfig) -> list[str]:
 
 
 def run_reference(arguments: argparse.Namespace) -> int:
-    print(REFERENCE_YAML.read_text(encoding="utf-8"), end="", flush=True)
+    print(reference_yaml(), end="", flush=True)
     return 0
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from llm_serving.cli.arguments import Subcommands, say
 from llm_serving.cli.new_folder import check_absent, copy_small_files, new_folder
-from llm_serving.config.mindformers import spec_of
+from llm_serving.config.legacy import spec_of
 from llm_serving.config.yaml_reader import read_yaml
 from llm_serving.errors import ConfigError, ModelError
 from llm_serving.formats.folder import DERIVED, check_tensors, read_tensors

@@ -2,8 +2,7 @@
 
 from llm_serving.config.loader import load_config
 from llm_serving.config.schema import ServingConfig
-from llm_serving.config.sections.cache import CacheConfig
-from llm_serving.config.sections.device import DeviceConfig
+from llm_serving.config.sections.device import CacheConfig, DeviceConfig
 from llm_serving.config.sections.model import ModelConfig
 from llm_serving.config.sections.scheduler import SchedulerConfig
 from llm_serving.config.sections.server import ServerConfig

@@ -1,10 +1,28 @@
-"""Keys of older files that are accepted: which of them say nothing here, and which live under another name."""
+"""Other names and files that the loader accepts: renamed keys, the older servers' keys, and MindFormers' model YAML."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
+from llm_serving.config.yaml_reader import Located, plain, read_yaml
+from llm_serving.errors import ConfigError, ModelError
+from llm_serving.models.spec import ModelSpec
+
+RENAMED: Final[Mapping[str, str]] = {
+    "scheduler_config.turn_steps": "scheduler_config.quantum_steps",
+    "scheduler_config.composition": "scheduler_config.enable_mixed_chunk",
+    "scheduler_config.schedule_ahead": "scheduler_config.async_scheduling",
+    "scheduler_config.prompt_lookup_tokens": "scheduler_config.prompt_lookup_min",
+    "serving_config.join_identical": "serving_config.coalesce_identical_requests",
+    "serving_config.shared_answer_bytes": "serving_config.coalesced_response_bytes",
+    "serving_config.whole_answer_bytes": "serving_config.max_buffered_response_bytes",
+    "serving_config.grammars_kept": "serving_config.grammar_cache_size",
+}
+"""Former name of a key of our own -> its name. Accepted for one release, with a notice (docs/reference/renamed.md)."""
+
 ALIASES: Final[Mapping[str, str]] = {
-    # Every older sample writes the waiting times into model_config; the older loader read them from serving_config.
+    # Every older sample has the waiting times in model_config; the older loader read them from serving_config.
     "serving_config.batch_waiting_time": "model_config.batch_waiting_time",
     "tokenizer.vocab_file": "model_config.tokenizer_path",
     "model_path.decode_ini": "model_config.mindir_ini",
@@ -12,15 +30,30 @@ ALIASES: Final[Mapping[str, str]] = {
     # MindIE's names.
     "scheduler_config.prefillTimeMsPerReq": "scheduler_config.prefill_time_ms_per_req",
     "scheduler_config.decodeTimeMsPerReq": "scheduler_config.decode_time_ms_per_req",
+    # vLLM's names, where the meaning is the same.
+    "model_config.tokenizer": "model_config.tokenizer_path",
+    "model_config.revision": "model_config.model_revision",
+    "model_config.dtype": "model_config.model_dtype",
+    "model_config.max_model_len": "model_config.max_generate_length",
+    "model_config.served_model_name": "model_config.model_name",
+    "serving_config.host": "serving_config.server_ip",
+    "serving_config.port": "serving_config.server_port",
+    "pa_config.num_gpu_blocks_override": "pa_config.num_blocks",
+    "pa_config.enable_prefix_caching": "scheduler_config.prefix_caching",
+    "scheduler_config.enable_prefix_caching": "scheduler_config.prefix_caching",
+    "scheduler_config.max_num_batched_tokens": "scheduler_config.max_prefill_tokens",
+    "scheduler_config.max_num_seqs": "model_config.decode_batch_size",
+    "cluster_config.tensor_parallel_size": "cluster_config.tensor_parallel",
+    **RENAMED,
 }
-"""Key as written -> key that is meant."""
+"""Key as written -> key that it means."""
 
 _STEPS_ARE_PACKED: Final = "steps are packed and shapes are dynamic"
 _GRAPH_BUILT_HERE: Final = "the graph is built from the model's folder"
 _JOIN_AT_ONCE: Final = "prefilled requests join the running ones at the next step"
 _INPUTS_BUILT_HERE: Final = "the inputs of a step follow from its requests"
 
-NO_MEANING: Final[Mapping[str, str]] = {
+WITHOUT_EFFECT: Final[Mapping[str, str]] = {
     "model_config.zactivate_len": _STEPS_ARE_PACKED,
     "model_config.model_type": _STEPS_ARE_PACKED,
     "model_config.seq_type": _STEPS_ARE_PACKED,
@@ -39,7 +72,12 @@ NO_MEANING: Final[Mapping[str, str]] = {
     "extra_inputs.type": _INPUTS_BUILT_HERE,
     "warmup_inputs.type": _INPUTS_BUILT_HERE,
 }
-"""Key that is accepted and changes nothing -> why."""
+"""Key that is accepted without effect -> why."""
+
+OLDER_DTYPE_PREFIX: Final = "DataType."
+"""The older servers write `model_dtype` with this prefix: "DataType.FLOAT16"."""
+
+# --- MindFormers' model YAML ----------------------------------------------------------------------------------------
 
 MINDFORMERS_TARGETS: Final[Mapping[str, str]] = {
     "context.device_target": "device_config.device_target",
@@ -58,10 +96,7 @@ MINDFORMERS_TARGETS: Final[Mapping[str, str]] = {
     "model.model_config.pad_token_id": "model_config.pad_token_id",
     "model.model_config.compute_dtype": "model_config.model_dtype",
 }
-"""Key of a MindFormers YAML -> key it fills when the serving YAML leaves it out."""
-
-OLDER_DTYPE_PREFIX: Final = "DataType."
-"""How the older servers write `model_dtype`, as in "DataType.FLOAT16"."""
+"""Key of a MindFormers YAML -> key that it sets when the serving YAML leaves it out."""
 
 MINDFORMERS_DTYPE: Final = "float16"
 """`compute_dtype` of a MindFormers YAML that does not give it."""
@@ -72,9 +107,9 @@ MUST_AGREE: Final = (
     "model_config.vocab_size",
     "model_config.end_token",
 )
-"""Keys that may stand in both files only with one value: two opinions on them garble text or miss its end."""
+"""Keys that must be the same in both files: two values would garble the text or miss its end."""
 
-MINDFORMERS_SHAPE: Final = frozenset(
+_SHAPE_KEYS: Final = frozenset(
     "seq_length hidden_size num_layers num_heads n_kv_heads vocab_size intermediate_size multiple_of "
     "ffn_dim_multiplier rms_norm_eps theta bos_token_id eos_token_id pad_token_id head_dim max_position_embedding "
     "tie_word_embeddings qkv_has_bias extend_method scaling_factor quantization_config architectures model_type "
@@ -84,6 +119,108 @@ MINDFORMERS_SHAPE: Final = frozenset(
     "apply_residual_connection_post_layernorm".split()
 )
 """Keys of `model.model_config` that `ModelSpec.from_mindformers` reads."""
+_SILENT_KEYS: Final = frozenset({"context.mode", "model.model_config.type", "model.model_config.use_past"})
+"""Keys that only state what is always so here."""
+CHECKPOINT_KEY: Final = "model.model_config.checkpoint_name_or_path"
+MODE_KEY: Final = "context.mode"
+_THETA_KEYS: Final = frozenset({"theta", "rope_theta", "rope_ratio", "rope_parameters"})
+_SCALING_KEYS: Final = frozenset({"extend_method", "rope_scaling", "rope_parameters"})
 
-MINDFORMERS_SILENT: Final = frozenset({"context.mode", "model.model_config.type", "model.model_config.use_past"})
-"""Keys of a MindFormers YAML that only say what holds here anyway."""
+
+@dataclass(frozen=True)
+class MindFormersFile:
+    """The content of a MindFormers YAML that matters here."""
+
+    path: Path
+    values: dict[str, Located]
+    """Key of the serving YAML -> value that sets it when it is left out there."""
+    spec: ModelSpec | None
+    """Shape of the model. None: the file does not describe one."""
+    says_theta: bool
+    """Whether the file gives the base of the rotary embedding."""
+    says_scaling: bool
+    """Whether the file gives the scaling of the rotary embedding."""
+    checkpoint: Located | None
+    """`checkpoint_name_or_path`, where given."""
+    notices: tuple[str, ...]
+    """Keys without effect, as sentences."""
+
+
+def read_mindformers(path: Path) -> MindFormersFile:
+    """Read the file. An unknown key is a notice and not an error, because the format is MindFormers' own.
+
+    Raises:
+        ConfigError: The file cannot be read, or a value that describes the model has a wrong type.
+    """
+    root = read_yaml(path)
+    values: dict[str, Located] = {}
+    checkpoint = None
+    notices = []
+    ignored = []
+    for key, item in _flatten(root):
+        if item.value is None:
+            continue
+        target = MINDFORMERS_TARGETS.get(key)
+        if key == CHECKPOINT_KEY:
+            checkpoint = item if item.value != "" else None
+        elif target is not None and not isinstance(item.value, list):
+            if target in values and values[target].value != item.value:
+                raise ConfigError(f"{item.where}: `{key}` must be {values[target].value} as at {values[target].where}")
+            values[target] = item
+        elif key.removeprefix("model.model_config.") not in _SHAPE_KEYS and key not in _SILENT_KEYS:
+            ignored.append(key)
+        if key == MODE_KEY and item.value not in (0, "GRAPH_MODE"):
+            notices.append(f"{item.where}: {key} is read as 0: the network runs in graph mode")
+    if ignored:
+        notices.append(f"{path}: accepted without effect: {', '.join(ignored)}")
+    shape = _shape_of(root)
+    given = {key for key, item in shape.items() if item.value is not None} if shape else set()
+    says_theta, says_scaling = not given.isdisjoint(_THETA_KEYS), not given.isdisjoint(_SCALING_KEYS)
+    return MindFormersFile(path, values, spec_of(root), says_theta, says_scaling, checkpoint, tuple(notices))
+
+
+def spec_of(root: Located) -> ModelSpec | None:
+    """Return the shape of the model that a MindFormers YAML describes; None if it describes none.
+
+    Raises:
+        ModelError: The model cannot be served.
+    """
+    shape = _shape_of(root)
+    if shape is None or shape.get("hidden_size") is None:
+        return None
+    spec = ModelSpec.from_mindformers(plain(shape), shape.where, _network_class(root.get("model")))
+    experts = moe.get("expert_num") if (moe := root.get("moe_config")) else None
+    if experts is not None and isinstance(experts.value, int) and experts.value > 1:
+        raise ModelError(
+            f"{experts.where}: `moe_config.expert_num` must be 1: networks with experts are served from folders in "
+            f"Hugging Face form. Given: {experts.value}"
+        )
+    return spec
+
+
+def _shape_of(root: Located) -> Located | None:
+    model = root.get("model")
+    return model.get("model_config") if model else None
+
+
+def _network_class(model: Located | None) -> str:
+    """Return `arch.type` of the section `model`, the class of the network; empty if it is not given."""
+    arch = model.get("arch") if model is not None else None
+    name = arch.get("type") if arch is not None else None
+    return name.value if name is not None and isinstance(name.value, str) else ""
+
+
+_NESTED: Final = {"context": "jit_config", "model": "model_config"}
+
+
+def _flatten(root: Located) -> Iterator[tuple[str, Located]]:
+    """Yield the dotted keys of `context` and `model`; every other section is one key."""
+    for section, item in root.items():
+        if section not in _NESTED:
+            yield section, item
+            continue
+        for key, inner in item.items():
+            if key == _NESTED[section]:
+                yield from ((f"{section}.{key}.{name}", value) for name, value in inner.items())
+            else:
+                yield f"{section}.{key}", inner

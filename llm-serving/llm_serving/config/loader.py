@@ -1,7 +1,7 @@
 """YAML, overrides and a model folder -> a checked `ServingConfig`.
 
-A value is taken from the first place that gives it: `--set` or `--model`, the serving YAML, the MindFormers YAML it
-names, the model's own config.json, what follows from these, the default of the schema. `null` gives nothing.
+A value comes from the first of these that gives it: `--set` or `--model`, the serving YAML, the MindFormers YAML that
+it names, the model's config.json, a rule that derives it from other keys, the default. `null` gives no value.
 """
 
 import dataclasses
@@ -11,27 +11,33 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from llm_serving.config.checks import check_model, check_sections
-from llm_serving.config.cluster_checks import SECRET_FILE, check_cluster
-from llm_serving.config.device_checks import check_device
-from llm_serving.config.graph_engine import MINDIR_INI, MINDIR_PATH, check_graph_engine
-from llm_serving.config.implementation import check_implementation
-from llm_serving.config.kinds import MADE
 from llm_serving.config.legacy import (
     ALIASES,
+    CHECKPOINT_KEY,
     MINDFORMERS_DTYPE,
     MINDFORMERS_TARGETS,
     MUST_AGREE,
-    NO_MEANING,
     OLDER_DTYPE_PREFIX,
+    RENAMED,
+    WITHOUT_EFFECT,
+    MindFormersFile,
+    read_mindformers,
 )
-from llm_serving.config.mindformers import CHECKPOINT_KEY, MindFormersFile, read_mindformers
-from llm_serving.config.paths import DEMO_WORD, find, resolve, resolve_model, search_folders
-from llm_serving.config.row_checks import check_rows
-from llm_serving.config.rules import Rule
-from llm_serving.config.schema import SECTIONS, TABLES, Origin, ServingConfig
-from llm_serving.config.step_budget import choose_prefill_gap, choose_step_budget
-from llm_serving.config.tables import TableReader
+from llm_serving.config.paths import CREATED, DEMO_WORD, find, resolve, resolve_model, search_folders
+from llm_serving.config.schema import DEFAULTS, OPTIONS, RULES, SECTIONS, TABLES, Origin, ServingConfig
+from llm_serving.config.sections.cluster import check_cluster
+from llm_serving.config.sections.device import check_device
+from llm_serving.config.sections.model import (
+    MINDIR_INI,
+    MINDIR_PATH,
+    check_graph_engine,
+    check_implementation,
+    check_lengths,
+    check_model,
+)
+from llm_serving.config.sections.scheduler import check_scheduler, choose_step_budget
+from llm_serving.config.sections.server import check_server
+from llm_serving.config.tables import TableReader, check_tables
 from llm_serving.config.tls import CERTFILE, KEYFILE, PASSWORD_FILE
 from llm_serving.config.values import Values
 from llm_serving.config.yaml_reader import Located, plain, read_value, read_yaml
@@ -41,29 +47,27 @@ from llm_serving.models.gguf import is_gguf
 from llm_serving.models.spec import ModelSpec
 
 MODEL_PATH: Final = "model_config.model_path"
-MODEL_HUB: Final = "model_config.model_hub"
-MODEL_REVISION: Final = "model_config.model_revision"
 MODEL_CFG_PATH: Final = "model_config.model_cfg_path"
 DRAFT_MODEL_PATH: Final = "scheduler_config.draft_model_path"
-TOKENIZER_PATH: Final = "model_config.tokenizer_path"
 MODEL_NAME: Final = "model_config.model_name"
 MODEL_DTYPE: Final = "model_config.model_dtype"
 DEVICE_TARGET: Final = "device_config.device_target"
+RESOLVED_PATHS: Final = (
+    MODEL_CFG_PATH,
+    "model_config.tokenizer_path",
+    CERTFILE,
+    KEYFILE,
+    PASSWORD_FILE,
+    "cluster_config.secret_file",
+)
 
-RULES: Final[dict[str, Rule]] = {
-    f"{section}.{item.name}": item.metadata["rule"]
-    for section, (_, section_type) in SECTIONS.items()
-    for item in dataclasses.fields(section_type)
-}
-"""Every "section.key" and its rule."""
-
-_ACCEPTED: Final = (*RULES, *ALIASES, *NO_MEANING)
-_SECTION_NAMES: Final = tuple(dict.fromkeys([*(name.partition(".")[0] for name in _ACCEPTED), *TABLES]))
+ACCEPTED_KEYS: Final = (*RULES, *ALIASES, *WITHOUT_EFFECT)
+_SECTION_NAMES: Final = tuple(dict.fromkeys([*(name.partition(".")[0] for name in ACCEPTED_KEYS), *TABLES]))
 
 
 @dataclass(frozen=True)
 class _Given:
-    """A raw value, where it was written, and the folders its relative paths count from."""
+    """A raw value, where it was written, and the folders that its relative paths count from."""
 
     value: Any
     source: str
@@ -73,7 +77,7 @@ class _Given:
 
 @dataclass
 class _Reading:
-    """What has been read so far."""
+    """The content read so far."""
 
     given: dict[str, _Given] = field(default_factory=dict)
     tables: dict[str, TableReader] = field(default_factory=lambda: {name: TableReader(name) for name in TABLES})
@@ -87,10 +91,11 @@ def load_config(
 
     Args:
         path: The serving YAML. None: the defaults, which configs/serving.yaml lists.
-        overrides: "section.key=value" each, or "section.row.key=value" where a section has rows, value in YAML; they
-            win over every file.
-        model: Folder of the model, name of one at a hub, or `demo`; wins over `model_config.model_path`. Of a name,
-            what tells whether it can be served may be downloaded; `hub.download` gets its weights.
+        overrides: "section.key=value", or "section.row.key=value" where a section has rows, with the value in YAML.
+            They take precedence over every file.
+        model: Folder of the model, name of a model on a hub, or `demo`. Takes precedence over
+            `model_config.model_path`. For a name, the files that tell whether the model can be served may be
+            downloaded; `hub.download` downloads the weights.
 
     Returns:
         The configuration, with the source of each value and notices for the operator.
@@ -116,16 +121,52 @@ def load_config(
     if mindformers is not None:
         _use_checkpoint(values, mindformers)
     spec = _resolve_paths(values, reading)
+    _check(values, spec, mindformers, reading.tables)
+    return dataclasses.replace(_build(values, reading.tables), origin=Origin(path, tuple(overrides), model))
+
+
+def _check(
+    values: Values, spec: ModelSpec | None, mindformers: MindFormersFile | None, tables: dict[str, TableReader]
+) -> None:
+    """Derive the values that are not given, and check all of them. Each section declares its own checks."""
     choose_step_budget(values, spec)
-    choose_prefill_gap(values)
     check_model(values, spec, mindformers)
-    check_sections(values, spec)
+    for name, option in OPTIONS.items():
+        if option.only_with is not None and values[name] != DEFAULTS[name]:
+            other, needed = option.only_with
+            if values[other] != needed and (needed is not ... or values[other] is None):
+                raise values.error(name, f"must come with `{other}{'' if needed is ... else f': {needed}'}`")
+    check_server(values)
+    check_scheduler(values)
+    check_lengths(values, spec)
     check_implementation(values, spec)
     check_cluster(values, spec)
     check_device(values, spec, mindformers)
     check_graph_engine(values)
-    check_rows(values, reading.tables)
-    return dataclasses.replace(values.build(reading.tables), origin=Origin(path, tuple(overrides), model))
+    check_tables(values, tables)
+
+
+def _build(values: Values, tables: dict[str, TableReader]) -> ServingConfig:
+    sections = {
+        attribute: section_type(
+            **{item.name: values[f"{section}.{item.name}"] for item in dataclasses.fields(section_type)}
+        )
+        for section, (attribute, section_type) in SECTIONS.items()
+    }
+    sources = {name: values.source(name) for name in DEFAULTS}
+    for table in tables.values():
+        sources.update(table.sources())
+    return ServingConfig(
+        **sections,
+        request_classes=tuple(sorted(tables["request_classes"].build(), key=lambda row: row.rank)),
+        api_keys=tables["api_keys"].build(),
+        sources=sources,
+        notices=tuple(values.notices),
+        hub_model=values.hub_model,
+    )
+
+
+# --- keys as written ------------------------------------------------------------------------------------------------
 
 
 def _sections(root: Located) -> Iterator[tuple[str, Located]]:
@@ -151,13 +192,15 @@ def _accept_override(reading: _Reading, text: str) -> None:
 
 
 def _accept(reading: _Reading, name: str, given: _Given) -> None:
-    """Put a value under the key it means; the later of two overrides wins, two places in a file must agree."""
-    if name in NO_MEANING:
-        reading.notices.append(f"{given.source}: {name} is accepted and has no meaning here: {NO_MEANING[name]}")
+    """Store a value under the key that its name means. The later override wins; two places in a file must agree."""
+    if name in WITHOUT_EFFECT:
+        reading.notices.append(f"{given.source}: {name} is accepted without effect: {WITHOUT_EFFECT[name]}")
         return
     target = ALIASES.get(name, name)
     if target not in RULES:
         raise ConfigError(f"{given.source}: unknown key `{name}`; {_nearest_key(name)}")
+    if name in RENAMED:
+        reading.notices.append(f"{given.source}: {name} is now called {target}; the next release refuses the old name")
     before = reading.given.get(target)
     if given.value is None:
         if given.is_override:
@@ -185,16 +228,34 @@ def _nearest(name: str, known: Sequence[str]) -> str:
 def _nearest_key(name: str) -> str:
     section, _, key = name.partition(".")
     if section not in _SECTION_NAMES:
-        return _nearest(name, _ACCEPTED)
-    elsewhere = [known for known in _ACCEPTED if known.partition(".")[2] == key]
+        return _nearest(name, ACCEPTED_KEYS)
+    elsewhere = [known for known in ACCEPTED_KEYS if known.partition(".")[2] == key]
     if elsewhere:
         return f"it is known as `{elsewhere[0]}`"
-    own = [known for known in _ACCEPTED if known.startswith(section + ".")]
+    own = [known for known in ACCEPTED_KEYS if known.startswith(section + ".") and known not in RENAMED]
     return _nearest(name, own)
 
 
+def _parse(name: str, given: _Given) -> Any:
+    try:
+        return RULES[name].parse(given.value)
+    except ValueError:
+        raise ConfigError(f"{given.source}: `{name}` {RULES[name].broken_by(given.value)}") from None
+
+
+def _typed(reading: _Reading) -> Values:
+    values = Values(DEFAULTS, reading.notices)
+    for name in RULES:
+        if (given := reading.given.get(name)) is not None:
+            values.set(name, _parse(name, given), given.source)
+    return values
+
+
+# --- MindFormers' YAML ----------------------------------------------------------------------------------------------
+
+
 def _read_mindformers(reading: _Reading) -> MindFormersFile | None:
-    """Read the MindFormers YAML, if one is named, and let it fill what is not given."""
+    """Read the MindFormers YAML, if one is named. Its values apply where the serving YAML gives none."""
     given = reading.given.get(MODEL_CFG_PATH)
     if given is None:
         _use_compute_dtype(reading, None)
@@ -218,10 +279,10 @@ def _read_mindformers(reading: _Reading) -> MindFormersFile | None:
 
 
 def _use_compute_dtype(reading: _Reading, file: MindFormersFile | None) -> None:
-    """Let the MindFormers YAML decide the dtype where the serving YAML writes it as the older servers did.
+    """Use the MindFormers dtype where the serving YAML writes `model_dtype` as the older servers did.
 
     The older server only printed `model_dtype: "DataType.FLOAT32"`; MindFormers computed in `compute_dtype`. Without a
-    MindFormers YAML its default decides on Ascend, which has no float32; a CPU serves what is written.
+    MindFormers YAML its default applies on Ascend, which has no float32; a CPU computes in what is written.
     """
     given = reading.given.get(MODEL_DTYPE)
     if given is None or given.is_override or not str(given.value).startswith(OLDER_DTYPE_PREFIX):
@@ -232,7 +293,7 @@ def _use_compute_dtype(reading: _Reading, file: MindFormersFile | None) -> None:
         return
     item = None if file is None else file.values.get(MODEL_DTYPE)
     value, source = (MINDFORMERS_DTYPE, "MindFormers' default") if item is None else (plain(item), item.where)
-    # An older `DataType.FLOAT16` stays where the MindFormers YAML gives no dtype: both say the same.
+    # An older `DataType.FLOAT16` stays where the MindFormers YAML gives no dtype: both mean the same.
     if _parse(MODEL_DTYPE, given) == _parse(MODEL_DTYPE, _Given(value, source, ())):
         return
     reading.notices.append(
@@ -242,23 +303,8 @@ def _use_compute_dtype(reading: _Reading, file: MindFormersFile | None) -> None:
     reading.given[MODEL_DTYPE] = _Given(value, source, ())
 
 
-def _parse(name: str, given: _Given) -> Any:
-    try:
-        return RULES[name].parse(given.value)
-    except ValueError:
-        raise ConfigError(f"{given.source}: `{name}` {RULES[name].broken_by(given.value)}") from None
-
-
-def _typed(reading: _Reading) -> Values:
-    values = Values(notices=reading.notices)
-    for name in RULES:
-        if (given := reading.given.get(name)) is not None:
-            values.set(name, _parse(name, given), given.source)
-    return values
-
-
 def _use_checkpoint(values: Values, file: MindFormersFile) -> None:
-    """A MindFormers checkpoint serves as the model when it is a folder in Hugging Face form."""
+    """Use a MindFormers checkpoint as the model when it is a folder in Hugging Face form."""
     if file.checkpoint is None or values.is_given(MODEL_PATH):
         return
     item = file.checkpoint
@@ -272,10 +318,13 @@ def _use_checkpoint(values: Values, file: MindFormersFile) -> None:
     )
 
 
+# --- paths ----------------------------------------------------------------------------------------------------------
+
+
 def _resolve_paths(values: Values, reading: _Reading) -> ModelSpec | None:
-    """Make paths absolute, name the model, and read its config.json."""
+    """Make all paths absolute, set the model's name, and read its config.json."""
     graphs = (MINDIR_PATH, MINDIR_INI) if values.is_given(MINDIR_PATH) else ()
-    for name in (MODEL_CFG_PATH, TOKENIZER_PATH, CERTFILE, KEYFILE, PASSWORD_FILE, SECRET_FILE, *graphs):
+    for name in (*RESOLVED_PATHS, *graphs):
         if (given := reading.given.get(name)) is not None:
             values.set(name, resolve(values[name], given.folders, name, given.source), given.source)
     if (given := reading.given.get(DRAFT_MODEL_PATH)) is not None and (path := values[DRAFT_MODEL_PATH]) is not None:
@@ -284,8 +333,8 @@ def _resolve_paths(values: Values, reading: _Reading) -> ModelSpec | None:
         values.set(DRAFT_MODEL_PATH, draft, given.source)
     for name in RULES:
         if values.is_given(name) and name != MODEL_PATH and values[name] is not None:
-            if RULES[name].kind in MADE:
-                values.set(name, _at_home(name, values[name], values.source(name)), values.source(name))
+            if RULES[name].kind in CREATED:
+                values.set(name, _expand_home(name, values[name], values.source(name)), values.source(name))
             _check_kind(name, values[name], values.source(name))
     path = values[MODEL_PATH]
     if path is None:
@@ -293,7 +342,7 @@ def _resolve_paths(values: Values, reading: _Reading) -> ModelSpec | None:
     source = values.source(MODEL_PATH)
     given = reading.given.get(MODEL_PATH)
     found = path if given is None else resolve_model(path, given.folders, MODEL_PATH, source, str(given.value))
-    folder = found or _find_at_hub(values, str(path), source)
+    folder = found or _find_on_hub(values, str(path), source)
     _check_kind(MODEL_PATH, folder, source)
     values.set(MODEL_PATH, folder, source)
     if not values.is_given(MODEL_NAME):
@@ -304,11 +353,11 @@ def _resolve_paths(values: Values, reading: _Reading) -> ModelSpec | None:
     return ModelSpec.from_folder(folder)
 
 
-def _at_home(name: str, path: Path, source: str) -> Path:
-    """With the home folder in place of `~`, as `find` has it for what is read."""
+def _expand_home(name: str, path: Path, source: str) -> Path:
+    """Replace `~` by the home folder, as `find` does for files that are read."""
     try:
         return path.expanduser()
-    except RuntimeError as error:  # of nobody, or of whoever has none
+    except RuntimeError as error:  # an unknown user, or a user without a home folder
         raise ConfigError(f"{source}: `{name}`: {str(error).rstrip('.')}. Given: {path}") from None
 
 
@@ -318,10 +367,10 @@ def _check_kind(name: str, path: Any, source: str) -> None:
         raise ConfigError(f"{source}: `{name}` must be {kind.value}; {why}. Given: {path}")
 
 
-def _find_at_hub(values: Values, name: str, source: str) -> Path:
-    """The folder of a model that is named; its weights may still be missing there."""
+def _find_on_hub(values: Values, name: str, source: str) -> Path:
+    """Return the folder of a model on a hub. Its weights may not be downloaded yet."""
     try:
-        model = locate(name, values[MODEL_HUB], values[MODEL_REVISION])
+        model = locate(name, values["model_config.model_hub"], values["model_config.model_revision"])
     except ModelError as error:
         raise ModelError(f"{source}: {MODEL_PATH}: {error}") from None
     values.hub_model = model

@@ -1,7 +1,7 @@
-"""The `config.json` of MindIE-Service as a YAML of ours: `llm-serving config import`.
+"""Convert the `config.json` of MindIE-Service into a serving YAML: `llm-serving config import`.
 
-What has a counterpart is carried over and checked by its rule. Everything else is named with its value, either with the
-reason why nothing follows from it or as a key that is not known; what says the same as happens here anyhow is not.
+A key with a counterpart is converted and checked by the counterpart's rule. Every other key is named in a note with its
+value and the reason, unless its value says what is so here anyway.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 
 import yaml
 
-from llm_serving.config.loader import RULES
+from llm_serving.config.schema import RULES
 from llm_serving.core.files import read_regular
 from llm_serving.errors import ConfigError, ModelError, shorten
 
@@ -22,35 +22,30 @@ MAX_BYTES: Final = 2**20
 FIRST_AGENT_PORT: Final = 16002
 
 
-class Carried(NamedTuple):
-    """A key that has a counterpart."""
+class Converted(NamedTuple):
+    """A key with a counterpart."""
 
     key: str
-    read: Callable[[Any], Any] = lambda value: value
+    convert: Callable[[Any], Any] = lambda value: value
 
 
-class Left(NamedTuple):
-    """A key from which nothing follows."""
+class Dropped(NamedTuple):
+    """A key without a counterpart. An empty reason: another key covers it, and no note names it."""
 
-    why: str
+    reason: str
     usual: tuple[Any, ...] = ()
-    """Values that say what is so here anyhow."""
+    """Values that say what is so here anyway."""
 
 
 @dataclass
 class Imported:
-    """What a file comes to.
-
-    Attributes:
-        values: "section.key" -> value.
-        notes: What was not carried over, a sentence each.
-    """
+    """The values of the serving YAML by "section.key", and a note for each key that was not converted."""
 
     values: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     def as_yaml(self, source: str) -> str:
-        """A file of ours, with the notes as comments."""
+        """Return the serving YAML, with the notes as comments."""
         sections: dict[str, dict[str, Any]] = {}
         for name, value in self.values.items():
             section, _, key = name.partition(".")
@@ -60,10 +55,10 @@ class Imported:
 
 
 def import_mindie(path: Path) -> Imported:
-    """Reads a file.
+    """Read a file.
 
     Raises:
-        ConfigError: It is no such file, or a value breaks the rule of its counterpart.
+        ConfigError: The file has another format, or a value breaks the rule of its counterpart.
     """
     try:
         content = json.loads(read_regular(path, MAX_BYTES))
@@ -74,45 +69,45 @@ def import_mindie(path: Path) -> Imported:
     if not isinstance(content, dict) or not {"ServerConfig", "BackendConfig"} & content.keys():
         raise ConfigError(f"{path}: must be a JSON object with ServerConfig and BackendConfig, as MindIE has it")
     imported = Imported({"device_config.device_target": "Ascend"})
-    given = dict(_flat(content, ""))
+    given = dict(_flatten(content, ""))
     for name, value in given.items():
-        _take(path, name, value, imported)
-    _take_devices(path, given, imported)
-    _take_certificates(given, imported)
+        _convert(path, name, value, imported)
+    _convert_devices(path, given, imported)
+    _convert_certificates(given, imported)
     return imported
 
 
-def _flat(value: Mapping[str, Any], place: str) -> Iterator[tuple[str, Any]]:
-    """Dotted name -> value; of a list of models, the first counts and others are told."""
-    for key, each in value.items():
-        name = f"{place}{key}"
-        if isinstance(each, dict):
-            yield from _flat(each, f"{name}.")
-        elif key == "ModelConfig" and isinstance(each, list) and each and isinstance(each[0], dict):
-            yield from _flat(each[0], f"{name}[0].")
-            yield from ((f"{name}[{i}]", other) for i, other in enumerate(each) if i)
+def _flatten(value: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    """Yield dotted names and values. Of several models, only the first is flattened."""
+    for key, item in value.items():
+        name = f"{prefix}{key}"
+        if isinstance(item, dict):
+            yield from _flatten(item, f"{name}.")
+        elif key == "ModelConfig" and isinstance(item, list) and item and isinstance(item[0], dict):
+            yield from _flatten(item[0], f"{name}[0].")
+            yield from ((f"{name}[{i}]", other) for i, other in enumerate(item) if i)
         else:
-            yield name, each
+            yield name, item
 
 
-def _take(path: Path, name: str, value: Any, imported: Imported) -> None:
+def _convert(path: Path, name: str, value: Any, imported: Imported) -> None:
     meaning = KEYS.get(name)
     if meaning is None:
         reason = next((why for prefix, why in PREFIXES.items() if name.startswith(prefix)), "is not known")
         imported.notes.append(f"{name}: {shorten(value)} {reason}")
-    elif isinstance(meaning, Carried):
+    elif isinstance(meaning, Converted):
         try:
-            read = meaning.read(value)
-            RULES[meaning.key].parse(read)
+            converted = meaning.convert(value)
+            RULES[meaning.key].parse(converted)
         except (ValueError, TypeError, ArithmeticError):
             raise ConfigError(f"{path}: {name}: {meaning.key} {RULES[meaning.key].broken_by(value)}") from None
-        imported.values[meaning.key] = read
-    elif meaning.why and value not in meaning.usual:
-        imported.notes.append(f"{name}: {shorten(value)} {meaning.why}")
+        imported.values[meaning.key] = converted
+    elif meaning.reason and value not in meaning.usual:
+        imported.notes.append(f"{name}: {shorten(value)} {meaning.reason}")
 
 
-def _take_devices(path: Path, given: Mapping[str, Any], imported: Imported) -> None:
-    """Each instance is a WorkAgent on one device."""
+def _convert_devices(path: Path, given: Mapping[str, Any], imported: Imported) -> None:
+    """Convert each model instance into a WorkAgent on one device."""
     devices, count = given.get(f"{_BACKEND}npuDeviceIds"), given.get(f"{_BACKEND}modelInstanceNumber", 1)
     if not isinstance(count, int) or not 1 <= count <= 1024:
         raise ConfigError(f"{path}: {_BACKEND}modelInstanceNumber must be an integer >= 1. Given: {shorten(count)}")
@@ -125,14 +120,14 @@ def _take_devices(path: Path, given: Mapping[str, Any], imported: Imported) -> N
     imported.values["serving_config.start_device_id"] = groups[0][0]
     if any(len(group) > 1 for group in groups):
         imported.notes.append(
-            f"{_BACKEND}npuDeviceIds: {shorten(devices)} has several devices for an instance, and a WorkAgent computes "
-            f"the whole model on one; more of them are further entries of serving_config.agent_ports"
+            f"{_BACKEND}npuDeviceIds: {shorten(devices)} has several devices for one instance; see "
+            "cluster_config.tensor_parallel for ranks, serving_config.agent_ports for further replicas"
         )
     elif [group[0] for group in groups] != list(range(groups[0][0], groups[0][0] + len(groups))):
-        imported.notes.append(f"{_BACKEND}npuDeviceIds: {shorten(devices)} has gaps; WorkAgents take following devices")
+        imported.notes.append(f"{_BACKEND}npuDeviceIds: {shorten(devices)} has gaps; WorkAgents use following devices")
 
 
-def _take_certificates(given: Mapping[str, Any], imported: Imported) -> None:
+def _convert_certificates(given: Mapping[str, Any], imported: Imported) -> None:
     if given.get("ServerConfig.httpsEnabled") is not False:
         imported.notes.append(
             "ServerConfig.tlsPkPwd: MindIE's password files are encrypted by its own tool; "
@@ -141,10 +136,6 @@ def _take_certificates(given: Mapping[str, Any], imported: Imported) -> None:
         return
     for key in ("serving_config.ssl_certfile", "serving_config.ssl_keyfile"):
         imported.values.pop(key, None)
-
-
-def _microseconds(value: Any) -> float:
-    return float(value) / 1e6
 
 
 def _policy(value: Any) -> str:
@@ -161,69 +152,67 @@ _BACKEND: Final = "BackendConfig."
 _DEPLOY: Final = f"{_BACKEND}ModelDeployConfig."
 _MODEL: Final = f"{_DEPLOY}ModelConfig[0]."
 _SCHEDULE: Final = f"{_BACKEND}ScheduleConfig."
-_ORDER: Final = "has no counterpart; scheduler_config.order says who of a class goes next"
+_ORDER: Final = "has no counterpart; scheduler_config.order is the order within a class"
 
-KEYS: Final[Mapping[str, Carried | Left]] = {
-    "Version": Left(""),
-    "LogConfig.logLevel": Carried("serving_config.log_level", _level),
-    "ServerConfig.ipAddress": Carried("serving_config.server_ip"),
-    "ServerConfig.port": Carried("serving_config.server_port"),
-    "ServerConfig.maxLinkNum": Carried("serving_config.max_connections"),
-    "ServerConfig.e2eTimeout": Carried("serving_config.max_timeout_s"),
-    "ServerConfig.tokenTimeout": Carried("serving_config.step_timeout_s"),
-    "ServerConfig.tlsCert": Carried("serving_config.ssl_certfile"),
-    "ServerConfig.tlsPk": Carried("serving_config.ssl_keyfile"),
-    "ServerConfig.tlsPkPwd": Left(""),
-    "ServerConfig.httpsEnabled": Left(""),
-    "ServerConfig.inferMode": Left("is not served: prompts and answers are computed in one place", ("standard",)),
-    "ServerConfig.allowAllZeroIpListening": Left("has no counterpart: 0.0.0.0 is taken, with a notice"),
-    "ServerConfig.fullTextEnabled": Left("is not served: streams tell what is new", (False,)),
-    "ServerConfig.openAiSupport": Left("is not served", ("vllm", "openai")),
-    f"{_BACKEND}backendName": Left(""),
-    f"{_BACKEND}modelInstanceNumber": Left(""),
-    f"{_BACKEND}npuDeviceIds": Left(""),
-    f"{_BACKEND}tokenizerProcessNumber": Left("has no counterpart: the master tokenizes, long texts in threads"),
-    f"{_BACKEND}multiNodesInferEnabled": Left("is not served: a WorkAgent computes on one device", (False,)),
-    f"{_DEPLOY}maxSeqLen": Carried("model_config.max_generate_length"),
-    f"{_DEPLOY}maxInputTokenLen": Carried("model_config.seq_length"),
-    f"{_DEPLOY}truncation": Left("is up to each request: `truncate_prompt_tokens`", (False,)),
-    f"{_MODEL}modelName": Carried("model_config.model_name"),
-    f"{_MODEL}modelWeightPath": Carried("model_config.model_path"),
-    f"{_MODEL}modelInstanceType": Left("is not served", ("Standard", "StandardMock")),
-    f"{_MODEL}worldSize": Left("is not served: a WorkAgent computes the whole model on one device", (1,)),
-    f"{_MODEL}cpuMemSize": Left("GB of the host for swapping: pa_config.num_swap_blocks counts blocks", (0,)),
-    f"{_MODEL}npuMemSize": Left("GB of the cache: device_config.max_device_memory has weights and cache", (-1,)),
-    f"{_MODEL}backendType": Left("has no counterpart: MindSpore computes", ("ms",)),
-    f"{_MODEL}trustRemoteCode": Left("is not served: no code of a model folder is run", (False,)),
-    f"{_SCHEDULE}templateType": Left(
-        "is not served: prompts and answers are computed in one place", ("Standard", "Mix")
+KEYS: Final[Mapping[str, Converted | Dropped]] = {
+    "Version": Dropped(""),
+    "LogConfig.logLevel": Converted("serving_config.log_level", _level),
+    "ServerConfig.ipAddress": Converted("serving_config.server_ip"),
+    "ServerConfig.port": Converted("serving_config.server_port"),
+    "ServerConfig.maxLinkNum": Converted("serving_config.max_connections"),
+    "ServerConfig.e2eTimeout": Converted("serving_config.max_timeout_s"),
+    "ServerConfig.tokenTimeout": Converted("serving_config.step_timeout_s"),
+    "ServerConfig.tlsCert": Converted("serving_config.ssl_certfile"),
+    "ServerConfig.tlsPk": Converted("serving_config.ssl_keyfile"),
+    "ServerConfig.tlsPkPwd": Dropped(""),
+    "ServerConfig.httpsEnabled": Dropped(""),
+    "ServerConfig.inferMode": Dropped("has no counterpart; see cluster_config.roles", ("standard",)),
+    "ServerConfig.allowAllZeroIpListening": Dropped("has no counterpart: 0.0.0.0 is accepted, with a notice"),
+    "ServerConfig.fullTextEnabled": Dropped("is not served: streams contain only new text", (False,)),
+    "ServerConfig.openAiSupport": Dropped("is not served", ("vllm", "openai")),
+    f"{_BACKEND}backendName": Dropped(""),
+    f"{_BACKEND}modelInstanceNumber": Dropped(""),
+    f"{_BACKEND}npuDeviceIds": Dropped(""),
+    f"{_BACKEND}tokenizerProcessNumber": Dropped("has no counterpart: the master tokenizes, long texts in threads"),
+    f"{_BACKEND}multiNodesInferEnabled": Dropped("is not served: a replica runs on one machine", (False,)),
+    f"{_DEPLOY}maxSeqLen": Converted("model_config.max_generate_length"),
+    f"{_DEPLOY}maxInputTokenLen": Converted("model_config.seq_length"),
+    f"{_DEPLOY}truncation": Dropped("is set by each request: `truncate_prompt_tokens`", (False,)),
+    f"{_MODEL}modelName": Converted("model_config.model_name"),
+    f"{_MODEL}modelWeightPath": Converted("model_config.model_path"),
+    f"{_MODEL}modelInstanceType": Dropped("is not served", ("Standard", "StandardMock")),
+    f"{_MODEL}worldSize": Dropped("has no counterpart; see cluster_config.tensor_parallel", (1,)),
+    f"{_MODEL}cpuMemSize": Dropped("is GB of host memory for swapping: pa_config.num_swap_blocks counts blocks", (0,)),
+    f"{_MODEL}npuMemSize": Dropped("is GB of the KV cache: device_config.max_device_memory includes weights", (-1,)),
+    f"{_MODEL}backendType": Dropped("has no counterpart: MindSpore computes", ("ms",)),
+    f"{_MODEL}trustRemoteCode": Dropped("is not served: no code of a model folder is run", (False,)),
+    f"{_SCHEDULE}templateType": Dropped("has no counterpart; see cluster_config.roles", ("Standard", "Mix")),
+    f"{_SCHEDULE}templateName": Dropped(""),
+    f"{_SCHEDULE}cacheBlockSize": Converted("pa_config.block_size"),
+    f"{_SCHEDULE}maxPrefillBatchSize": Converted("model_config.prefill_batch_size"),
+    f"{_SCHEDULE}maxPrefillTokens": Converted("scheduler_config.max_prefill_tokens"),
+    f"{_SCHEDULE}prefillTimeMsPerReq": Converted("scheduler_config.prefill_time_ms_per_req"),
+    f"{_SCHEDULE}decodeTimeMsPerReq": Converted("scheduler_config.decode_time_ms_per_req"),
+    f"{_SCHEDULE}supportSelectBatch": Converted("scheduler_config.policy", _policy),
+    f"{_SCHEDULE}prefillPolicyType": Dropped(_ORDER, (0,)),
+    f"{_SCHEDULE}decodePolicyType": Dropped(_ORDER, (0,)),
+    f"{_SCHEDULE}maxBatchSize": Converted("model_config.decode_batch_size"),
+    f"{_SCHEDULE}maxIterTimes": Dropped("has no counterpart: each request has its `max_tokens`"),
+    f"{_SCHEDULE}maxPreemptCount": Dropped("is per batch: scheduler_config.max_preemptions_per_request is per request"),
+    f"{_SCHEDULE}maxQueueDelayMicroseconds": Converted(
+        "model_config.batch_waiting_time", lambda value: float(value) / 1e6
     ),
-    f"{_SCHEDULE}templateName": Left(""),
-    f"{_SCHEDULE}cacheBlockSize": Carried("pa_config.block_size"),
-    f"{_SCHEDULE}maxPrefillBatchSize": Carried("model_config.prefill_batch_size"),
-    f"{_SCHEDULE}maxPrefillTokens": Carried("scheduler_config.max_prefill_tokens"),
-    f"{_SCHEDULE}prefillTimeMsPerReq": Carried("scheduler_config.prefill_time_ms_per_req"),
-    f"{_SCHEDULE}decodeTimeMsPerReq": Carried("scheduler_config.decode_time_ms_per_req"),
-    f"{_SCHEDULE}supportSelectBatch": Carried("scheduler_config.policy", _policy),
-    f"{_SCHEDULE}prefillPolicyType": Left(_ORDER, (0,)),
-    f"{_SCHEDULE}decodePolicyType": Left(_ORDER, (0,)),
-    f"{_SCHEDULE}maxBatchSize": Carried("model_config.decode_batch_size"),
-    f"{_SCHEDULE}maxIterTimes": Left("tokens of an answer at most: each request has its `max_tokens`"),
-    f"{_SCHEDULE}maxPreemptCount": Left(
-        "of a batch: scheduler_config.max_preemptions_per_request is that of a request"
-    ),
-    f"{_SCHEDULE}maxQueueDelayMicroseconds": Carried("model_config.batch_waiting_time", _microseconds),
-    f"{_SCHEDULE}maxFirstTokenWaitTime": Left("ms to a first token: request_classes have bounds and promises"),
+    f"{_SCHEDULE}maxFirstTokenWaitTime": Dropped("is in ms: request_classes have a ttft_slo_s"),
 }
-"""Dotted name -> what becomes of it."""
+"""Dotted name -> its counterpart, or why it has none."""
 PREFIXES: Final[Mapping[str, str]] = {
     "LogConfig.": "has no counterpart: logs go to the standard error, `start` keeps them in its run folder",
-    "ServerConfig.tls": "has no counterpart: clients show keys, not certificates (api_keys)",
+    "ServerConfig.tls": "has no counterpart: clients authenticate by API keys, not by certificates",
     "ServerConfig.management": "has no counterpart: health and metrics are on the port of the server",
     "ServerConfig.metrics": "has no counterpart: /metrics is on the port of the server",
     "ServerConfig.kmc": "has no counterpart: nothing is encrypted by MindIE's tool",
-    "ServerConfig.interComm": "has no counterpart: prompts and answers are computed in one place",
-    f"{_BACKEND}interNode": "has no counterpart: a WorkAgent computes on one device",
-    f"{_BACKEND}multiNodes": "has no counterpart: a WorkAgent computes on one device",
+    "ServerConfig.interComm": "has no counterpart; see cluster_config.roles",
+    f"{_BACKEND}interNode": "has no counterpart: a replica runs on one machine",
+    f"{_BACKEND}multiNodes": "has no counterpart: a replica runs on one machine",
 }
-"""Beginning of names -> what becomes of all that begin so and stand nowhere else."""
+"""Prefix of names that are not in `KEYS` -> why they have no counterpart."""

@@ -1,4 +1,4 @@
-"""What a model takes of this machine: told before its weights are downloaded or read."""
+"""The memory that a model needs, computed before its weights are downloaded or read."""
 
 from __future__ import annotations
 
@@ -22,23 +22,18 @@ from llm_serving.models.spec import ModelSpec
 
 
 class ModelSize(NamedTuple):
-    """What a model takes, and whether that is there.
-
-    Attributes:
-        lines: A table of two columns.
-        fits: Whether a WorkAgent can be loaded, if only with a short context.
-    """
+    """A table of two columns, and whether a WorkAgent can be loaded, possibly with a short context."""
 
     lines: list[str]
     fits: bool
 
 
 def model_size(config: ServingConfig, stored_bytes: int | None = None) -> ModelSize:
-    """Reckons with the rules by which a WorkAgent takes its memory.
+    """Compute the memory by the rules of a WorkAgent.
 
     Args:
-        config: Names the model and says how it is to be served.
-        stored_bytes: Of the weights as files, where that is known.
+        config: The configuration, with a model.
+        stored_bytes: Size of the weight files, where known.
     """
     assert config.model.model_path is not None
     spec = ModelSpec.from_folder(config.model.model_path).of_rank(0, config.cluster.tensor_parallel)

@@ -1,7 +1,9 @@
-"""Where a relative path of a YAML leads."""
+"""Paths of the configuration: where a relative one leads, and what may lie there."""
 
 import os
-from collections.abc import Sequence
+import stat
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
 from pathlib import Path
 from typing import Final
 
@@ -14,66 +16,67 @@ PACKAGE_FOLDER: Final = Path(__file__).resolve().parents[1]
 PROJECT_FOLDER: Final = PACKAGE_FOLDER.parents[1]
 DEMO_WORD: Final = "demo"
 DEMO_FOLDER: Final = PACKAGE_FOLDER / "demo_model"
-REFERENCE_YAML: Final = PACKAGE_FOLDER / "config" / "serving.yaml"
-"""Every key with its default; in a checkout a link to configs/serving.yaml, in an installed package a file."""
 
 
 def search_folders(yaml_folder: Path | None) -> tuple[Path, ...]:
-    """Folders a relative path is looked up in, in order.
+    """Return the folders that a relative path is looked up in, in order.
 
-    The YAML's own folder, then the folder the command runs in, then the project's top folder. The last two serve older
-    files, whose paths count from the folder their server was started in, such as `configs/llama/model.yaml`.
+    These are the folder of the YAML, the working folder and the project's top folder. The last two serve older files,
+    whose paths count from the folder that their server was started in, such as `configs/llama/model.yaml`.
     """
     own = () if yaml_folder is None else (yaml_folder,)
     return tuple(dict.fromkeys(folder.resolve() for folder in (*own, Path.cwd(), PROJECT_FOLDER)))
 
 
 def find(path: Path, folders: Sequence[Path]) -> Path | None:
-    """The first place where the path exists, absolute; None if there is none."""
+    """Return the absolute path of the first match; None if no folder has it."""
     try:
         path = path.expanduser()
         return next((found for folder in folders if (found := folder / path).exists()), None)
-    except (OSError, RuntimeError, ValueError):  # a name too long, a home folder nobody has, a null byte
+    except (OSError, RuntimeError, ValueError):  # a name too long, an unknown user's home folder, a null byte
         return None
 
 
 def resolve(path: Path, folders: Sequence[Path], key: str, where: str) -> Path:
-    """Like `find`, but a missing path is an error that names the key and the folders searched."""
+    """Return the absolute path of the first match.
+
+    Raises:
+        ConfigError: The path does not exist. The error names the key and the folders searched.
+    """
     found = find(path, folders)
     if found is None:
         searched = "" if path.is_absolute() else f"; searched in {', '.join(map(str, folders))}"
-        what = "may not be looked at" if _is_forbidden(path, folders) else "does not exist"
-        raise ConfigError(f"{where}: {key}: {path} {what}{searched}")
+        raise ConfigError(f"{where}: {key}: {path} {_why_missing(path, folders)}{searched}")
     return found
 
 
-def _is_forbidden(path: Path, folders: Sequence[Path]) -> bool:
+def _why_missing(path: Path, folders: Sequence[Path]) -> str:
     for folder in folders:
         try:
             os.stat(folder / path.expanduser())  # noqa: PTH116
         except PermissionError:
-            return True
+            return "may not be looked at"
         except (OSError, RuntimeError, ValueError):
             continue
-    return False
+    return "does not exist"
 
 
 def resolve_model(path: Path, folders: Sequence[Path], key: str, where: str, written: str | None = None) -> Path | None:
-    """Folder of a model; the word `demo` is the model that ships with the package. A folder wins over a hub's name.
+    """Return the folder of a model. The word `demo` means the shipped model. A folder takes precedence over a hub name.
 
     Args:
-        path: As given.
+        path: The path as given.
         folders: Where a relative path is looked up.
-        key: Names it in errors.
-        where: Where it was given.
-        written: The same as text, in which `./a/b` is not `a/b`.
+        key: The key that errors name.
+        where: The place where the path was given.
+        written: The path as text, which distinguishes `./a/b` from `a/b`.
 
     Returns:
-        The folder, or the GGUF file, also where it is the only one of a folder without config.json; None: there is
-        none, and what is written can be the name of a model at a hub.
+        The folder, or the GGUF file, also where it is the only one in a folder without config.json. None: no such path
+        exists, and the text can be the name of a model on a hub.
 
     Raises:
-        ConfigError: There is no such folder, and no hub has such names.
+        ConfigError: The path does not exist, and the text cannot be a name on a hub.
     """
     if str(path) == DEMO_WORD:
         if not (DEMO_FOLDER / "config.json").exists():
@@ -85,19 +88,94 @@ def resolve_model(path: Path, folders: Sequence[Path], key: str, where: str, wri
         if why is None:
             return None
         searched = "" if path.is_absolute() else f"; searched in {', '.join(map(str, folders))}; {why}"
-        what = "may not be looked at" if _is_forbidden(path, folders) else "does not exist"
-        raise ConfigError(f"{where}: {key}: {written or path} {what}{searched}")
+        raise ConfigError(f"{where}: {key}: {written or path} {_why_missing(path, folders)}{searched}")
     if found.is_dir():
-        return _file_of(found) or found
+        return _single_gguf_file(found) or found
     if not is_gguf(found):
-        what = f"must be a folder in Hugging Face form, or a GGUF file{how_to_convert_file(found)}"
-        raise ConfigError(f"{where}: {key}: {path} {what}")
+        rule = f"must be a folder in Hugging Face form, or a GGUF file{how_to_convert_file(found)}"
+        raise ConfigError(f"{where}: {key}: {path} {rule}")
     return found
 
 
-def _file_of(folder: Path) -> Path | None:
-    """The one GGUF file of a folder that holds nothing else of a model; of one that may not be read none is known."""
+def _single_gguf_file(folder: Path) -> Path | None:
+    """Return the GGUF file of a readable folder that holds exactly one and no config.json."""
     if not os.access(folder, os.R_OK | os.X_OK) or (folder / "config.json").exists():
         return None
     files = list(folder.glob(f"*{SUFFIX}"))
     return files[0] if len(files) == 1 else None
+
+
+class Kind(Enum):
+    """What a path of the configuration must be. A symbolic link counts as its target."""
+
+    FILE = "a file that may be read"
+    FOLDER = "a folder that may be read"
+    FILE_OR_FOLDER = "a file or a folder that may be read"
+    MADE_FILE = "a file that may be written, or a place where one, and the folders above it, can be made"
+    LOG = "a file that may be written, a place in a folder where one can be made, or -"
+    MADE_FOLDER = "a folder that may be written, or a place where one, and those above it, can be made"
+
+    def broken_by(self, path: Path) -> str | None:
+        """Return why a path is not of this kind; None if it is. Open nothing, because opening a pipe would block.
+
+        A missing path that is to be read is not reported here: `resolve` has searched several folders for it.
+        """
+        if self is Kind.LOG and path == Path("-"):
+            return None
+        try:
+            mode = _mode(path)
+            if mode is None:
+                return self._why_not_creatable(path)
+            if not any(is_kind(mode) for is_kind in _ALLOWED[self]):
+                return f"{_name_of(mode)} is there"
+            wanted = os.R_OK if self in _READ else os.W_OK
+            if not os.access(path, wanted | (os.X_OK if stat.S_ISDIR(mode) else 0)):
+                return f"it may not be {'read' if self in _READ else 'written'}"
+        except OSError as error:
+            return f"{error.strerror}"
+        return None
+
+    def _why_not_creatable(self, path: Path) -> str | None:
+        if self in _READ:
+            return None
+        for parent in path.absolute().parents:
+            mode = _mode(parent)
+            if mode is not None:
+                if not stat.S_ISDIR(mode):
+                    return f"{parent} is no folder but {_name_of(mode)}"
+                return None if os.access(parent, os.W_OK | os.X_OK) else f"nothing may be made in {parent}"
+            if self is Kind.LOG:
+                return f"there is no folder {parent}"
+        return None
+
+
+CREATED: Final = (Kind.MADE_FILE, Kind.LOG, Kind.MADE_FOLDER)
+"""Kinds of paths that the server creates where they do not exist."""
+_READ: Final = (Kind.FILE, Kind.FOLDER, Kind.FILE_OR_FOLDER)
+_ALLOWED: Final[Mapping[Kind, tuple[Callable[[int], bool], ...]]] = {
+    Kind.FILE: (stat.S_ISREG,),
+    Kind.FOLDER: (stat.S_ISDIR,),
+    Kind.FILE_OR_FOLDER: (stat.S_ISREG, stat.S_ISDIR),
+    Kind.MADE_FILE: (stat.S_ISREG,),
+    Kind.LOG: (stat.S_ISREG,),
+    Kind.MADE_FOLDER: (stat.S_ISDIR,),
+}
+_NAMES: Final[Mapping[str, Callable[[int], bool]]] = {
+    "a file": stat.S_ISREG,
+    "a folder": stat.S_ISDIR,
+    "a pipe": stat.S_ISFIFO,
+    "a socket": stat.S_ISSOCK,
+    "a device": lambda mode: stat.S_ISCHR(mode) or stat.S_ISBLK(mode),
+}
+
+
+def _mode(path: Path) -> int | None:
+    """Return the mode of a path; None if it does not exist, also where a file stands in place of a parent folder."""
+    try:
+        return os.stat(path).st_mode  # noqa: PTH116
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def _name_of(mode: int) -> str:
+    return next((name for name, is_kind in _NAMES.items() if is_kind(mode)), "something else")

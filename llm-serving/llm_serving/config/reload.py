@@ -1,4 +1,4 @@
-"""Which keys of the YAML a running server takes over when it reads it again."""
+"""The keys of the YAML that a running server applies when it reads the YAML again."""
 
 from __future__ import annotations
 
@@ -8,51 +8,25 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from llm_serving.config.loader import load_config
-from llm_serving.config.schema import SECTIONS, TABLES, ServingConfig
+from llm_serving.config.schema import OPTIONS, SECTIONS, TABLES, ServingConfig
 from llm_serving.core.enums import PolicyName
 from llm_serving.errors import ConfigError
 
-RELOADABLE: Final = frozenset(
-    {
-        *(
-            f"model_config.{key}"
-            for key in ("decode_batch_size", "prefill_batch_size", "batch_waiting_time", "seq_length")
-        ),
-        *(
-            f"serving_config.{key}"
-            for key in (
-                *("max_connections", "max_connections_per_address", "max_buffered_bytes", "max_pipelined_bytes"),
-                *("max_url_bytes", "max_header_bytes", "max_headers", "max_request_body_bytes"),
-                *("header_timeout_s", "body_timeout_s", "write_timeout_s", "max_timeout_s", "anonymous_highest_class"),
-                "whole_answer_bytes",
-            )
-        ),
-        *(
-            f"scheduler_config.{key}"
-            for key in (
-                *("policy", "order", "tenant_fairness", "max_overtakes", "max_head_start_steps", "turn_steps"),
-                *("max_prefill_tokens", "max_long_prefill_tokens"),
-                *("max_consecutive_prefill_steps", "max_consecutive_decode_steps"),
-                *("prefill_time_ms_per_req", "decode_time_ms_per_req"),
-                *("max_waiting_queue", "max_waiting_tokens", "slo_refusal_factor", "max_running_per_tenant"),
-                *("preemption_mode", "swap_block_cost_tokens", "prefix_caching"),
-            )
-        ),
-    }
-)
-"""Besides the rows of `request_classes`, but for their names and ranks, and of `api_keys`."""
+RELOADABLE: Final = frozenset(name for name, option in OPTIONS.items() if option.reloadable)
+"""Reloadable keys, besides the rows of `api_keys` and of `request_classes` (except their names and ranks)."""
 LOADED_FOR: Final = ("model_config.decode_batch_size", "scheduler_config.max_prefill_tokens")
-"""WorkAgents have memory for as much as there was at the start."""
+"""Keys that may not exceed their value at start, for which the WorkAgents have allocated memory."""
 MAX_NAMED: Final = 8
 """Keys that an error names."""
 
 
 class Change(NamedTuple):
+    """One key whose value differs, and where the new value is written."""
+
     key: str
     before: Any
     after: Any
     source: str
-    """Where the value is written."""
 
     def __str__(self) -> str:
         if self.key.endswith(".key_sha256"):
@@ -61,41 +35,41 @@ class Change(NamedTuple):
 
 
 def read_again(running: ServingConfig) -> ServingConfig:
-    """What the files of a configuration say now; flags and environment as they were at the start.
+    """Read the files of a configuration again. Flags and environment stay as they were at the start.
 
     Raises:
-        ConfigError: They break a rule, or there are none.
+        ConfigError: The files break a rule, or there is no file.
     """
     origin = running.origin
     if origin is None or origin.path is None:
         raise ConfigError("there is no YAML to read again: the server was started without --config")
     path = Path(origin.path)
-    if path.exists() and not path.is_file():  # who opens a pipe waits for somebody who writes
+    if path.exists() and not path.is_file():  # opening a pipe would wait for a writer
         raise ConfigError(f"{path}: must be a plain file to be read again")
     return load_config(path, origin.overrides, origin.model)
 
 
 def check_reload(started: ServingConfig, running: ServingConfig, read: ServingConfig) -> list[Change]:
-    """What changes.
+    """Return the changes.
 
     Args:
-        started: What the WorkAgents were loaded with.
-        running: What holds now.
-        read: What is to hold.
+        started: The configuration that the WorkAgents were loaded with.
+        running: The current configuration.
+        read: The new configuration.
 
     Raises:
-        ConfigError: Something would change that cannot while the server runs; nothing may be taken over then.
+        ConfigError: A key would change that cannot change while the server runs. The caller must change nothing.
     """
     changes = list(_changes(running, read))
-    fixed = [str(each) for each in changes if not _may_change(each.key)]
+    fixed = [str(change) for change in changes if not _may_change(change.key)]
     if fixed:
         more = f" and {len(fixed) - MAX_NAMED} more" if len(fixed) > MAX_NAMED else ""
         raise ConfigError(f"only a restart changes {', '.join(fixed[:MAX_NAMED])}{more}; nothing is changed")
     if bool(running.api_keys) != bool(read.api_keys):
         raise ConfigError("only a restart changes whether there are `api_keys`; nothing is changed")
     for change in changes:
-        if change.key in LOADED_FOR and change.after > (most := _values(started)[change.key]):
-            rule = f"must be at most {most}, for which the WorkAgents were loaded, without a restart"
+        if change.key in LOADED_FOR and change.after > (limit := _values(started)[change.key]):
+            rule = f"must be at most {limit}, for which the WorkAgents were loaded, without a restart"
             raise ConfigError(f"{change.source}: `{change.key}` {rule}. Given: {change.after}; nothing is changed")
         if change.key == "scheduler_config.policy" and PolicyName.FCFS in (change.before, change.after):
             raise ConfigError(
@@ -122,7 +96,7 @@ def _changes(before: ServingConfig, after: ServingConfig) -> Iterator[Change]:
 
 
 def _values(config: ServingConfig) -> dict[str, Any]:
-    """By "section.key" or "section.row.key"; a row itself stands as "section.row"."""
+    """Return the values by "section.key" or "section.row.key". A row itself is present as "section.row"."""
     found = {
         f"{section}.{item.name}": getattr(getattr(config, attribute), item.name)
         for section, (attribute, section_type) in SECTIONS.items()

@@ -1,27 +1,44 @@
-"""The effective configuration as text: what `llm-serving config check` prints."""
+"""The configuration as text: the effective values, the reference YAML and the reference document.
 
+The text of a key is the docstring below its dataclass field. `scripts/write_config_reference.py` writes
+configs/serving.yaml and docs/reference/yaml_keys.md from these texts; a test compares them.
+"""
+
+import ast
 import dataclasses
+import inspect
 import json
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-from llm_serving.config.schema import SECTIONS, TABLES, ServingConfig
-from llm_serving.config.values import DEFAULTS
+from llm_serving.config.legacy import ALIASES, RENAMED, WITHOUT_EFFECT
+from llm_serving.config.rules import MEMORY, Rule
+from llm_serving.config.schema import DEFAULTS, OPTIONS, SECTIONS, TABLES, ServingConfig
+from llm_serving.core.request_class import DEFAULT_CLASSES
+
+WIDTH: Final = 120
+INDENT: Final = "    "
+
+
+# --- effective values -----------------------------------------------------------------------------------------------
 
 
 def describe(config: ServingConfig) -> str:
-    """Every value with its source, in YAML that can be loaded again, and the notices as comments below."""
+    """Return every value with its source, as YAML that can be loaded again, and the notices as comments below."""
     lines = []
     for section, (attribute, section_type) in SECTIONS.items():
         lines.append(f"{section}:")
         keys = [item.name for item in dataclasses.fields(section_type)]
-        lines += _entries(config, section, getattr(config, attribute), keys, "    ")
+        lines += _entries(config, section, getattr(config, attribute), keys, INDENT)
     for section, table in TABLES.items():
         rows = getattr(config, section)
         lines.append(f"{section}:" if rows else f"{section}: {{}}")
         for row in rows:
-            lines.append(f"    {_yaml(row.name)}:")
-            lines += _entries(config, f"{section}.{row.name}", row, list(table.rules), "        ")
+            lines.append(f"{INDENT}{_yaml(row.name)}:")
+            lines += _entries(config, f"{section}.{row.name}", row, list(table.rules), 2 * INDENT)
     if config.notices:
         lines.append("# notices:")
         lines += [f"#   - {notice}" for notice in config.notices]
@@ -29,14 +46,14 @@ def describe(config: ServingConfig) -> str:
 
 
 def _entries(config: ServingConfig, place: str, values: object, keys: list[str], indent: str) -> list[str]:
-    """A line a key, with its source."""
+    """Return one line for each key, with its source."""
     entries = [(f"{indent}{key}: {_value(f'{place}.{key}', getattr(values, key))}", key) for key in keys]
     width = min(max(len(text) for text, _ in entries), 60)
     return [f"{text:<{width}}  # {config.sources.get(f'{place}.{key}', 'default')}" for text, key in entries]
 
 
 def _value(name: str, value: Any) -> str:
-    # Some keys that are lists of nothing by default refuse an empty list.
+    # Some keys whose default is an empty list refuse an empty list.
     return "null" if value == () == DEFAULTS.get(name) else _yaml(value)
 
 
@@ -53,3 +70,185 @@ def _yaml(value: Any) -> str:
         text = str(value)
         return "'" + text.replace("'", "''") + "'" if text.isprintable() else json.dumps(text)
     return str(value)
+
+
+# --- the texts of the keys ------------------------------------------------------------------------------------------
+
+
+def key_texts(section_type: type) -> Mapping[str, str]:
+    """Return the docstring below each field of a dataclass, on one line."""
+    (body,) = [node.body for node in ast.parse(inspect.getsource(section_type)).body if isinstance(node, ast.ClassDef)]
+    return {
+        field.target.id: " ".join(text.value.value.split())
+        for field, text in pairwise(body)
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+        if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant) and isinstance(text.value.value, str)
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class _Key:
+    """One key as the reference shows it."""
+
+    name: str
+    default: str
+    rule: str
+    text: str
+    reloadable: bool
+
+
+def _section_keys(section: str, expert: bool) -> list[_Key]:
+    texts, keys = key_texts(SECTIONS[section][1]), []
+    for name, text in texts.items():
+        option = OPTIONS[f"{section}.{name}"]
+        if option.expert != expert:
+            continue
+        if option.only_with is not None:
+            other, needed = option.only_with
+            text += f" Only with `{other}`." if needed is ... else f" Only with `{other}: {needed}`."
+        default = None if option.derived else DEFAULTS[f"{section}.{name}"]
+        keys.append(_Key(name, _default(default, option.rule), _accepted(option.rule), text, option.reloadable))
+    return keys
+
+
+def _row_keys(table: str, values: Mapping[str, Any]) -> list[_Key]:
+    """Return the keys of a row. A running server applies all of them, except names and ranks of classes."""
+    texts = key_texts(TABLES[table].row_type)
+    return [
+        _Key(key, _default(values.get(key), rule), _accepted(rule), texts[key], key != "rank")
+        for key, rule in TABLES[table].rules.items()
+    ]
+
+
+def _default(value: Any, rule: Rule) -> str:
+    if rule is MEMORY and value is not None:
+        return f"{value // 2**30}GB" if value % 2**30 == 0 else f"{value // 2**20}MB"
+    if isinstance(value, tuple):
+        return f"[{', '.join(_default(item, rule) for item in value)}]"
+    if isinstance(value, str | Path) and str(value).replace("_", "").replace(".", "").isalnum():
+        return str(value)
+    return _yaml(value)
+
+
+def _accepted(rule: Rule) -> str:
+    return rule.text.removeprefix("must be ")
+
+
+def _summary(section_type: type) -> str:
+    text = inspect.cleandoc(section_type.__doc__ or "").partition(": ")[2].replace("\n", " ")
+    return text[0].upper() + text[1:]
+
+
+# --- the reference YAML ---------------------------------------------------------------------------------------------
+
+YAML_HEAD: Final = """\
+# The reference: every key with its default. Your own file needs only the keys that it changes.
+#
+# Generated by scripts/write_config_reference.py from the docstrings in llm_serving/config/. The comment above a key is
+# its meaning, the comment behind its value the rule for values. `reloadable`: a running server applies a new value when
+# it reads its YAML again. `null` means "not given": the default applies, and the comment says which.
+#
+# A relative path is looked up in the folder of its YAML file, then in the working folder, then in the top folder of the
+# project. Files that the server writes are relative to its working folder. `~` is the home folder.
+#
+# `llm-serving config check --config FILE` prints the effective values and the source of each.
+# `--set section.key=value` overrides any of them.
+"""
+EXPERT_HEAD: Final = "# --- expert keys of {}: the defaults suit nearly all servers ---"
+CLASSES_TEXT: Final = """\
+Request classes, in which requests are scheduled by weighted fair queueing. A request names its class
+(`priority_class`), or its `priority` selects the class with the largest rank at or below it. Classes in a file replace
+these three as a whole."""
+KEYS_TEXT: Final = """\
+API keys. Without a row every client may use the server. With a row, every route except /health, /ping and /ui requires
+a key, as `Authorization: Bearer KEY` or `X-API-Key: KEY`. `llm-serving hash-key` reads a key and prints its SHA-256.
+A row:"""
+SAMPLE_ROW: Final = {"key_sha256": "2bb80d537b1da3e38bd30361aa855686bde0eacd7162fef6a25fe97bf527a25b"}
+
+
+def reference_yaml() -> str:
+    """Return a YAML with every key, its default, its rule and its text."""
+    lines = [YAML_HEAD]
+    for section, (_, section_type) in SECTIONS.items():
+        lines += [*_comment(_summary(section_type), ""), f"{section}:"]
+        lines += _yaml_keys(_section_keys(section, expert=False), INDENT)
+        if expert := _section_keys(section, expert=True):
+            lines += [INDENT + EXPERT_HEAD.format(section), "", *_yaml_keys(expert, INDENT)]
+    lines += [*_comment(CLASSES_TEXT, ""), "request_classes:"]
+    defaults = {item.name: item.default for item in dataclasses.fields(DEFAULT_CLASSES[0])}
+    for index, row in enumerate(DEFAULT_CLASSES):
+        lines.append(f"{INDENT}{row.name}:")
+        keys = _row_keys("request_classes", dataclasses.asdict(row))
+        if index == 0:
+            lines += _yaml_keys(keys, 2 * INDENT)
+            continue
+        changed = [key for key in keys if getattr(row, key.name) != defaults[key.name]]
+        lines += [*(f"{2 * INDENT}{key.name}: {key.default}  # as above" for key in changed), ""]
+    sample = list(_yaml_keys(_row_keys("api_keys", SAMPLE_ROW | {"admin": False}), 2 * INDENT))
+    lines += [*_comment(KEYS_TEXT, ""), f"#{INDENT}team-a:", *(f"#{line}".rstrip() for line in sample[:-1])]
+    return "\n".join([*lines, "api_keys: {}", ""])
+
+
+def _yaml_keys(keys: Iterable[_Key], indent: str) -> Iterator[str]:
+    for key in keys:
+        yield from _comment(key.text, indent)
+        line = f"{indent}{key.name}: {key.default}"
+        rule = f"{key.rule}{'; reloadable' if key.reloadable else ''}"
+        if len(line) + len(rule) + 4 > WIDTH:
+            yield from _comment(f"Value: {rule}", indent)
+            yield line
+        else:
+            yield f"{line}  # {rule}"
+        yield ""
+
+
+def _comment(text: str, indent: str) -> list[str]:
+    width = WIDTH - len(indent) - 2
+    return [f"{indent}# {line}" for line in textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)]
+
+
+# --- the reference document -----------------------------------------------------------------------------------------
+
+MARKDOWN_HEAD: Final = """\
+# YAML keys
+
+Generated by `scripts/write_config_reference.py` from the docstrings in `llm_serving/config/`; a test compares them.
+`configs/serving.yaml` has the same texts as a file that can be loaded.
+
+`llm-serving config check --config FILE` prints the effective values and the source of each. `--set section.key=value`
+overrides a key. null means "not given": the default applies, and the text says which. Memory: bytes, or text such as
+"2GB" (1 GB is 2**30 bytes). Reload: whether a running server applies a new value when it reads its YAML again. Keys
+that few operators need follow in tables of their own at the end. Former names: [renamed.md](renamed.md).
+"""
+
+
+def reference_markdown() -> str:
+    """Return the document with a table for each section, and the accepted names of other servers."""
+    parts = [MARKDOWN_HEAD]
+    for section, (_, section_type) in SECTIONS.items():
+        parts += [f"## `{section}`\n", f"{_summary(section_type)}\n", _table(_section_keys(section, expert=False))]
+    parts += ["## `request_classes`\n", textwrap.fill(CLASSES_TEXT, WIDTH) + " Defaults: those of a row.\n"]
+    no_row = {item.name: item.default for item in dataclasses.fields(DEFAULT_CLASSES[0]) if item.name != "rank"}
+    parts.append(_table(_row_keys("request_classes", no_row)))
+    keys_text = textwrap.fill(KEYS_TEXT.removesuffix(" A row:").removesuffix("\nA row:"), WIDTH)
+    parts += ["## `api_keys`\n", keys_text + "\n", _table(_row_keys("api_keys", {"admin": False}))]
+    parts.append("## Expert keys\n\nThe defaults suit nearly all servers.\n")
+    for section in SECTIONS:
+        if expert := _section_keys(section, expert=True):
+            parts += [f"### `{section}`\n", _table(expert)]
+    parts.append("## Names of other servers\n\nThese names are accepted for the same keys.\n")
+    aliases = [(f"`{old}`", f"`{new}`") for old, new in ALIASES.items() if old not in RENAMED]
+    parts.append(_rows(("name", "key"), aliases))
+    parts.append("These keys of older files are accepted without effect, with a line in the log.\n")
+    parts.append(_rows(("key", "why"), [(f"`{key}`", why) for key, why in WITHOUT_EFFECT.items()]))
+    return "\n".join(parts)
+
+
+def _table(keys: Iterable[_Key]) -> str:
+    rows = [(f"`{key.name}`", f"`{key.default}`", key.rule, "yes" if key.reloadable else "", key.text) for key in keys]
+    return _rows(("key", "default", "value", "reload", "meaning"), rows)
+
+
+def _rows(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines) + "\n"

@@ -1,30 +1,31 @@
-"""The typed configuration: one frozen dataclass a section, with unit and meaning under each key.
+"""The typed configuration: one frozen dataclass for each section, with the text of each key below its field.
 
-In YAML, `null` always means "not given": the default applies. Keys whose type allows None give that None a meaning.
+In YAML, `null` always means "not given": the default applies. Where a key's type allows None, its text says what null
+means.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final
 
-from llm_serving.config.rules import Rule, boolean, integer, positive, row_name, sha256, share
-from llm_serving.config.sections.api_key import ApiKey
-from llm_serving.config.sections.cache import CacheConfig
+from llm_serving.config.rules import Option, Rule
 from llm_serving.config.sections.cluster import ClusterConfig
-from llm_serving.config.sections.device import DeviceConfig
+from llm_serving.config.sections.device import CacheConfig, DeviceConfig, QuantConfig
 from llm_serving.config.sections.model import ModelConfig
-from llm_serving.config.sections.quant import QuantConfig
 from llm_serving.config.sections.scheduler import SchedulerConfig
 from llm_serving.config.sections.server import ServerConfig
+from llm_serving.config.tables import TABLES, ApiKey
 from llm_serving.core.enums import RoleName
-from llm_serving.core.request_class import DEFAULT_CLASSES, MAX_PRIORITY, RequestClass
+from llm_serving.core.request_class import DEFAULT_CLASSES, RequestClass
 from llm_serving.hub import HubModel
+
+__all__ = ["DEFAULTS", "OPTIONS", "RULES", "SECTIONS", "TABLES", "ApiKey", "Origin", "ServingConfig"]
 
 
 @dataclass(frozen=True)
 class Origin:
-    """What `load_config` was called with, so that it can be called again."""
+    """The arguments of `load_config`, so that a server can load its configuration again."""
 
     path: Path | None
     overrides: tuple[str, ...]
@@ -33,17 +34,7 @@ class Origin:
 
 @dataclass(frozen=True, kw_only=True)
 class ServingConfig:
-    """The whole configuration, checked.
-
-    Attributes:
-        request_classes: By rank, at least one.
-        api_keys: Who may ask; empty: everybody.
-        sources: "section.key", or "section.row.key" -> where the value came from: "default", "file:line", "--set",
-            "--model", "model config.json".
-        notices: Sentences for the operator: keys without meaning, surprising combinations.
-        hub_model: The model, where `model_path` was a name; perhaps its weights are still to be downloaded.
-        origin: What it was read from; None: it was not read.
-    """
+    """The whole configuration, checked."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     serving: ServerConfig = field(default_factory=ServerConfig)
@@ -53,25 +44,31 @@ class ServingConfig:
     quant: QuantConfig = field(default_factory=QuantConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     request_classes: tuple[RequestClass, ...] = DEFAULT_CLASSES
+    """Ordered by rank, at least one."""
     api_keys: tuple[ApiKey, ...] = ()
+    """API keys of the tenants. Empty: the server requires no key."""
     sources: Mapping[str, str] = field(default_factory=dict)
+    """ "section.key" or "section.row.key" -> source of its value, such as "default", "file:line", "--set", "--model" or
+    "model config.json"."""
     notices: tuple[str, ...] = ()
+    """Sentences for the operator: keys without effect, renamed keys, surprising combinations."""
     hub_model: HubModel | None = None
+    """The model, where `model_path` is a name on a hub. Its weights may not be downloaded yet."""
     origin: Origin | None = field(default=None, compare=False)
+    """None: the configuration was not loaded by `load_config`."""
 
     @property
     def num_replicas(self) -> int:
-        """Of the model; each is a WorkAgent, or several that compute it together."""
         return self.cluster.replicas or len(self.serving.agent_ports)
 
     @property
     def roles(self) -> tuple[RoleName, ...]:
-        """Of each replica."""
+        """The role of each replica."""
         return tuple(map(RoleName, self.cluster.roles or (RoleName.BOTH,) * self.num_replicas))
 
     @property
     def num_transfer_blocks(self) -> int:
-        """That each replica hands requests over by; 0: none moves."""
+        """KV blocks in the transfer buffer of each replica; 0: no request is transferred."""
         if RoleName.PREFILL not in self.roles:
             return 0
         longest = -(-self.model.max_generate_length // self.pa.block_size)
@@ -79,7 +76,7 @@ class ServingConfig:
 
     @property
     def num_processes(self) -> int:
-        """WorkAgents of all replicas."""
+        """Ranks of all replicas."""
         return self.num_replicas * self.cluster.tensor_parallel
 
 
@@ -94,51 +91,10 @@ SECTIONS: Final[Mapping[str, tuple[str, type]]] = {
 }
 """YAML section -> attribute of `ServingConfig`, dataclass."""
 
-
-@dataclass(frozen=True)
-class Table:
-    """A section of named rows.
-
-    Attributes:
-        row_type: Dataclass of a row; its `name` is the key the row stands under.
-        rules: Key of a row -> its rule. A key without a default in `row_type` must be given.
-        default: The rows when the section is left out.
-    """
-
-    row_type: type
-    rules: Mapping[str, Rule]
-    default: tuple[Any, ...] = ()
-
-
-ROW_NAME: Final = row_name()
-
-
-TABLES: Final[Mapping[str, Table]] = {
-    "request_classes": Table(
-        RequestClass,
-        {
-            "rank": integer(-MAX_PRIORITY, MAX_PRIORITY),
-            "weight": integer(1, 10**6),
-            "ageing_steps": integer(1, 10**9),
-            "ttft_slo_s": positive("seconds"),
-            "tpot_slo_s": positive("seconds"),
-            "max_waiting": integer(1, 10**6),
-            "max_running_share": share(),
-            "max_kv_share": share(),
-        },
-        DEFAULT_CLASSES,
-    ),
-    "api_keys": Table(
-        ApiKey,
-        {
-            "key_sha256": sha256(),
-            "highest_class": ROW_NAME,
-            "max_waiting": integer(1, 10**6),
-            "max_running": integer(1, 10**6),
-            "admin": boolean(),
-            "max_requests_per_minute": integer(1, 10**9),
-            "max_tokens_per_minute": integer(1, 10**12),
-        },
-    ),
+_FIELDS: Final = {
+    f"{section}.{item.name}": item for section, (_, section_type) in SECTIONS.items() for item in fields(section_type)
 }
-"""YAML section, which is also the attribute of `ServingConfig` -> what its rows hold."""
+OPTIONS: Final[Mapping[str, Option]] = {name: item.metadata["option"] for name, item in _FIELDS.items()}
+"""Every "section.key" and its declaration."""
+RULES: Final[Mapping[str, Rule]] = {name: option.rule for name, option in OPTIONS.items()}
+DEFAULTS: Final[Mapping[str, Any]] = {name: item.default for name, item in _FIELDS.items()}

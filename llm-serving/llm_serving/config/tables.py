@@ -1,23 +1,96 @@
-"""Sections of named rows: `request_classes`, `api_keys`.
+"""The sections of named rows, `request_classes` and `api_keys`: their keys, how rows are read, and their checks.
 
-A section that is given replaces the default rows as a whole; `--set section.row.key=value` changes single keys of
-whichever rows there are, or adds a row.
+A section that a file gives replaces the default rows as a whole. `--set section.row.key=value` changes single keys of
+the existing rows, or adds a row.
 """
+
+from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
-from llm_serving.config.schema import ROW_NAME, TABLES
+from llm_serving.config.rules import BOOLEAN, FRACTION, ROW_NAME, SHA256, Rule, integer, positive
+from llm_serving.config.sections.server import is_loopback
+from llm_serving.config.values import Values
 from llm_serving.config.yaml_reader import Located, plain
+from llm_serving.core.request_class import DEFAULT_CLASSES, MAX_PRIORITY, RequestClass, class_of
 from llm_serving.errors import ConfigError, shorten
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApiKey:
+    """One row of `api_keys`: a tenant and its limits."""
+
+    name: str
+    key_sha256: str
+    """SHA-256 of the API key, 64 hexadecimal digits, as `llm-serving hash-key` prints it. The key itself is stored
+    nowhere. Required."""
+    highest_class: str | None = None
+    """Highest request class that the tenant may use. A request of a higher class, or with a priority before its rank,
+    is refused with 403. null: no limit."""
+    max_waiting: int | None = None
+    """Maximum number of waiting requests of the tenant. Further ones are refused with 429. null: only the limits of the
+    queue and of the class apply."""
+    max_running: int | None = None
+    """Maximum number of running requests of the tenant on all replicas together; further ones wait. null:
+    `scheduler_config.max_running_per_tenant`."""
+    admin: bool = False
+    """True: the key sees and controls the requests of all tenants, not only its own."""
+    max_requests_per_minute: int | None = None
+    """Requests each minute, and the size of a burst. Further ones are refused with 429. null: no limit."""
+    max_tokens_per_minute: int | None = None
+    """Tokens each minute: those of prompts and those that may be generated, of which unused ones are credited back.
+    Further requests are refused with 429. null: no limit."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """A section of named rows."""
+
+    row_type: type
+    """Dataclass of a row. Its `name` is the key that the row stands under; keys without a default are required."""
+    rules: Mapping[str, Rule]
+    default: tuple[Any, ...] = ()
+    """Rows of a configuration that lacks the section."""
+
+
+TABLES: Final[Mapping[str, Table]] = {
+    "request_classes": Table(
+        RequestClass,
+        {
+            "rank": integer(-MAX_PRIORITY, MAX_PRIORITY),
+            "weight": integer(1, 10**6),
+            "ageing_steps": integer(1, 10**9),
+            "ttft_slo_s": positive("seconds"),
+            "tpot_slo_s": positive("seconds"),
+            "max_waiting": integer(1, 10**6),
+            "max_running_share": FRACTION,
+            "max_kv_share": FRACTION,
+        },
+        DEFAULT_CLASSES,
+    ),
+    "api_keys": Table(
+        ApiKey,
+        {
+            "key_sha256": SHA256,
+            "highest_class": ROW_NAME,
+            "max_waiting": integer(1, 10**6),
+            "max_running": integer(1, 10**6),
+            "admin": BOOLEAN,
+            "max_requests_per_minute": integer(1, 10**9),
+            "max_tokens_per_minute": integer(1, 10**12),
+        },
+    ),
+}
+"""YAML section, which is also the attribute of `ServingConfig` -> its rows."""
 
 
 @dataclass
 class Row:
-    """The keys given in one row, typed, and where they were written; `null` gives nothing."""
+    """The typed values given in one row, and their sources. `null` gives no value."""
 
     source: str
     values: dict[str, Any] = field(default_factory=dict)
@@ -28,12 +101,12 @@ class Row:
 
 
 class TableReader:
-    """The rows of one section while they are put together."""
+    """Collects the rows of one section."""
 
     def __init__(self, section: str) -> None:
         self.section = section
         self.source = "default"
-        """Where the section begins."""
+        """The place where the section starts."""
         self._table = TABLES[section]
         self._defaults = {
             item.name: item.default for item in dataclasses.fields(self._table.row_type) if item.name != "name"
@@ -44,7 +117,7 @@ class TableReader:
             self.rows[default.name] = Row("default", values)
 
     def read(self, located: Located) -> None:
-        """Takes the rows of a file in place of the default ones.
+        """Replace the default rows by those of a file.
 
         Raises:
             ConfigError: A name, a key or a value breaks its rule.
@@ -59,20 +132,19 @@ class TableReader:
                 self.set(name, key, item)
 
     def set(self, name: str, key: str, item: Located) -> None:
-        """Takes one value.
+        """Set one value of a row.
 
         Raises:
-            ConfigError: The key is unknown, or its rule broken.
+            ConfigError: The key is unknown, or the value breaks its rule.
         """
         if name not in self.rows:
             self._add_row(name, item.where)
         row, rule = self.rows[name], self._table.rules.get(key)
+        full = f"{self.section}.{name}.{key}"
         if rule is None:
             nearest = difflib.get_close_matches(key, list(self._table.rules), n=1, cutoff=0.0)[0]
-            full = f"{self.section}.{name}.{nearest}"
-            raise ConfigError(
-                f"{item.where}: unknown key `{self.section}.{name}.{key}`; the nearest known one is `{full}`"
-            )
+            known = f"{self.section}.{name}.{nearest}"
+            raise ConfigError(f"{item.where}: unknown key `{full}`; the nearest known one is `{known}`")
         row.values.pop(key, None)
         row.sources[key] = item.where
         if item.value is None:
@@ -81,22 +153,34 @@ class TableReader:
         try:
             row.values[key] = rule.parse(value)
         except ValueError:
-            raise ConfigError(f"{item.where}: `{self.section}.{name}.{key}` {rule.broken_by(value)}") from None
+            raise ConfigError(f"{item.where}: `{full}` {rule.broken_by(value)}") from None
 
     def build(self) -> tuple[Any, ...]:
-        """The rows as the section's dataclass.
+        """Return the rows as instances of the section's dataclass.
 
         Raises:
-            ConfigError: A row lacks a key that has no default.
+            ConfigError: A row lacks a required key.
         """
         return tuple(self._build_row(name, row) for name, row in self.rows.items())
 
     def sources(self) -> Iterator[tuple[str, str]]:
-        """("section.row.key", where its value came from) of every key of every row."""
+        """Yield ("section.row.key", source of its value) for every key of every row."""
         for name, row in self.rows.items():
             for key in self._table.rules:
-                where = row.sources.get(key, "default")
-                yield f"{self.section}.{name}.{key}", where
+                yield f"{self.section}.{name}.{key}", row.sources.get(key, "default")
+
+    def check_distinct(self, key: str) -> None:
+        """Raise a ConfigError if two rows have the same value."""
+        rule = self._table.rules[key]
+        first: dict[object, str] = {}
+        for name, row in self.rows.items():
+            other = first.setdefault(row.values[key], name)
+            if other != name:
+                given = f". Given: {row.values[key]}" if rule.shows_value else ""
+                raise ConfigError(
+                    f"{row.source_of(key)}: `{self.section}.{name}.{key}` must differ from that of `{other}` at "
+                    f"{self.rows[other].source_of(key)}{given}"
+                )
 
     def _add_row(self, name: str, where: str) -> None:
         try:
@@ -108,12 +192,67 @@ class TableReader:
     def _build_row(self, name: str, row: Row) -> Any:
         for key, default in self._defaults.items():
             if default is dataclasses.MISSING and key not in row.values:
-                others = [other for other in self.rows if other != name]
-                raise ConfigError(
-                    f"{row.source_of(key)}: `{self.section}.{name}.{key}` must be given{_other_rows(others)}"
-                )
+                others = [shorten(other) for other in self.rows if other != name]
+                other_rows = f"; the other rows are {', '.join(others[:8])}" if others else ""
+                raise ConfigError(f"{row.source_of(key)}: `{self.section}.{name}.{key}` must be given{other_rows}")
         return self._table.row_type(name=name, **row.values)
 
 
-def _other_rows(names: Sequence[str]) -> str:
-    return f"; the other rows are {', '.join(map(shorten, names[:8]))}" if names else ""
+# --- checks ---------------------------------------------------------------------------------------------------------
+
+
+def check_tables(values: Values, tables: Mapping[str, TableReader]) -> None:
+    """Check the rows against each other and against the sections.
+
+    Raises:
+        ConfigError: Two rows contradict each other, or a class does not exist.
+    """
+    classes, keys = tables["request_classes"], tables["api_keys"]
+    _check_request_classes(values, classes)
+    for key in keys.build():
+        if key.highest_class is not None:
+            source = keys.rows[key.name].source_of("highest_class")
+            _check_class_name(f"api_keys.{key.name}.highest_class", key.highest_class, source, classes)
+    keys.check_distinct("key_sha256")
+    _check_anonymous_clients(values, classes, has_keys=bool(keys.rows))
+
+
+def _check_request_classes(values: Values, table: TableReader) -> None:
+    classes = table.build()
+    if not classes:
+        raise ConfigError(f"{table.source}: `request_classes` must have at least one row, or be left out")
+    table.check_distinct("rank")
+    first = min(classes, key=lambda row: row.rank)
+    if first.rank > 0:
+        values.notices.append(
+            f"{table.rows[first.name].source_of('rank')}: request_classes.{first.name}.rank: {first.rank} is the least "
+            f"rank and above 0, so requests without a priority run in this class, the first"
+        )
+    factor = "scheduler_config.slo_refusal_factor"
+    if values[factor] is not None and all(row.ttft_slo_s is None for row in classes):
+        values.notice(factor, "has no effect: no class has a ttft_slo_s")
+
+
+def _check_anonymous_clients(values: Values, classes: TableReader, has_keys: bool) -> None:
+    """Check the class of clients without a key. On a public address they are limited to the class of priority 0."""
+    name, address = "serving_config.anonymous_highest_class", "serving_config.server_ip"
+    if values[name] is not None:
+        _check_class_name(name, values[name], values.source(name), classes)
+    if has_keys or is_loopback(values[address]):
+        return
+    if values[name] is None:
+        ordered = sorted(classes.build(), key=lambda row: row.rank)
+        values.set(name, class_of(0, ordered).name, f"{address} is not a loopback address")
+    values.notice(
+        address,
+        f"EVERY client that reaches {values[address]} may use this server: there are no api_keys; add some, or listen "
+        "on 127.0.0.1",
+    )
+
+
+def _check_class_name(key: str, name: str, source: str, classes: TableReader) -> None:
+    if name not in classes.rows:
+        nearest = difflib.get_close_matches(name, list(classes.rows), n=1, cutoff=0.0)[0]
+        raise ConfigError(
+            f"{source}: `{key}` must be the name of a class; the nearest known one is `{nearest}`. Given: {name}"
+        )

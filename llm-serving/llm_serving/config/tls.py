@@ -1,4 +1,4 @@
-"""The certificate of the server."""
+"""The TLS context of the server, from the files of its certificate."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ KEYFILE: Final = "serving_config.ssl_keyfile"
 PASSWORD_FILE: Final = "serving_config.ssl_keyfile_password_file"  # noqa: S105
 MAX_FILE_BYTES: Final = 2**20
 MAX_PASSWORD_BYTES: Final = 1023
-"""What OpenSSL takes."""
+"""OpenSSL's limit."""
 
 
 def tls_context(certfile: Path, keyfile: Path | None, password_file: Path | None = None) -> ssl.SSLContext:
-    """A context of a server that shows this certificate; TLS 1.2 or newer.
+    """Return the context of a server with this certificate, for TLS 1.2 or newer.
 
     Args:
-        certfile: PEM: the certificate, then those that lead to its authority.
-        keyfile: PEM: its private key. None: it is in `certfile` too.
-        password_file: Its first line is the password of a key that is encrypted. None: the key is not.
+        certfile: PEM file with the certificate and its chain.
+        keyfile: PEM file with the private key. None: `certfile` contains it.
+        password_file: File whose first line is the password of an encrypted key. None: the key is not encrypted.
 
     Raises:
-        ConfigError: Names the key of the file that cannot be used.
+        ConfigError: A file cannot be used; the error names its key.
     """
     _read(CERTFILE, certfile)
     key_name, key_path = (KEYFILE, keyfile) if keyfile is not None else (CERTFILE, certfile)

@@ -1,4 +1,4 @@
-"""Reads YAML written by others into plain values that remember their line."""
+"""Read YAML into plain values with the line of each, within limits that hold for any content."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -11,23 +11,20 @@ from llm_serving.errors import ConfigError, shorten
 
 MAX_FILE_BYTES: Final = 2**20
 MAX_VALUES: Final = 20_000
-"""Values after aliases are expanded: a page of nested aliases can stand for billions."""
-
+"""Values after aliases are expanded: a page of nested aliases can expand to billions."""
 MAX_DEPTH: Final = 32
 
 
 @dataclass(frozen=True)
 class Located:
-    """A YAML value and the place it was written: "file:line", or "--set".
-
-    `value` is None, a bool, int, float or str, a list of plain values, or a dict of `Located`.
-    """
+    """A YAML value and its place: "file:line", or "--set"."""
 
     value: Any
+    """None, a bool, int, float or str, a list of plain values, or a dict of `Located`."""
     where: str
 
     def items(self) -> Iterator[tuple[str, "Located"]]:
-        """Keys and values of a mapping; nothing for a section left empty."""
+        """Yield the keys and values of a mapping; nothing for an empty section."""
         if self.value is None:
             return
         if not isinstance(self.value, dict):
@@ -35,7 +32,7 @@ class Located:
         yield from self.value.items()
 
     def get(self, key: str) -> "Located | None":
-        """The value of a key of a mapping that is there and not null."""
+        """Return the value of a key; None if the mapping lacks it or it is null."""
         return next((item for name, item in self.items() if name == key and item.value is not None), None)
 
 
@@ -43,11 +40,11 @@ def read_yaml(path: Path, keys_in: str = "configs/serving.yaml") -> Located:
     """Read a YAML file whose top level is a mapping.
 
     Args:
-        path: Of the file.
-        keys_in: Where a person finds its keys.
+        path: The file.
+        keys_in: The document that lists its keys, for an error.
 
     Raises:
-        ConfigError: With file and line: missing, unreadable, empty, too large, not YAML, not a mapping, a key twice.
+        ConfigError: The file is missing, unreadable, empty, too large, not YAML or not a mapping, or has a key twice.
     """
     try:
         with path.open("rb") as file:
@@ -71,7 +68,7 @@ def read_value(text: str, where: str) -> Located:
 
 
 def plain(located: Located) -> Any:
-    """The value without places, mappings as dicts of plain values."""
+    """Return the value without places, mappings as dicts of plain values."""
     if isinstance(located.value, dict):
         return {key: plain(item) for key, item in located.value.items()}
     return located.value
@@ -103,7 +100,7 @@ class _TooDeepError(yaml.MarkedYAMLError):
 
 
 class _ShallowLoader(yaml.SafeLoader):
-    """Stops at the first value that is nested too deep: the rest would take a time that grows with its square."""
+    """Stops at the first value that is nested too deep: reading the rest would take quadratic time."""
 
     depth = 0
 
@@ -152,12 +149,12 @@ class _Builder:
             if key in own:
                 raise ConfigError(f"{self.where(key_node)}: key {shorten(key)} stands twice, also at {own[key].where}")
             item = self.build(value_node, depth + 1)
-            # The line of the key: where a person looks, also when the value starts on a later line or is an alias.
+            # The line of the key, also when the value starts on a later line or is an alias.
             own[key] = Located(item.value, self.where(key_node))
         return merged | own
 
     def merge(self, node: yaml.Node, depth: int) -> Mapping[str, Located]:
-        """The mappings of `<<: *alias` or `<<: [*first, *second]`; the first to name a key wins."""
+        """Return the mappings of `<<: *alias` or `<<: [*first, *second]`; the first that has a key wins."""
         items = node.value if isinstance(node, yaml.SequenceNode) else [node]
         result: dict[str, Located] = {}
         for item in items:

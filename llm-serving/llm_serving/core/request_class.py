@@ -21,22 +21,25 @@ class RequestClass:
 
     name: str
     rank: int
-    """Smaller goes first. A request's `priority` puts it into the class with the largest rank at or below it."""
+    """Position among the classes: a smaller rank is scheduled first. A request's `priority` (smaller is earlier,
+    default 0) selects the class with the largest rank at or below it. Every class has a different rank. Required."""
     weight: int = 1
-    """Service it gets, slots and tokens, against the others' weights, once it no longer yields to higher classes."""
+    """Share of running slots and tokens, relative to the weights of the other classes, once requests of the class have
+    aged."""
     ageing_steps: int = 256
-    """Steps that its oldest request waits for a place, or one with a place for its prompt to be computed, until the
-    class no longer yields to higher ones but shares with them."""
+    """Number of steps that the oldest request of the class waits for a running slot, or with a slot for its prefill,
+    before the class no longer yields to higher classes but shares with them by weight."""
     ttft_slo_s: float | None = None
-    """Seconds to the first token that its users were promised; None: nothing was."""
+    """SLO in seconds for the time to first token. null: no SLO."""
     tpot_slo_s: float | None = None
-    """Seconds a token after the first."""
+    """SLO in seconds for the time per output token after the first. null: no SLO."""
     max_waiting: int | None = None
-    """Most of its requests that wait; None: only the limit of the whole queue counts."""
+    """Maximum number of waiting requests of the class; further ones are refused with 429. null: only
+    `scheduler_config.max_waiting_queue` applies."""
     max_running_share: float = 1.0
-    """Most of the running slots it may hold, (0, 1]."""
+    """Maximum fraction of the running slots that the class holds."""
     max_kv_share: float = 1.0
-    """Most of the KV blocks its requests may be admitted with, (0, 1]."""
+    """Maximum fraction of the KV blocks for which requests of the class are admitted."""
 
 
 STANDARD: Final = RequestClass(name="standard", rank=0, weight=4, ageing_steps=256, ttft_slo_s=5.0, tpot_slo_s=0.2)

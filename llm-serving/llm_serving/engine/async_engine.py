@@ -110,7 +110,7 @@ class AsyncEngine:
         self._room = WaitingRoom(config, clock)
         self._door = Door(config, self._room, metrics.classes, clock)
         self._router = Router(config, self.replicas, self._requests, self._room, self._door, clock)
-        self.shared = SharedAnswers(config.serving.shared_answer_bytes, config.serving.request_log_age_s, clock)
+        self.shared = SharedAnswers(config.serving.coalesced_response_bytes, config.serving.request_log_age_s, clock)
         """Answers that are given to all who ask for the same."""
         metrics.classes.load = self._class_load
         metrics.classes.predicted_s = self._class_wait
@@ -126,7 +126,7 @@ class AsyncEngine:
             tokenizer,
             self.end_token_ids,
             model_spec.vocab_size,
-            GrammarLimits(serving.max_grammar_bytes, serving.max_grammar_states, serving.grammars_kept),
+            GrammarLimits(serving.max_grammar_bytes, serving.max_grammar_states, serving.grammar_cache_size),
         )
         """Makes what answers must keep to of what requests say of their form."""
         self.failure: LLMServingError | None = None

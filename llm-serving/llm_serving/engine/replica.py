@@ -91,10 +91,10 @@ def build_rules(config: ServingConfig, longest: int) -> Rules:
         max_preemptions=scheduler.max_preemptions_per_request,
         max_overtakes=scheduler.max_overtakes if policy.honours_classes else 0,
         max_head_start_steps=scheduler.max_head_start_steps,
-        turn_steps=scheduler.turn_steps,
+        turn_steps=scheduler.quantum_steps,
         max_steps_in_flight=_max_steps_in_flight(config),
         max_long_prefill_tokens=scheduler.max_long_prefill_tokens or max(1, scheduler.max_prefill_tokens // 2),
-        separate=scheduler.composition == "separate",
+        separate=not scheduler.enable_mixed_chunk,
         preemption_mode=PreemptionMode(scheduler.preemption_mode),
         swap_block_cost_tokens=scheduler.swap_block_cost_tokens,
         static_batching=model.batching_strategy == "static",
@@ -115,7 +115,7 @@ def _order_name(config: ServingConfig, policy: Policy) -> str:
 
 
 def _max_steps_in_flight(config: ServingConfig) -> int:
-    return 2 if config.scheduler.schedule_ahead else 1
+    return 2 if config.scheduler.async_scheduling else 1
 
 
 def _context(config: ServingConfig, blocks: BlockManager) -> str:
@@ -138,7 +138,7 @@ def build_drafter(config: ServingConfig, executor: Executor, clock: Clock) -> Dr
     model = None
     if scheduler.draft_model_path is not None:
         model = DraftModel(executor.propose, config.pa.block_size, clock)
-    return Drafter(scheduler.num_speculative_tokens, scheduler.prompt_lookup_tokens, model, clock)
+    return Drafter(scheduler.num_speculative_tokens, scheduler.prompt_lookup_min, model, clock)
 
 
 def build_engine(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
+from llm_serving.config.legacy import RENAMED
 from llm_serving.config.schema import SECTIONS, ServingConfig
 
 Setting = str | int | bool | None
@@ -60,15 +61,16 @@ _WITHOUT_EFFECT: Final[tuple[tuple[str, str], ...]] = (
     ("model_config", "page_attention pooling"),
     ("device_config", "save_graphs save_graphs_path"),
     # Who goes first, who gives way and who is refused.
-    ("scheduler_config", "policy order composition tenant_fairness max_overtakes max_head_start_steps turn_steps"),
-    ("scheduler_config", "max_prefill_tokens max_long_prefill_tokens schedule_ahead"),
+    ("scheduler_config", "policy order enable_mixed_chunk tenant_fairness"),
+    ("scheduler_config", "max_overtakes max_head_start_steps quantum_steps"),
+    ("scheduler_config", "max_prefill_tokens max_long_prefill_tokens async_scheduling"),
     ("scheduler_config", "max_consecutive_prefill_steps max_consecutive_decode_steps"),
     ("scheduler_config", "prefill_time_ms_per_req decode_time_ms_per_req"),
     ("scheduler_config", "max_waiting_queue max_waiting_tokens slo_refusal_factor max_running_per_tenant"),
     ("scheduler_config", "max_preemptions_per_request preemption_mode swap_block_cost_tokens"),
     # What is not computed twice, and what is guessed: a guess counts if it is what the model chooses.
     ("scheduler_config", "prefix_caching"),
-    ("scheduler_config", "speculative_method draft_model_path num_speculative_tokens prompt_lookup_tokens"),
+    ("scheduler_config", "speculative_method draft_model_path num_speculative_tokens prompt_lookup_min"),
     # What is written down of decisions.
     ("scheduler_config", "record_path record_file_bytes record_files"),
     # Which processes compute, and where.
@@ -80,17 +82,17 @@ _WITHOUT_EFFECT: Final[tuple[tuple[str, str], ...]] = (
     ("serving_config", "server_ip server_port ssl_certfile ssl_keyfile ssl_keyfile_password_file"),
     ("serving_config", "anonymous_highest_class cors_origins allowed_hosts trusted_proxies ui max_live_viewers"),
     ("serving_config", "max_connections max_connections_per_address max_buffered_bytes max_pipelined_bytes"),
-    ("serving_config", "whole_answer_bytes"),
+    ("serving_config", "max_buffered_response_bytes"),
     ("serving_config", "max_url_bytes max_header_bytes max_headers max_request_body_bytes"),
     (
         "serving_config",
         "header_timeout_s body_timeout_s idle_timeout_s write_timeout_s shutdown_timeout_s max_timeout_s",
     ),
     # An answer that needs a larger grammar ends with an error.
-    ("serving_config", "max_grammar_bytes max_grammar_states grammars_kept"),
+    ("serving_config", "max_grammar_bytes max_grammar_states grammar_cache_size"),
     # Answers and requests that are kept, or given to several as they are.
     ("serving_config", "response_store_bytes batch_path batch_store_bytes batch_concurrency"),
-    ("serving_config", "join_identical shared_answer_bytes resume_streams resume_grace_s"),
+    ("serving_config", "coalesce_identical_requests coalesced_response_bytes resume_streams resume_grace_s"),
     ("serving_config", "request_log request_log_path request_log_bytes request_log_age_s"),
     # What is told of answers, and checked.
     ("serving_config", "receipts audit_every explain_requests timeline_steps"),
@@ -113,8 +115,11 @@ def settings_of(config: ServingConfig) -> dict[str, Setting]:
 def settings_told(configuration: Mapping[str, Setting]) -> dict[str, Setting]:
     """What a receipt says of every key that can change a byte, and of keys that this version does not know.
 
-    Receipts of older servers have keys that change none, which are left out, and lack newer ones.
+    Receipts of older servers have keys that change none, which are left out, under former names too, and lack newer
+    ones.
     """
     return dict(SETTINGS) | {
-        key: value for key, value in configuration.items() if key not in TOLD and key not in WITHOUT_EFFECT
+        key: value
+        for key, value in configuration.items()
+        if key not in TOLD and RENAMED.get(key, key) not in WITHOUT_EFFECT
     }

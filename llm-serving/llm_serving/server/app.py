@@ -118,7 +118,7 @@ def build_site(
         open_accepted(engine) if accepted is None else accepted,
         ModelState(engine.config),
         Advisor(lambda: engine.config, engine.clock, refused=lambda since: engine.refused_since(since)),
-        WholeAnswers(engine.config.serving.whole_answer_bytes),
+        WholeAnswers(engine.config.serving.max_buffered_response_bytes),
     )
     paths = [OPENAPI_PATH, *(endpoint.path for endpoint in ENDPOINTS)]
     refused, quotas = engine.metrics.http.refused, quotas_of(keys, engine.clock)
@@ -139,7 +139,7 @@ def build_site(
         reload_quotas(quotas, config.api_keys, engine.clock)
         client.reload({key.name: key for key in config.api_keys})
         routes.live.policy = config.scheduler.policy
-        routes.whole_answers.max_bytes = config.serving.whole_answer_bytes
+        routes.whole_answers.max_bytes = config.serving.max_buffered_response_bytes
 
     engine.reloading.followers.append(follow)
     return Site(outside, client, routes)

@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 from starlette.requests import Request
 
 from llm_serving.config.schema import ServingConfig
-from llm_serving.config.sections.api_key import ApiKey
+from llm_serving.config.tables import ApiKey
 from llm_serving.core.request_class import Caller, class_of
 from llm_serving.errors import PermissionDeniedError, RequestError
 from llm_serving.server.asked_beside import asked_header

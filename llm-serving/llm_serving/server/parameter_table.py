@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from llm_serving.config.sections.api_key import ApiKey
+from llm_serving.config.tables import ApiKey
 from llm_serving.core import sampling_params
 from llm_serving.core.request_class import class_of
 from llm_serving.core.sampling_params import (

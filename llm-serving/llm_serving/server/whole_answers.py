@@ -19,7 +19,7 @@ from llm_serving.server.caller import source_of
 from llm_serving.server.generation import Generation
 from llm_serving.server.streaming import complete
 
-KEY: Final = "serving_config.whole_answer_bytes"
+KEY: Final = "serving_config.max_buffered_response_bytes"
 PIECE_BYTES, VALUE_BYTES = 128, 256
 """Of memory that a piece takes beside its text, and a log-probability with the token it is told of: where that has its
 bytes in a list beside it, which is most."""

@@ -36,12 +36,12 @@ class VirtualDrafter(Drafter):
         scheduler = config.scheduler
         self._worked_s = 0.0
         """All that it has done."""
-        reach, length = scheduler.num_speculative_tokens, scheduler.prompt_lookup_tokens
+        reach, length = scheduler.num_speculative_tokens, scheduler.prompt_lookup_min
         finished = FinishedAnswers(length, FINISHED_TOKENS, table=TakenSlots, salt=_salt_of)
         super().__init__(reach, length, clock=lambda: self._worked_s, finished=finished)
         self.settle: Callable[[Request], None] = as_it_is
         """Has a request that is about to be looked at be as it would be."""
-        self._agent, self._ahead = agent, scheduler.schedule_ahead
+        self._agent, self._ahead = agent, scheduler.async_scheduling
 
     def measured(self, num_tokens: int, seconds: float, host_s: float) -> None:
         agent = self._agent

@@ -69,7 +69,7 @@ def _jit_config(device: DeviceConfig) -> dict[str, str]:
     """Settings of the graph compiler. On Ascend those of vllm-mindspore and MindFormers.
 
     PagedAttention has a kernel in the library that infer boost adds and nowhere else, and infer boost takes level O0
-    alone (`config.device_checks` refuses others).
+    alone (`config.sections.device` refuses others).
     """
     if device.device_target == "Ascend":
         return {"jit_level": "O0", "infer_boost": "on"}

@@ -182,7 +182,7 @@ def tell_now_and_then(
 
 def _of_files(settings: LoadModel, folder: Path, on_progress: Callable[[str], None]) -> ModelRunner:
     """A runner of graphs that mindspore_lite computes, with weights and caches in them."""
-    assert settings.num_blocks is not None  # `config.device_checks` sees to it
+    assert settings.num_blocks is not None  # `config.sections.model` checks it
     spec = check_folder(Path(settings.model_path))
     sizes = settings.num_blocks, settings.block_size, settings.max_model_len
     check_facts(folder, facts_of(spec, settings.dtype, settings.quantization, *sizes))

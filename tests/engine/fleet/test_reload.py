@@ -117,13 +117,13 @@ def test_keys_and_what_they_may_ask_for(tmp_path: Path) -> None:
 def test_a_replica_that_is_loaded_later_follows(tmp_path: Path) -> None:
     async def run() -> None:
         path = tmp_path / "my.yaml"
-        path.write_text("serving_config: {agent_ports: [1, 2]}\nscheduler_config: {turn_steps: 8}")
+        path.write_text("serving_config: {agent_ports: [1, 2]}\nscheduler_config: {quantum_steps: 8}")
         server = GatedServer(yaml=path)
         async with server.running() as client:
             await server.reach(lambda: not server.engine.health().loading)
             await client.post("/v1/replicas/1/drain")
             await server.reach(lambda: server.engine.replicas.state(1) == "left")
-            path.write_text("serving_config: {agent_ports: [1, 2]}\nscheduler_config: {turn_steps: 9}")
+            path.write_text("serving_config: {agent_ports: [1, 2]}\nscheduler_config: {quantum_steps: 9}")
             await client.post("/v1/reload")
             await client.post("/v1/replicas/1/join")
             await server.reach(lambda: server.engine.replicas.state(1) == "serving")
@@ -139,15 +139,15 @@ def test_from_a_terminal(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> 
     from support.http_serving import serving
 
     path = tmp_path / "my.yaml"
-    path.write_text("scheduler_config: {turn_steps: 8}")
+    path.write_text("scheduler_config: {quantum_steps: 8}")
     engine = FakeEngine()
     engine.reloading = Reloading(load_config(path), engine.reloading._replicas, engine.metrics)
-    path.write_text("scheduler_config: {turn_steps: 9}")
+    path.write_text("scheduler_config: {quantum_steps: 9}")
     with serving(engine) as url:
         assert main(["reload", "--url", url]) == 0
-        assert capsys.readouterr().out == "scheduler_config.turn_steps: 8 -> 9\n"
+        assert capsys.readouterr().out == "scheduler_config.quantum_steps: 8 -> 9\n"
         assert main(["reload", "--url", url]) == 0
         assert capsys.readouterr().out == "nothing has changed\n"
-        path.write_text("scheduler_config: {turn_steps: x}")
+        path.write_text("scheduler_config: {quantum_steps: x}")
         assert main(["reload", "--url", url]) == 1
-        assert "my.yaml:1: `scheduler_config.turn_steps` must be an integer" in capsys.readouterr().err
+        assert "my.yaml:1: `scheduler_config.quantum_steps` must be an integer" in capsys.readouterr().err

@@ -20,8 +20,8 @@ import pytest
 import support.fake_work_agent
 from llm_serving.config.paths import DEMO_FOLDER
 from llm_serving.config.schema import ServingConfig
-from llm_serving.config.sections.cache import CacheConfig
 from llm_serving.config.sections.cluster import ClusterConfig
+from llm_serving.config.sections.device import CacheConfig
 from llm_serving.config.sections.model import ModelConfig
 from llm_serving.config.sections.scheduler import SchedulerConfig
 from llm_serving.errors import ConfigError, ModelError, ProtocolError, WorkerDiedError

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
-from llm_serving.config.sections.api_key import ApiKey
+from llm_serving.config.tables import ApiKey
 from llm_serving.engine import request_lookup
 from llm_serving.observability.event_log import client_id_of
 from llm_serving.observability.snapshot import MAX_WAITING, Blocks, scheduler_state

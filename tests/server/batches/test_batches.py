@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from llm_serving.config.sections.api_key import ApiKey
+from llm_serving.config.tables import ApiKey
 from llm_serving.errors import UnavailableError
 from llm_serving.server.batches import BatchStore
 from llm_serving.server.batches import runner as module

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
-from llm_serving.config.sections.api_key import ApiKey
+from llm_serving.config.tables import ApiKey
 from llm_serving.server.middleware.authentication import hash_key
 from support.batch_site import CHAT, FORM, Site, SlowForm, form_of, jsonl, line, run
 from support.fakes import FakeEngine, Script

@@ -8,7 +8,7 @@ import threading
 from contextlib import contextmanager, suppress
 
 import pytest
-from llm_serving.config.sections.api_key import ApiKey
+from llm_serving.config.tables import ApiKey
 from llm_serving.server.middleware.authentication import hash_key
 from support.fakes import FakeEngine, Script
 from support.http_serving import connect, get, post, read_all, read_until, serving

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-from llm_serving.config.sections.api_key import ApiKey
 from llm_serving.config.sections.server import ServerConfig
+from llm_serving.config.tables import ApiKey
 from llm_serving.core.request import FinishReason
 from llm_serving.core.request_output import RequestOutput
 from llm_serving.core.timings import Exchange

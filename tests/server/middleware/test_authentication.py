@@ -7,7 +7,7 @@ import hmac
 from typing import Any
 
 import pytest
-from llm_serving.config.sections.api_key import ApiKey
+from llm_serving.config.tables import ApiKey
 from llm_serving.server.app import create_app
 from llm_serving.server.middleware import authentication
 from llm_serving.server.middleware.authentication import hash_key

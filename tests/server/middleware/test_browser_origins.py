@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from llm_serving.config.sections.api_key import ApiKey
+from llm_serving.config.tables import ApiKey
 from llm_serving.server.middleware.authentication import hash_key
 from support.fakes import FakeEngine, Script
 from support.server_client import error_of, events, post, request

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 import pytest
-from llm_serving.config.sections.api_key import ApiKey
+from llm_serving.config.tables import ApiKey
 from llm_serving.errors import RateLimitError
 from llm_serving.server.middleware import authentication
 from llm_serving.server.middleware.authentication import (

@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import replace
 
 import pytest
-from llm_serving.config.sections.api_key import ApiKey
+from llm_serving.config.tables import ApiKey
 from llm_serving.core.sampling_params import BeamSearchParams, SamplingParams
 from llm_serving.errors import RateLimitError
 from llm_serving.server.app import create_app

@@ -66,7 +66,7 @@ def test_nothing_better_leaves_the_configuration_as_it_is():
 
 def test_changes_that_bring_nothing_are_taken_back():
     trials = create_trials()
-    tuned = put_back(trials, trials.of({SLOTS: 32, GAP: 4, "scheduler_config.turn_steps": 8}))
+    tuned = put_back(trials, trials.of({SLOTS: 32, GAP: 4, "scheduler_config.quantum_steps": 8}))
     assert tuned.changes == {SLOTS: 32}
     (effect,) = effects(trials, tuned, {SLOTS: 4})
     assert (effect.was, effect.value) == (4, 32)

@@ -1,1 +1,1 @@
-"""What the YAML has: one file a section, with unit and meaning under each key."""
+"""The sections of the YAML: in each module the keys with their texts, and the checks of these keys."""

@@ -1,62 +1,147 @@
-"""Section `cluster_config`."""
+"""Section `cluster_config`: its keys and their checks."""
+
+from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
-from llm_serving.config.kinds import Kind
-from llm_serving.config.rules import choice, choices, integer, option, path, text
-from llm_serving.core.enums import EngineName, RoleName, SpreadName, WeightsName
+from llm_serving.config.paths import Kind
+from llm_serving.config.rules import TEXT, choice, choices, integer, option, path
+from llm_serving.config.values import Values
+from llm_serving.core.enums import EngineName, ImplementationName, RoleName, SpreadName, WeightsName
+from llm_serving.models.gguf import is_gguf
+from llm_serving.models.spec import ModelSpec
+from llm_serving.network.sharding import rule_against
+
+WITH_RAY: Final = ("cluster_config.engine", EngineName.RAY.value)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterConfig:
-    """Section `cluster_config`: the machines that WorkAgents run on."""
+    """Section `cluster_config`: replicas, ranks, and the machines that WorkAgents run on."""
 
     engine: str = option(EngineName.LOCAL.value, choice(tuple(EngineName)))
-    """Who starts WorkAgents. `local`: the master, on its own machine. `ray`: a Ray cluster (`pip install
-    -e 'llm-serving[ray]'`); steps then travel by TCP under TLS."""
-
-    address: str | None = option(None, text())
-    """Of the Ray cluster, as in "10.0.0.1:6379"; `auto` finds one that runs on this machine. None: the master starts
-    Ray on its own machine, for itself."""
-
+    """Which process starts the WorkAgents. `local`: the master, on its own machine. `ray`: a Ray cluster (`pip install
+    -e 'llm-serving[ray]'`); the master and the WorkAgents then communicate over TCP with TLS."""
     replicas: int | None = option(None, integer(1, 4096))
-    """Copies of the model, each served by a WorkAgent of `tensor_parallel` processes. None: as many as
-    `serving_config.agent_ports` has entries."""
-
+    """Number of replicas of the model. Each replica is one WorkAgent of `tensor_parallel` processes. null: one for each
+    entry of `serving_config.agent_ports`."""
     tensor_parallel: int = option(1, integer(1, 16))
-    """Processes that compute one replica together, each with its share of heads, of feed-forward columns and of the
-    KV cache: all on one machine, on Ascend each with a device of its own."""
-
+    """Number of ranks (processes) of one replica. Each rank computes its part of the attention heads and of the
+    feed-forward columns and holds its part of the KV cache. All ranks of a replica run on one machine; on Ascend each
+    has a device of its own."""
     roles: tuple[str, ...] | None = option(None, choices(tuple(RoleName)))
-    """Of each replica in turn. `prefill`: requests begin there; once their prompt is computed they move, with keys and
-    values, to a replica that is not. `decode`: requests move there. `both`: those that begin there end there, and
-    others may move there. None: all are `both`."""
+    """Prefill/decode disaggregation: the role of each replica, in the order of the replicas, such as [prefill, decode].
+    `prefill`: computes prompts, then transfers the request and its KV blocks to a replica with another role. `decode`:
+    receives such requests. `both`: computes its own requests to their end, and receives others. null: all replicas are
+    `both`."""
+    address: str | None = option(None, TEXT, only_with=WITH_RAY)
+    """Address of the Ray cluster, such as "10.0.0.1:6379". `auto`: a cluster that runs on this machine. null: the
+    master starts Ray on its own machine for itself."""
+    secret_file: Path | None = option(None, path(Kind.FILE), only_with=WITH_RAY)
+    """File with the secret of the cluster, at least 32 characters, at this path on every machine. The master and a
+    WorkAgent accept only peers that prove they know the secret. Required with `address`. null: the master generates a
+    secret at its start."""
+    master_host: str | None = option(None, TEXT, expert=True, only_with=WITH_RAY)
+    """Address of this machine that the WorkAgents connect to. null: the address by which Ray knows it, or 127.0.0.1
+    where the master started Ray."""
+    placement: str = option(SpreadName.SPREAD.value, choice(tuple(SpreadName)), expert=True, only_with=WITH_RAY)
+    """How Ray distributes the WorkAgents. `spread`: over as many machines as possible. `pack`: over as few as
+    possible."""
+    cpus_per_replica: int | None = option(None, integer(1, 4096), expert=True, only_with=WITH_RAY)
+    """CPU cores that one replica reserves in Ray and divides among its ranks; at least one for each rank. null:
+    `device_config.num_threads` for each rank, or the cores of this machine divided by the number of replicas."""
+    weights: str = option(WeightsName.PATH.value, choice(tuple(WeightsName)), expert=True, only_with=WITH_RAY)
+    """Where a machine reads the weights. `path`: in the model folder, which is at the same path on every machine.
+    `object_store`: the master sends its model folder through Ray's object store to machines that do not have it."""
+    weights_cache_path: str | None = option(
+        None, TEXT, expert=True, only_with=("cluster_config.weights", WeightsName.OBJECT_STORE.value)
+    )
+    """Folder on every machine that keeps the weights received, named by their content. null:
+    `~/.cache/llm_serving/weights`."""
+    num_transfer_blocks: int | None = option(None, integer(1), expert=True)
+    """Number of KV blocks in the transfer buffer of each `prefill` replica. While the buffer is full, a request
+    continues on the replica that computed its prompt. null: as many as four requests of
+    `model_config.max_generate_length` need. The operating system assigns memory pages when they are first written."""
 
-    num_transfer_blocks: int | None = option(None, integer(1))
-    """Blocks of memory by which each `prefill` replica hands requests over: shared on one machine, of each WorkAgent
-    where `engine` is `ray`. While there is no room a request goes on where it is. None: as many as four requests of
-    `model_config.max_generate_length` fill. Pages are taken when they are first written."""
 
-    cpus_per_replica: int | None = option(None, integer(1, 4096))
-    """Cores that a replica asks Ray for, and computes with unless `device_config.num_threads` says otherwise: at least
-    one for each of its ranks, which share them. None: `device_config.num_threads` for each rank, or this machine's
-    cores shared between the replicas."""
+_FOR_RANKS: Final = (
+    ("model_config.mindir_path", None, "exported graphs are for a single process"),
+    ("model_config.implementation", ImplementationName.NATIVE, "MindFormers' networks are for a single process"),
+)
+"""Key, the only value that allows several ranks, and why."""
+_FOR_ROLES: Final = (
+    ("cluster_config.tensor_parallel", 1, "ranks do not transfer KV blocks"),
+    ("model_config.mindir_path", None, "the KV cache inside an exported graph cannot be read"),
+    ("model_config.batching_strategy", "continuous", "a static batch ends on the replica where it started"),
+)
+"""Key, the only value that allows transfers between replicas, and why."""
+_OUTSIDE_MODEL: Final = ("model_config.mindir_path", "scheduler_config.draft_model_path")
+"""Keys of files outside the model's folder, which the object store does not carry."""
 
-    placement: str = option(SpreadName.SPREAD.value, choice(tuple(SpreadName)))
-    """`spread`: WorkAgents on as many machines as there are. `pack`: on as few as will do."""
 
-    weights: str = option(WeightsName.PATH.value, choice(tuple(WeightsName)))
-    """Where machines have the weights from. `path`: each has the model folder at the path that it has here.
-    `object_store`: the master's goes through Ray's object store to those that do not keep it yet."""
+def check_cluster(values: Values, spec: ModelSpec | None) -> None:
+    """Check the secret, the source of the weights, the ranks and the roles.
 
-    weights_cache_path: str | None = option(None, text())
-    """Folder of every machine in which they are kept then, by their content. None: `~/.cache/llm_serving/weights`."""
+    Raises:
+        ConfigError: A combination that cannot be served.
+    """
+    if values["cluster_config.address"] is not None and values["cluster_config.secret_file"] is None:
+        rule = "must come with `cluster_config.secret_file`, a file that all machines have"
+        raise values.error("cluster_config.address", rule)
+    if values["cluster_config.weights"] == WeightsName.OBJECT_STORE:
+        _check_sent_weights(values)
+    if values["cluster_config.tensor_parallel"] > 1:
+        _check_ranks(values, spec)
+    _check_roles(values)
 
-    master_host: str | None = option(None, text())
-    """Address of this machine that WorkAgents connect to. None: the one Ray knows it by; where the master started Ray,
-    127.0.0.1."""
 
-    secret_file: Path | None = option(None, path(Kind.FILE))
-    """File with the cluster's secret, at least 32 characters, at this path on every machine: who has it is let in, and
-    nobody else. Must be given with `address`. None: the master makes one for as long as it lives."""
+def _check_sent_weights(values: Values) -> None:
+    name, model = "cluster_config.weights", values["model_config.model_path"]
+    if model is not None and is_gguf(model):
+        raise values.error(name, "must be path with a model that is a GGUF file: only folders are sent")
+    for outside in _OUTSIDE_MODEL:
+        if values[outside] is not None:
+            raise values.error(name, f"must be path with `{outside}`, which lies outside the model's folder")
+
+
+def _check_ranks(values: Values, spec: ModelSpec | None) -> None:
+    name, cpus_key = "cluster_config.tensor_parallel", "cluster_config.cpus_per_replica"
+    count, cpus = values[name], values[cpus_key]
+    for other, needed, why in _FOR_RANKS:
+        if values[other] != needed:
+            raise values.error(name, f"must be 1 with `{other}: {values[other]}`: {why}")
+    if values["device_config.kernels"] == "plain":
+        rule = "must be 1 with `device_config.kernels: plain`: MindSpore's own operations are for a single process"
+        raise values.error(name, rule)
+    if cpus is not None and cpus < count:
+        raise values.error(cpus_key, f"must be at least {count}, one core for each rank of `{name}`")
+    if spec is None:
+        return
+    if spec.scheme is not None:
+        raise values.error(name, f"must be 1 for a model whose weights are quantised by {spec.scheme.described}")
+    if (unmet := rule_against(spec.network, count)) is not None:
+        raise values.error(name, unmet)
+
+
+def _check_roles(values: Values) -> None:
+    name, blocks_key = "cluster_config.roles", "cluster_config.num_transfer_blocks"
+    roles = values[name]
+    if RoleName.PREFILL not in (roles or ()) and values[blocks_key] is not None:
+        raise values.error(blocks_key, f"must come with a replica of `{name}` that is prefill")
+    if roles is None:
+        return
+    given = ", ".join(roles)
+    num_replicas = values["cluster_config.replicas"] or len(values["serving_config.agent_ports"])
+    if len(roles) != num_replicas:
+        raise values.error(name, f"must name one role for each of {num_replicas} replicas", given)
+    if set(roles) == {RoleName.BOTH}:
+        return
+    if RoleName.PREFILL not in roles:
+        raise values.error(name, "must have a prefill where it has a decode: no request would be transferred", given)
+    if set(roles) == {RoleName.PREFILL}:
+        raise values.error(name, "must have a decode or both where it has a prefill", given)
+    for other, needed, why in _FOR_ROLES:
+        if values[other] != needed:
+            raise values.error(name, f"must be both alone with `{other}: {values[other]}`: {why}", given)

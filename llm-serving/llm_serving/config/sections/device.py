@@ -1,52 +1,284 @@
-"""Section `device_config`."""
+"""Sections `device_config`, `pa_config` and `quant_config`: the device, its memory and its number formats."""
+
+from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
-from llm_serving.config.kinds import Kind
-from llm_serving.config.rules import boolean, choice, integer, memory, option, path, text
-from llm_serving.core.enums import ExactnessName
+from llm_serving.config.legacy import MindFormersFile
+from llm_serving.config.paths import Kind
+from llm_serving.config.rules import BOOLEAN, MEMORY, TEXT, choice, integer, one_of, option, path
+from llm_serving.config.values import Values
+from llm_serving.core.dtypes import MODEL_DTYPES
+from llm_serving.core.enums import ExactnessName, KVCacheDtypeName, QuantizationName
+from llm_serving.models.memory import MAX_SLOTS, PROCESS_BYTES, num_mask_keys, weight_bytes, working_bytes
+from llm_serving.models.spec import MAX_VOCAB_SIZE, ModelSpec
+from llm_serving.network.quantization import (
+    Quantization,
+    lacking,
+    lacking_in_cells,
+    lacking_in_coded_cache,
+    lacking_of_codes,
+)
+
+MODEL_PATH: Final = "model_config.model_path"
+DTYPE: Final = "model_config.model_dtype"
+BLOCK_SIZE: Final = "pa_config.block_size"
+TARGET: Final = "device_config.device_target"
+KERNELS: Final = "device_config.kernels"
+
+MULTIPLE: Final = 16
+"""The KV cache stores groups of 16 tokens by 16 elements of a head."""
+ASCEND_DTYPES: Final = tuple(dtype.name for dtype in MODEL_DTYPES.values() if dtype.on_ascend)
+ASCEND_HEAD_MULTIPLE: Final = 32
+ASCEND_MAX_HEAD_DIM: Final = 256
+ASCEND_MAX_BLOCK_ELEMENTS: Final = 16384
+"""Elements of one head in one block that PagedAttention accepts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceConfig:
-    """Section `device_config`: the device and MindSpore's settings; a MindFormers `context` fills it."""
+    """Section `device_config`: the device and MindSpore's settings. The `context` of a MindFormers YAML fills it."""
 
     device_target: str = option("CPU", choice(("CPU", "Ascend")))
-    """`CPU` or `Ascend`."""
-
+    """Device that computes the model."""
     num_threads: int | None = option(None, integer(1, 1024))
-    """Threads of each WorkAgent's kernels. None: the cores divided by the number of WorkAgents."""
+    """CPU threads that the kernels of one WorkAgent use. null: the machine's cores divided by its WorkAgents."""
+    max_device_memory: int | None = option(None, MEMORY)
+    """Memory for the weights, the working buffers and the KV cache of one WorkAgent: bytes, or text such as "2GB" (1 GB
+    is 2**30 bytes). null: on a CPU, half of the free memory divided by the WorkAgents of the machine; on Ascend, 90 %
+    of the free device memory. A value without room for the model and one KV block is an error."""
+    kernels: str = option("auto", choice(("auto", "program", "primitives", "plain", "plugin")), expert=True)
+    """Implementation of the network on a CPU. `program` (`plugin` in older files): a single custom operator runs the
+    whole network. `primitives`: the graph that Ascend runs, with each primitive computed by this project's CPU library.
+    `plain`: MindSpore's own operators, much slower. `auto`: the first of these that works. No effect on Ascend."""
+    exactness: str = option("exact", choice(tuple(ExactnessName), {"paged": "exact", "flash": "fast"}), expert=True)
+    """Attention kernel for whole prompts in the graph of primitives. `exact`: PagedAttention in every step. `fast`:
+    FlashAttentionScore in steps of whole prompts. On a CPU both give the same results. On Ascend the last bits of a
+    result depend on the shape of the batch with either value; the log states at start whether results are
+    batch-invariant."""
+    enable_graph_kernel: bool = option(False, BOOLEAN, expert=True)
+    """MindSpore's graph kernel fusion. Not allowed on Ascend, because infer boost, which PagedAttention requires,
+    excludes it. No effect on a CPU, where it fuses only graphs of fixed shapes."""
+    graph_kernel_flags: str = option("", TEXT, expert=True)
+    """Flags of the graph kernel fusion in MindSpore's notation, such as "--enable_parallel_fusion=true"."""
+    jit_level: str = option("O0", choice(("O0", "O1", "O2")), expert=True)
+    """Optimization level of MindSpore's graph compiler. `O0` runs kernel by kernel and is the only level on Ascend."""
+    save_graphs: bool = option(False, BOOLEAN, expert=True)
+    """True: MindSpore writes the compiled graphs to `save_graphs_path`, for debugging."""
+    save_graphs_path: Path = option(Path("graph"), path(Kind.MADE_FOLDER), expert=True)
+    """Folder for the compiled graphs, relative to the working folder of the server."""
 
-    max_device_memory: int | None = option(None, memory())
-    """Bytes that weights and KV cache of one WorkAgent may take, or text such as "2GB" (one GB is 2**30 bytes). None:
-    on a CPU half of the free memory, divided by the WorkAgents of the machine; on Ascend nine tenths of what is free on
-    the device."""
 
-    kernels: str = option("auto", choice(("auto", "program", "primitives", "plain", "plugin")))
-    """What computes on a CPU. `program` (`plugin` in older files): one operator of our library runs the whole network.
-    `primitives`: the graph that Ascend would run, answered by our library. `plain`: MindSpore's own operations, slower.
-    `auto`: the first that works."""
+@dataclass(frozen=True, kw_only=True)
+class CacheConfig:
+    """Section `pa_config`: the paged KV cache."""
 
-    exactness: str = option("exact", choice(tuple(ExactnessName), {"paged": "exact", "flash": "fast"}))
-    """What may be given up for speed, of the graph of primitives. `exact`: PagedAttention computes every step; on
-    Ascend its last bits still depend on the shape of the batch, so the same bytes are not promised there. `fast`:
-    FlashAttentionScore computes steps of whole prompts; on Ascend its last bits may differ from those of
-    PagedAttention, so that an answer also depends on what its prompt shared a step with. The log says at the start what
-    is promised."""
+    num_blocks: int | None = option(None, integer(1))
+    """Number of KV blocks of each WorkAgent. null: as many as fit into the memory of `device_config.max_device_memory`.
+    A request that needs more blocks than there are is refused with 400."""
+    block_size: int = option(16, integer(1, 1024))
+    """Tokens in one KV block: a multiple of 16, or any number with `device_config.kernels: plain`."""
+    num_swap_blocks: int = option(0, integer(0), expert=True)
+    """Number of KV blocks in the host memory of each WorkAgent, for requests preempted by swap
+    (`scheduler_config.preemption_mode`). When the pool is full, preempted requests are recomputed. 0: no pool."""
+    decode_seq_length: int | None = option(None, integer(1), expert=True)
+    """Accepted from older files, which repeat `model_config.max_generate_length` here. No effect; a smaller value is
+    reported in the log."""
 
-    enable_graph_kernel: bool = option(False, boolean())
-    """MindSpore's graph kernel fusion. Not on Ascend: infer boost, which PagedAttention needs there, excludes it. On a
-    CPU without effect: it takes graphs of fixed shapes there."""
 
-    graph_kernel_flags: str = option("", text())
-    """Flags of the fusion, as MindSpore writes them: "--enable_parallel_fusion=true ..."."""
+@dataclass(frozen=True, kw_only=True)
+class QuantConfig:
+    """Section `quant_config`: quantized weights and KV cache."""
 
-    save_graphs: bool = option(False, boolean())
-    """Write the compiled graphs into `save_graphs_path`."""
+    quantization: str | None = option(None, choice(tuple(QuantizationName)))
+    """Weight quantization, computed while the weights are loaded. `w8a8`: 8-bit weights with one scale for each output
+    channel; activations are quantized to 8 bits with one scale for each token. `w8a16`: 8-bit weights, activations in
+    `model_config.model_dtype`. `w4a16`: 4-bit weights with one scale for each output channel and `group_size` inputs,
+    and an 8-bit LM head. `w4a8`: 4-bit weights with 8-bit activations. Norm weights, biases and embeddings stay in
+    `model_config.model_dtype`. On a CPU with `kernels: program`; `w8a8` also with `primitives` and on Ascend. null: no
+    quantization."""
+    kv_cache_dtype: str = option(KVCacheDtypeName.AUTO.value, choice(tuple(KVCacheDtypeName)))
+    """Data type of the KV cache. `int8`: 8 bits with one scale for each token and head, about half the memory; on a CPU
+    with `kernels: program`. `auto`: `model_config.model_dtype`."""
+    group_size: int = option(128, one_of((32, 64, 128)), expert=True)
+    """Number of inputs that share one scale in 4-bit weights. A weight whose rows it does not divide is kept in 8
+    bits."""
 
-    save_graphs_path: Path = option(Path("graph"), path(Kind.MADE_FOLDER))
-    """Folder for the graphs; relative to the folder the server was started in."""
+    @property
+    def has_coded_cache(self) -> bool:
+        """Whether the KV cache is quantized to 8 bits."""
+        return self.kv_cache_dtype == KVCacheDtypeName.INT8
 
-    jit_level: str = option("O0", choice(("O0", "O1", "O2")))
-    """Optimisation level of MindSpore's graph compiler. O0, the only one on Ascend, runs kernel by kernel."""
+    @property
+    def weights(self) -> Quantization | None:
+        return _quantization(self.quantization, self.group_size)
+
+
+def _quantization(name: str | None, group_size: int) -> Quantization | None:
+    return None if name is None else Quantization(QuantizationName(name), group_size)
+
+
+def check_device(values: Values, spec: ModelSpec | None, mindformers: MindFormersFile | None) -> None:
+    """Check what the kernels and the memory of the device require, before a WorkAgent would fail while it loads.
+
+    Raises:
+        ConfigError: A combination that cannot be served.
+    """
+    on_ascend = values[TARGET] == "Ascend"
+    if on_ascend:
+        _check_ascend(values, spec)
+        _check_infer_boost(values, mindformers)
+    elif values[KERNELS] != "plain":
+        hint = "for the operator library; device_config.kernels: plain takes any, many times slower"
+        _check_multiple(values, spec, MULTIPLE, hint)
+    if not on_ascend and values["device_config.enable_graph_kernel"]:
+        text = "True has no effect: on a CPU MindSpore fuses only graphs of fixed shapes, and the number of rows varies"
+        values.notice("device_config.enable_graph_kernel", text)
+    for name in ("pa_config.num_blocks", "pa_config.num_swap_blocks"):
+        if (values[name] or 0) * values[BLOCK_SIZE] > MAX_SLOTS:
+            rule = f"times pa_config.block_size {values[BLOCK_SIZE]} must be at most {MAX_SLOTS} tokens"
+            raise values.error(name, rule)
+    if spec is not None:
+        if spec.vocab_size > MAX_VOCAB_SIZE:
+            rule = f"must name a model with a vocabulary of at most {MAX_VOCAB_SIZE}"
+            raise values.error(MODEL_PATH, rule, spec.vocab_size)
+        _check_memory(values, spec.of_rank(0, values["cluster_config.tensor_parallel"]))
+        _check_primitives(values, spec)
+    _check_exactness(values)
+    _check_quantization(values)
+    _check_kv_cache(values, spec)
+    _notice_swap(values)
+
+
+def _check_multiple(values: Values, spec: ModelSpec | None, head_multiple: int, hint: str) -> None:
+    if values[BLOCK_SIZE] % MULTIPLE:
+        raise values.error(BLOCK_SIZE, f"must be a multiple of {MULTIPLE} {hint}")
+    for head_dim in spec.head_dims if spec is not None else ():
+        if head_dim % head_multiple:
+            rule = f"must name a model whose head_dim is a multiple of {head_multiple} {hint}"
+            raise values.error(MODEL_PATH, rule, head_dim)
+
+
+def _check_ascend(values: Values, spec: ModelSpec | None) -> None:
+    if values[DTYPE] not in ASCEND_DTYPES:
+        raise values.error(DTYPE, f"must be one of {', '.join(ASCEND_DTYPES)} on Ascend")
+    _check_multiple(values, spec, ASCEND_HEAD_MULTIPLE, "on Ascend")
+    if spec is None:
+        return
+    head_dim = max(spec.head_dims)
+    if head_dim > ASCEND_MAX_HEAD_DIM:
+        rule = f"must name a model whose head_dim is at most {ASCEND_MAX_HEAD_DIM} on Ascend"
+        raise values.error(MODEL_PATH, rule, head_dim)
+    if head_dim * values[BLOCK_SIZE] > ASCEND_MAX_BLOCK_ELEMENTS:
+        rule = f"times the model's head_dim {head_dim} must be at most {ASCEND_MAX_BLOCK_ELEMENTS} on Ascend"
+        raise values.error(BLOCK_SIZE, rule)
+
+
+def _check_infer_boost(values: Values, mindformers: MindFormersFile | None) -> None:
+    """Check that Ascend can use infer boost, without which PagedAttention has no kernel. Infer boost needs level O0.
+
+    What a MindFormers file sets is only a notice: such files ask for fusion although their server uses infer boost.
+    """
+    for name, needed in (("device_config.enable_graph_kernel", False), ("device_config.jit_level", "O0")):
+        given, source = values[name], values.source(name)
+        if given == needed:
+            continue
+        if mindformers is None or name not in mindformers.values or mindformers.values[name].where != source:
+            rule = (
+                f"must be {needed} with device_config.device_target: Ascend ({values.source(TARGET)}): PagedAttention "
+                "has a kernel with infer boost only, which takes level O0 alone"
+            )
+            raise values.error(name, rule)
+        values.notice(name, f"{given} is read as {needed}: Ascend serves with infer boost at level O0")
+        values.set(name, needed, source)
+
+
+def _check_primitives(values: Values, spec: ModelSpec) -> None:
+    on_ascend = values[TARGET] == "Ascend"
+    if not on_ascend and values[KERNELS] not in ("primitives", "plain"):
+        return
+    in_cells = lacking_in_cells(spec.network)
+    if in_cells is None and not on_ascend and values[KERNELS] == "plain":
+        return
+    lacks = lacking(spec.network, values["model_config.max_generate_length"])
+    if lacks is not None:
+        have = "program has" if in_cells else "program and plain have"
+        where = "on Ascend" if on_ascend else f"with device_config.kernels: {values[KERNELS]} ({have} it)"
+        raise values.error(MODEL_PATH, f"must name a model without {lacks} {where}", spec.architecture)
+    if not on_ascend:
+        values.require(DTYPE, ASCEND_DTYPES, "with device_config.kernels: primitives")
+
+
+def _check_exactness(values: Values) -> None:
+    name, mixed = "device_config.exactness", "scheduler_config.enable_mixed_chunk"
+    if values[name] != ExactnessName.FAST:
+        return
+    if values[TARGET] != "Ascend" and values[KERNELS] != "primitives":
+        rule = f"must be exact with {KERNELS}: {values[KERNELS]} on a CPU: only the primitives have another attention"
+        raise values.error(name, rule)
+    if values[mixed]:
+        values.notice(name, f"fast applies to steps of whole prompts only; {mixed}: False makes more of them")
+
+
+def _check_quantization(values: Values) -> None:
+    name = "quant_config.quantization"
+    quantization = _quantization(values[name], values["quant_config.group_size"])
+    if quantization is None or _runs_programs(values):
+        return
+    condition = f"{_where(values)}: program on a CPU has it"
+    if values[TARGET] == "CPU" and values[KERNELS] == "plain":
+        values.require(name, (None,), condition)
+    if lacking_of_codes(quantization) is not None:
+        values.require(name, (QuantizationName.W8A8, None), condition)
+
+
+def _check_kv_cache(values: Values, spec: ModelSpec | None) -> None:
+    name, auto = "quant_config.kv_cache_dtype", KVCacheDtypeName.AUTO
+    if values[name] == auto:
+        return
+    if not _runs_programs(values):
+        values.require(name, (auto,), f"{_where(values)}: program on a CPU has it")
+    if spec is not None and (lacks := lacking_in_coded_cache(spec.network)) is not None:
+        values.require(name, (auto,), f"for {spec.architecture}, which has {lacks}")
+
+
+def _runs_programs(values: Values) -> bool:
+    return values[TARGET] == "CPU" and values[KERNELS] in ("auto", "program", "plugin")
+
+
+def _where(values: Values) -> str:
+    return f"with {TARGET}: {values[TARGET]} and {KERNELS}: {values[KERNELS]}"
+
+
+def _check_memory(values: Values, spec: ModelSpec) -> None:
+    """Check that `max_device_memory` leaves room for one block where the KV cache takes the rest of it."""
+    limit = values["device_config.max_device_memory"]
+    if limit is None or values["pa_config.num_blocks"] is not None:
+        return
+    # The plain backend computes in float32 whatever the dtype; where it replaces the library, the WorkAgent finds out.
+    is_plain = values[TARGET] == "CPU" and values[KERNELS] == "plain"
+    dtype_bytes = 4 if is_plain or values[DTYPE] == "float32" else 2
+    budget, seqs = values["scheduler_config.max_prefill_tokens"], values["model_config.decode_batch_size"]
+    quantization = _quantization(values["quant_config.quantization"], values["quant_config.group_size"])
+    weights = weight_bytes(spec, dtype_bytes, quantization)
+    keys = num_mask_keys(values[TARGET], values["model_config.max_generate_length"])
+    working = working_bytes(spec, dtype_bytes, budget, seqs, keys)
+    coded = values["quant_config.kv_cache_dtype"] == KVCacheDtypeName.INT8
+    block = values[BLOCK_SIZE] * spec.kv_bytes_per_token(dtype_bytes, coded=coded)
+    minimum = PROCESS_BYTES + weights + working + block
+    if limit < minimum:
+        rule = (
+            f"must be at least {minimum} bytes: {PROCESS_BYTES} for the process, {weights} for the weights, {working} "
+            f"for the largest step and {block} for one block of the KV cache"
+        )
+        raise values.error("device_config.max_device_memory", rule)
+
+
+def _notice_swap(values: Values) -> None:
+    mode, pool = "scheduler_config.preemption_mode", "pa_config.num_swap_blocks"
+    if values[mode] != "recompute" and values[pool] == 0:
+        values.notice(mode, f"{values[mode]} never swaps: {pool} is 0")
+    if values[mode] == "recompute" and values[pool] > 0:
+        values.notice(pool, f"{values[pool]} blocks are never used: {mode} is recompute")

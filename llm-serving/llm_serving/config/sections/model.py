@@ -1,124 +1,346 @@
-"""Section `model_config`."""
+"""Section `model_config`: its keys and their checks, among them those against the model's own files."""
 
-from dataclasses import dataclass
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Final
 
-from llm_serving.config.kinds import Kind
+from llm_serving.config.legacy import MindFormersFile
+from llm_serving.config.paths import Kind
 from llm_serving.config.rules import (
-    boolean,
+    BOOLEAN,
+    MODEL_NAME,
+    MODEL_NAMES,
+    REVISION,
+    SECONDS,
     choice,
     integer,
     integers,
     largest,
-    model_names,
-    name,
     option,
     path,
     path_or_first,
-    revision,
-    seconds,
 )
+from llm_serving.config.values import Values
 from llm_serving.core.dtypes import MODEL_DTYPES
-from llm_serving.core.enums import ImplementationName
+from llm_serving.core.enums import ExactnessName, ImplementationName
+from llm_serving.core.window import Window
+from llm_serving.errors import ConfigError
 from llm_serving.hub import HUBS
+from llm_serving.models.context_length import Positions, positions_of
+from llm_serving.models.gguf import is_gguf
+from llm_serving.models.mindformers import lacking_in_llama, lacking_in_mindformers
+from llm_serving.models.spec import ModelSpec
+from llm_serving.network.rope import Scaling
 
 BATCHING_STRATEGIES: Final = ("continuous", "static")
 _DTYPE_ALIASES: Final = {alias: dtype.name for dtype in MODEL_DTYPES.values() for alias in dtype.aliases}
 DEFAULT_MAX_GENERATE_LENGTH: Final = 4096
 CLIENT_MODEL_NAMES: Final = ("llama2", "internlm", "tgi", "dummy")
-"""Of the older servers' routes; of text-generation's and of huggingface_hub's clients, which send them on their own."""
+"""Names in the older servers' routes, and names that text-generation's and huggingface_hub's clients send."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Section `model_config`: what is served, and the lengths and batch sizes it is served with."""
+    """Section `model_config`: the model, its lengths and its batch sizes."""
 
-    model_name: str = option("model", name())
-    """Name of the model in the HTTP routes. Not given: the name of the model's folder."""
-
-    model_aliases: tuple[str, ...] = option(CLIENT_MODEL_NAMES, model_names())
-    """Other names by which clients may ask for the model; answers tell `model_name`. `*`: any name. The default is what
-    older servers' routes had and what clients send on their own."""
-
+    model_name: str = option("model", MODEL_NAME, derived=True)
+    """Name of the model in the HTTP routes and in responses. null: the name of the model's folder."""
+    model_aliases: tuple[str, ...] = option(CLIENT_MODEL_NAMES, MODEL_NAMES)
+    """Other names by which clients may request the model; responses contain `model_name`. `*`: any name. The default
+    has the names of the older servers' routes and names that common clients send. A request for another name is refused
+    with 404."""
     model_path: Path | None = option(None, path(Kind.FILE_OR_FOLDER))
-    """Folder in Hugging Face form (config.json, *.safetensors, tokenizer), a GGUF file, or the name of a model at a
-    hub, owner/name, where no such folder exists. The word `demo` is the shipped model."""
-
+    """Folder of the model in Hugging Face form (config.json, *.safetensors, tokenizer), or a GGUF file. The word `demo`
+    means the shipped model. Where no such folder exists: the name of a model on a hub, such as Qwen/Qwen3-0.6B."""
     model_hub: str = option("auto", choice(("auto", *HUBS)))
-    """Where a model is looked up that `model_path` names. `auto`: in the local caches of Hugging Face and ModelScope,
-    then at Hugging Face. One of them: only in its cache and there."""
-
-    model_revision: str | None = option(None, revision())
-    """Branch, tag or commit of a model that `model_path` names. None: the hub's main one."""
-
-    generation_config: str = option("auto", choice(("auto", "none")))
-    """`auto`: temperature, top_k, top_p, min_p, repetition_penalty and max_new_tokens of the model's
-    generation_config.json are what OpenAI requests have that give none. `none`: the defaults of this server."""
-
-    pooling: str = option("auto", choice(("auto", "last", "none")))
-    """How a text becomes a vector (`/v1/embeddings`, `/v1/score`, `/v1/rerank`). `auto`: as the folder of an embedding
-    model says; of another model there are none. `last`: of any model, the last hidden state of the last token, brought
-    to length 1. `none`: those routes are refused."""
-
+    """Hub of a model that `model_path` names. The server uses its local cache first, then downloads. `auto`: the caches
+    of both hubs, then Hugging Face."""
+    model_revision: str | None = option(None, REVISION)
+    """Branch, tag or commit of a model that `model_path` names. null: the hub's main branch."""
     tokenizer_path: Path | None = option(None, path(Kind.FILE_OR_FOLDER))
-    """Tokenizer file or folder. None: the one in `model_path`."""
-
-    model_cfg_path: Path | None = option(None, path(Kind.FILE))
-    """A MindFormers model YAML; its `context` and `model.model_config` fill what this file does not give."""
-
-    max_generate_length: int = option(DEFAULT_MAX_GENERATE_LENGTH, integer(2))
-    """Tokens. Most a request may hold, prompt and generated together. Not given: the model's positions, as far as the
-    KV cache goes (4096 while no model is named)."""
-
-    seq_length: tuple[int, ...] = option((), integers(1))
-    """Tokens. Older files list prefill buckets; the longest is the longest prompt. Empty: `max_generate_length`."""
-
-    vocab_size: int | None = option(None, integer(1))
-    """Entries of the vocabulary. None: the model's own. A value that differs from the model's is an error."""
-
-    end_token: int | None = option(None, integer(0))
-    """Token id that ends a text. None: those of the model. A value the model does not name is an error."""
-
-    pad_token_id: int | None = option(None, integer(0))
-    """Token id for padding. None: the model's own. Steps are packed, so nothing is padded with it."""
-
-    prefill_batch_size: int | None = option(None, largest(1))
-    """Requests. Most prompts in one prefill step. None: no limit but `max_prefill_tokens`."""
-
-    decode_batch_size: int = option(128, largest(1))
-    """Requests. Most that run at once. Of a list, the largest counts."""
-
-    batch_waiting_time: float = option(0.0, seconds())
-    """Seconds an idle server waits for more prompts before it starts a prefill step (static batching: a batch)."""
-
-    batching_strategy: str = option("continuous", choice(BATCHING_STRATEGIES))
-    """`continuous`: the batch is formed anew at every step. `static`: collect a batch and run it to its end."""
-
-    page_attention: bool = option(True, boolean())
-    """The KV cache is paged always; False is accepted with a notice."""
-
+    """Tokenizer file or folder. null: the tokenizer in `model_path`."""
+    generation_config: str = option("auto", choice(("auto", "none")))
+    """Defaults of OpenAI requests. `auto`: temperature, top_k, top_p, min_p, repetition_penalty and max_new_tokens of
+    the model's generation_config.json, for requests that do not set them. `none`: this server's own defaults."""
+    pooling: str = option("auto", choice(("auto", "last", "none")))
+    """How a text becomes a vector for `/v1/embeddings`, `/v1/score` and `/v1/rerank`. `auto`: as the folder of an
+    embedding model specifies; other models refuse these routes. `last`: the normalized last hidden state of the last
+    token, for any model. `none`: these routes are refused."""
+    max_generate_length: int = option(DEFAULT_MAX_GENERATE_LENGTH, integer(2), derived=True)
+    """Maximum context length of a request in tokens: prompt and output together (vLLM's max_model_len). A longer prompt
+    is refused with 400; generation stops at this length. null: the positions of the model, limited by the size of the
+    KV cache where `pa_config.num_blocks` is given; 4096 while no model is given."""
+    seq_length: tuple[int, ...] = option((), integers(1), derived=True, reloadable=True)
+    """Maximum prompt length in tokens; a longer prompt is refused with 400. Older files list prefill buckets: the
+    largest entry counts. null: `max_generate_length`."""
+    decode_batch_size: int = option(128, largest(1), reloadable=True)
+    """Number of running slots: requests that one replica computes at the same time (vLLM's max_num_seqs). Further
+    requests wait in the queue. Older files have a list, whose largest entry counts."""
     model_dtype: str = option("bfloat16", choice(MODEL_DTYPES, _DTYPE_ALIASES))
-    """Type of weights, activations and KV cache: bfloat16, float16 or float32 (also `DataType.FLOAT16`)."""
-
-    backend: str = option("kbk", choice(("kbk", "ge")))
-    """`kbk`: MindSpore graph mode, kernel by kernel. `ge`: graphs of `mindir_path` by the graph engine of
-    mindspore_lite, on Ascend; without `mindir_path` it is served as kbk with a notice."""
-
-    mindir_path: Path | None = option(None, path(Kind.FOLDER))
-    """Folder of graphs that `llm-serving export` wrote for this configuration, for `backend: ge`; weights and a cache
-    of `pa_config.num_blocks` are in them."""
-
-    mindir_ini: Path | None = option(None, path_or_first(Kind.FILE))
-    """File of options of the graph engine for them, as older servers' `model_path.decode_ini` names one."""
-
-    implementation: str = option("native", choice(tuple(ImplementationName)))
-    """Whose network computes the model. `native`: that of this project. `mindformers`: MindFormers' own class, for
-    Llama, Qwen2, Qwen3 and GLM-4, with the cache, batches and weights of this server; it must be installed
-    (`scripts/install_mindformers.sh`). `mindformers-legacy`: its `LlamaForCausalLM` of releases before 2, likewise. On
-    a CPU with `kernels: primitives`, which `auto` then is."""
+    """Data type of weights, activations and KV cache. Names such as `DataType.FLOAT16` are accepted too. Ascend has no
+    float32."""
+    model_cfg_path: Path | None = option(None, path(Kind.FILE))
+    """MindFormers model YAML. Its `context` and `model.model_config` set the keys that this file does not give."""
+    vocab_size: int | None = option(None, integer(1), expert=True)
+    """Number of entries in the vocabulary. A value that differs from the model's is an error. null: the model's own."""
+    end_token: int | None = option(None, integer(0), expert=True)
+    """Token id that ends a response. A value that is not among the model's end tokens is an error. null: the model's
+    own."""
+    pad_token_id: int | None = option(None, integer(0), expert=True)
+    """Padding token id. No effect, because steps are packed without padding. null: the model's own."""
+    prefill_batch_size: int | None = option(None, largest(1), expert=True, reloadable=True)
+    """Maximum number of prompts in one prefill step. null: only `scheduler_config.max_prefill_tokens` limits them."""
+    batch_waiting_time: float = option(0.0, SECONDS, expert=True, reloadable=True)
+    """Seconds that an idle scheduler waits for more prompts before it starts a prefill step, or a batch with static
+    batching. Larger values increase the time to first token."""
+    batching_strategy: str = option("continuous", choice(BATCHING_STRATEGIES), expert=True)
+    """`continuous`: requests join and leave the batch at every step. `static`: the scheduler collects a batch and runs
+    it to its end."""
+    page_attention: bool = option(True, BOOLEAN, expert=True)
+    """Accepted from older files. The KV cache is always paged; False is reported in the log."""
+    backend: str = option("kbk", choice(("kbk", "ge")), expert=True)
+    """`kbk`: MindSpore's graph mode, kernel by kernel. `ge`: exported graphs in `mindir_path`, run by mindspore_lite's
+    graph engine on Ascend. Without `mindir_path`, `ge` is served as `kbk` and reported in the log."""
+    mindir_path: Path | None = option(None, path(Kind.FOLDER), expert=True)
+    """Folder that `llm-serving export` wrote for this configuration, for `backend: ge`. It contains the weights and a
+    KV cache of `pa_config.num_blocks` blocks."""
+    mindir_ini: Path | None = option(None, path_or_first(Kind.FILE), expert=True)
+    """File with options of the graph engine, for `mindir_path`. Older files name it `model_path.decode_ini`."""
+    implementation: str = option("native", choice(tuple(ImplementationName)), expert=True)
+    """Implementation of the network. `native`: this project's. `mindformers`: MindFormers' own class for Llama, Qwen2,
+    Qwen3 and GLM-4, with this server's KV cache, batches and weights. `mindformers-legacy`: the `LlamaForCausalLM` of
+    MindFormers before version 2. `scripts/install_mindformers.sh` installs both. On a CPU they require
+    `device_config.kernels: primitives`, which `auto` then means."""
 
     @property
     def max_input_len(self) -> int:
         """Tokens of the longest prompt."""
         return min(max(self.seq_length, default=self.max_generate_length), self.max_generate_length)
+
+
+# --- agreement with the model's files -------------------------------------------------------------------------------
+
+MODEL_SOURCE: Final = "model config.json"
+_SAME_SHAPE: Final = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+)
+
+
+def check_model(values: Values, spec: ModelSpec | None, mindformers: MindFormersFile | None) -> None:
+    """Compare the configuration with the files of the model, and set the keys that only the model gives.
+
+    Raises:
+        ConfigError: The files contradict each other.
+    """
+    described = mindformers.spec if mindformers is not None else None
+    if spec is not None:
+        path = values["model_config.model_path"]
+        config = path if is_gguf(path) else path / "config.json"
+        if mindformers is not None and described is not None:
+            _check_same_model(values, mindformers, described, spec, str(config))
+        _agree_vocab_size(values, spec, str(config))
+        _agree_end_token(values, spec, str(config))
+        _agree_pad_token(values, spec, str(config))
+        longest = positions_of(spec, values["model_config.model_path"])
+        _limit_length(values, longest, MODEL_SOURCE, spec.window)
+    elif described is not None:
+        own = described.max_position_embeddings
+        _limit_length(values, Positions(own, own), "MindFormers YAML")
+    for name in ("model_config.end_token", "model_config.pad_token_id"):
+        vocab_size = values["model_config.vocab_size"]
+        if vocab_size is not None and values[name] is not None and values[name] >= vocab_size:
+            raise values.error(name, f"must be < model_config.vocab_size {vocab_size}")
+
+
+def _check_same_model(
+    values: Values, file: MindFormersFile, described: ModelSpec, spec: ModelSpec, config: str
+) -> None:
+    """Check that a MindFormers YAML describes the model that is served. What it leaves out contradicts nothing."""
+    compared = [(name, described.fact(name), spec.fact(name)) for name in _SAME_SHAPE]
+    if file.says_theta:
+        compared.append(("rope_theta", _thetas(described), _thetas(spec)))
+    if file.says_scaling:
+        compared.append(("rope_scaling", _scalings(described), _scalings(spec)))
+    for name, ours, theirs in compared:
+        if ours != theirs:
+            raise ConfigError(
+                f"{values.source('model_config.model_cfg_path')}: the MindFormers YAML describes a model with {name} "
+                f"{ours}, but {config} says {theirs}; leave out model_config.model_cfg_path or name the model it "
+                "describes"
+            )
+
+
+def _thetas(spec: ModelSpec) -> str:
+    return ", ".join(map(str, sorted({rotary.theta for rotary in spec.network.rotaries})))
+
+
+def _scalings(spec: ModelSpec) -> str:
+    return ", ".join(sorted({_describe_scaling(rotary.scaling) for rotary in spec.network.rotaries}))
+
+
+def _describe_scaling(scaling: Scaling | None) -> str:
+    if scaling is None:
+        return "none"
+    if scaling.kind == "linear":  # the original length does not matter to it
+        scaling = replace(scaling, original=Scaling.original)
+    given = [(item, getattr(scaling, item.name)) for item in fields(scaling) if item.name != "kind"]
+    return " ".join([scaling.kind, *(f"{item.name} {value}" for item, value in given if value != item.default)])
+
+
+def _agree_vocab_size(values: Values, spec: ModelSpec, config: str) -> None:
+    name, own = "model_config.vocab_size", spec.vocab_size
+    if not values.is_given(name):
+        values.set(name, own, MODEL_SOURCE)
+    elif values[name] != own:
+        raise values.error(name, f"must be {own} as in {config}, or be left out")
+
+
+def _agree_end_token(values: Values, spec: ModelSpec, config: str) -> None:
+    name = "model_config.end_token"
+    if values.is_given(name):
+        if spec.eos_token_ids and values[name] not in spec.eos_token_ids:
+            own = " or ".join(map(str, spec.eos_token_ids))
+            raise values.error(name, f"must be {own} as in {config}, or be left out")
+    elif len(spec.eos_token_ids) == 1:
+        values.set(name, spec.eos_token_ids[0], MODEL_SOURCE)
+
+
+def _agree_pad_token(values: Values, spec: ModelSpec, config: str) -> None:
+    """Set the padding token. A difference is only a notice: folders often lack it, and nothing is padded."""
+    name = "model_config.pad_token_id"
+    if spec.pad_token_id is None:
+        return
+    if not values.is_given(name):
+        values.set(name, spec.pad_token_id, MODEL_SOURCE)
+    elif values[name] != spec.pad_token_id:
+        values.notice(name, f"{values[name]} differs from {spec.pad_token_id} in {config}; nothing is padded with it")
+
+
+def _longest_in_cache(values: Values, length: int, window: int | None) -> int:
+    """Return the tokens of the longest request, up to `length`, that fits into `pa_config.num_blocks`."""
+    num_blocks, block_size = values["pa_config.num_blocks"], values["pa_config.block_size"]
+    if num_blocks is None:
+        return length
+    return min(length, Window.of(window, 1, length).longest(block_size, num_blocks))
+
+
+def _limit_length(values: Values, longest: Positions, source: str, window: int | None = None) -> None:
+    name, is_given = "model_config.max_generate_length", values.is_given("model_config.max_generate_length")
+    positions = longest.most if is_given else longest.usual
+    if longest.reason and positions == longest.most:
+        source += f": {longest.reason}"
+    if is_given:
+        if values[name] > positions:
+            raise values.error(name, f"must be <= {positions}, the positions of the model ({source})")
+        return
+    num_blocks, block_size = values["pa_config.num_blocks"], values["pa_config.block_size"]
+    if _longest_in_cache(values, positions, window) < positions:
+        room = f"room of pa_config.num_blocks {num_blocks} x block_size {block_size}; {source}: {positions}"
+        values.set(name, max(2, num_blocks * block_size), room)
+    else:
+        values.set(name, positions, source)
+    # Without a maximum prompt length, the queue sets it: it would refuse a longer prompt.
+    queue = "scheduler_config.max_waiting_tokens"
+    waiting_tokens = values[queue]
+    if not values.is_given("model_config.seq_length") and waiting_tokens is not None and waiting_tokens < values[name]:
+        values.set("model_config.seq_length", (waiting_tokens,), queue)
+
+
+# --- checks among the keys ------------------------------------------------------------------------------------------
+
+BACKEND: Final = "model_config.backend"
+MINDIR_PATH: Final = "model_config.mindir_path"
+MINDIR_INI: Final = "model_config.mindir_ini"
+IMPLEMENTATION: Final = "model_config.implementation"
+KERNELS: Final = "device_config.kernels"
+_ASCEND_DTYPES: Final = tuple(dtype.name for dtype in MODEL_DTYPES.values() if dtype.on_ascend)
+
+_FOR_GRAPH_ENGINE: Final = (
+    ("device_config.device_target", ("Ascend",), "the graph engine runs on Ascend"),
+    ("device_config.exactness", (ExactnessName.EXACT,), "one graph computes all steps"),
+    ("scheduler_config.preemption_mode", ("recompute",), "the KV cache inside a graph cannot be read"),
+    ("pa_config.num_swap_blocks", (0,), "the KV cache inside a graph cannot be read"),
+)
+_FOR_MINDFORMERS: Final = (
+    (KERNELS, ("auto", "primitives"), "its class is a graph of Ascend's primitives"),
+    ("device_config.exactness", (ExactnessName.EXACT,), "one graph, with PagedAttention, computes all steps"),
+    ("quant_config.quantization", (None,), "its matrix products take weights in model_dtype"),
+    ("quant_config.kv_cache_dtype", ("auto",), "its attention reads keys and values in model_dtype"),
+    (MINDIR_PATH, (None,), "exported graphs are those of the native network"),
+    ("model_config.model_dtype", _ASCEND_DTYPES, "ApplyRotaryPosEmb, which it uses, has no other"),
+)
+"""Key, the values it may have, and why."""
+
+
+def check_lengths(values: Values, spec: ModelSpec | None) -> None:
+    """Report lengths and batch sizes that have a surprising effect."""
+    length = values["model_config.max_generate_length"]
+    longest_input = max(values["model_config.seq_length"], default=length)
+    if longest_input > length:
+        values.notice("model_config.seq_length", f"{longest_input} is limited to max_generate_length {length}")
+    decode_length = values["pa_config.decode_seq_length"]
+    if decode_length is not None and decode_length < length:
+        text = f"{decode_length} has no effect; max_generate_length {length} applies"
+        values.notice("pa_config.decode_seq_length", text)
+    num_blocks, block_size = values["pa_config.num_blocks"], values["pa_config.block_size"]
+    if num_blocks is not None and _longest_in_cache(values, length, None if spec is None else spec.window) < length:
+        text = f"the KV cache holds {num_blocks} x {block_size} = {num_blocks * block_size} tokens; "
+        text += f"a longer request is refused, although max_generate_length is {length}"
+        values.notice("pa_config.num_blocks", text)
+    if values["model_config.prefill_batch_size"] == 1:
+        text = "1 allows one prompt in a prefill step; leave the key out to pack prompts up to max_prefill_tokens"
+        values.notice("model_config.prefill_batch_size", text)
+    if not values["model_config.page_attention"]:
+        values.notice("model_config.page_attention", "False has no effect: the KV cache is always paged")
+    if values["model_config.batching_strategy"] == "static":
+        values.notice("model_config.batching_strategy", "static: requests with use_beam_search are refused with 400")
+
+
+def check_implementation(values: Values, spec: ModelSpec | None) -> None:
+    """Check what MindFormers' own class requires; `kernels: auto` becomes `primitives`.
+
+    Raises:
+        ConfigError: A combination that cannot be served.
+    """
+    implementation = values[IMPLEMENTATION]
+    if implementation == ImplementationName.NATIVE:
+        return
+    for name, allowed, why in _FOR_MINDFORMERS:
+        values.require(name, allowed, f"with {IMPLEMENTATION}: {implementation}: {why}")
+    if spec is not None:
+        is_current = implementation == ImplementationName.MINDFORMERS
+        find_lacking = lacking_in_mindformers if is_current else lacking_in_llama
+        lacks = find_lacking(spec.architecture, spec.network, values["model_config.max_generate_length"])
+        if lacks is not None:
+            raise values.error(IMPLEMENTATION, f"must be native for this model: {lacks}")
+    values.set(KERNELS, "primitives", values.source(KERNELS))
+
+
+def check_graph_engine(values: Values) -> None:
+    """Check what `backend: ge` requires. Without exported graphs it is served as `kbk`, with a notice.
+
+    Raises:
+        ConfigError: A combination that cannot be served.
+    """
+    if not values.is_given(MINDIR_PATH):
+        if values[BACKEND] == "ge":
+            values.notice(BACKEND, f"ge is served as kbk: {MINDIR_PATH} names no graphs of `llm-serving export`")
+        if values.is_given(MINDIR_INI):
+            values.notice(MINDIR_INI, f"{values[MINDIR_INI]} has no effect without {MINDIR_PATH}")
+            values.set(MINDIR_INI, None, values.source(MINDIR_INI))
+        return
+    if values[BACKEND] != "ge":
+        raise values.error(MINDIR_PATH, f"must be left out with {BACKEND}: {values[BACKEND]}")
+    for name, allowed, why in _FOR_GRAPH_ENGINE:
+        values.require(name, allowed, f"with {BACKEND}: ge: {why}")
+    if values["pa_config.num_blocks"] is None:
+        rule = f"must be given with {BACKEND}: ge: the graph contains a KV cache of that size"
+        raise values.error("pa_config.num_blocks", rule)
+    values.notice(BACKEND, "ge cannot copy KV blocks: requests with n, best_of or beams end with an error")

@@ -1,126 +1,206 @@
-"""Section `scheduler_config`."""
+"""Section `scheduler_config`: its keys, their checks, and the token budget of a step where it is not given."""
+
+from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
-from llm_serving.config.kinds import Kind
-from llm_serving.config.rules import (
-    boolean,
-    choice,
-    integer,
-    memory,
-    number,
-    option,
-    path,
-    positive,
-)
-from llm_serving.core.enums import OrderName, PolicyName, SpeculativeMethodName
+from llm_serving.config.paths import Kind
+from llm_serving.config.rules import BOOLEAN, MEMORY, boolean, choice, integer, number, option, path, positive
+from llm_serving.config.values import Values
+from llm_serving.core.enums import ImplementationName, OrderName, PolicyName, SpeculativeMethodName
+from llm_serving.models.spec import ModelSpec
 
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerConfig:
-    """Section `scheduler_config`: who runs next, and the bounds on waiting."""
+    """Section `scheduler_config`: the order of requests, the composition of steps, and the limits of the queue."""
 
-    policy: str = option(PolicyName.PREFILL_FIRST.value, choice(tuple(PolicyName)))
-    """What a step begins with, within the bounds below. `prefill_first`: waiting prompts. `decode_first`: running
-    requests alone. `mixed`: running requests, then chunks of prompts. `throughput`: whichever wastes less time.
-    `fcfs`: by arrival, whatever class and priority."""
-
-    order: str | None = option(None, choice(tuple(OrderName)))
-    """Who of a class goes next. `fair`: the tenant served least. `arrival`: who came first. `shortest`: who is
-    predicted to be done first. `deadline`: whose deadline is first. `fcfs` has no other order than `arrival`. None:
-    `fair` with `tenant_fairness`, else `arrival`."""
-
-    composition: str = option("mixed", choice(("mixed", "separate")))
-    """`separate`: a step computes prompts or decodes, never both; Ascend's kernels want it."""
-
-    max_prefill_tokens: int = option(2048, integer(1, 2**20))
-    """Tokens. Budget of one step; a longer prompt is computed in chunks. Where it is not given, `choose_step_budget`
-    fits it to the model and to the other limits."""
-
-    max_consecutive_prefill_steps: int = option(1, integer(1, 10**6))
-    """Steps. Most prefill-only steps between two tokens of a running request. Not given: 1, since a step that begins
-    with decoding has room for nearly as much of prompts; 4 where `composition` separates them."""
-
-    max_consecutive_decode_steps: int = option(16, integer(1, 10**6))
-    """Steps. `decode_first`: most decode-only steps while prompts wait."""
-
-    prefill_time_ms_per_req: float = option(600.0, positive("milliseconds"))
-    """Milliseconds. `throughput`: what the prefill of one prompt costs each request that decodes."""
-
-    decode_time_ms_per_req: float = option(50.0, positive("milliseconds"))
-    """Milliseconds. `throughput`: what a decode step loses on each empty slot while prompts wait."""
-
-    max_long_prefill_tokens: int | None = option(None, integer(1, 2**20))
-    """Tokens of a step one prompt may take while others wait for a share of it. None: half of `max_prefill_tokens`."""
-
-    max_waiting_queue: int = option(2000, integer(1, 10**6))
-    """Requests. When so many wait, further ones are refused with 429."""
-
-    max_waiting_tokens: int | None = option(None, integer(1))
-    """Tokens. Most prompt tokens that wait; beyond, requests are refused with 429. None: no limit."""
-
-    slo_refusal_factor: float | None = option(None, number("must be a number >= 1", lambda value: value >= 1))
-    """A request whose predicted time to first token exceeds its class's `ttft_slo_s` times this is refused with 429.
-    None: never."""
-
-    tenant_fairness: bool = option(True, boolean())
-    """Without `order`: within a class, the tenant served least goes first. False: by priority and arrival alone."""
-
-    max_overtakes: int = option(16, integer(0, 10**6))
-    """Times the oldest request of a class may be overtaken by others that the order or their priority puts first."""
-
-    max_head_start_steps: int = option(256, integer(0, 10**6))
-    """Steps by which `priority` moves a request forward or back in its class, at most; one step of priority moves it by
-    the `ageing_steps` of the class."""
-
-    turn_steps: int = option(64, integer(1, 10**6))
-    """Steps that a request of a lower class may go on in a place beyond what its class's weight gives it, before a
-    higher class that waits takes the place back."""
-
-    max_running_per_tenant: int | None = option(None, integer(1, 10**6))
-    """Most requests of one tenant that run at once, at all WorkAgents together; its others wait in nobody's way. A
-    tenant is an API key, or the `user` a client names, or all who name none. None: no limit."""
-
-    max_preemptions_per_request: int = option(8, integer(0, 10**6))
-    """Times one request may lose its blocks; after that it keeps them until it ends."""
-
-    preemption_mode: str = option("recompute", choice(("recompute", "swap", "auto")))
-    """What becomes of the blocks of a preempted request. `recompute`: dropped, computed again. `swap`: moved out and
-    in. `auto`: whichever is cheaper."""
-
-    swap_block_cost_tokens: float = option(4.0, positive("tokens"))
-    """Tokens recomputed in the time one block is moved out and in; `auto` swaps when that is cheaper."""
-
-    prefix_caching: bool = option(True, boolean())
-    """Keep the blocks of ended requests for prompts that begin the same, within one tenant and `cache_salt`."""
-
-    schedule_ahead: bool = option(True, boolean())
-    """Form step k+1 while step k is computed: near its end, where steps are long."""
-
+    policy: str = option(PolicyName.PREFILL_FIRST.value, choice(tuple(PolicyName)), reloadable=True)
+    """What the scheduler puts into a step first, within the limits below. `prefill_first`: waiting prompts.
+    `decode_first`: running requests alone. `mixed`: running requests, then chunks of prompts. `throughput`: prompts or
+    running requests, by the lower estimated loss of time. `fcfs`: first come, first served, regardless of class and
+    priority."""
+    order: str | None = option(None, choice(tuple(OrderName)), reloadable=True)
+    """Which waiting request of a class is scheduled next. `fair`: a request of the tenant that has received the least
+    service (tokens). `arrival`: the oldest. `shortest`: the one with the shortest predicted duration. `deadline`: the
+    one with the earliest deadline. null: `fair` with `tenant_fairness`, otherwise `arrival`. With `policy: fcfs`:
+    `arrival` only."""
+    max_prefill_tokens: int = option(2048, integer(1, 2**20), derived=True, reloadable=True)
+    """Token budget of one step (vLLM's max_num_batched_tokens); a longer prompt is computed in chunks. At least
+    `model_config.decode_batch_size`. null: 2048; on a CPU 512, and fewer for a large model (256 with 7 billion
+    parameters), but at least `decode_batch_size` + 128."""
+    max_waiting_queue: int = option(2000, integer(1, 10**6), reloadable=True)
+    """Maximum number of waiting requests. When it is reached, further requests are refused with 429 and Retry-After."""
+    slo_refusal_factor: float | None = option(
+        None, number("must be a number >= 1", lambda value: value >= 1), reloadable=True
+    )
+    """Load shedding: a request is refused with 429 and Retry-After when its predicted time to first token exceeds the
+    `ttft_slo_s` of its class times this factor. null: never."""
+    max_running_per_tenant: int | None = option(None, integer(1, 10**6), reloadable=True)
+    """Maximum number of running requests of one tenant on all replicas together. Further requests of the tenant wait
+    without delaying other tenants. A tenant is an API key, else the `user` of the request, else all requests without
+    either. null: no limit."""
+    prefix_caching: bool = option(True, BOOLEAN, reloadable=True)
+    """True: the KV blocks of finished requests are kept, as long as there is room, and reused for prompts with the same
+    prefix, within one tenant and `cache_salt`."""
     speculative_method: str = option("ngram", choice(tuple(SpeculativeMethodName)))
-    """Guesses of what comes next, checked beside the next token; they change no byte of an answer. `ngram`: what
-    followed where the same tokens stood before, in the prompt, the answer so far and the tenant's finished answers.
-    `draft_model`: the same, and where nothing is found, what the model of `draft_model_path` would say. Requests whose
-    guesses are right often enough get some, as long as more tokens come in the same time. `none`: nothing is
-    guessed."""
+    """Speculative decoding, which changes no token of a response. `ngram`: n-gram lookup; the tokens that followed an
+    earlier occurrence of the newest tokens, in the prompt, the output or the tenant's finished responses, become draft
+    tokens. `draft_model`: the same, and the model of `draft_model_path` proposes draft tokens where the lookup finds
+    none. The server verifies draft tokens only where the expected gain exceeds the cost. `none`: no draft tokens."""
+    draft_model_path: Path | None = option(
+        None,
+        path(Kind.FILE_OR_FOLDER),
+        only_with=("scheduler_config.speculative_method", SpeculativeMethodName.DRAFT_MODEL.value),
+    )
+    """Folder in Hugging Face form, or GGUF file, of a small model with the same vocabulary. Each WorkAgent loads it in
+    addition to its model; its memory is taken from the KV cache."""
+    max_waiting_tokens: int | None = option(None, integer(1), expert=True, reloadable=True)
+    """Maximum number of prompt tokens in the queue. Beyond it, requests are refused with 429 and Retry-After. At least
+    the longest prompt. null: no limit."""
+    enable_mixed_chunk: bool = option(True, boolean({"mixed": True, "separate": False}), expert=True)
+    """True: a step may contain prefill chunks and decodes. False: a step computes either prompts or decodes, which
+    suits Ascend's attention kernels."""
+    async_scheduling: bool = option(True, BOOLEAN, expert=True)
+    """True: the scheduler forms step k+1 while the device computes step k. False: it waits for the results of step k;
+    the device is idle meanwhile."""
+    max_consecutive_prefill_steps: int = option(1, integer(1, 10**6), derived=True, expert=True, reloadable=True)
+    """Maximum number of prefill-only steps between two tokens of a running request; fewer, by weight, while several
+    classes compete. Larger values improve the time to first token and increase the inter-token latency. null: 1, or 4
+    with `enable_mixed_chunk: False`."""
+    max_consecutive_decode_steps: int = option(16, integer(1, 10**6), expert=True, reloadable=True)
+    """With `policy: decode_first`: maximum number of decode-only steps while prompts wait."""
+    prefill_time_ms_per_req: float = option(600.0, positive("milliseconds"), expert=True, reloadable=True)
+    """With `policy: throughput`: estimated delay of each decoding request, in ms, by the prefill of one prompt."""
+    decode_time_ms_per_req: float = option(50.0, positive("milliseconds"), expert=True, reloadable=True)
+    """With `policy: throughput`: estimated loss, in ms, of a decode step for each empty running slot while prompts
+    wait."""
+    max_long_prefill_tokens: int | None = option(None, integer(1, 2**20), expert=True, reloadable=True)
+    """Maximum number of tokens that one prompt takes in a step while other prompts wait. At most `max_prefill_tokens`.
+    null: half of `max_prefill_tokens`."""
+    tenant_fairness: bool = option(True, BOOLEAN, expert=True, reloadable=True)
+    """Without `order`, True means `order: fair`, and False means `order: arrival`."""
+    max_overtakes: int = option(16, integer(0, 10**6), expert=True, reloadable=True)
+    """Bypass count: how many times requests of the same class may be scheduled before the oldest one, because of
+    `order` or their priority. Then the oldest request is scheduled first."""
+    max_head_start_steps: int = option(256, integer(0, 10**6), expert=True, reloadable=True)
+    """Maximum priority boost, in steps. One unit of `priority` moves a request within its class as if it had arrived
+    `ageing_steps` of the class earlier or later; this limits the total."""
+    quantum_steps: int = option(64, integer(1, 10**6), expert=True, reloadable=True)
+    """Scheduling quantum of weighted fair queueing, in steps: how long a request of a lower class keeps its running
+    slot beyond the share of its class before a waiting request of a higher class preempts it."""
+    max_preemptions_per_request: int = option(8, integer(0, 10**6), expert=True)
+    """Maximum number of preemptions of one request. After that it keeps its KV blocks until it finishes."""
+    preemption_mode: str = option("recompute", choice(("recompute", "swap", "auto")), expert=True, reloadable=True)
+    """What happens to the KV blocks of a preempted request. `recompute`: they are freed and computed again. `swap`:
+    they are copied to host memory (`pa_config.num_swap_blocks`) and back. `auto`: the cheaper of the two."""
+    swap_block_cost_tokens: float = option(4.0, positive("tokens"), expert=True, reloadable=True)
+    """Cost of swapping one block out and in, as the number of tokens that are recomputed in the same time.
+    `preemption_mode: auto` compares with it."""
+    num_speculative_tokens: int = option(16, integer(1, 64), expert=True)
+    """Maximum draft length: draft tokens of one request in one step. The last KV block of the request limits it too."""
+    prompt_lookup_min: int = option(3, integer(1, 16), expert=True)
+    """Minimum n-gram length of the lookup, in tokens. The lookup tries an n-gram of twice this length first."""
+    record_path: Path | None = option(None, path(Kind.MADE_FOLDER), expert=True)
+    """Folder for recordings of the schedulers' inputs (token ids included) and decisions, which `llm-serving replay`
+    runs again; for one server at a time. Relative to the working folder of the server. null: no recording."""
+    record_file_bytes: int = option(16 * 2**20, MEMORY, expert=True)
+    """Size in bytes at which a recording continues in a new file, or text such as "16MB"."""
+    record_files: int = option(4, integer(1, 10**6), expert=True)
+    """Number of recording files that are kept for each scheduler. The oldest is deleted."""
 
-    draft_model_path: Path | None = option(None, path(Kind.FILE_OR_FOLDER))
-    """Folder in Hugging Face form, or GGUF file, of a small model with the same vocabulary, for `draft_model`; each
-    WorkAgent loads it beside its model, and what it takes is taken from the KV cache. None: there is none."""
 
-    num_speculative_tokens: int = option(16, integer(1, 64))
-    """Tokens guessed for a request at a time, at most; as many as its last block has room for."""
+# --- token budget of a step -----------------------------------------------------------------------------------------
 
-    prompt_lookup_tokens: int = option(3, integer(1, 16))
-    """Tokens in a row that must have stood somewhere before, for `ngram`; twice as many are looked for first."""
+CPU_STEP_OPERATIONS: Final = 1.2e12
+"""About one second of a few cores."""
+CPU_STEP_TOKENS: Final = 512
+"""Default on a CPU for every model: four times as many tokens are no faster for each token, and running streams wait
+four times as long beside a flood of prompts (docs/scheduling.md)."""
+MIN_PROMPT_TOKENS: Final = 128
+"""Matrix products of this many rows reach 90 % of the speed of larger ones."""
+SEPARATE_PREFILL_STEPS: Final = 4
+"""Where a step computes either prompts or decodes, one decode after every prefill step would take half of the time."""
 
-    record_path: Path | None = option(None, path(Kind.MADE_FOLDER))
-    """Folder where each scheduler's events and decisions are recorded, for `llm-serving replay`; token ids are among
-    them. Relative to the folder the server was started in. None: nothing is recorded."""
 
-    record_file_bytes: int = option(16 * 2**20, memory())
-    """Bytes after which a file of a recording ends and the next begins, or text such as "16MB"."""
+def choose_step_budget(values: Values, spec: ModelSpec | None) -> None:
+    """Set `max_prefill_tokens` and `max_consecutive_prefill_steps` where they are not given.
 
-    record_files: int = option(4, integer(1, 10**6))
-    """Files that are kept of each scheduler; the oldest is deleted."""
+    On a CPU the time of a step grows in proportion to its tokens: a large step is no faster for each token, and all
+    waiting prompts and running requests wait for its end. So the default is `CPU_STEP_TOKENS`, halved until the matrix
+    products (two operations for each weight and token) need at most `CPU_STEP_OPERATIONS`. On every device the budget
+    has room for all running requests, a part of a prompt, and `max_long_prefill_tokens`.
+    """
+    gap, mixed = "scheduler_config.max_consecutive_prefill_steps", "scheduler_config.enable_mixed_chunk"
+    if not values.is_given(gap) and not values[mixed]:
+        values.set(gap, SEPARATE_PREFILL_STEPS, mixed)
+    name = "scheduler_config.max_prefill_tokens"
+    if values.is_given(name):
+        return
+    tokens, source = values[name], "default"
+    if spec is not None and values["device_config.device_target"] == "CPU":
+        tokens, source = min(tokens, CPU_STEP_TOKENS), "device_config.device_target"
+        while tokens > MIN_PROMPT_TOKENS and 2 * spec.num_multiplied * tokens > CPU_STEP_OPERATIONS:
+            tokens, source = tokens // 2, "size of the model"
+    slots, long_prefill = "model_config.decode_batch_size", "scheduler_config.max_long_prefill_tokens"
+    for key, minimum in ((slots, values[slots] + MIN_PROMPT_TOKENS), (long_prefill, values[long_prefill] or 0)):
+        if minimum > tokens:
+            tokens, source = minimum, key
+    if tokens != values[name]:
+        values.set(name, tokens, source)
+
+
+# --- checks ---------------------------------------------------------------------------------------------------------
+
+_FOR_DRAFT_MODEL: Final = (
+    ("cluster_config.tensor_parallel", 1),
+    ("model_config.mindir_path", None),
+    ("model_config.implementation", ImplementationName.NATIVE),
+)
+"""Key, and the value it must have: a draft model runs inside one WorkAgent, on this project's own network."""
+
+
+def check_scheduler(values: Values) -> None:
+    """Check the budget, the order, the draft model and the limits of the queue.
+
+    Raises:
+        ConfigError: A combination that cannot be served.
+    """
+    budget_key = "scheduler_config.max_prefill_tokens"
+    budget, slots = values[budget_key], values["model_config.decode_batch_size"]
+    if budget < slots:
+        rule = f"must be at least model_config.decode_batch_size {slots}: a step has room for every running request"
+        raise values.error(budget_key, rule)
+    _check_order(values)
+    _check_draft_model(values)
+    name = "scheduler_config.max_long_prefill_tokens"
+    if values[name] is not None and values[name] > budget:
+        raise values.error(name, f"must be <= {budget_key} {budget}, the token budget of a step")
+    name, length = "scheduler_config.max_waiting_tokens", values["model_config.max_generate_length"]
+    longest_prompt = min(max(values["model_config.seq_length"], default=length), length)
+    if values[name] is not None and values[name] < longest_prompt:
+        rule = f"must be >= {longest_prompt}, the longest prompt, which would always be refused otherwise"
+        raise values.error(name, rule)
+
+
+def _check_order(values: Values) -> None:
+    name = "scheduler_config.order"
+    order = values[name]
+    if order not in (None, OrderName.ARRIVAL) and values["scheduler_config.policy"] == PolicyName.FCFS:
+        raise values.error(name, "must be arrival, or be left out, with policy fcfs")
+    if order == OrderName.FAIR and not values["scheduler_config.tenant_fairness"]:
+        rule = "must not be fair while scheduler_config.tenant_fairness is False; leave one of them out"
+        raise values.error(name, rule)
+
+
+def _check_draft_model(values: Values) -> None:
+    method, path = "scheduler_config.speculative_method", "scheduler_config.draft_model_path"
+    if values[path] is None:
+        if values[method] == SpeculativeMethodName.DRAFT_MODEL:
+            raise values.error(method, f"must not be draft_model without {path}")
+        return
+    for name, allowed in _FOR_DRAFT_MODEL:
+        if values[name] != allowed:
+            raise values.error(name, f"must be {allowed} with {path}")

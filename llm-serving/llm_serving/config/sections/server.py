@@ -1,273 +1,273 @@
-"""Section `serving_config`."""
+"""Section `serving_config`: its keys and their checks."""
 
+from __future__ import annotations
+
+import ipaddress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
-from llm_serving.config.kinds import Kind
+from llm_serving.config.paths import Kind
 from llm_serving.config.rules import (
-    boolean,
+    BOOLEAN,
+    HOST_NAMES,
+    MEMORY,
+    ORIGINS,
+    PATH_OR_DASH,
+    PROXIES,
+    ROW_NAME,
+    SECONDS,
+    TEXT,
+    TIMEOUT,
+    URL,
     choice,
-    host_names,
     integer,
     integers,
-    memory,
     option,
-    origins,
     path,
-    path_or_dash,
-    patience,
     positive,
-    proxies,
-    row_name,
-    seconds,
-    text,
-    url,
 )
+from llm_serving.config.tls import CERTFILE, KEYFILE, PASSWORD_FILE, tls_context
+from llm_serving.config.values import Values
 from llm_serving.core.enums import JsonWhitespaceName, RoutingName, ToolFormatName
+from llm_serving.errors import ConfigError
 from llm_serving.log import LEVELS
+
+REQUEST_LOG: Final = "serving_config.request_log"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
-    """Section `serving_config`: addresses, limits at the door, the processes."""
+    """Section `serving_config`: the HTTP server, its limits, and the WorkAgents."""
 
-    agent_ports: tuple[int, ...] = option((16002,), integers(1, 65535, unique=True))
-    """One WorkAgent (a replica of the model) per entry. They and the master inherit what they talk through, so that
-    none of these ports is opened."""
-
-    start_device_id: int = option(0, integer(0, 1023))
-    """Device of the first WorkAgent; the others take the following ones."""
-
-    server_ip: str = option("127.0.0.1", text())
-    """Address the HTTP server binds to."""
-
+    server_ip: str = option("127.0.0.1", TEXT)
+    """Address that the HTTP server listens on. 0.0.0.0: all network interfaces."""
     server_port: int = option(8835, integer(0, 65535))
     """Port of the HTTP server. 0: any free port."""
-
+    agent_ports: tuple[int, ...] = option((16002,), integers(1, 65535, unique=True))
+    """One replica of the model for each entry. Only their number matters: the master and the WorkAgents communicate
+    without opening these ports."""
+    start_device_id: int = option(0, integer(0, 1023))
+    """Device number of the first WorkAgent. The others use the following numbers."""
     ssl_certfile: Path | None = option(None, path(Kind.FILE))
-    """PEM file of the certificate, with those that lead to its authority; makes it HTTPS. None: HTTP. Files that change
-    are read again within seconds, without a restart."""
-
-    ssl_keyfile: Path | None = option(None, path(Kind.FILE))
-    """PEM file of the certificate's private key. None: it is in `ssl_certfile`."""
-
-    ssl_keyfile_password_file: Path | None = option(None, path(Kind.FILE))
-    """File whose first line is the password of an encrypted private key. None: the key is not encrypted."""
-
-    max_connections: int = option(1024, integer(1, 10**6))
-    """Connections, handshakes included. Beyond, one that does not wait for an answer makes room, else 503."""
-
-    max_connections_per_address: int = option(512, integer(1, 10**6))
-    """Connections from one address (of IPv6, a network of 64 bits), by the same rule. A proxy is one address."""
-
-    max_url_bytes: int = option(8192, integer(256, 65535))
-    """Bytes. A longer URL is refused (414)."""
-
-    max_header_bytes: int = option(32 * 1024, integer(1024, 2**20))
-    """Bytes of a request line and its headers (431 beyond), and of what is not body within a chunked body."""
-
-    max_headers: int = option(100, integer(8, 10**4))
-    """Headers of a request; more are refused (431)."""
-
-    max_request_body_bytes: int = option(4 * 2**20, integer(1024, 2**30))
-    """Bytes. A longer request body is refused (413) while it is read."""
-
-    max_pipelined_bytes: int = option(32 * 1024, integer(0, 2**30))
-    """Bytes of further requests that are read while a connection waits for an answer; the rest stays unread."""
-
-    max_buffered_bytes: int = option(32 * 2**20, integer(1024, 2**40))
-    """Bytes that all connections together make the server hold: received and not read to the end, or written and not
-    taken. Beyond, the connection that holds most is ended (503 where no answer has begun)."""
-
-    whole_answer_bytes: int = option(2**28, memory())
-    """Bytes of memory, or text such as "256MB", that answers in one piece (without `stream: true`) may hold together
-    until each is complete, with all that they tell of their tokens. Beyond, the largest one ends of whoever holds most:
-    with 503, or with 400 where it alone is too large."""
-
-    header_timeout_s: float = option(10.0, patience())
-    """Seconds from a connection, or the first byte of a request, to the end of its headers (408); and for TLS's
-    handshake."""
-
-    body_timeout_s: float = option(60.0, patience())
-    """Seconds from the headers of a request to the end of its body (408)."""
-
-    idle_timeout_s: float = option(30.0, patience())
-    """Seconds between two requests of a connection, then it is closed. An answer may take any time."""
-
-    write_timeout_s: float = option(60.0, patience())
-    """Seconds in which a client must take 16 KiB of what was written to it, or all of it; else its connection is cut,
-    its request aborted."""
-
-    shutdown_timeout_s: float = option(30.0, seconds())
-    """Seconds that running requests get to finish when the server is told to stop."""
-
-    max_timeout_s: float = option(86400.0, patience())
-    """Seconds. Most that a request may give itself (`timeout_s`) until it ends with an error."""
-
-    step_timeout_s: float = option(300.0, seconds())
-    """Seconds. A WorkAgent that takes longer for one step counts as dead and is started again."""
-
-    load_timeout_s: float = option(1800.0, patience())
-    """Seconds in which a WorkAgent that loads must have got on: it tells when it begins with something else, and every
-    few seconds what it has read of the weights. One that says nothing for so long is ended and started again. The
-    whole may take any time."""
-
-    max_worker_restarts: int = option(5, integer(0, 1000))
-    """Times in a row, without a step in between, that a WorkAgent which ended is started again before `/health` says
-    that it may be gone for good. It is tried on all the same, with pauses of up to 5 s."""
-
-    exit_without_work_agents: bool = option(False, boolean())
-    """True: the server ends with exit code 3 when all its WorkAgents have used up `max_worker_restarts`."""
-
-    restart_wait_s: float = option(300.0, seconds())
-    """Seconds that requests wait for their WorkAgent to be started again; then they end with an error. Once a restart
-    has failed, new requests are refused (503) until it is back."""
-
-    routing: str = option(RoutingName.PREDICTED_TTFT, choice(tuple(RoutingName)))
-    """Which of several replicas gets a request; the answer is the same. `predicted_ttft`: where its first token is
-    expected first, by the queue, the steps measured and what is cached of its prompt there. `prefix_affinity`: where
-    most of its prompt is cached, while no replica has many more requests than another. `block_cost`: where fewest
-    blocks are to be computed and held. `least_loaded`: where the fewest requests are. `round_robin`: one after the
-    other."""
-
-    explain_requests: int = option(1000, integer(0, 10**6))
-    """Requests of each WorkAgent that ended, the newest, which `/v1/requests/{id}/explain` can still explain, beside
-    all that live. 0: none, and no timeline."""
-
-    timeline_steps: int = option(10000, integer(1, 10**7))
-    """Steps of each WorkAgent, the newest, that explanations and `/v1/timeline` are made from."""
-
-    response_store_bytes: int = option(2**26, integer(0, 2**40))
-    """Bytes of memory for responses of /v1/responses that can be asked for and gone on with, and as much again for
-    those in progress in the background; the oldest make room, of several API keys those of the one that has most. 0:
-    none is kept."""
-
-    batch_path: Path | None = option(None, path(Kind.MADE_FILE))
-    """SQLite file for uploaded files, batches and their answers; relative to the folder the server was started in.
-    None: there are no batches."""
-
-    batch_store_bytes: int = option(2**30, memory())
-    """Bytes that all files of batches may have together, and apart from them the inputs of batches that have not ended;
-    or text such as "1GB". Of several API keys each has at most as much as it leaves free."""
-
-    batch_concurrency: int | None = option(None, integer(1, 4096))
-    """Lines of batches that are asked for at once. None: `decode_batch_size`."""
-
-    max_grammar_bytes: int = option(2**16, integer(1024, 2**24))
-    """Bytes that a JSON schema, regular expression or grammar for answers may have."""
-
-    max_grammar_states: int = option(20_000, integer(100, 10**7))
-    """States of the automaton that such a grammar may need while one answer is made, about 2 KB each; an answer that
-    needs more ends with an error."""
-
-    grammars_kept: int = option(64, integer(1, 10**5))
-    """Grammars that are kept compiled, those asked for last."""
-
-    json_whitespace: str = option(JsonWhitespaceName.SPACE, choice(tuple(JsonWhitespaceName)))
-    """What may stand between the parts of JSON that an answer is bound to, where a request does not say. `none`:
-    nothing; `space`: one space; `lines`: up to 32 spaces, tabs and line breaks, which a small model may fill."""
-
+    """PEM file with the certificate and its chain; enables HTTPS. A changed file is loaded within seconds, without a
+    restart. null: plain HTTP."""
+    ssl_keyfile: Path | None = option(None, path(Kind.FILE), only_with=(CERTFILE, ...))
+    """PEM file with the private key of the certificate. null: the key is in `ssl_certfile`."""
+    ssl_keyfile_password_file: Path | None = option(None, path(Kind.FILE), only_with=(CERTFILE, ...))
+    """File whose first line is the password of an encrypted private key. null: the key is not encrypted."""
+    allowed_hosts: tuple[str, ...] = option((), HOST_NAMES)
+    """Host names, besides `localhost`, that requests may use when the server listens on a loopback address without API
+    keys, such as the name of a reverse proxy. Requests with another Host header are refused with 403."""
+    trusted_proxies: tuple[str, ...] = option(("127.0.0.1", "::1"), PROXIES)
+    """Addresses and networks (such as 10.0.1.0/24) of reverse proxies whose `X-Forwarded-For` and `X-Forwarded-Proto`
+    headers the server believes. `*`: every client, which lets a client claim any address. []: none."""
+    cors_origins: tuple[str, ...] = option((), ORIGINS)
+    """Origins, such as https://chat.example.com, whose web pages may send requests to this server from a browser.
+    `null`: pages of local files. `*`: all. []: only the server's own page."""
+    anonymous_highest_class: str | None = option(None, ROW_NAME, reloadable=True)
+    """Without API keys: the highest request class that clients may use. A request of a higher class, or with a priority
+    before its rank, is refused with 403. null: no limit on a loopback address; the class of priority 0 on any other."""
+    ui: bool = option(True, BOOLEAN)
+    """True: the server has a web page at `/ui` to try the model, watch the scheduler and explain waiting times. The
+    page is public; the data that it shows requires an API key where there are keys."""
+    max_connections: int = option(1024, integer(1, 10**6), reloadable=True)
+    """Maximum number of client connections, TLS handshakes included. At the limit an idle connection is closed for a
+    new one; if none is idle, the new one gets 503."""
+    max_request_body_bytes: int = option(4 * 2**20, integer(1024, 2**30), reloadable=True)
+    """Maximum size of a request body in bytes. A longer body is refused with 413 while it is received."""
+    max_timeout_s: float = option(86400.0, TIMEOUT, reloadable=True)
+    """Maximum of the `timeout_s` that a request may set, in seconds. When the timeout of a request expires, it ends
+    with an error."""
+    shutdown_timeout_s: float = option(30.0, SECONDS)
+    """Seconds that running requests have to finish when the server stops. The remaining ones are aborted."""
+    routing: str = option(RoutingName.PREDICTED_TTFT.value, choice(tuple(RoutingName)))
+    """How a request is assigned to one of several replicas; responses do not depend on it. `predicted_ttft`: lowest
+    predicted time to first token, from queue, measured steps and cached prefix. `prefix_affinity`: longest cached
+    prefix, while no replica has many more requests than another. `block_cost`: fewest blocks to compute and hold.
+    `least_loaded`: fewest requests. `round_robin`: in turn."""
+    exit_without_work_agents: bool = option(False, BOOLEAN)
+    """True: the server exits with code 3 when all its WorkAgents have exhausted `max_worker_restarts`, so that a
+    process supervisor can restart it. False: it keeps restarting them."""
     tool_call_parser: str = option("auto", choice(("auto", "none", *ToolFormatName)))
-    """How the model writes calls of tools, where requests have `tools`. `auto`: as its chat template shows; `none`:
-    such requests are refused; otherwise a format of docs/tools.md."""
+    """Format in which the model writes tool calls. `auto`: the format of its chat template. `none`: requests with
+    `tools` are refused with 400. The other formats are described in docs/tools.md."""
     reasoning_parser: str = option("auto", choice(("auto", "none", "think")))
-    """`think`: what a chat answer has between `<think>` and `</think>` becomes its `reasoning_content`. `auto`: where
-    the chat template knows these marks; `none`: it stays text."""
-
-    low_effort_token_budget: int = option(1024, integer(0, 2**24))
-    medium_effort_token_budget: int = option(4096, integer(0, 2**24))
-    high_effort_token_budget: int = option(16384, integer(0, 2**24))
-    """Tokens that a model may think with `reasoning_effort` low, medium and high."""
-
-    join_identical: bool = option(False, boolean())
-    """True: completions and conversations that have a seed or are greedy, and are the same as one of the same tenant,
-    class and `cache_salt` that is computed at that moment, get its answer. False: each is computed, as those who
-    measure a server with one request expect."""
-
-    shared_answer_bytes: int = option(2**26, memory())
-    """Bytes of memory for answers that are given to several: in flight, and computed ones of requests with an
-    Idempotency-Key; or text such as "64MB". Beyond it, and what is asked for again later, is computed again."""
-
-    request_log: str = option("memory", choice(("none", "memory", "disk")))
-    """Where accepted requests are kept that have an Idempotency-Key or a stream that can be resumed: when they come
-    again, they have the same answer. `none`: keys have no effect. `disk`: in files, which a restart reads again."""
-
-    request_log_path: Path | None = option(None, path(Kind.MADE_FOLDER))
-    """Folder for these files, of this server alone; they hold texts of requests. Relative to the folder the server was
-    started in. Must be given with `disk`."""
-
-    request_log_bytes: int = option(2**26, memory())
-    """Bytes that these requests may have together, in memory and in files, or text such as "64MB"; the oldest make
-    room, in memory and of several API keys those of the one that has most."""
-
-    request_log_age_s: float = option(86400.0, positive("seconds"))
-    """Seconds for which an accepted request and its answer are kept."""
-
-    resume_streams: bool = option(False, boolean())
-    """True: events of streamed completions and conversations carry ids, from which a client goes on after a lost
-    connection (`Last-Event-ID`)."""
-
-    resume_grace_s: float = option(0.0, seconds())
-    """Seconds for which such a stream is computed on when its client has left. 0: it ends, and is computed again for a
-    client that comes back."""
-
-    receipts: str = option("on_demand", choice(("none", "on_demand", "at_start")))
-    """Receipts of answers (`receipt: true`): when the model's files are hashed. `on_demand`: for the first receipt,
-    which waits for it. `at_start`: once the server has started. `none`: receipts are refused."""
-
-    audit_every: int = option(100, integer(0))
-    """Requests, of which one is computed again, alone, when the server is idle, and its answer compared. 0: never."""
-
-    anonymous_highest_class: str | None = option(None, row_name())
-    """Where no API keys are needed, requests of a better class, or with a priority before this class's rank, are
-    refused with 403. None: no limit on a loopback address; on any other the class of priority 0."""
-    cors_origins: tuple[str, ...] = option((), origins())
-    """Origins such as https://chat.example.com whose pages may ask this server from a browser, `null` for pages of
-    files, `*` for all. Empty: the server's own only."""
-
-    trusted_proxies: tuple[str, ...] = option(("127.0.0.1", "::1"), proxies())
-    """Addresses, or networks such as 10.0.1.0/24, of proxies that are believed: whose client asks (`X-Forwarded-For`),
-    over what (`X-Forwarded-Proto`). `*`: everybody is, so that each client may claim any address."""
-
-    allowed_hosts: tuple[str, ...] = option((), host_names())
-    """Names besides `localhost` by which a server on a loopback address without API keys may be asked, such as that of
-    a proxy before it; others are refused with 403."""
-
-    ui: bool = option(True, boolean())
-    """True: `/ui` is a page to try the model, to watch the scheduler and to see why a request waited. It is open to
-    all; what it shows needs the key that is typed there."""
-
-    max_live_viewers: int = option(16, integer(0, 1000))
-    """Streams of `/v1/live` at a time, what the page's live view reads; a tenant has at most half of them. All of them
-    together take at most one hundredth of a core: pictures become fewer as they cost more."""
-
+    """`think`: text between `<think>` and `</think>` becomes the `reasoning_content` of a chat response. `auto`: the
+    same where the chat template contains these tags. `none`: it stays part of the text."""
+    batch_path: Path | None = option(None, path(Kind.MADE_FILE))
+    """SQLite file for the Batch API: uploaded files, batches and their results. Relative to the working folder of the
+    server. null: no Batch API."""
+    batch_store_bytes: int = option(2**30, MEMORY)
+    """Maximum size of all files of the Batch API together, and as much again for the inputs of unfinished batches:
+    bytes, or text such as "1GB". Beyond it, uploads are refused. Of several API keys, one may use at most what it
+    leaves free."""
     log_level: str = option("INFO", choice(LEVELS))
-    """Least level of the log lines: DEBUG, INFO, WARNING or ERROR."""
-
-    throughput_interval_s: float = option(10.0, seconds())
-    """Seconds between two lines in the log that tell how busy the engines are; idle ones tell nothing. 0: no lines."""
-
-    access_log: Path | None = option(None, path_or_dash())
-    """File for one line of JSON a request (ids, tokens, times, no texts); relative to the folder the server was started
-    in. `-`: standard output. None: nothing is written."""
-
-    otlp_endpoint: str | None = option(None, url())
-    """Address of a collector's traces, OTLP as JSON over HTTP, such as http://127.0.0.1:4318/v1/traces. Each request is
-    a span there, its waiting and computing are spans within it; `traceparent` of W3C is honoured. None: no traces."""
-
-    log_file_bytes: int = option(32 * 2**20, memory())
-    """Bytes after which the access log, or the log of `llm-serving start`, goes on in a new file, or text such as
-    "32MB"."""
-
-    log_files: int = option(4, integer(2, 1000))
-    """Files that are kept of each of these logs; the oldest is deleted."""
+    """Minimum level of log lines."""
+    access_log: Path | None = option(None, PATH_OR_DASH)
+    """File for the access log: one JSON line for each request with ids, token counts and times, without texts. Relative
+    to the working folder of the server. `-`: standard output. null: no access log."""
+    otlp_endpoint: str | None = option(None, URL)
+    """URL of a trace collector for OTLP as JSON over HTTP, such as http://127.0.0.1:4318/v1/traces. Each request
+    becomes a span with child spans for waiting and computing; the W3C header `traceparent` is honoured. null: no
+    traces."""
+    throughput_interval_s: float = option(10.0, SECONDS)
+    """Seconds between two log lines with the throughput of the engines; idle engines are not logged. 0: no lines."""
+    max_connections_per_address: int = option(512, integer(1, 10**6), expert=True, reloadable=True)
+    """Maximum number of connections of one client address, or of one /64 network with IPv6, with the same effect as
+    `max_connections`. A reverse proxy counts as one address."""
+    max_url_bytes: int = option(8192, integer(256, 65535), expert=True, reloadable=True)
+    """Maximum length of a URL in bytes; less than `max_header_bytes`. A longer one is refused with 414."""
+    max_header_bytes: int = option(32 * 1024, integer(1024, 2**20), expert=True, reloadable=True)
+    """Maximum size in bytes of the request line and headers, and of the framing between two pieces of a chunked body.
+    More is refused with 431."""
+    max_headers: int = option(100, integer(8, 10**4), expert=True, reloadable=True)
+    """Maximum number of headers of a request. More are refused with 431."""
+    max_pipelined_bytes: int = option(32 * 1024, integer(0, 2**30), expert=True, reloadable=True)
+    """Maximum number of bytes of pipelined requests that the server reads while the connection waits for a response."""
+    max_buffered_bytes: int = option(32 * 2**20, integer(1024, 2**40), derived=True, expert=True, reloadable=True)
+    """Maximum number of bytes that the server buffers for all connections: incomplete requests, and responses that
+    clients have not read. At the limit the connection with the largest buffer is closed, with 503 where no response has
+    started. At least twice `max_request_body_bytes`. null: 32 MiB, or more for larger bodies."""
+    max_buffered_response_bytes: int = option(2**28, MEMORY, expert=True, reloadable=True)
+    """Memory for all non-streaming responses until they are complete, log-probabilities included: bytes, or text such
+    as "256MB". At the limit the largest response of the tenant that uses most ends with 503, or with 400 if it is too
+    large alone."""
+    header_timeout_s: float = option(10.0, TIMEOUT, expert=True, reloadable=True)
+    """Seconds in which the headers of a request must arrive after the connection or the first byte, else 408. Also the
+    time for the TLS handshake."""
+    body_timeout_s: float = option(60.0, TIMEOUT, expert=True, reloadable=True)
+    """Seconds in which the body of a request must arrive after its headers, else 408."""
+    idle_timeout_s: float = option(30.0, TIMEOUT, expert=True)
+    """Seconds after which a connection without a request is closed. The time until a response does not count."""
+    write_timeout_s: float = option(60.0, TIMEOUT, expert=True, reloadable=True)
+    """Seconds in which a client must read 16 KiB of its response, or all of it. Otherwise the connection is closed and
+    the request aborted."""
+    step_timeout_s: float = option(300.0, SECONDS, expert=True)
+    """Maximum duration of one step in seconds. A WorkAgent that exceeds it is restarted."""
+    load_timeout_s: float = option(1800.0, TIMEOUT, expert=True)
+    """Seconds without progress after which a loading WorkAgent is restarted. It reports each stage and, every few
+    seconds, the weights read so far. The whole load may take any time."""
+    max_worker_restarts: int = option(5, integer(0, 1000), expert=True)
+    """Number of restarts in a row without a completed step after which `/health` reports that the WorkAgent may not
+    come back. Restarts continue with pauses of up to 5 s."""
+    restart_wait_s: float = option(300.0, SECONDS, expert=True)
+    """Seconds that requests wait for the restart of their WorkAgent before they end with an error. After a failed
+    restart, new requests are refused with 503 until it is back."""
+    explain_requests: int = option(1000, integer(0, 10**6), expert=True)
+    """Number of finished requests of each WorkAgent, the latest, that `/v1/requests/{id}/explain` covers, besides all
+    unfinished ones. 0: no explanations and no timeline."""
+    timeline_steps: int = option(10000, integer(1, 10**7), expert=True)
+    """Number of steps of each WorkAgent, the latest, that explanations and `/v1/timeline` cover."""
+    response_store_bytes: int = option(2**26, integer(0, 2**40), expert=True)
+    """Memory in bytes for stored responses of `/v1/responses`, and as much again for those in progress in the
+    background. At the limit the oldest response of the API key that uses most is deleted. 0: no response is stored."""
+    batch_concurrency: int | None = option(None, integer(1, 4096), expert=True)
+    """Number of requests of the Batch API that run at once. null: `model_config.decode_batch_size`."""
+    max_grammar_bytes: int = option(2**16, integer(1024, 2**24), expert=True)
+    """Maximum size in bytes of a JSON schema, regular expression or grammar for structured output. A larger one is
+    refused with 400."""
+    max_grammar_states: int = option(20_000, integer(100, 10**7), expert=True)
+    """Maximum number of automaton states, about 2 KB each, that a grammar may need for one response. A response that
+    needs more ends with an error."""
+    grammar_cache_size: int = option(64, integer(1, 10**5), expert=True)
+    """Number of compiled grammars that are cached. The least recently used is evicted."""
+    json_whitespace: str = option(JsonWhitespaceName.SPACE.value, choice(tuple(JsonWhitespaceName)), expert=True)
+    """White space in structured JSON output where the request does not set it. `none`: none. `space`: one space.
+    `lines`: up to 32 spaces, tabs and line breaks, which a small model may use up."""
+    low_effort_token_budget: int = option(1024, integer(0, 2**24), expert=True)
+    """Reasoning budget in tokens of requests with `reasoning_effort: low`. At the limit the reasoning is closed and the
+    response follows."""
+    medium_effort_token_budget: int = option(4096, integer(0, 2**24), expert=True)
+    """Reasoning budget in tokens of requests with `reasoning_effort: medium`."""
+    high_effort_token_budget: int = option(16384, integer(0, 2**24), expert=True)
+    """Reasoning budget in tokens of requests with `reasoning_effort: high`."""
+    coalesce_identical_requests: bool = option(False, BOOLEAN, expert=True)
+    """Request coalescing. True: a request with a seed or greedy sampling gets the response of an identical request of
+    the same tenant, class and `cache_salt` that is being computed. False: each is computed, as benchmarks expect."""
+    coalesced_response_bytes: int = option(2**26, MEMORY, expert=True)
+    """Memory for responses that several requests may get (in flight, or kept for an Idempotency-Key): bytes, or text
+    such as "64MB". Beyond it, a repeated request is computed again."""
+    request_log: str = option("memory", choice(("none", "memory", "disk")), expert=True)
+    """Where requests with an Idempotency-Key or a resumable stream are recorded, so that a repeated request gets the
+    same response. `none`: not recorded, and an Idempotency-Key has no effect. `memory`: until the server stops. `disk`:
+    in files that a restarted server reads."""
+    request_log_path: Path | None = option(None, path(Kind.MADE_FOLDER), expert=True)
+    """Folder for the files of `request_log: disk`, for one server only; they contain texts of requests. Relative to the
+    working folder of the server. Required with `disk`."""
+    request_log_bytes: int = option(2**26, MEMORY, expert=True)
+    """Maximum size of the recorded requests: bytes, or text such as "64MB". At the limit the oldest is deleted, in
+    memory that of the API key that uses most."""
+    request_log_age_s: float = option(86400.0, positive("seconds"), expert=True)
+    """Seconds for which a recorded request and its response are kept."""
+    resume_streams: bool = option(False, BOOLEAN, expert=True)
+    """True: the events of streamed completions and chat completions have ids, from which a client resumes after a lost
+    connection (`Last-Event-ID`)."""
+    resume_grace_s: float = option(0.0, SECONDS, expert=True)
+    """Seconds for which a resumable stream is still computed after its client has disconnected. 0: the request is
+    aborted at once, and computed again when the client resumes it."""
+    receipts: str = option("on_demand", choice(("none", "on_demand", "at_start")), expert=True)
+    """Receipts of responses (`receipt: true` in a request): when the files of the model are hashed. `on_demand`: for
+    the first receipt, which waits for it. `at_start`: after the start. `none`: receipts are refused."""
+    audit_every: int = option(100, integer(0), expert=True)
+    """Audit: of this many requests, one is computed again alone while the server is idle, and its response compared. 0:
+    no audits."""
+    max_live_viewers: int = option(16, integer(0, 1000), expert=True)
+    """Maximum number of streams of `/v1/live`, which the web page reads; one tenant may have half of them. All together
+    use at most 1 % of a core: updates become less frequent when they cost more. 0: none."""
+    log_file_bytes: int = option(32 * 2**20, MEMORY, expert=True)
+    """Size in bytes at which the access log, or the log of `llm-serving start`, continues in a new file, or text such
+    as "32MB"."""
+    log_files: int = option(4, integer(2, 1000), expert=True)
+    """Number of files that are kept of each of these logs. The oldest is deleted."""
 
     @property
     def url(self) -> str:
-        """Where the server can be asked."""
+        """The URL of the server."""
         host = f"[{self.server_ip}]" if ":" in self.server_ip else self.server_ip
         return f"{self.scheme}://{host}:{self.server_port}"
 
     @property
     def scheme(self) -> str:
         return "http" if self.ssl_certfile is None else "https"
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only programs on this machine reach the address. Of all names, only `localhost` counts."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
+
+
+def check_server(values: Values) -> None:
+    """Check the buffers, the certificate and the record of requests.
+
+    Raises:
+        ConfigError: A combination that cannot be served.
+    """
+    name, body = "serving_config.max_buffered_bytes", values["serving_config.max_request_body_bytes"]
+    if values[name] < 2 * body:
+        if values.is_given(name):
+            rule = f"must be at least twice max_request_body_bytes {body}, or two bodies would exceed it"
+            raise values.error(name, rule)
+        values.set(name, 2 * body, "twice max_request_body_bytes")
+    _check_certificate(values)
+    name, headers = "serving_config.max_url_bytes", values["serving_config.max_header_bytes"]
+    if values[name] >= headers:
+        raise values.error(name, f"must be less than max_header_bytes {headers}, which includes the URL")
+    if values[REQUEST_LOG] == "disk" and values["serving_config.request_log_path"] is None:
+        raise values.error("serving_config.request_log_path", "must be given with request_log: disk")
+    if values[REQUEST_LOG] == "none":
+        condition = "with request_log: none, because a stream resumes from this record"
+        values.require("serving_config.resume_streams", (False,), condition)
+
+
+def _check_certificate(values: Values) -> None:
+    if values[CERTFILE] is None:
+        return
+    try:
+        tls_context(values[CERTFILE], values[KEYFILE], values[PASSWORD_FILE])
+    except ConfigError as error:
+        name = str(error).partition(": ")[0]
+        raise ConfigError(f"{values.source(name)}: {error}") from None

@@ -8,7 +8,7 @@ from typing import Final
 
 from starlette.types import ASGIApp, Message
 
-from llm_serving.config.sections.api_key import ApiKey
+from llm_serving.config.tables import ApiKey
 from llm_serving.errors import AuthenticationError
 from llm_serving.server.batches.runner import Answered
 from llm_serving.server.error_responses import openai_error_response

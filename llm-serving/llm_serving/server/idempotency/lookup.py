@@ -86,7 +86,7 @@ async def arrival(
     """
     accepted: AcceptedRequests = http_request.app.accepted
     serving = engine.config.serving
-    rules = SharingRules(serving.join_identical, serving.resume_grace_s)
+    rules = SharingRules(serving.coalesce_identical_requests, serving.resume_grace_s)
     seeded = request.seed is not None
     key = _key(http_request) if accepted.keeps else ""
     streams = bool(serving.resume_streams and accepted.keeps and request.stream and num_streams <= MAX_NUMBERED_CHOICES)

@@ -14,7 +14,7 @@ from typing import Final, TypeVar
 from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from llm_serving.config.sections.api_key import ApiKey
+from llm_serving.config.tables import ApiKey
 from llm_serving.core.timings import Clock
 from llm_serving.errors import AuthenticationError, PermissionDeniedError, RateLimitError
 from llm_serving.log import get_logger

@@ -15,8 +15,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from llm_serving.config.addresses import is_loopback
-from llm_serving.config.sections.server import ServerConfig
+from llm_serving.config.sections.server import ServerConfig, is_loopback
 from llm_serving.errors import PermissionDeniedError
 from llm_serving.server.error_responses import (
     PREDICTED_TTFT_HEADER,

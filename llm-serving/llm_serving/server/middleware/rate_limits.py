@@ -10,7 +10,7 @@ from typing import Final
 
 from starlette.requests import HTTPConnection
 
-from llm_serving.config.sections.api_key import ApiKey
+from llm_serving.config.tables import ApiKey
 from llm_serving.core.timings import Clock
 from llm_serving.errors import RateLimitError
 

@@ -26,7 +26,7 @@ SERVER: Final[Mapping[str, tuple[Any, ...]]] = {
     "scheduler_config.policy": ("prefill_first", "decode_first", "mixed", "throughput"),
     "scheduler_config.order": (None, "arrival", "shortest", "deadline"),
     "scheduler_config.max_overtakes": (0, 4, 16, 64, 256),
-    "scheduler_config.turn_steps": (8, 16, 32, 64, 128, 256),
+    "scheduler_config.quantum_steps": (8, 16, 32, 64, 128, 256),
     "scheduler_config.prefix_caching": (True, False),
 }
 """Values in ascending order, or without one; that of the configuration is added where it is missing."""

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import get_args, get_type_hints
 
 import pytest
-from llm_serving.config.kinds import Kind
-from llm_serving.config.loader import RULES, load_config
-from llm_serving.config.schema import SECTIONS
+from llm_serving.config.loader import load_config
+from llm_serving.config.paths import Kind
+from llm_serving.config.schema import RULES, SECTIONS
 from llm_serving.errors import LLMServingError
 
 PATHS = [
@@ -35,14 +35,14 @@ def says(name, path, why):
     return f"--set: `{name}` must be {RULES[name].kind.value}; {why}. Given: {path}"
 
 
-def test_every_path_has_a_kind_and_nothing_else_has():
+def test_exactly_the_paths_have_a_kind():
     assert [name for name, rule in RULES.items() if rule.kind is not None] == PATHS
     assert len(PATHS) >= 15
 
 
 @pytest.mark.parametrize("name", PATHS)
 @pytest.mark.parametrize("what", ["a device", "a pipe", "a socket"])
-def test_what_is_neither_file_nor_folder_is_refused(name, what, tmp_path):
+def test_device_pipe_and_socket_are_refused(name, what, tmp_path):
     path = tmp_path / "there"
     if what == "a device":
         path = Path("/dev/zero")
@@ -59,7 +59,7 @@ def test_what_is_neither_file_nor_folder_is_refused(name, what, tmp_path):
 
 
 @pytest.mark.parametrize("name", [name for name in PATHS if RULES[name].kind is not Kind.FILE_OR_FOLDER])
-def test_a_folder_is_no_file_and_a_file_no_folder(name, tmp_path):
+def test_folder_in_place_of_a_file_and_the_reverse_are_refused(name, tmp_path):
     wants_file = RULES[name].kind in (Kind.FILE, Kind.MADE_FILE, Kind.LOG)
     path = tmp_path / "there"
     if wants_file:
@@ -70,7 +70,7 @@ def test_a_folder_is_no_file_and_a_file_no_folder(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", OWN_WORDS)
-def test_a_folder_of_a_model_that_may_not_be_entered(name, tmp_path, monkeypatch):
+def test_model_folder_without_permission_is_refused(name, tmp_path, monkeypatch):
     real_stat, real_access = os.stat, os.access
 
     def stat(at, **options):
@@ -84,7 +84,7 @@ def test_a_folder_of_a_model_that_may_not_be_entered(name, tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("name", MADE)
-def test_what_is_made_may_lie_in_the_home_folder(name, tmp_path, monkeypatch):
+def test_created_path_may_use_the_home_folder(name, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     section, _, key = name.partition(".")
     config = load_config(None, [f"{name}=~/made"])
@@ -93,7 +93,7 @@ def test_what_is_made_may_lie_in_the_home_folder(name, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", PATHS)
-def test_a_file_among_the_folders_above(name, tmp_path):
+def test_file_in_place_of_a_parent_folder_is_refused(name, tmp_path):
     (tmp_path / "file").write_text("")
     path = tmp_path / "file" / "below"
     if name in MADE:
@@ -103,7 +103,7 @@ def test_a_file_among_the_folders_above(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", PATHS)
-def test_what_may_not_be_looked_at(name, tmp_path, monkeypatch):
+def test_path_without_permission_to_stat_is_refused(name, tmp_path, monkeypatch):
     path, real = tmp_path / "there", os.stat
 
     def stat(at, *arguments, **named):
@@ -119,7 +119,7 @@ def test_what_may_not_be_looked_at(name, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", PATHS)
-def test_what_may_not_be_read_or_written(name, tmp_path, monkeypatch):
+def test_path_without_permission_is_refused(name, tmp_path, monkeypatch):
     kind, path = RULES[name].kind, tmp_path / "there.gguf"
     if kind in (Kind.FOLDER, Kind.MADE_FOLDER):
         path.mkdir()
@@ -131,7 +131,7 @@ def test_what_may_not_be_read_or_written(name, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", MADE)
-def test_a_place_where_nothing_may_be_made(name, tmp_path, monkeypatch):
+def test_folder_without_permission_to_create_is_refused(name, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda at, mode: str(at) != str(tmp_path))
     path = tmp_path / "there"
     assert refusal(name, path) == says(name, path, f"nothing may be made in {tmp_path}")
