@@ -1,8 +1,8 @@
-"""What guesses a longer search would bring: python performance/lookup_lengths.py
+"""What a longer n-gram match would gain: python performance/lookup_lengths.py
 
-Tokens a step, counted without a model: the shipped model's long answers are said token by token, and of at most sixteen
-guesses those count that are right up to the first wrong one. Look-ups by two lengths, as the server makes them, against
-the longest match in all that has been said, which is what a suffix tree finds; each text the first time and once more.
+Tokens per step, counted without a model: the long answers of the shipped model are generated token by token; of at most
+sixteen draft tokens those up to the first wrong one are accepted. Lookups by two lengths, as in the server, are
+compared with the longest match in all texts so far, which a suffix tree finds; each text the first time and once more.
 Needs the package: run it with its interpreter.
 """
 
@@ -14,12 +14,11 @@ from collections.abc import Sequence
 from typing import Final, Protocol
 
 from llm_serving.config.paths import DEMO_FOLDER
-from llm_serving.speculation.finished_answers import FinishedAnswers
-from llm_serving.speculation.lookup import Lookup
+from llm_serving.speculation.ngram import FinishedAnswersIndex, NgramLookup
 from llm_serving.text.tokenizer.tokenizer import Tokenizer
 from workload import DEMO_QUESTIONS, load
 
-MAX_GUESSES: Final = 16
+MAX_DRAFT_TOKENS: Final = 16
 LENGTH: Final = 3
 LONGEST: Final = 64
 """Tokens of a match that are compared."""
@@ -27,72 +26,72 @@ LONGEST: Final = 64
 Text = Sequence[int]
 
 
-class Guesser(Protocol):
-    def begin(self, prompt: Text) -> None: ...
-    def guess(self) -> list[int]: ...
-    def take(self, token_id: int) -> None: ...
-    def end(self, answer: Text) -> None: ...
+class TextProposer(Protocol):
+    def start(self, prompt: Text) -> None: ...
+    def propose(self) -> list[int]: ...
+    def append(self, token_id: int) -> None: ...
+    def finish(self, answer: Text) -> None: ...
 
 
 class TwoLengths:
-    """As the server does."""
+    """The proposer of the server."""
 
     def __init__(self) -> None:
-        self._finished = FinishedAnswers(LENGTH, 2**18)
+        self._finished = FinishedAnswersIndex(LENGTH, 2**18)
 
-    def begin(self, prompt: Text) -> None:
-        self._lookup = Lookup(prompt, "", LENGTH, self._finished)
-        self._lookup.look()
+    def start(self, prompt: Text) -> None:
+        self._lookup = NgramLookup(prompt, "", LENGTH, self._finished)
+        self._lookup.search()
 
-    def guess(self) -> list[int]:
-        return self._lookup.guess(MAX_GUESSES)
+    def propose(self) -> list[int]:
+        return self._lookup.propose(MAX_DRAFT_TOKENS)
 
-    def take(self, token_id: int) -> None:
-        self._lookup.append(token_id)
-        if not self._lookup.has_guess:
-            self._lookup.look()
+    def append(self, token_id: int) -> None:
+        self._lookup.advance([token_id])
+        if not self._lookup.has_draft:
+            self._lookup.search()
 
-    def end(self, answer: Text) -> None:
+    def finish(self, answer: Text) -> None:
         self._finished.add([("", tuple(answer))])
 
 
 class LongestMatch:
-    """What followed the longest match, of `LENGTH` tokens at least; of equally long ones the newest."""
+    """Proposes what followed the longest match of at least `LENGTH` tokens; of equally long ones the newest."""
 
     def __init__(self) -> None:
         self._finished: dict[Text, list[tuple[Text, int]]] = defaultdict(list)
 
-    def begin(self, prompt: Text) -> None:
-        self._said: list[int] = []
-        self._places: dict[Text, list[tuple[Text, int]]] = defaultdict(list)
+    def start(self, prompt: Text) -> None:
+        self._text: list[int] = []
+        self._positions: dict[Text, list[tuple[Text, int]]] = defaultdict(list)
         for token_id in prompt:
-            self.take(token_id)
+            self.append(token_id)
 
-    def guess(self) -> list[int]:
-        key = tuple(self._said[-LENGTH:])
-        found = [*self._finished.get(key, ()), *self._places.get(key, ())]
+    def propose(self) -> list[int]:
+        key = tuple(self._text[-LENGTH:])
+        found = [*self._finished.get(key, ()), *self._positions.get(key, ())]
         if not found:
             return []
         _, _, text, index = max(
-            (self._length(text, index), place, text, index) for place, (text, index) in enumerate(found)
+            (self._length(text, index), number, text, index) for number, (text, index) in enumerate(found)
         )
-        guessed = list(text[index : index + MAX_GUESSES])
-        while text is self._said and len(guessed) < MAX_GUESSES:
-            guessed += guessed[: MAX_GUESSES - len(guessed)]
-        return guessed
+        draft = list(text[index : index + MAX_DRAFT_TOKENS])
+        while text is self._text and len(draft) < MAX_DRAFT_TOKENS:
+            draft += draft[: MAX_DRAFT_TOKENS - len(draft)]
+        return draft
 
-    def take(self, token_id: int) -> None:
-        if len(self._said) >= LENGTH:
-            self._places[tuple(self._said[-LENGTH:])].append((self._said, len(self._said)))
-        self._said.append(token_id)
+    def append(self, token_id: int) -> None:
+        if len(self._text) >= LENGTH:
+            self._positions[tuple(self._text[-LENGTH:])].append((self._text, len(self._text)))
+        self._text.append(token_id)
 
-    def end(self, answer: Text) -> None:
+    def finish(self, answer: Text) -> None:
         for index in range(LENGTH, len(answer)):
             self._finished[tuple(answer[index - LENGTH : index])].append((answer, index))
 
     def _length(self, text: Text, index: int) -> int:
         length = LENGTH
-        while length < min(LONGEST, index, len(self._said)) and text[index - length - 1] == self._said[-length - 1]:
+        while length < min(LONGEST, index, len(self._text)) and text[index - length - 1] == self._text[-length - 1]:
             length += 1
         return length
 
@@ -101,29 +100,31 @@ def main() -> int:
     tokenizer = Tokenizer.load(DEMO_FOLDER)
     questions = [each for each in load(DEMO_QUESTIONS) if len(each.reference) > 100]
     texts = [(tokenizer.encode(each.text), tokenizer.encode(each.reference, False)) for each in questions]
-    guessers: dict[str, Guesser] = {"two lengths": TwoLengths(), "longest match": LongestMatch()}
-    for name, guesser in guessers.items():
+    proposers: dict[str, TextProposer] = {"two lengths": TwoLengths(), "longest match": LongestMatch()}
+    for name, proposer in proposers.items():
         for time in ("the first time", "once more"):
-            num_steps = sum(steps_of(guesser, prompt, answer) for prompt, answer in texts)
+            num_steps = sum(steps_of(proposer, prompt, answer) for prompt, answer in texts)
             print(
                 f"{name}, {time}: {sum(len(answer) for _, answer in texts) / num_steps:.2f} tokens a step", flush=True
             )
     return 0
 
 
-def steps_of(guesser: Guesser, prompt: Text, answer: Text) -> int:
-    """Steps in which an answer is said."""
-    guesser.begin(prompt)
-    num_steps, place = 0, 0
-    while place < len(answer):
-        guesses = guesser.guess() if place else []  # the first token comes with the prompt
-        num_right = 0
-        while num_right < len(guesses) and answer[place + num_right : place + num_right + 1] == [guesses[num_right]]:
-            num_right += 1
-        for token_id in answer[place : place + num_right + 1]:
-            guesser.take(token_id)
-        place, num_steps = place + num_right + 1, num_steps + 1
-    guesser.end(answer)
+def steps_of(proposer: TextProposer, prompt: Text, answer: Text) -> int:
+    """Return the number of steps that generate an answer."""
+    proposer.start(prompt)
+    num_steps, position = 0, 0
+    while position < len(answer):
+        draft = proposer.propose() if position else []  # the first token comes with the prompt
+        num_accepted = 0
+        for draft_token, token_id in zip(draft, answer[position:], strict=False):
+            if draft_token != token_id:
+                break
+            num_accepted += 1
+        for token_id in answer[position : position + num_accepted + 1]:
+            proposer.append(token_id)
+        position, num_steps = position + num_accepted + 1, num_steps + 1
+    proposer.finish(answer)
     return num_steps
 
 

@@ -2,7 +2,7 @@
 
 Its layers are wider and more by weights that add nothing: rows of the MLP whose columns on the way down are zero, and
 layers whose outputs are. So a small model, the demo model, predicts nearly all of what a large one says. With that a
-draft model is measured where no pair of trained ones is at hand: how fast guesses are when they are right.
+draft model is measured where no pair of trained ones is at hand: how fast drafts are when they are accepted.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@
     python scheduling_experiments.py refusals --output FOLDER      twice the capacity, and clients that obey Retry-After
     python scheduling_experiments.py inversion --output FOLDER     long answers that have waited beside short ones
     python scheduling_experiments.py floods   --output FOLDER      streams beside a flood of long prompts
-    python scheduling_experiments.py guesses  --output FOLDER      a server that guesses what comes next, or does not
+    python scheduling_experiments.py speculation --output FOLDER   a server with and without speculative decoding
 
 Writes NAME.md, NAME.json and NAME.svg. Needs the package and matplotlib: pip install -e 'llm-serving[bench]'.
 
@@ -20,7 +20,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from experiments import batching, burst, floods, guesses, inversion, policies, refusals, tenants
+from experiments import batching, burst, floods, inversion, policies, refusals, speculation, tenants
 from experiments.bench import Bench
 from experiments.results import Result, markdown, write
 from experiments.server import ServerError
@@ -33,7 +33,7 @@ EXPERIMENTS: dict[str, Callable[[Bench], Result]] = {
     "refusals": refusals.run,
     "inversion": inversion.run,
     "floods": floods.run,
-    "guesses": guesses.run,
+    "speculation": speculation.run,
 }
 
 

@@ -1,19 +1,19 @@
-"""What guesses bring and cost: python performance/speculation_benchmark.py [--model FOLDER] [--pairs N] [--seconds S]
+"""Gain and cost of speculative decoding: python performance/speculation_benchmark.py [--model FOLDER] [--pairs N]
 
-The same model twice, with and without guesses, each in a WorkAgent as a server has it; both take turns at every piece
-of work, and what counts is the ratio of tokens per second within a pair: its median, and between which values the
-median of many more pairs lies (95 %). Every answer of one is compared with that of the other, and a difference ends the
-run. CPU time of the master a step hardly depends on what else the machine does; the text may come in fewer steps with
-guesses.
+The same model twice, with and without speculative decoding, each in a WorkAgent as a server has it. Both take turns at
+every piece of work. The result is the ratio of tokens per second within a pair: its median, and between which values
+the median of many more pairs lies (95 %). Every answer of one is compared with that of the other, and a difference ends
+the run. CPU time of the master a step hardly depends on what else the machine does; with drafts the text may take fewer
+steps.
 
     first time   one stream: the long answers of the shipped model's questions, which nobody has had before
     again        the same questions once more
-    guessable N  N streams at once, of the same questions
-    noise N      N streams at once, sampled at a temperature at which nothing can be guessed
+    repeated N   N streams at once, of the same questions
+    noise N      N streams at once, sampled at a temperature at which no draft is accepted
 
-With `--set scheduler_config.draft_model_path=FOLDER --method draft_model` a small model guesses too. With
-`--method none` neither of the two guesses: how far the ratios are from 1 then is the error of the others. Ends with a
-table of ratios. Needs the package: run it with its interpreter.
+With `--set scheduler_config.draft_model_path=FOLDER --method draft_model` a small model proposes too. With
+`--method none` neither of the two speculates: how far the ratios are from 1 then is the error of the others. Ends with
+a table of ratios. Needs the package: run it with its interpreter.
 """
 
 from __future__ import annotations
@@ -62,15 +62,15 @@ def main(argv: Sequence[str] | None = None) -> int:
                 for turn in range(arguments.pairs)
             )
             work: Iterable[Work] = ((prompts, greedy) for prompts in shifted)
-            cells["guessable", count] = _measure(f"guessable {count}", engines, work, arguments.seconds)
+            cells["repeated", count] = _measure(f"repeated {count}", engines, work, arguments.seconds)
         for count in arguments.rows:
             noise = SamplingParams(temperature=2.0, seed=count, max_tokens=NOISE_TOKENS, ignore_eos=True)
             texts = (_noise(engines[0], count, turn) for turn in range(arguments.pairs))
             work = ((prompts, noise) for prompts in texts)
             cells["noise", count] = _measure(f"noise {count}", engines, work, arguments.seconds)
-    print("| tokens/s with guesses over without, at once | " + " | ".join(map(str, arguments.rows)) + " |")
+    print("| tokens/s with speculation over without, at once | " + " | ".join(map(str, arguments.rows)) + " |")
     print("| --- " * (1 + len(arguments.rows)) + "|")
-    for kind in ("guessable", "noise"):
+    for kind in ("repeated", "noise"):
         print(f"| {kind} | " + " | ".join(cells[kind, count] for count in arguments.rows) + " |")
     return 0
 
@@ -127,7 +127,7 @@ def _noise(llm: LLM, count: int, seed: int) -> list[list[int]]:
 
 
 def _compare(engines: Sequence[LLM], prompts: Sequence[Any], params: SamplingParams, turn: int) -> list[Run]:
-    """Without and with guesses; the order changes from turn to turn."""
+    """Without and with speculation; the order changes from turn to turn."""
     runs: dict[int, Run] = {}
     answers = {}
     for index in (0, 1) if turn % 2 == 0 else (1, 0):
@@ -139,22 +139,24 @@ def _compare(engines: Sequence[LLM], prompts: Sequence[Any], params: SamplingPar
         runs[index] = Run(num_tokens / seconds, cpu_s, engine.num_steps - num_steps)
         answers[index] = [(output.text, output.token_ids, output.finish_reason) for output in outputs]
     if answers[0] != answers[1]:
-        raise SystemExit("an answer with guesses differs from the one without")
+        raise SystemExit("an answer with speculation differs from the one without")
     return [runs[0], runs[1]]
 
 
 def _show(name: str, pairs: Sequence[list[Run]], engines: Sequence[LLM]) -> str:
-    ratios = sorted(guessing.rate / plain.rate for plain, guessing in pairs)
+    ratios = sorted(drafted.rate / plain.rate for plain, drafted in pairs)
     low, high = _interval_of_median(len(ratios))
     ratio = f"{statistics.median(ratios):.2f} ({ratios[low]:.2f}-{ratios[high]:.2f})"
-    plain, guessing = (statistics.median(run.rate for run in runs) for runs in zip(*pairs, strict=True))
-    cpu, cpu_guessing = (
+    plain, drafted = (statistics.median(run.rate for run in runs) for runs in zip(*pairs, strict=True))
+    cpu, cpu_drafted = (
         1e6 * sum(run.cpu_s for run in runs) / sum(run.num_steps for run in runs) for runs in zip(*pairs, strict=True)
     )
-    checked, right = (_count(engines[1], f"vllm:spec_decode_num_{each}_tokens_total") for each in ("draft", "accepted"))
+    counters = [f"vllm:spec_decode_num_{each}_tokens_total" for each in ("draft", "accepted")]
+    num_draft_tokens, num_accepted = (_count(engines[1], each) for each in counters)
     print(
-        f"{name:12} {plain:8.0f} tok/s, with guesses {guessing:8.0f}: {ratio} x in {len(pairs)} pairs;"
-        f" master {cpu:.0f} us a step, {cpu_guessing:.0f} with; so far {checked:.0f} guesses, {right:.0f} right",
+        f"{name:12} {plain:8.0f} tok/s, with speculation {drafted:8.0f}: {ratio} x in {len(pairs)} pairs;"
+        f" master {cpu:.0f} us a step, {cpu_drafted:.0f} with;"
+        f" so far {num_draft_tokens:.0f} draft tokens, {num_accepted:.0f} accepted",
         flush=True,
     )
     return ratio
@@ -168,7 +170,7 @@ def _interval_of_median(count: int) -> tuple[int, int]:
 
 def _count(llm: LLM, counter: str) -> float:
     lines = llm.metrics.render()[0].decode().splitlines()
-    return next(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(counter))
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(counter))
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

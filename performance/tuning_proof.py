@@ -7,7 +7,7 @@ Each takes some minutes. The first tunes `--config` for each goal; the second st
 goal's load on it over HTTP and compares what clients saw with what was predicted. What was measured already is kept;
 `--only` names goals. Random YAMLs turn the knobs that `tune` turns, by `--seed`. How heavy a load is and what is asked
 follow from what the profile predicts of `--config`, so that there is something to tune on fast machines and slow ones.
-No server guesses tokens: what would be answered is in no workload file, so that no simulation could guess any.
+No server uses speculative decoding: the answers are in no workload file, so that no simulation could draft tokens.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ CLOSED: Final = f"streams:\n    all: {{concurrency: 128, requests: 600, class: i
 """What tells how many requests a second are answered at most."""
 WARM: Final = f"streams:\n    all: {{concurrency: 16, requests: 48, {LENGTHS}}}\n"
 VOCABULARY: Final = "vocab_size: 1024\n"
-NO_GUESSES: Final = ("scheduler_config.speculative_method=none",)
+NO_SPECULATION: Final = ("scheduler_config.speculative_method=none",)
 """Of servers and simulations."""
 DEFAULT, TUNED = "default", "tuned"
 MOST_S: Final = 12.0
@@ -107,7 +107,7 @@ class Bench:
     def _predicted_of(self, load: str) -> Figures:
         """Figures of the configuration under a load, which stays the one of this goal."""
         self.path("load").write_text(f"seed: {self.seed}\n{VOCABULARY}{load}")
-        return self.predicted(self.config, NO_GUESSES)
+        return self.predicted(self.config, NO_SPECULATION)
 
     @property
     def goal(self) -> Goal:
@@ -125,12 +125,12 @@ class Bench:
 
     def variants(self, num_random: int) -> Iterator[tuple[str, Path, list[str]]]:
         """(name, YAML, overrides) of each configuration."""
-        yield DEFAULT, self.config, [*NO_GUESSES]
-        yield TUNED, self.path(TUNED), [*NO_GUESSES]
+        yield DEFAULT, self.config, [*NO_SPECULATION]
+        yield TUNED, self.path(TUNED), [*NO_SPECULATION]
         rng, found = random.Random(self.seed), 0
         knobs = knobs_for(load_config(self.config), read_workload(self.path("load")), self.goal)
         while found < num_random:
-            overrides = [*NO_GUESSES, *as_overrides({each.key: rng.choice(each.values) for each in knobs})]
+            overrides = [*NO_SPECULATION, *as_overrides({each.key: rng.choice(each.values) for each in knobs})]
             try:
                 load_config(self.config, overrides)
             except ConfigError:  # a combination that is refused

@@ -14,7 +14,7 @@ counts, and how far they lie apart is told: no prediction can be closer.
 What is off because the machine was faster or slower than when it was profiled is told apart from what the model gets
 wrong: the last column has by what factor steps took longer during the load than the profile says of their shapes, by
 the servers' recordings, and how many figures are within their limits with steps as fast as that is told, too. The
-recordings also tell what was answered: guesses are simulated in those texts.
+recordings also tell what was answered: drafts are simulated in those texts.
 """
 
 from __future__ import annotations
@@ -228,7 +228,7 @@ def answers_of(folder: Path) -> dict[tuple[int, ...], Sequence[int]]:
 
 
 def with_texts(load: Load, answers: Mapping[tuple[int, ...], Sequence[int]]) -> Load:
-    """The load with what it was answered, in which a server that guesses finds its guesses."""
+    """The load with its answers, in which a server finds its drafts."""
     streams = tuple(
         replace(
             stream,

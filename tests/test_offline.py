@@ -12,7 +12,7 @@ from llm_serving.core.request_output import RequestOutput
 from llm_serving.core.sampling_params import BeamSearchParams, SamplingParams
 from llm_serving.errors import ContextLengthError, RequestError
 from llm_serving.offline import LLM
-from llm_serving.speculation import Drafter, DraftModel
+from llm_serving.speculation import DraftModelProposer, SpeculationController
 from llm_serving.text.structured_output.grammars import json_grammar
 from support.schemas import fault_of
 
@@ -127,9 +127,11 @@ def test_static_batching_and_fcfs_give_the_same_answers(alone: list[Answer]) -> 
 
 def test_a_draft_model_gives_the_same_answers(alone: list[Answer], monkeypatch: pytest.MonkeyPatch) -> None:
     """The same model as its own draft model, so that nearly all it proposes is right: sampled answers too."""
-    monkeypatch.setattr(Drafter, "pays", property(lambda drafter: True, lambda drafter, value: None), raising=False)
+    monkeypatch.setattr(
+        SpeculationController, "pays", property(lambda self: True, lambda self, value: None), raising=False
+    )
     model = llm("scheduler_config.speculative_method=draft_model", "scheduler_config.draft_model_path=demo")
-    monkeypatch.setattr(DraftModel, "pass_s", property(lambda draft: 0.0, lambda draft, value: None), raising=False)
+    monkeypatch.setattr(DraftModelProposer, "pass_s", property(lambda self: 0.0), raising=False)
     assert together(model) == alone
     for index in (0, 1, 5):  # alone, most tokens are proposed
         prompt, sampling = REQUESTS[index]
@@ -137,9 +139,9 @@ def test_a_draft_model_gives_the_same_answers(alone: list[Answer], monkeypatch: 
     told = model.metrics.render()[0].decode()
     counts = [
         float(line.rsplit(" ", 1)[1])
-        for name in ("checked", "right")
+        for name in ("draft", "accepted")
         for line in told.splitlines()
-        if line.startswith(f"llm_serving:guesses_{name}_total") and 'proposer="draft_model"' in line
+        if line.startswith(f"vllm:spec_decode_num_{name}_tokens_total") and 'proposer="draft_model"' in line
     ]
     assert counts[0] > 100
     assert counts[1] > 0.5 * counts[0]

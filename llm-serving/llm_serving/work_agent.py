@@ -76,7 +76,7 @@ CONNECT_S: Final = 30.0
 """To reach the master of another machine."""
 POLL_S: Final = 0.0005
 """For which the next order is looked for before the process sleeps: as long as a master takes that forms a step by the
-reply to the one before, guesses included."""
+reply to the one before, drafts included."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -8,19 +8,19 @@ from itertools import count
 from typing import Any
 
 import pytest
+from fake_speculation import KnownAnswerDrafts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llm_serving.core.request import Request
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.errors import WorkerDiedError
 from llm_serving.scheduler import PreemptionMode
-from llm_serving.speculation import Drafter
+from llm_serving.speculation import NgramProposer, SpeculationController
 from llm_serving.text.structured_output.grammars import Grammar, choice_grammar, json_grammar, regex_grammar
 from support.engine_harness import Harness
 from support.fake_constraints import END, constraint_of, text_of
 from support.fake_runner import VOCAB_SIZE, SamplingRunner, most_likely
 from support.fragile_harness import FragileHarness
-from support.guessing_drafter import ToldDrafter
 
 _names = (f"constrained-{number}" for number in count())
 PROMPT = [100, 101, 102]
@@ -119,14 +119,14 @@ def test_answers_over_kills_are_those_given_alone(mode):
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_guesses_save_steps_of_answers_that_are_bound_to_a_form(known):
+def test_drafts_save_steps_of_constrained_answers(known):
     """Right ones, and what the form leaves no choice of where nobody knows the answer."""
     num_steps = num_tokens = 0
     for seed in range(6):
         sampling = SamplingParams(max_tokens=60, seed=seed, constraint=OBJECTS.grammar.text)
         request, answer = create(sampling, PROMPT), run_alone(sampling)
-        told = ToldDrafter(random.Random(seed), {request.request_id: answer}, wrong=0.0)
-        drafter = told if known else Drafter(8, 3)
+        told = KnownAnswerDrafts(random.Random(seed), {request.request_id: answer}, wrong=0.0)
+        drafter = told if known else SpeculationController(8, NgramProposer(3))
         harness = Harness(runner=SamplingRunner, block_size=16, drafter=drafter, clock=lambda: 0.0)
         harness.engine.submit(request)
         harness.run()
@@ -136,13 +136,13 @@ def test_guesses_save_steps_of_answers_that_are_bound_to_a_form(known):
     assert num_steps < (0.6 if known else 0.9) * num_tokens
 
 
-class NeverPays(Drafter):
+class NeverPays(SpeculationController):
     pays = property(lambda self: False, lambda self, value: None)
 
 
-def test_where_guesses_do_not_pay_an_answer_with_a_form_takes_part_in_every_step():
+def test_a_constrained_answer_takes_part_in_every_step_where_drafts_do_not_pay():
     num_steps = []
-    for drafter in (None, NeverPays(8, 3)):
+    for drafter in (None, NeverPays(8, NgramProposer(3))):
         harness = Harness(runner=SamplingRunner, block_size=16, drafter=drafter)
         bound = create(SamplingParams(max_tokens=60, seed=0, constraint=OBJECTS.grammar.text), PROMPT)
         for request in (bound, *(create(SamplingParams(max_tokens=60, seed=seed), PROMPT) for seed in range(4))):
@@ -178,15 +178,15 @@ def constraints() -> st.SearchStrategy[dict[str, Any]]:
     load=st.lists(st.tuples(constraints(), st.integers(0, 8), st.integers(-1, 1), st.integers(1, 9)), max_size=6),
     mode=st.sampled_from(PreemptionMode),
     ahead=st.booleans(),
-    guesses=st.none() | st.integers(0),
+    draft_seed=st.none() | st.integers(0),
 )
-def test_answers_under_load_are_those_given_alone(load, mode, ahead, guesses):
-    """Nor on what is guessed, allowed or not."""
+def test_answers_under_load_are_those_given_alone(load, mode, ahead, draft_seed):
+    """Drafts, allowed or not, change no answer."""
     answers = {}
     harness = Harness(
         runner=SamplingRunner,
         ahead=ahead,
-        drafter=None if guesses is None else ToldDrafter(random.Random(guesses), answers),
+        drafter=None if draft_seed is None else KnownAnswerDrafts(random.Random(draft_seed), answers),
         preemption_mode=mode,
         num_blocks=10,
         num_swap_blocks=5,

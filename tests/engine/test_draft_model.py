@@ -10,8 +10,8 @@ from llm_serving.core.request_class import RequestClass
 from llm_serving.core.step import MAX_CONTINUATIONS, WINDOW
 from llm_serving.errors import WorkerDiedError
 from llm_serving.observability.event_log import Journal
-from llm_serving.speculation import Drafter, DraftModel
-from llm_serving.speculation.draft_model import MAX_DEATHS
+from llm_serving.speculation import DraftModelProposer, NgramProposer, SpeculationController
+from llm_serving.speculation.draft_model import MAX_WORKER_DEATHS
 from support.engine_harness import Harness, bytes_of
 from support.factories import create_request
 from support.fake_runner import VOCAB_SIZE, next_token
@@ -43,7 +43,7 @@ class FakeDraftModel:
         return text[len(asked.token_ids) : len(text) - (self._rng.random() < self._wrong)]
 
 
-class EagerDrafter(Drafter):
+class EagerController(SpeculationController):
     """Pays, or not, as the test has it; not by the clock of a harness, which counts calls."""
 
     share = 1.0
@@ -62,7 +62,9 @@ def proposing(rng=None, wrong=0.0, dies=0.0, harness=Harness, share=1.0, **optio
     """An engine whose executor has a draft model."""
     rng = rng or random.Random(1)
     fake = FakeDraftModel(rng, wrong, dies)
-    drafter = EagerDrafter(8, 3, DraftModel(lambda asked: made.executor.propose(asked), 16, lambda: 0.0))
+    drafter = EagerController(
+        8, NgramProposer(3), DraftModelProposer(lambda asked: made.executor.propose(asked), 16, lambda: 0.0)
+    )
     drafter.share, drafter.rng = share, rng
     made = harness(drafter=drafter, block_size=16, **options)
     made.executor._draft_model = made.fake = fake
@@ -81,10 +83,11 @@ def test_proposals_that_are_right_save_steps_and_are_counted_for_who_made_them()
     (told,) = run(harness, [create_request(4, request_id="a", max_tokens=64)])
     assert [told] == run(Harness(block_size=16), [create_request(4, request_id="a", max_tokens=64)])
     assert 2 * len(harness.runner.steps) < 64
-    num_right = 64 - len(harness.runner.steps)
-    by_proposer = harness.metrics._guesses["vllm:spec_decode_num_accepted_tokens_total"]
-    assert by_proposer == {Proposer.DRAFT_MODEL: num_right, Proposer.NGRAM: 0, Proposer.FORCED: 0}
-    assert f'guesses_right_total{{model_name="model",proposer="draft_model"}} {num_right:.1f}' in told_of(harness)
+    num_accepted = 64 - len(harness.runner.steps)
+    by_proposer = harness.metrics.draft_tokens["vllm:spec_decode_num_accepted_tokens_total"]
+    assert by_proposer == {Proposer.DRAFT_MODEL: num_accepted, Proposer.NGRAM: 0, Proposer.FORCED: 0}
+    labels = '{model_name="model",proposer="draft_model"}'
+    assert f"vllm:spec_decode_num_accepted_tokens_total{labels} {num_accepted:.1f}" in told_of(harness)
     assert all(sum(each) <= 8 for each in harness.fake.asked)
 
 
@@ -96,7 +99,7 @@ def test_wrong_proposals_end_it_for_a_while() -> None:
     harness = proposing(wrong=1.0)
     run(harness, [create_request(4, request_id="a", max_tokens=200)])
     assert 2 <= len(harness.fake.asked) <= 6  # of 200 tokens: tried again after 32 tokens, then after 64
-    assert harness.metrics._counts["vllm:spec_decode_num_accepted_tokens_total"] == 0
+    assert sum(harness.metrics.draft_tokens["vllm:spec_decode_num_accepted_tokens_total"].values()) == 0
 
 
 def test_one_that_proposes_nothing_is_hardly_asked() -> None:
@@ -123,12 +126,12 @@ def test_nobody_is_asked_while_a_prompt_waits_or_is_computed() -> None:
 
 
 def test_of_many_the_higher_classes_are_gone_on_with() -> None:
-    drafter = Drafter(8, 3, DraftModel(lambda asked: [], 16))
+    drafter = SpeculationController(8, NgramProposer(3), DraftModelProposer(lambda asked: [], 16))
     requests = [create_request(4, priority=index % 2) for index in range(40)]
     for index, request in enumerate(requests):
         request.sequence = index
         request.request_class = RequestClass(name=f"rank-{index % 2}", rank=index % 2)
-    taken = drafter._model.takes(requests)
+    taken = drafter._model.select(requests)
     assert [each.sequence for each in taken] == [*range(0, 32, 2)]
 
 
@@ -165,4 +168,4 @@ def test_a_draft_model_that_kills_its_work_agents_is_asked_no_more() -> None:
     harness.submit(*requests)
     harness.run()
     harness.assert_exact(*requests)
-    assert harness.executor.num_restarts == len(harness.fake.asked) == MAX_DEATHS
+    assert harness.executor.num_restarts == len(harness.fake.asked) == MAX_WORKER_DEATHS

@@ -1,18 +1,18 @@
-"""An engine that guesses: the answers are the same, the steps fewer."""
+"""Speculative decoding in the engine: the same answers in fewer steps."""
 
 from __future__ import annotations
 
 import random
 
+from fake_speculation import MAX_DRAFT_TOKENS, RandomDrafts
 from llm_serving.core.request import FinishReason
 from support.engine_harness import Harness, bytes_of
 from support.factories import create_request
 from support.fake_runner import expected_output
-from support.guessing_drafter import MAX_DRAFTS, GuessingDrafter
 
 
-def guessing(wrong: float = 0.0, **options) -> Harness:
-    return Harness(drafter=GuessingDrafter(random.Random(3), wrong), block_size=16, **options)
+def with_drafts(wrong: float = 0.0, **options) -> Harness:
+    return Harness(drafter=RandomDrafts(random.Random(3), wrong), block_size=16, **options)
 
 
 def run(harness: Harness, *requests) -> list[str]:
@@ -22,32 +22,30 @@ def run(harness: Harness, *requests) -> list[str]:
     return [bytes_of(harness.answer(request.request_id)) for request in requests]
 
 
-def test_right_guesses_save_steps() -> None:
-    harness, plain = guessing(), Harness(block_size=16)
+def test_accepted_drafts_save_steps() -> None:
+    harness, plain = with_drafts(), Harness(block_size=16)
     for each in (harness, plain):
         request = create_request(4, request_id="a", max_tokens=64)
         run(each, request)
         assert each.token_ids("a") == expected_output(request.prompt_token_ids, 64)
     assert 2 * len(harness.runner.steps) < len(plain.runner.steps)
-    counts = harness.metrics._counts
-    assert counts["vllm:spec_decode_num_accepted_tokens_total"] == 64 - len(harness.runner.steps)
-    assert 0 < counts["vllm:spec_decode_num_drafts_total"] <= len(harness.runner.steps)
-    assert (
-        counts["vllm:spec_decode_num_draft_tokens_total"] >= counts["vllm:spec_decode_num_accepted_tokens_total"] > 32
-    )
+    num_draft_tokens, num_accepted = (sum(each.values()) for each in harness.metrics.draft_tokens.values())
+    assert num_accepted == 64 - len(harness.runner.steps)
+    assert 0 < harness.metrics._counts["vllm:spec_decode_num_drafts_total"] <= len(harness.runner.steps)
+    assert num_draft_tokens >= num_accepted > 32
 
 
 def test_everything_told_is_the_same() -> None:
     def requests():
         return [create_request(5, request_id=str(seed), seed=seed, logprobs=2, max_tokens=40) for seed in range(5)]
 
-    assert run(guessing(0.3), *requests()) == run(Harness(block_size=16), *requests())
+    assert run(with_drafts(0.3), *requests()) == run(Harness(block_size=16), *requests())
 
 
-def test_a_stop_string_among_right_guesses_ends_the_answer_there() -> None:
-    for place in range(3, 3 + MAX_DRAFTS):
+def test_a_stop_string_within_a_draft_ends_the_answer() -> None:
+    for place in range(3, 3 + MAX_DRAFT_TOKENS):
         answers = []
-        for harness in (guessing(ahead=False), Harness(block_size=16, ahead=False)):
+        for harness in (with_drafts(ahead=False), Harness(block_size=16, ahead=False)):
             request = create_request(4, request_id="a", max_tokens=60)
             words = [
                 harness.engine._processor.text_of(request, [token])
@@ -58,15 +56,15 @@ def test_a_stop_string_among_right_guesses_ends_the_answer_there() -> None:
             last = harness.last("a")
             assert last.finish_reason is FinishReason.STOP
             assert last.num_output_tokens == len(harness.token_ids("a"))
-            num_right = harness.metrics._counts["vllm:spec_decode_num_accepted_tokens_total"]
-            assert num_right == last.num_output_tokens - len(harness.runner.steps)
+            num_accepted = sum(harness.metrics.draft_tokens["vllm:spec_decode_num_accepted_tokens_total"].values())
+            assert num_accepted == last.num_output_tokens - len(harness.runner.steps)
             answers.append((answer, last.num_output_tokens, last.stop_reason))
         assert answers[0] == answers[1]
 
 
-def test_every_token_is_a_piece_of_its_own_guessed_or_not() -> None:
+def test_every_token_is_a_delta_of_its_own_drafted_or_not() -> None:
     pieces = []
-    for harness in (guessing(), Harness(block_size=16)):
+    for harness in (with_drafts(), Harness(block_size=16)):
         run(harness, create_request(4, request_id="a", logprobs=1, max_tokens=30))
         pieces.append(
             [(each.text, each.token_ids, each.num_output_tokens, each.finish_reason) for each in harness.pieces["a"]]
@@ -75,12 +73,12 @@ def test_every_token_is_a_piece_of_its_own_guessed_or_not() -> None:
     assert [piece[2] for piece in pieces[0]] == list(range(1, 31))
 
 
-class PayingDrafter(GuessingDrafter):
+class PayingDrafts(RandomDrafts):
     pays = property(lambda self: True, lambda self, value: None)
 
 
-def test_a_step_that_computes_a_prompt_is_formed_ahead_as_it_checks_no_guesses() -> None:
-    harness = Harness(drafter=PayingDrafter(random.Random(3)), block_size=16, max_num_batched_tokens=8)
+def test_a_step_with_a_prompt_is_formed_ahead_because_it_verifies_no_drafts() -> None:
+    harness = Harness(drafter=PayingDrafts(random.Random(3)), block_size=16, max_num_batched_tokens=8)
     harness.engine.submit(create_request(4, request_id="a", max_tokens=200))
     for _ in range(10):
         harness.engine.step()
@@ -99,12 +97,12 @@ def test_a_step_that_computes_a_prompt_is_formed_ahead_as_it_checks_no_guesses()
     ]
 
 
-class MeasuredDrafter(PayingDrafter):
+class MeasuredDrafts(PayingDrafts):
     def __init__(self, rng: random.Random) -> None:
         super().__init__(rng)
         self.told: list[tuple[float, float]] = []
 
-    def measured(self, num_tokens: int, seconds: float, host_s: float) -> None:
+    def record_step_time(self, num_tokens: int, seconds: float, host_s: float) -> None:
         self.told.append((seconds, host_s))
 
 
@@ -119,7 +117,7 @@ def test_to_form_a_step_is_time_of_the_master_and_not_of_the_step() -> None:
 
         return called
 
-    drafter = MeasuredDrafter(random.Random(3))
+    drafter = MeasuredDrafts(random.Random(3))
     harness = Harness(drafter=drafter, block_size=16, clock=lambda: now)
     harness.engine.build_step = slowly(0.25, harness.engine.build_step)
     harness.runner.execute = slowly(1.0, harness.runner.execute)
@@ -128,7 +126,7 @@ def test_to_form_a_step_is_time_of_the_master_and_not_of_the_step() -> None:
 
 
 def test_where_replies_are_waited_for_clients_are_told_when_the_next_step_is_under_way() -> None:
-    harness = Harness(drafter=PayingDrafter(random.Random(3)), block_size=16)
+    harness = Harness(drafter=PayingDrafts(random.Random(3)), block_size=16)
     request, submit, num_untold = create_request(4, request_id="a", max_tokens=60), harness.executor.submit, []
 
     def submitted(*arguments):
@@ -142,7 +140,7 @@ def test_where_replies_are_waited_for_clients_are_told_when_the_next_step_is_und
 
 
 def test_drafts_of_one_do_not_hold_a_prompt_of_another() -> None:
-    harness = guessing()
+    harness = with_drafts()
     harness.engine.submit(create_request(4, request_id="a", max_tokens=60))
     for _ in range(6):
         harness.engine.step()

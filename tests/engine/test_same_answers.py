@@ -6,6 +6,7 @@ import random
 from typing import Any
 
 import pytest
+from fake_speculation import RandomDrafts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llm_serving.core.request import Request
@@ -14,7 +15,6 @@ from llm_serving.scheduler.policies import POLICIES
 from support.engine_harness import Harness
 from support.factories import create_request, create_scheduler
 from support.fake_runner import expected_output
-from support.guessing_drafter import GuessingDrafter
 from support.scheduler_loads import arrivals, create_load, scheduler_options
 
 
@@ -28,14 +28,14 @@ def assert_answers_are_those_given_alone(harness: Harness, requests: list[Reques
 
 
 @settings(max_examples=120)
-@given(arrivals=arrivals, options=scheduler_options(), ahead=st.booleans(), guesses=st.none() | st.integers(0))
+@given(arrivals=arrivals, options=scheduler_options(), ahead=st.booleans(), draft_seed=st.none() | st.integers(0))
 def test_answers_do_not_depend_on_load_or_configuration(
-    arrivals: list[tuple[Any, ...]], options: dict[str, Any], ahead: bool, guesses: int | None
+    arrivals: list[tuple[Any, ...]], options: dict[str, Any], ahead: bool, draft_seed: int | None
 ) -> None:
-    """Nor on what is guessed."""
+    """Drafts change no answer."""
     drafter = None
-    if guesses is not None:
-        drafter = GuessingDrafter(random.Random(guesses), window=create_scheduler(**options).blocks.window.num_tokens)
+    if draft_seed is not None:
+        drafter = RandomDrafts(random.Random(draft_seed), window=create_scheduler(**options).blocks.window.num_tokens)
     harness = Harness(ahead=ahead, drafter=drafter, **options)
     load = create_load(arrivals)
     for step in range(26):

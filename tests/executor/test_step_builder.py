@@ -219,8 +219,8 @@ def test_a_walk_tells_the_allowed_tokens_of_each_step():
 class _Walk:
     """Allows what a test can foresee."""
 
-    def allowed_behind(self, output_token_ids, guesses):
-        outputs = [[*output_token_ids, *guesses[:count]] for count in range(len(guesses) + 1)]
+    def allowed_behind(self, output_token_ids, draft_token_ids):
+        outputs = [[*output_token_ids, *draft_token_ids[:count]] for count in range(len(draft_token_ids) + 1)]
         return [np.array([len(each), *each], np.int32) for each in outputs]
 
 

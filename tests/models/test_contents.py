@@ -62,7 +62,7 @@ def test_a_folder_with_a_checkpoint_of_mindformers_is_served_as_it_is(tmp_path):
     reader.check_all_taken()
 
 
-def test_joined_projections_are_never_guessed_at(tmp_path):
+def test_fused_projections_are_never_assumed(tmp_path):
     write_small_model(tmp_path)
     rows = 64 + 2 * 32
     joined = {"model.layers.0.attention.w_qkv.weight": np.zeros((rows, CONFIG["hidden_size"]), np.float32)}

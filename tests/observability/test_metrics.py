@@ -214,3 +214,18 @@ def test_a_value_on_a_bound_belongs_to_its_bucket():
         histogram.observe(value)
     samples = {s.labels.get("le"): s.value for s in histogram.family("h", "", {}).samples if s.name == "h_bucket"}
     assert samples == {"1.0": 2, "2.0": 4, "+Inf": 5}
+
+
+def test_draft_tokens_are_counted_by_proposer_under_their_names_and_the_deprecated_ones():
+    metrics = Metrics("demo")
+    metrics.record_verified_drafts([("ngram", 5, 3), ("forced", 2, 0)])
+    metrics.record_verified_drafts([("ngram", 1, 1)])
+    told = scrape(metrics)
+    assert told["vllm:spec_decode_num_drafts_total",] == 2
+    for name, old, counts in (
+        ("draft", "checked", {"ngram": 6, "forced": 2, "draft_model": 0}),
+        ("accepted", "right", {"ngram": 4, "forced": 0, "draft_model": 0}),
+    ):
+        for proposer, count in counts.items():
+            assert told[f"vllm:spec_decode_num_{name}_tokens_total", proposer] == count
+            assert told[f"llm_serving:guesses_{old}_total", proposer] == count

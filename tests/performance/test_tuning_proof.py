@@ -11,7 +11,7 @@ from llm_serving.whatif.tuning.knobs import classes_in, tenants_in
 from llm_serving.whatif.tuning.tuned_yaml import differences
 from llm_serving.whatif.workload import read_workload
 from support.whatif_loads import create_profile
-from tuning_proof import DEFAULT, NO_GUESSES, TASKS, TUNED, Bench
+from tuning_proof import DEFAULT, NO_SPECULATION, TASKS, TUNED, Bench
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,7 +28,7 @@ def test_goals_are_of_their_loads_and_random_yamls_can_be_served(tmp_path, name)
     assert len({str(overrides) for _, _, overrides in variants[2:]}) == 3
     for _, _, overrides in variants[2:]:
         load_config(config, overrides)
-    assert all(set(NO_GUESSES) <= set(overrides) for _, _, overrides in variants)
+    assert all(set(NO_SPECULATION) <= set(overrides) for _, _, overrides in variants)
     assert load_config(config, variants[0][2]).scheduler.speculative_method == "none"
 
 

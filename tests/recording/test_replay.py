@@ -136,7 +136,7 @@ def test_every_policy_composition_and_preemption_mode(policy: str, separate: boo
     assert replay(data).hash == seal(data)
 
 
-def test_the_loads_of_these_tests_have_guesses() -> None:
+def test_the_loads_of_these_tests_have_drafts() -> None:
     done = run_load(create_scheduler(**SMALL), small_load())
     assert sum(row.num_drafts for schedule in done for row in schedule.rows) >= 10
 

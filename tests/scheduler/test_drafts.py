@@ -1,4 +1,4 @@
-"""Guesses of what comes next: what the scheduler does with them, and what it does when they are wrong."""
+"""Draft tokens in the scheduler: verification, acceptance and rejection."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def decoding(*requests, **options):
     return scheduler
 
 
-def test_right_guesses_bring_tokens_up_to_the_first_wrong_one() -> None:
+def test_drafts_are_accepted_up_to_the_first_wrong_token() -> None:
     request = create_request(4)
     scheduler = decoding(request)
     scheduler.draft(request, [8, 9, 5])
@@ -31,7 +31,7 @@ def test_right_guesses_bring_tokens_up_to_the_first_wrong_one() -> None:
     scheduler.check_integrity()
 
 
-def test_a_wrong_guess_costs_nothing_but_its_computation() -> None:
+def test_a_rejected_draft_costs_its_computation_only() -> None:
     request = create_request(4)
     scheduler = decoding(request)
     scheduler.draft(request, [8])
@@ -40,7 +40,7 @@ def test_a_wrong_guess_costs_nothing_but_its_computation() -> None:
     assert rows(run_step(scheduler)) == [(request.request_id, 5, 1, 1)]
 
 
-def test_guesses_are_used_up_by_the_next_step_even_if_it_has_no_room() -> None:
+def test_the_next_step_uses_up_drafts_even_without_room() -> None:
     request = create_request(15)
     scheduler = decoding(request)
     scheduler.draft(request, [7, 7, 7])
@@ -48,7 +48,7 @@ def test_guesses_are_used_up_by_the_next_step_even_if_it_has_no_room() -> None:
     assert rows(run_step(scheduler)) == [(request.request_id, 16, 1, 1)]
 
 
-def test_an_end_among_right_guesses_is_the_end() -> None:
+def test_an_end_token_within_an_accepted_draft_ends_the_answer() -> None:
     request = create_request(4, stop_token_ids=frozenset({9}))
     scheduler = decoding(request)
     scheduler.draft(request, [8, 9, 10])
@@ -58,7 +58,7 @@ def test_an_end_among_right_guesses_is_the_end() -> None:
     assert scheduler.blocks.pool.num_used_blocks == 0
 
 
-def test_no_more_is_guessed_than_the_answer_may_have() -> None:
+def test_a_draft_ends_with_max_tokens() -> None:
     request = create_request(4, max_tokens=3)
     scheduler = decoding(request)
     scheduler.draft(request, [8, 9, 10])
@@ -68,7 +68,7 @@ def test_no_more_is_guessed_than_the_answer_may_have() -> None:
     assert (request.output_token_ids, request.finish_reason) == ([7, 8, 9], FinishReason.LENGTH)
 
 
-def test_where_no_token_can_be_chosen_behind_a_right_guess_it_is_asked_again() -> None:
+def test_a_failed_choice_after_an_accepted_draft_token_is_repeated() -> None:
     request = create_request(4)
     scheduler = decoding(request)
     scheduler.draft(request, [8, 9])
@@ -77,7 +77,7 @@ def test_where_no_token_can_be_chosen_behind_a_right_guess_it_is_asked_again() -
     assert rows(scheduler.schedule(0.0)) == [(request.request_id, 5, 1, 1)]
 
 
-def test_guesses_take_what_prompts_and_tokens_leave() -> None:
+def test_drafts_take_the_budget_that_prompts_and_tokens_leave() -> None:
     first, second = create_request(4, request_id="a"), create_request(4, request_id="b")
     scheduler = decoding(first, second, max_num_batched_tokens=8)
     scheduler.draft(first, [1] * 5)
@@ -85,7 +85,7 @@ def test_guesses_take_what_prompts_and_tokens_leave() -> None:
     assert rows(scheduler.schedule(0.0)) == [("a", 4, 6, 6), ("b", 4, 2, 2)]
 
 
-def test_a_step_with_a_prompt_has_no_guesses() -> None:
+def test_a_step_with_a_prompt_has_no_drafts() -> None:
     request = create_request(4, request_id="a")
     scheduler = decoding(request)
     scheduler.draft(request, [1, 1])
@@ -93,7 +93,7 @@ def test_a_step_with_a_prompt_has_no_guesses() -> None:
     assert rows(scheduler.schedule(0.0)) == [("b", 0, 3, 1), ("a", 4, 1, 1)]
 
 
-def test_guesses_for_whoever_does_not_run_or_waits_for_a_token_are_forgotten() -> None:
+def test_drafts_for_a_request_that_waits_are_dropped() -> None:
     request = create_request(4)
     scheduler = create_scheduler(block_size=16)
     scheduler.add(request)
@@ -104,7 +104,7 @@ def test_guesses_for_whoever_does_not_run_or_waits_for_a_token_are_forgotten() -
     scheduler.update(step, [7])
 
 
-def test_a_reply_to_guesses_of_one_that_lost_its_place_counts_its_tokens_but_not_its_cache() -> None:
+def test_accepted_drafts_of_a_preempted_request_count_as_tokens_but_not_in_its_cache() -> None:
     low = create_request(4, request_id="low", priority=1)
     scheduler = decoding(low, max_num_seqs=1)
     scheduler.draft(low, [8, 9])
@@ -118,7 +118,7 @@ def test_a_reply_to_guesses_of_one_that_lost_its_place_counts_its_tokens_but_not
     assert rows(run_step(scheduler)) == [("low", 0, 8, 1)]
 
 
-def test_guesses_are_gone_with_the_cache() -> None:
+def test_drafts_are_lost_with_the_cache() -> None:
     request = create_request(4)
     scheduler = decoding(request)
     scheduler.draft(request, [8])
@@ -128,7 +128,7 @@ def test_guesses_are_gone_with_the_cache() -> None:
     assert rows(run_step(scheduler)) == [(request.request_id, 0, 5, 1)]
 
 
-def test_others_find_blocks_of_right_guesses_and_none_of_wrong_ones() -> None:
+def test_the_prefix_cache_has_blocks_of_accepted_drafts_only() -> None:
     request = create_request(6, request_id="a")
     scheduler = decoding(request, block_size=8, prefix_caching=True)
     scheduler.draft(request, [8])

@@ -138,7 +138,7 @@ def test_a_tenant_cancels_its_own_and_an_administrator_all():
             await server.reach(lambda: server.engine.num_running + server.engine.num_waiting == 2)
             path = "/v1/requests/{}/cancel"
             [theirs] = [each.request.request_id for each in server.engine.lookup.find("same", "b")]
-            assert len(theirs.removeprefix("same-")) == 16, "it can be guessed, or counts everybody's requests"
+            assert len(theirs.removeprefix("same-")) == 16, "it is predictable, or counts everybody's requests"
             foreign = await client.post(path.format(theirs), headers=as_tenant("a"))
             unknown = await client.post(path.format("same-9"), headers=as_tenant("a"))
             assert foreign.status_code == unknown.status_code == 404

@@ -45,7 +45,7 @@ def test_an_explanation_is_told():
     [told] = answer["requests"]
     assert (told["id"], told["request_class"], told["tenant"]) == ("abc-0", "normal", None)
     assert (told["status"], told["finish_reason"]) == ("finished", "length")
-    assert told["tokens"] == {"prompt": 4, "cached": 0, "output": 3, "guessed": 0}
+    assert told["tokens"] == {"prompt": 4, "cached": 0, "output": 3, "accepted_draft": 0, "guessed": 0}
     assert told["first_token"]["predicted_ms"] == 1500.0
     assert 0.0 < told["first_token"]["real_ms"] <= told["wall_ms"]
     assert told["steps"] == {"first": 0, "last": 3, "prefill": 1, "computed_again": 0, "decode": 3, "left_out": 0} or (

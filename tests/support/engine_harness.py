@@ -13,7 +13,7 @@ from llm_serving.engine.engine import Engine
 from llm_serving.executor.executor import LocalExecutor
 from llm_serving.observability.event_log import Journal
 from llm_serving.observability.metrics import Metrics
-from llm_serving.speculation import Drafter
+from llm_serving.speculation import SpeculationController
 from support.factories import create_scheduler
 from support.fake_runner import FakeRunner
 from support.word_tokenizer import WordTokenizer
@@ -39,7 +39,7 @@ class Harness:
         journal: Journal | None = None,
         clock: Clock | None = None,
         runner: type[FakeRunner] = FakeRunner,
-        drafter: Drafter | None = None,
+        drafter: SpeculationController | None = None,
         **scheduler,
     ) -> None:
         self.scheduler = create_scheduler(**scheduler)

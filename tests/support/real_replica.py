@@ -60,7 +60,7 @@ class RealReplica:
         return self.finish(requests)
 
     def begin(self, requests: Sequence[Request]) -> None:
-        """Runs the requests up to the first token of any: how many steps the rest takes depends on what is guessed."""
+        """Runs the requests up to the first token of any: how many steps the rest takes depends on the drafts."""
         for request in requests:
             self.engine.submit(request)
         while not self._pieces:

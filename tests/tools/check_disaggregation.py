@@ -53,7 +53,7 @@ CASES = (
     Case("room for one short request", ("cluster_config.num_transfer_blocks=3",)),
     Case("answers have little room", ("pa_config.num_blocks=40",)),
     Case("keys and values in 8 bits", ("quant_config.kv_cache_dtype=int8",)),
-    Case("guesses", ("scheduler_config.speculative_method=ngram",)),
+    Case("speculation", ("scheduler_config.speculative_method=ngram",)),
 )
 
 

@@ -2,8 +2,8 @@
 
 The shipped model is its own draft model, so that all it proposes is right, of sampled answers too. Requests, half of
 them sampled, run together; the WorkAgent gets SIGKILL as it is asked for proposals, and is started again. Each answer,
-log-probabilities included, is compared with the one given alone by an engine that guesses nothing. Exits with 1 if any
-differs, or if nothing was proposed. A minute for each kill on a busy machine.
+log-probabilities included, is compared with the one given alone by an engine without speculative decoding. Exits with 1
+if any differs, or if nothing was proposed. A minute for each kill on a busy machine.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from llm_serving.core.step import Continuation
 from llm_serving.engine.replica import build_engine
 from llm_serving.executor.supervisor import SupervisedExecutor, start_work_agent
 from llm_serving.offline import LLM
-from llm_serving.speculation import Drafter, DraftModel
+from llm_serving.speculation import DraftModelProposer, SpeculationController
 
 PROMPTS = [
     "Add 17 and 25.",
@@ -64,9 +64,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     llm = LLM(load_config(None, SETTINGS, Path("demo")))
     alone = [told(llm.generate([prompt], each)[0]) for prompt, each in zip(PROMPTS, params, strict=True)]
     config = load_config(None, [*SETTINGS, *DRAFT], Path("demo"))
-    # Whether it pays is a matter of speed: a model as large as the one it guesses for never does.
-    Drafter.pays = property(lambda drafter: True, lambda drafter, value: None)
-    DraftModel.pass_s = property(lambda draft: 0.0, lambda draft, value: None)
+    # A draft model as large as the served model never pays.
+    SpeculationController.pays = property(lambda self: True, lambda self, value: None)
+    DraftModelProposer.pass_s = property(lambda self: 0.0)
     executor = KilledExecutor(
         lambda like, timeout_s: start_work_agent(config, 0, lambda text: None, like, LOAD_S), 60.0, arguments.kills + 3
     )
@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             rounds += 1
     finally:
         executor.close()
-    right = sum(llm.metrics._guesses["vllm:spec_decode_num_accepted_tokens_total"].values())
+    right = sum(llm.metrics.draft_tokens["vllm:spec_decode_num_accepted_tokens_total"].values())
     sys.stdout.write(
         f"{num_equal} of {rounds * len(PROMPTS)} answers equal, {arguments.kills} kills, {right} proposals right\n"
     )

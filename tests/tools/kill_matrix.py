@@ -26,12 +26,12 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import psutil
+from fake_speculation import RandomDrafts
 from llm_serving.core.step import StepInput
 from llm_serving.errors import WorkerDiedError
 from llm_serving.executor.tensor_parallel import RankProcesses
 from support.engine_harness import bytes_of
 from support.fragile_harness import FragileHarness
-from support.guessing_drafter import GuessingDrafter
 from support.kills import MOMENTS, Table, compare, play, streams
 from support.real_replica import RealReplica
 from support.server_process import shared_memory_names, unwind_when_told_to_end
@@ -55,9 +55,9 @@ def simulated_table(offsets: range = range(DISTANCE)) -> Table:
     }
     settings = product(("prefill_first", "decode_first", "mixed"), ("recompute", "swap"), offsets)
     for policy, mode, offset in settings:
-        guesses = GuessingDrafter(random.Random(offset)) if offset % 2 else None
+        drafts = RandomDrafts(random.Random(offset)) if offset % 2 else None
         harness = FragileHarness(
-            drafter=guesses,
+            drafter=drafts,
             policy=policy,
             num_blocks=16,
             num_swap_blocks=24,

@@ -6,7 +6,7 @@ clients are told is compared with the answers given alone. Prints a table in Mar
 
 For each way of computing real WorkAgents, two ranks, get streams of every kind (`kills.streams`) at once, whose caches
 have no room for all of them; then the same once more, while the ranks are killed, stopped or without shared memory.
-*Answers* are those given alone by two ranks of the same settings without guesses.
+*Answers* are those given alone by two ranks of the same settings without speculation.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ STOPPED_S: Final = 30.0
 WAYS: Final = {
     "as it is": (),
     "preempted by swap": ("scheduler_config.preemption_mode=swap",),
-    "guesses by look-up": ("scheduler_config.speculative_method=ngram",),
+    "n-gram speculation": ("scheduler_config.speculative_method=ngram",),
     "graphs and collectives": ("device_config.kernels=primitives",),
     "a draft model": ("scheduler_config.speculative_method=draft_model", "scheduler_config.draft_model_path=demo"),
     "w8a8": ("quant_config.quantization=w8a8",),
@@ -55,7 +55,7 @@ WAYS: Final = {
     "w4a16": ("quant_config.quantization=w4a16",),
     "w4a8": ("quant_config.quantization=w4a8",),
     "int8 cache": ("quant_config.kv_cache_dtype=int8",),
-    "w8a8, int8 cache and guesses": (
+    "w8a8, int8 cache and speculation": (
         "quant_config.quantization=w8a8",
         "quant_config.kv_cache_dtype=int8",
         "scheduler_config.speculative_method=ngram",

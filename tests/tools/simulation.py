@@ -34,6 +34,7 @@ from typing import Any
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from fake_speculation import RandomDrafts
 from llm_serving.core.request import FinishReason
 from llm_serving.core.request_class import MAX_PRIORITY, Caller, class_of
 from llm_serving.core.request_output import RequestOutput
@@ -51,7 +52,6 @@ from llm_serving.scheduler.components import Rules
 from llm_serving.transport.messages import Loaded
 from support.factories import create_scheduler
 from support.fake_runner import FakeTransferPool
-from support.guessing_drafter import GuessingDrafter
 from support.scheduler_loads import STAY
 from support.simulated_agent import BAD_ROW, POISON, Faults, SimulatedAgent
 from support.simulated_block_link import SimulatedCarrier
@@ -129,7 +129,7 @@ class Replica:
             given_up=given_up,
         )
         self.restart_wait_s = rng.choice((0.5, 1000.0))
-        guesses = GuessingDrafter(rng, rng.choice((0.0, 0.3)), self.scheduler.blocks.window.num_tokens)
+        drafts = RandomDrafts(rng, rng.choice((0.0, 0.3)), self.scheduler.blocks.window.num_tokens)
         self.engine = Engine(
             self.scheduler,
             self.executor,
@@ -141,7 +141,7 @@ class Replica:
             max_steps_in_flight=max_steps_in_flight,
             audit_every=rng.choice((0, 0, 1, 3)),
             restart_wait_s=self.restart_wait_s,
-            drafter=rng.choice((None, guesses)),
+            drafter=rng.choice((None, drafts)),
         )
         self.engine.block_link = lambda: self.executor.block_link
 
@@ -560,8 +560,10 @@ class Simulation:
                 "blocks taken over": moves[BlockMove.IMPORT],
                 "tokens found in the prefix cache": counts["vllm:prefix_cache_hits_total"],
                 "audits": counts["llm_serving:audits_total"],
-                "guesses": counts["vllm:spec_decode_num_draft_tokens_total"],
-                "right guesses": counts["vllm:spec_decode_num_accepted_tokens_total"],
+                "draft tokens": sum(self.metrics.draft_tokens["vllm:spec_decode_num_draft_tokens_total"].values()),
+                "accepted draft tokens": sum(
+                    self.metrics.draft_tokens["vllm:spec_decode_num_accepted_tokens_total"].values()
+                ),
                 "restarts": counts["llm_serving:worker_restarts_total"],
                 "replicas": len(self.replicas),
                 "restarts that failed": sum(each.num_failed_starts for each in self.all_replicas),

@@ -77,8 +77,8 @@ def test_the_largest_step_fits_its_buffer() -> None:
     assert sum(-(-array.nbytes // 64) * 64 for array in arrays) <= max_step_bytes(64, 8, 15, 4)
 
 
-def a_step_of_guesses(num_rows: int, num_guesses: int, num_prompt_tokens: int) -> StepInput:
-    """Rows with penalties and biases, which decode, each with so many guesses."""
+def a_step_of_drafts(num_rows: int, num_draft_tokens: int, num_prompt_tokens: int) -> StepInput:
+    """Rows with penalties and biases, which decode, each with so many draft tokens."""
     scheduler = create_scheduler(
         max_num_seqs=num_rows, num_blocks=400, block_size=64, max_num_batched_tokens=13_000, max_model_len=4000
     )
@@ -95,14 +95,14 @@ def a_step_of_guesses(num_rows: int, num_guesses: int, num_prompt_tokens: int) -
     builder.build(schedule, 0)
     scheduler.update(schedule, [7] * num_rows)
     for request in requests:
-        scheduler.draft(request, [8] * num_guesses)
+        scheduler.draft(request, [8] * num_draft_tokens)
     schedule = scheduler.schedule(0.0)
-    assert schedule is not None and schedule.num_samples == num_rows * (num_guesses + 1)
+    assert schedule is not None and schedule.num_samples == num_rows * (num_draft_tokens + 1)
     return builder.build(schedule, 1)
 
 
-def test_the_history_of_a_row_comes_once_whatever_is_guessed() -> None:
-    step = a_step_of_guesses(num_rows=3, num_guesses=4, num_prompt_tokens=100)
+def test_the_history_of_a_row_is_sent_once_with_any_draft() -> None:
+    step = a_step_of_drafts(num_rows=3, num_draft_tokens=4, num_prompt_tokens=100)
     arrays = step_arrays(step)
     assert sum(each.size for each in arrays if len(each) == 3 * (100 + 1 + 4)) == 3 * 105
     copy = step_from_arrays(1, arrays)
@@ -112,15 +112,15 @@ def test_the_history_of_a_row_comes_once_whatever_is_guessed() -> None:
 
 @pytest.mark.parametrize(("index", "common"), [(0, 1), (1, 102), (1, -1), (1, 100)])
 def test_histories_that_have_more_in_common_than_there_is_are_refused(index: int, common: int) -> None:
-    *arrays, num_common = step_arrays(a_step_of_guesses(num_rows=1, num_guesses=1, num_prompt_tokens=100))
+    *arrays, num_common = step_arrays(a_step_of_drafts(num_rows=1, num_draft_tokens=1, num_prompt_tokens=100))
     num_common[index] = common
     with pytest.raises(ProtocolError, match="histories have"):
         step_from_arrays(1, [*arrays, num_common])
 
 
 @pytest.mark.parametrize("num_prompt_tokens", [4, 2960])
-def test_the_largest_step_of_guesses_fits_its_buffer(num_prompt_tokens: int) -> None:
-    arrays = step_arrays(a_step_of_guesses(num_rows=4, num_guesses=30, num_prompt_tokens=num_prompt_tokens))
+def test_the_largest_step_of_drafts_fits_its_buffer(num_prompt_tokens: int) -> None:
+    arrays = step_arrays(a_step_of_drafts(num_rows=4, num_draft_tokens=30, num_prompt_tokens=num_prompt_tokens))
     max_model_len, max_tokens = num_prompt_tokens + 50, 4 * 31
     num_bytes = sum(-(-array.nbytes // 64) * 64 for array in arrays)
     assert num_bytes <= max_step_bytes(max_tokens, 4, max_model_len, 64, 4 * 30)

@@ -67,7 +67,7 @@ def test_without_a_certificate_nobody_gets_in() -> None:
         meet(ClusterIdentity(SECRET).of_master(), stranger)
 
 
-def test_a_secret_that_can_be_guessed_is_refused() -> None:
+def test_a_predictable_secret_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"must have at least 32 characters.*Given: 31"):
         ClusterIdentity("a" * 31)
 

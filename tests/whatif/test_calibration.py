@@ -62,25 +62,26 @@ def test_of_steps_behind_which_nobody_went_on_at_once_a_profile_is_made(timings)
     assert profile.step.seconds(shape) == pytest.approx(STEP.seconds(shape), rel=0.01)
 
 
-def test_what_guesses_cost_in_a_step_is_measured():
-    """Steps of two rows that check up to eight guesses each, beside steps of more rows that check none."""
+def test_the_cost_of_draft_tokens_in_a_step_is_measured():
+    """Steps of two rows that verify up to eight draft tokens each, beside steps of more rows without drafts."""
     true = CostModel((Piece("step", 0.01), Piece("rows", 0.0005), Piece("tokens", 0.00002)))
     rng, timings, before = np.random.default_rng(1), Timings(num_blocks=7), 10.0
     for number in range(600):
-        guesses = number % 3 == 0
-        rows = 2 if guesses else int(rng.integers(1, 9))
-        tokens = rows + int(rng.integers(1, 17)) if guesses else rows
-        asked = before + TAKE_S if guesses else before - 0.001
-        shape = StepShape(rows, tokens, tokens, 99, 9 * tokens if guesses else 0, 0)
-        replied = (asked + FORM_S if guesses else before) + true.seconds(shape)
+        has_drafts = number % 3 == 0
+        rows = 2 if has_drafts else int(rng.integers(1, 9))
+        tokens = rows + int(rng.integers(1, 17)) if has_drafts else rows
+        asked = before + TAKE_S if has_drafts else before - 0.001
+        shape = StepShape(rows, tokens, tokens, 99, 9 * tokens if has_drafts else 0, 0)
+        replied = (asked + FORM_S if has_drafts else before) + true.seconds(shape)
         timings.steps.append(MeasuredStep(shape, asked, None, before, replied, replied + TAKE_S))
         before = replied
     found = calibrate(timings, name="n", source="s")
     profile, shape = found.profile, StepShape(2, 14, 14, 99, 126, 0)
     assert profile.step.seconds(shape) == pytest.approx(true.seconds(shape), rel=0.01)
     assert profile.form.seconds(shape) == pytest.approx(FORM_S, rel=0.1)
-    assert profile.notes["guesses_held_out"] == sum(shape.samples > shape.rows for shape, _ in found.step.tested) > 20
-    assert profile.notes["guesses_error_median"] < 0.01
+    num_held_out = sum(shape.samples > shape.rows for shape, _ in found.step.tested)
+    assert profile.notes["draft_steps_held_out"] == num_held_out > 20
+    assert profile.notes["draft_steps_error_median"] < 0.01
 
 
 def test_of_a_server_that_forms_nothing_ahead_steps_have_their_forming_in_them(timings):

@@ -53,15 +53,15 @@ def test_configurations_of_one_name_are_told_apart(arguments, tmp_path, capsys):
     assert capsys.readouterr().out.splitlines()[0].split() == arguments[1:3]
 
 
-def test_guesses_make_a_difference_and_would_be_enough(arguments, tmp_path, capsys, monkeypatch):
+def test_speculation_makes_a_difference_that_suffices(arguments, tmp_path, capsys, monkeypatch):
     load = "streams: {chat: {concurrency: 1, requests: 4, prompt_tokens: 30, answer_tokens: 90, recited: 0.95}}\n"
     (tmp_path / "load.yaml").write_text(load)
     key = "scheduler_config.speculative_method"
     plain = f"{arguments[1]}+{key}=none"
     assert main(["whatif", arguments[1], plain, *arguments[3:], "--json", "-"]) == 0
-    guessing, without = (each["figures"] for each in json.loads(capsys.readouterr().out))
-    assert guessing["guesses_right"] > 100 and without["guesses"] == 0
-    assert guessing["tpot_p50_ms"] < 0.6 * without["tpot_p50_ms"]
+    drafted, without = (each["figures"] for each in json.loads(capsys.readouterr().out))
+    assert drafted["accepted_draft_tokens"] > 100 and without["draft_tokens"] == 0
+    assert drafted["tpot_p50_ms"] < 0.6 * without["tpot_p50_ms"]
     every = needs.neighbours
     monkeypatch.setattr(needs, "neighbours", lambda *asked: [each for each in every(*asked) if each[0].key == key])
     limit = 0.7 * without["tpot_p50_ms"]
@@ -157,13 +157,13 @@ def test_a_load_that_is_over_too_soon_does_not_tell_the_highest_rate(arguments, 
 
 def test_hardware_of_another_profile_stands_beside(arguments, tmp_path, capsys):
     pieces = CostModel((Piece("step", STEP_S / 2), Piece("tokens", 0.00005)))
-    write_profile(create_profile(step=pieces, name="int8", source="a guess"), tmp_path / "int8.json")
+    write_profile(create_profile(step=pieces, name="int8", source="an estimate"), tmp_path / "int8.json")
     arguments[1] += "+request_classes.interactive.ttft_slo_s=0.03"
     arguments[2] = f"{arguments[1]}+@profile={tmp_path / 'int8.json'}"
     arguments.insert(3, f"{arguments[1]}+cluster_config.replicas=2")
     assert main([*arguments, "--find-rate"]) == 0
     shown = capsys.readouterr().out
-    assert "NOT MEASURED: times of int8 are figures of a guess" in shown
+    assert "NOT MEASURED: times of int8 are figures of an estimate" in shown
     (first, faster, two) = (line for line in shown.splitlines() if "x the first" in line)
     assert "1.00 x the first" in first
     assert float(faster.split(", ")[1].split(" x")[0]) > 1

@@ -82,13 +82,13 @@ def test_requests_have_their_arrival_and_the_times_of_their_tokens(recorded, tmp
     assert timings.replies == {"a": [2.0, 3.0, 3.75]}
 
 
-def test_right_guesses_are_tokens_of_the_reply_that_brought_them(tmp_path):
+def test_accepted_drafts_are_tokens_of_their_reply(tmp_path):
     files, clock = MemoryFiles(), Clock()
     scheduler = create_recorded(files, clock=clock)
     request = create_request(4, request_id="a", max_tokens=20)
     scheduler.add(request)
-    for clock.now, guesses, chosen in ((1.0, [], [7]), (2.0, [8, 9, 5], [8, 9, 10, 11]), (3.0, [], [12])):
-        scheduler.draft(request, guesses)
+    for clock.now, draft, chosen in ((1.0, [], [7]), (2.0, [8, 9, 5], [8, 9, 10, 11]), (3.0, [], [12])):
+        scheduler.draft(request, draft)
         scheduler.update(scheduler.schedule(0.0), chosen)
     timings = read_timings([written(files.files[0], tmp_path)])
     assert timings.replies == {"a": [1.0, 2.0, 2.0, 2.0, 3.0]}

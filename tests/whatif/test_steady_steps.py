@@ -20,7 +20,7 @@ from llm_serving.whatif.steady_engine import SteadyEngine
 from llm_serving.whatif.workload import recite
 from support.whatif_loads import STEP_S, config_with, create_profile
 
-GUESSING: dict[str, dict[str, Any]] = {
+SPECULATION: dict[str, dict[str, Any]] = {
     "as they come": {},
     "one step at a time": {"scheduler_config__schedule_ahead": False},
     "one at a time": {"scheduler_config__num_speculative_tokens": 1, "scheduler_config__prompt_lookup_tokens": 1},
@@ -29,7 +29,7 @@ GUESSING: dict[str, dict[str, Any]] = {
     "two replicas": {"cluster_config__replicas": 2},
     "audits": {"serving_config__audit_every": 3},
 }
-"""Where some requests of a load say what can be guessed."""
+"""Loads with some predictable answers."""
 CASES: dict[str, dict[str, Any]] = {
     "as they come": {},
     "one step at a time": {"scheduler_config__schedule_ahead": False},
@@ -48,14 +48,14 @@ CASES: dict[str, dict[str, Any]] = {
     "refusals": {"scheduler_config__slo_refusal_factor": 1.0, "scheduler_config__max_waiting_queue": 4},
     "tenants": {"scheduler_config__max_running_per_tenant": 2, "scheduler_config__order": "fair"},
     "audits": {"serving_config__audit_every": 3},
-    **{f"guesses, {name}": settings for name, settings in GUESSING.items()},
+    **{f"drafts, {name}": settings for name, settings in SPECULATION.items()},
 }
 
 
 def create(seed: int, timeout_s: float | None, *, recites: bool) -> Load:
     """Requests that come and end at any time; some stop before they must, one client asks again and again.
 
-    With `recites`, what some of them say can be guessed.
+    With `recites`, some of the answers are predictable.
     """
     rng = random.Random(seed)
 
@@ -108,13 +108,13 @@ def play(load: Load, settings: dict[str, Any], looks_alike: bool, monkeypatch: p
         result: Result = Simulation(config_with(**settings), load, profile, 1, looks_alike=looks_alike).run()
     told = [replace(each, request_class=None) for each in result.outcomes]  # type: ignore[arg-type]
     counts = result.num_steps, result.num_tokens, result.preemptions, result.bound_violations
-    guesses = result.num_guesses, result.num_right
-    return (told, result.block_use, counts, guesses, result.busy_share), known
+    drafts = result.num_draft_tokens, result.num_accepted
+    return (told, result.block_use, counts, drafts, result.busy_share), known
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_steps_decided_at_once_are_those_decided_one_by_one(case, monkeypatch):
-    num_steady = num_audited = num_at_once = num_right = 0
+    num_steady = num_audited = num_at_once = num_accepted = 0
     differ: list[bool] = []
     step, advance = SteadyEngine._step, SteadyEngine.advance
 
@@ -134,19 +134,19 @@ def test_steps_decided_at_once_are_those_decided_one_by_one(case, monkeypatch):
     monkeypatch.setattr(SteadyEngine, "_step", counted)
     monkeypatch.setattr(SteadyEngine, "advance", noted)
     monkeypatch.setattr(Metrics, "audited", lambda self, *, differs: differ.append(differs))
-    if case == "guesses, many":  # are three: whether guesses could pay is asked before they are compared
-        monkeypatch.setattr("llm_serving.speculation.drafter.MANY", 3)
+    if case == "drafts, many":  # three already count as many
+        monkeypatch.setattr("llm_serving.speculation.controller.MIN_CHECKED", 3)
     for seed, timeout_s in enumerate((None, 0.7)):
-        load = create(10 * seed + len(case), timeout_s, recites=case.startswith("guesses"))
+        load = create(10 * seed + len(case), timeout_s, recites=case.startswith("drafts"))
         one_by_one, all_known = play(load, CASES[case], False, monkeypatch)
         before = num_steady
         at_once, known = play(load, CASES[case], True, monkeypatch)
         assert at_once == one_by_one
         assert known.items() <= all_known.items()
         assert len(known) == len(all_known) - (num_steady - before)
-        num_right += at_once[3][1]
+        num_accepted += at_once[3][1]
     assert num_steady > 20 or case == "roles"
     assert not any(differ)
     assert (num_audited > 20 and len(differ) > 2) == case.endswith("audits")
     assert num_at_once > 5 or "cluster_config__replicas" in CASES[case]
-    assert (num_right > 5) == case.startswith("guesses")
+    assert (num_accepted > 5) == case.startswith("drafts")

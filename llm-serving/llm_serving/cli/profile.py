@@ -86,9 +86,9 @@ def described(calibration: Calibration) -> str:
         f" p95 {step.p95_error:.1%}; taking replies: median {take.median_error:.1%}",
         f"measured over predicted, quantiles 0, 25, 50, 75, 100 %: {spread}",
     ]
-    if count := profile.notes["guesses_held_out"]:
-        error = profile.notes["guesses_error_median"]
-        lines.append(f"{count:,} of the held-out steps check guesses: error median {error:.1%}")
+    if count := profile.notes["draft_steps_held_out"]:
+        error = profile.notes["draft_steps_error_median"]
+        lines.append(f"{count:,} of the held-out steps verify draft tokens: error median {error:.1%}")
     if profile.notes["disturbed"]:
         lines.append(
             f"others on this machine made steps {profile.notes['disturbed']:.1%} longer, which is not in it; where that"

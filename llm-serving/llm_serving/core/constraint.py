@@ -22,11 +22,11 @@ class Walk(Protocol):
                 fulfilled.
         """
 
-    def allowed_behind(self, output_token_ids: Sequence[int], guesses: Sequence[int]) -> list[Int32Array]:
-        """`allowed_words` of the output, then of it with the first guess at its end, with the first two, and so on."""
+    def allowed_behind(self, output_token_ids: Sequence[int], draft_token_ids: Sequence[int]) -> list[Int32Array]:
+        """Return `allowed_words` of the output, then of the output with the first draft token, the first two, ..."""
 
-    def possible(self, output_token_ids: Sequence[int], guesses: Sequence[int], count: int) -> list[int]:
-        """What can come next: the guesses up to the first that may not, then what must follow; `count` at most.
+    def possible(self, output_token_ids: Sequence[int], draft_token_ids: Sequence[int], count: int) -> list[int]:
+        """Return the draft tokens up to the first forbidden one, then the tokens that must follow; at most `count`.
 
         Where the same text may be written in several tokens, the longest of them is taken to follow.
         """

@@ -117,7 +117,7 @@ class ToolFormatName(enum.StrEnum):
 
 
 class SpeculativeMethodName(enum.StrEnum):
-    """Who guesses what comes next: `speculation`."""
+    """Method of speculative decoding: `speculation`."""
 
     NONE = "none"
     NGRAM = "ngram"
@@ -125,14 +125,14 @@ class SpeculativeMethodName(enum.StrEnum):
 
 
 class Proposer(enum.StrEnum):
-    """Where guesses come from."""
+    """What proposes draft tokens."""
 
     NGRAM = "ngram"
-    """What followed where the same tokens stood before."""
+    """The tokens that followed the same n-gram earlier."""
     DRAFT_MODEL = "draft_model"
-    """What a small model would say."""
+    """A small model."""
     FORCED = "forced"
-    """What a constraint leaves no choice of."""
+    """A constraint that leaves no choice."""
 
 
 class AgentExit(IntEnum):

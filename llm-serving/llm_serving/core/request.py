@@ -128,8 +128,8 @@ class Request:
     num_tokens_in_flight: int = 0
     """Tokens sampled by submitted steps whose ids have not come back."""
     draft_token_ids: list[int] = field(default_factory=list)
-    """Guesses of the tokens behind its newest one. The step that computes that one may compute some of them as well;
-    until its reply has come they stay, and the request is not scheduled again."""
+    """Draft tokens after the newest token. The step that computes the newest token may verify some of them; until its
+    reply they stay, and the request is not scheduled again."""
     num_new_tokens: int = 0
     """Tokens that its newest reply has brought."""
     num_preemptions: int = 0

@@ -52,7 +52,7 @@ from llm_serving.text.tokenizer.tokenizer import Tokenizer
 logger = get_logger(__name__)
 
 ID_BYTES: Final = 8
-"""Random ones at the end of an engine's id, which nobody guesses."""
+"""Random ones at the end of an engine's id, so that it cannot be predicted."""
 NOBODY: Final = Visitor()
 """Who is not recognized when it comes again."""
 

@@ -31,14 +31,14 @@ from llm_serving.executor.restart_status import Away
 from llm_serving.executor.step_builder import StepBuilder
 from llm_serving.kvcache.transfer_pool import TransferBlock
 from llm_serving.log import get_logger
-from llm_serving.observability.event_log import NO_GUESSES, Journal
+from llm_serving.observability.event_log import NO_DRAFTS, Journal
 from llm_serving.observability.metrics import Metrics
 from llm_serving.observability.snapshot import Glance, SchedulerState, glance, scheduler_state
 from llm_serving.observability.transfer_metrics import SwapLoad
 from llm_serving.scheduler import Schedule, Scheduler
 from llm_serving.scheduler.components import Rules
 from llm_serving.scheduler.schedule import NO_ROOM
-from llm_serving.speculation import Drafter
+from llm_serving.speculation import SpeculationController
 from llm_serving.text.tokenizer.tokenizer import Tokenizer
 
 logger = get_logger(__name__)
@@ -71,7 +71,7 @@ class Engine:
         audit_every: int = 0,
         journal: Journal | None = None,
         restart_wait_s: float = 300.0,
-        drafter: Drafter | None = None,
+        drafter: SpeculationController | None = None,
         clock: Clock = monotonic,
     ) -> None:
         self.scheduler = scheduler
@@ -351,7 +351,7 @@ class Engine:
             # Told when the next step is under way: until then whoever tells the clients would only be in its way.
             self._collect()
             self._listen()
-        self._guess()
+        self._propose_drafts()
         now = self._clock()
         schedule = self._schedule(now)
         if schedule is not None:
@@ -372,12 +372,12 @@ class Engine:
             self._inbox.take()  # whoever was given more time until now
             self._overdue.end(now, self.load, self._times.began)
 
-    def _guess(self) -> None:
-        """Has the scheduler know what may come next."""
+    def _propose_drafts(self) -> None:
+        """Give the scheduler draft tokens for the next step."""
         if self._drafter is None:
             return
         waits = not self._in_flight and self._waits_for_replies()
-        for request, token_ids in self._drafter.drafts(len(self.scheduler.running), waits=waits):
+        for request, token_ids in self._drafter.propose(len(self.scheduler.running), synchronous=waits):
             self.scheduler.draft(request, token_ids)
 
     def _schedule(self, now: float) -> Schedule | None:
@@ -409,7 +409,7 @@ class Engine:
     def _waits_for_replies(self) -> bool:
         """Whether more tokens come in the same time if no step is formed ahead.
 
-        That costs the master's time in each step; but what is guessed depends on all that has been said, and whoever
+        That costs the master's time in each step; but drafts depend on the newest token, and whoever
         waits for replies takes part in every other step only if one is formed ahead.
         """
         if self._max_steps_in_flight == 1:
@@ -422,7 +422,7 @@ class Engine:
         return num_waiting * (step_s + host_s) > 2 * len(running) * host_s
 
     def _prompts_come(self) -> bool:
-        """Whether, as far as is known, the next step computes prompts, and so checks no guesses."""
+        """Whether, as far as is known, the next step computes prompts, and so verifies no draft tokens."""
         blocked = self.scheduler.blocked
         room = blocked is None or blocked.reason in NO_ROOM
         return self._reports.num_left > 0 or (room and len(self.scheduler.waiting) > 0)
@@ -448,16 +448,16 @@ class Engine:
 
     def _take_stock(self, schedule: Schedule, updated: list[Request], now: float) -> None:
         """A step has been replied to: journal, drafter, metrics and predictions learn of it."""
-        right = right_guesses(schedule, updated) if schedule.has_drafts else NO_GUESSES
-        self.journal.replied(now, right)
+        accepted = accepted_drafts(schedule, updated) if schedule.has_drafts else NO_DRAFTS
+        self.journal.replied(now, accepted)
         self.num_steps += 1
         num_tokens = schedule.num_tokens
         ended = [request for request in updated if request.is_finished]
         if self._drafter is not None:
             if num_tokens == schedule.num_samples:  # no prompt was computed
                 host_s = self._times.host_s if self._max_steps_in_flight > 1 else 0.0
-                self._drafter.measured(num_tokens, self._times.computed_s, host_s)
-            self._tell_drafter(self._drafter, schedule, ended, right)
+                self._drafter.record_step_time(num_tokens, self._times.computed_s, host_s)
+            self._tell_drafter(self._drafter, schedule, ended, accepted)
         self._record(schedule, num_tokens)
         self._reports.replied(schedule, num_tokens, len(ended))
 
@@ -470,14 +470,15 @@ class Engine:
             self._executor.allow(self._builder.allowed(self._in_flight[0]))
 
     def _tell_drafter(
-        self, drafter: Drafter, schedule: Schedule, ended: list[Request], right: Mapping[int, int]
+        self, drafter: SpeculationController, schedule: Schedule, ended: list[Request], accepted: Mapping[int, int]
     ) -> None:
         if schedule.has_drafts:
             for row in schedule.rows:
                 if row.num_drafts:
-                    num_right = right.get(row.request.sequence, 0)
-                    self._metrics.drafted(drafter.checked(row.request, row.num_drafts, num_right))
-        drafter.replied(ended, len(schedule.rows))
+                    num_accepted = accepted.get(row.request.sequence, 0)
+                    counts = drafter.record_verified(row.request, row.num_drafts, num_accepted)
+                    self._metrics.record_verified_drafts(counts)
+        drafter.record_step(ended, len(schedule.rows))
 
     def _record(self, schedule: Schedule, num_tokens: int) -> None:
         self._metrics.step(*self._load(), num_tokens, replica=self.index)
@@ -542,7 +543,7 @@ class Engine:
 
     def _expect(self, request: Request) -> None:
         if self._drafter is not None:
-            self._drafter.begin(request)
+            self._drafter.add_request(request)
         self._deadlines.add(request)
 
     def _abort(self, request_id: str) -> None:
@@ -588,8 +589,8 @@ class Engine:
                 self._recover(error)
 
 
-def right_guesses(schedule: Schedule, updated: list[Request]) -> dict[int, int]:
-    """`Request.sequence` -> guesses that were right, of the rows of a step that has been replied to."""
+def accepted_drafts(schedule: Schedule, updated: list[Request]) -> dict[int, int]:
+    """Return `Request.sequence` -> accepted draft tokens, for the rows with drafts of a step with a reply."""
     got = set(updated)
     return {
         row.request.sequence: row.request.num_new_tokens - 1

@@ -25,7 +25,7 @@ from llm_serving.scheduler import PreemptionMode, Scheduler, SchedulerLimits
 from llm_serving.scheduler.components import Rules
 from llm_serving.scheduler.orders import ORDERS
 from llm_serving.scheduler.policies import POLICIES, Policy
-from llm_serving.speculation import Drafter, DraftModel
+from llm_serving.speculation import DraftModelProposer, NgramProposer, SpeculationController
 from llm_serving.text.tokenizer.tokenizer import Tokenizer
 
 logger = get_logger(__name__)
@@ -130,15 +130,16 @@ def _context(config: ServingConfig, blocks: BlockManager) -> str:
     return text
 
 
-def build_drafter(config: ServingConfig, executor: Executor, clock: Clock) -> Drafter | None:
-    """What guesses in its engine; None: nothing is guessed."""
+def build_drafter(config: ServingConfig, executor: Executor, clock: Clock) -> SpeculationController | None:
+    """Create the controller of speculative decoding; None: it is off."""
     scheduler = config.scheduler
     if scheduler.speculative_method == "none":
         return None
     model = None
     if scheduler.draft_model_path is not None:
-        model = DraftModel(executor.propose, config.pa.block_size, clock)
-    return Drafter(scheduler.num_speculative_tokens, scheduler.prompt_lookup_min, model, clock)
+        model = DraftModelProposer(executor.propose, config.pa.block_size, clock)
+    ngram = NgramProposer(scheduler.prompt_lookup_min, clock=clock)
+    return SpeculationController(scheduler.num_speculative_tokens, ngram, model, clock)
 
 
 def build_engine(
@@ -152,7 +153,7 @@ def build_engine(
     num_swap_blocks: int = 0,
     window: int | None = None,
     clock: Clock = monotonic,
-    build_drafter: Callable[[ServingConfig, Executor, Clock], Drafter | None] = build_drafter,
+    build_drafter: Callable[[ServingConfig, Executor, Clock], SpeculationController | None] = build_drafter,
 ) -> Engine:
     """The engine of replica `index`; its executor's WorkAgent has a cache of `num_blocks` and a host pool.
 

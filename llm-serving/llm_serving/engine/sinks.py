@@ -130,7 +130,7 @@ class Beams:
         """
         if self.request.is_finished:  # within this step
             return
-        (sample,) = samples  # nobody guesses what a beam becomes
+        (sample,) = samples  # beams have no draft tokens
         self._replies[request.request_id] = LikelyTokens(*output.top.of(sample))
         if not request.is_finished:  # by its last token
             self._desk.scheduler.pause(request)

@@ -220,7 +220,9 @@ def load_settings(config: ServingConfig, index: int) -> LoadModel:
         save_graphs_path=str(config.device.save_graphs_path),
         jit_level=config.device.jit_level,
         num_buffers=NUM_BUFFERS,
-        buffer_bytes=max_step_bytes(max_tokens, max_rows, max_model_len, config.pa.block_size, _max_guesses(config)),
+        buffer_bytes=max_step_bytes(
+            max_tokens, max_rows, max_model_len, config.pa.block_size, _max_draft_tokens(config)
+        ),
         step_timeout_s=config.serving.step_timeout_s,
         num_transfer_blocks=config.num_replicas * config.num_transfer_blocks,
         num_ranks=config.cluster.tensor_parallel,
@@ -228,8 +230,8 @@ def load_settings(config: ServingConfig, index: int) -> LoadModel:
     )
 
 
-def _max_guesses(config: ServingConfig) -> int:
-    """Of a step."""
+def _max_draft_tokens(config: ServingConfig) -> int:
+    """Return the maximum number of draft tokens in a step."""
     scheduler = config.scheduler
     if scheduler.speculative_method == "none":
         return 0

@@ -23,7 +23,7 @@ from llm_serving.core.timings import Exchange
 from llm_serving.scheduler import Schedule
 from llm_serving.scheduler.schedule import Blocked
 
-NO_GUESSES: Final[Mapping[int, int]] = MappingProxyType({})
+NO_DRAFTS: Final[Mapping[int, int]] = MappingProxyType({})
 
 
 class Step(NamedTuple):
@@ -36,13 +36,13 @@ class Step(NamedTuple):
     """`Request.sequence` of the rows that computed one token and chose the next."""
     chunks: tuple[tuple[int, int, int], ...]
     """(`Request.sequence`, first token, tokens) of all other rows: prompts, and what is computed again."""
-    guesses: tuple[tuple[int, int, int], ...] = ()
-    """(`Request.sequence`, guesses checked, those that were right) of the rows among `singles` that had some."""
+    drafts: tuple[tuple[int, int, int], ...] = ()
+    """(`Request.sequence`, draft tokens verified, draft tokens accepted) of the rows among `singles` with drafts."""
 
     @property
     def num_tokens(self) -> int:
-        num_guesses = sum(checked for _, checked, _ in self.guesses)
-        return len(self.singles) + num_guesses + sum(count for _, _, count in self.chunks)
+        num_draft_tokens = sum(verified for _, verified, _ in self.drafts)
+        return len(self.singles) + num_draft_tokens + sum(count for _, _, count in self.chunks)
 
 
 class Preempted(NamedTuple):
@@ -269,10 +269,10 @@ class Journal:
             chunks = tuple(
                 (row.request.sequence, row.num_computed, row.query_len) for row in rows if row.query_len != row.samples
             )
-        guesses: tuple[tuple[int, int, int], ...] = ()
+        drafts: tuple[tuple[int, int, int], ...] = ()
         if schedule.has_drafts:
-            guesses = tuple((row.request.sequence, row.num_drafts, 0) for row in rows if row.num_drafts)
-        self._in_flight.append(Step(schedule.step, now, math.inf, singles, chunks, guesses))
+            drafts = tuple((row.request.sequence, row.num_drafts, 0) for row in rows if row.num_drafts)
+        self._in_flight.append(Step(schedule.step, now, math.inf, singles, chunks, drafts))
         for request in schedule.started:
             if (life := self._lives.get(request.asked.request_id)) is not None:
                 life.sequences |= {request.sequence}
@@ -280,12 +280,12 @@ class Journal:
             if (life := self._lives.get(request.asked.request_id)) is not None:
                 life.preemptions += (Preempted(now, preemption.by_class, preemption.swapped),)
 
-    def replied(self, now: float, right_guesses: Mapping[int, int] = NO_GUESSES) -> None:
-        """The reply to the oldest step has come and been applied; so many guesses were right, by `Request.sequence`."""
+    def replied(self, now: float, accepted_drafts: Mapping[int, int] = NO_DRAFTS) -> None:
+        """Record the reply to the oldest step; `accepted_drafts`: accepted draft tokens by `Request.sequence`."""
         if self.enabled:
             step = self._in_flight.popleft()
-            guesses = tuple((each, checked, right_guesses.get(each, 0)) for each, checked, _ in step.guesses)
-            self._steps.append(step._replace(ended=now, guesses=guesses))
+            drafts = tuple((each, verified, accepted_drafts.get(each, 0)) for each, verified, _ in step.drafts)
+            self._steps.append(step._replace(ended=now, drafts=drafts))
 
     def lost(self, now: float) -> None:
         """The steps in flight will never be replied to."""

@@ -91,7 +91,7 @@ def own_rows(life: Life, record: Record) -> list[OwnRow]:
             num_again = min(position, furthest) - start
             part = Part.COMPUTED_AGAIN if 2 * num_again >= count else Part.PREFILL
         elif single:
-            position += 1 + num_right(step, life)
+            position += 1 + num_accepted_drafts(step, life)
             part = Part.DECODE if sampled else Part.PREFILL  # one token was left of its prompt
         else:
             continue
@@ -101,9 +101,9 @@ def own_rows(life: Life, record: Record) -> list[OwnRow]:
     return rows
 
 
-def num_right(step: Step, life: Life) -> int:
-    """Right guesses of the request in a step: tokens that took no step of their own."""
-    return sum(right for sequence, _, right in step.guesses if sequence in life.sequences)
+def num_accepted_drafts(step: Step, life: Life) -> int:
+    """Return the request's accepted draft tokens in a step: tokens without a step of their own."""
+    return sum(accepted for sequence, _, accepted in step.drafts if sequence in life.sequences)
 
 
 def largest_decode_gap(life: Life, record: Record, rows: Sequence[OwnRow]) -> int:
@@ -301,8 +301,11 @@ class ExplainedTokens(Struct, kw_only=True):
     cached: int
     """Of the prompt, found computed."""
     output: int
+    accepted_draft: int
+    """Output tokens that took no step of their own, because they were accepted draft tokens; of the steps still
+    known."""
     guessed: int
-    """Of the output, tokens that took no step of their own, as they had been guessed; of the steps still known."""
+    """Deprecated name of `accepted_draft`."""
 
 
 class BoundAndMet(Struct, kw_only=True):
@@ -373,6 +376,7 @@ def explain(
     wait_bound_s = None if facts.wait_bound is None or step_s is None else facts.wait_bound * step_s
     spans, rows = attribute(life, record), own_rows(life, record)
     computed = {part: sum(row.part is part for row in rows) for part in Part}
+    num_accepted = sum(num_accepted_drafts(row.step, life) for row in rows)
     gap = None if life.has_beams else largest_decode_gap(life, record, rows)
     return Explanation(
         id=life.request_id,
@@ -389,7 +393,8 @@ def explain(
             prompt=facts.num_prompt_tokens,
             cached=facts.num_cached_tokens,
             output=facts.num_output_tokens,
-            guessed=sum(num_right(row.step, life) for row in rows),
+            accepted_draft=num_accepted,
+            guessed=num_accepted,
         ),
         num_preemptions=facts.num_preemptions,
         num_sharing=0 if life.exchange is None else life.exchange.num_sharing,

@@ -76,7 +76,8 @@ class Metrics(Collector):
         self._compilations: dict[int, Callable[[], int]] = {}
         self._machines: dict[int, Callable[[], str]] = {}
         self._counts = dict.fromkeys(_COUNTERS, 0)
-        self._guesses = {name: dict.fromkeys(map(str, Proposer), 0) for name in _GUESSES}
+        self.draft_tokens = {name: dict.fromkeys(map(str, Proposer), 0) for name in _DRAFT_TOKENS}
+        """Metric -> count by proposer."""
         self._finished = dict.fromkeys(FinishReason, 0)
         self._reloads = dict.fromkeys(RELOADS, 0)
         self.num_shares_broken = dict.fromkeys(SHARES, 0)
@@ -185,14 +186,13 @@ class Metrics(Collector):
         self._add("vllm:prefix_cache_queries_total", num_queried)
         self._add("vllm:prefix_cache_hits_total", num_hit)
 
-    def drafted(self, checked: Iterable[tuple[str, int, int]]) -> None:
-        """A step has checked guesses of what follows in a request: by proposer how many, and how many were right."""
+    def record_verified_drafts(self, verified: Iterable[tuple[str, int, int]]) -> None:
+        """Count the draft tokens of a request that a step verified: (proposer, draft tokens, accepted) of each."""
         with self._lock:
             self._counts["vllm:spec_decode_num_drafts_total"] += 1
-            for proposer, proposed, accepted in checked:
-                for name, count in zip(_GUESSES, (proposed, accepted), strict=True):
-                    self._counts[name] += count
-                    self._guesses[name][proposer] += count
+            for proposer, *counts in verified:
+                for by_proposer, count in zip(self.draft_tokens.values(), counts, strict=True):
+                    by_proposer[proposer] += count
 
     def bound_violated(self, n: int = 1) -> None:
         self._add("llm_serving:bound_violations_total", n)
@@ -317,8 +317,10 @@ class Metrics(Collector):
             "of",
             self.num_shares_broken,
         )
-        for name, (by_proposer, text) in _GUESSES.items():
-            yield self._by_label(by_proposer, text, "proposer", self._guesses[name])
+        for name, (text, deprecated_name) in _DRAFT_TOKENS.items():
+            counts = self.draft_tokens[name]
+            yield self._by_label(name, text, "proposer", counts)
+            yield self._by_label(deprecated_name, f"Deprecated name of {name}.", "proposer", counts)
         for name, histogram in self._histograms.items():
             yield histogram.family(name, _HISTOGRAMS[name][0], self._labels)
         yield from self.classes.collect()
@@ -336,26 +338,24 @@ _COUNTERS: Final = {
     "vllm:prefix_cache_queries_total": "Tokens looked up in the prefix cache.",
     "vllm:prefix_cache_hits_total": "Tokens found in the prefix cache.",
     "llm_serving:steps_total": "Steps scheduled.",
-    "vllm:spec_decode_num_drafts_total": "Times a step checked guesses for a request.",
-    "vllm:spec_decode_num_draft_tokens_total": "Guesses of tokens that were checked.",
-    "vllm:spec_decode_num_accepted_tokens_total": "Guesses of tokens that were right.",
+    "vllm:spec_decode_num_drafts_total": "Drafts verified: once per request and step.",
     "llm_serving:bound_violations_total": "Times a bound on waiting was broken; stays 0.",
     "llm_serving:audits_total": "Answers computed again, alone, and compared.",
     "llm_serving:audit_mismatch_total": "Audited answers that differed; stays 0.",
     "llm_serving:shared_answers_total": "Answers that were not computed, as the same request had one or was in flight.",
     "llm_serving:worker_restarts_total": "WorkAgents started again after they ended.",
 }
-_GUESSES: Final = {
+_DRAFT_TOKENS: Final = {
     "vllm:spec_decode_num_draft_tokens_total": (
+        "Draft tokens verified, by proposer.",
         "llm_serving:guesses_checked_total",
-        "Guesses of tokens that were checked, by where they came from.",
     ),
     "vllm:spec_decode_num_accepted_tokens_total": (
+        "Draft tokens accepted, by proposer.",
         "llm_serving:guesses_right_total",
-        "Guesses of tokens that were right, by where they came from.",
     ),
 }
-"""Counter -> the same by proposer."""
+"""Metric -> help text and deprecated name."""
 _HISTOGRAMS: Final = {
     "vllm:iteration_tokens_total": ("Tokens computed in a step.", TOKEN_BUCKETS),
     "vllm:time_to_first_token_seconds": ("From arrival to the first token.", LATENCY_BUCKETS),

@@ -91,7 +91,7 @@ def _part(step: Step, sequences: Set[int]) -> Step:
     return step._replace(
         singles=tuple([each for each in step.singles if each in sequences]),
         chunks=tuple([chunk for chunk in step.chunks if chunk[0] in sequences]),
-        guesses=tuple([guess for guess in step.guesses if guess[0] in sequences]),
+        drafts=tuple([draft for draft in step.drafts if draft[0] in sequences]),
     )
 
 

@@ -68,7 +68,7 @@ _WITHOUT_EFFECT: Final[tuple[tuple[str, str], ...]] = (
     ("scheduler_config", "prefill_time_ms_per_req decode_time_ms_per_req"),
     ("scheduler_config", "max_waiting_queue max_waiting_tokens slo_refusal_factor max_running_per_tenant"),
     ("scheduler_config", "max_preemptions_per_request preemption_mode swap_block_cost_tokens"),
-    # What is not computed twice, and what is guessed: a guess counts if it is what the model chooses.
+    # Prefix caching and speculative decoding: a draft token is accepted only if the model chooses it.
     ("scheduler_config", "prefix_caching"),
     ("scheduler_config", "speculative_method draft_model_path num_speculative_tokens prompt_lookup_min"),
     # What is written down of decisions.

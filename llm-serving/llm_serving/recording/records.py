@@ -73,7 +73,7 @@ class Added(msgspec.Struct, array_like=True, frozen=True, tag="add"):
 
 
 class Drafted(msgspec.Struct, array_like=True, frozen=True, tag="draft"):
-    """`draft`: guesses of what follows."""
+    """`draft`: draft tokens of a request."""
 
     sequence: int
     token_ids: list[int]

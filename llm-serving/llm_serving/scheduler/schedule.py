@@ -84,7 +84,7 @@ class ScheduledRow(NamedTuple):
 
     @property
     def num_drafts(self) -> int:
-        """The last ones of its tokens, which are guesses."""
+        """Number of draft tokens, the last ones of the row."""
         return max(0, self.samples - 1)
 
 
@@ -119,7 +119,7 @@ class Schedule:
     prompt_results: list[PromptResults] = field(default_factory=list)
     """Of the rows that tell something of a prompt, in their order."""
     has_drafts: bool = False
-    """Whether rows compute guesses."""
+    """Whether rows verify draft tokens."""
     departures: list[ScheduledRow] = field(default_factory=list)
     """Rows whose requests leave for another replica when the reply has come, unless they end with it."""
     exports: list[Move] = field(default_factory=list)

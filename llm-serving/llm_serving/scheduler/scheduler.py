@@ -117,10 +117,10 @@ class Scheduler:
             self.waits.wait(request)
 
     def draft(self, request: Request, token_ids: list[int]) -> None:
-        """Guesses what follows the newest token of a request; replaces earlier guesses.
+        """Set the draft tokens that may follow the newest token of a request; replace earlier ones.
 
-        What a step has room for is computed beside that token, where no prompt and no other request's token is kept
-        from it, and counts as far as it turns out to be what the model chooses. The step uses all guesses up.
+        The next step verifies those that fit beside prompts and other requests' tokens, and accepts them up to the
+        first that the model does not choose. It uses up all of them.
         """
         if request.status is RUNNING and not request.num_tokens_in_flight and not request.moves:
             request.draft_token_ids = token_ids
@@ -216,12 +216,12 @@ class Scheduler:
             if not request.is_finished:
                 self._append(request, token_id)
         request.draft_token_ids = []
-        num_right = len(request.output_token_ids) - num_before - 1
-        request.num_new_tokens = 1 + num_right
-        self._charge(request.request_class.name, request.tenant, OUTPUT_TOKEN_WEIGHT * num_right)
-        if num_right and not request.is_finished and row.num_preemptions == request.num_preemptions:
-            request.num_computed_tokens += num_right  # the others' keys and values will be written over
-            self._confirm([row._replace(query_len=1 + num_right, samples=1)])
+        num_accepted = len(request.output_token_ids) - num_before - 1
+        request.num_new_tokens = 1 + num_accepted
+        self._charge(request.request_class.name, request.tenant, OUTPUT_TOKEN_WEIGHT * num_accepted)
+        if num_accepted and not request.is_finished and row.num_preemptions == request.num_preemptions:
+            request.num_computed_tokens += num_accepted  # the others' keys and values will be written over
+            self._confirm([row._replace(query_len=1 + num_accepted, samples=1)])
 
     def _take_prompt_results(self, schedule: Schedule) -> list[Request]:
         """Returns the requests that end with them."""

@@ -1,6 +1,6 @@
 """What the rows of a step are to tell of prompts, beside the tokens that follow them.
 
-Guesses in a step: who has room for some, and how many of them were right.
+Draft tokens of a step: which rows have room for some, and how many are accepted.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ def prompt_results_of(rows: Sequence[ScheduledRow]) -> list[PromptResults]:
 
 
 def add_drafts(step: StepDraft, blocks: BlockManager) -> None:
-    """Adds guesses to the rows of requests that decode, higher classes first, in the room that their tables have.
+    """Add draft tokens to the decoding rows, higher classes first, as far as their block tables have room.
 
-    A step that computes a prompt gets none: no prompt is to wait for them.
+    A step that computes a prompt gets none, so that they delay no prompt.
     """
     if step.computes_prompts:
         return
@@ -42,14 +42,14 @@ def add_drafts(step: StepDraft, blocks: BlockManager) -> None:
 
 
 def num_chosen(drafts: Sequence[int], token_ids: Sequence[int]) -> int:
-    """How many tokens a reply brings.
+    """Return how many tokens a reply adds to a request.
 
     Args:
-        drafts: The guesses.
-        token_ids: What was chosen behind the newest token and behind each guess; below 0 where nothing could be.
+        drafts: The draft tokens.
+        token_ids: The tokens chosen after the newest token and after each draft token; negative where none could be.
 
     Returns:
-        The first counts, and each other one as long as the guesses before it are what was chosen.
+        1 for the first token, plus the number of accepted draft tokens.
     """
     count = 1
     for chosen, draft, following in zip(token_ids, drafts, token_ids[1:], strict=False):

@@ -1,6 +1,7 @@
-"""Guesses of what comes next, for the scheduler to have checked where that costs little."""
+"""Speculative decoding: proposes draft tokens that a later step verifies where that costs little."""
 
-from llm_serving.speculation.draft_model import DraftModel
-from llm_serving.speculation.drafter import Drafter
+from llm_serving.speculation.controller import SpeculationController
+from llm_serving.speculation.draft_model import DraftModelProposer
+from llm_serving.speculation.ngram import NgramProposer
 
-__all__ = ["DraftModel", "Drafter"]
+__all__ = ["DraftModelProposer", "NgramProposer", "SpeculationController"]

@@ -1,4 +1,4 @@
-"""Proposals by a small model, which computes beside the large one: who gets some, and what they cost."""
+"""The draft-model proposer: a small model beside the served one proposes the next tokens."""
 
 from __future__ import annotations
 
@@ -10,25 +10,30 @@ from llm_serving.core.step import MAX_CONTINUATIONS, Continuation, window_start
 from llm_serving.core.timings import Clock, monotonic
 from llm_serving.errors import WorkerError
 from llm_serving.log import get_logger
-from llm_serving.speculation.trust import Trust
+from llm_serving.speculation.statistics import MovingAverage, RequestStatistics, updated_rate
 
 logger = get_logger(__name__)
 
-FIRST_HITS: Final = 0.75
-"""Share of right guesses that is expected before any was checked."""
-ALL_MEMORY: Final = 256
-"""Proposals after which one counts 1/e in what is expected of requests that have had none."""
+FIRST_ACCEPTANCE_RATE: Final = 0.75
+"""Assumed before any draft token was verified."""
+GLOBAL_RATE_MEMORY: Final = 256
+"""Draft tokens after which the weight of one in the acceptance rate of all requests has fallen to 1/e."""
 PASS_MEMORY: Final = 32
-"""Proposals after which the time of one counts 1/e."""
-MAX_DEATHS: Final = 3
-"""Of WorkAgents while they proposed; after that nobody is asked any more."""
+"""Proposals after which the weight of one in the time of a pass has fallen to 1/e."""
+MAX_WORKER_DEATHS: Final = 3
+"""WorkAgents that may die during a proposal before the draft model is no longer used."""
 
 
-class DraftModel:
-    """Has the draft model of a WorkAgent go on with requests, while no step is under way.
+class DraftModelProposer:
+    """Has a WorkAgent's draft model propose tokens while no step is in flight.
 
-    It sees each request's newest tokens (`core.continuation.WINDOW`) and chooses as the request is sampled. A token
-    costs a pass, shared by all that are gone on with.
+    The draft model sees the newest tokens of each request (`core.continuation.WINDOW`) and samples with the request's
+    parameters. One pass of it computes one more token of every request of the proposal.
+
+    Args:
+        propose: `Executor.propose`.
+        block_size: A draft reaches at most to the end of the last block of its request.
+        clock: Measures the duration of proposals.
     """
 
     def __init__(
@@ -37,55 +42,59 @@ class DraftModel:
         block_size: int,
         clock: Clock = monotonic,
     ) -> None:
-        """`propose`: as `Executor.propose`; `block_size`: drafts go as far as the last block of a request."""
         self._propose = propose
         self._block_size = block_size
         self._clock = clock
-        self._hits = FIRST_HITS
         self._num_deaths = 0
-        self.pass_s = 0.0
-        """Seconds by which a proposal is longer with a further token; 0 before the first."""
+        self._pass = MovingAverage(PASS_MEMORY)
+        self.acceptance_rate = FIRST_ACCEPTANCE_RATE
+        """Over all requests."""
 
-    def begin(self) -> Trust:
-        """For a request of which nothing is known."""
-        return Trust(self._hits)
+    @property
+    def pass_s(self) -> float:
+        """Seconds that one more token per request takes; 0 before the first proposal."""
+        return self._pass.value
 
-    def takes(self, candidates: Sequence[Request]) -> list[Request]:
-        """Those of them that it can go on with at a time: higher classes first, then who came first."""
-        if self._num_deaths >= MAX_DEATHS:
+    def select(self, candidates: Sequence[Request]) -> list[Request]:
+        """Return the candidates for one proposal: higher classes first, then in order of arrival."""
+        if self._num_deaths >= MAX_WORKER_DEATHS:
             return []
         return sorted(candidates, key=_rank)[:MAX_CONTINUATIONS]
 
-    def checked(self, trust: Trust, request: Request, num_guesses: int, num_right: int) -> None:
-        """So many of its guesses for a request were checked, the first so many were right."""
-        trust.checked(num_guesses, num_right, len(request.output_token_ids))
-        for index in range(min(num_right + 1, num_guesses)):
-            self._hits += ((index < num_right) - self._hits) / ALL_MEMORY
+    def record_verified(
+        self, statistics: RequestStatistics, request: Request, num_draft_tokens: int, num_accepted: int
+    ) -> None:
+        """Record how many of its draft tokens for a request were accepted."""
+        statistics.record_model(num_draft_tokens, num_accepted, len(request.output_token_ids))
+        self.acceptance_rate = updated_rate(
+            self.acceptance_rate, num_accepted, num_accepted < num_draft_tokens, GLOBAL_RATE_MEMORY
+        )
 
-    def propose(self, asked: Sequence[tuple[Request, int]]) -> dict[Request, list[int]]:
-        """What may follow in requests, each by at most so many tokens; those that were not asked about are left out.
+    def propose(self, wanted: Sequence[tuple[Request, int]]) -> dict[Request, list[int]]:
+        """Return draft tokens for each request, at most the number given with it; omit requests that have no room.
 
         Raises:
             WorkerError: The WorkAgent is gone.
         """
-        wanted = [(request, min(count, self._room(request))) for request, count in asked]
-        wanted = [each for each in wanted if each[1] > 0]
-        if not wanted:
+        counts = [(request, min(count, self._room(request))) for request, count in wanted]
+        counts = [each for each in counts if each[1] > 0]
+        if not counts:
             return {}
         began = self._clock()
         try:
-            proposed = self._propose([_continuation(*each) for each in wanted])
+            drafts = self._propose([_continuation(*each) for each in counts])
         except WorkerError:
             self._num_deaths += 1
-            if self._num_deaths == MAX_DEATHS:
-                logger.warning("%d WorkAgents died while they proposed: nobody is asked any more", MAX_DEATHS)
+            if self._num_deaths == MAX_WORKER_DEATHS:
+                logger.warning(
+                    "speculative decoding stopped using the draft model: worker_deaths=%d", MAX_WORKER_DEATHS
+                )
             raise
-        seconds = (self._clock() - began) / max(count for _, count in wanted)
-        self.pass_s = seconds if not self.pass_s else self.pass_s + (seconds - self.pass_s) / PASS_MEMORY
-        return {request: token_ids for (request, _), token_ids in zip(wanted, proposed, strict=True)}
+        self._pass.add((self._clock() - began) / max(count for _, count in counts))
+        return {request: token_ids for (request, _), token_ids in zip(counts, drafts, strict=True)}
 
     def _room(self, request: Request) -> int:
-        """Drafts that its last block and its answer have room for."""
+        """Return how many draft tokens fit into the request's last block and its `max_tokens`."""
         return min(-request.num_tokens % self._block_size, request.sampling.max_tokens - request.num_output_tokens - 1)
 
 

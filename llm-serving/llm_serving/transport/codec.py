@@ -46,8 +46,8 @@ _SAMPLE_BYTES: Final = 4 * len(_SAMPLING_ARRAYS) + 4
 def step_arrays(step: StepInput) -> list[NDArray[Any]]:
     """All arrays of a step: its number, the others in the order of its fields, and what histories have in common.
 
-    A guess is chosen behind the history of its row and the guesses before it. What a history begins with that is the
-    whole one of the sample before it does not come again.
+    The sampling history of a draft token is that of its row and of the draft tokens before it. Where the history of a
+    sample starts with the whole one of the sample before it, that part is not sent again.
     """
     histories, num_common = _without_common(step.sampling.history_offsets, step.sampling.history_token_ids)
     sampling = replace(step.sampling, history_token_ids=histories)
@@ -137,10 +137,12 @@ def _of_step(step: int, arrays: list[NDArray[Any]], count: int) -> list[NDArray[
     return others
 
 
-def max_step_bytes(max_tokens: int, max_rows: int, max_model_len: int, block_size: int, max_guesses: int = 0) -> int:
+def max_step_bytes(
+    max_tokens: int, max_rows: int, max_model_len: int, block_size: int, max_draft_tokens: int = 0
+) -> int:
     """Bytes that the arrays of any step fit in: every row with its whole history and a full bias table; every token
-    with a result and a bit for each token that may be chosen, and each row with one more of each other kind. So many
-    guesses have a bias table of their own, and of a history one token more than what is before them.
+    with a result and a bit for each token that may be chosen, and each row with one more of each other kind. Each
+    draft token has a bias table of its own, and its history has one token more than the one before it.
 
     Block moves: one full batch out, another in, and a copied block a row are at most three for each entry of the block
     tables, and one more hands it over. There is room for five, as pages of a buffer are taken when first written.
@@ -150,8 +152,8 @@ def max_step_bytes(max_tokens: int, max_rows: int, max_model_len: int, block_siz
     a_sample = _SAMPLE_BYTES + _BIAS_BYTES
     per_row = (2 * 4 + 5 * _MOVE_BYTES) * max_row_blocks + 4 * max_model_len + a_sample
     per_row += 2 * _WANTED_BYTES
-    per_token = 4 + _WANTED_BYTES + 3 * 4 + allowed_bytes  # each may be a guess
-    num_bytes = per_token * max_tokens + max_rows * per_row + max_guesses * (4 + a_sample)
+    per_token = 4 + _WANTED_BYTES + 3 * 4 + allowed_bytes  # each may be a draft token
+    num_bytes = per_token * max_tokens + max_rows * per_row + max_draft_tokens * (4 + a_sample)
     return num_bytes + 64 * (_NUM_ARRAYS + _NUM_ALLOWED_ARRAYS)
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 MIN_SECRET_CHARS: Final = 32
-"""An attacker who connects is shown the certificate and may guess at the secret behind it as fast as he can compute."""
+"""An attacker who connects is shown the certificate and may try secrets as fast as he can compute."""
 _NO_CHECK_TIME: Final = ssl.VerifyFlags(0x200000)
 """`X509_V_FLAG_NO_CHECK_TIME` of OpenSSL, which Python has no name for."""
 _PURPOSE: Final = b"llm-serving cluster identity 1"
@@ -33,7 +33,7 @@ class ClusterIdentity:
     """The certificate of a cluster.
 
     Args:
-        secret: At least `MIN_SECRET_CHARS` characters that nobody can guess.
+        secret: At least `MIN_SECRET_CHARS` random characters.
 
     Raises:
         ConfigError: It is shorter, or the package that makes certificates is not installed.

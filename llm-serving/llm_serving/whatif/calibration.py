@@ -44,9 +44,9 @@ def calibrate(
     """Fits all of a profile that was measured; what was not is 0.
 
     The time of a step is that from the reply before to its own where it was formed ahead; of one that was not, as those
-    that check guesses, it begins with its forming, which is fitted beside. What sending tokens and reading requests
-    meanwhile takes of it is a piece of its own: a step behind one that chose many tokens, or beside which requests
-    come, is told from one that has the machine to itself. What others took of the machine is left out.
+    that verify draft tokens, it begins with its forming, which is fitted beside. What sending tokens and reading
+    requests meanwhile takes of it is a piece of its own: a step behind one that chose many tokens, or beside which
+    requests come, is told from one that has the machine to itself. What others took of the machine is left out.
 
     Args:
         timings: Of the scheduler.
@@ -132,14 +132,14 @@ def _within(timings: Timings, phases: Sequence[Sequence[Seen]]) -> Timings:
 
 
 def _told(step: Fit, take: Fit) -> dict[str, Any]:
-    errors = [abs(ratio - 1) for shape, ratio in step.tested if shape.checks_guesses]
+    errors = [abs(ratio - 1) for shape, ratio in step.tested if shape.verifies_drafts]
     return {
         "steps_fitted": step.num_fitted,
         "steps_held_out": step.num_held_out,
         "step_error_median": round(step.median_error, 4),
         "step_error_p95": round(step.p95_error, 4),
-        "guesses_held_out": len(errors),
-        "guesses_error_median": round(float(np.median(errors)), 4) if errors else None,
+        "draft_steps_held_out": len(errors),
+        "draft_steps_error_median": round(float(np.median(errors)), 4) if errors else None,
         "take_error_median": round(take.median_error, 4),
     }
 

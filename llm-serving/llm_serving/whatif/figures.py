@@ -35,8 +35,8 @@ OF_ALL: Final = (
     "steps",
     "steps_beyond",
     "tokens_per_step",
-    "guesses",
-    "guesses_right",
+    "draft_tokens",
+    "accepted_draft_tokens",
 )
 """Of the server."""
 SHARES: Final = ("goodput_share", "block_use_mean", "block_use_peak", "busy_share", "fairness")
@@ -82,8 +82,8 @@ def figures_of(result: Result) -> Figures:
         "steps": result.num_steps,
         "steps_beyond": result.num_steps_beyond,
         "tokens_per_step": result.num_tokens / max(1, result.num_steps),
-        "guesses": result.num_guesses,
-        "guesses_right": result.num_right,
+        "draft_tokens": result.num_draft_tokens,
+        "accepted_draft_tokens": result.num_accepted,
     }
     return figures
 

@@ -31,7 +31,7 @@ class Asked:
     cache_salt: str = ""
     """Requests find what was computed for others only where tenant and salt are the same."""
     answer_token_ids: Sequence[int] = ()
-    """What it is answered, as far as that is known; what is not, nobody can guess."""
+    """Its answer as far as it is known; only known tokens can be drafted."""
 
     def priority_in(self, classes: Sequence[RequestClass]) -> int:
         """Its priority; that of its class, where it names one.
@@ -73,7 +73,7 @@ class Load:
 
     @property
     def has_texts(self) -> bool:
-        """Whether anything of its answers can be guessed."""
+        """Whether any of its answers is known, so that drafts can be simulated."""
         return any(each.answer_token_ids for stream in self.streams for each in stream.requests)
 
     def faster(self, factor: float) -> Load:

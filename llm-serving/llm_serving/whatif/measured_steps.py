@@ -163,7 +163,7 @@ def _check_times(entry: Entry) -> None:
 
 
 _Chosen = list[tuple[int, int, list[int]]]
-"""Of each row that chooses tokens: its request, how many are chosen, the guesses among those that it computes."""
+"""Of each row that chooses tokens: its request, how many are chosen, and its draft tokens."""
 
 
 def _brought(chosen: _Chosen, token_ids: Sequence[int]) -> Iterator[int]:

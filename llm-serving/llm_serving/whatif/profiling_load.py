@@ -25,7 +25,7 @@ SHORT_PROMPT: Final = 4
 SECONDS_DECODING: Final = 2.0
 LONGEST_ANSWER: Final = 128
 AGAIN: Final = (1, 2, 4, 8)
-"""Clients that are given the same answers again and again, so that a server guesses them, as far as that pays."""
+"""Clients that repeat their requests, so that a server drafts the answers where that pays."""
 SECONDS_AGAIN: Final = 1.25
 ANSWER_AGAIN: Final = 96
 LARGER_S: Final = 4.0
@@ -60,7 +60,7 @@ def phases(limits: Limits, seed: int = 1, scale: float = 1.0) -> list[Phase]:
     One request after the other, prompts of all lengths; the same with pauses; as many clients as slots, and half as
     many, and so on, with prompts and answers of mixed lengths, and with short prompts where they are many, so that
     there are steps that only decode; long contexts; prompts alone, more than there are slots;
-    few clients with the same requests again and again, whose answers can be guessed. All of that in rounds.
+    few clients that repeat their requests, whose answers can be drafted. All of that in rounds.
 
     Args:
         limits: Of the server.

@@ -23,8 +23,8 @@ _WHOLE: Final = (
     "bound_violations",
     "steps",
     "steps_beyond",
-    "guesses",
-    "guesses_right",
+    "draft_tokens",
+    "accepted_draft_tokens",
 )
 _OF_CLASS: Final = (
     "requests",

@@ -62,10 +62,10 @@ class Result:
     """Of the time, in which the master's threads computed; each counts for itself."""
     preemptions: int = 0
     bound_violations: int = 0
-    num_guesses: int = 0
-    """That were checked."""
-    num_right: int = 0
-    """Of these."""
+    num_draft_tokens: int = 0
+    """Verified draft tokens."""
+    num_accepted: int = 0
+    """Accepted draft tokens."""
     block_use: list[tuple[float, float]] = field(default_factory=list)
     """(time, share of a replica's blocks in use) after each step of it."""
     num_blocks: int = 0
@@ -114,7 +114,7 @@ class Simulation:
         looks_alike: bool = True,
     ) -> None:
         notices, window = tuple(_notices(config, load)), _window(config)
-        guesses = config.scheduler.speculative_method != "none" and load.has_texts
+        speculates = config.scheduler.speculative_method != "none" and load.has_texts
         self._config = config = _simulated(config)
         self._load, self._profile, self._seed = load, profile, seed
         self._timeline = Timeline()
@@ -141,7 +141,7 @@ class Simulation:
             config,
             profile,
             lengths,
-            [each.answer_token_ids for each in requests] if guesses else [],
+            [each.answer_token_ids for each in requests] if speculates else [],
             load.vocab_size,
             window,
             seed,
@@ -394,7 +394,7 @@ class Simulation:
         result.master_share = self._interpreter.taken_s / max(span, 1e-9)
         result.busy_share = min(1.0, sum(seconds for _, seconds in spans) / max(span * len(replicas), 1e-9))
         result.preemptions, result.bound_violations = tally.num_preempted, tally.num_violations
-        result.num_guesses, result.num_right = tally.num_guesses, tally.num_right
+        result.num_draft_tokens, result.num_accepted = tally.num_draft_tokens, tally.num_accepted
         for replica in replicas:
             replica.engine.close()
         return result
@@ -403,7 +403,7 @@ class Simulation:
 def _simulated(config: ServingConfig) -> ServingConfig:
     """The configuration without what touches files, and without a model's own limits on what is asked.
 
-    Replicas bring their own drafters.
+    Replicas bring their own speculation controllers.
     """
     return replace(
         config,
@@ -422,11 +422,11 @@ def _notices(config: ServingConfig, load: Load) -> Iterator[str]:
     """What of the configuration is not simulated."""
     method = config.scheduler.speculative_method
     if method != "none" and not load.has_texts:
-        yield f"speculative_method {method} guesses nothing: no stream of the load has `recited`"
+        yield f"speculative_method {method} drafts nothing: no stream of the load has `recited`"
     if any(each.max_requests_per_minute or each.max_tokens_per_minute for each in config.api_keys):
         yield "what api_keys may ask for in a minute is not simulated: nobody is refused for that"
     if method == "draft_model":
-        yield "draft_model_path is not simulated: guesses are those that are looked up"
+        yield "draft_model_path is not simulated: drafts come from n-gram lookups"
 
 
 def _check_classes(config: ServingConfig, load: Load) -> None:

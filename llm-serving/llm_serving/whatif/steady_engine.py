@@ -18,7 +18,7 @@ from llm_serving.scheduler.steady import SteadySteps, num_steps_alike
 from llm_serving.whatif.counted_answer import CountedAnswer, Told
 from llm_serving.whatif.step_shape import StepShape
 from llm_serving.whatif.virtual_agent import VirtualAgent, VirtualStep, reply_of
-from llm_serving.whatif.virtual_drafter import VirtualDrafter, as_it_is
+from llm_serving.whatif.virtual_drafter import VirtualSpeculationController, keep_state
 
 MOST_STEPS: Final = 64
 """At once, before others have a look."""
@@ -35,7 +35,7 @@ class SteadyEngine:
     Args:
         engine: That of a simulation, with no step formed since its requests were looked at.
         agent: Its executor.
-        drafter: Its own; None: nobody guesses.
+        drafter: Its speculation controller; None: there is none.
         steps: What its scheduler decides.
         predicts: Whether its engine tells what it measures to those who predict.
         deliver: Of the world.
@@ -45,7 +45,7 @@ class SteadyEngine:
         self,
         engine: Engine,
         agent: VirtualAgent,
-        drafter: VirtualDrafter | None,
+        drafter: VirtualSpeculationController | None,
         steps: SteadySteps,
         predicts: bool,
         deliver: Deliver,
@@ -53,7 +53,7 @@ class SteadyEngine:
         self._engine, self._agent, self._steps, self._predicts = engine, agent, steps, predicts
         self._drafter, self._deliver = drafter, deliver
         if drafter is not None:
-            drafter.settle = steps.settle_one
+            drafter.ngram.settle = steps.settle_one
         self.goes_on = True
         """False: the next step is another, and the engine is as it would be."""
         self._answers = [each.receiver for each in steps.rows if type(each.receiver) is CountedAnswer]
@@ -67,7 +67,7 @@ class SteadyEngine:
         cls,
         engine: Engine,
         agent: VirtualAgent,
-        drafter: VirtualDrafter | None,
+        drafter: VirtualSpeculationController | None,
         newest: Schedule,
         predicts: bool,
         deliver: Deliver,
@@ -144,8 +144,8 @@ class SteadyEngine:
         self._tell_under_way(self._num_in_flight)
         engine.num_steps += 1
         if drafter is not None:
-            drafter.measured(num_rows, engine._times.step_s, engine._times.host_s)
-            drafter.replied((), num_rows)
+            drafter.record_step_time(num_rows, engine._times.step_s, engine._times.host_s)
+            drafter.record_step((), num_rows)
         engine._metrics.step(*engine._load(), num_rows, replica=engine.index)
         if self._predicts:
             engine.load.step(num_tokens=num_rows, num_rows=num_rows, seconds=engine._times.step_s, num_ended=0)
@@ -180,7 +180,7 @@ class SteadyEngine:
         """The engine goes on, request by request."""
         self.settle()
         if self._drafter is not None:
-            self._drafter.settle = as_it_is
+            self._drafter.ngram.settle = keep_state
         if self._newest is not None and self._num_in_flight:
             engine = self._engine
             engine._in_flight = deque(self._steps.in_flight())

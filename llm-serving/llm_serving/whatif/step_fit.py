@@ -30,7 +30,7 @@ def fit_steps(steps: Sequence[MeasuredStep], seconds: Sequence[float], seed: int
     """Fits seconds of steps; `Fit.sometimes` is what those take longer that were not formed ahead.
 
     Args:
-        steps: As `fitted_steps` has them; those that check guesses are among them.
+        steps: As `fitted_steps` has them; those that verify draft tokens are among them.
         seconds: In place of what each took.
         seed: Draws what is held out.
         held_out: Whether anything is.

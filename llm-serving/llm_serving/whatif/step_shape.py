@@ -28,7 +28,7 @@ class StepShape(NamedTuple):
     """Requests that are read while it is computed."""
 
     @property
-    def checks_guesses(self) -> bool:
+    def verifies_drafts(self) -> bool:
         """Whether more tokens are chosen than there are requests."""
         return self.samples > self.rows
 

@@ -15,7 +15,7 @@ class Tally(Metrics):
     def __init__(self, config: ServingConfig, clock: Clock) -> None:
         super().__init__(config.model.model_name, config.request_classes)
         self.num_tokens = self.num_preempted = self.num_violations = 0
-        self.num_guesses = self.num_right = 0
+        self.num_draft_tokens = self.num_accepted = 0
         self.block_use: list[tuple[float, float]] = []
         """(time, share of a replica's blocks in use) after each step."""
         self._clock = clock
@@ -30,10 +30,10 @@ class Tally(Metrics):
     def inter_tokens(self, seconds: Sequence[float]) -> None:
         """Outcomes have them."""
 
-    def drafted(self, checked: Iterable[tuple[str, int, int]]) -> None:
-        for _, num_checked, num_right in checked:
-            self.num_guesses += num_checked
-            self.num_right += num_right
+    def record_verified_drafts(self, verified: Iterable[tuple[str, int, int]]) -> None:
+        for _, num_draft_tokens, num_accepted in verified:
+            self.num_draft_tokens += num_draft_tokens
+            self.num_accepted += num_accepted
 
     def preempted(self, n: int = 1) -> None:
         self.num_preempted += n

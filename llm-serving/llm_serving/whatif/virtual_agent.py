@@ -46,7 +46,7 @@ def virtual_step(schedule: Schedule, number: int) -> Any:
             pairs += query_len * num_computed + query_len * (query_len + 1) // 2
         if num_samples == 1:
             samples.append((request.sampling.seed or 0, num_computed + query_len))
-        elif num_samples:  # one behind the newest token, and one behind each guess
+        elif num_samples:  # one after the newest token, and one after each draft token
             end = num_computed + query_len + 1
             samples += [(request.sampling.seed or 0, position) for position in range(end - num_samples, end)]
     rows = len(schedule.rows)

@@ -26,7 +26,7 @@ from llm_serving.whatif.steady_engine import SteadyEngine
 from llm_serving.whatif.tally import Tally
 from llm_serving.whatif.timeline import EngineClock
 from llm_serving.whatif.virtual_agent import END_TOKEN, Beside, Lengths, VirtualAgent, virtual_step
-from llm_serving.whatif.virtual_drafter import VirtualDrafter
+from llm_serving.whatif.virtual_drafter import VirtualSpeculationController
 from llm_serving.whatif.virtual_inbox import VirtualInbox
 
 CHECK_EVERY: Final = 256
@@ -44,7 +44,7 @@ class Parts:
     profile: Profile
     lengths: Lengths
     texts: Sequence[Sequence[int]]
-    """Of each answer what is known of it; empty: nothing is guessed."""
+    """The known tokens of each answer; empty: no speculative decoding."""
     vocab_size: int
     window: int | None
     """Tokens that every layer of the model sees at most; None: one sees all."""
@@ -120,7 +120,7 @@ class VirtualReplica:
             rule = f"must be at most {MAX_BLOCKS} in a simulation"
             raise ConfigError(f"pa_config.num_blocks, or `num_blocks` of the profile, {rule}. Given: {num_blocks}")
 
-        self._drafter = VirtualDrafter(config, self.agent) if parts.texts else None
+        self._drafter = VirtualSpeculationController(config, self.agent) if parts.texts else None
 
         def make(publish: Publish) -> Engine:
             return build_engine(

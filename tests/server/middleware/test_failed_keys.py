@@ -63,7 +63,7 @@ def test_after_a_few_wrong_keys_no_further_one_is_tried_for_a_while(keys, clock,
         keys.check("192.0.2.1", b"wrong")
 
 
-def test_who_was_let_in_stays_so_beside_who_guesses(keys):
+def test_a_known_client_is_served_beside_one_that_tries_keys(keys):
     keys.succeeded("192.0.2.1", b"right")
     fail(keys, "192.0.2.1")
     keys.check("192.0.2.1", b"right")
@@ -103,7 +103,7 @@ def test_the_log_has_a_line_now_and_then(keys, clock, monkeypatch):
     assert lines[1:] == ["3000 requests without a known API key were refused; the last one came from 192.0.2.7"]
 
 
-def test_a_guesser_is_told_when_to_come_back_and_counted(monkeypatch):
+def test_a_client_that_tries_keys_gets_retry_after_and_is_counted(monkeypatch):
     engine = FakeEngine(api_keys=(ApiKey(name="team-a", key_sha256=hash_key(KEY)),))
     monkeypatch.setattr(engine, "clock", Clock())
     from llm_serving.server import app

@@ -20,7 +20,7 @@ SCHEMA = json_grammar('{"type": "object", "properties": {"a": {"type": "array", 
     seed=st.integers(0, 2**32),
     asked=st.lists(st.tuples(st.integers(0, 12), st.integers(0, 5), st.booleans()), max_size=12),
 )
-def test_whatever_was_asked_or_guessed_before(seed: int, asked: list[tuple[int, int, bool]]) -> None:
+def test_earlier_questions_and_drafts_do_not_matter(seed: int, asked: list[tuple[int, int, bool]]) -> None:
     constraint = DEMO_CONSTRAINTS.compiled(SCHEMA)
     choose = random.Random(seed).choice
     output: list[int] = []
@@ -29,16 +29,16 @@ def test_whatever_was_asked_or_guessed_before(seed: int, asked: list[tuple[int, 
         if allowed_ids(constraint.begin().allowed_words(output)) == [END]:
             break
     walk = constraint.begin()
-    for length, num_guesses, wrong in asked:
-        guesses = [*output[length : length + num_guesses]]
-        if wrong and guesses:
-            guesses[choose(range(len(guesses)))] = choose([END, *range(3, 300)])
-        walk.possible(output[:length], guesses, choose(range(8)))
-        told = walk.allowed_behind(output[:length], guesses)
+    for length, num_draft_tokens, wrong in asked:
+        draft = [*output[length : length + num_draft_tokens]]
+        if wrong and draft:
+            draft[choose(range(len(draft)))] = choose([END, *range(3, 300)])
+        walk.possible(output[:length], draft, choose(range(8)))
+        told = walk.allowed_behind(output[:length], draft)
         for count, words in enumerate(told):
-            expected = constraint.begin().allowed_words(output[:length] + guesses[:count])
+            expected = constraint.begin().allowed_words(output[:length] + draft[:count])
             np.testing.assert_array_equal(words, expected)
-        assert len(told) == len(guesses) + 1
+        assert len(told) == len(draft) + 1
 
 
 def test_an_output_that_does_not_keep_to_it_may_not_go_on() -> None:
@@ -54,12 +54,12 @@ def tokens_of(text: str) -> list[int]:
     return [known[bytes([byte])] for byte in text.encode()]
 
 
-def test_guesses_are_possible_up_to_the_first_that_is_forbidden() -> None:
+def test_draft_tokens_are_possible_up_to_the_first_forbidden_one() -> None:
     walk = DEMO_CONSTRAINTS.compiled(regex_grammar("[a-z]{2,9}")).begin()
-    output, guesses = tokens_of("ab"), tokens_of("cd3e")
-    assert walk.possible(output, guesses, 8) == guesses[:2]
-    assert walk.possible(output, guesses, 1) == guesses[:1]
-    assert walk.possible(tokens_of("a3"), guesses, 8) == []
+    output, draft = tokens_of("ab"), tokens_of("cd3e")
+    assert walk.possible(output, draft, 8) == draft[:2]
+    assert walk.possible(output, draft, 1) == draft[:1]
+    assert walk.possible(tokens_of("a3"), draft, 8) == []
 
 
 def test_what_must_follow_is_told_in_the_longest_tokens_and_as_far_as_asked() -> None:
@@ -73,7 +73,7 @@ def test_what_must_follow_is_told_in_the_longest_tokens_and_as_far_as_asked() ->
     assert len(walk.possible(tokens_of("xz"), [], 2)) == 2
 
 
-def test_a_wrong_guess_is_followed_by_what_must_come_in_its_place() -> None:
+def test_forced_tokens_replace_a_forbidden_draft() -> None:
     walk = DEMO_CONSTRAINTS.compiled(regex_grammar("ab")).begin()
     assert walk.possible(tokens_of("a"), tokens_of("c"), 4) == [*tokens_of("b"), END]
 

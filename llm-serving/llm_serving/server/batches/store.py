@@ -366,7 +366,7 @@ def _locked(path: Path) -> int:
 
 
 def new_id(prefix: str) -> str:
-    """An id that nobody guesses."""
+    """Return an id that cannot be predicted."""
     return f"{prefix}_{secrets.token_hex(12)}"
 
 

@@ -31,7 +31,7 @@ class AcceptedRequest(msgspec.Struct, kw_only=True, frozen=True):
     """A request of completions or conversations with all that the server added to it."""
 
     stream_id: str
-    """Random; nobody guesses it."""
+    """Random, so that it cannot be predicted."""
     route: str
     tenant: str
     key: str

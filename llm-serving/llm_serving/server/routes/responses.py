@@ -94,7 +94,7 @@ async def create_response(engine: AsyncEngine, http_request: Request) -> Respons
         engine, http_request, chat, caller=caller, prefix="resp", reworded=_in_our_words
     )
     response = ResponseObject(
-        id=f"resp_{secrets.token_hex(24)}",  # nobody can guess it, or make it that of another response
+        id=f"resp_{secrets.token_hex(24)}",  # random: it cannot be predicted or forged
         created_at=identity.created,
         status="in_progress",
         background=bool(request.background),

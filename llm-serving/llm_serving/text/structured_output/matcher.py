@@ -68,27 +68,27 @@ class TokenWalk:
         self._taken: list[int] = []
         """The tokens that `_matcher` has behind it."""
         self._num_asked = 0
-        """Tokens of the output that was asked about last; the rest of `_taken` was guessed."""
+        """Tokens of the output that was asked about last; the rest of `_taken` are draft tokens."""
         self._words: Int32Array | None = None
         """What may follow that output, once it has been computed."""
 
     def allowed_words(self, output_token_ids: Sequence[int]) -> Int32Array:
         return self.allowed_behind(output_token_ids, ())[0]
 
-    def allowed_behind(self, output_token_ids: Sequence[int], guesses: Sequence[int]) -> list[Int32Array]:
-        parts = self._parts(output_token_ids, guesses)
+    def allowed_behind(self, output_token_ids: Sequence[int], draft_token_ids: Sequence[int]) -> list[Int32Array]:
+        parts = self._parts(output_token_ids, draft_token_ids)
         if self._matcher.is_error():
             self._renew()
-            parts = self._parts(output_token_ids, guesses)
+            parts = self._parts(output_token_ids, draft_token_ids)
             if self._matcher.is_error():
                 logger.error("a constraint cannot be kept to any further: %s", self._matcher.get_error())
         return parts
 
-    def _parts(self, output: Sequence[int], guesses: Sequence[int]) -> list[Int32Array]:
+    def _parts(self, output: Sequence[int], draft_token_ids: Sequence[int]) -> list[Int32Array]:
         parts = [self._words_behind(output)]
         keeps = True
-        for guess in guesses:
-            keeps = keeps and self._take([guess])
+        for draft_token in draft_token_ids:
+            keeps = keeps and self._take([draft_token])
             parts.append(self._mask() if keeps else self._no_words())
         return parts
 
@@ -96,11 +96,11 @@ class TokenWalk:
         self._beginning = self._begin_anew()
         self._matcher, self._taken, self._num_asked, self._words = self._beginning.deep_copy(), [], 0, None
 
-    def possible(self, output_token_ids: Sequence[int], guesses: Sequence[int], count: int) -> list[int]:
+    def possible(self, output_token_ids: Sequence[int], draft_token_ids: Sequence[int], count: int) -> list[int]:
         words = self._words_behind(output_token_ids)
         if not words.any():
             return []
-        found = list(guesses[: self._matcher.validate_tokens(list(guesses))])[:count]
+        found = list(draft_token_ids[: self._matcher.validate_tokens(list(draft_token_ids))])[:count]
         keeps = self._take(found)
         while keeps and len(found) < count and not (found and found[-1] in self._end_ids):
             token_id = self._only_one(self._mask() if found else words)

@@ -20,8 +20,10 @@ SHORT: Final = {
     "goodput": "goodput_per_s",
     "ttft": "ttft_p99_ms",
     "latency": "latency_p99_ms",
+    "guesses": "draft_tokens",
+    "guesses_right": "accepted_draft_tokens",
 }
-"""Names by which people ask for figures."""
+"""Names by which people ask for figures; the last two are the old ones of renamed figures."""
 MARGIN: Final = 0.1
 MOST_EXCESS: Final = 100.0
 FIGURE_RULE: Final = "must be FIGURE, CLASS.FIGURE or `tenant NAME.FIGURE`"

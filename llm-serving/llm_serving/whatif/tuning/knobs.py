@@ -48,7 +48,7 @@ OF_TENANTS: Final[Mapping[str, tuple[Any, ...]]] = {
     "scheduler_config.max_running_per_tenant": (None, 2, 4, 8, 16, 32, 64),
 }
 """Where there are several."""
-GUESSING: Final[Mapping[str, tuple[Any, ...]]] = {
+SPECULATION: Final[Mapping[str, tuple[Any, ...]]] = {
     "scheduler_config.speculative_method": ("ngram", "none"),
 }
 """Where texts of the load are known, and no draft model is asked, which is not simulated."""
@@ -100,7 +100,7 @@ def knobs_for(
     """
     table = dict(_table(config, load, goal, num_blocks))
     of_classes = [f"request_classes.{each.name}.{key}" for each in config.request_classes for key in OF_CLASS]
-    known = [*SERVER, *REFUSING, *OF_TENANTS, *GUESSING, NUM_BLOCKS, *of_classes]
+    known = [*SERVER, *REFUSING, *OF_TENANTS, *SPECULATION, NUM_BLOCKS, *of_classes]
     for key in goal.fixed:
         if key not in known:
             (nearest,) = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
@@ -141,7 +141,7 @@ def _table(
     if any(each.name in COUNTING for each in (goal.objective, *(each.figure for each in goal.constraints))):
         yield from REFUSING.items()
     if load.has_texts and config.scheduler.draft_model_path is None:
-        yield from GUESSING.items()
+        yield from SPECULATION.items()
     names = classes_in(config, load)
     if len(names) > 1:
         for name in names:

@@ -1,4 +1,4 @@
-"""A server that guesses what comes next beside one that does not, under a mix of answers that can be guessed or not."""
+"""A server with and one without speculative decoding, under a mix of predictable and unpredictable answers."""
 
 import random
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from experiments.bench import Bench, Trial
 from experiments.plots import grouped_bars, legend_below, panels
 from experiments.results import Result, Table
 
-METHODS = {"none": "no guesses", "ngram": "guesses"}
+METHODS = {"none": "no speculation", "ngram": "n-gram speculation"}
 ROUNDS = 2
 """Servers of each kind, in turns: what the machine does meanwhile meets both."""
 NUM_SLOTS = 64
@@ -24,7 +24,7 @@ NUM_RECITATIONS = 48
 WEIGHTS = {"recitation": 0.3, "question": 0.7}
 MAX_TOKENS = 400
 SHARES = (0.25, 0.5, 0.8)
-"""Of what the first server without guesses does."""
+"""Of the throughput of the first server without speculation."""
 
 
 def run(bench: Bench) -> Result:
@@ -60,7 +60,7 @@ def _result(bench: Bench, num_jobs: int, capacity: float) -> Result:
         "TTFT p50 / p99, ms",
         "between tokens p50 / p99, ms",
         "latency p50 / p99, ms",
-        "tokens that were guessed",
+        "accepted draft tokens",
     ]
     tables = {}
     for load in ("at once", *(f"{share:.0%}" for share in SHARES)):
@@ -70,15 +70,15 @@ def _result(bench: Bench, num_jobs: int, capacity: float) -> Result:
     load = (
         f"{num_jobs} requests of the demo model's questions, 30 % of them of the {NUM_RECITATIONS} with the longest "
         f"answers (recitations, tables, counting), greedy, streamed; {NUM_SLOTS} slots. At once, then the first "
-        f"{bench.count(NUM_OPEN_LOOP)} as they come. Servers take turns; what was answered before may be guessed."
+        f"{bench.count(NUM_OPEN_LOOP)} as they come. Servers take turns; earlier answers may be drafts."
     )
-    return Result("A server that guesses", load, tables, _figure(bench.trials))
+    return Result("Speculative decoding", load, tables, _figure(bench.trials))
 
 
 def _row(trial: Trial) -> Sequence[str | float]:
     summary = _summary(trial)
     gaps = Distribution.of(measures.gaps_ms(trial.records, max(record.end_s for record in trial.records)))
-    num_right = trial.counters.get("llm_serving:guesses_right_total", 0.0)
+    num_accepted = trial.counters.get("vllm:spec_decode_num_accepted_tokens_total", 0.0)
     return [
         trial.variant,
         summary.requests_per_s,
@@ -86,7 +86,7 @@ def _row(trial: Trial) -> Sequence[str | float]:
         f"{summary.ttft_ms.p50:,.1f} / {summary.ttft_ms.p99:,.1f}",
         f"{gaps.p50:,.2f} / {gaps.p99:,.1f}",
         f"{summary.latency_ms.p50:,.0f} / {summary.latency_ms.p99:,.0f}",
-        f"{num_right / max(1, summary.num_output_tokens):.0%}",
+        f"{num_accepted / max(1, summary.num_output_tokens):.0%}",
     ]
 
 

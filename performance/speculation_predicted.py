@@ -1,13 +1,13 @@
-"""What `whatif` says of guesses beside what they bring: a server with them and one without, under the same loads.
+"""Predicted and measured gain of speculative decoding: a server with it and one without, under the same loads.
 
-    .venv/bin/python performance/guesses_predicted.py [--profile profile.json] [--keep FOLDER] [--rounds N]
+    .venv/bin/python performance/speculation_predicted.py [--profile profile.json] [--keep FOLDER] [--rounds N]
 
 Two loads: the shipped model's long answers, its questions drawn again and again, and random prompts answered at a
-temperature at which nothing can be guessed; each by so many clients, of which each asks again when it has been
-answered. They are played over HTTP on a server that guesses and on one that does not, in turns; both are recorded. Then
-the requests that the one that guesses has recorded, texts included, are simulated under both configurations. What is
-compared is the ratio, with guesses over without: of several rounds the median, the lowest and the highest. Without
-`--profile`, what steps take is fitted to the same recordings.
+temperature at which no draft is accepted; each by so many clients, of which each asks again when it has been
+answered. They are played over HTTP on a server with speculative decoding and on one without, in turns; both are
+recorded. Then the requests that the first one has recorded, texts included, are simulated under both configurations.
+What is compared is the ratio, with speculative decoding over without: of several rounds the median, the lowest and the
+highest. Without `--profile`, what steps take is fitted to the same recordings.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class Run(NamedTuple):
     """Of one server."""
 
     figures: Figures
-    num_guesses: int
-    num_right: int
+    num_draft_tokens: int
+    num_accepted: int
 
 
 def tasks(tokenizer: Tokenizer, vocab_size: int, clients: int, num: int, seed: int) -> dict[str, Task]:
@@ -110,7 +110,7 @@ def _counts(url: str) -> list[int]:
 
 
 def predict(folder: Path, clients: int, profile: Profile, arguments: argparse.Namespace) -> dict[str, Run]:
-    """What both servers do, by the recording of the one that guesses."""
+    """What both servers do, by the recording of the one with speculative decoding."""
     since = float((folder / "began").read_text())
     recorded = read_recorded_files(recording_files(folder), folder.name, since)
     (stream,) = recorded.streams
@@ -120,7 +120,7 @@ def predict(folder: Path, clients: int, profile: Profile, arguments: argparse.Na
     for method in METHODS:
         config = load_config(arguments.config, [f"scheduler_config.speculative_method={method}"])
         result = Simulation(config, load, profile, arguments.seed).run()
-        found[method] = Run(figures_of(result), result.num_guesses, result.num_right)
+        found[method] = Run(figures_of(result), result.num_draft_tokens, result.num_accepted)
     return found
 
 
@@ -134,11 +134,12 @@ def show(name: str, measured: Sequence[dict[str, Run]], predicted: Sequence[dict
 
     def counts(runs: Sequence[dict[str, Run]]) -> tuple[float, float]:
         found = [each["ngram"] for each in runs]
-        return statistics.median(each.num_guesses for each in found), statistics.median(
-            each.num_right for each in found
+        return statistics.median(each.num_draft_tokens for each in found), statistics.median(
+            each.num_accepted for each in found
         )
 
-    for key, count, of_servers in zip(("guesses", "guesses_right"), counts(predicted), counts(measured), strict=True):
+    keys = ("draft_tokens", "accepted_draft_tokens")
+    for key, count, of_servers in zip(keys, counts(predicted), counts(measured), strict=True):
         print(f"| {name} | {key} | {count:.0f} | {of_servers:.0f} |", flush=True)
 
 
@@ -167,7 +168,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1, help="of loads and simulation (default: 1)")
     parser.add_argument("--keep", type=Path, help="folder for the recordings, new or empty")
     arguments = parser.parse_args(argv)
-    with tempfile.TemporaryDirectory(prefix="guesses-") as scratch:
+    with tempfile.TemporaryDirectory(prefix="speculation-") as scratch:
         folder = (arguments.keep or Path(scratch)).resolve()
         path = load_config(arguments.config, []).model.model_path
         assert path is not None

@@ -1,0 +1,438 @@
+"""Decides for which requests draft tokens are proposed, how many, and whether speculative decoding pays at all.
+
+An accepted draft token saves a step for its request; every draft token adds its cost to the step that verifies it.
+While drafts are proposed, the engine forms no step ahead, because a draft depends on the newest token. Drafts never
+change an answer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final, NamedTuple
+
+from llm_serving.core.enums import Proposer
+from llm_serving.core.request import FINISHED, RUNNING, Request
+from llm_serving.core.step import MAX_CONTINUATIONS
+from llm_serving.core.timings import Clock
+from llm_serving.speculation.draft_model import DraftModelProposer
+from llm_serving.speculation.ngram import NgramProposer, RequestDrafts
+from llm_serving.speculation.statistics import (
+    MIN_ACCEPTANCE_RATE,
+    Acceptance,
+    MovingAverage,
+    StepTimeModel,
+    VerifiedDraft,
+)
+
+MIN_NGRAM_RATE: Final = 0.25
+"""Expected acceptance rate below which an n-gram draft is not proposed; with a draft model, which may do better, it is
+`MIN_ACCEPTANCE_RATE`."""
+MAX_RATE: Final = 0.98
+"""Expected acceptance rate of a draft whose tokens were all accepted recently."""
+MIN_PRICE: Final = 1e-3
+"""Lower bound for prices and rates whose logarithm is needed."""
+RATE_PARTS: Final = 64
+"""Draft lengths are cached by acceptance rates in such parts."""
+MAX_DELAY: Final = 0.03
+"""Share of the step time that drafts may cost requests without a draft, averaged over all running requests."""
+HOST_MEMORY: Final = 16
+"""Steps after which the weight of a measured time of the master has fallen to 1/e."""
+PROPOSAL_S: Final = 3e-6
+"""Time to make the draft of a request, before one was measured."""
+MIN_SEARCH_STEP_S: Final = 0.004
+"""In shorter steps the search for the best draft length would take 1 % of the time."""
+MIN_CHECKED: Final = 32
+"""Requests with a draft beyond which the controller first asks whether drafts could pay, which takes as long as so many
+comparisons."""
+UPDATE_SHARE: Final = 0.005
+"""Share of the step time that updates of the n-gram drafts may take while drafts do not pay."""
+UPDATE_MEMORY: Final = 16
+"""Updates after which the weight of a measured one has fallen to 1/e."""
+MAX_UPDATE_PERIOD: Final = 16
+"""Steps from one update to the next, at most. The period doubles while drafts do not pay, so that the controller soon
+notices when they pay again after a short time."""
+MIN_SWEPT: Final = 64
+"""Requests beyond which a new one has the aborted ones removed."""
+
+
+class DraftCandidate(NamedTuple):
+    """A draft that could be proposed for a step."""
+
+    acceptance: Acceptance
+    max_tokens: float = math.inf
+    """The number of tokens that a constraint is expected to force, if they are the draft."""
+    uses_model: bool = False
+
+
+class GainModel:
+    """Weighs the tokens that drafts are expected to save against the measured cost of verifying them.
+
+    Args:
+        max_draft_tokens: Longest draft of a request.
+    """
+
+    def __init__(self, max_draft_tokens: int) -> None:
+        self.step_s = 0.0
+        """Duration of the newest decode step."""
+        self._max_draft_tokens = self._max_length = max_draft_tokens
+        """`_max_length`: shorter if that yields more tokens per second or delays other requests less."""
+        self._step_times = StepTimeModel()
+        self._host = MovingAverage(HOST_MEMORY)
+        """What a step takes longer if it is not formed ahead."""
+        self._proposal = MovingAverage(HOST_MEMORY, PROPOSAL_S)
+        """Time to make the draft of a request."""
+        self._num_rows = 0
+        """Rows of the step that the following fields describe; 0: they are outdated."""
+        self._rows_s = self._token_s = 0.0
+        self._plans: dict[tuple[int, int], tuple[int, float]] = {}
+
+    def record_step(self, num_tokens: int, seconds: float, host_s: float) -> None:
+        """Record a decode step; `host_s`: what it would take longer if it were not formed ahead."""
+        self._step_times.add(num_tokens, seconds)
+        self._num_rows = 0
+        self.step_s = seconds
+        self._host.add(host_s)
+
+    def record_proposal(self, seconds: float) -> None:
+        self._proposal.add(seconds)
+
+    def prepare(self, num_rows: int, num_drafted: int) -> None:
+        """Set the price of a draft token in a step of `num_rows` rows: as if `num_drafted` get the longest draft."""
+        if self._num_rows != num_rows:
+            self._num_rows, self._plans = num_rows, {}
+            self._rows_s = self._step_times.step_s(num_rows)
+            num_tokens = max(1, min(num_drafted, num_rows)) * self._max_length
+            self._token_s = self._step_times.added_s(num_rows, num_tokens) / num_tokens
+
+    def draft_length(self, acceptance: Acceptance, proposing_s: float = 0.0) -> int:
+        """Return the length at which the last draft token's expected gain still covers its cost.
+
+        Args:
+            acceptance: Expected acceptance rates.
+            proposing_s: Seconds that proposing one token takes.
+        """
+        first, further = min(acceptance.first, MAX_RATE), min(max(acceptance.further, MIN_PRICE), MAX_RATE)
+        price = self._num_rows * (self._token_s + proposing_s) / self._rows_s if self._rows_s else 0.0
+        if price >= first:
+            return 0
+        return min(self._max_length, 1 + int(math.log(max(price, MIN_PRICE) / first) / math.log(further)))
+
+    def plan(self, acceptance: Acceptance) -> tuple[int, float]:
+        """Return the length of a draft that costs nothing to propose, and its expected number of accepted tokens."""
+        key = int(RATE_PARTS * acceptance.first), int(RATE_PARTS * acceptance.further)
+        if (plan := self._plans.get(key)) is None:
+            acceptance = Acceptance(key[0] / RATE_PARTS, key[1] / RATE_PARTS)
+            length = self.draft_length(acceptance)
+            plan = self._plans[key] = length, expected_tokens(acceptance, length)
+        return plan
+
+    def pays(
+        self, num_rows: int, num_drafted: int, candidates: Sequence[DraftCandidate], num_unmatched: int, pass_s: float
+    ) -> bool:
+        """Return whether drafts raise the throughput of a step, and set the maximum length that raises it most.
+
+        Args:
+            num_rows: Rows of the step.
+            num_drafted: As for `prepare`.
+            candidates: The drafts that could be proposed.
+            num_unmatched: Requests that have lost their draft for a moment: their next drafts outweigh the delay.
+            pass_s: Duration of a pass of the draft model.
+        """
+        if not self.step_s or not num_rows:
+            return True
+        num_delayed = max(0, num_rows - len(candidates) - num_unmatched)
+        host_s, best_length, best_rate = self._host_s(len(candidates)), 0, 0.0
+        length = self._max_draft_tokens
+        while length:
+            self._num_rows, self._max_length = 0, length
+            self.prepare(num_rows, num_drafted)
+            max_delay_s = MAX_DELAY * num_rows * self._rows_s
+            if num_delayed * host_s > max_delay_s:
+                break
+            gain, cost_s = self._balance(candidates, pass_s)
+            cost_s += host_s
+            rate = (num_rows + gain) / (self._rows_s + cost_s)
+            if rate > max(best_rate, num_rows / self._rows_s) and num_delayed * cost_s <= max_delay_s:
+                best_length, best_rate = length, rate
+            elif best_length:
+                break
+            length = length // 2 if self._rows_s >= MIN_SEARCH_STEP_S else 0
+        if best_length != self._max_length:
+            self._num_rows, self._max_length = 0, best_length or self._max_draft_tokens
+        return best_length > 0
+
+    def could_pay(self, num_rows: int) -> bool:
+        """Return whether drafts would raise the throughput if all running requests had good ones."""
+        step_s = self._step_times.step_s(num_rows)
+        return not step_s or any(
+            expected_tokens(alike(MAX_RATE), length)
+            > (self._host_s(num_rows) + self._step_times.added_s(num_rows, length * num_rows)) / step_s
+            for length in {1, self._max_draft_tokens}
+        )
+
+    def _balance(self, candidates: Sequence[DraftCandidate], pass_s: float) -> tuple[float, float]:
+        """Return the expected number of accepted tokens, and the seconds that all drafts cost."""
+        num_draft_tokens, gain, longest = 0.0, 0.0, 0
+        share_s = pass_s / max(1, sum(candidate.uses_model for candidate in candidates))
+        for acceptance, max_tokens, uses_model in candidates:
+            if uses_model:
+                length = self.draft_length(acceptance, share_s)
+                accepted, longest = expected_tokens(acceptance, length), max(longest, length)
+            else:
+                length, accepted = self.plan(acceptance)
+            num_draft_tokens += min(length, max_tokens)
+            gain += min(accepted, max_tokens)
+        return gain, longest * pass_s + self._step_times.added_s(self._num_rows, num_draft_tokens)
+
+    def _host_s(self, num_drafted: int) -> float:
+        """Return what drafts for so many requests cost a step before it is computed."""
+        return self._host.value + num_drafted * self._proposal.value
+
+
+def alike(rate: float) -> Acceptance:
+    """Return the rates of a draft whose tokens are all accepted equally often."""
+    return Acceptance(rate, rate)
+
+
+def expected_tokens(acceptance: Acceptance, length: int) -> float:
+    """Return the expected number of accepted tokens of a draft."""
+    first, further = min(acceptance.first, MAX_RATE), min(acceptance.further, MAX_RATE)
+    return first * (1 - further**length) / (1 - further)
+
+
+class SpeculationController:
+    """Proposes draft tokens for the requests of one engine; belongs to the engine's thread."""
+
+    def __init__(
+        self,
+        max_draft_tokens: int,
+        ngram: NgramProposer,
+        draft_model: DraftModelProposer | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        """
+        Args:
+            max_draft_tokens: Longest draft of a request.
+            ngram: Proposes for requests whose text an n-gram match predicts.
+            draft_model: Proposes for the others; None: there is none.
+            clock: Measures updates and proposals; None: they are assumed to take no time.
+        """
+        self._clock = clock
+        self._model = draft_model
+        self._ngram = ngram
+        self._min_ngram_rate = MIN_NGRAM_RATE if draft_model is None else MIN_ACCEPTANCE_RATE
+        self._predictable: dict[Request, RequestDrafts] = {}
+        """Requests whose n-gram draft has an acceptance rate that suffices to propose it."""
+        self._constrained: dict[Request, RequestDrafts] = {}
+        self._waiting: dict[Request, RequestDrafts] = {}
+        """Requests whose next step is never formed ahead."""
+        self._update_time = MovingAverage(UPDATE_MEMORY)
+        self._update_period = 1
+        """Steps from one update of the n-gram drafts to the next."""
+        self._num_steps = 0
+        """Steps since the last update."""
+        self._sweep_at = MIN_SWEPT
+        self._gain = GainModel(max_draft_tokens)
+        self.pays = False
+        """Whether drafts raise the throughput, waiting for replies included."""
+
+    def add_request(self, request: Request) -> None:
+        """Propose drafts for a request from now on, unless it is a beam search or generates at most one token."""
+        if request.form is not None or request.sampling.max_tokens <= 1:
+            return
+        drafts = self._ngram.add_request(request, 0.0 if self._model is None else self._model.acceptance_rate)
+        if request.walk is not None:
+            self._constrained[request] = drafts
+        if request.waits_for_reply:
+            self._waiting[request] = drafts
+        self._update_period = 1
+        if len(self._ngram.requests) >= self._sweep_at:
+            self._remove_aborted()
+            self._sweep_at = max(MIN_SWEPT, 2 * len(self._ngram.requests))
+
+    def propose(self, num_running: int, *, synchronous: bool) -> list[tuple[Request, list[int]]]:
+        """Return draft tokens for the next step.
+
+        Args:
+            num_running: Number of running requests.
+            synchronous: Whether no step is in flight. Otherwise, and while drafts do not pay, only requests whose
+                steps are never formed ahead get drafts.
+
+        Raises:
+            WorkerError: The WorkAgent whose draft model was asked is gone.
+        """
+        pays = synchronous and self.pays
+        model = self._model_requests() if pays else {}
+        if pays:
+            candidates = {**self._constrained, **self._predictable, **model}
+        else:
+            wanted = self._constrained.keys() | self._predictable.keys() if self._waiting else ()
+            candidates = {request: drafts for request, drafts in self._waiting.items() if request in wanted}
+        if not candidates:
+            return []
+        self._gain.prepare(num_running, self._max_drafted)
+        model_drafts = self._propose_by_model(model)
+        began = self._now()
+        proposed = []
+        for request, drafts in candidates.items():
+            if _is_ready(request):
+                token_ids = self._propose_for(request, drafts, model_drafts.get(request, []))
+                if token_ids:
+                    proposed.append((request, token_ids))
+        if self._clock is not None and pays and proposed:
+            self._gain.record_proposal((self._now() - began) / len(proposed))
+        return proposed
+
+    def record_verified(self, request: Request, num_draft_tokens: int, num_accepted: int) -> list[VerifiedDraft]:
+        """Record how many of a request's draft tokens were accepted; return the counts by proposer."""
+        drafts, num_output = self._ngram.requests.get(request), len(request.output_token_ids)
+        if drafts is None:
+            return [VerifiedDraft(Proposer.NGRAM, num_draft_tokens, num_accepted)] if num_draft_tokens else []
+        num_proposed = min(num_draft_tokens, drafts.num_proposed)
+        num_forced, accepted = num_draft_tokens - num_proposed, min(num_accepted, num_proposed)
+        if num_forced and accepted == num_proposed:
+            drafts.record_forced(num_forced, num_accepted - accepted, num_output)
+        if self._model is not None and drafts.proposer is Proposer.DRAFT_MODEL:
+            self._model.record_verified(drafts, request, num_proposed, accepted)
+        counts = (
+            VerifiedDraft(drafts.proposer, num_proposed, accepted),
+            VerifiedDraft(Proposer.FORCED, num_forced, num_accepted - accepted),
+        )
+        return [each for each in counts if each.num_draft_tokens]
+
+    def record_step(self, finished: Iterable[Request], num_rows: int) -> None:
+        """Record that a step of `num_rows` rows has appended its tokens and finished some requests."""
+        for request in finished:
+            if request in self._ngram.requests:
+                self._remove(request)
+                self._ngram.add_finished(request)
+        self._ngram.index_finished(num_rows)
+        self._num_steps += 1
+        if self._num_steps >= self._update_period:
+            self._update(num_rows)
+            self._num_steps = 0
+
+    def record_step_time(self, num_tokens: int, seconds: float, host_s: float) -> None:
+        """Record the duration of a step without prompts; `host_s`: what it would take longer, not formed ahead."""
+        self._gain.record_step(num_tokens, seconds, host_s)
+
+    def _update(self, num_rows: int) -> None:
+        """Update the n-gram drafts and decide whether drafts pay; update less often while they do not."""
+        began, step_s = self._now(), self._gain.step_s
+        self._remove_aborted()
+        if len(self._ngram.matched) >= MIN_CHECKED and not self._gain.could_pay(num_rows):
+            self.pays, self._update_period = False, MAX_UPDATE_PERIOD
+            return
+        is_promising = self._ngram.update(num_rows, self._num_steps, step_s, lambda: self._gain.could_pay(num_rows))
+        self._predictable = {
+            request: drafts
+            for request, drafts in self._ngram.matched.items()
+            if drafts.first_rate >= self._min_ngram_rate
+        }
+        model = self._model_requests()
+        self.pays = bool(self._predictable or self._constrained or model) and self._evaluate(num_rows, model)
+        if self.pays or is_promising:
+            self._update_period = 1
+        else:
+            self._update_time.add(self._now() - began)
+            period = self._update_time.value / (UPDATE_SHARE * step_s) if step_s else 0
+            self._update_period = max(1, min(2 * self._update_period, round(period), MAX_UPDATE_PERIOD))
+
+    def _model_requests(self) -> dict[Request, RequestDrafts]:
+        """Return the requests that the draft model is to continue; none while a prompt waits or is computed."""
+        if self._model is None:
+            return {}
+        candidates = {}
+        for request, drafts in self._ngram.requests.items():
+            if request.status is not RUNNING or not request.is_decoding:
+                return {}
+            if request not in self._predictable and drafts.may_use_model(len(request.output_token_ids)):
+                candidates[request] = drafts
+        return {request: candidates[request] for request in self._model.select(list(candidates))}
+
+    def _propose_by_model(self, requests: Mapping[Request, RequestDrafts]) -> dict[Request, list[int]]:
+        if self._model is None or not requests:
+            return {}
+        pass_s = self._model.pass_s / len(requests)
+        proposed = self._model.propose(
+            [
+                (request, self._gain.draft_length(alike(drafts.model_rate), pass_s))
+                for request, drafts in requests.items()
+                if _is_ready(request)
+            ]
+        )
+        for request, token_ids in proposed.items():
+            if not token_ids:
+                self._record_useless(request, requests[request])
+        return proposed
+
+    def _record_useless(self, request: Request, drafts: RequestDrafts) -> None:
+        """Count a proposal without usable tokens as rejected: otherwise the model would be asked in every step."""
+        assert self._model is not None
+        self._model.record_verified(drafts, request, 1, 0)
+
+    def _propose_for(self, request: Request, drafts: RequestDrafts, model_draft: list[int]) -> list[int]:
+        """Return a request's n-gram draft, or else the draft model's, with the tokens that its constraint forces."""
+        output = request.output_token_ids
+        token_ids, drafts.proposer = model_draft, Proposer.DRAFT_MODEL
+        if request in self._predictable and drafts.compare(output):
+            token_ids = drafts.lookup.propose(self._gain.plan(drafts.acceptance)[0])
+            drafts.proposer = Proposer.NGRAM
+        drafts.num_proposed = len(token_ids)
+        if request.walk is None:
+            return token_ids
+        rate = drafts.forced_rate
+        max_forced = self._gain.draft_length(alike(rate)) if rate >= MIN_ACCEPTANCE_RATE else 0
+        if not token_ids and not max_forced:
+            return []
+        allowed = request.walk.possible(output, token_ids, max(len(token_ids), max_forced))
+        if not token_ids and not allowed:
+            drafts.record_forced(0, 0, len(output))
+        while allowed[: drafts.num_proposed] != token_ids[: drafts.num_proposed]:
+            drafts.num_proposed -= 1
+        if model_draft and not drafts.num_proposed and drafts.proposer is Proposer.DRAFT_MODEL:
+            self._record_useless(request, drafts)
+        return allowed
+
+    @property
+    def _max_drafted(self) -> int:
+        """Number of requests that may get a draft, at most."""
+        num_drafted = len(self._predictable) + len(self._constrained)
+        return num_drafted if self._model is None else num_drafted + MAX_CONTINUATIONS
+
+    def _evaluate(self, num_rows: int, model: Mapping[Request, RequestDrafts]) -> bool:
+        """Return whether drafts pay; `model`: the requests that the draft model would continue."""
+        candidates = [DraftCandidate(drafts.acceptance) for drafts in self._predictable.values()]
+        candidates += [DraftCandidate(alike(drafts.model_rate), uses_model=True) for drafts in model.values()]
+        candidates += [
+            DraftCandidate(alike(drafts.forced_rate), drafts.forced_tokens(len(request.output_token_ids)))
+            for request, drafts in self._constrained.items()
+            if request.status is RUNNING
+            and request not in self._predictable
+            and request not in model
+            and drafts.forced_rate >= MIN_ACCEPTANCE_RATE
+        ]
+        num_unmatched = sum(
+            drafts.match_rate >= MIN_ACCEPTANCE_RATE and request.status is RUNNING
+            for request, drafts in self._ngram.unmatched.items()
+        )
+        pass_s = 0.0 if self._model is None else self._model.pass_s
+        return self._gain.pays(num_rows, self._max_drafted, candidates, num_unmatched, pass_s)
+
+    def _remove_aborted(self) -> None:
+        for request in [request for request in self._ngram.requests if request.status is FINISHED]:
+            self._remove(request)
+
+    def _remove(self, request: Request) -> None:
+        self._ngram.remove_request(request)
+        for requests in (self._predictable, self._constrained, self._waiting):
+            requests.pop(request, None)
+
+    def _now(self) -> float:
+        return 0.0 if self._clock is None else self._clock()
+
+
+def _is_ready(request: Request) -> bool:
+    """Whether the newest token is known and the next step computes only that token."""
+    return request.status is RUNNING and not request.num_tokens_in_flight and request.is_decoding

@@ -1,0 +1,380 @@
+"""The n-gram proposer: the tokens that followed the same n-gram earlier are the draft.
+
+Saxena, "Prompt Lookup Decoding" (2023), searches the prompt and the output; Hu et al., "SAM Decoding" (2024), also
+other texts, where the longest match counts. This proposer approximates the longest match by two lengths. It tries in
+turn: n-grams of twice the length in finished answers, n-grams in the request's own text, n-grams in finished answers.
+The newest match counts, and the proposer follows it as long as it predicts the output.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from itertools import chain, islice
+from typing import Final, Protocol, SupportsInt
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llm_serving.core.request import RUNNING, Request
+from llm_serving.core.timings import Clock
+from llm_serving.speculation.statistics import FIRST_TOKEN_RATE, RATE_DECAY, MovingAverage, RequestStatistics
+
+FINISHED_TOKENS: Final = 2**18
+"""Tokens of finished answers that are kept, over all tenants."""
+MAX_INDEXED_TOKENS: Final = 8192
+"""Newest tokens of a prompt that are searched."""
+INDEX_SHARE: Final = 4
+"""The answers of one in so many running requests are added to the index together: one costs nearly as much as many."""
+FAILED_TOKEN: Final = -1
+"""Output token of a failed step. The WorkAgent would read it as a reference to a token of the step before."""
+MATCH_TOKENS: Final = 1.4
+"""Tokens that a lookup is assumed to save if the next token of its match is right."""
+LOOKUP_SHARE: Final = 0.0025
+"""Share of the step time that lookups in turn may use."""
+LOOKUP_S: Final = 2.5e-6
+"""Duration of a lookup before one was measured."""
+LOOKUP_MEMORY: Final = 16
+"""Measurements after which the weight of one in the duration of a lookup has fallen to 1/e."""
+TOKEN_BITS: Final = 32
+"""An n-gram is one integer with so many bits per token: faster to build and to look up than a tuple."""
+_FACTOR: Final = 0x9E3779B97F4A7C15
+"""2^64 over the golden ratio: its multiples differ in their upper bits (Knuth, TAOCP 3, 6.4)."""
+_BITS: Final = 64
+
+Int64Array = NDArray[np.int64]
+
+
+class SlotTable(Protocol):
+    """An integer per hash slot, 0 where none was stored."""
+
+    def __getitem__(self, slot: int, /) -> SupportsInt: ...
+
+    def __setitem__(self, slots: Int64Array, values: Int64Array, /) -> None: ...
+
+
+def dense_table(num_slots: int) -> Int64Array:
+    """Return a table that allocates memory for all of its slots."""
+    return np.full(num_slots, 0, np.int64)
+
+
+class FinishedAnswersIndex:
+    """The newest finished answers of each namespace, at most `max_tokens` in all; one namespace never sees another.
+
+    As in LZ4, each n-gram has one slot by its hash, which points to what followed it last. A later n-gram overwrites
+    the slot, and a lookup compares the tokens. So a few array operations add many answers, and none removes one.
+
+    Args:
+        length: Tokens of an n-gram; n-grams of twice the length are indexed too.
+        max_tokens: Capacity in tokens.
+        table: Creates the slot table.
+        salt: Returns a number of a namespace that other namespaces are unlikely to have.
+    """
+
+    def __init__(
+        self,
+        length: int,
+        max_tokens: int,
+        *,
+        table: Callable[[int], SlotTable] = dense_table,
+        salt: Callable[[str], int] = hash,
+    ) -> None:
+        self._weights = [pow(_FACTOR, power, 1 << _BITS) for power in range(1, 2 * length + 1)]
+        """Factors of the hash: of the newest token, of the one before it, ..."""
+        self._max_tokens = max_tokens
+        slot_bits = (2 * max_tokens).bit_length()
+        self._shift = _BITS - slot_bits
+        self._salt = salt
+        self._slots = {each: table(1 << slot_bits) for each in (length, 2 * length)}
+        """By n-gram length and hash: the number of an answer << 32 | the index of the token after the n-gram."""
+        self._answers: dict[int, tuple[str, Sequence[int]]] = {}
+        """Number -> namespace and tokens, oldest first."""
+        self._num_answers = 0
+        self.num_tokens = 0
+
+    def find(self, namespace: str, tokens: Sequence[int], length: int) -> tuple[Sequence[int], int] | None:
+        """Return an answer that contains the last `length` of `tokens`, and the index of the token after them."""
+        if not self._answers or len(tokens) < length:
+            return None
+        newest = tokens[-length:]
+        key = self._salt(namespace) + sum(map(int.__mul__, reversed(newest), self._weights))
+        value = int(self._slots[length][(key & (1 << _BITS) - 1) >> self._shift])
+        owner, answer = self._answers.get(value >> 32, ("", ()))
+        index = value & 0xFFFFFFFF
+        if index < length or owner != namespace or list(answer[index - length : index]) != newest:
+            return None
+        return answer, index
+
+    def add(self, answers: Sequence[tuple[str, Sequence[int]]]) -> None:
+        """Add answers with their namespaces and remove the oldest ones; skip an answer longer than the capacity."""
+        answers = [each for each in answers if len(each[1]) <= self._max_tokens]
+        if not answers:
+            return
+        first = self._num_answers + 1
+        self._num_answers += len(answers)
+        self._answers.update(zip(range(first, self._num_answers + 1), answers, strict=True))
+        lengths = [len(tokens) for _, tokens in answers]
+        self.num_tokens += sum(lengths)
+        while self.num_tokens > self._max_tokens:
+            self.num_tokens -= len(self._answers.pop(next(iter(self._answers)))[1])
+        self._store_slots(answers, lengths, first)
+
+    def _store_slots(self, answers: Sequence[tuple[str, Sequence[int]]], lengths: list[int], first: int) -> None:
+        """Store the n-gram before each token; `find` rejects those that span two answers."""
+        num_tokens = sum(lengths)
+        tokens = np.fromiter(chain.from_iterable([tokens for _, tokens in answers]), np.uint64, num_tokens)
+        starts = np.cumsum(lengths) - lengths
+        values = np.repeat((np.arange(first, first + len(answers)) << 32) - starts, lengths) + np.arange(num_tokens)
+        salts = np.array([self._salt(namespace) & (1 << _BITS) - 1 for namespace, _ in answers], np.uint64)
+        keys = np.repeat(salts, lengths)
+        for length, weight in enumerate(self._weights, 1):
+            keys[length:] += tokens[:-length] * np.uint64(weight)
+            if (slots := self._slots.get(length)) is not None:
+                slots[(keys[length:] >> np.uint64(self._shift)).astype(np.int64)] = values[length:]
+
+
+class NgramLookup:
+    """The text of one request, and the draft that an n-gram match in it or in finished answers gives.
+
+    `advance` runs for each new token and is cheap; `search` indexes the new tokens and looks for a match.
+    """
+
+    def __init__(
+        self, prompt_token_ids: Sequence[int], namespace: str, length: int, finished: FinishedAnswersIndex
+    ) -> None:
+        self._tokens = list(prompt_token_ids[-MAX_INDEXED_TOKENS:])
+        self._num_prompt = len(self._tokens)
+        self._namespace = namespace
+        self._length = length
+        self._finished = finished
+        self._positions: dict[int, int] = {}
+        """N-gram -> index of the token that followed it last."""
+        self._mask = (1 << length * TOKEN_BITS) - 1
+        self._ngram = 0
+        """The last n-gram of the indexed tokens."""
+        self._indexed = 0
+        """Number of tokens whose n-grams are in `_positions`."""
+        self._draft: Sequence[int] | None = None
+        """The text that contains the draft, from `_index` on; None: there is none."""
+        self._index = 0
+
+    @property
+    def has_draft(self) -> bool:
+        return self._draft is not None
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Output tokens that `advance` was given."""
+        return len(self._tokens) - self._num_prompt
+
+    def propose(self, count: int) -> list[int]:
+        """Return at most `count` draft tokens; a draft that reaches the newest token repeats from its start."""
+        if self._draft is None:
+            return []
+        token_ids = list(self._draft[self._index : self._index + count])
+        while len(token_ids) < count and self._draft is self._tokens:
+            token_ids += token_ids[: count - len(token_ids)]
+        return token_ids
+
+    def advance(self, token_ids: Sequence[int]) -> tuple[int, bool]:
+        """Append output tokens and compare them with the draft up to the first that differs, which ends the draft.
+
+        Returns:
+            The number of tokens that the draft predicted, and whether it predicted a token wrongly.
+        """
+        self._tokens += token_ids
+        draft, index = self._draft, self._index
+        if draft is None:
+            return 0, False
+        for num_matched, token_id in enumerate(token_ids):
+            if index == len(draft) or draft[index] != token_id:
+                self._draft = None
+                return num_matched, index < len(draft)
+            index += 1
+        self._index = index
+        if index == len(draft):
+            self._draft = None
+        return len(token_ids), False
+
+    def search(self) -> bool:
+        """Look for a draft after the newest token; return whether there is one."""
+        self._draft = None
+        tokens, length = self._tokens, self._length
+        if len(tokens) < length:
+            return False
+        self._index_tokens()
+        found = self._finished.find(self._namespace, tokens, 2 * length)
+        if found is None:
+            if (position := self._positions.get(self._ngram)) is not None:
+                found = tokens, position
+            else:
+                found = self._finished.find(self._namespace, tokens, length)
+        if found is not None:
+            self._draft, self._index = found
+        return found is not None
+
+    def _index_tokens(self) -> None:
+        tokens, positions, mask, ngram = self._tokens, self._positions, self._mask, self._ngram
+        start = self._indexed
+        if not start:
+            start = self._length
+            for token_id in tokens[:start]:
+                ngram = ngram << TOKEN_BITS | token_id
+        for index in range(start, len(tokens)):
+            positions[ngram] = index
+            ngram = (ngram << TOKEN_BITS | tokens[index]) & mask
+        self._ngram, self._indexed = ngram, len(tokens)
+
+
+class RequestDrafts(RequestStatistics):
+    """The n-gram lookup of one request, and the statistics of its drafts by all proposers."""
+
+    def __init__(self, lookup: NgramLookup, model_rate: float = 0.0) -> None:
+        super().__init__(model_rate)
+        self.lookup = lookup
+
+    def expected_match_rate(self, num_output_tokens: int) -> float:
+        """Return the probability that a lookup after so many output tokens finds a draft whose next token is right."""
+        num_seen = self.lookup.num_output_tokens
+        known = max(self.match_rate, FIRST_TOKEN_RATE * RATE_DECAY**num_seen)
+        return float(known * RATE_DECAY ** (num_output_tokens - num_seen))
+
+    def compare(self, output_token_ids: list[int]) -> bool:
+        """Compare the newest output tokens with the draft; return whether there still is one."""
+        lookup = self.lookup
+        self.record_match(*lookup.advance(output_token_ids[lookup.num_output_tokens :]))
+        return lookup.has_draft
+
+    def search(self, output_token_ids: list[int]) -> bool:
+        """Look for a draft after the newest output token; return whether there is one."""
+        new = output_token_ids[self.lookup.num_output_tokens :]
+        self.lookup.advance(new)
+        self.record_lookup(len(new))
+        return self.lookup.search()
+
+
+class NgramProposer:
+    """The n-gram drafts of all requests of an engine, proposed or not.
+
+    Because each output token is compared with its request's draft, the acceptance rate is known before a draft costs
+    anything. A comparison is cheap. A lookup takes longer: a request without a draft gets one when its expected gain
+    exceeds the cost, and otherwise in turn, within a share of the step time.
+    """
+
+    def __init__(self, length: int, finished: FinishedAnswersIndex | None = None, clock: Clock | None = None) -> None:
+        """
+        Args:
+            length: Tokens of an n-gram.
+            finished: The finished answers to search; None: `FINISHED_TOKENS` of them, 64 bytes of memory for each.
+            clock: Measures lookups; None: they are assumed to take `LOOKUP_S`.
+        """
+        self._length = length
+        self._clock = clock
+        self.finished = FinishedAnswersIndex(length, FINISHED_TOKENS) if finished is None else finished
+        self.requests: OrderedDict[Request, RequestDrafts] = OrderedDict()
+        """All requests; the turn of the first one to be looked up comes next."""
+        self.matched: dict[Request, RequestDrafts] = {}
+        """Requests with a draft."""
+        self.unmatched: dict[Request, RequestDrafts] = {}
+        """Requests without one whose lookup may gain more than it costs: new ones, and those that lost their draft."""
+        self.lookup_time = MovingAverage(LOOKUP_MEMORY, LOOKUP_S)
+        self._new_answers: list[tuple[str, tuple[int, ...]]] = []
+        """Namespaces and tokens of finished answers that are not in the index yet."""
+        self._credit = 0.0
+        """Lookups in turn that the time of past steps has room for."""
+
+    def add_request(self, request: Request, model_rate: float) -> RequestDrafts:
+        """Follow a request; `model_rate`: the acceptance rate to assume for the draft model."""
+        if not self.requests:
+            self.index_finished(0)
+        lookup = NgramLookup(request.prompt_token_ids, request.cache_namespace, self._length, self.finished)
+        drafts = self.requests[request] = self.unmatched[request] = RequestDrafts(lookup, model_rate)
+        self.requests.move_to_end(request, last=False)
+        return drafts
+
+    def remove_request(self, request: Request) -> None:
+        del self.requests[request]
+        self.matched.pop(request, None)
+        self.unmatched.pop(request, None)
+
+    def add_finished(self, request: Request) -> None:
+        """Keep the answer of a finished request up to the first token of a failed step."""
+        token_ids = tuple(request.output_token_ids)
+        if FAILED_TOKEN in token_ids:
+            token_ids = token_ids[: token_ids.index(FAILED_TOKEN)]
+        self._new_answers.append((request.cache_namespace, token_ids))
+
+    def index_finished(self, num_rows: int) -> None:
+        """Add the finished answers to the index, once they are a quarter of the rows of a step."""
+        if len(self._new_answers) * INDEX_SHARE >= num_rows:
+            answers, self._new_answers = self._new_answers, []
+            self.finished.add(answers)
+
+    def update(self, num_rows: int, num_steps: int, step_s: float, could_pay: Callable[[], bool]) -> bool:
+        """Compare new output tokens with the drafts and look up drafts.
+
+        Args:
+            num_rows: Rows of a step.
+            num_steps: Steps since the last update.
+            step_s: Duration of a step in seconds.
+            could_pay: Whether drafts would pay if all were accepted.
+
+        Returns:
+            Whether there was a request whose lookup was expected to gain more than it cost.
+        """
+        self._compare()
+        promising = self._promising(num_rows, step_s)
+        if promising and not could_pay():
+            promising = []
+        chosen = list(dict.fromkeys(promising + self._next_in_turn(num_steps, step_s)))
+        began = self._now()
+        for request in chosen:
+            self._look_up(request)
+        if self._clock is not None and chosen:
+            self.lookup_time.add((self._now() - began) / len(chosen))
+        return bool(promising)
+
+    def _compare(self) -> None:
+        mismatched = [each for each in self.matched.items() if not each[1].compare(each[0].output_token_ids)]
+        for request, drafts in mismatched:
+            del self.matched[request]
+            self.unmatched[request] = drafts
+            self.requests.move_to_end(request, last=False)
+
+    def _promising(self, num_rows: int, step_s: float) -> list[Request]:
+        """Return unmatched requests whose lookup is expected to gain more than it costs; forget the others.
+
+        The gain is the token that an accepted draft saves; the cost are the tokens that all rows of a step would
+        compute during the lookup.
+        """
+        cost_s = num_rows * self.lookup_time.value
+        if cost_s >= step_s:
+            return []
+        promising = []
+        for request, drafts in list(self.unmatched.items()):
+            if MATCH_TOKENS * drafts.expected_match_rate(len(request.output_token_ids)) * step_s <= cost_s:
+                del self.unmatched[request]
+            elif request.status is RUNNING:
+                promising.append(request)
+        return promising
+
+    def _next_in_turn(self, num_steps: int, step_s: float) -> list[Request]:
+        """Return the next requests without a draft, as many as the steps have time for."""
+        num_requests = float(len(self.requests))
+        credit = self._credit + num_steps * LOOKUP_SHARE * step_s / self.lookup_time.value
+        self._credit = min(num_requests, credit) if step_s else num_requests
+        num_lookups = int(self._credit)
+        self._credit -= num_lookups
+        chosen = list(islice(self.requests, num_lookups))
+        for request in chosen:
+            self.requests.move_to_end(request)
+        return [request for request in chosen if request not in self.matched]
+
+    def _look_up(self, request: Request) -> None:
+        drafts = self.requests[request]
+        if request not in self.matched and drafts.search(request.output_token_ids):
+            self.matched[request] = drafts
+            self.unmatched.pop(request, None)
+
+    def _now(self) -> float:
+        return 0.0 if self._clock is None else self._clock()

@@ -1,0 +1,225 @@
+"""Acceptance rates of the draft tokens of one request, and the duration of a step as a function of its tokens.
+
+The controller decides by these figures. The server-wide counts are metrics: `record_verified` of the controller returns
+what they add up.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+from llm_serving.core.enums import Proposer
+
+RATE_MEMORY: Final = 8
+"""Draft tokens after which the weight of an observation in an acceptance rate has fallen to 1/e."""
+RATE_DECAY: Final = 1 - 1 / RATE_MEMORY
+FIRST_TOKEN_RATE: Final = 0.3
+"""Acceptance rate assumed for the first token of a new n-gram match, before one was compared."""
+FURTHER_TOKEN_RATE: Final = 0.8
+"""The same for a token after an accepted one."""
+MIN_ACCEPTANCE_RATE: Final = 0.5
+"""Acceptance rate below which a request gets no drafts from the draft model or from its constraint."""
+FIRST_PAUSE_TOKENS: Final = 32
+"""Output tokens during which the draft model is then not used for the request; doubles with each pause."""
+FIRST_FORCED_TOKENS: Final = 1.0
+"""Forced tokens per step that are assumed before any were verified."""
+FORCED_MEMORY: Final = 8
+"""Steps after which the weight of a forced draft in their average has fallen to 1/e."""
+FORCED_MEMORY_TOKENS: Final = 128
+"""Output tokens after which an average without new forced drafts has returned to the assumption by 1 - 1/e."""
+MAX_OUTLIER: Final = 4
+"""One measurement counts as at most so many times the average: a thread that was descheduled says little."""
+STEP_DECAY: Final = 1 - 1 / 256
+"""Weight of a step after the next one."""
+SIZE_DECAY: Final = 1 / 1024
+"""Weight of a step whose size class differs by one; by two, its square."""
+SMALLEST_SIZE: Final = 7
+"""Added to a number of tokens before its power of two is its size class."""
+MIN_VARIANCE: Final = 1e-6
+"""Relative variance of the numbers of tokens below which the steps tell nothing about the cost of a token."""
+
+
+class VerifiedDraft(NamedTuple):
+    """How many draft tokens of one proposer a step verified for a request."""
+
+    proposer: Proposer
+    num_draft_tokens: int
+    num_accepted_tokens: int
+
+
+class Acceptance(NamedTuple):
+    """Expected acceptance rates of the tokens of a draft."""
+
+    first: float
+    further: float
+    """Of a token after an accepted one."""
+
+
+def updated_rate(rate: float, num_accepted: int, is_rejected: bool, memory: int = RATE_MEMORY) -> float:
+    """Return an acceptance rate after `num_accepted` accepted tokens and, if `is_rejected`, a rejected one."""
+    decay = 1 - 1 / memory
+    rate = 1 - (1 - rate) * decay**num_accepted
+    return float(rate * decay if is_rejected else rate)
+
+
+class MovingAverage:
+    """Exponential moving average of durations in seconds, robust against outliers; 0 before the first.
+
+    Args:
+        memory: Measurements after which the weight of one has fallen to 1/e.
+        value: Assumed before any was measured.
+    """
+
+    __slots__ = ("_memory", "value")
+
+    def __init__(self, memory: int, value: float = 0.0) -> None:
+        self._memory = memory
+        self.value = value
+
+    def add(self, seconds: float) -> None:
+        mean = self.value
+        self.value = mean + (min(seconds, MAX_OUTLIER * mean) - mean) / self._memory if mean else seconds
+
+
+class RequestStatistics:
+    """Acceptance rates of the draft tokens of one request, by proposer."""
+
+    def __init__(self, model_rate: float) -> None:
+        """`model_rate`: acceptance rate assumed for the draft model."""
+        self.match_rate = 0.0
+        """Share of the newest output tokens that the n-gram draft predicted."""
+        self._first = FIRST_TOKEN_RATE
+        self._further = FURTHER_TOKEN_RATE
+        self._is_confirmed = False
+        """Whether the draft predicted the newest output token."""
+        self.forced_rate = 1.0
+        """Acceptance rate of tokens that the constraint forces; only verification tells it."""
+        self._forced_tokens = FIRST_FORCED_TOKENS
+        self._forced_at = 0
+        """Output tokens when `_forced_tokens` was updated."""
+        self.model_rate = max(model_rate, MIN_ACCEPTANCE_RATE)
+        self._model_pause = FIRST_PAUSE_TOKENS
+        self._model_resumes_at = 0
+        self.num_proposed = 0
+        """Tokens of the newest draft that `proposer` proposed; the constraint forces those after them."""
+        self.proposer = Proposer.NGRAM
+
+    @property
+    def acceptance(self) -> Acceptance:
+        """Expected rates of the n-gram draft. A new match is often wrong, a confirmed one seldom."""
+        return Acceptance(self.first_rate, self._further)
+
+    @property
+    def first_rate(self) -> float:
+        return self._further if self._is_confirmed else self._first
+
+    def record_match(self, num_matched: int, is_mismatched: bool) -> None:
+        """Record that the draft predicted `num_matched` output tokens and, if `is_mismatched`, not the next one."""
+        if not num_matched and not is_mismatched:
+            return
+        self.match_rate = updated_rate(self.match_rate, num_matched, is_mismatched)
+        num_further, is_further_mismatched = num_matched, is_mismatched
+        if not self._is_confirmed:
+            self._first = updated_rate(self._first, min(num_matched, 1), not num_matched)
+            num_further, is_further_mismatched = max(0, num_matched - 1), is_mismatched and num_matched > 0
+        self._further = updated_rate(self._further, num_further, is_further_mismatched)
+        self._is_confirmed = not is_mismatched
+
+    def record_lookup(self, num_unpredicted: int) -> None:
+        """Record a new lookup after `num_unpredicted` output tokens for which there was no draft."""
+        self.match_rate *= RATE_DECAY**num_unpredicted
+        self._is_confirmed = False
+
+    def forced_tokens(self, num_output_tokens: int) -> float:
+        """Return how many forced tokens to expect in a step."""
+        known = (1 - 1 / FORCED_MEMORY_TOKENS) ** (num_output_tokens - self._forced_at)
+        return FIRST_FORCED_TOKENS + known * (self._forced_tokens - FIRST_FORCED_TOKENS)
+
+    def record_forced(self, num_draft_tokens: int, num_accepted: int, num_output_tokens: int) -> None:
+        """Record the verification of forced tokens; 0 draft tokens: the constraint forced none."""
+        expected = self.forced_tokens(num_output_tokens)
+        self._forced_tokens = expected + (num_accepted - expected) / FORCED_MEMORY
+        self._forced_at = num_output_tokens
+        self.forced_rate = updated_rate(self.forced_rate, num_accepted, num_accepted < num_draft_tokens)
+
+    def may_use_model(self, num_output_tokens: int) -> bool:
+        """Whether the draft model is used for the request, or paused because too few of its tokens were accepted."""
+        return num_output_tokens >= self._model_resumes_at
+
+    def record_model(self, num_draft_tokens: int, num_accepted: int, num_output_tokens: int) -> None:
+        """Record the verification of the draft model's tokens; pause it below `MIN_ACCEPTANCE_RATE`."""
+        self.model_rate = updated_rate(self.model_rate, num_accepted, num_accepted < num_draft_tokens)
+        if self.model_rate < MIN_ACCEPTANCE_RATE:
+            self.model_rate = MIN_ACCEPTANCE_RATE
+            self._model_resumes_at = num_output_tokens + self._model_pause
+            self._model_pause *= 2
+
+
+class StepTimeModel:
+    """Predicts the duration of a decode step from its number of tokens.
+
+    A few more tokens hardly prolong a step that is limited by memory bandwidth, and prolong one that is limited by
+    arithmetic in proportion. So each size class (powers of two) has its own line, fitted by weighted least squares to
+    the newest steps; steps of other classes count less the more their size differs.
+    """
+
+    def __init__(self) -> None:
+        self._num_steps = 0
+        self._classes: dict[int, _Sums] = {}
+
+    def add(self, num_tokens: int, seconds: float) -> None:
+        """Record the duration of a step."""
+        self._num_steps += 1
+        self._classes.setdefault(_size_class(num_tokens), _Sums()).add(self._num_steps, num_tokens, seconds)
+
+    def step_s(self, num_tokens: float) -> float:
+        """Return the predicted duration of a step in seconds; 0 before the first step."""
+        weight = tokens = seconds = squares = products = 0.0
+        wanted = _size_class(num_tokens)
+        for size, sums in self._classes.items():
+            share = SIZE_DECAY ** abs(size - wanted) * STEP_DECAY ** (self._num_steps - sums.newest)
+            weight += share * sums.weight
+            tokens += share * sums.tokens
+            seconds += share * sums.seconds
+            squares += share * sums.squares
+            products += share * sums.products
+        if not weight:
+            return 0.0
+        mean, mean_s = tokens / weight, seconds / weight
+        variance = squares - tokens * mean
+        if variance <= MIN_VARIANCE * tokens * mean:
+            return mean_s
+        slope = max(0.0, (products - seconds * mean) / variance)
+        return max(0.1 * mean_s, mean_s + slope * (num_tokens - mean))
+
+    def added_s(self, num_tokens: int, num_more: float) -> float:
+        """Return by how many seconds `num_more` tokens prolong a step of `num_tokens`.
+
+        The result is at most proportional to the tokens. It is 0 while all steps have had the same size, so that
+        drafts are tried once.
+        """
+        seconds = self.step_s(num_tokens)
+        return min(max(0.0, self.step_s(num_tokens + num_more) - seconds), seconds * num_more / num_tokens)
+
+
+class _Sums:
+    """Weighted sums over the steps of one size class, as of step `newest`."""
+
+    __slots__ = ("newest", "products", "seconds", "squares", "tokens", "weight")
+
+    def __init__(self) -> None:
+        self.newest = 0
+        self.weight = self.tokens = self.seconds = self.squares = self.products = 0.0
+
+    def add(self, step: int, num_tokens: int, seconds: float) -> None:
+        decay = STEP_DECAY ** (step - self.newest)
+        self.newest = step
+        self.weight = decay * self.weight + 1
+        self.tokens = decay * self.tokens + num_tokens
+        self.seconds = decay * self.seconds + seconds
+        self.squares = decay * self.squares + num_tokens**2
+        self.products = decay * self.products + num_tokens * seconds
+
+
+def _size_class(num_tokens: float) -> int:
+    return (round(num_tokens) + SMALLEST_SIZE).bit_length()

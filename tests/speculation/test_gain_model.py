@@ -1,0 +1,39 @@
+"""The draft length at which the expected gain covers the cost."""
+
+from __future__ import annotations
+
+import pytest
+from llm_serving.speculation.controller import MAX_RATE, GainModel, alike, expected_tokens
+from llm_serving.speculation.statistics import Acceptance
+
+
+def gain_model(draft_s: float, max_draft_tokens: int = 16) -> GainModel:
+    """Return a model of steps with one row, which take 1 s and `draft_s` more per draft token."""
+    made = GainModel(max_draft_tokens)
+    for num_tokens in (1, 5, 9, 17):
+        made.record_step(num_tokens, 1 + (num_tokens - 1) * draft_s, 0.0)
+    made.prepare(1, 1)
+    return made
+
+
+def test_the_last_draft_token_gains_what_it_costs() -> None:
+    made = gain_model(0.1)
+    for first, further in ((0.9, 0.9), (0.3, 0.8), (0.3, 0.2), (0.5, 0.0), (0.09, 1.0), (1.0, 1.0)):
+        length = made.draft_length(Acceptance(first, further))
+        gains = [first * min(further, MAX_RATE) ** index for index in range(16)]
+        assert length == sum(each > 0.1 for each in gains), (first, further)
+
+
+def test_drafts_are_at_most_as_long_as_allowed_and_empty_where_they_cost_their_gain() -> None:
+    assert gain_model(0.001, 4).draft_length(alike(1.0)) == 4
+    assert gain_model(1.0).draft_length(alike(0.9)) == 0
+    assert gain_model(0.1).draft_length(alike(0.9), proposing_s=0.9) == 0
+
+
+def test_the_expected_number_of_accepted_tokens_is_the_sum_of_rates() -> None:
+    assert expected_tokens(Acceptance(0.3, 0.8), 3) == pytest.approx(0.3 + 0.3 * 0.8 + 0.3 * 0.8**2)
+    assert expected_tokens(Acceptance(0.3, 0.0), 3) == pytest.approx(0.3)
+    assert expected_tokens(Acceptance(0.3, 0.8), 0) == 0
+    length, accepted = gain_model(0.1).plan(Acceptance(0.5, 0.75))
+    assert length == gain_model(0.1).draft_length(Acceptance(0.5, 0.75))
+    assert accepted == expected_tokens(Acceptance(0.5, 0.75), length)

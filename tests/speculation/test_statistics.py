@@ -1,0 +1,190 @@
+"""Acceptance rates of one request's drafts, and the predicted duration of steps."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from llm_serving.speculation.ngram import FinishedAnswersIndex, NgramLookup, RequestDrafts
+from llm_serving.speculation.statistics import (
+    FIRST_PAUSE_TOKENS,
+    FIRST_TOKEN_RATE,
+    FURTHER_TOKEN_RATE,
+    MAX_OUTLIER,
+    MIN_ACCEPTANCE_RATE,
+    RATE_MEMORY,
+    Acceptance,
+    MovingAverage,
+    RequestStatistics,
+    StepTimeModel,
+)
+
+PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 1, 2]
+
+
+def state(prompt=PROMPT) -> RequestDrafts:
+    made = RequestDrafts(NgramLookup(prompt, "", 2, FinishedAnswersIndex(2, 100)))
+    assert made.search([])
+    return made
+
+
+def towards(rate: float, accepted: bool) -> float:
+    return rate + (accepted - rate) / RATE_MEMORY
+
+
+def test_a_new_match_and_a_confirmed_one_have_rates_of_their_own() -> None:
+    made = state()
+    assert made.acceptance == pytest.approx(Acceptance(FIRST_TOKEN_RATE, FURTHER_TOKEN_RATE))
+    assert made.compare([3])
+    assert made.acceptance == pytest.approx(Acceptance(FURTHER_TOKEN_RATE, FURTHER_TOKEN_RATE))
+    assert made.compare([3, 4])
+    further = towards(FURTHER_TOKEN_RATE, True)
+    assert made.acceptance == pytest.approx(Acceptance(further, further))
+    assert not made.compare([3, 4, 9])
+    assert made.acceptance == pytest.approx(Acceptance(towards(FIRST_TOKEN_RATE, True), towards(further, False)))
+
+
+def test_a_rejected_first_token_leaves_the_rate_of_further_tokens() -> None:
+    made = state()
+    assert not made.compare([9])
+    assert made.acceptance == pytest.approx(Acceptance(towards(FIRST_TOKEN_RATE, False), FURTHER_TOKEN_RATE))
+
+
+def test_after_a_lookup_the_match_is_new() -> None:
+    made = state([*PROMPT, 3, 4, 5, 1, 2])
+    made.compare([3, 4, 5])
+    assert made.search([3, 4, 5, 1, 2])
+    assert made.acceptance.first == pytest.approx(towards(FIRST_TOKEN_RATE, True))
+
+
+def test_tokens_after_the_end_of_a_draft_are_not_rejections() -> None:
+    """A draft that ends with its text was right until there."""
+    finished = FinishedAnswersIndex(2, 100)
+    finished.add([("", (1, 2, 3, 4))])
+    made = RequestDrafts(NgramLookup([1, 2], "", 2, finished))
+    assert made.search([])
+    assert not made.compare([3, 4, 500, 501])
+    assert made.acceptance.further == pytest.approx(towards(FURTHER_TOKEN_RATE, True))
+    made.search([3, 4, 500, 501])
+    assert made.acceptance == pytest.approx(
+        Acceptance(towards(FIRST_TOKEN_RATE, True), towards(FURTHER_TOKEN_RATE, True))
+    )
+
+
+def test_the_draft_model_pauses_for_longer_each_time_its_tokens_are_rejected() -> None:
+    made, num_output = RequestStatistics(0.1), 0
+    assert made.model_rate == MIN_ACCEPTANCE_RATE
+    for pause in (FIRST_PAUSE_TOKENS, 2 * FIRST_PAUSE_TOKENS):
+        made.record_model(4, 0, num_output)
+        assert not made.may_use_model(num_output + pause - 1)
+        num_output += pause
+        assert made.may_use_model(num_output)
+
+
+def test_the_expected_forced_tokens_follow_the_verified_ones_and_return_to_the_assumption() -> None:
+    made = RequestStatistics(0.5)
+    for num_output in range(100):
+        made.record_forced(0, 0, num_output)
+    assert made.forced_tokens(100) < 0.2
+    assert made.forced_rate == 1.0  # no forced token was rejected
+    assert made.forced_tokens(1000) == pytest.approx(1.0, abs=0.01)
+    made.record_forced(3, 1, 1000)
+    assert made.forced_rate == pytest.approx(towards(1.0, False))
+
+
+def test_an_outlier_moves_an_average_little() -> None:
+    average = MovingAverage(10)
+    average.add(2.0)
+    average.add(1000.0)
+    assert average.value == pytest.approx(2.0 + (MAX_OUTLIER - 1) * 2.0 / 10)
+
+
+def test_step_times_fit_a_line() -> None:
+    cost = StepTimeModel()
+    for num_tokens in (1, 4, 9, 2):
+        cost.add(num_tokens, 0.010 + 0.001 * num_tokens)
+    assert cost.added_s(2, 1) == pytest.approx(0.001)
+    assert cost.added_s(2, 30) == pytest.approx(0.030)
+    assert cost.step_s(20) == pytest.approx(0.030)
+
+
+def test_steps_of_one_size_tell_nothing_about_the_cost_of_a_token() -> None:
+    cost = StepTimeModel()
+    assert (cost.step_s(3), cost.added_s(3, 1)) == (0.0, 0.0)
+    for _ in range(1000):
+        cost.add(3, 0.02)
+    assert cost.added_s(3, 1) == cost.added_s(3, 40) == 0.0
+    assert cost.step_s(9) == pytest.approx(0.02)
+
+
+def test_more_tokens_never_save_time() -> None:
+    cost = StepTimeModel()
+    cost.add(1, 0.03)
+    cost.add(9, 0.01)
+    assert cost.added_s(1, 8) == 0.0
+
+
+def test_more_tokens_never_cost_more_than_as_many_steps() -> None:
+    cost = StepTimeModel()
+    cost.add(100, 0.01)
+    cost.add(101, 0.05)  # an outlier
+    assert cost.added_s(100, 10) == pytest.approx(cost.step_s(100) / 10)
+
+
+def seconds(num_tokens: int, context: int = 0) -> float:
+    """Return the duration of a step: constant up to 32 tokens, where memory is the limit."""
+    return 0.010 * max(1.0, num_tokens / 32) + 1e-7 * context * num_tokens
+
+
+def test_tokens_cost_more_where_arithmetic_is_the_limit() -> None:
+    rng, cost = random.Random(0), StepTimeModel()
+    for _ in range(200):
+        for fewest, most in ((1, 9), (96, 160)):  # one stream and 128, each with drafts
+            num_tokens = rng.randint(fewest, most)
+            cost.add(num_tokens, seconds(num_tokens) * rng.uniform(0.95, 1.05))
+    assert cost.step_s(1) == pytest.approx(0.010, rel=0.03)
+    assert cost.added_s(1, 8) < 0.0004
+    assert cost.step_s(128) == pytest.approx(0.040, rel=0.03)
+    assert cost.added_s(128, 64) == pytest.approx(0.020, rel=0.1)
+
+
+def test_step_times_on_both_sides_of_the_knee() -> None:
+    rng, cost = random.Random(0), StepTimeModel()
+    for _ in range(400):
+        num_tokens = 8 * rng.randint(1, 9)
+        cost.add(num_tokens, seconds(num_tokens) * rng.uniform(0.95, 1.05))
+    assert cost.added_s(8, 8) < 0.001
+    assert cost.added_s(8, 64) == pytest.approx(0.0125, rel=0.15)
+    assert cost.added_s(48, 16) == pytest.approx(0.005, rel=0.25)
+
+
+def test_step_times_follow_growing_contexts() -> None:
+    rng, cost = random.Random(0), StepTimeModel()
+    for index in range(4000):
+        num_tokens = 32 + (8 * rng.randint(1, 8) if index % 8 == 0 else 0)
+        cost.add(num_tokens, seconds(num_tokens, context=4 * index))
+    assert cost.step_s(32) == pytest.approx(seconds(32, 16000), rel=0.1)
+    assert cost.added_s(32, 32) == pytest.approx(seconds(64, 16000) - seconds(32, 16000), rel=0.2)
+
+
+def test_old_steps_lose_their_weight() -> None:
+    cost = StepTimeModel()
+    for _ in range(2000):
+        cost.add(1, 0.1)
+        cost.add(2, 0.2)
+    for _ in range(4000):
+        cost.add(1, 0.01)
+        cost.add(2, 0.01)
+    assert cost.added_s(1, 1) == pytest.approx(0.0, abs=1e-6)
+
+
+def test_a_cost_that_was_measured_long_ago_is_measured_again() -> None:
+    cost = StepTimeModel()
+    for num_tokens in (100, 128, 140):
+        cost.add(num_tokens, seconds(num_tokens))
+    for _ in range(100):
+        cost.add(128, seconds(128))
+    assert cost.added_s(128, 12) > 0.003
+    for _ in range(4000):
+        cost.add(128, 0.1)  # long contexts
+    assert cost.added_s(128, 12) == 0.0
