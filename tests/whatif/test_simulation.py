@@ -64,7 +64,7 @@ def test_a_server_that_has_rested_wakes_and_begins_later():
 def test_forming_a_step_ahead_hides_what_it_takes():
     profile = create_profile(form=CostModel((Piece("step", 0.004),)), num_blocks=64)
     ahead, after = (
-        figures_of(simulate(create_load(0.0), profile, scheduler_config__schedule_ahead=each))["tpot_p50_ms"]
+        figures_of(simulate(create_load(0.0), profile, scheduler_config__async_scheduling=each))["tpot_p50_ms"]
         for each in (True, False)
     )
     assert after - ahead == pytest.approx(4.0)

@@ -22,8 +22,8 @@ from support.whatif_loads import STEP_S, config_with, create_profile
 
 SPECULATION: dict[str, dict[str, Any]] = {
     "as they come": {},
-    "one step at a time": {"scheduler_config__schedule_ahead": False},
-    "one at a time": {"scheduler_config__num_speculative_tokens": 1, "scheduler_config__prompt_lookup_tokens": 1},
+    "one step at a time": {"scheduler_config__async_scheduling": False},
+    "one at a time": {"scheduler_config__num_speculative_tokens": 1, "scheduler_config__prompt_lookup_min": 1},
     "many": {},
     "small cache": {"pa_config__num_blocks": 14},
     "two replicas": {"cluster_config__replicas": 2},
@@ -32,7 +32,7 @@ SPECULATION: dict[str, dict[str, Any]] = {
 """Loads with some predictable answers."""
 CASES: dict[str, dict[str, Any]] = {
     "as they come": {},
-    "one step at a time": {"scheduler_config__schedule_ahead": False},
+    "one step at a time": {"scheduler_config__async_scheduling": False},
     "nothing found": {"scheduler_config__prefix_caching": False, "pa_config__block_size": 32},
     "few slots": {"model_config__decode_batch_size": 3, "scheduler_config__policy": "decode_first"},
     "separate steps": {"scheduler_config__composition": "separate", "scheduler_config__policy": "mixed"},
