@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 
-from llm_serving.admission.admission import check_beam_search, check_request, end_token_ids, stop_token_ids
+from llm_serving.admission.validation import check_beam_search, check_request, end_token_ids, stop_token_ids
 from llm_serving.config.schema import ServingConfig
 from llm_serving.core.request import Request
 from llm_serving.core.request_output import RequestOutput, join_pieces

@@ -215,15 +215,15 @@ def test_a_new_priority_that_comes_late_is_counted_at_the_door_all_the_same(monk
                 await asyncio.sleep(0)
             second = engine.generate([5], GREEDY, request_id="b")
             moved = asyncio.Event()
-            move = engine._room.move
-            engine._room.move = lambda *change: (move(*change), moved.set())  # type: ignore[method-assign]
+            move = engine._queue.change_class
+            engine._queue.change_class = lambda *change: (move(*change), moved.set())  # type: ignore[method-assign]
             with pytest.raises(UnavailableError, match=r"did not answer within 0\.01 s"):
                 await engine.control.reprioritise("b", 1)
             setup.runners[0].gate.set()
             async with asyncio.timeout(30):
                 await moved.wait()
                 await asyncio.gather(token_ids(first), token_ids(second))
-            assert engine._room.class_load("batch").num_running == engine._room.load().num_waiting == 0
+            assert engine._queue.class_load("batch").num_running == engine._queue.load().num_waiting == 0
 
     asyncio.run(run())
 

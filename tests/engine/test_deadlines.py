@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from llm_serving.admission.load_estimator import Measured
+from llm_serving.admission.ttft_predictor import ReplicaSpeed
 from llm_serving.core.request import FinishReason
 from llm_serving.core.sampling_params import BeamSearchParams
 from llm_serving.core.timings import Exchange
@@ -136,7 +136,7 @@ def test_a_waiting_request_ends_as_soon_as_its_deadline_cannot_be_met(form):
     harness.engine.step()
     assert not hopeless.is_finished
     # A step takes 1 s; one row in four ends, so a slot is free after 4 steps.
-    harness.engine.load.measured = Measured(harness.scheduler.limits, 1.0, 0.0, 0.25, 1)
+    harness.engine.ttft_predictor.speed = ReplicaSpeed(harness.scheduler.limits, 1.0, 0.0, 0.25, 1)
     clock.now += LOOK_EVERY_S
     harness.engine.step()
     last = harness.last("hopeless")
@@ -168,7 +168,7 @@ def waiting_behind_one(first, last, **scheduler):
     for request in (create_request(request_id="running", max_tokens=30), last):
         harness.engine.submit(request)
     harness.engine.step()
-    harness.engine.load.measured = Measured(harness.scheduler.limits, 0.0, 1.0, 1.0, 1)
+    harness.engine.ttft_predictor.speed = ReplicaSpeed(harness.scheduler.limits, 0.0, 1.0, 1.0, 1)
     clock.now += LOOK_EVERY_S
     harness.engine.step()
     return harness
@@ -192,7 +192,7 @@ def test_the_prompt_of_a_fork_is_that_of_its_parent():
     harness.engine.step()
     while parent.num_confirmed_tokens < 16:
         harness.engine.step()
-    harness.engine.load.measured = Measured(harness.scheduler.limits, 0.0, 0.5, 1.0, 2)
+    harness.engine.ttft_predictor.speed = ReplicaSpeed(harness.scheduler.limits, 0.0, 0.5, 1.0, 2)
     clock.now = 109.0
     harness.engine.step()
     assert not fork.is_finished
@@ -203,7 +203,7 @@ def test_the_prompt_of_a_fork_is_that_of_its_parent():
 def test_where_nothing_runs_nobody_is_hopeless():
     clock = HandClock()
     harness = Harness(clock=clock)
-    harness.engine.load.measured = Measured(harness.scheduler.limits, 0.0, 1.0, None, 8)
+    harness.engine.ttft_predictor.speed = ReplicaSpeed(harness.scheduler.limits, 0.0, 1.0, None, 8)
     harness.engine.submit(create_timed(102.0, request_id="timed", max_tokens=4))
     harness.run()
     assert harness.token_ids("timed") == expected_output([100, 101, 102, 103], 4)

@@ -79,13 +79,14 @@ def test_it_tells_whether_a_step_is_under_way() -> None:
     assert not harness.engine.has_steps
 
 
-def test_a_step_is_under_way_for_those_who_predict_from_when_nobody_can_join_it() -> None:
+def test_predictor_counts_a_step_as_in_flight_once_no_request_can_join_it() -> None:
     harness = Harness()
     engine, build, seen = harness.engine, harness.engine.build_step, []
 
     def note(schedule: Schedule, number: int) -> StepInput:
         steps = (*engine._in_flight, schedule)
-        seen.append((engine.load.under_way.num_tokens, tuple(each.num_tokens - len(each.rows) for each in steps)))
+        expected = len(steps), sum(each.num_tokens - len(each.rows) for each in steps)
+        seen.append((engine.ttft_predictor.in_flight[:2], expected))
         return build(schedule, number)
 
     engine.build_step = note
@@ -94,7 +95,7 @@ def test_a_step_is_under_way_for_those_who_predict_from_when_nobody_can_join_it(
         engine.step()
     harness.run()
     assert len(seen) > 4 and all(told == steps for told, steps in seen)
-    assert engine.load.under_way.num_tokens == ()
+    assert engine.ttft_predictor.in_flight.num_steps == 0
 
 
 class Timed:
@@ -284,8 +285,8 @@ def test_the_cache_is_known_to_have_room_again_once_nobody_waits_for_it() -> Non
     for num_prompt_tokens in (28, 4):
         harness.engine.submit(create_request(num_prompt_tokens, max_tokens=4))
     harness.engine.step()
-    assert harness.engine.load._num_slots == 1
+    assert harness.engine.ttft_predictor._num_slots == 1
     harness.run()
     harness.engine.submit(create_request(4, max_tokens=8))
     harness.engine.step()
-    assert harness.engine.load._num_slots is None
+    assert harness.engine.ttft_predictor._num_slots is None

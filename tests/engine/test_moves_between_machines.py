@@ -220,12 +220,12 @@ def test_another_priority_finds_a_request_whose_blocks_are_on_their_way(goes_on_
         asked = asyncio.create_task(ask(engine))
         await asyncio.to_thread(came.wait)
         changed = [await engine.control.reprioritise("asked", priority) for priority in (-1, 1)]
-        running = [engine._room.class_load(name).num_running for name in ("default", "batch")]
+        running = [engine._queue.class_load(name).num_running for name in ("default", "batch")]
         engine.replicas.is_drained = lambda index: index != goes_on_at  # type: ignore[method-assign]
         go_on.set()
         assert (await asked)[0] == expected_output(PROMPT, 20)
         assert ([list(each.values()) for each in changed], running) == ([[True]] * 2, [0, 1])
-        assert (taken, engine._room.class_load("batch").num_running) == ([1], 0)
+        assert (taken, engine._queue.class_load("batch").num_running) == ([1], 0)
 
     on_two_machines(talk)
 

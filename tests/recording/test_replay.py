@@ -202,7 +202,6 @@ def test_all_of_a_request_that_decisions_depend_on_is_recorded() -> None:
         "departs",
     }
     irrelevant = {
-        "beginnings",
         "constraint",
         "walk",
         "form",

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from llm_serving.core.request import Request, RequestStatus
 from llm_serving.core.request_class import RequestClass
 from llm_serving.scheduler import PreemptionMode, Scheduler
-from llm_serving.scheduler.bounds import WaitMonitor
+from llm_serving.scheduler.bounds import WaitMonitor, longest_waits
 from llm_serving.scheduler.orders import ORDERS
 from llm_serving.scheduler.policies import POLICIES
 from support.factories import create_classes, create_request, create_scheduler
@@ -304,10 +304,17 @@ def test_whoever_has_had_a_place_is_one_admission_more_for_those_behind() -> Non
     assert bounds.max_wait_steps(0, 1) < bounds.max_wait_steps(1)
 
 
-def test_bounds_in_words_tell_seconds_where_the_time_of_a_step_is_known() -> None:
+def test_bounds_describe_waits_in_seconds_once_the_time_of_a_step_is_known() -> None:
     bounds = replace(create_scheduler().bounds[1], first_steps=100, steps_an_admission=50.0, max_overtakes=0)
-    assert str(bounds).startswith(
-        "normal: admitted within 150 steps of its arrival if nobody of its class is ahead, 50"
+    wait = "normal: a request waits at most 150 engine steps before its prompt starts, when no request of its class is"
+    assert str(bounds).startswith(f"{wait} ahead, and 50 more for each one that is;")
+    assert "150 engine steps (1.5 s) before" in bounds.describe(0.01)
+    assert "50 more (0.5 s) for each" in bounds.describe(0.01)
+
+
+def test_longest_waits_of_all_classes_are_one_sentence() -> None:
+    bounds = replace(create_scheduler().bounds[1], first_steps=100, steps_an_admission=50.0, max_overtakes=0)
+    assert longest_waits([bounds, replace(bounds, name="low", first_steps=200)]) == (
+        "a request waits at most 150 (normal) or 250 (low) engine steps before its prompt starts, "
+        "when no request of its class is ahead"
     )
-    assert "150 steps (1.5 s) of its arrival" in bounds.in_words(0.01)
-    assert "50 more (0.5 s) for each" in bounds.in_words(0.01)

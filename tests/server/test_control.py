@@ -186,12 +186,12 @@ def test_a_request_that_waits_goes_before_others_with_its_new_priority():
                 200,
                 {"request_id": "c", "priority": 0, "priority_class": "standard", "unchanged": []},
             )
-            assert server.engine._room.class_load("batch").num_waiting <= 2
+            assert server.engine._queue.class_load("batch").num_waiting <= 2
             await asyncio.gather(*tasks)
             # Answers of steps that follow each other closely may reach their clients in another order.
             first_steps = [(await explained(name))["steps"]["first"] for name in ("first", "c", "a", "b")]
             assert first_steps == sorted(set(first_steps))
-            assert server.engine._room.load().num_running == server.engine._room.load().num_waiting == 0
+            assert server.engine._queue.load().num_running == server.engine._queue.load().num_waiting == 0
             assert (await explained("c"))["request_class"] == "standard"
             assert (await client.post("/v1/requests/c/priority", json=body)).json()["changed"] == []
             assert (await client.post("/v1/requests/nobody/priority", json=body)).status_code == 404

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from llm_serving.errors import RequestError
-from llm_serving.server import body_census, generation, knock, request_body
+from llm_serving.server import body_census, generation, request_body
 from llm_serving.server import off_loop as off_loop_module
 from llm_serving.server.body_census import MAX_CONTAINERS, MAX_DIGITS, MAX_TEXTS, MAX_VALUES, check_census
 from llm_serving.server.conversation import _says_much
@@ -224,20 +224,6 @@ def test_long_answers_are_put_together_and_written_beside_the_loop(path, body, m
     assert threading.main_thread() not in threads["write"]
     if path != "/generate":  # its events are told one by one
         assert threads["read"] - {threading.main_thread()}
-
-
-def test_many_ids_are_hashed_beside_the_loop(monkeypatch):
-    threads = []
-    original = knock._visitor
-
-    def visitor(*arguments: Any) -> Any:
-        threads.append(threading.current_thread())
-        return original(*arguments)
-
-    monkeypatch.setattr(knock, "_visitor", visitor)
-    monkeypatch.setattr(knock, "INLINE_BYTES", 16 * 1000)
-    assert post(FakeEngine(max_body_bytes=2**20), "/v1/completions", {"prompt": [[1] * 110] * 10}).status_code == 200
-    assert threads and threading.main_thread() not in threads
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ def test_what_the_machine_has_none_of_for_the_moment_is_no_fault_of_the_server(p
     body = MESSAGES | {"model": "demo", "max_tokens": 8} if path == "/v1/messages" else body
     for lack in (OSError(errno.EMFILE, "x"), MemoryError(), RuntimeError("can't start new thread")):
         engine = FakeEngine()
-        engine.knock = Mock(side_effect=lack)  # type: ignore[method-assign]
+        engine.precheck_capacity = Mock(side_effect=lack)  # type: ignore[method-assign]
         response = post(engine, path, body)
         assert (response.status_code, response.headers["retry-after"]) == (503, "1")
         assert "the machine has none of what this takes at the moment: " in response.text
@@ -123,55 +123,28 @@ def test_every_answer_tells_when_its_first_token_was_expected(path, body) -> Non
     assert "x-predicted-ttft-ms" not in post(FakeEngine(), path, body).headers
 
 
-def test_the_same_request_of_the_same_client_is_the_same_visitor() -> None:
-    def visitor(body, **headers):
-        engine = FakeEngine()
-        post(
-            engine, "/v1/completions", {"model": "demo", "prompt": "Hello", "temperature": 1.0, **body}, headers=headers
-        )
-        return engine.submitted[0].visitor
-
-    first = visitor({})
-    assert first.key and first.source
-    assert visitor({}) == first  # though each was given a random seed of its own
-    others = [{"prompt": "Hell"}, {"max_tokens": 3}, {"user": "x"}, {"cache_salt": "x"}, {"priority": 1}]
-    assert len({first, *(visitor(body) for body in others), visitor({}, **{"Idempotency-Key": "x"})}) == 7
-
-
-@pytest.mark.parametrize(
-    ("count", "says_again"),
-    [("0", False), ("00", False), ("3", True), ("", None), ("-1", None), ("x", None), (None, None)],
-)
-def test_who_says_how_often_it_has_tried_is_heard(count: str | None, says_again: bool | None) -> None:
-    engine = FakeEngine()
-    headers = {} if count is None else {"x-stainless-retry-count": count}
-    post(engine, "/v1/completions", {"model": "demo", "prompt": "Hello"}, headers=headers)
-    assert engine.submitted[0].visitor.says_again is says_again
-
-
 FULL = CapacityError("5 of 5 places in the queue are taken", 2.2)
 
 
 @pytest.mark.parametrize(("path", "body"), ROUTES)
-def test_whoever_is_refused_anyhow_costs_no_template_and_no_tokens(path, body, monkeypatch) -> None:
+def test_precheck_refuses_before_template_and_tokenizer_run(path, body, monkeypatch) -> None:
     engine = FakeEngine(refuses_at_once=FULL)
     touched = []
     for name in ("encode", "apply_chat_template"):
         monkeypatch.setattr(Tokenizer, name, lambda *_, name=name, **__: touched.append(name) or [5])
     response = post(engine, path, body)
     assert (response.status_code, response.headers["retry-after"]) == (429, "3")
-    assert len(engine.knocks) == 1 and not touched and not engine.submitted
+    assert len(engine.prechecks) == 1 and not touched and not engine.submitted
 
 
 @pytest.mark.parametrize(("path", "body"), ROUTES)
-def test_who_knocks_and_who_comes_in_is_the_same_visitor(path, body) -> None:
+def test_precheck_and_submission_name_the_same_source(path, body) -> None:
     engine = FakeEngine()
-    knocked = []
-    let_in = engine.knock
-    engine.knock = lambda num_tokens, caller, visitor: knocked.append(visitor) or let_in(num_tokens, caller, visitor)
+    checked = []
+    engine.precheck_capacity = lambda min_lens, caller: checked.append(caller.source)  # type: ignore[method-assign]
     post(engine, path, body)
-    assert knocked and knocked[0].key
-    assert {each.visitor for each in engine.submitted} == {knocked[0]}
+    assert checked[0]
+    assert {each.source for each in engine.submitted} == {checked[0]}
 
 
 @pytest.mark.parametrize(
@@ -182,23 +155,23 @@ def test_who_knocks_and_who_comes_in_is_the_same_visitor(path, body) -> None:
         {"prompt": [[5] * 130, [5]]},
     ],
 )
-def test_who_may_never_fit_is_not_told_to_come_back(body) -> None:
+def test_precheck_leaves_requests_that_may_never_fit_to_validation(body) -> None:
     engine = FakeEngine(refuses_at_once=FULL)
     assert post(engine, "/v1/completions", body).status_code != 429
-    assert not engine.knocks
+    assert not engine.prechecks
 
 
-def test_who_is_cut_to_what_fits_is_told_to_come_back() -> None:
+def test_precheck_refuses_truncated_prompts() -> None:
     engine = FakeEngine(refuses_at_once=FULL)
     body = {"prompt": "word " * 100, "truncate_prompt_tokens": 10, "n": 3}
     assert post(engine, "/v1/completions", body).status_code == 429
-    assert engine.knocks == [[1, 1, 1]]
+    assert engine.prechecks == [[1, 1, 1]]
 
 
-def test_the_door_is_told_of_no_more_tokens_than_there_are() -> None:
+def test_precheck_never_overestimates_prompt_lengths() -> None:
     engine = FakeEngine()
     text = "internationalization of answers"
     post(engine, "/v1/completions", {"prompt": text, "max_tokens": 5})
     post(engine, "/v1/completions", {"prompt": [[5, 6], [5, 6, 7]], "max_tokens": 5})
-    (least,), exact = engine.knocks
+    (least,), exact = engine.prechecks
     assert 1 <= least <= len(engine.tokenizer.encode(text)) and exact == [2, 3]

@@ -6,7 +6,7 @@ import asyncio
 from concurrent.futures import Future
 
 import pytest
-from llm_serving.admission.load_estimator import Measured
+from llm_serving.admission.ttft_predictor import ReplicaSpeed
 from llm_serving.core.timings import monotonic
 from llm_serving.server import answer_form, conversation
 from llm_serving.server.routes import completions, tgi
@@ -188,7 +188,7 @@ def test_a_request_whose_time_cannot_suffice_is_refused_at_the_door(n):
         server = GatedServer()
         async with server.running() as client:
             # A step takes 10 s.
-            server.replica.load.measured = Measured(server.replica.scheduler.limits, 10.0, 0.0, 0.5, 4)
+            server.replica.ttft_predictor.speed = ReplicaSpeed(server.replica.scheduler.limits, 10.0, 0.0, 0.5, 4)
             body = BODIES["/v1/completions"] | {"n": n, "max_tokens": 3}
             refused = await client.post("/v1/completions", json=body | {"timeout_s": 4})
             assert refused.status_code == 429

@@ -11,7 +11,6 @@ from typing import Any
 
 import llm_serving.demo_model
 import numpy as np
-from llm_serving.admission.appointments import Visitor
 from llm_serving.config.schema import ServingConfig
 from llm_serving.config.sections.model import ModelConfig
 from llm_serving.config.sections.scheduler import SchedulerConfig
@@ -81,7 +80,7 @@ class Submitted:
     fork_of: FakeStream | None = None
     beam_search: BeamSearchParams | None = None
     deadline: float | None = None
-    visitor: Visitor | None = None
+    source: str = ""
     wants_vector: bool = False
     constraint: Constraint | None = None
 
@@ -188,9 +187,9 @@ class FakeEngine:
     script_for: Callable[[Submitted], Script] | None = None
     refusal: LLMServingError | None = None
     refuses_at_once: LLMServingError | None = None
-    """Whoever knocks."""
-    knocks: list[list[int]] = field(default_factory=list)
-    """What each was said to have at least."""
+    """Raised by `precheck_capacity`."""
+    prechecks: list[list[int]] = field(default_factory=list)
+    """The least prompt lengths of each call of `precheck_capacity`."""
     refuse_from: int = 0
     """Number of requests accepted before `refusal`."""
     max_body_bytes: int = 4096
@@ -298,15 +297,13 @@ class FakeEngine:
         self.asked.append((request_id, tenant))
         return {f"{request_id}-0": True}
 
-    def check_capacity(
-        self, prompt_lens: Sequence[int], caller: Caller = ANYBODY, visitor: Visitor | None = None, num_each: int = 1
-    ) -> Admission:
+    def check_capacity(self, prompt_lens: Sequence[int], caller: Caller = ANYBODY, num_each: int = 1) -> Admission:
         if self.num_waiting + len(prompt_lens) > self.config.scheduler.max_waiting_queue:
             raise FULL_QUEUE
         return Admission()
 
-    def knock(self, least_lens: Sequence[int], caller: Caller = ANYBODY, visitor: Visitor | None = None) -> None:
-        self.knocks.append(list(least_lens))
+    def precheck_capacity(self, min_lens: Sequence[int], caller: Caller = ANYBODY) -> None:
+        self.prechecks.append(list(min_lens))
         if self.refuses_at_once is not None:
             raise self.refuses_at_once
 
@@ -321,7 +318,6 @@ class FakeEngine:
         beam_search: BeamSearchParams | None = None,
         constraint: Constraint | None = None,
         wants_vector: bool = False,
-        visitor: Visitor | None = None,
         admission: Admission | None = None,
         sharing: Sharing | None = None,
         has_siblings: bool = False,
@@ -338,7 +334,7 @@ class FakeEngine:
             fork_of,
             beam_search,
             caller.deadline,
-            visitor,
+            caller.source,
             wants_vector,
             constraint,
         )

@@ -30,7 +30,6 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import numpy as np
-from llm_serving.admission.appointments import Visitor
 from llm_serving.config.schema import ServingConfig
 from llm_serving.config.sections.model import ModelConfig
 from llm_serving.config.sections.scheduler import SchedulerConfig
@@ -97,7 +96,6 @@ class World:
         door_s: Seconds of the event loop for everybody who asks; the steps get later by as much.
         form_s: Seconds of the master to form a step, in which others come.
         stall_s: Mean of the times for which the event loop hears nobody, about one in a second.
-        tells: Whether who asks says if it was refused before.
         scheduler: Further settings.
     """
 
@@ -112,7 +110,6 @@ class World:
         door_s: float = 0.0,
         form_s: float = 0.0,
         stall_s: float = 0.0,
-        tells: bool = True,
         config: dict[str, Any] | None = None,
         **scheduler: Any,
     ) -> None:
@@ -124,7 +121,6 @@ class World:
         self._noise = noise
         self._speed, self._speed_until = 1.0, 0.0
         self._door_s, self._stall_s = door_s, stall_s
-        self._tells = tells
         self._door_free, self._next_stall, self._lost_s = 0.0, 0.0, 0.0
         self._ready = 0.0
         self._order = itertools.count()
@@ -198,17 +194,13 @@ class World:
     def _ask(self, client: Client, came: float | None = None) -> None:
         now = self.clock.now
         came = now if came is None else came
-        says_again = bool(client.told) if self._tells else None
-        visitor = Visitor(client.source, repr((client.prompt, client.num_output)).encode(), says_again)
         sampling = SamplingParams(temperature=0.0, max_tokens=client.num_output, ignore_eos=True)
         if client.max_tokens is not None:
             last = len(client.prompt) + client.num_output - 1  # a token tells how many are before it
             sampling = replace(sampling, max_tokens=client.max_tokens, stop_token_ids=(last,))
-        caller = replace(client.caller, exchange=Exchange(came))
+        caller = replace(client.caller, source=client.source, exchange=Exchange(came))
         try:
-            stream = self.master.generate(
-                list(client.prompt), sampling, caller, request_id=str(client.number), visitor=visitor
-            )
+            stream = self.master.generate(list(client.prompt), sampling, caller, request_id=str(client.number))
         except CapacityError as refusal:
             assert refusal.retry_after is not None and refusal.retry_after >= 1
             if client.promised_s is None and refusal.predicted_s is not None:
@@ -376,7 +368,6 @@ def main() -> None:
     parser.add_argument("--door-ms", type=float, default=0.0, help="of the event loop, for everybody who asks")
     parser.add_argument("--form-ms", type=float, default=0.0, help="of the master for each step, in which others come")
     parser.add_argument("--stall-ms", type=float, default=0.0, help="for which it hears nobody, about once a second")
-    parser.add_argument("--silent", action="store_true", help="nobody says whether it was refused before")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--cold", action="store_true", help="16 clients at once before, and nothing else")
     parser.add_argument("--unknown", action="store_true", help="all ask for 500 tokens, whatever they get")
@@ -396,7 +387,6 @@ def main() -> None:
         door_s=args.door_ms / 1000,
         form_s=args.form_ms / 1000,
         stall_s=args.stall_ms / 1000,
-        tells=not args.silent,
     )
     world.run()
     result = outcome(clients)

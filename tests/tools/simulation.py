@@ -340,7 +340,7 @@ class Simulation:
 
     def _ask(self, client: Client) -> None:
         master, limits = self._master, self._config.scheduler
-        num_prompt, waiting = len(client.prompt_token_ids), master._room.load()
+        num_prompt, waiting = len(client.prompt_token_ids), master._queue.load()
         max_tokens = MAX_MODEL_LEN if limits.max_waiting_tokens is None else limits.max_waiting_tokens
         fits = client.fits and num_prompt <= max_tokens
         full = waiting.num_waiting >= limits.max_waiting_queue
@@ -348,7 +348,7 @@ class Simulation:
             full = full or waiting.num_waiting_tokens + num_prompt > max_tokens
         request_class = class_of(client.priority, self._config.request_classes)
         if request_class.max_waiting is not None:
-            full = full or master._room.class_load(request_class.name).num_waiting >= request_class.max_waiting
+            full = full or master._queue.class_load(request_class.name).num_waiting >= request_class.max_waiting
         deadline = None if client.patience_s is None else self.clock() + client.patience_s
         try:
             stream = master.generate(

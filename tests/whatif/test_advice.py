@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from llm_serving.admission.refused_lately import Refused
+from llm_serving.admission.admission_control import RefusedRequests
 from llm_serving.cli.advice import told
 from llm_serving.config import load_config
 from llm_serving.config.reload import check_reload
@@ -139,7 +139,7 @@ def test_a_question_is_answered_from_the_recording(tmp_path: Path) -> None:
     assert advice.requests == 30
     assert all(each.source == "my.yaml:3" for each in (*advice.advised, *advice.otherwise) if each.key == SLOTS)
     assert advice.refused == 0
-    question.refused = [Refused(since + 0.02 * number, (5, 6), 10, "a") for number in range(12)]
+    question.refused = [RefusedRequests(since + 0.02 * number, (5, 6), 10, "a") for number in range(12)]
     both = answer(question)
     assert (both.requests, both.refused) == (54, 24)
     assert next(iter(told(to_builtins(both)))).startswith("54 requests (24 of them refused at the door) of 1 s")
@@ -154,7 +154,7 @@ def test_a_question_is_answered_from_the_recording(tmp_path: Path) -> None:
 def test_who_was_refused_is_played_with_answers_of_others(tmp_path: Path) -> None:
     since = recorded(tmp_path / "records", 30)
     files = sorted((tmp_path / "records").glob("*.rec"))
-    load = read_recorded_files(files, "n", since, [Refused(since - 1.0, (5, 40), 7, "b")])
+    load = read_recorded_files(files, "n", since, [RefusedRequests(since - 1.0, (5, 40), 7, "b")])
     asked = load.streams[0].requests
     first, second, *rest = asked
     assert [len(each.prompt_token_ids) for each in (first, second)] == [5, 40]
@@ -162,4 +162,4 @@ def test_who_was_refused_is_played_with_answers_of_others(tmp_path: Path) -> Non
     assert {each.num_output_tokens for each in asked} == {each.num_output_tokens for each in rest}
     assert rest[0].due_s == pytest.approx(1.0) and len(rest) == 30
     with pytest.raises(RecordingError, match="has no requests but the 1 that were refused at the door"):
-        read_recorded_files(files, "n", since + 100, [Refused(since, (5,), 7, "b")])
+        read_recorded_files(files, "n", since + 100, [RefusedRequests(since, (5,), 7, "b")])

@@ -1,8 +1,7 @@
 from dataclasses import replace
 
 import pytest
-from llm_serving.admission.appointments import AppointmentBook
-from llm_serving.admission.door import Door
+from llm_serving.admission.admission_control import AdmissionControl
 from llm_serving.errors import ConfigError, TooLateError
 from llm_serving.scheduler.scheduler import Scheduler
 from llm_serving.whatif.cost_model import CostModel, Piece
@@ -174,14 +173,11 @@ def test_a_broken_bound_stops_with_its_seed(monkeypatch):
         simulate(create_load(0.0), seed=7)
 
 
-def test_who_comes_again_keeps_the_appointment_that_it_was_given(monkeypatch):
-    kept = []
-    keep = AppointmentBook.keep
-    monkeypatch.setattr(AppointmentBook, "keep", lambda self, each, *said: kept.append(each) or keep(self, each, *said))
+def test_refused_requests_retry_until_they_are_admitted():
     load = create_load(*[0.001 * number for number in range(6)], num_output_tokens=20, max_tokens=20, retries=100)
     result = simulate(load, model_config__decode_batch_size=1, scheduler_config__max_waiting_queue=2)
     assert all(each.ok for each in result.outcomes)
-    assert 0 < len(kept) <= figures_of(result)["retries"]
+    assert figures_of(result)["retries"] > 0
 
 
 def test_who_is_told_seconds_waits_for_whole_ones_as_the_header_has_them(monkeypatch):
@@ -191,7 +187,7 @@ def test_who_is_told_seconds_waits_for_whole_ones_as_the_header_has_them(monkeyp
         for error in refusals:
             raise error
 
-    monkeypatch.setattr(Door, "check_deadline", check_deadline)
+    monkeypatch.setattr(AdmissionControl, "check_deadline", check_deadline)
     (again,) = simulate(create_load(0.0, timeout_s=9.0, retries=1)).outcomes
     assert (again.ok, again.num_retries) == (True, 1)
     assert 2.0 < again.token_times_s[0] < 2.1

@@ -1,1 +1,1 @@
-"""Who is let in: the limits at the door, the time a refused one is given, and who of those told comes back."""
+"""Admission control: request validation, queue limits, predicted time to first token, and early refusal."""

@@ -71,8 +71,6 @@ class Request:
     """Requests find each other's computed prefixes only where tenant and salt are the same."""
     fork_of: str | None = None
     """Id of a request with the same beginning; this one waits until that has computed it, and shares its blocks."""
-    beginnings: tuple[int, ...] = ()
-    """Names for how its prompt begins, the longest beginning first: by these its answer's length is predicted."""
     waits_for_reply: bool = False
     """Whether its next step depends on more than the token of its last one, so that it cannot be scheduled ahead."""
     num_results_wanted: int = 0

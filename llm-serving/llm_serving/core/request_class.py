@@ -74,6 +74,8 @@ class Caller:
     """Who shares fairly with others of the same class: the name of an API key, or the user a client names."""
     cache_salt: str = ""
     """Requests find each other's computed prefixes only where tenant and salt are the same."""
+    source: str = ""
+    """The name of the API key, or the network that the request came from."""
     deadline: float | None = None
     """Seconds on the engine's clock after which the answer is of no more use; None: it waits for it."""
     exchange: Exchange | None = field(default=None, compare=False)

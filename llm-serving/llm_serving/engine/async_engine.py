@@ -9,12 +9,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
-from llm_serving.admission.admission import check_beam_search, check_request, end_token_ids, stop_token_ids
-from llm_serving.admission.answer_lengths import asked_of, beginnings_of
-from llm_serving.admission.appointments import Visitor
-from llm_serving.admission.door import Door, Forecast, Replica
-from llm_serving.admission.refused_lately import Refused
-from llm_serving.admission.waiting_room import WaitingRoom
+from llm_serving.admission.admission_control import AdmissionControl, RefusedRequests
+from llm_serving.admission.queue_limits import AdmissionQueue
+from llm_serving.admission.validation import check_beam_search, check_request, end_token_ids, stop_token_ids
 from llm_serving.config.schema import ServingConfig
 from llm_serving.core.constraint import Constraint
 from llm_serving.core.fingerprint import ComputedBy
@@ -52,26 +49,15 @@ from llm_serving.text.tokenizer.tokenizer import Tokenizer
 logger = get_logger(__name__)
 
 ID_BYTES: Final = 8
-"""Random ones at the end of an engine's id, so that it cannot be predicted."""
-NOBODY: Final = Visitor()
-"""Who is not recognized when it comes again."""
+"""Random ones at the end of an engine's id, which nobody guesses."""
 
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """What the door says to those it lets in."""
+    """A group of requests that passed admission control."""
 
-    forecast: Forecast | None = None
-    """Of the first token of the last of them; None: too little has been measured."""
-    of_one: bool = True
-    """Whether it is for one request."""
-    waited_s: float = 0.0
-    """Seconds from their arrival at the server until the door heard them."""
-
-    @property
-    def predicted_s(self) -> float | None:
-        """Seconds from that arrival to that first token."""
-        return None if self.forecast is None else self.waited_s + self.forecast.seconds
+    predicted_s: float | None = None
+    """Predicted seconds from its arrival at the server to the first token of its last request."""
 
 
 class AsyncEngine:
@@ -107,16 +93,16 @@ class AsyncEngine:
             self._dispatch, self._start_requests, self._hand_over, self._fail, self._end_rest, self._look_after
         )
         self.replicas = Replicas(config, open_replica, events)
-        self._room = WaitingRoom(config, clock)
-        self._door = Door(config, self._room, metrics.classes, clock)
-        self._router = Router(config, self.replicas, self._requests, self._room, self._door, clock)
+        self._queue = AdmissionQueue(config, clock)
+        self._admission = AdmissionControl(config, self._queue, metrics.classes, clock)
+        self._router = Router(config, self.replicas, self._requests, self._queue, self._admission, clock)
         self.shared = SharedAnswers(config.serving.coalesced_response_bytes, config.serving.request_log_age_s, clock)
         """Answers that are given to all who ask for the same."""
         metrics.classes.load = self._class_load
         metrics.classes.predicted_s = self._class_wait
         metrics.replicas = self.replicas.counts
         self.lookup = Lookup(config, self.replicas, self._requests, clock)
-        self.control = Control(config, self.lookup, self.replicas, self._room, self._requests)
+        self.control = Control(config, self.lookup, self.replicas, self._queue, self._requests)
         self.reloading = Reloading(config, self.replicas, metrics)
         self.reloading.followers.append(self._follow)
         self.end_token_ids = end_token_ids(config.model, model_spec, tokenizer)
@@ -170,12 +156,12 @@ class AsyncEngine:
     @property
     def num_running(self) -> int:
         """Requests that have been scheduled and not ended, exact on the event loop."""
-        return self._room.load().num_running
+        return self._queue.load().num_running
 
     @property
     def num_waiting(self) -> int:
         """Requests that have never been scheduled, exact on the event loop."""
-        return self._room.load().num_waiting
+        return self._queue.load().num_waiting
 
     def generate(
         self,
@@ -189,7 +175,6 @@ class AsyncEngine:
         constraint: Constraint | None = None,
         wants_vector: bool = False,
         has_siblings: bool = False,
-        visitor: Visitor = NOBODY,
         admission: Admission | None = None,
         sharing: Sharing | None = None,
     ) -> RequestStream:
@@ -204,8 +189,7 @@ class AsyncEngine:
 
         With `wants_vector` its last piece has the last hidden state of the prompt.
 
-        With `visitor` a refused request is recognized when it comes again. With `admission`, what `check_capacity` let
-        in as a group, the door is not asked again.
+        With `admission`, the result of `check_capacity` for its group, the request is not checked again.
 
         With `sharing` it is not computed where the same answer is there or on its way; its stream begins with all that
         there is of it, and closing it, or its deadline, ends nothing that others read.
@@ -225,7 +209,7 @@ class AsyncEngine:
         names = self._router.block_names(prompt_token_ids, sampling, caller)
         placed = self._router.beside(fork_of) or self._router.place([num_tokens], caller, names)
         if admission is None:
-            admission = self._admit(placed, [num_tokens], caller, visitor)
+            admission = self._admit(placed, [num_tokens], caller)
         if beam_search is not None:
             check_beam_search(self.config.model, sampling)
         static = self.config.model.batching_strategy == "static"
@@ -234,7 +218,6 @@ class AsyncEngine:
             request_id=f"{request_id}-{secrets.token_hex(ID_BYTES)}",
             prompt_token_ids=prompt_token_ids,
             sampling=sampling,
-            beginnings=beginnings_of(prompt_token_ids),
             stop_token_ids=stop_token_ids(sampling, self.end_token_ids),
             priority=caller.priority,
             tenant=caller.tenant,
@@ -285,25 +268,23 @@ class AsyncEngine:
             exchange.predicted_ttft_s = admission.predicted_s
             if exchange.arrival_time is None:
                 exchange.arrival_time = request.arrival_time
-        forecast = admission.forecast if admission.of_one and request.form is None else None
         if sharing is None:
             stream = RequestStream(request.request_id, self._abort, admission.predicted_s)
-            self._requests.add(OpenRequest(request, stream, placed.engine, forecast))
+            self._requests.add(OpenRequest(request, stream, placed.engine))
             return stream
         shared = self.shared.open(sharing, request.request_id, self._abort, self._put_off)
         stream = shared.read(client_id, exchange, admission.predicted_s, caller.deadline)
-        self._requests.add(OpenRequest(request, shared, placed.engine, forecast))
+        self._requests.add(OpenRequest(request, shared, placed.engine))
         return stream
 
     def _submit(self, request: Request, placed: Placed, caller: Caller) -> None:
         """Raises UnavailableError where the engine has ended since it was chosen."""
-        self._room.enter(
+        self._queue.add(
             request.request_id,
             placed.replica,
             class_of(caller.priority, self.config.request_classes),
             caller.tenant,
             request.num_prompt_tokens,
-            asked_of(request),
             placed.num_cached_tokens,
         )
         try:
@@ -320,55 +301,48 @@ class AsyncEngine:
             opened.request.exchange.num_sharing += 1
         return shared.read(client_id, caller.exchange, deadline=caller.deadline)
 
-    def check_capacity(
-        self, prompt_lens: Sequence[int], caller: Caller = ANYBODY, visitor: Visitor = NOBODY, num_each: int = 1
-    ) -> Admission:
-        """Checks that requests which belong together, with prompts of so many tokens, may come in now.
+    def check_capacity(self, prompt_lens: Sequence[int], caller: Caller = ANYBODY, num_each: int = 1) -> Admission:
+        """Check a group of requests, with prompts of so many tokens, against all admission limits.
 
-        `num_each` of them in a row have the same prompt, which is computed once where they do not make a static batch.
+        `num_each` requests in a row share a prompt, which is computed once unless they form a static batch.
 
-        The result is good for `generate` as long as the event loop does nothing in between.
+        The result is valid for `generate` as long as the event loop runs nothing else in between.
 
         Raises:
-            RequestError: They could not even if nothing waited.
-            CapacityError: A limit on what waits has no room, or they would wait much longer than their class may.
+            RequestError: The group exceeds a limit even when no other request waits.
+            CapacityError: The group exceeds a limit now, or its first token would come too late.
             UnavailableError: No WorkAgent is ready.
         """
         is_static = self.config.model.batching_strategy == "static"
-        owed_lens = [1 if each % num_each and not is_static else count for each, count in enumerate(prompt_lens)]
-        return self._admit(self._router.place(prompt_lens, caller), prompt_lens, caller, visitor, owed_lens)
+        uncached = [1 if each % num_each and not is_static else count for each, count in enumerate(prompt_lens)]
+        return self._admit(self._router.place(prompt_lens, caller), prompt_lens, caller, uncached)
 
-    def knock(self, least_lens: Sequence[int], caller: Caller = ANYBODY, visitor: Visitor = NOBODY) -> None:
-        """Refuses requests whose prompts have at least so many tokens, where that is enough to refuse them.
+    def precheck_capacity(self, min_lens: Sequence[int], caller: Caller = ANYBODY) -> None:
+        """Refuse a group of requests before their texts are tokenized, if the least prompt lengths are enough for that.
 
-        Whoever is not refused has not come in yet.
+        A group that is not refused must still pass `check_capacity`.
 
         Raises:
-            RequestError, CapacityError, UnavailableError: As `check_capacity` does.
+            RequestError, CapacityError, UnavailableError: As in `check_capacity`.
         """
-        at = self._seen(self._router.place(least_lens, caller))
-        self._check_deadline(self._door.least_owed(least_lens), caller, at)
-        self._door.knock(least_lens, caller.priority, caller.tenant, visitor, at, _came(caller))
+        self._check(self._router.place(min_lens, caller), min_lens, caller, self._admission.min_uncached(min_lens))
 
     def _admit(
-        self,
-        placed: Placed,
-        prompt_lens: Sequence[int],
-        caller: Caller,
-        visitor: Visitor,
-        owed_lens: Sequence[int] | None = None,
+        self, placed: Placed, prompt_lens: Sequence[int], caller: Caller, uncached_lens: Sequence[int] | None = None
     ) -> Admission:
-        at = self._seen(placed)
-        self._check_deadline(owed_lens or prompt_lens, caller, at)
-        came = _came(caller)
-        forecast = self._door.check(prompt_lens, caller.priority, caller.tenant, visitor, at, came, owed_lens)
-        return Admission(forecast, len(prompt_lens) == 1, 0.0 if came is None else max(0.0, self.clock() - came))
+        predicted_s = self._check(placed, prompt_lens, caller, uncached_lens or prompt_lens)
+        received = None if caller.exchange is None else caller.exchange.received_time
+        if predicted_s is not None and received is not None:
+            predicted_s += max(0.0, self.clock() - received)
+        return Admission(predicted_s)
 
-    def _check_deadline(self, prompt_lens: Sequence[int], caller: Caller, at: Replica) -> None:
-        """Raises TooLateError where a first token would come after the deadline."""
-        if caller.deadline is not None:
-            remaining_s = caller.deadline - self.clock()
-            self._door.check_deadline(prompt_lens, caller.priority, caller.tenant, remaining_s, at)
+    def _check(
+        self, placed: Placed, prompt_lens: Sequence[int], caller: Caller, uncached_lens: Sequence[int]
+    ) -> float | None:
+        """Return the predicted seconds to the first token, or raise CapacityError."""
+        replica = self._router.seen(*placed)
+        self._admission.check_deadline(uncached_lens, caller, replica)
+        return self._admission.check(prompt_lens, caller, replica, uncached_lens)
 
     def seconds_to_first_token(self, num_prompt_tokens: int, *, priority: int = 0, tenant: str = "") -> float | None:
         """Until a request that came now would have its first token, as predicted; None: too little has been measured.
@@ -378,22 +352,15 @@ class AsyncEngine:
         """
         request_class = class_of(priority, self.config.request_classes)
         placed = self._router.place([num_prompt_tokens], Caller(priority=priority, tenant=tenant))
-        forecast = self._door.predict([num_prompt_tokens], request_class, tenant, self._seen(placed))
-        return None if forecast is None else forecast.seconds
+        replica = self._router.seen(*placed)
+        return self._admission.predict_s([num_prompt_tokens], request_class, tenant, replica)
 
-    def refused_since(self, time: float) -> list[Refused]:
-        """Who was told at the door to come again later; call it on the event loop.
-
-        Args:
-            time: On the engine's clock.
-        """
-        return self._door.refused.since(time)
-
-    def _seen(self, placed: Placed) -> Replica:
-        return self._router.seen(*placed)
+    def refused_since(self, time: float) -> list[RefusedRequests]:
+        """Return the requests that admission control refused since an engine time; call it on the event loop."""
+        return self._admission.refused_since(time)
 
     def _class_load(self, name: str) -> ClassLoad:
-        load = self._room.class_load(name)
+        load = self._queue.class_load(name)
         return ClassLoad(load.num_waiting, load.num_running)
 
     def _class_wait(self, name: str) -> float | None:
@@ -418,7 +385,7 @@ class AsyncEngine:
                 opened.engine.ask(partial(opened.engine.put_off, request_id, deadline))
 
     def _forget(self, request_id: str) -> OpenRequest | None:
-        self._room.leave(request_id)
+        self._queue.remove(request_id)
         self._router.leave(request_id)
         opened = self._requests.pop(request_id)
         if opened is not None:
@@ -433,7 +400,7 @@ class AsyncEngine:
     def _follow(self, config: ServingConfig) -> None:
         """From now on another configuration counts at the door."""
         self.config = config
-        for each in (self._room, self._door, self._router):
+        for each in (self._queue, self._admission, self._router):
             each.reload(config)
         self.metrics.classes.reload(config.request_classes)
 
@@ -480,7 +447,7 @@ class AsyncEngine:
                 if opened is not None:  # its client is there
                     before = opened.engine
                     self._requests.hand_over(request.request_id, request, engine)
-                    self._room.hand_over(request.request_id, replica)
+                    self._queue.change_replica(request.request_id, replica)
                     self._router.move(request.request_id, replica)
                     self.control.ended_at(before)
                 return
@@ -511,7 +478,7 @@ class AsyncEngine:
 
     def _start_requests(self, request_ids: list[str]) -> None:
         for request_id in request_ids:
-            self._room.start(request_id)
+            self._queue.start(request_id)
 
     def _dispatch(self, pieces: list[RequestOutput]) -> None:
         for piece in pieces:
@@ -525,8 +492,6 @@ class AsyncEngine:
                 self._break_off(opened, error)
 
     def _pass_on(self, opened: OpenRequest, piece: RequestOutput) -> None:
-        if opened.forecast is not None:
-            self._learn(opened, piece)
         if piece.finished:
             self._forget(piece.request_id)
             self.replicas.ledger.places.forget(piece.request_id)
@@ -544,14 +509,3 @@ class AsyncEngine:
         ):
             with contextlib.suppress(Exception):
                 forget()
-
-    def _learn(self, opened: OpenRequest, first: RequestOutput) -> None:
-        """The first piece of an answer has come: the door may learn from what it predicted."""
-        forecast, opened.forecast = opened.forecast, None
-        if first.token_ids and forecast is not None:
-            self._door.learn(forecast, self.clock() - opened.request.arrival_time)
-
-
-def _came(caller: Caller) -> float | None:
-    """When the request arrived at the server, on the engine's clock; None: it did not come by HTTP."""
-    return None if caller.exchange is None else caller.exchange.received_time

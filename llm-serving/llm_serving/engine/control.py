@@ -8,8 +8,8 @@ import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from llm_serving.admission.admission import check_priority
-from llm_serving.admission.waiting_room import WaitingRoom
+from llm_serving.admission.queue_limits import AdmissionQueue
+from llm_serving.admission.validation import check_priority
 from llm_serving.config.schema import ServingConfig
 from llm_serving.core.request import Request
 from llm_serving.core.request_class import RequestClass, class_of
@@ -42,12 +42,12 @@ class Control:
     """
 
     def __init__(
-        self, config: ServingConfig, known: Lookup, replicas: Replicas, room: WaitingRoom, requests: OpenRequests
+        self, config: ServingConfig, known: Lookup, replicas: Replicas, queue: AdmissionQueue, requests: OpenRequests
     ) -> None:
         self._config = config
         self._known = known
         self._replicas = replicas
-        self._room = room
+        self._queue = queue
         self._requests = requests
 
     def cancel(self, request_id: str, tenant: str | None = None) -> list[str]:
@@ -98,7 +98,7 @@ class Control:
         on_way = [each for each in requests if each.is_on_way]
         for each in on_way:
             each.priority = priority
-            self._room.move(_id_of(each), request_class)
+            self._queue.change_class(_id_of(each), request_class)
         asked: dict[str, asyncio.Future[bool]] = {}
         for each in requests:
             if each.is_on_way:
@@ -160,7 +160,7 @@ class Control:
     def _answered(self, opened: OpenRequest, request_class: RequestClass, answer: asyncio.Future[bool]) -> None:
         """What the door counts follows what the scheduler did."""
         if not answer.cancelled() and answer.exception() is None and answer.result():
-            self._room.move(_id_of(opened), request_class)
+            self._queue.change_class(_id_of(opened), request_class)
 
 
 def _id_of(opened: OpenRequest) -> str:

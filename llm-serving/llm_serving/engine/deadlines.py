@@ -9,7 +9,7 @@ import heapq
 import itertools
 from typing import Final
 
-from llm_serving.admission.load_estimator import LoadEstimator, Queue
+from llm_serving.admission.ttft_predictor import QueueAhead, TtftPredictor
 from llm_serving.core.request import FinishReason, Request
 from llm_serving.engine.delivery import end
 from llm_serving.scheduler import Scheduler
@@ -100,27 +100,27 @@ class Overdue:
         deadline = self._deadlines.next
         return deadline is not None and (now >= deadline or now >= self._look_again)
 
-    def end(self, now: float, load: LoadEstimator, step_began: float) -> None:
+    def end(self, now: float, predictor: TtftPredictor, step_began: float) -> None:
         """Ends whoever is too late, wherever it is.
 
         Args:
             now: The time.
-            load: Tells when a first token is to be expected.
+            predictor: Predicts when a first token is to be expected.
             step_began: When the oldest step in flight did.
         """
         for request in self._deadlines.take_passed(now):
             end(request, FinishReason.TIMEOUT, f"the request was not done within its {timeout_of(request):g} s")
         if now >= self._look_again:
             self._look_again = now + LOOK_EVERY_S
-            self._end_hopeless(now, load, now - step_began)
+            self._end_hopeless(now, predictor, now - step_began)
 
-    def _end_hopeless(self, now: float, load: LoadEstimator, elapsed_s: float) -> None:
+    def _end_hopeless(self, now: float, predictor: TtftPredictor, elapsed_s: float) -> None:
         """Ends requests that could not have a first token before their deadline even if they were next.
 
         Where nothing runs they begin at once, and show whether what was measured still holds.
         """
-        measured, scheduler = load.measured, self._scheduler
-        if measured is None or not scheduler.running:
+        speed, scheduler = predictor.speed, self._scheduler
+        if speed is None or not scheduler.running:
             return
         num_running = len(scheduler.running)
         for request in self._deadlines.not_begun(MAX_LOOKED_AT):
@@ -129,15 +129,15 @@ class Overdue:
                 continue
             rank = first.request_class.rank
             num_before = sum(scheduler.held[each.name] for each in scheduler.classes if each.rank <= rank)
-            queue = Queue(
+            queue = QueueAhead(
                 1,
                 scheduler.num_owed_tokens(first),
                 num_before,
                 num_running,
-                under_way=load.under_way,
+                in_flight=predictor.in_flight,
                 elapsed_s=elapsed_s,
             )
-            seconds = measured.seconds_to_first_token(queue)
+            seconds = speed.seconds_to_first_token(queue)
             if seconds is not None and now + seconds > request.deadline:
                 timeout = f"the request cannot be done within its {timeout_of(request):g} s"
                 end(request, FinishReason.TIMEOUT, f"{timeout}: its first token is expected in {seconds:.2f} s")

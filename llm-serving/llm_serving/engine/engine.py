@@ -36,6 +36,7 @@ from llm_serving.observability.metrics import Metrics
 from llm_serving.observability.snapshot import Glance, SchedulerState, glance, scheduler_state
 from llm_serving.observability.transfer_metrics import SwapLoad
 from llm_serving.scheduler import Schedule, Scheduler
+from llm_serving.scheduler.bounds import longest_waits
 from llm_serving.scheduler.components import Rules
 from llm_serving.scheduler.schedule import NO_ROOM
 from llm_serving.speculation import SpeculationController
@@ -87,7 +88,7 @@ class Engine:
         """The way to its WorkAgent's part in moves; None: it shares memory with others."""
         self._times = StepTimes()
         self._reports = LoadReports(scheduler, self._times)
-        self.load = self._reports.load
+        self.ttft_predictor = self._reports.predictor
         """What the door reads; from any thread."""
         self.journal = Journal() if journal is None else journal
         """What happened to its requests and steps, for those who ask; keeps nothing unless told to."""
@@ -110,7 +111,7 @@ class Engine:
         self.receive: Callable[[Request, Desk], object] = receive
         """Gives a request who answers it; simulations count tokens only."""
         self._processor = OutputProcessor(tokenizer, metrics, self.journal, clock)
-        self._desk = Desk(scheduler, self._processor, self._tell, self._reports.note_length)
+        self._desk = Desk(scheduler, self._processor, self._tell)
         self._auditor = Auditor(audit_every, scheduler, tokenizer, metrics, clock)
         self.moves = Moves(scheduler, self._processor, self._auditor, self._desk, self.journal, metrics)
         """Tells of what goes on at other replicas."""
@@ -211,12 +212,11 @@ class Engine:
         """Goes on by other rules, the server's first, second, .. others. To be called by the engine's thread."""
         self.scheduler.reload(rules)
         self.peers.reloaded(number)
-        self.load.limits = rules.limits
+        self.ttft_predictor.limits = rules.limits
         self.log_bounds()
 
     def log_bounds(self) -> None:
-        for bounds in self.scheduler.bounds:
-            logger.info("replica %d: %s", self.index, bounds)
+        logger.info("replica %d: %s", self.index, longest_waits(self.scheduler.bounds))
         limits = self.scheduler.limits
         if limits.num_schedulers > 1:
             logger.info(
@@ -370,7 +370,7 @@ class Engine:
         if self._deadlines.next is not None:
             now = self._clock()
             self._inbox.take()  # whoever was given more time until now
-            self._overdue.end(now, self.load, self._times.began)
+            self._overdue.end(now, self.ttft_predictor, self._times.began)
 
     def _propose_drafts(self) -> None:
         """Give the scheduler draft tokens for the next step."""

@@ -1,4 +1,4 @@
-"""What the door is told of an engine: who has a place, which steps are under way, how long steps take.
+"""Reports of an engine to its TTFT predictor: running requests, steps in flight and step times.
 
 How long the steps of an engine take, and what of that is the master's.
 """
@@ -8,10 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Final
 
-from llm_serving.admission.answer_lengths import AnswerLengths, asked_of
-from llm_serving.admission.load_estimator import LoadEstimator, UnderWay
-from llm_serving.admission.slots import Slots
-from llm_serving.core.request import Request
+from llm_serving.admission.ttft_predictor import InFlightSteps, TtftPredictor
 from llm_serving.scheduler import Schedule, Scheduler
 
 STEP_MEMORY: Final = 128
@@ -64,7 +61,7 @@ class StepTimes:
 
 
 class LoadReports:
-    """Belongs to the engine's thread; what is read of it elsewhere is its `load`.
+    """Feeds the TTFT predictor on the engine's thread; other threads only read `predictor`.
 
     Args:
         scheduler: Of the engine.
@@ -72,56 +69,48 @@ class LoadReports:
     """
 
     def __init__(self, scheduler: Scheduler, times: StepTimes) -> None:
-        self.load = LoadEstimator(scheduler.limits)
-        self.lengths = AnswerLengths()
+        self.predictor = TtftPredictor(scheduler.limits)
         self.num_left = 0
-        """Tokens of prompts that the newest step begins and does not compute."""
+        """Tokens of prompts that the newest step begins and does not finish."""
         self._scheduler = scheduler
         self._times = times
 
     def formed(self, schedule: Schedule | None, in_flight: Collection[Schedule], now: float) -> None:
-        """The next step was decided, behind those in flight; None: nobody can move."""
-        if schedule is not None:  # whoever comes from here on is not in it
+        """Report the next step, which follows those in flight; None: no request can be scheduled."""
+        if schedule is not None:  # later requests cannot join it
             self.num_left = sum([row.request.num_tokens - row.end for row in schedule.rows if not row[3]])
-            self._tell_under_way([*in_flight, schedule], self._times.began if in_flight else now)
-        self.load.placed(self._slots(), self._scheduler.blocked)
+            self._report_in_flight([*in_flight, schedule], self._times.began if in_flight else now)
+        self.predictor.record_running(len(self._scheduler.running), self._scheduler.blocked)
         if self._has_room():
-            self.load.has_room()
+            self.predictor.record_free_blocks()
 
     def went_on(self, in_flight: Collection[Schedule], now: float) -> None:
-        """The scheduler knows the reply to a step: those in flight are under way, the oldest from now on."""
-        self._tell_under_way(in_flight, now)
+        """Report that the scheduler has the reply to a step, and that the oldest step in flight begins now."""
+        self._report_in_flight(in_flight, now)
 
     def replied(self, schedule: Schedule, num_tokens: int, num_ended: int) -> None:
-        """All have been told of the reply to a step of so many tokens, by which so many requests ended."""
+        """Report a completed step of so many tokens that finished so many requests."""
         if num_ended:
-            self.load.placed(self._slots())
-        self.load.step(
+            self.predictor.record_running(len(self._scheduler.running))
+        self.predictor.record_step(
             num_tokens=num_tokens,
             num_rows=len(schedule.rows),
             seconds=self._times.step_s,
-            num_ended=num_ended,
+            num_finished=num_ended,
         )
 
     def lost(self) -> None:
-        """No step is under way any more."""
+        """Report that no step is in flight any more."""
         self.num_left = 0
-        self._tell_under_way((), self._times.began)
+        self._report_in_flight((), self._times.began)
 
-    def note_length(self, request: Request) -> None:
-        """A sequence has come to its end."""
-        self.lengths.ended(len(request.output_token_ids), asked_of(request), request.sequence)
-
-    def _slots(self) -> Slots:
-        return Slots(tuple(self._scheduler.running), self.lengths)
-
-    def _tell_under_way(self, steps: Collection[Schedule], began: float) -> None:
-        """Nobody can join these steps any more, of which the oldest began then."""
-        num_tokens = tuple([each.num_tokens - len(each.rows) for each in steps])
-        self.load.under_way = UnderWay(num_tokens, self.num_left, began)
+    def _report_in_flight(self, steps: Collection[Schedule], began: float) -> None:
+        """Report these steps, the oldest of which began then."""
+        num_tokens = sum([each.num_tokens - len(each.rows) for each in steps])
+        self.predictor.in_flight = InFlightSteps(len(steps), num_tokens, self.num_left, began)
 
     def _has_room(self) -> bool:
-        """Whether nobody waits, and the cache has room for one more like those that run."""
+        """Whether no request waits, and the KV cache has room for one more of the size of the running ones."""
         scheduler = self._scheduler
         pool, num_running = scheduler.blocks.pool, len(scheduler.running)
         num_free = pool.num_free_blocks - num_running  # one of each is kept for those that run

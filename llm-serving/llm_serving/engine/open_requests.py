@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from llm_serving.admission.door import Forecast
 from llm_serving.core.request import Request
 from llm_serving.engine.coalescing import SharedAnswer
 from llm_serving.engine.engine import Engine
@@ -26,8 +25,6 @@ class OpenRequest:
     """Gets its pieces."""
     engine: Engine
     """Which has it."""
-    forecast: Forecast | None
-    """Of its first token, as long as there is something to learn from it."""
     deadline: float | None = field(init=False)
     """As it was asked for last."""
     is_cancelled: bool = field(default=False, init=False)

@@ -22,10 +22,6 @@ from llm_serving.engine.output_processor import OutputProcessor
 from llm_serving.scheduler import Scheduler
 
 
-def _nobody_notes(request: Request) -> None:
-    pass
-
-
 @dataclass(frozen=True, slots=True)
 class Desk:
     """What receivers share: those who compute, those who make text of tokens, those who are told."""
@@ -34,8 +30,6 @@ class Desk:
     processor: OutputProcessor
     tell: Callable[[RequestOutput], None]
     """Gets every piece of every answer."""
-    note_length: Callable[[Request], None] = _nobody_notes
-    """Told of a sequence that has come to its end, for those who predict how long others will be."""
 
 
 class OneSequence:
@@ -67,8 +61,6 @@ class OneSequence:
             desk.tell(desk.processor.piece(request, num_behind=num_behind))
             if not num_behind:
                 break
-        if request.is_finished:
-            desk.note_length(request)
 
     def take_prompt(
         self, request: Request, start: int, logprobs: PromptLogprobs | None, vector: Float32Array | None

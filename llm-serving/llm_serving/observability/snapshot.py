@@ -226,7 +226,7 @@ def scheduler_state(
         waiting=waiting,
         num_waiting=scheduler.num_waiting,
         classes=[
-            ClassQueue.of(each, scheduler, rows, bounds.in_words(step_s))
+            ClassQueue.of(each, scheduler, rows, bounds.describe(step_s))
             for each, bounds in zip(scheduler.classes, scheduler.bounds, strict=True)
         ],
         served={

@@ -49,17 +49,26 @@ class ClassBounds:
         return self.first_steps + math.ceil(num_admissions * self.steps_an_admission)
 
     def __str__(self) -> str:
-        return self.in_words(None)
+        return self.describe(None)
 
-    def in_words(self, step_s: float | None) -> str:
-        """One line; with the seconds that the waits come to where it is known how long a step takes."""
+    def describe(self, step_s: float | None) -> str:
+        """Return one line with all bounds, and with the waits in seconds if the time of a step is known."""
         alone, more = self.max_wait_steps(0), self.max_wait_steps(1) - self.max_wait_steps(0)
         seconds = ["" if step_s is None else f" ({steps * step_s:.3g} s)" for steps in (alone, more)]
         return (
-            f"{self.name}: admitted within {alone} steps{seconds[0]} of its arrival if nobody of its class is ahead,"
-            f" {more} more{seconds[1]} for each that is; running, left out of at most {self.max_decode_gap} steps in a"
-            f" row, its prompt of at most {self.max_prompt_gap}, and preempted at most {self.max_preemptions} times"
+            f"{self.name}: a request waits at most {alone} engine steps{seconds[0]} before its prompt starts, when no"
+            f" request of its class is ahead, and {more} more{seconds[1]} for each one that is; while it runs, at most"
+            f" {self.max_decode_gap} steps in a row leave it out ({self.max_prompt_gap} while its prompt is computed),"
+            f" and it is preempted at most {self.max_preemptions} times"
         )
+
+
+def longest_waits(bounds: Sequence[ClassBounds]) -> str:
+    """Return one sentence with the longest wait of each class."""
+    waits = " or ".join(f"{each.max_wait_steps(0)} ({each.name})" for each in bounds)
+    return (
+        f"a request waits at most {waits} engine steps before its prompt starts, when no request of its class is ahead"
+    )
 
 
 def class_bounds(

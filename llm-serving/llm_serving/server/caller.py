@@ -23,8 +23,6 @@ from llm_serving.server.schemas import CallerFields
 
 MAX_NAME_CHARS: Final = 256
 TIMEOUT_HEADER: Final = "x-request-timeout-s"
-RETRIES_HEADER: Final = "x-stainless-retry-count"
-"""The libraries of OpenAI and Anthropic send it."""
 SECONDS: Final = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
 
 
@@ -34,12 +32,6 @@ class HttpCaller(Caller):
 
     note: Note | None = field(default=None, compare=False)
     """What is noted of the HTTP request it came with."""
-    source: str = ""
-    """Who answers for the request: the name of an API key, or the network it came from."""
-    idempotency_key: str = ""
-    """What the client sends again when it sends the same request again, if it does such a thing."""
-    says_again: bool | None = None
-    """Whether it says that it has tried before; None: it says nothing of that."""
     quota: Quota | None = field(default=None, compare=False)
     """What its API key may ask for; None: there is no limit."""
 
@@ -69,7 +61,6 @@ def caller_of(config: ServingConfig, http_request: Request, *bodies: CallerField
         note_ignored(http_request, "user")
     if note is not None:
         note.tenant, note.request_class = tenant, class_of(priority, config.request_classes).name
-    again = http_request.headers.get("idempotency-key", "")[:MAX_NAME_CHARS]
     return HttpCaller(
         priority=priority,
         tenant=tenant,
@@ -78,8 +69,6 @@ def caller_of(config: ServingConfig, http_request: Request, *bodies: CallerField
         exchange=None if note is None else note.exchange,
         note=note,
         source=source_of(http_request),
-        idempotency_key=again,
-        says_again=_says_again(http_request),
         quota=quota_of(http_request),
     )
 
@@ -147,12 +136,6 @@ def _timeout(config: ServingConfig, http_request: Request, bodies: Sequence[Call
     if value is not None and not 0 < value <= most:
         raise RequestError("timeout_s" if header is None else TIMEOUT_HEADER, rule, value)
     return value
-
-
-def _says_again(http_request: Request) -> bool | None:
-    """Only a hint: what is no count says nothing."""
-    retries = http_request.headers.get(RETRIES_HEADER, "")
-    return bool(retries.strip("0")) if retries.isascii() and retries.isdigit() else None
 
 
 def _name(field: str, bodies: Sequence[CallerFields]) -> str:

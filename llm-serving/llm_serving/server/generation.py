@@ -207,7 +207,7 @@ async def start_generation(
     Raises:
         LLMServingError: The engine refuses one of them; none runs then.
     """
-    engine, caller, names, visitor = entry
+    engine, caller, names = entry
     with renaming(names):
         if receipt is not None:
             receipt.begin(prompts, samplings[0], choices)
@@ -217,7 +217,7 @@ async def start_generation(
         prompt_lens = [len(prompt) for prompt in prompts for _ in range(choices.best_of)]
         admission = None
         if len(prompt_lens) > 1 and not engine.shared.has(keys):
-            admission = engine.check_capacity(prompt_lens, caller, visitor, choices.best_of)
+            admission = engine.check_capacity(prompt_lens, caller, choices.best_of)
         on_end: Callable[[int], None] | None = None
         if caller.quota is not None:
             num_output = choices.best_of * sum(sampling.max_tokens for sampling in samplings)
@@ -242,7 +242,6 @@ async def start_generation(
                         constraint=constraint,
                         wants_vector=wants_vectors,
                         has_siblings=len(of_prompt) > 1,
-                        visitor=visitor,
                         admission=admission,
                         sharing=None if sharing is None else sharing._replace(key=keys[len(streams)]),
                     )

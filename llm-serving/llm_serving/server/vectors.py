@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from starlette.requests import Request
 
-from llm_serving.admission.admission import check_token_ids
+from llm_serving.admission.validation import check_token_ids
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.core.step import Float32Array
 from llm_serving.engine.async_engine import AsyncEngine

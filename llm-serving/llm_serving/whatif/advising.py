@@ -20,7 +20,7 @@ from typing import Final
 
 import msgspec
 
-from llm_serving.admission.refused_lately import Refused
+from llm_serving.admission.admission_control import RefusedRequests
 from llm_serving.config import ServingConfig, load_config
 from llm_serving.errors import LLMServingError, RecordingError
 from llm_serving.whatif.advice import Advice, advise
@@ -47,7 +47,7 @@ class Question(msgspec.Struct):
     """On the system's monotonic clock: who came before is left out."""
     budget_s: float
     """Seconds for all that is played."""
-    refused: list[Refused] = []
+    refused: list[RefusedRequests] = []
     """Who was refused at the door since then: they are in no recording."""
 
 

@@ -37,7 +37,6 @@ class CountedAnswer:
             self._tell(self)
         self._tell(self._piece(_ONE_TOKEN))
         if request.is_finished:
-            self._desk.note_length(request)
             request.receiver = None
 
     def take_prompt(

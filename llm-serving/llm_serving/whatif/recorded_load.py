@@ -10,7 +10,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Final
 
-from llm_serving.admission.refused_lately import Refused
+from llm_serving.admission.admission_control import RefusedRequests
 from llm_serving.core.request import Request
 from llm_serving.errors import ConfigError, RecordingError
 from llm_serving.recording.records import Reader
@@ -44,7 +44,7 @@ def read_recorded(path: Path) -> Load:
 
 
 def read_recorded_files(
-    files: Sequence[Path], name: str, since: float = -math.inf, refused: Sequence[Refused] = ()
+    files: Sequence[Path], name: str, since: float = -math.inf, refused: Sequence[RefusedRequests] = ()
 ) -> Load:
     """Reads what was asked during a recording, by replaying it.
 
@@ -97,7 +97,7 @@ def _once(requests: Iterable[Request]) -> dict[str, Request]:
     return found
 
 
-def _load(name: str, files: Sequence[Path], requests: Sequence[Request], refused: Sequence[Refused]) -> Load:
+def _load(name: str, files: Sequence[Path], requests: Sequence[Request], refused: Sequence[RefusedRequests]) -> Load:
     where = str(files[0]) if len(files) == 1 else name
     if not requests:
         of_refused = f" but the {len(refused)} that were refused at the door" if refused else ""
@@ -156,7 +156,7 @@ def _with_answers(asked: Sequence[Asked], got_nothing: Sequence[bool]) -> Iterat
             yield each
 
 
-def _refused(refused: Sequence[Refused], origin: float, others: Sequence[Asked]) -> Iterator[Asked]:
+def _refused(refused: Sequence[RefusedRequests], origin: float, others: Sequence[Asked]) -> Iterator[Asked]:
     """As they would have been asked: each with the answer of somebody who was let in, and a prompt of its own."""
     rng = random.Random(len(refused))
     for each in refused:

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, Final
 
-from llm_serving.admission.appointments import Visitor
 from llm_serving.config.schema import ServingConfig
 from llm_serving.core.request_class import Caller, class_of
 from llm_serving.core.sampling_params import SamplingParams
@@ -256,7 +255,6 @@ class Simulation:
 
     def _ask(self, request: Asked, outcome: Outcome, done: Callable[[float], None]) -> None:
         now, number = self._timeline.now, self._numbers[id(request)]
-        visitor = Visitor(request.tenant, number.to_bytes(4))
         sampling = SamplingParams(
             max_tokens=request.max_tokens, seed=number, ignore_eos=request.ignore_eos, detokenize=False
         )
@@ -264,12 +262,11 @@ class Simulation:
             priority=request.priority_in(self._config.request_classes),
             tenant=request.tenant,
             cache_salt=request.cache_salt,
+            source=request.tenant,
             deadline=None if request.timeout_s is None else outcome.due_s + request.timeout_s,
         )
         try:
-            stream = self._master.generate(
-                request.prompt_token_ids, sampling, caller, request_id=str(number), visitor=visitor
-            )
+            stream = self._master.generate(request.prompt_token_ids, sampling, caller, request_id=str(number))
         except CapacityError as error:
             if outcome.num_retries < self._load.retries and error.retry_after is not None:
                 outcome.num_retries += 1

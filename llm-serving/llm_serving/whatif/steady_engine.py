@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Final
 
-from llm_serving.admission.answer_lengths import AnswerLengths
-from llm_serving.admission.load_estimator import UnderWay
-from llm_serving.admission.slots import Slots
+from llm_serving.admission.ttft_predictor import InFlightSteps
 from llm_serving.core.request import Request
 from llm_serving.core.request_output import RequestOutput
 from llm_serving.engine.engine import Engine
@@ -60,7 +58,6 @@ class SteadyEngine:
         self._all_are_counted = len(self._answers) == len(steps.rows)
         self._num_in_flight = len(engine._in_flight)
         self._newest: VirtualStep | None = None
-        self._running = tuple(steps.rows)
 
     @classmethod
     def of(
@@ -112,10 +109,6 @@ class SteadyEngine:
         """All requests are as they would be; it may go on."""
         self._steps.settle()
 
-    def _settle_slots(self) -> None:
-        if self.goes_on:
-            self._steps.settle()
-
     def _step(self) -> bool:
         """Whether the next step was like the one before; otherwise nothing was done."""
         engine, agent, steps, clock = self._engine, self._agent, self._steps, self._engine._clock
@@ -130,7 +123,7 @@ class SteadyEngine:
             return False
         engine.peers.tell()
         if self._predicts:
-            engine.load.placed(_SteadySlots(self._running, engine._reports.lengths, self._settle_slots))
+            engine.ttft_predictor.record_running(len(steps.rows))
         shape = StepShape(num_rows, num_rows, num_rows, num_keys, 0, 0)
         self._newest = VirtualStep(agent.next_step, shape, [])
         agent.submit(self._newest, engine.forms_late)
@@ -148,7 +141,9 @@ class SteadyEngine:
             drafter.record_step((), num_rows)
         engine._metrics.step(*engine._load(), num_rows, replica=engine.index)
         if self._predicts:
-            engine.load.step(num_tokens=num_rows, num_rows=num_rows, seconds=engine._times.step_s, num_ended=0)
+            engine.ttft_predictor.record_step(
+                num_tokens=num_rows, num_rows=num_rows, seconds=engine._times.step_s, num_finished=0
+            )
         engine._times.settled(clock())
         return True
 
@@ -192,7 +187,7 @@ class SteadyEngine:
 
     def _tell_under_way(self, num_steps: int) -> None:
         if self._predicts:
-            self._engine.load.under_way = UnderWay((0,) * num_steps, 0, self._engine._times.began)
+            self._engine.ttft_predictor.in_flight = InFlightSteps(num_steps, 0, 0, self._engine._times.began)
 
 
 def _is_answered(request: Request) -> bool:
@@ -204,16 +199,3 @@ def _is_answered(request: Request) -> bool:
 def _sample(request: Request) -> tuple[int, int]:
     """As `virtual_step` has it, of the request's newest row."""
     return request.sampling.seed or 0, request.num_computed_tokens
-
-
-class _SteadySlots(Slots):
-    """Whoever looks at the requests finds them as they would be."""
-
-    def __init__(self, running: Sequence[Request], lengths: AnswerLengths, settle: Callable[[], None]) -> None:
-        super().__init__(running, lengths)
-        self._settle = settle
-
-    @property
-    def _running(self) -> Sequence[Request]:
-        self._settle()
-        return self._requests

@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
-from llm_serving.admission.load_estimator import LoadEstimator
-from llm_serving.admission.slots import Slots
+from llm_serving.admission.ttft_predictor import TtftPredictor
 from llm_serving.config.schema import ServingConfig
 from llm_serving.core.request import Request
 from llm_serving.engine.engine import Engine, Publish
@@ -145,7 +144,8 @@ class VirtualReplica:
         """The newest step that was formed request by request."""
         self._steady: SteadyEngine | None = None
         if not parts.predicts:
-            self.engine.load = _PredictsNothing(self.engine.scheduler.limits)
+            nothing = _PredictsNothing(self.engine.scheduler.limits)
+            self.engine.ttft_predictor = self.engine._reports.predictor = nothing
         self._num_since_check = 0
 
     def wake(self, now: float) -> None:
@@ -225,16 +225,14 @@ class VirtualReplica:
         assert not any(pool.num_used_blocks for pool in pools), "blocks are not given back"
 
 
-class _PredictsNothing(LoadEstimator):
+class _PredictsNothing(TtftPredictor):
     """For loads nothing of which is decided by predictions."""
 
-    def placed(self, slots: Slots, blocked: Blocked | None = None) -> None:
-        """Nobody asks."""
+    def record_running(self, num_running: int, blocked: Blocked | None = None) -> None:
+        """Measure nothing."""
 
-    def step(
-        self, *, num_tokens: int, num_rows: int, seconds: float, num_ended: int, num_prompt_tokens: int = 0
-    ) -> None:
-        """Nobody asks."""
+    def record_step(self, *, num_tokens: int, num_rows: int, seconds: float, num_finished: int) -> None:
+        """Measure nothing."""
 
 
 class _NoTokenizer:

@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from llm_serving.admission.load_estimator import Measured
+from llm_serving.admission.ttft_predictor import ReplicaSpeed
 from llm_serving.core.request_class import Caller
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.engine.async_engine import AsyncEngine
@@ -32,7 +32,9 @@ def measure(engine: AsyncEngine, *step_s: float) -> None:
     """Has each replica take so long for a step, and a second for ten tokens."""
     for index, seconds in enumerate(step_s):
         each = engine.replicas.engines[index]
-        each.load.measured = Measured(each.scheduler.limits, seconds, 0.1, 0.25, each.scheduler.limits.max_num_seqs)
+        each.ttft_predictor.speed = ReplicaSpeed(
+            each.scheduler.limits, seconds, 0.1, 0.25, each.scheduler.limits.max_num_seqs
+        )
 
 
 def places(engine: AsyncEngine) -> Counter[int]:
@@ -197,12 +199,13 @@ def test_what_one_replica_alone_has_of_a_prompt_is_known_where_somebody_may_be_r
         setup = Setup()
         async with setup.running() as engine:
             await token_ids(engine.generate(PREFIX, GREEDY, request_id="first"))
-            load, limits = engine.replicas.engines[0].load, engine.replicas.engines[0].scheduler.limits
+            replica = engine.replicas.engines[0]
+            predictor, limits = replica.ttft_predictor, replica.scheduler.limits
             timed = Caller(deadline=engine.clock() + 8.0)
-            load.measured = Measured(limits, 0.0, 1.0, 0.25, 8)  # a token takes a second
-            engine.knock([len(PREFIX)], timed)
+            predictor.speed = ReplicaSpeed(limits, 0.0, 1.0, 0.25, 8)  # a token takes a second
+            engine.precheck_capacity([len(PREFIX)], timed)
             await token_ids(engine.generate(PREFIX, GREEDY, timed, request_id="again"))
-            load.measured = Measured(limits, 0.0, 1.0, 0.25, 8)
+            predictor.speed = ReplicaSpeed(limits, 0.0, 1.0, 0.25, 8)
             with pytest.raises(CapacityError, match="the first token is expected in"):
                 engine.generate(PREFIX[::-1], GREEDY, timed, request_id="another")
 
@@ -218,7 +221,7 @@ def test_the_prompt_of_forks_is_owed_once() -> None:
             forks = [
                 engine.generate(PREFIX, replace(GREEDY, seed=seed), request_id="a", fork_of=parent) for seed in (1, 2)
             ]
-            assert engine._room.load().num_owed_tokens == len(PREFIX) + len(forks)
+            assert engine._queue.load().num_uncached_tokens == len(PREFIX) + len(forks)
             go_on(setup)
             for stream in (parent, *forks):
                 assert len(await token_ids(stream)) == GREEDY.max_tokens

@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
-from llm_serving.admission.refused_lately import Refused
+from llm_serving.admission.admission_control import RefusedRequests
 from llm_serving.cli.main import main
 from llm_serving.config.schema import ServingConfig
 from llm_serving.config.sections.scheduler import SchedulerConfig
@@ -40,9 +40,9 @@ def _comes(descriptor: int) -> bool:
 
 def advisor(program: str, folder: Path | None = Path("records")) -> Advisor:
     config = replace(ServingConfig(), scheduler=SchedulerConfig(record_path=folder))
-    came = [Refused(time, (4, 5), 10, "a") for time in (100.0, 900.0)]
+    came = [RefusedRequests(time, (4, 5), 10, "a") for time in (100.0, 900.0)]
 
-    def refused(since: float) -> list[Refused]:
+    def refused(since: float) -> list[RefusedRequests]:
         return [each for each in came if each.time >= since]
 
     return Advisor(

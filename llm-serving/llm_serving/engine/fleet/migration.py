@@ -100,7 +100,6 @@ def as_it_goes_on(request: Request, transfer: Transfer) -> Request:
         priority=request.priority,
         tenant=request.tenant,
         cache_salt=request.cache_salt,
-        beginnings=request.beginnings,
         waits_for_reply=request.waits_for_reply,
         transfer=transfer,
         constraint=request.constraint,

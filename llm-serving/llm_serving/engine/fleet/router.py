@@ -10,14 +10,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache, cached_property, partial
+from functools import cache, cached_property
 from itertools import islice
 from typing import Final, NamedTuple
 
-from llm_serving.admission.door import Door, Replica
-from llm_serving.admission.load_estimator import Measured
-from llm_serving.admission.slots import Slots
-from llm_serving.admission.waiting_room import WaitingRoom
+from llm_serving.admission.admission_control import AdmissionControl, ReplicaLoad
+from llm_serving.admission.queue_limits import AdmissionQueue
+from llm_serving.admission.ttft_predictor import ReplicaSpeed
 from llm_serving.config.schema import ServingConfig
 from llm_serving.core.enums import RoleName
 from llm_serving.core.request_class import Caller, class_of
@@ -149,8 +148,8 @@ class Router:
         config: ServingConfig,
         replicas: Replicas,
         requests: OpenRequests,
-        room: WaitingRoom,
-        door: Door,
+        queue: AdmissionQueue,
+        admission: AdmissionControl,
         clock: Clock,
     ) -> None:
         self.rule = ROUTINGS[config.serving.routing]()
@@ -160,8 +159,8 @@ class Router:
         self._decoding = {index for index, role in enumerate(roles) if role is RoleName.DECODE}
         self._replicas = replicas
         self._requests = requests
-        self._room = room
-        self._door = door
+        self._queue = queue
+        self._admission = admission
         self._clock = clock
         self._prompts = PromptBlocks()
         self._open = self._beginning = Fleet({})
@@ -203,13 +202,13 @@ class Router:
         by_load = self._requests.by_load(engines)
         cached = self._cached(fleet, by_load, names)
         present = fleet.present
-        measured_of = self._measures()
+        speed_of = self._speeds()
         candidates = Candidates(
             fleet.indices,
             by_load,
             cached,
             lambda index: self._candidate(
-                index, engines[index], prompt_lens[0], cached.get(index, 0), measured_of(engines[index])
+                index, engines[index], prompt_lens[0], cached.get(index, 0), speed_of(engines[index])
             ),
             lambda index: present in (None, index) or engines[index].away is None,  # each may be away any moment
         )
@@ -219,9 +218,8 @@ class Router:
 
             def predict(candidate: Candidate) -> float | None:
                 index = candidate.replica
-                at = self._seen(index, engines[index], candidate.num_cached_tokens, measured_of)
-                forecast = self._door.predict(prompt_lens, request_class, caller.tenant, at)
-                return None if forecast is None else forecast.seconds
+                at = self._seen(index, engines[index], candidate.num_cached_tokens, speed_of)
+                return self._admission.predict_s(prompt_lens, request_class, caller.tenant, at)
 
             chosen = self.rule.choose(candidates, predict)
         engine = engines[chosen.replica]
@@ -277,27 +275,21 @@ class Router:
 
     # --- replicas ---------------------------------------------------------------------------------------------------
 
-    def seen(self, index: int, engine: Engine, num_cached_tokens: int = 0) -> Replica:
-        """A replica as the door sees it. One that has measured too little is expected to be as quick as another."""
-        return self._seen(index, engine, num_cached_tokens, self._measures())
+    def seen(self, index: int, engine: Engine, num_cached_tokens: int = 0) -> ReplicaLoad:
+        """Return what admission control needs of a replica; an unmeasured one counts as fast as another."""
+        return self._seen(index, engine, num_cached_tokens, self._speeds())
 
     def _seen(
-        self, index: int, engine: Engine, num_cached_tokens: int, measured_of: Callable[[Engine], Measured | None]
-    ) -> Replica:
-        return Replica(
+        self, index: int, engine: Engine, num_cached_tokens: int, speed_of: Callable[[Engine], ReplicaSpeed | None]
+    ) -> ReplicaLoad:
+        return ReplicaLoad(
             index,
             len(self._replicas.open()),
-            measured_of(engine) if engine.restarting is None else None,
+            speed_of(engine) if engine.restarting is None else None,
             engine.scheduler.policy.honours_classes,
-            engine.load.slots,
-            engine.load.under_way,
+            engine.ttft_predictor.in_flight,
             num_cached_tokens,
-            partial(self._slots_elsewhere, index),
         )
-
-    def _slots_elsewhere(self, index: int) -> list[Slots]:
-        living = self._replicas.living()
-        return [each.load.slots for other, each in living.items() if other != index and each.load.slots is not None]
 
     def smallest_cache(self) -> BlockManager:
         """Of all replicas that get requests: what it can hold any of them can.
@@ -309,19 +301,19 @@ class Router:
             raise UnavailableError(self._replicas.health().detail)
         return self._open.smallest_cache
 
-    def _measures(self) -> Callable[[Engine], Measured | None]:
-        """Tells what was measured of a replica; where that is too little, what the first of the others that tells."""
+    def _speeds(self) -> Callable[[Engine], ReplicaSpeed | None]:
+        """Return a function for the speed of a replica, or of the first measured other one if it has none yet."""
 
         @cache
-        def of_another() -> Measured | None:
-            measured = (each.load.measured for each in list(self._replicas.engines.values()) if each.dead is None)
-            other = next((each for each in measured if each is not None), None)
+        def of_another() -> ReplicaSpeed | None:
+            living = (each for each in list(self._replicas.engines.values()) if each.dead is None)
+            other = next((speed for each in living if (speed := each.ttft_predictor.speed) is not None), None)
             return None if other is None else replace(other, num_slots=other.limits.max_num_seqs)
 
-        def measured_of(engine: Engine) -> Measured | None:
-            return of_another() if (measured := engine.load.measured) is None else measured
+        def speed_of(engine: Engine) -> ReplicaSpeed | None:
+            return of_another() if (speed := engine.ttft_predictor.speed) is None else speed
 
-        return measured_of
+        return speed_of
 
     def _look(self) -> Fleet:
         """The replicas that may be given requests."""
@@ -348,7 +340,7 @@ class Router:
         return cached
 
     def _candidate(
-        self, index: int, engine: Engine, num_prompt_tokens: int, num_cached_tokens: int, measured: Measured | None
+        self, index: int, engine: Engine, num_prompt_tokens: int, num_cached_tokens: int, speed: ReplicaSpeed | None
     ) -> Candidate:
         blocks = engine.scheduler.blocks
         return Candidate(
@@ -356,10 +348,10 @@ class Router:
             self._requests.num_of(engine),
             num_prompt_tokens,
             num_cached_tokens,
-            self._room.load(replicas=(index,)).num_owed_tokens,
+            self._queue.load(index).num_uncached_tokens,
             blocks.pool.num_used_blocks,
             blocks.block_size,
-            0.0 if measured is None else measured.token_s,
+            0.0 if speed is None else speed.token_s,
         )
 
     def _check_away(self, index: int, engine: Engine) -> None:

@@ -18,7 +18,7 @@ from msgspec.json import encode
 from starlette.requests import Request
 from starlette.responses import Response
 
-from llm_serving.admission.refused_lately import Refused
+from llm_serving.admission.admission_control import RefusedRequests
 from llm_serving.config.report import describe
 from llm_serving.config.schema import ServingConfig
 from llm_serving.core.process import command_of
@@ -58,7 +58,7 @@ class Advisor:
         config: Callable[[], ServingConfig],
         clock: Clock,
         command: Sequence[str] = COMMAND,
-        refused: Callable[[float], Sequence[Refused]] = lambda since: (),
+        refused: Callable[[float], Sequence[RefusedRequests]] = lambda since: (),
     ) -> None:
         self._config = config
         self._clock = clock

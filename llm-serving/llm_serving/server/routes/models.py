@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from llm_serving import __version__
-from llm_serving.admission.admission import check_token_ids
+from llm_serving.admission.validation import check_token_ids
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import RequestError
 from llm_serving.server.caller import source_of

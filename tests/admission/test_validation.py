@@ -1,11 +1,11 @@
-"""Every rule at the door, with the text that a client reads."""
+"""Request validation: every rule, with the text that a client reads."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 
 import pytest
-from llm_serving.admission.admission import check_request, end_token_ids, stop_token_ids
+from llm_serving.admission.validation import check_request, end_token_ids, stop_token_ids
 from llm_serving.config.sections.model import ModelConfig
 from llm_serving.core.request_class import MAX_PRIORITY
 from llm_serving.core.sampling_params import SamplingParams
@@ -41,7 +41,7 @@ def check(num_prompt=4, *, priority=0, num_blocks=16, prompt=None, **sampling):
         {"stop_token_ids": [each for each in range(VOCAB_SIZE) if each != 2], "ignore_eos": True, "min_tokens": 1},
     ],
 )
-def test_what_just_fits_is_let_in(fields):
+def test_validation_accepts_requests_at_the_limits(fields):
     check(**fields)
 
 
@@ -93,21 +93,21 @@ def test_what_just_fits_is_let_in(fields):
         ),
     ],
 )
-def test_what_can_never_be_served_is_refused(fields, kind, text):
+def test_validation_refuses_what_can_never_be_served(fields, kind, text):
     with pytest.raises(RequestError) as caught:
         check(**fields)
     assert type(caught.value) is kind
     assert str(caught.value) == text
 
 
-def test_the_model_the_yaml_and_the_tokenizer_name_end_tokens():
+def test_end_token_ids_come_from_yaml_model_and_tokenizer():
     spec = SimpleNamespace(eos_token_ids=(2, 3), vocab_size=VOCAB_SIZE)
-    tokenizer = SimpleNamespace(eos_token_ids=(3, 4, VOCAB_SIZE))  # the last one is none of the model
+    tokenizer = SimpleNamespace(eos_token_ids=(3, 4, VOCAB_SIZE))  # the last one is beyond the vocabulary
     assert end_token_ids(ModelConfig(), spec, tokenizer) == {2, 3, 4}
     assert end_token_ids(ModelConfig(end_token=0), spec, tokenizer) == {0, 2, 3, 4}
 
 
 @pytest.mark.parametrize(("ignore_eos", "expected"), [(False, {2, 3, 7}), (True, {7})])
-def test_only_the_model_s_own_end_tokens_can_be_ignored(ignore_eos, expected):
+def test_ignore_eos_keeps_the_stop_tokens_of_the_request(ignore_eos, expected):
     sampling = SamplingParams(stop_token_ids=(7,), ignore_eos=ignore_eos)
     assert stop_token_ids(sampling, frozenset({2, 3})) == expected

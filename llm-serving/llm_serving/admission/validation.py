@@ -1,4 +1,4 @@
-"""The checks at the door: a request that can never be served is refused at once, with the numbers."""
+"""Validation of requests against the model and the limits: a request that can never be served is refused at once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def check_request(
     blocks: BlockManager,
     end_ids: frozenset[int],
 ) -> None:
-    """Raises RequestError unless an empty server could serve the request, whatever the model says."""
+    """Raise RequestError unless an idle server could serve the request."""
     num_prompt = len(prompt_token_ids)
     if num_prompt == 0:
         raise RequestError("prompt", "must hold at least one token", num_prompt)
@@ -42,18 +42,17 @@ def check_request(
     check_token_ids("logit_bias", [token_id for token_id, _ in sampling.logit_bias], vocab_size)
     check_token_ids("allowed_token_ids", sampling.allowed_token_ids or (), vocab_size)
     check_token_ids("bad_words", list(itertools.chain.from_iterable(sampling.bad_words)), vocab_size)
-    _check_leaves_a_token(sampling, end_ids, vocab_size)
+    _check_token_remains(sampling, end_ids, vocab_size)
 
 
 def check_priority(priority: int) -> None:
-    """Raises RequestError for a number that no priority is."""
+    """Raise RequestError if the priority is out of range."""
     if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
         raise RequestError("priority", f"must be an integer from {-MAX_PRIORITY} to {MAX_PRIORITY}", priority)
 
 
 def check_beam_search(limits: ModelConfig, sampling: SamplingParams) -> None:
-    """Raises RequestError for a beam search that tells of its prompt or generates nothing, and where none are served:
-    their beams need places that a static batch has not."""
+    """Raise RequestError for options that beam search does not support, and for static batches, which have no slots."""
     if sampling.prompt_logprobs is not None:
         raise RequestError("prompt_logprobs", "is not supported with use_beam_search")
     if sampling.constraint is not None:
@@ -65,9 +64,9 @@ def check_beam_search(limits: ModelConfig, sampling: SamplingParams) -> None:
 
 
 def end_token_ids(config: ModelConfig, spec: ModelSpec, tokenizer: Tokenizer) -> frozenset[int]:
-    """The ids by which this model ends a text, whoever names them: the YAML, the model or its tokenizer.
+    """Return the end-of-text ids that the YAML, the model's config and its tokenizer name.
 
-    A tokenizer may have tokens that the model has not: none of these can be chosen.
+    A tokenizer may have tokens beyond the model's vocabulary, which cannot be sampled. They are left out.
     """
     configured = () if config.end_token is None else (config.end_token,)
     named = (*configured, *spec.eos_token_ids, *tokenizer.eos_token_ids)
@@ -75,12 +74,12 @@ def end_token_ids(config: ModelConfig, spec: ModelSpec, tokenizer: Tokenizer) ->
 
 
 def stop_token_ids(sampling: SamplingParams, end_ids: frozenset[int]) -> frozenset[int]:
-    """All ids that end the request's output."""
+    """Return all ids that end the request's output."""
     return frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else end_ids)
 
 
-def _check_leaves_a_token(sampling: SamplingParams, end_ids: frozenset[int], vocab_size: int) -> None:
-    """There is a token to choose at every step, whatever was chosen before: one that no bad word ends in."""
+def _check_token_remains(sampling: SamplingParams, end_ids: frozenset[int], vocab_size: int) -> None:
+    """Raise RequestError if a step could be left without a token to sample, whatever was sampled before."""
     allowed, forbidden = sampling.allowed_token_ids, {sequence[-1] for sequence in sampling.bad_words}
     if sampling.min_tokens:
         forbidden |= stop_token_ids(sampling, end_ids)
@@ -93,10 +92,10 @@ def _check_leaves_a_token(sampling: SamplingParams, end_ids: frozenset[int], voc
 
 
 def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> None:
-    """Raises RequestError where one is no id of the vocabulary; the error tells the farthest from it."""
+    """Raise RequestError if an id is not in the vocabulary; the error shows the smallest or the largest id."""
     if not token_ids:
         return
-    smallest, largest = min(token_ids), max(token_ids)  # as quick as a check can be: prompts have 10^5 ids
+    smallest, largest = min(token_ids), max(token_ids)  # a prompt may have 100,000 ids, so two C-speed passes
     if smallest < 0 or largest >= vocab_size:
         rule = f"must hold token ids from 0 to {vocab_size - 1}"
         raise RequestError(field, rule, smallest if smallest < 0 else largest)

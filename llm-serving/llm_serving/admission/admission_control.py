@@ -1,0 +1,255 @@
+"""Admission control: refuse a request early when the queue is full or its first token would come too late."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from llm_serving.admission.queue_limits import AdmissionQueue, QueueLimit
+from llm_serving.admission.ttft_predictor import NO_STEPS, InFlightSteps, QueueAhead, ReplicaSpeed
+from llm_serving.config.schema import ServingConfig
+from llm_serving.core.request_class import Caller, RequestClass, class_of
+from llm_serving.core.timings import Clock, monotonic
+from llm_serving.errors import CapacityError, RequestError, TooLateError
+from llm_serving.observability.class_metrics import ClassMetrics
+
+RETRY_SHARE: Final = 0.6
+"""Share of the drain rate at which refused clients are asked to retry; new requests use the rest.
+
+A retry competes with new requests for a place in the queue. A smaller share lets more retries in at once, and makes
+clients wait longer. Of the clients that obey, 75 to 80 % get in at their first retry at twice the capacity.
+"""
+MIN_RETRY_AFTER_S: Final = 1.0
+MAX_RETRY_AFTER_S: Final = 120.0
+"""The official OpenAI client gives up when it is asked to wait longer."""
+JITTER: Final = 0.1
+"""A random part of up to this share is added to each delay, so that refused clients do not return together."""
+MAX_SOURCES: Final = 256
+"""Sources of requests whose retries are spread separately; further ones count as one source."""
+IDLE_S: Final = 10.0
+"""Seconds without a step after which the measured speed refuses no request that would be alone."""
+MAX_REFUSED: Final = 20_000
+"""Refused requests that are kept for `llm-serving advice`, the newest."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaLoad:
+    """The replica that would serve a request, as admission control sees it."""
+
+    index: int
+    num_replicas: int
+    """Replicas over which a group of requests is spread."""
+    speed: ReplicaSpeed | None
+    honours_classes: bool
+    """Whether its policy schedules higher classes first."""
+    in_flight: InFlightSteps = NO_STEPS
+    num_cached_tokens: int = 0
+    """Tokens of the prompt that its prefix cache holds."""
+
+
+class RefusedRequests(NamedTuple):
+    """A group of requests that was refused together."""
+
+    time: float
+    """Engine time."""
+    prompt_lens: tuple[int, ...]
+    """Prompt tokens of each request, or their least number when the text was not tokenized."""
+    priority: int
+    tenant: str
+
+
+class RetrySchedule:
+    """Spreads the retries of refused clients over time, so that `Retry-After` grows with the number of refusals.
+
+    Each refusal moves the next retry of its source back by the time in which the server starts as many requests.
+    Active sources share the rate equally: a source that floods the server delays its own retries most.
+
+    Args:
+        seed: Seed of the jitter; a fixed one makes simulations repeatable.
+    """
+
+    def __init__(self, seed: int = 0) -> None:
+        self._last_retry: dict[tuple[str, str], float] = {}
+        """(limit, source) -> time of the latest retry that was scheduled."""
+        self._random = random.Random(seed)
+
+    def delay_s(self, limit: str, source: str, num_requests: int, rate: float, min_delay_s: float, now: float) -> float:
+        """Return the seconds after which a refused group of requests should retry.
+
+        Args:
+            limit: Name of the limit that refused it.
+            source: API key or network address of the client.
+            num_requests: Requests of the group.
+            rate: Requests that the limit admits in a second.
+            min_delay_s: Seconds before which a retry would be refused as well.
+            now: Engine time.
+        """
+        self._last_retry = {key: time for key, time in self._last_retry.items() if time > now}
+        key = (limit, source)
+        if key not in self._last_retry and len(self._last_retry) >= MAX_SOURCES:
+            key = (limit, "")
+        earliest = now + max(MIN_RETRY_AFTER_S, min_delay_s)
+        before = self._last_retry.get(key, earliest)
+        num_sources = len({name for each, name in self._last_retry if each == limit} | {key[1]})
+        retry = max(before, earliest) + num_requests * num_sources / (RETRY_SHARE * rate)
+        latest = now + MAX_RETRY_AFTER_S / (1 + JITTER)
+        self._last_retry[key] = retry = min(retry, latest)
+        return (retry - now) * (1 + JITTER * self._random.random())
+
+
+class AdmissionControl:
+    """Decides on the event loop whether a request is admitted, before it is submitted to an engine."""
+
+    def __init__(
+        self, config: ServingConfig, queue: AdmissionQueue, metrics: ClassMetrics, clock: Clock = monotonic
+    ) -> None:
+        self._queue = queue
+        self._metrics = metrics
+        self._clock = clock
+        self._retries = RetrySchedule()
+        self._refused: deque[RefusedRequests] = deque()
+        self._num_refused = 0
+        self.reload(config)
+
+    def reload(self, config: ServingConfig) -> None:
+        """Apply another configuration from now on."""
+        self._classes = config.request_classes
+        self._slo_factor = config.scheduler.slo_refusal_factor
+        self._prefix_caching = config.scheduler.prefix_caching
+
+    def refused_since(self, time: float) -> list[RefusedRequests]:
+        return [each for each in self._refused if each.time >= time]
+
+    def check(
+        self,
+        prompt_lens: Sequence[int],
+        caller: Caller,
+        replica: ReplicaLoad,
+        uncached_lens: Sequence[int] | None = None,
+    ) -> float | None:
+        """Admit or refuse a group of requests as a whole.
+
+        Args:
+            prompt_lens: Prompt tokens of each request.
+            caller: The client, its tenant and priority.
+            replica: The replica that would serve the first request.
+            uncached_lens: The tokens of each prompt that must be computed; None: all of them.
+
+        Returns:
+            The predicted seconds to the first token of the last request, or None if too little was measured.
+
+        Raises:
+            RequestError: The group exceeds a limit even when no other request waits.
+            CapacityError: The group exceeds a limit now, or the first token would come too late for its class.
+        """
+        request_class = class_of(caller.priority, self._classes)
+        num_requests, num_tokens = len(prompt_lens), sum(prompt_lens)
+        try:
+            self._queue.check_group(num_requests, num_tokens, request_class, caller.tenant)
+        except RequestError:
+            self._metrics.refused(request_class, "never_fits", num_requests)
+            raise
+        predicted_s = self.predict_s(uncached_lens or prompt_lens, request_class, caller.tenant, replica)
+        limits = self._queue.limits(num_requests, num_tokens, request_class, caller.tenant)
+        if (full := next((each for each in limits if each.is_exceeded), None)) is not None:
+            self._record_refusal(full.name, request_class, prompt_lens, caller)
+            raise self._capacity_error(full.refusal, limits, caller, predicted_s)
+        slo_s = request_class.ttft_slo_s
+        if predicted_s is None or slo_s is None or self._slo_factor is None or not self._is_current(replica):
+            return predicted_s
+        if predicted_s > slo_s * self._slo_factor:
+            self._record_refusal("slo", request_class, prompt_lens, caller)
+            keys = f"request_classes.{request_class.name}.ttft_slo_s, scheduler_config.slo_refusal_factor"
+            rule = f"more than {slo_s:g} s times {self._slo_factor:g}"
+            message = f"the first token is expected in {predicted_s:.1f} s, {rule} ({keys})"
+            raise self._capacity_error(message, limits[:1], caller, predicted_s, predicted_s - slo_s)
+        return predicted_s
+
+    def check_deadline(self, prompt_lens: Sequence[int], caller: Caller, replica: ReplicaLoad) -> None:
+        """Raise TooLateError if the first token of the last request would come after the client's deadline."""
+        if caller.deadline is None:
+            return
+        request_class = class_of(caller.priority, self._classes)
+        predicted_s = self.predict_s(prompt_lens, request_class, caller.tenant, replica)
+        left_s = caller.deadline - self._clock()
+        if predicted_s is None or predicted_s <= left_s or not self._is_current(replica):
+            return
+        self._record_refusal("deadline", request_class, prompt_lens, caller)
+        expected = f"the first token is expected in {predicted_s:.3g} s"
+        message = f"{expected}, and `timeout_s` leaves {max(0.0, left_s):.3g} s"
+        raise TooLateError(message, max(MIN_RETRY_AFTER_S, predicted_s - left_s), 1000 * predicted_s)
+
+    def min_uncached(self, prompt_lens: Sequence[int]) -> Sequence[int]:
+        """Return how many tokens of each prompt must be computed at least, before the prefix cache was searched."""
+        return [1] * len(prompt_lens) if self._prefix_caching else prompt_lens
+
+    def predict_s(
+        self, prompt_lens: Sequence[int], request_class: RequestClass, tenant: str, replica: ReplicaLoad
+    ) -> float | None:
+        """Return the predicted seconds to the first token of the last of these requests, or None if unknown.
+
+        Requests ahead are those of the same class and of higher ones. Later arrivals of higher classes are not
+        foreseen.
+        """
+        if (speed := replica.speed) is None:
+            return None
+        max_rank = request_class.rank if replica.honours_classes else None
+        num_waiting, num_tokens = self._queue.waiting_ahead(replica.index, max_rank)
+        num_requests = -(-len(prompt_lens) // replica.num_replicas)
+        num_own = -(-sum(prompt_lens) * num_requests // len(prompt_lens)) - replica.num_cached_tokens
+        num_finishes, tenant_slots = 0, self._queue.max_running(tenant)
+        if tenant_slots is not None:
+            num_finishes = self._queue.num_unfinished_of(tenant) + num_requests - tenant_slots
+        return speed.seconds_to_first_token(
+            QueueAhead(
+                num_waiting + num_requests,
+                num_tokens + max(num_requests, num_own),
+                self._queue.load(replica.index, max_rank).num_running,
+                self._queue.load(replica.index).num_running,
+                replica.in_flight,
+                max(0.0, self._clock() - replica.in_flight.since),
+                num_finishes,
+                tenant_slots or 1,
+            )
+        )
+
+    def _is_current(self, replica: ReplicaLoad) -> bool:
+        """Whether the measured speed of a replica is recent enough to refuse requests.
+
+        An idle replica may have become faster, which only an admitted request can show.
+        """
+        load = self._queue.load(replica.index)
+        is_idle = load.num_waiting == load.num_running == 0
+        return not is_idle or self._clock() - replica.in_flight.since < IDLE_S
+
+    def _record_refusal(
+        self, reason: str, request_class: RequestClass, prompt_lens: Sequence[int], caller: Caller
+    ) -> None:
+        self._metrics.refused(request_class, reason, len(prompt_lens))
+        self._refused.append(RefusedRequests(self._clock(), tuple(prompt_lens), caller.priority, caller.tenant))
+        self._num_refused += len(prompt_lens)
+        while self._num_refused > MAX_REFUSED:
+            self._num_refused -= len(self._refused.popleft().prompt_lens)
+
+    def _capacity_error(
+        self,
+        message: str,
+        limits: Sequence[QueueLimit],
+        caller: Caller,
+        predicted_s: float | None,
+        min_delay_s: float = 0.0,
+    ) -> CapacityError:
+        """Return the error of a refusal; the slowest of the exceeded limits, or the first, determines the delay."""
+        now = self._clock()
+        delay_s = max(
+            self._retries.delay_s(
+                each.key, caller.source, each.amount, each.rate or max(1.0, each.limit / 2), min_delay_s, now
+            )
+            for each in [each for each in limits if each.is_exceeded] or limits
+        )
+        if predicted_s is None:
+            return CapacityError(message, delay_s)
+        return CapacityError(message, delay_s, 1000 * predicted_s, delay_s + predicted_s)

@@ -1,0 +1,192 @@
+"""Predicted time to first token: arithmetic over measured step times and the requests ahead."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from llm_serving.scheduler import SchedulerLimits
+from llm_serving.scheduler.schedule import Blocked, WaitReason
+
+STEP_MEMORY: Final = 128
+"""Steps of a kind after which a measured time counts 1/e."""
+FINISH_MEMORY: Final = 1024
+"""Steps after which a finished request counts 1/e; requests finish in few of the steps."""
+MIN_STEPS: Final = 32
+"""Measured steps that a prediction needs."""
+MIN_FINISHED: Final = 8
+"""Finished requests that a prediction of the wait for a running slot needs."""
+MIN_SPREAD: Final = 0.1
+"""Least standard deviation of the tokens of a step, relative to their mean, that shows what a token costs."""
+
+
+class InFlightSteps(NamedTuple):
+    """The steps of a replica that were scheduled and have not returned; a new request can join none of them."""
+
+    num_steps: int = 0
+    num_tokens: int = 0
+    """Tokens that these steps compute, without one for each of their rows."""
+    num_tokens_left: int = 0
+    """Tokens of prompts that these steps begin and do not finish."""
+    since: float = math.inf
+    """Engine time at which the oldest step began or, without steps, the newest ended; infinite before the first."""
+
+
+NO_STEPS: Final = InFlightSteps()
+
+
+@dataclass(frozen=True, slots=True)
+class QueueAhead:
+    """What a request waits for at a replica; the request itself is counted."""
+
+    num_requests: int
+    """Waiting requests of its class and of higher ones."""
+    num_tokens: int
+    """Their uncached prompt tokens."""
+    num_running: int
+    """Running requests that the new one cannot preempt."""
+    num_running_in_all: int
+    in_flight: InFlightSteps = NO_STEPS
+    elapsed_s: float = 0.0
+    """Seconds since the oldest step in flight began."""
+    num_finishes: int = 0
+    """Requests of its tenant that must finish first because of the tenant's concurrency limit."""
+    tenant_slots: int = 1
+    """That limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaSpeed:
+    """Measured speed of a replica: a step takes `step_s` + `token_s` * its tokens."""
+
+    limits: SchedulerLimits
+    step_s: float
+    token_s: float
+    finish_rate: float | None
+    """Finished requests per row of a step, the inverse of the steps that a request runs for; None: not measured."""
+    num_slots: int
+    """Requests that run at once: the configured number, or fewer when the KV cache is full."""
+
+    def seconds_to_first_token(self, queue: QueueAhead) -> float | None:
+        """Return the seconds until the last request of the queue has its first token, or None if they are unknown.
+
+        Prompts use what decoding leaves of each step's token budget. When no slot is free, running requests must
+        finish first, at the measured rate. The larger number of steps counts, after the steps in flight.
+        """
+        num_decoding = min(queue.num_running_in_all, self.num_slots)
+        in_flight = queue.in_flight
+        num_tokens = queue.num_tokens + in_flight.num_tokens_left
+        num_steps = max(
+            math.ceil(num_tokens / max(1, self.limits.max_num_batched_tokens - num_decoding)),
+            math.ceil(queue.num_requests / self.limits.max_prefill_seqs),
+        )
+        num_steps += in_flight.num_steps
+        num_finishes = queue.num_running + queue.num_requests - self.num_slots
+        for num, num_slots in ((num_finishes, self.num_slots), (queue.num_finishes, queue.tenant_slots)):
+            if num <= 0:
+                continue
+            if self.finish_rate is None:
+                return None
+            # Steps that are scheduled ahead do not see that a request has finished.
+            num_to_slot = math.ceil(num / (num_slots * self.finish_rate)) + self.limits.max_steps_in_flight
+            num_steps = max(num_steps, num_to_slot)
+        step_s = self.step_s + num_decoding * self.token_s
+        seconds = num_steps * step_s + (num_tokens + in_flight.num_tokens) * self.token_s
+        if in_flight.num_steps:
+            mean_s = step_s + in_flight.num_tokens * self.token_s / in_flight.num_steps
+            seconds -= min(queue.elapsed_s, mean_s)
+        return seconds
+
+
+class TtftPredictor:
+    """Measures the steps of one replica. The engine thread writes; any thread may read the attributes.
+
+    Steps that compute prompts and steps that only decode are averaged apart, so that many steps of one kind do not
+    displace the other. A least-squares line through both separates the cost of a step from that of a token.
+    """
+
+    def __init__(self, limits: SchedulerLimits) -> None:
+        self.limits = limits
+        self.speed: ReplicaSpeed | None = None
+        """None until enough steps were measured."""
+        self.in_flight = NO_STEPS
+        self._num_slots: int | None = None
+        """Requests that ran when the KV cache had no block for another one; None: the cache is not full."""
+        self._prefill_steps = _Moments()
+        self._decode_steps = _Moments()
+        self._num_steps = 0
+        self._num_finished = 0
+        self._finished = 0.0
+        self._rows = 0.0
+
+    def record_running(self, num_running: int, blocked: Blocked | None = None) -> None:
+        """Record how many requests run, and why the scheduler left a request waiting; None: it did not."""
+        if blocked is not None and blocked.reason in (WaitReason.SLOTS, WaitReason.BLOCKS):
+            self._num_slots = num_running if blocked.reason is WaitReason.BLOCKS else None
+        elif self._num_slots is not None:
+            self._num_slots = max(self._num_slots, num_running)
+
+    def record_free_blocks(self) -> None:
+        """Record that the KV cache has room for another request."""
+        self._num_slots = None
+
+    def record_step(self, *, num_tokens: int, num_rows: int, seconds: float, num_finished: int) -> None:
+        """Record a computed step, and how many requests it finished.
+
+        Args:
+            num_tokens: Tokens that the step computed.
+            num_rows: Requests that it computed them for.
+            seconds: Time from the end of the step before, or from its submission.
+            num_finished: Requests whose last token it produced.
+        """
+        moments = self._prefill_steps if num_tokens > num_rows else self._decode_steps
+        moments.add(num_tokens, seconds)
+        keep = 1 - 1 / FINISH_MEMORY
+        self._finished = self._finished * keep + num_finished
+        self._rows = self._rows * keep + num_rows
+        self._num_steps += 1
+        self._num_finished += num_finished
+        cost = self._cost()
+        if cost is None or self._num_steps < MIN_STEPS:
+            self.speed = None
+            return
+        finish_rate = None
+        if self._num_finished >= MIN_FINISHED:  # no request runs for more steps than it may have tokens
+            finish_rate = max(self._finished / self._rows, 1 / self.limits.max_model_len)
+        num_slots = self.limits.max_num_seqs
+        if self._num_slots is not None:
+            num_slots = min(num_slots, max(1, self._num_slots))
+        self.speed = ReplicaSpeed(self.limits, *cost, finish_rate, num_slots)
+
+    def _cost(self) -> tuple[float, float] | None:
+        """Return the seconds of a step and of a token, or None if the steps were too much alike."""
+        prefill, decode = self._prefill_steps, self._decode_steps
+        weight = prefill.weight + decode.weight
+        tokens = (prefill.tokens + decode.tokens) / weight
+        seconds = (prefill.seconds + decode.seconds) / weight
+        variance = (prefill.tokens_squared + decode.tokens_squared) / weight - tokens**2
+        if variance < (MIN_SPREAD * tokens) ** 2:
+            return None
+        covariance = (prefill.tokens_seconds + decode.tokens_seconds) / weight - tokens * seconds
+        token_s = min(max(covariance / variance, 0.0), seconds / tokens)
+        return seconds - token_s * tokens, token_s
+
+
+@dataclass(slots=True)
+class _Moments:
+    """Exponentially weighted sums over the steps of one kind."""
+
+    weight: float = 0.0
+    tokens: float = 0.0
+    seconds: float = 0.0
+    tokens_squared: float = 0.0
+    tokens_seconds: float = 0.0
+
+    def add(self, tokens: int, seconds: float) -> None:
+        keep = 1 - 1 / STEP_MEMORY
+        self.weight = self.weight * keep + 1
+        self.tokens = self.tokens * keep + tokens
+        self.seconds = self.seconds * keep + seconds
+        self.tokens_squared = self.tokens_squared * keep + tokens * tokens
+        self.tokens_seconds = self.tokens_seconds * keep + tokens * seconds
