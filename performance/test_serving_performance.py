@@ -3,7 +3,7 @@
     python test_serving_performance.py -X 10 -P 8835 -O ./ -T 150        ten requests a second for 150 s, Poisson
     python test_serving_performance.py -P 8835 --concurrency 16          sixteen clients in a closed loop
 
-Exit status: 0 when every request was answered, 1 when some failed, 2 when the run could not begin.
+Exit status: 0 when every request was answered, 1 when some failed, 2 when the run could not start.
 """
 
 import argparse
@@ -15,18 +15,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import alpaca_like
-import arrivals
-import machine
-import workload
-from client import GenerationOptions, PreflightError, resolve_model
-from http_client import HttpClient
-from http_response import HttpError
-from legacy_log import LegacyLog, write_result
-from metrics import ServiceLevel, Summary, summarize
-from records import RequestRecord
-from report import ProgressBar, failures, table
-from runner import Load, Run, plan, run_load
+from load_test import report, runner, workload
+from load_test.api_client import GenerationOptions, PreflightError, resolve_model
+from load_test.http_client import HttpClient, HttpError
+from load_test.metrics import RequestRecord, ServiceLevel, Summary, summarize
+from load_test.report import LegacyLog, ProgressBar, failures, table, write_result
+from load_test.runner import Load, Run, plan, run_load
 
 _WARMUP_CONCURRENCY = 8
 
@@ -39,10 +33,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     load.add_argument(
         "--num-requests", type=_positive(int), help="instead of -T; closed loop: default, each prompt once"
     )
-    load.add_argument("--concurrency", type=_positive(int), help="closed loop of so many clients, in place of -X")
+    load.add_argument(
+        "--concurrency", type=_positive(int), help="closed loop with this number of clients, in place of -X"
+    )
     load.add_argument("--arrivals", choices=("poisson", "fixed", "burst"), default="poisson", help="gaps with -X")
     load.add_argument("--burst-size", type=_positive(int), default=8, help="requests at once with --arrivals burst")
-    load.add_argument("--seed", type=int, default=1, help="of arrivals and of the choice of prompts")
+    load.add_argument("--seed", type=int, default=1, help="seed of the arrivals and of the choice of prompts")
     load.add_argument(
         "--warmup", type=int, default=0, metavar="N", help="prompts of the run sent first and not counted"
     )
@@ -50,12 +46,14 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     server = parser.add_argument_group("server")
     server.add_argument("-P", "--port", type=int, default=8835, help="port at 127.0.0.1")
     server.add_argument("--url", help="http://host:port, in place of -P")
-    server.add_argument("--api", choices=("legacy", "openai"), default="legacy", help="route the requests take")
+    server.add_argument("--api", choices=("legacy", "openai"), default="legacy", help="route of the requests")
     server.add_argument("--model", help="default: what the server serves")
     server.add_argument(
-        "--timeout", type=_positive(float), default=600.0, help="seconds of silence that fail a request"
+        "--timeout", type=_positive(float), default=600.0, help="seconds without a byte after which a request fails"
     )
-    server.add_argument("--retries", type=int, default=0, help="per request, when refused with Retry-After")
+    server.add_argument(
+        "--retries", type=int, default=0, help="most retries of a request that is refused with Retry-After"
+    )
 
     prompts = parser.add_argument_group("prompts")
     prompts.add_argument(
@@ -66,15 +64,15 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "lengths. With `task`, `output` is the right answer. Default: the demo model's questions",
     )
     prompts.add_argument(
-        "--max-tokens", type=_positive(int), help="for all; default: the length of the reference output"
+        "--max-tokens", type=_positive(int), help="for all requests; default: the length of the reference output"
     )
-    prompts.add_argument("--ignore-eos", action="store_true", help="generate exactly that many (with --api openai)")
+    prompts.add_argument("--ignore-eos", action="store_true", help="generate exactly --max-tokens (with --api openai)")
     prompts.add_argument("--priority", type=int, help="smaller runs first (with --api openai)")
 
     report = parser.add_argument_group("report")
     report.add_argument("-O", "--out", type=Path, default=Path(), metavar="FOLDER", help="where result_<X>_x.json goes")
     report.add_argument("--json", type=Path, metavar="FILE", help="settings, summary and raw timestamps")
-    report.add_argument("--slo-ttft-ms", type=_positive(float), help="goodput counts requests within these targets")
+    report.add_argument("--slo-ttft-ms", type=_positive(float), help="target of goodput")
     report.add_argument("--slo-tpot-ms", type=_positive(float))
 
     args = parser.parse_args(argv)
@@ -98,17 +96,17 @@ def _positive(kind: type[float] | type[int]) -> Any:
             raise argparse.ArgumentTypeError(f"must be > 0. Given: {text}")
         return value
 
-    convert.__name__ = kind.__name__  # argparse names it in its error
+    convert.__name__ = kind.__name__  # for the error of argparse
     return convert
 
 
 def load_prompts(args: argparse.Namespace) -> list[workload.Prompt]:
-    """Reads or makes the prompt set and draws the run's prompts from it."""
+    """Read or generate the prompt set and draw the prompts of the run."""
     if args.dataset == "alpaca-like":
-        prompts = workload.parse(alpaca_like.generate(1500, args.seed), "alpaca-like")
+        prompts = workload.parse(workload.generate_alpaca_like(1500, args.seed), "alpaca-like")
     else:
         prompts = workload.load(Path(args.dataset))
-    if args.ignore_eos:  # an answer that may not end by itself cannot be the expected one
+    if args.ignore_eos:  # an answer that ignores its end token cannot be the expected one
         prompts = [replace(prompt, task="") for prompt in prompts]
     num_requests = args.num_requests or (max(1, round(args.rate * args.time)) if args.time else len(prompts))
     return workload.choose(prompts, num_requests, args.seed)
@@ -118,14 +116,14 @@ def make_load(args: argparse.Namespace, num_requests: int) -> Load:
     if args.concurrency is not None:
         return Load(concurrency=args.concurrency)
     if args.arrivals == "fixed":
-        return Load(arrivals.fixed(args.rate, num_requests))
+        return Load(runner.fixed(args.rate, num_requests))
     if args.arrivals == "burst":
-        return Load(arrivals.burst(args.rate, num_requests, args.burst_size))
-    return Load(arrivals.poisson(args.rate, num_requests, args.seed))
+        return Load(runner.burst(args.rate, num_requests, args.burst_size))
+    return Load(runner.poisson(args.rate, num_requests, args.seed))
 
 
 async def run(args: argparse.Namespace) -> Run:
-    """Warms up and runs the load, with the log and the progress bar."""
+    """Warm up and run the load, with the log and the progress bar."""
     http = HttpClient.from_url(args.url or f"http://127.0.0.1:{args.port}", args.timeout)
     prompts = load_prompts(args)
     options = GenerationOptions(
@@ -156,10 +154,10 @@ async def run(args: argparse.Namespace) -> Run:
 
 
 def write_json(args: argparse.Namespace, result: Run, summary: Summary) -> None:
-    """Writes everything a reader needs to repeat the run or to compute other figures from its timestamps."""
+    """Write the settings, the summary and the raw timestamps of all requests."""
     document = {
         "settings": {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()},
-        "machine": machine.describe(),
+        "machine": report.describe(),
         "summary": asdict(summary)
         | {
             "client_cpu_share": result.client_cpu_share,
@@ -173,7 +171,7 @@ def write_json(args: argparse.Namespace, result: Run, summary: Summary) -> None:
 
 
 def _raise_open_files_limit() -> None:
-    """A connection a request: an overloaded server can hold more of them than the usual soft limit of 1,024."""
+    """Raise the soft limit of open files, usually 1,024: each request has a connection of its own."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 

@@ -1,4 +1,4 @@
-"""Makes the demo model from nothing: tokenizer, weights, configuration and a set of held-out questions.
+"""Trains the demo model from scratch: tokenizer, weights, configuration and a set of held-out questions.
 
     python scripts/train_demo_model.py
 
@@ -29,22 +29,14 @@ try:
 except ImportError as error:
     sys.exit(f"Training needs torch ({error}). Install it: pip install -e 'llm-serving[train]'")
 
+from demo_training.accuracy import accuracy, held_out_questions
+from demo_training.batches import make_batch
+from demo_training.configuration import SEED, write_configuration, write_json
+from demo_training.network import Llama
+from demo_training.tasks import KINDS, LONG_KINDS, SHORT_KINDS, draw_question, question_set
+from demo_training.tokenizer import Encoder, Example, train_tokenizer
+
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "llm-serving"))
-
-from demo_training.accuracy import accuracy, held_out_questions  # noqa: E402
-from demo_training.batches import make_batch  # noqa: E402
-from demo_training.configuration import SEED, write_configuration, write_json  # noqa: E402
-from demo_training.network import Llama  # noqa: E402
-from demo_training.tokenizer import Encoder, Example, train_tokenizer  # noqa: E402
-from llm_serving.demo_model.tasks import (  # noqa: E402
-    KINDS,
-    LONG_KINDS,
-    SHORT_KINDS,
-    draw_question,
-    question_set,
-)
-
 PEAK_LEARNING_RATE = 3e-3
 WARMUP_STEPS = 200
 EVALUATE_EVERY = 250

@@ -51,6 +51,21 @@ def test_version(capsys):
     assert capsys.readouterr().out == f"llm-serving {llm_serving.__version__}\n"
 
 
+@pytest.mark.parametrize(
+    ("command", "folder"),
+    [
+        ("verify", "llm_serving_receipts"),
+        *((name, "llm_serving_simulator.commands") for name in ("profile", "whatif", "tune", "advice")),
+    ],
+)
+def test_a_command_of_a_missing_package_names_the_package(command, folder, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, f"{folder}.{command}", None)
+    assert main([command]) == 2
+    rule = f"needs the package {folder.partition('.')[0]}, which is not installed"
+    assert capsys.readouterr().err == f"error: `llm-serving {command}` {rule}\n"
+    assert main(["version"]) == 0
+
+
 def test_config_check_prints_values_and_notices(capsys):
     assert main(["config", "check", "--config", LEGACY]) == 0
     captured = capsys.readouterr()
@@ -224,6 +239,8 @@ def test_a_wheel_brings_what_the_command_needs_wherever_it_is_run(tmp_path):
 
     assert run("config", "reference") == (PROJECT_FOLDER / "configs" / "serving.yaml").read_text()
     assert str(tmp_path / "installed" / "llm_serving" / "demo_model") in run("config", "check", "--model", "demo")
+    assert "--find-rate" in run("whatif", "--help")  # the package of the simulator
+    assert "RECEIPT" in run("verify", "--help")  # the package of receipts
     sources = tmp_path / "installed" / "llm_serving" / "kernels" / "csrc"
     assert sorted(each.name for each in sources.iterdir()) == sorted(
         each.name for each in (PROJECT_FOLDER / "llm-serving" / "llm_serving" / "kernels" / "csrc").iterdir()

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import run as performance_run
 from llm_serving.cli import main
 from llm_serving.config.loader import ACCEPTED_KEYS
 from llm_serving.config.schema import SECTIONS, TABLES
@@ -183,6 +184,11 @@ RUNS = {
     "scripts/ascend_acceptance.sh": "tests/acceptance/device/run.py",
 }
 """What a script hands its arguments to."""
+BENCHMARKS = {
+    name: (ROOT / "performance").joinpath(*module.split(".")).with_suffix(".py")
+    for name, module in performance_run.benchmarks()
+}
+"""Name -> the file that `performance/run.py NAME` runs."""
 SCRIPTS = tuple(path for name in ("performance", "tests", "scripts") for path in sorted((ROOT / name).rglob("*.py")))
 
 
@@ -207,6 +213,8 @@ def script_in(words: list[str], folder: Path) -> tuple[Path, list[str]] | None:
         if word in RUNS:
             own = [each for each in words[index + 1 :] if f"= {each} " not in text_of(ROOT / word)]
             return ROOT / RUNS[word], own
+        if word.endswith("performance/run.py") and len(words) > index + 1 and words[index + 1] in BENCHMARKS:
+            return BENCHMARKS[words[index + 1]], words[index + 2 :]
         if word.endswith(".py"):
             for place in (ROOT, folder, ROOT / "performance"):
                 if (place / word).is_file():
@@ -249,6 +257,6 @@ def test_what_is_not_there_is_noticed():
     )
     wrong = [each for words in own_commands(text) for each in wrong_in(words)]
     assert sorted(wrong) == ["chek", "llm-serving start --ports", "serv"]
-    line = "python performance/make_model.py 15m FOLDER --position 4"
+    line = "python performance/run.py make_model 15m FOLDER --position 4"
     assert wrong_for_its_script(line) == f"{line}: unrecognized arguments: --position 4"
     assert wrong_for_its_script(line.replace("--position", "--positions")) is None

@@ -5,8 +5,8 @@
 8                    offline < cli                      (the terminal starts the master)
 7   master                                 work_agent
 6   server                                 worker
-5   whatif -> engine                       lowering
-4   executor  receipts, admission -> observability, text
+5   engine                                 lowering
+4   admission, executor -> observability, text
 3   recording -> scheduler                 backends -> kernels
 2   kvcache
 1            transport
@@ -14,6 +14,9 @@
 ```
 
 Imports are read from the source, so those inside functions and under TYPE_CHECKING count too.
+
+The packages `llm_serving_simulator` and `llm_serving_receipts` stand beside this one: they import `llm_serving`, which
+never imports them. It loads their modules by name when they are needed.
 """
 
 import ast
@@ -28,6 +31,8 @@ import pytest
 PROJECT = Path(__file__).resolve().parents[1]
 PACKAGE = PROJECT / "llm-serving" / "llm_serving"
 NAME = "llm_serving"
+SIMULATOR = PROJECT / "llm-serving" / "llm_serving_simulator"
+RECEIPTS = PROJECT / "llm-serving" / "llm_serving_receipts"
 
 
 class Place(NamedTuple):
@@ -54,12 +59,10 @@ PLACES = {
     "recording": Place(3.1, MASTER),
     "text": Place(4.0, MASTER),
     "observability": Place(4.0, MASTER),
-    "executor": Place(4.0, MASTER),
+    "executor": Place(4.05, MASTER),
     "admission": Place(4.1, MASTER),
     "speculation": Place(4.1, MASTER),
-    "receipts": Place(4.2, MASTER),
     "engine": Place(5, MASTER),
-    "whatif": Place(5.5, MASTER),
     "server": Place(6, MASTER),
     "master": Place(7, MASTER),
     "kernels": Place(3.0, WORKER),
@@ -76,43 +79,8 @@ LEAVES = {"kernels": {"errors", "log"}, "demo_model": set()}
 """Parts that may import only these of the package, whatever their row."""
 
 NO_MINDSPORE_ANYWHERE = {part for part, place in PLACES.items() if place.column in (BOTH, MASTER)} | {"kernels"}
-MEASURE_IN_PROCESS = {
-    "accuracy.py",
-    "all_reduce_benchmark.py",
-    "constraint_benchmark.py",
-    "contest_simulation.py",
-    "engine_benchmark.py",
-    "figures.py",
-    "graph_kernel_fusion.py",
-    "growth.py",
-    "kernel_benchmark.py",
-    "kernel_cases.py",
-    "load_benchmark.py",
-    "lookup_cost.py",
-    "lookup_lengths.py",
-    "loop_holds.py",
-    "machine_limits.py",
-    "move_cost.py",
-    "moves_between_machines.py",
-    "random_agent.py",
-    "rank_memory.py",
-    "replica_comparison.py",
-    "roles_comparison.py",
-    "roles_on_two.py",
-    "routing_comparison.py",
-    "sampler_benchmark.py",
-    "scaling.py",
-    "scheduler_benchmark.py",
-    "serving_cost.py",
-    "speculation_benchmark.py",
-    "speculation_predicted.py",
-    "step_breakdown.py",
-    "transport_benchmark.py",
-    "tuning_proof.py",
-    "versions_in_turns.py",
-    "whatif_scorecard.py",
-}
-"""Files of performance/ that measure the package without a server, or what it says of one beside it."""
+MEASURE_IN_PROCESS = {"benchmarks", "harness"}
+"""Folders of performance/ that import the package; the rest of performance/ is a client of a running server."""
 UNSAFE = {"pickle", "cloudpickle", "dill", "shelve", "marshal"}
 
 
@@ -250,11 +218,45 @@ def test_command_line_starts_without_what_computes_and_serves(package):
     assert reaches(PACKAGE, f"{NAME}.cli.main", package, at_top_only=True) == []
 
 
+@pytest.mark.parametrize("package", [SIMULATOR, RECEIPTS], ids=lambda path: path.name)
+def test_the_server_never_imports_packages_beside_it(package):
+    found = [each.module for path in sources(PACKAGE) for each in imports_of(path, PACKAGE)]
+    assert [module for module in found if module.split(".")[0] == package.name] == []
+
+
+def test_receipts_are_issued_without_what_computes():
+    """The issuer runs in the master, so it must not import MindSpore, the WorkAgent or a command."""
+    issuing = [RECEIPTS / f"{name}.py" for name in ("__init__", "receipt", "digest", "issuer")]
+    parts = {part_of(found.module, PACKAGE) for path in issuing for found in imports_of(path, RECEIPTS)} - {None}
+    assert "engine" in parts
+    assert [part for part in parts if PLACES[part].column not in (BOTH, MASTER) or PLACES[part].row > 6] == []
+    assert {
+        each.module for path in issuing for each in imports_of(path, RECEIPTS) if each.module.startswith("mind")
+    } == set()
+
+
+def test_the_simulator_imports_what_the_engine_does_and_only_its_commands_import_commands():
+    """Nothing of it imports MindSpore: the parts that the engine imports do not."""
+    wrong = []
+    for path in sources(SIMULATOR):
+        is_command = path.is_relative_to(SIMULATOR / "commands") or path.name == "measurement_server.py"
+        own = Place(8.09, TOP) if is_command else Place(5.5, MASTER)
+        for found in imports_of(path, SIMULATOR):
+            part = part_of(found.module, PACKAGE)
+            if part is None:
+                continue
+            place = PLACES[part]
+            if place.row >= own.row or place.column not in ((MASTER, BOTH, TOP) if is_command else (MASTER, BOTH)):
+                wrong.append(f"{path.relative_to(SIMULATOR)}:{found.line} imports {found.module}")
+    assert wrong == []
+
+
 def test_nothing_imports_a_format_that_runs_code():
     unsafe = [
-        f"{path.relative_to(PACKAGE)}:{found.line} imports {found.module}"
-        for path in sources(PACKAGE)
-        for found in imports_of(path, PACKAGE)
+        f"{path.relative_to(root)}:{found.line} imports {found.module}"
+        for root in (PACKAGE, SIMULATOR, RECEIPTS)
+        for path in sources(root)
+        for found in imports_of(path, root)
         if found.module.split(".")[0] in UNSAFE
     ]
     assert unsafe == []
@@ -271,7 +273,8 @@ def test_what_computes_knows_no_socket():
 
 def test_load_tests_are_clients_and_import_nothing_of_the_package():
     root = PROJECT / "performance"
-    clients = [path for path in sources(root) if path.name not in MEASURE_IN_PROCESS]
+    clients = [path for path in sources(root) if path.relative_to(root).parts[0] not in MEASURE_IN_PROCESS]
+    assert len(clients) > 10
     found = [f"{path.name}: {item.module}" for path in clients for item in imports_of(path, root)]
     assert [text for text in found if text.split(": ")[1].split(".")[0] == NAME] == []
 

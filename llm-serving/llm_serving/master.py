@@ -14,6 +14,7 @@ from llm_serving.engine.engine import Engine, Publish
 from llm_serving.engine.replica import build_engine
 from llm_serving.executor.cluster.open_placement import open_placement
 from llm_serving.executor.consistency import SameBits
+from llm_serving.executor.model_files import SameFiles
 from llm_serving.executor.placement import Placement
 from llm_serving.executor.restart_status import GivenUp
 from llm_serving.executor.supervisor import SupervisedExecutor, WorkAgentProcess, start_work_agent
@@ -21,7 +22,6 @@ from llm_serving.hub.base import Progress
 from llm_serving.log import get_logger
 from llm_serving.models.spec import ModelSpec
 from llm_serving.observability.metrics import Metrics
-from llm_serving.receipts.same_files import SameFiles
 from llm_serving.server.app import run_file, serve
 from llm_serving.server.batches.schemas import RequestCounts
 from llm_serving.text.tokenizer.tokenizer import Tokenizer, check_draft_vocabulary, notice_of_unknown_tokens
@@ -76,7 +76,7 @@ def build(config: ServingConfig, placement: Placement) -> AsyncEngine:
     @contextmanager
     def open_replica(index: int, publish: Publish, on_progress: Callable[[str], None]) -> Iterator[Engine]:
         def start(like: Loaded | None, timeout_s: float | None) -> WorkAgentProcess:
-            agent = same_files.read_by(
+            agent = same_files.start_checked(
                 partial(start_work_agent, config, index, on_progress, like, timeout_s, given_up, placement)
             )
             return same_bits.agreed(agent)

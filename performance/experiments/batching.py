@@ -1,18 +1,20 @@
 """Static against continuous batching, with answers of very different lengths."""
 
+from __future__ import annotations
+
 import random
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import workload
-from arrivals import fixed, poisson
-from matplotlib.figure import Figure
-from metrics import ServiceLevel, Summary, summarize
-from runner import Job
+from experiments import measures
+from experiments.bench import Bench, Trial, draw_groups, make_job
+from experiments.results import Result, Table, grouped_bars, legend_below, logarithmic, panels
+from load_test import workload
+from load_test.metrics import ServiceLevel, Summary, summarize
+from load_test.runner import Job, fixed, poisson
 
-from experiments import loads, measures
-from experiments.bench import Bench, Trial
-from experiments.plots import grouped_bars, legend_below, logarithmic, panels
-from experiments.results import Result, Table
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 STATIC = "static, 8 slots"
 VARIANTS = {
@@ -21,10 +23,10 @@ VARIANTS = {
     "continuous, 128 slots": (128, "continuous"),
 }
 LENGTHS = {"short": 10, "medium": 50, "long": 200}
-"""Output tokens."""
+"""Output tokens of each length class."""
 WEIGHTS = {"short": 0.1, "medium": 0.8, "long": 0.1}
 POOL = {"short": 4, "medium": 12, "long": 4}
-"""Different prompts of each length: what is asked alone first."""
+"""Distinct prompts of each length, whose reference answers are generated first."""
 NUM_AT_ONCE = 140
 NUM_OPEN_LOOP = 60
 SHARE_OF_CAPACITY = 0.9
@@ -43,7 +45,8 @@ def run(bench: Bench) -> Result:
         with bench.serve(variant, *settings) as server:
             jobs = server.referenced(jobs)
             at_once = server.run("at once", jobs, [0.0] * len(jobs))
-            rate = rate or SHARE_OF_CAPACITY * _summary(at_once).requests_per_s  # of the first, static batching
+            # The first variant, static batching, decides the rate for all.
+            rate = rate or SHARE_OF_CAPACITY * _summary(at_once).requests_per_s
             num_open = min(len(jobs), bench.count(NUM_OPEN_LOOP))
             server.run("open loop", jobs[:num_open], poisson(rate, num_open, bench.seed))
             for num in WAVES:
@@ -55,8 +58,8 @@ def _jobs(bench: Bench) -> list[Job]:
     rng = random.Random(bench.seed)
     questions = workload.choose(workload.load(workload.DEMO_QUESTIONS), sum(POOL.values()), bench.seed)
     pool = {name: [questions.pop() for _ in range(num)] for name, num in POOL.items()}
-    lengths = loads.shares(bench.count(NUM_AT_ONCE), WEIGHTS, rng)
-    return [loads.job(rng.choice(pool[name]), name, LENGTHS[name], ignore_eos=True) for name in lengths]
+    lengths = draw_groups(bench.count(NUM_AT_ONCE), WEIGHTS, rng)
+    return [make_job(rng.choice(pool[name]), name, LENGTHS[name], ignore_eos=True) for name in lengths]
 
 
 def _result(bench: Bench, num_jobs: int, rate: float) -> Result:

@@ -1,23 +1,132 @@
-"""What all experiments share: servers one after the other, reference answers, loads, and whether all went right."""
+"""Servers that an experiment starts and loads, their reference answers, and seeded mixes of requests."""
+
+from __future__ import annotations
 
 import asyncio
+import os
+import random
+import re
+import socket
+import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
-from client import GenerationOptions, resolve_model
-from http_client import HttpClient
-from metrics import ExactMatch, exact_match
-from records import RequestRecord
-from report import failures
-from runner import Job, Load, Run, run_load
+from load_test.api_client import GenerationOptions, resolve_model
+from load_test.http_client import HttpClient
+from load_test.metrics import ExactMatch, RequestRecord, exact_match
+from load_test.report import failures
+from load_test.runner import Job, Load, Run, run_load
+from load_test.workload import Prompt
 
-from experiments.server import ServerError, read_counters, serving
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+LESS_URGENT = ("nice", "-n", "5")
+"""Priority command of the server: its clients share its cores, which remote clients would not do."""
+
+
+class ServerError(Exception):
+    """The server did not start or respond; the message has its output."""
+
+
+@contextmanager
+def serving(model: str, overrides: Sequence[str]) -> Iterator[HttpClient]:
+    """Serve `model` (a folder, or `demo`) with `configs/demo_cpu.yaml` and SECTION.KEY=VALUE overrides.
+
+    Raises:
+        ServerError: The server did not become ready.
+    """
+    port = _free_port()
+    settings = [f"model_config.model_path={model}", *overrides]
+    options = [part for setting in settings for part in ("--set", setting)]
+    with tempfile.TemporaryDirectory(prefix="llm-serving-experiment-") as run_dir:
+        try:
+            _script(run_dir, "start.sh", "--port", str(port), *options, runs=LESS_URGENT)
+            yield HttpClient("127.0.0.1", port)
+        finally:
+            _script(run_dir, "stop.sh", "--port", str(port))
+
+
+def _script(run_dir: str, name: str, *arguments: str, runs: Sequence[str] = ()) -> None:
+    environment = {**os.environ, "LLM_SERVING_RUN_DIR": run_dir}
+    if sys.prefix != sys.base_prefix:
+        environment["LLM_SERVING_VENV"] = sys.prefix
+    command = [*runs, "bash", str(SCRIPTS / name), *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment)  # noqa: S603
+    if result.returncode != 0:
+        raise ServerError(f"{name} failed:\n{result.stdout}{result.stderr}")
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+async def read_counters(http: HttpClient) -> dict[str, float]:
+    """Return the counters of `/metrics` by name, each summed over its labels."""
+    response = await http.request("GET", "/metrics")
+    if response.status != 200:
+        raise ServerError(f"GET /metrics answered HTTP {response.status}")
+    return parse_counters(response.body.decode())
+
+
+def parse_counters(text: str) -> dict[str, float]:
+    """Return the samples whose name ends with `_total` from Prometheus's text format."""
+    counters: dict[str, float] = {}
+    for line in text.splitlines():
+        name = line.partition("{")[0].partition(" ")[0]
+        if not line.startswith("#") and name.endswith("_total"):
+            counters[name] = counters.get(name, 0.0) + float(line.rsplit(" ", 1)[1])
+    return counters
+
+
+SHORT_ANSWER_CHARACTERS = 12
+
+
+def draw_groups(num: int, weights: Mapping[str, float], rng: random.Random) -> list[str]:
+    """Return `num` names in random order in proportion to their weights, rounded by largest remainder."""
+    total = sum(weights.values())
+    exact = {name: num * weight / total for name, weight in weights.items()}
+    counts = {name: int(value) for name, value in exact.items()}
+    by_remainder = sorted(exact, key=lambda name: counts[name] - exact[name])
+    for name in by_remainder[: num - sum(counts.values())]:
+        counts[name] += 1
+    names = [name for name, count in counts.items() for _ in range(count)]
+    rng.shuffle(names)
+    return names
+
+
+def make_job(prompt: Prompt, group: str, max_tokens: int, **fields: Any) -> Job:
+    """Return a job of a group; `RequestRecord.task` is the name of the group."""
+    return Job(replace(prompt, task=group), max_tokens, fields)
+
+
+def short_questions(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """Return the questions whose right answer is a word or a number."""
+    return [prompt for prompt in prompts if len(prompt.reference) <= SHORT_ANSWER_CHARACTERS]
+
+
+def long_prompts(questions: Sequence[Prompt], num_prompts: int, num_words: int, rng: random.Random) -> list[Prompt]:
+    """Return prompts of `num_words` words of the questions that differ from the first word on."""
+    words = sorted({word for prompt in questions for word in re.findall(r"\b[a-z]{3,}\b", prompt.text)})
+    firsts = rng.sample(words, num_prompts)
+    return [Prompt(" ".join([first, *rng.choices(words, k=num_words - 1)])) for first in firsts]
+
+
+def merge_schedules(*streams: tuple[Sequence[Job], Sequence[float]]) -> tuple[list[Job], list[float]]:
+    """Merge several (jobs, due times in seconds) into one schedule in order of time."""
+    pairs = [pair for jobs, due_times_s in streams for pair in zip(jobs, due_times_s, strict=True)]
+    pairs.sort(key=lambda pair: pair[1])
+    return [job for job, _ in pairs], [due for _, due in pairs]
+
 
 NUM_WARMUP_JOBS = 16
 MIN_REQUESTS = 10
-"""So that every group of a small try has some."""
+"""Least requests, so that every group of a small try has some."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +135,7 @@ class Trial:
 
     Attributes:
         records: In the order of the jobs; `task` names the group of a request.
-        counters: By how much each counter of `/metrics` rose.
+        counters: Increase of each counter of `/metrics`.
         client_cpu_share: Share of one core that the load generator took.
     """
 
@@ -43,13 +152,13 @@ class Trial:
 
 @dataclass
 class Bench:
-    """Runs trials and keeps them.
+    """Runs the trials of an experiment and keeps their results.
 
     Attributes:
-        model: Folder, or `demo`.
-        scale: Of the number of requests; 1.0 is what the experiment states, less is for trying it out.
-        references: Answers that (prompt, max_tokens, ignore_eos) got alone.
-        known_right: For each of them that has a known right answer, whether it is that.
+        model: A folder, or `demo`.
+        scale: Factor on the number of requests; 1.0 is the experiment as published.
+        references: (prompt, max_tokens, ignore_eos) -> reference answer (batch size 1).
+        known_right: Whether the reference answer is right, for each one with a known right answer.
         server_totals: Variant -> counters of `/metrics` when its server was stopped.
     """
 
@@ -65,8 +174,8 @@ class Bench:
         return max(min(num_requests, MIN_REQUESTS), round(num_requests * self.scale))
 
     @contextmanager
-    def serve(self, variant: str, *overrides: str) -> Iterator["Served"]:
-        """A server with the demo model's configuration and `overrides`, for as long as the block lasts."""
+    def serve(self, variant: str, *overrides: str) -> Iterator[Served]:
+        """Start a server with the demo model's configuration and `overrides`; stop it at the end of the block."""
         print(f"{variant}: starting a server {' '.join(overrides)}", file=sys.stderr, flush=True)
         with serving(self.model, overrides) as http:
             model_name = asyncio.run(resolve_model(http, "openai", None))
@@ -75,7 +184,7 @@ class Bench:
 
     @property
     def exact(self) -> ExactMatch:
-        """Answers under load that equal the answer given alone."""
+        """Answers under load that equal the reference answer (batch size 1)."""
         return exact_match(record for trial in self.trials for record in trial.records)
 
     @property
@@ -109,10 +218,10 @@ class Served:
     options: GenerationOptions
 
     def referenced(self, jobs: Sequence[Job]) -> list[Job]:
-        """The same jobs, each expecting what its prompt was answered alone; asks for what is not known yet.
+        """Return the jobs with reference answers; unknown ones are generated, each as the only request.
 
         Raises:
-            ServerError: A request failed although it was alone.
+            ServerError: A request failed although no other request was running.
         """
         references = self.bench.references
         unknown = list({_key(job): job for job in jobs if _key(job) not in references}.values())
@@ -127,11 +236,11 @@ class Served:
         return [replace(job, prompt=replace(job.prompt, reference=references[_key(job)])) for job in jobs]
 
     def run(self, load: str, jobs: Sequence[Job], due_times_s: Sequence[float]) -> Trial:
-        """Sends referenced jobs when they are due, ascending, after a few to warm up."""
+        """Send jobs with reference answers at ascending due times, after a warm-up."""
         return self.run_beside(load, (jobs, Load(due_times_s)))
 
     def run_beside(self, load: str, *streams: tuple[Sequence[Job], Load]) -> Trial:
-        """Sends several streams of referenced jobs at once, each in its own way, after a few to warm up."""
+        """Send several streams of jobs at once, each with its own arrivals, after a warm-up."""
         jobs = [job for stream, _ in streams for job in stream]
         assert all(_key(job) in self.bench.references for job in jobs)
         self._run(jobs[:NUM_WARMUP_JOBS], Load(concurrency=NUM_WARMUP_JOBS))
@@ -161,5 +270,5 @@ class Served:
 
 
 def _key(job: Job) -> tuple[str, int, bool]:
-    """What an answer depends on."""
+    """Return what an answer depends on."""
     return job.prompt.text, job.max_tokens, bool(job.fields.get("ignore_eos"))

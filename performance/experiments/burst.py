@@ -1,17 +1,19 @@
-"""A burst of batch work beside interactive users, with classes and without."""
+"""A burst of batch requests beside interactive users, with and without request classes."""
+
+from __future__ import annotations
 
 import random
+from typing import TYPE_CHECKING
 
-import workload
-from arrivals import poisson
-from matplotlib.figure import Figure
-from metrics import ServiceLevel, Summary, summarize
-from runner import Job
+from experiments import measures
+from experiments.bench import Bench, Trial, make_job, merge_schedules, short_questions
+from experiments.results import COLOURS, Result, Table, grouped_bars, legend_below, logarithmic, panels
+from load_test import workload
+from load_test.metrics import ServiceLevel, Summary, summarize
+from load_test.runner import Job, poisson
 
-from experiments import loads, measures
-from experiments.bench import Bench, Trial
-from experiments.plots import COLOURS, grouped_bars, legend_below, logarithmic, panels
-from experiments.results import Result, Table
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 VARIANTS = {
     "classes, recompute": (True, ("scheduler_config.preemption_mode=recompute",)),
@@ -30,24 +32,24 @@ def run(bench: Bench) -> Result:
         with bench.serve(variant, *settings) as server:
             interactive, batch = (server.referenced(jobs) for jobs in _jobs(bench, classes))
             arrivals_s = poisson(INTERACTIVE_RATE, len(interactive), bench.seed)
-            jobs, due_times_s = loads.merged((interactive, arrivals_s), (batch, [BURST_AT_S] * len(batch)))
+            jobs, due_times_s = merge_schedules((interactive, arrivals_s), (batch, [BURST_AT_S] * len(batch)))
             server.run("burst", jobs, due_times_s)
     return _result(bench)
 
 
 def _jobs(bench: Bench, classes: bool) -> tuple[list[Job], list[Job]]:
-    """Interactive ones and those of the burst."""
+    """Return the interactive jobs and the jobs of the burst."""
     rng = random.Random(bench.seed)
     questions = workload.load(workload.DEMO_QUESTIONS)
-    short = workload.choose(loads.short_questions(questions), NUM_QUESTIONS, bench.seed)
+    short = workload.choose(short_questions(questions), NUM_QUESTIONS, bench.seed)
     asked = workload.choose(short, bench.count(round(INTERACTIVE_RATE * INTERACTIVE_SECONDS)), bench.seed)
     interactive = [
-        loads.job(prompt, "interactive", workload.max_tokens(prompt, None), **_class("interactive", classes))
+        make_job(prompt, "interactive", workload.max_tokens(prompt, None), **_class("interactive", classes))
         for prompt in asked
     ]
     pool = rng.sample(questions, NUM_BATCH_PROMPTS)
     batch = [
-        loads.job(rng.choice(pool), "batch", BATCH_OUTPUT_TOKENS, ignore_eos=True, **_class("batch", classes))
+        make_job(rng.choice(pool), "batch", BATCH_OUTPUT_TOKENS, ignore_eos=True, **_class("batch", classes))
         for _ in range(bench.count(NUM_BATCH))
     ]
     return interactive, batch

@@ -1,17 +1,20 @@
-"""Streams beside a flood of long prompts: what their smoothness costs the prompts, by budget and gap."""
+"""Streams beside a flood of long prompts: inter-token latency and prompt throughput by token budget."""
+
+from __future__ import annotations
 
 import itertools
 import random
+from typing import TYPE_CHECKING
 
-import workload
-from matplotlib.figure import Figure
-from metrics import Distribution, ServiceLevel, Summary, summarize
-from runner import Job, Load
+from experiments import measures
+from experiments.bench import Bench, Trial, long_prompts, make_job
+from experiments.results import COLOURS, Result, Table, panels
+from load_test import workload
+from load_test.metrics import Distribution, ServiceLevel, Summary, summarize
+from load_test.runner import Job, Load
 
-from experiments import loads, measures
-from experiments.bench import Bench, Trial
-from experiments.plots import COLOURS, panels
-from experiments.results import Result, Table
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 DEFAULT = "prefill_first, as it comes"
 VARIANTS: dict[str, tuple[str, ...]] = {
@@ -36,7 +39,7 @@ def run(bench: Bench) -> Result:
         common = (
             f"model_config.decode_batch_size={NUM_SLOTS}",
             "pa_config.num_blocks=4096",
-            "scheduler_config.prefix_caching=False",  # a prompt asked alone first must be computed again
+            "scheduler_config.prefix_caching=False",  # a prompt with a reference answer must be computed again
         )
         with bench.serve(variant, *common, *settings) as server:
             streams, prompts = (server.referenced(jobs) for jobs in _jobs(bench))
@@ -47,16 +50,16 @@ def run(bench: Bench) -> Result:
 
 
 def _jobs(bench: Bench) -> tuple[list[Job], list[Job]]:
-    """The streams, and the prompts of the flood."""
+    """Return the jobs of the streams and the jobs of the flood."""
     questions = workload.load(workload.DEMO_QUESTIONS)
-    # Each of their tokens is text, so that each is seen when it comes.
+    # Every token has text, so that the client sees when it arrives.
     longest = sorted(questions, key=lambda prompt: len(prompt.reference), reverse=True)[:NUM_RECITATIONS]
     streams = [
-        loads.job(prompt, "stream", MAX_ANSWER_TOKENS)
+        make_job(prompt, "stream", MAX_ANSWER_TOKENS)
         for prompt in itertools.islice(itertools.cycle(longest), bench.count(NUM_ANSWERS))
     ]
-    flood = loads.long_prompts(questions, bench.count(NUM_PROMPTS), PROMPT_WORDS, random.Random(bench.seed))
-    return streams, [loads.job(prompt, "flood", PROMPT_OUTPUT_TOKENS, ignore_eos=True) for prompt in flood]
+    flood = long_prompts(questions, bench.count(NUM_PROMPTS), PROMPT_WORDS, random.Random(bench.seed))
+    return streams, [make_job(prompt, "flood", PROMPT_OUTPUT_TOKENS, ignore_eos=True) for prompt in flood]
 
 
 def _result(bench: Bench) -> Result:
@@ -102,7 +105,7 @@ def _figure(trials: dict[str, Trial]) -> Figure:
         x, y = _flood(trial).ttft_ms.p50, _itl(trial).p99
         chosen = variant in (DEFAULT, "mixed")
         panel.plot([x], [y], "D" if chosen else "o", color=COLOURS[0 if variant == "mixed" else 1 if chosen else 2])
-        below = variant == DEFAULT  # which comes close to one of the others
+        below = variant == DEFAULT  # as close to one of the other variants
         at, name = (4, -9 if below else 3), variant.removeprefix("prefill_first, ")
         panel.annotate(name, (x, y), at, textcoords="offset points", fontsize=7)
     panel.set_xlim(left=0)

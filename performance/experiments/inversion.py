@@ -1,14 +1,18 @@
-"""Interactive users with short answers, and a lower class with long ones that has waited long enough to take turns."""
+"""Short interactive requests beside long ones of a lower class that have aged enough to be served."""
 
-import workload
-from matplotlib.figure import Figure
-from metrics import ServiceLevel, summarize
-from runner import Job, Load
+from __future__ import annotations
 
-from experiments import loads, measures
-from experiments.bench import Bench, Trial
-from experiments.plots import COLOURS, panels
-from experiments.results import Result, Table
+from typing import TYPE_CHECKING
+
+from experiments import measures
+from experiments.bench import Bench, Trial, make_job
+from experiments.results import COLOURS, Result, Table, panels
+from load_test import workload
+from load_test.metrics import ServiceLevel, summarize
+from load_test.runner import Job, Load
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 NUM_SLOTS = 16
 NUM_CLIENTS, NUM_SHORT, SHORT_OUTPUT_TOKENS = 32, 3000, 8
@@ -25,14 +29,14 @@ def run(bench: Bench) -> Result:
 
 
 def _jobs(bench: Bench) -> tuple[list[Job], list[Job]]:
-    """Short ones of class interactive, and long ones of class standard."""
+    """Return short jobs of class interactive, and long jobs of class standard."""
     questions = workload.choose(workload.load(workload.DEMO_QUESTIONS), NUM_QUESTIONS, bench.seed)
     short = [
-        loads.job(questions[number % len(questions)], "interactive", SHORT_OUTPUT_TOKENS, priority_class="interactive")
+        make_job(questions[number % len(questions)], "interactive", SHORT_OUTPUT_TOKENS, priority_class="interactive")
         for number in range(bench.count(NUM_SHORT))
     ]
     long = [
-        loads.job(questions[number % 16], "standard", LONG_OUTPUT_TOKENS, ignore_eos=True)
+        make_job(questions[number % 16], "standard", LONG_OUTPUT_TOKENS, ignore_eos=True)
         for number in range(bench.count(NUM_LONG))
     ]
     return short, long

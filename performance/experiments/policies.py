@@ -1,37 +1,39 @@
-"""The policies against each other, below and above what the server can do."""
+"""The scheduling policies against each other at 50, 90 and 120 % of the server's capacity."""
+
+from __future__ import annotations
 
 import random
 from collections.abc import Sequence
 from contextlib import ExitStack
+from typing import TYPE_CHECKING
 
-import workload
-from arrivals import poisson
-from matplotlib.figure import Figure
-from metrics import ServiceLevel, Summary, summarize
-from runner import Job
+from experiments import measures
+from experiments.bench import MIN_REQUESTS, Bench, Served, Trial, draw_groups, make_job
+from experiments.results import Result, Table, grouped_bars, legend_below, logarithmic, panels
+from load_test import workload
+from load_test.metrics import ServiceLevel, Summary, summarize
+from load_test.runner import Job, poisson
 
-from experiments import loads, measures
-from experiments.bench import MIN_REQUESTS, Bench, Served, Trial
-from experiments.plots import grouped_bars, legend_below, logarithmic, panels
-from experiments.results import Result, Table
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 POLICIES = ("prefill_first", "decode_first", "mixed", "throughput", "fcfs")
 NUM_SLOTS = 32
 NUM_QUESTIONS = 100
 NUM_FOR_CAPACITY = 200
 MAX_TOKENS = 500
-"""Longer than any right answer."""
+"""More than the tokens of any right answer."""
 LOADS = {0.5: 2.5, 0.9: 3.0, 1.2: 5.0}
 """Share of the capacity -> seconds of arrivals."""
 CLASSES = {"interactive": 0.2, "standard": 0.6, "batch": 0.2}
 LEVELS = {"interactive": ServiceLevel(1000, 100), "standard": ServiceLevel(5000, 200), "batch": ServiceLevel()}
-"""The promises of configs/serving.yaml."""
+"""Service levels of configs/serving.yaml."""
 PREFILL_MS, DECODE_MS = 2, 5
-"""What `throughput` reckons with: about the times of the demo model here."""
+"""Step times that `throughput` assumes, about those of the demo model."""
 
 
 def run(bench: Bench) -> Result:
-    with ExitStack() as stack:  # all servers at once: one load reaches the policies within a minute of each other
+    with ExitStack() as stack:  # all servers at once, so that a load reaches all policies within a minute
         servers = [stack.enter_context(bench.serve(policy, *_settings(policy))) for policy in POLICIES]
         capacity = _measure_capacity(servers[0])
         for share, seconds in LOADS.items():
@@ -53,19 +55,19 @@ def _settings(policy: str) -> list[str]:
 
 
 def _jobs(bench: Bench, num: int) -> list[Job]:
-    """Questions of all kinds, each asked to its end, with classes in random order."""
+    """Return questions of all kinds with classes in random order; no answer is cut off."""
     rng = random.Random(bench.seed)
     questions = workload.choose(workload.load(workload.DEMO_QUESTIONS), NUM_QUESTIONS, bench.seed)
     chosen = workload.choose(questions, num, bench.seed)
-    names = loads.shares(num, CLASSES, rng)
+    names = draw_groups(num, CLASSES, rng)
     return [
-        loads.job(question, name, min(MAX_TOKENS, workload.max_tokens(question, None)), priority_class=name)
+        make_job(question, name, min(MAX_TOKENS, workload.max_tokens(question, None)), priority_class=name)
         for question, name in zip(chosen, names, strict=True)
     ]
 
 
 def _measure_capacity(server: Served) -> float:
-    """Requests a second while all slots are taken."""
+    """Return the requests per second with all slots occupied."""
     jobs = server.referenced(_jobs(server.bench, server.bench.count(NUM_FOR_CAPACITY)))
     return measures.saturated_rate(server.run("capacity", jobs, [0.0] * len(jobs)).records)
 

@@ -1,20 +1,22 @@
-"""A tenant with a backlog of long prompts beside one who asks short questions."""
+"""A tenant with a backlog of long prompts beside a tenant with short questions."""
+
+from __future__ import annotations
 
 import asyncio
 import random
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import workload
-from arrivals import poisson
-from client import count_tokens
-from matplotlib.figure import Figure
-from metrics import ServiceLevel, Summary, summarize
-from runner import Job
+from experiments import measures
+from experiments.bench import Bench, Served, Trial, long_prompts, make_job, merge_schedules, short_questions
+from experiments.results import COLOURS, Result, Table, grouped_bars, logarithmic, panels
+from load_test import workload
+from load_test.api_client import count_tokens
+from load_test.metrics import ServiceLevel, Summary, summarize
+from load_test.runner import Job, poisson
 
-from experiments import loads, measures
-from experiments.bench import Bench, Served, Trial
-from experiments.plots import COLOURS, grouped_bars, logarithmic, panels
-from experiments.results import Result, Table
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 STEP_TOKENS = 512
 VARIANTS = {
@@ -41,27 +43,25 @@ def run(bench: Bench) -> Result:
             f"scheduler_config.max_prefill_tokens={STEP_TOKENS}",
             f"scheduler_config.tenant_fairness={fair}",
             f"scheduler_config.max_long_prefill_tokens={cap}",
-            "scheduler_config.prefix_caching=False",  # a prompt asked alone first must be computed again
+            "scheduler_config.prefix_caching=False",  # a prompt with a reference answer must be computed again
         )
         with bench.serve(variant, *settings) as server:
             long_jobs, short_jobs = (server.referenced(jobs) for jobs in _jobs(bench))
             num_prompt_tokens = num_prompt_tokens or _count_prompts(server, [*long_jobs, *short_jobs])
             arrivals_s = poisson(SHORT_RATE, len(short_jobs), bench.seed)
-            jobs, due_times_s = loads.merged((long_jobs, [0.0] * len(long_jobs)), (short_jobs, arrivals_s))
+            jobs, due_times_s = merge_schedules((long_jobs, [0.0] * len(long_jobs)), (short_jobs, arrivals_s))
             server.run("both tenants", jobs, due_times_s)
     return _result(bench, num_prompt_tokens, due_times_s[-1])
 
 
 def _jobs(bench: Bench) -> tuple[list[Job], list[Job]]:
-    """Of the tenant with long prompts, and of the one with short ones."""
+    """Return the jobs of the tenant with long prompts and of the tenant with short questions."""
     rng = random.Random(bench.seed)
     questions = workload.load(workload.DEMO_QUESTIONS)
-    backlog = loads.long_prompts(questions, bench.count(NUM_LONG), LONG_WORDS, rng)
-    long_jobs = [loads.job(prompt, "long", LONG_OUTPUT_TOKENS, user="long", ignore_eos=True) for prompt in backlog]
-    short = workload.choose(
-        loads.short_questions(questions), bench.count(round(SHORT_RATE * SHORT_SECONDS)), bench.seed
-    )
-    short_jobs = [loads.job(prompt, "short", workload.max_tokens(prompt, None), user="short") for prompt in short]
+    backlog = long_prompts(questions, bench.count(NUM_LONG), LONG_WORDS, rng)
+    long_jobs = [make_job(prompt, "long", LONG_OUTPUT_TOKENS, user="long", ignore_eos=True) for prompt in backlog]
+    short = workload.choose(short_questions(questions), bench.count(round(SHORT_RATE * SHORT_SECONDS)), bench.seed)
+    short_jobs = [make_job(prompt, "short", workload.max_tokens(prompt, None), user="short") for prompt in short]
     return long_jobs, short_jobs
 
 
@@ -100,7 +100,7 @@ def _result(bench: Bench, num_prompt_tokens: dict[str, int], window_s: float) ->
         f"One tenant sends {len(groups['long'])} prompts of {mean_long:,.0f} tokens (mean) at once, "
         f"{LONG_OUTPUT_TOKENS} output tokens each; the other {len(groups['short'])} short questions, Poisson at "
         f"{SHORT_RATE:g}/s. Steps of {STEP_TOKENS} tokens, {NUM_SLOTS} slots, no prefix caching; capped: a long prompt "
-        f"takes at most {STEP_TOKENS // 2} tokens of a step while others wait."
+        f"takes at most {STEP_TOKENS // 2} tokens of a step while other requests wait."
     )
     figure = _figure(trials, num_prompt_tokens)
     return Result("A tenant of long prompts beside one of short ones", load, {"Both tenants:": table}, figure)

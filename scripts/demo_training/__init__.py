@@ -1,1 +1,1 @@
-"""Parts of `scripts/train_demo_model.py`: configuration, tokenizer, batches, network, accuracy."""
+"""Parts of `scripts/train_demo_model.py`: questions, configuration, tokenizer, batches, network, accuracy."""

@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 
 import torch
-from llm_serving.demo_model.question import Question
-from llm_serving.demo_model.tasks import LONG_KINDS, SHORT_KINDS, generate_questions
 
 from demo_training.batches import make_batch
 from demo_training.network import Llama
+from demo_training.question import Question
+from demo_training.tasks import LONG_KINDS, SHORT_KINDS, generate_questions
 from demo_training.tokenizer import Encoder
 
 

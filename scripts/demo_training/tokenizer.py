@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import sentencepiece
-from llm_serving.demo_model.question import Question
-from llm_serving.demo_model.tasks import generate_questions
 
 from demo_training.configuration import BOS_ID, EOS_ID, PAD_ID, SEED, VOCAB_SIZE
+from demo_training.question import Question
+from demo_training.tasks import generate_questions
 
 # No task uses them, people asking about lists do.
 MORE_WORDS = {"occur", "often"}

@@ -1,4 +1,4 @@
-"""A server that speaks both routes, in a thread of its own, with answers known beforehand."""
+"""A fake server with both routes and fixed answers, in a thread of its own."""
 
 import asyncio
 import contextlib

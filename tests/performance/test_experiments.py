@@ -6,16 +6,25 @@ import random
 from dataclasses import replace
 
 import pytest
-from client import GenerationOptions
-from experiments import first_tokens, loads, measures
-from experiments.bench import Bench, Served, Trial
+from experiments import measures
+from experiments.bench import (
+    Bench,
+    Served,
+    ServerError,
+    Trial,
+    draw_groups,
+    long_prompts,
+    make_job,
+    merge_schedules,
+    parse_counters,
+    short_questions,
+)
 from experiments.results import Table, cell, document
-from experiments.server import ServerError, parse_counters
-from http_client import HttpClient
-from metrics import ServiceLevel
-from records import Attempt, RequestRecord
-from runner import Load, run_load
-from workload import Prompt
+from load_test.api_client import GenerationOptions
+from load_test.http_client import HttpClient
+from load_test.metrics import Attempt, RequestRecord, ServiceLevel
+from load_test.runner import Load, run_load
+from load_test.workload import Prompt
 
 QUESTIONS = [Prompt("Sort these words: sail rocket beach.", "beach rocket sail"), Prompt("Add 1 and 2.", "3")]
 
@@ -25,32 +34,32 @@ def make_record(task: str, *token_times_s: float, prompt: str = "p") -> RequestR
     return RequestRecord(0, prompt, task, None, 0.0, 0.0, end_s, token_times_s, len(token_times_s))
 
 
-def test_shares_are_met_to_the_request_and_the_rest_goes_to_the_largest_remainder():
-    names = loads.shares(17, {"short": 0.1, "medium": 0.8, "long": 0.1}, random.Random(1))
+def test_draw_groups_rounds_by_largest_remainder():
+    names = draw_groups(17, {"short": 0.1, "medium": 0.8, "long": 0.1}, random.Random(1))
     assert {name: names.count(name) for name in set(names)} == {"short": 2, "medium": 13, "long": 2}
-    names = loads.shares(16, {"short": 0.1, "medium": 0.8, "long": 0.1}, random.Random(1))
+    names = draw_groups(16, {"short": 0.1, "medium": 0.8, "long": 0.1}, random.Random(1))
     assert {name: names.count(name) for name in set(names)} == {"short": 2, "medium": 13, "long": 1}
 
 
-def test_shares_come_in_an_order_that_the_seed_decides():
+def test_draw_groups_order_follows_the_seed():
     weights = {"a": 1.0, "b": 1.0}
-    assert loads.shares(40, weights, random.Random(1)) == loads.shares(40, weights, random.Random(1))
-    assert loads.shares(40, weights, random.Random(1)) != loads.shares(40, weights, random.Random(2))
+    assert draw_groups(40, weights, random.Random(1)) == draw_groups(40, weights, random.Random(1))
+    assert draw_groups(40, weights, random.Random(1)) != draw_groups(40, weights, random.Random(2))
 
 
 def test_long_prompts_differ_from_the_first_word_on():
-    prompts = loads.long_prompts(QUESTIONS, 4, 50, random.Random(3))
+    prompts = long_prompts(QUESTIONS, 4, 50, random.Random(3))
     assert [len(prompt.text.split()) for prompt in prompts] == [50] * 4
     assert len({prompt.text.split()[0] for prompt in prompts}) == 4
 
 
 def test_short_questions_are_those_with_short_right_answers():
-    assert loads.short_questions(QUESTIONS) == [QUESTIONS[1]]
+    assert short_questions(QUESTIONS) == [QUESTIONS[1]]
 
 
 def test_streams_are_merged_in_order_of_time():
-    a, b = loads.job(QUESTIONS[0], "a", 5), loads.job(QUESTIONS[1], "b", 5, user="b")
-    jobs, due_times_s = loads.merged(([a, a], [0.0, 2.0]), ([b], [1.0]))
+    a, b = make_job(QUESTIONS[0], "a", 5), make_job(QUESTIONS[1], "b", 5, user="b")
+    jobs, due_times_s = merge_schedules(([a, a], [0.0, 2.0]), ([b], [1.0]))
     assert [job.prompt.task for job in jobs] == ["a", "b", "a"]
     assert due_times_s == [0.0, 1.0, 2.0]
 
@@ -96,8 +105,8 @@ def test_counters_are_summed_over_their_labels():
     assert parse_counters(text) == {"a_total": 3.0, "b_total": 5.0}
 
 
-def test_fields_of_one_request_go_into_its_body_alone(fake_server):
-    jobs = [loads.job(QUESTIONS[1], "interactive", 2, priority_class="interactive"), loads.job(QUESTIONS[1], "none", 2)]
+def test_fields_of_a_job_are_only_in_its_own_body(fake_server):
+    jobs = [make_job(QUESTIONS[1], "interactive", 2, priority_class="interactive"), make_job(QUESTIONS[1], "none", 2)]
     options = GenerationOptions("openai", "demo")
     http = HttpClient("127.0.0.1", fake_server.port)
     run = asyncio.run(run_load(http, options, jobs, Load(), lambda _: None))
@@ -111,10 +120,10 @@ def served(fake_server):
     return Served(Bench("demo", 1), "variant", http, GenerationOptions("openai", "demo"))
 
 
-def test_each_prompt_is_asked_alone_once_and_its_answer_is_what_the_load_must_give(served, fake_server):
+def test_reference_answers_are_generated_once_and_expected_under_load(served, fake_server):
     fake_server.answers["Add 1 and 2."] = "3"
     fake_server.cpu_s = 7.0
-    jobs = [loads.job(question, "g", 5) for question in QUESTIONS]
+    jobs = [make_job(question, "g", 5) for question in QUESTIONS]
     jobs = served.referenced(served.referenced(jobs + jobs))
     assert [body["prompt"] for body in fake_server.bodies] == [question.text for question in QUESTIONS]
     assert [job.prompt.expected for job in jobs] == ["ok", "3", "ok", "3"]
@@ -128,10 +137,10 @@ def test_each_prompt_is_asked_alone_once_and_its_answer_is_what_the_load_must_gi
 
 def test_a_reference_that_fails_ends_the_experiment(served):
     with pytest.raises(ServerError, match="the reference run failed"):
-        served.referenced([loads.job(Prompt("break"), "g", 5)])
+        served.referenced([make_job(Prompt("break"), "g", 5)])
 
 
-def test_a_broken_bound_or_a_restart_is_not_right():
+def test_a_broken_bound_or_a_restart_fails_the_experiment():
     def bench(violations: int, restarts: int) -> Bench:
         totals = {
             "llm_serving:bound_violations_total": float(violations),
@@ -162,31 +171,31 @@ def make_refused(predicted_s: float, *attempts: tuple[float, float | None], firs
     return replace(make_record("t", first_token_s, first_token_s + 1), attempts=sent)
 
 
-def test_refusals_count_those_who_obey_and_what_they_were_told():
+def test_refusals_report_first_retries_and_predictions():
     records = [
         make_refused(0.5, (0.0, None), first_token_s=0.4),
         make_refused(3.0, (1.0, 2.0), (3.0, None), first_token_s=5.0),
         make_refused(4.0, (1.0, 2.0), (3.0, 1.0), (4.0, None), first_token_s=3.0 + 6.0),
         make_record("t", 1.0),
     ]
-    assert measures.first_time_share(records) == 0.5
-    assert measures.told_and_waited(records) == [(0.5, 0.4), (3.0, 2.0), (4.0, 5.0)]
-    assert measures.told_and_returned(records) == [(3.0, 4.0), (4.0, 8.0)]
+    assert measures.first_retry_share(records) == 0.5
+    assert measures.predicted_after_admission(records) == [(0.5, 0.4), (3.0, 2.0), (4.0, 5.0)]
+    assert measures.predicted_after_refusal(records) == [(3.0, 4.0), (4.0, 8.0)]
 
 
-def test_the_worst_predictions_are_told_with_where_the_time_went():
+def test_worst_predictions_name_the_phase_that_took_the_time():
     def parts(**ms: float) -> dict[str, object]:
         first = {"predicted_ms": 100.0, "real_ms": sum(ms.values())}
         return {"first_token": first, "parts": [{"what": what, "ms": each} for what, each in ms.items()]}
 
-    def came(first_token_s: float, **ms: float) -> first_tokens.FirstToken:
-        return first_tokens.parse(make_refused(0.1, (1.0, None), first_token_s=1.0 + first_token_s), parts(**ms))
+    def came(first_token_s: float, **ms: float) -> measures.FirstToken:
+        return measures.parse(make_refused(0.1, (1.0, None), first_token_s=1.0 + first_token_s), parts(**ms))
 
     inside = came(0.5, tokenizing=1, inbox=40, queued=350, device=10, prefill=50, decode=7000)
     assert (inside.seen_s, inside.factor) == (pytest.approx(0.5), pytest.approx(5.0))
     assert inside.spent_s == {
-        "at its door": pytest.approx(0.001),
-        "steps under way": pytest.approx(0.05),
+        "admission": pytest.approx(0.001),
+        "running steps": pytest.approx(0.05),
         "queue": pytest.approx(0.35),
         "own step": pytest.approx(0.05),
     }
@@ -194,10 +203,10 @@ def test_the_worst_predictions_are_told_with_where_the_time_went():
     assert outside.real_s == pytest.approx(0.09)
     assert [each.cause for each in (inside, outside, came(0.05, prefill=50))] == [
         "queue",
-        first_tokens.OUTSIDE,
-        first_tokens.SOONER,
+        measures.OUTSIDE,
+        measures.SOONER,
     ]
-    assert first_tokens.worst([outside, inside, *[came(0.1, prefill=100)] * 198]) == [inside, outside]
+    assert measures.worst_predictions([outside, inside, *[came(0.1, prefill=100)] * 198]) == [inside, outside]
 
 
 def test_a_prediction_errs_by_a_share_and_by_a_factor_either_way():

@@ -1,17 +1,17 @@
-"""The table of how steps grow, from made-up times; and a step that a cache of zeros takes."""
+"""Steps and limits of the growth benchmark."""
 
 from __future__ import annotations
 
 import math
 
-import growth
 import pytest
-from machine_limits import Limits, StepCost
+from benchmarks import growth
+from harness.machine_limits import Limits, StepCost
 from support.fake_runner import FakeRunner
 from support.fakes import DEMO_SPEC
 
 
-def test_each_place_has_its_time_and_its_share_of_the_limit() -> None:
+def test_the_table_has_times_and_shares_of_the_limit() -> None:
     points = [
         growth.Point(1, 128, 0.002, 0.001),
         growth.Point(1, 2048, 0.004, 0.003),
@@ -34,7 +34,7 @@ def test_the_limit_is_reading_for_few_and_computing_for_many() -> None:
 
 
 @pytest.mark.parametrize(("running", "context"), [(1, 1), (3, 16), (2, 17)])
-def test_every_request_gets_a_token_behind_its_context(running: int, context: int) -> None:
+def test_every_request_decodes_one_token_behind_its_context(running: int, context: int) -> None:
     num_blocks = running * math.ceil(context / growth.BLOCK_SIZE)
     runner = FakeRunner(num_blocks, growth.BLOCK_SIZE)
     runner._guard._cache.num_written[:] = growth.BLOCK_SIZE

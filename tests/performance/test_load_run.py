@@ -1,4 +1,4 @@
-"""The command from end to end, against the fake server."""
+"""The load test from end to end, against a fake server."""
 
 import ast
 import json
@@ -92,7 +92,7 @@ def test_the_warm_up_is_sent_but_not_counted(run, fake_server, capsys):
     assert re.search(r"^requests +3$", capsys.readouterr().out, re.M)
 
 
-def test_the_cpu_time_of_the_server_is_told_for_each_token(run, fake_server, capsys):
+def test_the_report_has_server_cpu_time_per_token(run, fake_server, capsys):
     run([item("Count", "one two three")], "--concurrency", "1", "--api", "openai")
     assert "server CPU              - (no process_cpu_seconds_total in /metrics)" in capsys.readouterr().out
     fake_server.cpu_s = 7.0
@@ -108,7 +108,7 @@ def test_goodput_at_given_targets(run, capsys):
     assert f"goodput                 {requests_per_s} requests/s with TTFT <= 60000 ms and TPOT <= 60000 ms" in output
 
 
-def test_a_made_prompt_set_of_the_same_seed_asks_the_same(run, fake_server):
+def test_a_generated_prompt_set_follows_its_seed(run, fake_server):
     options = ("-X", "500", "--num-requests", "4", "--dataset", "alpaca-like", "--seed", "9")
     run([item("unused")], *options)
     run([item("unused")], *options)
@@ -117,7 +117,7 @@ def test_a_made_prompt_set_of_the_same_seed_asks_the_same(run, fake_server):
     assert len(set(inputs[:4])) == 4
 
 
-def test_a_run_that_cannot_begin(run, fake_server, capsys):
+def test_a_run_that_cannot_start(run, fake_server, capsys):
     assert run([item("Hello")], "--concurrency", "1", "--model", "gpt") == 2
     assert "error: `--model` must be one of demo, llama2, internlm. Given: gpt" in capsys.readouterr().err
     assert run([], "--concurrency", "1") == 2
@@ -151,8 +151,8 @@ def test_options_that_contradict_each_other(options, message, capsys):
 def test_a_terminal_gets_a_progress_bar():
     import io
 
-    from records import RequestRecord
-    from report import ProgressBar
+    from load_test.metrics import RequestRecord
+    from load_test.report import ProgressBar
 
     class Terminal(io.StringIO):
         def isatty(self):

@@ -1,8 +1,17 @@
 """What a step costs at least, worked out by hand for a small model, and the limits of the machine."""
 
 import pytest
+from harness import machine_limits
+from harness.machine_limits import (
+    Limits,
+    LostCores,
+    LostCoresMeter,
+    StepCost,
+    arithmetic_peak,
+    decode_seconds,
+    prompt_seconds,
+)
 from llm_serving.models.spec import ModelSpec
-from machine_limits import Limits, StepCost, arithmetic_peak, decode_seconds, prompt_seconds
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -78,3 +87,16 @@ def test_decoding_reads_a_growing_context():
 def test_the_arithmetic_peak_is_that_of_a_processor(dtype):
     pytest.importorskip("llm_serving.kernels.library")
     assert 1e8 < arithmetic_peak(dtype) < 1e15
+
+
+def test_lost_cores_exclude_this_process(monkeypatch):
+    readings = iter([(100.0, 10.0, 7.0), (109.0, 14.0, 8.0)])
+    monkeypatch.setattr(machine_limits, "_cpu_seconds", lambda: next(readings))
+    monkeypatch.setattr(machine_limits.time, "perf_counter", iter([50.0, 60.0]).__next__)
+    meter = LostCoresMeter()
+    assert meter.read() == LostCores(programs=pytest.approx(0.5), host=pytest.approx(0.1))
+
+
+def test_lost_cores_can_be_read_on_this_machine():
+    lost = LostCoresMeter().read()
+    assert lost.programs >= 0 and lost.host >= 0

@@ -1,4 +1,4 @@
-import make_model
+from benchmarks import make_model
 from llm_serving.text.tokenizer.detokenizer import IncrementalDetokenizer
 from llm_serving.text.tokenizer.tokenizer import Tokenizer
 

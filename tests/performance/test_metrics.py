@@ -5,8 +5,16 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from metrics import Distribution, ExactMatch, ServiceLevel, exact_match, exact_match_by_task, percentile, summarize
-from records import RequestRecord
+from load_test.metrics import (
+    Distribution,
+    ExactMatch,
+    RequestRecord,
+    ServiceLevel,
+    exact_match,
+    exact_match_by_task,
+    percentile,
+    summarize,
+)
 
 
 def make_record(**fields: Any) -> RequestRecord:

@@ -1,10 +1,13 @@
 import asyncio
+import statistics
+from itertools import pairwise
 
-from client import GenerationOptions
-from http_client import HttpClient
-from records import RequestRecord
-from runner import Job, Load, plan, run_load
-from workload import Prompt
+from load_test import runner
+from load_test.api_client import GenerationOptions
+from load_test.http_client import HttpClient
+from load_test.metrics import RequestRecord
+from load_test.runner import Job, Load, plan, run_load
+from load_test.workload import Prompt
 
 OPTIONS = GenerationOptions("openai", "demo")
 
@@ -41,3 +44,85 @@ def test_each_distinct_reference_is_counted_once_and_not_at_all_where_the_server
     fake_server.has_tokenizer = False
     assert [job.max_tokens for job in asyncio.run(plan(http, prompts, None))] == [9, 9, 9, 300]
     assert [job.max_tokens for job in asyncio.run(plan(http, prompts, 5))] == [5, 5, 5, 5]
+
+
+def test_poisson_is_a_function_of_its_seed():
+    assert runner.poisson(10, 50, seed=3) == runner.poisson(10, 50, seed=3)
+    assert runner.poisson(10, 50, seed=3) != runner.poisson(10, 50, seed=4)
+
+
+def test_a_longer_poisson_schedule_begins_with_the_shorter_one():
+    assert runner.poisson(2, 100, seed=1)[:10] == runner.poisson(2, 10, seed=1)
+
+
+def test_poisson_gaps_have_the_mean_and_the_spread_of_an_exponential():
+    gaps = [b - a for a, b in pairwise([0.0, *runner.poisson(10, 20_000, seed=1)])]
+    assert all(gap >= 0 for gap in gaps)
+    # The standard error of the mean of 20,000 exponential gaps is 0.7 %; of their deviation 1 %.
+    assert abs(statistics.fmean(gaps) / 0.1 - 1) < 0.03
+    assert abs(statistics.stdev(gaps) / 0.1 - 1) < 0.04
+
+
+def test_fixed_gaps():
+    assert runner.fixed(4, 5) == [0.0, 0.25, 0.5, 0.75, 1.0]
+
+
+def test_bursts_keep_the_mean_rate():
+    assert runner.burst(2, 7, burst_size=3) == [0.0, 0.0, 0.0, 1.5, 1.5, 1.5, 3.0]
+
+
+def test_open_loop_sends_each_request_without_waiting_for_answers():
+    sent: list[int] = []
+
+    async def run() -> None:
+        all_sent = asyncio.Event()
+
+        async def send(index: int, due: float) -> None:
+            sent.append(index)
+            if len(sent) == 4:
+                all_sent.set()
+            await all_sent.wait()  # nobody is answered before everybody has sent
+
+        await runner.open_loop([0.0, 0.0, 0.001, 0.002], send)
+
+    asyncio.run(run())
+    assert sent == [0, 1, 2, 3]
+
+
+def test_open_loop_passes_the_due_time_of_each_request():
+    dues: list[float] = []
+
+    async def send(index: int, due: float) -> None:
+        dues.append(due)
+
+    asyncio.run(runner.open_loop([0.0, 0.0, 0.003], send))
+    assert dues[1] == dues[0]
+    assert round(dues[2] - dues[0], 9) == 0.003
+
+
+def test_closed_loop_keeps_exactly_the_given_concurrency():
+    outstanding = 0
+    seen: list[int] = []
+    indices: list[int] = []
+
+    async def send(index: int, due: float) -> None:
+        nonlocal outstanding
+        outstanding += 1
+        await asyncio.sleep(0)
+        seen.append(outstanding)
+        outstanding -= 1
+        indices.append(index)
+
+    asyncio.run(runner.closed_loop(10, 3, send))
+    assert sorted(indices) == list(range(10))
+    assert max(seen) == 3
+
+
+def test_closed_loop_with_more_clients_than_requests():
+    indices: list[int] = []
+
+    async def send(index: int, due: float) -> None:
+        indices.append(index)
+
+    asyncio.run(runner.closed_loop(2, 100, send))
+    assert indices == [0, 1]

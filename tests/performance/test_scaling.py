@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 import pytest
-from llm_serving.whatif.profile import read_profile
-from scaling import PUBLISHED, load, play, shares_of_masters, with_master
+from benchmarks.scaling import PUBLISHED, load, play, shares_of_masters, with_master
+from llm_serving_simulator.profile import read_profile
 
 
 def test_a_master_that_takes_too_long_for_a_token_slows_all_its_replicas() -> None:
@@ -27,13 +27,13 @@ def test_threads_of_one_interpreter_wait_for_each_other() -> None:
 
 
 @pytest.mark.parametrize("exponent", [0.0, 1.0])
-def test_all_that_is_asked_for_goes_to_some_master(exponent: float) -> None:
+def test_masters_share_the_whole_load(exponent: float) -> None:
     shares = shares_of_masters(16, exponent)
     assert len(shares) == 16
     assert sum(shares) == pytest.approx(16)
     assert shares == sorted(shares)
 
 
-def test_a_tenant_who_asks_for_a_tenth_of_all_is_too_much_for_one_of_many_masters() -> None:
+def test_a_large_tenant_overloads_one_of_many_masters() -> None:
     assert shares_of_masters(64, 0.0)[-1] < 1.6
     assert shares_of_masters(64, 1.0)[-1] > 5

@@ -1,10 +1,9 @@
 import json
 import statistics
 
-import alpaca_like
 import pytest
-import workload
-from workload import DatasetError, Prompt
+from load_test import workload
+from load_test.workload import DatasetError, Prompt
 
 
 def test_a_prompt_is_the_instruction_then_the_input(tmp_path):
@@ -47,7 +46,7 @@ def test_a_bad_prompt_set_names_file_item_and_rule(tmp_path, content, message):
 
 
 def test_a_missing_prompt_set_says_how_to_make_one(tmp_path):
-    with pytest.raises(DatasetError, match=r"No such file or directory. `python alpaca_like.py --out FILE` makes one"):
+    with pytest.raises(DatasetError, match=r"No such file or directory. `--dataset alpaca-like` generates one"):
         workload.load(tmp_path / "none.json")
 
 
@@ -76,12 +75,12 @@ def test_max_tokens(prompt, num_reference_tokens, expected):
 
 
 def test_alpaca_like_prompts_are_a_function_of_their_seed():
-    assert alpaca_like.generate(20, seed=1) == alpaca_like.generate(20, seed=1)
-    assert alpaca_like.generate(20, seed=1) != alpaca_like.generate(20, seed=2)
+    assert workload.generate_alpaca_like(20, seed=1) == workload.generate_alpaca_like(20, seed=1)
+    assert workload.generate_alpaca_like(20, seed=1) != workload.generate_alpaca_like(20, seed=2)
 
 
 def test_alpaca_like_lengths():
-    items = alpaca_like.generate(5000, seed=1)
+    items = workload.generate_alpaca_like(5000, seed=1)
     outputs = [len(item["output"].split()) for item in items]
     assert 33 <= statistics.median(outputs) <= 39
     assert min(outputs) >= 1

@@ -6,20 +6,18 @@ import random
 import re
 import string
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jinja2
 import pytest
 import sentencepiece
+from demo_training import facts
+from demo_training.question import ADJECTIVES, DAYS, MONTHS, NATO, VERBS, WORDS, Question
+from demo_training.tasks import KINDS, LONG_KINDS, generate_questions, question_set
 from hypothesis import given
 from hypothesis import strategies as st
-from llm_serving.demo_model import facts, tasks, word_lists
-from llm_serving.demo_model.question import Question
-from llm_serving.demo_model.tasks import KINDS, LONG_KINDS, generate_questions, question_set
 from safetensors import safe_open
-
-FOLDER = Path(tasks.__file__).parent
+from support.fakes import DEMO_FOLDER as FOLDER
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +109,7 @@ def times_table(question: Question) -> str:
 def nato_alphabet(question: Question) -> str:
     found = re.search(r"from ([A-Z]) to ([A-Z])", question.prompt)
     first, last = found.groups() if found else ("A", "Z")
-    return "\n".join(f"{word[0]} as in {word}" for word in word_lists.NATO if first <= word[0] <= last)
+    return "\n".join(f"{word[0]} as in {word}" for word in NATO if first <= word[0] <= last)
 
 
 def months(question: Question) -> str:
@@ -230,7 +228,7 @@ def test_tokenizer_keeps_newlines_and_splits_digits(processor: sentencepiece.Sen
 
 
 def test_every_word_is_one_token(processor: sentencepiece.SentencePieceProcessor) -> None:
-    words = [*word_lists.WORDS, *word_lists.ADJECTIVES, *word_lists.VERBS, *word_lists.DAYS, *word_lists.MONTHS]
+    words = [*WORDS, *ADJECTIVES, *VERBS, *DAYS, *MONTHS]
     assert [word for word in words if len(processor.encode(word)) != 1] == []
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -10,11 +11,12 @@ from pathlib import Path
 import llm_serving.demo_model
 import pytest
 from llm_serving.core.request import FinishReason
-from llm_serving.receipts import receipt as receipts
-from llm_serving.receipts.contents import ModelFiles, content_hashes
-from llm_serving.receipts.seal import opened
+from llm_serving.errors import ConfigError
+from llm_serving.executor.model_files import ModelFiles, content_hashes
 from llm_serving.server import openai_requests
-from llm_serving.server import receipts as server_receipts
+from llm_serving.server.receipts import ReceiptHook
+from llm_serving_receipts import issuer, receipt
+from llm_serving_receipts.receipt import open_receipt
 from support.fakes import FakeEngine, Piece, Script
 from support.server_client import error_of, events, post
 
@@ -31,7 +33,7 @@ def engine():
 
 
 def the_receipt(content):
-    found = opened(content)
+    found = open_receipt(content)
     assert found.altered == ()
     return found.receipt
 
@@ -81,12 +83,12 @@ def test_a_stream_has_it_in_its_last_piece(engine, path, usage):
 def test_a_long_one_at_the_end_of_a_stream_is_sealed_beside_the_event_loop(engine, path, most, is_beside, monkeypatch):
     threads = []
 
-    def sealed(receipt):
+    def seal(receipt):
         threads.append(threading.current_thread())
-        return seal(receipt)
+        return original(receipt)
 
-    seal = server_receipts.sealed
-    monkeypatch.setattr(server_receipts, "sealed", sealed)
+    original = issuer.seal
+    monkeypatch.setattr(issuer, "seal", seal)
     monkeypatch.setattr(openai_requests, "MAX_INLINE_TOKENS", most)
     ask = {"prompt": "hello"} if path == "/v1/completions" else {"messages": MESSAGES}
     *_, last, _ = events(post(engine, path, ask | {"stream": True, "receipt": True}))
@@ -125,12 +127,12 @@ def test_what_failed_has_none(engine):
 
 
 def test_one_that_would_be_too_long_is_refused(engine, monkeypatch):
-    monkeypatch.setattr(server_receipts, "MAX_TOKENS", 40)
+    monkeypatch.setattr(issuer, "MAX_TOKENS", 40)
     body = {"prompt": "x", "receipt": True, "max_tokens": 20, "n": 2}
     response = post(engine, "/v1/completions", body)
     assert (response.status_code, error_of(response)["param"]) == (400, "receipt")
     assert engine.submitted == []
-    assert receipts.MAX_TOKENS == 2**18
+    assert receipt.MAX_TOKENS == 2**18
 
 
 def test_the_configuration_may_have_none(engine):
@@ -140,22 +142,41 @@ def test_the_configuration_may_have_none(engine):
     assert (response.status_code, error_of(response)["param"]) == (400, "receipt")
 
 
-def test_files_that_were_exchanged_have_none(engine, tmp_path):
+def test_files_that_were_exchanged_have_none(engine, tmp_path, monkeypatch):
     for file in DEMO.iterdir():
         if file.is_file() and file.suffix != ".py":
             (tmp_path / file.name).write_bytes(file.read_bytes())
     engine.config = replace(engine.config, model=replace(engine.config.model, model_path=tmp_path))
-    original = server_receipts.ModelFiles.check
+    original = ModelFiles.check
 
     def exchanged(files):
         with (tmp_path / "model.safetensors").open("ab") as file:
             file.write(b"x")
         original(files)
 
-    server_receipts.ModelFiles.check = exchanged
-    try:
-        response = post(engine, "/v1/completions", {"prompt": "x", "receipt": True})
-    finally:
-        server_receipts.ModelFiles.check = original
+    monkeypatch.setattr(ModelFiles, "check", exchanged)
+    response = post(engine, "/v1/completions", {"prompt": "x", "receipt": True})
     assert response.status_code == 503
     assert "has changed" in error_of(response)["message"]
+
+
+@pytest.fixture
+def without_package(monkeypatch):
+    monkeypatch.setitem(sys.modules, "llm_serving_receipts.issuer", None)
+
+
+def test_a_missing_package_is_named_to_a_client_that_asks_for_a_receipt(engine, without_package):
+    assert post(engine, "/v1/completions", {"prompt": "x"}).status_code == 200
+    response = post(engine, "/v1/completions", {"prompt": "x", "receipt": True})
+    assert response.status_code == 503
+    assert "needs the package llm_serving_receipts, which is not installed" in error_of(response)["message"]
+
+
+def test_a_missing_package_is_named_before_a_server_that_hashes_at_start_loads_its_model(engine, without_package):
+    serving = replace(engine.config.serving, receipts="at_start")
+    with pytest.raises(ConfigError, match="needs the package llm_serving_receipts, which is not installed"):
+        ReceiptHook(replace(engine.config, serving=serving))
+
+
+def test_the_package_is_not_loaded_before_a_receipt_is_asked_for(engine, without_package):
+    ReceiptHook(engine.config).start()

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import argparse
 import errno
+import importlib
 import io
 import os
 import select
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from llm_serving.cli import (
-    advice,
     background,
     chat,
     cluster,
@@ -22,40 +23,77 @@ from llm_serving.cli import (
     export,
     hash_key,
     models,
-    profile,
     quantize,
     reload,
     replay,
     run_batch,
     serve,
     timeline,
-    tune,
-    verify,
     version,
-    whatif,
 )
-from llm_serving.cli.arguments import EXIT_FAILED
+from llm_serving.cli.arguments import EXIT_FAILED, Subcommands
 from llm_serving.cli.launcher import StartError
 from llm_serving.errors import ConfigError, LLMServingError, NoWorkAgentsError
+
+SIMULATOR: Final = "llm_serving_simulator.commands"
+RECEIPTS: Final = "llm_serving_receipts"
+"""Packages that import this one and may be missing."""
+
+
+@dataclass(frozen=True)
+class PackageCommand:
+    """A subcommand of another package, whose module is imported only when the subcommand is called."""
+
+    name: str
+    package: str
+    """Package that has the module of the subcommand's name."""
+    help: str
+
+    def add_to(self, commands: Subcommands) -> None:
+        """Add the subcommand with its arguments.
+
+        Raises:
+            ConfigError: The package is not installed.
+        """
+        package = self.package.partition(".")[0]
+        try:
+            module = importlib.import_module(f"{self.package}.{self.name}")
+        except ModuleNotFoundError as error:
+            if error.name is None or error.name.partition(".")[0] != package:
+                raise
+            raise ConfigError(
+                f"`llm-serving {self.name}` needs the package {package}, which is not installed"
+            ) from None
+        parser = commands.add_parser(self.name, help=self.help, allow_abbrev=False)
+        module.add_arguments(parser)
+
 
 COMMANDS: Final = (
     serve,
     background,
     run_batch,
-    verify,
+    PackageCommand("verify", RECEIPTS, "compute the responses of receipts again and report differences"),
     models,
     convert,
     quantize,
     export,
     replay,
     timeline,
-    profile,
-    whatif,
-    tune,
+    PackageCommand("profile", SIMULATOR, "measure how long steps take on this machine, for whatif and tune"),
+    PackageCommand(
+        "whatif",
+        SIMULATOR,
+        "simulate configurations on a workload: the shipping scheduler under a virtual clock",
+    ),
+    PackageCommand("tune", SIMULATOR, "search for the configuration that meets an objective best, in simulations"),
     chat,
     cluster,
     reload,
-    advice,
+    PackageCommand(
+        "advice",
+        SIMULATOR,
+        "ask a running server which other values would have served its last minutes better",
+    ),
     config,
     hash_key,
     version,
@@ -84,9 +122,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code, one of `EXIT_CODES`.
     """
     _open_standard_streams()
-    arguments = _parser().parse_args(argv)
-    _allow_every_character()
     try:
+        arguments = _parser(_command_of(sys.argv[1:] if argv is None else argv)).parse_args(argv)
+        _allow_every_character()
         code = int(arguments.run(arguments))
         _flush_output()
         return code
@@ -151,7 +189,18 @@ def _failed(error: LLMServingError, exit_code: int) -> int:
     return exit_code
 
 
-def _parser() -> argparse.ArgumentParser:
+def _command_of(argv: Sequence[str]) -> str:
+    """Return the name of the subcommand that these arguments call; empty: none."""
+    return next((each for each in argv if not each.startswith("-")), "")
+
+
+def _parser(called: str | None = None) -> argparse.ArgumentParser:
+    """Build the parser of all subcommands.
+
+    Args:
+        called: The subcommand that is called; modules of other packages' subcommands are not imported, and
+            their arguments are missing. None: every subcommand has its arguments.
+    """
     parser = argparse.ArgumentParser(
         prog="llm-serving",
         description="LLM serving on MindSpore.",
@@ -161,7 +210,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for each in COMMANDS:
-        each.add_to(commands)
+        if isinstance(each, PackageCommand) and called not in (None, each.name):
+            commands.add_parser(each.name, help=each.help)
+        else:
+            each.add_to(commands)
     _describe(parser)
     return parser
 

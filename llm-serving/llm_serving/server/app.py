@@ -51,7 +51,7 @@ from llm_serving.server.middleware.rate_limits import quotas_of, reload_quotas
 from llm_serving.server.middleware.tracing import Tracer, send_to
 from llm_serving.server.open_files import OpenFiles
 from llm_serving.server.openapi import openapi_document
-from llm_serving.server.receipts import ModelHashes
+from llm_serving.server.receipts import ReceiptHook
 from llm_serving.server.response_store import ResponseStore
 from llm_serving.server.routes import ENDPOINTS
 from llm_serving.server.schemas import ErrorDetail, ErrorResponse
@@ -107,7 +107,7 @@ def build_site(
     routes = Application(
         [*(endpoint.route(engine) for endpoint in ENDPOINTS), Route(OPENAPI_PATH, show_openapi), *page],
         ResponseStore(shares_of(engine, "response_store_bytes")),
-        ModelHashes(engine.config),
+        ReceiptHook(engine.config),
         LiveFeed(
             engine.lookup,
             engine.metrics,
@@ -161,7 +161,7 @@ class Application:
         self,
         routes: Sequence[Route],
         responses: ResponseStore,
-        model_hashes: ModelHashes,
+        receipts: ReceiptHook,
         live: LiveFeed,
         accepted: AcceptedRequests,
         model_state: ModelState,
@@ -169,7 +169,7 @@ class Application:
         whole_answers: WholeAnswers,
     ) -> None:
         self.responses = responses
-        self.model_hashes = model_hashes
+        self.receipts = receipts
         self.live = live
         self.accepted = accepted
         """Requests that may come again."""
@@ -271,8 +271,7 @@ async def _running(engine: AsyncEngine, site: Site) -> AsyncIterator[None]:
     batches = site.routes.batches = open_batches(engine, site.inside)
     if batches is not None:
         await batches.start()
-    if engine.config.serving.receipts == "at_start":
-        site.routes.model_hashes.begin()
+    site.routes.receipts.start()
     interval_s = engine.config.serving.throughput_interval_s
     lines = asyncio.create_task(log_throughput(engine.metrics, engine.clock, interval_s)) if interval_s else None
     try:

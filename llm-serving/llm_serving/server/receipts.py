@@ -1,140 +1,117 @@
-"""Receipts of answers: begun with a request, sealed with its last piece."""
+"""The server's hook for receipts: it loads the package that issues them by name, and works without it."""
 
 from __future__ import annotations
 
-import asyncio
+import importlib
 from collections.abc import Sequence
-from typing import Final
+from functools import cached_property
+from typing import Final, Protocol
 
-import msgspec
+from msgspec import Raw
 from starlette.requests import Request
 
-from llm_serving import __version__
 from llm_serving.config.schema import ServingConfig
 from llm_serving.core.request_output import RequestOutput
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.engine.async_engine import AsyncEngine
-from llm_serving.errors import ModelError, RequestError, UnavailableError
-from llm_serving.receipts.answer_digest import AnswerDigest
-from llm_serving.receipts.configuration import settings_of
-from llm_serving.receipts.contents import ContentHashes, ModelFiles, content_hashes
-from llm_serving.receipts.receipt import MAX_TOKENS, VERSION, Receipt
-from llm_serving.receipts.seal import sealed
+from llm_serving.errors import ConfigError, ModelError, RequestError, UnavailableError
+from llm_serving.executor.model_files import ModelFiles
 from llm_serving.server.choices import Choices
 from llm_serving.server.schemas import GenerationRequest
 
-NOT_GIVEN: Final = "none"
+PACKAGE: Final = "llm_serving_receipts"
+DISABLED, AT_START = "none", "at_start"
+"""Values of `serving_config.receipts`."""
 
 
-class ModelHashes:
-    """The hashes of the model's files, computed once, beside the event loop; made before the model is loaded.
+class ReceiptDraft(Protocol):
+    """The receipt of one response while it is generated."""
 
-    It belongs to the event loop.
+    def begin(self, prompts: Sequence[list[int]], sampling: SamplingParams, choices: Choices) -> None: ...
+
+    def add(self, index: int, output: RequestOutput) -> None: ...
+
+    def sealed(self) -> Raw: ...
+
+
+class ReceiptIssuer(Protocol):
+    """What the server uses of `llm_serving_receipts.issuer`."""
+
+    def start_hashing(self) -> None: ...
+
+    async def start_receipt(self, engine: AsyncEngine, response_id: str, created: int) -> ReceiptDraft: ...
+
+
+class ReceiptHook:
+    """Loads the issuer of receipts when it is needed first: for a request, or at the start of the server.
+
+    The hook is created before the model is loaded, because it records the state of the model's files.
+
+    Raises:
+        ConfigError: `serving_config.receipts` is `at_start`, and the package is not installed.
     """
 
     def __init__(self, config: ServingConfig) -> None:
-        model = config.model
-        self._given = config.serving.receipts != NOT_GIVEN and model.model_path is not None
+        model, mode = config.model, config.serving.receipts
+        self._enabled = mode != DISABLED and model.model_path is not None
+        self._hashes_at_start = self._enabled and mode == AT_START
         self._files: ModelFiles | None = None
         self._failure = ""
-        if self._given and model.model_path is not None:
+        if self._enabled:
             try:
                 self._files = ModelFiles.served(model)
-            except ModelError as error:  # it is met again by who loads them
+            except ModelError as error:  # loading the model raises the same error
                 self._failure = str(error)
-        self._task: asyncio.Task[ContentHashes] | None = None
+        if self._hashes_at_start and self._files is not None:
+            self._issuer  # noqa: B018  # a missing package is reported before the model is loaded
 
-    def begin(self) -> None:
-        """Begins to compute them, if nobody has."""
-        if self._files is not None and self._task is None:
-            self._task = asyncio.create_task(asyncio.to_thread(content_hashes, self._files))
-            self._task.add_done_callback(lambda task: task.cancelled() or task.exception())  # told to who asks
+    def start(self) -> None:
+        """Start to hash the model's files if the configuration says so; requires a running event loop."""
+        if self._hashes_at_start and self._files is not None:
+            self._issuer.start_hashing()
 
-    async def get(self) -> ContentHashes:
-        """The hashes; waits until they are known, and makes sure that the files are still what was loaded.
+    async def start_receipt(self, engine: AsyncEngine, response_id: str, created: int) -> ReceiptDraft:
+        """Start the receipt of a response; the first one waits until the model's files are hashed.
 
         Raises:
-            RequestError: The configuration has no receipts.
-            UnavailableError: A file is not what it was when the server started.
+            RequestError: `serving_config.receipts` is `none`.
+            UnavailableError: The package is not installed, or a file of the model has changed since the start.
         """
-        if not self._given:
+        if not self._enabled:
             raise RequestError("receipt", "must be false: serving_config.receipts is none", True)
-        self.begin()
-        if self._files is None or self._task is None:
-            raise UnavailableError(f"no receipt can be given: {self._failure}")
         try:
-            hashes = await asyncio.shield(self._task)
-            await asyncio.to_thread(self._files.check)
-        except ModelError as error:
+            issuer = self._issuer
+        except ConfigError as error:
             raise UnavailableError(f"no receipt can be given: {error}") from None
-        return hashes
+        return await issuer.start_receipt(engine, response_id, created)
 
-
-class ReceiptDraft:
-    """A receipt that is being written; each of its methods is called once, but for `add`."""
-
-    def __init__(self, engine: AsyncEngine, answer_id: str, created: int, hashes: ContentHashes) -> None:
-        self._engine = engine
-        self._answer_id = answer_id
-        self._created = created
-        self._hashes = hashes
-        self._prompts: Sequence[list[int]] = ()
-        self._sampling = SamplingParams()
-        self._choices = Choices()
-        self._digest = AnswerDigest(self._sampling, 1, 0)
-
-    def begin(self, prompts: Sequence[list[int]], sampling: SamplingParams, choices: Choices) -> None:
-        """What is computed.
-
-        Raises:
-            RequestError: A receipt of it would be too long.
-        """
-        num_tokens = sum(map(len, prompts)) + sampling.max_tokens * choices.n * len(prompts)
-        if num_tokens > MAX_TOKENS:
-            rule = f"must be false for more than {MAX_TOKENS} tokens of prompts and of what may be generated"
-            raise RequestError("receipt", rule, num_tokens)
-        self._prompts, self._sampling, self._choices = prompts, sampling, choices
-        self._digest = AnswerDigest(sampling, choices.n, len(prompts))
-
-    def add(self, index: int, output: RequestOutput) -> None:
-        """A piece of a choice."""
-        self._digest.add(index, output)
-
-    def sealed(self) -> msgspec.Raw:
-        """The receipt, once every choice has ended without an error."""
-        engine, choices = self._engine, self._choices
-        receipt = Receipt(
-            version=VERSION,
-            id=self._answer_id,
-            created=self._created,
-            model=engine.config.model.model_name,
-            server=__version__,
-            weights=self._hashes.weights,
-            tokenizer=self._hashes.tokenizer,
-            computed_by=engine.computed_by,
-            configuration=settings_of(engine.config),
-            max_model_len=engine.config.model.max_generate_length,
-            end_token_ids=sorted(engine.end_token_ids),
-            n=choices.n,
-            best_of=choices.best_of,
-            beam_search=choices.beams,
-            sampling=self._sampling,
-            prompts=list(self._prompts),
-            prompt_logprobs=self._digest.prompt_logprobs(),
-            choices=self._digest.choices(),
-        )
-        return msgspec.Raw(sealed(receipt))
+    @cached_property
+    def _issuer(self) -> ReceiptIssuer:
+        if self._files is None:
+            raise ConfigError(self._failure)
+        try:
+            module = importlib.import_module(f"{PACKAGE}.issuer")
+        except ModuleNotFoundError as error:
+            if error.name is None or error.name.partition(".")[0] != PACKAGE:
+                raise
+            raise ConfigError(
+                f"`serving_config.receipts` needs the package {PACKAGE}, which is not installed: install it, or set "
+                f"the key to `{DISABLED}`"
+            ) from None
+        issuer: ReceiptIssuer = module.ReceiptIssuer(self._files)
+        return issuer
 
 
 async def begin_receipt(
-    engine: AsyncEngine, http_request: Request, request: GenerationRequest, answer_id: str, created: int
+    engine: AsyncEngine, http_request: Request, request: GenerationRequest, response_id: str, created: int
 ) -> ReceiptDraft | None:
-    """The receipt that a request asks for; None: it asks for none.
+    """Start the receipt that a request asks for; return None if it asks for none.
 
     Raises:
-        RequestError: The configuration has no receipts.
-        UnavailableError: The files of the model are not what they were when the server started.
+        RequestError: The configuration disables receipts.
+        UnavailableError: The package is not installed, or a file of the model has changed since the server started.
     """
     if not request.receipt:
         return None
-    return ReceiptDraft(engine, answer_id, created, await http_request.app.model_hashes.get())
+    hook: ReceiptHook = http_request.app.receipts
+    return await hook.start_receipt(engine, response_id, created)

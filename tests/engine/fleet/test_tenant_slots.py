@@ -15,13 +15,13 @@ from llm_serving.engine.fleet.monitors import MIN_TENANTS, LimitMonitor
 from llm_serving.engine.fleet.tenant_slots import TenantPlaces
 from llm_serving.kvcache.transfer_pool import Exports
 from llm_serving.scheduler.tenant_limits import Need
-from llm_serving.whatif.load import Asked, Load, Stream
-from llm_serving.whatif.simulation import Simulation
-from llm_serving.whatif.virtual_replica import VirtualReplica
+from llm_serving_simulator.load import Asked, Load, Stream
+from llm_serving_simulator.simulation import Simulation
+from llm_serving_simulator.virtual_replica import VirtualReplica
 from support.factories import create_classes, create_request, create_scheduler
 from support.recordings import MemoryFiles, create_recorded, replay, seal
 from support.scheduler_run import SchedulerRun
-from support.whatif_loads import config_with, create_profile
+from support.simulator_workloads import config_with, create_profile
 
 
 class Places:

@@ -83,6 +83,12 @@ def test_without_a_recording_it_says_how_to_have_one() -> None:
         asyncio.run(advisor("", None).advise(5))
 
 
+def test_it_tells_that_the_package_of_the_simulator_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llm_serving.server.admin.advice.find_spec", lambda name: None)
+    with pytest.raises(UnavailableError, match="needs the package llm_serving_simulator, which is not installed"):
+        told("print('{}')")
+
+
 def test_one_at_a_time_which_several_wait_for() -> None:
     async def run() -> None:
         asked = advisor("sys.stdin.read(); print('{}')")

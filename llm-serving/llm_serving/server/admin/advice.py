@@ -11,6 +11,7 @@ import json
 import os
 import signal
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from typing import Any, Final
 
 from msgspec import Struct
@@ -33,7 +34,8 @@ from llm_serving.server.streaming import run_until_client_leaves
 
 logger = get_logger(__name__)
 
-COMMAND: Final = tuple(command_of("llm_serving.whatif.advising"))
+SIMULATOR: Final = "llm_serving_simulator"
+COMMAND: Final = tuple(command_of(f"{SIMULATOR}.advising"))
 BUDGET_S: Final = 120.0
 """Seconds in which neighbours are played: beside a server under load a process of the lowest priority gets little."""
 MOST_S: Final = 240.0
@@ -75,8 +77,10 @@ class Advisor:
         Raises:
             RequestError: Nothing is recorded, or too little came.
             CapacityError: Advice on another time is being worked out.
-            UnavailableError: It took too long, or too much memory.
+            UnavailableError: It took too long, or too much memory, or the package of the simulator is missing.
         """
+        if find_spec(SIMULATOR) is None:
+            raise UnavailableError(f"advice needs the package {SIMULATOR}, which is not installed on this server")
         folder = self._config().scheduler.record_path
         if folder is None:
             rule = "must name a folder for advice: then the server records what its schedulers are told and decide"
@@ -152,7 +156,7 @@ MAX_MINUTES: Final = 60
 
 
 class AdviceView(Struct):
-    """As `llm_serving.whatif.advice.Advice`."""
+    """As `llm_serving_simulator.advice.Advice`."""
 
     requests: int
     refused: int

@@ -16,11 +16,11 @@ from typing import Any, Final, Protocol
 
 import msgspec
 
+from llm_serving.config.output_settings import output_settings
 from llm_serving.config.schema import ServingConfig
 from llm_serving.core.fingerprint import ComputedBy
 from llm_serving.core.timings import Clock, monotonic
 from llm_serving.errors import IdempotencyError, RequestNotFoundError
-from llm_serving.receipts.configuration import settings_of
 from llm_serving.server.shares import Kept, Shares
 
 OVERHEAD_BYTES: Final = 1024
@@ -215,7 +215,7 @@ class ModelState:
                 except OSError:  # a link to nowhere
                     continue
                 files.append((path.name, found.st_size, found.st_mtime_ns))
-        facts = (files, sorted(settings_of(config).items()), model.generation_config, model.end_token)
+        facts = (files, sorted(output_settings(config).items()), model.generation_config, model.end_token)
         self._facts = msgspec.msgpack.encode(facts)
 
     def digest(self, computed_by: ComputedBy, max_model_len: int, max_input_len: int) -> bytes:

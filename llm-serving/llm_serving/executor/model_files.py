@@ -1,0 +1,223 @@
+"""The files of a model: their state, the hashes of their content, and the check that all WorkAgents read the same."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final, NamedTuple, Protocol, TypeVar
+
+from llm_serving.config.sections.model import ModelConfig
+from llm_serving.core.files import open_regular
+from llm_serving.errors import ModelError
+from llm_serving.formats.folder import INDEX_NAME, weight_files
+from llm_serving.models.gguf import is_gguf
+from llm_serving.models.spec import CONFIG_NAME
+from llm_serving.models.weight_reader import sketch_of
+from llm_serving.text.tokenizer.files import find_vocabulary, parts_of
+from llm_serving.text.tokenizer.vocabulary import config_files
+from llm_serving.transport.messages import Loaded
+
+CHUNK_BYTES: Final = 2**20
+"""Bytes that are read and hashed at once; other threads run between two chunks."""
+
+
+class FileState(NamedTuple):
+    """State of a file that changes when the file is replaced or rewritten."""
+
+    path: Path
+    size: int
+    mtime_ns: int
+    inode: int
+
+    @classmethod
+    def of(cls, path: Path) -> FileState:
+        """Return the present state; raise ModelError if the file cannot be read."""
+        try:
+            found = path.stat()
+        except OSError as error:
+            raise ModelError(f"{path}: cannot be read: {error.strerror}") from None
+        return cls(path, found.st_size, found.st_mtime_ns, found.st_ino)
+
+    def check(self) -> None:
+        """Raise ModelError if the file has changed since this state was recorded."""
+        if FileState.of(self.path) != self:
+            raise ModelError(f"{self.path}: has changed since it was loaded")
+
+
+class ModelFiles(NamedTuple):
+    """Files that determine the responses of a model."""
+
+    weights: tuple[FileState, ...]
+    """See `served_weights`."""
+    tokenizer: tuple[FileState, ...]
+
+    @classmethod
+    def served(cls, model: ModelConfig) -> ModelFiles:
+        """Record the state of the files of the configured model.
+
+        Raises:
+            ModelError: A file is missing.
+        """
+        assert model.model_path is not None
+        return cls(served_weights(model), _tokenizer(model.model_path, model.tokenizer_path))
+
+    @classmethod
+    def of(cls, folder: Path, tokenizer: Path | None) -> ModelFiles:
+        """Record the state of the files of a model folder or a GGUF file.
+
+        Args:
+            folder: The model.
+            tokenizer: A tokenizer file or folder in place of the model's own.
+
+        Raises:
+            ModelError: A file is missing.
+        """
+        return cls(_weights(folder), _tokenizer(folder, tokenizer))
+
+    def check(self) -> None:
+        """Raise ModelError if a file has changed since its state was recorded."""
+        for state in (*self.weights, *self.tokenizer):
+            state.check()
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(state.size for state in (*self.weights, *self.tokenizer))
+
+
+class ContentHashes(NamedTuple):
+    weights: str
+    tokenizer: str
+
+
+def content_hashes(files: ModelFiles, on_progress: Callable[[int], None] = lambda num_bytes: None) -> ContentHashes:
+    """Hash the content of these files; reads every byte.
+
+    A hash is SHA-256 over a line for each file, sorted: the SHA-256 of its content, two spaces and its name, as
+    `sha256sum` writes them.
+
+    Args:
+        files: The files, in the state that they are expected to have.
+        on_progress: Called with the number of bytes that were read since its last call.
+
+    Raises:
+        ModelError: A file cannot be read, or has changed.
+    """
+    return ContentHashes(_hash(files.weights, on_progress), _hash(files.tokenizer, on_progress))
+
+
+def served_weights(model: ModelConfig) -> tuple[FileState, ...]:
+    """Record the state of the weight files of the configured model, with config.json and graphs that hold weights.
+
+    Raises:
+        ModelError: There are no weight files.
+    """
+    assert model.model_path is not None
+    if model.mindir_path is None:
+        return _weights(model.model_path)
+    graphs = sorted(path for path in model.mindir_path.rglob("*") if path.is_file())
+    options = [] if model.mindir_ini is None else [model.mindir_ini]
+    return (*_weights(model.model_path), *_states([*graphs, *options]))
+
+
+def _weights(folder: Path) -> tuple[FileState, ...]:
+    if is_gguf(folder):
+        return _states([folder])
+    return _states([folder / CONFIG_NAME, folder / INDEX_NAME, *weight_files(folder)])
+
+
+def _tokenizer(folder: Path, tokenizer: Path | None) -> tuple[FileState, ...]:
+    if tokenizer is not None and not tokenizer.is_dir():
+        vocabulary = tokenizer
+    else:
+        folder = tokenizer or folder
+        vocabulary = folder if is_gguf(folder) else find_vocabulary(folder)
+    return _states([*parts_of(vocabulary), *config_files(folder)])
+
+
+def _states(paths: Sequence[Path]) -> tuple[FileState, ...]:
+    return tuple(FileState.of(path) for path in paths if path.exists())
+
+
+def _hash(states: Sequence[FileState], on_progress: Callable[[int], None]) -> str:
+    lines = sorted(f"{_file_hash(state, on_progress)}  {state.path.name}\n" for state in states)
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def _file_hash(state: FileState, on_progress: Callable[[int], None]) -> str:
+    digest = hashlib.sha256()
+    with open_regular(state.path) as file:
+        while chunk := file.read(CHUNK_BYTES):
+            digest.update(chunk)
+            on_progress(len(chunk))
+    state.check()
+    return digest.hexdigest()
+
+
+class LoadedAgent(Protocol):
+    """What is used of a `WorkAgentProcess`."""
+
+    machine: str
+    loaded: Loaded
+
+    def kill(self) -> None: ...
+
+
+Agent = TypeVar("Agent", bound=LoadedAgent)
+
+
+class SameFiles:
+    """Ensures that all WorkAgents of a server read the same model, because any of them may continue a response.
+
+    The files that the first WorkAgent read are the reference. A WorkAgent on another machine reports a fingerprint of
+    its files, which is compared with that of the master's. Methods may be called from any thread.
+    """
+
+    def __init__(self, model: ModelConfig) -> None:
+        self._model = model
+        self._lock = threading.Lock()
+        self._reference: tuple[FileState, ...] = ()
+        self._fingerprint = ""
+        """Fingerprint of the master's files; empty until it is needed."""
+
+    def start_checked(self, start: Callable[[], Agent]) -> Agent:
+        """Start a WorkAgent; kill it unless it has read the same files as the first one.
+
+        Raises:
+            ModelError: The files differ.
+        """
+        files = served_weights(self._model)
+        self._check(files)
+        agent = start()
+        try:
+            for each in files:
+                each.check()
+            with self._lock:
+                self._reference = self._reference or files
+                self._check(files)
+                self._check_other_machine(agent)
+        except ModelError:
+            agent.kill()
+            raise
+        return agent
+
+    def _check_other_machine(self, agent: LoadedAgent) -> None:
+        if not agent.loaded.model:
+            return
+        path = self._model.model_path
+        assert path is not None
+        self._fingerprint = self._fingerprint or sketch_of(path)
+        if agent.loaded.model != self._fingerprint:
+            raise ModelError(
+                f"{path}: is another model at {agent.machine} than on the master's machine: put the same files there, "
+                f"or have them come with `cluster_config.weights: object_store`"
+            )
+
+    def _check(self, files: tuple[FileState, ...]) -> None:
+        if self._reference and files != self._reference:
+            path = min(each.path for each in {*files} ^ {*self._reference})
+            raise ModelError(
+                f"{path}: is not what the first WorkAgent read, and answers would change in their middle: put that "
+                f"back, or start the server again"
+            )

@@ -1,0 +1,109 @@
+"""Receipts that the server issues: started with a request, sealed with its last output."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import msgspec
+from llm_serving import __version__
+from llm_serving.config.output_settings import output_settings
+from llm_serving.core.request_output import RequestOutput
+from llm_serving.core.sampling_params import SamplingParams
+from llm_serving.engine.async_engine import AsyncEngine
+from llm_serving.errors import ModelError, RequestError, UnavailableError
+from llm_serving.executor.model_files import ContentHashes, ModelFiles, content_hashes
+from llm_serving.server.choices import Choices
+
+from llm_serving_receipts.digest import ResponseDigest
+from llm_serving_receipts.receipt import MAX_TOKENS, VERSION, Receipt, seal
+
+
+class ReceiptIssuer:
+    """Starts receipts. It hashes the model's files once, in a thread beside the event loop that owns it.
+
+    Args:
+        files: The files as they were before the model was loaded.
+    """
+
+    def __init__(self, files: ModelFiles) -> None:
+        self._files = files
+        self._hashing: asyncio.Task[ContentHashes] | None = None
+
+    def start_hashing(self) -> None:
+        """Start to hash the files; later calls do nothing."""
+        if self._hashing is None:
+            self._hashing = asyncio.create_task(asyncio.to_thread(content_hashes, self._files))
+            # `start_receipt` raises the failure; without this, asyncio logs it too.
+            self._hashing.add_done_callback(lambda task: task.cancelled() or task.exception())
+
+    async def start_receipt(self, engine: AsyncEngine, response_id: str, created: int) -> ReceiptDraft:
+        """Start a receipt, once the hashes are known and the files are verified to be unchanged.
+
+        Raises:
+            UnavailableError: A file has changed since the server started, or cannot be read.
+        """
+        self.start_hashing()
+        assert self._hashing is not None
+        try:
+            hashes = await asyncio.shield(self._hashing)
+            await asyncio.to_thread(self._files.check)
+        except ModelError as error:
+            raise UnavailableError(f"no receipt can be given: {error}") from None
+        return ReceiptDraft(engine, response_id, created, hashes)
+
+
+class ReceiptDraft:
+    """The receipt of one response while it is generated; `begin` comes first, `sealed` last."""
+
+    def __init__(self, engine: AsyncEngine, response_id: str, created: int, hashes: ContentHashes) -> None:
+        self._engine = engine
+        self._response_id = response_id
+        self._created = created
+        self._hashes = hashes
+        self._prompts: Sequence[list[int]] = ()
+        self._sampling = SamplingParams()
+        self._choices = Choices()
+        self._digest = ResponseDigest(self._sampling, 1, 0)
+
+    def begin(self, prompts: Sequence[list[int]], sampling: SamplingParams, choices: Choices) -> None:
+        """Record what is computed.
+
+        Raises:
+            RequestError: The receipt would be too long.
+        """
+        num_tokens = sum(map(len, prompts)) + sampling.max_tokens * choices.n * len(prompts)
+        if num_tokens > MAX_TOKENS:
+            rule = f"must be false for more than {MAX_TOKENS} tokens of prompts and of what may be generated"
+            raise RequestError("receipt", rule, num_tokens)
+        self._prompts, self._sampling, self._choices = prompts, sampling, choices
+        self._digest = ResponseDigest(sampling, choices.n, len(prompts))
+
+    def add(self, index: int, output: RequestOutput) -> None:
+        """Add an output of a choice; `index` counts the choices of all prompts."""
+        self._digest.add(index, output)
+
+    def sealed(self) -> msgspec.Raw:
+        """Return the receipt as JSON, once every choice has finished without an error."""
+        engine, choices = self._engine, self._choices
+        receipt = Receipt(
+            version=VERSION,
+            id=self._response_id,
+            created=self._created,
+            model=engine.config.model.model_name,
+            server=__version__,
+            weights=self._hashes.weights,
+            tokenizer=self._hashes.tokenizer,
+            computed_by=engine.computed_by,
+            configuration=output_settings(engine.config),
+            max_model_len=engine.config.model.max_generate_length,
+            end_token_ids=sorted(engine.end_token_ids),
+            n=choices.n,
+            best_of=choices.best_of,
+            beam_search=choices.beams,
+            sampling=self._sampling,
+            prompts=list(self._prompts),
+            prompt_logprobs=self._digest.prompt_logprobs(),
+            choices=self._digest.choices(),
+        )
+        return msgspec.Raw(seal(receipt))

@@ -1,0 +1,55 @@
+"""`llm-serving advice`: what another value of a key would have made of a running server's last minutes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from llm_serving.cli.arguments import add_server_arguments, api_key_of, say
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--minutes", type=int, default=5, metavar="N", help="that are looked at; default 5")
+    add_server_arguments(parser, "an administrator's; ")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from llm_serving.cli.server_call import Refusal, opened
+
+    say("playing the last minutes; this takes up to four minutes")
+    path = f"/v1/scheduler/advice?minutes={arguments.minutes}"
+    with opened(arguments.url, path, api_key_of(arguments)) as response:
+        try:
+            lines = list(told(json.load(response)))
+        except (ValueError, LookupError, TypeError):
+            raise Refusal(f"{arguments.url} does not answer as this server does") from None
+    print("\n".join(lines), flush=True)
+    return 0
+
+
+def told(advice: Mapping[str, Any]) -> Iterable[str]:
+    """The answer of the route in lines."""
+    refused = f" ({advice['refused']:,} of them refused at the door)" if advice["refused"] else ""
+    yield (
+        f"{advice['requests']:,} requests{refused} of {advice['seconds']:.0f} s, {advice['played']} other values of the"
+        f" YAML's keys played ({advice['not_played']} were not); times of steps are off by {advice['step_error']:.0%}"
+        f" at the median"
+    )
+    for title, found in (("better:", advice["advised"]), ("better and worse:", advice["otherwise"])):
+        if found:
+            yield title
+        for each in found:
+            restart = "; takes a restart" if each["needs_restart"] else ""
+            yield f"  {each['line']}    # {each['key']} is {each['was']} ({each['source']}){restart}"
+            for sign, changes in (("+", each["better"]), ("-", each["worse"])):
+                for change in changes:
+                    yield f"    {sign} {change['figure']} {change['was']} -> {change['would_be']}"
+            if each["beyond"]:
+                yield f"    {each['beyond']}"
+    if not advice["played"]:
+        yield "there was no time to play any: ask again when the server has less to do, or of fewer --minutes"
+    elif not advice["advised"] and not advice["otherwise"]:
+        yield "no neighbour would have been better"

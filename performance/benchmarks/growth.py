@@ -1,0 +1,200 @@
+"""Time of a decode step by number of running requests and context length.
+
+    python performance/run.py growth [--model FOLDER] [--out growth] [--gigabytes 2.5]
+
+A decode step of a WorkAgent (arrays, network, sampling) is measured for each number of running requests and each
+context length. Its limit is the time to read every weight and context once and to compute every product, at the memory
+bandwidth and arithmetic peak measured before and after. The cache holds zeros, which cost as much time as other values.
+Combinations whose contexts need more than `--gigabytes` of cache are left out.
+
+Without `--model` the weights are random (`run.py make_model 15m`). Writes OUT.md, OUT.json and, with matplotlib,
+OUT.svg.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import numpy as np
+from benchmarks.make_model import SHAPES, make_model
+from harness.machine_limits import Limits, LostCoresMeter, StepCost
+from llm_serving.config import load_config
+from llm_serving.core.step import ResultKind, SamplingInput, StepInput
+from llm_serving.executor.supervisor import load_settings
+from llm_serving.models.spec import ModelSpec
+from llm_serving.network.operations import ELEMENT_BYTES
+from llm_serving.worker.loading import load_runner
+from llm_serving.worker.model_runner import ModelRunner
+
+BLOCK_SIZE: Final = 16
+RUNNING: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+CONTEXTS: Final = (128, 512, 2048, 8192, 16384)
+DTYPE: Final = "bfloat16"
+
+
+class Point(NamedTuple):
+    """Time of a step with so many requests of one context length."""
+
+    running: int
+    context: int
+    seconds: float
+    """Median of the measured steps."""
+    least_s: float
+    """Least possible seconds at the measured limits."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = _parse(argv)
+    with tempfile.TemporaryDirectory() as folder:
+        model = arguments.model
+        if model is None:
+            model = Path(folder)
+            make_model({**SHAPES["15m"], "max_position_embeddings": max(arguments.contexts) + BLOCK_SIZE}, model)
+        else:
+            model = load_config(None, [], model).model.model_path
+        runner = _runner(model, arguments)
+    cost = StepCost(runner.spec, DTYPE)
+    before, meter = Limits.measure(DTYPE), LostCoresMeter()
+    medians = {}
+    for context in arguments.contexts:
+        for running in arguments.running:
+            if running * _num_blocks(context) <= runner.kv_tensors.num_blocks:
+                medians[running, context] = step_seconds(runner, running, context, arguments.seconds)
+    lost = meter.read()
+    limits = before.better_of(Limits.measure(DTYPE))
+    points = list(judged(medians, cost, limits))
+    notes = [str(limits), f"cores lost meanwhile: {lost.programs:.2f} to other programs, {lost.host:.2f} to the host"]
+    text = "\n".join([*table(points, arguments.contexts), "", *notes])
+    print(text)
+    arguments.out.with_suffix(".md").write_text(text + "\n")
+    document = {"notes": notes, "points": [point._asdict() for point in points]}
+    arguments.out.with_suffix(".json").write_text(json.dumps(document, indent=2) + "\n")
+    plot(points, arguments.out.with_suffix(".svg"))
+    return 0
+
+
+def step_seconds(runner: ModelRunner, running: int, context: int, seconds: float) -> float:
+    """Return the median seconds of a decode step of `running` requests with `context - 1` computed tokens each."""
+    times: list[float] = []
+    number = runner._next_step
+    started = time.perf_counter()
+    while len(times) < 7 or time.perf_counter() - started < seconds:
+        step = decode_step(number + len(times), running, context)
+        start = time.perf_counter()
+        runner.execute(step)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[2:])
+
+
+def decode_step(number: int, running: int, context: int) -> StepInput:
+    """Return a decode step in which every request has blocks of its own."""
+    num_blocks = _num_blocks(context)
+    tables = np.arange(running * num_blocks, dtype=np.int32).reshape(running, num_blocks)
+    return StepInput(
+        step=number,
+        token_ids=np.arange(3, 3 + running, dtype=np.int32),
+        query_lens=np.ones(running, np.int32),
+        num_computed=np.full(running, context - 1, np.int32),
+        block_tables=tables,
+        block_epochs=np.zeros_like(tables),
+        wanted=np.array([(row, 0, ResultKind.TOKEN) for row in range(running)], np.int32),
+        sampling=SamplingInput.plain(running, position=np.full(running, context, np.int32)),
+    )
+
+
+def judged(medians: Mapping[tuple[int, int], float], cost: StepCost, limits: Limits) -> Iterable[Point]:
+    """Yield each measured step with its limit."""
+    for (running, context), seconds in medians.items():
+        pairs = running * context
+        least_s = limits.seconds(cost.num_bytes(pairs), cost.flop(running, running, pairs))
+        yield Point(running, context, seconds, least_s)
+
+
+def table(points: Sequence[Point], contexts: Sequence[int]) -> list[str]:
+    """Return a Markdown table of milliseconds and shares of the limit: running requests by context length."""
+    by_place = {(point.running, point.context): point for point in points}
+    lines = ["| running | " + " | ".join(f"{context:,} tokens each" for context in contexts) + " |"]
+    lines.append("| --- " * (1 + len(contexts)) + "|")
+    for running in sorted({point.running for point in points}):
+        found = [by_place.get((running, context)) for context in contexts]
+        cells = [f"{1e3 * each.seconds:.2f} ms ({each.least_s / each.seconds:.0%})" if each else "-" for each in found]
+        lines.append(f"| {running} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def plot(points: Sequence[Point], path: Path) -> None:
+    """Plot the step time over running requests and over context length; dashed lines are the limits."""
+    try:
+        import matplotlib as mpl
+    except ImportError:
+        print("no plot: it wants matplotlib: pip install -e 'llm-serving[bench]'")
+        return
+    mpl.use("svg")
+    mpl.rcParams["svg.hashsalt"] = "llm-serving"
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 2, figsize=(14, 4.6), layout="constrained", sharey=True)
+    sides = (("running", "context", "running requests"), ("context", "running", "tokens of context, each"))
+    for axis, (along, of, label) in zip(axes, sides, strict=True):
+        for color, value in enumerate(sorted({getattr(point, of) for point in points})):
+            line = sorted((point for point in points if getattr(point, of) == value), key=lambda each: each[:2])
+            values = [getattr(point, along) for point in line]
+            name = f"{value:,} {'tokens each' if of == 'context' else 'running'}"
+            axis.plot(values, [1e3 * point.seconds for point in line], "o-", color=f"C{color}", ms=3, label=name)
+            axis.plot(values, [1e3 * point.least_s for point in line], "--", color=f"C{color}", lw=0.8)
+        axis.set(xscale="log", yscale="log", xlabel=label)
+        measured = sorted({getattr(point, along) for point in points})
+        axis.set_xticks(measured, [f"{each:,}" for each in measured])
+        axis.minorticks_off()
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    axes[0].set(ylabel="a step, ms (dashed: limit)")
+    figure.savefig(path, metadata={"Date": None})
+    plt.close(figure)
+
+
+def _runner(model: Path, arguments: argparse.Namespace) -> ModelRunner:
+    """Return a runner whose cache blocks are all marked as written."""
+    longest = min(max(arguments.contexts), ModelSpec.from_folder(model).max_position_embeddings)
+    arguments.contexts = [context for context in arguments.contexts if context <= longest]
+    most = max(arguments.running)
+    per_block = BLOCK_SIZE * ModelSpec.from_folder(model).kv_bytes_per_token(ELEMENT_BYTES[DTYPE])
+    num_blocks = min(int(arguments.gigabytes * 1e9 / per_block), most * _num_blocks(longest))
+    settings = [
+        f"model_config.model_dtype={DTYPE}",
+        f"model_config.decode_batch_size={most}",
+        f"model_config.max_generate_length={longest}",
+        f"pa_config.block_size={BLOCK_SIZE}",
+        f"pa_config.num_blocks={num_blocks}",
+        *arguments.set,
+    ]
+    runner, _ = load_runner(load_settings(load_config(None, settings, model), 0), lambda text: None)
+    runner._guard._cache.num_written[:] = BLOCK_SIZE
+    return runner
+
+
+def _num_blocks(context: int) -> int:
+    return -(-context // BLOCK_SIZE)
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, metavar="FOLDER", help="Hugging Face folder, or `demo`")
+    parser.add_argument("--running", type=_integers, default=list(RUNNING), metavar="1,2,4")
+    parser.add_argument("--contexts", type=_integers, default=list(CONTEXTS), metavar="128,512")
+    parser.add_argument("--gigabytes", type=float, default=2.5, help="of the cache")
+    parser.add_argument("--seconds", type=float, default=1.0, help="for each figure, seven steps at least")
+    parser.add_argument("--out", type=Path, default=Path("growth"))
+    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override any key")
+    return parser.parse_args(argv)
+
+
+def _integers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]

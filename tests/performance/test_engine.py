@@ -1,0 +1,22 @@
+"""The parts of a decode step that the engine benchmark times."""
+
+from benchmarks import engine as benchmark
+from harness.figures import Stopwatch
+from llm_serving.worker import model_runner
+from llm_serving.worker.model_runner import ModelRunner
+from support.engine_harness import Harness
+from support.factories import create_request
+
+
+def test_timed_functions_exist_and_are_called_by_the_loop():
+    harness = Harness(ahead=False)
+    engine = harness.engine
+    engine._executor._runner = ModelRunner
+    places = benchmark._places(engine)
+    engine._executor._runner = harness.runner
+    assert [(owner, attribute) for owner, attribute, _ in places if not hasattr(owner, attribute)] == []
+    of_the_loop = [place for place in places if place[0] not in (ModelRunner, model_runner)]
+    assert len(of_the_loop) > 3
+    with Stopwatch().on(*of_the_loop):
+        engine.submit(create_request(max_tokens=2))
+        harness.run()

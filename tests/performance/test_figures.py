@@ -1,0 +1,52 @@
+"""Time is told apart, and what was timed is left as it was found."""
+
+import time
+from types import SimpleNamespace
+
+import pytest
+from harness.figures import Stopwatch
+
+
+class Parts:
+    def outer(self, factor):
+        return factor * self.inner()
+
+    def inner(self):
+        return 21
+
+
+@pytest.fixture
+def ticks(monkeypatch):
+    """A clock that moves on by one second whenever it is read."""
+    readings = iter(range(1000))
+    monkeypatch.setattr(time, "perf_counter", lambda: float(next(readings)))
+
+
+def test_stopwatch_counts_a_function_without_timed_functions_inside_it(ticks):
+    parts, watch = Parts(), Stopwatch()
+    with watch.on((parts, "outer", "outside"), (parts, "inner", "inside")):
+        assert parts.outer(2) == 42
+        parts.inner()
+    assert watch.seconds == {"outside": 2.0, "inside": 2.0}
+
+
+def test_stopwatch_restores_functions_even_after_an_error(ticks):
+    def fail():
+        raise ValueError
+
+    parts, module, watch = Parts(), SimpleNamespace(fail=fail), Stopwatch()
+    with pytest.raises(ValueError), watch.on((parts, "inner", "inside"), (module, "fail", "failing")):
+        module.fail()
+    assert watch.seconds == {"failing": 1.0}
+    assert module.fail is fail and vars(parts) == {}
+
+
+def test_stopwatch_names_a_function_that_was_not_called(ticks):
+    parts, watch = Parts(), Stopwatch()
+    inner = parts.inner  # as somebody keeps it who calls it by no attribute
+    places = (parts, "outer", "outside"), (parts, "inner", "inside")
+    with pytest.raises(RuntimeError, match="of what is to be timed as inside, outside"), watch.on(*places):
+        inner()
+    assert vars(parts) == {}
+    with pytest.raises(AttributeError, match="middle"), watch.on((parts, "middle", "between")):
+        pass

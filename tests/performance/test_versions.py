@@ -1,0 +1,29 @@
+"""Two versions in turns: the summary of a test, and the settings of both processes."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+from benchmarks.versions import parse, settings_of, sign_test, summary
+
+
+@pytest.mark.parametrize(
+    ("wins", "pairs", "chance"), [(5, 10, 1.0), (8, 10, 0.109375), (2, 10, 0.109375), (10, 10, 2 / 1024), (1, 1, 1.0)]
+)
+def test_the_sign_test(wins, pairs, chance):
+    assert sign_test(wins, pairs) == pytest.approx(chance)
+
+
+def test_the_ratio_is_that_within_pairs():
+    # The machine became four times as fast meanwhile; within each pair this version is faster by a tenth.
+    line = summary("C", [(110.0, 100.0), (220.0, 200.0), (440.0, 400.0)])
+    assert line.startswith("C         220.0 tok/s, other     200.0; ratio 1.100 (1.100-1.100); faster in 3 of 3 pairs")
+
+
+def test_other_set_applies_to_the_other_version_only():
+    arguments = parse(["--model", "demo", "--set", "a.both=1", "--other-set", "a.other=2", "--quantization", "w8a8"])
+    this, other = settings_of(arguments)
+    assert {"a.both=1", "quant_config.quantization=w8a8", "pa_config.num_blocks=2304"} <= set(this)
+    assert other == [*this, "a.other=2"]
+    assert arguments.other == sys.executable

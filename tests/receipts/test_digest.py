@@ -1,0 +1,31 @@
+"""What is compared of an answer that has its receipt with it."""
+
+from __future__ import annotations
+
+from hashlib import sha256
+from typing import Any
+
+import pytest
+from llm_serving_receipts.digest import has_hash, response_texts
+
+
+@pytest.mark.parametrize(
+    ("choices", "texts"),
+    [
+        ([{"index": 1, "text": "b"}, {"index": 0, "text": "a"}], {0: "a", 1: "b"}),
+        ([{"message": {"content": "a"}}], {0: "a"}),
+        ([{"message": {"content": "a", "tool_calls": [{}]}}], {}),
+        ([{"message": {"content": "b", "reasoning_content": "c"}}], {}),
+        ([{"message": {"content": None}}, None, {"index": "0", "text": "a"}], {}),
+        ("nonsense", {}),
+    ],
+)
+def test_texts_in_one_piece_are_found(choices: Any, texts: dict[int, str]) -> None:
+    assert response_texts({"choices": choices}) == texts
+
+
+@pytest.mark.parametrize(
+    ("text", "is_one"), [("ab", True), ("x yab", True), ("yab", True), ("xab", False), ("a", False)]
+)
+def test_a_text_may_stand_behind_an_end_of_its_prompt(text: str, is_one: bool) -> None:
+    assert has_hash(text, "x y", sha256(b"ab").hexdigest()) == is_one

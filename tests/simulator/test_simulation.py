@@ -1,0 +1,223 @@
+from dataclasses import replace
+
+import pytest
+from llm_serving.admission.admission_control import AdmissionControl
+from llm_serving.errors import ConfigError, TooLateError
+from llm_serving.scheduler.scheduler import Scheduler
+from llm_serving_simulator.cost_model import CostModel, Piece
+from llm_serving_simulator.figures import figures_of
+from llm_serving_simulator.simulation import ContradictionError, Simulation
+from support.simulator_workloads import STEP_S, create_load, create_profile, simulate
+
+SLOTS = {"model_config__decode_batch_size": 4}
+
+
+def test_a_request_alone_takes_what_its_steps_take():
+    (outcome,) = simulate(create_load(1.0)).outcomes
+    assert outcome.finish == "length"
+    first, each = STEP_S + 8 * 0.0001, STEP_S + 0.0001
+    assert outcome.token_times_s == pytest.approx(
+        [1 + first, 1 + first + each, 1 + first + 2 * each, 1 + first + 3 * each]
+    )
+
+
+def test_the_model_ends_an_answer_before_its_limit():
+    (outcome,) = simulate(create_load(0.0, num_output_tokens=3, max_tokens=50)).outcomes
+    assert (outcome.finish, len(outcome.token_times_s)) == ("stop", 3)
+
+
+def test_times_of_master_loop_and_client_are_added():
+    profile = create_profile(
+        form=CostModel((Piece("step", 0.001),)),
+        take=CostModel((Piece("rows", 0.002),)),
+        latency_s=0.0001,
+        request_s=0.003,
+        token_s=0.004,
+        client_s=0.005,
+    )
+    (outcome,) = simulate(create_load(0.0, num_output_tokens=1, max_tokens=1), profile).outcomes
+    step = 0.001 + 2 * 0.0001 + STEP_S + 8 * 0.0001 + 0.002
+    assert outcome.ttft_s == pytest.approx(0.003 + 0.004 + 2 * 0.005 + step)
+
+
+def test_a_step_takes_longer_for_what_the_master_does_beside_it():
+    """The second request is read while the first step is computed, and each token sent during the step after it."""
+    step = CostModel((Piece("step", STEP_S), Piece("sent", 0.001), Piece("read", 0.002)))
+    settings = {"scheduler_config__policy": "prefill_first"}
+    first, second = simulate(create_load(0.0, STEP_S / 2), create_profile(step=step), **settings).outcomes
+    times = sorted({*first.token_times_s, *second.token_times_s})
+    assert times[0] == pytest.approx(STEP_S + 0.002)
+    assert times[1] - times[0] == pytest.approx(STEP_S + 0.001)
+
+
+def test_a_server_that_has_rested_wakes_and_begins_later():
+    profile = create_profile(idle_s=0.003, wake_s=0.001)
+    load = create_load(0.0, 1.0, 1.05, num_output_tokens=2, max_tokens=2)
+    first, second, soon = simulate(load, profile).outcomes
+    usual = STEP_S + 8 * 0.0001
+    assert [each.ttft_s for each in (first, second)] == pytest.approx([usual + 0.004] * 2)
+    assert soon.ttft_s == pytest.approx(usual + 0.001)  # it has rested for 25 ms only
+    assert second.token_times_s[1] - second.token_times_s[0] == pytest.approx(STEP_S + 0.0001)
+
+
+def test_forming_a_step_ahead_hides_what_it_takes():
+    profile = create_profile(form=CostModel((Piece("step", 0.004),)), num_blocks=64)
+    ahead, after = (
+        figures_of(simulate(create_load(0.0), profile, scheduler_config__async_scheduling=each))["tpot_p50_ms"]
+        for each in (True, False)
+    )
+    assert after - ahead == pytest.approx(4.0)
+
+
+def test_the_same_seed_gives_the_same_times_and_another_others():
+    profile = create_profile(spread=(0.5, 1.0, 2.0))
+    load = create_load(*(0.01 * number for number in range(20)), num_prompt=24)
+    times = [[each.token_times_s for each in simulate(load, profile, seed).outcomes] for seed in (1, 1, 2)]
+    assert times[0] == times[1] != times[2]
+
+
+def test_a_closed_loop_asks_again_when_it_has_been_answered():
+    outcomes = simulate(create_load(*[0.5] * 5, concurrency=2)).outcomes
+    assert [each.due_s for each in outcomes[:2]] == [0.5, 0.5]
+    assert [each.due_s for each in outcomes[2:4]] == [each.end_s for each in outcomes[:2]]
+
+
+def test_replicas_share_a_load():
+    load = create_load(*[0.0] * 16, num_output_tokens=16, max_tokens=16)
+    slots = {"model_config__decode_batch_size": 4}
+    one, two = (simulate(load, serving_config__agent_ports=ports, **slots) for ports in ("[1]", "[1,2]"))
+    assert max(each.end_s for each in two.outcomes) == pytest.approx(
+        max(each.end_s for each in one.outcomes) / 2, rel=0.1
+    )
+    counted = simulate(load, cluster_config__replicas=2, **slots)
+    assert [each.end_s for each in counted.outcomes] == [each.end_s for each in two.outcomes]
+
+
+@pytest.mark.parametrize("roles", [{}, {"cluster_config__roles": "[prefill, decode, both]"}])
+def test_the_replica_that_is_farthest_behind_goes_on(roles, monkeypatch):
+    num_chosen, choose, let_happen = 0, Simulation._next, Simulation.let_happen
+    until = []
+
+    def chosen(self):
+        nonlocal num_chosen
+        replica = choose(self)
+        if replica is not None:
+            assert replica is min(self._replicas, key=lambda each: each.wakes)
+            num_chosen += 1
+        return replica
+
+    def let(self, time, clock):
+        behind = min(each.wakes for each in self._replicas if each.clock is not clock)
+        with monkeypatch.context() as patch:
+            run = self._timeline.run_until
+            patch.setattr(
+                self._timeline, "run_until", lambda given: until.append(given == min(time, behind)) or run(given)
+            )
+            let_happen(self, time, clock)
+
+    monkeypatch.setattr(Simulation, "_next", chosen)
+    monkeypatch.setattr(Simulation, "let_happen", let)
+    load = create_load(*(0.004 * number for number in range(30)), num_output_tokens=9, max_tokens=9, timeout_s=0.3)
+    assert len(simulate(load, cluster_config__replicas=3, **SLOTS, **roles).outcomes) == 30
+    assert num_chosen > 50 and len(until) > 50 and all(until)
+
+
+def test_a_full_queue_refuses_and_who_comes_again_is_served():
+    load = create_load(*[0.0] * 6, num_output_tokens=20, max_tokens=20)
+    settings = {"model_config__decode_batch_size": 1, "scheduler_config__max_waiting_queue": 2}
+    refused = [each for each in simulate(load, **settings).outcomes if each.finish == "refused"]
+    assert len(refused) >= 3
+    assert "max_waiting_queue" in refused[0].error
+    again = simulate(replace(load, retries=100), **settings)
+    assert all(each.ok for each in again.outcomes)
+    assert figures_of(again)["retries"] > 0
+
+
+def test_a_deadline_ends_a_request():
+    (outcome,) = simulate(create_load(0.0, num_output_tokens=50, max_tokens=50, timeout_s=0.1)).outcomes
+    assert outcome.finish == "timeout"
+    assert outcome.end_s == pytest.approx(0.1, abs=2 * STEP_S)
+
+
+def test_a_cache_too_small_preempts_and_all_are_answered():
+    load = create_load(*[0.0] * 8, num_prompt=16, num_output_tokens=64, max_tokens=64)
+    result = simulate(load, create_profile(num_blocks=16))
+    assert result.preemptions > 0
+    assert result.bound_violations == 0
+    assert all(each.ok for each in result.outcomes)
+    assert figures_of(result)["block_use_peak"] == 1.0
+
+
+def test_a_class_that_the_configuration_has_not_is_named():
+    with pytest.raises(ConfigError, match=r"stream s must be one of .*: batch, interactive, standard. Given: .vip"):
+        simulate(create_load(0.0, class_name="vip"))
+
+
+def test_blocks_must_be_known():
+    with pytest.raises(ConfigError, match=r"pa_config\.num_blocks must be given"):
+        simulate(create_load(0.0), create_profile(num_blocks=None))
+
+
+def test_a_contradiction_stops_with_its_seed(monkeypatch):
+    def broken(self: Scheduler) -> None:
+        raise AssertionError("a block is lost")
+
+    monkeypatch.setattr(Scheduler, "check_integrity", broken)
+    with pytest.raises(ContradictionError, match="seed 7: a block is lost"):
+        simulate(create_load(0.0), seed=7)
+
+
+def test_a_broken_bound_stops_with_its_seed(monkeypatch):
+    monkeypatch.setattr(Scheduler, "_count_violations", lambda *_: 1)
+    with pytest.raises(ContradictionError, match="seed 7: a bound on waiting is broken at 0"):
+        simulate(create_load(0.0), seed=7)
+
+
+def test_refused_requests_retry_until_they_are_admitted():
+    load = create_load(*[0.001 * number for number in range(6)], num_output_tokens=20, max_tokens=20, retries=100)
+    result = simulate(load, model_config__decode_batch_size=1, scheduler_config__max_waiting_queue=2)
+    assert all(each.ok for each in result.outcomes)
+    assert figures_of(result)["retries"] > 0
+
+
+def test_who_is_told_seconds_waits_for_whole_ones_as_the_header_has_them(monkeypatch):
+    refusals = iter([TooLateError("it would come after its deadline", 1.3)])
+
+    def check_deadline(*_):
+        for error in refusals:
+            raise error
+
+    monkeypatch.setattr(AdmissionControl, "check_deadline", check_deadline)
+    (again,) = simulate(create_load(0.0, timeout_s=9.0, retries=1)).outcomes
+    assert (again.ok, again.num_retries) == (True, 1)
+    assert 2.0 < again.token_times_s[0] < 2.1
+
+
+def test_blocks_of_another_size_are_as_many_as_the_same_memory_has_room_for():
+    profile = create_profile(num_blocks=64, block_size=16)
+    settings = [{}, {"pa_config__block_size": 32}, {"pa_config__block_size": 32, "pa_config__num_blocks": 64}]
+    assert [simulate(create_load(0.0), profile, **each).num_blocks for each in settings] == [64, 32, 64]
+
+
+def test_what_keys_may_ask_for_in_a_minute_is_told_not_to_be_simulated():
+    key = {"api_keys__a__key_sha256": "a" * 64, "scheduler_config__speculative_method": "none"}
+    assert simulate(create_load(0.0), **key).notices == ()
+    (notice,) = simulate(create_load(0.0), **key, api_keys__a__max_requests_per_minute=1).notices
+    assert notice.startswith("what api_keys may ask for in a minute is not simulated")
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_leaving_out_predictions_that_decide_nothing_changes_nothing(replicas):
+    load = create_load(*(0.005 * number for number in range(60)), num_output_tokens=20, max_tokens=30)
+    settings = SLOTS | {"cluster_config__replicas": replicas}
+    plain, predicting = (
+        [each.token_times_s for each in simulate(load, scheduler_config__slo_refusal_factor=each, **settings).outcomes]
+        for each in ("null", 1000000.0)
+    )
+    assert plain == predicting
+
+
+def test_requests_move_between_replicas_that_have_roles():
+    roles = {"cluster_config__replicas": 2, "cluster_config__roles": "[prefill, decode]"}
+    outcomes = simulate(create_load(0.0, 0.001, 0.002), **roles).outcomes
+    assert [each.finish for each in outcomes] == ["length"] * 3
