@@ -8,14 +8,21 @@ from pathlib import Path
 import msgspec
 from llm_serving.core.generation_defaults import PARAMETERS
 from llm_serving.core.sampling_params import DEFAULTS, RULES
-from llm_serving.server.anthropic_schemas import MessagesRequest
-from llm_serving.server.parameter_table import meanings
-from llm_serving.server.parameters import BODIES, Ignored, Refused
-from llm_serving.server.responses_schemas import ResponsesRequest
-from llm_serving.server.sampling import REQUEST_RULES
-from llm_serving.server.schemas import ChatCompletionRequest, ChatMessage, CompletionRequest, ContentPart, StreamOptions
-from llm_serving.server.text_schemas import LegacyParameters, LegacyRequest, TGIParameters, TGIRequest
-from llm_serving.server.vector_schemas import EmbeddingsRequest, RerankRequest, ScoreRequest
+from llm_serving.server.generation.sampling import REQUEST_RULES
+from llm_serving.server.parsing.parameters import BODIES
+from llm_serving.server.parsing.unsupported_fields import IgnoredField, RefusedField
+from llm_serving.server.protocols.anthropic.schemas import MessagesRequest
+from llm_serving.server.protocols.openai.models import meanings
+from llm_serving.server.protocols.openai.responses_schemas import ResponsesRequest
+from llm_serving.server.protocols.openai.schemas import (
+    ChatCompletionRequest,
+    ChatMessage,
+    CompletionRequest,
+    ContentPart,
+    StreamOptions,
+)
+from llm_serving.server.protocols.openai.vector_schemas import EmbeddingsRequest, RerankRequest, ScoreRequest
+from llm_serving.server.protocols.text_schemas import LegacyParameters, LegacyRequest, TGIParameters, TGIRequest
 
 FILE = Path(__file__).parents[1] / "docs" / "parameters.md"
 BEGINNING = f"""# Parameters of requests
@@ -111,8 +118,8 @@ def _other_rows(*kinds: type) -> Iterator[tuple[str, ...]]:
     yield "any other", _fate(BODIES[kinds[0]].unknown)
 
 
-def _fate(row: Refused | Ignored) -> str:
-    if isinstance(row, Ignored):
+def _fate(row: RefusedField | IgnoredField) -> str:
+    if isinstance(row, IgnoredField):
         return f"ignored and named: {row.why}"
     neutral = [msgspec.json.encode(value).decode() for value in row.neutral if value not in ("", 0, False)]
     return f"refused: {row.why.removeprefix('is ')}" + (

@@ -13,7 +13,7 @@ from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import ModelError, RequestError, UnavailableError
 from llm_serving.executor.model_files import ContentHashes, ModelFiles, content_hashes
-from llm_serving.server.choices import Choices
+from llm_serving.server.generation.choices import Choices
 
 from llm_serving_receipts.digest import ResponseDigest
 from llm_serving_receipts.receipt import MAX_TOKENS, VERSION, Receipt, seal

@@ -12,7 +12,7 @@ from llm_serving.core.sampling_params import BeamSearchParams
 from llm_serving.core.step import BlockMove, StepInput, StepOutput
 from llm_serving.engine.beam_search import BeamSearch, LikelyTokens
 from llm_serving.scheduler import PreemptionMode
-from llm_serving.server.sampling import with_choice_seed
+from llm_serving.server.generation.sampling import with_choice_seed
 from llm_serving.worker.model_runner import ModelRunner
 from support.engine_harness import Harness
 from support.factories import create_request

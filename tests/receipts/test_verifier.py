@@ -16,9 +16,8 @@ from llm_serving.core.request_output import RequestOutput
 from llm_serving.core.sampling_params import BeamSearchParams, SamplingParams
 from llm_serving.executor.model_files import ModelFiles, content_hashes
 from llm_serving.offline import LLM
-from llm_serving.server.choices import ONE_ANSWER, Choices
-from llm_serving.server.sampling import sequences_of
-from llm_serving.server.selection import ChoiceOutput, select_best
+from llm_serving.server.generation.choices import ONE_CHOICE, ChoiceOutput, Choices, select_best
+from llm_serving.server.generation.sampling import sequences_of
 from llm_serving.text.structured_output.grammars import regex_grammar
 from llm_serving_receipts.digest import ResponseDigest
 from llm_serving_receipts.receipt import VERSION, OpenedReceipt, Receipt, open_receipt, seal
@@ -56,7 +55,7 @@ def verify(hashes):
 def receipt_of(llm, hashes):
     """A receipt as a server gives it that computes everything at once."""
 
-    def receipt_of(prompts, sampling, choices=ONE_ANSWER) -> dict:
+    def receipt_of(prompts, sampling, choices=ONE_CHOICE) -> dict:
         ids = [llm.tokenizer.encode(prompt) for prompt in prompts]
         digest = ResponseDigest(sampling, choices.n, len(ids))
         for index, output in _served(llm, ids, sampling, choices):

@@ -13,7 +13,7 @@ import pytest
 from llm_serving.core.request import FinishReason
 from llm_serving.errors import ConfigError
 from llm_serving.executor.model_files import ModelFiles, content_hashes
-from llm_serving.server import openai_requests
+from llm_serving.server.protocols.openai import requests
 from llm_serving.server.receipts import ReceiptHook
 from llm_serving_receipts import issuer, receipt
 from llm_serving_receipts.receipt import open_receipt
@@ -89,7 +89,7 @@ def test_a_long_one_at_the_end_of_a_stream_is_sealed_beside_the_event_loop(engin
 
     original = issuer.seal
     monkeypatch.setattr(issuer, "seal", seal)
-    monkeypatch.setattr(openai_requests, "MAX_INLINE_TOKENS", most)
+    monkeypatch.setattr(requests, "MAX_INLINE_TOKENS", most)
     ask = {"prompt": "hello"} if path == "/v1/completions" else {"messages": MESSAGES}
     *_, last, _ = events(post(engine, path, ask | {"stream": True, "receipt": True}))
     the_receipt(last["receipt"])

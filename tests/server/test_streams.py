@@ -12,7 +12,7 @@ from llm_serving.config.tables import ApiKey
 from llm_serving.server.idempotency.log_file import LogFile
 from llm_serving.server.idempotency.store import AcceptedRequests
 from llm_serving.server.middleware.authentication import hash_key
-from llm_serving.server.shares import Shares
+from llm_serving.server.tenant_quota import TenantQuota
 from support.gated_server import GatedServer
 from support.server_client import error_of
 
@@ -183,7 +183,7 @@ def test_tenants_go_on_with_their_own_alone():
 
 def logged(folder: Path) -> tuple[AcceptedRequests, LogFile]:
     log = LogFile(folder, 2**20)
-    accepted = AcceptedRequests(Shares(2**20), 3600.0, time.time)
+    accepted = AcceptedRequests(TenantQuota(2**20), 3600.0, time.time)
     for record in log.read():
         accepted.restore(record)
     accepted.log = log

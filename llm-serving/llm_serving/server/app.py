@@ -39,7 +39,7 @@ from llm_serving.server.batches.internal_client import Inside
 from llm_serving.server.batches.runner import UNFINISHED, answer_file
 from llm_serving.server.batches.schemas import RequestCounts
 from llm_serving.server.batches.store import lock_of
-from llm_serving.server.error_responses import json_response
+from llm_serving.server.generation.response_buffer import ResponseBuffers
 from llm_serving.server.http_server import HttpServer, check_variables
 from llm_serving.server.idempotency.log_file import LogFile
 from llm_serving.server.idempotency.store import AcceptedRequests, ModelState
@@ -51,13 +51,13 @@ from llm_serving.server.middleware.rate_limits import quotas_of, reload_quotas
 from llm_serving.server.middleware.tracing import Tracer, send_to
 from llm_serving.server.open_files import OpenFiles
 from llm_serving.server.openapi import openapi_document
+from llm_serving.server.parsing.errors import json_response
+from llm_serving.server.protocols.openai.response_store import ResponseStore
+from llm_serving.server.protocols.openai.schemas import ErrorDetail, ErrorResponse
 from llm_serving.server.receipts import ReceiptHook
-from llm_serving.server.response_store import ResponseStore
 from llm_serving.server.routes import ENDPOINTS
-from llm_serving.server.schemas import ErrorDetail, ErrorResponse
-from llm_serving.server.shares import Shares
+from llm_serving.server.tenant_quota import TenantQuota
 from llm_serving.server.ui import page_routes
-from llm_serving.server.whole_answers import WholeAnswers
 
 logger = get_logger(__name__)
 
@@ -118,7 +118,7 @@ def build_site(
         open_accepted(engine) if accepted is None else accepted,
         ModelState(engine.config),
         Advisor(lambda: engine.config, engine.clock, refused=lambda since: engine.refused_since(since)),
-        WholeAnswers(engine.config.serving.max_buffered_response_bytes),
+        ResponseBuffers(engine.config.serving.max_buffered_response_bytes),
     )
     paths = [OPENAPI_PATH, *(endpoint.path for endpoint in ENDPOINTS)]
     refused, quotas = engine.metrics.http.refused, quotas_of(keys, engine.clock)
@@ -139,7 +139,7 @@ def build_site(
         reload_quotas(quotas, config.api_keys, engine.clock)
         client.reload({key.name: key for key in config.api_keys})
         routes.live.policy = config.scheduler.policy
-        routes.whole_answers.max_bytes = config.serving.max_buffered_response_bytes
+        routes.response_buffers.max_bytes = config.serving.max_buffered_response_bytes
 
     engine.reloading.followers.append(follow)
     return Site(outside, client, routes)
@@ -166,7 +166,7 @@ class Application:
         accepted: AcceptedRequests,
         model_state: ModelState,
         advisor: Advisor,
-        whole_answers: WholeAnswers,
+        response_buffers: ResponseBuffers,
     ) -> None:
         self.responses = responses
         self.receipts = receipts
@@ -175,7 +175,7 @@ class Application:
         """Requests that may come again."""
         self.model_state = model_state
         self.advisor = advisor
-        self.whole_answers = whole_answers
+        self.response_buffers = response_buffers
         self.batches: Batches | None = None
         """While they are served."""
         self._router = Router(routes, redirect_slashes=False)  # a redirect repeats the Host that the client sent
@@ -319,10 +319,10 @@ def open_request_log(serving: ServerConfig) -> LogFile | None:
     return LogFile(serving.request_log_path, serving.request_log_bytes)
 
 
-def shares_of(engine: AsyncEngine, key: str) -> Shares:
+def shares_of(engine: AsyncEngine, key: str) -> TenantQuota:
     """Of the room that a key of `serving_config` gives all tenants; there are as many as API keys."""
     limit = getattr(engine.config.serving, key)
-    return Shares(limit, lambda: len(engine.config.api_keys) > 1, f"serving_config.{key}")
+    return TenantQuota(limit, lambda: len(engine.config.api_keys) > 1, f"serving_config.{key}")
 
 
 def open_accepted(engine: AsyncEngine, log: LogFile | None = None) -> AcceptedRequests:

@@ -15,14 +15,14 @@ from llm_serving.core.memory import shortage
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import LLMServingError, RequestError, UnavailableError
 from llm_serving.log import get_logger
-from llm_serving.server.asked_beside import check_headers, check_no_body, check_query, unheeded_headers
-from llm_serving.server.error_responses import kind_of, openai_error_response
 from llm_serving.server.front_door import UNSENT_KEY
+from llm_serving.server.generation.streaming import ClientGoneError, internal_error
 from llm_serving.server.middleware.rate_limits import quota_of
-from llm_serving.server.openai_requests import REQUEST_ID_HEADER, request_id_of
-from llm_serving.server.parameters import IGNORED_HEADER, ignored_parameters
+from llm_serving.server.parsing.errors import kind_of, openai_error_response
+from llm_serving.server.parsing.headers import check_headers, check_no_body, check_query, ignored_headers
+from llm_serving.server.parsing.identity import REQUEST_ID_HEADER, request_id_of
+from llm_serving.server.parsing.parameters import IGNORED_HEADER, ignored_parameters
 from llm_serving.server.request_context import note_of
-from llm_serving.server.streaming import ClientGoneError, internal_error
 
 logger = get_logger(__name__)
 
@@ -73,7 +73,7 @@ class Endpoint:
             if request_id := response.headers.get(REQUEST_ID_HEADER):
                 self._tell_id(response, request_id)
             in_body = filter(None, [ignored_parameters(request)])
-            if ignored := ", ".join([*in_body, *in_url, *unheeded_headers(request)]):
+            if ignored := ", ".join([*in_body, *in_url, *ignored_headers(request)]):
                 response.headers[IGNORED_HEADER] = ignored
             return response
         except LLMServingError as error:

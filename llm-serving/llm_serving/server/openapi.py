@@ -14,9 +14,9 @@ import msgspec
 from llm_serving import __version__
 from llm_serving.core.sampling_params import ParameterRule, Real, SomeTokenIds, Texts, TokenBiases, TokenIds, Whole
 from llm_serving.server.endpoint import Endpoint
-from llm_serving.server.error_responses import openai_error_response
-from llm_serving.server.sampling import REQUEST_RULES
-from llm_serving.server.schemas import ErrorResponse
+from llm_serving.server.generation.sampling import REQUEST_RULES
+from llm_serving.server.parsing.errors import openai_error_response
+from llm_serving.server.protocols.openai.schemas import ErrorResponse
 
 JsonObject = dict[str, Any]
 

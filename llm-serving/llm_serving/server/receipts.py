@@ -16,8 +16,8 @@ from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import ConfigError, ModelError, RequestError, UnavailableError
 from llm_serving.executor.model_files import ModelFiles
-from llm_serving.server.choices import Choices
-from llm_serving.server.schemas import GenerationRequest
+from llm_serving.server.generation.choices import Choices
+from llm_serving.server.protocols.openai.schemas import GenerationRequest
 
 PACKAGE: Final = "llm_serving_receipts"
 DISABLED, AT_START = "none", "at_start"

@@ -14,7 +14,7 @@ from llm_serving.server.batches import runner as module
 from llm_serving.server.batches.runner import Answered
 from llm_serving.server.batches.schemas import Batch
 from llm_serving.server.batches.store import new_id
-from llm_serving.server.shares import Shares
+from llm_serving.server.tenant_quota import TenantQuota
 from support.batch_site import Site, jsonl, line, run
 from support.fakes import FakeEngine
 
@@ -285,7 +285,7 @@ def test_a_line_that_must_come_again_holds_no_place_of_others(tmp_path):
         return batch.id
 
     async def talking():
-        shares = Shares(2**20)
+        shares = TenantQuota(2**20)
         store = partial(BatchStore, tmp_path / "batches.db", shares)
         batches = module.Batches(store, ask, concurrency=1, priority_class="least", shares=shares)
         await begin(batches, "refused")

@@ -12,7 +12,7 @@ from llm_serving.core.request_output import ALTERNATIVE_BYTES, TOKEN_BYTES, Requ
 from llm_serving.engine.request_stream import RequestStream
 from llm_serving.server.front_door.lane import Lane
 from llm_serving.server.front_door.turns import Turns
-from llm_serving.server.generation import TOLD_AT_ONCE, Generation
+from llm_serving.server.generation.generation import READ_AT_ONCE, Generation
 
 
 class Answer:
@@ -130,7 +130,7 @@ def test_of_several_choices_too_most_waits_where_it_is_counted() -> None:
     async def run() -> None:
         streams, told = [RequestStream("r", lambda _: None) for _ in range(2)], []
         generation = Generation(streams)
-        generation.tell_waiting(told.append)
+        generation.report_unread_bytes(told.append)
         outputs = generation.outputs()
         streams[0].put(piece(0))
         assert (await anext(outputs)).choice == 0
@@ -138,7 +138,7 @@ def test_of_several_choices_too_most_waits_where_it_is_counted() -> None:
             streams[number % 2].put(piece(number))
         for _ in range(50):
             await asyncio.sleep(0)
-        assert sum(told) >= (200 - TOLD_AT_ONCE - len(streams)) * piece(0).num_bytes
+        assert sum(told) >= (200 - READ_AT_ONCE - len(streams)) * piece(0).num_bytes
         await generation.aclose()
 
     asyncio.run(run())

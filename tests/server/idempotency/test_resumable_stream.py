@@ -13,10 +13,10 @@ from llm_serving.server.idempotency.resumable_stream import NumberedPieces
 class Pieces:
     """Two events of each piece; two at the end."""
 
-    def piece(self, index, output):
+    def chunk(self, index, output):
         return b"" if output is None else f"data: {index}{output}\n\ndata: {index}{output}'\n\n".encode()
 
-    async def end(self):
+    async def finish(self):
         return b"data: usage\n\ndata: [DONE]\n\n"
 
 
@@ -26,8 +26,8 @@ def told(order, position=BEGINNING, num_choices=2) -> list[tuple[str, str]]:
     text = b""
     for index in order:
         number[index] += 1
-        text += pieces.piece(index, number[index])
-    text += pieces.piece(0, None) + asyncio.run(pieces.end())
+        text += pieces.chunk(index, number[index])
+    text += pieces.chunk(0, None) + asyncio.run(pieces.finish())
     events = text.decode().split("\n\n")
     assert events.pop() == ""
     return [tuple(line.partition(": ")[2] for line in event.split("\n")) for event in events]

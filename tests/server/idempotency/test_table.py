@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from llm_serving.errors import IdempotencyError, RequestNotFoundError
 from llm_serving.server.idempotency.store import OVERHEAD_BYTES, AcceptedRequests, Claim
-from llm_serving.server.shares import Shares
+from llm_serving.server.tenant_quota import TenantQuota
 from support.accepted_records import record
 
 
@@ -20,7 +20,7 @@ class Clock:
 
 def table(max_bytes=2**20, kept_s=60.0, clock=None, wall_clock=None) -> AcceptedRequests:
     clock = clock or Clock()
-    return AcceptedRequests(Shares(max_bytes), kept_s, wall_clock or clock, clock)
+    return AcceptedRequests(TenantQuota(max_bytes), kept_s, wall_clock or clock, clock)
 
 
 def test_a_stream_is_found_by_its_own_tenant_alone():

@@ -10,12 +10,11 @@ from llm_serving.config.tables import ApiKey
 from llm_serving.core.sampling_params import BeamSearchParams, SamplingParams
 from llm_serving.errors import RateLimitError
 from llm_serving.server.app import create_app
-from llm_serving.server.caller import HttpCaller
-from llm_serving.server.choices import Choices
-from llm_serving.server.generation import start_generation
-from llm_serving.server.knock import Entry
+from llm_serving.server.generation.choices import Choices
+from llm_serving.server.generation.generation import EngineInput, submit
 from llm_serving.server.middleware.authentication import hash_key
 from llm_serving.server.middleware.rate_limits import Quota, TokenBucket
+from llm_serving.server.parsing.caller import HttpCaller
 from support.fakes import FULL_QUEUE, FakeEngine
 from support.server_client import error_of, events, post, request
 
@@ -162,7 +161,7 @@ def test_a_beam_search_that_is_left_before_its_end_gives_nothing_back():
 
     async def leave():
         sampling = SamplingParams(max_tokens=10)
-        generation = await start_generation(Entry(engine, caller), [[1]], [sampling], choices=choices, request_id="a")
+        generation = await submit(engine, caller, EngineInput([[1]], sampling), choices=choices, request_id="a")
         await generation.aclose()
 
     asyncio.run(leave())

@@ -13,12 +13,12 @@ from llm_serving.core.request_class import class_of
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import RequestError
 from llm_serving.server.admin.scheduler_view import SchedulerView, view_of
-from llm_serving.server.caller import ceiling_of, wanted_priority
 from llm_serving.server.endpoint import Endpoint
-from llm_serving.server.error_responses import json_response
 from llm_serving.server.middleware.authentication import api_key_of, tenant_seen
-from llm_serving.server.parameters import read_fields
-from llm_serving.server.schemas import PriorityRequest
+from llm_serving.server.parsing.caller import ceiling_of, requested_priority
+from llm_serving.server.parsing.errors import json_response
+from llm_serving.server.parsing.parameters import read_fields
+from llm_serving.server.protocols.openai.schemas import PriorityRequest
 
 
 class Cancelled(Struct):
@@ -49,7 +49,7 @@ async def reprioritise_request(engine: AsyncEngine, http_request: Request) -> Re
     request_id, config = http_request.path_params["request_id"], engine.config
     body = await read_fields(engine, http_request, PriorityRequest)
     ceiling = ceiling_of(config, api_key_of(http_request))
-    priority = wanted_priority(config, ceiling, body.priority, body.priority_class)
+    priority = requested_priority(config, ceiling, body.priority, body.priority_class)
     if priority is None:
         raise RequestError("priority", "or `priority_class` must be given")
     done = await engine.control.reprioritise(request_id, priority, tenant_seen(http_request))

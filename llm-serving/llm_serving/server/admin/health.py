@@ -10,8 +10,8 @@ from starlette.responses import Response
 
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.server.endpoint import Endpoint
-from llm_serving.server.error_responses import json_response
-from llm_serving.server.schemas import HealthResponse
+from llm_serving.server.parsing.errors import json_response
+from llm_serving.server.protocols.openai.schemas import HealthResponse
 
 
 async def show_health(engine: AsyncEngine, http_request: Request) -> Response:

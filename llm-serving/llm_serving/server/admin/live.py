@@ -33,14 +33,14 @@ from llm_serving.observability.metrics import Metrics
 from llm_serving.observability.snapshot import ClassQueue, Glance, RunningRequest, WaitingRequest
 from llm_serving.server.admin.scheduler_view import Replica, SchedulerView, Tenant, view_of
 from llm_serving.server.endpoint import Endpoint
-from llm_serving.server.middleware.authentication import tenant_seen
-from llm_serving.server.streaming import (
+from llm_serving.server.generation.streaming import (
     EVENT_STREAM,
     STREAM_HEADERS,
     ClientGoneError,
     named_event,
     run_until_client_leaves,
 )
+from llm_serving.server.middleware.authentication import tenant_seen
 
 
 class EndedRequest(Struct, kw_only=True):

@@ -29,13 +29,12 @@ from llm_serving.server.batches.runner import KEPT_S, WINDOW_S, new_file
 from llm_serving.server.batches.schemas import BatchList, BatchRequest, DeletedFile, FileList, FileObject
 from llm_serving.server.batches.store import CHUNK_BYTES, new_id
 from llm_serving.server.endpoint import Endpoint
-from llm_serving.server.error_responses import json_response
 from llm_serving.server.front_door import HELD_KEY
-from llm_serving.server.metadata import check_metadata
 from llm_serving.server.middleware.authentication import api_key_of, tenant_seen
-from llm_serving.server.off_loop import large_json_response
-from llm_serving.server.paging import PAGE, asked_page
-from llm_serving.server.parameters import read_fields
+from llm_serving.server.parsing.errors import json_response
+from llm_serving.server.parsing.offload import large_json_response
+from llm_serving.server.parsing.parameters import read_fields
+from llm_serving.server.protocols.openai.requests import PAGE, check_metadata, page_of
 
 PURPOSE: Final = "batch"
 MAX_FILENAME_CHARS: Final = 256
@@ -84,7 +83,7 @@ async def list_files(engine: AsyncEngine, http_request: Request) -> Response:
     """The newest files first."""
     del engine
     purpose = http_request.query_params.get("purpose")
-    limit, after = asked_page(http_request)
+    limit, after = page_of(http_request)
     batches, tenant = _batches(http_request), tenant_seen(http_request)
     with renaming({"file_id": "after"}):
         files = await batches.stored(BatchStore.files, tenant, purpose, limit + 1, after)
@@ -147,7 +146,7 @@ async def create_batch(engine: AsyncEngine, http_request: Request) -> Response:
 async def list_batches(engine: AsyncEngine, http_request: Request) -> Response:
     """The newest batches first."""
     del engine
-    limit, after = asked_page(http_request)
+    limit, after = page_of(http_request)
     batches, tenant = _batches(http_request), tenant_seen(http_request)
     with renaming({"batch_id": "after"}):
         found = await batches.stored(BatchStore.batches, tenant, limit + 1, after)

@@ -11,11 +11,11 @@ from starlette.types import ASGIApp, Message
 from llm_serving.config.tables import ApiKey
 from llm_serving.errors import AuthenticationError
 from llm_serving.server.batches.runner import Answered
-from llm_serving.server.error_responses import openai_error_response
 from llm_serving.server.middleware.authentication import SCOPE_KEY
 from llm_serving.server.middleware.rate_limits import SCOPE_KEY as QUOTA_SCOPE_KEY
 from llm_serving.server.middleware.rate_limits import Quota
-from llm_serving.server.parameters import IGNORED_HEADER
+from llm_serving.server.parsing.errors import openai_error_response
+from llm_serving.server.parsing.parameters import IGNORED_HEADER
 
 READY_EVERY_S: Final = 0.5
 """Seconds between two looks at an engine that loads."""

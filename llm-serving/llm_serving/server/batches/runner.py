@@ -26,11 +26,9 @@ from llm_serving.errors import ConfigError, LLMServingError, RequestError, Unava
 from llm_serving.log import get_logger
 from llm_serving.server.batches.schemas import Batch, Failure, FileObject, Line, LineError, LineErrors, RequestCounts
 from llm_serving.server.batches.store import CHUNK_BYTES, BatchStore, PendingLine, new_id
-from llm_serving.server.body_census import check_census
-from llm_serving.server.off_loop import INLINE_BYTES, off_loop
-from llm_serving.server.repeated_names import repeated_name
-from llm_serving.server.request_body import malformed
-from llm_serving.server.shares import Shares
+from llm_serving.server.parsing.body import check_json_limits, malformed, repeated_name
+from llm_serving.server.parsing.offload import INLINE_BYTES, off_loop
+from llm_serving.server.tenant_quota import TenantQuota
 
 logger = get_logger(__name__)
 
@@ -100,7 +98,7 @@ class Batches:
         *,
         concurrency: int,
         priority_class: str,
-        shares: Shares,
+        shares: TenantQuota,
         bounds_answers: bool = True,
         now: Callable[[], float] = time.time,
     ) -> None:
@@ -395,7 +393,7 @@ def _start_batch(store: BatchStore, batch_id: str, now: float) -> Batch:
 def _fault_of(text: bytes, endpoint: str, ids: dict[str, int], number: int) -> str | None:
     """What is wrong with a line; its id is added to those that were seen, with its number."""
     try:
-        check_census(text)
+        check_json_limits(text)
     except RequestError as error:
         return str(error).replace("`body`", "the line")
     try:

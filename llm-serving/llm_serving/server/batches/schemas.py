@@ -7,7 +7,7 @@ from typing import Any, Final, Literal
 import msgspec
 from msgspec import Struct, field
 
-from llm_serving.server.off_loop import Long
+from llm_serving.server.parsing.offload import Long
 
 ENDPOINTS_OF_LINES: Final = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings")
 """Routes that lines may ask for."""

@@ -16,7 +16,7 @@ import msgspec
 from llm_serving.core.files import hold
 from llm_serving.errors import ConfigError, RequestNotFoundError, RequestTooLargeError, StoreFullError
 from llm_serving.server.batches.schemas import AnsweredLine, Batch, Failure, FileObject, Line, LineAnswer, RequestCounts
-from llm_serving.server.shares import Shares
+from llm_serving.server.tenant_quota import TenantQuota
 
 T = TypeVar("T")
 
@@ -74,7 +74,7 @@ class BatchStore:
         ConfigError: The database cannot be used, or another process uses it.
     """
 
-    def __init__(self, path: Path, shares: Shares) -> None:
+    def __init__(self, path: Path, shares: TenantQuota) -> None:
         self._shares = shares
         try:
             if path.exists() and not path.is_file():  # a device would be given other rights, a pipe waited for

@@ -15,9 +15,7 @@ from starlette.requests import Request
 
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import GoneError, IdempotencyError, RequestError
-from llm_serving.server.asked_beside import asked_header
-from llm_serving.server.caller import HttpCaller
-from llm_serving.server.deadline import before
+from llm_serving.server.generation.precheck import within_deadline
 from llm_serving.server.idempotency.request import (
     BEGINNING,
     MAX_NUMBERED_CHOICES,
@@ -28,10 +26,12 @@ from llm_serving.server.idempotency.request import (
 )
 from llm_serving.server.idempotency.store import AcceptedRequest, AcceptedRequests, Claim
 from llm_serving.server.middleware.authentication import api_key_of
-from llm_serving.server.off_loop import INLINE_BYTES, off_loop
-from llm_serving.server.openai_requests import Identity, identify
+from llm_serving.server.parsing.caller import HttpCaller
+from llm_serving.server.parsing.headers import read_header
+from llm_serving.server.parsing.identity import ResponseIdentity, identify
+from llm_serving.server.parsing.offload import INLINE_BYTES, off_loop
+from llm_serving.server.protocols.openai.schemas import GenerationRequest
 from llm_serving.server.request_context import note_of
-from llm_serving.server.schemas import GenerationRequest
 
 KEY_HEADER: Final = "idempotency-key"
 EVENT_HEADER: Final = "last-event-id"
@@ -49,7 +49,7 @@ class Resumed(NamedTuple):
 
 
 class Arrival(NamedTuple):
-    identity: Identity
+    identity: ResponseIdentity
     """Of the answer."""
     turn: Turn
 
@@ -91,11 +91,11 @@ async def arrival(
     key = _key(http_request) if accepted.keeps else ""
     streams = bool(serving.resume_streams and accepted.keeps and request.stream and num_streams <= MAX_NUMBERED_CHOICES)
     resumed: Resumed | None = getattr(http_request.state, "resumed", None)
-    event_id = asked_header(http_request, EVENT_HEADER) or ""
+    event_id = read_header(http_request, EVENT_HEADER) or ""
     if resumed is None and event_id and not streams:
         raise RequestError("Last-Event-ID", f"must be given with a stream that can be resumed only: {_RESUMABLE}")
     if resumed is None and not key and not streams:
-        yield Arrival(identify(engine, http_request, request, prefix), Turn(rules, seeded=seeded))
+        yield Arrival(identify(engine, http_request, request.request_id, prefix), Turn(rules, seeded=seeded))
         return
     claim: Claim | None = None
     digest, size = b"", 0
@@ -106,7 +106,7 @@ async def arrival(
         if event_id:
             record, position = _by_event(accepted, http_request, event_id, digest)
         elif key:
-            found = await before(caller.deadline, engine.clock, accepted.claim(caller.tenant, key, digest))
+            found = await within_deadline(caller.deadline, engine.clock, accepted.claim(caller.tenant, key, digest))
             record, claim = (None, found) if isinstance(found, Claim) else (found, None)
     try:
         longest = engine.max_model_len, engine.config.model.max_input_len
@@ -117,7 +117,7 @@ async def arrival(
             return
         if request.seed is None:
             request.seed = seed_of(caller.tenant, key, digest) if key else secrets.randbits(64)
-        identity = identify(engine, http_request, request, prefix)
+        identity = identify(engine, http_request, request.request_id, prefix)
         record = AcceptedRequest(
             stream_id=secrets.token_hex(16),
             route=route,
@@ -157,7 +157,7 @@ def _again(
     if (note := note_of(http_request)) is not None:
         note.request_id = record.request_id
     name = engine.config.model.model_name
-    identity = Identity(f"{prefix}-{record.request_id}", record.request_id, record.created, name)
+    identity = ResponseIdentity(f"{prefix}-{record.request_id}", record.request_id, record.created, name)
     return Arrival(identity, Turn(rules, seeded=record.seeded, record=record, known=True, position=position))
 
 
@@ -174,7 +174,7 @@ def seed_of(tenant: str, key: str, digest: bytes) -> int:
 
 
 def _key(http_request: Request) -> str:
-    key = asked_header(http_request, KEY_HEADER) or ""
+    key = read_header(http_request, KEY_HEADER) or ""
     if len(key) > MAX_KEY_CHARS:
         raise RequestError("Idempotency-Key", f"must be text of at most {MAX_KEY_CHARS} characters", len(key))
     return key

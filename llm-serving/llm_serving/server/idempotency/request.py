@@ -21,10 +21,10 @@ import msgspec
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.engine.coalescing import Sharing
 from llm_serving.errors import GoneError, RequestError
-from llm_serving.server.caller import HttpCaller
-from llm_serving.server.choices import Choices
+from llm_serving.server.generation.choices import Choices
 from llm_serving.server.idempotency.store import AcceptedRequest
-from llm_serving.server.off_loop import INLINE_ITEMS, off_loop
+from llm_serving.server.parsing.caller import HttpCaller
+from llm_serving.server.parsing.offload import INLINE_ITEMS, off_loop
 
 MAX_NUMBERED_CHOICES: Final = 16
 """Streams of more choices have no ids: each id has a number for each choice."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Final
 
 from llm_serving.core.request_output import RequestOutput
+from llm_serving.server.generation.streaming import DONE, Chunks
 from llm_serving.server.idempotency.request import END, Position
-from llm_serving.server.streaming import DONE, Pieces
 
 _BLANK: Final = b"\n\n"
 
@@ -14,7 +14,7 @@ _BLANK: Final = b"\n\n"
 class NumberedPieces:
     """Pieces of a stream with their ids, behind those that were told before."""
 
-    def __init__(self, pieces: Pieces, stream_id: str, num_choices: int, position: Position) -> None:
+    def __init__(self, pieces: Chunks, stream_id: str, num_choices: int, position: Position) -> None:
         """`position` is that of a stream of so many choices."""
         assert len(position.told) in (0, num_choices)
         self._pieces = pieces
@@ -25,8 +25,8 @@ class NumberedPieces:
         self._told = self._told_before.copy()
         self._alone = num_choices == 1
 
-    def piece(self, index: int, output: RequestOutput) -> bytes:
-        events = self._pieces.piece(index, output)
+    def chunk(self, index: int, output: RequestOutput) -> bytes:
+        events = self._pieces.chunk(index, output)
         if not events:
             return events
         numbered = []
@@ -37,8 +37,8 @@ class NumberedPieces:
                 numbered.append(self._with_id(event, ""))
         return b"".join(numbered)
 
-    async def end(self) -> bytes:
-        events = (await self._pieces.end()).split(_BLANK)[:-1]
+    async def finish(self) -> bytes:
+        events = (await self._pieces.finish()).split(_BLANK)[:-1]
         numbered = []
         for number, event in enumerate(events, start=1):
             if number > self._closing_before:

@@ -21,7 +21,7 @@ from llm_serving.config.schema import ServingConfig
 from llm_serving.core.fingerprint import ComputedBy
 from llm_serving.core.timings import Clock, monotonic
 from llm_serving.errors import IdempotencyError, RequestNotFoundError
-from llm_serving.server.shares import Kept, Shares
+from llm_serving.server.tenant_quota import StoredSizes, TenantQuota
 
 OVERHEAD_BYTES: Final = 1024
 """What a record takes beside the request and its names."""
@@ -87,13 +87,13 @@ class AcceptedRequests:
     """
 
     def __init__(
-        self, shares: Shares, kept_s: float, wall_clock: Callable[[], float], clock: Clock = monotonic
+        self, shares: TenantQuota, kept_s: float, wall_clock: Callable[[], float], clock: Clock = monotonic
     ) -> None:
         self._max_bytes = shares.num_bytes
         self._kept_s = kept_s
         self._wall_clock = wall_clock
         self._clock = clock
-        self._kept = Kept(shares)
+        self._kept = StoredSizes(shares)
         self._records: dict[str, AcceptedRequest] = {}
         """By stream, oldest first."""
         self._known_until: dict[str, float] = {}
@@ -172,7 +172,7 @@ class AcceptedRequests:
         if record.stream_id in self._records or age_s > self._kept_s:
             return
         self._expire()
-        older = self._kept.in_the_way(record.tenant, record.num_bytes)
+        older = self._kept.evictions(record.tenant, record.num_bytes)
         if older is None:
             return
         for stream_id in older:

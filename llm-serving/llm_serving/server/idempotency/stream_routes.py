@@ -10,13 +10,13 @@ from starlette.responses import Response
 
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import RequestNotFoundError
-from llm_serving.server.asked_beside import asked_header
 from llm_serving.server.endpoint import Endpoint
 from llm_serving.server.idempotency.lookup import EVENT_HEADER, resumed_by
-from llm_serving.server.off_loop import INLINE_BYTES, off_loop
-from llm_serving.server.request_body import decode_body
-from llm_serving.server.routes import chat, completions
-from llm_serving.server.schemas import ChatCompletionRequest, CompletionRequest
+from llm_serving.server.parsing.body import decode_body
+from llm_serving.server.parsing.headers import read_header
+from llm_serving.server.parsing.offload import INLINE_BYTES, off_loop
+from llm_serving.server.protocols.openai import chat, completions
+from llm_serving.server.protocols.openai.schemas import ChatCompletionRequest, CompletionRequest
 
 RESUME_FROM: Final = "resume_from"
 
@@ -28,7 +28,7 @@ async def resume_stream(engine: AsyncEngine, http_request: Request) -> Response:
     """
     if not engine.config.serving.resume_streams:
         raise RequestNotFoundError("stream_id", "cannot be resumed: serving_config.resume_streams is False")
-    event_id, field = asked_header(http_request, EVENT_HEADER) or "", "Last-Event-ID"
+    event_id, field = read_header(http_request, EVENT_HEADER) or "", "Last-Event-ID"
     if not event_id:
         event_id, field = http_request.query_params.get(RESUME_FROM, ""), RESUME_FROM
     stream_id = http_request.path_params["stream_id"]
@@ -40,9 +40,9 @@ async def resume_stream(engine: AsyncEngine, http_request: Request) -> Response:
     is_long = len(body) > INLINE_BYTES
     if resumed.record.route == completions.PATH:
         completion = await off_loop(is_long, lambda: decode_body(body, CompletionRequest))
-        return await completions.answer_completion(engine, http_request, completion)
+        return await completions.respond_to_completion(engine, http_request, completion)
     conversation = await off_loop(is_long, lambda: decode_body(body, ChatCompletionRequest))
-    return await chat.answer_conversation(engine, http_request, conversation)
+    return await chat.respond_to_conversation(engine, http_request, conversation)
 
 
 ENDPOINTS: Final = (

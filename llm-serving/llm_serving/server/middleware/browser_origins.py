@@ -17,14 +17,14 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from llm_serving.config.sections.server import ServerConfig, is_loopback
 from llm_serving.errors import PermissionDeniedError
-from llm_serving.server.error_responses import (
+from llm_serving.server.idempotency.request import REPLAYED_HEADER, STREAM_ID_HEADER
+from llm_serving.server.parsing.errors import (
     PREDICTED_TTFT_HEADER,
     RETRY_AFTER_MS_HEADER,
     kind_of,
     openai_error_response,
 )
-from llm_serving.server.idempotency.request import REPLAYED_HEADER, STREAM_ID_HEADER
-from llm_serving.server.parameters import IGNORED_HEADER
+from llm_serving.server.parsing.parameters import IGNORED_HEADER
 from llm_serving.server.request_context import note_of
 
 FOREIGN_SITES: Final = (b"cross-site", b"same-site")

@@ -6,7 +6,9 @@ from llm_serving.server.admin import advice, control, explanations, health, live
 from llm_serving.server.batches import api
 from llm_serving.server.endpoint import Endpoint
 from llm_serving.server.idempotency import stream_routes
-from llm_serving.server.routes import chat, completions, embeddings, legacy, messages, models, responses, scores, tgi
+from llm_serving.server.protocols import legacy, tgi
+from llm_serving.server.protocols.anthropic import messages
+from llm_serving.server.protocols.openai import chat, completions, embeddings, models, responses, scores
 
 __all__ = ["ENDPOINTS"]
 

@@ -1,0 +1,139 @@
+"""The choices of a response: how many a request asks for, and selecting them from what was generated.
+
+Choices are sampled (`n`), the best of several samples (`best_of`), or the best sequences of a beam search.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Final, NamedTuple
+
+from llm_serving.core.request_output import RequestOutput, join_pieces
+from llm_serving.core.sampling_params import DEFAULTS, BeamSearchParams, Whole
+from llm_serving.errors import RequestError
+from llm_serving.server.protocols.openai.schemas import GenerationRequest
+
+MAX_N: Final = 128
+MAX_CHOICES: Final = 512
+"""Most sequences generated for one HTTP request: prompts times `best_of`."""
+COUNT: Final = Whole(1, MAX_N)
+_NEUTRAL: Final = {
+    "temperature": 0.0,
+    **{name: DEFAULTS[name] for name in ("min_tokens", "repetition_penalty", "presence_penalty", "frequency_penalty")},
+}
+"""The only value, besides null, that each field may have with beam search, which ranks by the model's own logprobs."""
+
+
+class Choices(NamedTuple):
+    n: int = 1
+    """Choices returned for each prompt."""
+    best_of: int = 1
+    """Sequences generated for each prompt, from which the choices are selected; at least `n`."""
+    beams: BeamSearchParams | None = None
+    """Parameters of a beam search, whose width is `best_of`; None: sequences are sampled."""
+
+    @property
+    def counted_by(self) -> str:
+        """The field that asks for this number of sequences."""
+        return "best_of" if self.best_of > self.n else "n"
+
+
+ONE_CHOICE: Final = Choices()
+
+
+class ChoiceOutput(NamedTuple):
+    choice: int
+    """Index of the prompt times n, plus the choice of that prompt."""
+    output: RequestOutput
+
+
+def choices_of(request: GenerationRequest, num_prompts: int) -> Choices:
+    """Return the choices that a request asks for.
+
+    Raises:
+        RequestError: It asks for too many, or combines fields that exclude each other.
+    """
+    n = 1 if request.n is None else request.n
+    best_of = n if request.best_of is None else request.best_of
+    for name, value in (("n", n), ("best_of", best_of)):
+        COUNT.checked(name, value)
+        if num_prompts * value > MAX_CHOICES:
+            rule = f"times the number of prompts must be at most {MAX_CHOICES}"
+            raise RequestError(name, rule, num_prompts * value)
+    if best_of < n:
+        raise RequestError("best_of", f"must be at least n, which is {n}", best_of)
+    if request.use_beam_search:
+        return Choices(n, best_of, _beam_search(request, n, best_of))
+    for name, neutral in (("length_penalty", 1.0), ("early_stopping", False)):
+        value = getattr(request, name)
+        if value not in (None, neutral):
+            raise RequestError(name, "must be given with use_beam_search: true only", value)
+    if request.stream and best_of > n:
+        raise RequestError("best_of", f"must be n, which is {n}, with stream: true", best_of)
+    return Choices(n, best_of)
+
+
+def _beam_search(request: GenerationRequest, n: int, width: int) -> BeamSearchParams:
+    if request.stream:
+        raise RequestError("stream", "must be false with use_beam_search", True)
+    for name, neutral in _NEUTRAL.items():
+        value = getattr(request, name)
+        if value not in (None, neutral):
+            raise RequestError(name, f"must be {neutral:g} with use_beam_search", value)
+    for name in ("stop", "logit_bias", "bad_words", "allowed_token_ids"):
+        if getattr(request, name):
+            raise RequestError(name, "is not supported with use_beam_search")
+    return BeamSearchParams(
+        width=width,
+        num_returned=n,
+        length_penalty=1.0 if request.length_penalty is None else request.length_penalty,
+        early_stopping=bool(request.early_stopping),
+    )
+
+
+async def select_best(
+    outputs: AsyncIterator[ChoiceOutput], choices: Choices, *, with_logprobs: bool
+) -> AsyncIterator[ChoiceOutput]:
+    """Yield, for each prompt, the `n` of `best_of` sequences with the highest mean logprob per token, best first.
+
+    Of equal sequences the earlier one comes first. A failed output is passed on at once.
+
+    Args:
+        outputs: Outputs with logprobs; their index is that of the prompt times `best_of`, plus the sequence.
+        choices: The numbers `n` and `best_of`.
+        with_logprobs: Whether the client asked for logprobs too.
+    """
+    by_sequence: dict[int, list[RequestOutput]] = {}
+    async for index, output in outputs:
+        if output.failed:
+            yield ChoiceOutput(index // choices.best_of * choices.n, output)
+        by_sequence.setdefault(index, []).append(output)
+    whole, means = [], []
+    for index in sorted(by_sequence):
+        whole.append(join_pieces(by_sequence[index]))
+        means.append(_mean_logprob(whole[-1]))
+        await asyncio.sleep(0)  # each may consist of thousands of outputs: let other requests run
+    for start in range(0, len(whole), choices.best_of):
+        prompt_logprobs = whole[start].prompt_logprobs
+        ranked = sorted(range(start, start + choices.best_of), key=lambda index: -means[index])
+        for rank, output in enumerate([whole[index] for index in ranked[: choices.n]]):
+            selected = replace(
+                output,
+                logprobs=output.logprobs if with_logprobs else (),
+                prompt_logprobs=None if rank else prompt_logprobs,
+            )
+            yield ChoiceOutput(start // choices.best_of * choices.n + rank, selected)
+
+
+async def select_beams(outputs: AsyncIterator[ChoiceOutput], choices: Choices) -> AsyncIterator[ChoiceOutput]:
+    """Yield the `n` sequences of each prompt's beam search, best first; `outputs` are numbered by prompt."""
+    async for prompt, output in outputs:
+        if output.finished:
+            for rank, beam in enumerate(output.beams or (output,)):  # a failed search has no beams
+                yield ChoiceOutput(prompt * choices.n + rank, beam)
+
+
+def _mean_logprob(output: RequestOutput) -> float:
+    return sum(token.logprob for token in output.logprobs) / max(len(output.logprobs), 1)

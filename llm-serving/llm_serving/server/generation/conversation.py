@@ -1,0 +1,273 @@
+"""Conversations: rendering them with the chat template, and the pipeline steps that all chat protocols share."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Final
+
+import msgspec
+from starlette.requests import Request
+
+from llm_serving.core.sampling_params import Whole
+from llm_serving.engine.async_engine import AsyncEngine
+from llm_serving.errors import ContextLengthError, RequestError
+from llm_serving.server.generation.choices import choices_of
+from llm_serving.server.generation.logprobs import check_prompt_logprobs, check_prompt_logprobs_size
+from llm_serving.server.generation.message import MessageParser
+from llm_serving.server.generation.pipeline import EncodedRequest, ProtocolRequest, StartedGeneration
+from llm_serving.server.generation.precheck import PrecheckInput
+from llm_serving.server.generation.prompts import encode_text, truncate_prompt
+from llm_serving.server.generation.sampling import bad_words, sampling_params
+from llm_serving.server.generation.structured_output import check_compatible, structured_output_of
+from llm_serving.server.generation.tools import (
+    OfferedTools,
+    chat_output,
+    offered_tools,
+    output_parser,
+    reasoning_budget,
+    reasoning_counter,
+    template_call,
+)
+from llm_serving.server.parsing.offload import INLINE_BYTES, FairThreads, off_loop
+from llm_serving.server.protocols.openai.schemas import CallerFields, ChatCompletionRequest, ChatMessage, JsonObject
+from llm_serving.text.chat_template.template import NUM_PROCESSES
+
+MAX_MESSAGES: Final = 4096
+ROLES: Final = ("system", "developer", "user", "assistant", "tool", "function")
+"""Roles of messages in OpenAI's protocol."""
+FALLBACK_ROLES: Final = {"developer": "system", "function": "tool"}
+"""Role -> the role that replaces it for chat templates that do not mention it."""
+RESERVED_VARIABLES: Final = ("add_generation_prompt", "continue_final_message", "messages", "self", "tools")
+"""Variables of chat templates that the server or Jinja sets."""
+MAX_TEMPLATE_FACTOR: Final = 2
+"""Most times its own length that the JSON of a conversation may have once the chat template has been applied."""
+_LIMIT: Final = Whole(1)
+_RENDERING: Final = FairThreads(NUM_PROCESSES, "chat-template")
+"""Threads of their own that wait for templates, so that no other work waits behind them. Clients share them fairly:
+long conversations take long, also where their tokens are only counted."""
+
+
+class ConversationRequest(ProtocolRequest):
+    """A conversation in the form of chat completions, whichever protocol it came in.
+
+    Args:
+        engine: Generates.
+        http_request: The request as received.
+        body: The body as received.
+        chat: The conversation and its parameters.
+        translate: Returns an error by the field names of the protocol.
+    """
+
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        http_request: Request,
+        body: CallerFields,
+        chat: ChatCompletionRequest,
+        translate: Callable[[RequestError], RequestError] = lambda error: error,
+    ) -> None:
+        super().__init__(engine, http_request, body)
+        self.chat = chat
+        self._translate = translate
+        self.choices = choices_of(chat, 1)
+        self.offered: OfferedTools | None = None
+
+    def num_logprobs(self) -> int | None:
+        """Return the number of top logprobs per token; None: no logprobs."""
+        return None
+
+    def translate_error(self, error: RequestError) -> RequestError:
+        return self._translate(error)
+
+    async def prepare(self) -> PrecheckInput:
+        engine, chat = self.engine, self.chat
+        logprobs = self.num_logprobs()
+        self.offered = offered = offered_tools(engine, chat)
+        words = await off_loop(bool(chat.bad_words), lambda: bad_words(engine, chat.bad_words))
+        decided: dict[str, Any] = {"logprobs": logprobs, "bad_words": words}
+        limited_by, self._limit = _output_limit(chat)
+        if offered is not None and offered.format.special_tokens:
+            decided["skip_special_tokens"] = False
+        least, most = (1, engine.max_model_len) if self._limit is None else (self._limit, self._limit)
+        self._sampling = sampling_params(
+            chat, {"max_tokens": limited_by}, engine.sampling_defaults, max_tokens=most, **decided
+        )
+        self._content = structured_output_of(chat)
+        if offered is not None and (constrained_by := offered.constrained_by) is not None:
+            check_compatible(chat, constrained_by)
+            if self._content is not None and offered.must_call:
+                raise RequestError(self._content.field, f"must not be given together with `{constrained_by}`")
+        self._budget = reasoning_budget(chat, engine.config.serving)
+        if self._budget is not None:
+            check_compatible(chat, self._budget.field)
+        if self._sampling.prompt_logprobs is not None:
+            check_prompt_logprobs(chat, "prompt_logprobs", self.choices)
+        self._least_tokens = least
+        return PrecheckInput(
+            [await off_loop(_is_long(chat), lambda: _template_input(chat))],
+            least,
+            {"prompt": "messages", "max_tokens": limited_by, "n": self.choices.counted_by},
+            self.choices.best_of,
+            MAX_TEMPLATE_FACTOR,
+            truncates=chat.truncate_prompt_tokens is not None,
+        )
+
+    async def encode(self) -> EncodedRequest:
+        engine, chat = self.engine, self.chat
+        text = await render_chat(engine, self.caller.source, chat, self.offered)
+        whole = await encode_text(engine, text, "messages", add_special_tokens=bool(chat.add_special_tokens))
+        prompt = truncate_prompt(engine, whole, chat.truncate_prompt_tokens, self._least_tokens)
+        sampling = self._sampling
+        check_prompt_logprobs_size([prompt], sampling, "prompt_logprobs", 1)
+        if self._limit is None:
+            remaining = engine.max_model_len - len(prompt)
+            if remaining < 1:
+                rule = f"must leave room for an answer within {engine.max_model_len} tokens"
+                raise ContextLengthError("messages", rule, len(prompt))
+            max_tokens = min(remaining, engine.sampling_defaults.get("max_tokens", remaining))
+            sampling = replace(sampling, max_tokens=max_tokens)
+        output = chat_output(engine, chat, prompt, self._content, self.offered, self._budget)
+        return EncodedRequest([prompt], sampling, output)
+
+    def message_parsers(self, started: StartedGeneration) -> list[MessageParser]:
+        """Return the parser of each choice's message."""
+        [prompt], engine = started.prompts, self.engine
+        return [
+            MessageParser(
+                output_parser(engine, self.chat, prompt, self.offered),
+                self.offered,
+                started.turn.chance(choice),
+                reasoning_counter(engine, self.chat, prompt),
+            )
+            for choice in range(self.choices.n)
+        ]
+
+
+async def render_chat(
+    engine: AsyncEngine, source: str, request: ChatCompletionRequest, offered: OfferedTools | None
+) -> str:
+    """Render the prompt of a conversation off the event loop.
+
+    Args:
+        engine: Has the template.
+        source: The client, as in `HttpCaller`.
+        request: The conversation, and how its prompt ends.
+        offered: Tools that the model may call.
+
+    Raises:
+        RequestError: A message has no text or an unknown role, a variable has a reserved name, or the chat template
+            refuses the conversation.
+    """
+    messages, adds_prompt = request.messages, _adds_generation_prompt(request)
+    if not 1 <= len(messages) <= MAX_MESSAGES:
+        raise RequestError("messages", f"must hold 1 to {MAX_MESSAGES} messages", len(messages))
+    extra = dict(request.chat_template_kwargs or {})
+    for name in RESERVED_VARIABLES:
+        if name in extra:
+            raise RequestError("chat_template_kwargs", f"must not hold any of {', '.join(RESERVED_VARIABLES)}", name)
+    if offered is not None:
+        extra["tools"] = offered.for_template
+
+    def render() -> str:
+        template = engine.tokenizer.chat_template(with_tools=offered is not None)
+        plain = [template_message(i, message) for i, message in enumerate(messages)]
+        for each in plain:
+            each["role"] = template_role(template, each["role"])
+        return engine.tokenizer.apply_chat_template(
+            plain,
+            add_generation_prompt=adds_prompt,
+            continue_final_message=bool(request.continue_final_message),
+            **extra,
+        )
+
+    return await asyncio.wrap_future(_RENDERING.submit(source, render))
+
+
+def template_role(template: str, role: str) -> str:
+    """Return the name that a chat template uses for a role."""
+    is_named = f"'{role}'" in template or f'"{role}"' in template
+    return role if is_named else FALLBACK_ROLES.get(role, role)
+
+
+def template_message(index: int, message: ChatMessage) -> dict[str, Any]:
+    """Return a message as chat templates read it.
+
+    Raises:
+        RequestError: It has an unknown role, a part that is not text, or a call with malformed arguments.
+    """
+    if message.role not in ROLES:
+        raise RequestError(f"messages[{index}].role", f"must be one of {', '.join(ROLES)}", message.role)
+    content = message.content
+    if isinstance(content, list):
+        for i, part in enumerate(content):
+            if part.type != "text":
+                raise RequestError(f"messages[{index}].content[{i}].type", "must be text", part.type)
+            if part.text is None:
+                raise RequestError(f"messages[{index}].content[{i}].text", "is required")
+        content = "\n".join(part.text for part in content if part.text is not None)
+    plain: dict[str, Any] = {"role": message.role, "content": content or ""}
+    for name in ("name", "tool_call_id", "reasoning_content"):
+        if (value := getattr(message, name)) is not None:
+            plain[name] = value
+    if message.tool_calls:
+        plain["tool_calls"] = [
+            template_call(f"messages[{index}].tool_calls[{i}]", call) for i, call in enumerate(message.tool_calls)
+        ]
+    return plain
+
+
+def nested_schema(flat: JsonObject) -> JsonObject:
+    """Return `response_format` of chat for a JSON schema that has its name and schema beside `type`."""
+    return {"type": "json_schema", "json_schema": {name: each for name, each in flat.items() if name != "type"}}
+
+
+def flat_error(error: RequestError, format_field: str) -> RequestError:
+    """Return an error of chat by the field names of a protocol that nests neither functions nor JSON schemas.
+
+    Args:
+        error: An error of chat.
+        format_field: What the protocol calls `response_format`.
+    """
+    if error.field.startswith("tools["):
+        return error.renamed(error.field.replace(".function.", "."))
+    if error.field.startswith("response_format"):
+        inner = error.field.removeprefix("response_format").removeprefix(".json_schema")
+        return error.renamed(f"{format_field}{inner}")
+    return error
+
+
+def _adds_generation_prompt(request: ChatCompletionRequest) -> bool:
+    if not request.continue_final_message:
+        return request.add_generation_prompt is not False
+    if request.add_generation_prompt:
+        raise RequestError("continue_final_message", "must not be given together with `add_generation_prompt`")
+    return False
+
+
+def _is_long(request: ChatCompletionRequest) -> bool:
+    """Return whether the conversation may be long; parts whose size no length tells count as long."""
+    if request.tools or request.chat_template_kwargs or any(each.tool_calls for each in request.messages):
+        return True
+    texts = (text for each in request.messages for text in (each.content, each.reasoning_content) if text)
+    return sum(len(text) if isinstance(text, str) else INLINE_BYTES for text in texts) >= INLINE_BYTES
+
+
+def _template_input(request: ChatCompletionRequest) -> str:
+    """Return everything that the template reads, as one text."""
+    return msgspec.json.encode((request.messages, request.chat_template_kwargs, request.tools)).decode()
+
+
+def _output_limit(request: ChatCompletionRequest) -> tuple[str, int | None]:
+    """Return the field that limits the output, and its number of tokens; None: as many as fit.
+
+    Of `max_completion_tokens` and its older name the smaller value counts.
+    """
+    newer, older = request.max_completion_tokens, request.max_tokens
+    for name, given in (("max_completion_tokens", newer), ("max_tokens", older)):
+        if given is not None:
+            _LIMIT.checked(name, given)
+    if newer is None or (older is not None and older < newer):
+        return "max_tokens", older
+    return "max_completion_tokens", newer

@@ -1,0 +1,287 @@
+"""The requests of the engine that answer one HTTP request, merged into one stream of outputs."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from functools import partial
+from typing import Final, NamedTuple
+
+from llm_serving.core.constraint import Constraint
+from llm_serving.core.request import FinishReason
+from llm_serving.core.request_output import RequestOutput
+from llm_serving.core.sampling_params import SamplingParams
+from llm_serving.engine.async_engine import AsyncEngine
+from llm_serving.engine.request_stream import RequestStream
+from llm_serving.errors import RequestCancelledError, TimedOutError, UnavailableError, WorkerError, renaming
+from llm_serving.server.generation.choices import ONE_CHOICE, ChoiceOutput, Choices, select_beams, select_best
+from llm_serving.server.generation.precheck import NO_RENAMES
+from llm_serving.server.generation.sampling import sequences_of
+from llm_serving.server.idempotency.request import Turn
+from llm_serving.server.parsing.caller import HttpCaller
+from llm_serving.server.parsing.errors import PREDICTED_TTFT_HEADER
+from llm_serving.server.receipts import ReceiptDraft
+
+SUBMITTED_AT_ONCE: Final = 16
+"""Sequences of one HTTP request that are submitted before the event loop serves other requests."""
+READ_AT_ONCE: Final = 16
+"""Outputs of several choices that are read before the event loop serves other requests."""
+
+Select = Callable[[AsyncIterator[ChoiceOutput]], AsyncIterator[ChoiceOutput]]
+"""Turns the outputs of all sequences into those of the choices."""
+
+
+class Generation:
+    """The streams of all sequences as one stream of outputs, in the order in which they arrive.
+
+    Close it when done, however it ends: sequences that have not finished are aborted.
+
+    Args:
+        streams: One for each sequence.
+        select: Selects the choices; None: each sequence is a choice.
+        on_output: Called with each output of each choice before it is yielded.
+        on_close: Called at the end with the number of tokens generated.
+    """
+
+    def __init__(
+        self,
+        streams: Sequence[RequestStream],
+        select: Select | None = None,
+        *,
+        on_output: Callable[[int, RequestOutput], None] | None = None,
+        on_close: Callable[[int], None] | None = None,
+    ) -> None:
+        self._streams = streams
+        self._select = select
+        self._on_output = on_output
+        self._on_close = on_close
+        self._on_read: Callable[[RequestOutput], None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self.latest: list[RequestOutput | None] = [None] * len(streams)
+        """The latest output of each sequence."""
+
+    @property
+    def num_streams(self) -> int:
+        """Number of outputs that are the last of their choice, where each sequence is a choice."""
+        return len(self._streams)
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """The predicted time to first token, counted from the request's arrival."""
+        predicted = [stream.predicted_s for stream in self._streams if stream.predicted_s is not None]
+        return {PREDICTED_TTFT_HEADER: str(math.ceil(1000 * max(predicted)))} if predicted else {}
+
+    def outputs(self) -> AsyncIterator[ChoiceOutput]:
+        """Return every output of every choice; iterate once."""
+        merged = self._merged()
+        selected = merged if self._select is None else self._select(merged)
+        return selected if self._on_output is None else _observed(selected, self._on_output)
+
+    def set_fast_path(self, deliver: Callable[[int, RequestOutput], bool] | None) -> None:
+        """Offer each output that `outputs` waits for to `deliver` first, which returns whether it has sent it.
+
+        The last output of a choice is never offered, and none is where there are several sequences or an observer.
+        """
+        if len(self._streams) != 1 or self._select is not None or self._on_output is not None:
+            return
+        latest, stream = self.latest, self._streams[0]
+
+        def deliver_first(output: RequestOutput) -> bool:
+            latest[0] = output
+            return deliver is not None and deliver(0, output)
+
+        stream.take = None if deliver is None else deliver_first
+
+    def report_unread_bytes(self, listener: Callable[[int], None] | None) -> None:
+        """Call `listener` with each change of the number of bytes that wait for the reader of `outputs`."""
+        for stream in self._streams:
+            stream.tell_waiting(listener)
+
+    def report_reads(self, listener: Callable[[RequestOutput], None] | None) -> None:
+        """Call `listener` with each output that is read, also of sequences that are not selected in the end."""
+        self._on_read = listener
+
+    def _read(self, index: int, output: RequestOutput) -> ChoiceOutput:
+        self.latest[index] = output
+        if self._on_read is not None:
+            self._on_read(output)
+        return ChoiceOutput(index, output)
+
+    async def _merged(self) -> AsyncIterator[ChoiceOutput]:
+        if len(self._streams) == 1:
+            async for output in self._streams[0]:
+                yield self._read(0, output)
+            return
+        # The queue is short: further outputs wait in the streams, which count their bytes.
+        queue: asyncio.Queue[ChoiceOutput | Exception | None] = asyncio.Queue(READ_AT_ONCE)
+        self._tasks = [asyncio.create_task(_pump(i, stream, queue)) for i, stream in enumerate(self._streams)]
+        num_read = 0
+        for _ in self._tasks:
+            while (item := await queue.get()) is not None:
+                if isinstance(item, Exception):
+                    raise item
+                yield self._read(*item)
+                num_read += 1
+                if num_read % READ_AT_ONCE == 0:  # reading a queue that is not empty does not suspend
+                    await asyncio.sleep(0)
+
+    async def aclose(self) -> None:
+        if self._on_close is not None:
+            on_close, self._on_close = self._on_close, None
+            on_close(sum(output.num_output_tokens for output in self.latest if output is not None))
+        for task in self._tasks:
+            task.cancel()
+        for stream in self._streams:  # before the first await, at which this task may be cancelled itself
+            await stream.aclose()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+async def _observed(
+    outputs: AsyncIterator[ChoiceOutput], on_output: Callable[[int, RequestOutput], None]
+) -> AsyncIterator[ChoiceOutput]:
+    async for each in outputs:
+        on_output(*each)
+        yield each
+
+
+async def _pump(index: int, stream: RequestStream, queue: asyncio.Queue[ChoiceOutput | Exception | None]) -> None:
+    try:
+        async for output in stream:
+            await queue.put(ChoiceOutput(index, output))
+    except Exception as error:  # noqa: BLE001  handed to the reader
+        await queue.put(error)
+    await queue.put(None)
+
+
+class EngineInput(NamedTuple):
+    """What the engine computes for one HTTP request."""
+
+    prompts: Sequence[list[int]]
+    """Token ids of each prompt."""
+    sampling: SamplingParams
+    """Sampling of the first choice of every prompt."""
+    constraint: Constraint | None = None
+    """The compiled form of the constraint that `sampling` names."""
+    wants_vectors: bool = False
+    """Whether the last outputs are to carry the vectors of the prompts."""
+
+
+async def submit(
+    engine: AsyncEngine,
+    caller: HttpCaller,
+    inputs: EngineInput,
+    *,
+    request_id: str,
+    choices: Choices = ONE_CHOICE,
+    field_names: Mapping[str, str] = NO_RENAMES,
+    turn: Turn | None = None,
+    receipt: ReceiptDraft | None = None,
+) -> Generation:
+    """Submit `choices.best_of` sequences for each prompt to the engine, all or none; a beam search is one sequence.
+
+    All sequences of a prompt but the first are forks of it, so its KV blocks are computed and held once.
+
+    Args:
+        engine: Computes.
+        caller: The client.
+        inputs: Prompts and sampling.
+        request_id: The id that the client sees.
+        choices: Number of choices, and how they are found.
+        field_names: Field in errors of the engine -> the protocol's name for it.
+        turn: Finds the requests that share this response, and stores the request for an idempotent retry.
+        receipt: Records prompts, sampling and outputs.
+
+    Raises:
+        LLMServingError: The engine refuses a sequence; none runs then.
+    """
+    prompts, sampling = inputs.prompts, inputs.sampling
+    with renaming(field_names):
+        if receipt is not None:
+            receipt.begin(prompts, sampling, choices)
+        sharing = None if turn is None else await turn.sharing(prompts, sampling, choices, caller)
+        sequences = sequences_of(sampling, choices)
+        keys = [] if sharing is None else [sharing.key + i.to_bytes(4) for i in range(len(prompts) * len(sequences))]
+        prompt_lens = [len(prompt) for prompt in prompts for _ in range(choices.best_of)]
+        admission = None
+        if len(prompt_lens) > 1 and not engine.shared.has(keys):
+            admission = engine.check_capacity(prompt_lens, caller, choices.best_of)
+        refund: Callable[[int], None] | None = None
+        if caller.quota is not None:
+            num_output = choices.best_of * sampling.max_tokens * len(prompts)
+            refund = caller.quota.take_tokens(sum(map(len, prompts)), num_output)
+        streams: list[RequestStream] = []
+        try:
+            for prompt in prompts:
+                first: RequestStream | None = None
+                for params in sequences:
+                    stream = engine.generate(
+                        prompt,
+                        params,
+                        caller,
+                        request_id=request_id,
+                        fork_of=first,
+                        beam_search=choices.beams,
+                        constraint=inputs.constraint,
+                        wants_vector=inputs.wants_vectors,
+                        has_siblings=len(sequences) > 1,
+                        admission=admission,
+                        sharing=None if sharing is None else sharing._replace(key=keys[len(streams)]),
+                    )
+                    first = first or stream
+                    streams.append(stream)
+                    if len(streams) % SUBMITTED_AT_ONCE == 0:
+                        await asyncio.sleep(0)  # let other requests run
+            if turn is not None:
+                await turn.accept()
+        except BaseException:
+            await Generation(streams).aclose()
+            if refund is not None:
+                refund(-sum(map(len, prompts)))  # a refused request gets its prompt tokens back as well
+            raise
+    if refund is not None and choices.beams is not None:
+        refund = partial(_refund_beams, refund, choices.best_of)
+    select = _selector(choices, with_logprobs=sampling.logprobs is not None)
+    generation = Generation(streams, select, on_output=None if receipt is None else receipt.add, on_close=refund)
+    if (note := caller.note) is not None:
+        note.request_id = note.request_id or streams[0].request_id
+        note.num_prompt_tokens = sum(map(len, prompts))
+        note.streams_per_prompt = len(streams) // len(prompts)
+        note.outputs = generation.latest
+    return generation
+
+
+def _selector(choices: Choices, with_logprobs: bool) -> Select | None:
+    if choices.beams is not None:
+        return partial(select_beams, choices=choices)
+    if choices.best_of > choices.n:
+        return partial(select_best, choices=choices, with_logprobs=with_logprobs)
+    return None
+
+
+def _refund_beams(refund: Callable[[int], None], width: int, num_generated: int) -> None:
+    """Report the tokens of all beams: the search outputs only its best beam, at its end, and the others are about as
+    long. A client that disconnects before the end gets no refund."""
+    if num_generated:
+        refund(num_generated * width)
+
+
+def raise_on_failure(output: RequestOutput) -> None:
+    """Raise the error with which the engine ended a request: TimedOutError after its deadline, UnavailableError where
+    no WorkAgent can compute it, otherwise WorkerError."""
+    if output.finish_reason is None:
+        return
+    if output.finish_reason is FinishReason.TIMEOUT:
+        raise TimedOutError(output.error or "the deadline of the request has passed")
+    if output.finish_reason is FinishReason.UNAVAILABLE:
+        raise UnavailableError(output.error or "nothing can compute the request at this moment")
+    if output.failed:
+        raise WorkerError(output.error or "the request failed")
+
+
+def raise_unless_complete(output: RequestOutput) -> None:
+    """As `raise_on_failure`; also raise RequestCancelledError for an aborted request, for protocols whose finish
+    reasons cannot express that."""
+    raise_on_failure(output)
+    if output.finish_reason is FinishReason.ABORT:
+        raise RequestCancelledError

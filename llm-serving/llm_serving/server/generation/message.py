@@ -1,0 +1,218 @@
+"""The message of one choice: its outputs as deltas of reasoning, content and tool calls, and what deltas add up to."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from random import Random, SystemRandom
+from typing import Final, NamedTuple
+
+from msgspec import UNSET
+
+from llm_serving.core.request import FinishReason
+from llm_serving.core.request_output import RequestOutput
+from llm_serving.server.generation.tools import OfferedTools, ReasoningTokenCounter
+from llm_serving.server.protocols.openai.schemas import (
+    CalledFunction,
+    ChatDelta,
+    ChatResponseMessage,
+    FunctionDelta,
+    ToolCall,
+    ToolCallDelta,
+)
+from llm_serving.text.output_parsers.chat_message import AnswerParser, AnswerParts
+from llm_serving.text.tool_parsers import Call
+
+CALLED: Final = "tool_calls"
+"""Finish reason of a choice that calls tools."""
+
+
+class MessageParser:
+    """Parses the outputs of one choice into deltas.
+
+    Args:
+        parser: Splits the text; None: all of it is content.
+        offered: The tools that the model may call.
+        rng: Draws the ids of calls; None: from the system's entropy.
+        counter: Counts reasoning tokens; None: they are not counted.
+    """
+
+    def __init__(
+        self,
+        parser: AnswerParser | None,
+        offered: OfferedTools | None,
+        rng: Random | None = None,
+        counter: ReasoningTokenCounter | None = None,
+    ) -> None:
+        self._parser = parser
+        self._counter = counter
+        self._rng = rng or SystemRandom()
+        self._offered = offered
+        self._has_reasoning = False
+        self._num_calls = 0
+
+    def delta(self, output: RequestOutput) -> ChatDelta | None:
+        """Return what an output adds, as one delta; None: nothing."""
+        deltas = self.deltas(output)
+        if len(deltas) <= 1:
+            return deltas[0] if deltas else None
+        calls = [call for delta in deltas if delta.tool_calls is not UNSET for call in delta.tool_calls]
+        return ChatDelta(
+            content="".join(delta.content for delta in deltas if delta.content is not UNSET) or UNSET,
+            reasoning_content=deltas[0].reasoning_content,
+            tool_calls=calls or UNSET,
+        )
+
+    def deltas(self, output: RequestOutput) -> list[ChatDelta]:
+        """Return what an output adds, in order: first reasoning, then each piece of content or call."""
+        if self._parser is None:
+            parts = AnswerParts(answer=[output.text] if output.text else [])
+        else:
+            parts = self._parser.add(output.text, ended=output.finished)
+        if self._counter is not None:
+            self._counter.add(output.token_ids)
+        deltas: list[ChatDelta] = []
+        if parts.reasoning:
+            self._has_reasoning = True
+            deltas.append(ChatDelta(reasoning_content=parts.reasoning))
+        for part in parts.answer:
+            if isinstance(part, Call):
+                deltas.append(ChatDelta(tool_calls=[self._call(part)]))
+            else:
+                deltas.append(ChatDelta(content=part))
+        return deltas
+
+    @property
+    def num_reasoning_tokens(self) -> int | None:
+        """None: they are not counted."""
+        if self._counter is None:
+            return None
+        return self._counter.num_tokens if self._has_reasoning else 0
+
+    def finish_reason(self, output: RequestOutput) -> str | None:
+        return CALLED if self._num_calls and output.finish_reason is FinishReason.STOP else output.finish_reason
+
+    def _call(self, call: Call) -> ToolCallDelta:
+        if not call.name:
+            return ToolCallDelta(index=self._num_calls - 1, function=FunctionDelta(call.arguments))
+        assert self._offered is not None
+        self._num_calls += 1
+        return ToolCallDelta(
+            index=self._num_calls - 1,
+            id=self._offered.new_id(self._rng),
+            type="function",
+            function=FunctionDelta(call.arguments, call.name),
+        )
+
+
+class MessageFold:
+    """Adds up the deltas of one choice.
+
+    Args:
+        echo: Text with which the content begins.
+    """
+
+    def __init__(self, echo: str) -> None:
+        self._content = [echo]
+        self._reasoning: list[str] = []
+        self._calls: list[ToolCall] = []
+        self._arguments: list[list[str]] = []
+        """The parts of each call's arguments."""
+
+    def add(self, delta: ChatDelta) -> None:
+        if delta.content is not UNSET:
+            self._content.append(delta.content)
+        if delta.reasoning_content is not UNSET:
+            self._reasoning.append(delta.reasoning_content)
+        for call in () if delta.tool_calls is UNSET else delta.tool_calls:
+            if call.id is not UNSET and call.function.name is not UNSET:
+                self._calls.append(ToolCall(id=call.id, function=CalledFunction(call.function.name, "")))
+                self._arguments.append([])
+            self._arguments[-1].append(call.function.arguments)
+
+    def message(self) -> ChatResponseMessage:
+        """Return the whole message."""
+        content, reasoning = "".join(self._content), "".join(self._reasoning)
+        for call, arguments in zip(self._calls, self._arguments, strict=True):
+            call.function.arguments = "".join(arguments)
+        return ChatResponseMessage(
+            content=None if self._calls and not content else content,
+            reasoning_content=reasoning or UNSET,
+            tool_calls=self._calls or UNSET,
+        )
+
+
+class BlockKind(enum.Enum):
+    REASONING = "reasoning"
+    TEXT = "text"
+    CALL = "call"
+
+
+@dataclass(eq=False, slots=True)
+class MessageBlock:
+    """Consecutive reasoning, consecutive content, or one call."""
+
+    kind: BlockKind
+    index: int
+    id: str = ""
+    """Only a call has an id and a name."""
+    name: str = ""
+    parts: list[str] = field(default_factory=list)
+    """The parts of its text; of a call, of its arguments."""
+
+    @property
+    def text(self) -> str:
+        return "".join(self.parts)
+
+
+class BlockDelta(NamedTuple):
+    """Text that an output adds to a block."""
+
+    block: MessageBlock
+    is_new: bool
+    text: str
+
+
+class MessageBlocks:
+    """The message of one choice as a list of blocks, for protocols whose responses consist of them.
+
+    Args:
+        parser: Parses the outputs of the choice.
+    """
+
+    def __init__(self, parser: MessageParser) -> None:
+        self.parser = parser
+        self.blocks: list[MessageBlock] = []
+
+    def add(self, output: RequestOutput) -> list[BlockDelta]:
+        """Add an output and return what it adds, in order."""
+        return [self._add_delta(delta) for delta in self.parser.deltas(output)]
+
+    def add_empty_block(self) -> BlockDelta:
+        """Add a block of content without text, for a message without any block."""
+        return self._add(self._open(BlockKind.TEXT), True, "")
+
+    def _add_delta(self, delta: ChatDelta) -> BlockDelta:
+        if delta.tool_calls is not UNSET:
+            [call] = delta.tool_calls
+            is_new = call.id is not UNSET
+            block = self._open(BlockKind.CALL) if is_new else self.blocks[-1]
+            if call.id is not UNSET and call.function.name is not UNSET:
+                block.id, block.name = call.id, call.function.name
+            return self._add(block, is_new, call.function.arguments)
+        if delta.content is not UNSET:
+            return self._add_text(BlockKind.TEXT, delta.content)
+        assert delta.reasoning_content is not UNSET
+        return self._add_text(BlockKind.REASONING, delta.reasoning_content)
+
+    def _add_text(self, kind: BlockKind, text: str) -> BlockDelta:
+        is_new = not self.blocks or self.blocks[-1].kind is not kind
+        return self._add(self._open(kind) if is_new else self.blocks[-1], is_new, text)
+
+    def _open(self, kind: BlockKind) -> MessageBlock:
+        self.blocks.append(MessageBlock(kind, len(self.blocks)))
+        return self.blocks[-1]
+
+    def _add(self, block: MessageBlock, is_new: bool, text: str) -> BlockDelta:
+        block.parts.append(text)
+        return BlockDelta(block, is_new, text)

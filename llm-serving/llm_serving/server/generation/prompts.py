@@ -1,0 +1,104 @@
+"""Prompts as token ids: reading a field that holds one or several prompts, tokenizing, truncating."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from llm_serving.engine.async_engine import AsyncEngine
+from llm_serving.errors import ContextLengthError, RequestError
+from llm_serving.server.parsing.offload import INLINE_ITEMS, off_loop
+
+INLINE_CHARS: Final = 4096
+"""Longest text that is tokenized on the event loop: for a shorter one a thread would cost more than it saves."""
+
+PromptField = str | list[str | int | list[int]]
+Prompt = str | list[int]
+"""A text or its token ids."""
+
+
+async def read_prompts(value: PromptField, field: str, max_count: int, noun: str) -> list[Prompt]:
+    """Return the prompts of a field that holds one prompt or a list of prompts.
+
+    Args:
+        value: The field's value.
+        field: The field's name.
+        max_count: Most prompts that the field may hold.
+        noun: Plural noun for the prompts in error messages.
+
+    Raises:
+        RequestError: The list is empty, mixes kinds or holds too many prompts.
+    """
+    return await off_loop(len(value) > INLINE_ITEMS, lambda: _split(value, field, max_count, noun))
+
+
+def _split(value: PromptField, field: str, max_count: int, noun: str) -> list[Prompt]:
+    if isinstance(value, str):
+        return [value]
+    ids = [item for item in value if isinstance(item, int)]
+    if len(ids) == len(value) > 0:
+        return [ids]
+    prompts = [item for item in value if isinstance(item, str | list)]
+    if ids or not prompts or len({type(item) for item in prompts}) > 1:
+        raise RequestError(field, "must be a text, a list of texts, token ids or a list of lists of token ids")
+    if len(prompts) > max_count:
+        raise RequestError(field, f"must hold at most {max_count} {noun}", len(prompts))
+    return prompts
+
+
+async def encode_text(engine: AsyncEngine, text: str, field: str, add_special_tokens: bool = True) -> list[int]:
+    """Return the token ids of a text; tokenize a long one off the event loop.
+
+    Raises:
+        ContextLengthError: The text has more characters than the longest prompt could have.
+    """
+    check_length(engine, text, field)
+    return await off_loop(len(text) > INLINE_CHARS, lambda: engine.tokenizer.encode(text, add_special_tokens))
+
+
+async def encode_prompts(
+    engine: AsyncEngine, prompts: Sequence[Prompt], add_special_tokens: bool = True
+) -> list[list[int]]:
+    """Return the token ids of each prompt; tokenize off the event loop where the texts are long or many.
+
+    Raises:
+        ContextLengthError: A text has more characters than the longest prompt could have.
+    """
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    for text in texts:
+        check_length(engine, text, "prompt")
+
+    def encode() -> list[list[int]]:
+        encode_one = engine.tokenizer.encode
+        return [encode_one(each, add_special_tokens) if isinstance(each, str) else each for each in prompts]
+
+    return await off_loop(sum(map(len, texts)) + INLINE_CHARS // 64 * len(texts) > INLINE_CHARS, encode)
+
+
+def check_length(engine: AsyncEngine, text: str, field: str) -> None:
+    """Raise ContextLengthError where a text has more characters than the longest prompt could have."""
+    max_chars = engine.config.model.max_input_len * engine.tokenizer.max_token_chars
+    if len(text) > max_chars:
+        rule = f"must be at most {engine.config.model.max_input_len} tokens long, which {max_chars} characters exceed"
+        raise ContextLengthError(field, rule, len(text))
+
+
+def truncate_prompt(engine: AsyncEngine, prompt: list[int], count: int | None, max_tokens: int) -> list[int]:
+    """Return the last `count` token ids of a prompt.
+
+    Args:
+        engine: Its limits say what fits.
+        prompt: Token ids.
+        count: `truncate_prompt_tokens` of the request; -1: as many as fit beside `max_tokens`, None: all.
+        max_tokens: Most tokens to generate.
+
+    Raises:
+        RequestError: `count` is neither -1 nor positive.
+    """
+    if count is None:
+        return prompt
+    if count == -1:
+        count = max(1, min(engine.config.model.max_input_len, engine.max_model_len - max_tokens))
+    elif count < 1:
+        raise RequestError("truncate_prompt_tokens", "must be -1 or an integer of at least 1", count)
+    return prompt[-count:]

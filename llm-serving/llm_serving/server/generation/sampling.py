@@ -1,0 +1,155 @@
+"""The engine's `SamplingParams` from the fields of a request."""
+
+from __future__ import annotations
+
+import copy
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, Final
+
+from llm_serving.core.sampling_params import (
+    LENGTH_PENALTY,
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIAS,
+    MAX_SEED,
+    MAX_STOP_STRING_CHARS,
+    MAX_STOP_STRINGS,
+    RULES,
+    ParameterRule,
+    SamplingParams,
+    Texts,
+    Whole,
+)
+from llm_serving.engine.async_engine import AsyncEngine
+from llm_serving.errors import RequestError, renaming
+from llm_serving.server.generation.choices import COUNT, Choices
+
+SEED_STRIDE: Final = 0x9E3779B97F4A7C15
+"""2^64 divided by the golden ratio, which spreads the seeds of choices; odd, so that they all differ."""
+_BAD_WORDS: Final = Texts(MAX_BAD_WORDS // 2, MAX_STOP_STRING_CHARS)
+
+
+def sampling_params(
+    request: object,
+    names: Mapping[str, str] | None = None,
+    defaults: Mapping[str, Any] | None = None,
+    *,
+    least_tokens: int = 1,
+    **decided: Any,
+) -> SamplingParams:
+    """Return the sampling of the first choice.
+
+    A parameter whose field is null or missing takes its default; a missing seed is drawn at random.
+
+    Args:
+        request: Struct with the fields.
+        names: Parameter -> field, where the protocol calls it something else.
+        defaults: Parameter -> default, in place of those of `SamplingParams`.
+        least_tokens: Minimum of `max_tokens`.
+        decided: Parameters whose values the route has determined itself.
+
+    Raises:
+        RequestError: A field is outside its range.
+    """
+    field_of = {name: name for name in RULES} | dict(names or {})
+    given = {
+        name: value
+        for name, field in field_of.items()
+        if name not in decided and (value := getattr(request, field, None)) is not None
+    }
+    with renaming(field_of):
+        read = {name: _READERS[name](value) if name in _READERS else value for name, value in given.items()}
+        params = SamplingParams(**{"seed": secrets.randbits(64), **(defaults or {}), **read, **decided})
+        Whole(least_tokens).checked("max_tokens", params.max_tokens)
+        return params
+
+
+def bad_words(engine: AsyncEngine, words: list[str] | None) -> tuple[tuple[int, ...], ...]:
+    """Return the token sequences of texts, both at the beginning of a text and after a space.
+
+    Raises:
+        RequestError: There are too many, or one is empty or too long.
+    """
+    texts = _BAD_WORDS.checked("bad_words", words or ())
+    encode = engine.tokenizer.encode
+    sequences = [
+        tuple(encode(text, add_special_tokens=False)) for word in texts for text in (word.lstrip(), f" {word.lstrip()}")
+    ]
+    return tuple(dict.fromkeys(filter(None, sequences)))
+
+
+def sequences_of(sampling: SamplingParams, choices: Choices) -> list[SamplingParams]:
+    """Return the sampling of each sequence that is generated for a prompt; a beam search is one sequence.
+
+    Args:
+        sampling: Sampling of the first choice, as the request asks for it.
+        choices: Number of choices, and how they are found.
+    """
+    if choices.beams is not None:
+        return [replace(sampling, temperature=0.0)]
+    if choices.best_of > choices.n:  # sequences are ranked by their logprobs
+        sampling = replace(sampling, logprobs=sampling.logprobs or 0)
+    return [with_choice_seed(sampling, choice) for choice in range(choices.best_of)]
+
+
+def with_choice_seed(sampling: SamplingParams, choice: int) -> SamplingParams:
+    """Return the sampling of choice 0, 1, ... of a prompt, with a seed derived from the request's.
+
+    Only the first choice carries the logprobs of the prompt.
+    """
+    if choice == 0:
+        return sampling
+    own = copy.copy(sampling)  # skips the validation: all other values have passed it
+    object.__setattr__(own, "seed", (sampling.seed + choice * SEED_STRIDE) & MAX_SEED)
+    object.__setattr__(own, "prompt_logprobs", None)
+    return own
+
+
+def _seed(seed: int) -> int:
+    """Return a seed for the engine; a negative one, which some clients send, means its two's complement."""
+    return int(REQUEST_RULES["seed"].checked("seed", seed)) & MAX_SEED
+
+
+def _top_k(top_k: int) -> int:
+    return 0 if top_k == -1 else top_k
+
+
+def _stop_strings(stop: str | list[str]) -> tuple[str, ...]:
+    """Return `stop` as a tuple; an empty string, which some clients send, means none."""
+    if not stop:
+        return ()
+    strings = [stop] if isinstance(stop, str) else stop
+    if len(strings) > MAX_STOP_STRINGS:
+        raise RequestError("stop", f"must hold at most {MAX_STOP_STRINGS} strings", len(strings))
+    return tuple(dict.fromkeys(strings))
+
+
+def _logit_bias(bias: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
+    if len(bias) > MAX_LOGIT_BIAS:
+        raise RequestError("logit_bias", f"must hold at most {MAX_LOGIT_BIAS} tokens", len(bias))
+    for key in bias:
+        if not (key.isascii() and key.isdigit() and len(key) <= 10):
+            raise RequestError("logit_bias", "must have token ids as keys", key)
+    biases = {int(key): value for key, value in bias.items()}
+    if len(biases) < len(bias):
+        raise RequestError("logit_bias", "must have each token once", len(bias))
+    return tuple(biases.items())
+
+
+REQUEST_RULES: Final[Mapping[str, ParameterRule]] = {
+    **RULES,
+    "top_k": Whole(-1),
+    "seed": Whole(-(2**63), MAX_SEED),
+    "n": COUNT,
+    "best_of": COUNT,
+    "length_penalty": LENGTH_PENALTY,
+}
+"""Field of OpenAI requests -> rule for its value."""
+_READERS: Final[Mapping[str, Callable[[Any], Any]]] = {
+    "seed": _seed,
+    "top_k": _top_k,
+    "stop": _stop_strings,
+    "logit_bias": _logit_bias,
+}
+"""Parameter -> conversion of the value that requests give to that of `SamplingParams`."""

@@ -1,0 +1,168 @@
+"""Streamed responses (server-sent events), and cancelling work when the client disconnects."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from functools import partial
+from typing import Any, Final, Protocol, TypeVar
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from llm_serving.core.request_output import RequestOutput
+from llm_serving.errors import LLMServingError, WorkerError
+from llm_serving.log import get_logger
+from llm_serving.server.front_door import UNSENT_KEY
+from llm_serving.server.front_door.lane import LANE_KEY, Lane
+from llm_serving.server.generation.generation import Generation
+
+logger = get_logger(__name__)
+
+EVENT_STREAM: Final = "text/event-stream; charset=utf-8"
+STREAM_HEADERS: Final = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+"""Tell proxies to neither store nor buffer the response."""
+DONE: Final = b"data: [DONE]\n\n"
+_encode: Final = msgspec.json.Encoder().encode
+
+T = TypeVar("T")
+
+
+class ClientGoneError(Exception):
+    """The client closed the connection before its response was complete."""
+
+
+def event(content: object) -> bytes:
+    """Return one server-sent event."""
+    return b"data: " + _encode(content) + b"\n\n"
+
+
+def named_event(name: str, content: object) -> bytes:
+    """Return one server-sent event with a name."""
+    return b"event: " + name.encode() + b"\n" + event(content)
+
+
+class Chunks(Protocol):
+    """Writes the outputs of a generation as the bytes of a stream."""
+
+    def chunk(self, index: int, output: RequestOutput) -> bytes:
+        """Return the bytes for an output of a choice; may be empty.
+
+        Raises:
+            LLMServingError: The generation failed.
+        """
+
+    async def finish(self) -> bytes:
+        """Return the bytes that follow the last output."""
+
+
+class StreamResponse(Response):
+    """Sends each output as it arrives, one write each; ends the generation when the client disconnects.
+
+    Args:
+        generation: Closed at the end, however it ends.
+        chunks: Writes its outputs in the form of a protocol.
+        error_chunk: Makes the last chunk when the generation fails, as the status has been sent by then.
+        media_type: Content type.
+        headers: Further headers.
+    """
+
+    def __init__(
+        self,
+        generation: Generation,
+        chunks: Chunks,
+        error_chunk: Callable[[LLMServingError], bytes],
+        *,
+        media_type: str = EVENT_STREAM,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        self._generation = generation
+        self._chunks = chunks
+        self._error_chunk = error_chunk
+        self.status_code = 200
+        self.media_type = media_type
+        self.background = None
+        self.init_headers({**STREAM_HEADERS, **generation.headers, **(headers or {})})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._generation.report_unread_bytes(scope.get(UNSENT_KEY))
+        lane: Lane | None = scope.get(LANE_KEY)
+        if lane is not None:
+            self._generation.set_fast_path(partial(lane.pass_on, self._chunks.chunk))
+        try:
+            with contextlib.suppress(ClientGoneError):
+                await complete(receive, self._generation, self._send_all(send))
+        finally:
+            # Both refer to objects that refer to the generation: break the cycle.
+            self._generation.report_unread_bytes(None)
+            self._generation.set_fast_path(None)
+
+    async def _send_all(self, send: Callable[[Message], Awaitable[None]]) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        to_bytes, last = self._chunks.chunk, b""
+        num_left = self._generation.num_streams
+        try:
+            async for index, output in self._generation.outputs():
+                chunk = to_bytes(index, output)
+                num_left -= output.finished
+                if num_left == 0:
+                    last = chunk  # each write wakes the client: send the last chunk together with the end
+                elif chunk:
+                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            last += await self._chunks.finish()
+        except LLMServingError as error:
+            last += self._error_chunk(error)
+        except Exception:
+            logger.exception("a stream failed")
+            last += self._error_chunk(internal_error())
+        await send({"type": "http.response.body", "body": last, "more_body": False})
+
+
+def internal_error() -> LLMServingError:
+    """Return the error that a client gets for a defect of the server; the log has the details."""
+    return WorkerError("internal error")
+
+
+async def complete(receive: Receive, generation: Generation, work: Coroutine[Any, Any, T]) -> T:
+    """Return the result of `work` and close the generation, however it ends.
+
+    Raises:
+        ClientGoneError: The client disconnected before; `work` was cancelled.
+    """
+    try:
+        return await run_until_client_leaves(receive, work)
+    finally:
+        await generation.aclose()
+
+
+async def run_until_client_leaves(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Run `work` and cancel it when the client disconnects; the request's body must have been read."""
+    task = asyncio.current_task()
+    assert task is not None
+    left = ended = False
+
+    def cancel_work(watch: asyncio.Task[None]) -> None:
+        nonlocal left
+        # The event loop may have scheduled this call before the work ended: then there is nothing to cancel.
+        if not (ended or watch.cancelled()):
+            left = True
+            task.cancel()
+
+    watch = asyncio.ensure_future(_client_leaves(receive))
+    watch.add_done_callback(cancel_work)
+    try:
+        return await work
+    except asyncio.CancelledError:
+        if left and task.uncancel() == 0:
+            raise ClientGoneError from None
+        raise
+    finally:
+        ended = True
+        watch.cancel()
+
+
+async def _client_leaves(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,291 @@
+"""Structured output: reading what a request asks for, in the fields of several protocols, and compiling it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+import msgspec
+
+from llm_serving.core.sampling_params import DEFAULTS, NOT_WITH_A_CONSTRAINT
+from llm_serving.engine.async_engine import AsyncEngine
+from llm_serving.errors import CapacityError, RequestError
+from llm_serving.server.parsing.offload import FairThreads
+from llm_serving.text.structured_output import Grammar, GrammarError, TokenConstraint
+from llm_serving.text.structured_output.grammars import (
+    WHITESPACES,
+    any_grammar,
+    choice_grammar,
+    json_grammar,
+    regex_grammar,
+)
+
+NUM_COMPILERS: Final = 2
+MAX_WAIT_S: Final = 10.0
+"""Seconds within which a grammar must have been compiled, waiting included."""
+_COMPILING: Final = FairThreads(NUM_COMPILERS, "grammar")
+"""Threads of their own, so that no other work beside the event loop waits behind a grammar."""
+MAX_GUIDED_CHOICES: Final = 1024
+_ANY_OBJECT: Final = '{"type": "object"}'
+
+
+@dataclass(frozen=True, slots=True)
+class StructuredOutput:
+    """What the text of an output must match.
+
+    Attributes:
+        field: The field that asks for it, as the client wrote it.
+        make: Makes the grammar from the whitespace that JSON may contain where the request does not say. May take long,
+            and raises GrammarError or RequestError.
+        parts: The structured outputs of which it consists. If compiling it fails, the error names the first part that
+            fails alone.
+        size: Returns a lower bound of the bytes or characters of the grammar's source; may take long, as `make`.
+        is_json: Whether it has whitespace that a request may choose.
+    """
+
+    field: str
+    make: Callable[[str], Grammar]
+    parts: Sequence[StructuredOutput] = ()
+    size: Callable[[], int] = lambda: 0
+    is_json: bool = False
+
+
+def structured_output_of(request: object, names: Mapping[str, str] | None = None) -> StructuredOutput | None:
+    """Return the structured output that a request asks for; None: any text.
+
+    Args:
+        request: Struct with some of the fields in `_READERS`.
+        names: Parameter -> field, where the protocol calls it something else.
+
+    Raises:
+        RequestError: It asks for several, for a malformed one, or for something that excludes structured output.
+    """
+    whitespace = getattr(request, "guided_whitespace_pattern", None)
+    found = [
+        output
+        for name, read in _READERS.items()
+        if (value := getattr(request, name, None)) is not None and (output := read(name, value, whitespace)) is not None
+    ]
+    if len(found) > 1:
+        raise RequestError(found[1].field, f"must not be given together with `{found[0].field}`")
+    _check_whitespace(whitespace, found, "guided_whitespace_pattern")
+    if not found:
+        return None
+    check_compatible(request, found[0].field, names)
+    return found[0]
+
+
+def check_compatible(request: object, field: str, names: Mapping[str, str] | None = None) -> None:
+    """Raise RequestError where a request whose `field` constrains its output has a parameter that excludes that."""
+    if getattr(request, "use_beam_search", None):
+        raise RequestError(field, "is not supported with use_beam_search")
+    for name in NOT_WITH_A_CONSTRAINT:
+        other = (names or {}).get(name, name)
+        value = getattr(request, other, None)
+        if value and value != DEFAULTS[name]:
+            raise RequestError(other, f"is not supported with `{field}`")
+
+
+async def compile_constraint(engine: AsyncEngine, output: StructuredOutput, source: str) -> TokenConstraint:
+    """Compile a structured output to a constraint on tokens, off the event loop.
+
+    Args:
+        engine: Has the tokenizer and the compiler.
+        output: The structured output.
+        source: The client, which gets a fair share of the compilers' time.
+
+    Raises:
+        RequestError: The structured output cannot be compiled; names its field and the position of the fault.
+        CapacityError: The compilers were busy for too long.
+    """
+    if not engine.constraints.can_end:
+        raise RequestError(output.field, "is not supported: the model has no token that ends an answer")
+    try:
+        async with asyncio.timeout(MAX_WAIT_S):  # not `wait_for`: it leaves a reference cycle with the error
+            return await asyncio.wrap_future(_COMPILING.submit(source, partial(_compile, engine, output)))
+    except TimeoutError:
+        raise CapacityError(
+            f"`{output.field}` was not compiled within {MAX_WAIT_S:g} s: too many others are", MAX_WAIT_S
+        ) from None
+
+
+def _compile(engine: AsyncEngine, output: StructuredOutput) -> TokenConstraint:
+    compiler = engine.constraints
+    try:
+        compiler.check_size(output.size())  # before the grammar is made, which costs more
+        return compiler.compiled(output.make(json_whitespace(engine)))
+    except GrammarError as error:
+        for part in output.parts:
+            _compile(engine, part)
+        raise RequestError(output.field, str(error)) from None
+
+
+def json_whitespace(engine: AsyncEngine) -> str:
+    """Return the whitespace that JSON may contain where a request does not say, as a regular expression."""
+    return WHITESPACES[engine.config.serving.json_whitespace]
+
+
+# --- reading each field -----------------------------------------------------------------------------------------------
+
+_Read = Callable[[str, Any, str | None], StructuredOutput | None]
+"""Takes the field, its value and the whitespace that the request asks for."""
+
+
+def _check_whitespace(whitespace: str | None, found: Sequence[StructuredOutput], field: str) -> None:
+    if whitespace is not None and not any(output.is_json for output in found):
+        raise RequestError(field, "must be given with a form of JSON only")
+
+
+def _schema(field: str, value: Any, whitespace: str | None) -> StructuredOutput:
+    """A JSON schema, as an object or as its text."""
+    if not isinstance(value, dict | str):
+        raise RequestError(field, "must be a JSON schema, an object", value)
+
+    def make(default: str) -> Grammar:
+        return json_grammar(_schema_text(field, value), default if whitespace is None else whitespace)
+
+    return StructuredOutput(field, make, size=lambda: _schema_size(value), is_json=True)
+
+
+def _schema_text(field: str, schema: Any) -> str:
+    if isinstance(schema, str):
+        try:
+            schema = msgspec.json.decode(schema)
+        except (ValueError, RecursionError):
+            raise RequestError(field, "must be a JSON schema: its text is not JSON") from None
+    if not isinstance(schema, dict):
+        raise RequestError(field, "must be a JSON schema, an object", schema)
+    try:
+        return json.dumps(schema, ensure_ascii=False)
+    except RecursionError:
+        raise GrammarError("is nested too deeply") from None
+
+
+def _schema_size(schema: Any) -> int:
+    """Return the length of a schema's text; msgspec writes it in a tenth of the time that `json` takes."""
+    if isinstance(schema, str):
+        return len(schema)
+    try:
+        return len(msgspec.json.encode(schema))
+    except RecursionError:
+        raise GrammarError("is nested too deeply") from None
+
+
+def _any_object(field: str, value: Any, whitespace: str | None) -> StructuredOutput | None:
+    if not isinstance(value, bool):
+        raise RequestError(field, "must be true or false", value)
+    return _schema(field, _ANY_OBJECT, whitespace) if value else None
+
+
+def _text_grammar(make: Callable[[str], Grammar], field: str, value: Any, _: str | None) -> StructuredOutput:
+    if not isinstance(value, str) or not value:
+        raise RequestError(field, "must be a text that is not empty", value)
+    return StructuredOutput(field, lambda _: make(value), size=lambda: len(value))
+
+
+_regex: Final = partial(_text_grammar, regex_grammar)
+_grammar: Final = partial(_text_grammar, any_grammar)
+
+
+def _choice(field: str, value: Any, _: str | None) -> StructuredOutput:
+    if not isinstance(value, list) or not 1 <= len(value) <= MAX_GUIDED_CHOICES:
+        raise RequestError(field, f"must hold 1 to {MAX_GUIDED_CHOICES} texts")
+    if not all(isinstance(each, str) and each for each in value):
+        raise RequestError(field, "must hold texts, none of them empty")
+    texts = list(dict.fromkeys(value))
+    return StructuredOutput(field, lambda _: choice_grammar(texts), size=lambda: sum(map(len, texts)))
+
+
+def _response_format(field: str, value: Any, whitespace: str | None) -> StructuredOutput | None:
+    """OpenAI's: `{"type": "text" | "json_object" | "json_schema", ...}`; the schema stands in `json_schema.schema`."""
+    kind = _kind(field, value, ("text", "json_object", "json_schema"))
+    known = {"text": ("type",), "json_object": ("type", "schema"), "json_schema": ("type", "json_schema")}
+    refuse_unknown_keys(field, value, known[kind])
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        given = value.get("schema")
+        return _any_object(field, True, whitespace) if given is None else _schema(f"{field}.schema", given, whitespace)
+    field, inner = f"{field}.json_schema", value.get("json_schema")
+    if not isinstance(inner, dict):
+        raise RequestError(field, "must be an object with a `schema`", inner)
+    refuse_unknown_keys(field, inner, ("name", "description", "schema", "strict"))
+    _check_texts(field, inner, ("name", "description"))
+    if not isinstance(inner.get("strict"), bool | None):
+        raise RequestError(f"{field}.strict", "must be true or false", inner["strict"])
+    return _schema(f"{field}.schema", inner.get("schema"), whitespace)
+
+
+def _structured_outputs(field: str, value: Any, _: str | None) -> StructuredOutput | None:
+    """vLLM's: one of the keys below, each as the field `guided_...` of that name."""
+    if not isinstance(value, dict):
+        raise RequestError(field, "must be an object", value)
+    readers: dict[str, _Read] = {
+        "json": _schema, "json_object": _any_object, "regex": _regex, "choice": _choice, "grammar": _grammar,
+    }  # fmt: skip
+    whitespace = value.get("whitespace_pattern")
+    refuse_unknown_keys(field, value, (*readers, "whitespace_pattern"))
+    found = [
+        output
+        for name, read in readers.items()
+        if value.get(name) is not None and (output := read(f"{field}.{name}", value[name], whitespace)) is not None
+    ]
+    if len(found) != 1:
+        raise RequestError(field, f"must have one of {', '.join(readers)}")
+    _check_whitespace(whitespace, found, f"{field}.whitespace_pattern")
+    return found[0]
+
+
+def _tgi_grammar(field: str, value: Any, whitespace: str | None) -> StructuredOutput | None:
+    """TGI's: `{"type": "json" | "regex" | "json_schema", "value": ...}`."""
+    kind = _kind(field, value, ("json", "regex", "json_schema"))
+    refuse_unknown_keys(field, value, ("type", "value"))
+    field, given = f"{field}.value", value.get("value")
+    if kind == "regex":
+        return _regex(field, given, whitespace)
+    if kind == "json":
+        return _schema(field, given, whitespace)
+    if not isinstance(given, dict):
+        raise RequestError(field, "must be an object with a `schema`", given)
+    refuse_unknown_keys(field, given, ("name", "schema"))
+    _check_texts(field, given, ("name",))
+    return _schema(f"{field}.schema", given.get("schema"), whitespace)
+
+
+def _kind(field: str, value: Any, kinds: tuple[str, ...]) -> str:
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind not in kinds:
+        raise RequestError(f"{field}.type", f"must be one of {', '.join(kinds)}", kind)
+    return str(kind)
+
+
+def _check_texts(field: str, value: Mapping[str, Any], names: Sequence[str]) -> None:
+    for name in names:
+        if not isinstance(value.get(name), str | None):
+            raise RequestError(f"{field}.{name}", "must be text", value[name])
+
+
+def refuse_unknown_keys(field: str, value: Mapping[str, Any], known: tuple[str, ...]) -> None:
+    """Raise RequestError for an unknown key that is neither null nor false: it might change the response."""
+    for name, given in value.items():
+        if name not in known and given not in (None, False):
+            raise RequestError(f"{field}.{name[:60]}", f"is not supported; known are {', '.join(known)}")
+
+
+_READERS: Final[Mapping[str, _Read]] = {
+    "response_format": _response_format,
+    "structured_outputs": _structured_outputs,
+    "guided_json": _schema,
+    "guided_regex": _regex,
+    "guided_choice": _choice,
+    "guided_grammar": _grammar,
+    "json_schema": _schema,
+    "regex": _regex,
+    "ebnf": _grammar,
+    "grammar": _tgi_grammar,
+}
+"""Field -> reader of its value."""

@@ -1,0 +1,313 @@
+"""Tools and reasoning: what a conversation offers and limits, constraining the output to it, and parsing the output."""
+
+from __future__ import annotations
+
+import re
+import string
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from random import Random
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from llm_serving.config.sections.server import ServerConfig
+from llm_serving.core.sampling_params import Whole
+from llm_serving.engine.async_engine import AsyncEngine
+from llm_serving.errors import RequestError
+from llm_serving.server.generation.structured_output import StructuredOutput, json_whitespace, refuse_unknown_keys
+from llm_serving.server.protocols.openai.schemas import ChatCompletionRequest, Tool, ToolCallOfMessage
+from llm_serving.text.output_parsers.chat_message import AnswerParser
+from llm_serving.text.output_parsers.reasoning import CLOSING, OPENING, ReasoningParser
+from llm_serving.text.structured_output.chat_grammar import Calls, answer_grammar, arguments_grammar
+from llm_serving.text.tool_parsers import TOOL_FORMATS, Callee, Marks, ToolFormat, format_in
+
+MAX_BUDGET: Final = 2**24
+_BUDGETS: Final = ("thinking_token_budget", "thinking_budget", "max_thinking_tokens")
+BUDGET: Final = Whole(0, MAX_BUDGET)
+EFFORTS: Final = ("none", "minimal", "low", "medium", "high")
+
+
+class ReasoningTokenCounter:
+    """Counts the tokens of one choice's reasoning, without the marks around it.
+
+    Args:
+        opening: Id of the token that opens reasoning; None: the model has no such token.
+        closing: Id of the token that closes it.
+        is_open: Whether the prompt ends with the opening mark.
+    """
+
+    def __init__(self, opening: int | None, closing: int, *, is_open: bool) -> None:
+        self._opening = opening
+        self._closing = closing
+        self._is_open = is_open
+        self._is_closed = False
+        self.num_tokens = 0
+
+    def add(self, token_ids: Sequence[int]) -> None:
+        """Read the next tokens of the output."""
+        for token_id in token_ids:
+            if self._is_open and token_id == self._closing:
+                self._is_open, self._is_closed = False, True
+            elif self._is_open:
+                self.num_tokens += 1
+            elif token_id == self._opening and not self._is_closed:
+                self._is_open = True
+
+
+class ReasoningBudget(NamedTuple):
+    """Tokens of reasoning after which the model must go on to its response."""
+
+    field: str
+    """The field of the request that sets the budget."""
+    num_tokens: int
+
+
+def reasoning_budget(request: ChatCompletionRequest, config: ServerConfig) -> ReasoningBudget | None:
+    """Return the budget that a request sets; None: reasoning is not limited.
+
+    Raises:
+        RequestError: Several fields set a budget, or one breaks its rule.
+    """
+    given = [name for name in (*_BUDGETS, "reasoning_effort") if getattr(request, name) is not None]
+    if not given:
+        return None
+    if len(given) > 1:
+        raise RequestError(given[1], f"must not be given together with `{given[0]}`")
+    [field] = given
+    if field == "reasoning_effort":
+        return ReasoningBudget(field, _effort_budget(request.reasoning_effort, config))
+    return ReasoningBudget(field, BUDGET.checked(field, getattr(request, field)))
+
+
+def _effort_budget(effort: str | None, config: ServerConfig) -> int:
+    budgets = {
+        "none": 0,
+        "minimal": 0,
+        "low": config.low_effort_token_budget,
+        "medium": config.medium_effort_token_budget,
+        "high": config.high_effort_token_budget,
+    }
+    if effort not in budgets:
+        raise RequestError("reasoning_effort", f"must be one of {', '.join(EFFORTS)}", effort)
+    return budgets[effort]
+
+
+MAX_TOOLS: Final = 128
+_NAME: Final = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
+_ID_CHARS: Final = string.ascii_letters + string.digits
+_TAIL_TOKENS: Final = 16
+"""Tokens at the end of a prompt that are searched for an opening mark of reasoning."""
+
+
+@dataclass(frozen=True, slots=True)
+class OfferedTools:
+    """The tools of one conversation."""
+
+    schemas: dict[str, dict[str, Any]]
+    """Tool name -> JSON schema of its arguments."""
+    for_template: list[dict[str, Any]]
+    format: ToolFormat
+    callees: tuple[Callee, ...] = ()
+    """The tools that `tool_choice` lets the model call."""
+    must_call: bool = False
+    """Whether the output must consist of calls alone."""
+    max_calls: int | None = None
+    """None: any number."""
+
+    @property
+    def constrained_by(self) -> str | None:
+        """The field that constrains the output to calls or their schemas; None: the output is free."""
+        if self.must_call:
+            return "tool_choice"
+        return "tools" if any(each.strict for each in self.callees) else None
+
+    def new_id(self, rng: Random) -> str:
+        """Draw an id for a call."""
+        return self.format.id_prefix + "".join(rng.choice(_ID_CHARS) for _ in range(self.format.id_chars))
+
+
+def offered_tools(engine: AsyncEngine, request: ChatCompletionRequest) -> OfferedTools | None:
+    """Return the tools that a request offers; None: none, or `tool_choice` is none.
+
+    Raises:
+        RequestError: A tool or the choice among them breaks a rule, or the model's call format is unknown.
+    """
+    choice, chosen = _tool_choice(request)
+    if not request.tools:
+        return None
+    _check_tools(request.tools)
+    if choice == "none":
+        return None
+    wanted = engine.config.serving.tool_call_parser
+    name = format_in(engine.tokenizer.chat_template(with_tools=True)) if wanted == "auto" else wanted
+    if name is None or name not in TOOL_FORMATS:
+        why = "is not supported: the model's chat template shows no known form of calls"
+        raise RequestError("tools", f"{why}; serving_config.tool_call_parser: {wanted}")
+    return OfferedTools(
+        {tool.function.name: tool.function.parameters or {} for tool in request.tools},
+        [_template_tool(tool) for tool in request.tools],
+        TOOL_FORMATS[name],
+        tuple(
+            Callee(tool.function.name, tool.function.parameters or {}, bool(tool.function.strict))
+            for tool in request.tools
+            if chosen in (None, tool.function.name)
+        ),
+        choice == "required",
+        1 if chosen is not None or request.parallel_tool_calls is False else None,
+    )
+
+
+def chat_output(
+    engine: AsyncEngine,
+    request: ChatCompletionRequest,
+    prompt: list[int],
+    content: StructuredOutput | None,
+    offered: OfferedTools | None,
+    budget: ReasoningBudget | None = None,
+) -> StructuredOutput | None:
+    """Return the structured output of a whole choice: reasoning within its budget, then calls of the tools, or content.
+
+    Args:
+        engine: Has the tokenizer.
+        request: The conversation.
+        prompt: Its token ids.
+        content: The structured output that the request asks for its content.
+        offered: The tools that it offers.
+        budget: The reasoning budget that it sets.
+
+    Raises:
+        RequestError: It sets a reasoning budget, and the model's reasoning cannot be recognised.
+    """
+    constrained_by = None if offered is None else offered.constrained_by
+    if content is None and constrained_by is None and budget is None:
+        return None
+    reasoning = _reasoning_parser(engine, request, prompt)
+    if budget is not None and reasoning is None:
+        raise RequestError(budget.field, "is not supported: the model's chat template shows no marks of thoughts")
+    is_open = None if reasoning is None else reasoning.is_open
+    calls = None if offered is None else Calls(offered.format, offered.callees, offered.must_call, offered.max_calls)
+    marks = Marks(engine.tokenizer.mark_id, json_whitespace(engine))
+    limit = None if budget is None else budget.num_tokens
+    parts = [] if content is None else [content]
+    if budget is not None:
+        parts.append(StructuredOutput(budget.field, lambda _: answer_grammar(None, None, is_open, marks, limit)))
+    if request.tools is not None and offered is not None:
+        fields = {tool.function.name: f"tools[{i}].function.parameters" for i, tool in enumerate(request.tools)}
+        parts += [StructuredOutput(fields[each.name], partial(arguments_grammar, each)) for each in offered.callees]
+    return StructuredOutput(
+        parts[0].field if content is not None or constrained_by is None else constrained_by,
+        lambda whitespace: answer_grammar(
+            None if content is None else content.make(whitespace), calls, is_open, marks, limit
+        ),
+        parts,
+        (lambda: 0) if content is None else content.size,
+    )
+
+
+def output_parser(
+    engine: AsyncEngine, request: ChatCompletionRequest, prompt: list[int], offered: OfferedTools | None
+) -> AnswerParser | None:
+    """Return the parser for one choice's text; None: all of it is content."""
+    reasoning = _reasoning_parser(engine, request, prompt)
+    if reasoning is None and offered is None:
+        return None
+    tools = None if offered is None else offered.format.create(offered.schemas)
+    return AnswerParser(reasoning, tools, 1 if request.parallel_tool_calls is False else None)
+
+
+def reasoning_counter(
+    engine: AsyncEngine, request: ChatCompletionRequest, prompt: list[int]
+) -> ReasoningTokenCounter | None:
+    """Return the counter of one choice's reasoning tokens; None: reasoning is not parsed or has no closing token."""
+    reasoning, closing = _reasoning_parser(engine, request, prompt), engine.tokenizer.mark_id(CLOSING)
+    if reasoning is None or closing is None:
+        return None
+    return ReasoningTokenCounter(engine.tokenizer.mark_id(OPENING), closing, is_open=reasoning.is_open)
+
+
+def template_call(field: str, call: ToolCallOfMessage) -> dict[str, Any]:
+    """Return a message's call as chat templates read it.
+
+    Raises:
+        RequestError: It is not a function call, or its arguments are not a JSON object.
+    """
+    if call.type != "function":
+        raise RequestError(f"{field}.type", "must be function", call.type)
+    arguments = arguments_of(f"{field}.function.arguments", call.function.arguments)
+    plain = {"type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+    return plain if call.id is None else {"id": call.id} | plain
+
+
+def arguments_of(field: str, given: str | dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a message's call; an empty text means no arguments.
+
+    Raises:
+        RequestError: They are not a JSON object.
+    """
+    arguments: Any = given
+    if isinstance(given, str):
+        try:
+            arguments = msgspec.json.decode(given or "{}")
+        except (ValueError, RecursionError):
+            arguments = None
+    if not isinstance(arguments, dict):
+        raise RequestError(field, "must be a JSON object", given)
+    return arguments
+
+
+def parses_reasoning(engine: AsyncEngine) -> bool:
+    """Return whether reasoning is separated from the content of a response."""
+    wanted = engine.config.serving.reasoning_parser
+    return wanted != "none" and (wanted != "auto" or CLOSING in engine.tokenizer.chat_template())
+
+
+def _reasoning_parser(engine: AsyncEngine, request: ChatCompletionRequest, prompt: list[int]) -> ReasoningParser | None:
+    if not parses_reasoning(engine):
+        return None
+    tail = engine.tokenizer.decode(prompt[-_TAIL_TOKENS:], skip_special_tokens=False)
+    is_open = tail.rstrip().endswith(OPENING)
+    return None if request.continue_final_message and not is_open else ReasoningParser(is_open=is_open)
+
+
+def _tool_choice(request: ChatCompletionRequest) -> tuple[str, str | None]:
+    """Return `tool_choice` as auto, none or required, and the one tool that must be called; None: any."""
+    choice = request.tool_choice
+    if choice in (None, "auto", "none", "required"):
+        if choice == "required" and not request.tools:
+            raise RequestError("tool_choice", "must not be required without `tools`")
+        return str(choice or "auto"), None
+    function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
+    if not isinstance(choice, dict) or not isinstance(function, dict):
+        rule = 'must be auto, none, required or {"type": "function", "function": {"name": ...}}'
+        raise RequestError("tool_choice", rule, choice)
+    refuse_unknown_keys("tool_choice", choice, ("type", "function"))
+    refuse_unknown_keys("tool_choice.function", function, ("name",))
+    names = [tool.function.name for tool in request.tools or ()]
+    if function.get("name") not in names:
+        raise RequestError("tool_choice.function.name", "must be that of one of `tools`", function.get("name"))
+    return "required", str(function["name"])
+
+
+def _check_tools(tools: list[Tool]) -> None:
+    if len(tools) > MAX_TOOLS:
+        raise RequestError("tools", f"must hold at most {MAX_TOOLS} tools", len(tools))
+    seen: set[str] = set()
+    for i, tool in enumerate(tools):
+        name = tool.function.name
+        if tool.type != "function":
+            raise RequestError(f"tools[{i}].type", "must be function", tool.type)
+        if not _NAME.fullmatch(name):
+            raise RequestError(f"tools[{i}].function.name", "must be 1 to 64 letters, digits or any of _ . -", name)
+        if name in seen:
+            raise RequestError(f"tools[{i}].function.name", "must be another than those before", name)
+        seen.add(name)
+
+
+def _template_tool(tool: Tool) -> dict[str, Any]:
+    given = {"description": tool.function.description, "parameters": tool.function.parameters}
+    return {
+        "type": "function",
+        "function": {"name": tool.function.name} | {name: value for name, value in given.items() if value is not None},
+    }

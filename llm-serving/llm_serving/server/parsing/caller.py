@@ -1,0 +1,152 @@
+"""The caller of a request: its tenant, priority and deadline, within the limits of its API key."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
+
+from starlette.requests import Request
+
+from llm_serving.config.schema import ServingConfig
+from llm_serving.config.tables import ApiKey
+from llm_serving.core.request_class import Caller, class_of
+from llm_serving.errors import PermissionDeniedError, RequestError
+from llm_serving.server.front_door.guests import network_of
+from llm_serving.server.middleware.authentication import api_key_of
+from llm_serving.server.middleware.rate_limits import Quota, quota_of
+from llm_serving.server.parsing.headers import read_header
+from llm_serving.server.parsing.parameters import note_ignored
+from llm_serving.server.protocols.openai.schemas import CallerFields
+from llm_serving.server.request_context import Note, note_of
+
+MAX_NAME_CHARS: Final = 256
+TIMEOUT_HEADER: Final = "x-request-timeout-s"
+SECONDS: Final = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
+
+
+@dataclass(frozen=True)
+class HttpCaller(Caller):
+    """The caller with what only the HTTP server needs."""
+
+    note: Note | None = field(default=None, compare=False)
+    """The access log record of the HTTP request."""
+    quota: Quota | None = field(default=None, compare=False)
+    """The quota of its API key; None: there is no limit."""
+
+
+def caller_of(config: ServingConfig, http_request: Request, *bodies: CallerFields) -> HttpCaller:
+    """Return the caller of a request.
+
+    Args:
+        config: Has the request classes.
+        http_request: The request after authentication.
+        bodies: The body, and parts of it that may hold the fields as well.
+
+    Raises:
+        RequestError: A field breaks its rule, or is given twice with different values.
+        PermissionDeniedError: The priority is higher than its API key allows.
+    """
+    key = api_key_of(http_request)
+    user, cache_salt = _name("user", bodies), _name("cache_salt", bodies)
+    ceiling = ceiling_of(config, key)
+    priority = requested_priority(config, ceiling, _given("priority", bodies), _given("priority_class", bodies))
+    if priority is None:  # without a given priority, the highest one that is allowed, up to 0
+        priority = 0 if ceiling is None else max(0, ceiling.rank)
+    note, timeout_s = note_of(http_request), _timeout(config, http_request, bodies)
+    deadline = None if timeout_s is None or note is None else note.exchange.received_time + timeout_s
+    tenant = user if key is None else key.name
+    if user not in ("", tenant):
+        note_ignored(http_request, "user")
+    if note is not None:
+        note.tenant, note.request_class = tenant, class_of(priority, config.request_classes).name
+    return HttpCaller(
+        priority=priority,
+        tenant=tenant,
+        cache_salt=cache_salt,
+        deadline=deadline,
+        exchange=None if note is None else note.exchange,
+        note=note,
+        source=source_of(http_request),
+        quota=quota_of(http_request),
+    )
+
+
+def source_of(http_request: Request) -> str:
+    """Return the client that is charged for a request; of an IPv6 address its network, which one customer owns."""
+    if (key := api_key_of(http_request)) is not None:
+        return key.name
+    return "" if http_request.client is None else network_of(http_request.client.host)
+
+
+class PriorityCeiling(NamedTuple):
+    """The highest request class that an API key, or a request without a key, may use."""
+
+    class_name: str
+    rank: int
+    condition: str
+    """When the ceiling applies, worded for an error."""
+
+
+def ceiling_of(config: ServingConfig, key: ApiKey | None) -> PriorityCeiling | None:
+    """Return the ceiling of requests with this key, or without one; None: there is no ceiling."""
+    name = config.serving.anonymous_highest_class if key is None else key.highest_class
+    if name is None:
+        return None
+    condition = "without an API key (serving_config.anonymous_highest_class)"
+    rank = next(each.rank for each in config.request_classes if each.name == name)
+    return PriorityCeiling(name, rank, condition if key is None else f"with the API key of {key.name}")
+
+
+def requested_priority(
+    config: ServingConfig, ceiling: PriorityCeiling | None, priority: int | None, class_name: str | None
+) -> int | None:
+    """Return the requested priority, given as a number or as the name of a class; None: neither is given.
+
+    Raises:
+        RequestError: Both are given, or no class has the name.
+        PermissionDeniedError: The priority is above the ceiling.
+    """
+    ranks = {each.name: each.rank for each in config.request_classes}
+    if class_name is not None and priority is not None:
+        raise RequestError("priority_class", "must not be given together with `priority`")
+    if class_name is not None and class_name not in ranks:
+        raise RequestError("priority_class", f"must be one of {', '.join(ranks)}", class_name)
+    wanted = priority if class_name is None else ranks[class_name]
+    if ceiling is not None and wanted is not None and wanted < ceiling.rank:
+        field, given = ("priority", priority) if class_name is None else ("priority_class", class_name)
+        rule = f"must not go before class {ceiling.class_name}, rank {ceiling.rank}, {ceiling.condition}"
+        raise PermissionDeniedError(field, rule, given)
+    return wanted
+
+
+def _timeout(config: ServingConfig, http_request: Request, bodies: Sequence[CallerFields]) -> float | None:
+    """Return the timeout of the request in seconds, from the field or the header."""
+    value: float | None = _given("timeout_s", bodies)
+    header = read_header(http_request, TIMEOUT_HEADER)
+    most = config.serving.max_timeout_s
+    rule = f"must be a number of seconds above 0 and at most {most:g} (serving_config.max_timeout_s)"
+    if header is not None:
+        if not SECONDS.fullmatch(header):
+            raise RequestError(TIMEOUT_HEADER, rule, header)
+        if value is not None and value != float(header):
+            raise RequestError("timeout_s", f"must be given once, or with the value of {TIMEOUT_HEADER}", value)
+        value = float(header)
+    if value is not None and not 0 < value <= most:
+        raise RequestError("timeout_s" if header is None else TIMEOUT_HEADER, rule, value)
+    return value
+
+
+def _name(field: str, bodies: Sequence[CallerFields]) -> str:
+    value = _given(field, bodies) or ""
+    if len(value) > MAX_NAME_CHARS:
+        raise RequestError(field, f"must be text of at most {MAX_NAME_CHARS} characters", len(value))
+    return str(value)
+
+
+def _given(field: str, bodies: Sequence[CallerFields]) -> Any:
+    values = {value for body in bodies if (value := getattr(body, field)) is not None}
+    if len(values) > 1:
+        raise RequestError(field, "must be given once, or with one value")
+    return next(iter(values), None)

@@ -1,0 +1,129 @@
+"""Error responses in the form of each protocol."""
+
+from __future__ import annotations
+
+import math
+import re
+from http import HTTPStatus
+from typing import Final
+
+from msgspec import json
+from starlette.responses import Response
+
+from llm_serving.errors import (
+    AuthenticationError,
+    CapacityError,
+    ContextLengthError,
+    GoneError,
+    IdempotencyError,
+    LLMServingError,
+    ModelNotFoundError,
+    PermissionDeniedError,
+    RateLimitError,
+    RequestCancelledError,
+    RequestError,
+    RequestNotFoundError,
+    StoreFullError,
+    TimedOutError,
+    TooLateError,
+    UnavailableError,
+)
+from llm_serving.server.protocols.openai.schemas import ErrorDetail, ErrorResponse
+
+_CODES: tuple[tuple[type[LLMServingError], str, str | None], ...] = (
+    (AuthenticationError, "authentication_error", "invalid_api_key"),
+    (PermissionDeniedError, "permission_error", None),
+    (ModelNotFoundError, "not_found_error", "model_not_found"),
+    (RequestNotFoundError, "not_found_error", "request_not_found"),
+    (IdempotencyError, "idempotency_error", "idempotency_key_reused"),
+    (GoneError, "gone_error", "gone"),
+    (RequestCancelledError, "request_cancelled_error", "cancelled"),
+    (TimedOutError, "timeout_error", "timeout"),
+    (ContextLengthError, "invalid_request_error", "context_length_exceeded"),
+    (RequestError, "invalid_request_error", None),
+    (RateLimitError, "rate_limit_error", "rate_limit_exceeded"),
+    (TooLateError, "rate_limit_error", "deadline"),
+    (StoreFullError, "rate_limit_error", "store_full"),
+    (CapacityError, "rate_limit_error", "queue_full"),
+    (UnavailableError, "service_unavailable_error", "unavailable"),
+)
+"""Exception class, and type and code of OpenAI's error body; the first match counts."""
+
+FIELD: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_.\[\]]{0,63}")
+UNAVAILABLE_RETRY_AFTER_S = 5.0
+RETRY_AFTER_MS_HEADER = "retry-after-ms"
+"""Sent beside `Retry-After`, which has whole seconds; the client libraries of OpenAI and Anthropic read it."""
+PREDICTED_TTFT_HEADER = "x-predicted-ttft-ms"
+"""Predicted milliseconds to the first token: of an admitted request from its arrival, of a refused one from now if the
+client retries after `Retry-After`."""
+
+
+def json_response(content: object, status: int = HTTPStatus.OK, headers: dict[str, str] | None = None) -> Response:
+    return Response(json.encode(content), status, headers, media_type="application/json")
+
+
+def openai_error(error: LLMServingError) -> ErrorResponse:
+    kind, code = next(((kind, code) for cls, kind, code in _CODES if isinstance(error, cls)), ("server_error", None))
+    return ErrorResponse(ErrorDetail(str(error), kind, error.field if isinstance(error, RequestError) else None, code))
+
+
+def openai_error_response(error: LLMServingError) -> Response:
+    """Return OpenAI's error response: `{"error": {"message", "type", "param", "code"}}`."""
+    return json_response(openai_error(error), error.http_status, error_headers(error))
+
+
+def tgi_error_content(error: LLMServingError) -> dict[str, str]:
+    """Return TGI's body of an error: `{"error", "error_type"}`."""
+    if isinstance(error, RequestError):
+        kind = "validation"
+    elif isinstance(error, CapacityError | UnavailableError):
+        kind = "overloaded"
+    elif isinstance(error, RequestCancelledError | TimedOutError):
+        kind = "incomplete_generation"
+    else:
+        kind = "generation"
+    return {"error": str(error), "error_type": kind}
+
+
+def tgi_error_response(error: LLMServingError) -> Response:
+    status = HTTPStatus.UNPROCESSABLE_ENTITY if error.http_status == HTTPStatus.BAD_REQUEST else error.http_status
+    return json_response(tgi_error_content(error), status, error_headers(error))
+
+
+def legacy_error_response(error: LLMServingError) -> Response:
+    """Return the older servers' error response: 422 and `{"detail": [...]}` for a malformed request, else OpenAI's."""
+    if isinstance(error, RequestError) and error.http_status == HTTPStatus.BAD_REQUEST:
+        detail = [{"loc": ["body", *error.field.split(".")], "msg": str(error), "type": "value_error"}]
+        return json_response({"detail": detail}, HTTPStatus.UNPROCESSABLE_ENTITY)
+    return openai_error_response(error)
+
+
+def kind_of(error: LLMServingError) -> str:
+    """Return what logs may say of an error: its class and the wrong field, never text of the client.
+
+    The client may have invented the name of a field, so it is only logged if it looks like a name.
+    """
+    field = error.field if isinstance(error, RequestError) else ""
+    return f"{type(error).__name__} {field}" if FIELD.fullmatch(field) else type(error).__name__
+
+
+def error_headers(error: LLMServingError) -> dict[str, str]:
+    """Return the headers of an error response: when to retry, the predicted time to first token and the length of the
+    queue, or how to authenticate.
+
+    The connection is closed where the body was not read to the end.
+    """
+    headers = {}
+    if isinstance(error, CapacityError | UnavailableError):
+        seconds = getattr(error, "retry_after", None)
+        seconds = max(1.0, UNAVAILABLE_RETRY_AFTER_S if seconds is None else seconds)
+        headers["retry-after"], headers[RETRY_AFTER_MS_HEADER] = str(math.ceil(seconds)), str(math.ceil(1000 * seconds))
+    if isinstance(error, CapacityError) and error.queue_estimate_ms is not None:
+        headers["x-queue-estimate-ms"] = str(math.ceil(error.queue_estimate_ms))
+    if isinstance(error, CapacityError) and error.predicted_s is not None:
+        headers[PREDICTED_TTFT_HEADER] = str(math.ceil(1000 * error.predicted_s))
+    if isinstance(error, AuthenticationError):
+        headers["www-authenticate"] = 'Bearer realm="llm-serving"'
+    if error.http_status in (HTTPStatus.REQUEST_ENTITY_TOO_LARGE, HTTPStatus.REQUEST_TIMEOUT):
+        headers["connection"] = "close"
+    return headers

@@ -1,0 +1,156 @@
+"""Running work off the event loop: in threads once it is long, and in threads that clients share fairly.
+
+A thread hands over the GIL every few milliseconds, but not within one call of a C library. So work in threads consists
+of many short calls, or is bounded before it starts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Final, TypeVar
+
+import msgspec
+from starlette.responses import Response
+
+INLINE_BYTES: Final = 2**15
+"""Longest body that is decoded on the event loop: at most 4 ms. A thread would cost 0.1 ms."""
+INLINE_ITEMS: Final = 2**11
+"""Longest list that is processed on the event loop."""
+INLINE_TOKENS: Final = 64
+"""Most tokens with logprobs that are processed on the event loop: each may have twenty top logprobs."""
+ITEMS_AT_ONCE: Final = 2**8
+"""Items of a list that are encoded as JSON in one call."""
+
+T = TypeVar("T")
+_encode: Final = msgspec.json.Encoder().encode
+
+
+async def off_loop(is_long: bool, work: Callable[[], T]) -> T:
+    """Return the result of `work`, run in a thread if it is long."""
+    return await asyncio.to_thread(work) if is_long else work()
+
+
+class Long(msgspec.Struct):
+    """Base of structs whose lists may be as long as a response."""
+
+
+def encode_in_parts(content: Any) -> bytes:
+    """Return what `msgspec.json.encode` returns, made by many short calls, for a thread beside the event loop.
+
+    Args:
+        content: `Long` structs and objects are encoded field by field, `Long` structs in lists one by one, and other
+            items of lists many at a time.
+    """
+    return b"".join(_parts(content))
+
+
+async def large_json_response(
+    content: Long | dict[str, Any] | list[Any], headers: dict[str, str] | None = None
+) -> Response:
+    """Return a JSON response that may be long, encoded off the event loop."""
+    body = await asyncio.to_thread(encode_in_parts, content)
+    return Response(body, headers=headers, media_type="application/json")
+
+
+def _parts(content: Any) -> Iterator[bytes]:
+    if isinstance(content, Long):
+        opening = b"{"
+        for name in content.__struct_encode_fields__:
+            if (value := getattr(content, name)) is not msgspec.UNSET:
+                yield opening + _encode(name) + b":"
+                yield from _parts(value)
+                opening = b","
+        yield b"}"
+    elif isinstance(content, dict) and any(isinstance(value, dict | list) for value in content.values()):
+        opening = b"{"
+        for name, value in content.items():
+            yield opening + _encode(name) + b":"
+            yield from _parts(value)
+            opening = b","
+        yield b"}"
+    elif isinstance(content, list) and content:
+        yield from _list_parts(content)
+    else:
+        yield _encode(content)
+
+
+def _list_parts(items: list[Any]) -> Iterator[bytes]:
+    opening = b"["
+    step = 1 if isinstance(items[0], Long) or len(items) == 1 else ITEMS_AT_ONCE
+    for start in range(0, len(items), step):
+        yield opening
+        if step == 1:
+            yield from _parts(items[start])
+        else:
+            yield _encode(items[start : start + step])[1:-1]
+        opening = b","
+    yield b"]"
+
+
+_Work = tuple["Future[Any]", Callable[[], Any]]
+
+
+class FairThreads:
+    """A pool of threads that serves next the client that has used the least of their time.
+
+    This is start-time fair queueing (Goyal, Vin and Cheng, "Start-time Fair Queueing", SIGCOMM 1996, section 2) with
+    costs that are known afterwards. An idle client saves nothing up: it starts level with the client that is served. So
+    a new client waits for the running work and for at most one piece of work of each other client.
+
+    Args:
+        num_threads: Number of threads.
+        name: Prefix of their names.
+        clock: Seconds.
+    """
+
+    def __init__(self, num_threads: int, name: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._pool = ThreadPoolExecutor(num_threads, name)
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._waiting: dict[str, deque[_Work]] = {}
+        self._used_s: dict[str, float] = {}
+        """Client -> seconds used, of clients that are ahead of `_served_s`."""
+        self._served_s = 0.0
+        """The seconds used by the client served last, when it was served."""
+
+    def submit(self, client: str, work: Callable[[], T]) -> Future[T]:
+        """Run work when it is the client's turn, unless its future is cancelled before."""
+        future: Future[T] = Future()
+        with self._lock:
+            self._waiting.setdefault(client, deque()).append((future, work))
+        self._pool.submit(self._run_next)
+        return future
+
+    def _run_next(self) -> None:
+        with self._lock:
+            client = min(self._waiting, key=self._used)
+            (future, work), queue = self._waiting[client].popleft(), self._waiting[client]
+            if not queue:
+                del self._waiting[client]
+            if not future.set_running_or_notify_cancel():
+                return
+            self._used_s[client] = self._served_s = self._used(client)
+        started = self._clock()
+        try:
+            result = work()
+        except BaseException as error:  # noqa: BLE001  handed to the waiter
+            self._charge(client, self._clock() - started)
+            future.set_exception(error)
+        else:
+            self._charge(client, self._clock() - started)
+            future.set_result(result)
+        finally:
+            del future, work  # the traceback of an error refers to this frame: break the cycle
+
+    def _used(self, client: str) -> float:
+        return max(self._used_s.get(client, 0.0), self._served_s)
+
+    def _charge(self, client: str, seconds: float) -> None:
+        with self._lock:
+            self._used_s[client] = self._used(client) + seconds
+            self._used_s = {each: used for each, used in self._used_s.items() if used > self._served_s}

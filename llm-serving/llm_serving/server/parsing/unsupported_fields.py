@@ -1,0 +1,52 @@
+"""Rules for fields of request bodies that are not supported; each protocol has a table of them beside its schemas."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+
+@dataclass(frozen=True, slots=True)
+class RefusedField:
+    """A field that would change the response."""
+
+    why: str = "is not supported"
+    neutral: tuple[Any, ...] = ("", 0, False)
+    """Values that change nothing, besides null and empty ones."""
+    empty_asks: bool = False
+    """Whether an empty value changes the response too: an object that only has options."""
+
+
+@dataclass(frozen=True, slots=True)
+class IgnoredField:
+    """A field that cannot change the response."""
+
+    why: str
+
+
+Rows = Mapping[str, RefusedField | IgnoredField]
+
+
+@dataclass(frozen=True, slots=True)
+class BodyFields:
+    """The fields of one body that its struct does not have."""
+
+    rows: Rows = field(default_factory=dict)
+    unknown: RefusedField | IgnoredField = RefusedField("is not a parameter of this route", ())
+    nested: Mapping[str, type] = field(default_factory=dict)
+    """Field -> struct of the object, or of the objects in the list, that it holds."""
+
+
+NEVER_NEUTRAL: Final = ()
+"""No value but null is neutral."""
+NO_ADAPTERS: Final = RefusedField("is not supported: one model without adapters is served")
+SPEED_HINT: Final = IgnoredField("only a hint for speed")
+SERVICE_TIER: Final = IgnoredField("`priority` and `priority_class` decide the order")
+TEXT_ONLY: Final = RefusedField("is not supported: only text is")
+EARLIER_RESPONSE: Final = IgnoredField("only describes an earlier response")
+
+
+def named(here: str) -> RefusedField:
+    """Return the row of a field that another protocol calls `here`."""
+    return RefusedField(f"is not a parameter of this route; `{here}` is", NEVER_NEUTRAL)

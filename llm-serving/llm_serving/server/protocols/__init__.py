@@ -1,0 +1,1 @@
+"""The protocols, each with its schemas beside its routes."""

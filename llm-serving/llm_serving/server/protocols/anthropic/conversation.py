@@ -1,0 +1,189 @@
+"""Translation of the conversations and tools of Anthropic's messages to those of chat completions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from llm_serving.errors import RequestError
+from llm_serving.server.generation.conversation import nested_schema
+from llm_serving.server.generation.tools import BUDGET
+from llm_serving.server.protocols.anthropic.schemas import (
+    AnthropicTool,
+    ContentBlock,
+    ConversationTurn,
+    OutputConfig,
+    ResultBlock,
+    Thinking,
+    ToolChoice,
+)
+from llm_serving.server.protocols.openai.schemas import (
+    ChatMessage,
+    ContentPart,
+    Function,
+    FunctionOfMessage,
+    JsonObject,
+    Tool,
+    ToolCallOfMessage,
+)
+
+_WITHOUT_BUDGET: Final = ("disabled", "adaptive")
+"""Types of `thinking` without a budget: no reasoning, and any amount of it."""
+_FIELDS: Final[dict[str, frozenset[str]]] = {
+    "text": frozenset({"text"}),
+    "thinking": frozenset({"thinking"}),
+    "redacted_thinking": frozenset(),
+    "tool_use": frozenset({"id", "name", "input"}),
+    "tool_result": frozenset({"tool_use_id", "content"}),
+}
+"""Type of a block -> its fields."""
+_NAMES: Final = tuple(name for names in _FIELDS.values() for name in sorted(names))
+_CHOICES: Final[dict[str, str]] = {"auto": "auto", "any": "required", "none": "none"}
+
+
+def messages_of(system: str | list[ContentBlock] | None, turns: list[ConversationTurn]) -> list[ChatMessage]:
+    """Return the conversation as messages of chat; an empty conversation stays empty, whatever `system` says.
+
+    Raises:
+        RequestError: A block stands where its type is not allowed.
+    """
+    system_messages = [ChatMessage("system", _texts("system", system))] if system and turns else []
+    messages = [message for i, turn in enumerate(turns) for message in _turn(f"messages[{i}].content", turn)]
+    return system_messages + messages
+
+
+def tools_of(tools: list[AnthropicTool] | None) -> list[Tool] | None:
+    """Return the tools of chat. Raise RequestError for a tool that the server would have to run."""
+    if tools is None:
+        return None
+    for i, tool in enumerate(tools):
+        if tool.type not in (None, "custom"):
+            raise RequestError(f"tools[{i}].type", "must be custom: this server has no tools of its own", tool.type)
+    return [Tool(Function(tool.name, tool.description, tool.input_schema, tool.strict)) for tool in tools]
+
+
+def choice_of(choice: ToolChoice | None) -> str | JsonObject | None:
+    """Return `tool_choice` of chat.
+
+    Raises:
+        RequestError: The choice breaks a rule of the protocol.
+    """
+    if choice is None:
+        return None
+    if choice.type == "tool":
+        if not choice.name:
+            raise RequestError("tool_choice.name", "is required")
+        return {"type": "function", "function": {"name": choice.name}}
+    if choice.type not in _CHOICES:
+        raise RequestError("tool_choice.type", f"must be one of {', '.join(_CHOICES)}, tool", choice.type)
+    if choice.name is not None:
+        raise RequestError("tool_choice.name", "must be given with type tool only", choice.name)
+    return _CHOICES[choice.type]
+
+
+def effort_of(thinking: Thinking | None) -> str | None:
+    """Return `reasoning_effort` of chat."""
+    return "none" if thinking is not None and thinking.type == "disabled" else None
+
+
+def budget_of(thinking: Thinking | None) -> int | None:
+    """Return `thinking_token_budget` of chat.
+
+    Raises:
+        RequestError: `thinking` breaks a rule of the protocol.
+    """
+    if thinking is None:
+        return None
+    if thinking.type in _WITHOUT_BUDGET:
+        if thinking.budget_tokens is not None:
+            raise RequestError("thinking.budget_tokens", "must be given with type enabled only", thinking.budget_tokens)
+        return None
+    if thinking.type != "enabled":
+        raise RequestError("thinking.type", "must be enabled, adaptive or disabled", thinking.type)
+    if thinking.budget_tokens is None:
+        raise RequestError("thinking.budget_tokens", "must be given where thinking is enabled")
+    return int(BUDGET.checked("thinking.budget_tokens", thinking.budget_tokens))
+
+
+def response_format_of(config: OutputConfig | None) -> JsonObject | None:
+    """Return `response_format` of chat.
+
+    Raises:
+        RequestError: The format is not a JSON schema.
+    """
+    given = None if config is None else config.format
+    if given is None:
+        return None
+    if given.get("type") != "json_schema":
+        raise RequestError("output_config.format.type", "must be json_schema", given.get("type"))
+    return nested_schema(given)
+
+
+def _turn(field: str, turn: ConversationTurn) -> list[ChatMessage]:
+    if isinstance(turn.content, str):
+        return [ChatMessage(turn.role, turn.content)]
+    return (_assistant_messages if turn.role == "assistant" else _user_messages)(field, turn.content)
+
+
+def _assistant_messages(field: str, blocks: list[ContentBlock]) -> list[ChatMessage]:
+    texts: list[ContentPart] = []
+    thoughts: list[str] = []
+    calls: list[ToolCallOfMessage] = []
+    for i, block in enumerate(blocks):
+        _check(f"{field}[{i}]", block)
+        if block.type == "tool_use":
+            if block.id is None or block.name is None or block.input is None:
+                raise RequestError(f"{field}[{i}]", "of type tool_use must have `id`, `name` and `input`")
+            calls.append(ToolCallOfMessage(FunctionOfMessage(block.name, block.input), block.id))
+        elif block.type == "thinking":
+            if block.thinking is None:
+                raise RequestError(f"{field}[{i}].thinking", "is required")
+            thoughts.append(block.thinking)
+        elif block.type != "redacted_thinking":
+            texts.append(_text(f"{field}[{i}]", block))
+    message = ChatMessage("assistant", texts, tool_calls=calls or None)
+    message.reasoning_content = "\n".join(thoughts) or None
+    return [message]
+
+
+def _user_messages(field: str, blocks: list[ContentBlock]) -> list[ChatMessage]:
+    """Return a message for each tool result and for the texts between them, in the order of the blocks."""
+    messages: list[ChatMessage] = []
+    texts: list[ContentPart] = []
+    for i, block in enumerate(blocks):
+        _check(f"{field}[{i}]", block)
+        if block.type != "tool_result":
+            texts.append(_text(f"{field}[{i}]", block))
+            continue
+        if block.tool_use_id is None:
+            raise RequestError(f"{field}[{i}].tool_use_id", "is required")
+        if texts:
+            messages.append(ChatMessage("user", texts))
+            texts = []
+        result = _texts(f"{field}[{i}].content", block.content or "")
+        messages.append(ChatMessage("tool", result, tool_call_id=block.tool_use_id))
+    return [*messages, ChatMessage("user", texts)] if texts or not messages else messages
+
+
+def _check(field: str, block: ContentBlock) -> None:
+    """Raise RequestError where a block has a field of another type of block."""
+    for name in _NAMES:
+        if getattr(block, name) is not None and name not in _FIELDS.get(block.type, _NAMES):
+            raise RequestError(f"{field}.{name}", f"is no field of a block of type {block.type}")
+
+
+def _texts(field: str, content: str | Sequence[ContentBlock | ResultBlock]) -> str | list[ContentPart]:
+    if isinstance(content, str):
+        return content
+    for i, block in enumerate(content):
+        if isinstance(block, ContentBlock):
+            _check(f"{field}[{i}]", block)
+    return [_text(f"{field}[{i}]", block) for i, block in enumerate(content)]
+
+
+def _text(field: str, block: ContentBlock | ResultBlock) -> ContentPart:
+    if block.type != "text":
+        raise RequestError(f"{field}.type", "must be text here", block.type)
+    if block.text is None:
+        raise RequestError(f"{field}.text", "is required")
+    return ContentPart(block.type, block.text)

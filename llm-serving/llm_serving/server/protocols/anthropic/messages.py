@@ -1,0 +1,291 @@
+"""Anthropic's messages: POST /v1/messages and /v1/messages/count_tokens.
+
+The request is translated to that of chat completions. Clients send their API key in `x-api-key`, which all routes read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Final
+
+from msgspec import DecodeError, Raw, json
+from starlette.requests import Request
+from starlette.responses import Response
+
+from llm_serving.core.request import FinishReason
+from llm_serving.core.request_output import RequestOutput
+from llm_serving.engine.async_engine import AsyncEngine
+from llm_serving.errors import (
+    AuthenticationError,
+    CapacityError,
+    LLMServingError,
+    ModelNotFoundError,
+    PermissionDeniedError,
+    RateLimitError,
+    RequestError,
+    RequestTooLargeError,
+    TimedOutError,
+    UnavailableError,
+)
+from llm_serving.server.endpoint import Endpoint
+from llm_serving.server.generation.conversation import ConversationRequest, flat_error, render_chat
+from llm_serving.server.generation.message import CALLED, BlockKind, MessageBlock, MessageBlocks
+from llm_serving.server.generation.pipeline import start_generation
+from llm_serving.server.generation.prompts import encode_text
+from llm_serving.server.generation.response import ResponseBuilder, respond
+from llm_serving.server.generation.streaming import named_event
+from llm_serving.server.generation.tools import offered_tools, parses_reasoning
+from llm_serving.server.parsing.caller import source_of
+from llm_serving.server.parsing.errors import error_headers, json_response
+from llm_serving.server.parsing.identity import REQUEST_ID_HEADER, ResponseIdentity, check_model
+from llm_serving.server.parsing.parameters import read_fields
+from llm_serving.server.protocols.anthropic.conversation import (
+    budget_of,
+    choice_of,
+    effort_of,
+    messages_of,
+    response_format_of,
+    tools_of,
+)
+from llm_serving.server.protocols.anthropic.schemas import (
+    ConversationTurn,
+    CountTokensRequest,
+    CountTokensResponse,
+    ErrorBody,
+    InputDelta,
+    MessageDelta,
+    MessagesError,
+    MessagesRequest,
+    MessagesResponse,
+    MessagesUsage,
+    ResponseBlock,
+    StreamEvent,
+    TextBlock,
+    TextDelta,
+    ThinkingBlock,
+    ThinkingDelta,
+    ToolUseBlock,
+)
+from llm_serving.server.protocols.openai.schemas import ChatCompletionRequest
+
+_ERROR_TYPES: Final[tuple[tuple[type[LLMServingError], str], ...]] = (
+    (AuthenticationError, "authentication_error"),
+    (PermissionDeniedError, "permission_error"),
+    (ModelNotFoundError, "not_found_error"),
+    (RequestTooLargeError, "request_too_large"),
+    (RequestError, "invalid_request_error"),
+    (RateLimitError, "rate_limit_error"),
+    (CapacityError, "rate_limit_error"),
+    (UnavailableError, "overloaded_error"),
+    (TimedOutError, "timeout_error"),
+)
+"""Exception class -> type of the error; the first match counts."""
+_ID_HEADERS: Final = (REQUEST_ID_HEADER, "request-id")
+"""Clients of this protocol read the second one."""
+
+
+async def create_message(engine: AsyncEngine, http_request: Request) -> Response:
+    """Respond to a conversation."""
+    body = await read_fields(engine, http_request, MessagesRequest)
+    check_model(engine, body.model)
+    continues = _continues_last(body.messages)
+    chat = ChatCompletionRequest(
+        messages=messages_of(body.system, body.messages),
+        continue_final_message=continues,
+        max_tokens=body.max_tokens,
+        temperature=body.temperature,
+        top_k=body.top_k,
+        top_p=body.top_p,
+        stop=body.stop_sequences,
+        seed=body.seed,
+        response_format=response_format_of(body.output_config),
+        thinking_token_budget=budget_of(body.thinking),
+        reasoning_effort=effort_of(body.thinking) if parses_reasoning(engine) and not continues else None,
+        tools=tools_of(body.tools),
+        tool_choice=choice_of(body.tool_choice),
+        parallel_tool_calls=not (body.tool_choice and body.tool_choice.disable_parallel_tool_use),
+    )
+    request = _MessagesRequest(engine, http_request, body, chat, _translate_error)
+    started = await start_generation(request)
+    [parser] = request.message_parsers(started)
+    builder = MessagesBuilder(started.identity, MessageBlocks(parser))
+    return await respond(http_request, started, builder, stream=bool(body.stream))
+
+
+class _MessagesRequest(ConversationRequest):
+    id_prefix = "msg"
+
+
+async def count_tokens(engine: AsyncEngine, http_request: Request) -> Response:
+    """Return the number of tokens of a conversation's prompt."""
+    body = await read_fields(engine, http_request, CountTokensRequest)
+    check_model(engine, body.model)
+    budget_of(body.thinking)
+    response_format_of(body.output_config)
+    messages = messages_of(body.system, body.messages)
+    tools, choice = tools_of(body.tools), choice_of(body.tool_choice)
+    chat = ChatCompletionRequest(
+        messages=messages, tools=tools, tool_choice=choice, continue_final_message=_continues_last(body.messages)
+    )
+    try:
+        text = await render_chat(engine, source_of(http_request), chat, offered_tools(engine, chat))
+    except RequestError as error:
+        raise _translate_error(error) from None
+    tokens = await encode_text(engine, text, "messages", add_special_tokens=False)
+    return json_response(CountTokensResponse(len(tokens)))
+
+
+_FIELDS: Final = {
+    "stop": "stop_sequences",
+    "thinking_token_budget": "thinking.budget_tokens",
+    "reasoning_effort": "thinking.type",
+}
+_TOOL_SCHEMA: Final = re.compile(r"^(tools\[\d+\])\.parameters\b")
+
+
+def _translate_error(error: RequestError) -> RequestError:
+    """Return an error of chat by the field names of this protocol."""
+    if error.field in _FIELDS:
+        return error.renamed(_FIELDS[error.field])
+    if error.field == "continue_final_message":
+        rule = error.rule.removeprefix("must be false, ")
+        return RequestError("messages", f"must not end with the assistant's: {rule}")
+    flat = flat_error(error, "output_config.format")
+    return flat.renamed(re.sub(_TOOL_SCHEMA, r"\1.input_schema", flat.field))
+
+
+def _continues_last(turns: list[ConversationTurn]) -> bool:
+    """Return whether the response continues the last message, which is the assistant's."""
+    return bool(turns) and turns[-1].role == "assistant"
+
+
+class MessagesBuilder(ResponseBuilder):
+    """Builds the response of Anthropic's messages."""
+
+    def __init__(self, identity: ResponseIdentity, blocks: MessageBlocks) -> None:
+        self._identity = identity
+        self._blocks = blocks
+        self._last: RequestOutput | None = None
+
+    def encode_delta(self, index: int, output: RequestOutput) -> bytes:
+        is_first, self._last = self._last is None, output
+        chunk = _event(StreamEvent(type="message_start", message=self._message(output, []))) if is_first else b""
+        for block, is_new, text in self._blocks.add(output):
+            if is_new:
+                if block.index:
+                    chunk += _block_stop(block.index - 1)
+                opening = _OPENINGS[block.kind](block)
+                chunk += _event(StreamEvent(type="content_block_start", index=block.index, content_block=opening))
+            delta = _DELTAS[block.kind](text)
+            chunk += _event(StreamEvent(type="content_block_delta", index=block.index, delta=delta))
+        return chunk
+
+    async def finish(self) -> bytes:
+        assert self._last is not None
+        count = len(self._blocks.blocks)
+        return (
+            (_block_stop(count - 1) if count else b"")
+            + _event(StreamEvent(type="message_delta", delta=self._ending(self._last), usage=_usage(self._last)))
+            + _event(StreamEvent(type="message_stop"))
+        )
+
+    def error_chunk(self, error: LLMServingError) -> bytes:
+        return _event(_error(error))
+
+    def fold(self, index: int, output: RequestOutput) -> None:
+        self._last = output
+        self._blocks.add(output)
+
+    async def response(self, headers: dict[str, str]) -> Response:
+        assert self._last is not None
+        message = self._message(self._last, [_content(each) for each in self._blocks.blocks] or [TextBlock("")])
+        ending = self._ending(self._last)
+        message.stop_reason, message.stop_sequence = ending.stop_reason, ending.stop_sequence
+        return json_response(message, headers=headers)
+
+    def _message(self, output: RequestOutput, content: list[ResponseBlock]) -> MessagesResponse:
+        return MessagesResponse(id=self._identity.id, model=self._identity.model, content=content, usage=_usage(output))
+
+    def _ending(self, output: RequestOutput) -> MessageDelta:
+        if output.finish_reason is not FinishReason.STOP:
+            return MessageDelta("max_tokens", None)
+        if self._blocks.parser.finish_reason(output) == CALLED:
+            return MessageDelta("tool_use", None)
+        if isinstance(output.stop_reason, str):
+            return MessageDelta("stop_sequence", output.stop_reason)
+        return MessageDelta("end_turn", None)
+
+
+_OPENINGS: Final[dict[BlockKind, Callable[[MessageBlock], ResponseBlock]]] = {
+    BlockKind.TEXT: lambda block: TextBlock(""),
+    BlockKind.REASONING: lambda block: ThinkingBlock(""),
+    BlockKind.CALL: lambda block: ToolUseBlock(block.id, block.name, Raw(b"{}")),
+}
+_DELTAS: Final[dict[BlockKind, Callable[[str], TextDelta | ThinkingDelta | InputDelta]]] = {
+    BlockKind.TEXT: TextDelta,
+    BlockKind.REASONING: ThinkingDelta,
+    BlockKind.CALL: InputDelta,
+}
+
+
+def _content(block: MessageBlock) -> ResponseBlock:
+    if block.kind is BlockKind.TEXT:
+        return TextBlock(block.text)
+    if block.kind is BlockKind.REASONING:
+        return ThinkingBlock(block.text)
+    return ToolUseBlock(block.id, block.name, _object(block.text))
+
+
+def _object(arguments: str) -> Raw:
+    try:
+        json.decode(arguments, type=dict)
+    except (DecodeError, RecursionError):
+        return Raw(json.encode({"INVALID_JSON": arguments}))
+    return Raw(arguments.encode())
+
+
+def _block_stop(index: int) -> bytes:
+    return _event(StreamEvent(type="content_block_stop", index=index))
+
+
+def _usage(output: RequestOutput) -> MessagesUsage:
+    num_cached = output.num_cached_tokens
+    return MessagesUsage(output.num_prompt_tokens - num_cached, output.num_output_tokens, num_cached)
+
+
+def _event(content: StreamEvent | MessagesError) -> bytes:
+    return named_event(content.type, content)
+
+
+def _error(error: LLMServingError) -> MessagesError:
+    kind = next((kind for cls, kind in _ERROR_TYPES if isinstance(error, cls)), "api_error")
+    return MessagesError(ErrorBody(kind, str(error)))
+
+
+def _error_response(error: LLMServingError) -> Response:
+    return json_response(_error(error), error.http_status, error_headers(error))
+
+
+ENDPOINTS: Final = (
+    Endpoint(
+        "POST",
+        "/v1/messages",
+        create_message,
+        "Answer a conversation (Anthropic)",
+        body=MessagesRequest,
+        answer=MessagesResponse,
+        error_response=_error_response,
+        id_headers=_ID_HEADERS,
+    ),
+    Endpoint(
+        "POST",
+        "/v1/messages/count_tokens",
+        count_tokens,
+        "Count the tokens of a conversation (Anthropic)",
+        body=CountTokensRequest,
+        answer=CountTokensResponse,
+        error_response=_error_response,
+        id_headers=_ID_HEADERS,
+    ),
+)

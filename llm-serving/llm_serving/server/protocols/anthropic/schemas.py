@@ -1,0 +1,243 @@
+"""Bodies of the routes of Anthropic's messages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final, Literal
+
+from msgspec import UNSET, Raw, Struct, UnsetType
+
+from llm_serving.server.parsing.offload import Long
+from llm_serving.server.parsing.unsupported_fields import (
+    EARLIER_RESPONSE,
+    SERVICE_TIER,
+    SPEED_HINT,
+    TEXT_ONLY,
+    BodyFields,
+    IgnoredField,
+    RefusedField,
+    Rows,
+    named,
+)
+from llm_serving.server.protocols.openai.schemas import CallerFields, JsonObject
+
+
+class ResultBlock(Struct, kw_only=True):
+    """A part of a tool's result."""
+
+    type: str
+    text: str | None = None
+
+
+class ContentBlock(Struct, kw_only=True):
+    """Text; of the assistant also a tool call or reasoning, of the user also a tool result."""
+
+    type: str
+    text: str | None = None
+    id: str | None = None
+    """Of `tool_use`, as are name and input."""
+    name: str | None = None
+    input: JsonObject | None = None
+    tool_use_id: str | None = None
+    """Of `tool_result`, as is content: a text, or blocks of type text."""
+    content: str | list[ResultBlock] | None = None
+    thinking: str | None = None
+
+
+class AnthropicTool(Struct, kw_only=True):
+    name: str
+    description: str | None = None
+    input_schema: JsonObject | None = None
+    type: str | None = None
+    """`custom`, if anything."""
+    strict: bool | None = None
+
+
+class ToolChoice(Struct, kw_only=True):
+    type: str
+    """auto, any, tool or none."""
+    name: str | None = None
+    """Of `tool`."""
+    disable_parallel_tool_use: bool | None = None
+    """Return only the first of several calls."""
+
+
+class ConversationTurn(Struct):
+    role: Literal["user", "assistant"]
+    content: str | list[ContentBlock]
+
+
+class OutputConfig(Struct, kw_only=True):
+    format: JsonObject | None = None
+    """`{"type": "json_schema", "schema": ...}`: the schema of the response's text."""
+
+
+class Thinking(Struct, kw_only=True):
+    type: str
+    """enabled, adaptive or disabled."""
+    budget_tokens: int | None = None
+    """Of `enabled`: most tokens of reasoning."""
+
+
+class CountTokensRequest(Struct, kw_only=True):
+    messages: list[ConversationTurn]
+    model: str | None = None
+    system: str | list[ContentBlock] | None = None
+    tools: list[AnthropicTool] | None = None
+    tool_choice: ToolChoice | None = None
+    output_config: OutputConfig | None = None
+    """Changes no token of the prompt."""
+    thinking: Thinking | None = None
+    """Changes no token of the prompt."""
+
+
+class MessagesRequest(CallerFields, kw_only=True):
+    messages: list[ConversationTurn]
+    """The response continues the last message where that is the assistant's."""
+    max_tokens: int
+    model: str | None = None
+    system: str | list[ContentBlock] | None = None
+    stream: bool | None = None
+    output_config: OutputConfig | None = None
+    thinking: Thinking | None = None
+    tools: list[AnthropicTool] | None = None
+    tool_choice: ToolChoice | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    stop_sequences: list[str] | None = None
+    seed: int | None = None
+    """An extension: the same seed gives the same response."""
+
+
+class TextBlock(Struct, tag="text", tag_field="type"):
+    text: str
+
+
+class ThinkingBlock(Struct, tag="thinking", tag_field="type"):
+    thinking: str
+    signature: str = ""
+
+
+class ToolUseBlock(Struct, tag="tool_use", tag_field="type"):
+    id: str
+    name: str
+    input: Raw
+    """A JSON object; where the model wrote malformed JSON, {"INVALID_JSON": its text}."""
+
+
+ResponseBlock = TextBlock | ThinkingBlock | ToolUseBlock
+
+
+class MessagesUsage(Struct):
+    input_tokens: int
+    """Tokens of the prompt that were computed for this request."""
+    output_tokens: int
+    cache_read_input_tokens: int
+    """Tokens of the prompt whose KV cache was reused."""
+    cache_creation_input_tokens: int = 0
+
+
+class MessagesResponse(Long, kw_only=True):
+    id: str
+    type: str = "message"
+    role: str = "assistant"
+    model: str
+    content: list[ResponseBlock]
+    stop_reason: str | None = None
+    stop_sequence: str | None = None
+    usage: MessagesUsage
+
+
+class TextDelta(Struct, tag="text_delta", tag_field="type"):
+    text: str
+
+
+class ThinkingDelta(Struct, tag="thinking_delta", tag_field="type"):
+    thinking: str
+
+
+class InputDelta(Struct, tag="input_json_delta", tag_field="type"):
+    partial_json: str
+
+
+class MessageDelta(Struct):
+    stop_reason: str | None
+    stop_sequence: str | None
+
+
+class StreamEvent(Struct, kw_only=True):
+    """One event of a stream; which fields it has depends on its type."""
+
+    type: str
+    message: MessagesResponse | UnsetType = UNSET
+    index: int | UnsetType = UNSET
+    content_block: ResponseBlock | UnsetType = UNSET
+    delta: TextDelta | ThinkingDelta | InputDelta | MessageDelta | UnsetType = UNSET
+    usage: MessagesUsage | UnsetType = UNSET
+
+
+class ErrorBody(Struct):
+    type: str
+    message: str
+
+
+class MessagesError(Struct):
+    error: ErrorBody
+    type: str = "error"
+
+
+class CountTokensResponse(Struct):
+    input_tokens: int
+
+
+_NOT_COUNTED: Final[Rows] = {
+    "output_format": named("output_config.format"),
+    "mcp_servers": RefusedField(),
+    "container": RefusedField(),
+    "context_management": RefusedField(),
+    "cache_control": SPEED_HINT,
+}
+_ANTHROPIC: Final[Rows] = {
+    **_NOT_COUNTED,
+    "metadata": IgnoredField("`user` names the tenant"),
+    "service_tier": SERVICE_TIER,
+    "inference_geo": IgnoredField("there is one location"),
+    "stop": named("stop_sequences"),
+    "max_completion_tokens": named("max_tokens"),
+}
+_BLOCK: Final[Rows] = {
+    "cache_control": SPEED_HINT,
+    "citations": RefusedField(),
+    **dict.fromkeys(("source", "title", "context"), TEXT_ONLY),
+    **dict.fromkeys(("signature", "data"), EARLIER_RESPONSE),
+    "is_error": IgnoredField("the content describes the error"),
+    "caller": EARLIER_RESPONSE,
+}
+_ANTHROPIC_TOOL: Final[Rows] = {
+    "cache_control": SPEED_HINT,
+    "eager_input_streaming": IgnoredField("arguments are always streamed as they are generated"),
+    **dict.fromkeys(("allowed_callers", "defer_loading", "input_examples"), RefusedField()),
+}
+_OF_ANTHROPIC: Final = {
+    "messages": ConversationTurn,
+    "system": ContentBlock,
+    "tools": AnthropicTool,
+    "tool_choice": ToolChoice,
+    "output_config": OutputConfig,
+    "thinking": Thinking,
+}
+UNSUPPORTED: Final[Mapping[type, BodyFields]] = {
+    MessagesRequest: BodyFields(_ANTHROPIC, nested=_OF_ANTHROPIC),
+    CountTokensRequest: BodyFields(_NOT_COUNTED, nested=_OF_ANTHROPIC),
+    ConversationTurn: BodyFields(nested={"content": ContentBlock}),
+    ContentBlock: BodyFields(_BLOCK, nested={"content": ResultBlock}),
+    ResultBlock: BodyFields(_BLOCK),
+    AnthropicTool: BodyFields(_ANTHROPIC_TOOL),
+    ToolChoice: BodyFields(),
+    Thinking: BodyFields({"display": IgnoredField("reasoning is always returned")}),
+    OutputConfig: BodyFields(
+        dict.fromkeys(("effort", "task_budget"), RefusedField("is not supported; `thinking.budget_tokens` is"))
+    ),
+}  # fmt: skip
+"""Struct of a body, or of a part of one -> its unsupported fields."""

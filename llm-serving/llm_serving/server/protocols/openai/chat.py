@@ -1,0 +1,222 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from msgspec import UNSET, UnsetType
+from starlette.requests import Request
+from starlette.responses import Response
+
+from llm_serving.core.request_output import PromptLogprobs, RequestOutput, TokenLogprobs
+from llm_serving.core.sampling_params import MAX_LOGPROBS
+from llm_serving.engine.async_engine import AsyncEngine
+from llm_serving.errors import RequestError
+from llm_serving.server.endpoint import Endpoint
+from llm_serving.server.generation.conversation import ConversationRequest, template_message
+from llm_serving.server.generation.logprobs import MIN_LOGPROB, prompt_token_logprobs
+from llm_serving.server.generation.message import MessageFold, MessageParser
+from llm_serving.server.generation.pipeline import StartedGeneration, start_generation
+from llm_serving.server.generation.response import respond
+from llm_serving.server.generation.streaming import event
+from llm_serving.server.parsing.offload import INLINE_TOKENS, off_loop
+from llm_serving.server.parsing.parameters import note_ignored
+from llm_serving.server.protocols.openai.requests import (
+    OpenAIResponseBuilder,
+    StreamedUsage,
+    read_request,
+    streamed_usage,
+    token_as_id,
+)
+from llm_serving.server.protocols.openai.schemas import (
+    ChatChoice,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatCompletionChunk,
+    ChatCompletionRequest,
+    ChatDelta,
+    ChatLogprobs,
+    ChatResponseMessage,
+    CompletionTokensDetails,
+    TokenLogprob,
+    TopLogprob,
+    Usage,
+)
+from llm_serving.text.tokenizer.tokenizer import Tokenizer
+
+PATH: Final = "/v1/chat/completions"
+
+
+async def create_chat_completion(engine: AsyncEngine, http_request: Request) -> Response:
+    """Respond to a conversation, `n` times."""
+    body = await read_request(engine, http_request, ChatCompletionRequest)
+    if body.echo and not (body.messages and body.messages[-1].role == "assistant"):
+        note_ignored(http_request, "echo")
+    return await respond_to_conversation(engine, http_request, body)
+
+
+async def respond_to_conversation(engine: AsyncEngine, http_request: Request, body: ChatCompletionRequest) -> Response:
+    """Respond to a request that has just arrived, or to one that was accepted before and is resumed."""
+    usage = streamed_usage(body)
+    request = _ChatRequest(engine, http_request, body, body)
+    started = await start_generation(request)
+    builder = ChatBuilder(engine.tokenizer, body, usage, started, request.message_parsers(started))
+    return await respond(http_request, started, builder, stream=bool(body.stream))
+
+
+class _ChatRequest(ConversationRequest):
+    id_prefix = "chatcmpl"
+    route = PATH
+
+    def num_logprobs(self) -> int | None:
+        top = self.chat.top_logprobs
+        if not self.chat.logprobs:
+            if top:
+                raise RequestError("top_logprobs", "must be given with logprobs: true only", top)
+            return None
+        if top is not None and not 0 <= top <= MAX_LOGPROBS:
+            raise RequestError("top_logprobs", f"must be an integer from 0 to {MAX_LOGPROBS}", top)
+        return top or 0
+
+
+def _echo(body: ChatCompletionRequest) -> str:
+    """Return the text with which the content begins."""
+    last = body.messages[-1]
+    return template_message(0, last)["content"] if body.echo and last.role == "assistant" else ""
+
+
+class ChatBuilder(OpenAIResponseBuilder):
+    """Builds the response of chat completions; `parsers` has one for each choice."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        body: ChatCompletionRequest,
+        usage: StreamedUsage,
+        started: StartedGeneration,
+        parsers: Sequence[MessageParser],
+    ) -> None:
+        super().__init__(body, usage, started, len(parsers))
+        self._tokenizer = tokenizer
+        self._body = body
+        self._parsers = parsers
+        [self._prompt_ids] = started.prompts
+        self._echo = _echo(body)
+        self._choices = [
+            ChatChoice(index=index, message=ChatResponseMessage(content="")) for index in range(len(parsers))
+        ]
+        self._messages = [MessageFold(self._echo) for _ in parsers]
+        self._prompt_logprobs: PromptLogprobs | None = None
+
+    def _delta(self, index: int, output: RequestOutput) -> ChatChunkChoice | None:
+        """Return what an output adds to a choice; None: nothing that a chunk would report."""
+        self._usage.add(index, output)
+        parser = self._parsers[index]
+        delta = parser.delta(output)
+        if delta is None and not (self._sends_empty_deltas or output.finished):
+            return None
+        choice = ChatChunkChoice(
+            index=index,
+            delta=ChatDelta(content="") if delta is None else delta,
+            finish_reason=parser.finish_reason(output),
+            stop_reason=output.stop_reason,
+        )
+        if self._body.logprobs:
+            choice.logprobs = ChatLogprobs(self._logprobs(output.logprobs))
+        if self._body.return_token_ids:
+            choice.token_ids = list(output.token_ids)
+        return choice
+
+    def encode_delta(self, index: int, output: RequestOutput) -> bytes:
+        usage = self._streamed_usage.of_output(output)
+        opening = b""
+        if index not in self._started:
+            self._started.add(index)
+            role = self._chunk([ChatChunkChoice(index=index, delta=ChatDelta(role="assistant", content=""))], usage)
+            if self._body.return_token_ids:
+                role.prompt_token_ids = self._prompt_ids
+            opening = event(role)
+            if self._echo:
+                choice = ChatChunkChoice(index=index, delta=ChatDelta(content=self._echo))
+                opening += event(self._chunk([choice], usage))
+        delta = self._delta(index, output)
+        return opening if delta is None else opening + event(self._chunk([delta], usage))
+
+    def last_chunk(self, usage: Usage | UnsetType) -> ChatCompletionChunk:
+        return self._chunk([], usage)
+
+    def fold(self, index: int, output: RequestOutput) -> None:
+        self._prompt_logprobs = self._prompt_logprobs or output.prompt_logprobs
+        delta = self._delta(index, output)
+        if delta is None:
+            return
+        choice = self._choices[index]
+        self._messages[index].add(delta.delta)
+        choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_reason
+        if choice.token_ids is UNSET:
+            choice.token_ids = delta.token_ids
+        elif delta.token_ids is not UNSET:
+            choice.token_ids += delta.token_ids
+        if choice.logprobs is None:
+            choice.logprobs = delta.logprobs
+        elif delta.logprobs is not None:
+            choice.logprobs.content += delta.logprobs.content
+
+    async def build(self, usage: Usage) -> ChatCompletion:
+        body, identity = self._body, self._identity
+        for choice, message in zip(self._choices, self._messages, strict=True):
+            choice.message = message.message()
+        whole = ChatCompletion(
+            id=identity.id, created=identity.created, model=identity.model, choices=self._choices, usage=usage
+        )
+        if body.return_token_ids:
+            whole.prompt_token_ids = self._prompt_ids
+        if (count := body.prompt_logprobs) is not None:
+            whole.prompt_logprobs = await off_loop(
+                len(self._prompt_ids) > INLINE_TOKENS,
+                lambda: prompt_token_logprobs(self._tokenizer, self._prompt_logprobs, count),
+            )
+        return whole
+
+    def total_usage(self) -> Usage:
+        usage = super().total_usage()
+        counts = [parser.num_reasoning_tokens for parser in self._parsers]
+        if counts[0] is not None:
+            usage.completion_tokens_details = CompletionTokensDetails(sum(filter(None, counts)))
+        return usage
+
+    def _chunk(self, choices: list[ChatChunkChoice], usage: Usage | UnsetType | None) -> ChatCompletionChunk:
+        identity = self._identity
+        return ChatCompletionChunk(
+            id=identity.id, created=identity.created, model=identity.model, choices=choices, usage=usage
+        )
+
+    def _logprobs(self, logprobs: Sequence[TokenLogprobs]) -> list[TokenLogprob]:
+        return [
+            TokenLogprob(
+                *self._token(token.token_id, token.logprob),
+                top_logprobs=[
+                    TopLogprob(*self._token(token_id, value))
+                    for token_id, value in zip(token.top_token_ids, token.top_logprobs, strict=True)
+                ],
+            )
+            for token in logprobs
+        ]
+
+    def _token(self, token_id: int, logprob: float) -> tuple[str, float, list[int]]:
+        tokenizer = self._tokenizer
+        name = token_as_id if self._body.return_tokens_as_token_ids else tokenizer.token_text
+        return name(token_id), max(logprob, MIN_LOGPROB), list(tokenizer.token_bytes(token_id))
+
+
+ENDPOINTS: Final = (
+    Endpoint(
+        "POST",
+        PATH,
+        create_chat_completion,
+        "Answer a conversation",
+        body=ChatCompletionRequest,
+        answer=ChatCompletion,
+    ),
+)

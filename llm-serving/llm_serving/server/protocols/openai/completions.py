@@ -1,0 +1,301 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Final
+
+from msgspec import UNSET, UnsetType
+from starlette.requests import Request
+from starlette.responses import Response
+
+from llm_serving.core.request_output import PromptLogprobs, RequestOutput, TokenLogprobs
+from llm_serving.core.sampling_params import RULES
+from llm_serving.engine.async_engine import AsyncEngine
+from llm_serving.server.endpoint import Endpoint
+from llm_serving.server.generation.choices import MAX_CHOICES, choices_of
+from llm_serving.server.generation.logprobs import (
+    MIN_LOGPROB,
+    check_prompt_logprobs,
+    check_prompt_logprobs_size,
+    prompt_token_logprobs,
+)
+from llm_serving.server.generation.pipeline import EncodedRequest, ProtocolRequest, StartedGeneration, start_generation
+from llm_serving.server.generation.precheck import PrecheckInput
+from llm_serving.server.generation.prompts import Prompt, encode_prompts, read_prompts, truncate_prompt
+from llm_serving.server.generation.response import respond
+from llm_serving.server.generation.sampling import bad_words, sampling_params
+from llm_serving.server.generation.streaming import event
+from llm_serving.server.generation.structured_output import structured_output_of
+from llm_serving.server.parsing.offload import INLINE_TOKENS, off_loop
+from llm_serving.server.protocols.openai.requests import (
+    OpenAIResponseBuilder,
+    StreamedUsage,
+    read_request,
+    streamed_usage,
+    token_as_id,
+)
+from llm_serving.server.protocols.openai.schemas import (
+    Completion,
+    CompletionChoice,
+    CompletionLogprobs,
+    CompletionRequest,
+    Usage,
+)
+from llm_serving.text.tokenizer.detokenizer import IncrementalDetokenizer
+from llm_serving.text.tokenizer.tokenizer import Tokenizer
+
+PATH: Final = "/v1/completions"
+DEFAULT_MAX_TOKENS: Final = 16
+
+
+async def create_completion(engine: AsyncEngine, http_request: Request) -> Response:
+    """Continue one or several prompts, `n` times each."""
+    body = await read_request(engine, http_request, CompletionRequest)
+    return await respond_to_completion(engine, http_request, body)
+
+
+async def respond_to_completion(engine: AsyncEngine, http_request: Request, body: CompletionRequest) -> Response:
+    """Respond to a request that has just arrived, or to one that was accepted before and is resumed."""
+    usage = streamed_usage(body)
+    request = _CompletionRequest(engine, http_request, body)
+    await request.read_prompts()
+    started = await start_generation(request)
+    builder = CompletionBuilder(engine.tokenizer, body, usage, started, request.prompts, request.choices.n)
+    return await respond(http_request, started, builder, stream=bool(body.stream))
+
+
+class _CompletionRequest(ProtocolRequest):
+    id_prefix = "cmpl"
+    route = PATH
+
+    def __init__(self, engine: AsyncEngine, http_request: Request, body: CompletionRequest) -> None:
+        super().__init__(engine, http_request, body)
+        self._body = body
+        self._max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+        self.prompts: list[Prompt] = []
+        """Texts or token ids; as token ids once they have been truncated."""
+
+    async def read_prompts(self) -> None:
+        """Read the prompts, which the number of choices depends on.
+
+        Raises:
+            RequestError: There are too many, or too many choices of them.
+        """
+        self.prompts = await read_prompts(self._body.prompt, "prompt", MAX_CHOICES, "prompts")
+        self.num_prompts = len(self.prompts)
+        self.choices = choices_of(self._body, self.num_prompts)
+
+    async def prepare(self) -> PrecheckInput:
+        engine, body, choices = self.engine, self._body, self.choices
+        words = await off_loop(bool(body.bad_words), lambda: bad_words(engine, body.bad_words))
+        self._prompt_field, prompt_logprobs = _prompt_logprobs_of(body)
+        self._sampling = sampling_params(
+            body,
+            defaults=engine.sampling_defaults,
+            least_tokens=1 if body.use_beam_search else 0,
+            max_tokens=self._max_tokens,
+            bad_words=words,
+            prompt_logprobs=prompt_logprobs,
+        )
+        self._output = structured_output_of(body)
+        if prompt_logprobs is not None:
+            check_prompt_logprobs(body, self._prompt_field, choices)
+        return PrecheckInput(
+            self.prompts,
+            self._max_tokens,
+            {"n": choices.counted_by if choices.best_of > 1 else "prompt"},
+            choices.best_of,
+            truncates=body.truncate_prompt_tokens is not None,
+        )
+
+    async def encode(self) -> EncodedRequest:
+        engine, body = self.engine, self._body
+        whole = await encode_prompts(engine, self.prompts, body.add_special_tokens is not False)
+        prompts = [truncate_prompt(engine, each, body.truncate_prompt_tokens, self._max_tokens) for each in whole]
+        check_prompt_logprobs_size(prompts, self._sampling, self._prompt_field, self.choices.n)
+        self.prompts = [
+            given if len(prompt) == len(untruncated) else prompt
+            for given, prompt, untruncated in zip(self.prompts, prompts, whole, strict=True)
+        ]
+        return EncodedRequest(prompts, self._sampling, self._output)
+
+
+def _prompt_logprobs_of(body: CompletionRequest) -> tuple[str, int | None]:
+    """Return the field that asks for logprobs of the prompts, and the number of most likely tokens.
+
+    `echo` with `logprobs` asks for those of the echoed tokens too.
+    """
+    own, echoed = body.prompt_logprobs, body.logprobs if body.echo else None
+    if echoed is None:
+        return "prompt_logprobs", own
+    RULES["logprobs"].checked("logprobs", echoed)
+    return "echo and logprobs", echoed if own is None else max(own, echoed)
+
+
+class _TextOffset:
+    """Offset of the next token's text, in characters; of an incomplete character, the offset at which it begins.
+
+    Args:
+        text: Makes the text of the tokens.
+    """
+
+    def __init__(self, text: IncrementalDetokenizer) -> None:
+        self._text = text
+        self.value = 0
+
+    def advance(self, token_id: int) -> None:
+        self.value += len(self._text.add([token_id]))
+
+
+class CompletionBuilder(OpenAIResponseBuilder):
+    """Builds the response of completions."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        body: CompletionRequest,
+        usage: StreamedUsage,
+        started: StartedGeneration,
+        prompts: Sequence[Prompt],
+        n: int,
+    ) -> None:
+        super().__init__(body, usage, started, n)
+        self._tokenizer = tokenizer
+        self._body = body
+        self._prompts = prompts
+        self._prompt_ids = started.prompts
+        self._n = n
+        self._offsets: dict[int, _TextOffset] = {}
+        self._choices: dict[int, CompletionChoice] = {}
+        self._texts: dict[int, list[str]] = {}
+        self._prompt_logprobs: dict[int, PromptLogprobs] = {}
+
+    def _echo(self, index: int) -> str:
+        """Return the text of the prompt, where the response begins with it."""
+        if not self._body.echo:
+            return ""
+        prompt = self._prompts[index // self._n]
+        return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)
+
+    def _delta(self, index: int, output: RequestOutput) -> CompletionChoice | None:
+        """Return what an output adds to a choice; None: nothing that a chunk would report."""
+        body = self._body
+        self._usage.add(index, output)
+        is_first = index not in self._started
+        text = self._echo(index) + output.text if is_first else output.text
+        if not (text or self._sends_empty_deltas or output.finished):
+            return None
+        self._started.add(index)
+        delta = CompletionChoice(
+            index=index, text=text, finish_reason=output.finish_reason, stop_reason=output.stop_reason
+        )
+        if body.logprobs is not None:
+            delta.logprobs = self._logprobs(index, output.logprobs)
+        if body.return_token_ids:
+            delta.token_ids = list(output.token_ids)
+            if is_first:
+                delta.prompt_token_ids = self._prompt_ids[index // self._n]
+        return delta
+
+    def encode_delta(self, index: int, output: RequestOutput) -> bytes:
+        delta = self._delta(index, output)
+        return b"" if delta is None else event(self._completion([delta], self._streamed_usage.of_output(output)))
+
+    def last_chunk(self, usage: Usage | UnsetType) -> Completion:
+        return self._completion([], usage)
+
+    def fold(self, index: int, output: RequestOutput) -> None:
+        if output.prompt_logprobs is not None:
+            self._prompt_logprobs[index // self._n] = output.prompt_logprobs
+        delta = self._delta(index, output)
+        if delta is None:
+            return
+        self._texts.setdefault(index, []).append(delta.text)
+        choice = self._choices.setdefault(index, delta)
+        if choice is delta:
+            return
+        choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_reason
+        if choice.token_ids is not UNSET and delta.token_ids is not UNSET:
+            choice.token_ids += delta.token_ids
+        if choice.logprobs is not None and delta.logprobs is not None:
+            choice.logprobs = _joined(choice.logprobs, delta.logprobs)
+
+    async def build(self, usage: Usage) -> Completion:
+        choices = [self._choices[index] for index in sorted(self._choices)]
+        for choice in choices:
+            choice.text = "".join(self._texts[choice.index])
+        for index, prompt in enumerate(self._prompt_ids):
+            add = partial(self._add_prompt_logprobs, choices[index * self._n : (index + 1) * self._n], index, prompt)
+            await off_loop(len(prompt) > INLINE_TOKENS, add)
+        return self._completion(choices, usage)
+
+    def _add_prompt_logprobs(self, choices: Sequence[CompletionChoice], index: int, prompt: list[int]) -> None:
+        """Add to the choices of a prompt the logprobs of its tokens, where the request asks for them."""
+        body, logprobs = self._body, self._prompt_logprobs.get(index)
+        if body.prompt_logprobs is not None:
+            reported = prompt_token_logprobs(self._tokenizer, logprobs, body.prompt_logprobs)
+            for choice in choices:
+                choice.prompt_logprobs = reported
+        if not body.echo or body.logprobs is None:
+            return
+        length = len(self._echo(choices[0].index))
+        first, tokens = self._token_name(prompt[0]), [] if logprobs is None else logprobs.tokens(body.logprobs)
+        for choice in choices:
+            generated = choice.logprobs
+            assert generated is not None
+            offset = _TextOffset(IncrementalDetokenizer(self._tokenizer))
+            offset.advance(prompt[0])
+            echoed = CompletionLogprobs([first], [None], [None], [0])
+            self._extend(echoed, tokens, offset)
+            generated.text_offset = [length + each for each in generated.text_offset]
+            choice.logprobs = _joined(echoed, generated)
+
+    def _completion(self, choices: list[CompletionChoice], usage: Usage | UnsetType | None) -> Completion:
+        identity = self._identity
+        return Completion(id=identity.id, created=identity.created, model=identity.model, choices=choices, usage=usage)
+
+    def _token_name(self, token_id: int) -> str:
+        as_id = self._body.return_tokens_as_token_ids
+        return token_as_id(token_id) if as_id else self._tokenizer.token_text(token_id)
+
+    def _logprobs(self, index: int, logprobs: Sequence[TokenLogprobs]) -> CompletionLogprobs:
+        """Return the logprobs of the next tokens of a choice."""
+        if (offset := self._offsets.get(index)) is None:
+            skips = self._body.skip_special_tokens is not False
+            prompt = self._prompt_ids[index // self._n]
+            offset = _TextOffset(IncrementalDetokenizer(self._tokenizer, prompt, skip_special_tokens=skips))
+            self._offsets[index] = offset
+        target = CompletionLogprobs([], [], [], [])
+        self._extend(target, logprobs, offset)
+        return target
+
+    def _extend(self, target: CompletionLogprobs, logprobs: Sequence[TokenLogprobs], offset: _TextOffset) -> None:
+        """Add tokens, of which the first begins at an offset, and advance that to the end of the last."""
+        name = self._token_name
+        for token in logprobs:
+            text, logprob = name(token.token_id), max(token.logprob, MIN_LOGPROB)
+            top = {
+                name(token_id): max(value, MIN_LOGPROB)
+                for token_id, value in zip(token.top_token_ids, token.top_logprobs, strict=True)
+            }
+            target.tokens.append(text)
+            target.token_logprobs.append(logprob)
+            target.top_logprobs.append(top | {text: logprob})
+            target.text_offset.append(offset.value)
+            offset.advance(token.token_id)
+
+
+def _joined(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionLogprobs:
+    """Append the second to the first, which is returned."""
+    first.tokens += second.tokens
+    first.token_logprobs += second.token_logprobs
+    first.top_logprobs += second.top_logprobs
+    first.text_offset += second.text_offset
+    return first
+
+
+ENDPOINTS: Final = (
+    Endpoint("POST", PATH, create_completion, "Continue a prompt", body=CompletionRequest, answer=Completion),
+)

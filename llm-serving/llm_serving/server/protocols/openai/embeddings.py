@@ -1,0 +1,271 @@
+"""POST /v1/embeddings, and the vectors of texts for other routes too.
+
+Every number is rounded once from the exact value, so the result does not depend on the order of additions.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Final, NamedTuple
+
+import numpy as np
+from msgspec import Raw, json
+from starlette.requests import Request
+from starlette.responses import Response
+
+from llm_serving.admission.validation import check_token_ids
+from llm_serving.core.sampling_params import SamplingParams
+from llm_serving.core.step import Float32Array
+from llm_serving.engine.async_engine import AsyncEngine
+from llm_serving.errors import ContextLengthError, RequestError
+from llm_serving.server.endpoint import Endpoint
+from llm_serving.server.generation.generation import Generation, raise_unless_complete
+from llm_serving.server.generation.pipeline import EncodedRequest, ProtocolRequest, start_generation
+from llm_serving.server.generation.precheck import PrecheckInput
+from llm_serving.server.generation.prompts import INLINE_CHARS, Prompt, check_length, read_prompts
+from llm_serving.server.generation.response_buffer import complete_whole
+from llm_serving.server.parsing.identity import ResponseIdentity, check_model
+from llm_serving.server.parsing.offload import INLINE_ITEMS, large_json_response, off_loop
+from llm_serving.server.parsing.parameters import read_fields
+from llm_serving.server.protocols.openai.vector_schemas import (
+    EmbeddingItem,
+    Embeddings,
+    EmbeddingsRequest,
+    TokensUsage,
+    VectorRequest,
+)
+
+MAX_INPUTS: Final = 2048
+"""Most texts of one request; OpenAI's limit."""
+_PROMPT_ONLY: Final = SamplingParams(max_tokens=0)
+FORMATS: Final = ("float", "base64")
+MAX_VALUES: Final = 2**22
+"""Most numbers of one response; each takes some 20 bytes of JSON."""
+
+FieldName = Callable[[int], str]
+"""Index of a text -> its name in the request."""
+
+
+class TextVectors(NamedTuple):
+    """The vectors of a request's texts, and what its response needs beside them."""
+
+    identity: ResponseIdentity
+    vectors: list[Float32Array]
+    """[hidden size] each: the last hidden state, as the LM head would read it."""
+    usage: TokensUsage
+    headers: dict[str, str]
+
+
+async def compute_vectors(
+    engine: AsyncEngine,
+    http_request: Request,
+    body: VectorRequest,
+    texts: Sequence[Prompt],
+    field_name: FieldName,
+    *,
+    prefix: str,
+    truncations: Sequence[int | None] | None = None,
+    add_special_tokens: bool = True,
+) -> TextVectors:
+    """Compute the vector of each text.
+
+    Args:
+        engine: Computes.
+        http_request: When its client disconnects, what has not been computed is aborted.
+        body: Names the caller and the truncation.
+        texts: Texts or token ids.
+        field_name: Their names, for errors.
+        prefix: Put before the request id to form the id of the response.
+        truncations: Most tokens of each text; None: what the body says.
+        add_special_tokens: Let the tokenizer add its special tokens to texts.
+
+    Raises:
+        LLMServingError: The model has no vectors, a text breaks a rule, or the engine refuses it.
+    """
+    check_model(engine, body.model)
+    if engine.pooling is None:
+        rule = "gives no vectors: it is no embedding model (model_config.pooling: last takes any model for one)"
+        raise RequestError("model", rule)
+    limits = truncations or [body.truncate_prompt_tokens] * len(texts)
+    request = _TextsRequest(engine, http_request, body, texts, field_name, limits, add_special_tokens, prefix)
+    started = await start_generation(request)
+    generation, num_tokens = started.generation, sum(map(len, started.prompts))
+    headers = started.identity.headers | generation.headers
+    vectors = await complete_whole(http_request, generation, _collect(generation, len(texts)))
+    return TextVectors(started.identity, vectors, TokensUsage(num_tokens, num_tokens), headers)
+
+
+class _TextsRequest(ProtocolRequest):
+    wants_vectors = True
+
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        http_request: Request,
+        body: VectorRequest,
+        texts: Sequence[Prompt],
+        field_name: FieldName,
+        limits: Sequence[int | None],
+        add_special_tokens: bool,
+        prefix: str,
+    ) -> None:
+        super().__init__(engine, http_request, body)
+        self.id_prefix = prefix
+        self._texts = texts
+        self._field_name = field_name
+        self._limits = limits
+        self._add_special_tokens = add_special_tokens
+
+    async def prepare(self) -> PrecheckInput:
+        field = self._field_name(len(self._texts) - 1).partition("[")[0]
+        truncates = any(limit is not None for limit in self._limits)
+        return PrecheckInput(self._texts, 0, {"prompt": field, "n": field}, truncates=truncates)
+
+    async def encode(self) -> EncodedRequest:
+        engine, name = self.engine, self._field_name
+        prompts = await _encode(engine, self._texts, name, self._limits, self._add_special_tokens)
+        num_tokens = sum(map(len, prompts))
+        await off_loop(num_tokens > INLINE_ITEMS, lambda: _check_lengths(engine, prompts, name))
+        return EncodedRequest(prompts, _PROMPT_ONLY)
+
+
+def normalised(vector: Float32Array) -> Float32Array:
+    """Divide a vector ([H]) by its length; a zero vector stays zero."""
+    length = math.sqrt(_product(vector, vector))
+    return vector if length == 0.0 else (vector.astype(np.float64) / length).astype(np.float32)
+
+
+def cosine(first: Float32Array, second: Float32Array) -> float:
+    """Return the cosine of the angle between two vectors ([H]), -1 to 1; 0 where one is zero."""
+    lengths = math.sqrt(_product(first, first) * _product(second, second))
+    return 0.0 if lengths == 0.0 else max(-1.0, min(1.0, _product(first, second) / lengths))
+
+
+def _product(first: Float32Array, second: Float32Array) -> float:
+    """Return the dot product, rounded once: products of float32 are exact in float64, and `fsum` adds exactly."""
+    return math.fsum((first.astype(np.float64) * second.astype(np.float64)).tolist())
+
+
+async def _collect(generation: Generation, count: int) -> list[Float32Array]:
+    vectors: dict[int, Float32Array] = {}
+    async for index, output in generation.outputs():
+        raise_unless_complete(output)
+        if output.vector is not None:
+            vectors[index] = output.vector
+    return [vectors[index] for index in range(count)]
+
+
+async def _encode(
+    engine: AsyncEngine,
+    texts: Sequence[Prompt],
+    field_name: FieldName,
+    limits: Sequence[int | None],
+    add_special_tokens: bool,
+) -> list[list[int]]:
+    most = min(engine.config.model.max_input_len, engine.max_model_len)
+    for index, (text, limit) in enumerate(zip(texts, limits, strict=True)):
+        if limit is not None and limit != -1 and limit < 1:
+            raise RequestError("truncate_prompt_tokens", "must be -1 or an integer of at least 1", limit)
+        if isinstance(text, str):
+            check_length(engine, text, field_name(index))
+
+    def encode() -> list[list[int]]:
+        encoder = engine.tokenizer.encode
+        prompts = []
+        for text, limit in zip(texts, limits, strict=True):
+            ids = encoder(text, add_special_tokens) if isinstance(text, str) else text
+            count = most if limit == -1 else limit
+            if count is not None and len(ids) > count:
+                ending = _ending(ids, encoder(text, False)) if isinstance(text, str) else []
+                ending = ending[-count:]
+                ids = [*ids[: count - len(ending)], *ending]
+            prompts.append(ids)
+        return prompts
+
+    num_chars = sum(len(text) + INLINE_CHARS // 64 for text in texts if isinstance(text, str))
+    return await off_loop(num_chars > INLINE_CHARS or len(texts) > INLINE_ITEMS, encode)
+
+
+def _ending(ids: list[int], of_text: list[int]) -> list[int]:
+    """Return the special tokens behind the tokens of a text: vectors are read there, so they are never truncated."""
+    num_around = len(ids) - len(of_text)
+    before = next(
+        (count for count in range(num_around + 1) if ids[count : count + len(of_text)] == of_text), num_around
+    )
+    return ids[before + len(of_text) :]
+
+
+def _check_lengths(engine: AsyncEngine, prompts: Sequence[list[int]], field_name: FieldName) -> None:
+    """Refuse texts that are empty or too long, by their own names: the engine knows one prompt at a time."""
+    most = min(engine.config.model.max_input_len, engine.max_model_len)
+    vocab_size = engine.model_spec.vocab_size
+    for index, prompt in enumerate(prompts):
+        if not prompt:
+            raise RequestError(field_name(index), "must hold at least one token", 0)
+        if len(prompt) > most:
+            rule = f"must be at most {most} tokens long; `truncate_prompt_tokens` cuts it"
+            raise ContextLengthError(field_name(index), rule, len(prompt))
+        check_token_ids(field_name(index), prompt, vocab_size)
+
+
+async def create_embeddings(engine: AsyncEngine, http_request: Request) -> Response:
+    """Return the vectors of one or several texts."""
+    body = await read_fields(engine, http_request, EmbeddingsRequest)
+    if body.encoding_format not in (None, *FORMATS):
+        raise RequestError("encoding_format", f"must be {' or '.join(FORMATS)}", body.encoding_format)
+    texts = await read_prompts(body.input, "input", MAX_INPUTS, "texts")
+    hidden = engine.model_spec.network.hidden
+    size = hidden if body.dimensions is None else body.dimensions
+    if not 1 <= size <= hidden:
+        raise RequestError("dimensions", f"must be an integer from 1 to {hidden}", size)
+    if size * len(texts) > MAX_VALUES:
+        raise RequestError("input", f"times the dimensions, {size}, must be at most {MAX_VALUES} numbers", len(texts))
+    field_name = "input" if len(texts) == 1 else "input[{}]"
+    computed = await compute_vectors(
+        engine,
+        http_request,
+        body,
+        texts,
+        field_name.format,
+        prefix="embd",
+        add_special_tokens=body.add_special_tokens is not False,
+    )
+    pooling = engine.pooling
+    assert pooling is not None
+    normalises = pooling.normalises if body.normalize is None else body.normalize
+    write = partial(_encode_vector, size=size, normalises=normalises, as_base64=body.encoding_format == "base64")
+
+    def encode_all() -> list[EmbeddingItem]:
+        return [EmbeddingItem(index=i, embedding=write(vector)) for i, vector in enumerate(computed.vectors)]
+
+    identity = computed.identity
+    response = Embeddings(
+        id=identity.id,
+        created=identity.created,
+        model=identity.model,
+        data=await off_loop(size * len(texts) > INLINE_ITEMS, encode_all),
+        usage=computed.usage,
+    )
+    return await large_json_response(response, computed.headers)
+
+
+def _encode_vector(vector: Float32Array, size: int, normalises: bool, as_base64: bool) -> Raw:
+    vector = vector[:size]
+    if normalises:
+        vector = normalised(vector)
+    return Raw(json.encode(base64.b64encode(vector.astype("<f4").tobytes()).decode() if as_base64 else vector.tolist()))
+
+
+ENDPOINTS: Final = (
+    Endpoint(
+        "POST",
+        "/v1/embeddings",
+        create_embeddings,
+        "Texts as vectors",
+        body=EmbeddingsRequest,
+        answer=Embeddings,
+    ),
+)

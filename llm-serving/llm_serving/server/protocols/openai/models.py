@@ -1,0 +1,281 @@
+"""GET /v1/models and /v1/parameters, the tokenizer routes, GET /version."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import time
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from itertools import pairwise
+from typing import Any, Final
+
+import msgspec
+from msgspec import Struct
+from starlette.requests import Request
+from starlette.responses import Response
+
+from llm_serving import __version__
+from llm_serving.admission.validation import check_token_ids
+from llm_serving.config.tables import ApiKey
+from llm_serving.core import sampling_params
+from llm_serving.core.request_class import class_of
+from llm_serving.core.sampling_params import (
+    DEFAULTS,
+    RULES,
+    Flag,
+    ParameterRule,
+    Real,
+    SomeTokenIds,
+    Texts,
+    TokenIds,
+    Whole,
+)
+from llm_serving.engine.async_engine import AsyncEngine
+from llm_serving.errors import RequestError
+from llm_serving.server.endpoint import Endpoint
+from llm_serving.server.generation.conversation import render_chat
+from llm_serving.server.generation.prompts import encode_text
+from llm_serving.server.generation.sampling import REQUEST_RULES
+from llm_serving.server.generation.tools import offered_tools
+from llm_serving.server.middleware.authentication import api_key_of
+from llm_serving.server.parsing.caller import ceiling_of, source_of
+from llm_serving.server.parsing.errors import json_response
+from llm_serving.server.parsing.identity import check_model
+from llm_serving.server.parsing.offload import INLINE_ITEMS, large_json_response, off_loop
+from llm_serving.server.parsing.parameters import read_fields
+from llm_serving.server.protocols.openai.schemas import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    DetokenizeResponse,
+    ModelCard,
+    ModelList,
+    TokenizeRequest,
+    TokenizeResponse,
+    TokenizerInfo,
+    VersionResponse,
+)
+
+
+class Parameter(Struct, kw_only=True):
+    """A sampling parameter by its name in completions and chat."""
+
+    name: str
+    kind: str
+    """`integer`, `number`, `boolean`, `strings`, `token_ids`, or `other`."""
+    default: Any
+    """Default of completions; null: none, or for `seed` a random one."""
+    chat_default: Any
+    """Default of chat; null for `max_tokens`: as many as fit."""
+    rule: str
+    meaning: str
+    minimum: float | int | None = None
+    maximum: float | int | None = None
+    completions: bool
+    """Whether completions have it."""
+    chat: bool
+
+    @property
+    def is_sent(self) -> bool:
+        """Whether a request may have it; other parameters follow from its other fields."""
+        return self.completions or self.chat
+
+
+class ClassCard(Struct, kw_only=True):
+    name: str
+    rank: int
+    ttft_slo_s: float | None
+    """Target of the time to first token, in seconds."""
+    tpot_slo_s: float | None
+    """Target of the time per output token after the first, in seconds."""
+    allowed: bool
+    """Whether the client may use it."""
+    default: bool
+    """Whether requests without a priority belong to it."""
+
+
+class ParameterTable(Struct, kw_only=True):
+    model: str
+    max_model_len: int
+    """Tokens of prompt and output together."""
+    parameters: list[Parameter]
+    classes: list[ClassCard]
+
+
+def parameter_table(engine: AsyncEngine, key: ApiKey | None) -> ParameterTable:
+    """Return the table for a client with this key, or without one."""
+    return ParameterTable(
+        model=engine.config.model.model_name,
+        max_model_len=engine.max_model_len,
+        parameters=[each for name in RULES if (each := _parameter(name, engine.sampling_defaults)).is_sent],
+        classes=_classes(engine, key),
+    )
+
+
+@functools.cache
+def meanings() -> Mapping[str, str]:
+    """Parameter -> the docstring below its field of `SamplingParams`."""
+    (body,) = [
+        node.body for node in ast.parse(inspect.getsource(sampling_params)).body
+        if isinstance(node, ast.ClassDef) and node.name == "SamplingParams"
+    ]  # fmt: skip
+    return {
+        field.target.id: " ".join(text.value.value.split())
+        for field, text in pairwise(body)
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+        if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant) and isinstance(text.value.value, str)
+    }
+
+
+def _parameter(name: str, of_model: Mapping[str, Any]) -> Parameter:
+    rule = REQUEST_RULES[name]
+    kind, low, high = _kind(rule)
+    default = chat_default = None if name == "seed" else of_model.get(name, DEFAULTS[name])
+    if name == "max_tokens":
+        default, chat_default = DEFAULTS[name], of_model.get(name)
+    bodies = (CompletionRequest, ChatCompletionRequest)
+    in_completions, in_chat = (name in {each.encode_name for each in msgspec.structs.fields(body)} for body in bodies)
+    return Parameter(
+        name=name,
+        kind=kind,
+        default=default,
+        chat_default=chat_default,
+        rule=rule.text,
+        meaning=meanings()[name],
+        minimum=low,
+        maximum=high,
+        completions=in_completions,
+        chat=in_chat,
+    )
+
+
+def _kind(rule: ParameterRule) -> tuple[str, float | int | None, float | int | None]:
+    """Return the kind of values that a rule allows, the least and the largest."""
+    match rule:
+        case Whole(low, high):
+            return "integer", low, high
+        case Real(low, high):
+            return "number", low, high
+        case Flag():
+            return "boolean", None, None
+        case Texts():
+            return "strings", None, None
+        case TokenIds() | SomeTokenIds():
+            return "token_ids", None, None
+    return "other", None, None
+
+
+def _classes(engine: AsyncEngine, key: ApiKey | None) -> list[ClassCard]:
+    config, ceiling = engine.config, ceiling_of(engine.config, key)
+    default = class_of(0 if ceiling is None else max(0, ceiling.rank), config.request_classes)
+    return [
+        ClassCard(
+            name=each.name,
+            rank=each.rank,
+            ttft_slo_s=each.ttft_slo_s,
+            tpot_slo_s=each.tpot_slo_s,
+            allowed=ceiling is None or each.rank >= ceiling.rank,
+            default=each is default,
+        )
+        for each in config.request_classes
+    ]
+
+
+_CHAT_FIELDS: Final = ("add_generation_prompt", "continue_final_message", "tools", "chat_template_kwargs")
+"""Fields of chat that change the prompt."""
+_STARTED: Final = int(time.time())
+
+
+async def list_models(engine: AsyncEngine, http_request: Request) -> Response:
+    """List the served model."""
+    return json_response(ModelList(data=[_card(engine)]))
+
+
+async def show_model(engine: AsyncEngine, http_request: Request) -> Response:
+    """Show a model by its id."""
+    check_model(engine, http_request.path_params["model"])
+    return json_response(_card(engine))
+
+
+async def list_parameters(engine: AsyncEngine, http_request: Request) -> Response:
+    """List the parameters of requests with their defaults."""
+    return json_response(parameter_table(engine, api_key_of(http_request)))
+
+
+async def tokenize(engine: AsyncEngine, http_request: Request) -> Response:
+    """Return the token ids of a prompt or of a rendered conversation."""
+    request = await read_fields(engine, http_request, TokenizeRequest)
+    check_model(engine, request.model)
+    if (request.prompt is None) == (request.messages is None):
+        raise RequestError("prompt", "or `messages` must be given, and not both")
+    if request.messages is not None:
+        chat = ChatCompletionRequest(
+            messages=request.messages, **{name: getattr(request, name) for name in _CHAT_FIELDS}
+        )
+        text = await render_chat(engine, source_of(http_request), chat, offered_tools(engine, chat))
+        tokens = await encode_text(engine, text, "messages", bool(request.add_special_tokens))
+    else:
+        assert request.prompt is not None
+        for name in _CHAT_FIELDS:
+            if getattr(request, name) is not None:
+                raise RequestError(name, "must be given with `messages` only")
+        tokens = await encode_text(engine, request.prompt, "prompt", request.add_special_tokens is not False)
+    response = TokenizeResponse(len(tokens), engine.max_model_len, tokens)
+    if request.return_token_strs:
+        text_of = engine.tokenizer.token_text
+        response.token_strs = await off_loop(len(tokens) > INLINE_ITEMS, lambda: [text_of(each) for each in tokens])
+    return await large_json_response(response)
+
+
+async def detokenize(engine: AsyncEngine, http_request: Request) -> Response:
+    """Return the text of token ids."""
+    request = await read_fields(engine, http_request, DetokenizeRequest)
+    check_model(engine, request.model)
+
+    def decode() -> DetokenizeResponse:
+        check_token_ids("tokens", request.tokens, engine.model_spec.vocab_size)
+        return DetokenizeResponse(engine.tokenizer.decode(request.tokens, skip_special_tokens=False))
+
+    return await large_json_response(await off_loop(len(request.tokens) > INLINE_ITEMS, decode))
+
+
+async def show_tokenizer(engine: AsyncEngine, http_request: Request) -> Response:
+    """Show the class of the tokenizer, its special tokens and the chat template."""
+    tokenizer = engine.tokenizer
+    info = TokenizerInfo(
+        tokenizer_class=tokenizer.named_class,
+        chat_template=tokenizer.chat_template() or None,
+        vocab_size=tokenizer.vocab_size,
+        model_max_length=engine.max_model_len,
+        **{name: tokenizer.special_texts.get(name) for name in ("bos_token", "eos_token", "unk_token", "pad_token")},
+    )
+    return await large_json_response(info)
+
+
+async def show_version(engine: AsyncEngine, http_request: Request) -> Response:
+    return json_response(VersionResponse(__version__))
+
+
+def _card(engine: AsyncEngine) -> ModelCard:
+    name = engine.config.model.model_name
+    return ModelCard(
+        id=name,
+        display_name=name,
+        created_at=datetime.fromtimestamp(_STARTED, UTC).isoformat().replace("+00:00", "Z"),
+        created=_STARTED,
+        root=name,
+        max_model_len=engine.max_model_len,
+    )
+
+
+ENDPOINTS: Final = (
+    Endpoint("GET", "/v1/models", list_models, "List the served models", answer=ModelList),
+    Endpoint("GET", "/v1/models/{model:path}", show_model, "Show a model", answer=ModelCard),
+    Endpoint("GET", "/v1/parameters", list_parameters, "Tell what a request may say", answer=ParameterTable),
+    Endpoint("POST", "/tokenize", tokenize, "Text to token ids", body=TokenizeRequest, answer=TokenizeResponse),
+    Endpoint("POST", "/detokenize", detokenize, "Token ids to text", body=DetokenizeRequest, answer=DetokenizeResponse),
+    Endpoint("GET", "/tokenizer_info", show_tokenizer, "What the tokenizer is like", answer=TokenizerInfo),
+    Endpoint("GET", "/version", show_version, "Version of the server", answer=VersionResponse),
+)

@@ -1,0 +1,198 @@
+"""What completions and chat share beside the pipeline: usage, the end of a stream, whole responses; and OpenAI's paging
+and metadata."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Any, Final, NamedTuple, TypeVar
+
+from msgspec import UNSET, UnsetType
+from starlette.requests import Request
+from starlette.responses import Response
+
+from llm_serving.core.request_output import RequestOutput
+from llm_serving.engine.async_engine import AsyncEngine
+from llm_serving.errors import LLMServingError, RequestError
+from llm_serving.server.generation.generation import raise_on_failure
+from llm_serving.server.generation.pipeline import StartedGeneration
+from llm_serving.server.generation.response import ResponseBuilder
+from llm_serving.server.generation.streaming import DONE, event
+from llm_serving.server.parsing.errors import json_response, openai_error
+from llm_serving.server.parsing.identity import check_model
+from llm_serving.server.parsing.offload import large_json_response, off_loop
+from llm_serving.server.parsing.parameters import read_fields
+from llm_serving.server.protocols.openai.schemas import (
+    ChatCompletion,
+    ChatCompletionChunk,
+    Completion,
+    GenerationRequest,
+    PromptTokensDetails,
+    Usage,
+)
+
+MAX_INLINE_TOKENS: Final = 256
+"""Longer responses with more than the text of each token are encoded off the event loop."""
+
+AnyRequest = TypeVar("AnyRequest", bound=GenerationRequest)
+
+
+async def read_request(engine: AsyncEngine, http_request: Request, kind: type[AnyRequest]) -> AnyRequest:
+    """Read a body that names the served model and has no unsupported field.
+
+    Raises:
+        RequestError: Names the field that is wrong.
+    """
+    request = await read_fields(engine, http_request, kind)
+    check_model(engine, request.model)
+    return request
+
+
+class StreamedUsage(NamedTuple):
+    """Which chunks of a stream report the usage."""
+
+    at_end: bool = False
+    in_every_chunk: bool = False
+
+    def of_output(self, output: RequestOutput) -> Usage | UnsetType | None:
+        """Return the usage of a choice so far; null where only the end of the stream reports it."""
+        if self.in_every_chunk:
+            return _usage(output.num_prompt_tokens, output.num_output_tokens, output.num_cached_tokens)
+        return None if self.at_end else UNSET
+
+
+def streamed_usage(request: GenerationRequest) -> StreamedUsage:
+    """Raise RequestError where a request has `stream_options` without `stream`."""
+    options = request.stream_options
+    if options is None:
+        return StreamedUsage()
+    if not request.stream:
+        raise RequestError("stream_options", "must be given with stream: true only")
+    return StreamedUsage(bool(options.include_usage), bool(options.continuous_usage_stats))
+
+
+class OpenAIResponseBuilder(ResponseBuilder):
+    """What the builders of completions and chat have in common.
+
+    Args:
+        request: The body.
+        usage: Which chunks report the usage.
+        started: The generation.
+        n: Choices of each prompt.
+    """
+
+    def __init__(self, request: GenerationRequest, usage: StreamedUsage, started: StartedGeneration, n: int) -> None:
+        self._streamed_usage = usage
+        self._usage = UsageCounter(n)
+        self._identity = started.identity
+        self._receipt = started.receipt
+        logprobs = getattr(request, "logprobs", None)
+        reports_tokens = (logprobs is not None and logprobs is not False) or bool(request.return_token_ids)
+        self._reports_tokens = reports_tokens or request.prompt_logprobs is not None
+        """Whether the response has more than the text of each token."""
+        self._sends_empty_deltas = reports_tokens or usage.in_every_chunk
+        """Whether an output without text makes a chunk."""
+        self._started: set[int] = set()
+        """Choices of which a delta exists."""
+        self._whole: Completion | ChatCompletion | None = None
+
+    def check(self, output: RequestOutput) -> None:
+        raise_on_failure(output)
+
+    def error_chunk(self, error: LLMServingError) -> bytes:
+        return event(openai_error(error)) + DONE
+
+    def total_usage(self) -> Usage:
+        return self._usage.total()
+
+    @abstractmethod
+    def last_chunk(self, usage: Usage | UnsetType) -> Completion | ChatCompletionChunk:
+        """Return a chunk without choices."""
+
+    @abstractmethod
+    async def build(self, usage: Usage) -> Completion | ChatCompletion:
+        """Return the whole response without its receipt, once all outputs have been folded."""
+
+    async def finish(self) -> bytes:
+        at_end, receipt, usage = self._streamed_usage.at_end, self._receipt, self.total_usage()
+        if not at_end and receipt is None:
+            return DONE
+        last = self.last_chunk(usage if at_end else UNSET)
+        if receipt is not None:
+            last.receipt = await off_loop(_is_long(usage), receipt.sealed)
+        return event(last) + DONE
+
+    async def complete(self) -> None:
+        usage = self.total_usage()
+        self._whole = await self.build(usage)
+        if self._receipt is not None:
+            self._whole.receipt = await off_loop(_is_long(usage), self._receipt.sealed)
+
+    async def response(self, headers: dict[str, str]) -> Response:
+        whole = self._whole
+        assert whole is not None
+        if isinstance(whole.usage, Usage) and _is_long(whole.usage) and self._reports_tokens:
+            return await large_json_response(whole, headers)
+        return json_response(whole, headers=headers)
+
+
+def _is_long(usage: Usage) -> bool:
+    return usage.total_tokens > MAX_INLINE_TOKENS
+
+
+def token_as_id(token_id: int) -> str:
+    """Return a token as `return_tokens_as_token_ids` names it."""
+    return f"token_id:{token_id}"
+
+
+class UsageCounter:
+    """Counts the tokens of one response; each prompt counts once, however many choices it has."""
+
+    def __init__(self, n: int) -> None:
+        self._n = n
+        self._prompts: dict[int, tuple[int, int]] = {}
+        self._outputs: dict[int, int] = {}
+
+    def add(self, index: int, output: RequestOutput) -> None:
+        self._prompts[index // self._n] = (output.num_prompt_tokens, output.num_cached_tokens)
+        self._outputs[index] = output.num_output_tokens
+
+    def total(self) -> Usage:
+        num_prompt = sum(count for count, _ in self._prompts.values())
+        return _usage(num_prompt, sum(self._outputs.values()), sum(cached for _, cached in self._prompts.values()))
+
+
+def _usage(num_prompt: int, num_output: int, num_cached: int) -> Usage:
+    return Usage(num_prompt, num_output, num_prompt + num_output, PromptTokensDetails(num_cached))
+
+
+MAX_METADATA_PAIRS: Final = 16
+"""OpenAI's limit; so are the lengths."""
+MAX_KEY_CHARS: Final = 64
+MAX_VALUE_CHARS: Final = 512
+
+
+def check_metadata(pairs: Mapping[str, str] | None) -> None:
+    """Raise RequestError where the metadata of a response or batch exceed a limit."""
+    if not pairs:
+        return
+    longest = max(map(len, pairs)), max(map(len, pairs.values()))
+    if len(pairs) > MAX_METADATA_PAIRS or longest[0] > MAX_KEY_CHARS or longest[1] > MAX_VALUE_CHARS:
+        rule = f"must hold at most {MAX_METADATA_PAIRS} pairs, keys of {MAX_KEY_CHARS} and values of "
+        raise RequestError("metadata", f"{rule}{MAX_VALUE_CHARS} characters at most", len(pairs))
+
+
+DEFAULT_ROWS, MAX_ROWS = 20, 100
+PAGE: Final[Mapping[str, Mapping[str, Any]]] = {
+    "limit": {"type": "integer", "minimum": 1, "maximum": MAX_ROWS},
+    "after": {"type": "string"},
+}
+"""Query parameters of a page of a list -> their JSON schemas."""
+
+
+def page_of(http_request: Request) -> tuple[int, str | None]:
+    """Return the most rows of a page, and the id of the row before its first; None: from the beginning."""
+    given = http_request.query_params.get("limit", str(DEFAULT_ROWS))
+    if not (given.isascii() and given.isdecimal() and len(given) <= 4 and 1 <= int(given) <= MAX_ROWS):
+        raise RequestError("limit", f"must be an integer from 1 to {MAX_ROWS}", given)
+    return int(given), http_request.query_params.get("after") or None

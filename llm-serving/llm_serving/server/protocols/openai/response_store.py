@@ -1,0 +1,126 @@
+"""Stored responses: clients retrieve them, and later requests continue their conversations."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from msgspec import json
+
+from llm_serving.errors import RequestError, RequestNotFoundError, StoreFullError
+from llm_serving.server.protocols.openai.responses_schemas import ResponseObject
+from llm_serving.server.protocols.openai.schemas import ChatMessage, ToolCallOfMessage
+from llm_serving.server.tenant_quota import StoredSizes, TenantQuota
+
+OVERHEAD_BYTES = 4096
+"""Memory of a response beside its texts."""
+
+
+@dataclass
+class StoredResponse:
+    """A response with its conversation."""
+
+    response: ResponseObject
+    tenant: str
+    input: list[ChatMessage]
+    """The conversation before it, without instructions."""
+    output: ChatMessage | None = None
+    """The response as a message, once it has ended."""
+    task: asyncio.Task[None] | None = None
+    """Generates it, if it runs in the background."""
+
+    @property
+    def in_progress(self) -> bool:
+        return self.response.status == "in_progress"
+
+    @property
+    def messages(self) -> list[ChatMessage]:
+        """The conversation with the response as its last message."""
+        return self.input if self.output is None else [*self.input, self.output]
+
+
+def _chars_of(message: ChatMessage) -> int:
+    calls = message.tool_calls or ()
+    texts = (message.content, message.reasoning_content, *(each for call in calls for each in _texts_of(call)))
+    return sum(len(text) for text in texts if isinstance(text, str))
+
+
+def _texts_of(call: ToolCallOfMessage) -> tuple[str, str]:
+    return call.function.name, str(call.function.arguments)
+
+
+class ResponseStore:
+    """Keeps the newest responses in memory, up to a number of bytes, and those in progress up to as many again.
+
+    To make room it removes the oldest ones, of several tenants those of the tenant that would have most. It belongs to
+    the event loop.
+    """
+
+    def __init__(self, shares: TenantQuota) -> None:
+        self._shares = shares
+        self._max_bytes = shares.num_bytes
+        self._stored: dict[str, StoredResponse] = {}
+        self._finished, self._in_progress = StoredSizes(shares), StoredSizes(shares)
+
+    @property
+    def keeps(self) -> bool:
+        """Whether any response is stored."""
+        return self._max_bytes > 0
+
+    def add_running(self, stored: StoredResponse) -> None:
+        """Store a response that runs in the background.
+
+        Raises:
+            RequestError: It is larger than the store.
+            StoreFullError: Other responses in progress leave no room for it.
+        """
+        num_bytes, tenant = _size_of(stored), stored.tenant
+        if num_bytes > self._max_bytes:
+            limit = f"{self._max_bytes} ({self._shares.key})"
+            raise RequestError("background", f"must be false: it takes {num_bytes} bytes of {limit}")
+        if num_bytes > self._in_progress.room(tenant):
+            raise StoreFullError(f"responses in the background {self._shares.rule}")
+        self._stored[stored.response.id] = stored
+        self._in_progress.add(stored.response.id, tenant, num_bytes)
+
+    def add(self, stored: StoredResponse) -> bool:
+        """Store a response that has ended, removing older ones to make room. Return whether it is small enough."""
+        self.remove(stored.response.id)
+        num_bytes = _size_of(stored)
+        older = self._finished.evictions(stored.tenant, num_bytes)
+        if older is None:
+            return False
+        for name in older:
+            self.remove(name)
+        self._stored[stored.response.id] = stored
+        self._finished.add(stored.response.id, stored.tenant, num_bytes)
+        return True
+
+    def find(self, response_id: str, tenant: str | None) -> StoredResponse:
+        """Return a response.
+
+        Args:
+            response_id: Its id.
+            tenant: The tenant that asks; None: keys are not needed, so any client may see it.
+
+        Raises:
+            RequestNotFoundError: This tenant has no such response.
+        """
+        stored = self._stored.get(response_id)
+        if stored is None or tenant not in (None, stored.tenant):
+            raise RequestNotFoundError("response_id", "must be that of a response that is stored")
+        return stored
+
+    def remove(self, response_id: str) -> None:
+        """Remove a response, if it is stored."""
+        self._stored.pop(response_id, None)
+        self._finished.remove(response_id)
+        self._in_progress.remove(response_id)
+
+
+def _size_of(stored: StoredResponse) -> int:
+    response = stored.response
+    num_chars = sum(map(_chars_of, stored.messages)) + len(response.instructions or "")
+    num_chars += len(json.encode((response.output, response.tools, response.tool_choice)))
+    num_chars += sum(len(key) + len(value) for key, value in response.metadata.items())
+    return OVERHEAD_BYTES + 4 * num_chars  # a character takes up to four bytes

@@ -1,0 +1,449 @@
+"""OpenAI's responses: POST /v1/responses, and the routes of stored responses: show, list the input, delete, cancel.
+
+The request is translated to that of chat completions. A later request continues a stored response by its id.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from typing import Final
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from llm_serving.core.request import FinishReason
+from llm_serving.core.request_output import RequestOutput
+from llm_serving.engine.async_engine import AsyncEngine
+from llm_serving.errors import LLMServingError, RequestError
+from llm_serving.log import get_logger
+from llm_serving.server.endpoint import Endpoint
+from llm_serving.server.generation.conversation import ConversationRequest, flat_error
+from llm_serving.server.generation.generation import Generation
+from llm_serving.server.generation.message import BlockDelta, BlockKind, MessageBlock, MessageBlocks
+from llm_serving.server.generation.pipeline import start_generation
+from llm_serving.server.generation.response import ResponseBuilder, respond
+from llm_serving.server.generation.response_buffer import buffered
+from llm_serving.server.generation.streaming import internal_error, named_event
+from llm_serving.server.generation.tools import arguments_of
+from llm_serving.server.middleware.authentication import tenant_seen
+from llm_serving.server.parsing.errors import json_response, openai_error
+from llm_serving.server.parsing.identity import check_model
+from llm_serving.server.parsing.offload import large_json_response
+from llm_serving.server.parsing.parameters import read_fields
+from llm_serving.server.protocols.openai.requests import PAGE, check_metadata, page_of
+from llm_serving.server.protocols.openai.response_store import ResponseStore, StoredResponse
+from llm_serving.server.protocols.openai.responses_conversation import (
+    choice_of,
+    items_of,
+    messages_of,
+    response_format_of,
+    tools_of,
+)
+from llm_serving.server.protocols.openai.responses_schemas import (
+    DeletedResponse,
+    FunctionCallItem,
+    IncompleteDetails,
+    InputItemList,
+    InputTokensDetails,
+    OutputItem,
+    OutputMessage,
+    OutputText,
+    OutputTokensDetails,
+    Reasoning,
+    ReasoningItem,
+    ReasoningText,
+    ResponseEvent,
+    ResponseFailure,
+    ResponseObject,
+    ResponsesRequest,
+    ResponseUsage,
+)
+from llm_serving.server.protocols.openai.schemas import (
+    ChatCompletionRequest,
+    ChatMessage,
+    FunctionOfMessage,
+    ToolCallOfMessage,
+)
+
+logger = get_logger(__name__)
+
+ORDERS: Final = ("desc", "asc")
+"""Orders of input items; the first one is the default."""
+_FIELDS: Final = {"max_tokens": "max_output_tokens", "messages": "input", "reasoning_effort": "reasoning.effort"}
+"""Field of chat -> its name in this protocol."""
+
+
+async def create_response(engine: AsyncEngine, http_request: Request) -> Response:
+    """Respond to a conversation."""
+    body = await read_fields(engine, http_request, ResponsesRequest)
+    check_model(engine, body.model)
+    store = store_of(http_request)
+    _check(body, store)
+    messages = messages_of(body.input)
+    if body.previous_response_id is not None:
+        messages = [*_conversation(store, body.previous_response_id, tenant_seen(http_request)), *messages]
+    instructions = [ChatMessage("system", body.instructions)] if body.instructions else []
+    chat = ChatCompletionRequest(
+        messages=[*instructions, *messages],
+        max_tokens=body.max_output_tokens,
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=body.top_k,
+        seed=body.seed,
+        tools=tools_of(body.tools),
+        tool_choice=choice_of(body.tool_choice),
+        parallel_tool_calls=body.parallel_tool_calls,
+        response_format=response_format_of(body.text),
+        reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
+    )
+    request = _ResponsesRequest(engine, http_request, body, chat, _translate_error)
+    started = await start_generation(request)
+    [parser] = request.message_parsers(started)
+    response = ResponseObject(
+        id=f"resp_{secrets.token_hex(24)}",  # not the request id: clients can choose that
+        created_at=started.identity.created,
+        status="in_progress",
+        background=bool(body.background),
+        instructions=body.instructions,
+        max_output_tokens=body.max_output_tokens,
+        metadata=body.metadata or {},
+        model=started.identity.model,
+        previous_response_id=body.previous_response_id,
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+        reasoning=body.reasoning or Reasoning(),
+        store=body.store is not False and store.keeps,
+        temperature=body.temperature,
+        text={"format": {"type": "text"}} | (body.text or {}),
+        tool_choice=body.tool_choice or "auto",
+        tools=body.tools or [],
+        top_p=body.top_p,
+    )
+    stored = StoredResponse(response, request.caller.tenant, messages)
+    builder = ResponsesBuilder(stored, store, MessageBlocks(parser))
+    if not body.background:
+        return await respond(http_request, started, builder, stream=bool(body.stream))
+    generation = started.generation
+    try:
+        store.add_running(stored)
+    except LLMServingError:
+        await generation.aclose()
+        raise
+    stored.task = asyncio.create_task(_run_in_background(http_request, generation, builder))
+    return await builder.response(started.identity.headers | generation.headers)
+
+
+class _ResponsesRequest(ConversationRequest):
+    id_prefix = "resp"
+
+
+async def show_response(engine: AsyncEngine, http_request: Request) -> Response:
+    """Return a stored response, complete or in progress."""
+    del engine
+    return json_response(_find(http_request).response)
+
+
+async def list_input_items(engine: AsyncEngine, http_request: Request) -> Response:
+    """List the conversation that a stored response was given, the newest items first or the oldest."""
+    del engine
+    stored, (limit, after) = _find(http_request), page_of(http_request)
+    order = http_request.query_params.get("order", ORDERS[0])
+    if order not in ORDERS:
+        raise RequestError("order", f"must be one of {', '.join(ORDERS)}", order)
+    items = items_of(stored.input, stored.response.id.removeprefix("resp_"))
+    if order == ORDERS[0]:
+        items.reverse()
+    ids = [item.id for item in items]
+    if after is not None and after not in ids:
+        raise RequestError("after", "must be the id of one of these items", after)
+    first = 0 if after is None else ids.index(after) + 1
+    shown = items[first : first + limit]
+    page = InputItemList(
+        data=shown,
+        first_id=shown[0].id if shown else None,
+        last_id=shown[-1].id if shown else None,
+        has_more=first + limit < len(items),
+    )
+    return await large_json_response(page)
+
+
+async def delete_response(engine: AsyncEngine, http_request: Request) -> Response:
+    """Remove a stored response; one in progress is cancelled."""
+    del engine
+    stored = _find(http_request)
+    await _cancel(stored)
+    store_of(http_request).remove(stored.response.id)
+    return json_response(DeletedResponse(stored.response.id))
+
+
+async def cancel_response(engine: AsyncEngine, http_request: Request) -> Response:
+    """Cancel a response that runs in the background; its output so far stays."""
+    del engine
+    stored = _find(http_request)
+    if not stored.response.background:
+        raise RequestError("response_id", "must be that of a response with background: true", stored.response.id)
+    await _cancel(stored)
+    return json_response(stored.response)
+
+
+def _translate_error(error: RequestError) -> RequestError:
+    """Return an error of chat by the field names of this protocol."""
+    name = error.field.partition("[")[0]
+    return error.renamed(_FIELDS[name]) if name in _FIELDS else flat_error(error, "text.format")
+
+
+def store_of(http_request: Request) -> ResponseStore:
+    """Return the stored responses of the application."""
+    store = http_request.app.responses
+    assert isinstance(store, ResponseStore)
+    return store
+
+
+def _find(http_request: Request) -> StoredResponse:
+    return store_of(http_request).find(http_request.path_params["response_id"], tenant_seen(http_request))
+
+
+def _conversation(store: ResponseStore, response_id: str, tenant: str | None) -> list[ChatMessage]:
+    try:
+        stored = store.find(response_id, tenant)
+    except RequestError as error:
+        raise error.renamed("previous_response_id", response_id) from None
+    if stored.in_progress:
+        raise RequestError("previous_response_id", "must be that of a response that has ended", response_id)
+    calls = (call for message in stored.messages for call in message.tool_calls or ())
+    try:
+        for call in calls:
+            arguments_of("previous_response_id", call.function.arguments)
+    except RequestError:
+        rule = "must be that of a response whose calls have whole arguments, JSON objects"
+        raise RequestError("previous_response_id", rule, response_id) from None
+    return stored.messages
+
+
+def _check(request: ResponsesRequest, store: ResponseStore) -> None:
+    if request.background and request.stream:
+        raise RequestError("background", "must not be given together with stream: true")
+    if request.background and request.store is False:
+        raise RequestError("background", "must not be given together with store: false")
+    if not store.keeps and (request.background or request.store):
+        field = "background" if request.background else "store"
+        raise RequestError(field, "must be false, as no response is kept (serving_config.response_store_bytes)")
+    check_metadata(request.metadata)
+
+
+async def _run_in_background(http_request: Request, generation: Generation, builder: ResponsesBuilder) -> None:
+    """Generate a response for which no connection waits."""
+    try:
+        await buffered(http_request, generation, builder.collect(generation))
+    except LLMServingError as error:
+        builder.fail(error)
+    except asyncio.CancelledError:
+        builder.cancel()
+        raise
+    except Exception:
+        logger.exception("a response in the background failed")
+        builder.fail(internal_error())
+    finally:
+        await generation.aclose()
+
+
+async def _cancel(stored: StoredResponse) -> None:
+    if stored.task is not None:
+        stored.task.cancel()
+        await asyncio.wait([stored.task])
+
+
+class ResponsesBuilder(ResponseBuilder):
+    """Builds the response of OpenAI's responses and stores it."""
+
+    def __init__(self, stored: StoredResponse, store: ResponseStore, blocks: MessageBlocks) -> None:
+        self._stored = stored
+        self._store = store
+        self._blocks = blocks
+        self._response = stored.response
+        self._num_events = 0
+        self._last_item_status = "in_progress"
+
+    def encode_delta(self, index: int, output: RequestOutput) -> bytes:
+        chunk = self._opening()
+        for block, is_new, text in self._add(output):
+            if is_new:
+                chunk += self._closed(self._blocks.blocks[block.index - 1]) if block.index else b""
+                chunk += self._opened(block)
+            if text:
+                chunk += self._of_block(_DELTAS[block.kind], block, delta=text, **_logprobs(block))
+        return chunk
+
+    async def finish(self) -> bytes:
+        response = self._response
+        return self._closed(self._blocks.blocks[-1]) + self._event(f"response.{response.status}", response=response)
+
+    def error_chunk(self, error: LLMServingError) -> bytes:
+        chunk = self._opening()
+        self.fail(error)
+        return chunk + self._event("response.failed", response=self._response)
+
+    def fold(self, index: int, output: RequestOutput) -> None:
+        self._add(output)
+
+    async def response(self, headers: dict[str, str]) -> Response:
+        return json_response(self._response, headers=headers)
+
+    def fail(self, error: LLMServingError) -> None:
+        """Store the response as failed."""
+        detail = openai_error(error).error
+        self._set_failure(detail.code or detail.type, detail.message)
+        self._keep()
+
+    def cancel(self) -> None:
+        """Store the output so far as a cancelled response."""
+        self._close("cancelled", "incomplete")
+
+    def _add(self, output: RequestOutput) -> list[BlockDelta]:
+        """Add an output; close and store the response with the last one."""
+        deltas = self._blocks.add(output)
+        if not output.finished:
+            return deltas
+        if not self._blocks.blocks:
+            deltas.append(self._blocks.add_empty_block())
+        num_prompt, num_output = output.num_prompt_tokens, output.num_output_tokens
+        self._response.usage = ResponseUsage(
+            num_prompt,
+            InputTokensDetails(output.num_cached_tokens),
+            num_output,
+            OutputTokensDetails(self._blocks.parser.num_reasoning_tokens or 0),
+            num_prompt + num_output,
+        )
+        if output.finish_reason is FinishReason.LENGTH:
+            self._response.incomplete_details = IncompleteDetails("max_output_tokens")
+            self._close("incomplete", "incomplete")
+        else:
+            self._close("completed", "completed")
+        return deltas
+
+    def _close(self, status: str, item_status: str) -> None:
+        self._last_item_status = item_status
+        self._response.output, self._response.status = [self._item(block) for block in self._blocks.blocks], status
+        self._stored.output = _message(self._blocks.blocks)
+        self._keep()
+
+    def _set_failure(self, code: str, message: str) -> None:
+        self._response.status, self._response.error = "failed", ResponseFailure(code, message)
+
+    def _keep(self) -> None:
+        """Store the response. One that is too large says so, in the background by failing without its output."""
+        self._stored.task = None
+        if not self._response.store or self._store.add(self._stored):
+            return
+        if not self._response.background:
+            self._response.store = False
+            return
+        self._response.output, self._response.incomplete_details, self._stored.output = [], None, None
+        self._set_failure("too_large", "the response takes more than serving_config.response_store_bytes")
+        self._store.add(self._stored)
+
+    def _opening(self) -> bytes:
+        """Return the events that every stream begins with, if none has been sent."""
+        if self._num_events:
+            return b""
+        kinds = ("response.created", "response.in_progress")
+        return b"".join(self._event(kind, response=self._response) for kind in kinds)
+
+    def _item(self, block: MessageBlock) -> OutputItem:
+        """Return a block as an item; all but the last are complete."""
+        is_last = block.index == len(self._blocks.blocks) - 1
+        status, item_id, text = self._last_item_status if is_last else "completed", self._item_id(block), block.text
+        if block.kind is BlockKind.CALL:
+            return FunctionCallItem(id=item_id, call_id=block.id, name=block.name, arguments=text, status=status)
+        if block.kind is BlockKind.REASONING:
+            return ReasoningItem(id=item_id, content=[ReasoningText(text)], status=status)
+        return OutputMessage(id=item_id, status=status, content=[OutputText(text)])
+
+    def _item_id(self, block: MessageBlock) -> str:
+        return f"{self._response.id.replace('resp', _PREFIXES[block.kind], 1)}_{block.index}"
+
+    def _opened(self, block: MessageBlock) -> bytes:
+        item = self._item(MessageBlock(block.kind, block.index, block.id, block.name))
+        item.status = "in_progress"
+        if isinstance(item, FunctionCallItem):
+            return self._of_block("output_item.added", block, item=item)
+        part, item.content = item.content[0], []
+        return self._of_block("output_item.added", block, item=item) + self._of_block(
+            "content_part.added", block, part=part
+        )
+
+    def _closed(self, block: MessageBlock) -> bytes:
+        item = self._item(block)
+        if isinstance(item, FunctionCallItem):
+            kind = "function_call_arguments.done"
+            done = self._of_block(kind, block, arguments=item.arguments, name=item.name)
+        else:
+            part, kind = item.content[0], _DELTAS[block.kind].replace("delta", "done")
+            done = self._of_block(kind, block, text=part.text, **_logprobs(block))
+            done += self._of_block("content_part.done", block, part=part)
+        return done + self._of_block("output_item.done", block, item=item)
+
+    def _of_block(self, kind: str, block: MessageBlock, **fields: object) -> bytes:
+        """Return an event of an item, or of its text."""
+        if "item" not in fields:
+            fields["item_id"] = self._item_id(block)
+            if block.kind is not BlockKind.CALL:
+                fields["content_index"] = 0
+        return self._event(f"response.{kind}", output_index=block.index, **fields)
+
+    def _event(self, kind: str, **fields: object) -> bytes:
+        content = ResponseEvent(type=kind, sequence_number=self._num_events, **fields)  # type: ignore[arg-type]
+        self._num_events += 1
+        return named_event(kind, content)
+
+
+_PREFIXES: Final = {BlockKind.TEXT: "msg", BlockKind.CALL: "fc", BlockKind.REASONING: "rs"}
+_DELTAS: Final = {
+    BlockKind.TEXT: "output_text.delta",
+    BlockKind.CALL: "function_call_arguments.delta",
+    BlockKind.REASONING: "reasoning_text.delta",
+}
+
+
+def _logprobs(block: MessageBlock) -> dict[str, object]:
+    return {"logprobs": []} if block.kind is BlockKind.TEXT else {}
+
+
+def _message(blocks: list[MessageBlock]) -> ChatMessage:
+    """Return the response as a message of the conversation that continues it."""
+    texts = {kind: "".join(block.text for block in blocks if block.kind is kind) for kind in BlockKind}
+    calls = [
+        ToolCallOfMessage(FunctionOfMessage(block.name, block.text), block.id)
+        for block in blocks
+        if block.kind is BlockKind.CALL
+    ]
+    return ChatMessage(
+        "assistant",
+        texts[BlockKind.TEXT],
+        tool_calls=calls or None,
+        reasoning_content=texts[BlockKind.REASONING] or None,
+    )
+
+
+_PATH: Final = "/v1/responses/{response_id}"
+ENDPOINTS: Final = (
+    Endpoint(
+        "POST",
+        "/v1/responses",
+        create_response,
+        "Answer a conversation (OpenAI's responses)",
+        body=ResponsesRequest,
+        answer=ResponseObject,
+    ),
+    Endpoint("GET", _PATH, show_response, "Show a stored response", answer=ResponseObject),
+    Endpoint(
+        "GET",
+        f"{_PATH}/input_items",
+        list_input_items,
+        "List what a stored response was given",
+        query={**PAGE, "order": {"type": "string", "enum": list(ORDERS)}},
+        answer=InputItemList,
+    ),
+    Endpoint("DELETE", _PATH, delete_response, "Forget a stored response", answer=DeletedResponse),
+    Endpoint("POST", f"{_PATH}/cancel", cancel_response, "End a response in the background", answer=ResponseObject),
+)

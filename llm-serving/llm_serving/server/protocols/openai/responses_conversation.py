@@ -1,0 +1,170 @@
+"""Translation of the conversations and tools of OpenAI's responses to those of chat completions, and back."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from llm_serving.errors import RequestError
+from llm_serving.server.generation.conversation import nested_schema
+from llm_serving.server.generation.structured_output import refuse_unknown_keys
+from llm_serving.server.generation.tools import arguments_of
+from llm_serving.server.protocols.openai.responses_schemas import (
+    FunctionCallItem,
+    FunctionOutputItem,
+    FunctionTool,
+    GivenItem,
+    InputItem,
+    InputMessage,
+    InputPart,
+    InputText,
+    OutputMessage,
+    OutputText,
+    ReasoningItem,
+    ReasoningText,
+)
+from llm_serving.server.protocols.openai.schemas import (
+    ChatMessage,
+    Function,
+    FunctionOfMessage,
+    JsonObject,
+    Tool,
+    ToolCallOfMessage,
+)
+
+_FIELDS: Final[dict[str, tuple[str, ...]]] = {
+    "message": ("role", "content"),
+    "function_call": ("call_id", "name", "arguments"),
+    "function_call_output": ("call_id", "output"),
+    "reasoning": ("content", "summary"),
+}
+"""Type of an item -> its fields."""
+_OPTIONAL: Final = {"content", "summary"}
+"""Fields of reasoning, which may be absent."""
+_NAMES: Final = tuple(dict.fromkeys(name for names in _FIELDS.values() for name in names))
+
+
+def messages_of(items: str | list[InputItem]) -> list[ChatMessage]:
+    """Return the conversation as messages of chat; consecutive items of the assistant become one message.
+
+    Raises:
+        RequestError: An item lacks a field of its type, or has one of another type.
+    """
+    if isinstance(items, str):
+        return [ChatMessage("user", items)]
+    messages: list[ChatMessage] = []
+    is_open = False  # whether the assistant's next item belongs to the last message
+    for index, item in enumerate(items):
+        _check(f"input[{index}]", item)
+        if item.type == "function_call_output":
+            messages.append(ChatMessage("tool", _text(item.output), tool_call_id=item.call_id))
+            is_open = False
+            continue
+        is_assistant = item.type != "message" or item.role == "assistant"
+        if not is_assistant:
+            messages.append(ChatMessage(str(item.role), _text(item.content)))
+            is_open = False
+            continue
+        if not is_open or (item.type != "function_call" and messages[-1].content) or item.type == "reasoning":
+            messages.append(ChatMessage("assistant", ""))
+            is_open = True
+        last = messages[-1]
+        if item.type == "message":
+            last.content = _text(item.content)
+        elif item.type == "reasoning":
+            last.reasoning_content = _text(item.content or item.summary or "") or None
+        else:
+            arguments_of(f"input[{index}].arguments", str(item.arguments))
+            call = ToolCallOfMessage(FunctionOfMessage(str(item.name), str(item.arguments)), item.call_id)
+            last.tool_calls = [*(last.tool_calls or []), call]
+    return messages
+
+
+def items_of(messages: list[ChatMessage], name: str) -> list[GivenItem]:
+    """Return a conversation as items, the inverse of `messages_of`.
+
+    Args:
+        messages: The conversation.
+        name: Part of the items' ids.
+    """
+    items: list[GivenItem] = []
+
+    def new_id(prefix: str) -> str:
+        return f"{prefix}_{name}_in_{len(items)}"
+
+    for message in messages:
+        text = str(message.content)
+        if message.role == "tool":
+            items.append(FunctionOutputItem(id=new_id("fco"), call_id=message.tool_call_id, output=text))
+        elif message.role != "assistant":
+            items.append(InputMessage(id=new_id("msg"), role=message.role, content=[InputText(text)]))
+        else:
+            if message.reasoning_content:
+                thought = [ReasoningText(message.reasoning_content)]
+                items.append(ReasoningItem(id=new_id("rs"), content=thought, status="completed"))
+            if text or not (message.reasoning_content or message.tool_calls):
+                items.append(OutputMessage(id=new_id("msg"), status="completed", content=[OutputText(text)]))
+            for call in message.tool_calls or ():
+                function = call.function
+                items.append(
+                    FunctionCallItem(
+                        id=new_id("fc"),
+                        call_id=call.id or "",
+                        name=function.name,
+                        arguments=str(function.arguments),
+                        status="completed",
+                    )
+                )
+    return items
+
+
+def tools_of(tools: list[FunctionTool] | None) -> list[Tool] | None:
+    """Return the tools of chat. Raise RequestError for a tool that is not a function."""
+    if tools is None:
+        return None
+    for i, tool in enumerate(tools):
+        if tool.type != "function":
+            raise RequestError(f"tools[{i}].type", "must be function: this server has no tools of its own", tool.type)
+        if tool.name is None:
+            raise RequestError(f"tools[{i}].name", "is required")
+    return [Tool(Function(str(tool.name), tool.description, tool.parameters, tool.strict)) for tool in tools]
+
+
+def choice_of(choice: str | JsonObject | None) -> str | JsonObject | None:
+    """Return `tool_choice` of chat, which nests the name of a function."""
+    if isinstance(choice, dict) and choice.get("type") == "function" and isinstance(choice.get("name"), str):
+        refuse_unknown_keys("tool_choice", choice, ("type", "name"))
+        return {"type": "function", "function": {"name": choice["name"]}}
+    return choice
+
+
+def response_format_of(text: JsonObject | None) -> JsonObject | None:
+    """Return `response_format` of chat.
+
+    Raises:
+        RequestError: `text` has an option that is not supported.
+    """
+    for name, value in (text or {}).items():
+        if name == "verbosity" and value in (None, "medium"):
+            continue
+        if name != "format":
+            raise RequestError(f"text.{name[:60]}", "is not supported", value)
+    given = (text or {}).get("format")
+    if given is not None and not isinstance(given, dict):
+        raise RequestError("text.format", "must be an object", given)
+    if given is None or given.get("type") != "json_schema":
+        return given
+    return nested_schema(given)
+
+
+def _check(field: str, item: InputItem) -> None:
+    own = _FIELDS[item.type]
+    for name in _NAMES:
+        given = getattr(item, name) is not None
+        if given and name not in own:
+            raise RequestError(f"{field}.{name}", f"is no field of an item of type {item.type}")
+        if not given and name in own and not (item.type == "reasoning" and name in _OPTIONAL):
+            raise RequestError(f"{field}.{name}", "is required")
+
+
+def _text(content: str | list[InputPart] | None) -> str:
+    return content if isinstance(content, str) else "\n".join(part.text for part in content or ())

@@ -1,0 +1,274 @@
+"""Bodies of the routes of OpenAI's responses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final, Literal
+
+from msgspec import UNSET, Struct, UnsetType, field
+
+from llm_serving.server.parsing.offload import Long
+from llm_serving.server.parsing.unsupported_fields import (
+    EARLIER_RESPONSE,
+    SERVICE_TIER,
+    SPEED_HINT,
+    TEXT_ONLY,
+    BodyFields,
+    IgnoredField,
+    RefusedField,
+    Rows,
+    named,
+)
+from llm_serving.server.protocols.openai.schemas import CallerFields, JsonObject
+
+
+class InputPart(Struct):
+    type: Literal["input_text", "output_text", "reasoning_text", "summary_text"]
+    text: str
+
+
+class InputItem(Struct, kw_only=True):
+    """A message, reasoning or a call of an earlier response, or the output of a called function."""
+
+    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
+    role: Literal["user", "assistant", "system", "developer"] | None = None
+    content: str | list[InputPart] | None = None
+    """Of a message or of reasoning."""
+    call_id: str | None = None
+    """Of a call and of its output."""
+    name: str | None = None
+    arguments: str | None = None
+    """Of a call: a JSON object, as text."""
+    output: str | list[InputPart] | None = None
+    summary: list[InputPart] | None = None
+    """Of reasoning."""
+
+
+class FunctionTool(Struct, kw_only=True):
+    type: str
+    """`function`."""
+    name: str | None = None
+    description: str | None = None
+    parameters: JsonObject | None = None
+    """A JSON schema of the arguments."""
+    strict: bool | None = None
+    """Constrain the arguments of calls to that schema."""
+
+
+class Reasoning(Struct, kw_only=True):
+    effort: str | None = None
+    """A reasoning budget by name: none, minimal, low, medium or high."""
+
+
+class ResponsesRequest(CallerFields, kw_only=True):
+    input: str | list[InputItem]
+    model: str | None = None
+    instructions: str | None = None
+    """A system message before the conversation; not stored for the next response."""
+    previous_response_id: str | None = None
+    """The stored response whose conversation this one continues."""
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int | None = None
+    """An extension: the same seed gives the same response."""
+    tools: list[FunctionTool] | None = None
+    """Functions that the model may call."""
+    tool_choice: str | JsonObject | None = None
+    """`auto`, `none`, `required`, or the function that must be called."""
+    parallel_tool_calls: bool | None = None
+    """False: return only the first of several calls."""
+    reasoning: Reasoning | None = None
+    text: JsonObject | None = None
+    """`format`: the response format, of type `text`, `json_object` or `json_schema`."""
+    stream: bool | None = None
+    background: bool | None = None
+    """Return at once and generate in the background; only with `store`, not with `stream`."""
+    store: bool | None = None
+    """Store the response. Default: true."""
+    metadata: dict[str, str] | None = None
+
+
+class OutputText(Struct, tag="output_text", tag_field="type"):
+    text: str
+    annotations: list[Any] = field(default_factory=list)
+    logprobs: list[Any] = field(default_factory=list)
+
+
+class OutputMessage(Struct, tag="message", tag_field="type", kw_only=True):
+    id: str
+    status: str
+    role: str = "assistant"
+    content: list[OutputText]
+
+
+class FunctionCallItem(Struct, tag="function_call", tag_field="type", kw_only=True):
+    id: str
+    call_id: str
+    name: str
+    arguments: str
+    """A JSON object, as text."""
+    status: str
+
+
+class ReasoningText(Struct, tag="reasoning_text", tag_field="type"):
+    text: str
+
+
+class ReasoningItem(Struct, tag="reasoning", tag_field="type", kw_only=True):
+    id: str
+    summary: list[Any] = field(default_factory=list)
+    content: list[ReasoningText] = field(default_factory=list)
+    status: str
+
+
+OutputItem = OutputMessage | FunctionCallItem | ReasoningItem
+
+
+class InputText(Struct, tag="input_text", tag_field="type"):
+    text: str
+
+
+class InputMessage(Struct, kw_only=True):
+    id: str
+    type: str = "message"
+    role: str
+    status: str = "completed"
+    content: list[InputText]
+
+
+class FunctionOutputItem(Struct, kw_only=True):
+    id: str
+    type: str = "function_call_output"
+    call_id: str | None
+    output: str
+    status: str = "completed"
+
+
+GivenItem = InputMessage | FunctionOutputItem | OutputItem
+"""An item of the conversation before a response."""
+
+
+class InputItemList(Long, kw_only=True):
+    object: str = "list"
+    data: list[Any]
+    """Messages, reasoning, calls and their outputs, each with an id."""
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class InputTokensDetails(Struct):
+    cached_tokens: int
+
+
+class OutputTokensDetails(Struct):
+    reasoning_tokens: int = 0
+
+
+class ResponseUsage(Struct):
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class ResponseFailure(Struct):
+    code: str
+    message: str
+
+
+class IncompleteDetails(Struct):
+    reason: str
+
+
+class ResponseObject(Long, kw_only=True):
+    id: str
+    object: str = "response"
+    created_at: int
+    status: str
+    """in_progress, completed, incomplete, failed or cancelled."""
+    background: bool = False
+    error: ResponseFailure | None = None
+    incomplete_details: IncompleteDetails | None = None
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    metadata: dict[str, str] = field(default_factory=dict)
+    model: str
+    output: list[OutputItem] = field(default_factory=list)
+    parallel_tool_calls: bool = True
+    previous_response_id: str | None = None
+    reasoning: Reasoning = field(default_factory=Reasoning)
+    store: bool = True
+    temperature: float | None = None
+    text: JsonObject = field(default_factory=lambda: {"format": {"type": "text"}})
+    tool_choice: str | JsonObject = "auto"
+    tools: list[FunctionTool] = field(default_factory=list)
+    top_p: float | None = None
+    truncation: str = "disabled"
+    usage: ResponseUsage | None = None
+
+
+class ResponseEvent(Struct, kw_only=True):
+    """One event of a stream; which fields it has depends on its type."""
+
+    type: str
+    sequence_number: int
+    response: ResponseObject | UnsetType = UNSET
+    item_id: str | UnsetType = UNSET
+    output_index: int | UnsetType = UNSET
+    content_index: int | UnsetType = UNSET
+    item: OutputItem | UnsetType = UNSET
+    part: OutputText | ReasoningText | UnsetType = UNSET
+    delta: str | UnsetType = UNSET
+    text: str | UnsetType = UNSET
+    arguments: str | UnsetType = UNSET
+    name: str | UnsetType = UNSET
+    logprobs: list[Any] | UnsetType = UNSET
+
+
+class DeletedResponse(Struct):
+    id: str
+    object: str = "response"
+    deleted: bool = True
+
+
+_RESPONSES: Final[Rows] = {
+    "max_tool_calls": RefusedField("is not supported: it bounds tools of a server, and this one has none"),
+    "truncation": RefusedField("must be disabled: nothing is left out of a conversation", ("disabled",)),
+    "include": RefusedField("is not supported: a response tells all there is"),
+    "prompt": RefusedField("is not supported: no templates are kept"),
+    "conversation": RefusedField("is not supported; `previous_response_id` goes on with a response"),
+    "context_management": RefusedField(),
+    "top_logprobs": RefusedField(),
+    "max_tokens": named("max_output_tokens"),
+    "messages": named("input"),
+    "stream_options": IgnoredField("events hide nothing"),
+    "service_tier": SERVICE_TIER,
+    "safety_identifier": IgnoredField("only names the end user"),
+    "prompt_cache_key": SPEED_HINT,
+    "prompt_cache_retention": SPEED_HINT,
+}
+_ITEM: Final[Rows] = {
+    **dict.fromkeys(("id", "status"), EARLIER_RESPONSE),
+    "encrypted_content": RefusedField("is not supported: nothing is encrypted"),
+    "phase": EARLIER_RESPONSE,
+}
+_PART: Final[Rows] = {
+    **dict.fromkeys(("annotations", "logprobs"), EARLIER_RESPONSE),
+    **dict.fromkeys(("image_url", "file_id", "file_data", "refusal"), TEXT_ONLY),
+}
+UNSUPPORTED: Final[Mapping[type, BodyFields]] = {
+    ResponsesRequest: BodyFields(
+        _RESPONSES, nested={"input": InputItem, "tools": FunctionTool, "reasoning": Reasoning}
+    ),
+    Reasoning: BodyFields(
+        dict.fromkeys(("summary", "generate_summary"), IgnoredField("reasoning is returned in full"))
+    ),
+    InputItem: BodyFields(_ITEM, nested=dict.fromkeys(("content", "output", "summary"), InputPart)),
+    FunctionTool: BodyFields({"defer_loading": RefusedField()}),
+    InputPart: BodyFields(_PART),
+}  # fmt: skip
+"""Struct of a body, or of a part of one -> its unsupported fields."""

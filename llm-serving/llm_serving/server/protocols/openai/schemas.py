@@ -1,0 +1,439 @@
+"""Bodies and responses of the OpenAI routes, and the fields that all generation routes share.
+
+These are the supported fields; `parsing/parameters.py` lists the others.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from msgspec import UNSET, Raw, Struct, UnsetType, field
+
+from llm_serving import __version__
+from llm_serving.server.parsing.offload import Long
+
+JsonObject = dict[str, Any]
+
+
+class StreamOptions(Struct):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class CallerFields(Struct, kw_only=True):
+    """The fields of all generation routes that describe the caller."""
+
+    priority: int | None = None
+    """A smaller number runs first. It belongs to the request class with the largest rank at or below it."""
+    priority_class: str | None = None
+    """A name of `request_classes`, in place of `priority`."""
+    user: str | None = None
+    """The tenant, where no API key names it. Within a request class, tenants share fairly."""
+    cache_salt: str | None = None
+    """Requests share cached prefixes only with requests of the same salt."""
+    timeout_s: float | None = None
+    """Seconds after which the request is aborted; also the header `x-request-timeout-s`."""
+
+
+class PriorityRequest(Struct):
+    """A new priority, by one of the two fields."""
+
+    priority: int | None = None
+    """A smaller number runs first. It belongs to the request class with the largest rank at or below it."""
+    priority_class: str | None = None
+    """A name of `request_classes`."""
+
+
+class GenerationRequest(CallerFields, kw_only=True):
+    """The fields that completions and chat share. null means: not given."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    """0 or -1 keeps all."""
+    min_p: float | None = None
+    seed: int | None = None
+    """-2^63 to 2^64 - 1."""
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    n: int | None = None
+    """Choices for each prompt, 1 to 128."""
+    best_of: int | None = None
+    """Sequences from which the best `n` are returned; the width of a beam search, 1 to 10."""
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    bad_words: list[str] | None = None
+    """Texts that are not generated, with or without a space before: their last token cannot follow the others."""
+    allowed_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    skip_special_tokens: bool | None = None
+    response_format: JsonObject | None = None
+    """Type `text`, `json_object` or `json_schema`. At most one field may ask for structured output."""
+    structured_outputs: JsonObject | None = None
+    """One of `json`, `json_object`, `regex`, `choice` and `grammar`."""
+    guided_json: JsonObject | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    """A grammar in Lark or GBNF."""
+    guided_whitespace_pattern: str | None = None
+    """The whitespace that JSON output may contain, as a regular expression."""
+    json_schema: JsonObject | str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    use_beam_search: bool | None = None
+    """Only without `stream`; temperature must be 0 or absent."""
+    length_penalty: float | None = None
+    """With beam search, which ranks by logprob / length ** length_penalty. Default: 1."""
+    early_stopping: bool | None = None
+    """With beam search: stop as soon as `best_of` sequences have finished."""
+    detokenize: bool | None = None
+    """False: no text; `return_token_ids` returns the tokens."""
+    prompt_logprobs: int | None = None
+    """Return the logprob of each token of the prompt and of so many of the most likely tokens; not streamed."""
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    """Name the tokens of logprobs "token_id:123" in place of their text."""
+    add_special_tokens: bool | None = None
+    """Let the tokenizer add its special tokens to the prompt. Default: true for completions, false for chat, whose
+    template adds them."""
+    truncate_prompt_tokens: int | None = None
+    """Keep this many tokens from the end of the prompt; -1: as many as fit."""
+    request_id: str | None = None
+    receipt: bool | None = None
+    """Return a receipt too, from which `llm-serving verify` recomputes the response; it holds the token ids of the
+    prompt. A stream has it in its last chunk."""
+
+
+class CompletionRequest(GenerationRequest, kw_only=True):
+    prompt: str | list[str | int | list[int]]
+    """A text, several texts, token ids, or several lists of token ids."""
+    echo: bool | None = None
+    logprobs: int | None = None
+
+
+class ContentPart(Struct):
+    type: str
+    text: str | None = None
+
+
+class FunctionOfMessage(Struct, omit_defaults=True):
+    name: str
+    arguments: str | JsonObject
+    """A JSON object, as text or as it is."""
+
+
+class ToolCallOfMessage(Struct, omit_defaults=True):
+    function: FunctionOfMessage
+    id: str | None = None
+    type: str = "function"
+
+
+class ChatMessage(Struct, omit_defaults=True):
+    role: str
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCallOfMessage] | None = None
+    """Of the assistant: its tool calls."""
+    tool_call_id: str | None = None
+    """Of the role `tool`: the call whose result this is."""
+    reasoning_content: str | None = None
+    """Of the assistant: its reasoning, for chat templates that read it."""
+
+
+class Function(Struct, omit_defaults=True):
+    name: str
+    description: str | None = None
+    parameters: JsonObject | None = None
+    """A JSON schema of the arguments."""
+    strict: bool | None = None
+    """Constrain the arguments of calls to that schema."""
+
+
+class Tool(Struct, omit_defaults=True):
+    function: Function
+    type: str = "function"
+
+
+class ChatCompletionRequest(GenerationRequest, kw_only=True):
+    messages: list[ChatMessage]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    add_generation_prompt: bool | None = None
+    """Open a message of the assistant. Default: true, but not with `continue_final_message`."""
+    continue_final_message: bool | None = None
+    """Leave the last message open, so that the response continues it."""
+    echo: bool | None = None
+    """Begin the response with the text of the last message, if that is the assistant's."""
+    tools: list[Tool] | None = None
+    """Functions that the model may call."""
+    tool_choice: str | JsonObject | None = None
+    """`auto`, `none`, `required`, or the function that must be called."""
+    parallel_tool_calls: bool | None = None
+    """False: return only the first of several calls."""
+    thinking_token_budget: int | None = None
+    """Most tokens of reasoning. One of this, the two fields below and `reasoning_effort` may be given."""
+    thinking_budget: int | None = None
+    max_thinking_tokens: int | None = None
+    reasoning_effort: str | None = None
+    """A reasoning budget by name: none, minimal, low, medium or high."""
+    chat_template_kwargs: JsonObject | None = None
+
+
+class TokenizeRequest(Struct, kw_only=True):
+    """Either `prompt` or `messages`."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = None
+    add_special_tokens: bool | None = None
+    """Default: true for a prompt, false for messages."""
+    add_generation_prompt: bool | None = None
+    """With messages only, as the three fields below; they mean what they mean in chat completions."""
+    continue_final_message: bool | None = None
+    tools: list[Tool] | None = None
+    chat_template_kwargs: JsonObject | None = None
+    return_token_strs: bool | None = None
+    """Return the text of each token too."""
+
+
+class DetokenizeRequest(Struct, kw_only=True):
+    tokens: list[int]
+    model: str | None = None
+
+
+class PromptTokensDetails(Struct):
+    cached_tokens: int
+
+
+class CompletionTokensDetails(Struct):
+    reasoning_tokens: int
+    """Tokens of reasoning, without its marks."""
+
+
+class Usage(Struct):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
+    """Present where reasoning is parsed."""
+
+
+class PromptLogprob(Struct):
+    logprob: float
+    rank: int
+    """1 is the most likely token."""
+    decoded_token: str
+
+
+class CompletionLogprobs(Long):
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    """null for the first token of a prompt."""
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(Long, kw_only=True):
+    """A whole choice, or the delta of one."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | UnsetType = UNSET
+    """For each token of the prompt: by token id, itself and the most likely ones."""
+
+
+FINGERPRINT: Final = f"llm-serving-{__version__}"
+"""`system_fingerprint` of whole responses: the program and its version."""
+
+
+class Completion(Long, kw_only=True):
+    """A whole response, or one chunk of a stream."""
+
+    id: str
+    object: str = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | UnsetType | None = UNSET
+    receipt: Raw | UnsetType = UNSET
+
+
+class TopLogprob(Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob] = field(default_factory=list)
+
+
+class ChatLogprobs(Long):
+    content: list[TokenLogprob]
+
+
+class CalledFunction(Struct):
+    name: str
+    arguments: str
+    """A JSON object, as text."""
+
+
+class ToolCall(Struct, kw_only=True):
+    id: str
+    type: str = "function"
+    function: CalledFunction
+
+
+class FunctionDelta(Struct):
+    arguments: str
+    """Further text."""
+    name: str | UnsetType = UNSET
+
+
+class ToolCallDelta(Struct, kw_only=True):
+    """A new call with its id and name, or further arguments of a call."""
+
+    index: int
+    """Index among the calls of its choice."""
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+    function: FunctionDelta
+
+
+class ChatResponseMessage(Struct, kw_only=True):
+    role: str = "assistant"
+    content: str | None
+    refusal: str | None = None
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
+
+
+class ChatChoice(Long, kw_only=True):
+    index: int
+    message: ChatResponseMessage
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatCompletion(Long, kw_only=True):
+    id: str
+    object: str = "chat.completion"
+    created: int
+    model: str
+    system_fingerprint: str = FINGERPRINT
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | UnsetType = UNSET
+    receipt: Raw | UnsetType = UNSET
+
+
+class ChatDelta(Struct, kw_only=True):
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
+
+
+class ChatChunkChoice(Struct, kw_only=True):
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatCompletionChunk(Struct, kw_only=True):
+    id: str
+    object: str = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | UnsetType | None = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    receipt: Raw | UnsetType = UNSET
+
+
+class TokenizeResponse(Long):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | UnsetType = UNSET
+
+
+class DetokenizeResponse(Long):
+    prompt: str
+
+
+class TokenizerInfo(Long, kw_only=True):
+    """The tokenizer, for clients that render chat templates and count tokens themselves."""
+
+    tokenizer_class: str | None
+    chat_template: str | None
+    vocab_size: int
+    model_max_length: int
+    """Tokens of prompt and output together."""
+    bos_token: str | None
+    eos_token: str | None
+    unk_token: str | None
+    pad_token: str | None
+
+
+class ModelCard(Struct, kw_only=True):
+    id: str
+    object: str = "model"
+    type: str = "model"
+    """A field of Anthropic's protocol, as are the next two."""
+    display_name: str
+    created_at: str
+    created: int
+    owned_by: str = "llm-serving"
+    root: str
+    parent: str | None = None
+    max_model_len: int
+
+
+class ModelList(Struct, kw_only=True):
+    object: str = "list"
+    data: list[ModelCard]
+    has_more: bool = False
+
+
+class HealthResponse(Struct):
+    status: str
+    detail: str
+    loading: bool
+
+
+class VersionResponse(Struct):
+    version: str
+
+
+class ErrorDetail(Struct):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorResponse(Struct):
+    error: ErrorDetail

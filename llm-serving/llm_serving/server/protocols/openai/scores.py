@@ -1,0 +1,129 @@
+"""Similarity of texts: POST /v1/score (vLLM), and /rerank, /v1/rerank and /v2/rerank (Jina, Cohere).
+
+A score is the cosine of the angle between the vectors of two texts.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from msgspec import UNSET
+from starlette.requests import Request
+from starlette.responses import Response
+
+from llm_serving.engine.async_engine import AsyncEngine
+from llm_serving.errors import RequestError
+from llm_serving.server.endpoint import Endpoint
+from llm_serving.server.parsing.offload import large_json_response, off_loop
+from llm_serving.server.parsing.parameters import read_fields
+from llm_serving.server.protocols.openai.embeddings import MAX_INPUTS, TextVectors, compute_vectors, cosine
+from llm_serving.server.protocols.openai.vector_schemas import (
+    RankedDocument,
+    Ranking,
+    RerankRequest,
+    Score,
+    ScoreList,
+    ScoreRequest,
+    TextDocument,
+)
+
+_INLINE_PAIRS: Final = 2
+"""Most scores that are computed on the event loop."""
+_NAMES: Final = (("text_1", "text_2"), ("queries", "documents"))
+
+
+async def create_scores(engine: AsyncEngine, http_request: Request) -> Response:
+    """Return the scores of pairs of texts."""
+    body = await read_fields(engine, http_request, ScoreRequest)
+    (first_name, first), (second_name, second) = _sides(body)
+    if len(first) not in (1, len(second)):
+        rule = f"must hold one text, or as many as `{second_name}`, {len(second)}"
+        raise RequestError(first_name, rule, len(first))
+    _check_count(second_name, len(second))
+
+    def field_name(index: int) -> str:
+        name, at = (first_name, index) if index < len(first) else (second_name, index - len(first))
+        return f"{name}[{at}]"
+
+    computed = await compute_vectors(engine, http_request, body, [*first, *second], field_name, prefix="score")
+    scores, identity = await _scores(computed, len(first)), computed.identity
+    response = ScoreList(
+        id=identity.id,
+        created=identity.created,
+        model=identity.model,
+        data=[Score(index=index, score=score) for index, score in enumerate(scores)],
+        usage=computed.usage,
+    )
+    return await large_json_response(response, computed.headers)
+
+
+async def create_ranking(engine: AsyncEngine, http_request: Request) -> Response:
+    """Rank documents by their scores with a query."""
+    body = await read_fields(engine, http_request, RerankRequest)
+    _check_count("documents", len(body.documents))
+    if body.top_n is not None and body.top_n < 0:
+        raise RequestError("top_n", "must be an integer of at least 0", body.top_n)
+    if body.max_tokens_per_doc is not None and body.max_tokens_per_doc < 1:
+        raise RequestError("max_tokens_per_doc", "must be an integer of at least 1", body.max_tokens_per_doc)
+    texts = [each.text if isinstance(each, TextDocument) else each for each in body.documents]
+    default = body.truncate_prompt_tokens
+    of_document = default if body.max_tokens_per_doc is None else body.max_tokens_per_doc
+    computed = await compute_vectors(
+        engine,
+        http_request,
+        body,
+        [body.query, *texts],
+        lambda index: f"documents[{index - 1}]" if index else "query",
+        prefix="rerank",
+        truncations=[default, *[of_document] * len(texts)],
+    )
+    scores, identity = await _scores(computed, 1), computed.identity
+    order = sorted(range(len(texts)), key=lambda index: -scores[index])
+    shown = body.return_documents is not False
+    results = [
+        RankedDocument(
+            index=index, document=TextDocument(texts[index]) if shown else UNSET, relevance_score=scores[index]
+        )
+        for index in order[: body.top_n or None]
+    ]
+    response = Ranking(id=identity.id, model=identity.model, results=results, usage=computed.usage)
+    return await large_json_response(response, computed.headers)
+
+
+def _sides(body: ScoreRequest) -> list[tuple[str, list[str]]]:
+    """Return the names and texts of both sides."""
+    given = [names for names in _NAMES if any(getattr(body, name) is not None for name in names)]
+    if len(given) != 1:
+        raise RequestError("text_1", "and `text_2` must be given, or `queries` and `documents`, and not both")
+    sides = []
+    for name in given[0]:
+        value = getattr(body, name)
+        if value is None:
+            raise RequestError(name, "is required")
+        sides.append((name, [value] if isinstance(value, str) else value))
+    return sides
+
+
+def _check_count(name: str, count: int) -> None:
+    if not 1 <= count < MAX_INPUTS:
+        raise RequestError(name, f"must hold 1 to {MAX_INPUTS - 1} texts", count)
+
+
+async def _scores(computed: TextVectors, num_first: int) -> list[float]:
+    """Return the score of each text behind the first ones, with the only first text or the one at the same position."""
+
+    def compute() -> list[float]:
+        first, second = computed.vectors[:num_first], computed.vectors[num_first:]
+        return [cosine(first[index % num_first], each) for index, each in enumerate(second)]
+
+    return await off_loop(len(computed.vectors) > _INLINE_PAIRS, compute)
+
+
+def _ranking(path: str) -> Endpoint:
+    return Endpoint("POST", path, create_ranking, "Documents by their scores", body=RerankRequest, answer=Ranking)
+
+
+ENDPOINTS: Final = (
+    Endpoint("POST", "/v1/score", create_scores, "How near texts are", body=ScoreRequest, answer=ScoreList),
+    *(_ranking(path) for path in ("/rerank", "/v1/rerank", "/v2/rerank")),
+)

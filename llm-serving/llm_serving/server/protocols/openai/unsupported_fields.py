@@ -1,0 +1,116 @@
+"""The unsupported fields of completions, chat and the tokenizer routes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from llm_serving.server.parsing.unsupported_fields import (
+    NO_ADAPTERS,
+    SERVICE_TIER,
+    SPEED_HINT,
+    TEXT_ONLY,
+    BodyFields,
+    IgnoredField,
+    RefusedField,
+    Rows,
+    named,
+)
+from llm_serving.server.protocols.openai.schemas import (
+    ChatCompletionRequest,
+    ChatMessage,
+    CompletionRequest,
+    ContentPart,
+    DetokenizeRequest,
+    Function,
+    FunctionOfMessage,
+    PriorityRequest,
+    StreamOptions,
+    TokenizeRequest,
+    Tool,
+    ToolCallOfMessage,
+)
+
+_IN_ORDER: Final = IgnoredField("calls are in order")
+_TOOLS: Final = RefusedField("is not supported: tools are not served")
+_OPENAI: Final[Rows] = {
+    "structural_tag": RefusedField("is not supported; `tools` are, and a grammar may describe any text"),
+    "grammar": named("ebnf"),
+    "logits_processors": RefusedField(),
+    "lora_request": NO_ADAPTERS,
+    "lora_path": NO_ADAPTERS,
+    "adapter_id": NO_ADAPTERS,
+    "documents": RefusedField("is not supported: put documents into `messages`"),
+    "no_repeat_ngram_size": RefusedField(),
+    "typical_p": RefusedField(neutral=(1,)),
+    "spaces_between_special_tokens": RefusedField(neutral=(True,)),
+    "do_sample": RefusedField("must be true; `temperature: 0` takes the most likely tokens", (True,)),
+    "max_new_tokens": named("max_tokens"),
+    "min_new_tokens": named("min_tokens"),
+    "stop_sequences": named("stop"),
+    "truncate": named("truncate_prompt_tokens"),
+    "top_n_tokens": named("logprobs"),
+    "modalities": RefusedField("must be text alone", (["text"],)),
+    "audio": TEXT_ONLY,
+    "verbosity": RefusedField(neutral=("medium",)),
+    "kv_transfer_params": RefusedField(),
+    "guided_decoding_backend": IgnoredField("there is one"),
+    "prediction": SPEED_HINT,
+    "store": IgnoredField("nothing is stored"),
+    "metadata": IgnoredField("only matters to what is stored"),
+    "service_tier": SERVICE_TIER,
+    "safety_identifier": IgnoredField("only names the end user"),
+    "prompt_cache_key": SPEED_HINT,
+    "prompt_cache_retention": SPEED_HINT,
+    "cache_prompt": SPEED_HINT,
+    "keep_alive": IgnoredField("the model stays loaded"),
+}  # fmt: skip
+UNSUPPORTED: Final[Mapping[type, BodyFields]] = {
+    CompletionRequest: BodyFields(
+        {
+            **_OPENAI,
+            **dict.fromkeys(("tools", "functions"), _TOOLS),
+            **dict.fromkeys(("tool_choice", "function_call"), RefusedField(_TOOLS.why, ("none", "auto"))),
+            "parallel_tool_calls": IgnoredField("only matters to tools"),
+            "suffix": RefusedField(),
+        },
+        nested={"stream_options": StreamOptions},
+    ),
+    ChatCompletionRequest: BodyFields(
+        {
+            **_OPENAI,
+            "functions": named("tools"),
+            "function_call": RefusedField("is not a parameter of this route; `tool_choice` is", ("none", "auto")),
+            "chat_template": RefusedField(),
+            "web_search_options": RefusedField("is not supported: this server searches nothing", empty_asks=True),
+        },
+        nested={"messages": ChatMessage, "tools": Tool, "stream_options": StreamOptions},
+    ),
+    StreamOptions: BodyFields({"include_obfuscation": IgnoredField("chunks are never padded")}),
+    Tool: BodyFields(nested={"function": Function}),
+    Function: BodyFields(),
+    ToolCallOfMessage: BodyFields({"index": _IN_ORDER}, nested={"function": FunctionOfMessage}),
+    FunctionOfMessage: BodyFields(),
+    ChatMessage: BodyFields(
+        {
+            "function_call": named("tool_calls"),
+            "audio": RefusedField(),
+            "refusal": RefusedField(),
+            "annotations": RefusedField(),
+        },
+        nested={"tool_calls": ToolCallOfMessage, "content": ContentPart},
+    ),
+    ContentPart: BodyFields(
+        {
+            "cache_control": SPEED_HINT,
+            **dict.fromkeys(
+                ("image_url", "input_audio", "audio_url", "video_url", "file", "refusal"),
+                TEXT_ONLY,
+            ),
+        }
+    ),
+    TokenizeRequest: BodyFields({"chat_template": RefusedField()}, nested={"messages": ChatMessage, "tools": Tool}),
+    DetokenizeRequest: BodyFields(),
+    PriorityRequest: BodyFields(),
+}  # fmt: skip
+"""Struct of a body, or of a part of one -> its unsupported fields."""

@@ -1,0 +1,154 @@
+"""Bodies and responses of the routes that return vectors or scores."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from msgspec import UNSET, Raw, Struct, UnsetType
+
+from llm_serving.server.parsing.offload import Long
+from llm_serving.server.parsing.unsupported_fields import (
+    NEVER_NEUTRAL,
+    SERVICE_TIER,
+    TEXT_ONLY,
+    BodyFields,
+    IgnoredField,
+    RefusedField,
+    Rows,
+    named,
+)
+from llm_serving.server.protocols.openai.schemas import CallerFields
+
+
+class VectorRequest(CallerFields, kw_only=True):
+    """The fields that these routes share."""
+
+    model: str | None = None
+    truncate_prompt_tokens: int | None = None
+    """Keep this many tokens from the start of each text, and the special tokens behind it; -1: as many as fit."""
+    request_id: str | None = None
+
+
+class EmbeddingsRequest(VectorRequest, kw_only=True):
+    input: str | list[str | int | list[int]]
+    """A text, several texts, token ids, or several lists of token ids."""
+    encoding_format: str | None = None
+    """`float`, or `base64`: float32, little-endian. Default: float."""
+    dimensions: int | None = None
+    """Keep so many numbers from the start of each vector, which is then normalized again."""
+    normalize: bool | None = None
+    """Whether vectors are normalized to length 1. Default: as the model's folder says, otherwise true."""
+    add_special_tokens: bool | None = None
+    """Let the tokenizer add its special tokens to the text. Default: true."""
+
+
+class ScoreRequest(VectorRequest, kw_only=True):
+    """Two lists of texts, by one of two pairs of names: one text and several, or as many in each."""
+
+    text_1: str | list[str] | None = None
+    text_2: str | list[str] | None = None
+    queries: str | list[str] | None = None
+    documents: str | list[str] | None = None
+
+
+class TextDocument(Struct):
+    text: str
+
+
+class RerankRequest(VectorRequest, kw_only=True):
+    query: str
+    documents: list[str | TextDocument]
+    top_n: int | None = None
+    """Return this many of the best; 0 or not given: all."""
+    return_documents: bool | None = None
+    """Return the texts too. Default: true."""
+    max_tokens_per_doc: int | None = None
+    """Keep this many tokens from the start of each document."""
+
+
+class TokensUsage(Struct):
+    prompt_tokens: int
+    total_tokens: int
+    completion_tokens: int = 0
+
+
+class EmbeddingItem(Struct, kw_only=True):
+    object: str = "embedding"
+    index: int
+    embedding: Raw
+    """Numbers, or base64."""
+
+
+class Embeddings(Long, kw_only=True):
+    id: str
+    object: str = "list"
+    created: int
+    model: str
+    data: list[EmbeddingItem]
+    usage: TokensUsage
+
+
+class Score(Struct, kw_only=True):
+    index: int
+    object: str = "score"
+    score: float
+
+
+class ScoreList(Long, kw_only=True):
+    id: str
+    object: str = "list"
+    created: int
+    model: str
+    data: list[Score]
+    usage: TokensUsage
+
+
+class RankedDocument(Struct, kw_only=True):
+    index: int
+    """Index among the request's documents."""
+    document: TextDocument | UnsetType = UNSET
+    relevance_score: float
+
+
+class Ranking(Long, kw_only=True):
+    id: str
+    model: str
+    results: list[RankedDocument]
+    """Best first; of equal scores the earlier document first."""
+    usage: TokensUsage
+
+
+_VECTORS: Final[Rows] = {
+    "max_tokens": RefusedField("is not a parameter of this route; `truncate_prompt_tokens` is", NEVER_NEUTRAL),
+    "messages": RefusedField("is not supported: put texts into the fields of this route"),
+    "instruction": RefusedField("is not supported: put it into the text"),
+    "chat_template": RefusedField(),
+    "mm_processor_kwargs": TEXT_ONLY,
+    "service_tier": SERVICE_TIER,
+}
+UNSUPPORTED: Final[Mapping[type, BodyFields]] = {
+    EmbeddingsRequest: BodyFields(
+        {
+            **_VECTORS,
+            "input_type": RefusedField("is not supported: put the instruction of the model into the text"),
+            "task": RefusedField("is not supported: put the instruction of the model into the text"),
+            "prompt": named("input"),
+            "inputs": named("input"),
+            "embedding_types": named("encoding_format"),
+            "additional_data": IgnoredField("only comes back with other servers"),
+        }
+    ),
+    ScoreRequest: BodyFields(_VECTORS),
+    RerankRequest: BodyFields(
+        {
+            **_VECTORS,
+            "texts": named("documents"),
+            "rank_fields": RefusedField("is not supported: documents are texts"),
+            "max_chunks_per_doc": RefusedField("is not supported: a document has one vector"),
+        },
+        nested={"documents": TextDocument},
+    ),
+    TextDocument: BodyFields(),
+}  # fmt: skip
+"""Struct of a body, or of a part of one -> its unsupported fields."""

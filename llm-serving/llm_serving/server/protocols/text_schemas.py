@@ -1,0 +1,90 @@
+"""Bodies of the routes of TGI and of the older servers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from llm_serving.server.parsing.unsupported_fields import (
+    NO_ADAPTERS,
+    BodyFields,
+    IgnoredField,
+    RefusedField,
+    Rows,
+    named,
+)
+from llm_serving.server.protocols.openai.schemas import CallerFields, JsonObject
+
+
+class TGIParameters(CallerFields):
+    do_sample: bool | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    repetition_penalty: float | None = None
+    frequency_penalty: float | None = None
+    max_new_tokens: int | None = None
+    min_new_tokens: int | None = None
+    """End-of-sequence ids cannot be sampled before this many tokens."""
+    stop: str | list[str] | None = None
+    stop_sequences: list[str] | None = None
+    """An older name of `stop`."""
+    seed: int | None = None
+    truncate: int | None = None
+    """Keep this many tokens from the end of the prompt."""
+    return_full_text: bool | None = None
+    details: bool | None = None
+    top_n_tokens: int | None = None
+    grammar: JsonObject | None = None
+    """Structured output: `type` is json, json_schema or regex, `value` the schema or expression."""
+
+
+class TGIRequest(CallerFields):
+    inputs: str
+    parameters: TGIParameters | None = None
+    stream: bool | None = None
+
+
+class LegacyParameters(CallerFields):
+    do_sample: bool | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    temperature: float | None = None
+    repetition_penalty: float | None = None
+    max_new_tokens: int | None = None
+    return_full_text: bool | None = None
+    return_protocol: str | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+
+
+class LegacyRequest(CallerFields):
+    inputs: str
+    parameters: LegacyParameters | None = None
+    stream: bool | None = None
+
+
+_TGI: Final[Rows] = {
+    "best_of": RefusedField(neutral=(1,)),
+    "typical_p": RefusedField(neutral=(1,)),
+    "watermark": RefusedField(),
+    "decoder_input_details": RefusedField(),
+    "adapter_id": NO_ADAPTERS,
+    "max_tokens": named("max_new_tokens"),
+    "min_tokens": named("min_new_tokens"),
+    "truncate_prompt_tokens": named("truncate"),
+}
+_LEGACY_IGNORED: Final[Rows] = dict.fromkeys(
+    ("details", "decoder_input_details", "top_n_tokens", "truncate", "typical_p", "watermark"),
+    IgnoredField("never had an effect on these routes"),
+)
+_OLDER: Final = IgnoredField("these routes never refused a field")
+UNSUPPORTED: Final[Mapping[type, BodyFields]] = {
+    TGIRequest: BodyFields(
+        {"options": IgnoredField("only matters to caches before the server")}, nested={"parameters": TGIParameters}
+    ),
+    TGIParameters: BodyFields(_TGI),
+    LegacyRequest: BodyFields(unknown=_OLDER, nested={"parameters": LegacyParameters}),
+    LegacyParameters: BodyFields(_LEGACY_IGNORED, _OLDER),
+}  # fmt: skip
+"""Struct of a body, or of a part of one -> its unsupported fields."""

@@ -1,0 +1,250 @@
+"""The routes of text-generation-inference (TGI): POST / , /generate and /generate_stream, GET /info.
+
+`priority`, `priority_class`, `user` and `cache_salt` may stand in the body or in its `parameters`.
+
+As in TGI, tokens are sampled with `do_sample` or with any parameter that only matters to sampling; otherwise decoding
+is greedy. A stream has one event per token; the last one has the whole text.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, Final
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from llm_serving import __version__
+from llm_serving.core.request import FinishReason
+from llm_serving.core.request_output import RequestOutput
+from llm_serving.core.sampling_params import MAX_STOP_STRINGS, Real, SamplingParams
+from llm_serving.engine.async_engine import AsyncEngine
+from llm_serving.errors import LLMServingError, RequestError
+from llm_serving.server.endpoint import Endpoint
+from llm_serving.server.generation.choices import MAX_CHOICES
+from llm_serving.server.generation.logprobs import MIN_LOGPROB, token_outputs
+from llm_serving.server.generation.pipeline import EncodedRequest, ProtocolRequest, start_generation
+from llm_serving.server.generation.precheck import PrecheckInput
+from llm_serving.server.generation.prompts import encode_text
+from llm_serving.server.generation.response import ResponseBuilder, respond
+from llm_serving.server.generation.sampling import sampling_params
+from llm_serving.server.generation.structured_output import structured_output_of
+from llm_serving.server.parsing.errors import json_response, tgi_error_content, tgi_error_response
+from llm_serving.server.parsing.offload import large_json_response
+from llm_serving.server.parsing.parameters import note_ignored, read_fields
+from llm_serving.server.protocols.text_schemas import TGIParameters, TGIRequest
+from llm_serving.text.tokenizer.tokenizer import Tokenizer
+
+DEFAULT_MAX_NEW_TOKENS: Final = 100
+
+_FIELDS: Final = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "logprobs": "top_n_tokens"}
+"""Parameter -> its name in this protocol."""
+_NAMES: Final = {**_FIELDS, "prompt": "inputs"}
+_TEMPERATURE: Final = Real(0.0, 100.0, above_low=True)
+
+JsonObject = dict[str, Any]
+
+
+async def _generate(engine: AsyncEngine, http_request: Request, *, stream: bool | None) -> Response:
+    """Continue a prompt; without `stream` the body selects, and a whole response is put into a list."""
+    body = await read_fields(engine, http_request, TGIRequest)
+    parameters = body.parameters or TGIParameters()
+    streams = bool(body.stream) if stream is None else stream
+    if body.stream not in (None, streams):
+        note_ignored(http_request, "stream")
+    if parameters.top_n_tokens and not (streams or parameters.details):
+        note_ignored(http_request, "top_n_tokens")
+    request = _TGIRequest(engine, http_request, body, parameters)
+    started = await start_generation(request)
+    builder = TGIBuilder(engine.tokenizer, body.inputs, parameters, request.sampling, as_list=stream is None)
+    return await respond(http_request, started, builder, stream=streams)
+
+
+class _TGIRequest(ProtocolRequest):
+    def __init__(self, engine: AsyncEngine, http_request: Request, body: TGIRequest, parameters: TGIParameters) -> None:
+        super().__init__(engine, http_request, body, parameters)
+        self._inputs = body.inputs
+        self._parameters = parameters
+        self.sampling = SamplingParams()
+
+    async def prepare(self) -> PrecheckInput:
+        self.sampling = _sampling(self._parameters)
+        self._output = structured_output_of(self._parameters, _FIELDS)
+        truncates = self._parameters.truncate is not None
+        return PrecheckInput([self._inputs], self.sampling.max_tokens, _NAMES, truncates=truncates)
+
+    async def encode(self) -> EncodedRequest:
+        prompt = await encode_text(self.engine, self._inputs, "inputs")
+        if (count := self._parameters.truncate) is not None:
+            if count < 1:
+                raise RequestError("truncate", "must be an integer of at least 1", count)
+            prompt = prompt[-count:]
+        return EncodedRequest([prompt], self.sampling, self._output)
+
+
+def _sampling(parameters: TGIParameters) -> SamplingParams:
+    if parameters.temperature is not None:
+        _TEMPERATURE.checked("temperature", parameters.temperature)
+    max_new_tokens = DEFAULT_MAX_NEW_TOKENS if parameters.max_new_tokens is None else parameters.max_new_tokens
+    samples = (
+        parameters.do_sample
+        or parameters.temperature not in (None, 1.0)
+        or parameters.top_k not in (None, 0)
+        or parameters.top_p not in (None, 1.0)
+    )
+    if parameters.stop and parameters.stop_sequences and parameters.stop != parameters.stop_sequences:
+        raise RequestError("stop_sequences", "is an older name of `stop`; give one of them")
+    return sampling_params(
+        parameters,
+        _FIELDS | {"stop": "stop" if parameters.stop else "stop_sequences"},
+        max_tokens=max_new_tokens,
+        temperature=(1.0 if parameters.temperature is None else parameters.temperature) if samples else 0.0,
+        include_stop_str_in_output=True,
+        logprobs=parameters.top_n_tokens or 0,
+    )
+
+
+class TGIBuilder(ResponseBuilder):
+    """Builds the response of TGI; `as_list` puts a whole response into a list."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        inputs: str,
+        parameters: TGIParameters,
+        sampling: SamplingParams,
+        *,
+        as_list: bool,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._parameters = parameters
+        self._sampling = sampling
+        self._as_list = as_list
+        self._texts = [inputs if parameters.return_full_text else ""]
+        self._num_events = 0
+        self._tokens: list[JsonObject] = []
+        self._top_tokens: list[list[JsonObject]] = []
+        self._details: JsonObject = {}
+
+    def _add(self, output: RequestOutput) -> tuple[list[JsonObject], list[list[JsonObject]]]:
+        """Add an output; return its tokens, and the most likely tokens beside each."""
+        self._texts.append(output.text)
+        if output.finished:
+            self._details = self._finish_details(output)
+        return [self._token(*token) for token in token_outputs(output)], self._likely_tokens(output)
+
+    def encode_delta(self, index: int, output: RequestOutput) -> bytes:
+        tokens, top_tokens = self._add(output)
+        events = []
+        for i, token in enumerate(tokens):
+            self._num_events += 1
+            content: JsonObject = {"index": self._num_events, "token": token}
+            if self._parameters.top_n_tokens:
+                content["top_tokens"] = top_tokens[i]
+            is_last = output.finished and i == len(tokens) - 1
+            content["generated_text"] = "".join(self._texts) if is_last else None
+            content["details"] = self._details if is_last and self._parameters.details else None
+            events.append(_event(content))
+        return b"".join(events)
+
+    def error_chunk(self, error: LLMServingError) -> bytes:
+        return _event(tgi_error_content(error))
+
+    def fold(self, index: int, output: RequestOutput) -> None:
+        tokens, top_tokens = self._add(output)
+        self._tokens += tokens
+        self._top_tokens += top_tokens
+
+    async def response(self, headers: dict[str, str]) -> Response:
+        whole: JsonObject = {"generated_text": "".join(self._texts)}
+        if not self._parameters.details:
+            return json_response([whole] if self._as_list else whole, headers=headers)
+        whole["details"] = self._details | {"prefill": [], "tokens": self._tokens, "best_of_sequences": None}
+        if self._parameters.top_n_tokens:
+            whole["details"]["top_tokens"] = self._top_tokens
+        return await large_json_response([whole] if self._as_list else whole, headers)
+
+    def _token(self, token_id: int, logprob: float, text: str) -> JsonObject:
+        """Return a token with the text that it completes.
+
+        Clients join the texts of tokens that are not special. So the token that ends the output does not count as
+        special where it releases text that had been held back.
+        """
+        special = token_id in self._tokenizer.special_token_ids and not text
+        return {
+            "id": token_id,
+            "text": self._tokenizer.token_text(token_id) if special else text,
+            "logprob": logprob,
+            "special": special,
+        }
+
+    def _likely(self, token_id: int, logprob: float) -> JsonObject:
+        return {
+            "id": token_id,
+            "text": self._tokenizer.token_text(token_id),
+            "logprob": max(logprob, MIN_LOGPROB),
+            "special": token_id in self._tokenizer.special_token_ids,
+        }
+
+    def _likely_tokens(self, output: RequestOutput) -> list[list[JsonObject]]:
+        return [
+            [
+                self._likely(token_id, logprob)
+                for token_id, logprob in zip(token.top_token_ids, token.top_logprobs, strict=True)
+            ]
+            for token in output.logprobs
+        ]
+
+    def _finish_details(self, output: RequestOutput) -> JsonObject:
+        if output.finish_reason is not FinishReason.STOP:
+            reason = "length"
+        else:
+            reason = "eos_token" if output.stop_reason is None else "stop_sequence"
+        return {
+            "finish_reason": reason,
+            "generated_tokens": output.num_output_tokens,
+            "seed": None if self._sampling.greedy else self._sampling.seed,
+            "input_length": output.num_prompt_tokens,
+        }
+
+
+async def show_info(engine: AsyncEngine, http_request: Request) -> Response:
+    """Describe the served model and the limits of the server."""
+    config = engine.config
+    return json_response(
+        {
+            "model_id": config.model.model_name,
+            "model_sha": None,
+            "model_dtype": config.model.model_dtype,
+            "model_device_type": config.device.device_target.lower(),
+            "model_pipeline_tag": "text-generation",
+            "max_concurrent_requests": config.model.decode_batch_size + config.scheduler.max_waiting_queue,
+            "max_best_of": 1,
+            "max_stop_sequences": MAX_STOP_STRINGS,
+            "max_input_tokens": config.model.max_input_len,
+            "max_total_tokens": engine.max_model_len,
+            "max_client_batch_size": MAX_CHOICES,
+            "router": "llm-serving",
+            "version": __version__,
+            "sha": None,
+            "docker_label": None,
+        }
+    )
+
+
+def _event(content: JsonObject) -> bytes:
+    return b"data:" + msgspec.json.encode(content) + b"\n\n"
+
+
+def _generation_endpoint(path: str, stream: bool | None, summary: str) -> Endpoint:
+    handler = partial(_generate, stream=stream)
+    return Endpoint("POST", path, handler, summary, body=TGIRequest, error_response=tgi_error_response)
+
+
+ENDPOINTS: Final = (
+    _generation_endpoint("/", None, "Continue a prompt (TGI), as a stream or as a list"),
+    _generation_endpoint("/generate", False, "Continue a prompt (TGI)"),
+    _generation_endpoint("/generate_stream", True, "Stream a continuation (TGI)"),
+    Endpoint("GET", "/info", show_info, "Describe the served model (TGI)", error_response=tgi_error_response),
+)

@@ -1,0 +1,95 @@
+"""Sharing the memory or disk of a store between tenants."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class TenantQuota:
+    """Limits each of several tenants to as many bytes as it leaves free, so that no tenant can fill the store.
+
+    These are dynamic thresholds: Choudhury and Hahne, "Dynamic queue length thresholds for shared-memory packet
+    switches", IEEE/ACM Transactions on Networking 6 (2), 1998.
+    """
+
+    num_bytes: int
+    """Size of the store."""
+    is_shared: Callable[[], bool] = lambda: False
+    """Whether there are several tenants."""
+    key: str = "serving_config.batch_store_bytes"
+    """The key of the configuration that sets the size."""
+
+    def room(self, used: int, own: int) -> int:
+        """Return the bytes that a tenant may still use; negative where it exceeds its limit.
+
+        Args:
+            used: Bytes used by all tenants.
+            own: Bytes used by this tenant.
+        """
+        free = self.num_bytes - used
+        return (free - own) // 2 if self.is_shared() else free
+
+    @property
+    def rule(self) -> str:
+        """The limit, worded for an error whose subject is what the store holds."""
+        of_one = ", and those of one API key at most as many as they leave free" if self.is_shared() else ""
+        return f"have at most {self.num_bytes} bytes{of_one} ({self.key})"
+
+
+class StoredSizes:
+    """Sizes and tenants of the named entries of a store, oldest first; says which to evict for a new one.
+
+    The oldest entries are evicted, of several tenants those of the tenant that would have most. This is longest queue
+    drop: Suter, Lakshman, Stiliadis and Choudhury, "Buffer management schemes for supporting TCP in
+    gigabit routers with per-flow queueing", IEEE Journal on Selected Areas in Communications 17 (6), 1999.
+    """
+
+    def __init__(self, shares: TenantQuota) -> None:
+        self._shares = shares
+        self._all: dict[str, tuple[str, int]] = {}
+        self._of_tenant: dict[str, dict[str, int]] = {}
+        self._own: Counter[str] = Counter()
+        self.num_bytes = 0
+
+    def room(self, tenant: str) -> int:
+        """Return the bytes that a tenant may still use without evicting an entry."""
+        return self._shares.room(self.num_bytes, self._own[tenant])
+
+    def add(self, name: str, tenant: str, num_bytes: int) -> None:
+        """Add an entry as the newest."""
+        self._all[name] = (tenant, num_bytes)
+        self._of_tenant.setdefault(tenant, {})[name] = num_bytes
+        self._own[tenant] += num_bytes
+        self.num_bytes += num_bytes
+
+    def remove(self, name: str) -> None:
+        """Remove an entry, if it is there."""
+        if name not in self._all:
+            return
+        tenant, num_bytes = self._all.pop(name)
+        del self._of_tenant[tenant][name]
+        self._own[tenant] -= num_bytes
+        self.num_bytes -= num_bytes
+        if not self._of_tenant[tenant]:
+            del self._of_tenant[tenant], self._own[tenant]
+
+    def evictions(self, tenant: str, num_bytes: int) -> list[str] | None:
+        """Return the entries to evict so that a tenant can add so many bytes; None: they do not fit at all."""
+        too_many = self.num_bytes + num_bytes - self._shares.num_bytes
+        if too_many <= 0:
+            return []
+        names, is_shared = list[str](), self._shares.is_shared()
+        of_all, oldest = iter(self._all), {owner: iter(own) for owner, own in self._of_tenant.items()}
+        own = self._own + Counter({tenant: num_bytes})
+        while too_many > 0:
+            first = oldest.get(max(own, key=own.__getitem__), iter(())) if is_shared else of_all
+            if (name := next(first, None)) is None:
+                return None
+            owner, size = self._all[name]
+            names.append(name)
+            own[owner] -= size
+            too_many -= size
+        return names

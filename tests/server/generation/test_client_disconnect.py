@@ -1,0 +1,74 @@
+"""Clients that leave at the worst of moments."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from llm_serving.core.sampling_params import SamplingParams
+from llm_serving.server.generation.generation import Generation
+from llm_serving.server.generation.streaming import ClientGoneError, run_until_client_leaves
+from support.fakes import FakeEngine, FakeStream, Script, Submitted
+
+
+def test_who_leaves_as_the_work_ends_breaks_off_nothing_else():
+    async def run() -> str:
+        loop = asyncio.get_running_loop()
+        gone, done = loop.create_future(), loop.create_future()
+
+        async def receive() -> dict[str, str]:
+            await gone
+            return {"type": "http.disconnect"}
+
+        async def work() -> str:
+            return await done
+
+        def both_at_once() -> None:
+            gone.set_result(None)
+            done.set_result("answer")
+
+        loop.call_later(0, both_at_once)
+        result = await run_until_client_leaves(receive, work())
+        for _ in range(5):  # what follows the work: closing the generation, sending the answer
+            await asyncio.sleep(0)
+        return result
+
+    assert asyncio.run(run()) == "answer"
+
+
+def test_who_leaves_before_is_told_apart_from_a_server_that_stops():
+    async def leave() -> dict[str, str]:
+        return {"type": "http.disconnect"}
+
+    async def stay() -> dict[str, str]:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def run() -> None:
+        with pytest.raises(ClientGoneError):
+            await run_until_client_leaves(leave, asyncio.Event().wait())
+        task = asyncio.create_task(run_until_client_leaves(stay, asyncio.Event().wait()))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(run())
+
+
+def test_a_generation_whose_closing_is_cancelled_has_given_up_its_requests():
+    async def run() -> list[str]:
+        engine = FakeEngine()
+        held = Script(hold_after=0)
+        asked = [Submitted([1], SamplingParams(), f"request-{i}", 0) for i in range(2)]
+        generation = Generation([FakeStream(engine, each, held) for each in asked])
+        reading = asyncio.create_task(anext(generation.outputs()))
+        await engine.held.wait()
+        closing = asyncio.create_task(generation.aclose())
+        await asyncio.sleep(0)
+        closing.cancel()
+        reading.cancel()
+        await asyncio.gather(closing, reading, return_exceptions=True)
+        return engine.aborted
+
+    assert asyncio.run(run()) == ["request-0", "request-1"]

@@ -1,0 +1,73 @@
+"""Every protocol takes the one pipeline, and a whole response is the fold of the deltas that a stream sends."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from llm_serving.core.request import FinishReason
+from llm_serving.server.generation import pipeline
+from support.fakes import FakeEngine, Piece, Script
+from support.server_client import events, post
+
+OUTPUTS = Script((Piece("Hé"), Piece("", 1), Piece("llo wor", 2), Piece("ld", 3)), FinishReason.LENGTH)
+USER = [{"role": "user", "content": "Hello"}]
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "Hello"},
+    "/v1/chat/completions": {"messages": USER},
+    "/v1/messages": {"messages": USER, "max_tokens": 9},
+    "/v1/responses": {"input": "Hello"},
+    "/v1/embeddings": {"input": "Hello"},
+    "/generate": {"inputs": "Hello"},
+    "/models/demo/generate": {"inputs": "Hello"},
+}
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_every_protocol_goes_through_the_admission_precheck(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    checked = []
+    precheck = pipeline.precheck
+
+    async def recorded(engine, caller, request, *, known=False):
+        checked.append(request.prompts)
+        return await precheck(engine, caller, request, known=known)
+
+    monkeypatch.setattr(pipeline, "precheck", recorded)
+    assert post(FakeEngine(OUTPUTS), path, BODIES[path]).status_code == 200
+    assert len(checked) == 1
+
+
+@pytest.mark.parametrize("fields", [{}, {"n": 2}, {"logprobs": 2}, {"echo": True}, {"return_token_ids": True}])
+def test_a_whole_completion_is_the_fold_of_its_chunks(fields: dict[str, Any]) -> None:
+    body = {"prompt": ["Hello", "you"], "echo": False, **fields}
+    if fields == {"echo": True}:
+        body["prompt"] = "Hello"
+    whole = post(FakeEngine(OUTPUTS), "/v1/completions", body).json()["choices"]
+    *chunks, done = events(post(FakeEngine(OUTPUTS), "/v1/completions", body | {"stream": True}))
+    assert done == "[DONE]"
+    for choice in whole:
+        deltas = [each for chunk in chunks for each in chunk["choices"] if each["index"] == choice["index"]]
+        assert choice["text"] == "".join(delta["text"] for delta in deltas)
+        assert choice["finish_reason"] == deltas[-1]["finish_reason"]
+        if "logprobs" in fields:
+            for name, values in choice["logprobs"].items():
+                assert values == [value for delta in deltas for value in delta["logprobs"][name]]
+        if "return_token_ids" in fields:
+            assert choice["token_ids"] == [token for delta in deltas for token in delta["token_ids"]]
+            assert choice["prompt_token_ids"] == deltas[0]["prompt_token_ids"]
+
+
+@pytest.mark.parametrize("fields", [{}, {"n": 2}, {"logprobs": True, "top_logprobs": 2}, {"return_token_ids": True}])
+def test_a_whole_chat_completion_is_the_fold_of_its_chunks(fields: dict[str, Any]) -> None:
+    body = {"messages": USER, **fields}
+    whole = post(FakeEngine(OUTPUTS), "/v1/chat/completions", body).json()["choices"]
+    *chunks, _ = events(post(FakeEngine(OUTPUTS), "/v1/chat/completions", body | {"stream": True}))
+    for choice in whole:
+        deltas = [each for chunk in chunks for each in chunk["choices"] if each["index"] == choice["index"]][1:]
+        assert choice["message"]["content"] == "".join(delta["delta"].get("content", "") for delta in deltas)
+        assert choice["finish_reason"] == deltas[-1]["finish_reason"]
+        if "logprobs" in fields:
+            reported = [value for delta in deltas for value in delta["logprobs"]["content"]]
+            assert choice["logprobs"]["content"] == reported
+        if "return_token_ids" in fields:
+            assert choice["token_ids"] == [token for delta in deltas for token in delta["token_ids"]]

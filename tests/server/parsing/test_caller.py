@@ -1,0 +1,200 @@
+"""Priority, class, tenant and salt of a request, on every protocol, and the ceiling of its API key."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from llm_serving.config.tables import ApiKey
+from llm_serving.server.middleware.authentication import hash_key
+from llm_serving.server.parsing.caller import source_of
+from llm_serving.server.parsing.parameters import IGNORED_HEADER
+from starlette.requests import Request as HttpRequest
+from support.fakes import FakeEngine
+from support.server_client import error_of, post, request
+
+CHAT = {"messages": [{"role": "user", "content": "x"}]}
+BODIES = {
+    "/v1/completions": {"prompt": "x"},
+    "/v1/chat/completions": CHAT,
+    "/": {"inputs": "x"},
+    "/generate": {"inputs": "x"},
+    "/models/demo": {"inputs": "x", "parameters": {"max_new_tokens": 4}},
+    "/models/demo/generate": {"inputs": "x", "parameters": {"max_new_tokens": 4}},
+}
+WITH_PARAMETERS = [path for path, body in BODIES.items() if "inputs" in body]
+KEY = "k" * 20
+HEADERS = {"authorization": f"Bearer {KEY}"}
+
+
+def key(highest_class: str | None) -> tuple[ApiKey, ...]:
+    return (ApiKey(name="team-a", key_sha256=hash_key(KEY), highest_class=highest_class),)
+
+
+def submitted(path, fields, engine=None, **arguments):
+    engine = engine or FakeEngine()
+    assert post(engine, path, BODIES[path] | fields, **arguments).status_code == 200
+    return engine.submitted[-1]
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_nothing_said_is_priority_0_and_no_tenant(path):
+    request = submitted(path, {})
+    assert (request.priority, request.tenant, request.cache_salt) == (0, "", "")
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_every_protocol_takes_the_fields(path):
+    request = submitted(path, {"priority": -3, "user": "ann", "cache_salt": "s"})
+    assert (request.priority, request.tenant, request.cache_salt) == (-3, "ann", "s")
+    assert submitted(path, {"priority_class": "batch"}).priority == 1
+    assert submitted(path, {"priority_class": "interactive"}).priority == -1
+
+
+@pytest.mark.parametrize("path", WITH_PARAMETERS)
+def test_the_fields_may_stand_among_the_parameters(path):
+    fields = {"priority_class": "batch", "user": "ann", "cache_salt": "s"}
+    request = submitted(path, {"parameters": {"max_new_tokens": 4} | fields, "user": "ann"})
+    assert (request.priority, request.tenant, request.cache_salt) == (1, "ann", "s")
+
+
+def test_all_addresses_of_a_network_are_one_source():
+    """What is shared out by source would be somebody's alone that asks from another address each time."""
+    hosts = ["2001:db8:1:2::3", "2001:db8:1:2:3:4:5:6", "2001:db8:1:3::3", "10.0.0.1", "::ffff:10.0.0.1"]
+    sources = [source_of(HttpRequest({"type": "http", "client": (host, 1)})) for host in hosts]
+    assert sources[0] == sources[1] != sources[2]
+    assert sources[3] == sources[4] == "10.0.0.1"
+    assert source_of(HttpRequest({"type": "http", "client": None})) == ""
+
+
+def test_two_places_with_two_values_are_refused():
+    response = post(FakeEngine(), "/generate", {"inputs": "x", "user": "a", "parameters": {"user": "b"}})
+    assert response.status_code == 422
+    assert response.json()["error"] == "`user` must be given once, or with one value"
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"priority": 1, "priority_class": "batch"}, "`priority_class` must not be given together with `priority`"),
+        (
+            {"priority_class": "urgent"},
+            "`priority_class` must be one of interactive, standard, batch. Given: 'urgent'",
+        ),
+        ({"user": "u" * 257}, "`user` must be text of at most 256 characters. Given: 257"),
+        ({"cache_salt": "u" * 257}, "`cache_salt` must be text of at most 256 characters. Given: 257"),
+    ],
+)
+def test_a_wrong_field_is_named(path, fields, message):
+    engine = FakeEngine()
+    response = post(engine, path, BODIES[path] | fields)
+    assert response.status_code == (400 if path.startswith("/v1") else 422)
+    assert message in response.text
+    assert engine.submitted == []
+
+
+def test_each_of_n_choices_has_the_caller():
+    engine = FakeEngine()
+    submitted("/v1/completions", {"n": 2, "priority_class": "batch", "user": "ann"}, engine)
+    assert [(each.priority, each.tenant) for each in engine.submitted] == [(1, "ann"), (1, "ann")]
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        (
+            {"priority": -1},
+            "`priority` must not go before class standard, rank 0, with the API key of team-a. Given: -1",
+        ),
+        ({"priority_class": "interactive"}, "`priority_class` must not go before class standard, rank 0"),
+    ],
+)
+def test_above_the_ceiling_of_its_key_a_request_is_refused(path, fields, named):
+    engine = FakeEngine(api_keys=key("standard"))
+    response = post(engine, path, BODIES[path] | fields, headers=HEADERS)
+    assert response.status_code == 403
+    assert named in response.text
+    assert engine.submitted == []
+
+
+def test_the_refusal_has_the_type_of_openai():
+    engine = FakeEngine(api_keys=key("standard"))
+    error = error_of(post(engine, "/v1/completions", {"prompt": "x", "priority": -1}, headers=HEADERS))
+    assert (error["type"], error["param"]) == ("permission_error", "priority")
+
+
+@pytest.mark.parametrize(
+    ("highest_class", "fields", "priority"),
+    [
+        ("standard", {"priority": 0}, 0),
+        ("standard", {"priority_class": "batch"}, 1),
+        ("standard", {}, 0),
+        ("batch", {}, 1),
+        ("interactive", {}, 0),
+        ("interactive", {"priority": -1}, -1),
+        (None, {"priority": -1000}, -1000),
+    ],
+)
+def test_at_or_below_the_ceiling_a_request_runs(highest_class, fields, priority):
+    engine = FakeEngine(api_keys=key(highest_class))
+    request = submitted("/v1/completions", fields, engine, headers=HEADERS)
+    assert (request.priority, request.tenant) == (priority, "team-a")
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize(("user", "ignored"), [("team-b", "user"), ("team-a", None), ("", None)])
+def test_the_tenant_is_the_name_of_the_key_and_another_user_is_named_as_ignored(path, user, ignored):
+    engine = FakeEngine(api_keys=key(None))
+    response = post(engine, path, BODIES[path] | {"user": user}, headers=HEADERS)
+    assert [each.tenant for each in engine.submitted] == ["team-a"]
+    assert response.headers.get(IGNORED_HEADER) == ignored
+    assert IGNORED_HEADER not in post(FakeEngine(), path, BODIES[path] | {"user": user}).headers
+
+
+def anonymous(highest_class: str | None) -> FakeEngine:
+    engine = FakeEngine()
+    serving = replace(engine.config.serving, anonymous_highest_class=highest_class)
+    engine.config = replace(engine.config, serving=serving)
+    return engine
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        (
+            {"priority": -1},
+            "`priority` must not go before class standard, rank 0, without an API key "
+            "(serving_config.anonymous_highest_class). Given: -1",
+        ),
+        ({"priority_class": "interactive"}, "`priority_class` must not go before class standard, rank 0"),
+    ],
+)
+def test_without_a_key_a_request_above_the_ceiling_is_refused(path, fields, named):
+    engine = anonymous("standard")
+    response = post(engine, path, BODIES[path] | fields)
+    assert response.status_code == 403
+    assert named in response.text
+    assert engine.submitted == []
+
+
+@pytest.mark.parametrize(
+    ("highest_class", "fields", "priority"),
+    [("standard", {}, 0), ("standard", {"priority": 5}, 5), ("batch", {}, 1), (None, {"priority": -1000}, -1000)],
+)
+def test_without_a_key_a_request_at_or_below_the_ceiling_runs(highest_class, fields, priority):
+    assert submitted("/v1/completions", fields, anonymous(highest_class)).priority == priority
+
+
+def test_the_ceiling_of_a_key_counts_not_that_of_anonymous_callers():
+    engine = FakeEngine(api_keys=key("interactive"))
+    engine.config = replace(engine.config, serving=replace(engine.config.serving, anonymous_highest_class="batch"))
+    assert submitted("/v1/completions", {"priority": -1}, engine, headers=HEADERS).priority == -1
+
+
+def test_the_openapi_document_has_the_fields():
+    schemas = request(FakeEngine(), "GET", "/openapi.json").json()["components"]["schemas"]
+    for name in ("CompletionRequest", "ChatCompletionRequest", "TGIRequest", "TGIParameters", "LegacyRequest"):
+        assert {"priority", "priority_class", "user", "cache_salt"} <= set(schemas[name]["properties"]), name

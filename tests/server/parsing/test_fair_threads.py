@@ -1,0 +1,100 @@
+"""Threads that nobody can take for themselves."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future
+from functools import partial
+
+import pytest
+from llm_serving.server.parsing.offload import FairThreads
+
+
+class Work:
+    """Pieces of work on one thread, each of which takes so long on a clock; none begins before `gate` is open."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.done: list[str] = []
+        self.gate = threading.Event()
+        self.threads = FairThreads(1, "test", lambda: self.now)
+        self._futures = [self.threads.submit("", self.gate.wait)]
+
+    def ask(self, owner: str, seconds: float = 1.0) -> Future[str]:
+        self._futures.append(self.threads.submit(owner, partial(self._do, owner, seconds)))
+        return self._futures[-1]
+
+    def _do(self, owner: str, seconds: float) -> str:
+        self.now += seconds
+        self.done.append(owner)
+        return owner
+
+    def finish(self) -> list[str]:
+        self.gate.set()
+        for future in self._futures:
+            if not future.cancelled():
+                future.exception()
+        return self.done
+
+
+def test_a_newcomer_waits_for_one_piece_of_each_of_the_others() -> None:
+    work = Work()
+    for _ in range(50):
+        work.ask("a")
+        work.ask("b")
+    work.ask("new")
+    assert work.finish().index("new") == 2
+
+
+def test_time_is_shared_out_and_not_pieces() -> None:
+    work = Work()
+    for _ in range(20):
+        work.ask("long", 2.0)
+        work.ask("short", 0.5)
+    done = work.finish()
+    assert done[: done.index("short")] in ([], ["long"])
+    assert done[:11].count("short") == 8, "while the other has had two or three pieces"
+
+
+def test_who_asked_for_nothing_has_saved_nothing_up() -> None:
+    work = Work()
+    for _ in range(10):
+        work.ask("a")
+    waits = work.ask("a")
+    work.gate.set()
+    waits.result()
+    gate = threading.Event()
+    work.threads.submit("", gate.wait)
+    for _ in range(6):
+        work.ask("a")
+        work.ask("b")
+    gate.set()
+    assert work.finish()[11:15].count("b") in (2, 3)
+
+
+def test_what_is_cancelled_before_its_turn_is_not_done() -> None:
+    work = Work()
+    first, second = work.ask("a"), work.ask("a")
+    assert first.cancel()
+    work.finish()
+    assert (work.done, second.result()) == (["a"], "a")
+
+
+def test_what_is_raised_is_raised_and_others_go_on() -> None:
+    work = Work()
+    failed = work.threads.submit("a", lambda: 1 / 0)
+    after = work.ask("a")
+    work.finish()
+    assert after.result() == "a"
+    with pytest.raises(ZeroDivisionError):
+        failed.result()
+
+
+def test_those_who_have_had_their_share_are_forgotten() -> None:
+    work = Work()
+    for number in range(100):
+        work.ask(str(number), 0.1)
+    work.finish()
+    for _ in range(5):
+        work.ask("last", 1.0).result()
+    assert set(work.threads._used_s) <= {"last"}

@@ -1,0 +1,87 @@
+"""How near texts are: scores of pairs, and documents by their scores."""
+
+from __future__ import annotations
+
+import pytest
+from llm_serving.core.request import FinishReason
+from llm_serving.server.protocols.openai.embeddings import cosine
+from support.fakes import FakeEngine, Piece, Script
+from support.server_client import error_of, post
+
+SILENT = Script((Piece("", 0),), FinishReason.LENGTH)
+RERANK = {"query": "a", "documents": ["b", "a", {"text": "c"}]}
+
+
+def score(first: str, second: str) -> float:
+    engine = FakeEngine()
+    return cosine(*(engine.vector_of(engine.tokenizer.encode(text)) for text in (first, second)))
+
+
+@pytest.mark.parametrize(
+    ("body", "pairs"),
+    [
+        ({"text_1": "a", "text_2": "b"}, ["ab"]),
+        ({"text_1": "a", "text_2": ["a", "b"]}, ["aa", "ab"]),
+        ({"text_1": ["a", "b"], "text_2": ["b", "c"]}, ["ab", "bc"]),
+        ({"queries": ["a"], "documents": ["b", "c", "a"]}, ["ab", "ac", "aa"]),
+    ],
+)
+def test_the_scores_of_pairs(body, pairs):
+    answer = post(FakeEngine(SILENT), "/v1/score", body).json()
+    assert [each["index"] for each in answer["data"]] == list(range(len(pairs)))
+    assert [each["score"] for each in answer["data"]] == [score(*pair) for pair in pairs]
+    assert answer["usage"]["prompt_tokens"] == answer["usage"]["total_tokens"] > 0
+
+
+@pytest.mark.parametrize("path", ["/rerank", "/v1/rerank", "/v2/rerank"])
+def test_documents_by_their_scores(path):
+    answer = post(FakeEngine(SILENT), path, RERANK).json()
+    results = answer["results"]
+    assert [each["relevance_score"] for each in results] == sorted((score("a", x) for x in "bac"), reverse=True)
+    assert results[0]["index"] == 1
+    assert results[0]["relevance_score"] == 1.0
+    assert {each["index"]: each["document"]["text"] for each in results} == {0: "b", 1: "a", 2: "c"}
+
+
+def test_only_the_best_may_be_told_and_without_their_texts():
+    answer = post(FakeEngine(SILENT), "/rerank", RERANK | {"top_n": 2, "return_documents": False}).json()
+    assert [set(each) for each in answer["results"]] == [{"index", "relevance_score"}] * 2
+
+
+def test_equal_documents_stay_in_their_order():
+    answer = post(FakeEngine(SILENT), "/rerank", {"query": "a", "documents": ["b"] * 5}).json()
+    assert [each["index"] for each in answer["results"]] == list(range(5))
+
+
+def test_documents_are_cut_and_the_query_is_not():
+    engine = FakeEngine(SILENT)
+    post(engine, "/rerank", {"query": "one two three", "documents": ["one two three"], "max_tokens_per_doc": 2})
+    query, document = (each.prompt_token_ids for each in engine.submitted)
+    assert (document, len(query) > 2) == (query[:2], True)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/score", {"text_1": "a"}, "text_2"),
+        ("/v1/score", {}, "text_1"),
+        ("/v1/score", {"text_1": "a", "text_2": "b", "queries": "c", "documents": "d"}, "text_1"),
+        ("/v1/score", {"text_1": ["a", "b"], "text_2": ["c"]}, "text_1"),
+        ("/v1/score", {"text_1": "a", "text_2": []}, "text_2"),
+        ("/v1/score", {"text_1": "a", "text_2": ["b"] * 2048}, "text_2"),
+        ("/v1/score", {"text_1": "a " * 200, "text_2": "b"}, "text_1[0]"),
+        ("/rerank", {"query": "a", "documents": []}, "documents"),
+        ("/rerank", {"query": "a " * 200, "documents": ["b"]}, "query"),
+        ("/rerank", {"query": "a", "documents": ["b", "b " * 200]}, "documents[1]"),
+        ("/rerank", RERANK | {"top_n": -1}, "top_n"),
+        ("/rerank", RERANK | {"max_tokens_per_doc": 0}, "max_tokens_per_doc"),
+        ("/rerank", {"query": "a", "documents": [{"text": "b", "image": "x"}]}, "documents[0].image"),
+        ("/rerank", {"query": "a", "documents": ["b"], "texts": ["c"]}, "texts"),
+    ],
+)
+def test_what_is_refused_and_by_which_name(path, body, param):
+    engine = FakeEngine(SILENT, max_body_bytes=2**16)
+    response = post(engine, path, body)
+    assert response.status_code == 400
+    assert error_of(response)["param"] == param
+    assert engine.submitted == []
