@@ -52,7 +52,7 @@ def test_a_batch_that_is_cancelled_before_its_input_is_looked_at_stays_so(tmp_pa
         new = Batch(id="b", endpoint="/v1/completions", input_file_id="f", created_at=0, expires_at=9)
         store.add_batch(new, "", 0.0)
         assert store.cancel("b", 1.0).status == "cancelling"
-        begun = module._begin(store, "b", 2.0)
+        begun = module._start_batch(store, "b", 2.0)
         assert (begun.status, begun.cancelling_at, begun.errors) == ("cancelling", 1, None)
         assert store.batch("b", None).status == "cancelling"
 

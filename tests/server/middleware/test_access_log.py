@@ -248,7 +248,7 @@ def test_a_flood_of_refusals_is_counted_whole_and_logged_at_a_bounded_rate(monke
     assert site.counts == {("POST", "/v1/completions", "429"): 251}
     assert len(site.lines) == access_log.REFUSED_BURST + 1
     assert site.lines[-1]["suppressed"] == 50
-    assert len(said) == accounting.REFUSED_BURST + 1
+    assert len(said) == accounting.REFUSED_LOG_BURST + 1
     assert said[0] == "POST /v1/completions from 192.0.2.7: status 429, CapacityError"
     assert said[-1] == f"{said[0]}; 240 others were not shown"
 

@@ -109,7 +109,7 @@ def test_a_client_that_tries_keys_gets_retry_after_and_is_counted(monkeypatch):
     from llm_serving.server import app
 
     application = app.create_app(engine)
-    monkeypatch.setattr("server_client.create_app", lambda _: application)
+    monkeypatch.setattr("support.server_client.create_app", lambda _: application)
     logging.getLogger(authentication.logger.name)
     wrong = [request(engine, "GET", "/version", headers={"x-api-key": "x"}) for _ in range(WRONG_KEYS_PER_MINUTE + 1)]
     assert [response.status_code for response in wrong] == [401] * WRONG_KEYS_PER_MINUTE + [429]

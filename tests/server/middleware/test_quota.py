@@ -45,7 +45,7 @@ def limited(monkeypatch):
         engine = FakeEngine(api_keys=(ApiKey(name="team-a", key_sha256=hash_key(KEY), **limits),), num_waiting=0)
         monkeypatch.setattr(engine, "clock", Clock())
         application = create_app(engine)
-        monkeypatch.setattr("server_client.create_app", lambda _: application)
+        monkeypatch.setattr("support.server_client.create_app", lambda _: application)
         return engine
 
     return make

@@ -19,7 +19,7 @@ from llm_serving.server.generation.generation import Generation
 from llm_serving.server.generation.streaming import complete
 from llm_serving.server.parsing.caller import source_of
 
-KEY: Final = "serving_config.whole_answer_bytes"
+KEY: Final = "serving_config.max_buffered_response_bytes"
 OUTPUT_BYTES, LOGPROB_BYTES = 128, 256
 """Memory of an output beside its text, and of a logprob with its token, whose bytes most protocols hold in a list."""
 RETRY_AFTER_S: Final = 1.0
