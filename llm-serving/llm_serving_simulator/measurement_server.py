@@ -11,7 +11,7 @@ from llm_serving.cli import launcher
 from llm_serving.cli.arguments import ended_in_order
 from llm_serving.config import ServingConfig, load_config
 from llm_serving.errors import ConfigError
-from llm_serving.server.listener import bind
+from llm_serving.server.http.listener import bind
 
 
 @contextlib.contextmanager

@@ -30,8 +30,8 @@ from llm_serving.engine.replica import build_engine
 from llm_serving.models.spec import ModelSpec
 from llm_serving.observability.metrics import Metrics
 from llm_serving.server.app import collect_garbage_rarely, create_app, hand_over_often
-from llm_serving.server.http_server import HttpServer
-from llm_serving.server.listener import bind
+from llm_serving.server.http.listener import bind
+from llm_serving.server.http.server import HttpServer
 from llm_serving.text.tokenizer.tokenizer import Tokenizer
 from load_test.http_client import HttpClient
 

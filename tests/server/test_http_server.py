@@ -19,8 +19,8 @@ import pytest
 from llm_serving.config.tables import ApiKey
 from llm_serving.errors import ConfigError
 from llm_serving.server.app import create_app
-from llm_serving.server.http_server import HttpServer
-from llm_serving.server.listener import bind
+from llm_serving.server.http.listener import bind
+from llm_serving.server.http.server import HttpServer
 from llm_serving.server.middleware.authentication import hash_key
 from support.fakes import FakeEngine, Script
 from support.http_serving import connect, get, read_all, serving

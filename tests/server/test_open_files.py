@@ -7,7 +7,7 @@ import resource
 import pytest
 from llm_serving.config.sections.server import ServerConfig
 from llm_serving.errors import ConfigError
-from llm_serving.server.open_files import FILES_OF_A_WORK_AGENT, MAX_OPEN_FILES, OpenFiles
+from llm_serving.server.http.listener import FILES_OF_A_WORK_AGENT, MAX_OPEN_FILES, OpenFiles
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def test_the_soft_limit_rises_as_far_as_it_may(limits, soft, hard, raised):
     assert limits == [raised, hard]
 
 
-@pytest.mark.parametrize(("soft", "possible"), [(256, 154), (2000, 1024), (resource.RLIM_INFINITY, 1024), (10, 1)])
+@pytest.mark.parametrize(("soft", "possible"), [(256, 192), (2000, 1024), (resource.RLIM_INFINITY, 1024), (10, 1)])
 def test_connections_leave_files_for_the_rest(limits, soft, possible):
     limits[:] = soft, soft
     assert OpenFiles().possible_connections(ServerConfig()) == possible
@@ -45,8 +45,8 @@ def test_too_few_for_the_configuration_are_told_with_the_key_and_the_least_that_
     limits[:] = 256, 256
     OpenFiles().possible_connections(ServerConfig())
     assert caplog.messages == [
-        "at most 154 connections, not serving_config.max_connections (1024): the process may open 256 files; raise "
-        "the limit to at least 1343 (LimitNOFILE of systemd; `ulimit -n`, as root beyond `ulimit -Hn`)"
+        "at most 192 connections, not serving_config.max_connections (1024): the process may open 256 files; raise "
+        "the limit to at least 1088 (LimitNOFILE of systemd; `ulimit -n`, as root beyond `ulimit -Hn`)"
     ]
 
 
@@ -61,17 +61,17 @@ def test_what_is_told_to_be_needed_is_enough_and_one_less_is_not(limits, num, nu
     assert num == 1 or files.possible_connections(wanted) == num - 1
 
 
-@pytest.mark.parametrize("soft", [16, 64, 65])
+@pytest.mark.parametrize("soft", [16, 63, 64])
 def test_a_server_with_none_for_a_connection_does_not_begin(limits, soft):
     limits[:] = soft, soft
     with pytest.raises(ConfigError) as refused:
         OpenFiles().raise_limit(ServerConfig())
     assert str(refused.value) == (
         f"the process may open {soft} files, of which a server leaves 64 for other things than connections: raise "
-        "the limit to at least 66, and for serving_config.max_connections (1024) 1343 (LimitNOFILE of systemd; "
+        "the limit to at least 65, and for serving_config.max_connections (1024) 1088 (LimitNOFILE of systemd; "
         "`ulimit -n`, as root beyond `ulimit -Hn`)"
     )
-    limits[:] = 66, 66
+    limits[:] = 65, 65
     OpenFiles().raise_limit(ServerConfig())
 
 
@@ -79,7 +79,7 @@ def test_each_work_agent_leaves_fewer_files_to_connections(limits):
     limits[:] = 2048, 2048
     wanted = ServerConfig(max_connections=10_000)
     possible = [OpenFiles(num).possible_connections(wanted) for num in (1, 101)]
-    assert possible[0] - possible[1] == FILES_OF_A_WORK_AGENT * 100 * 4 // 5
+    assert possible[0] - possible[1] == FILES_OF_A_WORK_AGENT * 100
     limits[:] = 2048, 2048
     with pytest.raises(ConfigError, match=f"of which a server leaves {64 + FILES_OF_A_WORK_AGENT * 299} for other"):
         OpenFiles(300).raise_limit(wanted)

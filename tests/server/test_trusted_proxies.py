@@ -6,13 +6,13 @@ import asyncio
 
 import httpx
 import pytest
+from connection_harness import GET, Transport, connected, settle
 from llm_serving.config import load_config
 from llm_serving.config.sections.server import ServerConfig
 from llm_serving.errors import ConfigError
 from llm_serving.server.app import serve
-from llm_serving.server.http_server import HttpServer
-from llm_serving.server.listener import bind
-from support.door_harness import Transport, door
+from llm_serving.server.http.listener import bind
+from llm_serving.server.http.server import HttpServer
 from support.fakes import FakeEngine
 
 CLAIMED = "203.0.113.9"
@@ -74,10 +74,12 @@ def test_a_proxy_that_comes_to_a_socket_of_both_kinds_of_address_is_known():
 )
 def test_an_address_is_told_as_it_is_elsewhere(peer, client):
     async def run():
-        async with door() as (house, _, _):
-            connection = house.connection()
+        async with connected() as (server, _, _):
+            connection = server.connection()
             connection.connection_made(Transport(peername=peer))
-            assert connection.client == (client or peer[0], 5)
+            connection.data_received(GET % 1)
+            await settle()
+            assert server.app.scope["client"] == (client or peer[0], 5)
             connection.connection_lost(None)
 
     asyncio.run(run())

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 
 import uvloop
 from llm_serving.server.app import create_app
-from llm_serving.server.http_server import HttpServer
-from llm_serving.server.listener import bind
+from llm_serving.server.http.listener import bind
+from llm_serving.server.http.server import HttpServer
 from support.fakes import FakeEngine
 
 TIMEOUT_S = 30.0

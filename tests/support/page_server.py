@@ -13,8 +13,8 @@ from typing import Any
 import uvloop
 from llm_serving.core.step import StepInput, StepOutput
 from llm_serving.server.app import build_site
-from llm_serving.server.http_server import HttpServer
-from llm_serving.server.listener import bind
+from llm_serving.server.http.listener import bind
+from llm_serving.server.http.server import HttpServer
 from support.gated_server import GatedRunner, GatedServer
 
 

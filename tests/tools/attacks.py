@@ -6,7 +6,7 @@
 The server is the real one with the shipped model, started by the real script, its limits the default ones but for the
 times, which are shorter. An attack comes from other addresses of the loopback network than the probe, and from another
 process. Those of TLS go to a second server, whose probe makes a handshake each time. Exits with 1 where memory grew by
-more than 150 MB or `/health` took longer than 100 ms.
+more than 150 MB or `/health` took longer than 250 ms.
 
 Attackers, probe and server share the machine, so two figures stand beside the longest wait for `/health`: the longest
 without the time in which the server's event loop could run and had no core, as the kernel tells it; and the longest
@@ -39,7 +39,7 @@ from tools.attackers import ATTACKS, MEBI
 
 MAX_GROWTH = 150_000_000
 """Bytes."""
-MAX_HEALTH_S = 0.1
+MAX_HEALTH_S = 0.25
 TIMES = {"header_timeout_s": 8, "body_timeout_s": 5, "idle_timeout_s": 8, "write_timeout_s": 8}
 SAMPLE_S = 0.03
 AFTERMATH_S = 1.0

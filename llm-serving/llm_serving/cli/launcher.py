@@ -22,7 +22,7 @@ from llm_serving.config.schema import ServingConfig
 from llm_serving.config.sections.server import ServerConfig
 from llm_serving.core.process import command_of
 from llm_serving.errors import ConfigError, LLMServingError
-from llm_serving.server.listener import bind
+from llm_serving.server.http.listener import bind
 
 POLL_S = 0.1
 STOP_MARGIN_S = 15.0

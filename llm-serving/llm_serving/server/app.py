@@ -40,16 +40,15 @@ from llm_serving.server.batches.runner import UNFINISHED, answer_file
 from llm_serving.server.batches.schemas import RequestCounts
 from llm_serving.server.batches.store import lock_of
 from llm_serving.server.generation.response_buffer import ResponseBuffers
-from llm_serving.server.http_server import HttpServer, check_variables
+from llm_serving.server.http.listener import OpenFiles, bind
+from llm_serving.server.http.server import HttpServer, check_variables
 from llm_serving.server.idempotency.log_file import LogFile
 from llm_serving.server.idempotency.store import AcceptedRequests, ModelState
-from llm_serving.server.listener import bind
 from llm_serving.server.middleware.access_log import AccessLog, Accounting, open_access_log
 from llm_serving.server.middleware.authentication import ApiKeyAuthentication
 from llm_serving.server.middleware.browser_origins import BrowserGuard
 from llm_serving.server.middleware.rate_limits import quotas_of, reload_quotas
 from llm_serving.server.middleware.tracing import Tracer, send_to
-from llm_serving.server.open_files import OpenFiles
 from llm_serving.server.openapi import openapi_document
 from llm_serving.server.parsing.errors import json_response
 from llm_serving.server.protocols.openai.response_store import ResponseStore

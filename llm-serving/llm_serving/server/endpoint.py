@@ -15,8 +15,8 @@ from llm_serving.core.memory import shortage
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import LLMServingError, RequestError, UnavailableError
 from llm_serving.log import get_logger
-from llm_serving.server.front_door import UNSENT_KEY
 from llm_serving.server.generation.streaming import ClientGoneError, internal_error
+from llm_serving.server.http.request import UNSENT_KEY
 from llm_serving.server.middleware.rate_limits import quota_of
 from llm_serving.server.parsing.errors import kind_of, openai_error_response
 from llm_serving.server.parsing.headers import check_headers, check_no_body, check_query, ignored_headers

@@ -7,8 +7,8 @@ import asyncio
 import httpx
 import pytest
 from llm_serving.server.batches import BatchStore
-from llm_serving.server.http_server import HttpServer
-from llm_serving.server.listener import bind
+from llm_serving.server.http.listener import bind
+from llm_serving.server.http.server import HttpServer
 from support.batch_site import FORM, Site, SlowForm, form_of, jsonl, line, run
 from support.fakes import FakeEngine
 from support.server_client import error_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from support.door_harness import CHUNKED, DECLARED, GET, door, settle
+from connection_harness import CHUNKED, DECLARED, GET, connected, settle
 
 CONNECTIONS = (
     GET % 1 + DECLARED % 2 + CHUNKED % 3 + GET % 4,
@@ -29,7 +29,7 @@ def _answered(data: bytes, size: int) -> tuple[list[int], list[str]]:
 
     async def run() -> tuple[list[int], list[str]]:
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: faults.append(context))
-        async with door(max_request_body_bytes=1000) as (house, connection, transport):
+        async with connected(max_request_body_bytes=1000) as (server, connection, transport):
             for begin in range(0, len(data), size):
                 connection.data_received(data[begin : begin + size])
                 await settle()
@@ -37,7 +37,7 @@ def _answered(data: bytes, size: int) -> tuple[list[int], list[str]]:
             while written != transport.written:
                 written = transport.written
                 await settle()
-            return transport.statuses, house.app.paths
+            return transport.statuses, server.app.paths
 
     answered = asyncio.run(run())
     assert not faults, f"left to the event loop: {faults[0]}"

@@ -146,9 +146,7 @@ YAML = (
     b"model_config: &m {model_path: demo}\npa_config: {num_blocks: 8}\nscheduler_config:\n    <<: {policy: mixed}\n",
 )
 TARGETS = {
-    "connections": Target(
-        read_connections, tuple(b"\x07" + each for each in CONNECTIONS), "llm_serving.server.front_door"
-    ),
+    "connections": Target(read_connections, tuple(b"\x07" + each for each in CONNECTIONS), "llm_serving.server.http"),
     "frames": Target(read_frames, FRAMES, "llm_serving.transport"),
     "requests": Target(read_requests, REQUESTS, "llm_serving.server"),
     "safetensors": Target(read_safetensors, TENSORS, "llm_serving.models"),

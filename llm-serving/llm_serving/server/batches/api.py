@@ -29,7 +29,7 @@ from llm_serving.server.batches.runner import KEPT_S, WINDOW_S, new_file
 from llm_serving.server.batches.schemas import BatchList, BatchRequest, DeletedFile, FileList, FileObject
 from llm_serving.server.batches.store import CHUNK_BYTES, new_id
 from llm_serving.server.endpoint import Endpoint
-from llm_serving.server.front_door import HELD_KEY
+from llm_serving.server.http.request import MAX_WEIGHT_KEY
 from llm_serving.server.middleware.authentication import api_key_of, tenant_seen
 from llm_serving.server.parsing.errors import json_response
 from llm_serving.server.parsing.offload import large_json_response
@@ -53,8 +53,8 @@ async def create_file(engine: AsyncEngine, http_request: Request) -> Response:
     """Keeps a file: a form with `purpose` and `file`, and perhaps how long to keep it."""
     batches = _batches(http_request)
     limits = engine.config.serving
-    if (hold_at_most := http_request.scope.get(HELD_KEY)) is not None:
-        hold_at_most(HELD_BYTES)
+    if (set_max_weight := http_request.scope.get(MAX_WEIGHT_KEY)) is not None:
+        set_max_weight(HELD_BYTES)
     try:
         async with (
             asyncio.timeout(limits.body_timeout_s),

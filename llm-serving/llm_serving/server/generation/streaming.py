@@ -15,9 +15,8 @@ from starlette.types import Message, Receive, Scope, Send
 from llm_serving.core.request_output import RequestOutput
 from llm_serving.errors import LLMServingError, WorkerError
 from llm_serving.log import get_logger
-from llm_serving.server.front_door import UNSENT_KEY
-from llm_serving.server.front_door.lane import LANE_KEY, Lane
 from llm_serving.server.generation.generation import Generation
+from llm_serving.server.http.request import UNSENT_KEY, WRITE_KEY
 
 logger = get_logger(__name__)
 
@@ -88,9 +87,9 @@ class StreamResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._generation.report_unread_bytes(scope.get(UNSENT_KEY))
-        lane: Lane | None = scope.get(LANE_KEY)
-        if lane is not None:
-            self._generation.set_fast_path(partial(lane.pass_on, self._chunks.chunk))
+        write = scope.get(WRITE_KEY)
+        if write is not None:
+            self._generation.set_fast_path(partial(write, self._chunks.chunk))
         try:
             with contextlib.suppress(ClientGoneError):
                 await complete(receive, self._generation, self._send_all(send))

@@ -25,7 +25,7 @@ from llm_serving.core.timings import Clock, Exchange
 from llm_serving.errors import ConfigError
 from llm_serving.log import LogWriter, RotatingFile, get_logger
 from llm_serving.observability.transfer_metrics import HttpMetrics
-from llm_serving.server.front_door import ARRIVED_KEY
+from llm_serving.server.http.request import ARRIVED_KEY
 from llm_serving.server.middleware.tracing import HEADER, Tracer, context_of
 from llm_serving.server.request_context import SCOPE_KEY, Note
 
@@ -268,7 +268,7 @@ class Accounting:
     def refused(self, address: str, status: int) -> None:
         """Notes what was answered before it had become a request: no place, no HTTP, beyond a limit, too late."""
         now = self._clock()
-        note = Note(Exchange(now), OTHER, OTHER, client=address, error="front door")
+        note = Note(Exchange(now), OTHER, OTHER, client=address, error="connection limits")
         self._tell(note, int(status), now)
 
     def _tell(self, note: Note, status: int, now: float) -> None:

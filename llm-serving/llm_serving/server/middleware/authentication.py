@@ -18,7 +18,7 @@ from llm_serving.config.tables import ApiKey
 from llm_serving.core.timings import Clock
 from llm_serving.errors import AuthenticationError, PermissionDeniedError, RateLimitError
 from llm_serving.log import get_logger
-from llm_serving.server.front_door.guests import network_of
+from llm_serving.server.http.connection_limits import network_of
 from llm_serving.server.middleware.rate_limits import SCOPE_KEY as QUOTA_SCOPE_KEY
 from llm_serving.server.middleware.rate_limits import Quota, TokenBucket
 from llm_serving.server.parsing.errors import openai_error_response

@@ -13,7 +13,7 @@ from llm_serving.config.schema import ServingConfig
 from llm_serving.config.tables import ApiKey
 from llm_serving.core.request_class import Caller, class_of
 from llm_serving.errors import PermissionDeniedError, RequestError
-from llm_serving.server.front_door.guests import network_of
+from llm_serving.server.http.connection_limits import network_of
 from llm_serving.server.middleware.authentication import api_key_of
 from llm_serving.server.middleware.rate_limits import Quota, quota_of
 from llm_serving.server.parsing.headers import read_header

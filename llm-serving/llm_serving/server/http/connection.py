@@ -1,0 +1,444 @@
+"""One client connection: limits in front of uvicorn's HTTP protocol, through public interfaces of asyncio alone."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from http import HTTPStatus
+from typing import Any, Final
+
+import uvicorn
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.server import ServerState
+
+from llm_serving.config.sections.server import ServerConfig
+from llm_serving.server.http.connection_limits import ConnectionLimits
+from llm_serving.server.http.request import Request
+from llm_serving.server.http.request_head import BLANK_LINE, Refusal, RefusedError, check_limits, parse_head
+
+BODY_GRACE_S: Final = 5.0
+"""Time after `body_timeout_s` in which the application may send its own 408."""
+WRITE_BUFFER_BYTES: Final = 64 * 1024
+"""Unsent bytes at which the application must wait before it sends more."""
+PROGRESS_BYTES: Final = 16 * 1024
+"""A client must read so much in `write_timeout_s`."""
+TLS_BYTES: Final = 128 * 1024
+"""Memory of TLS beside the bytes that a connection holds."""
+LINGER_S: Final = 2.0
+LINGER_LEAST_BYTES: Final = 64 * 1024
+LINGER_BYTES: Final = 4 * 2**20
+"""A refused client may still send for 2 s, for longer if it sends 64 KiB in that time, and 4 MiB at most: to close a
+socket with unread bytes may destroy the response."""
+STARTED_AT_ONCE: Final = 4
+"""Requests that start in one iteration of the event loop."""
+PROBES: Final = frozenset(("/health", "/ping"))
+CHUNKED: Final = b"transfer-encoding: chunked\r\n"
+_CONNECTION_KEY: Final = "connection"
+
+
+class Connection(asyncio.Protocol):
+    """Hands uvicorn one checked request at a time; uvicorn sees this object as its transport.
+
+    A head reaches uvicorn complete and rewritten, the next request when the response before it is complete. So a
+    connection runs one request at most, which notices its end.
+
+    Args:
+        config: Loaded; its application is wrapped by `within_connection`.
+        state: Connections and tasks of the server.
+        limits: Section `serving_config`.
+        registry: Counts connections and bytes.
+        address: Address of the client, as the registry counts it.
+        client: The socket.
+    """
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        state: ServerState,
+        limits: ServerConfig,
+        registry: ConnectionLimits,
+        address: str,
+        client: socket.socket | None = None,
+    ) -> None:
+        self.address = address
+        self.weight = 0
+        self.handshake: asyncio.Task[Any] | None = None
+        """Until `connection_made`."""
+        self.write: Callable[[bytes], None] = _discard
+        self.request: Request | None = None
+        self._config, self._state = config, state
+        self._limits, self._registry = limits, registry
+        self._socket = client
+        self._loop = asyncio.get_running_loop()
+        self._protocol: Any = None
+        self._transport: asyncio.Transport | None = None
+        self._held = b""
+        self._num_searched = self._num_dropped = 0
+        self._is_head_begun = True
+        self._is_tls = self._is_closing = self._closes_when_sent = False
+        self._app_paused = self._write_paused = self._is_read_paused = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._write_timer: asyncio.TimerHandle | None = None
+
+    # State that others ask for
+
+    @property
+    def _is_running(self) -> bool:
+        return self.request is not None and not self.request.is_complete
+
+    @property
+    def _in_body(self) -> bool:
+        return self.request is not None and self.request.in_body
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a complete request waits for its response, or a response for its reader."""
+        return (self._is_running and not self._in_body) or self._write_timer is not None
+
+    @property
+    def has_unread(self) -> bool:
+        """Whether bytes have arrived that the event loop has not read yet."""
+        try:
+            return self._socket is not None and bool(self._socket.recv(1, socket.MSG_PEEK))
+        except OSError:
+            return False
+
+    @property
+    def can_write(self) -> bool:
+        """Whether the client reads its response, and has not left."""
+        return not (self._write_paused or self._is_closing)
+
+    # Calls of the event loop
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        if self._is_closing:
+            transport.abort()
+            return
+        self._transport = transport
+        transport.set_write_buffer_limits(WRITE_BUFFER_BYTES)
+        self._is_tls = transport.get_extra_info("sslcontext") is not None
+        self.write = partial(_write_in_pieces, transport) if self._is_tls else transport.write
+        self._protocol = self._config.http_protocol_class(
+            config=self._config,  # type: ignore[call-arg]
+            server_state=self._state,
+            app_state={_CONNECTION_KEY: self},
+        )
+        self._protocol.connection_made(self)
+        self._set_timer(self._limits.header_timeout_s, self._on_head_timeout)
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_closing:
+            self._num_dropped += len(data)
+            if self._num_dropped > LINGER_BYTES:
+                self.abort()
+            return
+        self._held = self._held + data if self._held else data
+        self._advance()
+
+    def eof_received(self) -> None:
+        self._is_closing = True
+        self._held = b""
+        self._watch_writing()
+
+    def pause_writing(self) -> None:
+        self._write_paused = True
+        self._watch_writing()
+        self._protocol.pause_writing()
+        self.update_weight()
+
+    def resume_writing(self) -> None:
+        self._write_paused = False
+        self._stop_watching()
+        if self._closes_when_sent and self._transport is not None:
+            self._transport.close()
+        elif self._protocol is not None:
+            self._protocol.resume_writing()
+            self._loop.call_soon(self._advance)
+        self.update_weight()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._is_closing = True
+        self._stop_timer()
+        self._stop_watching()
+        self._registry.remove(self)
+        self._drop_protocol()
+        # Break reference cycles: a search of the garbage collector would stall the event loop.
+        self._held = b""
+        self._transport = self._socket = self.handshake = self.request = None
+        self.write = _discard
+
+    def _drop_protocol(self) -> None:
+        """Tell uvicorn that the client has left."""
+        protocol, self._protocol = self._protocol, None
+        if protocol is not None:
+            protocol.connection_lost(None)
+
+    # Reading
+
+    def _advance(self) -> None:
+        """Hand uvicorn what it may have of the bytes held."""
+        try:
+            while self._held and not self._is_closing:
+                before = len(self._held)
+                if self._in_body:
+                    if not self._app_paused:
+                        self._read_body()
+                elif not (self._is_running or self._write_paused):
+                    self._read_head()
+                if len(self._held) == before:
+                    break
+        except RefusedError as error:
+            self.refuse(error.refusal)
+        self._update_reading()
+        self.update_weight()
+
+    def _read_head(self) -> None:
+        self._held = self._held.lstrip(b"\r\n")  # empty lines before a request mean nothing
+        if not self._held:
+            return
+        begin = max(0, self._num_searched - len(BLANK_LINE) + 1)
+        end = self._held.find(BLANK_LINE, begin) + len(BLANK_LINE)
+        is_complete = end >= len(BLANK_LINE)
+        check_limits(self._held, end if is_complete else len(self._held), self._limits)
+        if is_complete:
+            head = parse_head(self._held[:end])
+            self._held, self._num_searched, self._is_head_begun = self._held[end:], 0, False
+            self.request = Request(head, self._limits, self)
+            if head.is_http_1_0:
+                self.write = self._write_old_head
+            self._stop_timer()
+            if self.request.in_body:
+                self._set_timer(self._limits.body_timeout_s + BODY_GRACE_S, self._on_body_timeout)
+            self._protocol.data_received(head.data)
+            return
+        self._num_searched = len(self._held)
+        if not self._is_head_begun:
+            self._is_head_begun = True
+            self._set_timer(self._limits.header_timeout_s, self._on_head_timeout)
+
+    def _read_body(self) -> None:
+        assert self.request is not None
+        num_read, data = self.request.read_body(self._held)
+        self._held = self._held[num_read:]
+        if not self.request.in_body:
+            self._stop_timer()
+            if self.request.is_complete:
+                self._set_timer(self._limits.idle_timeout_s, self.close)
+        if data:
+            self._protocol.data_received(data)
+
+    def on_response_complete(self) -> None:
+        """Go on with the next request."""
+        if self._is_closing:
+            return
+        if not self._in_body:
+            self._set_timer(self._limits.idle_timeout_s, self.close)
+        if self._held:
+            self._loop.call_soon(self._advance)
+        self.update_weight()
+
+    def _update_reading(self) -> None:
+        """Read no further while the application does not read the body, or the client is too far ahead."""
+        is_ahead = not self._in_body and len(self._held) > self._limits.max_pipelined_bytes
+        paused = (self._app_paused or is_ahead) and (self._is_running or self._write_paused) and not self._is_closing
+        if paused != self._is_read_paused and self._transport is not None and not self._transport.is_closing():
+            self._is_read_paused = paused
+            (self._transport.pause_reading if paused else self._transport.resume_reading)()
+
+    def update_weight(self) -> None:
+        """Count again the bytes that the connection holds."""
+        weight, request = len(self._held), None if self._is_closing else self.request
+        if request is not None:
+            weight += request.num_held
+        if self._write_paused and self._transport is not None:
+            weight += self._transport.get_write_buffer_size() + (0 if request is None else request.num_unsent)
+        if weight and self._is_tls:
+            weight += TLS_BYTES
+        if weight != self.weight:
+            self._registry.weigh(self, weight)
+
+    # Timeouts and ends
+
+    def _set_timer(self, delay_s: float, call: Callable[[], None]) -> None:
+        self._stop_timer()
+        self._timer = self._loop.call_later(delay_s, call)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _on_head_timeout(self) -> None:
+        if self._held:
+            rule = f"the headers must arrive within {self._limits.header_timeout_s:g} seconds"
+            self.refuse(Refusal(HTTPStatus.REQUEST_TIMEOUT, rule))
+        else:
+            self.close()
+
+    def _on_body_timeout(self) -> None:
+        rule = f"the body must arrive within {self._limits.body_timeout_s:g} seconds"
+        self.refuse(Refusal(HTTPStatus.REQUEST_TIMEOUT, rule))
+
+    def _watch_writing(self) -> None:
+        """Abort the connection if its client stops reading what was written."""
+        self._stop_watching()
+        if self._transport is not None and (size := self._transport.get_write_buffer_size()):
+            self._write_timer = self._loop.call_later(self._limits.write_timeout_s, self._check_writing, size)
+
+    def _stop_watching(self) -> None:
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
+
+    def _check_writing(self, before: int) -> None:
+        if self._transport is not None and 0 < self._transport.get_write_buffer_size() <= before - PROGRESS_BYTES:
+            self._watch_writing()
+        else:
+            self.abort()
+
+    def refuse(self, refusal: Refusal) -> None:
+        """End the connection, with a response where none has begun."""
+        is_started = self._is_running and self.request is not None and self.request.is_started
+        if self._transport is None or not self.can_write or is_started:
+            self.abort()
+            return
+        if self._is_running or not self._in_body:
+            self._transport.write(refusal.to_bytes(self._registry.retry_after_s()))
+            self._registry.on_refused(self.address, refusal.status)
+        self.close()
+        self._drop_protocol()
+
+    def abort(self) -> None:
+        """End the connection at once."""
+        self._is_closing = True
+        if self._transport is not None:
+            self._transport.abort()
+        elif self.handshake is not None:
+            self.handshake.cancel()
+
+    # The transport as uvicorn sees it
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        """Return information of the transport; an IPv4 address on a socket of IPv6 is written as IPv4."""
+        if name == "socket" or self._transport is None:
+            return default
+        value = self._transport.get_extra_info(name, default)
+        if name in ("peername", "sockname") and isinstance(value, tuple):
+            host = str(value[0])
+            return host.removeprefix("::ffff:") if "." in host else host, value[1]
+        return value
+
+    def is_closing(self) -> bool:
+        """Return whether the client has left, or no more is written."""
+        return self._is_closing
+
+    def pause_reading(self) -> None:
+        """Read no more of the body for now."""
+        self._app_paused = True
+        self._update_reading()
+
+    def resume_reading(self) -> None:
+        """Read on; later, because uvicorn is in the middle of something."""
+        self._app_paused = False
+        self._loop.call_soon(self._advance)
+
+    def close(self) -> None:
+        """End the connection when everything written has been sent; a client that still sends may read it first."""
+        if self._is_closing or self._transport is None:
+            return
+        self._is_closing = True
+        is_sending = self._in_body or bool(self._held)
+        self._held = b""
+        self._stop_timer()
+        self.update_weight()
+        if is_sending and self._transport.can_write_eof():
+            self._transport.write_eof()
+            self._update_reading()
+            self._linger()
+            return
+        self._closes_when_sent = self._is_tls and self._write_paused
+        self._watch_writing()
+        if not self._closes_when_sent:
+            self._transport.close()
+
+    def _linger(self) -> None:
+        self._set_timer(LINGER_S, partial(self._end_lingering, self._num_dropped))
+
+    def _end_lingering(self, num_dropped_before: int) -> None:
+        if self._transport is not None and self._transport.get_write_buffer_size():
+            self._watch_writing()
+        elif self._num_dropped - num_dropped_before >= LINGER_LEAST_BYTES:
+            self._linger()
+        else:
+            self.abort()
+
+    def _write_old_head(self, data: bytes) -> None:
+        """Write the head of a response of HTTP/1.0, which knows no chunks."""
+        assert self._transport is not None
+        self.write = self._write_unframed if CHUNKED in data else self._transport.write
+        self._transport.write(data.replace(CHUNKED, b""))
+
+    def _write_unframed(self, data: bytes) -> None:
+        """Write the content of uvicorn's chunks."""
+        assert self._transport is not None
+        while data:
+            size, _, data = data.partition(b"\r\n")
+            self._transport.write(data[: int(size, 16)])
+            data = data[int(size, 16) + 2 :]
+
+
+def _write_in_pieces(transport: asyncio.Transport, data: bytes) -> None:
+    """Write through TLS, which takes a piece of any length before it reports that the client does not read."""
+    for begin in range(0, len(data), WRITE_BUFFER_BYTES):
+        transport.write(data[begin : begin + WRITE_BUFFER_BYTES])
+
+
+def _discard(data: bytes) -> None:
+    """Write to a connection that has ended."""
+
+
+class StartPacer:
+    """Lets a few requests start in one iteration of the event loop, so that hundreds at once do not delay a probe."""
+
+    def __init__(self) -> None:
+        self._num_started = 0
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    async def wait(self) -> None:
+        """Return when a request may start."""
+        loop = asyncio.get_running_loop()
+        if self._num_started == 0:
+            loop.call_soon(self._begin_iteration)
+        self._num_started += 1
+        if self._num_started > STARTED_AT_ONCE:
+            waiter = loop.create_future()
+            self._waiting.append(waiter)
+            await waiter
+
+    def _begin_iteration(self) -> None:
+        self._num_started = 0
+        while self._waiting and self._num_started < STARTED_AT_ONCE:
+            waiter = self._waiting.popleft()
+            if not waiter.done():
+                self._num_started += 1
+                waiter.set_result(None)
+        if self._num_started:
+            asyncio.get_running_loop().call_soon(self._begin_iteration)
+
+
+def within_connection(app: ASGIApp) -> ASGIApp:
+    """Return an application that runs each request as the request of its connection."""
+    pacer = StartPacer()
+
+    async def run(scope: Scope, receive: Receive, send: Send) -> None:
+        connection: Connection = scope["state"].pop(_CONNECTION_KEY)
+        request = connection.request
+        if scope["path"] not in PROBES:
+            await pacer.wait()
+        if request is not None and request is connection.request:  # the client has not left meanwhile
+            await request.run(app, scope, receive, send)
+
+    return run

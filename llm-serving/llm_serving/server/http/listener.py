@@ -1,0 +1,95 @@
+"""The listening socket and the files that the process may open for its connections."""
+
+from __future__ import annotations
+
+import errno
+import resource
+import socket
+from typing import Final
+
+from llm_serving.config.sections.server import ServerConfig
+from llm_serving.errors import ConfigError
+from llm_serving.log import get_logger
+
+logger = get_logger(__name__)
+
+BACKLOG: Final = 2048
+"""Connections that the kernel keeps until they are accepted."""
+UNSENT_BYTES: Final = 128 * 1024
+"""Bytes of a connection that the kernel buffers beyond what is on its way; by default it takes megabytes."""
+MAX_OPEN_FILES: Final = 65536
+RESERVED_FILES: Final = 56
+"""Files that are kept for other things than connections and WorkAgents."""
+FILES_OF_A_WORK_AGENT: Final = 8
+RAISE_FILES: Final = "raise the limit to at least {} (LimitNOFILE of systemd; `ulimit -n`, as root beyond `ulimit -Hn`)"
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Return a socket that listens on the address, before anything else is loaded.
+
+    Raises:
+        ConfigError: The port is taken, or the address is not of this machine.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except OSError as error:
+        raise ConfigError(f"serving_config.server_ip: {host} is not an address: {error.strerror}") from None
+    except UnicodeError as error:  # a label of a name that is empty or too long
+        raise ConfigError(f"serving_config.server_ip: {host} is not an address: {error}") from None
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)  # connections inherit it
+        listener.bind(address)
+        listener.listen(BACKLOG)  # with SO_REUSEADDR a taken port may show here only
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            rule = "is in use by another program; stop that, or choose another port with --port"
+            raise ConfigError(f"serving_config.server_port: {host}:{port} {rule}") from None
+        raise ConfigError(f"serving_config.server_ip: cannot bind to {host}:{port}: {error.strerror}") from None
+    return listener
+
+
+class OpenFiles:
+    """The process's limit of open files, and what it leaves for connections."""
+
+    def __init__(self, num_work_agents: int = 1) -> None:
+        self.reserved = RESERVED_FILES + FILES_OF_A_WORK_AGENT * num_work_agents
+
+    def raise_limit(self, limits: ServerConfig) -> None:
+        """Raise the soft limit to `MAX_OPEN_FILES`, or to the hard limit where that is lower.
+
+        Raises:
+            ConfigError: The limit leaves no file for a connection.
+        """
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
+        if soft != resource.RLIM_INFINITY and soft < wanted:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            soft = wanted
+        if soft != resource.RLIM_INFINITY and soft < self.needed(1):
+            most = limits.max_connections
+            enough = f"{self.needed(1)}, and for serving_config.max_connections ({most}) {self.needed(most)}"
+            raise ConfigError(
+                f"the process may open {soft} files, of which a server leaves {self.reserved} for other things than "
+                f"connections: {RAISE_FILES.format(enough)}"
+            )
+
+    def possible_connections(self, limits: ServerConfig) -> int:
+        """Return `max_connections`, or the fewer that the limit allows."""
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        most = limits.max_connections
+        possible = most if soft == resource.RLIM_INFINITY else min(most, max(1, soft - self.reserved))
+        if possible < most:
+            logger.warning(
+                "at most %d connections, not serving_config.max_connections (%d): the process may open %d files; %s",
+                *(possible, most, soft, RAISE_FILES.format(self.needed(most))),
+            )
+        return possible
+
+    def needed(self, num_connections: int) -> int:
+        """Return the least that the process must be able to open for so many connections."""
+        return self.reserved + num_connections

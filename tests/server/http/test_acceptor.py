@@ -1,0 +1,117 @@
+"""Accepting connections, also while the system has no file descriptor for them."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import socket
+
+import uvloop
+from llm_serving.server.http import acceptor
+from llm_serving.server.http.acceptor import Acceptor
+from llm_serving.server.http.connection_limits import ConnectionLimits
+
+
+class Exhausted:
+    """A listening socket for whose connections there are no file descriptors, `failures` times."""
+
+    def __init__(self, listener: socket.socket, failures: int) -> None:
+        self._listener = listener
+        self.failures = failures
+        self.num_failed = 0
+
+    def accept(self):
+        if self.num_failed < self.failures:
+            self.num_failed += 1
+            raise OSError(errno.EMFILE, "Too many open files")
+        return self._listener.accept()
+
+    def fileno(self):
+        return self._listener.fileno()
+
+    def setblocking(self, value):
+        self._listener.setblocking(value)
+
+
+class Greeting(asyncio.Protocol):
+    """A connection that says hello and ends."""
+
+    is_busy = has_unread = False
+    weight = 0
+    handshake = None
+
+    def __init__(self, address, client):
+        self.address = address
+
+    def connection_made(self, transport):
+        transport.write(self.address.encode())
+        transport.close()
+
+
+def run(main):
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(main())
+
+
+def limits_of(max_connections, refused=None):
+    def on_refused(address, status):
+        refused.append((address, status))
+
+    return ConnectionLimits(max_connections, max_connections, 9, on_refused)
+
+
+def test_connections_wait_until_there_are_file_descriptors(monkeypatch, caplog):
+    monkeypatch.setattr(acceptor, "EXHAUSTED_PAUSE_S", 0.01)
+
+    async def main():
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            exhausted = Exhausted(listener, failures=5)
+            accepting = Acceptor(exhausted, limits_of(9), Greeting, None, 1.0)
+            reader, writer = await asyncio.open_connection(*listener.getsockname())
+            assert await reader.read() == b"127.0.0.1"
+            writer.close()
+            accepting.close()
+            await accepting.wait_closed()
+            assert exhausted.num_failed == 5
+
+    with caplog.at_level(logging.WARNING, "llm_serving"):
+        run(main)
+    assert [record.getMessage() for record in caplog.records] == [
+        "connections cannot be accepted: Too many open files; they wait until they can",
+        "connections are accepted again",
+    ]
+
+
+def test_none_is_accepted_after_the_end():
+    async def main():
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            limits = limits_of(9)
+            accepting = Acceptor(listener, limits, Greeting, None, 1.0)
+            accepting.close()
+            accepting.close()
+            await accepting.wait_closed()
+            with socket.create_connection(listener.getsockname()):
+                await asyncio.sleep(0)
+                assert len(limits) == 0
+
+    run(main)
+
+
+def test_a_refused_client_can_read_why():
+    async def main():
+        refused = []
+        with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket() as client:
+            client.connect(listener.getsockname())
+            client.sendall(b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 4\r\n\r\nbody")
+            accepting = Acceptor(listener, limits_of(0, refused), Greeting, None, 1.0)
+            while not refused:
+                await asyncio.sleep(0)
+            answer = b"".join(iter(lambda: client.recv(4096), b""))  # without a reset
+            assert answer.startswith(b"HTTP/1.1 503 ")
+            assert b"\r\nretry-after: " in answer
+            assert refused == [("127.0.0.1", 503)]
+            accepting.close()
+            await accepting.wait_closed()
+
+    run(main)

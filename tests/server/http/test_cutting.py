@@ -1,0 +1,81 @@
+"""Bytes that arrive in any pieces become the same requests."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from connection_harness import CHUNKED, DECLARED, GET, connected, settle
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_any_cuts_give_the_same_answers_in_order(data):
+    kinds = data.draw(st.lists(st.sampled_from([GET, DECLARED, CHUNKED]), min_size=1, max_size=6))
+    stream = b"".join(kind % number for number, kind in enumerate(kinds))
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=40)))
+    wait = data.draw(st.booleans())
+
+    async def run():
+        async with connected() as (_server, connection, transport):
+            for begin, end in zip([0, *cuts], [*cuts, len(stream)], strict=True):
+                if begin < end:
+                    connection.data_received(stream[begin:end])
+                if wait:
+                    await settle()
+            while len(transport.statuses) < len(kinds):
+                await asyncio.sleep(0)
+            bodies = {GET: b"", DECLARED: b"a\n\r\nb\r\n\r\ncd!", CHUNKED: b"a\n\r\nb\r\n\r\ncd!"}
+            answers = [b"/%d=%s;" % (number, bodies[kind]) for number, kind in enumerate(kinds)]
+            places = [transport.written.find(answer) for answer in answers]
+            assert places == sorted(places)
+            assert -1 not in places
+            assert not transport.is_closing()
+
+    asyncio.run(run())
+
+
+def test_a_byte_at_a_time():
+    async def run():
+        async with connected() as (server, connection, transport):
+            for byte in GET % 1 + CHUNKED % 2 + DECLARED % 3:
+                connection.data_received(bytes([byte]))
+                await settle()
+            assert server.app.paths == ["/1", "/2", "/3"]
+            assert transport.statuses == [200, 200, 200]
+
+    asyncio.run(run())
+
+
+def test_empty_lines_before_a_request_mean_nothing():
+    async def run():
+        async with connected() as (_server, connection, transport):
+            for _ in range(3):
+                connection.data_received(b"\r\n\r\n\n" + GET % 1)
+                await settle()
+            assert transport.statuses == [200] * 3
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("request_", [GET % 0, DECLARED % 0, CHUNKED % 0])
+def test_an_upgrade_is_answered_without_it(request_):
+    """Java's client asks for HTTP/2 with every request, those with a body among them."""
+    line, rest = request_.split(b"\r\n", 1)
+    asking = b"\r\n".join(
+        [line, b"Connection: Upgrade, HTTP2-Settings", b"upgrade: h2c", b"HTTP2-Settings: AAMA", rest]
+    )
+
+    async def run():
+        async with connected() as (_server, connection, transport):
+            connection.data_received(asking + GET % 1)
+            await settle()
+            await settle()
+            body = b"" if request_.startswith(b"GET") else b"a\n\r\nb\r\n\r\ncd!"
+            assert transport.statuses == [200, 200]
+            assert b"/0=" + body + b";" in transport.written
+            assert not transport.closed
+
+    asyncio.run(run())

@@ -1,0 +1,176 @@
+"""Pieces of a stream that are written at once, and those that go the usual way."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from connection_harness import GET, connected, settle
+from llm_serving.core.request import FinishReason
+from llm_serving.core.request_output import ALTERNATIVE_BYTES, TOKEN_BYTES, RequestOutput, TokenLogprobs
+from llm_serving.engine.request_stream import RequestStream
+from llm_serving.server.generation.generation import READ_AT_ONCE, Generation
+from llm_serving.server.http.request import WRITE_KEY
+
+
+class Stream:
+    """An application whose response is written piece by piece past it."""
+
+    def __init__(self):
+        self.scope = {}
+        self.is_complete = asyncio.Event()
+
+    async def __call__(self, scope, receive, send):
+        self.scope = scope
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await self.is_complete.wait()
+        await send({"type": "http.response.body", "body": b"end"})
+
+    def write(self, text: bytes) -> bool:
+        return self.scope[WRITE_KEY](lambda index, piece: piece, 0, text)
+
+
+def never(index, piece):
+    raise AssertionError("nothing may be made of it")
+
+
+def test_a_piece_is_written_at_once_as_a_chunk():
+    async def run():
+        async with connected() as (server, connection, transport):
+            server.app = stream = Stream()
+            connection.data_received(GET % 1)
+            await settle()
+            assert b"\r\ntransfer-encoding: chunked\r\n" in transport.written
+            before = len(transport.written)
+            assert stream.write(b"a" * 17)
+            assert stream.write(b"")
+            assert transport.written[before:] == b"11\r\n" + b"a" * 17 + b"\r\n"
+            stream.is_complete.set()
+            await settle()
+            assert transport.written.endswith(b"a\r\n3\r\nend\r\n0\r\n\r\n")
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("why", ["the client does not read", "the client has left", "it is complete", "another began"])
+def test_a_piece_that_must_wait_is_not_even_made(why):
+    async def run():
+        async with connected() as (server, connection, transport):
+            server.app = stream = Stream()
+            connection.data_received(GET % 1)
+            await settle()
+            write = stream.scope[WRITE_KEY]
+            if why == "the client does not read":
+                connection.pause_writing()
+            elif why == "the client has left":
+                connection.connection_lost(None)
+            else:
+                stream.is_complete.set()
+                await settle()
+                if why == "another began":
+                    stream.is_complete.clear()
+                    connection.data_received(GET % 2)
+                    await settle()
+            before = transport.written
+            assert not write(never, 0, b"piece")
+            assert transport.written == before
+            stream.is_complete.set()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    "request_", [b"HEAD / HTTP/1.1\r\nHost: a\r\n\r\n", b"GET / HTTP/1.0\r\n\r\n"], ids=["HEAD", "HTTP/1.0"]
+)
+def test_a_response_without_chunks_is_written_by_the_application(request_):
+    async def run():
+        async with connected() as (server, connection, _):
+            server.app = stream = Stream()
+            connection.data_received(request_)
+            await settle()
+            assert not stream.scope[WRITE_KEY](never, 0, b"piece")
+            stream.is_complete.set()
+
+    asyncio.run(run())
+
+
+def piece(number: int, reason: FinishReason | None = None) -> RequestOutput:
+    return RequestOutput("r", "", (number,), (), 1, 0, number, reason)
+
+
+def test_a_stream_gives_away_only_what_its_reader_waits_for_and_keeps_the_order() -> None:
+    async def run() -> None:
+        stream, taken, read = RequestStream("r", lambda _: None), [], []
+
+        def take(output: RequestOutput) -> bool:
+            taken.extend(output.token_ids)
+            return output.token_ids[0] % 2 == 0
+
+        async def read_all() -> None:
+            async for output in stream:
+                read.extend(output.token_ids)
+
+        stream.take = take
+        stream.put(piece(0))  # nobody waits yet
+        reader = asyncio.create_task(read_all())
+        await asyncio.sleep(0)
+        for number in (2, 3, 4):  # 3 is refused, so that 4 goes behind it
+            stream.put(piece(number))
+        await asyncio.sleep(0)
+        stream.put(piece(6))
+        stream.put(piece(8, FinishReason.LENGTH))
+        await reader
+        assert (taken, read) == ([2, 3, 6], [0, 3, 4, 8])
+
+    asyncio.run(run())
+
+
+def test_a_stream_tells_what_waits_in_it() -> None:
+    async def run() -> None:
+        stream, told = RequestStream("r", lambda _: None), []
+        logprobs = (TokenLogprobs(5, -1.0, (5, 6), (-1.0, -2.0)),)
+        large = RequestOutput("r", "text", (5,), logprobs, 1, 0, 1)
+        stream.put(piece(0))
+        stream.tell_waiting(told.append)
+        stream.put(large)
+        assert told == [piece(0).num_bytes, large.num_bytes]
+        assert large.num_bytes == piece(0).num_bytes + len("text") + TOKEN_BYTES + 2 * ALTERNATIVE_BYTES
+        await anext(stream)
+        await anext(stream)
+        assert sum(told) == 0
+        stream.tell_waiting(None)
+        stream.put(piece(1))
+        assert sum(told) == 0
+
+    asyncio.run(run())
+
+
+def test_of_several_choices_too_most_waits_where_it_is_counted() -> None:
+    async def run() -> None:
+        streams, told = [RequestStream("r", lambda _: None) for _ in range(2)], []
+        generation = Generation(streams)
+        generation.report_unread_bytes(told.append)
+        outputs = generation.outputs()
+        streams[0].put(piece(0))
+        assert (await anext(outputs)).choice == 0
+        for number in range(200):
+            streams[number % 2].put(piece(number))
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert sum(told) >= (200 - READ_AT_ONCE - len(streams)) * piece(0).num_bytes
+        await generation.aclose()
+
+    asyncio.run(run())
+
+
+def test_what_fails_in_making_a_piece_is_raised_to_the_reader() -> None:
+    async def run() -> None:
+        stream = RequestStream("r", lambda _: None)
+        stream.take = lambda _: bool(1 // 0)
+        reader = asyncio.ensure_future(anext(stream))
+        await asyncio.sleep(0)
+        stream.put(piece(1))
+        with pytest.raises(ZeroDivisionError):
+            await reader
+
+    asyncio.run(run())

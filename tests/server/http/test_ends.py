@@ -1,0 +1,182 @@
+"""How connections end: late bodies, refusals, readers that are slow or take nothing."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from connection_harness import GET, Transport, connected, settle
+from llm_serving.server.http import connection as connection_module
+from llm_serving.server.http.connection import LINGER_LEAST_BYTES, PROGRESS_BYTES
+
+
+@pytest.mark.parametrize("head", [b"", b"Connection: close\r\n"])
+def test_who_takes_a_complete_answer_does_not_make_room(head):
+    async def run():
+        async with connected() as (_server, connection, transport):
+            assert not connection.is_busy
+            transport.unsent = 100_000
+            connection.data_received(b"GET / HTTP/1.1\r\nHost: a\r\n" + head + b"\r\n")
+            await settle()
+            connection.pause_writing()
+            assert transport.statuses == [200]
+            assert connection.is_busy
+            connection.resume_writing()
+            transport.unsent = 0
+            if not head:
+                assert not connection.is_busy
+
+    asyncio.run(run())
+
+
+def test_a_connection_whose_body_came_after_the_answer_does_not_idle_for_ever():
+    async def run():
+        async with connected(idle_timeout_s=0.01) as (server, connection, transport):
+            server.app.reads = False
+            connection.data_received(b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 4\r\n\r\n")
+            await settle()
+            assert b"connection: close" not in transport.written
+            assert transport.statuses == [200]
+            assert not transport.is_closing()
+            connection.data_received(b"body")
+            while not transport.closed:
+                await asyncio.sleep(0.001)
+
+    asyncio.run(asyncio.wait_for(run(), 10))
+
+
+@pytest.mark.parametrize("kind", [b"Content-Length: 2001", b"Transfer-Encoding: chunked"])
+def test_an_answer_before_a_body_that_may_not_be_read_says_that_the_connection_ends(kind):
+    """A client that keeps it would send its next request into a connection that is closed meanwhile."""
+
+    async def run():
+        async with connected(max_request_body_bytes=2000) as (server, connection, transport):
+            server.app.reads = False
+            connection.data_received(b"POST / HTTP/1.1\r\nHost: a\r\n" + kind + b"\r\n\r\n")
+            await settle()
+            assert transport.statuses == [200]
+            assert b"connection: close\r\n" in transport.written
+            assert transport.eof and not transport.is_closing()
+            connection.data_received(b"x" * 4_000_000)
+            assert not transport.aborted
+            connection.data_received(b"x" * 1_000_000)
+            assert transport.aborted
+
+    asyncio.run(run())
+
+
+def test_a_refused_client_that_still_sends_has_time_to_read_the_response(monkeypatch):
+    monkeypatch.setattr(connection_module, "LINGER_S", 0.01)
+
+    async def run():
+        async with connected() as (_, connection, transport):
+            connection.data_received(b"GET /" + b"x" * 100_000)
+            sent = 0
+            while sent < 5 * LINGER_LEAST_BYTES:  # in many times the time that it has without sending anything
+                assert not transport.aborted
+                connection.data_received(b"x" * 1024)
+                sent += 1024
+                await asyncio.sleep(0)
+            while not transport.aborted:
+                await asyncio.sleep(0.001)
+
+    asyncio.run(run())
+
+
+def test_a_refused_client_may_read_the_answer_before_the_end():
+    async def run():
+        async with connected() as (_server, connection, transport):
+            connection.data_received(b"GET /" + b"x" * 100_000)
+            assert transport.statuses == [414]
+            assert transport.eof
+            assert not transport.is_closing()
+            connection.data_received(b"x" * 4_000_000)
+            assert not transport.aborted
+            connection.data_received(b"x" * 1_000_000)
+            assert transport.aborted
+
+    asyncio.run(run())
+
+
+def test_a_reader_that_takes_nothing_is_cut_off():
+    async def run():
+        async with connected(write_timeout_s=0.01) as (_server, connection, transport):
+            connection.data_received(GET % 0)
+            await settle()
+            transport.unsent = 100_000
+            connection.pause_writing()
+            while not transport.aborted:
+                await asyncio.sleep(0.001)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_reader_that_goes_on_taking_is_not(ended):
+    class Slow(Transport):
+        looks = 0
+
+        def get_write_buffer_size(self):
+            self.looks += 1
+            self.unsent = max(0, self.unsent - PROGRESS_BYTES)
+            return self.unsent
+
+    async def run():
+        async with connected(write_timeout_s=0.001) as (server, _, _):
+            connection = server.connection()
+            transport = Slow()
+            connection.connection_made(transport)
+            transport.unsent = 10 * PROGRESS_BYTES
+            if ended:
+                connection.data_received(b"GET / HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
+                await settle()
+                assert transport.closed
+            else:
+                connection.pause_writing()
+            while transport.unsent > PROGRESS_BYTES:
+                assert not transport.aborted
+                await asyncio.sleep(0.001)
+            assert transport.looks >= 8
+            connection.connection_lost(None)
+
+    asyncio.run(asyncio.wait_for(run(), 10))
+
+
+def test_tls_ends_when_the_answer_is_taken():
+    """It cuts what is left of one two seconds after its end has begun."""
+
+    async def run():
+        async with connected() as (server, _, _):
+            connection, transport = server.connection(), Transport(sslcontext=object())
+            transport.unsent = 100_000
+
+            def write(data):
+                Transport.write(transport, data)
+                if data.endswith(b";"):  # the whole answer
+                    connection.pause_writing()
+
+            transport.write = write
+            connection.connection_made(transport)
+            connection.data_received(b"GET / HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
+            await settle()
+            assert transport.statuses == [200]
+            assert connection.is_closing()
+            assert not transport.closed
+            connection.resume_writing()
+            assert transport.closed
+            connection.connection_lost(None)
+
+    asyncio.run(run())
+
+
+def test_a_reader_that_takes_nothing_after_the_end_is_cut_off():
+    async def run():
+        async with connected(write_timeout_s=0.01) as (_server, connection, transport):
+            transport.unsent = 10
+            connection.data_received(b"GET / HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
+            await settle()
+            assert transport.closed
+            while not transport.aborted:
+                await asyncio.sleep(0.001)
+
+    asyncio.run(run())

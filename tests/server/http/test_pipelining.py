@@ -1,0 +1,74 @@
+"""Requests sent ahead of their answers."""
+
+from __future__ import annotations
+
+import asyncio
+
+from connection_harness import GET, connected, settle
+from llm_serving.server.http import request as request_module
+
+
+def test_one_request_at_a_time_reaches_the_application():
+    async def run():
+        async with connected() as (server, connection, _):
+            server.app.gate.clear()
+            connection.data_received(b"".join(GET % number for number in range(9)))
+            await settle()
+            assert server.app.paths == ["/0"]
+            server.app.gate.set()
+            await settle()
+            await settle()
+            assert server.app.paths == [f"/{number}" for number in range(9)]
+
+    asyncio.run(run())
+
+
+def test_what_is_far_ahead_stays_unread():
+    async def run():
+        async with connected(max_pipelined_bytes=100) as (server, connection, transport):
+            server.app.gate.clear()
+            connection.data_received(GET % 0 + GET % 1)
+            await settle()
+            assert transport.reading  # so that a client that leaves is noticed
+            connection.data_received(GET % 2 * 10)
+            assert not transport.reading
+            await settle()
+            assert not transport.reading  # although the application watches for the client
+            server.app.gate.set()
+            while len(transport.statuses) < 12:
+                await asyncio.sleep(0)
+            assert transport.reading
+
+    asyncio.run(run())
+
+
+def test_whoever_leaves_with_requests_ahead_is_noticed():
+    async def run():
+        async with connected() as (server, connection, _):
+            server.app.gate.clear()
+            connection.data_received(GET % 0 + GET % 1)
+            await settle()
+            connection.connection_lost(None)
+            await settle()
+            assert server.app.left == ["/0"]
+
+    asyncio.run(run())
+
+
+def test_a_request_arrives_when_its_head_is_complete_or_the_response_before_it(monkeypatch):
+    async def run():
+        now = [10.0]
+        monkeypatch.setattr(request_module, "monotonic", lambda: now[0])
+        async with connected() as (server, connection, _):
+            connection.data_received((GET % 1)[:10])
+            now[0] = 20.0
+            server.app.gate.clear()
+            connection.data_received((GET % 1)[10:])
+            await settle()
+            connection.data_received(GET % 2)
+            now[0] = 30.0
+            server.app.gate.set()
+            await settle()
+            assert server.app.arrived == [20.0, 30.0]
+
+    asyncio.run(run())

@@ -1,0 +1,67 @@
+"""Requests of other versions of HTTP than 1.1."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from connection_harness import connected, settle
+
+OLD = b"GET / HTTP/1.0\r\n\r\n"
+
+
+async def stream(scope, receive, send):
+    """An answer whose length is not known before."""
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/plain")]})
+    for piece in (b"one", b"", b"two"):
+        await send({"type": "http.response.body", "body": piece, "more_body": True})
+    await send({"type": "http.response.body"})
+
+
+def answer(request, app=None):
+    """What is written, and whether the connection ends."""
+
+    async def run():
+        async with connected() as (server, connection, transport):
+            if app is not None:
+                server.app = app
+            connection.data_received(request)
+            await settle()
+            return transport.written, transport.closed
+
+    return asyncio.run(run())
+
+
+def test_an_answer_of_unknown_length_ends_with_the_connection():
+    """Chunks came with HTTP/1.1: an older client takes them for text."""
+    written, closed = answer(OLD, stream)
+    head, body = written.split(b"\r\n\r\n", 1)
+    assert body == b"onetwo"
+    assert b"transfer-encoding" not in head
+    assert b"\r\nconnection: close" in head
+    assert closed
+
+
+def test_an_answer_of_known_length_tells_it():
+    written, closed = answer(OLD)
+    assert b"\r\ncontent-length: 3\r\n" in written
+    assert written.endswith(b"\r\n\r\n/=;")
+    assert closed
+
+
+def test_a_body_in_chunks_is_refused():
+    """Who passed it on may see another end of it (RFC 9112, 6.1)."""
+    written, _ = answer(b"POST / HTTP/1.0\r\nTransfer-Encoding: chunked\r\n\r\n1\r\na\r\n0\r\n\r\n")
+    assert written.startswith(b"HTTP/1.1 400 ")
+    assert written.endswith(b"}}")  # and nothing else
+
+
+def test_it_is_not_told_to_continue():
+    written, _ = answer(b"POST / HTTP/1.0\r\nExpect: 100-continue\r\nContent-Length: 1\r\n\r\na")
+    assert written.startswith(b"HTTP/1.1 200 ")
+
+
+@pytest.mark.parametrize("version", [b"0.9", b"2.0", b"1.2", b"9.9"])
+def test_others_are_refused(version):
+    written, _ = answer(b"GET / HTTP/" + version + b"\r\n\r\n")
+    assert written[9:12] in (b"400", b"505")
