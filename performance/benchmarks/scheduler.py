@@ -46,8 +46,8 @@ from llm_serving.models.spec import ModelSpec
 from llm_serving.observability.metrics import Metrics
 from llm_serving.recording.recorder import RecordedScheduler
 from llm_serving.server.app import create_app
-from llm_serving.server.http.server import HttpServer
 from llm_serving.server.http.listener import bind
+from llm_serving.server.http.server import HttpServer
 from llm_serving.server.middleware.access_log import open_access_log
 from llm_serving.text.tokenizer.tokenizer import Tokenizer
 from load_test.http_client import HttpClient

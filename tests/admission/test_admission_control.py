@@ -1,4 +1,4 @@
-"""Admission control: who is admitted, and what a refused client is told."""
+"""Admission control: which requests it admits, and the `Retry-After` of the refused ones."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""A server beyond its capacity under a virtual clock: who is refused, who comes back when, and what was predicted.
+"""An overloaded server in virtual time: refusals, retries, and the accuracy of predicted times to first token.
 
-Door, scheduler and engine are the shipping ones. A step takes a fixed time and some more for each token, both times a
-random factor. The event loop takes its time for everybody who asks, one after the other, on a core that it shares with
-the steps, and may be held up now and then. Clients come by a Poisson process, ask for as many tokens as the questions
-of the demo model are answered with, and do what `Retry-After` says, or something worse.
+Admission control, scheduler and engine are the shipping ones. A step takes a fixed time and some more for each token,
+both times a random factor. The event loop handles one attempt after the other, on a core that it shares with the steps,
+and may stall. Clients arrive by a Poisson process, ask for as many tokens as the answers to the demo model's questions
+have, and obey `Retry-After` unless a test says otherwise.
 
     python tests/tools/refused_load.py --seconds 30 --load 2 --cold
 """
@@ -57,7 +57,7 @@ MAX_TOKENS = 500
 
 @dataclass(eq=False)
 class Client:
-    """One question, asked until it is let in or given up."""
+    """A client with one question, which it sends until it is admitted or gives up."""
 
     number: int
     arrives: float
@@ -65,37 +65,37 @@ class Client:
     num_output: int
     source: str = "10.0.0.1"
     obeys: bool = True
-    """Or never comes back."""
+    """Whether it retries after a refusal."""
     max_tokens: int | None = None
-    """Asked for, where the answer ends before by a token of its own; None: as many as it gets."""
+    """The `max_tokens` of a request whose answer ends earlier by a stop token; None: the length of its answer."""
     caller: Caller = ANYBODY
-    told: list[float] = field(default_factory=list)
+    retry_afters_s: list[float] = field(default_factory=list)
     """Seconds of each `Retry-After`."""
-    promised_s: float | None = None
-    """At its first refusal: until its first token."""
-    let_in: float | None = None
+    predicted_at_refusal_s: float | None = None
+    """Predicted seconds from its first refusal to its first token."""
+    admitted: float | None = None
     predicted_s: float | None = None
-    """When it was let in: until its first token."""
+    """Predicted seconds from its admission to its first token."""
     first_token: float | None = None
 
     @property
     def real_s(self) -> float:
-        """From being let in to the first token."""
-        assert self.first_token is not None and self.let_in is not None
-        return self.first_token - self.let_in
+        """Seconds from its admission to its first token."""
+        assert self.first_token is not None and self.admitted is not None
+        return self.first_token - self.admitted
 
 
 class World:
     """One server and its clients.
 
     Args:
-        clients: Who asks first when; any order.
-        slots: Requests that run at once.
-        places: Requests that may wait.
+        clients: The clients, in any order.
+        slots: Running slots.
+        places: Queue limit.
         noise: Spread of the factor that each step's time has, and of a slower one that changes every half second.
-        door_s: Seconds of the event loop for everybody who asks; the steps get later by as much.
-        form_s: Seconds of the master to form a step, in which others come.
-        stall_s: Mean of the times for which the event loop hears nobody, about one in a second.
+        attempt_s: Seconds of the event loop for each attempt, which delay the steps as well.
+        schedule_s: Seconds in which the master schedules a step, while requests arrive.
+        stall_s: Mean duration of the stalls of the event loop, about one a second.
         scheduler: Further settings.
     """
 
@@ -107,8 +107,8 @@ class World:
         places: int = 64,
         seed: int = 1,
         noise: float = 0.1,
-        door_s: float = 0.0,
-        form_s: float = 0.0,
+        attempt_s: float = 0.0,
+        schedule_s: float = 0.0,
         stall_s: float = 0.0,
         config: dict[str, Any] | None = None,
         **scheduler: Any,
@@ -120,8 +120,8 @@ class World:
         self._rng = random.Random(seed)
         self._noise = noise
         self._speed, self._speed_until = 1.0, 0.0
-        self._door_s, self._stall_s = door_s, stall_s
-        self._door_free, self._next_stall, self._lost_s = 0.0, 0.0, 0.0
+        self._attempt_s, self._stall_s = attempt_s, stall_s
+        self._loop_free, self._next_stall, self._lost_s = 0.0, 0.0, 0.0
         self._ready = 0.0
         self._order = itertools.count()
         self._events: list[tuple[float, int, Callable[[], None]]] = []
@@ -139,17 +139,17 @@ class World:
         self.engine = build_engine(served, 4096, _Device(self), TOKENIZER, metrics, self._publish)
         self.engine._clock = self.engine._processor._clock = self.clock
         build_step = self.engine.build_step
-        self.engine.build_step = lambda *step: self._form(form_s, build_step, *step)
+        self.engine.build_step = lambda *step: self._schedule(schedule_s, build_step, *step)
         self.engine.on_started = self.master.replicas._publish_started
         self.master.replicas.engines[0] = self.engine
         for client in self.clients:
-            self.at(client.arrives, lambda client=client: self._come(client))
+            self.at(client.arrives, lambda client=client: self._arrive(client))
 
     def at(self, time: float, act: Callable[[], None]) -> None:
         heapq.heappush(self._events, (time, next(self._order), act))
 
     def run(self, until: float = math.inf) -> None:
-        """Goes on until nothing is left to do, or to the time given."""
+        """Run until no work is left, or until a time."""
         while self.clock.now < until:
             if self.engine.step():
                 continue
@@ -159,7 +159,7 @@ class World:
                 break
 
     def pass_time(self, until: float) -> None:
-        """What clients do until then is done at its time."""
+        """Advance the clock, and run the events of clients until then at their times."""
         while self._events and self._events[0][0] <= until:
             time, _, act = heapq.heappop(self._events)
             self.clock.now = max(self.clock.now, time)
@@ -173,44 +173,44 @@ class World:
         lost_s, self._lost_s = self._lost_s, 0.0
         return lost_s + (STEP_S + TOKEN_S * num_tokens) * self._speed * rng.lognormvariate(0.0, self._noise)
 
-    def _form(self, form_s: float, build_step: Callable[..., StepInput], *step: Any) -> StepInput:
-        self.pass_time(self.clock.now + form_s)
+    def _schedule(self, schedule_s: float, build_step: Callable[..., StepInput], *step: Any) -> StepInput:
+        self.pass_time(self.clock.now + schedule_s)
         return build_step(*step)
 
-    def _come(self, client: Client) -> None:
-        """Asks when the event loop comes to it."""
-        came = self.clock.now
-        if self._stall_s and came >= self._next_stall:
-            self._door_free = max(self._door_free, came) + self._rng.expovariate(1 / self._stall_s)
-            self._next_stall = self._door_free + self._rng.expovariate(1.0)
-        heard = max(came, self._door_free) + self._door_s
-        if heard == came:
-            self._ask(client, came)
+    def _arrive(self, client: Client) -> None:
+        """Send the request of a client once the event loop has time for it."""
+        arrived = self.clock.now
+        if self._stall_s and arrived >= self._next_stall:
+            self._loop_free = max(self._loop_free, arrived) + self._rng.expovariate(1 / self._stall_s)
+            self._next_stall = self._loop_free + self._rng.expovariate(1.0)
+        handled = max(arrived, self._loop_free) + self._attempt_s
+        if handled == arrived:
+            self._ask(client, arrived)
             return
-        self._door_free = heard
-        self._lost_s += self._door_s
-        self.at(heard, lambda: self._ask(client, came))
+        self._loop_free = handled
+        self._lost_s += self._attempt_s
+        self.at(handled, lambda: self._ask(client, arrived))
 
-    def _ask(self, client: Client, came: float | None = None) -> None:
+    def _ask(self, client: Client, arrived: float | None = None) -> None:
         now = self.clock.now
-        came = now if came is None else came
+        arrived = now if arrived is None else arrived
         sampling = SamplingParams(temperature=0.0, max_tokens=client.num_output, ignore_eos=True)
         if client.max_tokens is not None:
             last = len(client.prompt) + client.num_output - 1  # a token tells how many are before it
             sampling = replace(sampling, max_tokens=client.max_tokens, stop_token_ids=(last,))
-        caller = replace(client.caller, source=client.source, exchange=Exchange(came))
+        caller = replace(client.caller, source=client.source, exchange=Exchange(arrived))
         try:
             stream = self.master.generate(list(client.prompt), sampling, caller, request_id=str(client.number))
         except CapacityError as refusal:
             assert refusal.retry_after is not None and refusal.retry_after >= 1
-            if client.promised_s is None and refusal.predicted_s is not None:
-                client.promised_s = refusal.predicted_s
-            client.told.append(refusal.retry_after)
+            if client.predicted_at_refusal_s is None and refusal.predicted_s is not None:
+                client.predicted_at_refusal_s = refusal.predicted_s
+            client.retry_afters_s.append(refusal.retry_after)
             if client.obeys:
                 later = now + refusal.retry_after + self._rng.uniform(0.0, ROUND_TRIP_S)
-                self.at(later, lambda: self._come(client))
+                self.at(later, lambda: self._arrive(client))
             return
-        client.let_in, client.predicted_s = came, stream.predicted_s
+        client.admitted, client.predicted_s = arrived, stream.predicted_s
         self._by_request[stream.request_id] = client
         self.most_waiting = max(self.most_waiting, self.master.num_waiting)
 
@@ -224,14 +224,14 @@ class World:
 
 
 class _Now:
-    """An event loop for what is to be done at once."""
+    """An event loop that runs each callback at once."""
 
     def call_soon_threadsafe(self, callback: Callable[[Any], None], argument: object) -> None:
         callback(argument)
 
 
 class _Device(LocalExecutor):
-    """Runs two steps ahead; the time of a step passes when it is waited for."""
+    """An executor with two steps in flight; the time of a step passes when the engine waits for it."""
 
     max_steps_in_flight = 2
 
@@ -258,7 +258,7 @@ class _Device(LocalExecutor):
 
 @functools.cache
 def questions() -> list[tuple[tuple[int, ...], int]]:
-    """(token ids of the prompt, tokens of the answer) of the demo model's questions."""
+    """Return (token ids of the prompt, tokens of the answer) for each of the demo model's questions."""
     encode = DEMO_TOKENIZER.encode
     return [
         (
@@ -270,12 +270,12 @@ def questions() -> list[tuple[tuple[int, ...], int]]:
 
 
 def shipped_questions(seed: int) -> list[tuple[tuple[int, ...], int]]:
-    """`questions` in random order."""
+    """Return `questions` in random order."""
     return random.Random(seed).sample(questions(), len(questions()))
 
 
 def shipped_clients(rate: float, seconds: float, seed: int, start: float = 0.0, first: int = 0) -> list[Client]:
-    """Poisson arrivals from `start` on; numbers from `first` on."""
+    """Return clients with Poisson arrivals from `start` on, numbered from `first` on."""
     rng = random.Random(seed)
     asked = itertools.cycle(shipped_questions(seed))
     clients, time = [], start
@@ -285,18 +285,18 @@ def shipped_clients(rate: float, seconds: float, seed: int, start: float = 0.0, 
 
 
 def warm_up(rate: float, first: int = 1_000_000) -> list[Client]:
-    """What a server has seen before it is overloaded at second `WARM_S`: most of what it can do."""
+    """Return the clients of a warm server, which bring 90 % of its capacity until second `WARM_S`."""
     return shipped_clients(0.9 * rate, WARM_S, 99, first=first)
 
 
 def at_once(num: int, seed: int = 50, first: int = 2_000_000) -> list[Client]:
-    """All that a cold server has seen before it is overloaded: a few, long over."""
+    """Return the few clients that a cold server has served before it is overloaded."""
     asked = shipped_questions(seed)
     return [Client(first + number, 0.0, *asked[number]) for number in range(num)]
 
 
 def capacity(seed: int = 1, num: int = 600, **world: Any) -> float:
-    """Requests a second while all slots are taken: tokens until the last first token, over tokens a request."""
+    """Return requests a second while all slots are taken: tokens until the last first token, over tokens a request."""
     asked = itertools.cycle(shipped_questions(seed))
     clients = [Client(number, 0.0, *next(asked)) for number in range(num)]
     full = World(clients, places=num, seed=seed, **world)
@@ -308,24 +308,24 @@ def capacity(seed: int = 1, num: int = 600, **world: Any) -> float:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of the clients."""
+    """Numbers of refusals and retries, and the accuracy of predictions."""
 
     num_refusals: int
-    num_obeyed: int
-    num_in_first_time: int
-    most_told: int
-    told_p50_s: float
+    num_retried: int
+    num_admitted_at_retry: int
+    max_refusals: int
+    retry_after_p50_s: float
     accepted: Accuracy
     returned: Accuracy
 
     @property
-    def first_time_share(self) -> float:
-        return self.num_in_first_time / max(1, self.num_obeyed)
+    def first_retry_share(self) -> float:
+        return self.num_admitted_at_retry / max(1, self.num_retried)
 
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Of predictions: |predicted / real - 1| in the middle, and the factor between the two, either way."""
+    """Median of |predicted / real - 1|, and 99th percentile of the factor between the two, either way."""
 
     num: int
     median_error: float
@@ -333,7 +333,7 @@ class Accuracy:
 
     @classmethod
     def of(cls, pairs: Sequence[tuple[float, float]]) -> Accuracy:
-        """(predicted, real) seconds."""
+        """Return the accuracy of pairs of predicted and real seconds."""
         if not pairs:
             return cls(0, 0.0, 1.0)
         factors = sorted(max(predicted / real, real / predicted) for predicted, real in pairs)
@@ -342,35 +342,39 @@ class Accuracy:
 
 
 def outcome(clients: Sequence[Client]) -> Outcome:
-    told = sorted(each for client in clients for each in client.told)
-    back = [client for client in clients if client.told and client.obeys]
-    let_in = [client for client in clients if client.first_token is not None]
+    delays = sorted(each for client in clients for each in client.retry_afters_s)
+    back = [client for client in clients if client.retry_afters_s and client.obeys]
+    admitted = [client for client in clients if client.first_token is not None]
     return Outcome(
-        num_refusals=len(told),
-        num_obeyed=len(back),
-        num_in_first_time=sum(client.let_in is not None and len(client.told) == 1 for client in back),
-        most_told=max((len(client.told) for client in clients), default=0),
-        told_p50_s=told[len(told) // 2] if told else 0.0,
-        accepted=Accuracy.of([(c.predicted_s, c.real_s) for c in let_in if c.predicted_s is not None]),
+        num_refusals=len(delays),
+        num_retried=len(back),
+        num_admitted_at_retry=sum(client.admitted is not None and len(client.retry_afters_s) == 1 for client in back),
+        max_refusals=max((len(client.retry_afters_s) for client in clients), default=0),
+        retry_after_p50_s=delays[len(delays) // 2] if delays else 0.0,
+        accepted=Accuracy.of([(c.predicted_s, c.real_s) for c in admitted if c.predicted_s is not None]),
         returned=Accuracy.of(
-            [(c.promised_s, (c.first_token or 0.0) - c.arrives) for c in let_in if c.promised_s is not None]
+            [
+                (c.predicted_at_refusal_s, (c.first_token or 0.0) - c.arrives)
+                for c in admitted
+                if c.predicted_at_refusal_s is not None
+            ]
         ),
     )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=20.0, help="of arrivals")
+    parser.add_argument("--seconds", type=float, default=20.0, help="duration of the arrivals")
     parser.add_argument("--load", type=float, default=2.0, help="arrivals, times what the server can do")
     parser.add_argument("--slots", type=int, default=32)
     parser.add_argument("--places", type=int, default=64)
     parser.add_argument("--noise", type=float, default=0.1)
-    parser.add_argument("--door-ms", type=float, default=0.0, help="of the event loop, for everybody who asks")
-    parser.add_argument("--form-ms", type=float, default=0.0, help="of the master for each step, in which others come")
-    parser.add_argument("--stall-ms", type=float, default=0.0, help="for which it hears nobody, about once a second")
+    parser.add_argument("--attempt-ms", type=float, default=0.0, help="of the event loop for each attempt")
+    parser.add_argument("--schedule-ms", type=float, default=0.0, help="of the master to schedule a step")
+    parser.add_argument("--stall-ms", type=float, default=0.0, help="of a stall of the event loop, about once a second")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--cold", action="store_true", help="16 clients at once before, and nothing else")
-    parser.add_argument("--unknown", action="store_true", help="all ask for 500 tokens, whatever they get")
+    parser.add_argument("--cold", action="store_true", help="only 16 requests were served before")
+    parser.add_argument("--unknown", action="store_true", help="all requests have max_tokens 500")
     args = parser.parse_args()
     most = capacity(args.seed, max(600, 12 * args.slots), slots=args.slots, noise=args.noise)
     clients = shipped_clients(args.load * most, args.seconds, args.seed, start=WARM_S)
@@ -384,16 +388,17 @@ def main() -> None:
         places=args.places,
         noise=args.noise,
         seed=args.seed,
-        door_s=args.door_ms / 1000,
-        form_s=args.form_ms / 1000,
+        attempt_s=args.attempt_ms / 1000,
+        schedule_s=args.schedule_ms / 1000,
         stall_s=args.stall_ms / 1000,
     )
     world.run()
     result = outcome(clients)
     lines = [
         f"capacity {most:.1f} requests/s, {len(clients)} clients, all answered after {world.clock.now:.1f} s",
-        f"refusals {result.num_refusals}, Retry-After p50 {result.told_p50_s:g} s, of one at most {result.most_told}",
-        f"of {result.num_obeyed} who came back {result.first_time_share:.1%} were let in then",
+        f"refusals {result.num_refusals}, at most {result.max_refusals} of a client; "
+        f"Retry-After p50 {result.retry_after_p50_s:g} s",
+        f"of {result.num_retried} clients that retried {result.first_retry_share:.1%} were admitted at the first",
         f"accepted: {result.accepted}",
         f"returned: {result.returned}",
     ]

@@ -51,7 +51,7 @@ def test_requests_in_flight_go_on_by_other_rules_and_get_the_same(
             reloaded = (await client.post("/v1/reload")).json()
             assert "model_config.decode_batch_size: 4 -> 1" in reloaded["changed"] and reloaded["late"] == []
             assert server.replica.scheduler.limits.max_num_seqs == 1
-            assert server.replica.load.limits.max_num_seqs == 1
+            assert server.replica.ttft_predictor.limits.max_num_seqs == 1
             refused = await client.post("/v1/completions", json=BODY)
             assert refused.status_code == 429 and "of 1 places" in refused.text
             server.runner.let()
