@@ -94,7 +94,7 @@ def test_links_lead_somewhere(document):
 @pytest.mark.parametrize("document", WRITTEN, ids=lambda path: path.name)
 def test_keys_are_those_of_the_configuration(document):
     text = text_of(document)
-    keys = re.findall(rf"\b((?:{'|'.join(SECTIONS)})\.(?!ya?ml\b|json\b)\w+)", text)
+    keys = re.findall(rf"\b((?:{'|'.join(SECTIONS)})\.(?!ya?ml\b|json\b|py\b)\w+)", text)
     wrong = [key for key in keys if key not in ACCEPTED_KEYS]
     for section, row, key in re.findall(rf"\b({'|'.join(TABLES)})\.([\w-]+)\.(\w+)", text):
         if key not in TABLES[section].rules:

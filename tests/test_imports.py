@@ -72,7 +72,7 @@ PLACES = {
     "work_agent": Place(7, WORKER),
     "offline": Place(8, TOP),
     "log_keeper": Place(8, TOP),
-    "cli": Place(8.1, TOP),
+    "cli": Place(8.05, TOP),
     "__main__": Place(8.2, TOP),
 }
 LEAVES = {"kernels": {"errors", "log"}, "demo_model": set()}
