@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import logging
 import socket
+import ssl
+from collections import Counter
 
+import trustme
 import uvloop
 from llm_serving.server.http import acceptor
-from llm_serving.server.http.acceptor import Acceptor
+from llm_serving.server.http.acceptor import HANDSHAKES_AT_ONCE, Acceptor
 from llm_serving.server.http.connection_limits import ConnectionLimits
+from tools.attackers import client_hello
 
 
 class Exhausted:
@@ -43,6 +48,9 @@ class Greeting(asyncio.Protocol):
 
     def __init__(self, address, client):
         self.address = address
+
+    def connection_lost(self, exc):
+        pass
 
     def connection_made(self, transport):
         transport.write(self.address.encode())
@@ -115,3 +123,69 @@ def test_a_refused_client_can_read_why():
             await accepting.wait_closed()
 
     run(main)
+
+
+class CountingContext(ssl.SSLContext):
+    """Reports each handshake that begins."""
+
+    def wrap_bio(self, *args, **kwargs):
+        self.on_begin()
+        return super().wrap_bio(*args, **kwargs)
+
+
+class Silent(Greeting):
+    """A connection that says nothing."""
+
+    def is_closing(self):
+        return False
+
+    def connection_made(self, transport):
+        transport.close()
+
+
+def begin_handshakes(sources, leaving=0):
+    """Connect from each address, of which the first `leaving` leave at once.
+
+    Returns:
+        The addresses whose handshakes began, and the iteration of the event loop of each.
+    """
+    context, begun, addresses, iteration = CountingContext(ssl.PROTOCOL_TLS_SERVER), [], [], 0
+    trustme.CA().issue_cert("127.0.0.1").configure_cert(context)
+    context.on_begin = lambda: begun.append(iteration)
+
+    async def main():
+        nonlocal iteration
+        with socket.create_server(("127.0.0.1", 0), backlog=200) as listener, contextlib.ExitStack() as clients:
+            for number, source in enumerate(sources):
+                client = socket.create_connection(listener.getsockname(), source_address=(source, 0))
+                clients.enter_context(client)
+                client.sendall(client_hello())
+                if number < leaving:
+                    client.close()
+            accepting = Acceptor(listener, limits_of(200), Silent, context, 30.0)
+            establish = accepting._establish
+
+            def note(connection, client):
+                addresses.append(connection.address)
+                establish(connection, client)
+
+            accepting._establish = note
+            while len(begun) < len(sources) - leaving:
+                await asyncio.sleep(0)
+                iteration += 1
+            accepting.close()
+            await accepting.wait_closed()
+
+    run(main)
+    return addresses, begun
+
+
+def test_a_few_handshakes_begin_in_an_iteration_one_address_after_the_other():
+    addresses, begun = begin_handshakes(["127.0.1.1"] * 40 + ["127.0.1.2"])
+    assert max(Counter(begun).values()) <= HANDSHAKES_AT_ONCE
+    assert addresses.index("127.0.1.2") <= HANDSHAKES_AT_ONCE
+
+
+def test_no_handshake_begins_for_a_client_that_has_left():
+    addresses, _ = begin_handshakes(["127.0.1.1"] * 40, leaving=39)
+    assert addresses == ["127.0.1.1"]

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import socket
 import ssl
+from collections import deque
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -21,12 +22,17 @@ ACCEPTED_AT_ONCE: Final = 64
 EXHAUSTED_PAUSE_S: Final = 0.25
 """Time until the next try when the system has no file descriptor for a connection."""
 TLS_SHUTDOWN_S: Final = 2.0
+HANDSHAKES_AT_ONCE: Final = 2
+"""TLS handshakes that begin in one iteration of the event loop; each costs a signature, about a millisecond."""
+ESTABLISHED: Final = 1
+"""State of a TCP connection, of Linux's `tcp_states.h`."""
 
 
 class Acceptor:
     """Accepts connections, with TLS where there is a certificate; closing it is like closing one of asyncio's servers.
 
-    A connection counts from before its TLS handshake. When the process has no file descriptor left, connections wait in
+    A connection counts from before its TLS handshake. Handshakes begin a few at a time, one address after the other, so
+    that hundreds of one client delay no other client. When the process has no file descriptor left, connections wait in
     the kernel.
 
     Args:
@@ -52,6 +58,8 @@ class Acceptor:
         self.handshake_timeout_s = handshake_timeout_s
         self._loop = asyncio.get_running_loop()
         self._handshakes: set[asyncio.Task[Any]] = set()
+        self._waiting: dict[str, deque[tuple[Connection, socket.socket]]] = {}
+        """Connections whose handshake has not begun, by address; the address that is next comes first."""
         self._pause: asyncio.TimerHandle | None = None
         self._is_exhausted = False
         listener.setblocking(False)
@@ -64,6 +72,10 @@ class Acceptor:
             self._pause.cancel()
         for handshake in self._handshakes:
             handshake.cancel()
+        for queue in self._waiting.values():
+            for connection, client in queue:
+                _drop(connection, client)
+        self._waiting.clear()
 
     async def wait_closed(self) -> None:
         """Wait until handshakes have ended."""
@@ -90,9 +102,9 @@ class Acceptor:
                 self._is_exhausted = False
                 logger.warning("connections are accepted again")
             client.setblocking(False)
-            self._establish(client, address_of(peer))
+            self._admit(client, address_of(peer))
 
-    def _establish(self, client: socket.socket, address: str) -> None:
+    def _admit(self, client: socket.socket, address: str) -> None:
         connection = self._new_connection(address, client)
         if not self._registry.admit(connection):
             self._registry.on_refused(address, TOO_MANY_CONNECTIONS.status)
@@ -102,6 +114,30 @@ class Acceptor:
                     client.send(TOO_MANY_CONNECTIONS.to_bytes(self._registry.retry_after_s()))
                     client.recv(2**16)  # to close a socket with unread bytes would reset it
             return
+        if self._context is None:
+            self._establish(connection, client)
+            return
+        if not self._waiting:
+            self._loop.call_soon(self._begin_handshakes)
+        self._waiting.setdefault(address, deque()).append((connection, client))
+
+    def _begin_handshakes(self) -> None:
+        num_begun = 0
+        while self._waiting and num_begun < HANDSHAKES_AT_ONCE:
+            address = next(iter(self._waiting))
+            queue = self._waiting.pop(address)
+            connection, client = queue.popleft()
+            if queue:
+                self._waiting[address] = queue  # behind the other addresses
+            if connection.is_closing() or client.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] != ESTABLISHED:
+                _drop(connection, client)
+                continue
+            num_begun += 1
+            self._establish(connection, client)
+        if self._waiting:
+            self._loop.call_soon(self._begin_handshakes)
+
+    def _establish(self, connection: Connection, client: socket.socket) -> None:
         timeouts: dict[str, Any] = {}
         if self._context is not None:
             timeouts = {"ssl_handshake_timeout": self.handshake_timeout_s, "ssl_shutdown_timeout": TLS_SHUTDOWN_S}
@@ -116,9 +152,14 @@ class Acceptor:
             connection.handshake = None
             error = None if task.cancelled() else task.exception()
             if task.cancelled() or error is not None:
-                connection.connection_lost(error if isinstance(error, Exception) else None)
-                client.close()
+                _drop(connection, client)
             if not isinstance(error, OSError | None):
                 logger.error("a connection failed", exc_info=error)
 
         handshake.add_done_callback(on_done)
+
+
+def _drop(connection: Connection, client: socket.socket) -> None:
+    """End a connection that was not established."""
+    connection.connection_lost(None)
+    client.close()
