@@ -62,7 +62,7 @@ make_venv() {
 # compile_kernels: compiles the operator library if it is not there, beside what follows; whoever needs the library
 # waits for it, and says what went wrong.
 compile_kernels() {
-    PYTHONPATH="$root/llm-serving" "$venv/bin/python" -S -m llm_serving.kernels.library >"$venv/compile.log" 2>&1 9>&- &
+    PYTHONPATH="$root/llm-serving" "$venv/bin/python" -S -m llm_serving.kernels.compiler >"$venv/compile.log" 2>&1 9>&- &
 }
 
 # is_installed: whether $venv holds the package with what `install` was asked for, and its Python is still there. An

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from llm_serving.backends import ascend
+from llm_serving.backends import ascend_cells as cells
 from llm_serving.config import load_config
 from llm_serving.config.paths import DEMO_FOLDER
 from llm_serving.core.sampling_params import SamplingParams
@@ -92,7 +92,7 @@ def test_whole_prompts_have_attention_of_their_own_with_the_same_bits(two_layers
 def test_a_wrong_mask_gives_wrong_tokens(two_layers, of_two_layers, name, monkeypatch):
     """The right one gives those of the program: see above."""
     if name == "primitives":
-        monkeypatch.setattr(ascend, "_MASKED", 0.0)
+        monkeypatch.setattr(cells, "_MASKED", 0.0)
     else:
-        monkeypatch.setattr(ascend, "prompt_mask", lambda dtype: ascend.ms.Tensor(np.zeros((128, 128))).astype(dtype))
+        monkeypatch.setattr(cells, "prompt_mask", lambda dtype: cells.ms.Tensor(np.zeros((128, 128))).astype(dtype))
     assert tokens(answers(name, two_layers, ENDLESS)[0]) != tokens(of_two_layers)

@@ -77,8 +77,8 @@ def test_weights_are_read_as_so_many_bytes(model: LLM, kept: str) -> None:
     before = library.load().llm_num_weight_bytes()
     model.generate(["Add"], SamplingParams(temperature=0.0, max_tokens=1))
     spec = model.model_spec
-    elements = spec.num_multiplied + spec.vocab_size * spec.network.hidden
+    elements = spec.num_active_parameters + spec.vocab_size * spec.network.hidden
     read = library.load().llm_num_weight_bytes() - before
-    in_4_bits = spec.num_multiplied // 2 + spec.vocab_size * spec.network.hidden
+    in_4_bits = spec.num_active_parameters // 2 + spec.vocab_size * spec.network.hidden
     expected = {"w4a16": in_4_bits, "w4a8": in_4_bits, CODED_CACHE: 2 * elements}
     assert read == expected.get(kept, elements)

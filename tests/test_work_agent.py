@@ -21,7 +21,7 @@ from llm_serving.core.memory import limit_told
 from llm_serving.core.step import AllowedTokens, BlockMove, Continuation
 from llm_serving.errors import ChannelClosedError, ConfigError, ProtocolError
 from llm_serving.executor.supervisor import load_settings
-from llm_serving.models.weight_reader import sketch_of
+from llm_serving.models.weight_reader import weight_fingerprint
 from llm_serving.transport.channel import Channel
 from llm_serving.transport.codec import allowed_arrays, decode_output, step_arrays
 from llm_serving.transport.messages import (
@@ -222,7 +222,7 @@ class TestLoading:
 
         loaded = start(load_runner, away=True, model_path=str(model)).load()
         assert isinstance(loaded, Loaded)
-        assert (paths, loaded.model) == ([str(model)], sketch_of(model))
+        assert (paths, loaded.model) == ([str(model)], weight_fingerprint(model))
 
     def test_another_machine_may_have_a_file_where_the_master_has_it(self, start, tmp_path):
         model = tmp_path / "model.gguf"

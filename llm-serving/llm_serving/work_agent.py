@@ -41,7 +41,7 @@ from llm_serving.errors import (
     TransportError,
 )
 from llm_serving.log import configure_logging, get_logger
-from llm_serving.models.weight_reader import sketch_of
+from llm_serving.models.weight_reader import weight_fingerprint
 from llm_serving.transport.channel import MAX_FRAME_BYTES, Channel, notice_silence
 from llm_serving.transport.codec import allowed_from_arrays, encode_output, step_from_arrays
 from llm_serving.transport.messages import (
@@ -190,7 +190,7 @@ def serve(
         with contextlib.nullcontext(transfer_fd) if blocks is None else transfer_memory() as memory:
             load = load if memory is None else partial(load, transfer_fd=memory)
             runner, notice = load(settings, on_progress=lambda text: channel.send(Progress(text)))
-        sketch = sketch_of(Path(settings.model_path)) if memory_fd is None else ""
+        sketch = weight_fingerprint(Path(settings.model_path)) if memory_fd is None else ""
     except RankLostError:
         raise
     except LLMServingError as error:

@@ -116,7 +116,7 @@ class Verifier:
         config = _config_for(self._load_config, options, num_blocks)
         if config.device.device_target == "CPU" and options.instruction_set:
             with contextlib.suppress(KernelError):  # without that instruction set or library, the default is used
-                self._in_use.enter_context(library.isa_in_use(options.instruction_set))
+                self._in_use.enter_context(library.use_isa(options.instruction_set))
         self._say("loading the model")
         self._loaded = options, LLM(config)
         return self._loaded[1]

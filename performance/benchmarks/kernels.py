@@ -28,9 +28,9 @@ from harness.machine_limits import Limits, least_seconds
 from llm_serving.backends.parameters import zeroed_array, zeroed_bytes
 from llm_serving.core.enums import QuantizationName
 from llm_serving.kernels import library
-from llm_serving.network.builder import SCALE_BYTES
+from llm_serving.network.builder import INT8_SCALE_BYTES
 from llm_serving.network.operations import ELEMENT_BYTES
-from llm_serving.network.quantization import BITS, WIDENED
+from llm_serving.network.quantization import BITS, WEIGHT_ONLY
 
 SECONDS_PER_FIGURE = 0.3
 CASES = ("products", "attention", "others")
@@ -165,15 +165,15 @@ def _packed_weights(n: int, k: int, dtype: str) -> list[Array]:
 
 def _packed_codes(n: int, k: int, dtype: str, quantization: str) -> list[Array]:
     kernels, name = library.load(), QuantizationName(quantization)
-    widened, bits = name in WIDENED, BITS[name]
+    widened, bits = name in WEIGHT_ONLY, BITS[name]
     rng, group = np.random.default_rng(1), GROUP_SIZE if bits == 4 else k
     codes = rng.integers(0, 16, (n, k), np.uint8) if bits == 4 else rng.integers(-127, 128, (n, k), np.int8)
     scales = np.full((n, k // group), 0.01, np.float32)
-    num_bytes, shown = kernels.llm_packed_codes_bytes(widened, bits, n, k), k * bits // 8
+    num_bytes, shown = kernels.llm_packed_qvalues_bytes(widened, bits, n, k), k * bits // 8
     memories = [zeroed_bytes(num_bytes) for _ in range(_num_copies(num_bytes))]
     for memory in memories:
         arrays = codes.ctypes.data, scales.ctypes.data, None, group, memory.ctypes.data
-        kernels.llm_pack_codes(widened, bits, *arrays, dtype.encode(), n, k, shown)
+        kernels.llm_pack_qvalues(widened, bits, *arrays, dtype.encode(), n, k, shown)
     return [memory[: n * shown].view(np.int8).reshape(n, shown) for memory in memories]
 
 
@@ -230,7 +230,7 @@ def others(shape: Shape, all_rows: Sequence[int], dtype: str) -> Iterator[Case]:
 
 def _attention_case(shape: Shape, dtype: str, batch: int, query_len: int, context: int, *, coded: bool) -> Case:
     blocks = -(-context // BLOCK_SIZE)
-    head_bytes = shape.head_dim + SCALE_BYTES if coded else shape.head_dim * ELEMENT_BYTES[dtype]
+    head_bytes = shape.head_dim + INT8_SCALE_BYTES if coded else shape.head_dim * ELEMENT_BYTES[dtype]
     num_bytes = 2 * batch * context * shape.num_kv_heads * head_bytes
     layers = max(1, UNCACHED_BYTES // num_bytes)
     cache_shape = (batch * blocks * layers, BLOCK_SIZE, shape.num_kv_heads, shape.head_dim)
@@ -299,12 +299,12 @@ def _random(shape: tuple[int, ...], dtype: str) -> Array:
 def _codes(shape: tuple[int, int, int, int]) -> Array:
     """Return blocks of an int8 KV cache: quantized values of a group, followed by their scales."""
     num_blocks, block_size, heads, head_dim = shape
-    array: Array = zeroed_bytes(math.prod(shape) + math.prod(shape[:3]) * SCALE_BYTES)
-    groups = array.reshape(num_blocks, heads, block_size * (head_dim + SCALE_BYTES))
+    array: Array = zeroed_bytes(math.prod(shape) + math.prod(shape[:3]) * INT8_SCALE_BYTES)
+    groups = array.reshape(num_blocks, heads, block_size * (head_dim + INT8_SCALE_BYTES))
     random = np.random.default_rng(1).integers(-127, 128, 1 << 20, np.int8).view(np.uint8)
     groups[...] = np.resize(random, groups.shape)
     groups[..., block_size * head_dim :] = np.full(block_size, 0.02, np.float32).view(np.uint8)
-    return array.view(np.int8).reshape(num_blocks, block_size, heads, head_dim + SCALE_BYTES)
+    return array.view(np.int8).reshape(num_blocks, block_size, heads, head_dim + INT8_SCALE_BYTES)
 
 
 def _num_copies(num_bytes: int) -> int:

@@ -116,7 +116,7 @@ class StepCost:
 
     def num_bytes(self, num_context_tokens: int) -> float:
         """Return the bytes that a step reads whose rows have `num_context_tokens` in the cache in total."""
-        per_token = self.spec.kv_bytes_per_token(ELEMENT_BYTES[self.dtype], coded=self.coded_cache)
+        per_token = self.spec.kv_bytes_per_token(ELEMENT_BYTES[self.dtype], int8=self.coded_cache)
         return self.weight_bytes + per_token * num_context_tokens
 
     def flop(self, num_tokens: int, num_samples: int, num_pairs: int) -> float:
@@ -138,7 +138,7 @@ class StepCost:
     @cached_property
     def _attention(self) -> int:
         """Elements of attention scores and weighted sums for a pair of tokens, over all layers."""
-        attends = [each for each in self.spec.network.operations if each.kind == "attend"]
+        attends = [each for each in self.spec.network.operations if each.kind == "attention"]
         return sum(each.inputs["q"].width + each.outputs["y"].width for each in attends)
 
     @cached_property
@@ -151,15 +151,15 @@ class StepCost:
             if each.kind == "linear" and each.outputs["y"] in plan.selected
         )
         # The query of the last layer, whose product has keys and values too.
-        query = next(each.inputs["q"] for each in reversed(plan.operations) if each.kind == "attend")
+        query = next(each.inputs["q"] for each in reversed(plan.operations) if each.kind == "attention")
         return behind + query.width * self.spec.network.hidden
 
     @cached_property
     def _layers(self) -> int:
         """Elements of weights that a token is multiplied by, without the LM head, and those of the norms."""
         network = self.spec.network
-        norms = sum(math.prod(each.weights["gain"].shape) for each in network.operations if each.kind == "norm")
-        return self.spec.num_multiplied + norms
+        norms = sum(math.prod(each.weights["gamma"].shape) for each in network.operations if each.kind == "rms_norm")
+        return self.spec.num_active_parameters + norms
 
     @property
     def _head(self) -> int:

@@ -33,7 +33,7 @@ def product(monkeypatch):
     return package.matmul_batch_invariant
 
 
-def test_products_are_those_of_the_package(product):
+def test_invariant_backend_uses_the_package_product(product):
     backend = create_backend("ascend_invariant", "float16")
     x = np.arange(6, dtype=np.float16).reshape(2, 3)
     weight = np.arange(12, dtype=np.float16).reshape(4, 3)
@@ -47,7 +47,7 @@ def test_products_are_those_of_the_package(product):
 @pytest.mark.parametrize(
     ("package", "told"), [(None, "import of ms_custom_ops halted"), (ModuleType("ms_custom_ops"), "no attribute")]
 )
-def test_without_the_package_it_is_named(monkeypatch, package, told):
+def test_invariant_backend_names_the_missing_package(monkeypatch, package, told):
     monkeypatch.setitem(sys.modules, "ms_custom_ops", package)
     with pytest.raises(KernelError, match=f"products need ms_custom_ops.matmul_batch_invariant: .*{told}"):
         create_backend("ascend_invariant", "bfloat16")

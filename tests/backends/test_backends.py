@@ -25,7 +25,7 @@ pytestmark = pytest.mark.mindspore
         ("ascend", "float32", "`model_dtype` on ascend must be one of bfloat16, float16. Given: float32"),
     ],
 )
-def test_unknown_backends_and_dtypes_are_named(name: str, dtype: str, message: str) -> None:
+def test_create_backend_names_unknown_backends_and_dtypes(name: str, dtype: str, message: str) -> None:
     with pytest.raises(ConfigError) as error:
         create_backend(name, dtype)
     assert str(error.value) == message
@@ -38,14 +38,14 @@ def test_unknown_backends_and_dtypes_are_named(name: str, dtype: str, message: s
         (16, 40, "`head_dim` must be a multiple of 16 on cpu. Given: 40"),
     ],
 )
-def test_cpu_names_the_multiple_its_caches_need(block_size: int, head_dim: int, message: str) -> None:
+def test_cpu_backend_names_the_required_multiple_of_caches(block_size: int, head_dim: int, message: str) -> None:
     with pytest.raises(ConfigError) as error:
         create_backend("cpu", "bfloat16").kv_cache(4, block_size, CacheShape(2, head_dim, head_dim))
     assert str(error.value) == message
 
 
 @pytest.mark.parametrize("name", ["cpu", "ascend", "plain"])
-def test_weights_may_come_in_any_float_type_from_read_only_memory(name: str) -> None:
+def test_linear_weight_accepts_any_float_type_from_read_only_memory(name: str) -> None:
     backend = create_backend(name, "bfloat16")
     values = np.array([[1.0, -2.5, 1.00390625], [0.0, 3.0e38, 1e-3]], dtype=np.float32)
     expected = backend.table(values).astype(ms.float32).asnumpy()
@@ -64,7 +64,7 @@ def test_parameters_alias_aligned_memory_and_take_names() -> None:
     assert (key.shape, key.dtype) == ((4, 16, 2, 32), ms.bfloat16)
 
 
-def test_a_weight_that_is_gone_is_no_longer_taken_for_packed() -> None:
+def test_released_weight_is_no_longer_packed() -> None:
     backend = create_backend("cpu", "float32")
     identity = np.eye(32, dtype=np.float32)
     weight = backend.linear_weight(identity[::-1].copy())
@@ -92,11 +92,11 @@ except KernelError as error:
 """
 
 
-def test_a_library_named_too_late_is_an_error_and_not_wrong_numbers() -> None:
+def test_cpu_backend_refuses_a_late_registration() -> None:
     finished = subprocess.run(
         [sys.executable, "-c", LATE_PLUGIN], capture_output=True, text=True, env=_environment(), timeout=120
     )
-    assert "an operator ran before the operator library was named" in finished.stdout, finished.stderr
+    assert "an operator ran before the operator library was registered" in finished.stdout, finished.stderr
 
 
 def _environment() -> dict[str, str]:

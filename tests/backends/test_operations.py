@@ -178,7 +178,7 @@ class Attention(nn.Cell):
         self.split = backend.split((NUM_HEADS * HEAD_DIM, NUM_KV_HEADS * HEAD_DIM, NUM_KV_HEADS * HEAD_DIM))
         self.rotary, self.store = backend.rotary(HEAD_DIM), backend.store_kv()
         self.attention = backend.paged_attention(shape)
-        self.lengths, self.seen = backend.lengths(), backend.seen(48, 16)
+        self.lengths, self.seen = backend.host_lengths(), backend.attention_mask(48, 16)
 
     def construct(
         self, qkv: Any, cos: Any, sin: Any, slots: Any, positions: Any, tables: Any, query_lens: Any, contexts: Any

@@ -22,13 +22,13 @@ def assert_is_that_of_numpy(weight: np.ndarray) -> None:
     for by_numpy, found in expected:
         assert found.zeros is None
         assert (found.bits, found.group_size) == (by_numpy.bits, by_numpy.group_size)
-        assert np.array_equal(found.codes, by_numpy.codes)
+        assert np.array_equal(found.qvalues, by_numpy.qvalues)
         assert np.array_equal(found.scales.view(np.uint32), by_numpy.scales.view(np.uint32))
 
 
 @pytest.mark.parametrize("shape", [(1, 64), (50, 192), (3, 8256)])
 @pytest.mark.parametrize("dtype", BITS_OF)
-def test_normal_numbers(dtype: str, shape: tuple[int, int]) -> None:
+def test_quantize_equals_numpy_for_normal_numbers(dtype: str, shape: tuple[int, int]) -> None:
     values = np.random.default_rng(1).standard_normal(shape, np.float32)
     values[0, :32] = 0
     upper = (values.view(np.uint32) >> 16).astype(np.uint16)
@@ -37,7 +37,7 @@ def test_normal_numbers(dtype: str, shape: tuple[int, int]) -> None:
 
 @settings(max_examples=100)
 @given(data=st.data(), dtype=st.sampled_from(tuple(BITS_OF)))
-def test_any_bits(data: st.DataObject, dtype: str) -> None:
+def test_quantize_equals_numpy_for_any_bits(data: st.DataObject, dtype: str) -> None:
     """Subnormal numbers, the largest ones and halves of codes among them."""
     bits = data.draw(arrays(BITS_OF[dtype], (3, 64)))
     weight = bits if dtype == "bfloat16" else bits.view(dtype)
@@ -50,17 +50,17 @@ def test_any_bits(data: st.DataObject, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("largest", [127.0, 7.5, 2.0**-126 * 127, 2.0**-126 * 7.5, 2.0**-140])
-def test_numbers_between_two_codes(largest: float) -> None:
+def test_quantize_rounds_ties_as_numpy(largest: float) -> None:
     steps = np.arange(-128, 128, dtype=np.float32) / 2
     assert_is_that_of_numpy((np.stack([steps, -steps]) / 64 * np.float32(largest)).astype(np.float32))
 
 
-def test_no_rows_and_no_columns() -> None:
+def test_quantize_accepts_empty_matrices() -> None:
     assert quantize(np.zeros((0, 64), np.float32), 8).shape == (0, 64)
     assert np.array_equal(quantize(np.zeros((3, 0), np.float32), 8).scales, np.ones((3, 1)))
 
 
 @pytest.mark.parametrize(("shape", "size", "rule"), [((64,), None, "a matrix"), ((2, 64), 48, "must divide the 64")])
-def test_what_is_no_matrix_of_groups_is_refused(shape: tuple[int, ...], size: int | None, rule: str) -> None:
+def test_quantize_refuses_other_shapes_and_groups(shape: tuple[int, ...], size: int | None, rule: str) -> None:
     with pytest.raises(ModelError, match=rule):
         quantize(np.zeros(shape, np.float32), 4, size)

@@ -54,17 +54,17 @@ def test_what_is_read_is_what_was_rounded(source, tmp_path, monkeypatch, capsys,
     assert spec.scheme.activation_bits == activation_bits
     before, after = WeightReader(source), WeightReader(tmp_path / "out", spec.scheme)
     for tensor, shape in spec.tensors.items():
-        found, stored = after.take_packed(tensor, shape), before.take(tensor, shape)
+        found, stored = after.read_packed(tensor, shape), before.read(tensor, shape)
         if is_quantized(tensor):
             expected = rounded(stored)
             assert isinstance(found, QuantizedTensor)
-            assert np.array_equal(found.codes, expected.codes)
+            assert np.array_equal(found.qvalues, expected.qvalues)
             assert np.array_equal(found.scales, expected.scales)
             assert (found.bits, found.group_size) == (expected.bits, expected.group_size)
         else:
             assert found.dtype == stored.dtype
             assert np.array_equal(found, stored)
-    after.check_all_taken()
+    after.check_all_read()
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert {"config.json", "tokenizer.json"} <= names
     assert "modeling_tiny.py" not in names
@@ -81,7 +81,7 @@ def test_what_chooses_experts_stays_and_is_named(tmp_path):
     assert run(source, tmp_path / "out", "--format", "w8a8") == 0
     spec = check_folder(tmp_path / "out")
     reader = WeightReader(tmp_path / "out", spec.scheme)
-    kinds = {name: type(reader.take_packed(name, shape)) for name, shape in spec.tensors.items()}
+    kinds = {name: type(reader.read_packed(name, shape)) for name, shape in spec.tensors.items()}
     expert, router = (
         "model.layers.1.block_sparse_moe.experts.3.w2.weight",
         "model.layers.1.block_sparse_moe.gate.weight",
@@ -107,8 +107,8 @@ def test_the_gate_of_a_shared_expert_stays_and_is_named(tmp_path):
     spec = check_folder(tmp_path / "out")
     reader = WeightReader(tmp_path / "out", spec.scheme)
     gate, up = (f"model.layers.1.mlp.shared_expert{each}.weight" for each in ("_gate", ".up_proj"))
-    assert not isinstance(reader.take_packed(gate, (1, 64)), QuantizedTensor)
-    assert isinstance(reader.take_packed(up, (32, 64)), QuantizedTensor)
+    assert not isinstance(reader.read_packed(gate, (1, 64)), QuantizedTensor)
+    assert isinstance(reader.read_packed(up, (32, 64)), QuantizedTensor)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     ignored = config["quantization_config"]["ignore"]
     assert sorted(ignored) == ["lm_head", "model.layers.1.mlp.gate", "model.layers.1.mlp.shared_expert_gate"]

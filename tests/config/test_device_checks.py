@@ -160,7 +160,7 @@ def test_int8_kv_cache_is_refused_for_latent_attention(tmp_path):
 def test_int8_kv_cache_needs_less_memory(tmp_path):
     model = write_config(tmp_path / "model")
     spec = ModelSpec.from_folder(model)
-    less = 16 * (spec.kv_bytes_per_token(2) - spec.kv_bytes_per_token(2, coded=True))
+    less = 16 * (spec.kv_bytes_per_token(2) - spec.kv_bytes_per_token(2, int8=True))
     assert less > 0
     least = PROCESS_BYTES + 2 * spec.num_parameters + working_bytes(spec, 2, 512, 128) + 16 * spec.kv_bytes_per_token(2)
     limit = f"device_config.max_device_memory={least - less}"

@@ -13,7 +13,7 @@ from llm_serving.config.model_size import model_size
 from llm_serving.core.step import MAX_CONTINUATIONS, MAX_COUNT, WINDOW, blocks_of_continuation, window_start
 from llm_serving.errors import ConfigError, ModelError
 from llm_serving.executor.supervisor import load_settings
-from llm_serving.models.memory import bytes_for_cache, draft_model_bytes, weight_bytes
+from llm_serving.models.memory import draft_model_bytes, kv_cache_bytes_left, weight_bytes
 from llm_serving.text.tokenizer.tokenizer import check_draft_vocabulary
 from support.fakes import DEMO_FOLDER, DEMO_SPEC, DEMO_TOKENIZER
 
@@ -102,7 +102,7 @@ def test_draft_model_memory_is_taken_from_the_kv_cache() -> None:
     plain = load_config(None, [memory], Path("demo"))
     lines = model_size(load_config(None, [memory, *DRAFT], Path("demo"))).lines
     step = plain.scheduler.max_prefill_tokens, plain.model.decode_batch_size
-    left = bytes_for_cache(limit, DEMO_SPEC, 2, *step) - draft_model_bytes(DEMO_SPEC, 2, 16)
+    left = kv_cache_bytes_left(limit, DEMO_SPEC, 2, *step) - draft_model_bytes(DEMO_SPEC, 2, 16)
     assert f"{left // DEMO_SPEC.kv_bytes_per_token(2):,} tokens of context" in lines[-1]
     assert any(line.startswith("draft model, with its cache") for line in lines)
     assert not any("draft" in line for line in model_size(plain).lines)

@@ -12,7 +12,7 @@ import pytest
 from llm_serving.config.sections.model import ModelConfig
 from llm_serving.errors import ModelError
 from llm_serving.executor.model_files import ModelFiles, SameFiles, content_hashes
-from llm_serving.models.weight_reader import sketch_of
+from llm_serving.models.weight_reader import weight_fingerprint
 from llm_serving.transport.messages import Loaded
 
 DEMO = Path(llm_serving.demo_model.__file__).parent
@@ -177,7 +177,7 @@ def test_one_that_reads_while_a_file_is_changed_is_ended(folder: Path, same_file
 
 
 def test_one_that_reads_another_model_on_another_machine_is_ended(folder: Path, same_files: SameFiles) -> None:
-    agents = [Agent(sketch_of(folder)), Agent("of another")]
+    agents = [Agent(weight_fingerprint(folder)), Agent("of another")]
     assert not same_files.start_checked(lambda: agents[0]).is_killed
     with pytest.raises(
         ModelError, match=rf"{folder}: is another model at 10\.0\.0\.3 than on the master's machine: put"

@@ -27,11 +27,11 @@ from families import models
 from llm_serving.core.enums import QuantizationName
 from llm_serving.lowering import mindir
 from llm_serving.lowering.lower import Lowered, lower
-from llm_serving.lowering.step_inputs import arguments_of_rows, dynamic_inputs
+from llm_serving.lowering.step_inputs import dynamic_inputs, step_inputs_for_rows
 from llm_serving.models.spec import ModelSpec
 from llm_serving.models.weight_reader import WeightReader
 from llm_serving.network.builder import Network
-from llm_serving.network.quantization import Quantization, lacking, lacking_of_codes
+from llm_serving.network.quantization import Quantization, unsupported_by_ascend, unsupported_quantization
 from llm_serving.worker.compiled_graph import CompiledNetwork
 from llm_serving.worker.kv_cache import KVTensors
 from llm_serving.worker.model_inputs import NO_TOKENS, ModelInputs, ModelLimits, build_model_inputs
@@ -124,7 +124,7 @@ def differences(spec: ModelSpec, networks: Lowered, folder: Path) -> list[str]:
             arrays = (inputs if num_rows is None else inputs.with_rows(num_rows)).arrays()
             states = [network(arrays).copy() for network in both]
             logits, again = (
-                head((rows, *arguments_of_rows(len(rows)))).copy() for head, rows in zip(heads, states, strict=True)
+                head((rows, *step_inputs_for_rows(len(rows)))).copy() for head, rows in zip(heads, states, strict=True)
             )
             if not np.isfinite(logits).all() or logits.tobytes() != again.tobytes():
                 different.append(f"{graph}, step {index}")
@@ -143,7 +143,7 @@ def graph_of(network: Network) -> str:
         (
             operation.kind,
             sorted((name, str(value)) for name, value in operation.attributes.items()),
-            sorted((role, weight.shape, weight.kind) for role, weight in operation.weights.items()),
+            sorted((role, weight.shape, weight.dtype) for role, weight in operation.weights.items()),
             sorted((role, value.width, value.start) for role, value in operation.inputs.items()),
         )
         for operation in network.operations
@@ -189,7 +189,7 @@ def found_of(name: str, kind: str, asked: dict[tuple[str, str], str]) -> str:
     with tempfile.TemporaryDirectory() as folder:
         models.write(name, Path(folder))
         network = ModelSpec.from_folder(Path(folder)).network
-        if lacks := lacking(network, POSITIONS) or lacking_of_codes(quantization):
+        if lacks := unsupported_by_ascend(network, POSITIONS) or unsupported_quantization(quantization):
             return f"no {lacks}"
         key = graph_of(network), kind
         if key not in asked:

@@ -16,7 +16,7 @@ from families.test_exactness import write_tokenizer
 from llm_serving.core.request import Request
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.models.spec import ModelSpec
-from llm_serving.network.sharding import rule_against
+from llm_serving.network.sharding import sharding_violation
 from support.real_replica import RealReplica
 
 SETTINGS = (
@@ -33,7 +33,7 @@ GREEDY = SamplingParams(max_tokens=models.NEW_TOKENS, temperature=0.0, ignore_eo
 def verdict(name: str, folder: Path) -> str:
     models.write(name, folder)
     write_tokenizer(folder, models.model(name).config["vocab_size"])
-    rule = rule_against(ModelSpec.from_folder(folder).network, 2)
+    rule = sharding_violation(ModelSpec.from_folder(folder).network, 2)
     if rule is not None:
         return f"refused: {rule}"
     prompts = models.golden(name).prompts

@@ -29,7 +29,7 @@ def test_an_answer_depends_on_the_request_alone(tmp_path: Path, name: str, kerne
 
 
 def test_latent_keys_in_8_bits_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="a cache of 8 bits has no attention to latent keys"):
+    with pytest.raises(ModelError, match="an int8 KV cache does not support attention to latent keys"):
         Served("deepseek-v2", tmp_path, CODED_CACHE)
 
 

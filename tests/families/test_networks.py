@@ -9,7 +9,7 @@ from families.precision import greedy, served
 from llm_serving.core.enums import QuantizationName
 from llm_serving.models.spec import ModelSpec
 from llm_serving.models.weight_reader import WeightReader
-from llm_serving.network.quantization import Quantization, lacking
+from llm_serving.network.quantization import Quantization, unsupported_by_ascend
 from support.graph_model import BLOCK_SIZE
 from support.network_reference import parameters, run, step_of_prompt
 
@@ -70,8 +70,8 @@ def test_the_graph_of_ascend_has_the_bits_of_the_program(tmp_path, name):
     changes = ON_EVERY_KERNELS[name]
     program, golden, longest = served(name, tmp_path / "program", "program", "bfloat16", changes)
     spec = ModelSpec.from_folder(tmp_path / "program")
-    if lacking(spec.network, longest) is not None:
-        pytest.skip(f"the primitives have no {lacking(spec.network, longest)}")
+    if unsupported_by_ascend(spec.network, longest) is not None:
+        pytest.skip(f"the primitives have no {unsupported_by_ascend(spec.network, longest)}")
     graph, _, _ = served(name, tmp_path / "graph", "primitives", "bfloat16", changes)
     token_ids = golden.prompts[200].token_ids.tolist() if 200 in golden.prompts else []
     blocks = list(range(-(-len(token_ids) // BLOCK_SIZE)))

@@ -31,7 +31,7 @@ def error_of(source):
         ("model.pt", "*.pt"),
     ],
 )
-def test_a_form_that_is_not_read_comes_with_the_command_that_converts_it(tmp_path, name, pattern):
+def test_unsupported_format_error_contains_the_conversion_command(tmp_path, name, pattern):
     (tmp_path / name).write_bytes(b"x")
     for source in (tmp_path, tmp_path / name):
         error = error_of(source)
@@ -39,7 +39,7 @@ def test_a_form_that_is_not_read_comes_with_the_command_that_converts_it(tmp_pat
         assert f'glob("{pattern}")' in error
 
 
-def test_files_of_meta_are_of_another_form_altogether(tmp_path):
+def test_meta_format_error_contains_its_own_conversion_command(tmp_path):
     (tmp_path / "consolidated.00.pth").write_bytes(b"x")
     command = f"convert_llama_weights_to_hf --input_dir {tmp_path} --output_dir {tmp_path}-safetensors --llama_version "
     for source in (tmp_path, tmp_path / "consolidated.00.pth"):
@@ -59,7 +59,7 @@ class Tensor:
         return Tensor(self.values.copy())
 
 
-def test_the_command_writes_what_is_read(tmp_path, monkeypatch):
+def test_conversion_command_writes_a_readable_file(tmp_path, monkeypatch):
     folder = tmp_path / 'it\'s a "model" ü'
     folder.mkdir()
     for number in (1, 2):
@@ -82,20 +82,20 @@ def test_the_command_writes_what_is_read(tmp_path, monkeypatch):
     assert sorted(read_tensors(folder)) == ["pytorch_model-1", "pytorch_model-2"]
 
 
-def test_of_several_safetensors_the_one_with_the_usual_name_is_read(tmp_path):
+def test_weight_files_prefer_the_usual_name(tmp_path):
     write_safetensors(tmp_path / "model.safetensors", A)
     write_safetensors(tmp_path / "consolidated.safetensors", {"layers.0.a": A["a"]})
     assert list(read_tensors(tmp_path)) == ["a"]
 
 
-def test_all_missing_files_of_an_index_are_told(tmp_path):
+def test_weight_files_list_all_missing_files_of_an_index(tmp_path):
     files = {f"t{number}": f"model-{number}.safetensors" for number in range(7)}
     write_safetensors(tmp_path / "model-3.safetensors", A)
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
     assert "names files that are missing: 6: model-0.safetensors; model-1.safetensors; " in error_of(tmp_path)
 
 
-def test_safetensors_win_over_other_forms(tmp_path):
+def test_weight_files_prefer_safetensors(tmp_path):
     write_safetensors(tmp_path / "model.safetensors", A)
     (tmp_path / "pytorch_model.bin").write_bytes(b"x")
     (tmp_path / "old.ckpt").write_bytes(b"x")
@@ -103,12 +103,12 @@ def test_safetensors_win_over_other_forms(tmp_path):
     assert list(read_tensors(tmp_path / "model.safetensors")) == ["a"]
 
 
-def test_an_empty_folder_has_nothing_to_convert(tmp_path):
+def test_empty_folder_error_has_no_conversion_hint(tmp_path):
     with pytest.raises(ModelError, match=r"holds no \*.safetensors file: its weights have not been downloaded, or "):
         read_tensors(tmp_path)
 
 
-def test_a_gguf_file_is_named_itself(tmp_path):
+def test_folder_error_hints_at_a_gguf_file(tmp_path):
     (tmp_path / "model-q4.gguf").write_bytes(b"x")
     with pytest.raises(
         ModelError, match=r"holds no \*.safetensors file; model-q4.gguf is a model by itself: name that"

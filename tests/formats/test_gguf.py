@@ -20,19 +20,19 @@ def write(path, content=None, **options):
 
 
 @pytest.mark.parametrize("version", [2, 3])
-def test_facts_and_plain_tensors(tmp_path, version):
+def test_gguf_metadata_and_plain_tensors(tmp_path, version):
     found = read_gguf(write(tmp_path / "a.gguf", version=version), texts=True)
-    assert found.facts["general.architecture"] == "llama"
-    assert found.facts["some.list"].tolist() == [1, 2, 3]
-    assert found.facts["some.texts"] == ["a", "b"]
-    assert found.facts["some.truth"] is True
+    assert found.metadata["general.architecture"] == "llama"
+    assert found.metadata["some.list"].tolist() == [1, 2, 3]
+    assert found.metadata["some.texts"] == ["a", "b"]
+    assert found.metadata["some.truth"] is True
     assert found.tensors["a"].read().tolist() == [[0, 1, 2], [3, 4, 5]]
     assert found.tensors["b"].read().tolist() == list(range(40))
     assert found.types == ("F32",)
-    assert read_gguf(tmp_path / "a.gguf").facts["some.texts"] is None
+    assert read_gguf(tmp_path / "a.gguf").metadata["some.texts"] is None
 
 
-def test_bfloat16_and_another_alignment(tmp_path):
+def test_gguf_bfloat16_and_custom_alignment(tmp_path):
     bits = np.arange(4, dtype=np.uint16).reshape(2, 2)
     content = gguf_bytes({"general.alignment": 64}, {"b": B, "c": plain(bits)}, alignment=64)
     found = read_gguf(write(tmp_path / "a.gguf", content))
@@ -54,7 +54,7 @@ def test_bfloat16_and_another_alignment(tmp_path):
     ],
 )
 @pytest.mark.parametrize("num_blocks", [1, 3])
-def test_blocks_are_what_their_definition_says(tmp_path, kind, name, bits, group, num_blocks):
+def test_gguf_blocks_equal_their_definition(tmp_path, kind, name, bits, group, num_blocks):
     shape = 5, ELEMENTS[kind] * num_blocks
     stored, values = random_matrix(kind, shape, np.random.default_rng(kind))
     found = read_gguf(write(tmp_path / "a.gguf", gguf_bytes({}, {"a": A, "w": stored})))
@@ -71,7 +71,7 @@ def test_blocks_are_what_their_definition_says(tmp_path, kind, name, bits, group
 
 @pytest.mark.parametrize("kind", [2, 3, 6, 7, 8, 12, 13, 14])
 @pytest.mark.parametrize("bits", [0x7C00, 0xFC00, 0x7E01])
-def test_blocks_whose_scales_are_no_numbers_are_refused_by_their_tensor(tmp_path, kind, bits):
+def test_gguf_non_finite_scales_are_refused_by_tensor(tmp_path, kind, bits):
     stored, _ = random_matrix(kind, (2, ELEMENTS[kind]), np.random.default_rng(kind))
     content = bytearray(stored.data)
     at = len(content) - 2 if kind == 14 else 0  # Q6_K ends with it
@@ -81,14 +81,14 @@ def test_blocks_whose_scales_are_no_numbers_are_refused_by_their_tensor(tmp_path
         tensor.tensors["w"].read_packed()
 
 
-def test_a_type_that_is_not_read_is_named_with_those_that_are(tmp_path):
+def test_gguf_unsupported_type_error_lists_the_supported_ones(tmp_path):
     content = gguf_bytes({}, {"w": Stored((1, 256), 10, bytes(84))})
     with pytest.raises(ModelError, match=r"tensor 'w' must be F32, F16, BF16, Q4_0, .* Found: type 10 of ggml"):
         read_gguf(write(tmp_path / "a.gguf", content))
 
 
 @pytest.mark.parametrize("shape", [(2, 31), (64,), (2, 2, 32)])
-def test_blocks_make_rows(tmp_path, shape):
+def test_gguf_rows_must_be_whole_blocks(tmp_path, shape):
     content = gguf_bytes({}, {"w": Stored(shape, 8, bytes(34 * 4))})
     with pytest.raises(ModelError, match="tensor 'w' of type Q8_0 must have two lengths, the columns a multiple of 32"):
         read_gguf(write(tmp_path / "a.gguf", content))
@@ -131,21 +131,21 @@ def huge_list(kind):
         (gguf_bytes({}, {"a": Stored((1,) * 5, 0, bytes(8))}), "5 lengths of tensor 'a'"),
     ],
 )
-def test_a_header_that_lies_is_refused_by_file_and_rule(tmp_path, content, message):
+def test_gguf_refuses_inconsistent_headers(tmp_path, content, message):
     with pytest.raises(ModelError, match=rf"a\.gguf.*{message}|{message}") as caught:
         read_gguf(write(tmp_path / "a.gguf", content))
     assert str(tmp_path / "a.gguf") in str(caught.value)
     assert len(str(caught.value)) < 600
 
 
-def test_two_tensors_of_a_name(tmp_path):
+def test_gguf_refuses_duplicate_tensor_names(tmp_path):
     content = bytearray(gguf_bytes({}, {"a": A, "b": B}))
     content[content.index(b"b")] = ord("a")
     with pytest.raises(ModelError, match="tensor 'a' stands twice"):
         read_gguf(write(tmp_path / "a.gguf", bytes(content)))
 
 
-def test_every_cut_is_an_error_and_every_changed_byte_an_error_or_another_file(tmp_path):
+def test_gguf_with_cut_or_changed_bytes_fails_or_differs(tmp_path):
     content = gguf_bytes(FACTS, {"a": A, "b": B})
     path = tmp_path / "a.gguf"
     for size in range(len(content)):
@@ -163,7 +163,7 @@ def test_every_cut_is_an_error_and_every_changed_byte_an_error_or_another_file(t
             assert str(path) in str(error)
 
 
-def test_numbers_of_every_type(tmp_path):
+def test_gguf_metadata_of_every_type(tmp_path):
     facts = {"a": number("<i", -1), "b": number("<Q", 2**40), "c": number("<d", 0.1), "d": number("<f", 0.5)}
-    found = read_gguf(write(tmp_path / "a.gguf", gguf_bytes(facts, {}))).facts
+    found = read_gguf(write(tmp_path / "a.gguf", gguf_bytes(facts, {}))).metadata
     assert found == {"a": -1, "b": 2**40, "c": 0.1, "d": 0.5}

@@ -5,7 +5,7 @@ import pytest
 from llm_serving.formats.mindformers_names import (
     are_of_mindformers,
     hugging_face_name,
-    is_joined,
+    is_fused,
     mindformers_name,
     split,
 )
@@ -29,7 +29,7 @@ def grouped_qkv(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("columns", [HIDDEN, None])
 @pytest.mark.parametrize("order", ["grouped", "stacked"])
-def test_joined_queries_keys_and_values(order, columns):
+def test_split_of_fused_qkv(order, columns):
     kind, pick = ("weight", slice(None)) if columns else ("bias", 0)
     q, k, v = (each[:, pick] for each in (Q, K, V))
     joined = grouped_qkv(q, k, v) if order == "grouped" else np.concatenate([q, k, v])
@@ -40,7 +40,7 @@ def test_joined_queries_keys_and_values(order, columns):
 
 
 @pytest.mark.parametrize("order", ["grouped", "stacked"])
-def test_a_joined_gate(order):
+def test_split_of_fused_gate_up(order):
     gate, up = Q, 500 + Q
     joined = np.stack([gate, up], 1).reshape(-1, HIDDEN) if order == "grouped" else np.concatenate([gate, up])
     parts = split(f"{AT}.feed_forward.w_gate_hidden.weight", joined, order, HEADS, KV_HEADS)
@@ -48,7 +48,7 @@ def test_a_joined_gate(order):
     assert [each.tolist() for each in parts.values()] == [gate.tolist(), up.tolist()]
 
 
-def test_names_both_ways():
+def test_mindformers_names_round_trip():
     names = list(small_tensors())
     theirs = [mindformers_name(name) for name in names]
     assert [hugging_face_name(name) for name in theirs] == names
@@ -56,10 +56,10 @@ def test_names_both_ways():
     assert "model.tok_embeddings.embedding_weight" in theirs
     assert "model.layers.1.feed_forward.w2.weight" in theirs
     assert "model.norm_out.weight" in theirs
-    assert not any(is_joined(name) for name in theirs)
+    assert not any(is_fused(name) for name in theirs)
 
 
-def test_names_of_newer_networks():
+def test_mindformers_core_names():
     names = ("linear_q", "linear_k", "linear_v", "linear_proj", "q_layernorm", "k_layernorm")
     found = [hugging_face_name(f"decoder.layers.3.self_attention.{name}.weight") for name in names]
     ours = ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")

@@ -16,13 +16,13 @@ PROJECTION = "model.layers.0.mlp.down_proj.weight"  # of 96 columns
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_values_are_those_of_the_definition(tmp_path, layout):
+def test_schemes_dequantize_to_their_definition(tmp_path, layout):
     values = write_quantized(tmp_path, layout, TINY)
     spec = check_folder(tmp_path)
     reader = WeightReader(tmp_path, spec.scheme)
     for name, shape in spec.tensors.items():
-        assert np.array_equal(reader.take(name, shape), values[name]), name
-    reader.check_all_taken()
+        assert np.array_equal(reader.read(name, shape), values[name]), name
+    reader.check_all_read()
 
 
 @pytest.mark.parametrize(
@@ -40,13 +40,13 @@ def test_values_are_those_of_the_definition(tmp_path, layout):
         ("AWQ, 4 bits", (4, 32, True, False)),
     ],
 )
-def test_codes_come_as_they_are_stored(tmp_path, name, expected):
+def test_schemes_return_stored_quantized_values(tmp_path, name, expected):
     write_quantized(tmp_path, LAYOUTS[name], TINY)
     spec = check_folder(tmp_path)
-    found = WeightReader(tmp_path, spec.scheme).take_packed(PROJECTION, (64, 96))
+    found = WeightReader(tmp_path, spec.scheme).read_packed(PROJECTION, (64, 96))
     assert isinstance(found, QuantizedTensor)
-    assert (found.bits, found.group_size, found.zeros is not None, found.columns is not None) == expected
-    assert isinstance(WeightReader(tmp_path, spec.scheme).take_packed("model.norm.weight", (64,)), np.ndarray)
+    assert (found.bits, found.group_size, found.zeros is not None, found.g_idx is not None) == expected
+    assert isinstance(WeightReader(tmp_path, spec.scheme).read_packed("model.norm.weight", (64,)), np.ndarray)
 
 
 NO_NUMBERS = (127, 255)
@@ -58,19 +58,19 @@ def write_fp8(folder, bits, scale):
     return WeightReader(folder, Fp8("FP8"))
 
 
-def test_all_numbers_of_e4m3(tmp_path):
+def test_fp8_table_holds_all_e4m3_values(tmp_path):
     bits = np.delete(np.arange(256, dtype=np.uint8), NO_NUMBERS).reshape(2, 127)
-    found = write_fp8(tmp_path, bits, 2).take("a.weight", (2, 127))
+    found = write_fp8(tmp_path, bits, 2).read("a.weight", (2, 127))
     np.testing.assert_array_equal(found, 2 * fp8_numbers()[bits])
     assert found.max() == 896
 
 
 @pytest.mark.parametrize("code", NO_NUMBERS)
-def test_a_code_of_e4m3_that_is_no_number_is_refused_by_its_weight(tmp_path, code):
+def test_fp8_nan_is_refused_by_weight(tmp_path, code):
     bits = np.full((16, 16), 56, np.uint8)
     bits[5, 3] = code
-    with pytest.raises(ModelError, match=r"model\.safetensors: a\.weight: .* make finite numbers\. Found: nan"):
-        write_fp8(tmp_path, bits, 1).take("a.weight", (16, 16))
+    with pytest.raises(ModelError, match=r"model\.safetensors: a\.weight: .* give finite numbers\. Found: nan"):
+        write_fp8(tmp_path, bits, 1).read("a.weight", (16, 16))
 
 
 def scaled(scale):
@@ -79,58 +79,60 @@ def scaled(scale):
 
 @pytest.mark.parametrize("scale", [-3e38, 3e38])
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if not name.startswith(("GPTQ", "AWQ"))])
-def test_scales_that_make_infinite_numbers_are_refused_by_their_weight(tmp_path, layout, scale):
+def test_schemes_refuse_scales_with_infinite_values(tmp_path, layout, scale):
     scheme = check_folder_of(tmp_path, LAYOUTS[layout], scaled(scale))
-    with pytest.raises(ModelError, match=rf"model\.safetensors: {PROJECTION}: .* make finite numbers\. Found: -?inf"):
-        WeightReader(tmp_path, scheme).take_packed(PROJECTION, (64, 96))
+    with pytest.raises(ModelError, match=rf"model\.safetensors: {PROJECTION}: .* give finite numbers\. Found: -?inf"):
+        WeightReader(tmp_path, scheme).read_packed(PROJECTION, (64, 96))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("scale", [-1.0, 0.0, 6e-8])
-def test_scales_below_zero_and_of_nothing_make_numbers(tmp_path, layout, scale):
+def test_schemes_accept_negative_and_zero_scales(tmp_path, layout, scale):
     """Tools write scales of 0 for rows of nothing, and some the sign of the largest element with them."""
     scheme = check_folder_of(tmp_path, layout, scaled(scale))
-    found = WeightReader(tmp_path, scheme).take(PROJECTION, (64, 96))
+    found = WeightReader(tmp_path, scheme).read(PROJECTION, (64, 96))
     ones = WeightReader(tmp_path, check_folder_of(tmp_path, layout, scaled(1.0)))
     with np.errstate(under="ignore"):
-        np.testing.assert_allclose(found, ones.take(PROJECTION, (64, 96)) * np.float32(scale), rtol=0.01)
+        np.testing.assert_allclose(found, ones.read(PROJECTION, (64, 96)) * np.float32(scale), rtol=0.01)
 
 
-def test_eight_bits_whose_zeros_and_scales_make_infinite_numbers_are_refused(tmp_path):
+def test_schemes_refuse_8_bit_zeros_with_infinite_values(tmp_path):
     parts, _ = gptq(quantize_w8(np.ones((8, 32), np.float32)))
     parts |= {"qzeros": parts["qzeros"] + 1, "scales": np.full((1, 8), 3e38, np.float32)}
     write_safetensors(tmp_path / "model.safetensors", {f"a.{ending}": each for ending, each in parts.items()})
     reader = WeightReader(tmp_path, scheme_of({"quantization_config": of_gptq(bits=8, group_size=-1)}, "config.json"))
-    with pytest.raises(ModelError, match=r"a\.weight: codes and scales must make finite numbers\. Found: -?inf"):
-        reader.take_packed("a.weight", (8, 32))
+    with pytest.raises(
+        ModelError, match=r"a\.weight: quantized values and scales must give finite numbers\. Found: -?inf"
+    ):
+        reader.read_packed("a.weight", (8, 32))
 
 
-def test_eight_bits_whose_zeros_are_not_in_the_middle_are_values(tmp_path):
+def test_schemes_dequantize_8_bits_with_asymmetric_zeros(tmp_path):
     tensor = quantize_w8(np.random.default_rng(0).normal(size=(8, 32)).astype(np.float32))
     parts, values = gptq(tensor)
     parts["qzeros"] = parts["qzeros"] + 1  # that of the first row of every four
     write_safetensors(tmp_path / "model.safetensors", {f"a.{ending}": each for ending, each in parts.items()})
     reader = WeightReader(tmp_path, scheme_of({"quantization_config": of_gptq(bits=8, group_size=-1)}, "config.json"))
-    found = reader.take_packed("a.weight", (8, 32))
+    found = reader.read_packed("a.weight", (8, 32))
     scales = tensor.scales.astype(np.float16).astype(np.float32)
     expected = values - np.where(np.arange(8) % 4 == 0, scales[:, 0], 0)[:, None]
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
 
 
-def test_scales_of_a_whole_and_zeros_of_bytes(tmp_path):
-    codes = np.arange(-8, 8, dtype=np.int8).reshape(4, 4)
-    parts = {"a.weight": codes, "a.weight_scale": np.array([0.5], np.float32)}
+def test_compressed_tensors_with_one_scale_and_byte_zeros(tmp_path):
+    qvalues = np.arange(-8, 8, dtype=np.int8).reshape(4, 4)
+    parts = {"a.weight": qvalues, "a.weight_scale": np.array([0.5], np.float32)}
     write_safetensors(tmp_path / "model.safetensors", parts)
     scheme = scheme_of({"quantization_config": compressed("int-quantized", num_bits=8)}, "config.json")
-    assert np.array_equal(WeightReader(tmp_path, scheme).take("a.weight", (4, 4)), codes * np.float32(0.5))
+    assert np.array_equal(WeightReader(tmp_path, scheme).read("a.weight", (4, 4)), qvalues * np.float32(0.5))
     parts |= {"a.weight_zero_point": np.array([2], np.int8), "a.input_scale": np.ones(1, np.float32)}
     write_safetensors(tmp_path / "model.safetensors", parts)
-    assert np.array_equal(WeightReader(tmp_path, scheme).take("a.weight", (4, 4)), (codes - 2) * np.float32(0.5))
+    assert np.array_equal(WeightReader(tmp_path, scheme).read("a.weight", (4, 4)), (qvalues - 2) * np.float32(0.5))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("scale", [np.nan, -np.inf])
-def test_scales_that_are_no_numbers_are_refused_by_their_weight(tmp_path, layout, scale):
+def test_schemes_refuse_nan_scales(tmp_path, layout, scale):
     parts, _ = layout.write(np.random.default_rng(0).normal(size=(64, 96)).astype(np.float32))
     for ending in parts:
         if "scale" in ending:
@@ -138,10 +140,10 @@ def test_scales_that_are_no_numbers_are_refused_by_their_weight(tmp_path, layout
     write_safetensors(tmp_path / "model.safetensors", {f"a.{ending}": each for ending, each in parts.items()})
     reader = WeightReader(tmp_path, scheme_of({"quantization_config": layout.config}, "config.json"))
     with pytest.raises(ModelError, match=rf"model\.safetensors: a\.weight: scales must be finite .* Found: {scale}"):
-        reader.take_packed("a.weight", (64, 96))
+        reader.read_packed("a.weight", (64, 96))
 
 
-def test_a_weight_of_no_columns_is_refused_by_its_parts(tmp_path):
+def test_schemes_refuse_a_weight_without_columns(tmp_path):
     parts, _ = gptq(quantize_w8(np.ones((8, 32), np.float32)))
     parts["qweight"] = parts["qweight"][:0]
     write_safetensors(tmp_path / "model.safetensors", {f"a.{ending}": each for ending, each in parts.items()})
@@ -150,15 +152,15 @@ def test_a_weight_of_no_columns_is_refused_by_its_parts(tmp_path):
         WeightReader(tmp_path, scheme)
 
 
-def test_codes_of_more_bits_than_are_told_are_refused(tmp_path):
+def test_compressed_tensors_refuses_values_beyond_its_bits(tmp_path):
     parts = {"a.weight": np.full((2, 32), 8, np.int8), "a.weight_scale": np.ones((2, 1), np.float32)}
     write_safetensors(tmp_path / "model.safetensors", parts)
     scheme = scheme_of({"quantization_config": compressed("int-quantized", num_bits=4)}, "config.json")
     with pytest.raises(ModelError, match=r"weight must hold codes from -8 to 7"):
-        WeightReader(tmp_path, scheme).take("a.weight", (2, 32))
+        WeightReader(tmp_path, scheme).read("a.weight", (2, 32))
 
 
-def test_biases_of_zeros_may_be_there_and_others_may_not(tmp_path):
+def test_weight_reader_accepts_zero_biases_only(tmp_path):
     write_quantized(tmp_path, LAYOUTS["GPTQ, 4 bits"], TINY)
     stored = WeightReader(tmp_path, check_folder(tmp_path).scheme)
     (tmp_path / "model.safetensors").rename(tmp_path / "model-1.safetensors")
@@ -167,8 +169,8 @@ def test_biases_of_zeros_may_be_there_and_others_may_not(tmp_path):
     spec = check_folder(tmp_path)
     reader = WeightReader(tmp_path, spec.scheme)
     for name, shape in spec.tensors.items():
-        reader.take(name, shape)
-    reader.check_all_taken()
+        reader.read(name, shape)
+    reader.check_all_read()
     assert len(reader.shapes()) == len(stored.shapes()) + 1
     write_safetensors(tmp_path / "model-2.safetensors", {name: each + 1 for name, each in bias.items()})
     with pytest.raises(ModelError, match=r"no place for: 1: model\.layers\.1\.self_attn\.q_proj\.bias"):
@@ -222,7 +224,7 @@ def zeros_like_scales(dtype):
         ("FP8, a scale for all", other("weight", np.int8), "weight must be F8_E4M3"),
     ],
 )
-def test_parts_that_do_not_fit_are_refused_before_a_weight_is_read(tmp_path, layout, change, message):
+def test_schemes_refuse_mismatched_parts_before_reading(tmp_path, layout, change, message):
     spec = check_folder_of(tmp_path, LAYOUTS[layout], change)
     with pytest.raises(ModelError, match=f"model.safetensors: {PROJECTION}: .*{message}|{PROJECTION} .*{message}"):
         WeightReader(tmp_path, spec)
@@ -236,21 +238,21 @@ def check_folder_of(folder, layout, change):
     return scheme_of({"quantization_config": layout.config}, "config.json")
 
 
-def test_groups_that_do_not_exist_are_refused_when_the_weight_is_read(tmp_path):
+def test_schemes_refuse_groups_out_of_range(tmp_path):
     wrong = lambda parts: {**parts, "g_idx": parts["g_idx"] + 1}  # noqa: E731
     scheme = check_folder_of(tmp_path, LAYOUTS["GPTQ, 4 bits"], wrong)
     with pytest.raises(ModelError, match=rf"{PROJECTION}: g_idx must be groups from 0 to 2"):
-        WeightReader(tmp_path, scheme).take(PROJECTION, (64, 96))
+        WeightReader(tmp_path, scheme).read(PROJECTION, (64, 96))
 
 
-def test_a_weight_that_is_there_twice(tmp_path):
+def test_schemes_refuse_a_weight_stored_twice(tmp_path):
     both = lambda parts: {**parts, "weight": np.zeros((64, 96), np.float32)}  # noqa: E731
     scheme = check_folder_of(tmp_path, LAYOUTS["GPTQ, 4 bits"], both)
     with pytest.raises(ModelError, match="stands twice, also as g_idx, qweight, qzeros, scales"):
         WeightReader(tmp_path, scheme)
 
 
-def test_tensors_that_belong_to_nothing_keep_their_types(tmp_path):
+def test_schemes_refuse_other_tensors_of_packed_types(tmp_path):
     write_safetensors(tmp_path / "model.safetensors", {"a.table": np.zeros(3, np.int32)})
     with pytest.raises(ModelError, match=r"tensor a\.table must be BF16, F16, F32. Found: I32"):
         WeightReader(tmp_path, scheme_of({"quantization_config": of_gptq()}, "config.json"))
@@ -292,13 +294,13 @@ def test_tensors_that_belong_to_nothing_keep_their_types(tmp_path):
         ([], r"\[\], which cannot be served"),
     ],
 )
-def test_what_is_not_read_is_refused_with_what_is(given, told):
+def test_scheme_of_lists_the_supported_schemes(given, told):
     with pytest.raises(ModelError, match=rf"^config.json: the weights are quantised by .*{told}") as caught:
         scheme_of({"quantization_config": json.loads(json.dumps(given))}, "config.json")
     assert "Read are compressed-tensors (W8A8, W8A16, W4A16, W4A8, FP8), GPTQ of 4" in str(caught.value)
 
 
-def test_what_is_not_quantised_has_no_scheme():
+def test_scheme_of_returns_none_without_quantization():
     assert scheme_of({}, "config.json") is None
     assert scheme_of({"quantization_config": None}, "config.json") is None
 
@@ -313,7 +315,7 @@ def test_what_is_not_quantised_has_no_scheme():
         ("x", None),
     ],
 )
-def test_what_activations_a_model_was_made_for(inputs, bits):
+def test_scheme_of_reads_activation_bits(inputs, bits):
     given = compressed("int-quantized", num_bits=8)
     given["config_groups"]["group_0"]["input_activations"] = inputs
     assert scheme_of({"quantization_config": given}, "config.json").activation_bits == bits

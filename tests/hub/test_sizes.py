@@ -12,7 +12,7 @@ from llm_serving.cli.stored_models import stored_size
 from llm_serving.config import load_config
 from llm_serving.config.model_size import model_size
 from llm_serving.errors import ConfigError
-from llm_serving.models.memory import bytes_for_cache
+from llm_serving.models.memory import kv_cache_bytes_left
 from llm_serving.models.spec import ModelSpec
 from support.model_folders import write_config
 
@@ -44,7 +44,9 @@ def lines_of(config, stored_bytes=None) -> dict[str, str]:
 def test_the_table_reckons_as_a_work_agent_does(monkeypatch):
     config = load_config(model="demo", overrides=["device_config.max_device_memory=700000000"])
     spec = ModelSpec.from_folder(config.model.model_path)
-    room = bytes_for_cache(700_000_000, spec, 2, config.scheduler.max_prefill_tokens, config.model.decode_batch_size)
+    room = kv_cache_bytes_left(
+        700_000_000, spec, 2, config.scheduler.max_prefill_tokens, config.model.decode_batch_size
+    )
     lines = lines_of(config, 9_000_000)
     assert lines["weights as stored"] == "9.0 MB"
     assert lines["a token of context"] == f"{spec.kv_bytes_per_token(2) / 1024:.1f} KiB"
@@ -53,7 +55,7 @@ def test_the_table_reckons_as_a_work_agent_does(monkeypatch):
         model="demo", overrides=["device_config.max_device_memory=700000000", "quant_config.kv_cache_dtype=int8"]
     )
     assert lines_of(coded)["a token of context"].endswith(" KiB (int8)")
-    assert lines_of(coded)["fits"].startswith(f"yes: {room // spec.kv_bytes_per_token(2, coded=True):,} tokens")
+    assert lines_of(coded)["fits"].startswith(f"yes: {room // spec.kv_bytes_per_token(2, int8=True):,} tokens")
     free = types.SimpleNamespace(available=1_400_000_000)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: free)
     config = load_config(model="demo")

@@ -8,12 +8,12 @@ from support.instruction_sets import isas, isas_of_codes
 @pytest.fixture(params=isas())
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     """Every instruction set in turn."""
-    with library.isa_in_use(request.param):
+    with library.use_isa(request.param):
         yield request.param
 
 
 @pytest.fixture(params=isas_of_codes())
 def isa_of_codes(request: pytest.FixtureRequest) -> Iterator[str]:
     """Every one that multiplies codes in a way of its own."""
-    with library.isa_in_use(request.param):
+    with library.use_isa(request.param):
         yield request.param

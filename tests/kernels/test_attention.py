@@ -81,7 +81,7 @@ def test_bits_of_a_position_do_not_depend_on_how_it_was_reached(isa: str, dtype:
             tensor.array[...] = typed(np.full(tensor.array.shape, noise), dtype).array
         filled(rng, cache, [22, 23], 20)
         results = []
-        with library.threads_in_use(threads):
+        with library.use_threads(threads):
             for first, last in zip([0, *cuts], [*cuts, length], strict=True):
                 part = slice(first, last)
                 cache.store(k.rows(part), v.rows(part), cache.slots(blocks, first, last))

@@ -153,7 +153,7 @@ def test_bits_of_a_row_depend_on_the_row_alone(isa: str, dtype: str) -> None:
     x, gamma = typed(normal(1, 300, 200), dtype), typed(normal(2, 200), dtype)
     whole = [rms_norm(x, gamma).bits, swiglu(x).bits]
     for threads in (1, 2):
-        with library.threads_in_use(threads):
+        with library.use_threads(threads):
             for count in (1, 2, 17, 299):
                 part = x.rows(slice(300 - count, 300))
                 for bits, result in zip(whole, (rms_norm(part, gamma), swiglu(part)), strict=True):

@@ -8,11 +8,11 @@ from support.kernel_calls import (
     Array,
     Typed,
     call,
-    coded,
     empty,
     integers,
     linear,
     packed,
+    quantized,
     scalar,
     status_of,
     typed,
@@ -99,19 +99,19 @@ def test_rows_of_an_expert_have_the_bits_of_a_product_with_all_experts(isa: str,
 def test_sums_of_codes_are_whole_numbers(isa: str, size: int, is_packed: bool) -> None:
     """The longer ones are more than float32 tells apart."""
     rng = np.random.default_rng(10)
-    codes = rng.integers(100, 128, (EXPERTS, INNER, size)).astype(np.int8)
+    qvalues = rng.integers(100, 128, (EXPERTS, INNER, size)).astype(np.int8)
     counts = np.array([3, 0, 1, 9, 2, 0, 0])
     x = Typed(rng.integers(100, 128, (counts.sum(), size)).astype(np.int8), "int8")
-    rows = codes.reshape(EXPERTS * INNER, size)
+    rows = qvalues.reshape(EXPERTS * INNER, size)
     if is_packed:
-        shown = coded(rows, rng.random(len(rows)), "bfloat16").array.reshape(EXPERTS, size, INNER)
+        shown = quantized(rows, rng.random(len(rows)), "bfloat16").array.reshape(EXPERTS, size, INNER)
     else:
-        shown = unpacked(Typed(np.ascontiguousarray(codes.transpose(0, 2, 1)), "int8")).array
+        shown = unpacked(Typed(np.ascontiguousarray(qvalues.transpose(0, 2, 1)), "int8")).array
     parameters = grouped(x, Typed(shown, "int8"), integers(counts, "int64"))
     call("GroupedMatmulV4", *parameters)
     y = parameters[-1]
     assert y is not None
-    of_rows = codes[np.repeat(np.arange(EXPERTS), counts)].astype(np.int32)
+    of_rows = qvalues[np.repeat(np.arange(EXPERTS), counts)].astype(np.int32)
     expected = np.einsum("rk,rnk->rn", x.array.astype(np.int32), of_rows)
     assert np.array_equal(y.array, expected)
     assert size == HIDDEN or (expected.astype(np.float32).astype(np.int32) != expected).any()
@@ -155,8 +155,8 @@ def test_what_is_not_computed_is_refused() -> None:
     for at, other, told in cases:
         assert status_of("GroupedMatmulV4", *given[:at], other, *given[at + 1 :]) == 1
         assert library.load().llm_last_error().decode() == f"GroupedMatmulV4: {told}"
-    codes = Typed(np.ones((4, HIDDEN), np.int8), "int8")
-    of_codes = list(grouped(codes, unpacked(Typed(np.ones((EXPERTS, HIDDEN, INNER), np.int8), "int8")), given[8]))
+    qvalues = Typed(np.ones((4, HIDDEN), np.int8), "int8")
+    of_codes = list(grouped(qvalues, unpacked(Typed(np.ones((EXPERTS, HIDDEN, INNER), np.int8), "int8")), given[8]))
     cases = [
         (1, weight, "x and the weight must be of one type"),
         (3, typed(np.ones((EXPERTS, INNER)), "float32"), "parameter 3 must be None"),

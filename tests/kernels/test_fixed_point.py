@@ -38,7 +38,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True, scope="module")
 def instruction_set() -> Iterator[None]:
-    with library.isa_in_use(FIXED_POINT_ISA):
+    with library.use_isa(FIXED_POINT_ISA):
         yield
 
 
@@ -205,7 +205,7 @@ def test_a_weight_with_infinity_or_nan_is_multiplied_in_float32(value: float) ->
     x, weight = typed(normal(rng, 9, 70), "bfloat16"), normal(rng, 50, 70)
     weight[[17, 49], [2, 69]] = value
     y = linear(x, packed(typed(weight, "bfloat16")), "float32")
-    with library.isa_in_use("avx512"):
+    with library.use_isa("avx512"):
         in_float32 = linear(x, packed(typed(weight, "bfloat16")), "float32")
     assert np.array_equal(y.bits, in_float32.bits)
 
@@ -219,7 +219,7 @@ def test_the_largest_numbers_have_units() -> None:
 
 def test_a_weight_kept_as_multiples_is_refused_by_other_instruction_sets() -> None:
     x, weight = typed(np.ones((2, 8)), "bfloat16"), packed(typed(np.ones((4, 8)), "bfloat16"))
-    with library.isa_in_use("avx512"):
+    with library.use_isa("avx512"):
         y = empty((2, 4), "bfloat16")
         assert status_of("MatMul", x, weight, scalar(False, "bool"), scalar(True, "bool"), y) != 0
     assert library.last_error() == "MatMul: the weight was packed for another instruction set"

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from llm_serving.kernels import int8_kv_cache, library, reference
-from llm_serving.network.builder import SCALE_BYTES, CacheShape, Network
+from llm_serving.network.builder import INT8_SCALE_BYTES, CacheShape, Network
 from llm_serving.network.operations import Weight
 from support.decoder_calls import Step
 from support.kernel_calls import FLOAT32_UNIT, FLOAT_TYPES, ROUNDING_UNIT, Array, Typed, assert_close, typed
@@ -33,19 +33,19 @@ def attention_of(
     """Rows of x are queries, keys and values."""
     net = Network(x.array.shape[1], len(x.array), 1e-5)
     widths = [heads * head_dim for heads in (num_heads, KV_HEADS, KV_HEADS)]
-    q, k, v = net.split(net.gather("x"), *widths)
-    weight = None if slopes is None else Weight(("slopes",), (len(slopes),), ((len(slopes),),), kind="float32")
-    stored = net.store(k, v, KV_HEADS)
-    net.output(net.attend(q, stored, scale=SCALE, window=window, cap=largest, slopes=weight), "one")
+    q, k, v = net.split(net.embedding("x"), *widths)
+    weight = None if slopes is None else Weight(("slopes",), (len(slopes),), ((len(slopes),),), dtype="float32")
+    stored = net.store_kv(k, v, KV_HEADS)
+    net.lm_head(net.attention(q, stored, scale=SCALE, window=window, cap=largest, slopes=weight), "one")
     given = {"x.weight": x.values, "one.weight": np.eye(widths[0]), "slopes": slopes}
-    with library.isa_in_use("plain"):  # which keeps weights as they are
+    with library.use_isa("plain"):  # which keeps weights as they are
         return runnable_of(net, {each: given[each.names[0]] for each in net.weights}, x.dtype)
 
 
 def coded_blocks(shape: CacheShape, num_blocks: int = 24) -> Blocks:
     sizes = (num_blocks, BLOCK_SIZE, shape.kv_heads)
     widths = shape.key_width, shape.value_width
-    return Blocks(*(Typed(np.zeros((*sizes, width + SCALE_BYTES), np.int8), "int8") for width in widths))
+    return Blocks(*(Typed(np.zeros((*sizes, width + INT8_SCALE_BYTES), np.int8), "int8") for width in widths))
 
 
 def caches_of(runnable: Runnable, num_blocks: int = 24) -> list[Blocks]:
@@ -77,22 +77,22 @@ COUNT = 150
 def content(cache: Typed, *, keys: bool) -> tuple[Array, Array]:
     """Codes [slots, heads, D] and scales [slots, heads] of a cache, as csrc/kv_layout.h orders them."""
     blocks, block_size, heads, width = cache.array.shape
-    dim, groups = width - SCALE_BYTES, block_size // GROUP
+    dim, groups = width - INT8_SCALE_BYTES, block_size // GROUP
     memory = cache.array.reshape(blocks, heads, groups, GROUP * width)
-    codes = memory[..., : GROUP * dim]
+    qvalues = memory[..., : GROUP * dim]
     scales = np.ascontiguousarray(memory[..., GROUP * dim :]).view(np.float32)
     inputs = 4
     if keys:
-        codes = codes.reshape(-1, dim // inputs, GROUP, inputs).transpose(0, 2, 1, 3)
+        qvalues = qvalues.reshape(-1, dim // inputs, GROUP, inputs).transpose(0, 2, 1, 3)
     else:
-        codes = codes.reshape(-1, dim // GROUP, GROUP // inputs, GROUP, inputs).transpose(0, 2, 4, 1, 3)
-    codes = codes.reshape(blocks, heads, block_size, dim).transpose(0, 2, 1, 3).reshape(-1, heads, dim)
-    return codes, scales.reshape(blocks, heads, block_size).transpose(0, 2, 1).reshape(-1, heads)
+        qvalues = qvalues.reshape(-1, dim // GROUP, GROUP // inputs, GROUP, inputs).transpose(0, 2, 4, 1, 3)
+    qvalues = qvalues.reshape(blocks, heads, block_size, dim).transpose(0, 2, 1, 3).reshape(-1, heads, dim)
+    return qvalues, scales.reshape(blocks, heads, block_size).transpose(0, 2, 1).reshape(-1, heads)
 
 
 @pytest.mark.parametrize("dtype", FLOAT_TYPES)
 @pytest.mark.parametrize("head_dim", [16, 48, 128])
-def test_what_is_stored_is_what_the_twin_says(isa_of_codes: str, dtype: str, head_dim: int) -> None:
+def test_int8_kv_cache_stores_what_numpy_quantizes(isa_of_codes: str, dtype: str, head_dim: int) -> None:
     values = random(40, 4, head_dim, dtype).values.astype(np.float64)
     values *= 10.0 ** np.random.default_rng(2).integers(-4, 4, (40, 1))
     values[7, 4 * head_dim :] = 0
@@ -108,12 +108,12 @@ def test_what_is_stored_is_what_the_twin_says(isa_of_codes: str, dtype: str, hea
     _, k, v = parts(x, 4, head_dim)
     kept = np.arange(40) != 5
     for rows, memory, keys in ((k, cache.key, True), (v, cache.value, False)):
-        codes, scales = content(memory, keys=keys)
-        expected, expected_scales = int8_kv_cache.head_codes(rows.astype(np.float32), KV_HEADS)
-        assert np.array_equal(codes[slots[kept]], expected[kept])
+        qvalues, scales = content(memory, keys=keys)
+        expected, expected_scales = int8_kv_cache.quantize_heads(rows.astype(np.float32), KV_HEADS)
+        assert np.array_equal(qvalues[slots[kept]], expected[kept])
         assert np.array_equal(scales[slots[kept]], expected_scales[kept], equal_nan=True)
-        others = np.setdiff1d(np.arange(len(codes)), slots[kept])
-        assert not codes[others].any() and not scales[others].any()
+        others = np.setdiff1d(np.arange(len(qvalues)), slots[kept])
+        assert not qvalues[others].any() and not scales[others].any()
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_what_is_stored_is_what_the_twin_says(isa_of_codes: str, dtype: str, hea
         *((dtype, 4, 64, kind) for dtype, kind in zip(FLOAT_TYPES, ("window", "cap", "slopes"), strict=True)),
     ],
 )
-def test_attention_is_that_to_what_codes_stand_for(
+def test_int8_kv_cache_attention_equals_the_dequantized_reference(
     isa_of_codes: str, dtype: str, num_heads: int, head_dim: int, kind: str
 ) -> None:
     x = random(COUNT, num_heads, head_dim, dtype)
@@ -149,12 +149,12 @@ def expected_attention(dtype: str, num_heads: int, head_dim: int, kind: str) -> 
     delta = np.expm1(score) + 10 * FLOAT32_UNIT + ROUNDING_UNIT[dtype] + 4 * COUNT * FLOAT32_UNIT
     bound = 2.2 * delta * magnitude + ROUNDING_UNIT[dtype] * np.abs(expected)
     # Half a unit of each weight of a chunk, whose largest is 65,535 units and one of those that are added up.
-    bound += CHUNK / (2 * int8_kv_cache.MOST_WEIGHT) * np.abs(v).max()
+    bound += CHUNK / (2 * int8_kv_cache.MAX_WEIGHT) * np.abs(v).max()
     return expected, bound
 
 
 @pytest.mark.parametrize("head_dim", [16, 80, 256])
-def test_values_of_a_chunk_are_added_up_as_the_twin_says(isa_of_codes: str, head_dim: int) -> None:
+def test_int8_kv_cache_sums_values_as_numpy(isa_of_codes: str, head_dim: int) -> None:
     """A query of zeros gives every key the weight 1, exactly."""
     rows = random(CHUNK, 4, head_dim, "float32").values
     rows = rows * np.float32(10) ** np.random.default_rng(2).integers(-3, 2, (CHUNK, 1)).astype(np.float32)
@@ -172,7 +172,7 @@ def test_values_of_a_chunk_are_added_up_as_the_twin_says(isa_of_codes: str, head
 
 
 @pytest.mark.parametrize("dtype", FLOAT_TYPES)
-def test_bits_of_a_position_do_not_depend_on_how_it_was_reached(isa_of_codes: str, dtype: str) -> None:
+def test_int8_kv_cache_bits_do_not_depend_on_chunking(isa_of_codes: str, dtype: str) -> None:
     x = random(COUNT, 4, 32, dtype)
     runnable = attention_of(x, 4, 32, window=90)
 
@@ -181,7 +181,7 @@ def test_bits_of_a_position_do_not_depend_on_how_it_was_reached(isa_of_codes: st
         for each in (cache.key, cache.value):  # what somebody else has left there, scales of `noise` among it
             each.array[...] = np.resize(np.full(1, noise, np.float32).view(np.int8), each.array.shape)
         ends = zip([0, *cuts], [*cuts, COUNT], strict=True)
-        with library.threads_in_use(threads):
+        with library.use_threads(threads):
             return np.concatenate([run(runnable, step_of(table, *each), [cache]).bits for each in ends])
 
     whole = computed(TABLE, [], 1, 0.0)
@@ -191,7 +191,7 @@ def test_bits_of_a_position_do_not_depend_on_how_it_was_reached(isa_of_codes: st
 
 
 @pytest.mark.parametrize("context", [1100])
-def test_threads_that_share_a_long_context_give_the_same_bits(isa_of_codes: str, context: int) -> None:
+def test_int8_kv_cache_bits_do_not_depend_on_threads(isa_of_codes: str, context: int) -> None:
     x = random(context, 4, 16, "bfloat16")
     runnable = attention_of(x, 4, 16)
     table = list(range(-(-context // BLOCK_SIZE)))
@@ -199,13 +199,13 @@ def test_threads_that_share_a_long_context_give_the_same_bits(isa_of_codes: str,
     run(runnable, step_of(table, 0, context - 1), caches)
     results = []
     for threads in (1, 3):
-        with library.threads_in_use(threads):
+        with library.use_threads(threads):
             results.append(run(runnable, step_of(table, context - 1, context), caches).bits)
     assert np.array_equal(*results)
 
 
 @pytest.mark.parametrize("dtype", FLOAT_TYPES)
-def test_later_infinity_does_not_reach_earlier_rows(isa_of_codes: str, dtype: str) -> None:
+def test_int8_kv_cache_later_infinity_does_not_reach_earlier_rows(isa_of_codes: str, dtype: str) -> None:
     clean = random(30, 4, 32, dtype)
     dirty = clean.values.astype(np.float64)
     dirty[20, -1] = np.inf
@@ -218,7 +218,7 @@ def test_later_infinity_does_not_reach_earlier_rows(isa_of_codes: str, dtype: st
     assert np.isnan(y.array[20:]).any(axis=1).all()
 
 
-def test_caches_of_another_shape_are_refused() -> None:
+def test_int8_kv_cache_refuses_other_shapes() -> None:
     x = random(4, 4, 32, "bfloat16")
     runnable = attention_of(x, 4, 32)
     (cache,) = caches_of(runnable)

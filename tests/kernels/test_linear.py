@@ -50,10 +50,10 @@ def test_product_is_the_reference_up_to_rounding(isa: str, dtype: str, result: s
 def test_bits_of_a_row_depend_on_the_row_alone(isa: str, dtype: str, n: int, k: int) -> None:
     rng = np.random.default_rng(2)
     x, weight = (typed(normal(rng, 300, k), dtype), packed(typed(normal(rng, n, k), dtype)))
-    with library.threads_in_use(1):
+    with library.use_threads(1):
         alone = np.concatenate([linear(x.rows([i]), weight, "float32").bits for i in range(0, 300, 7)])
     for threads in (1, 2):
-        with library.threads_in_use(threads):
+        with library.use_threads(threads):
             for m in BATCHES:
                 y = linear(x.rows(slice(m)), weight, "float32").bits
                 assert np.array_equal(y[::7], alone[: len(y[::7])]), (threads, m)
@@ -162,7 +162,7 @@ def test_rows_of_a_packed_weight_are_looked_up(dtype: str, n: int, k: int) -> No
     weight = typed(normal(rng, n, k), dtype)
     rows = rng.integers(0, n, 9)
     y = empty((9, k), dtype)
-    with library.isa_in_use("plain"):  # which keeps weights as they are
+    with library.use_isa("plain"):  # which keeps weights as they are
         table = packed(weight)
     call("Gather", table, integers(rows), scalar(0, "int64"), scalar(0, "int64"), y)
     assert np.array_equal(y.bits, weight.bits[rows])

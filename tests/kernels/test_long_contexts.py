@@ -29,10 +29,10 @@ def test_threads_that_share_a_context_change_no_bit(isa: str, cache: Cache) -> N
     counts = {1030: 12, LENGTH: 60}
     q = rows(np.random.default_rng(2), 61, NUM_HEADS * HEAD_DIM, cache.dtype)
     for end, count in counts.items():
-        with library.threads_in_use(1):
+        with library.use_threads(1):
             whole = cache.attend(q.rows(slice(0, count)), [BLOCKS], [count], [end]).bits
         for threads in (1, 2, 5):
-            with library.threads_in_use(threads):
+            with library.use_threads(threads):
                 again = cache.attend(q.rows(slice(0, count)), [BLOCKS], [count], [end])
                 assert np.array_equal(again.bits, whole), (threads, end)
                 for row in {0, count // 2, count - 53, count - 52, count - 7, count - 1} & set(range(count)):
@@ -56,7 +56,7 @@ def test_a_long_context_is_the_reference_up_to_rounding(isa: str, cache: Cache, 
     # As in test_attention.py.
     score = 2 * HEAD_DIM * FLOAT32_UNIT * float(np.abs(q.values).max() * np.abs(cache.expected_key).max())
     delta = np.expm1(score * HEAD_DIM * SCALE) + 8 * FLOAT32_UNIT + ROUNDING_UNIT[cache.dtype]
-    with library.threads_in_use(threads):
+    with library.use_threads(threads):
         y = cache.attend(q, [BLOCKS], [53], [LENGTH])
         last = cache.attend(q.rows(slice(52, 53)), [BLOCKS], [1], [LENGTH])
     assert_close(y, expected, 2.2 * (delta + 4 * LENGTH * FLOAT32_UNIT) * magnitude)
@@ -76,6 +76,6 @@ def test_one_key_far_above_the_others_decides_wherever_it_stands(isa: str, threa
     cache.store(typed(k, "float32"), values, cache.slots(blocks, 0, LENGTH))
     q: Array = np.zeros((1, 16))
     q[0, 0] = 1.0
-    with library.threads_in_use(threads):
+    with library.use_threads(threads):
         y = cache.attend(typed(q, "float32"), [blocks], [1], [LENGTH])
     assert np.array_equal(y.bits[0], values.bits[decisive])

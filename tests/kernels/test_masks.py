@@ -126,7 +126,7 @@ def test_paged_attention_sees_what_its_mask_says(dtype: str) -> None:
             mask=np.where(given.values < -5000, -np.inf, given.values),
         )
         assert_close(y, expected, off_by(dtype))
-        with library.threads_in_use(1):
+        with library.use_threads(1):
             alone = cache.attend(q, tables, query_lens, context_lens, mask=given)
         assert np.array_equal(alone.bits, y.bits)
 

@@ -29,7 +29,7 @@ def assert_same_as_by_operators(decoder: Decoder, create_step, thread_counts=(1,
     runnable = llama_of(decoder)
     for threads in thread_counts:
         _, together = create_step()
-        with library.threads_in_use(threads):
+        with library.use_threads(threads):
             logits = run(runnable, step, together)
         assert np.array_equal(logits.bits, expected.bits[step.samples]), threads
         assert same_bits(together, apart), threads
@@ -38,7 +38,7 @@ def assert_same_as_by_operators(decoder: Decoder, create_step, thread_counts=(1,
 @pytest.mark.parametrize("dtype", FLOAT_TYPES)
 @pytest.mark.parametrize("head_dim", [16, 48])
 @pytest.mark.parametrize(("attention_bias", "mlp_bias"), [(True, False), (False, True)])
-def test_bits_are_those_of_the_operators_it_stands_for(
+def test_program_bits_equal_those_of_single_operators(
     isa: str, dtype: str, head_dim: int, attention_bias: bool, mlp_bias: bool
 ) -> None:
     decoder = create_decoder(dtype, head_dim, attention_bias=attention_bias, mlp_bias=mlp_bias)
@@ -47,14 +47,14 @@ def test_bits_are_those_of_the_operators_it_stands_for(
 
 @pytest.mark.parametrize("dtype", FLOAT_TYPES)
 @pytest.mark.parametrize(("biases", "tied"), [(False, True), (True, False)])
-def test_bits_of_layers_that_fill_panels_and_several_passes(isa: str, dtype: str, biases: bool, tied: bool) -> None:
+def test_program_bits_of_wide_layers(isa: str, dtype: str, biases: bool, tied: bool) -> None:
     sizes = {"hidden": WIDE_HIDDEN, "inner": WIDE_INNER}
     decoder = create_decoder(dtype, 48, attention_bias=biases, mlp_bias=biases, tied=tied, **sizes)
     assert_same_as_by_operators(decoder, lambda: mixed_step(dtype, 48))
 
 
 @pytest.mark.parametrize("num_rows", [17, 33, 70, 225])
-def test_bits_of_prompts_that_are_cut_into_several_blocks_of_rows(isa: str, num_rows: int) -> None:
+def test_program_bits_of_long_prompts(isa: str, num_rows: int) -> None:
     sizes = {"hidden": 80, "inner": 272, "positions": 225}
     decoder = create_decoder("bfloat16", 16, attention_bias=False, mlp_bias=True, **sizes)
     table = list(range(-(-num_rows // 16)))
@@ -66,11 +66,11 @@ def test_bits_of_prompts_that_are_cut_into_several_blocks_of_rows(isa: str, num_
     [(name, HIDDEN, INNER) for name in ("qkv", "out", "gate_up", "down", "head")]
     + [(name, WIDE_HIDDEN, WIDE_INNER) for name in ("down", "head")],
 )
-def test_bits_where_one_weight_is_not_kept_as_multiples_of_units(isa: str, name: str, hidden: int, inner: int) -> None:
+def test_program_bits_with_a_float32_weight(isa: str, name: str, hidden: int, inner: int) -> None:
     decoder = create_decoder("bfloat16", 16, attention_bias=False, mlp_bias=False, hidden=hidden, inner=inner)
     shape = getattr(decoder if name == "head" else decoder.layers[1], name).array.shape
     values = np.random.default_rng(7).standard_normal(shape) / np.sqrt(shape[1])
-    with library.isa_in_use(next(isa for isa in library.supported_isas() if isa != FIXED_POINT_ISA)):
+    with library.use_isa(next(isa for isa in library.supported_isas() if isa != FIXED_POINT_ISA)):
         weight = {name: packed(typed(values, "bfloat16"))}
     if name == "head":
         decoder = replace(decoder, **weight)
@@ -81,7 +81,7 @@ def test_bits_where_one_weight_is_not_kept_as_multiples_of_units(isa: str, name:
 
 @pytest.mark.parametrize("dtype", FLOAT_TYPES)
 @pytest.mark.parametrize(("hidden", "inner"), [(HIDDEN, INNER), (WIDE_HIDDEN, WIDE_INNER)])
-def test_rows_do_not_depend_on_what_is_computed_beside_them(isa: str, dtype: str, hidden: int, inner: int) -> None:
+def test_program_is_batch_invariant(isa: str, dtype: str, hidden: int, inner: int) -> None:
     runnable = llama_of(create_decoder(dtype, 16, attention_bias=True, mlp_bias=True, hidden=hidden, inner=inner))
     step, together = mixed_step(dtype, 16)
     step = replace(step, samples=list(range(len(step.slots))))
@@ -89,14 +89,14 @@ def test_rows_do_not_depend_on_what_is_computed_beside_them(isa: str, dtype: str
     for threads in (1, 2):
         _, caches = mixed_step(dtype, 16)
         chunks = [(2, 0, 9), (0, 0, 1), (0, 1, 33), (1, 0, 1), (0, 33, 70)]
-        with library.threads_in_use(threads):
+        with library.use_threads(threads):
             results = {chunk: run(runnable, step.part(*chunk), caches).bits for chunk in chunks}
         assert np.array_equal(np.concatenate([results[chunk] for chunk in sorted(chunks)]), whole), threads
         assert same_bits(caches, together), threads
 
 
 @pytest.mark.parametrize("samples", [[], [2, 0] * 8])
-def test_fewer_and_more_rows_may_sample_than_there_are(isa: str, samples: list[int]) -> None:
+def test_program_samples_any_number_of_rows(isa: str, samples: list[int]) -> None:
     runnable = llama_of(create_decoder("bfloat16", 16, attention_bias=True, mlp_bias=True))
     whole, caches = mixed_step("bfloat16", 16)
     step = whole.part(2, 0, 9)
@@ -104,14 +104,14 @@ def test_fewer_and_more_rows_may_sample_than_there_are(isa: str, samples: list[i
     assert np.array_equal(run(runnable, replace(step, samples=samples), caches).bits, every[samples])
 
 
-def test_a_step_without_rows_writes_nothing(isa: str) -> None:
+def test_program_writes_nothing_for_an_empty_step(isa: str) -> None:
     runnable = llama_of(create_decoder("bfloat16", 16, attention_bias=True, mlp_bias=True))
     step, caches = mixed_step("bfloat16", 16)
     run(runnable, replace(step.part(1, 0, 0), context_lens=[0]), caches)
     assert same_bits(caches, mixed_step("bfloat16", 16)[1])
 
 
-def test_the_end_of_a_step_is_announced_once(isa: str) -> None:
+def test_program_announces_the_end_of_a_step_once(isa: str) -> None:
     runnable = llama_of(create_decoder("bfloat16", 16, attention_bias=False, mlp_bias=False))
     step, caches = mixed_step("bfloat16", 16)
     told: list[str] = []

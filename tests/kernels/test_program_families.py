@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from llm_serving.kernels import library
-from llm_serving.models.model_config import Facts
+from llm_serving.models.config_reader import ConfigReader
 from llm_serving.models.registry import describe
 from llm_serving.network.builder import Network
 from llm_serving.network.operations import Weight
@@ -28,7 +28,7 @@ ERROR = 1e-4
 @functools.cache
 def network(name: str) -> Network:
     config = config_of(name)
-    return describe(config["architectures"][0], Facts(config, name))
+    return describe(config["architectures"][0], ConfigReader(config, name))
 
 
 @functools.cache
@@ -80,7 +80,7 @@ def in_parts(runnable: Runnable, tokens: list[int], table: list[int], ends: list
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_logits_are_those_of_the_reference(isa: str, name: str) -> None:
+def test_program_logits_of_families_equal_the_reference(isa: str, name: str) -> None:
     expected = logits_by_reference(name)
     given = runnable(name, "float32")
     table = [7, 3, 9, 1, 20, 4, 8, 2, 11, 15]
@@ -90,7 +90,7 @@ def test_logits_are_those_of_the_reference(isa: str, name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "dtype"), list(zip(CONFIGS, itertools.cycle(["bfloat16", "float16"]), strict=False)))
-def test_rules_change_no_bit(isa: str, name: str, dtype: str) -> None:
+def test_program_rewriting_changes_no_bit(isa: str, name: str, dtype: str) -> None:
     net = network(name)
     short = runnable(name, dtype)
     program = assemble(select_rows(net.operations), len(net.caches), dtype)
@@ -106,11 +106,11 @@ def test_rules_change_no_bit(isa: str, name: str, dtype: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "dtype"), list(zip(CONFIGS, itertools.cycle(["bfloat16", "float32"]), strict=False)))
-def test_bits_of_a_row_depend_on_the_row_alone(isa: str, name: str, dtype: str) -> None:
+def test_program_of_families_is_batch_invariant(isa: str, name: str, dtype: str) -> None:
     given = runnable(name, dtype)
     tokens, table = tokens_of(PROMPT), [7, 3, 9, 1, 20, 4, 8, 2, 11, 15]
     whole, caches = in_parts(given, tokens, table, [PROMPT])
-    with library.threads_in_use(1):
+    with library.use_threads(1):
         parts, others = in_parts(given, tokens, table[::-1], [1, 2, 65, 66, 130, PROMPT])
     assert np.array_equal(parts, whole)
     # Two rows of the prompt beside a chunk of another request.
@@ -122,7 +122,7 @@ def test_bits_of_a_row_depend_on_the_row_alone(isa: str, name: str, dtype: str) 
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_step_without_rows_writes_nothing(name: str) -> None:
+def test_program_of_families_writes_nothing_for_an_empty_step(name: str) -> None:
     given = runnable(name, "float32")
     caches = create_caches(given)
     assert run(given, step_of([], [0], 0, 0), caches).array.shape == (0, 97)
@@ -131,7 +131,7 @@ def test_a_step_without_rows_writes_nothing(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("name", ["mistral", "phi3"])
-def test_blocks_behind_every_window_are_not_read(isa: str, name: str, dtype: str) -> None:
+def test_program_reads_no_blocks_before_the_window(isa: str, name: str, dtype: str) -> None:
     given = runnable(name, dtype)
     tokens, table = tokens_of(PROMPT), [7, 3, 9, 1, 20, 4, 8, 2, 11, 15]
     whole, _ = in_parts(given, tokens, table, [PROMPT])

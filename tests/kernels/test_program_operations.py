@@ -22,11 +22,11 @@ Body = Callable[[Network, Value], Value]
 def program_with(x: Typed, width: int, body: Body, arrays: dict[str, Any] | None = None) -> Runnable:
     """A program whose result is body(x), in columns of `width`; values of weights by the first of their names."""
     net = Network(x.array.shape[1], len(x.array), 1e-5)
-    y = body(net, net.gather("x"))
-    net.output(y, "one")
+    y = body(net, net.embedding("x"))
+    net.lm_head(y, "one")
     given = {"x.weight": x.values, "one.weight": np.eye(width), **(arrays or {})}
     values: dict[Weight, Any] = {weight: given[weight.names[0]] for weight in net.weights}
-    with library.isa_in_use("plain"):  # which keeps weights as they are
+    with library.use_isa("plain"):  # which keeps weights as they are
         return runnable_of(net, values, x.dtype)
 
 
@@ -52,7 +52,7 @@ def test_norms_of_columns_and_of_groups(isa: str, dtype: str, wide: bool, first:
 
     def body(net: Network, whole: Value) -> Value:
         net._change_gain = (lambda values: values) if wide else None
-        return net.norm(net.split(whole, first, width)[1], "gain", group=group)
+        return net.rms_norm(net.split(whole, first, width)[1], "gain", group=group)
 
     y = result_of(x, width, body, {"gain.weight": gain.values})
     expected = reference.rms_norm(x.values[:, first : first + width], gain.values, 1e-5)
@@ -62,7 +62,7 @@ def test_norms_of_columns_and_of_groups(isa: str, dtype: str, wide: bool, first:
 @pytest.mark.parametrize("dtype", FLOAT_TYPES)
 def test_gelu_of_gates(isa: str, dtype: str) -> None:
     x = typed(np.random.default_rng(1).standard_normal((9, 200)) * 4, dtype)
-    y = result_of(x, 100, lambda net, whole: net.activate(whole, "gelu_tanh"))
+    y = result_of(x, 100, lambda net, whole: net.gated_activation(whole, "gelu_tanh"))
     expected = reference.gelu_tanh_gated(x.values)
     assert_close(typed(y.array, dtype), expected, np.abs(expected) * 1e-5 + 1e-6)
 
@@ -80,9 +80,9 @@ def test_sums_with_a_factor_are_rounded_once(isa: str, dtype: str, scale: float)
 def test_rows_of_a_table_with_a_factor(isa: str, dtype: str) -> None:
     x = random(40, 45, dtype)
     net = Network(45, 40)
-    net.output(net.gather("x", scale=3.3), "one")
+    net.lm_head(net.embedding("x", scale=3.3), "one")
     values = {w: x.values if w.names[0] == "x.weight" else np.eye(45) for w in net.weights}
-    with library.isa_in_use("plain"):
+    with library.use_isa("plain"):
         runnable = runnable_of(net, values, dtype)
     y = run(runnable, step_of_rows(40), [])
     assert np.array_equal(typed(y.array, dtype).bits, typed(x.values.astype(np.float32) * np.float32(3.3), dtype).bits)
@@ -91,19 +91,19 @@ def test_rows_of_a_table_with_a_factor(isa: str, dtype: str) -> None:
 @pytest.mark.parametrize("dtype", FLOAT_TYPES)
 def test_rows_are_weighed_by_a_gate_each(isa: str, dtype: str) -> None:
     x = random(33, 51, dtype)
-    y = result_of(x, 50, lambda net, whole: net.weigh(*net.split(whole, 50, 1)))
-    expected = reference.weigh(x.values[:, :50], x.values[:, 50:])
+    y = result_of(x, 50, lambda net, whole: net.sigmoid_gate(*net.split(whole, 50, 1)))
+    expected = reference.sigmoid_gate(x.values[:, :50], x.values[:, 50:])
     assert_close(typed(y.array, dtype), expected, np.abs(expected) * 1e-6)
 
 
 def test_logits_are_scaled_and_capped(isa: str) -> None:
     x = typed(np.concatenate([np.geomspace(1e-6, 300, 40), [np.inf, 0.0]]) * [[1], [-1]], "float32")
     net = Network(42, 2)
-    net.output(net.gather("x"), "one", scale=0.5, cap=30.0)
+    net.lm_head(net.embedding("x"), "one", scale=0.5, cap=30.0)
     values = {w: np.nan_to_num(x.values, posinf=1e30, neginf=-1e30) if w.names[0] == "x.weight" else np.eye(42)
               for w in net.weights}  # fmt: skip
     y = run(runnable_of(net, values, "float32"), step_of_rows(2), [])
-    expected = reference.cap(x.values, 0.5, 30.0)
+    expected = reference.softcap(x.values, 0.5, 30.0)
     assert_close(y, expected, np.abs(expected) * 2.0**-21)
 
 
@@ -124,12 +124,12 @@ def attention_of(
     x: Typed, head_dim: int, largest: float = 0.0, window: int = 0, slopes: Array | None = None
 ) -> Runnable:
     """Rows of x are queries of four heads, and keys and values of two."""
-    weight = None if slopes is None else Weight(("slopes",), (4,), ((4,),), kind="float32")
+    weight = None if slopes is None else Weight(("slopes",), (4,), ((4,),), dtype="float32")
 
     def body(net: Network, whole: Value) -> Value:
         q, k, v = net.split(whole, 4 * head_dim, 2 * head_dim, 2 * head_dim)
-        layer = net.store(k, v, 2)
-        return net.attend(q, layer, scale=SCALE, window=window, cap=largest, slopes=weight)
+        layer = net.store_kv(k, v, 2)
+        return net.attention(q, layer, scale=SCALE, window=window, cap=largest, slopes=weight)
 
     return program_with(x, 4 * head_dim, body, {"slopes": slopes})
 
@@ -197,7 +197,7 @@ def test_a_window_over_the_border_of_segments(isa: str, window: int) -> None:
     expected = reference.attention(q[-count:], *dense, *given, window=window)
     assert_close(Typed(whole.array[-count:], "float32"), expected, 1e-4)
     for threads in (1, 3):
-        with library.threads_in_use(threads):
+        with library.use_threads(threads):
             for row in (1023, 1024, 1060, 1123, 1124, 1169):
                 one = Step([row], [0], [-1], [table], [1], [row + 1], [0])
                 assert np.array_equal(run(runnable, one, caches).bits[0], whole.bits[row]), (threads, row)
@@ -293,7 +293,7 @@ def test_a_row_does_not_depend_on_who_shares_its_experts(isa: str, dtype: str) -
     whole = run(runnable, step_of_rows(60), []).bits
     rng = np.random.default_rng(7)
     for threads in (1, 2):
-        with library.threads_in_use(threads):
+        with library.use_threads(threads):
             for count in (1, 2, 17, 59):
                 rows = rng.permutation(60)[:count].tolist()
                 step = Step(**{**vars(step_of_rows(count)), "token_ids": rows})
@@ -330,14 +330,14 @@ def test_a_product_gates_by_gelu_as_a_product_and_a_gate_do(isa: str, dtype: str
     weight = np.random.default_rng(3).standard_normal((96, 70))
 
     def body(net: Network, whole: Value) -> Value:
-        return net.activate(net.linear(whole, "w", 96), "gelu_tanh")
+        return net.gated_activation(net.linear(whole, "w", 96), "gelu_tanh")
 
     together = program_with(x, 48, body, {"w.weight": weight})
     net = Network(70, 40, 1e-5)
-    net.output(body(net, net.gather("x")), "one")
+    net.lm_head(body(net, net.embedding("x")), "one")
     assert len(assemble(select_rows(net.operations), 0, dtype).instructions) == len(together.program.instructions) + 1
     y = run(together, step_of_rows(40), [])
     product = result_of(x, 96, lambda net, whole: net.linear(whole, "w", 96), {"w.weight": weight})
     gates = typed(product.array, dtype)
-    expected = result_of(gates, 48, lambda net, whole: net.activate(whole, "gelu_tanh"))
+    expected = result_of(gates, 48, lambda net, whole: net.gated_activation(whole, "gelu_tanh"))
     assert np.array_equal(y.bits, expected.bits)

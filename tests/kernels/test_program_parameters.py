@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from llm_serving.kernels import library
-from llm_serving.models.model_config import Facts
+from llm_serving.models.config_reader import ConfigReader
 from llm_serving.models.registry import describe
 from llm_serving.network.program import KINDS, Program
 from support.decoder_calls import HIDDEN, NUM_KV_HEADS, Step, create_decoder
@@ -77,33 +77,33 @@ def with_first(part: str, index: int, value: int) -> Change:
         (with_first("operands", 2, 1), "operand 0: columns 1 to 46 are not of a buffer of 45"),
         (with_first("operands", 4, 2), "operand 0: selected must be 0 or 1, is 2, and its kind 0, 1 or 2, is 0"),
         (with_first("operands", 5, 3), "operand 0: selected must be 0 or 1, is 0, and its kind 0, 1 or 2, is 3"),
-        (with_word("gather", 0, 99), "instruction 0: there is no operation 99"),
-        (with_word("gather", 1, 99), "instruction 0 (gather): there is no operand 99"),
-        (with_word("gather", 2, 99), "instruction 0 (gather): there is no weight 99"),
-        (with_word("gather", 1, -1), "instruction 0 (gather): y is absent"),
-        (with_word("gather", 2, -1), "instruction 0 (gather): table is absent"),
-        (with_word("norm", 5, -1), "instruction 1 (norm): gain is absent"),
-        (with_word("norm", 7, 7), "instruction 1 (norm): groups of 7 do not make 45 columns"),
-        (with_word("norm", 8, 99), "instruction 1 (norm): there is no weight 99"),
+        (with_word("embedding", 0, 99), "instruction 0: there is no operation 99"),
+        (with_word("embedding", 1, 99), "instruction 0 (embedding): there is no operand 99"),
+        (with_word("embedding", 2, 99), "instruction 0 (embedding): there is no weight 99"),
+        (with_word("embedding", 1, -1), "instruction 0 (embedding): y is absent"),
+        (with_word("embedding", 2, -1), "instruction 0 (embedding): table is absent"),
+        (with_word("rms_norm", 5, -1), "instruction 1 (rms_norm): gamma is absent"),
+        (with_word("rms_norm", 7, 7), "instruction 1 (rms_norm): groups of 7 do not make 45 columns"),
+        (with_word("rms_norm", 8, 99), "instruction 1 (rms_norm): there is no weight 99"),
         (with_word("linear", 4, -1), "instruction 2 (linear): weight is absent"),
         (with_word("linear", 6, 3), "instruction 2 (linear): function must be 0, 1 or 2, is 3"),
         (with_word("linear", 7, 0), "instruction 2 (linear): scale is of what is added to something"),
         (with_word("linear", 9, 0), "instruction 2 (linear): a product that is not gated lies as rows"),
         (with_word("linear", 10, 2), "instruction 2 (linear): 45 columns of x are not 2 heads"),
-        (with_word("attend", 11, 1), "instruction 3 (attend): there is no layer 1"),
-        (with_word("attend", 5, -1), "instruction 3 (attend): k and v go together"),
-        (with_word("attend", 8, -1), "instruction 3 (attend): cos and sin go together"),
-        (with_word("attend", 13, -1), "instruction 3 (attend): window must be 0 or more, is -1"),
-        (with_word("activate", 3, 0), "instruction 9 (activate): function must be 1 or 2, is 0"),
-        (with_word("gather", 5, -1), "instruction 0 (gather): the table has rows from 0 on of -1"),
-        (with_word("gather", 5, 1), "index "),
-        (with_word("output", 1, -1), "instruction 12 (output): x is absent"),
-        (with_word("output", 2, -1), "instruction 12 (output): weight is absent"),
-        (with_word("output", 7, 71), "instruction 12 (output): the result has 70 columns, the head 71 rows"),
-        (with_word("output", 7, 70), "instruction 12 (output): this process computes with no other"),
+        (with_word("attention", 11, 1), "instruction 3 (attention): there is no layer 1"),
+        (with_word("attention", 5, -1), "instruction 3 (attention): k and v go together"),
+        (with_word("attention", 8, -1), "instruction 3 (attention): cos and sin go together"),
+        (with_word("attention", 13, -1), "instruction 3 (attention): window must be 0 or more, is -1"),
+        (with_word("gated_activation", 3, 0), "instruction 9 (gated_activation): function must be 1 or 2, is 0"),
+        (with_word("embedding", 5, -1), "instruction 0 (embedding): the table has rows from 0 on of -1"),
+        (with_word("embedding", 5, 1), "index "),
+        (with_word("lm_head", 1, -1), "instruction 12 (lm_head): x is absent"),
+        (with_word("lm_head", 2, -1), "instruction 12 (lm_head): weight is absent"),
+        (with_word("lm_head", 7, 71), "instruction 12 (lm_head): the result has 70 columns, the head 71 rows"),
+        (with_word("lm_head", 7, 70), "instruction 12 (lm_head): this process computes with no other"),
     ],
 )
-def test_programs_that_do_not_fit_are_refused(change: Change, message: str) -> None:
+def test_program_refuses_invalid_instructions(change: Change, message: str) -> None:
     assert refusal(**change(llama()[0].program)).startswith(message)
 
 
@@ -125,17 +125,17 @@ def floats(*shape: int, dtype: str = "bfloat16") -> Typed:
         ({"block_tables": integers([[24]])}, "block 24 of request 0 is outside the 24 blocks of the cache"),
         ({"query_lens": integers([1])}, "query_lens add up to 1, q has 2 rows"),
         ({"sample_indices": integers([2])}, "sample_indices[0] = 2 is outside the 2 rows"),
-        ({"result": empty((1, 71), "float32")}, "instruction 12 (output): weight, weight 0, must be packed, [71, 45]"),
+        ({"result": empty((1, 71), "float32")}, "instruction 12 (lm_head): weight, weight 0, must be packed, [71, 45]"),
         ({"result": empty((2, 70), "float32")}, "the result must be float32, a row for each of 1 that give one"),
         ({"weight0": integers(np.ones((70, HIDDEN)))}, "weight 0 must be [V, H] of the model's type or int8"),
-        ({"value0": floats(23, 16, 2, 16)}, "instruction 3 (attend): caches must be [num_blocks, block_size, "),
+        ({"value0": floats(23, 16, 2, 16)}, "instruction 3 (attention): caches must be [num_blocks, block_size, "),
         (
             {"value0": floats(24, 16, 2, 32)},
-            "instruction 3 (attend): keys and values must be of one width where there is no q_turned",
+            "instruction 3 (attention): keys and values must be of one width where there is no q_rope",
         ),
     ],
 )
-def test_steps_that_do_not_fit_are_refused(changes: dict[str, Typed], message: str) -> None:
+def test_program_refuses_invalid_step_inputs(changes: dict[str, Typed], message: str) -> None:
     assert refusal(**changes).startswith(message)
 
 
@@ -149,11 +149,11 @@ def test_steps_that_do_not_fit_are_refused(changes: dict[str, Typed], message: s
         ({(5, 4): -1}, "parameter 5 is of no known type and shape"),
     ],
 )
-def test_addresses_that_do_not_fit_are_refused(changes: dict[tuple[int, int], int], message: str) -> None:
+def test_program_refuses_invalid_addresses(changes: dict[tuple[int, int], int], message: str) -> None:
     assert refusal(changes) == message
 
 
-def test_what_is_no_table_of_addresses_is_refused() -> None:
+def test_program_refuses_an_invalid_address_table() -> None:
     done = empty((1,), "float32")
     table = integers(np.zeros((9, 7)), "int64")
     for given in (
@@ -166,13 +166,13 @@ def test_what_is_no_table_of_addresses_is_refused() -> None:
         assert library.last_error() == "program: expects a table of addresses, int64 [n, 7]"
 
 
-def test_weights_of_another_shape_and_weights_that_are_not_packed_are_refused() -> None:
+def test_program_refuses_invalid_weights() -> None:
     row = llama()[0].program.instructions
     number = int(row[1:][row[1:, 0] == KINDS.index("linear")][0, 4])
     plain = floats(128, HIDDEN)
     library.load().llm_release_weight(plain.array.ctypes.data)
     for weight in (packed(floats(128, 46)), packed(floats(128, HIDDEN, dtype="float16")), floats(128 * HIDDEN), plain):
-        rule = f"instruction 1 (norm): the reader, weight {number}, must be packed, of 45 columns"
+        rule = f"instruction 1 (rms_norm): the consumer, weight {number}, must be packed, of 45 columns"
         assert refusal(**{f"weight{number}": weight}) == rule
     rule = f"instruction 2 (linear): weight, weight {number}, must be packed, [128, 45], of the model's type"
     assert refusal(**{f"weight{number}": packed(floats(144, HIDDEN))}) == rule
@@ -182,9 +182,9 @@ STRANGE = (-(2**31), -2, -1, 0, 1, 2, 3, 15, 16, 17, 64, 1024, 2**16, 2**31 - 1)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2, experts", "gemma2", "deepseek2"])
-def test_no_integer_makes_it_read_or_write_elsewhere(name: str) -> None:
+def test_program_with_any_integer_stays_within_its_memory(name: str) -> None:
     config = config_of(name)
-    net = describe(config["architectures"][0], Facts(config, name))
+    net = describe(config["architectures"][0], ConfigReader(config, name))
     runnable = runnable_of(net, weights_of(net, RandomTensors(), 64), "float32")
     rng = np.random.default_rng(8)
     refused = 0

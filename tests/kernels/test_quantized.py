@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from llm_serving.kernels import library, w8a8
 from support.instruction_sets import real_isas
-from support.kernel_calls import Array, Typed, call, coded, empty, integers, scalar, status_of, typed, unpacked
+from support.kernel_calls import Array, Typed, call, empty, integers, quantized, scalar, status_of, typed, unpacked
 
 pytestmark = pytest.mark.skipif(not real_isas(), reason="needs a compiler")
 
@@ -16,9 +16,9 @@ def weight_of(rng: np.random.Generator, n: int, k: int) -> tuple[Array, Array]:
 
 
 def encoded(x: Typed) -> tuple[Typed, Typed]:
-    codes, scales = empty(x.array.shape, "int8"), empty(x.array.shape[:-1], "float32")
-    call("DynamicQuantExt", x, None, codes, scales)
-    return codes, scales
+    qvalues, scales = empty(x.array.shape, "int8"), empty(x.array.shape[:-1], "float32")
+    call("DynamicQuantExt", x, None, qvalues, scales)
+    return qvalues, scales
 
 
 def arguments(rows: Typed, weight: Typed, scale: Typed, row_scale: Typed | None, y: Typed) -> tuple[Typed | None, ...]:
@@ -27,62 +27,62 @@ def arguments(rows: Typed, weight: Typed, scale: Typed, row_scale: Typed | None,
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_rows_become_the_codes_of_the_twin(isa: str, dtype: str) -> None:
+def test_quantize_rows_equals_numpy(isa: str, dtype: str) -> None:
     rng = np.random.default_rng(3)
     for m, _, k in SHAPES:
         values = rng.standard_normal((m, k))
         values[m // 2] *= 0 if m > 1 else 1
         values[-1, 0] = np.inf if m > 2 else 1
         x = typed(values, dtype)
-        codes, scales = encoded(x)
-        expected, expected_scales = w8a8.row_codes(x.values)
-        assert np.array_equal(codes.array, expected)
+        qvalues, scales = encoded(x)
+        expected, expected_scales = w8a8.quantize_rows(x.values)
+        assert np.array_equal(qvalues.array, expected)
         assert np.array_equal(scales.array, expected_scales, equal_nan=True)
 
 
 @pytest.mark.parametrize("is_packed", [True, False])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_products_have_the_bits_of_the_twin(isa: str, dtype: str, is_packed: bool) -> None:
+def test_quantized_product_bits_equal_numpy(isa: str, dtype: str, is_packed: bool) -> None:
     rng = np.random.default_rng(4)
     for m, n, k in SHAPES:
-        codes, scales = weight_of(rng, n, k)
+        qvalues, scales = weight_of(rng, n, k)
         x = typed(rng.standard_normal((m, k)), dtype)
         # What was packed with other scales is multiplied by those of the call.
-        weight = coded(codes, np.ones(n), dtype) if is_packed else unpacked(Typed(codes, "int8"))
+        weight = quantized(qvalues, np.ones(n), dtype) if is_packed else unpacked(Typed(qvalues, "int8"))
         rows, row_scales = encoded(x)
         y = empty((m, n), dtype)
         call("QuantBatchMatmul", *arguments(rows, weight, typed(scales, "float32"), row_scales, y))
-        expected = w8a8.linear(x.values, codes, scales)
+        expected = w8a8.linear(x.values, qvalues, scales)
         assert np.array_equal(y.bits, typed(expected, dtype).bits), (m, n, k)
         sums = empty((m, n), "float32")
         call("MatMul", rows, weight, scalar(False, "bool"), scalar(True, "bool"), sums)
         assert np.array_equal(sums.array * scales * row_scales.array[:, None], expected), (m, n, k)
 
 
-def test_scales_in_the_type_of_the_rows_and_none_of_rows() -> None:
-    codes, scales = weight_of(np.random.default_rng(5), 33, 40)
+def test_quantized_product_with_scales_of_the_row_type() -> None:
+    qvalues, scales = weight_of(np.random.default_rng(5), 33, 40)
     rounded, y = typed(scales, "bfloat16"), empty((1, 33), "bfloat16")
     rows = Typed(np.arange(40, dtype=np.int8)[None] - 20, "int8")
-    call("QuantBatchMatmul", *arguments(rows, unpacked(Typed(codes, "int8")), rounded, None, y))
-    sums = (rows.array.astype(np.int32) @ codes.T.astype(np.int32)).astype(np.float32)
+    call("QuantBatchMatmul", *arguments(rows, unpacked(Typed(qvalues, "int8")), rounded, None, y))
+    sums = (rows.array.astype(np.int32) @ qvalues.T.astype(np.int32)).astype(np.float32)
     assert np.array_equal(y.bits, typed(sums * rounded.values, "bfloat16").bits)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_rows_of_a_packed_table_are_its_codes(dtype: str) -> None:
-    codes, scales = weight_of(np.random.default_rng(6), 37, 70)
-    table, y = coded(codes, scales, dtype), empty((3, 70), "int8")
+def test_gather_of_a_packed_table_returns_quantized_values(dtype: str) -> None:
+    qvalues, scales = weight_of(np.random.default_rng(6), 37, 70)
+    table, y = quantized(qvalues, scales, dtype), empty((3, 70), "int8")
     call("Gather", table, integers([36, 0, 17]), scalar(0, "int64"), scalar(0, "int64"), y)
-    assert np.array_equal(y.array, codes[[36, 0, 17]])
+    assert np.array_equal(y.array, qvalues[[36, 0, 17]])
 
 
-def test_what_is_not_computed_is_refused() -> None:
-    codes, scales = weight_of(np.random.default_rng(7), 16, 32)
-    weight, scale = unpacked(Typed(codes, "int8")), typed(scales, "float32")
+def test_quantized_operators_refuse_unsupported_arguments() -> None:
+    qvalues, scales = weight_of(np.random.default_rng(7), 16, 32)
+    weight, scale = unpacked(Typed(qvalues, "int8")), typed(scales, "float32")
     rows, row_scale = encoded(typed(np.ones((2, 32)), "bfloat16"))
     y = empty((2, 16), "bfloat16")
     given = list(arguments(rows, weight, scale, row_scale, y))
-    four_bits = coded(np.ones((16, 64), np.uint8), np.ones((16, 1)), "bfloat16")
+    four_bits = quantized(np.ones((16, 64), np.uint8), np.ones((16, 1)), "bfloat16")
     cases = [
         (0, typed(np.ones((2, 32)), "bfloat16"), "codes must be int8"),
         (0, Typed(np.ones((2, 30), np.int8), "int8"), "shapes [2, 30] x [16, 32] do not fit"),

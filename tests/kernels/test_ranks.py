@@ -56,7 +56,7 @@ def together(fd: int, count: int, body: Callable[[Ranks], Any]) -> list[Any]:
 
 @pytest.mark.parametrize("dtype", FLOAT_TYPES)
 @pytest.mark.parametrize("count", [2, 3])
-def test_parts_are_added_in_the_order_of_ranks_and_rounded_once(
+def test_all_reduce_adds_in_rank_order_and_rounds_once(
     isa: str, memory: Callable[[int], int], dtype: str, count: int
 ) -> None:
     parts = [[random(1, size, dtype, seed=rank) for rank in range(count)] for size in (1, 70, 33 * 1024)]
@@ -68,7 +68,7 @@ def test_parts_are_added_in_the_order_of_ranks_and_rounded_once(
         assert all(np.array_equal(total, expected.array) for total in sums)
 
 
-def test_more_than_one_piece_and_one_sum_after_another(memory: Callable[[int], int]) -> None:
+def test_all_reduce_of_several_chunks_in_sequence(memory: Callable[[int], int]) -> None:
     parts = [random(5, PIECE_BYTES // 4, "bfloat16", seed=rank) for rank in range(2)]
 
     def several(ranks: Ranks) -> list[Any]:
@@ -81,7 +81,9 @@ def test_more_than_one_piece_and_one_sum_after_another(memory: Callable[[int], i
 
 
 @pytest.mark.parametrize(("count", "rows", "width"), [(2, 3, 7), (3, 40, 20_011), (2, 2, PIECE_BYTES), (5, 1, 5)])
-def test_each_rank_has_the_columns_of_all(memory: Callable[[int], int], count: int, rows: int, width: int) -> None:
+def test_all_gather_returns_the_columns_of_all_ranks(
+    memory: Callable[[int], int], count: int, rows: int, width: int
+) -> None:
     whole = np.arange(rows * width, dtype=np.float32).reshape(rows, width)
 
     def one(ranks: Ranks) -> Any:
@@ -93,12 +95,12 @@ def test_each_rank_has_the_columns_of_all(memory: Callable[[int], int], count: i
         assert np.array_equal(second, whole[:1] + 1)
 
 
-def test_ranks_tell_each_other_numbers(memory: Callable[[int], int]) -> None:
+def test_exchange_returns_the_numbers_of_all_ranks(memory: Callable[[int], int]) -> None:
     told = together(memory(3), 3, lambda ranks: ranks.exchange([ranks.rank, 10 + ranks.rank]))
     assert told == [[[0, 10], [1, 11], [2, 12]]] * 3
 
 
-def test_one_that_is_gone_is_noticed_and_nothing_goes_well_any_more(memory: Callable[[int], int]) -> None:
+def test_ranks_fail_for_good_when_one_is_lost(memory: Callable[[int], int]) -> None:
     def body(ranks: Ranks) -> None:
         ranks.begin(1, 3600)
         ranks.exchange([1])
@@ -111,17 +113,17 @@ def test_one_that_is_gone_is_noticed_and_nothing_goes_well_any_more(memory: Call
     together(memory(2), 2, body)
 
 
-def test_what_one_gave_before_it_left_counts(memory: Callable[[int], int]) -> None:
+def test_contribution_of_a_rank_that_left_later_counts(memory: Callable[[int], int]) -> None:
     assert together(memory(2), 2, lambda ranks: ranks.exchange([7])) == [[[7], [7]]] * 2
 
 
-def test_one_that_does_not_come_is_not_waited_for_without_end(memory: Callable[[int], int]) -> None:
+def test_ranks_time_out_when_one_does_not_join(memory: Callable[[int], int]) -> None:
     fd = memory(2)
     with pytest.raises(RankLostError, match=r"rank 1 did not come to step 0 in 0\.001 s"):
         Ranks(fd, 0, 2, 0.001)
 
 
-def test_parts_of_two_steps_are_not_added(memory: Callable[[int], int]) -> None:
+def test_ranks_refuse_to_mix_two_steps(memory: Callable[[int], int]) -> None:
     def body(ranks: Ranks) -> str | None:
         ranks.begin(4 + ranks.rank, 3600)
         with pytest.raises(RankLostError):
@@ -135,7 +137,7 @@ def test_parts_of_two_steps_are_not_added(memory: Callable[[int], int]) -> None:
     assert told[0] == found[0] or told[1] == found[1]
 
 
-def test_a_seat_is_taken_once_and_must_be_there(memory: Callable[[int], int]) -> None:
+def test_ranks_refuse_an_occupied_or_unknown_rank(memory: Callable[[int], int]) -> None:
     fd = memory(2)
 
     def twice(ranks: Ranks) -> None:
@@ -155,10 +157,10 @@ def test_a_seat_is_taken_once_and_must_be_there(memory: Callable[[int], int]) ->
 def program_of_sum(x: Typed) -> Runnable:
     """Adds the sum over all ranks to rows."""
     net = Network(x.array.shape[1], len(x.array))
-    rows = net.gather("x")
-    net.output(net.add(rows, net._record("all_reduce", {"x": rows}, {}, {})), "one")
+    rows = net.embedding("x")
+    net.lm_head(net.add(rows, net._record("all_reduce", {"x": rows}, {}, {})), "one")
     given = {"x.weight": x.values, "one.weight": np.eye(x.array.shape[1])}
-    with library.isa_in_use("plain"):  # which keeps weights as they are
+    with library.use_isa("plain"):  # which keeps weights as they are
         return runnable_of(net, {weight: given[weight.names[0]] for weight in net.weights}, x.dtype)
 
 
@@ -166,7 +168,7 @@ def step_of_rows(count: int) -> Step:
     return Step(list(range(count)), [0] * count, [-1] * count, [[0]], [count], [count], list(range(count)))
 
 
-def test_a_program_adds_up_what_all_ranks_have(memory: Callable[[int], int]) -> None:
+def test_program_all_reduces_over_ranks(memory: Callable[[int], int]) -> None:
     x, other = random(9, 64, "bfloat16"), random(9, 64, "bfloat16", seed=2)
     runnable = program_of_sum(x)
 
@@ -174,7 +176,7 @@ def test_a_program_adds_up_what_all_ranks_have(memory: Callable[[int], int]) -> 
         if ranks.rank == 1:
             return ranks.all_reduce(other.array, "bfloat16")
         ranks.use()
-        with library.isa_in_use("plain"):
+        with library.use_isa("plain"):
             return run(runnable, step_of_rows(9), []).array
 
     logits, total = together(memory(2), 2, one)
@@ -183,7 +185,7 @@ def test_a_program_adds_up_what_all_ranks_have(memory: Callable[[int], int]) -> 
 
 def of_table_and_head(table: Typed, head: Typed, of_table: Attributes, of_head: Attributes) -> Runnable:
     net = Network(64, len(head.array))
-    net.output(net.gather("table"), "head")
+    net.lm_head(net.embedding("table"), "head")
     first, last = net.operations
     net.operations[:] = first.changed(attributes=of_table), last.changed(attributes=of_head)
     values = {"table.weight": table.values, "head.weight": head.values}
@@ -191,9 +193,7 @@ def of_table_and_head(table: Typed, head: Typed, of_table: Attributes, of_head: 
 
 
 @pytest.mark.parametrize("dtype", FLOAT_TYPES)
-def test_a_program_has_the_logits_of_all_ranks_before_they_are_capped(
-    isa: str, memory: Callable[[int], int], dtype: str
-) -> None:
+def test_program_gathers_logits_of_all_ranks_before_the_cap(isa: str, memory: Callable[[int], int], dtype: str) -> None:
     table, head = random(20, 64, dtype), random(37, 64, dtype, seed=2)
     capped = {"scale": 0.5, "cap": 3.0}
     logits = run(of_table_and_head(table, head, {}, {}), step_of_rows(20), []).array
@@ -204,7 +204,7 @@ def test_a_program_has_the_logits_of_all_ranks_before_they_are_capped(
         if ranks.rank == 0:
             return ranks.all_gather(logits[:, :18], 37)
         ranks.use()
-        with library.isa_in_use(isa):
+        with library.use_isa(isa):
             given = parameters(part, step_of_rows(20), []) | {"result": empty((20, 37), "float32")}
             assert status_of_program(given) == 0, library.last_error()
             return given["result"].array
@@ -215,16 +215,16 @@ def test_a_program_has_the_logits_of_all_ranks_before_they_are_capped(
 
 
 @pytest.mark.parametrize("dtype", FLOAT_TYPES)
-def test_tokens_whose_rows_others_have_are_zeros(isa: str, dtype: str) -> None:
+def test_program_embedding_of_other_ranks_rows_is_zero(isa: str, dtype: str) -> None:
     table = random(20, 64, dtype)
     rows = typed(table.values[6:13], dtype)
-    with library.isa_in_use("plain"):
+    with library.use_isa("plain"):
         part = of_table_and_head(rows, typed(np.eye(64), dtype), {"first": 6, "rows": 20}, {})
     found = run(part, step_of_rows(20), []).array
     assert np.array_equal(found[6:13], rows.values)
     assert not found[:6].any() and not found[13:].any()
 
 
-def test_a_program_that_computes_alone_adds_up_nothing() -> None:
+def test_program_without_ranks_refuses_all_reduce() -> None:
     with pytest.raises(AssertionError, match="this process computes with no other"):
         run(program_of_sum(random(3, 64, "float32")), step_of_rows(3), [])

@@ -79,7 +79,7 @@ def test_every_instruction_set_and_number_of_threads_equals_numpy(seed, vocab_si
     expected = sampling_reference.choose_tokens(logits, sampling, history)
     for isa in real_isas():
         for threads in (1, 2):
-            with library.isa_in_use(isa), library.threads_in_use(threads):
+            with library.use_isa(isa), library.use_threads(threads):
                 assert_equal_choices(sampler.choose_tokens(logits, sampling, history), expected)
 
 
@@ -108,7 +108,7 @@ def test_a_row_is_the_same_alone_and_in_a_batch(isa):
 def test_subnormal_logits_are_told_apart_on_every_thread():
     """The library's threads compute operators with subnormals as zero."""
     rows = np.repeat(np.array([[1e-44, 3e-44, 2e-44]], np.float32), 5_000, axis=0)
-    with library.threads_in_use(2):
+    with library.use_threads(2):
         assert (sampler.choose_tokens(rows, sampling_input(len(rows)), NO_TOKENS).token_ids == 1).all()
 
 

@@ -53,7 +53,7 @@ def status_of_shapes(operator: str, parameters: list[tuple[np.ndarray, str, list
 
 def test_many_short_loops_with_changing_numbers_of_threads() -> None:
     for threads in (1, 2, 5, 3, 1, 4):
-        with library.threads_in_use(threads):
+        with library.use_threads(threads):
             for seed in range(60):
                 add(40_000 + 997 * seed, seed)
 
@@ -63,7 +63,7 @@ def test_every_item_is_done_once(threads: int) -> None:
     words = np.random.default_rng(threads).integers(0, 1 << 63, 64 * CHUNK // 8, dtype=np.uint64)
     for count in (0, 1, 2, 3, 5, 8, 13, 50, 64):
         expected = np.bitwise_xor.reduce(words[: count * CHUNK // 8 : 8])
-        with library.threads_in_use(threads):
+        with library.use_threads(threads):
             for _ in range(5):
                 # A word of each line, by exclusive or: what is read twice is taken out again.
                 assert library.load().llm_read_memory(words.ctypes.data, count * CHUNK, 2) == expected
@@ -79,7 +79,7 @@ def test_loops_of_two_threads_at_once_do_not_mix() -> None:
         except AssertionError as error:
             failures.append(error)
 
-    with library.threads_in_use(2):
+    with library.use_threads(2):
         callers = [threading.Thread(target=run, args=(1000 * i,)) for i in range(3)]
         for caller in callers:
             caller.start()
@@ -116,7 +116,7 @@ def test_what_finds_no_memory_in_any_thread_fails_alone() -> None:
         (one, "float32", q),
     ]
     for threads in (1, 2, 3):
-        with library.threads_in_use(threads):
+        with library.use_threads(threads):
             for _ in range(3):
                 assert status_of_shapes("PagedAttention", parameters) != 0
                 assert library.last_error() == "PagedAttention: there is no memory for what it computes on its way"
@@ -126,8 +126,8 @@ def test_what_finds_no_memory_in_any_thread_fails_alone() -> None:
 def test_packing_that_finds_no_memory_tells() -> None:
     """Rows so long that nothing could hold a panel of them."""
     one, columns = np.zeros(64, np.uint8).ctypes.data, 2**44
-    status = library.load().llm_pack_codes(1, 8, one, one, None, columns, one, b"float32", 1, columns, 1)
-    with pytest.raises(KernelError, match="llm_pack_codes: there is no memory for what it computes on its way"):
+    status = library.load().llm_pack_qvalues(1, 8, one, one, None, columns, one, b"float32", 1, columns, 1)
+    with pytest.raises(KernelError, match="llm_pack_qvalues: there is no memory for what it computes on its way"):
         library.done(status)
 
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from llm_serving.formats.quantized_tensor import QuantizedTensor, quantize_w4
 from llm_serving.kernels import library, reference, w4a8
 from support.instruction_sets import isas_of_codes, real_isas
-from support.kernel_calls import Array, Typed, assert_close, call, coded, empty, integers, linear, scalar, typed
+from support.kernel_calls import Array, Typed, assert_close, call, empty, integers, linear, quantized, scalar, typed
 
 pytestmark = pytest.mark.skipif(not real_isas(), reason="needs a compiler")
 
@@ -28,16 +28,16 @@ def random_tensor(rng: np.random.Generator, n: int, k: int, group_size: int, has
 
 
 def placed(tensor: QuantizedTensor, dtype: str) -> Typed:
-    return coded(tensor.codes, tensor.scales, dtype, zeros=tensor.zeros, group_size=tensor.group_size)
+    return quantized(tensor.qvalues, tensor.scales, dtype, zeros=tensor.zeros, group_size=tensor.group_size)
 
 
 def expected(x: Typed, tensor: QuantizedTensor) -> Array:
-    return w4a8.linear(x.values, tensor.codes, tensor.scales, tensor.zeros, tensor.group_size)
+    return w4a8.linear(x.values, tensor.qvalues, tensor.scales, tensor.zeros, tensor.group_size)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("has_zeros", [False, True])
-def test_bits_are_those_of_the_twin(isa_of_codes: str, has_zeros: bool, dtype: str) -> None:
+def test_w4a8_bits_equal_numpy(isa_of_codes: str, has_zeros: bool, dtype: str) -> None:
     rng = np.random.default_rng(1)
     for m, n, k in SHAPES:
         tensor = random_tensor(rng, n, k, 32, has_zeros)
@@ -57,48 +57,48 @@ def test_bits_are_those_of_the_twin(isa_of_codes: str, has_zeros: bool, dtype: s
     isa=st.sampled_from(isas_of_codes() or ["plain"]),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_bits_are_those_of_the_twin_whatever_the_groups(
+def test_w4a8_bits_equal_numpy_for_any_groups(
     m: int, n: int, k: int, group: int | None, has_zeros: bool, spread: int, isa: str, seed: int
 ) -> None:
     rng = np.random.default_rng(seed)
     tensor = random_tensor(rng, n, k, group or k, has_zeros)
     x = typed(np.ldexp(normal(rng, m, k), rng.integers(-spread, spread + 1, (m, k))), "bfloat16")
-    with library.isa_in_use(isa):
+    with library.use_isa(isa):
         bits = linear(x, placed(tensor, "bfloat16"), "float32").bits
     assert np.array_equal(bits, expected(x, tensor).view(np.uint32))
 
 
 @pytest.mark.parametrize("zero", [0, 15])
-def test_the_largest_sums_fit(isa_of_codes: str, zero: int) -> None:
-    codes = np.full((18, MOST_INPUTS), 15 - zero, np.uint8)
-    tensor = QuantizedTensor(codes, np.ones((18, 1), np.float32), np.full((18, 1), zero, np.uint8), 4, MOST_INPUTS)
+def test_w4a8_largest_sums_fit_int32(isa_of_codes: str, zero: int) -> None:
+    qvalues = np.full((18, MOST_INPUTS), 15 - zero, np.uint8)
+    tensor = QuantizedTensor(qvalues, np.ones((18, 1), np.float32), np.full((18, 1), zero, np.uint8), 4, MOST_INPUTS)
     x = typed(np.where(np.arange(2)[:, None] == 0, 127.0, -127.0) * np.ones((2, MOST_INPUTS)), "float32")
     y = linear(x, placed(tensor, "float32"))
     assert np.array_equal(y.array, (x.array.astype(np.float64) @ tensor.dequantized().T).astype(np.float32))
 
 
-def test_more_inputs_and_other_groups_are_refused() -> None:
+def test_w4a8_refuses_too_many_inputs_and_other_groups() -> None:
     for k, group in ((MOST_INPUTS + 32, MOST_INPUTS + 32), (96, 48), (96, 16)):
         with pytest.raises(ValueError, match="no product takes"):
-            coded(np.ones((1, k), np.uint8), np.ones((1, -(-k // group))), "float32", group_size=group)
+            quantized(np.ones((1, k), np.uint8), np.ones((1, -(-k // group))), "float32", group_size=group)
 
 
 @pytest.mark.parametrize(("n", "k", "group"), [(200, 512, 128), (72, 1120, 32), (40, 4128, 4096)])
-def test_bits_of_a_row_depend_on_the_row_alone(isa_of_codes: str, n: int, k: int, group: int) -> None:
+def test_w4a8_is_batch_invariant(isa_of_codes: str, n: int, k: int, group: int) -> None:
     rng = np.random.default_rng(2)
     weight = placed(random_tensor(rng, n, k, group, has_zeros=False), "bfloat16")
     x = typed(normal(rng, 300, k), "bfloat16")
-    with library.threads_in_use(1):
+    with library.use_threads(1):
         alone = np.concatenate([linear(x.rows([i]), weight, "float32").bits for i in range(0, 300, 17)])
     for threads in (1, 2):
-        with library.threads_in_use(threads):
+        with library.use_threads(threads):
             for m in BATCHES:
                 y = linear(x.rows(slice(m)), weight, "float32").bits
                 assert np.array_equal(y[::17], alone[: len(y[::17])]), (threads, m)
 
 
 @pytest.mark.parametrize("value", [np.inf, np.nan])
-def test_a_row_with_infinity_or_nan_becomes_nan(isa_of_codes: str, value: float) -> None:
+def test_w4a8_row_with_infinity_or_nan_becomes_nan(isa_of_codes: str, value: float) -> None:
     rng = np.random.default_rng(5)
     x, weight = normal(rng, 9, 96), placed(random_tensor(rng, 50, 96, 32, has_zeros=True), "bfloat16")
     clean = linear(typed(x, "bfloat16"), weight, "float32")
@@ -108,7 +108,7 @@ def test_a_row_with_infinity_or_nan_becomes_nan(isa_of_codes: str, value: float)
     assert np.array_equal(np.delete(y.bits, 4, axis=0), np.delete(clean.bits, 4, axis=0))
 
 
-def test_product_is_that_of_the_values_up_to_half_a_code_of_the_rows(isa_of_codes: str) -> None:
+def test_w4a8_product_equals_the_values_up_to_half_a_step(isa_of_codes: str) -> None:
     rng = np.random.default_rng(3)
     for m, n, k in SHAPES:
         x, tensor = typed(normal(rng, m, k), "bfloat16"), quantize_w4(normal(rng, n, k), 32)
@@ -118,7 +118,7 @@ def test_product_is_that_of_the_values_up_to_half_a_code_of_the_rows(isa_of_code
         assert_close(y, reference.linear(x.values, values), 1.001 * row_errors @ np.abs(values).T)
 
 
-def test_rows_are_looked_up_as_their_codes_say() -> None:
+def test_w4a8_embedding_dequantizes_rows() -> None:
     rng = np.random.default_rng(8)
     tensor = random_tensor(rng, 50, 96, 32, has_zeros=True)
     rows, y = rng.integers(0, 50, 9), empty((9, 96), "bfloat16")

@@ -15,10 +15,10 @@ from support.kernel_calls import (
     Typed,
     assert_close,
     call,
-    coded,
     empty,
     integers,
     linear,
+    quantized,
     scalar,
     status_of,
     typed,
@@ -71,10 +71,10 @@ ROWS: dict[str, Callable[[np.random.Generator, int, int], Array]] = {
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("kind", ROWS)
-def test_bits_are_those_of_the_twin(isa_of_codes: str, kind: str, dtype: str) -> None:
-    for x, codes, scales, expected in products(kind, dtype):
-        bits = linear(x, coded(codes, scales, dtype), "float32").bits
-        assert np.array_equal(bits, expected), (*x.array.shape, len(codes))
+def test_w8a8_bits_equal_numpy(isa_of_codes: str, kind: str, dtype: str) -> None:
+    for x, qvalues, scales, expected in products(kind, dtype):
+        bits = linear(x, quantized(qvalues, scales, dtype), "float32").bits
+        assert np.array_equal(bits, expected), (*x.array.shape, len(qvalues))
 
 
 @functools.cache  # for all instruction sets
@@ -83,9 +83,9 @@ def products(kind: str, dtype: str) -> list[tuple[Typed, Array, Array, Array]]:
     rng = np.random.default_rng(1)
     found = []
     for m, n, k in SHAPES:
-        codes, scales = random_weight(rng, n, k)
+        qvalues, scales = random_weight(rng, n, k)
         x = typed(ROWS[kind](rng, m, k), dtype)
-        found.append((x, codes, scales, w8a8.linear(x.values, codes, scales).view(np.uint32)))
+        found.append((x, qvalues, scales, w8a8.linear(x.values, qvalues, scales).view(np.uint32)))
     return found
 
 
@@ -98,43 +98,41 @@ def products(kind: str, dtype: str) -> list[tuple[Typed, Array, Array, Array]]:
     isa=st.sampled_from(isas_of_codes() or ["plain"]),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_bits_are_those_of_the_twin_whatever_the_spread(
-    m: int, n: int, k: int, spread: int, isa: str, seed: int
-) -> None:
+def test_w8a8_bits_equal_numpy_for_any_spread(m: int, n: int, k: int, spread: int, isa: str, seed: int) -> None:
     rng = np.random.default_rng(seed)
-    codes, scales = random_weight(rng, n, k)
+    qvalues, scales = random_weight(rng, n, k)
     x = typed(np.ldexp(normal(rng, m, k), rng.integers(-spread, spread + 1, (m, k))), "bfloat16")
-    with library.isa_in_use(isa):
-        bits = linear(x, coded(codes, scales, "bfloat16"), "float32").bits
-    assert np.array_equal(bits, w8a8.linear(x.values, codes, scales).view(np.uint32))
+    with library.use_isa(isa):
+        bits = linear(x, quantized(qvalues, scales, "bfloat16"), "float32").bits
+    assert np.array_equal(bits, w8a8.linear(x.values, qvalues, scales).view(np.uint32))
 
 
 @pytest.mark.parametrize(("code", "other"), [(-128, -128), (127, 127), (-128, 127)])
-def test_the_largest_sums_fit(isa_of_codes: str, code: int, other: int) -> None:
-    codes = np.full((18, MOST_INPUTS), code, np.int8)
-    codes[1::2, ::2] = other
+def test_w8a8_largest_sums_fit_int32(isa_of_codes: str, code: int, other: int) -> None:
+    qvalues = np.full((18, MOST_INPUTS), code, np.int8)
+    qvalues[1::2, ::2] = other
     scales = np.ones(18, np.float32)
     x = typed(np.where(np.arange(2)[:, None] == 0, 127.0, -127.0) * np.ones((2, MOST_INPUTS)), "float32")
-    y = linear(x, coded(codes, scales, "float32"))
-    assert np.array_equal(y.array, (x.array.astype(np.float64) @ codes.T.astype(np.float64)).astype(np.float32))
+    y = linear(x, quantized(qvalues, scales, "float32"))
+    assert np.array_equal(y.array, (x.array.astype(np.float64) @ qvalues.T.astype(np.float64)).astype(np.float32))
 
 
-def test_more_inputs_are_refused() -> None:
+def test_w8a8_refuses_too_many_inputs() -> None:
     with pytest.raises(ValueError, match="no product takes"):
-        coded(np.ones((1, MOST_INPUTS + 1), np.int8), np.ones(1), "float32")
+        quantized(np.ones((1, MOST_INPUTS + 1), np.int8), np.ones(1), "float32")
 
 
 @pytest.mark.parametrize(("n", "k"), [(200, 512), (40, 1111), (40, 4100)])
-def test_bits_of_a_row_depend_on_the_row_alone(isa_of_codes: str, n: int, k: int) -> None:
+def test_w8a8_is_batch_invariant(isa_of_codes: str, n: int, k: int) -> None:
     rng = np.random.default_rng(2)
-    weight = coded(*random_weight(rng, n, k), "bfloat16")
+    weight = quantized(*random_weight(rng, n, k), "bfloat16")
     x = typed(normal(rng, 300, k), "bfloat16")
-    with library.threads_in_use(1):
+    with library.use_threads(1):
         alone = np.concatenate([linear(x.rows([i]), weight, "float32").bits for i in range(0, 300, 17)])
     # With loops for its instructions a set takes seconds for what others take milliseconds.
     is_emulated = library.load().llm_isa().decode() == EMULATED
     for threads in (5,) if is_emulated else (1, 2, 5):
-        with library.threads_in_use(threads):
+        with library.use_threads(threads):
             for m in BATCHES if not is_emulated or n * k < MOST_EMULATED else BATCHES[:-2]:
                 y = linear(x.rows(slice(m)), weight, "float32").bits
                 assert np.array_equal(y[::17], alone[: len(y[::17])]), (threads, m)
@@ -142,9 +140,9 @@ def test_bits_of_a_row_depend_on_the_row_alone(isa_of_codes: str, n: int, k: int
 
 @pytest.mark.parametrize("m", [1, 9, 40])
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
-def test_a_row_with_infinity_or_nan_becomes_nan(isa_of_codes: str, value: float, m: int) -> None:
+def test_w8a8_row_with_infinity_or_nan_becomes_nan(isa_of_codes: str, value: float, m: int) -> None:
     rng = np.random.default_rng(5)
-    x, weight = normal(rng, m, 70), coded(*random_weight(rng, 50, 70), "bfloat16")
+    x, weight = normal(rng, m, 70), quantized(*random_weight(rng, 50, 70), "bfloat16")
     clean, row = linear(typed(x, "bfloat16"), weight, "float32"), m // 2
     x[row, 69] = value
     y = linear(typed(x, "bfloat16"), weight, "float32")
@@ -152,13 +150,13 @@ def test_a_row_with_infinity_or_nan_becomes_nan(isa_of_codes: str, value: float,
     assert np.array_equal(np.delete(y.bits, row, axis=0), np.delete(clean.bits, row, axis=0))
 
 
-def test_product_is_the_reference_up_to_half_a_code(isa_of_codes: str) -> None:
+def test_w8a8_product_equals_the_reference_up_to_half_a_step(isa_of_codes: str) -> None:
     """Weights are off by half their scale, rows by half of theirs, and both by a little for the rounding of scales."""
     rng = np.random.default_rng(3)
     for m, n, k in SHAPES:
         x, weight = typed(normal(rng, m, k), "bfloat16"), normal(rng, n, k)
         tensor = quantize_w8(weight)
-        y = linear(x, coded(tensor.codes, tensor.scales[:, 0], "bfloat16"), "float32")
+        y = linear(x, quantized(tensor.qvalues, tensor.scales[:, 0], "bfloat16"), "float32")
         row_errors = np.abs(x.values).max(axis=1, keepdims=True) / 254 * np.ones((1, k))
         weight_errors = tensor.scales / 2 * np.ones((1, k))
         magnitude = np.abs(x.values).astype(np.float64), np.abs(weight).astype(np.float64)
@@ -166,24 +164,24 @@ def test_product_is_the_reference_up_to_half_a_code(isa_of_codes: str) -> None:
         assert_close(y, reference.linear(x.values, weight), 1.001 * bound)
 
 
-def test_rows_are_looked_up_as_their_codes_say() -> None:
+def test_w8a8_embedding_dequantizes_rows() -> None:
     rng = np.random.default_rng(8)
-    codes, scales = random_weight(rng, 50, 33)
+    qvalues, scales = random_weight(rng, 50, 33)
     rows, y = rng.integers(0, 50, 9), empty((9, 33), "bfloat16")
-    table = coded(codes, scales, "bfloat16")
+    table = quantized(qvalues, scales, "bfloat16")
     call("Gather", table, integers(rows), scalar(0, "int64"), scalar(0, "int64"), y)
-    assert np.array_equal(y.bits, typed(codes[rows] * scales[rows, None], "bfloat16").bits)
+    assert np.array_equal(y.bits, typed(qvalues[rows] * scales[rows, None], "bfloat16").bits)
 
 
-def test_rows_of_another_type_are_refused() -> None:
-    weight, y = coded(np.ones((4, 8), np.int8), np.ones(4), "bfloat16"), empty((2, 4), "float32")
+def test_w8a8_refuses_rows_of_another_type() -> None:
+    weight, y = quantized(np.ones((4, 8), np.int8), np.ones(4), "bfloat16"), empty((2, 4), "float32")
     x = typed(np.ones((2, 8)), "float32")
     assert status_of("MatMul", x, weight, scalar(False, "bool"), scalar(True, "bool"), y) != 0
     assert library.last_error() == "MatMul: both inputs must be float32, float16 or bfloat16, of one type"
 
 
-def test_no_rows_and_no_inputs() -> None:
-    weight = coded(np.ones((20, 8), np.int8), np.ones(20), "float32")
+def test_w8a8_accepts_empty_input() -> None:
+    weight = quantized(np.ones((20, 8), np.int8), np.ones(20), "float32")
     assert linear(typed(np.ones((0, 8)), "float32"), weight).array.shape == (0, 20)
-    no_inputs = coded(np.ones((20, 0), np.int8), np.ones(20), "float32")
+    no_inputs = quantized(np.ones((20, 0), np.int8), np.ones(20), "float32")
     assert np.array_equal(linear(typed(np.ones((3, 0)), "float32"), no_inputs).array, np.zeros((3, 20)))

@@ -34,7 +34,9 @@ def shape_of(spec: ModelSpec) -> list[object]:
     """All that a network says but the names of tensors."""
     operations = spec.network.operations
     weights = [
-        (role, each.shape, each.rows, each.columns, each.kind) for op in operations for role, each in op.weights.items()
+        (role, each.shape, each.rows, each.columns, each.dtype)
+        for op in operations
+        for role, each in op.weights.items()
     ]
     return [
         [(op.kind, op.attributes, list(op.inputs), list(op.outputs)) for op in operations],
@@ -44,20 +46,20 @@ def shape_of(spec: ModelSpec) -> list[object]:
     ]
 
 
-def test_the_network_is_that_of_glm() -> None:
+def test_chatglm_network_equals_that_of_glm() -> None:
     older, newer = ModelSpec.from_hugging_face(OLDER), ModelSpec.from_hugging_face(GLM)
     assert shape_of(older) == shape_of(newer)
-    facts = ("vocab_size", "max_position_embeddings", "eos_token_ids", "pad_token_id", "num_parameters")
-    assert [getattr(older, fact) for fact in facts] == [getattr(newer, fact) for fact in facts]
+    names = ("vocab_size", "max_position_embeddings", "eos_token_ids", "pad_token_id", "num_parameters")
+    assert [getattr(older, fact) for fact in names] == [getattr(newer, fact) for fact in names]
 
 
-def test_norms_of_which_nothing_is_said_have_the_epsilon_of_its_own_class() -> None:
+def test_chatglm_norms_have_the_default_epsilon_of_the_class() -> None:
     nothing = {key: value for key, value in OLDER.items() if key != "layernorm_epsilon"}
     of_nothing, told, other = map(ModelSpec.from_hugging_face, (nothing, OLDER | {"layernorm_epsilon": 1e-5}, GLM))
     assert shape_of(of_nothing) == shape_of(told) != shape_of(other)
 
 
-def test_tensors_have_the_names_of_the_published_files() -> None:
+def test_chatglm_tensors_have_the_published_names() -> None:
     at = "transformer.encoder.layers.0."
     names = {name.removeprefix(at) for name in ModelSpec.from_hugging_face(OLDER).tensors if name.startswith(at)}
     assert names == {
@@ -77,12 +79,12 @@ def test_tensors_have_the_names_of_the_published_files() -> None:
     }
 
 
-def test_stretched_by_the_ratio_that_glm_4_says() -> None:
+def test_chatglm_rope_ratio_scales_theta() -> None:
     spec = ModelSpec.from_hugging_face(OLDER | {"rope_ratio": 500})
     assert {each.theta for each in spec.network.rotaries} == {5e6}
 
 
 @pytest.mark.parametrize(("key", "value"), [("rmsnorm", False), ("add_bias_linear", True)])
-def test_what_the_network_lacks_is_refused(key: str, value: bool) -> None:
+def test_chatglm_refuses_unsupported_options(key: str, value: bool) -> None:
     with pytest.raises(ModelError, match=f"`{key}` must be"):
         ModelSpec.from_hugging_face(OLDER | {key: value})

@@ -7,7 +7,7 @@ import json
 import pytest
 from families import models
 from llm_serving.errors import ModelError
-from llm_serving.models.context_length import Positions, positions_of
+from llm_serving.models.context_length import ContextLengths, context_lengths
 from llm_serving.models.spec import ModelSpec
 from support.small_model import CONFIG
 
@@ -16,7 +16,7 @@ def positions(folder, scaling, own=32768, tokenizer=None, **config):
     if tokenizer is not None:
         (folder / "tokenizer_config.json").write_text(json.dumps({"model_max_length": tokenizer}))
     config = CONFIG | {"max_position_embeddings": own, "rope_scaling": scaling} | config
-    return positions_of(ModelSpec.from_hugging_face(config), folder)
+    return context_lengths(ModelSpec.from_hugging_face(config), folder)
 
 
 @pytest.mark.parametrize(
@@ -36,8 +36,8 @@ def positions(folder, scaling, own=32768, tokenizer=None, **config):
         {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192},
     ],
 )
-def test_others_have_their_own_number(tmp_path, scaling):
-    assert positions(tmp_path, scaling) == Positions(32768, 32768)
+def test_context_lengths_without_scaling_are_those_of_the_config(tmp_path, scaling):
+    assert positions(tmp_path, scaling) == ContextLengths(32768, 32768)
 
 
 @pytest.mark.parametrize(
@@ -53,36 +53,36 @@ def test_others_have_their_own_number(tmp_path, scaling):
         ({"type": "linear", "factor": 1e9}, 2**31 - 1, "32768 x 1e+09 by rope scaling linear"),
     ],
 )
-def test_stretched_positions_count(tmp_path, scaling, most, reason):
-    assert positions(tmp_path, scaling) == Positions(most, most, reason)
+def test_context_lengths_include_rope_scaling(tmp_path, scaling, most, reason):
+    assert positions(tmp_path, scaling) == ContextLengths(most, most, reason)
 
 
-def test_dynamic_scaling_is_for_those_who_ask_for_more(tmp_path):
-    expected = Positions(32768, 65536, "32768 x 2 by rope scaling dynamic")
+def test_context_lengths_of_dynamic_scaling_keep_the_default(tmp_path):
+    expected = ContextLengths(32768, 65536, "32768 x 2 by rope scaling dynamic")
     assert positions(tmp_path, {"type": "dynamic", "factor": 2.0}) == expected
 
 
-def test_the_tokenizers_config_may_say_where_it_ends(tmp_path):
+def test_context_lengths_are_limited_by_model_max_length(tmp_path):
     linear = {"type": "linear", "factor": 4.0}
-    expected = Positions(40000, 40000, "32768 x 4 by rope scaling linear, at most model_max_length")
+    expected = ContextLengths(40000, 40000, "32768 x 4 by rope scaling linear, at most model_max_length")
     assert positions(tmp_path, linear, tokenizer=40000) == expected
-    assert positions(tmp_path, linear, tokenizer=2048) == Positions(32768, 32768)
-    assert positions(tmp_path, linear, tokenizer=10**30).most == 131072
+    assert positions(tmp_path, linear, tokenizer=2048) == ContextLengths(32768, 32768)
+    assert positions(tmp_path, linear, tokenizer=10**30).maximum == 131072
 
 
-def test_newer_folders_write_it_elsewhere(tmp_path):
+def test_context_lengths_read_rope_parameters(tmp_path):
     parameters = {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e6}
-    assert positions(tmp_path, None, rope_parameters=parameters).most == 65536
+    assert positions(tmp_path, None, rope_parameters=parameters).maximum == 65536
 
 
-def test_layers_of_which_some_are_not_stretched_keep_the_models_number(tmp_path):
+def test_context_lengths_ignore_scaling_of_some_layers(tmp_path):
     config = models.model("gemma3-linear").config
     spec = ModelSpec.from_hugging_face(config)
     assert {each.scaling is None for each in spec.network.rotaries} == {True, False}
-    assert positions_of(spec, tmp_path) == Positions(*[config["max_position_embeddings"]] * 2)
+    assert context_lengths(spec, tmp_path) == ContextLengths(*[config["max_position_embeddings"]] * 2)
 
 
-def test_a_broken_tokenizer_config_is_told(tmp_path):
+def test_context_lengths_refuse_a_broken_tokenizer_config(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text("{")
     with pytest.raises(ModelError, match=r"tokenizer_config\.json: cannot be read"):
         positions(tmp_path, {"type": "linear", "factor": 2.0})

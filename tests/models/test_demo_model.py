@@ -20,7 +20,7 @@ TOKENS = np.random.default_rng(0).integers(4, 2048, 60).tolist()
 @pytest.fixture(scope="module")
 def exact():
     spec, reader = ModelSpec.from_folder(FOLDER), WeightReader(FOLDER)
-    weights = {name: to_float32(reader.take(name, shape)) for name, shape in reader.shapes().items()}
+    weights = {name: to_float32(reader.read(name, shape)) for name, shape in reader.shapes().items()}
     assert sum(weight.size for weight in weights.values()) == spec.num_parameters
     return reference_logits(spec, weights, TOKENS)
 

@@ -4,7 +4,7 @@ import mindspore as ms
 import numpy as np
 import pytest
 from families.exported import NUM_BLOCKS, ROWS, differences, export, export_all, inputs_of, networks_of
-from llm_serving.backends.ascend import prompt_mask
+from llm_serving.backends.ascend_cells import prompt_mask
 from llm_serving.core.enums import QuantizationName
 from llm_serving.lowering.step_inputs import STEP_INPUTS, dynamic_inputs
 from llm_serving.models.spec import ModelSpec
@@ -78,7 +78,7 @@ def test_the_graphs_of_a_rank_add_up_what_is_computed_of_half_the_weights(monkey
         each.weights[role].shape
         for each in operations
         for role in ("table", "weight")
-        if role in each.weights and each.kind != "norm"
+        if role in each.weights and each.kind != "rms_norm"
     }
     shapes = {tuple(each.dims) for graph in (written, head) for each in graph.parameter}
     halves = {shape for rows, columns in whole for shape in ((rows // 2, columns), (rows, columns // 2))}

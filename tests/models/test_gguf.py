@@ -1,4 +1,4 @@
-"""Facts of GGUF files as those of a config.json: what a folder with the same values would be."""
+"""ConfigReader of GGUF files as those of a config.json: what a folder with the same values would be."""
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ WIDE = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1, "h
     ("architecture", "kind"),
     [*(("llama", kind) for kind in (0, 1, 30, 2, 6, 8, 12, 14)), ("qwen2", 8), ("qwen3", 2)],
 )
-def test_values_are_those_of_a_folder(tmp_path, architecture, kind):
+def test_gguf_values_equal_those_of_a_folder(tmp_path, architecture, kind):
     config = ARCHITECTURES[architecture] | (WIDE if kind > 8 else {})
     values = write_model(tmp_path / "a.gguf", architecture, config, kind)
     spec = check_folder(tmp_path / "a.gguf")
@@ -33,23 +33,23 @@ def test_values_are_those_of_a_folder(tmp_path, architecture, kind):
         assert spec.fact(fact) == expected.fact(fact), fact
     reader = WeightReader(tmp_path / "a.gguf", spec.scheme)
     for name, shape in spec.tensors.items():
-        found = reader.take(name, shape)
+        found = reader.read(name, shape)
         found = (found.astype(np.uint32) << 16).view(np.float32) if found.dtype == np.uint16 else found
         np.testing.assert_allclose(found, values[name], rtol=1e-3 if kind == 1 else 1e-6, atol=1e-6, err_msg=name)
-    reader.check_all_taken()
+    reader.check_all_read()
 
 
-def test_the_scheme_says_what_there_is(tmp_path):
+def test_gguf_scheme_describes_its_types(tmp_path):
     write_model(tmp_path / "a.gguf", "llama", SMALL, 8)
     spec = ModelSpec.from_folder(tmp_path / "a.gguf")
-    assert spec.scheme.described == "GGUF, Q8_0"
-    found = WeightReader(tmp_path / "a.gguf", spec.scheme).take_packed(
+    assert spec.scheme.description == "GGUF, Q8_0"
+    found = WeightReader(tmp_path / "a.gguf", spec.scheme).read_packed(
         "model.layers.0.self_attn.q_proj.weight", (64, 64)
     )
     assert isinstance(found, QuantizedTensor)
 
 
-def test_tokens_that_begin_and_end(tmp_path):
+def test_gguf_special_token_ids(tmp_path):
     ids = {"bos_token_id": 1, "eos_token_id": 2, "eot_token_id": 5, "eom_token_id": 2, "padding_token_id": 7}
     more = {f"tokenizer.ggml.{key}": value for key, value in ids.items()}
     write_model(tmp_path / "a.gguf", "llama", SMALL, 8, more_facts=more)
@@ -57,7 +57,7 @@ def test_tokens_that_begin_and_end(tmp_path):
     assert (spec.bos_token_id, spec.eos_token_ids, spec.pad_token_id) == (1, (2, 5), 7)
 
 
-def test_divisors_of_frequencies_are_used_as_they_are(tmp_path):
+def test_gguf_frequency_divisors_are_used_unchanged(tmp_path):
     """llama.cpp's converter writes Llama 3's scaling as divisors; the frequencies must be those of the scaling."""
     scaling = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64}
     config = SMALL | {"rope_scaling": scaling}
@@ -71,10 +71,10 @@ def test_divisors_of_frequencies_are_used_as_they_are(tmp_path):
     np.testing.assert_allclose(found.cos(32), rotary.cos(32), rtol=1e-4, atol=1e-5)
 
 
-def test_yarn_by_name(tmp_path):
+def test_gguf_yarn_scaling(tmp_path):
     more = {"scaling.type": "yarn", "scaling.factor": 4.0, "scaling.original_context_length": 64}
-    facts = {f"qwen2.rope.{key}": value for key, value in more.items()}
-    write_model(tmp_path / "a.gguf", "qwen2", ARCHITECTURES["qwen2"], 8, more_facts=facts)
+    metadata = {f"qwen2.rope.{key}": value for key, value in more.items()}
+    write_model(tmp_path / "a.gguf", "qwen2", ARCHITECTURES["qwen2"], 8, more_facts=metadata)
     (rotary,) = ModelSpec.from_folder(tmp_path / "a.gguf").network.rotaries
     assert (rotary.scaling.kind, rotary.scaling.factor, rotary.scaling.original) == ("yarn", 4.0, 64)
 
@@ -102,7 +102,7 @@ def test_yarn_by_name(tmp_path):
         ({"tokenizer.ggml.eos_token_id": "x"}, "`tokenizer.ggml.eos_token_id` must be a number"),
     ],
 )
-def test_facts_that_are_not_served(tmp_path, changes, message):
+def test_gguf_config_refuses_unsupported_metadata(tmp_path, changes, message):
     write_model(tmp_path / "a.gguf", "llama", SMALL, 8, more_facts=changes)
     with pytest.raises(ModelError, match=message) as caught:
         check_folder(tmp_path / "a.gguf")
@@ -113,27 +113,27 @@ def test_facts_that_are_not_served(tmp_path, changes, message):
     "key", ["expert_count", "attention.head_count_kv", "attention.value_length", "rope.scaling.type", "rope.freq_base"]
 )
 @pytest.mark.parametrize("items", [[1, 2], ["yarn"]])
-def test_a_list_is_no_fact(tmp_path, key, items):
+def test_gguf_config_refuses_a_list_for_a_value(tmp_path, key, items):
     write_model(tmp_path / "a.gguf", "llama", SMALL, 0, more_facts={f"llama.{key}": items})
     with pytest.raises(ModelError, match=rf"`llama\.{key}` must be one value and no list"):
         ModelSpec.from_folder(tmp_path / "a.gguf")
 
 
-def test_numbers_beyond_single_precision_are_refused(tmp_path):
+def test_gguf_config_refuses_numbers_beyond_single_precision(tmp_path):
     write_model(tmp_path / "a.gguf", "llama", SMALL, 0, more_facts={"llama.rope.freq_base": number("<d", 1e300)})
     with pytest.raises(ModelError, match="`rope_theta` must be a number from 2 to"):
         ModelSpec.from_folder(tmp_path / "a.gguf")
 
 
 @pytest.mark.parametrize("name", ["model.norm.weight", "lm_head.weight", "blk.00.attn_norm.weight"])
-def test_tensors_have_the_names_of_the_form_each_once(tmp_path, name):
+def test_gguf_tensors_have_unique_gguf_names(tmp_path, name):
     """Under the names of other forms rows of queries would be taken as they are stored."""
     write_model(tmp_path / "a.gguf", "llama", SMALL, 0, more_tensors={name: plain(np.zeros(64, np.float32))})
     with pytest.raises(ModelError, match=rf"tensor {name} (stands twice|is not named)"):
         check_folder(tmp_path / "a.gguf")
 
 
-def test_a_file_without_a_model(tmp_path):
+def test_gguf_file_without_a_model_is_refused(tmp_path):
     path = tmp_path / "a.gguf"
     path.write_bytes(gguf_bytes({"general.architecture": "llama"}, {}))
     with pytest.raises(ModelError, match=r"`llama.embedding_length` must be given. Given: None"):
@@ -142,7 +142,7 @@ def test_a_file_without_a_model(tmp_path):
         ModelSpec.from_folder(tmp_path / "none.gguf")
 
 
-def test_a_configuration_names_the_file_or_the_folder_it_is_alone_in(tmp_path):
+def test_gguf_model_path_is_the_file_or_its_folder(tmp_path):
     path = tmp_path / "small-Q8_0.gguf"
     write_model(path, "llama", SMALL, 8)
     for given in (path, tmp_path):

@@ -124,7 +124,7 @@ def test_operators_of_the_library_have_the_bits_of_the_primitives_they_stand_for
     steps = [[(PROMPT[:30], 0, [4, 9]), (PROMPT[:1], 0, [7])], [(PROMPT[30:], 30, [4, 9, 2]), (PROMPT[1:2], 1, [7])]]
     # Weights that are not packed, as those of Ascend, are multiplied in floating point on every instruction set.
     isa = next(isa for isa in library.supported_isas() if isa != FIXED_POINT_ISA)
-    with library.isa_in_use(isa):
+    with library.use_isa(isa):
         changes = VARIANTS[variant] | ONE_LAYER
         models = [make_model(name, dtype, changes) for name in ("cpu", "ascend")]
         for rows in steps:

@@ -48,7 +48,7 @@ QWEN2 = {"qkv_has_bias": True, "n_kv_heads": 2, "intermediate_size": 96, "theta"
         (QWEN3 | {"architectures": ["Glm4ForCausalLM"], "attention_bias": True}, "", "Glm4ForCausalLM"),
     ],
 )
-def test_each_family_is_found(config: dict[str, Any], network: str, architecture: str) -> None:
+def test_mindformers_config_maps_each_family(config: dict[str, Any], network: str, architecture: str) -> None:
     spec = ModelSpec.from_mindformers(config, network=network)
     assert spec.architecture == architecture
     assert (spec.vocab_size, len(spec.caches), spec.network.hidden) == (200, 2, 64)
@@ -56,17 +56,17 @@ def test_each_family_is_found(config: dict[str, Any], network: str, architecture
     assert spec.num_parameters > 0
 
 
-def test_baichuan_13b_has_slopes_in_place_of_rotation() -> None:
+def test_mindformers_config_of_baichuan_13b_has_alibi() -> None:
     small, large = (ModelSpec.from_mindformers(LLAMA, network=f"Baichuan{size}BV2ForCausalLM") for size in (7, 13))
     assert small.network.rotaries and not large.network.rotaries
 
 
-def test_the_first_internlm_has_biases_in_attention() -> None:
+def test_mindformers_config_of_internlm_1_has_attention_biases() -> None:
     tensors = ModelSpec.from_mindformers(LLAMA, network="InternLMForCausalLM").tensors
     assert "model.layers.0.self_attn.o_proj.bias" in tensors
 
 
-def test_the_class_of_the_network_is_read_from_the_file(tmp_path: Path) -> None:
+def test_mindformers_config_reads_the_network_class(tmp_path: Path) -> None:
     path = tmp_path / "predict.yaml"
     model = {"model_config": LLAMA, "arch": {"type": "Baichuan7BV2ForCausalLM"}}
     path.write_text(yaml.safe_dump({"model": model}))
@@ -92,7 +92,7 @@ YARN = {
         ("YARN", YARN, 1e4, {"rope_type": "yarn", **YARN}, 2048),
     ],
 )
-def test_what_stretches_the_rotation_is_read(
+def test_mindformers_config_reads_rope_scaling(
     method: str, factor: object, theta: float, scaling: dict[str, Any] | None, longest: int
 ) -> None:
     config = LLAMA | {"extend_method": method, "scaling_factor": factor}
@@ -113,12 +113,12 @@ def test_what_stretches_the_rotation_is_read(
         ({"quantization_config": {"quant_method": "a8w4"}}, "", "a8w4"),
     ],
 )
-def test_what_is_not_served_is_refused(changes: dict[str, Any], network: str, message: str) -> None:
+def test_mindformers_config_refuses_unsupported_networks(changes: dict[str, Any], network: str, message: str) -> None:
     with pytest.raises(ModelError, match=message):
         ModelSpec.from_mindformers(LLAMA | changes, network=network)
 
 
-def test_experts_in_a_section_of_their_own_are_refused(tmp_path: Path) -> None:
+def test_mindformers_config_refuses_a_moe_section(tmp_path: Path) -> None:
     path = tmp_path / "model.yaml"
     content: dict[str, Any] = {"model": {"model_config": LLAMA}, "moe_config": {"expert_num": 1}}
     path.write_text(yaml.safe_dump(content))
@@ -138,7 +138,9 @@ def test_experts_in_a_section_of_their_own_are_refused(tmp_path: Path) -> None:
         (4096, {"ffn_dim_multiplier": 1.3, "multiple_of": 1024}, 14336),
     ],
 )
-def test_what_is_left_out_is_what_mindformers_takes(hidden: int, changes: dict[str, Any], intermediate: int) -> None:
+def test_mindformers_config_uses_the_defaults_of_mindformers(
+    hidden: int, changes: dict[str, Any], intermediate: int
+) -> None:
     config = LLAMA | {"hidden_size": hidden, "num_heads": hidden // 128, "multiple_of": 256, "rms_norm_eps": None}
     spec = ModelSpec.from_mindformers(config | changes)
     assert (spec.fact("intermediate_size"), spec.fact("rms_norm_eps")) == (intermediate, 1e-5)

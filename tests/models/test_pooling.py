@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from llm_serving.errors import ModelError
 from llm_serving.hub.base import missing_files, small_files
-from llm_serving.models.pooling import Pooling, served_pooling
+from llm_serving.models.pooling import Pooling, resolve_pooling
 from llm_serving.models.spec import ModelSpec
 from llm_serving.models.weight_reader import check_folder
 from support.model_factories import write_safetensors
@@ -31,16 +31,18 @@ def folder_with(folder: Path, listed: object, pooling: object = LAST) -> Path:
 
 
 @pytest.mark.parametrize("pooling", [LAST, {"embedding_dimension": 64, "pooling_mode": "lasttoken"}])
-def test_the_folder_of_an_embedding_model(tmp_path, pooling):
+def test_pooling_of_an_embedding_model_folder(tmp_path, pooling):
     listed = modules("Transformer", "Pooling", "Normalize")
-    assert served_pooling("auto", folder_with(tmp_path, listed, pooling)) == Pooling(normalises=True, alone=True)
-    assert served_pooling("none", tmp_path) is None
-    assert served_pooling("auto", folder_with(tmp_path, listed[:2])) == Pooling(normalises=False, alone=True)
+    assert resolve_pooling("auto", folder_with(tmp_path, listed, pooling)) == Pooling(
+        normalises=True, embedding_only=True
+    )
+    assert resolve_pooling("none", tmp_path) is None
+    assert resolve_pooling("auto", folder_with(tmp_path, listed[:2])) == Pooling(normalises=False, embedding_only=True)
 
 
-def test_another_model_has_vectors_where_the_configuration_says_so(tmp_path):
-    assert served_pooling("auto", tmp_path) is None
-    assert served_pooling("last", tmp_path) == Pooling(normalises=True, alone=False)
+def test_pooling_last_serves_embeddings_of_any_model(tmp_path):
+    assert resolve_pooling("auto", tmp_path) is None
+    assert resolve_pooling("last", tmp_path) == Pooling(normalises=True, embedding_only=False)
 
 
 @pytest.mark.parametrize(
@@ -58,10 +60,10 @@ def test_another_model_has_vectors_where_the_configuration_says_so(tmp_path):
         ({}, LAST, "a list of modules"),
     ],
 )
-def test_what_is_not_served_is_named(tmp_path, listed, pooling, text):
+def test_pooling_refuses_unsupported_modules(tmp_path, listed, pooling, text):
     with pytest.raises(ModelError, match=text.replace("+", r"\+")):
-        served_pooling("auto", folder_with(tmp_path, listed, pooling))
-    assert served_pooling("last", tmp_path) == Pooling(normalises=True, alone=True)
+        resolve_pooling("auto", folder_with(tmp_path, listed, pooling))
+    assert resolve_pooling("last", tmp_path) == Pooling(normalises=True, embedding_only=True)
 
 
 @pytest.mark.parametrize(
@@ -73,13 +75,13 @@ def test_what_is_not_served_is_named(tmp_path, listed, pooling, text):
         {"architectures": ["Gemma3TextModel"], "use_bidirectional_attention": True},
     ],
 )
-def test_an_encoder_is_refused_as_one(config):
+def test_pooling_refuses_encoders(config):
     with pytest.raises(ModelError, match="is an encoder"):
         ModelSpec.from_hugging_face(CONFIG | config)
 
 
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "LlamaModel"])
-def test_an_embedding_model_is_stored_without_its_head_and_the_prefix(tmp_path, architecture):
+def test_embedding_model_needs_no_lm_head_and_no_prefix(tmp_path, architecture):
     config = {"architectures": [architecture], "tie_word_embeddings": False}
     tensors = write_small_model(tmp_path, **config)
     del tensors["lm_head.weight"]
@@ -91,7 +93,7 @@ def test_an_embedding_model_is_stored_without_its_head_and_the_prefix(tmp_path, 
     assert check_folder(tmp_path).architecture == "LlamaForCausalLM"
 
 
-def test_its_pooling_is_wanted_of_a_hub_and_missed_in_a_folder(tmp_path):
+def test_pooling_files_are_required(tmp_path):
     sizes = {"config.json": 1, "modules.json": 1, "1_Pooling/config.json": 1, "onnx/config.json": 1}
     assert set(small_files(sizes)) == {"config.json", "modules.json", "1_Pooling/config.json"}
     write_small_model(tmp_path)

@@ -19,24 +19,24 @@ def read_all(read_ahead: ReadAhead) -> int:
     return read_ahead.num_read
 
 
-def test_everything_is_read_where_it_is_not_too_far_ahead(file: Path) -> None:
+def test_read_ahead_reads_everything_within_its_window(file: Path) -> None:
     assert read_all(ReadAhead([Extent(file, 10, 500), Extent(file, 0, 10)])) == 510
 
 
-def test_what_is_too_far_ahead_waits_until_something_was_taken(file: Path) -> None:
-    read_ahead = ReadAhead([Extent(file, 0, 100), Extent(file, 100, 200), Extent(file, 300, 400)], most_ahead=150)
+def test_read_ahead_waits_until_bytes_are_consumed(file: Path) -> None:
+    read_ahead = ReadAhead([Extent(file, 0, 100), Extent(file, 100, 200), Extent(file, 300, 400)], max_ahead=150)
     read_ahead._thread.join(0.01)
     assert read_ahead._thread.is_alive()
     assert read_ahead.num_read <= 300
-    read_ahead.taken(200)
+    read_ahead.consumed(200)
     assert read_all(read_ahead) == 700
 
 
-def test_closing_ends_it_wherever_it_is(file: Path) -> None:
-    read_ahead = ReadAhead([Extent(file, 0, 100), Extent(file, 100, 200)], most_ahead=0)
+def test_read_ahead_stops_on_close(file: Path) -> None:
+    read_ahead = ReadAhead([Extent(file, 0, 100), Extent(file, 100, 200)], max_ahead=0)
     read_ahead.close()
     assert read_all(read_ahead) == 0
 
 
-def test_a_file_that_is_gone_is_left_to_who_wants_it(file: Path) -> None:
+def test_read_ahead_ignores_a_missing_file(file: Path) -> None:
     assert read_all(ReadAhead([Extent(file.with_name("gone"), 0, 100), Extent(file, 0, 300)])) == 300

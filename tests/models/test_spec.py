@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from llm_serving.errors import ModelError
 from llm_serving.models.spec import ModelSpec
 from llm_serving.network.builder import CacheShape
-from llm_serving.network.rope import SCALINGS, Rotary, Scaling
+from llm_serving.network.rope import ROPE_SCALINGS, Rotary, Scaling
 from support.family_configs import CONFIGS, config_of
 
 LLAMA_3_ROPE = {
@@ -54,8 +54,8 @@ LLAMA_2_7B = {
 
 def rotary_of_model(spec):
     """The one rotary embedding of all layers."""
-    (cos,) = {each.weights["cos"] for each in spec.network.operations if each.kind == "rotate"}
-    return cos.made.__self__
+    (cos,) = {each.weights["cos"] for each in spec.network.operations if each.kind == "rope"}
+    return cos.generate.__self__
 
 
 def test_llama_3_with_grouped_queries_and_tied_embeddings():
@@ -67,12 +67,12 @@ def test_llama_3_with_grouped_queries_and_tied_embeddings():
     scaling = Scaling(kind="llama3", factor=32.0, low=1.0, high=4.0, original=8192)
     assert rotary_of_model(spec) == Rotary(64, 64, 500000.0, scaling=scaling, own=64)
     assert spec.num_parameters == 1_235_814_400
-    assert spec.num_multiplied == 16 * (2048 * (2048 + 2 * 512) + 2048 * 2048 + 3 * 2048 * 8192)
+    assert spec.num_active_parameters == 16 * (2048 * (2048 + 2 * 512) + 2048 * 2048 + 3 * 2048 * 8192)
     assert spec.kv_bytes_per_token(2) == 32_768
-    assert spec.kv_bytes_per_token(2, coded=True) == 16 * 2 * 8 * (64 + 4)
+    assert spec.kv_bytes_per_token(2, int8=True) == 16 * 2 * 8 * (64 + 4)
 
 
-def test_llama_2_takes_heads_and_ids_from_what_is_there():
+def test_llama_2_derives_missing_heads_and_ids():
     spec = ModelSpec.from_hugging_face(LLAMA_2_7B)
     assert spec.caches == (CacheShape(32, 128, 128),) * 32
     assert (spec.eos_token_ids, spec.pad_token_id) == ((2,), None)
@@ -82,7 +82,7 @@ def test_llama_2_takes_heads_and_ids_from_what_is_there():
     assert spec.kv_bytes_per_token(2) == 524_288
 
 
-def test_rope_parameters_say_the_same_as_theta_and_scaling():
+def test_rope_parameters_equal_theta_and_scaling():
     newer = {key: value for key, value in LLAMA_3_1B.items() if not key.startswith("rope")}
     newer["rope_parameters"] = LLAMA_3_ROPE | {"rope_theta": 500000.0}
     older = ModelSpec.from_hugging_face(LLAMA_3_1B)
@@ -96,15 +96,15 @@ def test_linear_scaling_under_its_older_name():
     assert rotary_of_model(spec).scaling == Scaling(kind="linear", factor=2.0, original=4096)
 
 
-def test_a_token_is_multiplied_by_the_experts_it_goes_to():
+def test_num_active_parameters_counts_the_top_k_experts():
     experts = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 8, "num_experts_per_tok": 2}
     dense, mixed = (ModelSpec.from_hugging_face(LLAMA_2_7B | more) for more in ({}, experts))
     one = 3 * 4096 * 11008
     assert mixed.num_parameters - dense.num_parameters == 32 * (7 * one + 8 * 4096)
-    assert mixed.num_multiplied - dense.num_multiplied == 32 * (one + 8 * 4096)
+    assert mixed.num_active_parameters - dense.num_active_parameters == 32 * (one + 8 * 4096)
 
 
-def test_biases_count_as_parameters():
+def test_num_parameters_includes_biases():
     plain = ModelSpec.from_hugging_face(LLAMA_2_7B)
     biased = ModelSpec.from_hugging_face(LLAMA_2_7B | {"attention_bias": True, "mlp_bias": True})
     per_layer = 4 * 4096 + 2 * 11008 + 4096
@@ -154,7 +154,7 @@ def test_biases_count_as_parameters():
         ),
     ],
 )
-def test_refused(changes, text):
+def test_spec_refuses_invalid_values(changes, text):
     with pytest.raises(ModelError) as caught:
         ModelSpec.from_hugging_face(LLAMA_2_7B | changes, "m/config.json")
     assert str(caught.value).startswith("m/config.json: ")
@@ -187,7 +187,7 @@ GROUPS = {"topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 1}
         (
             "llama",
             {"head_dim": 2, "rope_scaling": {"type": "dynamic", "factor": 2}},
-            "rope_scaling: `type` must be another where only 2 elements of a head turn. Given: 'dynamic'",
+            "rope_scaling: `type` must be another kind where only 2 elements of a head rotate. Given: 'dynamic'",
         ),
         ("phi3", {"partial_rotary_factor": 0.01}, "`partial_rotary_factor` must leave an even number of the 32"),
         ("granite", {"logits_scaling": 1e-320}, "`logits_scaling` must be a number from 1e-30 to 1e+30. Given: 1e-320"),
@@ -225,14 +225,14 @@ GROUPS = {"topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 1}
         ),
     ],
 )
-def test_what_a_family_cannot_compute_is_refused_by_name(family, changes, text):
+def test_spec_refuses_unsupported_features_by_name(family, changes, text):
     with pytest.raises(ModelError) as caught:
         ModelSpec.from_hugging_face(config_of(family) | changes, "m/config.json")
     assert str(caught.value).startswith("m/config.json: ")
     assert text in str(caught.value)
 
 
-def test_windows_may_begin_in_the_first_layer():
+def test_sliding_windows_may_start_in_the_first_layer():
     spec = ModelSpec.from_hugging_face(config_of("qwen2") | {"max_window_layers": 0})
     assert spec.window == 7
 
@@ -250,10 +250,10 @@ KEYS = MORE_KEYS.union(*(config_of(name) for name in CONFIGS))
 @given(
     st.sampled_from(sorted(CONFIGS)),
     st.dictionaries(st.sampled_from(sorted(KEYS)), json_values, max_size=2),
-    st.sampled_from(["default", *SCALINGS]),
+    st.sampled_from(["default", *ROPE_SCALINGS]),
     st.dictionaries(st.sampled_from(ROPE_KEYS), json_values, max_size=1),
 )
-def test_any_value_gives_a_model_whose_numbers_are_finite_or_an_error(family, changes, kind, rope):
+def test_spec_of_any_value_is_finite_or_an_error(family, changes, kind, rope):
     scaling = {"rope_type": kind, "factor": 4.0, "short_factor": [1.0] * 16, "long_factor": [2.0] * 16} | rope
     try:
         spec = ModelSpec.from_hugging_face(config_of(family) | {"rope_scaling": scaling} | changes)
@@ -265,7 +265,7 @@ def test_any_value_gives_a_model_whose_numbers_are_finite_or_an_error(family, ch
     assert np.isfinite(np.array([each for each in numbers if isinstance(each, float)], np.float32)).all()
 
 
-def test_folder(tmp_path):
+def test_spec_is_read_from_a_folder(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_2_7B))
     assert ModelSpec.from_folder(tmp_path) == ModelSpec.from_hugging_face(LLAMA_2_7B)
 
@@ -280,7 +280,7 @@ def test_folder(tmp_path):
         (" " * (2**20 + 1), "must be at most 1048576 bytes"),
     ],
 )
-def test_folder_refused(tmp_path, content, text):
+def test_spec_refuses_an_invalid_folder(tmp_path, content, text):
     if content is not None:
         (tmp_path / "config.json").write_text(content)
     with pytest.raises(ModelError, match=r"config\.json") as caught:
@@ -288,12 +288,12 @@ def test_folder_refused(tmp_path, content, text):
     assert text in str(caught.value)
 
 
-def test_missing_folder(tmp_path):
+def test_spec_refuses_a_missing_folder(tmp_path):
     with pytest.raises(ModelError, match="does not exist"):
         ModelSpec.from_folder(tmp_path / "none")
 
 
-def test_mindformers_names_and_its_rule_for_the_width_of_the_mlp():
+def test_spec_from_mindformers_derives_intermediate_size():
     config = {"hidden_size": 4096, "num_layers": 32, "num_heads": 32, "vocab_size": 32000, "multiple_of": 256}
     config |= {"seq_length": 4096, "rms_norm_eps": "1e-5", "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     spec = ModelSpec.from_mindformers(config)
@@ -308,9 +308,9 @@ def test_mindformers_names_and_its_rule_for_the_width_of_the_mlp():
     assert (spec.fact("intermediate_size"), spec.caches[0]) == (28672, CacheShape(8, 128, 128))
 
 
-def test_quantised_weights_have_a_scheme_or_are_refused():
+def test_spec_has_a_quantization_scheme_or_refuses_it():
     given = {"quant_method": "gptq", "bits": 4, "group_size": 128}
-    assert ModelSpec.from_hugging_face({**LLAMA_2_7B, "quantization_config": given}).scheme.described == (
+    assert ModelSpec.from_hugging_face({**LLAMA_2_7B, "quantization_config": given}).scheme.description == (
         "GPTQ, 4 bits, groups of 128"
     )
     assert ModelSpec.from_hugging_face({**LLAMA_2_7B, "quantization_config": None}).scheme is None
@@ -340,7 +340,7 @@ def told(config):
 
 
 @pytest.mark.parametrize(("name", "key", "value"), LEFT_OUT)
-def test_what_a_configuration_leaves_out_is_what_its_own_class_puts_there(name, key, value):
+def test_spec_defaults_are_those_of_the_family_class(name, key, value):
     config = {**config_of(name), "num_hidden_layers": 30}
     changed = value + 1 if isinstance(value, int) else value * 2
     assert told(config | {key: value}) != told(config | {key: changed})
@@ -352,7 +352,7 @@ def test_what_a_configuration_leaves_out_is_what_its_own_class_puts_there(name, 
     ("name", "key"),
     [("mistral", "sliding_window"), ("gemma2", "attn_logit_softcapping"), ("gemma2", "final_logit_softcapping")],
 )
-def test_null_is_none_and_not_what_is_left_out(name, key):
+def test_spec_distinguishes_null_from_an_absent_key(name, key):
     config = config_of(name)
     told_none = told(config | {key: None})
     del config[key]

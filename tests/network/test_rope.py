@@ -7,11 +7,11 @@ from llm_serving.network.rope import Rotary, Scaling
 LLAMA_3_1 = Scaling(kind="llama3", factor=8.0, low=1.0, high=4.0, original=8192)
 
 
-def test_frequencies_without_scaling():
+def test_rope_frequencies_without_scaling():
     np.testing.assert_allclose(Rotary(8, 8, 10000.0).frequencies(1), [1, 0.1, 0.01, 0.001], rtol=1e-14)
 
 
-def test_linear_scaling_divides_every_frequency():
+def test_rope_linear_scaling_divides_every_frequency():
     rotary = Rotary(8, 8, 10000.0, scaling=Scaling(kind="linear", factor=4.0))
     np.testing.assert_allclose(rotary.frequencies(1), [0.25, 0.025, 0.0025, 0.00025], rtol=1e-14)
 
@@ -28,13 +28,13 @@ def test_linear_scaling_divides_every_frequency():
         (63, 3.068925988914511e-07),  # 2559196: an eighth
     ],
 )
-def test_scaling_of_llama_3_1(pair, expected):
+def test_rope_llama3_scaling_equals_the_reference(pair, expected):
     """theta 500,000, heads of 128; numbers by `bc` with 40 digits from the published case distinction."""
     frequencies = Rotary(128, 128, 500000.0, scaling=LLAMA_3_1).frequencies(1)
     assert frequencies[pair] == pytest.approx(expected, rel=1e-13)
 
 
-def test_tables_are_float64_values_rounded_once():
+def test_rope_tables_are_float64_values_rounded_once():
     rotary = Rotary(4, 4, 1e6)
     cos, sin = rotary.cos(5000), rotary.sin(5000)
     assert cos.shape == sin.shape == (5000, 4)
@@ -45,7 +45,7 @@ def test_tables_are_float64_values_rounded_once():
     assert sin[4999].tolist() == [np.float32(np.sin(4999.0)), np.float32(np.sin(4.999))] * 2
 
 
-def test_elements_that_do_not_turn_have_cosine_1_and_sine_0():
+def test_rope_elements_outside_rotary_dim_have_cosine_1_and_sine_0():
     rotary = Rotary(16, 6, 100.0, interleaved=True, own=12)
     assert rotary.order() == [0, 2, 4, 6, 7, 8, 9, 10, 1, 3, 5, 11, -1, -1, -1, -1]
     still = [at for at, element in enumerate(rotary.order()) if element >= 6 or element < 0]
@@ -55,12 +55,12 @@ def test_elements_that_do_not_turn_have_cosine_1_and_sine_0():
 
 
 @pytest.mark.parametrize(("served", "expected"), [(64, [1, 0.1]), (65, [0.5, 0.025])])
-def test_longrope_chooses_by_the_longest_context_that_is_served(served, expected):
+def test_rope_longrope_selects_divisors_by_the_served_context(served, expected):
     scaling = Scaling(kind="longrope", factor=4.0, original=64, short=(1.0, 1.0), long=(2.0, 4.0))
     np.testing.assert_allclose(Rotary(4, 4, 100.0, scaling=scaling).frequencies(served), expected, rtol=1e-14)
 
 
-def test_dynamic_scaling_begins_behind_the_trained_context():
+def test_rope_dynamic_scaling_starts_after_the_trained_context():
     rotary = Rotary(4, 4, 100.0, scaling=Scaling(kind="dynamic", factor=2.0, original=64))
     np.testing.assert_allclose(rotary.frequencies(64), [1, 0.1], rtol=1e-14)
     # base 100 * (2 * 128 / 64 - 1) ** (4 / 2) = 900, whose root is 30

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 from llm_serving.core.enums import QuantizationName
 from llm_serving.errors import ModelError
-from llm_serving.models.model_config import Facts
+from llm_serving.models.config_reader import ConfigReader
 from llm_serving.models.registry import describe
 from llm_serving.network.builder import Network
-from llm_serving.network.program import program_of
-from llm_serving.network.quantization import Quantization, coded_weights
+from llm_serving.network.program import build_program
+from llm_serving.network.quantization import Quantization, quantized_weights
 from llm_serving.network.rewriting import rewrite, select_rows
-from llm_serving.network.sharding import rule_against, sharded
-from llm_serving.network.weights import parameter
+from llm_serving.network.sharding import sharded, sharding_violation
+from llm_serving.network.weights import load_parameter
 from support.family_configs import CONFIGS, RandomTensors, config_of
 from support.network_reference import parameters, run, run_ranks, step_of_prompt
 
@@ -24,11 +24,11 @@ SIX_HEADS = {"num_attention_heads": 6, "num_key_value_heads": 3}
 
 def network(name: str, **facts: object) -> Network:
     config = config_of(name) | facts
-    return describe(config["architectures"][0], Facts(config, name))
+    return describe(config["architectures"][0], ConfigReader(config, name))
 
 
 @pytest.mark.parametrize("name", [name for name in CONFIGS if name != LATENT])
-def test_two_ranks_compute_what_one_does(name: str) -> None:
+def test_sharding_over_two_ranks_computes_the_same_logits(name: str) -> None:
     net = network(name)
     expected = run(net.operations, parameters(net, RandomTensors(), 64), step_of_prompt(TOKENS, net, every=True))[-1:]
     ranks = [sharded(net, rank, 2) for rank in range(2)]
@@ -44,7 +44,7 @@ def test_two_ranks_compute_what_one_does(name: str) -> None:
         assert np.allclose(first, expected, atol=2e-5 * np.abs(expected).max())
 
 
-def test_four_ranks_have_a_head_of_keys_each() -> None:
+def test_sharding_over_four_ranks_gives_each_a_kv_head() -> None:
     net = network("baichuan2, 13B")
     expected = run(net.operations, parameters(net, RandomTensors(), 64), step_of_prompt(TOKENS, net))
     ranks = [sharded(net, rank, 4) for rank in range(4)]
@@ -54,23 +54,23 @@ def test_four_ranks_have_a_head_of_keys_each() -> None:
     assert np.allclose(results[0], expected, atol=2e-5 * np.abs(expected).max())
 
 
-def test_a_layer_has_two_sums_and_the_table_one() -> None:
+def test_sharding_adds_two_all_reduces_a_layer_and_one_for_the_embedding() -> None:
     kinds = [each.kind for each in sharded(network("llama"), 1, 2).operations]
     assert kinds.count("all_reduce") == 2 * 3 + 1
     # The sum is added to what goes on in the norm behind it: no instruction more than that of the sum itself.
-    assert len(program_of(sharded(network("llama"), 1, 2), "float32").instructions) - 1 == 3 * 9 + 3 + 3
+    assert len(build_program(sharded(network("llama"), 1, 2), "float32").instructions) - 1 == 3 * 9 + 3 + 3
 
 
-def test_ranks_have_slices_of_the_weights() -> None:
+def test_sharding_slices_the_weights() -> None:
     net = network("llama, biases, tied")
     ranks = [sharded(net, rank, 2) for rank in range(2)]
     for at, each in enumerate(net.operations):
         if each.kind != "linear":
             continue
         (name, *_) = each.weights["weight"].names
-        whole = parameter(each.weights["weight"], RandomTensors(), 64)
+        whole = load_parameter(each.weights["weight"], RandomTensors(), 64)
         parts = [
-            parameter(found.weights["weight"], RandomTensors(), 64)
+            load_parameter(found.weights["weight"], RandomTensors(), 64)
             for rank in ranks
             for found in rank.operations
             if found.kind == "linear" and found.weights["weight"].names == each.weights["weight"].names
@@ -86,38 +86,38 @@ def test_ranks_have_slices_of_the_weights() -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "llama, biases, tied"])
-def test_two_ranks_have_what_one_has_but_for_norms_and_biases_behind_sums(name: str) -> None:
+def test_sharding_duplicates_only_norms_and_output_biases(name: str) -> None:
     net = network(name)
     ranks = [sharded(net, rank, 2) for rank in range(2)]
     whole, *shares = (
-        sum(math.prod(weight.shape) for weight in each.weights if len(weight.shape) == 2 and weight.made is None)
+        sum(math.prod(weight.shape) for weight in each.weights if len(weight.shape) == 2 and weight.generate is None)
         for each in (net, *ranks)
     )
     assert sum(shares) == whole
 
 
 @pytest.mark.parametrize("count", [2, 3])
-def test_a_table_and_a_head_that_are_one_tensor_are_one_parameter_of_each_rank(count: int) -> None:
+def test_sharding_keeps_tied_embeddings_one_parameter(count: int) -> None:
     net = network("llama, biases, tied", **({} if count == 2 else SIX_HEADS))
-    whole = parameter(net.head.weights["weight"], RandomTensors(), 64)
+    whole = load_parameter(net.head.weights["weight"], RandomTensors(), 64)
     parts = []
     for rank in range(count):
         of_rank = sharded(net, rank, count)
         assert of_rank.operations[0].weights["table"] == of_rank.head.weights["weight"]
         assert of_rank.operations[0].attributes["first"] == sum(map(len, parts))
-        parts.append(parameter(of_rank.head.weights["weight"], RandomTensors(), 64))
+        parts.append(load_parameter(of_rank.head.weights["weight"], RandomTensors(), 64))
     assert np.array_equal(np.concatenate(parts), whole)
 
 
-def test_shares_whose_groups_are_not_whole_are_kept_in_8_bits() -> None:
+def test_sharding_with_partial_groups_falls_back_to_8_bits() -> None:
     rank = sharded(network("llama"), 0, 2)
-    coded = coded_weights(rank, Quantization(QuantizationName.W4A16, 32))
-    kept = {weight.names[0].split(".")[-2]: (weight.shape[1], name) for weight, name in coded.items()}
+    quantized = quantized_weights(rank, Quantization(QuantizationName.W4A16, 32))
+    kept = {weight.names[0].split(".")[-2]: (weight.shape[1], name) for weight, name in quantized.items()}
     assert kept["o_proj"] == (64, QuantizationName.W4A16)
     assert kept["down_proj"] == (48, QuantizationName.W8A16)
 
 
-def test_a_bias_behind_a_sum_is_of_rank_0_and_missed_by_nobody() -> None:
+def test_sharding_gives_output_biases_to_rank_0_alone() -> None:
     first, second = (sharded(network("llama, biases, tied"), rank, 2) for rank in range(2))
     name = "model.layers.0.self_attn.o_proj.bias"
     assert any(name in weight.names for weight in first.weights)
@@ -135,8 +135,10 @@ def test_a_bias_behind_a_sum_is_of_rank_0_and_missed_by_nobody() -> None:
         (LATENT, {}, 2, "must be 1 for a model whose keys are latent"),
     ],
 )
-def test_what_cannot_be_dealt_out_is_refused(name: str, facts: dict[str, object], count: int, rule: str) -> None:
+def test_sharding_refuses_networks_that_cannot_be_split(
+    name: str, facts: dict[str, object], count: int, rule: str
+) -> None:
     net = network(name, **facts)
-    assert rule_against(net, count) == rule
+    assert sharding_violation(net, count) == rule
     with pytest.raises(ModelError, match=f"cluster_config.tensor_parallel: {rule}. Given: {count}"):
         sharded(net, 1, count)

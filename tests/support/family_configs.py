@@ -87,7 +87,7 @@ def config_of(name: str) -> dict:
 class RandomTensors:
     """Tensors by name, the same for a name and a shape whoever asks first; norms about 1, products keep their size."""
 
-    def take(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
+    def read(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
         rng = np.random.default_rng(zlib.crc32(name.encode()))
         values = rng.normal(size=shape)
         if "norm" in name:

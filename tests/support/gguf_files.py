@@ -78,25 +78,25 @@ def half(value: float) -> bytes:
     return struct.pack("<e", value)
 
 
-def q4_0(d: float, codes: list[int]) -> bytes:
-    return half(d) + bytes(codes[j] | codes[j + 16] << 4 for j in range(16))
+def q4_0(d: float, qvalues: list[int]) -> bytes:
+    return half(d) + bytes(qvalues[j] | qvalues[j + 16] << 4 for j in range(16))
 
 
-def q4_1(d: float, m: float, codes: list[int]) -> bytes:
-    return half(d) + half(m) + q4_0(d, codes)[2:]
+def q4_1(d: float, m: float, qvalues: list[int]) -> bytes:
+    return half(d) + half(m) + q4_0(d, qvalues)[2:]
 
 
-def q5_0(d: float, codes: list[int]) -> bytes:
-    fifth = sum((code >> 4) << j for j, code in enumerate(codes))
-    return half(d) + struct.pack("<I", fifth) + bytes(codes[j] & 15 | (codes[j + 16] & 15) << 4 for j in range(16))
+def q5_0(d: float, qvalues: list[int]) -> bytes:
+    fifth = sum((code >> 4) << j for j, code in enumerate(qvalues))
+    return half(d) + struct.pack("<I", fifth) + bytes(qvalues[j] & 15 | (qvalues[j + 16] & 15) << 4 for j in range(16))
 
 
-def q5_1(d: float, m: float, codes: list[int]) -> bytes:
-    return half(d) + half(m) + q5_0(d, codes)[2:]
+def q5_1(d: float, m: float, qvalues: list[int]) -> bytes:
+    return half(d) + half(m) + q5_0(d, qvalues)[2:]
 
 
-def q8_0(d: float, codes: list[int]) -> bytes:
-    return half(d) + struct.pack("32b", *codes)
+def q8_0(d: float, qvalues: list[int]) -> bytes:
+    return half(d) + struct.pack("32b", *qvalues)
 
 
 def six_bits(scales: list[int], minima: list[int]) -> bytes:
@@ -109,24 +109,24 @@ def six_bits(scales: list[int], minima: list[int]) -> bytes:
     return bytes(packed)
 
 
-def low_halves_of_runs(codes: list[int]) -> bytes:
+def low_halves_of_runs(qvalues: list[int]) -> bytes:
     """Runs of 32: a byte has one of the even run low, and of the odd run behind it high."""
-    return bytes(codes[64 * k + j] & 15 | (codes[64 * k + 32 + j] & 15) << 4 for k in range(4) for j in range(32))
+    return bytes(qvalues[64 * k + j] & 15 | (qvalues[64 * k + 32 + j] & 15) << 4 for k in range(4) for j in range(32))
 
 
-def q4_k(d: float, m: float, scales: list[int], minima: list[int], codes: list[int]) -> bytes:
-    return half(d) + half(m) + six_bits(scales, minima) + low_halves_of_runs(codes)
+def q4_k(d: float, m: float, scales: list[int], minima: list[int], qvalues: list[int]) -> bytes:
+    return half(d) + half(m) + six_bits(scales, minima) + low_halves_of_runs(qvalues)
 
 
-def q5_k(d: float, m: float, scales: list[int], minima: list[int], codes: list[int]) -> bytes:
-    fifth = bytes(sum((codes[32 * run + j] >> 4) << run for run in range(8)) for j in range(32))
-    return half(d) + half(m) + six_bits(scales, minima) + fifth + low_halves_of_runs(codes)
+def q5_k(d: float, m: float, scales: list[int], minima: list[int], qvalues: list[int]) -> bytes:
+    fifth = bytes(sum((qvalues[32 * run + j] >> 4) << run for run in range(8)) for j in range(32))
+    return half(d) + half(m) + six_bits(scales, minima) + fifth + low_halves_of_runs(qvalues)
 
 
-def q6_k(d: float, scales: list[int], codes: list[int]) -> bytes:
+def q6_k(d: float, scales: list[int], qvalues: list[int]) -> bytes:
     low, upper = bytearray(), bytearray()
     for at in (0, 128):
-        runs = [codes[at + 32 * k : at + 32 * k + 32] for k in range(4)]
+        runs = [qvalues[at + 32 * k : at + 32 * k + 32] for k in range(4)]
         low += bytes(runs[0][j] & 15 | (runs[2][j] & 15) << 4 for j in range(32))
         low += bytes(runs[1][j] & 15 | (runs[3][j] & 15) << 4 for j in range(32))
         upper += bytes(sum((runs[k][j] >> 4) << 2 * k for k in range(4)) for j in range(32))
@@ -141,27 +141,27 @@ def random_block(kind: int, rng: np.random.Generator) -> tuple[bytes, list[float
 
     d, m = (float(np.float16(each)) for each in rng.uniform(0.01, 0.02, 2))
     if kind == 2:
-        codes = some(0, 16, 32)
-        return q4_0(d, codes), [(q - 8) * d for q in codes]
+        qvalues = some(0, 16, 32)
+        return q4_0(d, qvalues), [(q - 8) * d for q in qvalues]
     if kind in (3, 7):
-        codes, least = some(0, 16 if kind == 3 else 32, 32), -16 * m
-        return (q4_1 if kind == 3 else q5_1)(d, least, codes), [q * d + float(np.float16(least)) for q in codes]
+        qvalues, least = some(0, 16 if kind == 3 else 32, 32), -16 * m
+        return (q4_1 if kind == 3 else q5_1)(d, least, qvalues), [q * d + float(np.float16(least)) for q in qvalues]
     if kind == 6:
-        codes = some(0, 32, 32)
-        return q5_0(d, codes), [(q - 16) * d for q in codes]
+        qvalues = some(0, 32, 32)
+        return q5_0(d, qvalues), [(q - 16) * d for q in qvalues]
     if kind == 8:
-        codes = some(-128, 128, 32)
-        return q8_0(d, codes), [q * d for q in codes]
+        qvalues = some(-128, 128, 32)
+        return q8_0(d, qvalues), [q * d for q in qvalues]
     if kind == 14:
-        codes, scales = some(0, 64, 256), some(-20, 20, 16)
-        return q6_k(d / 16, scales, codes), [
-            (q - 32) * float(np.float16(d / 16)) * scales[j // 16] for j, q in enumerate(codes)
+        qvalues, scales = some(0, 64, 256), some(-20, 20, 16)
+        return q6_k(d / 16, scales, qvalues), [
+            (q - 32) * float(np.float16(d / 16)) * scales[j // 16] for j, q in enumerate(qvalues)
         ]
-    codes, scales, minima = some(0, 16 if kind == 12 else 32, 256), some(0, 64, 8), some(0, 64, 8)
+    qvalues, scales, minima = some(0, 16 if kind == 12 else 32, 256), some(0, 64, 8), some(0, 64, 8)
     make = q4_k if kind == 12 else q5_k
     d, m = float(np.float16(d / 64)), float(np.float16(m / 8))
-    values = [q * d * scales[j // 32] - m * minima[j // 32] for j, q in enumerate(codes)]
-    return make(d, m, scales, minima, codes), values
+    values = [q * d * scales[j // 32] - m * minima[j // 32] for j, q in enumerate(qvalues)]
+    return make(d, m, scales, minima, qvalues), values
 
 
 ELEMENTS = {2: 32, 3: 32, 6: 32, 7: 32, 8: 32, 12: 256, 13: 256, 14: 256}

@@ -10,7 +10,7 @@ from llm_serving.backends.cpu import load_plugin
 from llm_serving.config.sections.device import DeviceConfig
 from llm_serving.core.enums import ImplementationName
 from llm_serving.lowering.lower import lower
-from llm_serving.lowering.step_inputs import arguments_of_rows
+from llm_serving.lowering.step_inputs import step_inputs_for_rows
 from llm_serving.models.spec import ModelSpec
 from llm_serving.models.weight_reader import WeightReader
 from llm_serving.network.quantization import Quantization
@@ -86,7 +86,7 @@ class GraphModel:
 
     def head(self, states: np.ndarray) -> np.ndarray:
         """The logits of states."""
-        return self._head((states, *arguments_of_rows(len(states)))).copy()
+        return self._head((states, *step_inputs_for_rows(len(states)))).copy()
 
     def _arrays(self, rows, samples):
         inputs = build_model_inputs(step_input(rows, samples=samples), NO_TOKENS, self._limits)

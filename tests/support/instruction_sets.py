@@ -5,7 +5,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from llm_serving.errors import KernelError
-from llm_serving.kernels import library
+from llm_serving.kernels.compiler import find_compiler, library_path
 
 EMULATED = "amx_emulated"
 """The code of amx with loops for its instructions."""
@@ -44,7 +44,7 @@ def isas_of_codes() -> list[str]:
 
 
 def _there_can_be_a_library() -> bool:
-    for find in (library.find_compiler, library.library_path):  # without a compiler, one that was built before serves
+    for find in (find_compiler, library_path):  # without a compiler, one that was built before serves
         with suppress(KernelError):
             find()
             return True

@@ -108,8 +108,14 @@ def unpacked(weight: Typed) -> Typed:
     return weight
 
 
-def coded(
-    codes: Any, scales: Any, dtype: str, *, widened: bool = False, zeros: Any = None, group_size: int | None = None
+def quantized(
+    qvalues: Any,
+    scales: Any,
+    dtype: str,
+    *,
+    weight_only: bool = False,
+    zeros: Any = None,
+    group_size: int | None = None,
 ) -> Typed:
     """A weight of codes (int8 of 8 bits, uint8 of 4) in the order of the products; as `packed`, it stays registered.
 
@@ -121,17 +127,17 @@ def coded(
         zeros: [N, groups], of 4 bits.
         group_size: Columns with one scale; all of them unless given.
     """
-    codes = np.ascontiguousarray(codes)
+    qvalues = np.ascontiguousarray(qvalues)
     scales = np.ascontiguousarray(scales, np.float32)
     zeros = None if zeros is None else np.ascontiguousarray(zeros, np.uint8)
-    bits = 4 if codes.dtype == np.uint8 else 8
-    n, k = codes.shape
+    bits = 4 if qvalues.dtype == np.uint8 else 8
+    n, k = qvalues.shape
     shown = k * bits // 8
-    memory = np.empty(library.load().llm_packed_codes_bytes(widened, bits, n, k) + 64, np.int8)
-    arrays = codes.ctypes.data, scales.ctypes.data, None if zeros is None else zeros.ctypes.data
+    memory = np.empty(library.load().llm_packed_qvalues_bytes(weight_only, bits, n, k) + 64, np.int8)
+    arrays = qvalues.ctypes.data, scales.ctypes.data, None if zeros is None else zeros.ctypes.data
     group = group_size or max(k, 1)
     place = memory.ctypes.data, dtype.encode(), n, k, shown
-    if library.load().llm_pack_codes(widened, bits, *arrays, group, *place) != 0:
+    if library.load().llm_pack_qvalues(weight_only, bits, *arrays, group, *place) != 0:
         raise ValueError("no product takes such codes")
     return Typed(memory[: n * shown].reshape(n, shown), "int8")
 
@@ -169,12 +175,12 @@ def fixed_point_bound(x: Typed, weight: Typed) -> Array:
     blocks = range(0, max(1, weights.shape[1]), 128)
     norms = [np.linalg.norm(np.rint(weights / weight_units)[:, k : k + 128], axis=1).max(initial=1) for k in blocks]
     # What rounding of norms to float32 may take away is far below 1e-5.
-    most_norm = 2.0**31 * 0.999 / max(norms) * (1 - 1e-5) - 6
+    max_norm = 2.0**31 * 0.999 / max(norms) * (1 - 1e-5) - 6
     input_units = np.empty_like(inputs)
     for k in blocks:
         scaled = inputs[:, k : k + 128] / 2.0 ** _exponents(inputs[:, k : k + 128])
         norm = np.maximum(np.linalg.norm(scaled, axis=1, keepdims=True), 2.0**-126)
-        per_one = 2.0 ** np.minimum(14, np.floor(np.log2(most_norm / norm)))
+        per_one = 2.0 ** np.minimum(14, np.floor(np.log2(max_norm / norm)))
         input_units[:, k : k + 128] = 2.0 ** _exponents(inputs[:, k : k + 128]) / per_one
     input_errors, weight_errors = _distance(inputs, input_units), _distance(weights, weight_units)
     magnitude = np.abs(inputs) @ np.abs(weights).T

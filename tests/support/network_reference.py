@@ -14,7 +14,7 @@ from llm_serving.kernels.reference import all_reduce
 from llm_serving.network.builder import Network
 from llm_serving.network.operations import SIGNATURES, Operation, Value, Weight
 from llm_serving.network.program import FUNCTIONS, KINDS, SCORES, Program
-from llm_serving.network.weights import Tensors, parameter
+from llm_serving.network.weights import Tensors, load_parameter
 
 Array = np.ndarray[Any, Any]
 
@@ -50,7 +50,7 @@ def step_of_prompt(tokens: list[int], network: Network, every: bool = False) -> 
 
 def parameters(network: Network, tensors: Tensors, num_positions: int) -> dict[Weight, Array]:
     """float32, each once."""
-    return {each: np.asarray(_widened(parameter(each, tensors, num_positions))) for each in network.weights}
+    return {each: np.asarray(_to_float32(load_parameter(each, tensors, num_positions))) for each in network.weights}
 
 
 def run(operations: list[Operation], weights: dict[Weight, Array], step: Step) -> Array:
@@ -78,12 +78,12 @@ def run_ranks(
             roles: dict[str, Any] = {role: read(rank, value) for role, value in each.inputs.items()}
             roles |= {role: weights[rank][weight] for role, weight in each.weights.items()}
             results.append(globals()[f"_{each.kind}"](steps[rank], **roles, **each.attributes))
-        if together[0].kind == "output":
+        if together[0].kind == "lm_head":
             results = [np.concatenate(results, axis=1)] * len(together)
         for rank, each in enumerate(together):
             written = results[rank] if isinstance(results[rank], tuple) else (results[rank],)
             for role, y in each.outputs.items():
-                values[rank][y] = written[("y", "sum", "shares", "chosen").index(role) % 2]
+                values[rank][y] = written[("y", "residual_out", "topk_weights", "topk_ids").index(role) % 2]
     return results
 
 
@@ -93,9 +93,9 @@ def run_program(program: Program, weights: Sequence[Array], step: Step) -> Array
     memory = np.full(rows * program.bytes_per_row // 4, np.nan, np.float32)
 
     def operand(number: int) -> Array:
-        place, columns, start, width, is_selected, kind = program.operands[number]
+        offset, columns, start, width, is_selected, kind = program.operands[number]
         count = len(step.sample_indices if is_selected else step.token_ids)
-        first = place * rows // 4
+        first = offset * rows // 4
         buffer = memory[first : first + count * columns].reshape(count, columns)
         return (buffer.view(np.int32) if kind == 2 else buffer)[:, start : start + width]
 
@@ -106,7 +106,7 @@ def run_program(program: Program, weights: Sequence[Array], step: Step) -> Array
         roles: dict[str, Any] = {role: operand(n).copy() for role in signature.inputs if (n := next(words)) >= 0}
         roles |= {role: weights[n] for role in signature.weights if (n := next(words)) >= 0}
         attributes = {role: _of_word(role, next(words)) for role in signature.attributes}
-        attributes |= {"rounded_scale": False} if kind == "gather" else {}
+        attributes |= {"rounded_scale": False} if kind == "embedding" else {}
         result = globals()[f"_{kind}"](step, **roles, **attributes)
         for number, y in zip(written, result if isinstance(result, tuple) else (result,), strict=False):
             if number >= 0:
@@ -121,65 +121,65 @@ def _of_word(role: str, word: int) -> Any:
     return (FUNCTIONS if role == "function" else SCORES)[word] if role in ("function", "score") else word
 
 
-def _widened(array: Array) -> Array:
+def _to_float32(array: Array) -> Array:
     if array.dtype == np.uint16:
         return (array.astype(np.uint32) << np.uint32(16)).view(np.float32)
     return array.astype(np.float32)
 
 
-def _gather(step: Step, table: Array, scale: float, rounded_scale: bool, first: int, rows: int) -> Array:
+def _embedding(step: Step, table: Array, scale: float, rounded_scale: bool, first: int, rows: int) -> Array:
     of_all = np.zeros((rows or len(table), table.shape[1]), np.float32)
     of_all[first : first + len(table)] = table
     return of_all[step.token_ids] * np.float32(scale)
 
 
-def _select(step: Step, x: Array) -> Array:
+def _select_rows(step: Step, x: Array) -> Array:
     return x[step.sample_indices]
 
 
 def _linear(
-    step: Step, x: Array, weight: Array, function: str, scale: float, ordered: bool, heads: int,
-    bias: Any = None, added: Any = None, reader: Any = None,
+    step: Step, x: Array, weight: Array, function: str, scale: float, tiled: bool, heads: int,
+    bias: Any = None, residual: Any = None, consumer: Any = None,
 ) -> Array:  # fmt: skip
     y = _product(x, weight) if heads == 1 else _of_heads(x, weight.reshape(heads, -1, weight.shape[1]))
     y = y if bias is None else y + bias
-    y = _activate(step, y, function) if function else y
-    return y if added is None else _add(step, added, y, scale)
+    y = _gated_activation(step, y, function) if function else y
+    return y if residual is None else _add(step, residual, y, scale)
 
 
-def _norm(
-    step: Step, x: Array, gain: Array, eps: float, group: int, added: Any = None, reader: Any = None
+def _rms_norm(
+    step: Step, x: Array, gamma: Array, eps: float, group: int, residual: Any = None, consumer: Any = None
 ) -> tuple[Array, Array]:
-    x = x if added is None else x + added
+    x = x if residual is None else x + residual
     groups = x.reshape(len(x), -1, group or x.shape[1])
     rstd = 1 / np.sqrt(np.mean(groups * groups, axis=-1, keepdims=True) + np.float32(eps))
-    return (groups * rstd * gain).reshape(x.shape), x
+    return (groups * rstd * gamma).reshape(x.shape), x
 
 
-def _rotate(step: Step, x: Array, cos: Array, sin: Array) -> Array:
+def _rope(step: Step, x: Array, cos: Array, sin: Array) -> Array:
     heads = x.reshape(len(x), -1, cos.shape[1])
     low, high = np.split(heads, 2, axis=-1)
-    turned = heads * cos[step.positions][:, None] + np.concatenate([-high, low], -1) * sin[step.positions][:, None]
-    return turned.reshape(x.shape)
+    rotated = heads * cos[step.positions][:, None] + np.concatenate([-high, low], -1) * sin[step.positions][:, None]
+    return rotated.reshape(x.shape)
 
 
-def _store(step: Step, k: Array, v: Array, layer: int) -> None:
+def _store_kv(step: Step, k: Array, v: Array, layer: int) -> None:
     kept = step.slot_mapping >= 0
     for rows, cache in zip((k, v), step.caches[layer], strict=True):
         cache.reshape(-1, rows.shape[1])[step.slot_mapping[kept]] = rows[kept]
 
 
-def _attend(
+def _attention(
     step: Step, q: Array, layer: int, scale: float, window: int, cap: float, eps: float,
-    q_turned: Any = None, k: Any = None, v: Any = None, slopes: Any = None, cos: Any = None, sin: Any = None,
-    q_gain: Any = None, k_gain: Any = None, reader: Any = None,
+    q_rope: Any = None, k: Any = None, v: Any = None, slopes: Any = None, cos: Any = None, sin: Any = None,
+    q_gamma: Any = None, k_gamma: Any = None, consumer: Any = None,
 ) -> Array:  # fmt: skip
     if k is not None:
-        if q_gain is not None:
-            q, k = _norm(step, q, q_gain, eps, len(q_gain))[0], _norm(step, k, k_gain, eps, len(k_gain))[0]
+        if q_gamma is not None:
+            q, k = _rms_norm(step, q, q_gamma, eps, len(q_gamma))[0], _rms_norm(step, k, k_gamma, eps, len(k_gamma))[0]
         if cos is not None:
-            q, k = (_rotate(step, x, cos, sin) for x in (q, k))
-        _store(step, k, v, layer)
+            q, k = (_rope(step, x, cos, sin) for x in (q, k))
+        _store_kv(step, k, v, layer)
     first, second = step.caches[layer]
     kv_heads, width = first.shape[2:]
     result = []
@@ -191,9 +191,9 @@ def _attend(
             seen = slice(max(0, stop - window) if window else 0, stop)
             scores = np.einsum("hgd,jhd->hgj", q[row].reshape(kv_heads, -1, width), keys[seen])
             read = values
-            if q_turned is not None:
-                turned = q_turned[row].reshape(kv_heads, -1, second.shape[3])
-                scores, read = scores + np.einsum("hgd,jhd->hgj", turned, values[seen]), keys
+            if q_rope is not None:
+                rotated = q_rope[row].reshape(kv_heads, -1, second.shape[3])
+                scores, read = scores + np.einsum("hgd,jhd->hgj", rotated, values[seen]), keys
             scores = scores * np.float32(scale)
             scores = np.float32(cap) * np.tanh(scores / np.float32(cap)) if cap else scores
             if slopes is not None:
@@ -205,7 +205,7 @@ def _attend(
     return np.stack(result)
 
 
-def _activate(step: Step, x: Array, function: str) -> Array:
+def _gated_activation(step: Step, x: Array, function: str) -> Array:
     gate, up = np.split(x, 2, axis=-1)
     if function == "silu":
         return gate / (1 + np.exp(-gate)) * up
@@ -216,7 +216,7 @@ def _add(step: Step, a: Array, b: Array, scale: float) -> Array:
     return a + b * np.float32(scale)
 
 
-def _weigh(step: Step, x: Array, gate: Array) -> Array:
+def _sigmoid_gate(step: Step, x: Array, gate: Array) -> Array:
     return x / (1 + np.exp(-gate))
 
 
@@ -236,29 +236,29 @@ def _route(
         left_out = np.argsort(-best, axis=-1, kind="stable")[:, top_groups:]
         np.put_along_axis(of_groups, left_out[..., None], -np.inf, axis=1)
         wanted = of_groups.reshape(scores.shape)
-    chosen = np.argsort(-wanted, axis=-1, kind="stable")[:, :top_k]
-    shares = np.take_along_axis(scores, chosen, -1)
-    shares = shares / shares.sum(-1, keepdims=True) if normalise else shares
-    return shares * np.float32(scale), chosen
+    topk_ids = np.argsort(-wanted, axis=-1, kind="stable")[:, :top_k]
+    topk_weights = np.take_along_axis(scores, topk_ids, -1)
+    topk_weights = topk_weights / topk_weights.sum(-1, keepdims=True) if normalise else topk_weights
+    return topk_weights * np.float32(scale), topk_ids
 
 
 def _experts(
-    step: Step, x: Array, shares: Array, chosen: Array, gate_up: Array, down: Array, function: str, scale: float,
-    experts: int, added: Any = None,
+    step: Step, x: Array, topk_weights: Array, topk_ids: Array, gate_up: Array, down: Array, function: str,
+    scale: float, experts: int, residual: Any = None,
 ) -> Array:  # fmt: skip
     gate_up = gate_up.reshape(experts, -1, gate_up.shape[1])
     down = down.reshape(experts, -1, down.shape[1])
     y = np.zeros_like(x)
-    for row, (row_shares, row_chosen) in enumerate(zip(shares, chosen, strict=True)):
-        for at in np.argsort(row_chosen):
-            expert = row_chosen[at]
-            inner = _activate(step, _product(x[row : row + 1], gate_up[expert]), function)
-            y[row] += row_shares[at] * _product(inner, down[expert])[0]
-    return y if added is None else _add(step, added, y, scale)
+    for row, (row_weights, row_ids) in enumerate(zip(topk_weights, topk_ids, strict=True)):
+        for at in np.argsort(row_ids):
+            expert = row_ids[at]
+            inner = _gated_activation(step, _product(x[row : row + 1], gate_up[expert]), function)
+            y[row] += row_weights[at] * _product(inner, down[expert])[0]
+    return y if residual is None else _add(step, residual, y, scale)
 
 
-def _output(
-    step: Step, x: Array, weight: Array, scale: float, cap: float, ordered: bool, first: int, rows: int
+def _lm_head(
+    step: Step, x: Array, weight: Array, scale: float, cap: float, tiled: bool, first: int, rows: int
 ) -> Array:
     logits = _product(x, weight) * np.float32(scale)
     return np.float32(cap) * np.tanh(logits / np.float32(cap)) if cap else logits

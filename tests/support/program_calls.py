@@ -12,14 +12,14 @@ from llm_serving.kernels import library
 from llm_serving.kernels.address_table import AddressTable
 from llm_serving.network.builder import CacheShape, Network
 from llm_serving.network.operations import Weight
-from llm_serving.network.program import Program, program_of
+from llm_serving.network.program import Program, build_program
 from llm_serving.network.rope import Rotary
 from support.decoder_calls import EPS, NUM_HEADS, NUM_KV_HEADS, VOCAB, Decoder, Step
 from support.kernel_calls import Typed, empty, integers, packed, status_of, typed
 from support.kernels_cache import SCALE, Cache, padded
 
 BLOCK_SIZE = 16
-_program_of = functools.cache(program_of)
+_program_of = functools.cache(build_program)
 _MULTIPLIED = frozenset({"weight", "gate_up", "down"})
 
 
@@ -60,7 +60,7 @@ def runnable_of(network: Network, arrays: Mapping[Weight, Any], dtype: str) -> R
     multiplied = {weight for each in network.operations for role, weight in each.weights.items() if role in _MULTIPLIED}
 
     def given(weight: Weight) -> Typed:
-        value = typed(np.ascontiguousarray(arrays[weight]), dtype if weight.kind == "model" else weight.kind)
+        value = typed(np.ascontiguousarray(arrays[weight]), dtype if weight.dtype == "model" else weight.dtype)
         # A packed weight that has been freed may have had its address.
         library.load().llm_release_weight(value.array.ctypes.data)
         return packed(value) if weight in multiplied else value
@@ -97,9 +97,9 @@ def status_of_program(given: Mapping[str, Typed], changes: Mapping[tuple[int, in
     """
     table = AddressTable(len(given))
     for number, parameter in enumerate(given.values()):
-        table.lend(number, parameter.array)
-    for place, value in changes.items():
-        table.memory[place] = value
+        table.set_view(number, parameter.array)
+    for offset, value in changes.items():
+        table.memory[offset] = value
     return status_of("program", Typed(table.memory, "int64"), empty((1,), "float32"))
 
 
@@ -117,7 +117,7 @@ def llama_of(decoder: Decoder) -> Runnable:
     rotary = Rotary(head_dim, head_dim, 10000.0)
     tied = decoder.table is decoder.head
     net = Network(hidden, VOCAB, EPS)
-    x = net.gather("head" if tied else "table")
+    x = net.embedding("head" if tied else "table")
     values = {"table": decoder.table, "head": decoder.head, "gain": decoder.gain}
     for i, layer in enumerate(decoder.layers):
         of_layer = {"gain": layer.gain, "mlp_gain": layer.mlp_gain, "qkv": layer.qkv, "out": layer.out}
@@ -127,22 +127,22 @@ def llama_of(decoder: Decoder) -> Runnable:
         values |= {f"{i}.{name}.bias": value for name, value in biases.items() if value is not None}
         inner = layer.down.array.shape[1]
         attention_bias, mlp_bias = layer.qkv_bias is not None, layer.gate_up_bias is not None
-        qkv = net.linear(net.norm(x, f"{i}.gain"), f"{i}.qkv", sum(widths), bias=attention_bias)
+        qkv = net.linear(net.rms_norm(x, f"{i}.gain"), f"{i}.qkv", sum(widths), bias=attention_bias)
         q, k, v = net.split(qkv, *widths)
-        stored = net.store(net.rotate(k, rotary), v, NUM_KV_HEADS)
-        attended = net.attend(net.rotate(q, rotary), stored, scale=SCALE)
+        stored = net.store_kv(net.rope(k, rotary), v, NUM_KV_HEADS)
+        attended = net.attention(net.rope(q, rotary), stored, scale=SCALE)
         x = net.add(x, net.linear(attended, f"{i}.out", hidden, bias=attention_bias))
-        gate_up = net.linear(net.norm(x, f"{i}.mlp_gain"), f"{i}.gate_up", 2 * inner, bias=mlp_bias)
-        x = net.add(x, net.linear(net.activate(gate_up, "silu"), f"{i}.down", hidden, bias=mlp_bias))
-    net.output(net.norm(x, "gain"), "head")
+        gate_up = net.linear(net.rms_norm(x, f"{i}.mlp_gain"), f"{i}.gate_up", 2 * inner, bias=mlp_bias)
+        x = net.add(x, net.linear(net.gated_activation(gate_up, "silu"), f"{i}.down", hidden, bias=mlp_bias))
+    net.lm_head(net.rms_norm(x, "gain"), "head")
 
     def given(weight: Weight) -> Typed:
-        if weight.made is not None:
-            return decoder.cos if weight.made.__name__ == "cos" else decoder.sin
+        if weight.generate is not None:
+            return decoder.cos if weight.generate.__name__ == "cos" else decoder.sin
         (name,) = weight.names
         return values[name if name.endswith(".bias") else name.removesuffix(".weight")]
 
-    program = program_of(net, decoder.gain.dtype)
+    program = build_program(net, decoder.gain.dtype)
     return Runnable(program, [given(weight) for weight in program.weights], decoder.gain.dtype, list(net.caches))
 
 

@@ -29,16 +29,16 @@ class Layout(NamedTuple):
     write: Callable[[np.ndarray], tuple[Arrays, np.ndarray]]
 
 
-def words(codes: np.ndarray, bits: int, order: tuple[int, ...] | None = None) -> np.ndarray:
+def words(qvalues: np.ndarray, bits: int, order: tuple[int, ...] | None = None) -> np.ndarray:
     """[n, m] codes -> [n, ceil(m * bits / 32)] int32; nibble i of a word is code order[i]."""
-    per_word = 32 // bits
-    order = order or tuple(range(per_word))
+    values_per_word = 32 // bits
+    order = order or tuple(range(values_per_word))
     rows = []
-    for row in codes.tolist():
-        row += [0] * (-len(row) % per_word)
+    for row in qvalues.tolist():
+        row += [0] * (-len(row) % values_per_word)
         found = []
-        for at in range(0, len(row), per_word):
-            value = sum(row[at + order[i]] << (bits * i) for i in range(per_word))
+        for at in range(0, len(row), values_per_word):
+            value = sum(row[at + order[i]] << (bits * i) for i in range(values_per_word))
             found.append(value - 2**32 if value >= 2**31 else value)
         rows.append(found)
     return np.array(rows, np.int32)
@@ -47,31 +47,31 @@ def words(codes: np.ndarray, bits: int, order: tuple[int, ...] | None = None) ->
 def halved(tensor: QuantizedTensor) -> QuantizedTensor:
     """With scales that float16 holds, as files of GPTQ and AWQ have them."""
     scales = tensor.scales.astype(np.float16).astype(np.float32)
-    return QuantizedTensor(tensor.codes, scales, tensor.zeros, tensor.bits, tensor.group_size, tensor.columns)
+    return QuantizedTensor(tensor.qvalues, scales, tensor.zeros, tensor.bits, tensor.group_size, tensor.g_idx)
 
 
 def unsigned(tensor: QuantizedTensor) -> tuple[np.ndarray, np.ndarray]:
     """Codes and zeros from 0 on, int64."""
     half = 2 ** (tensor.bits - 1)
-    codes = tensor.codes.astype(np.int64) + (half if tensor.bits == 8 else 0)
+    qvalues = tensor.qvalues.astype(np.int64) + (half if tensor.bits == 8 else 0)
     zeros = np.full(tensor.scales.shape, half) if tensor.zeros is None else tensor.zeros.astype(np.int64)
-    return codes, zeros
+    return qvalues, zeros
 
 
 def act_order(tensor: QuantizedTensor) -> QuantizedTensor:
     """The same codes, whose columns belong to groups in no order."""
     columns = np.random.default_rng(3).permutation(tensor.shape[1]) // tensor.group_size
     return QuantizedTensor(
-        tensor.codes, tensor.scales, tensor.zeros, tensor.bits, tensor.group_size, columns.astype(np.int32)
+        tensor.qvalues, tensor.scales, tensor.zeros, tensor.bits, tensor.group_size, columns.astype(np.int32)
     )
 
 
 def gptq(tensor: QuantizedTensor, less_one: int = 1) -> tuple[Arrays, np.ndarray]:
     tensor = halved(tensor)
-    codes, zeros = unsigned(tensor)
-    group_of = np.arange(tensor.shape[1]) // tensor.group_size if tensor.columns is None else tensor.columns
+    qvalues, zeros = unsigned(tensor)
+    group_of = np.arange(tensor.shape[1]) // tensor.group_size if tensor.g_idx is None else tensor.g_idx
     parts = {
-        "qweight": words(codes, tensor.bits).T,
+        "qweight": words(qvalues, tensor.bits).T,
         "qzeros": words((zeros.T - less_one) % 2**tensor.bits, tensor.bits),
         "scales": tensor.scales.T.astype(np.float16),
         "g_idx": group_of.astype(np.int32),
@@ -81,10 +81,10 @@ def gptq(tensor: QuantizedTensor, less_one: int = 1) -> tuple[Arrays, np.ndarray
 
 def awq(tensor: QuantizedTensor) -> tuple[Arrays, np.ndarray]:
     tensor = halved(tensor)
-    codes, zeros = unsigned(tensor)
+    qvalues, zeros = unsigned(tensor)
     order = (0, 2, 4, 6, 1, 3, 5, 7)
     parts = {
-        "qweight": words(codes.T, 4, order),
+        "qweight": words(qvalues.T, 4, order),
         "qzeros": words(zeros.T, 4, order),
         "scales": tensor.scales.T.astype(np.float16),
     }
@@ -92,21 +92,21 @@ def awq(tensor: QuantizedTensor) -> tuple[Arrays, np.ndarray]:
 
 
 def int_quantized(tensor: QuantizedTensor) -> tuple[Arrays, np.ndarray]:
-    codes = tensor.codes if tensor.bits == 8 else tensor.codes.astype(np.int8) - np.int8(8)
-    return {"weight": codes, "weight_scale": tensor.scales}, tensor.dequantized()
+    qvalues = tensor.qvalues if tensor.bits == 8 else tensor.qvalues.astype(np.int8) - np.int8(8)
+    return {"weight": qvalues, "weight_scale": tensor.scales}, tensor.dequantized()
 
 
 def pack_quantized(tensor: QuantizedTensor) -> tuple[Arrays, np.ndarray]:
-    codes, zeros = unsigned(tensor)
+    qvalues, zeros = unsigned(tensor)
     parts = {
-        "weight_packed": words(codes, tensor.bits),
+        "weight_packed": words(qvalues, tensor.bits),
         "weight_shape": np.array(tensor.shape, np.int64),
         "weight_scale": tensor.scales,
     }
     if tensor.zeros is not None:
         parts["weight_zero_point"] = words(zeros.T, tensor.bits).T
-    if tensor.columns is not None:
-        parts["weight_g_idx"] = tensor.columns
+    if tensor.g_idx is not None:
+        parts["weight_g_idx"] = tensor.g_idx
     return parts, tensor.dequantized()
 
 

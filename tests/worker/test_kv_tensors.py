@@ -39,17 +39,17 @@ def test_the_plain_backend_stores_float32():
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_blocks_of_8_bits_have_a_byte_for_a_number_and_four_for_a_head_of_a_token(dtype):
-    assert block_bytes(SPEC, backend("cpu", dtype), 16, coded=True) == 16 * (128 + 2 * 2 * 2 * 4)
-    tensors = KVTensors.allocate(SPEC, backend("cpu", dtype), 5, 16, num_swap_blocks=3, coded=True)
+    assert block_bytes(SPEC, backend("cpu", dtype), 16, int8=True) == 16 * (128 + 2 * 2 * 2 * 4)
+    tensors = KVTensors.allocate(SPEC, backend("cpu", dtype), 5, 16, num_swap_blocks=3, int8=True)
     held = sum(parameter.storage.nbytes for layer in tensors.layers for parameter in layer)
-    assert held == 5 * block_bytes(SPEC, backend("cpu", dtype), 16, coded=True)
+    assert held == 5 * block_bytes(SPEC, backend("cpu", dtype), 16, int8=True)
     assert {host.shape for hosts in tensors.host_layers for host in hosts} == {(3, 16, 2, 20)}
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("plain", "bfloat16"), ("ascend", "float16")])
 def test_other_operations_take_no_blocks_of_8_bits(name, dtype):
-    with pytest.raises(ModelError, match=f"the operations of {name} attend to no keys in 8 bits"):
-        KVTensors.allocate(SPEC, backend(name, dtype), 5, 16, coded=True)
+    with pytest.raises(ModelError, match=f"the operations of {name} do not support an int8 KV cache"):
+        KVTensors.allocate(SPEC, backend(name, dtype), 5, 16, int8=True)
 
 
 def test_num_blocks_for_rounds_down():

@@ -159,7 +159,7 @@ def test_quantised_weights_are_served_in_the_model_dtype_and_the_log_says_so(tmp
         load_runner(settings(tmp_path, num_blocks=9), lambda text: None)
     assert "the weights are quantised by GPTQ, 4 bits, groups of 32: they are served in bfloat16" in caplog.messages
     on_its_way = working_bytes(ModelSpec.from_folder(tmp_path), 2, 1, 1)
-    assert on_its_way == 12 * SPEC.largest_weight  # two of float32, the codes of one, and what it becomes
+    assert on_its_way == 12 * SPEC.max_weight_elements  # two of float32, the codes of one, and what it becomes
 
 
 def test_the_log_says_so_where_quantised_weights_are_kept_in_codes(tmp_path, monkeypatch, caplog):

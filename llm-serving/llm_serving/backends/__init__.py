@@ -1,4 +1,4 @@
-"""The operations of a decoder, one implementation for each device; loaded when asked for."""
+"""The operations of a decoder, one implementation for each device, imported on demand."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ BACKENDS = {
 
 
 def create_backend(name: str, dtype: str) -> Backend:
-    """Make a backend for a model dtype (a name of `core.dtypes`).
+    """Create a backend for a model dtype (a name of `core.dtypes`).
 
     Call it before the first operator of the process: the CPU backend registers its operator library with MindSpore,
-    which looks for it once.
+    which looks for plugins once.
 
     Raises:
-        ConfigError: The backend or the dtype is not known, or the backend does not compute in this dtype.
+        ConfigError: The backend or the dtype is unknown, or the backend does not support the dtype.
         KernelError: The operator library of the CPU backend cannot be built or loaded, or `ms_custom_ops` is missing.
     """
     if name not in BACKENDS:

@@ -1,7 +1,7 @@
-"""The primitives of Ascend, with products whose rows have the same bits in every batch.
+"""The Ascend backend with batch-invariant products.
 
-MindSpore's own MatMul may split its sums by the shape of the batch. `ms_custom_ops`, a package for devices, has one
-that does not; MindFormers takes it for the same purpose (`VLLM_BATCH_INVARIANT`).
+MindSpore's MatMul may split its sums by the shape of the batch. `ms_custom_ops`, a package for devices, has a product
+that does not; MindFormers uses it for the same purpose (`VLLM_BATCH_INVARIANT`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PRODUCT = "matmul_batch_invariant"
 
 
 class AscendInvariantBackend(AscendBackend):
-    """As `AscendBackend`; nothing else of a step adds over rows of several requests."""
+    """As `AscendBackend`; no other operation of a step adds over rows of several requests."""
 
     name = "ascend_invariant"
 
@@ -43,8 +43,8 @@ class InvariantProduct(nn.Cell):
     """(x [T, K], weight [N, K]) -> [T, N] = x @ weight.T
 
     Args:
-        product: (x [T, K], y [K, N]) -> x @ y: it takes no transposed weight.
-        dtype: Of the result; None: that of x.
+        product: (x [T, K], y [K, N]) -> x @ y; it takes no transposed weight.
+        dtype: Type of the result; None keeps that of x.
     """
 
     def __init__(self, product: Callable[..., Any], dtype: Any = None) -> None:

@@ -1,7 +1,7 @@
-"""The network of the Ascend backend on a CPU: its primitives are answered by our operator library.
+"""The Ascend backend's network on a CPU: the operator library implements its primitives.
 
-The library fixes the order of every sum for a row, so a row's bits do not depend on the batch, on chunks, on the number
-of threads or on where its blocks lie.
+The library fixes the order of every sum of a row, so the bits of a row do not depend on the batch, on chunking, on the
+number of threads or on the location of its blocks.
 """
 
 from __future__ import annotations
@@ -32,20 +32,21 @@ from llm_serving.core.step import Int32Array
 from llm_serving.errors import ConfigError, KernelError, ModelError
 from llm_serving.formats.quantized_tensor import QuantizedTensor
 from llm_serving.kernels import library
+from llm_serving.kernels.compiler import library_path
 from llm_serving.kernels.library import announce_ending
-from llm_serving.network.builder import SCALE_BYTES, CacheShape
+from llm_serving.network.builder import INT8_SCALE_BYTES, CacheShape
 
 PLUGIN_VARIABLE = "MS_OP_PLUGIN_PATH"
 _MULTIPLE = 16
 
 
 def load_plugin() -> None:
-    """Build the library if needed and name it to MindSpore; to be called before the first operator of the process.
+    """Build the library if needed and register it with MindSpore, before the first operator of the process.
 
     Raises:
-        KernelError: The library cannot be built or loaded, or another operator plugin is named already.
+        KernelError: The library cannot be built or loaded, or another operator plugin is registered already.
     """
-    path = str(library.library_path())
+    path = str(library_path())
     given = os.environ.get(PLUGIN_VARIABLE)
     if given not in (None, "", path):
         raise KernelError(f"{PLUGIN_VARIABLE} names another operator plugin: {given}")
@@ -55,20 +56,20 @@ def load_plugin() -> None:
 
 @functools.cache
 def _require_dispatch() -> None:
-    """Packed weights mean nothing to MindSpore's own products, so make sure that ours are called."""
+    """Check that MindSpore calls our products: its own cannot read packed weights."""
     kernels = library.load()
     before = kernels.llm_num_calls()
     one = ms.Tensor(np.ones((1, 1), dtype=np.float32))
     gen_ops_prim.AddExt()(one, one, 1).asnumpy()
     if kernels.llm_num_calls() == before:
-        raise KernelError("an operator ran before the operator library was named; create the CPU backend first")
+        raise KernelError("an operator ran before the operator library was registered; create the CPU backend first")
 
 
 class CpuBackend(AscendBackend):
-    """Weights are packed into the order the products read them; blocks hold one head after another.
+    """Weights are packed into the order in which the products read them; blocks store one head after another.
 
-    A whole network may be one operator of the library: MindSpore spends more on a step's operators than a small model
-    computes in them.
+    A whole network can be one operator of the library: MindSpore's overhead for the operators of a step exceeds the
+    computation of a small model.
     """
 
     name = "cpu"
@@ -79,22 +80,22 @@ class CpuBackend(AscendBackend):
         load_plugin()
 
     def logits(self) -> nn.Cell:
-        return Logits()
+        return CpuLogits()
 
     def quantized_logits(self) -> nn.Cell:
-        return QuantizedLogits()
+        return CpuQuantizedLogits()
 
     def swiglu(self) -> nn.Cell:
-        return Swiglu()
+        return CpuSwiglu()
 
     def program(self) -> nn.Cell | None:
-        return Program()
+        return CpuProgram()
 
     def linear_weight(self, array: Array, name: str | None = None) -> ms.Parameter:
         return self._packed(array, array.shape, name)
 
     def expert_weights(self, array: Array, num_experts: int, name: str) -> Sequence[ms.Parameter]:
-        """Packed as one, which is those of the experts one after another; MindSpore is shown [experts, K, N]."""
+        """Pack the weights of all experts as one Parameter, which MindSpore sees as [experts, K, N]."""
         rows, columns = array.shape
         return [self._packed(array, (num_experts, columns, rows // num_experts), name)]
 
@@ -109,41 +110,43 @@ class CpuBackend(AscendBackend):
         weakref.finalize(parameter, kernels.llm_release_weight, address)
         return parameter
 
-    def coded_weight(self, weight: QuantizedTensor, widened: bool, name: str | None = None) -> ms.Parameter:
-        return self._packed_codes(weight, widened, name)
+    def packed_quantized_weight(
+        self, weight: QuantizedTensor, weight_only: bool, name: str | None = None
+    ) -> ms.Parameter:
+        return self._packed_qvalues(weight, weight_only, name)
 
-    def _packed_codes(
-        self, weight: QuantizedTensor, widened: bool, name: str | None, num_experts: int | None = None
+    def _packed_qvalues(
+        self, weight: QuantizedTensor, weight_only: bool, name: str | None, num_experts: int | None = None
     ) -> ms.Parameter:
         _require_dispatch()
         kernels = library.load()
         (rows, columns), bits = weight.shape, weight.bits
-        codes, scales = np.ascontiguousarray(weight.codes), np.ascontiguousarray(weight.scales)
+        qvalues, scales = np.ascontiguousarray(weight.qvalues), np.ascontiguousarray(weight.scales)
         zeros = None if weight.zeros is None else np.ascontiguousarray(weight.zeros)
-        # MindSpore is shown bytes of the codes, as many in each row as come to less than the panels that they fill.
+        # MindSpore sees the bytes of the quantized values without the padding of their panels.
         shown = (rows, columns * bits // 8)
-        memory = zeroed_bytes(kernels.llm_packed_codes_bytes(widened, bits, rows, columns))
+        memory = zeroed_bytes(kernels.llm_packed_qvalues_bytes(weight_only, bits, rows, columns))
         address = memory.ctypes.data
-        arrays = codes.ctypes.data, scales.ctypes.data, None if zeros is None else zeros.ctypes.data
+        arrays = qvalues.ctypes.data, scales.ctypes.data, None if zeros is None else zeros.ctypes.data
         form = weight.group_size, address, self.dtype.encode(), rows, columns, shown[1]
-        status = library.done(kernels.llm_pack_codes(widened, bits, *arrays, *form))
-        if status != 0 or weight.columns is not None:
+        status = library.done(kernels.llm_pack_qvalues(weight_only, bits, *arrays, *form))
+        if status != 0 or weight.g_idx is not None:
             rule = "groups of 32, 64, 128, .. inputs in order"
-            if not widened:
+            if not weight_only:
                 rule = f"8 bits in one group or 4 in {rule}, at most 65536 inputs"
-            told = f"{bits} bits, groups of {weight.group_size} of {columns} inputs"
-            raise ModelError(f"products take weights of {rule}. Given: {told}")
+            given = f"{bits} bits, groups of {weight.group_size} of {columns} inputs"
+            raise ModelError(f"products take weights of {rule}. Given: {given}")
         shape = shown if num_experts is None else (num_experts, shown[1], shown[0] // num_experts)
         parameter = parameter_over(memory[: math.prod(shape)].view(np.int8).reshape(shape), "int8", name)
         weakref.finalize(parameter, kernels.llm_release_weight, address)
         return parameter
 
-    def _codes(self, weight: QuantizedTensor, name: str) -> ms.Parameter:
-        return self.coded_weight(weight, False, name)
+    def _quantized_values(self, weight: QuantizedTensor, name: str) -> ms.Parameter:
+        return self.packed_quantized_weight(weight, False, name)
 
-    def _codes_of_experts(self, weight: QuantizedTensor, num_experts: int, name: str) -> ms.Parameter:
-        """Packed as one, as `expert_weights`."""
-        return self._packed_codes(weight, False, name, num_experts)
+    def _expert_qvalues(self, weight: QuantizedTensor, num_experts: int, name: str) -> ms.Parameter:
+        """Pack the weights of all experts as one Parameter, as `expert_weights` does."""
+        return self._packed_qvalues(weight, False, name, num_experts)
 
     def kv_cache(
         self, num_blocks: int, block_size: int, shape: CacheShape, name: str = "cache"
@@ -151,12 +154,12 @@ class CpuBackend(AscendBackend):
         self._check_cache(block_size, shape)
         return super().kv_cache(num_blocks, block_size, shape, name)
 
-    def coded_kv_cache(
+    def int8_kv_cache(
         self, num_blocks: int, block_size: int, shape: CacheShape, name: str = "cache"
     ) -> tuple[ms.Parameter, ms.Parameter]:
         self._check_cache(block_size, shape)
         keys, values = (
-            _codes((num_blocks, block_size, shape.kv_heads, width + SCALE_BYTES), f"{name}.{part}")
+            _zeroed_int8((num_blocks, block_size, shape.kv_heads, width + INT8_SCALE_BYTES), f"{name}.{part}")
             for part, width in (("key", shape.key_width), ("value", shape.value_width))
         )
         return keys, values
@@ -173,20 +176,20 @@ class CpuBackend(AscendBackend):
             if value % _MULTIPLE != 0:
                 raise ConfigError(f"`{field}` must be a multiple of {_MULTIPLE} on {self.name}. Given: {value}")
 
-    def announce_ending(self, tell: Callable[[], None] | None) -> bool:
-        announce_ending(tell)
+    def announce_ending(self, callback: Callable[[], None] | None) -> bool:
+        announce_ending(callback)
         return True
 
 
-def _codes(shape: tuple[int, ...], name: str) -> ms.Parameter:
-    """Zeroed, with every page at hand."""
+def _zeroed_int8(shape: tuple[int, ...], name: str) -> ms.Parameter:
+    """Return a zeroed Parameter whose pages are resident."""
     memory = zeroed_bytes(math.prod(shape))
     memory.fill(0)
     return parameter_over(memory.view(np.int8).reshape(shape), "int8", name)
 
 
-class Logits(nn.Cell):
-    """The sums of the product as they are: `cast_type` is the type MatMul infers for its result."""
+class CpuLogits(nn.Cell):
+    """Returns the float32 sums of the product unrounded: MatMul infers the type of its result from `cast_type`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -197,20 +200,22 @@ class Logits(nn.Cell):
         return self.matmul(x, weight)
 
 
-class QuantizedLogits(nn.Cell):
-    """Scaled here, since no other type than that of x is inferred for the result of QuantBatchMatmul."""
+class CpuQuantizedLogits(nn.Cell):
+    """Scales the sums itself, because MindSpore infers no other type than that of x for the result of
+    QuantBatchMatmul.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.quantize = gen_ops_prim.DynamicQuantExt()
-        self.sums, self.mul, self.reshape = Logits(), ops.Mul(), ops.Reshape()
+        self.sums, self.mul, self.reshape = CpuLogits(), ops.Mul(), ops.Reshape()
 
-    def construct(self, x: ms.Tensor, codes: ms.Tensor, scales: ms.Tensor) -> ms.Tensor:
+    def construct(self, x: ms.Tensor, qvalues: ms.Tensor, scales: ms.Tensor) -> ms.Tensor:
         rows, row_scales = self.quantize(x, None)
-        return self.mul(self.mul(self.sums(rows, codes), scales), self.reshape(row_scales, (-1, 1)))
+        return self.mul(self.mul(self.sums(rows, qvalues), scales), self.reshape(row_scales, (-1, 1)))
 
 
-class Swiglu(nn.Cell):
+class CpuSwiglu(nn.Cell):
     """One operator of the library, which rounds once, as a program does."""
 
     def __init__(self) -> None:
@@ -221,17 +226,17 @@ class Swiglu(nn.Cell):
         return self.primitive(gate_up, -1)
 
 
-class Program(nn.Cell):
-    """`Backend.program`: an operator whose shapes are always the same, with one parameter.
+class CpuProgram(nn.Cell):
+    """The operator of `Backend.program`, with fixed shapes and one parameter.
 
-    Around one whose shapes may change MindSpore takes twenty times as long (csrc/addressed.h).
+    MindSpore's overhead for an operator with dynamic shapes is twenty times as large (csrc/addressed.h).
     """
 
     def __init__(self) -> None:
         super().__init__()
         register = CustomRegOp("program").input(0, "table").output(0, "done").target("CPU")
         register = register.dtype_format(DataType.I64_Default, DataType.F32_Default)
-        path = f"{library.library_path()}:program"
+        path = f"{library_path()}:program"
         self.run = ops.Custom(path, (1,), ms.float32, "aot", reg_info=register.get_op_info())
 
     def construct(self, table: ms.Tensor) -> ms.Tensor:

@@ -1,4 +1,4 @@
-"""Parameters in the model dtype, held once: on a CPU in aligned memory of this process, on an NPU in its memory."""
+"""Parameters in the model dtype, stored once: on a CPU in aligned memory of this process, on an NPU in its memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ _LARGE_PAGE = 2**21
 
 
 def to_model_dtype(array: Array, dtype: str) -> Array:
-    """`array` in the model dtype (bfloat16 as uint16 bits); the same array when it is in it already."""
+    """Convert `array` to the model dtype (bfloat16 as uint16 bits); return the same array if it has that dtype
+    already.
+    """
     storage = np.dtype(MODEL_DTYPES[dtype].numpy)
     if array.dtype == storage:
         return array
@@ -34,10 +36,10 @@ def to_model_dtype(array: Array, dtype: str) -> Array:
 
 
 def zeroed_array(shape: tuple[int, ...], dtype: str) -> Array:
-    """Zeroed memory for a tensor: aligned to a cache line, in large pages where it spans many.
+    """Return zeroed memory for a tensor: aligned to a cache line, in large pages where it spans many.
 
-    Pages come from the system when they are first touched. With pages of 4 KB, scattered blocks and long weights cost
-    the processor more time in finding pages than in reading them.
+    The system provides pages on first access. With pages of 4 KB, address translation of scattered blocks and long
+    weights takes longer than reading them.
     """
     storage = np.dtype(MODEL_DTYPES[dtype].numpy)
     elements: Array = zeroed_bytes(int(np.prod(shape)) * storage.itemsize).view(storage).reshape(shape)
@@ -45,7 +47,7 @@ def zeroed_array(shape: tuple[int, ...], dtype: str) -> Array:
 
 
 def zeroed_bytes(size: int) -> NDArray[np.uint8]:
-    """As `zeroed_array`, of no type yet."""
+    """As `zeroed_array`, without a type."""
     large = size >= 2 * _LARGE_PAGE
     alignment = _LARGE_PAGE if large else _ALIGNMENT
     if large:
@@ -59,7 +61,7 @@ def zeroed_bytes(size: int) -> NDArray[np.uint8]:
 
 
 def resident_zeros(shape: tuple[int, ...], dtype: str) -> Array:
-    """As `zeroed_array`, with every page at hand: no step waits for the system to hand one out and clear it."""
+    """As `zeroed_array`, with resident pages: no step waits for the system to provide and clear one."""
     array = zeroed_array(shape, dtype)
     array.fill(0)
     return array
@@ -80,7 +82,7 @@ def parameter_over(array: Array, dtype: str, name: str | None = None) -> ms.Para
     """
     tensor = ms.Tensor.from_numpy(array.view(numpy_bfloat16) if dtype == "bfloat16" else array)
     if _is_on_npu():
-        # Left to MindSpore, the copy happens at the first step and the host keeps its own.
+        # Otherwise MindSpore copies at the first step and keeps the host's copy.
         return _parameter_of(tensor.move_to("Ascend", blocking=True), name)
     parameter = _parameter_of(tensor, name)
     parameter.storage = array
@@ -113,16 +115,16 @@ def _parameter_of(tensor: ms.Tensor, name: str | None) -> ms.Parameter:
 
 
 def float32_parameter(array: Array, name: str | None = None) -> ms.Parameter:
-    """A copy in float32."""
+    """Return a Parameter with a copy in float32."""
     memory = zeroed_array(array.shape, "float32")
     memory[...] = from_bfloat16(array) if array.dtype == np.uint16 else array
     return parameter_over(memory, "float32", name)
 
 
 def host_blocks(cache: ms.Parameter, num_blocks: int) -> Array:
-    """Return plain zeroed memory for `num_blocks` blocks like those of `cache`.
+    """Return zeroed host memory for `num_blocks` blocks like those of `cache`.
 
-    Every page is at hand: memory that does not suffice shows here and not in the step that first needs it.
+    Its pages are resident, so a lack of memory shows here and not in the step that first uses it.
     """
     memory: Array = np.empty((num_blocks, *cache.shape[1:]), storage_dtype(cache))
     memory.fill(0)
@@ -130,10 +132,11 @@ def host_blocks(cache: ms.Parameter, num_blocks: int) -> Array:
 
 
 def copy_blocks_in_memory(source: BlockMemory, target: BlockMemory, pairs: Int32Array) -> None:
-    """`Backend.copy_blocks` where Parameters lie in the memory of this process, over the arrays they were made of.
+    """`Backend.copy_blocks` for Parameters in the memory of this process, over the arrays they were made of.
 
-    From one memory to another neighbours are copied at once, as blocks that were taken or given back together are. One
-    block at a time otherwise: that keeps the order, and is faster than to gather and scatter blocks of usual size.
+    Between two memories, runs of adjacent blocks are copied at once; blocks that were allocated together are adjacent.
+    Within one memory blocks are copied one at a time: this keeps the order and is faster than gather and scatter for
+    blocks of usual size.
     """
     blocks, copies = _memory(source), _memory(target)
     if blocks is copies:
@@ -145,7 +148,7 @@ def copy_blocks_in_memory(source: BlockMemory, target: BlockMemory, pairs: Int32
 
 
 def _neighbours(pairs: Int32Array) -> Iterator[tuple[slice, slice]]:
-    """Of source and target, blocks whose ids go on by 1, or by -1, from pair to pair on both sides."""
+    """Yield source and target slices of pairs whose block ids both step by 1, or by -1."""
     steps = np.diff(pairs, axis=0)
     goes_on = (np.abs(steps) == 1).all(axis=1)
     goes_on[1:] &= (steps[1:] == steps[:-1]).all(axis=1)
@@ -157,7 +160,7 @@ def _neighbours(pairs: Int32Array) -> Iterator[tuple[slice, slice]]:
 
 
 def _slice(first: int, last: int) -> slice:
-    """From one block to another, both included, upwards or downwards."""
+    """Return the slice from one block to another, both included, ascending or descending."""
     if first <= last:
         return slice(first, last + 1)
     return slice(first, None if last == 0 else last - 1, -1)

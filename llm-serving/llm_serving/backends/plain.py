@@ -1,8 +1,8 @@
 """The operations of a decoder out of stock MindSpore operations: no compiler needed, any device, slow.
 
-Everything is computed in float32, whatever the model dtype: weights are rounded to it and held as float32. Rows of a
-batch do not mix, but MindSpore's own products may order their sums by the shape of the batch, so an answer can differ
-in its last bits from the same answer computed alone; the CPU backend guarantees equal bytes, this one does not.
+Everything is computed in float32: weights are rounded to the model dtype and stored as float32. Rows of a batch do not
+mix, but MindSpore's products may order their sums by the shape of the batch. An answer can therefore differ in its
+last bits from the answer at batch size 1; the CPU backend guarantees equal bytes, this one does not.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from llm_serving.formats.quantized_tensor import QuantizedTensor
 from llm_serving.kernels.reference import from_bfloat16
 from llm_serving.network.builder import CacheShape, Network
 from llm_serving.network.operations import rounded_to
-from llm_serving.network.quantization import lacking_in_cells
+from llm_serving.network.quantization import unsupported_by_cells
 
 
 class PlainBackend:
-    """Stock operations; the reference of the other backends in the form of a graph."""
+    """Stock operations; the reference for the other backends' graphs."""
 
     name = "plain"
 
@@ -43,59 +43,59 @@ class PlainBackend:
         self.dtype = dtype
         self.activation_dtype = ms.float32
 
-    def lacking(self, network: Network, num_positions: int) -> str | None:
-        return lacking_in_cells(network)
+    def unsupported(self, network: Network, num_positions: int) -> str | None:
+        return unsupported_by_cells(network)
 
     def embedding(self) -> nn.Cell:
-        return Embedding()
+        return PlainEmbedding()
 
     def rms_norm(self, eps: float) -> nn.Cell:
-        return RmsNorm(eps)
+        return PlainRmsNorm(eps)
 
     def add_rms_norm(self, eps: float) -> nn.Cell:
-        return AddRmsNorm(eps)
+        return PlainAddRmsNorm(eps)
 
     def linear(self) -> nn.Cell:
-        return Linear()
+        return PlainLinear()
 
     def logits(self) -> nn.Cell:
-        return Linear()
+        return PlainLinear()
 
     def quantized_embedding(self) -> nn.Cell:
-        raise self._no_codes()
+        raise self._no_quantized_products()
 
     def quantized_linear(self) -> nn.Cell:
-        raise self._no_codes()
+        raise self._no_quantized_products()
 
     def quantized_logits(self) -> nn.Cell:
-        raise self._no_codes()
+        raise self._no_quantized_products()
 
     def route(self, attributes: Mapping[str, Any], num_experts: int, correction: ms.Parameter | None = None) -> nn.Cell:
-        return plain_experts.Route(attributes, num_experts, correction)
+        return plain_experts.PlainRouter(attributes, num_experts, correction)
 
     def experts(self, num_experts: int) -> nn.Cell:
-        return plain_experts.Experts(self.linear(), self.swiglu())
+        return plain_experts.PlainExperts(self.linear(), self.swiglu())
 
     def quantized_experts(self, num_experts: int) -> nn.Cell:
-        raise self._no_codes()
+        raise self._no_quantized_products()
 
     def split(self, widths: Sequence[int]) -> nn.Cell:
-        return Split(widths)
+        return PlainSplit(widths)
 
     def rotary(self, head_dim: int) -> nn.Cell:
-        return Rotary(head_dim)
+        return PlainRotary(head_dim)
 
     def store_kv(self) -> nn.Cell:
-        return StoreKV()
+        return PlainStoreKV()
 
-    def lengths(self) -> nn.Cell:
+    def host_lengths(self) -> nn.Cell:
         return nn.Identity()
 
-    def seen(self, max_positions: int, block_size: int) -> nn.Cell:
-        return Positions()
+    def attention_mask(self, max_positions: int, block_size: int) -> nn.Cell:
+        return PlainVisiblePositions()
 
     def paged_attention(self, shape: AttentionShape, slopes: ms.Parameter | None = None) -> nn.Cell:
-        return PagedAttention(shape, slopes)
+        return PlainPagedAttention(shape, slopes)
 
     def prompt_attention(self, shape: AttentionShape) -> nn.Cell | None:
         return None
@@ -107,13 +107,13 @@ class PlainBackend:
         return float(rounded_to(np.float32(number), self.dtype))
 
     def swiglu(self) -> nn.Cell:
-        return Swiglu()
+        return PlainSwiglu()
 
     def add(self) -> nn.Cell:
-        return Add()
+        return PlainAdd()
 
     def all_reduce(self) -> nn.Cell:
-        raise ModelError(f"networks of the operations of {self.name} are computed by one process")
+        raise ModelError(f"the operations of {self.name} do not support tensor parallelism")
 
     def linear_weight(self, array: Array, name: str | None = None) -> ms.Parameter:
         return self._copy(array, name)
@@ -121,16 +121,18 @@ class PlainBackend:
     def expert_weights(self, array: Array, num_experts: int, name: str) -> Sequence[ms.Parameter]:
         return [self._copy(part, f"{name}.{at}") for at, part in enumerate(np.split(array, num_experts))]
 
-    def coded_weight(self, weight: QuantizedTensor, widened: bool, name: str | None = None) -> ms.Parameter:
-        raise self._no_codes()
+    def packed_quantized_weight(
+        self, weight: QuantizedTensor, weight_only: bool, name: str | None = None
+    ) -> ms.Parameter:
+        raise self._no_quantized_products()
 
     def quantized_weight(self, weight: QuantizedTensor, name: str) -> tuple[ms.Parameter, ms.Parameter]:
-        raise self._no_codes()
+        raise self._no_quantized_products()
 
     def quantized_expert_weights(
         self, weight: QuantizedTensor, num_experts: int, name: str
     ) -> tuple[ms.Parameter, ms.Parameter]:
-        raise self._no_codes()
+        raise self._no_quantized_products()
 
     def vector(self, *arrays: Array, name: str | None = None) -> ms.Parameter:
         return self._copy(np.concatenate([to_model_dtype(array, self.dtype) for array in arrays]), name)
@@ -155,19 +157,19 @@ class PlainBackend:
         )
         return keys, values
 
-    def coded_kv_cache(
+    def int8_kv_cache(
         self, num_blocks: int, block_size: int, shape: CacheShape, name: str = "cache"
     ) -> tuple[ms.Parameter, ms.Parameter]:
-        raise ModelError(f"the operations of {self.name} attend to no keys in 8 bits; kernels: program does")
+        raise ModelError(f"the operations of {self.name} do not support an int8 KV cache; kernels: program does")
 
     def copy_blocks(self, source: BlockMemory, target: BlockMemory, pairs: Int32Array) -> None:
         copy_blocks_in_memory(source, target, pairs)
 
-    def announce_ending(self, tell: Callable[[], None] | None) -> bool:
+    def announce_ending(self, callback: Callable[[], None] | None) -> bool:
         return False
 
-    def _no_codes(self) -> ModelError:
-        return ModelError(f"the operations of {self.name} multiply by no weights in codes; kernels: program does")
+    def _no_quantized_products(self) -> ModelError:
+        return ModelError(f"the operations of {self.name} do not support quantized weights; kernels: program does")
 
     def _copy(self, array: Array, name: str | None) -> ms.Parameter:
         rounded = to_model_dtype(array, self.dtype)
@@ -176,12 +178,12 @@ class PlainBackend:
         return parameter_over(memory, "float32", name)
 
 
-class Embedding(nn.Cell):
+class PlainEmbedding(nn.Cell):
     def construct(self, token_ids: ms.Tensor, table: ms.Tensor) -> ms.Tensor:
         return ops.gather(table, token_ids, 0)
 
 
-class RmsNorm(nn.Cell):
+class PlainRmsNorm(nn.Cell):
     def __init__(self, eps: float) -> None:
         super().__init__()
         self.eps = eps
@@ -190,17 +192,17 @@ class RmsNorm(nn.Cell):
         return x * ops.rsqrt(ops.mean(ops.square(x), -1, True) + self.eps) * gamma
 
 
-class AddRmsNorm(nn.Cell):
+class PlainAddRmsNorm(nn.Cell):
     def __init__(self, eps: float) -> None:
         super().__init__()
-        self.norm = RmsNorm(eps)
+        self.norm = PlainRmsNorm(eps)
 
     def construct(self, x: ms.Tensor, y: ms.Tensor, gamma: ms.Tensor) -> tuple[ms.Tensor, ms.Tensor]:
         total = x + y
         return self.norm(total, gamma), total
 
 
-class Linear(nn.Cell):
+class PlainLinear(nn.Cell):
     def __init__(self) -> None:
         super().__init__()
         self.matmul = ops.MatMul(transpose_b=True)
@@ -209,7 +211,7 @@ class Linear(nn.Cell):
         return self.matmul(x, weight)
 
 
-class Rotary(nn.Cell):
+class PlainRotary(nn.Cell):
     def __init__(self, head_dim: int) -> None:
         super().__init__()
         self.head_dim = head_dim
@@ -220,8 +222,8 @@ class Rotary(nn.Cell):
         width = x.shape[1]
         heads = x.reshape(-1, width // self.head_dim, self.head_dim)
         first, second = self.halves(heads)
-        turned = self.concat((-second, first))
-        return (heads * cos + turned * sin).reshape(-1, width)
+        rotated = self.concat((-second, first))
+        return (heads * cos + rotated * sin).reshape(-1, width)
 
     def construct(
         self, q: ms.Tensor, k: ms.Tensor, cos: ms.Tensor, sin: ms.Tensor, context_lens: ms.Tensor
@@ -231,8 +233,8 @@ class Rotary(nn.Cell):
         return self.rotate(q, cos, sin), self.rotate(k, cos, sin)
 
 
-class StoreKV(nn.Cell):
-    """Skipped rows go to a block behind the last one, which no table names."""
+class PlainStoreKV(nn.Cell):
+    """Writes skipped rows to an extra block after the last one, which no block table refers to."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -250,15 +252,15 @@ class StoreKV(nn.Cell):
         return ops.depend(values, keys)
 
 
-class Positions(nn.Cell):
-    """The positions of rows: each sees as many keys before its own."""
+class PlainVisiblePositions(nn.Cell):
+    """Returns the positions of rows, which say how many keys each row attends to."""
 
     def construct(self, positions: ms.Tensor, block_tables: ms.Tensor) -> ms.Tensor:
         return positions
 
 
-class PagedAttention(nn.Cell):
-    """Each row gathers the keys and values of its own request, so rows are products of their own."""
+class PlainPagedAttention(nn.Cell):
+    """Gathers the keys and values of each row's own request, so every row has its own products."""
 
     def __init__(self, shape: AttentionShape, slopes: ms.Parameter | None) -> None:
         super().__init__()
@@ -304,14 +306,14 @@ class PagedAttention(nn.Cell):
             scores = scores - slopes * distance.astype(ms.float32).reshape(num_tokens, 1, 1, -1)
         visible = distance >= 0
         visible = ops.logical_and(visible, distance < self.window) if self.window > 0 else visible
-        # A weight of zero does not make nothing of NaN, which others may have left in blocks that are not seen.
+        # Zero times NaN is NaN, and other requests may have left NaN in blocks behind the mask.
         values = ops.where(visible.reshape(num_tokens, 1, -1, 1), values, ops.zeros_like(values))
         visible = visible.reshape(num_tokens, 1, 1, -1)
         weights = ops.softmax(ops.where(visible, scores, self.minus_infinity), -1)
         return self.weighted_sum(weights, values).reshape(num_tokens, -1)
 
 
-class Swiglu(nn.Cell):
+class PlainSwiglu(nn.Cell):
     def __init__(self) -> None:
         super().__init__()
         self.halves = ops.Split(-1, 2)
@@ -321,12 +323,12 @@ class Swiglu(nn.Cell):
         return gate * ops.sigmoid(gate) * up
 
 
-class Add(nn.Cell):
+class PlainAdd(nn.Cell):
     def construct(self, a: ms.Tensor, b: ms.Tensor) -> ms.Tensor:
         return a + b
 
 
-class Split(nn.Cell):
+class PlainSplit(nn.Cell):
     def __init__(self, sizes: Sequence[int]) -> None:
         super().__init__()
         self.sizes = tuple(sizes)

@@ -1,4 +1,6 @@
-"""Experts out of stock MindSpore operations: every expert computes every row, whose share of it may be zero."""
+"""Mixture of experts out of stock MindSpore operations: every expert computes every row, with weight zero if not
+chosen.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +12,10 @@ import numpy as np
 from mindspore import nn, ops
 
 
-class Route(nn.Cell):
-    """logits [T, experts] -> shares of all experts, float32 [T, experts], zero where a row does not go; and again.
+class PlainRouter(nn.Cell):
+    """logits [T, experts] -> weights of all experts, float32 [T, experts], zero if not chosen; the same tensor twice
 
-    The lower number comes first among equals: what is sorted is made unequal by position.
+    Ties go to the lower expert number.
     """
 
     def __init__(self, attributes: Mapping[str, Any], num_experts: int, correction: ms.Parameter | None) -> None:
@@ -28,34 +30,34 @@ class Route(nn.Cell):
         self.numbers = ms.Tensor(np.arange(num_experts, dtype=np.int32))
         self.group_numbers = ms.Tensor(np.arange(self.groups, dtype=np.int32))
 
-    def rank(self, wanted: ms.Tensor, numbers: ms.Tensor) -> ms.Tensor:
-        """How many of a row come before each element: larger ones, and equal ones of a lower number."""
-        larger = wanted.expand_dims(1) > wanted.expand_dims(2)
+    def rank(self, choice_scores: ms.Tensor, numbers: ms.Tensor) -> ms.Tensor:
+        """Return how many elements of a row precede each one: larger ones, and equal ones with a lower number."""
+        larger = choice_scores.expand_dims(1) > choice_scores.expand_dims(2)
         equal = ops.logical_and(
-            wanted.expand_dims(1) == wanted.expand_dims(2),
+            choice_scores.expand_dims(1) == choice_scores.expand_dims(2),
             (numbers.reshape(1, -1) < numbers.reshape(-1, 1)).expand_dims(0),
         )
         return ops.logical_or(larger, equal).astype(ms.int32).sum(-1)
 
     def construct(self, logits: ms.Tensor) -> tuple[ms.Tensor, ms.Tensor]:
         scores = ops.softmax(logits, -1) if self.is_softmax else ops.sigmoid(logits)
-        wanted = scores + self.correction if self.has_correction else scores
+        choice_scores = scores + self.correction if self.has_correction else scores
         if self.groups > 1:
-            of_groups = wanted.reshape(wanted.shape[0], self.groups, -1)
+            of_groups = choice_scores.reshape(choice_scores.shape[0], self.groups, -1)
             best = ops.topk(of_groups, 2)[0].sum(-1) if self.has_correction else of_groups.max(-1)
             kept = self.rank(best, self.group_numbers) < self.top_groups
             lowest = ops.full_like(of_groups, -1e30)
             kept = ops.logical_and(kept.expand_dims(-1), ops.ones_like(of_groups).astype(ms.bool_))
-            wanted = ops.select(kept, of_groups, lowest).reshape(wanted.shape[0], -1)
-        chosen = self.rank(wanted, self.numbers) < self.top_k
-        shares = ops.select(chosen, scores, ops.zeros_like(scores))
-        shares = shares / shares.sum(-1, keepdims=True) if self.normalise else shares
-        shares = shares * self.scale
-        return shares, shares
+            choice_scores = ops.select(kept, of_groups, lowest).reshape(choice_scores.shape[0], -1)
+        topk_ids = self.rank(choice_scores, self.numbers) < self.top_k
+        topk_weights = ops.select(topk_ids, scores, ops.zeros_like(scores))
+        topk_weights = topk_weights / topk_weights.sum(-1, keepdims=True) if self.normalise else topk_weights
+        topk_weights = topk_weights * self.scale
+        return topk_weights, topk_weights
 
 
-class Experts(nn.Cell):
-    """A sum in the order of the numbers of experts, of which each has a weight of its own.
+class PlainExperts(nn.Cell):
+    """Adds the weighted results in the order of expert numbers; each expert has its own weight.
 
     Args:
         product: (x [T, K], weight [N, K]) -> [T, N]
@@ -66,9 +68,9 @@ class Experts(nn.Cell):
         super().__init__()
         self.product, self.gate = product, gate
 
-    def construct(self, x: ms.Tensor, shares: ms.Tensor, _: ms.Tensor, gate_up: Any, down: Any) -> ms.Tensor:
+    def construct(self, x: ms.Tensor, topk_weights: ms.Tensor, _: ms.Tensor, gate_up: Any, down: Any) -> ms.Tensor:
         total = ops.zeros_like(x)
         for number in range(len(gate_up)):
             inner = self.gate(self.product(x, gate_up[number]))
-            total = total + shares[:, number : number + 1] * self.product(inner, down[number])
+            total = total + topk_weights[:, number : number + 1] * self.product(inner, down[number])
         return total

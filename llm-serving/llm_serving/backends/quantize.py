@@ -1,4 +1,4 @@
-"""Rounding weights to codes on all cores: the bits of `formats.quantized`, which does the same in NumPy."""
+"""Quantize weights on all cores, with the bits of `formats.quantized_tensor`, which does the same in NumPy."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ _DTYPES = {"uint16": b"bfloat16", "float16": b"float16", "float32": b"float32"}
 
 
 def quantize(weight: Array, bits: int, group_size: int | None = None) -> QuantizedTensor:
-    """Symmetric codes, as `quantize_w8` and `quantize_w4` make them.
+    """Quantize symmetrically, as `quantize_w8` and `quantize_w4` do.
 
     Args:
-        weight: [out, in]; float32, float16, or bfloat16 as uint16 bits. Nothing is copied that lies in rows.
+        weight: [out, in]; float32, float16, or bfloat16 as uint16 bits. A C-contiguous weight is not copied.
         bits: 8 or 4.
-        group_size: Columns with one scale, which divides those of the matrix; None: all of them.
+        group_size: Columns with one scale, which must divide the columns of the matrix; None: all of them.
 
     Raises:
-        ModelError: It is no matrix, has other groups, or an element is infinite or no number.
-        KernelError: There is no operator library and no compiler to make it, or no memory.
+        ModelError: It is no matrix, has other groups, or an element is infinite or NaN.
+        KernelError: The operator library is missing and no compiler is installed, or memory is short.
     """
     if weight.ndim != 2 or str(weight.dtype) not in _DTYPES:
-        raise ModelError(f"what is quantised must be a matrix of numbers. Given: {weight.dtype} {list(weight.shape)}")
+        raise ModelError(f"a quantized weight must be a matrix of numbers. Given: {weight.dtype} {list(weight.shape)}")
     (out, width), rows = weight.shape, np.ascontiguousarray(weight)
     group = max(1, width) if group_size is None else group_size
     if group < 1 or width % group:
         raise ModelError(f"group_size must divide the {width} columns of the matrix. Given: {group}")
-    codes = np.empty((out, width), np.int8) if bits == 8 else np.empty((out, width), np.uint8)
+    qvalues = np.empty((out, width), np.int8) if bits == 8 else np.empty((out, width), np.uint8)
     scales = np.empty((out, max(1, width // group)), np.float32)
     sizes = out, width, bits, group
-    arrays = codes.ctypes.data, scales.ctypes.data
+    arrays = qvalues.ctypes.data, scales.ctypes.data
     status = library.done(
-        library.load().llm_round_to_codes(rows.ctypes.data, _DTYPES[str(weight.dtype)], *sizes, *arrays)
+        library.load().llm_round_to_qvalues(rows.ctypes.data, _DTYPES[str(weight.dtype)], *sizes, *arrays)
     )
     if status != 0:
-        raise ModelError("what is quantised must hold finite numbers only")
-    return QuantizedTensor(codes, scales, None, bits, group)
+        raise ModelError("a quantized weight must hold finite numbers only")
+    return QuantizedTensor(qvalues, scales, None, bits, group)

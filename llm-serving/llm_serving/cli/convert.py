@@ -23,17 +23,17 @@ from llm_serving.formats.mindformers_names import (
     ORDERS,
     Order,
     hugging_face_name,
-    is_joined,
+    is_fused,
     mindformers_name,
     order_of,
     split,
 )
 from llm_serving.formats.stored_tensor import NUMPY_DTYPES, Array, StoredTensor
-from llm_serving.formats.writer import Tensor, write_checkpoint, write_safetensors
+from llm_serving.formats.writer import TensorSource, write_checkpoint, write_safetensors
 from llm_serving.hub.base import Progress
 from llm_serving.models.gguf import is_gguf
 from llm_serving.models.spec import CONFIG_NAME, ModelSpec
-from llm_serving.models.weight_reader import spare_tensors
+from llm_serving.models.weight_reader import optional_tensors
 
 FORMS: Final = ("hf", "mindformers")
 FILES: Final = ("safetensors", "ckpt")
@@ -63,7 +63,7 @@ def convert(
     config = _config(source, yaml)
     spec = ModelSpec.from_hugging_face(config, str(yaml or source))
     if spec.scheme is not None:
-        raise ConfigError(f"{source} must hold a model that is not quantised. Found: {spec.scheme.described}")
+        raise ConfigError(f"{source} must hold a model that is not quantised. Found: {spec.scheme.description}")
     found = read_tensors(source)
     stored = {name: each for name, each in found.items() if isinstance(each, StoredTensor)}
     if is_gguf(source) or len(stored) < len(found):
@@ -73,7 +73,7 @@ def convert(
         known = ", ".join(_MINDFORMERS)
         raise ConfigError(f"--to mindformers must be given a model of {known}. Given: {spec.architecture}")
     shapes = {tensor.name: tensor.shape for tensor in tensors}
-    check_tensors(str(source), spec.tensors, shapes, spare_tensors(spec))
+    check_tensors(str(source), spec.tensors, shapes, optional_tensors(spec))
     if form == "mindformers":
         tensors = [tensor._replace(name=mindformers_name(tensor.name)) for tensor in tensors]
     num_bytes = sum(tensor.num_bytes for tensor in tensors)
@@ -99,14 +99,14 @@ def _config(source: Path, yaml: Path | None) -> dict[str, Any]:
     return dict(ModelSpec.from_folder(folder).config)
 
 
-def _tensors(stored: dict[str, StoredTensor], order: Order | None, config: dict[str, Any]) -> Iterator[Tensor]:
+def _tensors(stored: dict[str, StoredTensor], order: Order | None, config: dict[str, Any]) -> Iterator[TensorSource]:
     """By Hugging Face names, joined projections apart."""
     for name, tensor in stored.items():
         if DERIVED.search(name):
             continue
         dtype = np.dtype(NUMPY_DTYPES[tensor.dtype])
-        if not is_joined(name):
-            yield Tensor(hugging_face_name(name), dtype, tensor.shape, tensor.read)
+        if not is_fused(name):
+            yield TensorSource(hugging_face_name(name), dtype, tensor.shape, tensor.read)
             continue
         known = order_of(name) or order
         if known is None:
@@ -122,7 +122,7 @@ def _tensors(stored: dict[str, StoredTensor], order: Order | None, config: dict[
         except ValueError:
             raise ModelError(f"{tensor.file}: {name} {list(tensor.shape)} does not consist of these heads") from None
         for part, shape in shapes.items():
-            yield Tensor(part, dtype, shape, lambda part=part, read=read: read()[part])  # type: ignore[misc]
+            yield TensorSource(part, dtype, shape, lambda part=part, read=read: read()[part])  # type: ignore[misc]
 
 
 def _reader(name: str, tensor: StoredTensor, order: Order, heads: int, kv_heads: int) -> Callable[[], dict[str, Array]]:

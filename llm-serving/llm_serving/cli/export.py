@@ -39,7 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
     num_ranks = config.cluster.tensor_parallel
     ranks = [spec.of_rank(rank, num_ranks) for rank in range(num_ranks)]
     cache_bytes = num_blocks * config.pa.block_size * sum(each.kv_bytes_per_token(2) for each in ranks)
-    with new_folder(arguments.target, 2 * sum(each.num_held for each in ranks) + cache_bytes) as written:
+    with new_folder(arguments.target, 2 * sum(each.num_weight_elements for each in ranks) + cache_bytes) as written:
         for rank, each in enumerate(ranks):
             os.environ.update(RANK_SIZE=str(num_ranks), RANK_ID=str(rank))  # read by collectives that have no group
             of_rank = written if num_ranks == 1 else written / f"rank_{rank}"

@@ -18,12 +18,12 @@ from llm_serving.cli.arguments import Subcommands, say
 from llm_serving.cli.new_folder import check_absent, copy_small_files, new_folder
 from llm_serving.errors import ConfigError, ModelError
 from llm_serving.formats.compressed_tensors import PACKED, SCALE, SHAPE, parts_of
-from llm_serving.formats.quantized_tensor import QuantizedTensor, per_word, quantize_w4, quantize_w8
+from llm_serving.formats.quantized_tensor import QuantizedTensor, quantize_w4, quantize_w8, values_per_word
 from llm_serving.formats.stored_tensor import Array
-from llm_serving.formats.writer import Tensor, write_safetensors
+from llm_serving.formats.writer import TensorSource, write_safetensors
 from llm_serving.hub.base import Progress
 from llm_serving.models.spec import CONFIG_NAME, ModelSpec
-from llm_serving.models.weight_reader import WeightReader, check_folder, spare_tensors
+from llm_serving.models.weight_reader import WeightReader, check_folder, optional_tensors
 
 DEFAULT_GROUP_SIZE: Final = 128
 _MULTIPLYING: Final = ("linear", "experts")
@@ -87,7 +87,7 @@ def quantize(source: Path, target: Path, name: str, group_size: int | None = Non
     size = DEFAULT_GROUP_SIZE if form.bits == 4 and group_size is None else group_size
     spec = check_folder(source)
     if spec.scheme is not None:
-        raise ConfigError(f"{source} must hold a model that is not quantised. Found: {spec.scheme.described}")
+        raise ConfigError(f"{source} must hold a model that is not quantised. Found: {spec.scheme.description}")
     reader = WeightReader(source)
     multiplied = _multiplied(spec)
     tensors = list(_tensors(spec, reader, multiplied, form, size))
@@ -104,13 +104,13 @@ def _multiplied(spec: ModelSpec) -> set[str]:
     operations = [each for each in spec.network.operations if each.kind in _MULTIPLYING]
     roles = ("weight", "gate_up", "down")
     weights = [each.weights[role] for each in operations for role in roles if role in each.weights]
-    stored = [pair for weight in weights for pair in zip(weight.names, weight.stored, strict=True)]
+    stored = [pair for weight in weights for pair in zip(weight.names, weight.stored_shapes, strict=True)]
     return {name for name, shape in stored if len(shape) == 2 and shape[0] > 1}
 
 
 def _ignored(spec: ModelSpec, multiplied: set[str]) -> list[str]:
     """Modules that multiply and stay as they are; another engine quantises whatever is not named."""
-    operations = [each for each in spec.network.operations if each.kind in ("linear", "route", "output")]
+    operations = [each for each in spec.network.operations if each.kind in ("linear", "route", "lm_head")]
     names = [name for each in operations for name in each.weights["weight"].names if name not in multiplied]
     heads = ["lm_head.weight", *names]
     return list(dict.fromkeys(name.removesuffix(".weight") for name in heads if "embed" not in name))
@@ -118,19 +118,19 @@ def _ignored(spec: ModelSpec, multiplied: set[str]) -> list[str]:
 
 def _tensors(
     spec: ModelSpec, reader: WeightReader, multiplied: set[str], form: Format, group_size: int | None
-) -> Iterator[Tensor]:
+) -> Iterator[TensorSource]:
     """What the result consists of, the parts of one weight together."""
     shapes = reader.shapes()
-    wanted = {**spec.tensors, **{name: shape for name, shape in spare_tensors(spec).items() if name in shapes}}
+    wanted = {**spec.tensors, **{name: shape for name, shape in optional_tensors(spec).items() if name in shapes}}
     for name, shape in wanted.items():
         if name not in multiplied:
-            array = reader.take(name, shape)
-            yield Tensor(name, array.dtype, shape, lambda name=name, shape=shape: reader.take(name, shape))  # type: ignore[misc]
+            array = reader.read(name, shape)
+            yield TensorSource(name, array.dtype, shape, lambda name=name, shape=shape: reader.read(name, shape))  # type: ignore[misc]
             continue
         parts = _Parts(reader, name, (shape[0], shape[1]), form, group_size)
         for ending, (dtype, part_shape) in parts.layout().items():
             full = f"{name.removesuffix('weight')}{ending}"
-            yield Tensor(full, np.dtype(dtype), part_shape, lambda parts=parts, ending=ending: parts.read(ending))  # type: ignore[misc]
+            yield TensorSource(full, np.dtype(dtype), part_shape, lambda parts=parts, ending=ending: parts.read(ending))  # type: ignore[misc]
 
 
 class _Parts:
@@ -153,7 +153,7 @@ class _Parts:
         scale = {SCALE: (np.float32, (out, groups))}
         if not self._form.packed:
             return {"weight": (np.int8, (out, width)), **scale}
-        packed = (out, -(-width // per_word(self._form.bits)))
+        packed = (out, -(-width // values_per_word(self._form.bits)))
         return {PACKED: (np.int32, packed), **scale, SHAPE: (np.int64, (2,))}
 
     def read(self, ending: str) -> Array:
@@ -162,7 +162,7 @@ class _Parts:
         return self._made.pop(ending)
 
     def _rounded(self) -> QuantizedTensor:
-        weight = self._reader.take(self._name, self._shape)
+        weight = self._reader.read(self._name, self._shape)
         try:
             return quantize_w8(weight) if self._group_size is None else quantize_w4(weight, self._group_size)
         except ModelError as error:

@@ -12,7 +12,7 @@ from llm_serving.formats.folder import weight_files
 from llm_serving.hub import cached_models, download
 from llm_serving.hub.base import missing_files
 from llm_serving.models.gguf import is_gguf
-from llm_serving.models.pooling import served_pooling
+from llm_serving.models.pooling import resolve_pooling
 from llm_serving.models.spec import CONFIG_NAME, ModelSpec
 from llm_serving.models.weight_reader import check_folder
 
@@ -63,7 +63,7 @@ def check_weights(config: ServingConfig) -> None:
     complete = model is None or not missing_files(model.folder)
     if config.model.model_path is not None and complete:
         check_folder(config.model.model_path)
-        served_pooling(config.model.pooling, config.model.model_path)
+        resolve_pooling(config.model.pooling, config.model.model_path)
 
 
 def cached_table() -> Iterator[str]:

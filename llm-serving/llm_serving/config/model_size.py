@@ -9,10 +9,10 @@ import psutil
 from llm_serving.config.schema import ServingConfig
 from llm_serving.core.window import Window
 from llm_serving.models.memory import (
+    FREE_MEMORY_FRACTION,
     PROCESS_BYTES,
-    SHARE_OF_FREE_MEMORY,
-    bytes_for_cache,
     draft_model_bytes,
+    kv_cache_bytes_left,
     num_mask_keys,
     readable_size,
     weight_bytes,
@@ -43,7 +43,7 @@ def model_size(config: ServingConfig, stored_bytes: int | None = None) -> ModelS
     keys = num_mask_keys(config.device.device_target, config.model.max_generate_length)
     step = config.scheduler.max_prefill_tokens, config.model.decode_batch_size, keys
     kept = config.quant.quantization or dtype
-    per_token = spec.kv_bytes_per_token(dtype_bytes, coded=config.quant.has_coded_cache)
+    per_token = spec.kv_bytes_per_token(dtype_bytes, int8=config.quant.has_coded_cache)
     fits, verdict = _verdict(config, spec, dtype_bytes, per_token)
     longest = config.model.max_generate_length
     window = Window.of(spec.window, config.scheduler.max_prefill_tokens, longest)
@@ -80,21 +80,21 @@ def _verdict(config: ServingConfig, spec: ModelSpec, dtype_bytes: int, per_token
         if config.device.device_target != "CPU":
             return True, "as the device's memory allows; device_config.max_device_memory is not given"
         free = psutil.virtual_memory().available
-        limit = int(free * SHARE_OF_FREE_MEMORY / config.num_processes)
-        source = f"{SHARE_OF_FREE_MEMORY:.0%} of {readable_size(free)} free here"
+        limit = int(free * FREE_MEMORY_FRACTION / config.num_processes)
+        source = f"{FREE_MEMORY_FRACTION:.0%} of {readable_size(free)} free here"
         if config.num_processes > 1:
             source += f", for each of {config.num_processes} WorkAgents"
         limit -= config.pa.num_swap_blocks * config.pa.block_size * per_token
     limit -= _draft_bytes(config, dtype_bytes)
     step = config.scheduler.max_prefill_tokens, config.model.decode_batch_size, config.quant.weights
     keys = num_mask_keys(config.device.device_target, config.model.max_generate_length)
-    tokens = bytes_for_cache(limit, spec, dtype_bytes, *step, keys) // per_token
+    tokens = kv_cache_bytes_left(limit, spec, dtype_bytes, *step, keys) // per_token
     if config.pa.num_blocks is not None:
         asked = config.pa.num_blocks * config.pa.block_size
         verdict = "yes" if asked <= tokens else "no"
         return asked <= tokens, f"{verdict}: {asked:,} tokens by pa_config.num_blocks, {max(tokens, 0):,} in {source}"
     if tokens < config.pa.block_size:
-        missing = -bytes_for_cache(limit, spec, dtype_bytes, *step, keys) + config.pa.block_size * per_token
+        missing = -kv_cache_bytes_left(limit, spec, dtype_bytes, *step, keys) + config.pa.block_size * per_token
         return False, f"no: {readable_size(missing)} more are needed than {source}"
     window = Window.of(spec.window, config.scheduler.max_prefill_tokens, config.model.max_generate_length)
     longest = window.longest(config.pa.block_size, tokens // config.pa.block_size)

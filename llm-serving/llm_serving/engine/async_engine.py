@@ -39,7 +39,7 @@ from llm_serving.errors import (
     WorkerDiedError,
 )
 from llm_serving.log import get_logger
-from llm_serving.models.pooling import Pooling, served_pooling
+from llm_serving.models.pooling import Pooling, resolve_pooling
 from llm_serving.models.spec import ModelSpec
 from llm_serving.observability.class_metrics import ClassLoad
 from llm_serving.observability.metrics import Metrics
@@ -83,7 +83,7 @@ class AsyncEngine:
         )
         """What OpenAI requests have that say nothing, by parameter; the rest is that of `SamplingParams`."""
         path, mode = config.model.model_path, config.model.pooling
-        self.pooling: Pooling | None = None if path is None else served_pooling(mode, path)
+        self.pooling: Pooling | None = None if path is None else resolve_pooling(mode, path)
         """How texts become vectors; None: they do not."""
         self.tokenizer = tokenizer
         self.metrics = metrics
@@ -200,7 +200,7 @@ class AsyncEngine:
                 deadline.
             UnavailableError: No WorkAgent is ready.
         """
-        if self.pooling is not None and self.pooling.alone and not wants_vector:
+        if self.pooling is not None and self.pooling.embedding_only and not wants_vector:
             raise RequestError("model", "is an embedding model: it answers /v1/embeddings, /v1/score and /rerank")
         if sharing is not None and (found := self.shared.find(sharing.key)) is not None:
             return self._join(found, request_id, caller)

@@ -14,7 +14,7 @@ from llm_serving.errors import ModelError
 from llm_serving.formats.folder import INDEX_NAME, weight_files
 from llm_serving.models.gguf import is_gguf
 from llm_serving.models.spec import CONFIG_NAME
-from llm_serving.models.weight_reader import sketch_of
+from llm_serving.models.weight_reader import weight_fingerprint
 from llm_serving.text.tokenizer.files import find_vocabulary, parts_of
 from llm_serving.text.tokenizer.vocabulary import config_files
 from llm_serving.transport.messages import Loaded
@@ -207,7 +207,7 @@ class SameFiles:
             return
         path = self._model.model_path
         assert path is not None
-        self._fingerprint = self._fingerprint or sketch_of(path)
+        self._fingerprint = self._fingerprint or weight_fingerprint(path)
         if agent.loaded.model != self._fingerprint:
             raise ModelError(
                 f"{path}: is another model at {agent.machine} than on the master's machine: put the same files there, "

@@ -1,1 +1,1 @@
-"""From files to named tensors, in the forms in which models come. No form knows which names a family wants."""
+"""Readers and writers of weight files: from files to named tensors. No format knows the tensor names of a family."""

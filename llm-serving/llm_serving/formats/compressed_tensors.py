@@ -1,14 +1,14 @@
-"""Integers as compressed-tensors stores them (LLM Compressor writes it), of 4 and of 8 bits.
+"""Integer weights of compressed-tensors (written by LLM Compressor), 4 and 8 bits.
 
-    weight               [out, in]               I8: codes of `int-quantized`, W8A8, and W4A8 from -8 to 7
-    weight_packed        [out, in * bits / 32]   I32: codes of `pack-quantized`, W4A16 and W8A16, plus half their range
+    weight               [out, in]               I8: values of `int-quantized`, W8A8, and W4A8 from -8 to 7
+    weight_packed        [out, in * bits / 32]   I32: values of `pack-quantized`, W4A16 and W8A16, plus half their range
     weight_shape         [2]                     I64 or I32: out, in
     weight_scale         [out, groups], [out] or [1]
     weight_zero_point    [out, groups] I8, or [out * bits / 32, groups] I32, packed along its rows as weights are
     weight_g_idx         [in]                    I32: group of each column
 
-What a layer multiplies with is stored as it is where the layer is not quantised. Scales of activations and of a cache
-are left alone: activations are rounded by what each row needs.
+Weights of layers that are not quantized are stored as usual. Scales of activations and of a KV cache are ignored:
+activations are quantized with a scale for each row.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ import numpy as np
 
 from llm_serving.errors import ModelError
 from llm_serving.formats.fp8 import IGNORED, Fp8
-from llm_serving.formats.packed import PackedTensor, Parts, ReadableTensor, check_shape, part, put_together
+from llm_serving.formats.packed import PackedTensor, Parts, ReadableTensor, assemble_weights, check_shape, part
 from llm_serving.formats.quantized_tensor import (
     SYMMETRIC_ZERO,
     QuantizedTensor,
     Uint8Array,
-    codes_of_words,
+    from_unsigned,
     group_of_columns,
-    of_unsigned,
-    per_word,
-    words_of_codes,
+    pack_words,
+    unpack_words,
+    values_per_word,
 )
 from llm_serving.formats.stored_tensor import NUMPY_DTYPES, Array, StoredTensor, to_float32
 
@@ -40,14 +40,14 @@ _ENDINGS: Final = ("weight", SCALE, ZERO, PACKED, SHAPE, ORDER)
 
 @dataclass(frozen=True)
 class CompressedTensors:
-    """Weights of 4 and of 8 bits; those in 8-bit floating point are `fp8`'s.
+    """Weights of 4 and 8 bits; `fp8` reads those in 8-bit floating point.
 
     Attributes:
-        group_size: Columns of a group, where a row has several; 0: their number tells.
-        bits: Of codes that are stored in a byte each.
+        group_size: Columns of a group, where a row has several; 0: derived from the number of groups.
+        bits: Bits of values that are stored in a byte each.
     """
 
-    described: str
+    description: str
     activation_bits: int | None = None
     group_size: int = 0
     block: tuple[int, int] | None = None
@@ -55,20 +55,20 @@ class CompressedTensors:
 
     def weights(self, tensors: Mapping[str, ReadableTensor]) -> dict[str, ReadableTensor]:
         left = {name: each for name, each in tensors.items() if name.rpartition(".")[2] not in IGNORED}
-        return put_together(left, _ENDINGS, self._packed)
+        return assemble_weights(left, _ENDINGS, self._packed)
 
     def _packed(self, name: str, parts: Parts) -> ReadableTensor:
         if (plain := parts.get("weight")) is not None:
             if plain.dtype in NUMPY_DTYPES and len(parts) == 1:
                 return plain
             if plain.dtype == "F8_E4M3":
-                return Fp8(self.described, self.block).packed(name, parts)
+                return Fp8(self.description, self.block).packed(name, parts)
             (out, width), bits = part(name, parts, "weight", ["I8"]).shape, self.bits
             shape = out, width
         else:
-            shape = _told_shape(name, parts)
+            shape = _stored_shape(name, parts)
             words = part(name, parts, PACKED, ["I32"]).shape
-            fitting = [each for each in (4, 8) if words == (shape[0], -(-shape[1] // per_word(each)))]
+            fitting = [each for each in (4, 8) if words == (shape[0], -(-shape[1] // values_per_word(each)))]
             if not fitting:
                 raise ModelError(
                     f"{parts[PACKED].file}: {name}: {PACKED} must hold 4 or 8 bits of {list(shape)}. "
@@ -77,7 +77,7 @@ class CompressedTensors:
             bits = fitting[0]
         groups = self._check_scale(name, parts, shape)
         if (zeros := parts.get(ZERO)) is not None:
-            self._check_zeros(name, parts, zeros, (-(-shape[0] // per_word(bits)), groups))
+            self._check_zeros(name, parts, zeros, (-(-shape[0] // values_per_word(bits)), groups))
         if ORDER in parts:
             part(name, parts, ORDER, ["I32"], 1)
             check_shape(name, parts, ORDER, (shape[1],))
@@ -85,7 +85,7 @@ class CompressedTensors:
         return PackedTensor(name, shape, parts, lambda arrays: _unpacked(arrays, shape, bits, size))
 
     def _check_zeros(self, name: str, parts: Parts, zeros: StoredTensor, packed: tuple[int, int]) -> None:
-        """They are packed where they are words, and else like the scales."""
+        """Check zero points: words are packed, others have the shape of the scales."""
         scale = parts[SCALE].shape
         like_scale = zeros.dtype != "I32" and zeros.shape == scale
         part(name, parts, ZERO, ["I8"] if like_scale else ["I32"], len(scale) if like_scale else 2)
@@ -93,7 +93,7 @@ class CompressedTensors:
             check_shape(name, parts, ZERO, packed)
 
     def _check_scale(self, name: str, parts: Parts, shape: tuple[int, int]) -> int:
-        """Groups of a row."""
+        """Return the number of groups of a row."""
         scale = part(name, parts, SCALE, [*NUMPY_DTYPES], len(parts[SCALE].shape) if SCALE in parts else 2)
         if scale.shape in ((), (1,), (1, 1), (shape[0],)):
             return 1
@@ -113,12 +113,12 @@ class CompressedTensors:
         return max(1, size)
 
 
-def _told_shape(name: str, parts: Parts) -> tuple[int, int]:
-    told: StoredTensor = part(name, parts, SHAPE, ["I64", "I32"], 1)
+def _stored_shape(name: str, parts: Parts) -> tuple[int, int]:
+    stored: StoredTensor = part(name, parts, SHAPE, ["I64", "I32"], 1)
     check_shape(name, parts, SHAPE, (2,))
-    out, width = (int(length) for length in told.read())
+    out, width = (int(length) for length in stored.read())
     if not (0 < out < 2**31 and 0 < width < 2**31):
-        raise ModelError(f"{told.file}: {name}: {SHAPE} must be two lengths. Found: {[out, width]}")
+        raise ModelError(f"{stored.file}: {name}: {SHAPE} must be two lengths. Found: {[out, width]}")
     return out, width
 
 
@@ -128,25 +128,25 @@ def _unpacked(
     scales = np.ascontiguousarray(_by_row(to_float32(arrays[SCALE]), shape[0]))
     zeros = None if ZERO not in arrays else _zeros(arrays[ZERO], scales.shape, bits)
     if PACKED in arrays:
-        codes = np.ascontiguousarray(codes_of_words(arrays[PACKED], bits)[:, : shape[1]])
+        qvalues = np.ascontiguousarray(unpack_words(arrays[PACKED], bits)[:, : shape[1]])
     else:
-        codes = _unsigned(np.asarray(arrays["weight"]), bits)
+        qvalues = _to_unsigned(np.asarray(arrays["weight"]), bits)
     columns = group_of_columns(arrays[ORDER], group_size, scales.shape[1]) if ORDER in arrays else None
-    return of_unsigned(codes, scales, zeros, bits, group_size, columns)
+    return from_unsigned(qvalues, scales, zeros, bits, group_size, columns)
 
 
-def _unsigned(codes: Array, bits: int) -> Uint8Array:
-    """Plus half their range."""
+def _to_unsigned(qvalues: Array, bits: int) -> Uint8Array:
+    """Add half the range."""
     half = 2 ** (bits - 1)
-    if codes.size and not -half <= int(codes.min()) <= int(codes.max()) < half:
+    if qvalues.size and not -half <= int(qvalues.min()) <= int(qvalues.max()) < half:
         raise ModelError(f"weight must hold codes from {-half} to {half - 1}")
-    return codes.view(np.uint8) + np.uint8(half)
+    return qvalues.view(np.uint8) + np.uint8(half)
 
 
 def _zeros(given: Array, shape: tuple[int, ...], bits: int) -> Uint8Array:
-    """[out, groups], plus half the range of codes as the codes are."""
+    """Return zero points [out, groups] plus half the range of the values."""
     if given.dtype == np.int32:
-        return np.ascontiguousarray(codes_of_words(given.T, bits).T[: shape[0]])
+        return np.ascontiguousarray(unpack_words(given.T, bits).T[: shape[0]])
     half = 2 ** (bits - 1)
     signed = np.broadcast_to(_by_row(given, shape[0]), shape).astype(np.int16)
     if not ((signed >= -half) & (signed < half)).all():
@@ -156,24 +156,24 @@ def _zeros(given: Array, shape: tuple[int, ...], bits: int) -> Uint8Array:
 
 
 def _by_row(values: Array, out: int) -> Array:
-    """[out, groups] of numbers of a whole, of rows or of groups."""
+    """Broadcast scales of the whole weight, of rows or of groups to [out, groups]."""
     rows = values if values.ndim == 2 else values.reshape(-1, 1)
     return np.broadcast_to(rows, (out, rows.shape[1]))
 
 
 def parts_of(tensor: QuantizedTensor, packed: bool) -> dict[str, Array]:
-    """Ending -> array of each part in which a tensor is stored; symmetric ones, whose columns are in order.
+    """Return the arrays in which a symmetric tensor without act-order is stored, by their name endings.
 
     Args:
         tensor: The tensor.
-        packed: As `pack-quantized` has it; otherwise as `int-quantized`, a code in a byte.
+        packed: Whether to write `pack-quantized`; otherwise `int-quantized`, with a value in each byte.
     """
     assert tensor.zeros is None
-    assert tensor.columns is None
+    assert tensor.g_idx is None
     if not packed:
-        codes = tensor.codes if tensor.bits == 8 else tensor.codes.astype(np.int8) - np.int8(SYMMETRIC_ZERO)
-        return {"weight": codes, SCALE: tensor.scales}
-    bits = tensor.codes.view(np.uint8)
-    codes = bits if tensor.bits == 4 else bits ^ np.uint8(128)
+        qvalues = tensor.qvalues if tensor.bits == 8 else tensor.qvalues.astype(np.int8) - np.int8(SYMMETRIC_ZERO)
+        return {"weight": qvalues, SCALE: tensor.scales}
+    bits = tensor.qvalues.view(np.uint8)
+    qvalues = bits if tensor.bits == 4 else bits ^ np.uint8(128)
     shape = np.array(tensor.shape, np.int64)
-    return {PACKED: words_of_codes(codes, tensor.bits), SCALE: tensor.scales, SHAPE: shape}
+    return {PACKED: pack_words(qvalues, tensor.bits), SCALE: tensor.scales, SHAPE: shape}

@@ -1,6 +1,6 @@
-"""Which files of a folder hold the weights, and the tensors in them; forms that are not read are refused here.
+"""The weight files of a folder and their tensors; unsupported formats are refused with a way to convert them.
 
-Whether the tensors that are there are those that a model wants; told all at once, before one is read.
+`check_tensors` compares all names and shapes with those of the model before a tensor is read.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ from llm_serving.formats.mindspore_ckpt import read_checkpoint
 from llm_serving.formats.packed import ReadableTensor
 from llm_serving.formats.safetensors import read_safetensors
 
-MOST_LISTED: Final = 5
-"""Of what an error lists."""
+MAX_LISTED: Final = 5
+"""Maximum number of items that an error lists."""
 
 DERIVED: Final = re.compile(r"(^|\.)rotary_(pos_)?emb\.inv_freq$|(^|\.)freqs_(cos|sin)$")
-"""Tables that some exporters write beside the weights."""
+"""Names of tables that some exporters write in addition to the weights."""
 
 Shape = tuple[int, ...]
 
 
 def check_tensors(
-    where: str, wanted: Mapping[str, Shape], found: Mapping[str, Shape], spare: Mapping[str, Shape] | None = None
+    where: str, expected: Mapping[str, Shape], found: Mapping[str, Shape], optional: Mapping[str, Shape] | None = None
 ) -> None:
-    """Compares names and shapes.
+    """Compare names and shapes.
 
     Args:
         where: Names the folder in the error.
-        wanted: By the configuration of the model.
-        found: In its files, by the same names.
-        spare: What may be there and is not needed, such as a tied head that was written twice.
+        expected: Tensors of the model, according to its configuration.
+        found: Tensors of the files, by the same names.
+        optional: Tensors that may exist and are not used, such as a tied LM head that was written twice.
 
     Raises:
-        ModelError: Some are missing, too many or of another shape; of each kind some are named.
+        ModelError: Tensors are missing, unexpected or of another shape; the text lists some of each kind.
     """
-    allowed = {**wanted, **(spare or {})}
-    missing = [f"{name} {list(shape)}" for name, shape in wanted.items() if name not in found]
+    allowed = {**expected, **(optional or {})}
+    missing = [f"{name} {list(shape)}" for name, shape in expected.items() if name not in found]
     extra = [f"{name} {list(found[name])}" for name in found if name not in allowed and not DERIVED.search(name)]
     misshapen = [
         f"{name} must be {list(shape)}, found {list(found[name])}"
@@ -51,15 +51,15 @@ def check_tensors(
         if name in found and found[name] != shape
     ]
     kinds = (("missing", missing), ("no place for", extra), ("of another shape", misshapen))
-    told = [f"  {kind}: {listed(each)}" for kind, each in kinds if each]
-    if told:
-        raise ModelError("\n".join([f"{where} does not hold the model of its config.json", *told]))
+    lines = [f"  {kind}: {listed(each)}" for kind, each in kinds if each]
+    if lines:
+        raise ModelError("\n".join([f"{where} does not hold the model of its config.json", *lines]))
 
 
 def listed(texts: list[str]) -> str:
-    """How many, and the first of them."""
-    more = f"; and {len(texts) - MOST_LISTED} more" if len(texts) > MOST_LISTED else ""
-    return f"{len(texts)}: {'; '.join(texts[:MOST_LISTED])}{more}"
+    """Format the number of texts and the first of them."""
+    more = f"; and {len(texts) - MAX_LISTED} more" if len(texts) > MAX_LISTED else ""
+    return f"{len(texts)}: {'; '.join(texts[:MAX_LISTED])}{more}"
 
 
 INDEX_NAME: Final = "model.safetensors.index.json"
@@ -71,15 +71,15 @@ _READERS: Final[Mapping[str, Callable[[Path, bool], Mapping[str, ReadableTensor]
     ".ckpt": lambda file, packed: read_checkpoint(file),
     ".gguf": lambda file, packed: read_gguf(file).tensors,
 }
-"""Ending of a file -> what reads it."""
+"""File suffix -> reader."""
 
 _IN_FOLDERS: Final = (".safetensors", ".ckpt")
-"""A folder is read by the first of which it has files."""
+"""A folder is read through the first of these suffixes that it contains."""
 
 _PICKLES: Final = ("pytorch_model*.bin", "*.bin", "consolidated*.pth", "*.pth", "*.pt")
-"""Patterns of files that are never read; those of the first that a folder has hold its weights."""
+"""Patterns of pickle files, which are never read; the first pattern that matches names the weights of a folder."""
 _META: Final = "consolidated*.pth"
-"""Of which the names and the configuration are others, too."""
+"""Pattern of Meta's own format, whose tensor names and configuration differ too."""
 
 _FROM_META: Final = (
     "with torch and transformers 4: python -m transformers.models.llama.convert_llama_weights_to_hf "
@@ -88,10 +88,11 @@ _FROM_META: Final = (
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Those of the index, or the one with the usual name, or else every file of the first form that is there.
+    """Return the files of the index, or the single file with the usual name, or all files of the first supported
+    format.
 
     Raises:
-        ModelError: There is none; the text says what converts a form that is not read.
+        ModelError: There is none; the text says how to convert an unsupported format.
     """
     index = folder / INDEX_NAME
     if index.exists():
@@ -99,7 +100,7 @@ def weight_files(folder: Path) -> list[Path]:
         if missing := [name for name in names if not (folder / name).exists()]:
             raise ModelError(f"{folder}: {INDEX_NAME} names files that are missing: {listed(missing)}")
         return [folder / name for name in names]
-    if (folder / SINGLE_NAME).exists():  # whatever else is there, perhaps the same weights by other names
+    if (folder / SINGLE_NAME).exists():  # other files may hold the same weights under other names
         return [folder / SINGLE_NAME]
     for ending in _IN_FOLDERS:
         if files := sorted(folder.glob(f"*{ending}")):
@@ -109,10 +110,10 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def indexed_names(index: Path) -> list[str]:
-    """The files that an index names, in order.
+    """Return the sorted file names of an index.
 
     Raises:
-        ModelError: It is none, or it names what is no neighbour of its own.
+        ModelError: The file is no index, or it names files outside its folder.
     """
     content = read_regular(index, _MAX_INDEX_BYTES)
     try:
@@ -120,21 +121,21 @@ def indexed_names(index: Path) -> list[str]:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelError(f"{index} must hold a JSON object with `weight_map`: {error!r}") from error
     for name in names:
-        # The index comes with the weights: it may name its neighbours only.
+        # An index is untrusted input: it may name files of its own folder only.
         if not isinstance(name, str) or Path(name).name != name:
             raise ModelError(f"{index}: `weight_map` must name files of its own folder. Given: {shorten(name)}")
     return names
 
 
 def read_tensors(source: Path, packed: bool = False) -> dict[str, ReadableTensor]:
-    """Every tensor of a folder, or of one file, by the name it is stored under.
+    """Return every tensor of a folder, or of one file, by its stored name.
 
     Args:
-        source: A folder, or one file of weights.
-        packed: Whether there may be tensors of types that only quantised weights have.
+        source: A folder, or one weight file.
+        packed: Whether tensors may have types that only quantized weights use.
 
     Raises:
-        ModelError: A file is missing, damaged or of a form that is not read, or two have a tensor of one name.
+        ModelError: A file is missing, damaged or of an unsupported format, or two tensors have the same name.
     """
     files = weight_files(source) if source.is_dir() else [source]
     tensors: dict[str, ReadableTensor] = {}
@@ -152,7 +153,7 @@ def read_tensors(source: Path, packed: bool = False) -> dict[str, ReadableTensor
 
 
 def how_to_convert(folder: Path) -> str:
-    """What follows an error about a folder without weights that can be read; empty where it has none at all."""
+    """Return a hint for an error about a folder without supported weights; empty for a folder without any weights."""
     for pattern in _PICKLES:
         if files := sorted(folder.glob(pattern)):
             return _converting(files[0], pattern)
@@ -162,7 +163,7 @@ def how_to_convert(folder: Path) -> str:
 
 
 def how_to_convert_file(file: Path) -> str:
-    """The same of a file that was named itself."""
+    """Return the same hint for a single file."""
     return next((_converting(file, pattern) for pattern in _PICKLES if file.match(pattern)), "")
 
 
@@ -177,9 +178,12 @@ def _converting(file: Path, pattern: str) -> str:
 
 
 def _program(folder: Path, pattern: str) -> str:
-    """Writes each file a second time, beside it. Needs no class of the family, and runs nothing that a pickle holds."""
+    """Return a Python program that writes a safetensors file beside each file.
+
+    It needs no class of the model family and executes nothing that a pickle contains.
+    """
     files = f"pathlib.Path({json.dumps(str(folder), ensure_ascii=False)}).glob({json.dumps(pattern)})"
     tensors = 'torch.load(f, "cpu", weights_only=True).items()'
-    copied = f"{{k: v.contiguous().clone() for k, v in {tensors}}}"  # safetensors wants no tensors that share memory
+    copied = f"{{k: v.contiguous().clone() for k, v in {tensors}}}"  # safetensors refuses tensors that share memory
     saved = f'save_file({copied}, f.with_suffix(".safetensors"), {{"format": "pt"}})'
     return f"import pathlib, torch; from safetensors.torch import save_file; [{saved} for f in {files}]"

@@ -1,10 +1,10 @@
-"""Weights in 8-bit floating point (e4m3, Micikevicius et al. 2022), with a scale for all, each row or each block.
+"""Weights in 8-bit floating point (e4m3, Micikevicius et al. 2022), scaled as a whole, by rows or by blocks.
 
     weight              [out, in]    F8_E4M3
     weight_scale        [], [1], [out], [out, 1] or [out / rows, in / columns] of blocks
-    weight_scale_inv    the same, by its other name; it multiplies too
+    weight_scale_inv    the same under another name; it is a factor too
 
-They are read as the numbers they stand for.
+They are dequantized to float32.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llm_serving.errors import ModelError
-from llm_serving.formats.packed import PackedTensor, Parts, ReadableTensor, part, put_together
+from llm_serving.formats.packed import PackedTensor, Parts, ReadableTensor, assemble_weights, part
 from llm_serving.formats.quantized_tensor import check_scales, check_values
 from llm_serving.formats.stored_tensor import NUMPY_DTYPES, Array, to_float32
 
@@ -26,29 +26,30 @@ IGNORED: Final = (
     *("input_scale", "input_zero_point", "input_global_scale", "activation_scale", "output_scale"),
     *("k_scale", "v_scale", "q_scale", "kv_scale"),
 )
-"""Endings of names of scales of activations and of a cache, which no weight needs."""
+"""Name endings of scales of activations and of a KV cache, which no weight needs."""
 
 
 @dataclass(frozen=True)
 class Fp8:
-    """
+    """The FP8 scheme.
+
     Attributes:
-        block: Rows and columns of a block, where scales are of blocks.
+        block: Rows and columns of a block, for scales of blocks.
     """
 
-    described: str
+    description: str
     block: tuple[int, int] | None = None
     activation_bits: int | None = None
 
     def weights(self, tensors: Mapping[str, ReadableTensor]) -> dict[str, ReadableTensor]:
         left = {name: each for name, each in tensors.items() if name.rpartition(".")[2] not in IGNORED}
-        return put_together(left, ("weight", *SCALES), self.packed)
+        return assemble_weights(left, ("weight", *SCALES), self.packed)
 
     def packed(self, name: str, parts: Parts) -> ReadableTensor:
-        """One weight; what is not quantised is itself.
+        """Return one weight; an unquantized one is returned as it is.
 
         Raises:
-            ModelError: The parts do not fit.
+            ModelError: The parts do not fit each other.
         """
         weight = parts.get("weight")
         if weight is not None and weight.dtype in NUMPY_DTYPES and len(parts) == 1:
@@ -66,7 +67,7 @@ class Fp8:
         return PackedTensor(name, (out, width), parts, lambda arrays: _values(arrays["weight"], arrays[ending], block))
 
     def _block_of(self, scale: tuple[int, ...], out: int, width: int) -> tuple[int, int] | None:
-        """Rows and columns that share a scale; None where the scale does not fit."""
+        """Return the rows and columns that share a scale; None where the shape of the scale does not fit."""
         if scale in ((), (1,), (1, 1)):
             return max(1, out), max(1, width)
         if scale in ((out,), (out, 1)):
@@ -91,7 +92,9 @@ def _values(bits: Array, scale: Array, block: tuple[int, int]) -> Array:
 
 
 def _numbers() -> NDArray[np.float32]:
-    """The 256 numbers: sign, 4 bits of exponent less 7, 3 of fraction; no infinities, all ones are no number."""
+    """Return the 256 values: sign, 4 exponent bits with bias 7, 3 fraction bits; all ones are NaN, there is no
+    infinity.
+    """
     bits = np.arange(128)
     exponent, fraction = bits >> 3, bits & 7
     normal = np.ldexp(1 + fraction / 8, exponent - 7)

@@ -1,9 +1,9 @@
-"""GPTQ (Frantar et al. 2022) as AutoGPTQ and GPTQModel write it, of 4 and of 8 bits.
+"""GPTQ (Frantar et al. 2022) as AutoGPTQ and GPTQModel write it, 4 and 8 bits.
 
-qweight   [in * bits / 32, out]        I32: words of codes of `in`, the first in the lowest bits
-qzeros    [groups, out * bits / 32]    I32: words of zeros of `out`; less one in files of the first version
+qweight   [in * bits / 32, out]        I32: quantized values packed along `in`, the first in the lowest bits
+qzeros    [groups, out * bits / 32]    I32: zero points packed along `out`; minus one in files of version 1
 scales    [groups, out]
-g_idx     [in]                         I32: group of each column; with act-order in no order
+g_idx     [in]                         I32: group of each column; unordered with act-order
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Final
 
 import numpy as np
 
-from llm_serving.formats.packed import PackedTensor, Parts, ReadableTensor, check_shape, part, put_together
+from llm_serving.formats.packed import PackedTensor, Parts, ReadableTensor, assemble_weights, check_shape, part
 from llm_serving.formats.quantized_tensor import (
     QuantizedTensor,
-    codes_of_words,
+    from_unsigned,
     group_of_columns,
-    of_unsigned,
-    per_word,
+    unpack_words,
+    values_per_word,
 )
 from llm_serving.formats.stored_tensor import NUMPY_DTYPES, Array, to_float32
 
@@ -29,45 +29,46 @@ _ENDINGS: Final = ("qweight", "qzeros", "scales", "g_idx")
 
 @dataclass(frozen=True)
 class Gptq:
-    """
+    """The GPTQ scheme.
+
     Attributes:
         bits: 4 or 8.
-        group_size: Columns of a group; 0: a row is one.
-        zeros_less_one: Whether files have them so, as the first version of the form has.
+        group_size: Columns of a group; 0: a row is one group.
+        zeros_less_one: Whether files store zero points minus one, as version 1 of the format does.
     """
 
-    described: str
+    description: str
     bits: int
     group_size: int
     zeros_less_one: bool = True
     activation_bits: int | None = None
 
     def weights(self, tensors: Mapping[str, ReadableTensor]) -> dict[str, ReadableTensor]:
-        return put_together(tensors, _ENDINGS, self._packed)
+        return assemble_weights(tensors, _ENDINGS, self._packed)
 
     def _packed(self, name: str, parts: Parts) -> PackedTensor:
         in_words, out = part(name, parts, "qweight", ["I32"]).shape
-        width = in_words * per_word(self.bits)
+        width = in_words * values_per_word(self.bits)
         groups = -(-width // (self.group_size or width or 1))
         part(name, parts, "scales", [*NUMPY_DTYPES])
         check_shape(name, parts, "scales", (groups, out))
         part(name, parts, "qzeros", ["I32"])
-        check_shape(name, parts, "qzeros", (groups, -(-out // per_word(self.bits))))
+        check_shape(name, parts, "qzeros", (groups, -(-out // values_per_word(self.bits))))
         if "g_idx" in parts:
             part(name, parts, "g_idx", ["I32"], 1)
             check_shape(name, parts, "g_idx", (width,))
         return PackedTensor(name, (out, width), parts, self._unpacked)
 
     def _unpacked(self, arrays: Mapping[str, Array]) -> QuantizedTensor | Array:
-        codes = codes_of_words(np.asarray(arrays["qweight"]).T, self.bits)
-        out, width = codes.shape
+        qvalues = unpack_words(np.asarray(arrays["qweight"]).T, self.bits)
+        out, width = qvalues.shape
         group_size = self.group_size or width
         scales = np.ascontiguousarray(to_float32(arrays["scales"]).T)
-        zeros = codes_of_words(arrays["qzeros"], self.bits)[:, :out].T
+        zeros = unpack_words(arrays["qzeros"], self.bits)[:, :out].T
         if self.zeros_less_one:
             zeros = zeros + np.uint8(1) & np.uint8(2**self.bits - 1)
         zeros = np.ascontiguousarray(zeros)
         columns = None
         if "g_idx" in arrays:
             columns = group_of_columns(arrays["g_idx"], group_size, scales.shape[1])
-        return of_unsigned(codes, scales, zeros, self.bits, group_size, columns)
+        return from_unsigned(qvalues, scales, zeros, self.bits, group_size, columns)

@@ -1,6 +1,6 @@
-"""The names that MindFormers gives the tensors of its networks, and its joined projections.
+"""MindFormers' tensor names, and its fused projections.
 
-Llama and Qwen2 have names of their own; newer networks (Qwen3, say) have those of Megatron's core.
+Llama and Qwen2 have names of their own; newer networks (Qwen3, for example) have those of Megatron's core.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _NAMES: Final = (
     (".ffn_norm.", ".post_attention_layernorm."),
     ("model.norm_out.", "model.norm."),
 )
-"""Theirs, and Hugging Face's, in the order of replacement."""
+"""MindFormers' name part -> Hugging Face's, in the order of replacement."""
 
 _CORE: Final = (
     ("embedding.word_embeddings.", "model.embed_tokens."),
@@ -44,7 +44,7 @@ _CORE: Final = (
     (".mlp.linear_fc2.", ".mlp.down_proj."),
     (".pre_mlp_layernorm.", ".post_attention_layernorm."),
 )
-"""The same of newer networks."""
+"""The same for newer networks."""
 _CORE_NAME: Final = re.compile(r"^(embedding\.word_embeddings|decoder\.(layers|final_layernorm)|output_layer)\.")
 _CORE_JOINED: Final = re.compile(r"\.(self_attention\.linear_qkv|mlp\.linear_fc1)\.(weight|bias)$")
 
@@ -52,52 +52,52 @@ QKV: Final = re.compile(r"^(?P<at>.*)\.(attention\.w_qkv|self_attention\.linear_
 GATE_UP: Final = re.compile(r"^(?P<at>.*)\.(feed_forward\.w_gate_hidden|mlp\.linear_fc1)\.(?P<kind>weight|bias)$")
 
 Order = Literal["grouped", "stacked"]
-"""How the rows of joined projections lie, which no file tells; those of newer networks are always grouped.
+"""Row order of fused projections, which files do not state; newer networks always use `grouped`.
 
-`grouped`, of MindFormers 1.4 and newer: of each key head in turn its query heads, itself and its value head; a row of
-the gate and one of the other by turns. `stacked`, of older releases: one projection after the other.
+`grouped` (MindFormers 1.4 and newer): for each key head its query heads, itself and its value head; rows of gate and
+up alternate. `stacked` (older releases): one projection after another.
 """
 ORDERS: Final = ("grouped", "stacked")
 
 
 def are_of_mindformers(names: Iterable[str]) -> bool:
-    """Whether tensors are a model's as MindFormers names them: other families share some of its names, not these."""
+    """Return whether tensor names are MindFormers'; other families share some of its names, but not these."""
     own = ("tok_embeddings.embedding_weight", ".attention.wq.", ".attention.w_qkv.", ".feed_forward.w_gate_hidden.")
     return any(_CORE_NAME.match(name) or any(part in name for part in own) for name in names)
 
 
 def hugging_face_name(name: str) -> str:
-    """Name of the same tensor in Hugging Face form; names of neither form stay as they are."""
+    """Return the Hugging Face name of a tensor; other names are returned as they are."""
     for theirs, ours in _CORE if _CORE_NAME.match(name) else _NAMES:
         name = name.replace(theirs, ours)
     return name
 
 
 def mindformers_name(name: str) -> str:
-    """The way back."""
+    """Return MindFormers' name of a tensor with a Hugging Face name."""
     for theirs, ours in _NAMES:
         name = name.replace(ours, theirs)
     return name
 
 
-def is_joined(name: str) -> bool:
-    """Whether a tensor holds several projections."""
+def is_fused(name: str) -> bool:
+    """Return whether a tensor holds several projections."""
     return QKV.match(name) is not None or GATE_UP.match(name) is not None
 
 
 def order_of(name: str) -> Order | None:
-    """The order of a joined tensor where its name tells."""
+    """Return the row order of a fused tensor if its name implies it."""
     return "grouped" if _CORE_JOINED.search(name) else None
 
 
 def split(name: str, array: Array, order: Order, heads: int, kv_heads: int) -> Mapping[str, Array]:
-    """The projections of a joined tensor by their Hugging Face names; a tensor that is not joined is itself.
+    """Return the projections of a fused tensor by their Hugging Face names; another tensor is returned alone.
 
     Args:
-        name: As MindFormers has it.
+        name: MindFormers' name.
         array: [rows, columns], or [rows] of a bias.
-        order: Of the rows.
-        heads, kv_heads: Of queries, and of keys as of values.
+        order: Order of the rows.
+        heads, kv_heads: Numbers of query heads and of key/value heads.
     """
     if match := QKV.match(name):
         at = hugging_face_name(match["at"])

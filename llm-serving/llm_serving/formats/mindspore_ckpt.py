@@ -1,4 +1,4 @@
-"""Checkpoints of MindSpore (`.ckpt`): a protobuf of tensors, read without MindSpore and without copying a weight.
+"""MindSpore checkpoints (`.ckpt`), a protobuf of tensors, read without MindSpore and without copying a weight.
 
 The messages, by field number (proto2):
 
@@ -6,10 +6,8 @@ The messages, by field number (proto2):
     Value        1: tag (the name)    2: TensorProto    3: a map of tensors
     TensorProto  1: dims, repeated    2: tensor_type    3: tensor_content
 
-A tensor of more than 512 MiB comes as several values of one tag in a row, each with the whole shape and a piece of the
+A tensor of more than 512 MiB is stored as consecutive values of one tag, each with the whole shape and a part of the
 content. The file may end with `crc_num` and ten bytes.
-
-Fields of protocol buffers as bytes (the encoding of Google's specification): numbers, and contents with a length.
 """
 
 from __future__ import annotations
@@ -41,10 +39,10 @@ _TRAINING: Final = re.compile(
     r"^(global_step|learning_rate|loss_scale|current_iterator_step|last_overflow_iterator_step|epoch_num|step_num|"
     r"current_step_step|beta[12]_power|network_.*|weight_decay)$"
 )
-"""What a checkpoint of a training has beside the weights."""
+"""Names of training state that a checkpoint may hold in addition to weights."""
 
 
-class _Piece(NamedTuple):
+class _CheckpointPiece(NamedTuple):
     name: str
     dtype: str
     shape: tuple[int, ...]
@@ -53,10 +51,10 @@ class _Piece(NamedTuple):
 
 
 def read_checkpoint(file: Path) -> dict[str, StoredTensor]:
-    """Name -> tensor of one file, without what belongs to a training.
+    """Return the tensors of one file by name, without training state.
 
     Raises:
-        ModelError: The file is none, is cut short or encrypted, or has a weight of a type that is not read.
+        ModelError: The file is no checkpoint, is cut short or encrypted, or has a weight of an unsupported type.
     """
     with open_regular(file) as stream:
         if not os.fstat(stream.fileno()).st_size:
@@ -77,7 +75,7 @@ def read_checkpoint(file: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-def _joined(file: Path, name: str, pieces: list[_Piece]) -> StoredTensor:
+def _joined(file: Path, name: str, pieces: list[_CheckpointPiece]) -> StoredTensor:
     dtype, shape = pieces[0].dtype, pieces[0].shape
     if dtype not in _DTYPES:
         raise ModelError(f"{file}: tensor {shorten(name)} must be {', '.join(_DTYPES)}. Found: {shorten(dtype)}")
@@ -90,7 +88,7 @@ def _joined(file: Path, name: str, pieces: list[_Piece]) -> StoredTensor:
 
 
 def _values(content: mmap.mmap) -> Iterator[tuple[int, int]]:
-    """Where each value begins and ends."""
+    """Yield the byte range of each value."""
     at, size = 0, len(content)
     while at < size:
         if size - at == _CRC_BYTES and content[at : at + len(_CRC)] == _CRC:
@@ -101,7 +99,7 @@ def _values(content: mmap.mmap) -> Iterator[tuple[int, int]]:
         yield start, at
 
 
-def _piece(content: mmap.mmap, start: int, end: int) -> _Piece:
+def _piece(content: mmap.mmap, start: int, end: int) -> _CheckpointPiece:
     name, tensor = b"", None
     at = start
     while at < end:
@@ -117,7 +115,7 @@ def _piece(content: mmap.mmap, start: int, end: int) -> _Piece:
     return _tensor(content, name.decode(), *tensor)
 
 
-def _tensor(content: mmap.mmap, name: str, start: int, end: int) -> _Piece:
+def _tensor(content: mmap.mmap, name: str, start: int, end: int) -> _CheckpointPiece:
     shape: list[int] = []
     dtype, data = "", (end, 0)
     at = start
@@ -134,11 +132,11 @@ def _tensor(content: mmap.mmap, name: str, start: int, end: int) -> _Piece:
             data = first, at - first
     if len(shape) > _MAX_DIMENSIONS or any(length >= 2**62 for length in shape):
         raise ValueError(f"shape {shorten(shape)} of {shorten(name)}")
-    return _Piece(name, dtype, tuple(shape), *data)
+    return _CheckpointPiece(name, dtype, tuple(shape), *data)
 
 
 def _field(content: mmap.mmap, at: int, end: int) -> tuple[int, int, int]:
-    """Number of a field, and where its content begins and ends; of a number, the bytes that spell it."""
+    """Return a field's number and the byte range of its content; for a number, the range of its varint."""
     key, at = _varint(content, at, end)
     field, kind = key >> 3, key & 7
     if kind == 0:
@@ -165,7 +163,7 @@ def _varint(content: mmap.mmap, at: int, end: int) -> tuple[int, int]:
 
 
 def varint(value: int) -> bytes:
-    """A number of at least 0, seven bits a byte, the lowest first."""
+    """Encode a non-negative number, seven bits a byte, the lowest first."""
     spelled = bytearray()
     while value >= 0x80:
         spelled.append(value & 0x7F | 0x80)
@@ -174,15 +172,15 @@ def varint(value: int) -> bytes:
 
 
 def number(field: int, value: int) -> bytes:
-    """A field that is a number."""
+    """Encode a number field."""
     return varint(field << 3) + varint(value)
 
 
 def opening(field: int, length: int) -> bytes:
-    """What stands before a content of so many bytes."""
+    """Encode the tag and the length that precede a content."""
     return varint(field << 3 | 2) + varint(length)
 
 
 def content(field: int, data: bytes) -> bytes:
-    """A field that is a text, bytes or a message."""
+    """Encode a string, bytes or message field."""
     return opening(field, len(data)) + data

@@ -1,4 +1,6 @@
-"""A weight that lies in several tensors: codes, scales and zeros, which a scheme of quantisation puts together."""
+"""Weights that several tensors store together (quantized values, scales, zero points), and the schemes that combine
+them.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +15,19 @@ from llm_serving.formats.quantized_tensor import QuantizedTensor
 from llm_serving.formats.stored_tensor import NUMPY_DTYPES, Array, StoredTensor
 
 Parts = Mapping[str, StoredTensor]
-"""Ending of a name -> tensor, such as `qweight` and `scales`."""
+"""Name ending -> tensor, such as `qweight` and `scales`."""
 Unpack = Callable[[Mapping[str, Array]], QuantizedTensor | Array]
 
 
 @dataclass(frozen=True)
 class PackedTensor:
-    """A matrix of a quantised model; nothing is read before it is asked for.
+    """A matrix of a quantized model; it is read on access only.
 
     Attributes:
-        name: Of the matrix, as an unquantised model has it.
+        name: Name of the matrix in an unquantized model.
         shape: (out, in)
-        stored: What it lies in.
-        unpack: The arrays of `stored` -> codes and scales; or float32 values, where they are no such thing.
+        stored: The tensors that store it.
+        unpack: Arrays of `stored` -> quantized values and scales, or float32 values where products cannot use those.
     """
 
     name: str
@@ -39,19 +41,19 @@ class PackedTensor:
 
     @property
     def parts(self) -> tuple[StoredTensor, ...]:
-        """The tensors of the file that make this one."""
+        """The tensors of the file that store this one."""
         return tuple(self.stored.values())
 
     @property
     def num_bytes(self) -> int:
-        """As stored."""
+        """Bytes as stored."""
         return sum(part.num_bytes for part in self.parts)
 
     def read_packed(self) -> QuantizedTensor | Array:
-        """Codes and scales where they are such that a product can be made of them, else float32 values.
+        """Return quantized values and scales if products can use them, else float32 values.
 
         Raises:
-            ModelError: Numbers of the file contradict each other.
+            ModelError: Values of the file contradict each other.
         """
         try:
             return self.unpack({ending: part.read() for ending, part in self.stored.items()})
@@ -59,7 +61,7 @@ class PackedTensor:
             raise ModelError(f"{self.file}: {self.name}: {error}") from None
 
     def read(self) -> Array:
-        """The values [out, in], float32."""
+        """Return the values [out, in] in float32."""
         found = self.read_packed()
         return found.dequantized() if isinstance(found, QuantizedTensor) else found
 
@@ -68,41 +70,40 @@ ReadableTensor = StoredTensor | PackedTensor
 
 
 class Scheme(Protocol):
-    """How the weights of a model are quantised.
+    """How the weights of a model are quantized.
 
     Attributes:
-        described: For people: "GPTQ, 4 bits, groups of 128".
-        activation_bits: Of the rows that such weights are multiplied by, as the model was made for; None: those of the
-            model dtype.
+        description: Text for the user: "GPTQ, 4 bits, groups of 128".
+        activation_bits: Bits of the activations that the model was quantized for; None: the model dtype.
     """
 
     @property
-    def described(self) -> str: ...
+    def description(self) -> str: ...
 
     @property
     def activation_bits(self) -> int | None: ...
 
     def weights(self, tensors: Mapping[str, ReadableTensor]) -> dict[str, ReadableTensor]:
-        """The tensors of files as those of a model that is not quantised, by the names and shapes of such a one.
+        """Return the tensors of files under the names and shapes of an unquantized model.
 
         Raises:
-            ModelError: A part of a weight is missing, or is of another type or shape than the others ask for.
+            ModelError: A part of a weight is missing, or its type or shape does not fit the other parts.
         """
         ...
 
 
-def put_together(
+def assemble_weights(
     tensors: Mapping[str, ReadableTensor], endings: Collection[str], pack: Callable[[str, Parts], ReadableTensor]
 ) -> dict[str, ReadableTensor]:
-    """Joins what has the same name up to its ending to one tensor, `<name>.weight`; all others stay what they are.
+    """Combine tensors that share a name up to its ending into `<name>.weight`; the others stay as they are.
 
     Args:
-        tensors: Of the files.
-        endings: Of names of parts.
+        tensors: Tensors of the files.
+        endings: Name endings of parts.
         pack: Name of a weight and its parts -> the weight.
 
     Raises:
-        ModelError: As `pack`, or a tensor is left that is of no type a model is computed in.
+        ModelError: As `pack`, or a remaining tensor has an unsupported type.
     """
     weights: dict[str, ReadableTensor] = {}
     modules: dict[str, dict[str, StoredTensor]] = defaultdict(dict)
@@ -124,10 +125,10 @@ def put_together(
 
 
 def part(name: str, parts: Parts, ending: str, dtypes: Collection[str], num_dimensions: int = 2) -> StoredTensor:
-    """One part of a weight.
+    """Return one part of a weight.
 
     Raises:
-        ModelError: It is missing, of another type or of another number of lengths.
+        ModelError: It is missing, or has another type or number of dimensions.
     """
     found = parts.get(ending)
     if found is None:

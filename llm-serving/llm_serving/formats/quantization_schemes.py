@@ -1,4 +1,4 @@
-"""Which scheme of quantisation a config.json asks for, and which of them are read."""
+"""Choose the quantization scheme that a config.json asks for."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ _MODELOPT_FP8: Final = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN")
 
 
 class _RefusedError(Exception):
-    """What of a configuration is not read, worded to follow `quantization_config`."""
+    """Message: why the configuration is not supported, worded to follow `quantization_config`."""
 
 
 def scheme_of(config: Mapping[str, Any], where: str) -> Scheme | None:
-    """The scheme of the weights of a model; None: they are not quantised.
+    """Return the scheme of a model's weights; None: they are not quantized.
 
     Args:
         config: Content of a config.json.
         where: Names it in errors.
 
     Raises:
-        ModelError: They are quantised in a way that is not read; the text says what is.
+        ModelError: The scheme is not supported; the text lists the supported ones.
     """
-    described = describe_quantisation(config)
-    if described is None:
+    description = describe_quantisation(config)
+    if description is None:
         return None
     given = config["quantization_config"]
     method = given.get("quant_method") if isinstance(given, Mapping) else None
@@ -43,33 +43,33 @@ def scheme_of(config: Mapping[str, Any], where: str) -> Scheme | None:
     try:
         if make is None:
             raise _RefusedError(f"has a `quant_method` that is not read. Given: {shorten(method)}")
-        return make(given, described)
+        return make(given, description)
     except _RefusedError as refused:
         raise ModelError(
-            f"{where}: the weights are quantised by {described}, which cannot be served: `quantization_config` "
+            f"{where}: the weights are quantised by {description}, which cannot be served: `quantization_config` "
             f"{refused}. Read are {READ}; or name a copy of the model in bfloat16, float16 or float32"
         ) from None
 
 
-def _gptq(given: Mapping[str, Any], described: str) -> Scheme:
+def _gptq(given: Mapping[str, Any], description: str) -> Scheme:
     bits = _number(given, ("bits",), (4, 8))
     form = given.get("checkpoint_format") or "gptq"
     if form not in ("gptq", "gptq_v2"):
         raise _RefusedError(f"must have a `checkpoint_format` of gptq or gptq_v2. Given: {shorten(form)}")
     if given.get("dynamic"):
         raise _RefusedError(f"must not have `dynamic`: bits of single layers. Given: {shorten(given['dynamic'])}")
-    return Gptq(described, bits, _group_size(given, ("group_size",)), zeros_less_one=form == "gptq")
+    return Gptq(description, bits, _group_size(given, ("group_size",)), zeros_less_one=form == "gptq")
 
 
-def _awq(given: Mapping[str, Any], described: str) -> Scheme:
+def _awq(given: Mapping[str, Any], description: str) -> Scheme:
     _number(given, ("bits", "w_bit"), (4,))
     form = str(given.get("version") or "gemm").lower()
     if form != "gemm":
         raise _RefusedError(f"must have a `version` of gemm. Given: {shorten(form)}")
-    return Awq(described, _group_size(given, ("group_size", "q_group_size")))
+    return Awq(description, _group_size(given, ("group_size", "q_group_size")))
 
 
-def _compressed(given: Mapping[str, Any], described: str) -> Scheme:
+def _compressed(given: Mapping[str, Any], description: str) -> Scheme:
     groups = groups_of(given)
     forms = [given.get("format"), *(row.get("format") for row in groups)]
     if unknown := [each for each in forms if each not in (None, "dense", *_COMPRESSED_FORMS)]:
@@ -88,7 +88,7 @@ def _compressed(given: Mapping[str, Any], described: str) -> Scheme:
     in_8_bits = bool(inputs) and all(each.get("num_bits") == 8 for each in inputs)
     integers = all((row.get("type") or "int") == "int" for row in weights)
     return CompressedTensors(
-        described,
+        description,
         activation_bits=8 if in_8_bits and integers else None,
         group_size=sizes.pop() if len(sizes) == 1 else 0,
         bits=4 if bits == {4} else 8,
@@ -96,28 +96,28 @@ def _compressed(given: Mapping[str, Any], described: str) -> Scheme:
     )
 
 
-def _fp8(given: Mapping[str, Any], described: str) -> Scheme:
+def _fp8(given: Mapping[str, Any], description: str) -> Scheme:
     form = given.get("fmt") or "e4m3"
     if form != "e4m3":
         raise _RefusedError(f"must have a `fmt` of e4m3. Given: {shorten(form)}")
-    return Fp8(described, _block(given.get("weight_block_size")))
+    return Fp8(description, _block(given.get("weight_block_size")))
 
 
-def _modelopt(given: Mapping[str, Any], described: str) -> Scheme:
-    """In config.json, or one level down as its own file has it."""
+def _modelopt(given: Mapping[str, Any], description: str) -> Scheme:
+    """Read the algorithm from config.json, or from the nested object of ModelOpt's own file."""
     nested = given.get("quantization")
     algorithm = (nested if isinstance(nested, Mapping) else given).get("quant_algo")
     if algorithm not in _MODELOPT_FP8:
         raise _RefusedError(f"must have a `quant_algo` of {' or '.join(_MODELOPT_FP8)}. Given: {shorten(algorithm)}")
-    return Fp8(described)
+    return Fp8(description)
 
 
-def _gguf(given: Mapping[str, Any], described: str) -> Scheme:
-    """As `models.gguf` tells it; its heads are compared with the tensors."""
+def _gguf(given: Mapping[str, Any], description: str) -> Scheme:
+    """Read the numbers of heads that `models.gguf` has written; they are compared with the tensors."""
     heads, kv_heads = (given.get(key, 0) for key in ("heads", "kv_heads"))
     if any(type(each) is not int or not 0 <= each <= _MAX_GROUP for each in (heads, kv_heads)):
         raise _RefusedError(f"must have heads. Given: {shorten((heads, kv_heads))}")
-    return Gguf(described, heads, kv_heads)
+    return Gguf(description, heads, kv_heads)
 
 
 _SCHEMES: Final[Mapping[str, Callable[[Mapping[str, Any], str], Scheme]]] = {
@@ -141,7 +141,7 @@ def _number(given: Mapping[str, Any], keys: tuple[str, ...], allowed: tuple[int,
 
 
 def _group_size(given: Mapping[str, Any], keys: tuple[str, ...]) -> int:
-    """0: none."""
+    """Return the group size, or 0 for none."""
     key = next((each for each in keys if given.get(each) is not None), keys[0])
     value = given.get(key)
     if value is None or value == -1:

@@ -1,7 +1,7 @@
 """The header of a safetensors file.
 
-It is read here rather than by the safetensors package because that has no NumPy type for bfloat16: a file is eight
-bytes of header length (little-endian), a JSON header of names, types, shapes and offsets, and the raw data.
+The safetensors package has no NumPy type for bfloat16, so this module reads the header itself: eight bytes of header
+length (little-endian), a JSON header of names, types, shapes and offsets, and the raw data.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from llm_serving.formats.stored_tensor import NUMPY_DTYPES, PACKED_DTYPES, Store
 
 _MAX_HEADER_BYTES: Final = 32 * 2**20
 _LFS_POINTER: Final = b"version "
-"""What stands in place of a file that was cloned without Git LFS begins so."""
+"""First bytes of the pointer file that a clone without Git LFS contains."""
 _MAX_DIMENSIONS: Final = 8
 
 
 def read_safetensors(file: Path, packed: bool = False) -> dict[str, StoredTensor]:
-    """Name -> tensor of one file; every extent lies in the file and is no other tensor's.
+    """Return the tensors of one file by name; every tensor lies within the file, and none overlap.
 
     Args:
         file: The file.
-        packed: Whether it may hold what only quantised weights are made of.
+        packed: Whether it may hold types that only quantized weights use.
 
     Raises:
-        ModelError: The file is none, is cut short, or has a tensor of a type that is not read.
+        ModelError: The file is no safetensors file, is cut short, or has a tensor of an unsupported type.
     """
     with open_regular(file) as stream:
         size = os.fstat(stream.fileno()).st_size
-        beginning = stream.read(8)
-        header_bytes = int.from_bytes(beginning, "little")
-        if beginning == _LFS_POINTER:
+        first_bytes = stream.read(8)
+        header_bytes = int.from_bytes(first_bytes, "little")
+        if first_bytes == _LFS_POINTER:
             raise ModelError(f"{file} is a pointer of Git LFS and no file of weights: run `git lfs pull` in its folder")
         if not 2 <= header_bytes <= min(_MAX_HEADER_BYTES, size - 8):
             what = f"header of {header_bytes} bytes in {size}; download it again"
@@ -45,8 +45,8 @@ def read_safetensors(file: Path, packed: bool = False) -> dict[str, StoredTensor
         header = json.loads(content, object_pairs_hook=_distinct)
         entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
         dtypes = (*NUMPY_DTYPES, *PACKED_DTYPES) if packed else tuple(NUMPY_DTYPES)
-        place = _Place(file, 8 + header_bytes, size, dtypes)
-        tensors = {name: _stored_tensor(place, name, entry) for name, entry in entries.items()}
+        layout = _FileLayout(file, 8 + header_bytes, size, dtypes)
+        tensors = {name: _stored_tensor(layout, name, entry) for name, entry in entries.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelError(f"{file} is not a safetensors file: {error!r}") from error
     check_apart(file, tensors.items())
@@ -54,15 +54,15 @@ def read_safetensors(file: Path, packed: bool = False) -> dict[str, StoredTensor
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object; two readers of one that has a name twice may see two models."""
+    """Build a JSON object and refuse duplicate names, which different readers resolve differently."""
     found = dict(pairs)
     if len(found) < len(pairs):
         raise ValueError("a name stands twice")
     return found
 
 
-class _Place(NamedTuple):
-    """A file, where its data begin and the file ends, and the types it may have."""
+class _FileLayout(NamedTuple):
+    """A file, the offset of its data, its size, and the types it may hold."""
 
     file: Path
     data_start: int
@@ -70,8 +70,8 @@ class _Place(NamedTuple):
     dtypes: tuple[str, ...]
 
 
-def _stored_tensor(place: _Place, name: str, entry: dict[str, Any]) -> StoredTensor:
-    file, data_start, file_size, dtypes = place
+def _stored_tensor(layout: _FileLayout, name: str, entry: dict[str, Any]) -> StoredTensor:
+    file, data_start, file_size, dtypes = layout
     dtype, shape, (start, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
     if dtype not in dtypes:
         raise ModelError(f"{file}: tensor {name} must be {', '.join(dtypes)}. Found: {shorten(dtype)}")

@@ -1,4 +1,4 @@
-"""A tensor that lies in a file."""
+"""A tensor stored in a file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from llm_serving.errors import ModelError, shorten
 Array = NDArray[Any]
 
 NUMPY_DTYPES: Final[Mapping[str, type[np.generic]]] = {each.safetensors: each.numpy for each in MODEL_DTYPES.values()}
-"""Type as safetensors names it -> what an array of it has."""
+"""safetensors' type name -> NumPy type."""
 
 PACKED_DTYPES: Final[Mapping[str, type[np.generic]]] = {
     "I8": np.int8,
@@ -27,7 +27,7 @@ PACKED_DTYPES: Final[Mapping[str, type[np.generic]]] = {
     "I64": np.int64,
     "F8_E4M3": np.uint8,
 }
-"""The same of what only tensors of quantised weights have; `F8_E4M3` as its bits."""
+"""The same for types that only quantized weights use; `F8_E4M3` as its bits."""
 
 _ALL_DTYPES: Final = {**NUMPY_DTYPES, **PACKED_DTYPES}
 
@@ -36,21 +36,22 @@ _NOT_FINITE: Final[Mapping[str, tuple[type[np.unsignedinteger[Any]], int]]] = {
     "float16": (np.uint16, 0x7C00 << 1),
     "float32": (np.uint32, 0x7F800000 << 1),
 }
-"""Type of an array -> words of its elements, and the least one, without the sign, that is no finite number: an exponent
-of ones."""
+"""Array type -> integer type of the same width, and the smallest non-finite value without its sign bit, shifted
+left.
+"""
 _AT_ONCE: Final = 2**18
-"""Elements that are looked at together: they stay in the cache."""
+"""Elements that are checked together, so that they stay in the CPU cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where its elements are.
+    """The location of a tensor's elements.
 
     Attributes:
         file: The file.
         dtype: A key of `NUMPY_DTYPES` or `PACKED_DTYPES`.
-        shape: Lengths.
-        pieces: (first byte, bytes) of each piece, in order; their sum is `num_bytes`.
+        shape: Dimensions.
+        pieces: (first byte, number of bytes) of each piece, in order; they sum to `num_bytes`.
     """
 
     file: Path
@@ -60,7 +61,7 @@ class StoredTensor:
 
     @property
     def parts(self) -> tuple[StoredTensor, ...]:
-        """The tensors of the file that make this one."""
+        """The tensors of the file that store this one."""
         return (self,)
 
     @property
@@ -68,10 +69,9 @@ class StoredTensor:
         return math.prod(self.shape) * np.dtype(_ALL_DTYPES[self.dtype]).itemsize
 
     def read(self) -> Array:
-        """The elements: a read-only memory map, whose pages are read as they are touched, or a copy.
+        """Return the elements: a read-only memory map, whose pages are read on access, or a copy.
 
-        Several pieces are put together; a piece that begins between two elements is copied, since kernels read whole
-        ones.
+        Several pieces are concatenated. A misaligned piece is copied, because kernels read aligned elements.
         """
         dtype = np.dtype(_ALL_DTYPES[self.dtype])
         if not math.prod(self.shape):
@@ -90,7 +90,7 @@ class StoredTensor:
 
 
 def check_apart(file: Path, tensors: Iterable[tuple[str, StoredTensor]]) -> None:
-    """Raises ModelError where two tensors of a file, given by name, have a byte in common."""
+    """Raise ModelError if two named tensors of a file overlap."""
     places = sorted((*piece, name) for name, each in tensors for piece in each.pieces if piece[1])
     for (start, num_bytes, name), (next_start, _, next_name) in itertools.pairwise(places):
         if next_start < start + num_bytes:
@@ -98,14 +98,14 @@ def check_apart(file: Path, tensors: Iterable[tuple[str, StoredTensor]]) -> None
 
 
 def to_float32(array: Array) -> NDArray[np.float32]:
-    """Widens stored elements exactly; a bfloat16 is the upper half of the float32 of the same value."""
+    """Convert stored elements exactly; a bfloat16 is the upper half of the float32 of the same value."""
     if array.dtype == np.uint16:
         return (array.astype(np.uint32) << np.uint32(16)).view(np.float32)
     return array.astype(np.float32)
 
 
 def is_finite(array: Array) -> bool:
-    """Whether stored elements are finite numbers, all of them; the array is C-contiguous."""
+    """Return whether all elements of a C-contiguous array are finite."""
     words, least = _NOT_FINITE[array.dtype.name]
     elements = array.reshape(-1).view(words)
     without_sign = np.empty(min(_AT_ONCE, elements.size), words)

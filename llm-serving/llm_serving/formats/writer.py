@@ -1,4 +1,4 @@
-"""Writes tensors as safetensors or as a checkpoint of MindSpore, a piece at a time."""
+"""Write tensors as safetensors or as a MindSpore checkpoint, one piece at a time."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _DTYPES: Final[Mapping[np.dtype[np.generic], str]] = {
     **{np.dtype(dtype.numpy): dtype.safetensors for dtype in MODEL_DTYPES.values()},
     **{np.dtype(PACKED_DTYPES[name]): name for name in ("I8", "I32", "I64")},
 }
-"""Type of an array -> its name in safetensors."""
+"""NumPy type -> its name in safetensors."""
 _CHECKPOINT_DTYPES: Final[Mapping[np.dtype[np.generic], str]] = {
     np.dtype(dtype.numpy): dtype.checkpoint for dtype in MODEL_DTYPES.values()
 }
-"""The same in checkpoints."""
+"""NumPy type -> its name in checkpoints."""
 
 Advance = Callable[[int], object]
 
 
-class Tensor(NamedTuple):
-    """One to be written; `read` is called when its turn comes, and its result is not kept."""
+class TensorSource(NamedTuple):
+    """A tensor to write; the writer calls `read` when it writes the tensor and keeps no reference to the result."""
 
     name: str
     dtype: np.dtype[np.generic]
@@ -44,15 +44,15 @@ class Tensor(NamedTuple):
 
 
 def write_safetensors(
-    folder: Path, tensors: list[Tensor], advance: Advance, max_shard_bytes: int = MAX_SHARD_BYTES
+    folder: Path, tensors: list[TensorSource], advance: Advance, max_shard_bytes: int = MAX_SHARD_BYTES
 ) -> None:
-    """One file, or several with an index, named as Hugging Face does.
+    """Write one file, or several with an index, named as Hugging Face does.
 
     Args:
         folder: Exists.
-        tensors: In the order in which they are to lie.
-        advance: Told of bytes written.
-        max_shard_bytes: Bytes of tensors of one file, unless a tensor alone has more.
+        tensors: In file order.
+        advance: Called with the number of bytes written.
+        max_shard_bytes: Maximum bytes of tensors in one file, unless a single tensor is larger.
     """
     shards = list(_shards(tensors, max_shard_bytes))
     names = [SINGLE_NAME]
@@ -67,8 +67,8 @@ def write_safetensors(
             _write_shard(file, shard, advance)
 
 
-def write_checkpoint(path: Path, tensors: list[Tensor], advance: Advance) -> None:
-    """One checkpoint, as `mindspore.save_checkpoint` writes it."""
+def write_checkpoint(path: Path, tensors: list[TensorSource], advance: Advance) -> None:
+    """Write one checkpoint as `mindspore.save_checkpoint` does."""
     with path.open("wb") as file:
         for tensor in tensors:
             array = tensor.read().reshape(-1)
@@ -77,8 +77,8 @@ def write_checkpoint(path: Path, tensors: list[Tensor], advance: Advance) -> Non
                 _write_value(file, tensor, array[start : start + step], advance)
 
 
-def _shards(tensors: list[Tensor], max_bytes: int) -> Iterator[list[Tensor]]:
-    shard: list[Tensor] = []
+def _shards(tensors: list[TensorSource], max_bytes: int) -> Iterator[list[TensorSource]]:
+    shard: list[TensorSource] = []
     for tensor in tensors:
         if shard and sum(each.num_bytes for each in shard) + tensor.num_bytes > max_bytes:
             yield shard
@@ -87,8 +87,8 @@ def _shards(tensors: list[Tensor], max_bytes: int) -> Iterator[list[Tensor]]:
     yield shard
 
 
-def _write_shard(file: BinaryIO, tensors: list[Tensor], advance: Advance) -> None:
-    # transformers reads only what says that it is for torch.
+def _write_shard(file: BinaryIO, tensors: list[TensorSource], advance: Advance) -> None:
+    # transformers requires this metadata.
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     at = 0
     for tensor in tensors:
@@ -102,7 +102,7 @@ def _write_shard(file: BinaryIO, tensors: list[Tensor], advance: Advance) -> Non
         _write_array(file, tensor.read().reshape(-1), advance)
 
 
-def _write_value(file: BinaryIO, tensor: Tensor, part: Array, advance: Advance) -> None:
+def _write_value(file: BinaryIO, tensor: TensorSource, part: Array, advance: Advance) -> None:
     dims = b"".join(mindspore_ckpt.number(1, length) for length in tensor.shape)
     before = (
         dims

@@ -1,1 +1,1 @@
-"""The operations of a decoder on a CPU: a C++ library for MindSpore's operator plugin, and what it must compute."""
+"""The CPU operator library (csrc/), how to compile and load it, and the NumPy definitions of its kernels."""

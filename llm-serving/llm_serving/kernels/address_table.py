@@ -10,14 +10,14 @@ from numpy.typing import NDArray
 
 _TYPES: Final = {
     np.dtype(name): number
-    for number, name in enumerate(("float32", "float16", "uint16", "int32", "int64", "int8"))  # uint16: of bfloat16
+    for number, name in enumerate(("float32", "float16", "uint16", "int32", "int64", "int8"))  # uint16: bfloat16 bits
 }
 _AXES: Final = ("first", "second", "third", "fourth")
 
 
 class _Row(ctypes.Structure):
     _fields_ = (
-        ("address", ctypes.c_char_p),  # of bytes it takes the address several times faster than NumPy tells that of its
+        ("address", ctypes.c_char_p),  # assigning bytes is several times faster than asking NumPy for an address
         ("type", ctypes.c_int64),
         ("rank", ctypes.c_int64),
         *[(axis, ctypes.c_int64) for axis in _AXES],
@@ -28,10 +28,10 @@ _WORDS: Final = ctypes.sizeof(_Row) // ctypes.sizeof(ctypes.c_int64)
 
 
 class AddressTable:
-    """What `AddressedCall` reads: a row for each parameter, each an array of four dimensions at most.
+    """The table that the C++ class `AddressedCall` reads: a row for each parameter, an array of up to four dimensions.
 
     Attributes:
-        memory: int64 [parameters, 7], to be given to the operator; it stays where it is.
+        memory: int64 [parameters, 7], the operator's argument; its address is stable.
     """
 
     def __init__(self, num_parameters: int) -> None:
@@ -40,12 +40,12 @@ class AddressTable:
         words = np.frombuffer(memoryview(table).cast("B"), np.int64)
         self.memory: NDArray[np.int64] = words.reshape(num_parameters, _WORDS)
 
-    def give(self, number: int, array: NDArray[Any]) -> None:
-        """Has the parameter read from a copy of an array."""
+    def set_copy(self, number: int, array: NDArray[Any]) -> None:
+        """Bind a parameter to a copy of an array."""
         self._set(number, array.tobytes(), array)
 
-    def lend(self, number: int, array: NDArray[Any]) -> None:
-        """Has the parameter be an array itself, C-contiguous, which the caller keeps."""
+    def set_view(self, number: int, array: NDArray[Any]) -> None:
+        """Bind a parameter to a C-contiguous array, which the caller must keep alive."""
         self._set(number, array.ctypes.data, array)
 
     def _set(self, number: int, address: bytes | int, array: NDArray[Any]) -> None:

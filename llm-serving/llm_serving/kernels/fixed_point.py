@@ -1,13 +1,13 @@
 """Linear layers of bfloat16 in 16-bit integers, in NumPy: what csrc/fixed_point.h computes, bit by bit.
 
 The idea is block floating point (J. H. Wilkinson, Rounding Errors in Algebraic Processes, 1963): numbers that share a
-power of two, their unit, are multiplied and summed as integers. Weights share it along a column of the product,
-activations within a row and a block of 128 inputs, where it is the smallest for which no sum leaves 32 bits: by the
-Cauchy-Schwarz inequality the products of a block add up, in magnitude, to at most norm times norm.
+power of two, their unit, are multiplied and summed as integers. Weights share a unit along a column of the product.
+Activations share one within a row and a block of 128 inputs: the smallest for which no sum exceeds 32 bits. By the
+Cauchy-Schwarz inequality, the sum of the products of a block is at most the product of the norms.
 
-Exact: multiples of their units, thus every bfloat16 not much smaller than the largest beside it (2^-7 of a column's),
-and the sums of a block. Rounded: smaller numbers to the nearest multiple, the sum of a block to float32, and each
-addition of blocks. Subnormal numbers count as zero.
+Exact are multiples of the units, so every bfloat16 that is not much smaller than the largest one beside it (2^-7 of a
+column's), and the sums of a block. Rounded are smaller numbers (to the nearest multiple), the sum of a block (to
+float32) and each addition of blocks. Subnormal numbers count as zero.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Multiples = NDArray[np.int64]
 
 BLOCK_INPUTS = 128
 UNIT_BITS = 14
-LEAST_EXPONENT = -90
+MIN_EXPONENT = -90
 
 _LANES = 16
 _ROUNDING_NORM = np.float32(6)
@@ -37,7 +37,7 @@ def linear(x: Floats, weight: Floats) -> Singles:
 
     Args:
         x: Exact bfloat16 values. Rows with infinity or NaN become NaN.
-        weight: Exact bfloat16 values, all finite: others are multiplied in float32.
+        weight: Exact, finite bfloat16 values; other weights are multiplied in float32.
 
     Returns:
         float32, before it is rounded to bfloat16.
@@ -45,41 +45,43 @@ def linear(x: Floats, weight: Floats) -> Singles:
     multiples, powers = _weight_multiples(_without_subnormals(weight))
     blocks = [slice(first, first + BLOCK_INPUTS) for first in range(0, x.shape[1], BLOCK_INPUTS)]
     largest = max([1, *(int(np.sum(multiples[:, block] ** 2, axis=1).max(initial=0)) for block in blocks)])
-    most_norm = np.float32(2.0**31 * 0.999 / math.sqrt(largest))
+    max_norm = np.float32(2.0**31 * 0.999 / math.sqrt(largest))
     sums = np.zeros((len(x), len(weight)), np.float32)
     for block in blocks:
-        row_multiples, row_units = _activation_multiples(_without_subnormals(x[:, block]), most_norm)
+        row_multiples, row_units = _activation_multiples(_without_subnormals(x[:, block]), max_norm)
         sums = _single(_exact_sums(row_multiples, multiples[:, block]) * row_units[:, None] + sums)
     return _single(sums * powers)
 
 
 def _weight_multiples(weight: Doubles) -> tuple[Multiples, Doubles]:
-    """Multiples [N, K] of units, and 2^14 units [N]."""
+    """Return the weights as multiples [N, K] of units, and 2^14 units [N]."""
     powers = np.exp2(_exponents(weight))
     return np.rint(weight / powers[:, None] * 2**UNIT_BITS).astype(np.int64), powers
 
 
-def _activation_multiples(x: Doubles, most_norm: np.float32) -> tuple[Multiples, Doubles]:
-    """Multiples [M, K] of units, and 2^-14 units [M], for one block of inputs, whose norms are at most `most_norm`."""
+def _activation_multiples(x: Doubles, max_norm: np.float32) -> tuple[Multiples, Doubles]:
+    """Return one block of inputs as multiples [M, K] of units, with norms of at most `max_norm`, and 2^-14 units
+    [M].
+    """
     finite = np.all(np.isfinite(x), axis=1)
     x = np.where(finite[:, None], x, 0)
     exponents = _exponents(x)
     values = _single(x / np.exp2(exponents)[:, None])
     with np.errstate(divide="ignore"):
-        allowed = (most_norm - _ROUNDING_NORM) / np.sqrt(_sum_of_squares(values))
+        allowed = (max_norm - _ROUNDING_NORM) / np.sqrt(_sum_of_squares(values))
     units_per_one = np.exp2(np.minimum(_floor_exponents(allowed), UNIT_BITS))
     units = np.where(finite, np.exp2(exponents - UNIT_BITS) / units_per_one, np.nan)
     return np.rint(values * units_per_one[:, None]).astype(np.int64), units
 
 
 def _exact_sums(x: Multiples, weight: Multiples) -> Doubles:
-    """Sums of products [M, N], rounded to float32 once. That they stay in 32 bits is what `most_norm` is for."""
+    """Return sums of products [M, N], rounded to float32 once; `max_norm` guarantees that they fit 32 bits."""
     assert np.all(np.abs(x) @ np.abs(weight).T < 2**31), "a sum of products may leave 32 bits on the way"
     return (x @ weight.T).astype(np.float32).astype(np.float64)
 
 
 def _sum_of_squares(values: Singles) -> Singles:
-    """Of each row: sixteen lanes take every sixteenth input in turn, then lane j takes j + 8, + 4, + 2, + 1."""
+    """Sum each row as the kernel does: lane j adds every sixteenth input, then the lanes j + 8, + 4, + 2 and + 1."""
     lanes = np.zeros((len(values), _LANES), np.float32)
     for first in range(0, values.shape[1], _LANES):
         added = values[:, first : first + _LANES].astype(np.float64)
@@ -91,27 +93,27 @@ def _sum_of_squares(values: Singles) -> Singles:
 
 
 def _exponents(values: Doubles) -> Doubles:
-    """Exponent of the largest magnitude of each row; small ones count as the least."""
-    return np.maximum(_floor_exponents(np.abs(values).max(axis=1, initial=0)), LEAST_EXPONENT)
+    """Return the exponent of the largest magnitude of each row, at least MIN_EXPONENT."""
+    return np.maximum(_floor_exponents(np.abs(values).max(axis=1, initial=0)), MIN_EXPONENT)
 
 
 def _floor_exponents(values: Floats) -> Doubles:
-    """floor(log2(value)) of positive numbers; that of infinity and zero is theirs."""
+    """Return floor(log2(value)) of positive numbers, and that of infinity and zero."""
     exponents = np.frexp(values)[1] - 1.0
     return np.where(np.isinf(values), np.inf, np.where(values == 0, -np.inf, exponents))
 
 
 def _without_subnormals(values: Floats) -> Doubles:
-    widened = values.astype(np.float64)
-    return np.where(np.abs(widened) < _SMALLEST_NORMAL, np.copysign(0.0, widened), widened)
+    wide = values.astype(np.float64)
+    return np.where(np.abs(wide) < _SMALLEST_NORMAL, np.copysign(0.0, wide), wide)
 
 
 def _single(values: Doubles) -> Singles:
-    """Rounded to float32.
+    """Round to float32.
 
-    Sums come in with two roundings, to float64 first, and leave as if there was one: of two float32, or of a float32
-    and a product that float32 could hold, float64 keeps enough bits for that (S. A. Figueroa, When is double rounding
-    innocuous?, 1995). Products come in exact.
+    Sums are rounded twice, to float64 first, with the result of a single rounding: for two float32, or for a float32
+    and a product that float32 can represent, float64 keeps enough bits (S. A. Figueroa, When is double rounding
+    innocuous?, 1995). Products arrive exact.
     """
     with np.errstate(over="ignore"):
         return _without_subnormals(values).astype(np.float32)

@@ -1,9 +1,9 @@
-"""Keys and values in 8 bits, in NumPy: what csrc/attending.cc stores, and what csrc/coded_attention.h adds up.
+"""The int8 KV cache in NumPy: what csrc/paged_attention.cc stores and csrc/quantized_attention.h sums.
 
-Each head of a token has a scale of its own, its largest magnitude / 127, as a row of w8a8.py has, and so has each head
-of a query. A score is the exact sum of products of codes, times the scale of the key, times that of the query. Weights
-of 64 tokens, times the scales of their values, are integers of 16 bits, so that their products with codes of values are
-added up exactly, too.
+Each head of a token has a scale, its largest magnitude / 127, like a row of w8a8.py, and so has each head of a query. A
+score is the exact sum of products of quantized values, times the scale of the key, times that of the query. Softmax
+weights of 64 tokens, times the scales of their values, are rounded to 16-bit integers, so that their products with
+quantized values are also summed exactly.
 """
 
 from __future__ import annotations
@@ -13,36 +13,36 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llm_serving.kernels.w8a8 import Singles, row_codes
+from llm_serving.kernels.w8a8 import Singles, quantize_rows
 
 Floats = NDArray[np.floating[Any]]
 Doubles = NDArray[np.float64]
 
-MOST_WEIGHT = np.float32(65535)
-"""What the largest weight of 64 tokens is brought to, times the largest scale of their values."""
+MAX_WEIGHT = np.float32(65535)
+"""The largest of 64 softmax weights, times the largest scale of their values, is scaled to this number."""
 
 
-def head_codes(x: Floats, num_heads: int) -> tuple[NDArray[np.int8], Singles]:
-    """Rows [T, num_heads*D] -> codes [T, num_heads, D] of -127..127 and scales [T, num_heads].
+def quantize_heads(x: Floats, num_heads: int) -> tuple[NDArray[np.int8], Singles]:
+    """Rows [T, num_heads*D] -> quantized values [T, num_heads, D] in -127..127 and scales [T, num_heads]
 
-    A head with infinity or NaN has codes of zero and a scale of NaN.
+    A head with infinity or NaN has zeros and a scale of NaN.
     """
-    codes, scales = row_codes(x.reshape(len(x) * num_heads, -1))
-    return codes.reshape(len(x), num_heads, -1), scales.reshape(len(x), num_heads)
+    qvalues, scales = quantize_rows(x.reshape(len(x) * num_heads, -1))
+    return qvalues.reshape(len(x), num_heads, -1), scales.reshape(len(x), num_heads)
 
 
 def restored(x: Floats, num_heads: int) -> Doubles:
-    """What attention takes rows [T, num_heads*D] of queries, keys or values for, exactly."""
-    codes, scales = head_codes(x, num_heads)
-    values: Doubles = codes * scales.astype(np.float64)[..., None]
+    """Return the values that attention uses for rows [T, num_heads*D] of queries, keys or values, exactly."""
+    qvalues, scales = quantize_heads(x, num_heads)
+    values: Doubles = qvalues * scales.astype(np.float64)[..., None]
     return values.reshape(x.shape)
 
 
 def weighted_sum(weights: Singles, values: Floats) -> Singles:
-    """Weights [S] of at most 64 tokens, the largest of which is 1, and their values [S, D] of a head -> [D]."""
-    codes, scales = row_codes(values)
+    """Weights [S] of at most 64 tokens, the largest of which is 1, and their values [S, D] of a head -> [D]"""
+    qvalues, scales = quantize_rows(values)
     largest = scales.max(initial=np.float32(0))
-    relative = scales * (MOST_WEIGHT / largest if largest > 0 else np.float32(0))
-    sums = np.rint(weights * relative).astype(np.int64) @ codes.astype(np.int64)
-    result: Singles = sums.astype(np.float32) * (largest / MOST_WEIGHT)
+    relative = scales * (MAX_WEIGHT / largest if largest > 0 else np.float32(0))
+    sums = np.rint(weights * relative).astype(np.int64) @ qvalues.astype(np.int64)
+    result: Singles = sums.astype(np.float32) * (largest / MAX_WEIGHT)
     return result

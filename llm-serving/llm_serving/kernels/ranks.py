@@ -1,4 +1,4 @@
-"""Processes of one machine that compute a model together: what each computes in part is added up."""
+"""Tensor parallelism within one machine: the processes that compute a model together, and their collectives."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from llm_serving.kernels import library
 Array = NDArray[Any]
 
 JOIN_S: Final = 3600.0
-"""Seconds that others have to come, and to load their weights: the master ends whoever has to wait for nobody."""
+"""Seconds in which all ranks must join and load their weights; the master ends a rank that waits in vain."""
 
 
 class Ranks:
-    """One process of several that compute the same step at the same time.
+    """One rank of several processes that compute the same step at the same time.
 
-    Whatever goes wrong is the end of all: the parts of one step would be added to those of another otherwise.
+    Every failure is final: otherwise the partial sums of one step could be added to those of another.
     """
 
     def __init__(self, fd: int, rank: int, count: int, timeout_s: float = JOIN_S) -> None:
-        """Waits until the others have come.
+        """Join and wait for the other ranks.
 
         Args:
-            fd: The memory that all have inherited, of `memory_bytes(count)`.
+            fd: The memory that all ranks have inherited, of `memory_bytes(count)`.
             rank: From 0 on.
-            count: Of ranks.
-            timeout_s: Seconds until all must be there, and until all must have loaded.
+            count: Number of ranks.
+            timeout_s: Seconds until all ranks must have joined, and until all must have loaded.
 
         Raises:
-            RankLostError: They do not come.
+            RankLostError: A rank is missing.
         """
         self.rank, self.count = rank, count
         self._library = library.load()
@@ -44,31 +44,31 @@ class Ranks:
 
     @property
     def error(self) -> str | None:
-        """What went wrong; None while nothing did."""
+        """What went wrong, or None."""
         error: bytes | None = self._library.llm_error_of_ranks(self._handle)
         return None if error is None else error.decode(errors="replace")
 
     def check(self) -> None:
         """Raises:
-        RankLostError: Another rank is gone, or does something else.
+        RankLostError: Another rank is gone or computes something else.
         """
         if (error := self.error) is not None:
             raise RankLostError(error)
 
     def use(self) -> None:
-        """Programs of this process compute with the others from now on."""
+        """Run the programs of this process with the other ranks from now on."""
         self._library.llm_use_ranks(self._handle)
 
     def begin(self, step: int, timeout_s: float) -> None:
-        """What comes next belongs to a step, as it must for all; another is waited for so many seconds."""
+        """Start a step, whose number must be the same on all ranks; wait at most `timeout_s` for another rank."""
         self._library.llm_begin_step(self._handle, step, timeout_s)
 
     def all_reduce(self, x: Array, dtype: str) -> Array:
-        """The sum of x over all ranks.
+        """Return the sum of x over all ranks.
 
         Args:
-            x: Elements of the type; bfloat16 and float16 as their bits.
-            dtype: Of the elements.
+            x: Elements; bfloat16 and float16 as their bits.
+            dtype: Type of the elements.
 
         Raises:
             RankLostError: As `check`.
@@ -80,11 +80,11 @@ class Ranks:
         return y
 
     def all_gather(self, rows: NDArray[np.float32], width: int) -> NDArray[np.float32]:
-        """[S, width] of all ranks' columns, which are as many, but for one more of some.
+        """Return the columns of all ranks, [S, width]. Ranks have equally many columns, some one more.
 
         Args:
             rows: [S, columns of this rank]
-            width: Of all ranks together.
+            width: Columns of all ranks together.
 
         Raises:
             RankLostError: As `check`.
@@ -97,7 +97,7 @@ class Ranks:
         return whole
 
     def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
-        """What each rank gives, in their order; all give as many numbers.
+        """Return the numbers of each rank in rank order; all ranks give equally many.
 
         Raises:
             RankLostError: As `check`.
@@ -109,5 +109,5 @@ class Ranks:
         return every.tolist()  # type: ignore[no-any-return]
 
     def leave(self) -> None:
-        """The others are told that this rank is gone."""
+        """Leave the group and notify the other ranks."""
         self._leave()

@@ -3,7 +3,7 @@
 Arguments are exact values (bfloat16 and float16 widened to float), results float64. A kernel may differ by the rounding
 of its sums and of its result; the tests derive by how much.
 
-bfloat16 in NumPy, which has no such dtype: its bits are carried as uint16.
+NumPy has no bfloat16: its bits are stored as uint16.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def embedding(token_ids: Integers, table: Floats) -> Doubles:
 def rms_norm(x: Floats, gamma: Floats, eps: float) -> Doubles:
     """B. Zhang and R. Sennrich, Root Mean Square Layer Normalization (2019): [T, H], [G] -> [T, H]
 
-    G columns of a row after the other are normed by themselves; G divides H.
+    Each G consecutive columns of a row are normalised separately; G divides H.
     """
     values = _double(x).reshape(len(x), -1, len(gamma))
     normed: Doubles = values / np.sqrt(np.mean(values**2, axis=-1, keepdims=True) + eps) * _double(gamma)
@@ -42,14 +42,14 @@ def rms_norm(x: Floats, gamma: Floats, eps: float) -> Doubles:
 
 
 def rotary(x: Floats, cos: Floats, sin: Floats) -> Doubles:
-    """[T, heads*D] rotated by [T, D] tables: element i of a head turns with element i + D/2.
+    """Rotate [T, heads*D] by [T, D] tables: element i of a head is paired with element i + D/2.
 
     J. Su et al., RoFormer (2021), in the rotate-half convention of Llama checkpoints.
     """
     head_dim = cos.shape[1]
     heads = _double(x).reshape(len(x), -1, head_dim)
-    turned = np.concatenate([-heads[..., head_dim // 2 :], heads[..., : head_dim // 2]], axis=-1)
-    rotated = heads * _double(cos)[:, None] + turned * _double(sin)[:, None]
+    halves_swapped = np.concatenate([-heads[..., head_dim // 2 :], heads[..., : head_dim // 2]], axis=-1)
+    rotated = heads * _double(cos)[:, None] + halves_swapped * _double(sin)[:, None]
     result: Doubles = rotated.reshape(x.shape)
     return result
 
@@ -69,22 +69,22 @@ def gelu_tanh_gated(gate_up: Floats) -> Doubles:
     return gated
 
 
-def weigh(x: Floats, gate: Floats) -> Doubles:
+def sigmoid_gate(x: Floats, gate: Floats) -> Doubles:
     """[T, H] times the sigmoid of [T, 1]"""
-    weighed: Doubles = _double(x) / (1 + np.exp(-_double(gate)))
-    return weighed
+    gated: Doubles = _double(x) / (1 + np.exp(-_double(gate)))
+    return gated
 
 
 def all_reduce(parts: Sequence[Floats]) -> NDArray[np.float32]:
-    """The sum of what each rank has, [T, H], added in float32 and in their order."""
+    """Return the sum of all ranks' parts [T, H], added in float32 and in rank order."""
     total = np.zeros_like(np.asarray(parts[0], dtype=np.float32))
     for part in parts:
         total = total + np.asarray(part, dtype=np.float32)
     return total
 
 
-def cap(x: Floats, scale: float, largest: float) -> Doubles:
-    """scale * x, drawn in between -largest and largest; 0 for no such limit."""
+def softcap(x: Floats, scale: float, largest: float) -> Doubles:
+    """Return scale * x, limited smoothly to -largest..largest; 0 disables the limit."""
     scaled = _double(x) * scale
     return largest * np.tanh(scaled / largest) if largest > 0 else scaled
 
@@ -100,37 +100,39 @@ def route(
     top_groups: int = 1,
     correction: Floats | None = None,
 ) -> tuple[Doubles, Integers]:
-    """Experts of rows [T, E]: shares and numbers [T, top_k], by falling score, the lower number first among equals.
+    """Return the experts of rows [T, E]: weights and numbers [T, top_k], by descending score, ties by ascending number.
 
-    Experts come from the `top_groups` best of `groups` alone: those with the largest score or, with a correction, with
-    the largest sum of two. The correction is added to scores for choosing only (DeepSeek-V3, 2024).
+    Experts come from the `top_groups` best of `groups` only: those with the largest score or, with a correction, with
+    the largest sum of two scores. The correction is added to scores for the choice alone (DeepSeek-V3, 2024).
     """
     values = _double(logits)
     scores = 1 / (1 + np.exp(-values)) if sigmoid else np.exp(values - values.max(axis=-1, keepdims=True))
     scores = scores if sigmoid else scores / scores.sum(axis=-1, keepdims=True)
-    wanted = scores if correction is None else scores + _double(correction)
-    of_groups = wanted.reshape(len(logits), groups, -1).copy()
+    choice_scores = scores if correction is None else scores + _double(correction)
+    of_groups = choice_scores.reshape(len(logits), groups, -1).copy()
     best = of_groups.max(-1) if correction is None else np.sort(of_groups, axis=-1)[..., -2:].sum(-1)
     left_out = np.argsort(-best, axis=-1, kind="stable")[:, top_groups:]
     np.put_along_axis(of_groups, left_out[..., None], -np.inf, axis=1)
-    chosen = np.argsort(-of_groups.reshape(scores.shape), axis=-1, kind="stable")[:, :top_k]
-    shares = np.take_along_axis(scores, chosen, -1)
-    shares = shares / shares.sum(axis=-1, keepdims=True) if normalise else shares
-    return shares * scale, chosen
+    topk_ids = np.argsort(-of_groups.reshape(scores.shape), axis=-1, kind="stable")[:, :top_k]
+    topk_weights = np.take_along_axis(scores, topk_ids, -1)
+    topk_weights = topk_weights / topk_weights.sum(axis=-1, keepdims=True) if normalise else topk_weights
+    return topk_weights * scale, topk_ids
 
 
-def experts(x: Floats, shares: Floats, chosen: Integers, gate_up: Floats, down: Floats) -> Doubles:
-    """[T, K], shares and experts of rows [T, top_k], [E, 2*I, K], [E, H, I] -> [T, H]: sums of shares of results."""
+def experts(x: Floats, topk_weights: Floats, topk_ids: Integers, gate_up: Floats, down: Floats) -> Doubles:
+    """[T, K], weights and numbers of experts [T, top_k], [E, 2*I, K], [E, H, I] -> [T, H], the weighted sum of
+    results
+    """
     result = np.zeros((len(x), down.shape[1]))
-    for row, (row_shares, row_chosen) in enumerate(zip(shares, chosen, strict=True)):
-        for share, expert in zip(row_shares, row_chosen, strict=True):
+    for row, (row_weights, row_ids) in enumerate(zip(topk_weights, topk_ids, strict=True)):
+        for weight, expert in zip(row_weights, row_ids, strict=True):
             inner = swiglu(linear(x[row : row + 1], gate_up[expert]))
-            result[row] += share * linear(inner, down[expert])[0]
+            result[row] += weight * linear(inner, down[expert])[0]
     return result
 
 
 def store_kv(k: Floats, v: Floats, key_cache: Floats, value_cache: Floats, slot_mapping: Integers) -> None:
-    """Write rows [T, num_kv_heads*D] into caches [num_blocks, block_size, num_kv_heads, D] in place; -1 skips."""
+    """Write rows [T, num_kv_heads*D] into caches [num_blocks, block_size, num_kv_heads, D] in place; -1 skips a row."""
     kept = slot_mapping >= 0
     for rows, cache in ((k, key_cache), (v, value_cache)):
         slots = cache.reshape(-1, cache.shape[2] * cache.shape[3])
@@ -151,7 +153,7 @@ def attention(
     slopes: Floats | None = None,
     mask: Floats | None = None,
 ) -> Doubles:
-    """Attention of packed rows over a paged cache: causal, or as a mask says.
+    """Compute attention of packed rows over a paged cache, causal or with a mask.
 
     Args:
         q: [T, num_heads*D]; request b owns `query_lens[b]` consecutive rows.
@@ -161,11 +163,12 @@ def attention(
         query_lens: [B].
         context_lens: [B], these rows included.
         scale: Factor of the scores.
-        window: Tokens a row sees, its own included; 0 for all.
-        largest: See `cap`: of the scores.
-        slopes: [num_heads], what scores lose with each token of distance (O. Press et al., ALiBi, 2021).
-        mask: [T, >= longest context], added to the scores of all keys of a row's request, -inf for none of them; None:
-            a row sees the keys up to its own.
+        window: Tokens that a row attends to, its own included; 0 for all.
+        largest: Limit of the scores, see `softcap`.
+        slopes: [num_heads], ALiBi slopes: a score loses the slope once for each token of distance (O. Press et al.,
+            2021).
+        mask: [T, >= longest context], added to the scores of all keys of a row's request, -inf to hide a key; None: a
+            row attends to the keys up to its own position.
 
     Returns:
         [T, num_heads*D]
@@ -180,7 +183,7 @@ def attention(
         for position in range(context - num_queries, context):
             seen = position + 1 if mask is None else context
             first = max(0, seen - window) if window else 0
-            scores = cap(np.einsum("hgd,jhd->hgj", queries[row], keys[first:seen]), scale, largest)
+            scores = softcap(np.einsum("hgd,jhd->hgj", queries[row], keys[first:seen]), scale, largest)
             if slopes is not None:
                 scores -= _double(slopes).reshape(num_kv_heads, -1, 1) * np.arange(seen - first)[::-1]
             if mask is not None:
@@ -195,17 +198,17 @@ def attention(
 def prompt_attention(
     q: Floats, k: Floats, v: Floats, lens: Integers, num_heads: int, scale: float, tile: Floats | None
 ) -> Doubles:
-    """Attention of whole prompts, one after another, to their own keys: FlashAttentionScore in the layout TH.
+    """Compute attention of whole prompts, one after another, to their own keys: FlashAttentionScore in the layout TH.
 
     Args:
         q: [T, num_heads*D].
         k: [T, num_kv_heads*D].
         v: As `k`.
         lens: Tokens of each prompt, T in all.
-        num_heads: Of q.
+        num_heads: Heads of q.
         scale: Factor of the scores.
-        tile: [n, n], added to the scores in the squares of side n along the diagonal of each prompt; keys of a square
-            before that are seen as they are, those of one behind it are hidden. None: a row sees its whole prompt.
+        tile: [n, n], added to the scores in the squares of side n along the diagonal of each prompt; keys of earlier
+            squares are visible, keys of later ones hidden. None: a row attends to its whole prompt.
 
     Returns:
         [T, num_heads*D]
@@ -224,7 +227,7 @@ def prompt_attention(
 
 
 def _along_diagonal(tile: Doubles, length: int) -> Doubles:
-    """[length, length]"""
+    """Return the mask [length, length] that a tile defines."""
     square, inside = np.divmod(np.arange(length), len(tile))
     outside = np.where(square[:, None] < square, -np.inf, 0.0)
     return np.where(square[:, None] == square, tile[inside[:, None], inside], outside)
@@ -243,5 +246,5 @@ def round_to_bfloat16(array: NDArray[np.float32]) -> NDArray[np.uint16]:
 
 
 def from_bfloat16(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
-    """The float32 values of bfloat16 bits, exactly."""
+    """Return the float32 values of bfloat16 bits, exactly."""
     return (np.asarray(bits, dtype=np.uint32) << 16).view(np.float32)

@@ -1,7 +1,7 @@
 """Linear layers of 4-bit weights in groups and 8-bit rows, in NumPy: what csrc/w4a8.h computes, bit by bit.
 
-Sums of products of codes are exact within a group, and groups are added in float32 in ascending order, so that every
-instruction set gives these bits. Subnormal numbers count as zero.
+Sums of products of quantized values are exact within a group, and groups are added in float32 in ascending order, so
+that every instruction set gives these bits. Subnormal numbers count as zero.
 """
 
 from __future__ import annotations
@@ -11,34 +11,34 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from llm_serving.kernels.w8a8 import Floats, Singles, row_codes, without_subnormals
+from llm_serving.kernels.w8a8 import Floats, Singles, quantize_rows, without_subnormals
 
 ZERO: Final = 8
-"""Code of 0 where none is given."""
+"""Zero point of symmetric weights."""
 
 
 def linear(
-    x: Floats, codes: NDArray[np.uint8], scales: Singles, zeros: NDArray[np.uint8] | None, group_size: int
+    x: Floats, qvalues: NDArray[np.uint8], scales: Singles, zeros: NDArray[np.uint8] | None, group_size: int
 ) -> Singles:
     """[M, K] x [N, K] -> [M, N]
 
     Args:
-        x: Values that float32 holds exactly. Rows with infinity or NaN become NaN.
-        codes: 0 to 15, at most 65,536 columns.
+        x: Values that float32 represents exactly. Rows with infinity or NaN become NaN.
+        qvalues: 0 to 15, at most 65,536 columns.
         scales: [N, groups]
-        zeros: [N, groups], the codes of 0; None: `ZERO`.
+        zeros: [N, groups], the zero points; None: `ZERO`.
         group_size: Columns of a group; the last may be shorter.
 
     Returns:
         float32, before it is rounded to the model dtype.
     """
-    rows, row_scales = row_codes(x)
-    totals = np.zeros((len(rows), len(codes)), np.float32)
+    rows, row_scales = quantize_rows(x)
+    totals = np.zeros((len(rows), len(qvalues)), np.float32)
     with np.errstate(over="ignore", invalid="ignore"):
         for group in range(scales.shape[1]):
             columns = slice(group * group_size, (group + 1) * group_size)
             zero = ZERO if zeros is None else zeros[:, group, None].astype(np.float64)
-            numbers = codes[:, columns].astype(np.float64) - zero
+            numbers = qvalues[:, columns].astype(np.float64) - zero
             sums = (rows[:, columns].astype(np.float64) @ numbers.T).astype(np.float32)
             totals = without_subnormals(totals + without_subnormals(sums * scales[:, group]))
         return without_subnormals(totals * row_scales[:, None])

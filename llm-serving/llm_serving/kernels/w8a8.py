@@ -1,7 +1,7 @@
 """Linear layers of 8-bit weights and 8-bit rows, in NumPy: what csrc/w8a8.h computes, bit by bit.
 
-Each row of activations has a scale of its own, the largest magnitude / 127, as each output of the weight has. Sums of
-products of codes are exact, so that every instruction set gives these bits. Subnormal numbers count as zero.
+Each row of activations has a scale, its largest magnitude / 127, and so has each output of the weight. Sums of products
+of quantized values are exact, so that every instruction set gives these bits. Subnormal numbers count as zero.
 """
 
 from __future__ import annotations
@@ -13,45 +13,45 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.floating[Any]]
 Singles = NDArray[np.float32]
-Codes = NDArray[np.integer[Any]]
+Int8Values = NDArray[np.integer[Any]]
 
-LEAST_LARGEST = np.float32(2.0**-100)
+MIN_LARGEST = np.float32(2.0**-100)
 """Rows without a larger magnitude count as zeros."""
 
 _SMALLEST_NORMAL = np.float32(2.0**-126)
 
 
-def linear(x: Floats, codes: Codes, scales: Singles) -> Singles:
+def linear(x: Floats, qvalues: Int8Values, scales: Singles) -> Singles:
     """[M, K] x [N, K] -> [M, N]
 
     Args:
-        x: Values that float32 holds exactly. Rows with infinity or NaN become NaN.
-        codes: int8, at most 65,536 columns.
+        x: Values that float32 represents exactly. Rows with infinity or NaN become NaN.
+        qvalues: int8, at most 65,536 columns.
         scales: float32 [N].
 
     Returns:
         float32, before it is rounded to the model dtype.
     """
-    rows, row_scales = row_codes(x)
-    # A float64 holds every sum of 65,536 products of 7 bits and 8 exactly.
-    sums = (rows.astype(np.float64) @ codes.astype(np.float64).T).astype(np.float32)
+    rows, row_scales = quantize_rows(x)
+    # float64 represents every sum of 65,536 products of 7 and 8 bits exactly.
+    sums = (rows.astype(np.float64) @ qvalues.astype(np.float64).T).astype(np.float32)
     with np.errstate(over="ignore", invalid="ignore"):
         return without_subnormals(without_subnormals(sums * scales) * row_scales[:, None])
 
 
-def row_codes(x: Floats) -> tuple[NDArray[np.int8], Singles]:
-    """Codes [M, K] of -127..127, and what they are multiplied by to become the rows again, [M]."""
+def quantize_rows(x: Floats) -> tuple[NDArray[np.int8], Singles]:
+    """Return quantized values [M, K] in -127..127, and the scales [M] that convert them back."""
     values = without_subnormals(x.astype(np.float32))
     largest = np.abs(values).max(axis=1, initial=0)
-    finite, used = np.isfinite(largest), largest >= LEAST_LARGEST
+    finite, used = np.isfinite(largest), largest >= MIN_LARGEST
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         factors = np.where(finite & used, np.float32(127) / largest, np.float32(0))
         values = np.where(finite[:, None], values, np.float32(0))
         row_scales = np.where(used, largest / np.float32(127), np.float32(0))
-    codes = np.rint(values * factors[:, None]).astype(np.int8)
-    return codes, np.where(finite, row_scales, np.float32(np.nan)).astype(np.float32)
+    qvalues = np.rint(values * factors[:, None]).astype(np.int8)
+    return qvalues, np.where(finite, row_scales, np.float32(np.nan)).astype(np.float32)
 
 
 def without_subnormals(values: Singles) -> Singles:
-    """As the kernels compute: numbers below the smallest normal one are zeros of their sign."""
+    """Replace subnormal numbers by zeros of their sign, as the kernels do."""
     return np.where(np.abs(values) < _SMALLEST_NORMAL, np.copysign(np.float32(0), values), values)

@@ -1,1 +1,1 @@
-"""From the description of a network to what MindSpore compiles: one operator that runs a program, or Cells."""
+"""Networks as MindSpore Cells: a graph of Cells, one program operator, or a network of MindFormers."""

@@ -1,4 +1,4 @@
-"""A network as a graph of Cells: the operations of a backend, one Cell for each operation of the description."""
+"""A network as a graph of Cells, one for each operation of the description."""
 
 from __future__ import annotations
 
@@ -15,39 +15,40 @@ from llm_serving.lowering.parameters import Parameters
 from llm_serving.lowering.step_inputs import KVCaches
 from llm_serving.network.builder import Network
 from llm_serving.network.operations import Operation, Value, Weight
-from llm_serving.network.rewriting import Plan, add_in_norm, apply, select_rows
+from llm_serving.network.rewriting import Plan, apply, fuse_residual_into_norm, select_rows
 
-RESULTS: Final = ("output", "states")
+RESULTS: Final = ("lm_head", "hidden_states")
 """Operations whose result is that of the network."""
 
-OF_GATHER: Final = ("scale", "rounded_scale", "first", "rows")
-OF_OUTPUT: Final = ("scale", "cap", "first", "rows")
-"""Attributes, as their Cells take them."""
+EMBEDDING_ATTRIBUTES: Final = ("scale", "rounded_scale", "first", "rows")
+LM_HEAD_ATTRIBUTES: Final = ("scale", "cap", "first", "rows")
+"""Attributes that the Cells take as arguments."""
 
 MAX_READS: Final = 4
 NUM_REGISTERS: Final = 8
-"""As many as a step of any network needs at once; `Step` writes them out."""
+"""Maximum number of values that any network keeps alive; `RegisterStep` lists them explicitly."""
 
 Registers = Any
-"""A tuple of tensors; MindSpore reads the functions that take it, not Python."""
+"""A tuple of tensors; MindSpore's compiler, not Python, interprets the functions that take it."""
 
 
-class NetworkOfCells(nn.Cell):
-    """The arguments of a step (`lowering.step.STEP_INPUTS`) -> logits, float32 [S, V], or states, float32 [S, H].
+class CellNetwork(nn.Cell):
+    """Step inputs (`lowering.step_inputs.STEP_INPUTS`) -> logits, float32 [S, V], or hidden states, float32 [S, H].
 
-    Values live in a few registers: a graph is compiled the faster the less each Cell hands on.
+    Values live in a few registers: MindSpore compiles a graph faster when each Cell passes on fewer values.
 
     Args:
-        network: The description.
+        network: The network.
         backend: Makes the operations.
-        parameters: Of every weight.
+        parameters: Parameters of every weight.
         kv_caches: One pair for each layer.
-        max_positions: Longest context of a row, in tokens: a window of as many is none.
-        whole_prompts: For steps of whole prompts only; B is fixed in it, and unused rows have length 0.
-        of_states: What the head would read is the result.
+        max_positions: Longest context of a row, in tokens; a window of at least that many tokens has no effect.
+        whole_prompts: Whether the graph serves steps of whole prompts only; B is then fixed, and unused rows have
+            length 0.
+        of_states: Whether the result is the input of the LM head.
 
     Raises:
-        ModelError: The backend has no operation for something the network needs.
+        ModelError: The backend lacks an operation that the network needs.
     """
 
     def __init__(
@@ -62,14 +63,14 @@ class NetworkOfCells(nn.Cell):
         of_states: bool = False,
     ) -> None:
         super().__init__()
-        lacks = backend.lacking(network, max_positions)
+        lacks = backend.unsupported(network, max_positions)
         if lacks is not None:
-            raise ModelError(f"the Cells of {backend.name} have no {lacks}; kernels: program has")
-        operations = network.states() if of_states else network.operations
-        plan = apply(select_rows(operations), (add_in_norm,))
-        self.seen = backend.seen(max_positions, kv_caches[0][0].shape[1])
-        self.lengths = backend.lengths()
-        listing = _Listing(plan, network, backend, parameters, kv_caches, max_positions, whole_prompts)
+            raise ModelError(f"the Cells of {backend.name} do not support {lacks}; kernels: program does")
+        operations = network.hidden_states() if of_states else network.operations
+        plan = apply(select_rows(operations), (fuse_residual_into_norm,))
+        self.attention_mask = backend.attention_mask(max_positions, kv_caches[0][0].shape[1])
+        self.host_lengths = backend.host_lengths()
+        listing = _Schedule(plan, network, backend, parameters, kv_caches, max_positions, whole_prompts)
         self.steps = nn.CellList(listing.cells)
 
     def construct(
@@ -82,8 +83,8 @@ class NetworkOfCells(nn.Cell):
         batch_valid_length: ms.Tensor,
         sample_indices: ms.Tensor,
     ) -> ms.Tensor:
-        seen = self.seen(positions, block_tables)
-        lengths = self.lengths(q_seq_lens), self.lengths(batch_valid_length)
+        seen = self.attention_mask(positions, block_tables)
+        lengths = self.host_lengths(q_seq_lens), self.host_lengths(batch_valid_length)
         rows = token_ids, positions, slot_mapping, block_tables, q_seq_lens, batch_valid_length, sample_indices
         arguments = (*rows, *lengths, seen)
         registers = (token_ids,) * NUM_REGISTERS
@@ -92,14 +93,14 @@ class NetworkOfCells(nn.Cell):
         return registers[0]
 
 
-class HeadOfCells(nn.Cell):
-    """states float32 [P, H], then `lowering.step.arguments_of_rows` -> logits, float32 [P, V]"""
+class CellLmHead(nn.Cell):
+    """Hidden states float32 [P, H], then `step_inputs_for_rows` -> logits, float32 [P, V]"""
 
     def __init__(self, network: Network, backend: Backend, parameters: Parameters) -> None:
         super().__init__()
         head = network.head
         weight = parameters[head.weights["weight"]]
-        self.output = cells.Output(backend, weight, *(head.attributes[each] for each in OF_OUTPUT))
+        self.output = cells.LmHeadCell(backend, weight, *(head.attributes[each] for each in LM_HEAD_ATTRIBUTES))
         self.dtype = backend.activation_dtype
 
     def construct(
@@ -117,23 +118,23 @@ class HeadOfCells(nn.Cell):
         return self.output((states.astype(self.dtype),), arguments)[0]
 
 
-class Step(nn.Cell):
-    """Takes what a Cell reads from registers and puts what it writes into others.
+class RegisterStep(nn.Cell):
+    """Runs a Cell on values from registers and stores the values it returns in registers.
 
-    Every place is written out: MindSpore makes a graph of each turn of a loop, and to read the loops of all steps took
-    it longer than the rest of a network.
+    Every register is written out: MindSpore builds a graph for each iteration of a loop, and loops over the registers
+    took it longer to compile than the rest of a network.
 
     Args:
-        cell: (`MAX_READS` values, arguments of the step) -> tuple of the values written
-        reads: Registers, `MAX_READS` at most; the values behind these mean nothing.
-        writes: Register -> which of the values written; the others stay as they are.
+        cell: (`MAX_READS` values, step inputs) -> tuple of values
+        reads: At most `MAX_READS` registers; the Cell ignores the values after these.
+        writes: Register -> index of the value that it receives; the other registers keep their values.
     """
 
     def __init__(self, cell: nn.Cell, reads: Sequence[int], writes: Mapping[int, int]) -> None:
         super().__init__()
         self.cell = cell
         self.r, self.s, self.t, self.u = (*reads, *(0,) * (MAX_READS - len(reads)))
-        # Among the registers, and behind them the values written.
+        # Indices into the registers followed by the values that the Cell returns.
         places = [NUM_REGISTERS + writes[at] if at in writes else at for at in range(NUM_REGISTERS)]
         self.a, self.b, self.c, self.d, self.e, self.f, self.g, self.h = places
 
@@ -143,8 +144,8 @@ class Step(nn.Cell):
         return x[self.a], x[self.b], x[self.c], x[self.d], x[self.e], x[self.f], x[self.g], x[self.h]
 
 
-class _Listing:
-    """The Cells of a plan, and the registers between them."""
+class _Schedule:
+    """The Cells of a plan, and the allocation of the registers between them."""
 
     def __init__(
         self,
@@ -159,7 +160,7 @@ class _Listing:
         self._network, self._backend = network, backend
         self._parameters, self._kv_caches = parameters, kv_caches
         self._max_positions, self._whole_prompts = max_positions, whole_prompts
-        listed = _listed(plan.operations, whole_prompts)
+        listed = _schedule(plan.operations, whole_prompts)
         last_read = {x: at for at, each in enumerate(listed) for x in each.reads}
         taken: dict[object, int] = {}
         steps = []
@@ -179,52 +180,54 @@ class _Listing:
         needed = 1 + max(at for _, reads, written in steps for at in (*reads, *written, 0))
         if needed > NUM_REGISTERS:
             raise AssertionError(f"{needed} values are needed at once; there are {NUM_REGISTERS} registers")
-        self.cells = [Step(cell, reads, written) for cell, reads, written in steps]
+        self.cells = [RegisterStep(cell, reads, written) for cell, reads, written in steps]
         if 0 not in steps[-1][2]:
             raise AssertionError("the result is not in register 0")
 
-    def _cell(self, each: _Listed) -> nn.Cell:
+    def _cell(self, each: _ScheduledOperation) -> nn.Cell:
         operation, backend, parameters = each.operation, self._backend, self._parameters
         attributes = operation.attributes
         wholes = {role: parameters[weight] for role, weight in operation.weights.items()}
         weights = {role: whole[0] for role, whole in wholes.items()}
         match operation.kind:
             case "tables":
-                return cells.Tables(backend, weights["cos"], weights["sin"])
+                return cells.CosSinCell(backend, weights["cos"], weights["sin"])
             case "split":
-                return cells.Split(backend, [view.width for view in each.writes if isinstance(view, Value)])
-            case "gather":
-                return cells.Gather(backend, wholes["table"], *(attributes[each] for each in OF_GATHER))
+                return cells.SplitCell(backend, [view.width for view in each.writes if isinstance(view, Value)])
+            case "embedding":
+                return cells.EmbeddingCell(
+                    backend, wholes["table"], *(attributes[each] for each in EMBEDDING_ATTRIBUTES)
+                )
             case "linear":
-                return cells.Linear(backend, wholes["weight"], weights.get("bias"))
-            case "norm" if "added" in operation.inputs:
-                return cells.AddNorm(backend, weights["gain"], attributes["eps"])
-            case "norm":
-                return cells.Norm(backend, weights["gain"], attributes["eps"], attributes["group"])
-            case "rotate":
-                return cells.Rotate(backend, [x.width for x in operation.inputs.values()], weights_width(operation))
-            case "store":
-                return cells.Store(backend, self._kv_caches[attributes["layer"]])
-            case "attend":
+                return cells.LinearCell(backend, wholes["weight"], weights.get("bias"))
+            case "rms_norm" if "residual" in operation.inputs:
+                return cells.AddRmsNormCell(backend, weights["gamma"], attributes["eps"])
+            case "rms_norm":
+                return cells.RmsNormCell(backend, weights["gamma"], attributes["eps"], attributes["group"])
+            case "rope":
+                return cells.RopeCell(backend, [x.width for x in operation.inputs.values()], weights_width(operation))
+            case "store_kv":
+                return cells.StoreKVCell(backend, self._kv_caches[attributes["layer"]])
+            case "attention":
                 return self._attend(operation)
-            case "activate":
-                return cells.Activate(backend, attributes["function"])
+            case "gated_activation":
+                return cells.GatedActivationCell(backend, attributes["function"])
             case "add":
-                return cells.Add(backend, attributes["scale"])
+                return cells.AddCell(backend, attributes["scale"])
             case "all_reduce":
-                return cells.AllReduce(backend)
-            case "weigh":
-                return cells.Weigh()
+                return cells.AllReduceCell(backend)
+            case "sigmoid_gate":
+                return cells.SigmoidGateCell()
             case "route":
-                return cells.Route(backend, weights["weight"], weights.get("correction"), attributes)
+                return cells.RouteCell(backend, weights["weight"], weights.get("correction"), attributes)
             case "experts":
-                return cells.Experts(backend, wholes["gate_up"], wholes["down"], attributes["experts"])
-            case "select":
-                return cells.Select(backend)
-            case "output":
-                return cells.Output(backend, wholes["weight"], *(attributes[each] for each in OF_OUTPUT))
-            case "states":
-                return cells.States()
+                return cells.ExpertsCell(backend, wholes["gate_up"], wholes["down"], attributes["experts"])
+            case "select_rows":
+                return cells.SelectRowsCell(backend)
+            case "lm_head":
+                return cells.LmHeadCell(backend, wholes["weight"], *(attributes[each] for each in LM_HEAD_ATTRIBUTES))
+            case "hidden_states":
+                return cells.HiddenStatesCell()
         raise ModelError(f"no Cell computes the operation {operation.kind}")
 
     def _attend(self, operation: Operation) -> nn.Cell:
@@ -242,20 +245,20 @@ class _Listing:
         weight = None if slopes is None else self._parameters[slopes][0]
         paged = self._backend.paged_attention(attention, weight)
         if not self._whole_prompts:
-            return cells.Attend(paged, self._kv_caches[layer])
+            return cells.AttentionCell(paged, self._kv_caches[layer])
         prompts = self._backend.prompt_attention(attention)
         if prompts is None:
             raise ModelError(f"kernels of {self._backend.name} have no attention of their own for whole prompts")
-        return cells.AttendPrompts(prompts)
+        return cells.PromptAttentionCell(prompts)
 
 
 def weights_width(operation: Operation) -> int:
-    """Elements of a head of `rotate`."""
+    """Return the head size of a `rope` operation."""
     return operation.weights["cos"].shape[1]
 
 
-class _Listed:
-    """An operation, with what it reads and writes: values, views of them, and keys of what is no value."""
+class _ScheduledOperation:
+    """An operation with what it reads and writes: values, views, and keys of dependencies that are no values."""
 
     def __init__(self, operation: Operation, reads: Sequence[object], writes: Sequence[object]) -> None:
         self.operation = operation
@@ -263,64 +266,64 @@ class _Listed:
         self.writes = tuple(writes)
 
 
-def _listed(operations: Sequence[Operation], whole_prompts: bool) -> list[_Listed]:
-    """The operations as Cells take them.
+def _schedule(operations: Sequence[Operation], whole_prompts: bool) -> list[_ScheduledOperation]:
+    """Return the operations in the form that Cells take.
 
-    Views become results of a split; cosines and sines are looked up once for all layers; two rotations by the same
-    tables, one after the other, are one; attention depends on what was stored before.
+    Views become results of a split. Cosines and sines are looked up once for all layers. Two consecutive rotations by
+    the same tables become one. Attention depends on the preceding store.
     """
     views: dict[Value, dict[tuple[int, int], Value]] = {}
     for each in operations:
         for x in each.inputs.values():
-            if x.whole is not None:
-                views.setdefault(x.whole, {}).setdefault((x.start, x.width), x)
+            if x.base is not None:
+                views.setdefault(x.base, {}).setdefault((x.start, x.width), x)
 
     def key(x: Value) -> object:
-        return x if x.whole is None else views[x.whole][x.start, x.width]
+        return x if x.base is None else views[x.base][x.start, x.width]
 
-    result: list[_Listed] = []
+    result: list[_ScheduledOperation] = []
     tables: set[Weight] = set()
-    waiting: Operation | None = None  # a rotation that the next one may join
+    waiting: Operation | None = None  # a rotation that may merge with the next operation
     for each in operations:
         if waiting is not None:
-            joins = each.kind == "rotate" and each.weights == waiting.weights
+            joins = each.kind == "rope" and each.weights == waiting.weights
             pair = (waiting, each) if joins else (waiting,)
             result.append(_rotation(pair, key))
             waiting = None
             if joins:
                 continue
-        if each.kind == "rotate":
+        if each.kind == "rope":
             if each.weights["cos"] not in tables:
                 tables.add(each.weights["cos"])
                 looked_up = Operation("tables", {}, each.weights, {}, {})
-                result.insert(0, _Listed(looked_up, (), (each.weights["cos"], each.weights["sin"])))
+                result.insert(0, _ScheduledOperation(looked_up, (), (each.weights["cos"], each.weights["sin"])))
             waiting = each
             continue
         reads: list[object] = [key(x) for x in each.inputs.values()]
         writes: list[object] = list(each.outputs.values())
-        if each.kind == "norm" and "added" in each.inputs:
-            writes = [each.outputs["y"], each.outputs.get("sum")]
-        elif each.kind == "store":
+        if each.kind == "rms_norm" and "residual" in each.inputs:
+            writes = [each.outputs["y"], each.outputs.get("residual_out")]
+        elif each.kind == "store_kv":
             writes = [("stored", each.attributes["layer"])]
-        elif each.kind == "attend":
+        elif each.kind == "attention":
             layer = each.attributes["layer"]
             reads.append(("stored", layer))
             if whole_prompts:
-                stored = next(s for s in operations if s.kind == "store" and s.attributes["layer"] == layer)
+                stored = next(s for s in operations if s.kind == "store_kv" and s.attributes["layer"] == layer)
                 reads += [key(stored.inputs[role]) for role in ("k", "v")]
         elif each.kind in RESULTS:
             writes = ["result"]
-        result.append(_Listed(each, reads, writes))
+        result.append(_ScheduledOperation(each, reads, writes))
         for y in each.outputs.values():
             if y in views:
                 ordered = [views[y][at] for at in sorted(views[y])]
-                result.append(_Listed(Operation("split", {"x": y}, {}, {}, {}), (y,), ordered))
+                result.append(_ScheduledOperation(Operation("split", {"x": y}, {}, {}, {}), (y,), ordered))
     return result
 
 
-def _rotation(operations: Sequence[Operation], key: Callable[[Value], object]) -> _Listed:
+def _rotation(operations: Sequence[Operation], key: Callable[[Value], object]) -> _ScheduledOperation:
     inputs = {f"x{index}": each.inputs["x"] for index, each in enumerate(operations)}
-    together = Operation("rotate", inputs, operations[0].weights, {}, {})
+    together = Operation("rope", inputs, operations[0].weights, {}, {})
     tables = operations[0].weights["cos"], operations[0].weights["sin"]
     reads = [*(key(x) for x in inputs.values()), *tables]
-    return _Listed(together, reads, [each.outputs["y"] for each in operations])
+    return _ScheduledOperation(together, reads, [each.outputs["y"] for each in operations])

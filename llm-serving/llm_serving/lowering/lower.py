@@ -1,4 +1,4 @@
-"""The choice of a lowering."""
+"""Lower a model to Cells: read its weights and build its network with the chosen implementation."""
 
 from __future__ import annotations
 
@@ -10,33 +10,36 @@ from mindspore import nn
 from llm_serving.backends.base import Backend
 from llm_serving.core.enums import ImplementationName
 from llm_serving.errors import ModelError
-from llm_serving.lowering.cells import HeadOfCells, NetworkOfCells
-from llm_serving.lowering.mindformers import NetworkOfMindFormers, NetworkOfMindFormersLlama
+from llm_serving.lowering.cells import CellLmHead, CellNetwork
+from llm_serving.lowering.mindformers import MindFormersLlamaNetwork, MindFormersNetwork
 from llm_serving.lowering.parameters import Parameters, parameters_of
-from llm_serving.lowering.program import NetworkOfProgram
+from llm_serving.lowering.program import ProgramNetwork
 from llm_serving.lowering.step_inputs import KVCaches, dynamic_inputs
-from llm_serving.models.mindformers import unstacked
+from llm_serving.models.mindformers import split_stacked_weights
 from llm_serving.models.spec import ModelSpec
 from llm_serving.models.weight_reader import WeightReader
-from llm_serving.network.program import Program, program_of, program_of_head, program_of_states
-from llm_serving.network.quantization import Quantization, lacking_in_coded_cache, lacking_of_codes
+from llm_serving.network.program import Program, build_hidden_states_program, build_lm_head_program, build_program
+from llm_serving.network.quantization import Quantization, unsupported_by_int8_cache, unsupported_quantization
 
 
 class Lowered(NamedTuple):
-    """A network in two parts, and whole where that is faster; whatever way a row takes, its bits are the same."""
+    """A lowered network: its hidden states and its LM head, and both together where that is faster.
+
+    The bits of a row do not depend on the choice between them.
+    """
 
     logits: nn.Cell | None
-    """The arguments of a step (`lowering.step.STEP_INPUTS`) -> float32 [S, V]"""
+    """Step inputs (`lowering.step_inputs.STEP_INPUTS`) -> float32 [S, V]"""
     states: nn.Cell
-    """The arguments of a step -> what the head reads of the rows that give a result, float32 [S, H]"""
+    """Step inputs -> input of the LM head for the sampled rows, float32 [S, H]"""
     head: nn.Cell
-    """(float32 [P, H], `lowering.step.arguments_of_rows`) -> float32 [P, V]"""
+    """(float32 [P, H], `lowering.step_inputs.step_inputs_for_rows`) -> float32 [P, V]"""
     of_prompts: nn.Cell | None = None
-    """As `states`, for steps of which nothing was computed before; None: `states` computes them."""
+    """As `states`, for steps without a cached prefix; None if `states` serves them."""
 
     @staticmethod
     def head_inputs(hidden: int) -> list[ms.Tensor]:
-        """As `lowering.step.dynamic_inputs`, of `head`."""
+        """Return dynamic inputs for `head`, as `lowering.step_inputs.dynamic_inputs`."""
         return [ms.Tensor(shape=[None, hidden], dtype=ms.float32), *dynamic_inputs()]
 
 
@@ -52,65 +55,67 @@ def lower(
     quantization: Quantization | None = None,
     implementation: ImplementationName = ImplementationName.NATIVE,
 ) -> Lowered:
-    """Builds the network of a model and takes every weight it needs.
+    """Build the network of a model and read every weight it needs.
 
     Args:
         spec: The model.
         backend: Makes operations and Parameters.
-        reader: Of a folder that is read once.
+        reader: Reader of the folder; it is read once.
         kv_caches: One pair for each layer.
         max_positions: Longest context of a row, in tokens.
-        as_program: One operator runs it, where the backend has that; otherwise it is a graph of Cells.
-        whole_prompts: Steps of whole prompts have a graph of Cells of their own.
-        quantization: How weights are kept. None: in the model dtype.
-        implementation: Whose network computes the states; others than the native one not with `as_program` or
+        as_program: Whether one operator runs the network, where the backend has one; otherwise it is a graph of Cells.
+        whole_prompts: Whether steps of whole prompts have their own graph of Cells.
+        quantization: How weights are quantized. None: they stay in the model dtype.
+        implementation: Whose network computes the hidden states; all but the native one exclude `as_program` and
             `whole_prompts`.
 
     Raises:
-        KernelError: MindFormers' network is asked for and cannot be had.
-        ModelError: The folder lacks a tensor, has one of another shape, or one too many; or the backend has no
-            operation for something the network needs.
+        KernelError: MindFormers' network is required and not available.
+        ModelError: A tensor is missing, unexpected or of another shape; or the backend lacks an operation.
     """
     network = spec.network
-    program = program_of(network, backend.dtype)
+    program = build_program(network, backend.dtype)
     as_program = as_program and backend.program() is not None
-    lacks = None if as_program else lacking_of_codes(quantization)
+    lacks = None if as_program else unsupported_quantization(quantization)
     if lacks is not None:
-        raise ModelError(f"the Cells of {backend.name} have no {lacks}; kernels: program has")
+        raise ModelError(f"the Cells of {backend.name} do not support {lacks}; kernels: program does")
     if any(cache.dtype == ms.int8 for pair in kv_caches for cache in pair):
         if not as_program:
-            raise ModelError(f"the Cells of {backend.name} attend to no keys in 8 bits; kernels: program does")
-        if (lacks := lacking_in_coded_cache(network)) is not None:
-            raise ModelError(f"a cache of 8 bits has no {lacks}")
+            raise ModelError(f"the Cells of {backend.name} do not support an int8 KV cache; kernels: program does")
+        if (lacks := unsupported_by_int8_cache(network)) is not None:
+            raise ModelError(f"an int8 KV cache does not support {lacks}")
     is_legacy = implementation == ImplementationName.MINDFORMERS_LEGACY
-    read = unstacked(network) if is_legacy else network
+    read = split_stacked_weights(network) if is_legacy else network
     parameters = parameters_of(read, backend, reader, max_positions, as_cells=not as_program, quantization=quantization)
     if not as_program:
         if implementation != ImplementationName.NATIVE:
             built: nn.Cell = (
-                NetworkOfMindFormersLlama(spec, read, backend, parameters, kv_caches, max_positions)
+                MindFormersLlamaNetwork(spec, read, backend, parameters, kv_caches, max_positions)
                 if is_legacy
-                else NetworkOfMindFormers(spec, backend, parameters, kv_caches, max_positions)
+                else MindFormersNetwork(spec, backend, parameters, kv_caches, max_positions)
             )
-            return Lowered(None, built, HeadOfCells(network, backend, parameters))
+            return Lowered(None, built, CellLmHead(network, backend, parameters))
         settings = network, backend, parameters, kv_caches, max_positions
-        states = NetworkOfCells(*settings, of_states=True)
-        of_prompts = NetworkOfCells(*settings, of_states=True, whole_prompts=True) if whole_prompts else None
-        return Lowered(None, states, HeadOfCells(network, backend, parameters), of_prompts)
+        states = CellNetwork(*settings, of_states=True)
+        of_prompts = CellNetwork(*settings, of_states=True, whole_prompts=True) if whole_prompts else None
+        return Lowered(None, states, CellLmHead(network, backend, parameters), of_prompts)
     (head,) = parameters[network.head.weights["weight"]]
-    of_states, of_head = program_of_states(network, backend.dtype), program_of_head(network, backend.dtype)
+    of_states, of_head = (
+        build_hidden_states_program(network, backend.dtype),
+        build_lm_head_program(network, backend.dtype),
+    )
     return Lowered(
         _network(program, backend, parameters, kv_caches, spec.vocab_size),
         _network(of_states, backend, parameters, kv_caches, network.hidden),
-        NetworkOfProgram(of_head, _operator(backend), [head], (), spec.vocab_size, rows=True),
+        ProgramNetwork(of_head, _operator(backend), [head], (), spec.vocab_size, rows=True),
     )
 
 
 def _network(
     program: Program, backend: Backend, parameters: Parameters, kv_caches: KVCaches, width: int
-) -> NetworkOfProgram:
+) -> ProgramNetwork:
     weights = [parameter for weight in program.weights for parameter in parameters[weight]]
-    return NetworkOfProgram(program, _operator(backend), weights, kv_caches, width)
+    return ProgramNetwork(program, _operator(backend), weights, kv_caches, width)
 
 
 def _operator(backend: Backend) -> nn.Cell:

@@ -1,23 +1,16 @@
-"""MindFormers' own network of a model as a Cell with the arguments, the cache and the weights of this server.
+"""MindFormers' own networks as Cells with the step inputs, the KV cache and the weights of this server.
 
-MindFormers builds it; nothing in it is replaced but its Parameters and the tables of its rotary embedding.
-PagedAttention with the lengths of queries computes prompts, chunks and decoding alike, as in the native network, so
-that a neighbour changes no bit. The head is ours, of the same weight: it multiplies the rows that give a result only,
-and on a CPU it does not round its sums.
+MindFormers builds the network; only its Parameters and its rotary tables are replaced. PagedAttention with query
+lengths computes prompts, chunks and decode steps alike, as in the native network, so other requests change no bit. The
+LM head is the native one with the same weight: it multiplies the sampled rows only and keeps its sums in float32 on a
+CPU.
 
-Stand-ins for packages that MindFormers imports, that its networks never call, and that are not installed.
+`MindFormersLlamaNetwork` runs the `LlamaForCausalLM` of the releases before 2. Its parallel decoding accepts packed
+rows with query lengths, a mask and positions.
 
-`import mindformers` imports all of it: data sets, metrics, training. What those parts import from elsewhere is large
-(`datasets`, `pyarrow`), or is at no package index (`hyper_parallel`, which runs its distributed training). While
-`stand_ins` lasts, the import of a package named here that is missing gives an empty module; one that is installed is
-imported as ever, and any other that is missing fails as ever.
-
-Modules of MindFormers, imported without what its networks never call, and without its log files.
-
-MindFormers' `LlamaForCausalLM`, that of its releases before 2, as a Cell with the arguments of this server.
-
-Its way to decode in parallel takes packed rows with a length for each request, a mask and positions: PagedAttention
-then computes prompts, chunks and decoding alike. Each of its layers has a cache of its own, whose place ours takes.
+`import mindformers` imports data sets, metrics and training with large dependencies (`datasets`, `pyarrow`), one of
+which is in no package index (`hyper_parallel`). Inside `import_stubs`, a missing package of NEVER_CALLED imports as an
+empty stub; every other import behaves as usual.
 """
 
 from __future__ import annotations
@@ -44,53 +37,59 @@ from llm_serving.backends.base import Backend
 from llm_serving.errors import KernelError, ModelError
 from llm_serving.lowering.parameters import Parameters
 from llm_serving.lowering.step_inputs import KVCaches
-from llm_serving.models.layers import heads_of
-from llm_serving.models.mindformers import CLASSES, lacking_in_llama, lacking_in_mindformers, place_in_llama, place_of
-from llm_serving.models.model_config import Facts
+from llm_serving.models.config_reader import ConfigReader
+from llm_serving.models.layers import attention_heads
+from llm_serving.models.mindformers import (
+    MINDFORMERS_CLASSES,
+    mindformers_llama_parameter,
+    mindformers_parameter,
+    unsupported_by_mindformers,
+    unsupported_by_mindformers_llama,
+)
 from llm_serving.models.spec import CONFIG_NAME, ModelSpec
 from llm_serving.network.builder import Network
 
 NEVER_CALLED: Final = frozenset(
     {"datasets", "hyper_parallel", "jieba", "mindpet", "pyarrow", "rouge_chinese", "tensorboardX"}
 )
-"""Of MindFormers 2.1: data sets and their files, metrics of training, parallel training, fine-tuning, its curves."""
+"""Packages that MindFormers 2.1 imports and its networks never call."""
 
 
 @contextmanager
-def stand_ins() -> Iterator[None]:
-    """While it lasts, packages of `NEVER_CALLED` that are missing can be imported. They stay in `sys.modules`."""
-    finder = _Finder()
-    sys.meta_path.append(finder)  # the last one asked: of packages that nobody else finds
+def import_stubs() -> Iterator[None]:
+    """Let missing packages of `NEVER_CALLED` be imported as stubs. The stubs stay in `sys.modules`."""
+    finder = _StubFinder()
+    sys.meta_path.append(finder)  # last, so it sees only packages that no other finder knows
     try:
         yield
     finally:
         sys.meta_path.remove(finder)
 
 
-class _Absent:
-    """Whatever is taken out of such a module: a decorator, a function that is called while modules are imported."""
+class _StubAttribute:
+    """An attribute of a stub: a decorator, or a function that is called during an import."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
 
-    def __call__(self, *_: Any, **__: Any) -> _Absent:
+    def __call__(self, *_: Any, **__: Any) -> _StubAttribute:
         return self
 
-    def __getattr__(self, name: str) -> _Absent:
+    def __getattr__(self, name: str) -> _StubAttribute:
         if name.startswith("__"):
             raise AttributeError(name)
         return self
 
 
-class _StandIn(types.ModuleType):
+class _StubModule(types.ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        # By their names, classes: others inherit from them.
-        return type(name, (_Absent,), {"__module__": self.__name__}) if name[0].isupper() else _Absent()
+        # A capitalised name is a class, from which others may inherit.
+        return type(name, (_StubAttribute,), {"__module__": self.__name__}) if name[0].isupper() else _StubAttribute()
 
 
-class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+class _StubFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
@@ -98,7 +97,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return importlib.machinery.ModuleSpec(fullname, self, is_package=True) if is_named else None
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
-        return _StandIn(spec.name)
+        return _StubModule(spec.name)
 
     def exec_module(self, module: types.ModuleType) -> None:
         pass
@@ -109,7 +108,7 @@ _PACKAGE: Final = "mindformers"
 
 
 def mindformers_version() -> str:
-    """Of the package that is installed.
+    """Return the version of the installed MindFormers.
 
     Raises:
         KernelError: It cannot be imported.
@@ -119,13 +118,13 @@ def mindformers_version() -> str:
 
 @functools.cache
 def module_of_mindformers(module: str) -> Any:
-    """A module of MindFormers.
+    """Import a module of MindFormers.
 
     Raises:
-        KernelError: It, or a package that it needs, is not installed.
+        KernelError: The module or one of its dependencies is not installed.
     """
     try:
-        with stand_ins():
+        with import_stubs():
             if module != _PACKAGE:
                 module_of_mindformers(_PACKAGE)
                 return importlib.import_module(module)
@@ -143,7 +142,7 @@ def module_of_mindformers(module: str) -> Any:
 
 
 def _quieten(mindformers_logger: logging.Logger) -> None:
-    """It writes files of its own, and every layer that it builds, to the standard output."""
+    """Remove MindFormers' log files and its messages below WARNING."""
     mindformers_logger.setLevel(logging.WARNING)
     for handler in list(mindformers_logger.handlers):
         if isinstance(handler, logging.FileHandler):
@@ -152,48 +151,48 @@ def _quieten(mindformers_logger: logging.Logger) -> None:
 
 
 def silently() -> contextlib.redirect_stdout[io.StringIO]:
-    """While it builds a network MindFormers prints a table of all that its configuration says."""
+    """Suppress the table that MindFormers prints while it builds a network."""
     return contextlib.redirect_stdout(io.StringIO())
 
 
-def put(network: nn.Cell, place: str, value: Any) -> None:
-    """Sets an attribute of a Cell within another, `layers.0.attention.weight`."""
-    *path, attribute = place.split(".")
+def set_parameter(network: nn.Cell, path: str, value: Any) -> None:
+    """Set an attribute of a nested Cell by its path, such as `layers.0.attention.weight`."""
+    *names, attribute = path.split(".")
     cell: Any = network
-    for name in path:
+    for name in names:
         cell = cell[int(name)] if name.isdecimal() else getattr(cell, name)
     setattr(cell, attribute, value)
 
 
-class NetworkOfMindFormers(nn.Cell):
-    """The arguments of a step (`lowering.step.STEP_INPUTS`) -> what the head reads of the rows that give a result.
+class MindFormersNetwork(nn.Cell):
+    """Step inputs (`lowering.step_inputs.STEP_INPUTS`) -> input of the LM head for the sampled rows.
 
     Args:
         spec: The model.
-        backend: Whose operators compute it.
-        parameters: Of every weight, as for a graph of Cells.
+        backend: Backend whose operators compute it.
+        parameters: Parameters of every weight, as for a graph of Cells.
         kv_caches: One pair for each layer.
         max_positions: Longest context of a row, in tokens.
 
     Raises:
-        KernelError: MindFormers is not installed, or the operator library is not there.
-        ModelError: It has no class for the model.
+        KernelError: MindFormers or the operator library is not installed.
+        ModelError: MindFormers has no class for the model.
     """
 
     def __init__(
         self, spec: ModelSpec, backend: Backend, parameters: Parameters, kv_caches: KVCaches, max_positions: int
     ) -> None:
         super().__init__()
-        lacks = lacking_in_mindformers(spec.architecture, spec.network, max_positions)
+        lacks = unsupported_by_mindformers(spec.architecture, spec.network, max_positions)
         if lacks is not None:
             raise ModelError(lacks)
         if backend.name == "plain":
             raise KernelError("MindFormers' network needs kernels: primitives: MindSpore itself has no PagedAttention")
         self.model = _build(spec, backend, max_positions)
         _set_weights(self.model, spec.network, parameters)
-        self.seen = backend.seen(max_positions, kv_caches[0][0].shape[1])
-        self.lengths = backend.lengths()
-        self.look_up = backend.embedding()
+        self.attention_mask = backend.attention_mask(max_positions, kv_caches[0][0].shape[1])
+        self.host_lengths = backend.host_lengths()
+        self.embedding = backend.embedding()
         self.key_caches = ms.ParameterTuple([keys for keys, _ in kv_caches])
         self.value_caches = ms.ParameterTuple([values for _, values in kv_caches])
 
@@ -210,35 +209,35 @@ class NetworkOfMindFormers(nn.Cell):
         hidden = self.model(
             input_ids=token_ids,
             positions=positions,
-            batch_valid_length=self.lengths(batch_valid_length),
-            q_seq_lens=self.lengths(q_seq_lens),
+            batch_valid_length=self.host_lengths(batch_valid_length),
+            q_seq_lens=self.host_lengths(q_seq_lens),
             block_tables=block_tables,
             slot_mapping=slot_mapping,
-            attention_mask=self.seen(positions, block_tables),
+            attention_mask=self.attention_mask(positions, block_tables),
             key_cache=self.key_caches,
             value_cache=self.value_caches,
         )
-        return self.look_up(sample_indices, hidden).astype(ms.float32)
+        return self.embedding(sample_indices, hidden).astype(ms.float32)
 
 
 def _build(spec: ModelSpec, backend: Backend, max_positions: int) -> nn.Cell:
-    """The `GPTModel` of MindFormers' class, with Parameters of its own."""
-    classes = CLASSES[spec.architecture]
+    """Build the `GPTModel` of MindFormers' class with its own Parameters."""
+    classes = MINDFORMERS_CLASSES[spec.architecture]
     make_config = getattr(module_of_mindformers(classes.config_module), classes.config)
     make_network = getattr(module_of_mindformers(classes.module), classes.network)
     with silently():
-        network = make_network(make_config(**_facts(spec, backend.dtype, max_positions)))
-    network.add_flags_custom_mcore(is_prefill=False)  # PagedAttention, whatever the step
+        network = make_network(make_config(**_config_arguments(spec, backend.dtype, max_positions)))
+    network.add_flags_custom_mcore(is_prefill=False)  # PagedAttention in every step
     model: nn.Cell = network.model
     model.return_hidden_states = True
-    model.move_lens_to_cpu = False  # `Backend.lengths` has done so
+    model.move_lens_to_cpu = False  # `Backend.host_lengths` moves them
     return model
 
 
-def _facts(spec: ModelSpec, dtype: str, max_positions: int) -> Mapping[str, Any]:
-    """Arguments of a configuration of MindFormers."""
-    c = Facts(spec.config, CONFIG_NAME)
-    heads = heads_of(c)
+def _config_arguments(spec: ModelSpec, dtype: str, max_positions: int) -> Mapping[str, Any]:
+    """Return the arguments of a MindFormers configuration."""
+    c = ConfigReader(spec.config, CONFIG_NAME)
+    heads = attention_heads(c)
     has_bias = any("bias" in each.weights for each in spec.network.operations if each.kind == "linear")
     types = ("params_dtype", "compute_dtype", "layernorm_compute_dtype", "rotary_dtype")
     return {
@@ -253,37 +252,37 @@ def _facts(spec: ModelSpec, dtype: str, max_positions: int) -> Mapping[str, Any]
         "hidden_act": "silu",
         "attention_bias": has_bias,
         "tie_word_embeddings": c.boolean("tie_word_embeddings"),
-        # Its tables of cosines and sines are replaced by ours, which know of every stretching.
+        # The rotary tables are replaced by ours, which cover every RoPE scaling.
         "position_embedding_type": "rope",
         "max_position_embeddings": max_positions,
         "use_flash_attention": True,
         "softmax_compute_dtype": "float32",
         **dict.fromkeys(types, dtype),
-        **CLASSES[spec.architecture].facts,
+        **MINDFORMERS_CLASSES[spec.architecture].config_arguments,
     }
 
 
 def _set_weights(model: nn.Cell, network: Network, parameters: Parameters) -> None:
-    """Puts our Parameters in the place of those MindFormers made.
+    """Replace the Parameters that MindFormers made by those of the model.
 
     Raises:
-        ModelError: One of its Parameters has no weight of the model.
+        ModelError: The model has no weight for one of them.
     """
     for operation in network.operations:
         for role, weight in operation.weights.items():
             (parameter,) = parameters[weight]
-            if weight.made is not None:
+            if weight.generate is not None:
                 setattr(model.rotary_pos_emb, f"{role}_cache", parameter)
                 continue
-            place = place_of(weight)
-            assert place is not None  # `lacking_in_mindformers` has looked
-            put(model, place, parameter)
+            path = mindformers_parameter(weight)
+            assert path is not None  # guaranteed by `unsupported_by_mindformers`
+            set_parameter(model, path, parameter)
     (model.output_layer.weight,) = parameters[network.head.weights["weight"]]
     check_no_others(model, [each for made in parameters.values() for each in made])
 
 
 def check_no_others(model: nn.Cell, ours: Iterable[ms.Parameter]) -> None:
-    """Refuses a network of MindFormers that computes with Parameters of its own.
+    """Refuse a network of MindFormers that computes with Parameters of its own.
 
     Raises:
         ModelError: It has some.
@@ -291,26 +290,26 @@ def check_no_others(model: nn.Cell, ours: Iterable[ms.Parameter]) -> None:
     known = {id(each) for each in ours}
     others = [each.name for each in model.get_parameters() if id(each) not in known]
     if others:
-        raise ModelError(f"MindFormers' network has weights that the model has not: {', '.join(others[:4])}")
+        raise ModelError(f"MindFormers' network has weights that the model lacks: {', '.join(others[:4])}")
 
 
 _CACHES = "layers.{}.attention.infer_attention.paged_attention_mgr.{}_cache"
 
 
-class NetworkOfMindFormersLlama(nn.Cell):
-    """The arguments of a step (`lowering.step.STEP_INPUTS`) -> what the head reads of the rows that give a result.
+class MindFormersLlamaNetwork(nn.Cell):
+    """Step inputs (`lowering.step_inputs.STEP_INPUTS`) -> input of the LM head for the sampled rows.
 
     Args:
         spec: The model.
-        network: Of the model, its stacked weights apart (`models.mindformers_llama.unstacked`).
-        backend: Whose operators compute it.
-        parameters: Of every weight of `network`, as for a graph of Cells.
+        network: The network from `models.mindformers.split_stacked_weights`.
+        backend: Backend whose operators compute it.
+        parameters: Parameters of every weight of `network`, as for a graph of Cells.
         kv_caches: One pair for each layer.
         max_positions: Longest context of a row, in tokens.
 
     Raises:
-        KernelError: MindFormers is not installed, or the operator library is not there.
-        ModelError: Its class does not compute the model.
+        KernelError: MindFormers or the operator library is not installed.
+        ModelError: The class does not compute the model.
     """
 
     def __init__(
@@ -323,16 +322,16 @@ class NetworkOfMindFormersLlama(nn.Cell):
         max_positions: int,
     ) -> None:
         super().__init__()
-        lacks = lacking_in_llama(spec.architecture, spec.network, max_positions)
+        lacks = unsupported_by_mindformers_llama(spec.architecture, spec.network, max_positions)
         if lacks is not None:
             raise ModelError(lacks)
         if backend.name == "plain":
             raise KernelError("MindFormers' network needs kernels: primitives: MindSpore itself has no PagedAttention")
         self.model = _build_legacy(spec, backend, max_positions, kv_caches[0][0].shape[1])
         _set_legacy_weights(self.model, network, parameters, kv_caches)
-        self.seen = backend.seen(max_positions, kv_caches[0][0].shape[1])
-        self.lengths = backend.lengths()
-        self.look_up = backend.embedding()
+        self.attention_mask = backend.attention_mask(max_positions, kv_caches[0][0].shape[1])
+        self.host_lengths = backend.host_lengths()
+        self.embedding = backend.embedding()
         self.reshape = ops.Reshape()
         self.hidden = network.hidden
 
@@ -348,22 +347,22 @@ class NetworkOfMindFormersLlama(nn.Cell):
     ) -> ms.Tensor:
         hidden = self.model(
             self.reshape(token_ids, (1, -1)),
-            batch_valid_length=self.lengths(batch_valid_length),
+            batch_valid_length=self.host_lengths(batch_valid_length),
             block_tables=block_tables,
             slot_mapping=slot_mapping,
-            attention_mask=self.seen(positions, block_tables),
+            attention_mask=self.attention_mask(positions, block_tables),
             position_ids=positions,
-            q_seq_lens=self.lengths(q_seq_lens),
+            q_seq_lens=self.host_lengths(q_seq_lens),
         )
-        return self.look_up(sample_indices, self.reshape(hidden, (-1, self.hidden))).astype(ms.float32)
+        return self.embedding(sample_indices, self.reshape(hidden, (-1, self.hidden))).astype(ms.float32)
 
 
 def _build_legacy(spec: ModelSpec, backend: Backend, max_positions: int, block_size: int) -> nn.Cell:
-    """The `LlamaModel` inside the class, with Parameters of its own and caches of a block."""
+    """Build the `LlamaModel` of the class with its own Parameters and caches of one block."""
     make_config = module_of_mindformers("mindformers.models.llama.llama_config").LlamaConfig
     make_network = module_of_mindformers("mindformers.models.llama.llama").LlamaForCausalLM
-    c = Facts(spec.config, CONFIG_NAME)
-    heads = heads_of(c)
+    c = ConfigReader(spec.config, CONFIG_NAME)
+    heads = attention_heads(c)
     types = ("compute_dtype", "layernorm_compute_type", "rotary_dtype", "param_init_type")
     network = make_network(
         make_config(
@@ -383,12 +382,12 @@ def _build_legacy(spec: ModelSpec, backend: Backend, max_positions: int, block_s
             use_past=True,
             is_dynamic=True,
             use_flash_attention=True,
-            # Any: PagedAttention has the mask and the lengths of queries.
+            # Any mode works: PagedAttention gets the mask and the query lengths.
             parallel_decoding_params={"parallel_decoding": "la"},
             **dict.fromkeys(types, backend.dtype),
         )
     )
-    network.add_flags_custom(is_first_iteration=False)  # PagedAttention, whatever the step
+    network.add_flags_custom(is_first_iteration=False)  # PagedAttention in every step
     model: nn.Cell = network.model
     return model
 
@@ -402,18 +401,18 @@ def _is_bias(name: str, of: str) -> bool:
 
 
 def _set_legacy_weights(model: nn.Cell, network: Network, parameters: Parameters, kv_caches: KVCaches) -> None:
-    """Puts our Parameters and caches in the place of those MindFormers made."""
+    """Replace the Parameters and caches that MindFormers made by those of the model."""
     for operation in network.operations[:-1]:
         for role, weight in operation.weights.items():
             (parameter,) = parameters[weight]
-            if weight.made is not None:
+            if weight.generate is not None:
                 setattr(model.freqs_mgr, f"freqs_{role}", parameter)
                 continue
-            place = place_in_llama(weight.names[0])
-            assert place is not None  # `lacking_in_llama` has looked
-            put(model, place, parameter)
+            path = mindformers_llama_parameter(weight.names[0])
+            assert path is not None  # guaranteed by `unsupported_by_mindformers_llama`
+            set_parameter(model, path, parameter)
     for layer, pair in enumerate(kv_caches):
         for part, cache in zip(("key", "value"), pair, strict=True):
-            put(model, _CACHES.format(layer, part), cache)
+            set_parameter(model, _CACHES.format(layer, part), cache)
     made = [each for parameters_of_weight in parameters.values() for each in parameters_of_weight]
     check_no_others(model, [*made, *(cache for pair in kv_caches for cache in pair)])

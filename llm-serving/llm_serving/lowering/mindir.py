@@ -1,4 +1,6 @@
-"""The graphs of a model as MINDIR files: `model_config.backend: ge` runs them without this project's own lowering."""
+"""Export the graphs of a model as MindIR files, which `model_config.backend: ge` runs without this project's
+lowering.
+"""
 
 from __future__ import annotations
 
@@ -19,23 +21,25 @@ from llm_serving.models.weight_reader import WeightReader
 from llm_serving.network.quantization import Quantization
 
 GRAPHS: Final = ("states", "head")
-"""As `Lowered` names them; `graph_file` says where each is."""
+"""Names of the fields of `Lowered`; `graph_file` returns their paths."""
 FACTS: Final = "mindir.json"
 
 
 def inputs_of(spec: ModelSpec, graph: str) -> list[ms.Tensor]:
-    """Arguments of every shape of one of `GRAPHS`."""
+    """Return the dynamic inputs of one of `GRAPHS`."""
     return Lowered.head_inputs(spec.network.hidden) if graph == "head" else dynamic_inputs()
 
 
 def graph_file(folder: Path, graph: str) -> Path:
-    """Where MindSpore wrote a graph: with more than 1 GB of weights, these are in files beside it."""
+    """Return the path of a graph. With more than 1 GB of weights, MindSpore writes `<graph>_graph.mindir` and data
+    files.
+    """
     split = folder / f"{graph}_graph.mindir"
     return split if split.is_file() else folder / f"{graph}.mindir"
 
 
 def write_mindir(network: nn.Cell, path: Path, inputs: Sequence[ms.Tensor]) -> None:
-    """Writes a graph to `path` (*.mindir), which serves every shape that `inputs` leave open."""
+    """Write a graph to `path` (*.mindir); it serves every shape that `inputs` leave open."""
     network.set_train(False)
     network.set_inputs(*inputs)
     ms.export(network, *inputs, file_name=str(path), file_format="MINDIR")
@@ -50,16 +54,16 @@ def export(
     max_positions: int,
     quantization: Quantization | None = None,
 ) -> None:
-    """Writes the graphs, with weights and caches in them, and what they were made for.
+    """Write the graphs with their weights and caches, and a JSON file that says what they were made for.
 
     Args:
         spec: The model.
-        backend: Of primitives.
+        backend: A backend of Ascend primitives.
         source: Folder of the model.
-        folder: Where the files go.
-        kv_caches: Those of every layer; the graph has caches of these sizes.
+        folder: Output folder.
+        kv_caches: KV caches of every layer; the graph has caches of these sizes.
         max_positions: Longest context of a row, in tokens.
-        quantization: How weights are kept; None: in the model dtype.
+        quantization: How weights are quantized; None: they stay in the model dtype.
 
     Raises:
         ModelError: The primitives lack something that the model needs.
@@ -77,10 +81,10 @@ def export(
 def facts_of(
     spec: ModelSpec, dtype: str, quantization: str | None, num_blocks: int, block_size: int, max_positions: int
 ) -> dict[str, Any]:
-    """What a graph was made for, and what it must have been made for to serve."""
+    """Return what a graph was made for; a graph serves only a configuration with equal values."""
     return {
         "architecture": spec.architecture,
-        "num_parameters": spec.num_held,
+        "num_parameters": spec.num_weight_elements,
         "vocab_size": spec.vocab_size,
         "model_dtype": dtype,
         "quantization": quantization,
@@ -91,10 +95,10 @@ def facts_of(
 
 
 def check_facts(folder: Path, wanted: Mapping[str, Any]) -> None:
-    """Refuses graphs of another model, dtype or cache.
+    """Refuse graphs of another model, dtype or cache.
 
     Raises:
-        ConfigError: The folder has no graphs, or they were made for something else.
+        ConfigError: The folder has no graphs, or they were made for another configuration.
     """
     path = folder / FACTS
     missing = [each.name for each in (path, *(graph_file(folder, graph) for graph in GRAPHS)) if not each.is_file()]

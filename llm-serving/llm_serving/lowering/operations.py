@@ -1,9 +1,9 @@
-"""Operations of a description as Cells, each made of the operations of a backend.
+"""The operations of a description as Cells, each made of the operations of a backend.
 
-Every Cell takes a tuple of the values it reads and the arguments of the step, and returns a tuple of the values it
-writes. Arguments are those of `lowering.step.STEP_INPUTS`, then both lengths as attention reads them, and what says
-which keys rows see (`Backend.lengths`, `Backend.seen`). What no device has an operator for is made of MindSpore's own
-operations.
+Every Cell takes a tuple of the values it reads and the step inputs, and returns a tuple of the values it writes. The
+step inputs are those of `lowering.step_inputs.STEP_INPUTS`, then both lengths in the memory from which attention reads
+them, and the attention mask (`Backend.host_lengths`, `Backend.attention_mask`). Operations without a device operator
+are made of MindSpore's own operations.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from mindspore import nn, ops
 from llm_serving.backends.base import Backend
 
 Tensors = Any
-"""A tuple of tensors; MindSpore reads these functions, not Python."""
+"""A tuple of tensors; MindSpore's compiler, not Python, interprets these functions."""
 
 
 def is_quantized(weight: Sequence[ms.Parameter]) -> bool:
-    """Whether a weight is codes and scales."""
+    """Return whether a weight is quantized values and scales."""
     return bool(weight[0].dtype == ms.int8)
 
 
-class Tables(nn.Cell):
-    """() -> cosines and sines [T, head_dim] of the rows' positions."""
+class CosSinCell(nn.Cell):
+    """() -> cosines and sines [T, head_dim] at the rows' positions"""
 
     def __init__(self, backend: Backend, cos: ms.Parameter, sin: ms.Parameter) -> None:
         super().__init__()
-        self.look_up = backend.embedding()
+        self.embedding = backend.embedding()
         self.cos, self.sin = cos, sin
 
     def construct(self, _: Tensors, step: Tensors) -> Tensors:
-        return self.look_up(step[1], self.cos), self.look_up(step[1], self.sin)
+        return self.embedding(step[1], self.cos), self.embedding(step[1], self.sin)
 
 
-class Split(nn.Cell):
-    """x -> its columns, one range after another."""
+class SplitCell(nn.Cell):
+    """x -> consecutive column ranges"""
 
     def __init__(self, backend: Backend, widths: Sequence[int]) -> None:
         super().__init__()
@@ -49,8 +49,8 @@ class Split(nn.Cell):
         return self.split(read[0])
 
 
-class Scaled(nn.Cell):
-    """x * scale, rounded once."""
+class Scale(nn.Cell):
+    """x * scale, rounded once"""
 
     def __init__(self, scale: float) -> None:
         super().__init__()
@@ -60,8 +60,8 @@ class Scaled(nn.Cell):
         return (x.astype(ms.float32) * self.scale).astype(x.dtype)
 
 
-class Gather(nn.Cell):
-    """() -> rows of a table, by token, scaled; zeros for a token whose row is not in it."""
+class EmbeddingCell(nn.Cell):
+    """() -> scaled rows of a table by token id; zeros for a token whose row another rank holds"""
 
     def __init__(
         self, backend: Backend, table: Sequence[ms.Parameter], scale: float, rounded: bool, first: int, rows: int
@@ -69,25 +69,25 @@ class Gather(nn.Cell):
         super().__init__()
         self.first, self.num_rows = first, table[0].shape[0]
         self.is_part = rows > 0
-        self.look_up = backend.quantized_embedding() if is_quantized(table) else backend.embedding()
+        self.embedding = backend.quantized_embedding() if is_quantized(table) else backend.embedding()
         self.table = ms.ParameterTuple(table)
         self.is_scaled = scale != 1
-        self.scaled = Scaled(backend.rounded(scale) if rounded else scale)
+        self.scaled = Scale(backend.rounded(scale) if rounded else scale)
 
     def construct(self, _: Tensors, step: Tensors) -> Tensors:
         tokens = step[0]
         if self.is_part:
             at = tokens - self.first
             is_here = ops.logical_and(at >= 0, at < self.num_rows)
-            rows = self.look_up(at * is_here.astype(ms.int32), *self.table)
+            rows = self.embedding(at * is_here.astype(ms.int32), *self.table)
             rows = rows * is_here.astype(rows.dtype).reshape(-1, 1)
         else:
-            rows = self.look_up(tokens, *self.table)
+            rows = self.embedding(tokens, *self.table)
         return (self.scaled(rows) if self.is_scaled else rows,)
 
 
-class Linear(nn.Cell):
-    """x [T, K] -> x * weight^T + bias, rounded after each."""
+class LinearCell(nn.Cell):
+    """x [T, K] -> x * weight^T + bias, rounded after each operation"""
 
     def __init__(self, backend: Backend, weight: Sequence[ms.Parameter], bias: ms.Parameter | None) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class Linear(nn.Cell):
         self.weight = ms.ParameterTuple(weight)
         self.has_bias = bias is not None
         if bias is not None:
-            # Sums of backends take two tensors of one shape: the bias is looked up once for each row.
+            # `Backend.add` takes two tensors of one shape, so the bias is looked up once for each row.
             self.bias = bias
             self.repeat = backend.embedding()
             self.add = backend.add()
@@ -108,16 +108,15 @@ class Linear(nn.Cell):
         return (x,)
 
 
-class Norm(nn.Cell):
-    """x -> its root mean square norm, over rows or over each `group` columns."""
+class RmsNormCell(nn.Cell):
+    """x -> its root mean square norm, over rows or over each `group` columns"""
 
     def __init__(self, backend: Backend, gain: ms.Parameter, eps: float, group: int) -> None:
         super().__init__()
         self.norm = backend.rms_norm(eps)
         self.gain = gain
         self.group = group
-        # A gain of more digits than the rows have, and heads, which not every device cuts in every type: in float32,
-        # rounded once, as a norm of rows is too.
+        # Computed in float32 and rounded once: float32 norm weights, and heads, for which devices lack some dtypes.
         self.is_wide = gain.dtype != backend.activation_dtype or group > 0
 
     def construct(self, read: Tensors, step: Tensors) -> Tensors:
@@ -130,14 +129,14 @@ class Norm(nn.Cell):
         return (y.astype(x.dtype) if self.is_wide else y,)
 
 
-class AddNorm(nn.Cell):
-    """x, added -> the norm of their sum, and the sum."""
+class AddRmsNormCell(nn.Cell):
+    """x, residual -> the norm of their sum, and the sum"""
 
     def __init__(self, backend: Backend, gain: ms.Parameter, eps: float) -> None:
         super().__init__()
         self.is_wide = gain.dtype != backend.activation_dtype
         self.add = backend.add()
-        self.norm = Norm(backend, gain, eps, 0)
+        self.norm = RmsNormCell(backend, gain, eps, 0)
         self.add_norm = backend.add_rms_norm(eps)
         self.gain = gain
 
@@ -148,8 +147,8 @@ class AddNorm(nn.Cell):
         return self.add_norm(read[0], read[1], self.gain)
 
 
-class Rotate(nn.Cell):
-    """x, perhaps another, cosines and sines -> both turned."""
+class RopeCell(nn.Cell):
+    """x, optionally a second x, cosines and sines -> both rotated"""
 
     def __init__(self, backend: Backend, widths: Sequence[int], head_dim: int) -> None:
         super().__init__()
@@ -162,8 +161,8 @@ class Rotate(nn.Cell):
         return (self.rotate(read[0], read[0], read[1], read[2], step[5])[0],)
 
 
-class Store(nn.Cell):
-    """k, v -> what attention depends on."""
+class StoreKVCell(nn.Cell):
+    """k, v -> a tensor on which attention depends"""
 
     def __init__(self, backend: Backend, kv_cache: tuple[ms.Parameter, ms.Parameter]) -> None:
         super().__init__()
@@ -174,8 +173,8 @@ class Store(nn.Cell):
         return (self.store(read[0], read[1], self.key_cache, self.value_cache, step[2]),)
 
 
-class Attend(nn.Cell):
-    """q, what was stored -> [T, num_heads * head_dim]"""
+class AttentionCell(nn.Cell):
+    """q, the tensor of `StoreKVCell` -> [T, num_heads * head_dim]"""
 
     def __init__(self, attention: nn.Cell, kv_cache: tuple[ms.Parameter, ms.Parameter]) -> None:
         super().__init__()
@@ -187,8 +186,8 @@ class Attend(nn.Cell):
         return (self.attention(q, self.key_cache, self.value_cache, step[3], step[7], step[8], step[9]),)
 
 
-class AttendPrompts(nn.Cell):
-    """q, what was stored, k, v -> [T, num_heads * head_dim]"""
+class PromptAttentionCell(nn.Cell):
+    """q, the tensor of `StoreKVCell`, k, v -> [T, num_heads * head_dim]"""
 
     def __init__(self, attention: nn.Cell) -> None:
         super().__init__()
@@ -199,7 +198,7 @@ class AttendPrompts(nn.Cell):
         return (self.attention(q, read[2], read[3], step[7], step[8]),)
 
 
-class Activate(nn.Cell):
+class GatedActivationCell(nn.Cell):
     """x [T, 2 I] -> function(first half) * second half"""
 
     def __init__(self, backend: Backend, function: str) -> None:
@@ -211,7 +210,7 @@ class Activate(nn.Cell):
 
 
 class GeluTanhGate(nn.Cell):
-    """gelu of the first half, by its approximation with tanh (Hendrycks and Gimpel 2016), times the second."""
+    """gelu of the first half by its tanh approximation (Hendrycks and Gimpel 2016), times the second half"""
 
     def construct(self, x: ms.Tensor) -> ms.Tensor:
         half = x.shape[-1] // 2
@@ -220,7 +219,7 @@ class GeluTanhGate(nn.Cell):
         return (0.5 * gate * (1 + ops.tanh(inner)) * up).astype(x.dtype)
 
 
-class AllReduce(nn.Cell):
+class AllReduceCell(nn.Cell):
     """x -> its sum over all ranks"""
 
     def __init__(self, backend: Backend) -> None:
@@ -231,8 +230,8 @@ class AllReduce(nn.Cell):
         return (self.reduce(read[0]),)
 
 
-class Add(nn.Cell):
-    """a, b -> a + scale * b, rounded once."""
+class AddCell(nn.Cell):
+    """a, b -> a + scale * b, rounded once"""
 
     def __init__(self, backend: Backend, scale: float) -> None:
         super().__init__()
@@ -247,7 +246,7 @@ class Add(nn.Cell):
         return (self.add(a, b),)
 
 
-class Weigh(nn.Cell):
+class SigmoidGateCell(nn.Cell):
     """x, gate [T, 1] -> x * sigmoid(gate)"""
 
     def construct(self, read: Tensors, step: Tensors) -> Tensors:
@@ -255,8 +254,8 @@ class Weigh(nn.Cell):
         return ((x.astype(ms.float32) * ops.sigmoid(gate.astype(ms.float32))).astype(x.dtype),)
 
 
-class Route(nn.Cell):
-    """x -> what `Experts` takes of it: which a row goes to, and its shares."""
+class RouteCell(nn.Cell):
+    """x -> the two tensors from which `ExpertsCell` takes each row's experts and their weights"""
 
     def __init__(
         self, backend: Backend, weight: ms.Parameter, correction: ms.Parameter | None, attributes: Mapping[str, Any]
@@ -270,8 +269,8 @@ class Route(nn.Cell):
         return self.route(self.product(read[0], self.weight))
 
 
-class Experts(nn.Cell):
-    """x, what `Route` wrote -> the sum of its experts, rounded once."""
+class ExpertsCell(nn.Cell):
+    """x, the tensors of `RouteCell` -> the weighted sum of the experts, rounded once"""
 
     def __init__(
         self, backend: Backend, gate_up: Sequence[ms.Parameter], down: Sequence[ms.Parameter], num_experts: int
@@ -285,19 +284,21 @@ class Experts(nn.Cell):
         return (self.experts(read[0], read[1], read[2], self.gate_up, self.down),)
 
 
-class Select(nn.Cell):
-    """x -> the rows that give a result"""
+class SelectRowsCell(nn.Cell):
+    """x -> the sampled rows"""
 
     def __init__(self, backend: Backend) -> None:
         super().__init__()
-        self.look_up = backend.embedding()
+        self.embedding = backend.embedding()
 
     def construct(self, read: Tensors, step: Tensors) -> Tensors:
-        return (self.look_up(step[6], read[0]),)
+        return (self.embedding(step[6], read[0]),)
 
 
-class Output(nn.Cell):
-    """x -> logits, float32, scaled and capped; of a part of the head they are added to zeros of the other ranks."""
+class LmHeadCell(nn.Cell):
+    """x -> float32 logits, scaled and capped. A rank with a part of the head adds its logits to the zeros of other
+    ranks.
+    """
 
     def __init__(
         self, backend: Backend, weight: Sequence[ms.Parameter], scale: float, cap: float, first: int, rows: int
@@ -318,7 +319,7 @@ class Output(nn.Cell):
         return (ops.tanh(logits / self.cap) * self.cap if self.cap > 0 else logits,)
 
 
-class States(nn.Cell):
+class HiddenStatesCell(nn.Cell):
     """x -> x in float32"""
 
     def construct(self, read: Tensors, step: Tensors) -> Tensors:

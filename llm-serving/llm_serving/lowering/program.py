@@ -16,24 +16,24 @@ from llm_serving.lowering.step_inputs import STEP_INPUTS, KVCaches
 from llm_serving.network.program import DTYPES, Program
 
 _STEP: Final = 2
-"""Number of the first parameter that belongs to the step, behind instructions and operands."""
+"""Index of the first step input among the operator's parameters, after instructions and operands."""
 _WEIGHTS: Final = _STEP + len(STEP_INPUTS)
-"""Number of the first weight."""
+"""Index of the first weight."""
 
 
-class NetworkOfProgram(nn.Cell):
-    """Computes what `place` has been given; its own result is no number.
+class ProgramNetwork(nn.Cell):
+    """Computes the step that `bind_inputs` has bound; the Cell's own result is a placeholder.
 
-    All that there is is known to the operator by its address: a graph without arguments, whose shapes are always the
-    same and which has one Parameter, is what MindSpore runs fastest.
+    The operator finds every array by its address. MindSpore runs a graph without arguments, with fixed shapes and a
+    single Parameter, fastest.
 
     Args:
-        program: What is run.
-        operator: From `Backend.program`.
+        program: The program.
+        operator: Result of `Backend.program`.
         weights: Parameters of the program's weights, in its order; without the last one if that is `rows`.
         kv_caches: One pair for each layer.
-        width: Of the result.
-        rows: The program's last weight is given with each step.
+        width: Columns of the result.
+        rows: Whether the program's last weight is bound with each step.
     """
 
     def __init__(
@@ -54,49 +54,49 @@ class NetworkOfProgram(nn.Cell):
         self._result = self._memory
         self._program = program
         caches = [cache for pair in kv_caches for cache in pair]
-        self.held = ms.ParameterTuple([*weights, *caches])
+        self.parameters_and_caches = ms.ParameterTuple([*weights, *caches])
         self._rows_at = _WEIGHTS + len(weights)
         first_cache = self._rows_at + rows
         self._result_at = first_cache + len(caches)
         self._addresses = AddressTable(self._result_at + 1)
-        given = [program.instructions, program.operands]
-        for first, arrays in ((0, given), (_WEIGHTS, _memory_of(weights)), (first_cache, _memory_of(caches))):
+        encoded = [program.instructions, program.operands]
+        for first, arrays in ((0, encoded), (_WEIGHTS, _storages(weights)), (first_cache, _storages(caches))):
             for number, array in enumerate(arrays, first):
-                self._addresses.lend(number, array)
+                self._addresses.set_view(number, array)
         self.table = parameter_over(self._addresses.memory, "int64", "addresses")
         self.operator = operator
 
     def construct(self) -> ms.Tensor:
         return self.operator(self.table)
 
-    def place(self, arrays: Sequence[Int32Array | Float32Array]) -> Float32Array:
-        """Says what the next run is about.
+    def bind_inputs(self, arrays: Sequence[Int32Array | Float32Array]) -> Float32Array:
+        """Bind the arrays of the next run.
 
         Args:
-            arrays: Those of a step (`lowering.step.STEP_INPUTS`); before them the rows, float32 [T, H] of numbers of
-                the model dtype, if there are any.
+            arrays: Those of a step (`lowering.step_inputs.STEP_INPUTS`), after float32 rows [T, H] in the precision of
+                the model dtype if the program takes rows.
 
         Returns:
-            Where the result, float32 [S, width], will be until the run after that.
+            The array that holds the result, float32 [S, width], until the run after that.
         """
         step: Sequence[Array] = arrays
         if self._has_rows:
             rows, *step = arrays
-            self._addresses.give(self._rows_at, to_model_dtype(rows, self._dtype))
+            self._addresses.set_copy(self._rows_at, to_model_dtype(rows, self._dtype))
         for number, array in enumerate(step, _STEP):
-            self._addresses.give(number, array)
+            self._addresses.set_copy(number, array)
         num_results = len(step[-1])
         if num_results != len(self._result):
-            self._result = self._room_for(num_results)
-            self._addresses.lend(self._result_at, self._result)
+            self._result = self._result_buffer(num_results)
+            self._addresses.set_view(self._result_at, self._result)
         return self._result
 
-    def _room_for(self, num_results: int) -> Float32Array:
+    def _result_buffer(self, num_results: int) -> Float32Array:
         if num_results > len(self._memory):
             self._memory = zeroed_array((max(num_results, 2 * len(self._memory)), self._width), "float32")
         result: Float32Array = self._memory[:num_results]
         return result
 
 
-def _memory_of(parameters: Sequence[ms.Parameter]) -> list[Array]:
+def _storages(parameters: Sequence[ms.Parameter]) -> list[Array]:
     return [parameter.storage for parameter in parameters]

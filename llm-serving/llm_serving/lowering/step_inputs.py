@@ -1,4 +1,4 @@
-"""The arguments of a network: the arrays of one step."""
+"""The inputs of a network: the arrays of one step."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ STEP_INPUTS: Final = (
 )
 """Name and rank of the arguments of `construct`, all int32; the result is float32 [S, vocab_size].
 
-Arguments are the parameters of the graph, and Ascend's kernels of attention look lengths up by these names.
+The arguments are the parameters of the graph; Ascend's attention kernels find lengths by these names.
 """
 
 
-def arguments_of_rows(count: int) -> tuple[NDArray[np.int32], ...]:
-    """A step of one request whose `count` rows all give a result, for a network without attention."""
+def step_inputs_for_rows(count: int) -> tuple[NDArray[np.int32], ...]:
+    """Return a step of one request whose `count` rows are all sampled, for a network without attention."""
     rows, nothing = np.arange(count, dtype=np.int32), np.zeros(count, np.int32)
     whole = np.array([count], np.int32)
     return rows, nothing, nothing - 1, np.zeros((1, 1), np.int32), whole, whole, rows
 
 
 def dynamic_inputs(num_rows: int | None = None) -> list[ms.Tensor]:
-    """Arguments of every shape, for `Cell.set_inputs`: one compilation serves all batches.
+    """Return inputs of every shape for `Cell.set_inputs`: one compilation serves all batches.
 
     Args:
         num_rows: B, for a graph in which it is fixed.

@@ -1,4 +1,4 @@
-"""How long a context a model folder allows, where rotary frequencies are stretched."""
+"""The context length that a model folder allows, RoPE scaling included."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ MAX_POSITIONS: Final = 2**31 - 1
 
 
 @dataclass(frozen=True)
-class Positions:
-    """Tokens of a context.
+class ContextLengths:
+    """Context lengths in tokens.
 
     Attributes:
-        usual: Where nobody asks for another length.
-        most: What the model allows.
-        reason: Words for a reader, where the configuration's own number is stretched; else empty.
+        default: Length without a user's setting.
+        maximum: Longest length that the model allows.
+        reason: Explanation for the user where RoPE scaling exceeds `max_position_embeddings`; else empty.
     """
 
-    usual: int
-    most: int
+    default: int
+    maximum: int
     reason: str = ""
 
 
-def positions_of(spec: ModelSpec, folder: Path) -> Positions:
-    """The positions of a model in Hugging Face form.
+def context_lengths(spec: ModelSpec, folder: Path) -> ContextLengths:
+    """Return the context lengths of a model in Hugging Face format.
 
-    `linear` stretches the model's own positions by `factor`, `yarn` those that it was first trained on; `dynamic` does
-    for contexts that are longer than the model's own, so that one asks for them. The others have the stretched number
-    in `max_position_embeddings`, and so has a model of which some layers turn as they were trained. What is stretched
-    ends at `model_max_length` of the tokenizer's config.
+    `linear` multiplies `max_position_embeddings` by `factor`, `yarn` the positions of the first training. `dynamic`
+    applies only to contexts longer than `max_position_embeddings`, so a user must ask for them. The other kinds already
+    state the scaled number in `max_position_embeddings`, and so does a model with unscaled layers. `model_max_length`
+    of tokenizer_config.json limits the result.
 
     Args:
         spec: The model.
@@ -48,27 +48,27 @@ def positions_of(spec: ModelSpec, folder: Path) -> Positions:
         ModelError: A file of the folder cannot be read.
     """
     own = spec.max_position_embeddings
-    scaling = _least_stretched(spec.network.rotaries, own)
-    if scaling is None or (stretched := _stretched(scaling, own)) <= own:
-        return Positions(own, own)
+    scaling = _smallest_scaling(spec.network.rotaries, own)
+    if scaling is None or (scaled := _scaled_length(scaling, own)) <= own:
+        return ContextLengths(own, own)
     reason = f"{scaling.first(own)} x {scaling.factor:g} by rope scaling {scaling.kind}"
     limit = _number(_read(folder / "tokenizer_config.json").get("model_max_length"))
-    if limit is not None and limit < stretched:
-        stretched = max(int(limit), own)
+    if limit is not None and limit < scaled:
+        scaled = max(int(limit), own)
         reason += ", at most model_max_length"
-    if stretched == own:
-        return Positions(own, own)
-    return Positions(own if scaling.kind == "dynamic" else stretched, stretched, reason)
+    if scaled == own:
+        return ContextLengths(own, own)
+    return ContextLengths(own if scaling.kind == "dynamic" else scaled, scaled, reason)
 
 
-def _least_stretched(rotaries: Iterable[Rotary], own: int) -> Scaling | None:
-    """Of all kinds of rotation that a model has; None where one of them is not stretched."""
+def _smallest_scaling(rotaries: Iterable[Rotary], own: int) -> Scaling | None:
+    """Return the RoPE scaling with the shortest context; None where a layer has no scaling."""
     scalings = [each.scaling for each in rotaries]
     found = [each for each in scalings if each is not None and each.first(own) is not None]
-    return min(found, key=lambda each: _stretched(each, own)) if found and len(found) == len(scalings) else None
+    return min(found, key=lambda each: _scaled_length(each, own)) if found and len(found) == len(scalings) else None
 
 
-def _stretched(scaling: Scaling, own: int) -> int:
+def _scaled_length(scaling: Scaling, own: int) -> int:
     first = scaling.first(own)
     return own if first is None else min(int(first * scaling.factor), MAX_POSITIONS)
 

@@ -1,30 +1,30 @@
-"""DeepSeek-V2: latent attention, and experts beside which a shared one sees every row.
+"""DeepSeek-V2: multi-head latent attention (MLA), and a mixture of experts with shared experts.
 
-Keys and values of a token are one latent vector for all heads, and a turned part of the key. Queries are brought into
-the latent space, where keys and values are the same, and what is attended comes back from it: both by weights of heads
-(DeepSeek-V2, Liu et al. 2024, section 2.1; the absorbed form).
+The keys and values of a token are one latent vector for all heads plus a rotary part of the key. This is the absorbed
+form: per-head weights map queries into the latent space, where the latent vector is both key and value, and map the
+attention output back (DeepSeek-V2, Liu et al. 2024, section 2.1).
 """
 
+from llm_serving.models.config_reader import ConfigReader
 from llm_serving.models.layers import (
     HEAD_MULTIPLE,
     MAX_WIDTH,
     decoder,
+    empty_network,
     gated_mlp,
-    mixture,
-    network_of,
-    rope_facts,
-    scaling_of,
+    mixture_of_experts,
+    rope_config,
+    rope_scaling,
 )
-from llm_serving.models.model_config import Facts
-from llm_serving.network.builder import Network, Routing, blocks, filled
+from llm_serving.network.builder import Network, Routing, padded_order, repeated_order
 from llm_serving.network.operations import Float32Array, Value
 from llm_serving.network.rope import Rotary, yarn_mscale
 
 LATENT_EPS = 1e-6
 
 
-def deepseek_v2(c: Facts) -> Network:
-    net, attention = network_of(c), _LatentAttention(c)
+def deepseek_v2(c: ConfigReader) -> Network:
+    net, attention = empty_network(c), _LatentAttention(c)
     first, count = c.integer("first_k_dense_replace", 0, least=0), c.integer("n_routed_experts")
     shared = c.integer("n_shared_experts") * c.integer("moe_intermediate_size")
     method = c.choice("topk_method", ("greedy", "group_limited_greedy"), "greedy")
@@ -47,13 +47,13 @@ def deepseek_v2(c: Facts) -> Network:
     def feed_forward(x: Value, index: int, at: str) -> Value:
         if index < first:
             return gated_mlp(net, x, at, c.integer("intermediate_size"))
-        routed = mixture(net, c, x, at, count, "moe_intermediate_size", routing)
+        routed = mixture_of_experts(net, c, x, at, count, "moe_intermediate_size", routing)
         return net.add(routed, gated_mlp(net, x, at + "shared_experts.", shared))
 
     def layer(hidden: Value, index: int, at: str) -> Value:
-        x = net.norm(hidden, at + "input_layernorm")
+        x = net.rms_norm(hidden, at + "input_layernorm")
         hidden = net.add(hidden, attention(net, x, at + "self_attn."))
-        x = net.norm(hidden, at + "post_attention_layernorm")
+        x = net.rms_norm(hidden, at + "post_attention_layernorm")
         return net.add(hidden, feed_forward(x, index, at + "mlp."))
 
     return decoder(net, c, layer)
@@ -62,47 +62,47 @@ def deepseek_v2(c: Facts) -> Network:
 class _LatentAttention:
     """The attention of every layer of a configuration."""
 
-    def __init__(self, c: Facts) -> None:
+    def __init__(self, c: ConfigReader) -> None:
         self.heads = c.integer("num_attention_heads")
         self.still = c.integer("qk_nope_head_dim")
-        self.turning = c.integer("qk_rope_head_dim")
+        self.rotary_dim = c.integer("qk_rope_head_dim")
         self.value = c.integer("v_head_dim")
         self.rank = c.integer("kv_lora_rank")
         self.q_rank = c.integer("q_lora_rank") if c.has("q_lora_rank") else 0
-        if self.turning % 2:
+        if self.rotary_dim % 2:
             raise c.fail("qk_rope_head_dim", "must be even for rotary embeddings")
-        widest = max(self.still + self.turning, self.still + self.value, self.rank)
+        widest = max(self.still + self.rotary_dim, self.still + self.value, self.rank)
         if self.heads * widest > MAX_WIDTH:
             raise c.fail("num_attention_heads", f"times the {widest} elements of a head must be at most {MAX_WIDTH}")
-        facts = rope_facts(c)
-        theta = facts.number("rope_theta", c.number("rope_theta", 10000.0))
-        scaling = scaling_of(c, facts, self.turning)
-        wide = len(filled(self.turning, HEAD_MULTIPLE))
-        self.rotary = Rotary(wide, self.turning, theta, True, scaling, self.turning)
-        self.scale = (self.still + self.turning) ** -0.5
+        reader = rope_config(c)
+        theta = reader.number("rope_theta", c.number("rope_theta", 10000.0))
+        scaling = rope_scaling(c, reader, self.rotary_dim)
+        wide = len(padded_order(self.rotary_dim, HEAD_MULTIPLE))
+        self.rotary = Rotary(wide, self.rotary_dim, theta, True, scaling, self.rotary_dim)
+        self.scale = (self.still + self.rotary_dim) ** -0.5
         if scaling is not None and scaling.mscale_all_dim:
             self.scale *= yarn_mscale(scaling.factor, scaling.mscale_all_dim) ** 2
 
     def __call__(self, net: Network, x: Value, at: str) -> Value:
         heads, still = self.heads, self.still
-        dim, width, wide = still + self.turning, still + self.value, self.rotary.head_dim
+        dim, width, wide = still + self.rotary_dim, still + self.value, self.rotary.head_dim
         turned = [-1 if i < 0 else still + i for i in self.rotary.order()]
-        latents = filled(self.rank, HEAD_MULTIPLE)
+        latents = padded_order(self.rank, HEAD_MULTIPLE)
         q, query = x, "q_proj"
         if self.q_rank:
-            q = net.norm(net.linear(x, at + "q_a_proj", self.q_rank), at + "q_a_layernorm", eps=LATENT_EPS)
+            q = net.rms_norm(net.linear(x, at + "q_a_proj", self.q_rank), at + "q_a_layernorm", eps=LATENT_EPS)
             query = "q_b_proj"
-        rows = [*blocks(heads, dim, range(still)), *blocks(heads, dim, turned)]
+        rows = [*repeated_order(heads, dim, range(still)), *repeated_order(heads, dim, turned)]
         q, q_turned = net.split(net.linear(q, at + query, heads * dim, rows=rows), heads * still, heads * wide)
 
         rows = [*latents, *(-1 if i < 0 else self.rank + i for i in self.rotary.order())]
-        both = net.linear(x, at + "kv_a_proj_with_mqa", self.rank + self.turning, rows=rows)
+        both = net.linear(x, at + "kv_a_proj_with_mqa", self.rank + self.rotary_dim, rows=rows)
         latent, key = net.split(both, len(latents), wide)
-        latent = net.norm(latent, at + "kv_a_layernorm", eps=LATENT_EPS, own=self.rank, rows=latents)
-        layer = net.store(latent, net.rotate(key, self.rotary), 1)
+        latent = net.rms_norm(latent, at + "kv_a_layernorm", eps=LATENT_EPS, unpadded=self.rank, rows=latents)
+        layer = net.store_kv(latent, net.rope(key, self.rotary), 1)
 
-        name, stored = at + "kv_b_proj", (heads * width, self.rank)
-        rows = blocks(heads, width, range(still))
+        name, stored_shapes = at + "kv_b_proj", (heads * width, self.rank)
+        rows = repeated_order(heads, width, range(still))
         q = net.linear(
             q,
             name,
@@ -110,20 +110,22 @@ class _LatentAttention:
             heads=heads,
             rows=rows,
             columns=latents,
-            stored=stored,
-            change=_Transposed(heads),
+            stored_shapes=stored_shapes,
+            transform=_Transposed(heads),
             width=heads * len(latents),
         )
-        attended = net.attend(q, layer, q_turned=net.rotate(q_turned, self.rotary), scale=self.scale)
-        values = [-1 if i < 0 else still + i for i in filled(self.value, HEAD_MULTIPLE)]
-        rows = blocks(heads, width, values)
-        back = net.linear(attended, name, heads * width, heads=heads, rows=rows, columns=latents, stored=stored)
-        columns = blocks(heads, self.value, filled(self.value, HEAD_MULTIPLE))
+        attended = net.attention(q, layer, q_turned=net.rope(q_turned, self.rotary), scale=self.scale)
+        values = [-1 if i < 0 else still + i for i in padded_order(self.value, HEAD_MULTIPLE)]
+        rows = repeated_order(heads, width, values)
+        back = net.linear(
+            attended, name, heads * width, heads=heads, rows=rows, columns=latents, stored_shapes=stored_shapes
+        )
+        columns = repeated_order(heads, self.value, padded_order(self.value, HEAD_MULTIPLE))
         return net.linear(back, at + "o_proj", net.hidden, columns=columns)
 
 
 class _Transposed:
-    """Turns each head's part of a weight over: [heads * still, rank] -> [heads * rank, still]."""
+    """Transposes each head's part of a weight: [heads * nope_dim, rank] -> [heads * rank, nope_dim]."""
 
     def __init__(self, heads: int) -> None:
         self._heads = heads

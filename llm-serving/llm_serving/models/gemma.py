@@ -1,12 +1,21 @@
-"""Gemma 2 and 3: norms on both sides of each half, whose gains are stored less one; layers that see a window alternate
-with such that see all. Gemma 2 caps scores and logits; Gemma 3 has norms of heads, and two rotations."""
+"""Gemma 2 and 3: norms before and after both sublayers, norm weights stored minus one, alternating sliding windows.
+
+Gemma 2 caps attention scores and logits. Gemma 3 has norms of heads and two rotary embeddings.
+"""
 
 from dataclasses import replace
 
 import numpy as np
 
-from llm_serving.models.layers import decoder, gated_mlp, heads_of, network_of, rotary_of, self_attention
-from llm_serving.models.model_config import Facts
+from llm_serving.models.config_reader import ConfigReader
+from llm_serving.models.layers import (
+    attention_heads,
+    decoder,
+    empty_network,
+    gated_mlp,
+    rotary_embedding,
+    self_attention,
+)
 from llm_serving.network.builder import Network
 from llm_serving.network.operations import Float32Array, Value
 from llm_serving.network.rope import Rotary
@@ -15,14 +24,14 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 NORMS = ("self_attn.q_norm", "self_attn.k_norm")
 
 
-def gemma2(c: Facts) -> Network:
-    rotary = rotary_of(c, heads_of(c))
+def gemma2(c: ConfigReader) -> Network:
+    rotary = rotary_embedding(c, attention_heads(c))
     return _gemma(c, every=2, rotaries={FULL: rotary, SLIDING: rotary}, caps=(50.0, 30.0))
 
 
-def gemma3(c: Facts) -> Network:
-    heads = heads_of(c)
-    full, sliding = rotary_of(c, heads, kind=FULL, theta=1e6), rotary_of(c, heads, kind=SLIDING)
+def gemma3(c: ConfigReader) -> Network:
+    heads = attention_heads(c)
+    full, sliding = rotary_embedding(c, heads, kind=FULL, theta=1e6), rotary_embedding(c, heads, kind=SLIDING)
     if not c.has("rope_parameters"):
         sliding = replace(sliding, theta=c.number("rope_local_base_freq", 10000.0), scaling=None)
     every = c.integer("sliding_window_pattern", 6)
@@ -30,42 +39,42 @@ def gemma3(c: Facts) -> Network:
 
 
 def _gemma(
-    c: Facts,
+    c: ConfigReader,
     *,
     every: int,
     rotaries: dict[str, Rotary],
     norms: tuple[str, str] | None = None,
     caps: tuple[float | None, float | None] = (None, None),
 ) -> Network:
-    """`caps`, of scores and of logits, are those of a configuration that says nothing of them."""
-    net, heads = network_of(c, plus_one), heads_of(c)
+    """Build either network; `caps` are the default caps of scores and of logits."""
+    net, heads = empty_network(c, plus_one), attention_heads(c)
     num_layers, inner = c.integer("num_hidden_layers"), c.integer("intermediate_size")
     alternating = [SLIDING if (index + 1) % every else FULL for index in range(num_layers)]
     kinds = c.choices("layer_types", (FULL, SLIDING), num_layers) or alternating
     scale = c.number("query_pre_attn_scalar", 256.0) ** -0.5
     cap, last_cap = (
-        c.number(key) if c.has(key) else usual if c.leaves_out(key) else None
+        c.number(key) if c.has(key) else usual if c.is_absent(key) else None
         for key, usual in zip(("attn_logit_softcapping", "final_logit_softcapping"), caps, strict=True)
     )
     bias = c.boolean("attention_bias")
     c.choice("hidden_activation", ("gelu_pytorch_tanh",), "gelu_pytorch_tanh")
 
     def layer(hidden: Value, index: int, at: str) -> Value:
-        x = net.norm(hidden, at + "input_layernorm")
+        x = net.rms_norm(hidden, at + "input_layernorm")
         window = c.integer("sliding_window", 4096) if kinds[index] == SLIDING else None
         rotary = rotaries[kinds[index]]
         x = self_attention(
             net, x, at, heads, rotary, norms=norms, bias=bias, out_bias=bias, scale=scale, window=window, cap=cap
         )
-        hidden = net.add(hidden, net.norm(x, at + "post_attention_layernorm"))
-        x = net.norm(hidden, at + "pre_feedforward_layernorm")
+        hidden = net.add(hidden, net.rms_norm(x, at + "post_attention_layernorm"))
+        x = net.rms_norm(hidden, at + "pre_feedforward_layernorm")
         x = gated_mlp(net, x, at + "mlp.", inner, function="gelu_tanh")
-        return net.add(hidden, net.norm(x, at + "post_feedforward_layernorm"))
+        return net.add(hidden, net.rms_norm(x, at + "post_feedforward_layernorm"))
 
     table_scale = c.integer("hidden_size") ** 0.5
     return decoder(net, c, layer, tied=True, table_scale=table_scale, rounded_scale=True, cap=last_cap)
 
 
 def plus_one(gain: Float32Array) -> Float32Array:
-    """What a norm multiplies by."""
+    """Return the factor of a norm from its stored weight."""
     return gain + np.float32(1)

@@ -1,4 +1,4 @@
-"""The facts of a GGUF file in the words of a config.json."""
+"""The configuration of a GGUF file, converted to the keys of a config.json."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _NUMBERS: Final[Mapping[str, str]] = {
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "rope.freq_base": "rope_theta",
 }
-"""Key behind the name of the architecture -> key of a config.json."""
+"""Metadata key after the architecture's prefix -> key of a config.json."""
 _NEEDED: Final = ("embedding_length", "block_count", "feed_forward_length", "attention.head_count")
 _END_IDS: Final = ("eos_token_id", "eot_token_id", "eom_token_id")
 _SCALINGS: Final = ("none", "linear", "yarn")
@@ -42,28 +42,28 @@ def is_gguf(path: Path) -> bool:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """What the config.json of the model would say.
+    """Return the config.json that describes the model of a GGUF file.
 
     Raises:
-        ModelError: The file cannot be read, or is of a model that is not served in this form.
+        ModelError: The file cannot be read, or its model is not supported in this format.
     """
     return config_of(read_gguf(path))
 
 
 def config_of(found: GgufFile) -> dict[str, Any]:
-    """As `read_config`, of a file whose header was read."""
-    facts = _Facts(found)
-    name = facts.value("general.architecture")
+    """As `read_config`, for a header that was read already."""
+    reader = _MetadataReader(found)
+    name = reader.value("general.architecture")
     if not isinstance(name, str) or name not in _ARCHITECTURES:
-        raise facts.fail("general.architecture", f"must be one of {', '.join(_ARCHITECTURES)}")
-    if facts.value(f"{name}.expert_count"):
-        raise facts.fail(f"{name}.expert_count", "must be 0: experts are not read out of this form")
+        raise reader.fail("general.architecture", f"must be one of {', '.join(_ARCHITECTURES)}")
+    if reader.value(f"{name}.expert_count"):
+        raise reader.fail(f"{name}.expert_count", "must be 0: experts are not read from GGUF files")
     for key in _NEEDED:
-        if facts.value(f"{name}.{key}") is None:
-            raise facts.fail(f"{name}.{key}", "must be given")
+        if reader.value(f"{name}.{key}") is None:
+            raise reader.fail(f"{name}.{key}", "must be given")
     config: dict[str, Any] = {"architectures": [_ARCHITECTURES[name]]}
     for key, known in _NUMBERS.items():
-        if (value := facts.number(f"{name}.{key}")) is not None:
+        if (value := reader.number(f"{name}.{key}")) is not None:
             config[known] = value
     table = found.tensors.get("token_embd.weight")
     if table is None or len(table.shape) != 2:
@@ -73,10 +73,10 @@ def config_of(found: GgufFile) -> dict[str, Any]:
     if name == "llama":
         config["attention_bias"] = "blk.0.attn_q.bias" in found.tensors
         config["mlp_bias"] = "blk.0.ffn_gate.bias" in found.tensors
-    _check_heads(facts, name, config)
-    if (scaling := _scaling(facts, name, config)) is not None:
+    _check_heads(reader, name, config)
+    if (scaling := _scaling(reader, name, config)) is not None:
         config["rope_scaling"] = scaling
-    ids = {key: facts.number(f"tokenizer.ggml.{key}") for key in ("bos_token_id", *_END_IDS, "padding_token_id")}
+    ids = {key: reader.number(f"tokenizer.ggml.{key}") for key in ("bos_token_id", *_END_IDS, "padding_token_id")}
     config["bos_token_id"], config["pad_token_id"] = ids["bos_token_id"], ids["padding_token_id"]
     config["eos_token_id"] = list(dict.fromkeys(ids[key] for key in _END_IDS if ids[key] is not None)) or None
     heads = config["num_attention_heads"]
@@ -85,35 +85,35 @@ def config_of(found: GgufFile) -> dict[str, Any]:
     return config
 
 
-def _check_heads(facts: _Facts, name: str, config: Mapping[str, Any]) -> None:
+def _check_heads(reader: _MetadataReader, name: str, config: Mapping[str, Any]) -> None:
     heads, hidden = config["num_attention_heads"], config["hidden_size"]
     if not isinstance(heads, int) or not isinstance(hidden, int) or not 0 < heads <= hidden:
-        raise facts.fail(f"{name}.attention.head_count", f"must be an integer from 1 to {hidden}")
+        raise reader.fail(f"{name}.attention.head_count", f"must be an integer from 1 to {hidden}")
     own = config.get("head_dim", hidden // heads)
     for key in ("attention.value_length", "rope.dimension_count"):
-        if facts.value(f"{name}.{key}", own) != own:
-            raise facts.fail(f"{name}.{key}", f"must be the {own} elements of a head")
+        if reader.value(f"{name}.{key}", own) != own:
+            raise reader.fail(f"{name}.{key}", f"must be the {own} elements of a head")
 
 
-def _scaling(facts: _Facts, name: str, config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """`rope_scaling`: by name, or a divisor for each frequency as Llama 3 has them."""
-    kind = facts.value(f"{name}.rope.scaling.type", "none")
+def _scaling(reader: _MetadataReader, name: str, config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return `rope_scaling`: by name, or as one divisor for each frequency, as Llama 3 files store it."""
+    kind = reader.value(f"{name}.rope.scaling.type", "none")
     if kind not in _SCALINGS:
-        raise facts.fail(f"{name}.rope.scaling.type", f"must be one of {', '.join(_SCALINGS)}")
+        raise reader.fail(f"{name}.rope.scaling.type", f"must be one of {', '.join(_SCALINGS)}")
     factor = f"{name}.rope.scaling.attn_factor"
-    if facts.number(factor) not in (None, 1):
-        raise facts.fail(factor, "must be 1")
-    divisors = facts.found.tensors.get(ROTATION)
+    if reader.number(factor) not in (None, 1):
+        raise reader.fail(factor, "must be 1")
+    divisors = reader.found.tensors.get(ROTATION)
     if divisors is not None:
         if kind != "none" or not isinstance(divisors, StoredTensor) or not _is_short(divisors.shape):
-            raise ModelError(f"{facts.found.file}: {ROTATION} must be a list of float32, without another scaling")
-        # Whatever the length of a context: the kind of scaling that lists divisors has two lists for two lengths.
+            raise ModelError(f"{reader.found.file}: {ROTATION} must be a list of float32, without another scaling")
+        # longrope has one list for short and one for long contexts; here both are the same.
         each = [float(value) for value in np.array(divisors.read(), np.float64)]
         return {"rope_type": "longrope", "short_factor": each, "long_factor": each, "attention_factor": 1.0}
     if kind == "none":
         return None
-    scaling = {"rope_type": kind, "factor": facts.number(f"{name}.rope.scaling.factor")}
-    if (original := facts.number(f"{name}.rope.scaling.original_context_length")) is not None:
+    scaling = {"rope_type": kind, "factor": reader.number(f"{name}.rope.scaling.factor")}
+    if (original := reader.number(f"{name}.rope.scaling.original_context_length")) is not None:
         scaling["original_max_position_embeddings"] = original
     return scaling
 
@@ -122,28 +122,28 @@ def _is_short(shape: tuple[int, ...]) -> bool:
     return len(shape) == 1 and shape[0] <= _MAX_ROTATION
 
 
-class _Facts:
-    """Values by key; a wrong one is refused by its key, its rule and its value."""
+class _MetadataReader:
+    """Reads metadata values by key; an error names the key, the rule and the value."""
 
     def __init__(self, found: GgufFile) -> None:
         self.found = found
 
     def value(self, key: str, default: Any = None) -> Any:
-        value = self.found.facts.get(key)
-        is_unread = value is None and key in self.found.facts  # a list of texts
+        value = self.found.metadata.get(key)
+        is_unread = value is None and key in self.found.metadata  # a list of strings
         if is_unread or isinstance(value, np.ndarray):
             raise self.fail(key, "must be one value and no list")
         return default if value is None else value
 
     def number(self, key: str) -> int | float | None:
-        """A float32 by its shortest decimal: 1e-5 and not 9.99999975e-06."""
+        """Return a number; a float32 as its shortest decimal: 1e-5 and not 9.99999975e-06."""
         value = self.value(key)
         if value is None or (isinstance(value, int) and not isinstance(value, bool)):
             return value
         if not isinstance(value, float):
             raise self.fail(key, "must be a number")
-        with np.errstate(over="ignore"):  # what is infinite then is refused by its rule
+        with np.errstate(over="ignore"):  # the rule of the key refuses infinity
             return float(str(np.float32(value)))
 
     def fail(self, key: str, rule: str) -> ModelError:
-        return ModelError(f"{self.found.file}: `{key}` {rule}. Given: {shorten(self.found.facts.get(key))}")
+        return ModelError(f"{self.found.file}: `{key}` {rule}. Given: {shorten(self.found.metadata.get(key))}")

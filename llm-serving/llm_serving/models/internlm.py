@@ -1,38 +1,46 @@
-"""InternLM2: query, key and value lie together by groups, under names of its own. InternLM3: other biases."""
+"""InternLM2: query, key and value are interleaved by KV head in one tensor. InternLM3: Llama with other biases."""
 
-from llm_serving.models.layers import QKV, decoder, gated_mlp, heads_of, network_of, rotary_of, self_attention
-from llm_serving.models.model_config import Facts
+from llm_serving.models.config_reader import ConfigReader
+from llm_serving.models.layers import (
+    QKV,
+    attention_heads,
+    decoder,
+    empty_network,
+    gated_mlp,
+    rotary_embedding,
+    self_attention,
+)
 from llm_serving.network.builder import Network
 from llm_serving.network.operations import Value
 
 
-def internlm2(c: Facts) -> Network:
-    net, heads = network_of(c), heads_of(c)
-    rotary, inner, bias = rotary_of(c, heads), c.integer("intermediate_size"), c.boolean("bias")
+def internlm2(c: ConfigReader) -> Network:
+    net, heads = empty_network(c), attention_heads(c)
+    rotary, inner, bias = rotary_embedding(c, heads), c.integer("intermediate_size"), c.boolean("bias")
     c.choice("hidden_act", ("silu",), "silu")
 
     def layer(hidden: Value, _: int, at: str) -> Value:
-        x = net.norm(hidden, at + "attention_norm")
+        x = net.rms_norm(hidden, at + "attention_norm")
         names, out = ("attention.wqkv",), "attention.wo"
         x = self_attention(net, x, at, heads, rotary, names=names, out=out, grouped=True, bias=bias, out_bias=bias)
         hidden = net.add(hidden, x)
-        x = net.norm(hidden, at + "ffn_norm")
+        x = net.rms_norm(hidden, at + "ffn_norm")
         return net.add(hidden, gated_mlp(net, x, at + "feed_forward.", inner, gate_up=("w1", "w3"), down="w2"))
 
     return decoder(net, c, layer, table="model.tok_embeddings", head="output")
 
 
-def internlm3(c: Facts) -> Network:
-    net, heads = network_of(c), heads_of(c)
-    rotary, inner, bias = rotary_of(c, heads), c.integer("intermediate_size"), c.boolean("bias")
+def internlm3(c: ConfigReader) -> Network:
+    net, heads = empty_network(c), attention_heads(c)
+    rotary, inner, bias = rotary_embedding(c, heads), c.integer("intermediate_size"), c.boolean("bias")
     qkv_bias = c.boolean("qkv_bias")
     c.choice("hidden_act", ("silu",), "silu")
 
     def layer(hidden: Value, _: int, at: str) -> Value:
-        x = net.norm(hidden, at + "input_layernorm")
+        x = net.rms_norm(hidden, at + "input_layernorm")
         x = self_attention(net, x, at, heads, rotary, names=QKV, bias=qkv_bias, out_bias=bias)
         hidden = net.add(hidden, x)
-        x = net.norm(hidden, at + "post_attention_layernorm")
+        x = net.rms_norm(hidden, at + "post_attention_layernorm")
         return net.add(hidden, gated_mlp(net, x, at + "mlp.", inner, bias=bias))
 
     return decoder(net, c, layer)

@@ -1,4 +1,4 @@
-"""What several families are made of. A family calls these with its own facts; nothing here knows a family."""
+"""Building blocks that several families share. No function here knows a family."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final, Literal
 
-from llm_serving.models.model_config import Facts
-from llm_serving.network.builder import PANEL, Expert, Network, Routing, blocks, filled
-from llm_serving.network.operations import Change, Value, Weight
-from llm_serving.network.rope import SCALINGS, Rotary, Scaling
+from llm_serving.models.config_reader import ConfigReader
+from llm_serving.network.builder import PANEL_ROWS, Expert, Network, Routing, padded_order, repeated_order
+from llm_serving.network.operations import Transform, Value, Weight
+from llm_serving.network.rope import ROPE_SCALINGS, Rotary, Scaling
 
 HEAD_MULTIPLE: Final = 16
-"""Elements in whose multiples the heads of a cache are stored; others are filled up with zeros."""
+"""Heads of a KV cache are padded to multiples of this number of elements."""
 
 MAX_WIDTH: Final = 2**20
-"""Elements that all heads of a row have together."""
+"""Maximum elements of all heads of a row together."""
 MAX_EXPERT_COLUMNS: Final = 2**21
-"""Columns that all experts of a layer have together."""
+"""Maximum intermediate columns of all experts of a layer together."""
 
 QKV: Final = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 
 Layer = Callable[[Value, int, str], Value]
-"""(hidden, number of the layer, prefix of its names) -> hidden"""
+"""(hidden, layer index, tensor name prefix) -> hidden"""
 
 
 @dataclass(frozen=True)
 class Heads:
-    """Heads of queries, of keys and values, and elements of one: as stored and as computed."""
+    """Numbers of query and KV heads, and the elements of a head in the checkpoint (`own`) and here (`dim`, padded)."""
 
     q: int
     kv: int
@@ -47,8 +47,8 @@ class Heads:
         return self.kv * self.dim
 
 
-def heads_of(c: Facts) -> Heads:
-    """The heads of a configuration of the usual kind."""
+def attention_heads(c: ConfigReader) -> Heads:
+    """Read the heads of a configuration."""
     q = c.integer("num_attention_heads")
     kv = c.integer("num_key_value_heads", q)
     if q % kv:
@@ -61,97 +61,105 @@ def heads_of(c: Facts) -> Heads:
     return Heads(q, kv, own)
 
 
-def rotary_of(
-    c: Facts, heads: Heads, *, interleaved: bool = False, kind: str = "", theta: float = 10000.0, share: float = 1.0
+def rotary_embedding(
+    c: ConfigReader,
+    heads: Heads,
+    *,
+    interleaved: bool = False,
+    kind: str = "",
+    theta: float = 10000.0,
+    fraction: float = 1.0,
 ) -> Rotary:
-    """The rotary embedding of a configuration of the usual kind.
+    """Read the rotary embedding of a configuration.
 
-    `rope_theta` and `rope_scaling`, or the newer `rope_parameters` that hold both, perhaps once for each kind of layer.
+    It comes from `rope_theta` and `rope_scaling`, or from the newer `rope_parameters`, which may differ by layer kind.
 
     Args:
         c: The configuration.
-        heads: Of attention.
+        heads: Heads of the attention.
         interleaved: As `Rotary.interleaved`.
-        kind: Of layer, where each has parameters of its own.
-        theta, share: Where the configuration has none: the base, and the share of a head that turns.
+        kind: Kind of layer, for a configuration with parameters for each kind.
+        theta, fraction: Defaults of the base and of the fraction of a head that rotates.
     """
-    facts = rope_facts(c)
-    if kind and facts.has(kind):
-        facts = facts.inner(kind)
-    theta = facts.number("rope_theta", c.number("rope_theta", theta))
-    share = facts.number("partial_rotary_factor", c.number("partial_rotary_factor", share))
-    turning = int(heads.own * share)
-    if share > 1 or turning < 2 or turning % 2:
+    reader = rope_config(c)
+    if kind and reader.has(kind):
+        reader = reader.inner(kind)
+    theta = reader.number("rope_theta", c.number("rope_theta", theta))
+    fraction = reader.number("partial_rotary_factor", c.number("partial_rotary_factor", fraction))
+    rotary_dim = int(heads.own * fraction)
+    if fraction > 1 or rotary_dim < 2 or rotary_dim % 2:
         raise c.fail("partial_rotary_factor", f"must leave an even number of the {heads.own} elements of a head")
-    return Rotary(heads.dim, turning, theta, interleaved, scaling_of(c, facts, turning), heads.own)
+    return Rotary(heads.dim, rotary_dim, theta, interleaved, rope_scaling(c, reader, rotary_dim), heads.own)
 
 
-def rope_facts(c: Facts) -> Facts:
-    """Of the newer `rope_parameters` or of `rope_scaling`; none where the configuration has neither."""
+def rope_config(c: ConfigReader) -> ConfigReader:
+    """Return `rope_parameters` or `rope_scaling`; empty where the configuration has neither."""
     key = "rope_parameters" if c.has("rope_parameters") else "rope_scaling"
-    return c.inner(key) if c.has(key) else Facts({}, c.where)
+    return c.inner(key) if c.has(key) else ConfigReader({}, c.where)
 
 
-def scaling_of(c: Facts, facts: Facts, turning: int) -> Scaling | None:
-    """How a rotation is stretched.
+def rope_scaling(c: ConfigReader, reader: ConfigReader, rotary_dim: int) -> Scaling | None:
+    """Read the RoPE scaling.
 
     Args:
         c: The configuration.
-        facts: Its `rope_scaling` or `rope_parameters`.
-        turning: Elements of a head that turn.
+        reader: Its `rope_scaling` or `rope_parameters`.
+        rotary_dim: Elements of a head that rotate.
     """
-    key = "rope_type" if facts.has("rope_type") else "type"
-    name = facts.choice(key, ("default", *SCALINGS, "mrope", "su"), "default")
+    key = "rope_type" if reader.has("rope_type") else "type"
+    name = reader.choice(key, ("default", *ROPE_SCALINGS, "mrope", "su"), "default")
     if name == "mrope":
-        raise facts.fail(key, f"must be one of default, {', '.join(SCALINGS)}")
+        raise reader.fail(key, f"must be one of default, {', '.join(ROPE_SCALINGS)}")
     if name == "default":
         return None
-    if name == "dynamic" and turning < 4:
-        raise facts.fail(key, f"must be another where only {turning} elements of a head turn")
+    if name == "dynamic" and rotary_dim < 4:
+        raise reader.fail(key, f"must be another kind where only {rotary_dim} elements of a head rotate")
     name = "longrope" if name == "su" else name
     longest = c.integer("max_position_embeddings", 2048)
     trained = {"llama3": 8192}.get(name, longest)
-    original = facts.integer("original_max_position_embeddings", c.integer("original_max_position_embeddings", trained))
-    attention_factor = facts.number("attention_factor") if facts.has("attention_factor") else None
+    original = reader.integer(
+        "original_max_position_embeddings", c.integer("original_max_position_embeddings", trained)
+    )
+    attention_factor = reader.number("attention_factor") if reader.has("attention_factor") else None
     if name == "longrope":
-        half = turning // 2
-        short, long = facts.numbers("short_factor", half), facts.numbers("long_factor", half)
-        factor = facts.number("factor", longest / original)
+        half = rotary_dim // 2
+        short, long = reader.numbers("short_factor", half), reader.numbers("long_factor", half)
+        factor = reader.number("factor", longest / original)
         return Scaling(
             kind=name, factor=factor, original=original, short=short, long=long, attention_factor=attention_factor
         )
-    if not facts.has("factor"):
-        raise facts.fail("factor", f"must be given for {name}")
-    factor = facts.number("factor")
+    if not reader.has("factor"):
+        raise reader.fail("factor", f"must be given for {name}")
+    factor = reader.number("factor")
     if name == "llama3":
-        low, high = facts.number("low_freq_factor", 1.0), facts.number("high_freq_factor", 4.0)
+        low, high = reader.number("low_freq_factor", 1.0), reader.number("high_freq_factor", 4.0)
         if low >= high:
-            raise facts.fail("low_freq_factor", f"must be less than `high_freq_factor` {high}")
+            raise reader.fail("low_freq_factor", f"must be less than `high_freq_factor` {high}")
         return Scaling(kind=name, factor=factor, original=original, low=low, high=high)
     if name == "yarn":
         return Scaling(
             kind=name,
             factor=factor,
             original=original,
-            low=facts.number("beta_slow", 1.0),
-            high=facts.number("beta_fast", 32.0),
+            low=reader.number("beta_slow", 1.0),
+            high=reader.number("beta_fast", 32.0),
             attention_factor=attention_factor,
-            mscale=facts.number("mscale") if facts.has("mscale") else None,
-            mscale_all_dim=facts.number("mscale_all_dim") if facts.has("mscale_all_dim") else None,
-            truncate=facts.boolean("truncate", True),
+            mscale=reader.number("mscale") if reader.has("mscale") else None,
+            mscale_all_dim=reader.number("mscale_all_dim") if reader.has("mscale_all_dim") else None,
+            truncate=reader.boolean("truncate", True),
         )
     return Scaling(kind=name, factor=factor, original=longest if name == "dynamic" else original)
 
 
-def network_of(c: Facts, change_gain: Change | None = None, *, eps: float = 1e-6) -> Network:
-    """An empty network of a configuration's sizes; `eps` of norms, where it has none."""
+def empty_network(c: ConfigReader, gamma_transform: Transform | None = None, *, eps: float = 1e-6) -> Network:
+    """Return an empty network with the sizes of a configuration; `eps` is the default of `rms_norm_eps`."""
     sizes = c.integer("hidden_size"), c.integer("vocab_size")
-    return Network(*sizes, c.number("rms_norm_eps", eps), change_gain)
+    return Network(*sizes, c.number("rms_norm_eps", eps), gamma_transform)
 
 
 def decoder(
     net: Network,
-    c: Facts,
+    c: ConfigReader,
     layer: Layer,
     *,
     table: str = "model.embed_tokens",
@@ -163,26 +171,26 @@ def decoder(
     rounded_scale: bool = False,
     scale: float = 1.0,
     cap: float | None = None,
-    change_head: Change | None = None,
+    lm_head_transform: Transform | None = None,
 ) -> Network:
-    """Table, layers, norm and head; names are of the tensors.
+    """Add the token embedding, the layers, the final norm and the LM head.
 
     Args:
-        net: Gets the operations, and is returned.
+        net: Receives the operations and is returned.
         c: The configuration.
-        layer: Makes a layer.
-        table, head, layers, norm: Names.
-        tied: The head is the table, unless `tie_word_embeddings` says otherwise.
-        table_scale, rounded_scale: As `scale` and `rounded_scale` of `Network.gather`.
-        scale, cap, change_head: As `scale`, `cap` and `change` of `Network.output`.
+        layer: Adds one layer.
+        table, head, layers, norm: Tensor name prefixes.
+        tied: Default of `tie_word_embeddings`.
+        table_scale, rounded_scale: As `scale` and `rounded_scale` of `Network.embedding`.
+        scale, cap, lm_head_transform: As `scale`, `cap` and `transform` of `Network.lm_head`.
     """
-    hidden = net.gather(table, scale=table_scale, rounded_scale=rounded_scale)
+    hidden = net.embedding(table, scale=table_scale, rounded_scale=rounded_scale)
     for index in range(c.integer("num_hidden_layers")):
         hidden = layer(hidden, index, f"{layers}.{index}.")
     if c.boolean("tie_word_embeddings", tied):
-        net.may_have(f"{head}.weight")  # some exporters write the table twice
+        net.allow_unused(f"{head}.weight")  # some exporters write a tied embedding twice
         head = table
-    net.output(net.norm(hidden, norm), head, scale=scale, cap=cap, change=change_head)
+    net.lm_head(net.rms_norm(hidden, norm), head, scale=scale, cap=cap, transform=lm_head_transform)
     return net
 
 
@@ -204,21 +212,21 @@ def self_attention(
     cap: float | None = None,
     slopes: Weight | None = None,
 ) -> Value:
-    """Queries, keys and values, their rotation, attention and what brings it back.
+    """Add the QKV projection, norms of heads, rotary embedding, attention and the output projection.
 
     Args:
-        net: Gets the operations.
-        x: Normed rows.
-        at: Prefix of names.
-        heads: Of attention.
-        rotary: None where nothing turns.
-        names: Of query, key and value, or of the one tensor that has them stacked.
-        out: Name of the product behind attention.
-        norms: Names of the norms of query and key heads.
-        grouped: The stacked tensor has each key head behind the query heads that share it, its value head behind that.
-        bias, out_bias: Of the products before and behind attention.
-        scale: Of the scores; None is one over the root of a head's elements.
-        window, cap, slopes: As of `Network.attend`.
+        net: Receives the operations.
+        x: Normalised rows.
+        at: Tensor name prefix.
+        heads: Heads of the attention.
+        rotary: None for attention without rotary embedding.
+        names: Tensors of query, key and value, or the one tensor that stacks them.
+        out: Tensor of the output projection.
+        norms: Tensors of the query and key norms.
+        grouped: Whether the stacked tensor interleaves: the query heads of a group, its key head, its value head.
+        bias, out_bias: Whether the QKV and the output projection have a bias.
+        scale: Factor of the scores; None is head_dim^-0.5.
+        window, cap, slopes: As of `Network.attention`.
     """
     q_rows, kv_rows = heads.q * heads.own, heads.kv * heads.own
     sizes = (q_rows, kv_rows, kv_rows) if len(names) == 3 else (q_rows + 2 * kv_rows,)
@@ -226,23 +234,25 @@ def self_attention(
     qkv = net.linear(x, [at + name for name in names], sizes, bias=bias, rows=rows)
     q, k, v = net.split(qkv, heads.q_width, heads.kv_width, heads.kv_width)
     if norms is not None:
-        order = _filled(heads) if rotary is None else rotary.order()
+        order = _padded(heads) if rotary is None else rotary.order()
         q, k = (
-            net.norm(part, at + name, group=heads.dim, own=heads.own, rows=order)
+            net.rms_norm(part, at + name, group=heads.dim, unpadded=heads.own, rows=order)
             for part, name in zip((q, k), norms, strict=True)
         )
     if rotary is not None:
-        q, k = net.rotate(q, rotary), net.rotate(k, rotary)
-    layer = net.store(k, v, heads.kv)
+        q, k = net.rope(q, rotary), net.rope(k, rotary)
+    layer = net.store_kv(k, v, heads.kv)
     scale = heads.own**-0.5 if scale is None else scale
-    attended = net.attend(q, layer, scale=scale, window=window, cap=cap, slopes=slopes)
+    attended = net.attention(q, layer, scale=scale, window=window, cap=cap, slopes=slopes)
     return net.linear(attended, at + out, net.hidden, bias=out_bias, columns=_out_columns(heads))
 
 
 @lru_cache(8)
 def qkv_rows(heads: Heads, rotary: Rotary | None, grouped: bool) -> tuple[int, ...]:
-    """The rows of a stack in which queries, keys and values follow one another, heads as rotation wants them."""
-    order = _filled(heads) if rotary is None else rotary.order()
+    """Return the order of rows that puts queries, keys and values one after another, in the layout of the rotary
+    embedding.
+    """
+    order = _padded(heads) if rotary is None else rotary.order()
     group = heads.q // heads.kv
     if grouped:
         q = [head // group * (group + 2) + head % group for head in range(heads.q)]
@@ -253,17 +263,17 @@ def qkv_rows(heads: Heads, rotary: Rotary | None, grouped: bool) -> tuple[int, .
         k = list(range(heads.q, heads.q + heads.kv))
         v = list(range(heads.q + heads.kv, heads.q + 2 * heads.kv))
     turned = [-1 if i < 0 else head * heads.own + i for head in (*q, *k) for i in order]
-    return (*turned, *(-1 if i < 0 else head * heads.own + i for head in v for i in _filled(heads)))
+    return (*turned, *(-1 if i < 0 else head * heads.own + i for head in v for i in _padded(heads)))
 
 
 @lru_cache(8)
 def _out_columns(heads: Heads) -> tuple[int, ...]:
-    return tuple(blocks(heads.q, heads.own, _filled(heads)))
+    return tuple(repeated_order(heads.q, heads.own, _padded(heads)))
 
 
-def _filled(heads: Heads) -> list[int]:
-    """The elements of a head as stored, then zeros."""
-    return filled(heads.own, HEAD_MULTIPLE)
+def _padded(heads: Heads) -> list[int]:
+    """Return the order of a head's stored elements followed by zeros."""
+    return padded_order(heads.own, HEAD_MULTIPLE)
 
 
 def gated_mlp(
@@ -277,15 +287,15 @@ def gated_mlp(
     function: Literal["silu", "gelu_tanh"] = "silu",
     bias: bool = False,
 ) -> Value:
-    """down(function(gate) * up); with one name in `gate_up` that tensor has both stacked, gate first."""
+    """Add down(function(gate) * up). A single name in `gate_up` is a tensor that stacks both, gate first."""
     sizes = (inner, inner) if len(gate_up) == 2 else (2 * inner,)
     both = net.linear(x, [at + name for name in gate_up], sizes, bias=bias)
-    return net.linear(net.activate(both, function), at + down, net.hidden, bias=bias)
+    return net.linear(net.gated_activation(both, function), at + down, net.hidden, bias=bias)
 
 
-def mixture(
+def mixture_of_experts(
     net: Network,
-    c: Facts,
+    c: ConfigReader,
     x: Value,
     at: str,
     count: int,
@@ -294,32 +304,32 @@ def mixture(
     *,
     parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
 ) -> Value:
-    """`count` experts, stored one by one.
+    """Add a router and `count` experts.
 
     Args:
-        net: Gets the operations.
+        net: Receives the operations.
         c: The configuration.
-        x: Normed rows.
-        at: Prefix of names.
-        count: Experts.
-        inner_key: Of the fact that says how wide one is.
-        routing: How they are chosen.
-        parts: Names of gate, up and down.
+        x: Normalised rows.
+        at: Tensor name prefix.
+        count: Number of experts.
+        inner_key: Configuration key of an expert's intermediate size.
+        routing: How the router chooses experts.
+        parts: Names of gate, up and down projections.
     """
     inner = c.integer(inner_key)
     if routing.top_k > count // routing.groups * routing.top_groups:
         share = "" if routing.groups == 1 else f" in {routing.top_groups} of {routing.groups} groups"
         raise c.fail("num_experts_per_tok", f"must be at most the number of experts{share}, of {count} in all")
-    if net.hidden % PANEL:
-        raise c.fail("hidden_size", f"must be a multiple of {PANEL} where there are experts")
+    if net.hidden % PANEL_ROWS:
+        raise c.fail("hidden_size", f"must be a multiple of {PANEL_ROWS} where there are experts")
     if count * inner > MAX_EXPERT_COLUMNS:
         raise c.fail(inner_key, f"times {count} experts must be at most {MAX_EXPERT_COLUMNS}")
     names = [Expert(*(f"{at}experts.{number}.{part}" for part in parts)) for number in range(count)]
     return net.experts(x, f"{at}gate", routing, names, inner)
 
 
-def window_of(c: Facts, default: int | None = None) -> int | None:
-    """Tokens that a row sees, None for all; `default` where the configuration says nothing."""
+def sliding_window(c: ConfigReader, default: int | None = None) -> int | None:
+    """Return the tokens that a row attends to, None for all; `default` applies where the key is absent."""
     if c.has("sliding_window"):
         return c.integer("sliding_window")
-    return default if c.leaves_out("sliding_window") else None
+    return default if c.is_absent("sliding_window") else None

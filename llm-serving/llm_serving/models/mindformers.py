@@ -1,15 +1,11 @@
-"""What `model.model_config` of a MindFormers YAML says, in the words of a Hugging Face configuration.
+"""MindFormers models: their YAML configuration in Hugging Face's keys, and where MindFormers' classes keep each weight.
 
-What MindFormers' own classes compute, and where each of them keeps a weight.
+This was written for MindFormers 2.1. Its inference classes are one model, `GPTModel`, built in the way of each family.
+A Llama is computed by the Qwen2 class without biases, because 2.1 has no other class for it. Classes with experts or
+latent keys use operators that the operator library does not have.
 
-Read of MindFormers 2.1: its classes for inference are one model, `GPTModel`, built in the way of each family. A Llama
-is a Qwen2 without biases, and 2.1 has no other class for it. Classes with experts or latent keys are made of operators
-that the operator library does not have.
-
-What MindFormers' `LlamaForCausalLM` computes, and where it keeps a weight.
-
-Read of MindFormers 2.1, which has the class of its releases before 2 as 1.9 has it. It makes queries, keys and values,
-and both halves of a gate, by a product each.
+The `LlamaForCausalLM` of the releases before 2 is still part of 2.1, as 1.9 has it. It computes queries, keys, values
+and both halves of a gate with one product each.
 """
 
 from __future__ import annotations
@@ -23,10 +19,10 @@ from typing import Any, Final, NamedTuple
 
 from llm_serving.errors import ModelError, shorten
 from llm_serving.models import chatglm
-from llm_serving.models.model_config import Facts
+from llm_serving.models.config_reader import ConfigReader
 from llm_serving.network.builder import Network
 from llm_serving.network.operations import Weight
-from llm_serving.network.quantization import lacking
+from llm_serving.network.quantization import unsupported_by_ascend
 
 _FAMILIES: Final[Mapping[str, str]] = {
     "ChatGLM": chatglm.ARCHITECTURE,
@@ -38,16 +34,16 @@ _FAMILIES: Final[Mapping[str, str]] = {
     "Qwen3": "Qwen3ForCausalLM",
     "Qwen2": "Qwen2ForCausalLM",
 }
-"""How the class of a network there begins -> what serves it."""
+"""Prefix of a network class of MindFormers -> the architecture that serves it."""
 _LIKE_LLAMA: Final = ("Llama", "Qwen", "InternLM")
-"""Beginnings of those that are a Llama, or with biases a Qwen2."""
+"""Prefixes of classes that are a Llama, or with biases a Qwen2."""
 _EXTENSIONS: Final = ("None", "PI", "linear", "NTK", "YARN", "LLAMA3")
 
 _TOKENS: Final = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def hugging_face_config(config: Mapping[str, Any], network: str, where: str) -> dict[str, Any]:
-    """The content of a config.json.
+def config_from_mindformers(config: Mapping[str, Any], network: str, where: str) -> dict[str, Any]:
+    """Return the content of a config.json.
 
     Args:
         config: `model.model_config`.
@@ -55,21 +51,21 @@ def hugging_face_config(config: Mapping[str, Any], network: str, where: str) -> 
         where: Names the file in errors.
 
     Raises:
-        ModelError: The network is none of these, or a fact is missing or out of its range.
+        ModelError: The network is not supported, or a value is missing or out of its range.
     """
-    facts = Facts(config, where)
-    architecture = _architecture(facts, network)
+    reader = ConfigReader(config, where)
+    architecture = _architecture(reader, network)
     if architecture == chatglm.ARCHITECTURE:
         return {**config, "architectures": [architecture]}
-    if facts.has("num_hidden_layers"):  # newer releases have the facts as Hugging Face names them
+    if reader.has("num_hidden_layers"):  # newer releases use Hugging Face's keys
         activation = {"hidden_act": "silu"} if config.get("hidden_act") == "swiglu" else {}
         return {**config, **activation, "architectures": [architecture]}
-    return _of_llama(facts, architecture, network)
+    return _of_llama(reader, architecture, network)
 
 
-def _architecture(facts: Facts, network: str) -> str:
-    listed = facts.config.get("architectures")
-    given = (network, *(listed if isinstance(listed, list) else ()), facts.config.get("type"))
+def _architecture(reader: ConfigReader, network: str) -> str:
+    listed = reader.config.get("architectures")
+    given = (network, *(listed if isinstance(listed, list) else ()), reader.config.get("type"))
     names = [
         name.removeprefix("Parallel").removeprefix("Inference") for name in given if name and isinstance(name, str)
     ]
@@ -80,74 +76,74 @@ def _architecture(facts: Facts, network: str) -> str:
     if names and not names[0].startswith(_LIKE_LLAMA):
         known = ", ".join(sorted({*_LIKE_LLAMA, *_FAMILIES}))
         raise ModelError(
-            f"{facts.where}: the network's class must begin with one of {known}. Given: {shorten(names[0])}"
+            f"{reader.where}: the network's class must begin with one of {known}. Given: {shorten(names[0])}"
         )
-    return "Qwen2ForCausalLM" if facts.boolean("qkv_has_bias") else "LlamaForCausalLM"
+    return "Qwen2ForCausalLM" if reader.boolean("qkv_has_bias") else "LlamaForCausalLM"
 
 
-def _of_llama(facts: Facts, architecture: str, network: str) -> dict[str, Any]:
-    """Facts of the kind that MindFormers' Llama has, and the networks made from it.
+def _of_llama(reader: ConfigReader, architecture: str, network: str) -> dict[str, Any]:
+    """Convert the keys of MindFormers' Llama and of the networks derived from it.
 
-    It leaves `intermediate_size` out for the first Llama models: it follows from the rule of its code, two thirds of
-    four times the width, before that times `ffn_dim_multiplier` and a hundredth, rounded up to `multiple_of`.
+    The first Llama models have no `intermediate_size`: it is two thirds of four times the width, which is multiplied by
+    `ffn_dim_multiplier` + 0.01 first, rounded up to a multiple of `multiple_of`.
     """
-    heads = facts.integer("num_heads")
-    hidden = facts.integer("hidden_size")
-    intermediate = facts.integer("intermediate_size", 0, least=0)
+    heads = reader.integer("num_heads")
+    hidden = reader.integer("hidden_size")
+    intermediate = reader.integer("intermediate_size", 0, least=0)
     if not intermediate:
-        multiple = facts.integer("multiple_of", 256)
+        multiple = reader.integer("multiple_of", 256)
         width = 4 * hidden
-        if facts.has("ffn_dim_multiplier"):
-            width = int((facts.number("ffn_dim_multiplier") + 0.01) * width)
+        if reader.has("ffn_dim_multiplier"):
+            width = int((reader.number("ffn_dim_multiplier") + 0.01) * width)
         intermediate = multiple * math.ceil(int(2 * width / 3) / multiple)
     positions = "model_max_length" if network.startswith("Baichuan13B") else "max_position_embeddings"
-    longest = facts.integer("max_position_embedding", facts.integer("seq_length", 2048))
-    theta, scaling = _rotation(facts)
-    if scaling.get("rope_type") == "linear":  # here that is the stretched number
+    longest = reader.integer("max_position_embedding", reader.integer("seq_length", 2048))
+    theta, scaling = _rotation(reader)
+    if scaling.get("rope_type") == "linear":  # this number is scaled already
         longest = max(1, int(longest / scaling["factor"]))
     return {
         "architectures": [architecture],
-        "vocab_size": facts.integer("vocab_size"),
+        "vocab_size": reader.integer("vocab_size"),
         "hidden_size": hidden,
         "intermediate_size": intermediate,
-        "num_hidden_layers": facts.integer("num_layers"),
+        "num_hidden_layers": reader.integer("num_layers"),
         "num_attention_heads": heads,
-        "num_key_value_heads": facts.integer("n_kv_heads", heads),
-        "rms_norm_eps": facts.number("rms_norm_eps", 1e-5),
+        "num_key_value_heads": reader.integer("n_kv_heads", heads),
+        "rms_norm_eps": reader.number("rms_norm_eps", 1e-5),
         "rope_theta": theta,
         **({"rope_scaling": scaling} if scaling else {}),
-        "tie_word_embeddings": facts.boolean("tie_word_embeddings"),
+        "tie_word_embeddings": reader.boolean("tie_word_embeddings"),
         positions: longest,
-        **{key: facts.config[key] for key in (*_TOKENS, "quantization_config") if facts.has(key)},
-        **({"head_dim": facts.integer("head_dim")} if facts.has("head_dim") else {}),
-        # The first InternLM is a Llama with biases in attention.
+        **{key: reader.config[key] for key in (*_TOKENS, "quantization_config") if reader.has(key)},
+        **({"head_dim": reader.integer("head_dim")} if reader.has("head_dim") else {}),
+        # InternLM 1 is a Llama with biases in attention.
         **({"attention_bias": True} if network.startswith("InternLMFor") else {}),
     }
 
 
-def _rotation(facts: Facts) -> tuple[float, dict[str, Any]]:
-    """Base of the frequencies, and how they are stretched: by `extend_method` with its `scaling_factor`."""
-    theta = facts.number("theta", 10000.0)
-    method = facts.choice("extend_method", _EXTENSIONS, "None")
+def _rotation(reader: ConfigReader) -> tuple[float, dict[str, Any]]:
+    """Return the base of the rotary embedding and its scaling, from `extend_method` and `scaling_factor`."""
+    theta = reader.number("theta", 10000.0)
+    method = reader.choice("extend_method", _EXTENSIONS, "None")
     if method == "None":
         return theta, {}
     if method == "NTK":
-        return theta * facts.number("scaling_factor", 1.0), {}
+        return theta * reader.number("scaling_factor", 1.0), {}
     if method == "PI":
-        return theta, {"rope_type": "linear", "factor": facts.number("scaling_factor", 1.0)}
-    inner = facts.inner("scaling_factor")
+        return theta, {"rope_type": "linear", "factor": reader.number("scaling_factor", 1.0)}
+    inner = reader.inner("scaling_factor")
     return theta, {**inner.config, "rope_type": method.lower(), "factor": inner.number("factor")}
 
 
 class MindFormersClass(NamedTuple):
-    """Two classes of MindFormers, each behind the module it is in."""
+    """A configuration class and a network class of MindFormers, each with its module."""
 
     config_module: str
     config: str
     module: str
     network: str
-    facts: Mapping[str, Any] = {}
-    """Arguments of its configuration beside those that all have."""
+    config_arguments: Mapping[str, Any] = {}
+    """Arguments of the configuration that only this class has."""
 
 
 _QWEN2: Final = MindFormersClass(
@@ -167,10 +163,10 @@ _GLM4: Final = MindFormersClass(
     "Glm4Config",
     "mindformers.models.glm4.modeling_glm4_infer",
     "InferenceGlm4ForCausalLM",
-    # Queries and keys come in the order in which whole heads turn; what does not turn has a cosine of 1.
+    # Queries and keys arrive in the layout in which whole heads rotate; elements that do not rotate have cosine 1.
     {"partial_rotary_factor": 1.0, "rotary_cos_format": "rotate_half"},
 )
-CLASSES: Final[Mapping[str, MindFormersClass]] = {
+MINDFORMERS_CLASSES: Final[Mapping[str, MindFormersClass]] = {
     "LlamaForCausalLM": _QWEN2,
     "Qwen2ForCausalLM": _QWEN2,
     "Qwen3ForCausalLM": _QWEN3,
@@ -195,12 +191,14 @@ _WEIGHT_NAMES: Final = tuple(
         (r"lm_head\.weight", "output_layer.weight"),
     )
 )
-"""First tensor of a weight -> its place in a `GPTModel`, which stacks queries, keys and values, and both halves of a
-gate, as the description does."""
+"""Pattern of a weight's first tensor -> its parameter in a `GPTModel`.
+
+A `GPTModel` stacks queries, keys and values, and both halves of a gate, as the description does.
+"""
 
 
-def place_of(weight: Weight) -> str | None:
-    """Where a `GPTModel` keeps a weight that is read from a folder; None where it has no place."""
+def mindformers_parameter(weight: Weight) -> str | None:
+    """Return the name of a weight's parameter in a `GPTModel`; None where it has none."""
     for pattern, place in _WEIGHT_NAMES:
         if (found := pattern.fullmatch(weight.names[0])) is not None:
             return found.expand(place)
@@ -208,26 +206,30 @@ def place_of(weight: Weight) -> str | None:
 
 
 def _is_as_wide_as_stored(weight: Weight) -> bool:
-    """Another order is that of our tables of cosines and sines, which take the place of those of the class."""
+    """Return whether a weight has its stored width. Reordered heads are fine: our rotary tables replace those of the
+    class.
+    """
     is_whole = all(order is None or min(order) >= 0 for order in (weight.rows, weight.columns))
-    return is_whole and weight.change is None
+    return is_whole and weight.transform is None
 
 
-def lacking_in_mindformers(architecture: str, network: Network, num_positions: int) -> str | None:
-    """What a model needs and no class of MindFormers computes here; None where one computes all of it.
+def unsupported_by_mindformers(architecture: str, network: Network, num_positions: int) -> str | None:
+    """Return what a model needs and no class of MindFormers computes here, or None.
 
     Args:
         architecture: Name of the family.
-        network: Its description.
+        network: The network.
         num_positions: Longest context that is served.
     """
-    if architecture not in CLASSES:
-        return f"{architecture} has no class of MindFormers 2.1 that is served; {', '.join(CLASSES)} have one"
-    lacks = lacking(network, num_positions)
+    if architecture not in MINDFORMERS_CLASSES:
+        return (
+            f"{architecture} has no class of MindFormers 2.1 that is served; {', '.join(MINDFORMERS_CLASSES)} have one"
+        )
+    lacks = unsupported_by_ascend(network, num_positions)
     if lacks is not None:
         return f"MindFormers' class has no {lacks}"
     for weight in network.weights:
-        if weight.made is None and place_of(weight) is None:
+        if weight.generate is None and mindformers_parameter(weight) is None:
             return f"MindFormers' class has no place for {weight.names[0]}"
         if not _is_as_wide_as_stored(weight):
             return f"MindFormers' class takes heads as they are stored, of a multiple of 16 elements: {weight.names[0]}"
@@ -249,19 +251,19 @@ _LEGACY_WEIGHT_NAMES: Final = tuple(
         (r"model\.norm\.weight", "norm_out.weight"),
     )
 )
-"""Tensor -> its place in a `LlamaModel`."""
+"""Pattern of a tensor -> its parameter in a `LlamaModel`."""
 
 
-def place_in_llama(name: str) -> str | None:
-    """Where a `LlamaModel` keeps a tensor; None where it has no place, as for the head."""
+def mindformers_llama_parameter(name: str) -> str | None:
+    """Return the name of a tensor's parameter in a `LlamaModel`; None where it has none, as for the LM head."""
     for pattern, place in _LEGACY_WEIGHT_NAMES:
         if (found := pattern.fullmatch(name)) is not None:
             return found.expand(place)
     return None
 
 
-def unstacked(network: Network) -> Network:
-    """A network with the tensors of `network`, each a weight of its own; it is read, and not run."""
+def split_stacked_weights(network: Network) -> Network:
+    """Return a network whose stacked weights are separate; it serves to read weights and cannot run."""
     apart = copy.copy(network)
     apart.operations = []
     for operation in network.operations:
@@ -275,28 +277,28 @@ def unstacked(network: Network) -> Network:
 
 
 def _part(weight: Weight, at: int) -> Weight:
-    return Weight((weight.names[at],), weight.stored[at], (weight.stored[at],), kind=weight.kind)
+    return Weight((weight.names[at],), weight.stored_shapes[at], (weight.stored_shapes[at],), dtype=weight.dtype)
 
 
-def lacking_in_llama(architecture: str, network: Network, num_positions: int) -> str | None:
-    """What a model needs and the class does not compute here; None where it computes all of it.
+def unsupported_by_mindformers_llama(architecture: str, network: Network, num_positions: int) -> str | None:
+    """Return what a model needs and MindFormers' `LlamaForCausalLM` does not compute, or None.
 
     Args:
         architecture: Name of the family.
-        network: Its description.
+        network: The network.
         num_positions: Longest context that is served.
     """
     if architecture != ARCHITECTURE:
         return f"{architecture} is none of MindFormers' classes before 2 that are served; {ARCHITECTURE} is"
-    lacks = lacking(network, num_positions)
+    lacks = unsupported_by_ascend(network, num_positions)
     if lacks is not None:
         return f"MindFormers' {ARCHITECTURE} has no {lacks}"
     for operation in network.operations[:-1]:
-        if operation.kind == "attend" and operation.inputs["q"].width != network.hidden:
+        if operation.kind == "attention" and operation.inputs["q"].width != network.hidden:
             return f"MindFormers' {ARCHITECTURE} has heads that together are as wide as a row, {network.hidden}"
         for weight in operation.weights.values():
-            is_as_stored = weight.rows is None and weight.columns is None and weight.change is None
-            missing = [name for name in weight.names if place_in_llama(name) is None]
-            if weight.made is None and (missing or not is_as_stored):
+            is_as_stored = weight.rows is None and weight.columns is None and weight.transform is None
+            missing = [name for name in weight.names if mindformers_llama_parameter(name) is None]
+            if weight.generate is None and (missing or not is_as_stored):
                 return f"MindFormers' {ARCHITECTURE} has no place for {(missing or weight.names)[0]}"
     return None

@@ -1,6 +1,6 @@
-"""How the vector of a text comes of a model: what the folder of an embedding model says of that.
+"""How the folder of an embedding model says that the embedding of a text is pooled.
 
-The files are those of sentence-transformers: `modules.json` lists what follows the transformer, a folder for each.
+The files are those of sentence-transformers: `modules.json` lists the modules after the transformer, one folder each.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from llm_serving.errors import ModelError, shorten
 
 MODULES_NAME: Final = "modules.json"
 POOLING_FILES: Final = ("1_Pooling/config.json",)
-"""Files in folders that belong to such a model, where they usually are."""
+"""Usual paths of such files inside subfolders."""
 _MAX_BYTES: Final = 2**20
 _MODE: Final = "pooling_mode_"
 _LAST: Final = "lasttoken"
@@ -24,39 +24,39 @@ _LAST: Final = "lasttoken"
 
 @dataclass(frozen=True, slots=True)
 class Pooling:
-    """The vector of a text is the last hidden state of its last token, behind the final norm."""
+    """Last-token pooling: the embedding of a text is the hidden state of its last token after the final norm."""
 
     normalises: bool = True
-    """Whether vectors are brought to length 1 where the request says nothing."""
-    alone: bool = False
-    """Whether this is all the model is for: its head, if it has one, was not trained to go on with a text."""
+    """Whether embeddings are normalised to length 1 unless the request says otherwise."""
+    embedding_only: bool = False
+    """Whether the model serves embeddings only: its LM head, if any, was not trained to generate text."""
 
 
-def served_pooling(mode: str, folder: Path) -> Pooling | None:
-    """How texts become vectors; None: they do not.
+def resolve_pooling(mode: str, folder: Path) -> Pooling | None:
+    """Return the pooling of a model, or None for a model without embeddings.
 
     Args:
         mode: `model_config.pooling`.
-        folder: Of the model.
+        folder: Folder of the model.
 
     Raises:
-        ModelError: As `pooling_in`.
+        ModelError: As `read_pooling`.
     """
     if mode == "auto":
-        return pooling_in(folder)
-    return Pooling(alone=is_embedding_model(folder)) if mode == "last" else None
+        return read_pooling(folder)
+    return Pooling(embedding_only=is_embedding_model(folder)) if mode == "last" else None
 
 
 def is_embedding_model(folder: Path) -> bool:
-    """Whether a folder says of itself that vectors are what it is for."""
+    """Return whether a folder declares an embedding model."""
     return (folder / MODULES_NAME).exists()
 
 
-def pooling_in(folder: Path) -> Pooling | None:
-    """What a folder says; None: it is that of a model that generates.
+def read_pooling(folder: Path) -> Pooling | None:
+    """Read the pooling that a folder declares; None for a generative model.
 
     Raises:
-        ModelError: A file cannot be read, or it asks for what is not served; the text says what.
+        ModelError: A file cannot be read, or asks for a pooling that is not supported.
     """
     path = folder / MODULES_NAME
     if not path.exists():
@@ -76,7 +76,7 @@ def pooling_in(folder: Path) -> Pooling | None:
             normalises = True
         elif name != "Transformer":
             raise ModelError(f"{path}: module {name} is not served, only Transformer, Pooling and Normalize")
-    return Pooling(normalises, alone=True)
+    return Pooling(normalises, embedding_only=True)
 
 
 def _inside(folder: Path, place: str, path: Path) -> Path:
@@ -100,7 +100,9 @@ def _check_pooling(path: Path) -> None:
 
 
 def _modes(config: Mapping[str, Any]) -> list[str]:
-    """Newer folders have one key, older ones a flag for each mode, `pooling_mode_cls_token` and the like."""
+    """Return the pooling modes: newer folders have one key, older ones a flag for each mode
+    (`pooling_mode_cls_token`, ...).
+    """
     if isinstance(named := config.get("pooling_mode"), str):
         return [named.removesuffix("_token")]
     return [key.removeprefix(_MODE) for key, value in config.items() if key.startswith(_MODE) and value is True]

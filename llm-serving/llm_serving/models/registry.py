@@ -1,4 +1,4 @@
-"""The model families by the names that configurations give them."""
+"""The model families by the architecture names of configurations."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from llm_serving.errors import ModelError, shorten
-from llm_serving.models.model_config import Facts
+from llm_serving.models.config_reader import ConfigReader
 from llm_serving.network.builder import Network
 
-Family = Callable[[Facts], Network]
-"""The facts of a configuration -> its network.
+Family = Callable[[ConfigReader], Network]
+"""A configuration -> its network.
 
-Raises ModelError where a fact is missing or out of its range, or asks for what the family does not have.
+Raises ModelError where a value is missing or out of its range, or asks for a feature that the family lacks.
 """
 
 FAMILIES: Final[Mapping[str, tuple[str, str]]] = {
@@ -40,20 +40,20 @@ FAMILIES: Final[Mapping[str, tuple[str, str]]] = {
     "SmolLM3ForCausalLM": ("smollm3", "smollm3"),
     "DeepseekV2ForCausalLM": ("deepseek", "deepseek_v2"),
 }
-"""Name in `architectures` of a configuration -> file of this folder, function."""
+"""Name in `architectures` of a configuration -> module of this package, function."""
 
 
 _DECODERS_THAT_EMBED: Final = ("Qwen3", "Qwen2", "Mistral", "Llama")
 _ENCODERS: Final = re.compile(r"Bert|Roberta|Electra|Deberta|MPNet|XLM|T5Encoder|NewModel|(?i:bidirectional)")
-"""In names of networks that see a text in both directions."""
+"""Matches names of bidirectional networks."""
 _WHAT_FOR: Final = re.compile(r"(For[A-Z]\w*|LMHead)?(Model)?$")
 
 
 def architecture_of(config: Mapping[str, Any], where: str) -> str:
-    """The first of the names in `architectures` that is known; `Qwen3Model`, without a head, is that with one.
+    """Return the first known name in `architectures`; `Qwen3Model`, which has no LM head, counts as `Qwen3ForCausalLM`.
 
     Raises:
-        ModelError: None is; the text lists those known and the nearest. Or the network sees a text in both directions.
+        ModelError: No name is known (the text lists the known ones and the nearest), or the network is bidirectional.
     """
     known = ", ".join(FAMILIES)
     names = config.get("architectures")
@@ -76,14 +76,14 @@ def architecture_of(config: Mapping[str, Any], where: str) -> str:
 
 
 def _nearest(name: Any) -> str:
-    """Of the known ones, by what a name has before the words that all share."""
+    """Return a hint at the most similar known name, compared without common suffixes."""
     own = {_WHAT_FOR.sub("", each): each for each in FAMILIES}
     near = difflib.get_close_matches(_WHAT_FOR.sub("", name), own, 1, 0.7) if isinstance(name, str) else []
     return f" Nearest: {own[near[0]]}." if near else ""
 
 
-def describe(architecture: str, facts: Facts) -> Network:
-    """The network of a configuration, by the family of that name in `FAMILIES`."""
+def describe(architecture: str, reader: ConfigReader) -> Network:
+    """Build the network of a configuration with the family of that name in `FAMILIES`."""
     module, function = FAMILIES[architecture]
     family: Family = getattr(importlib.import_module(f"llm_serving.models.{module}"), function)
-    return family(facts)
+    return family(reader)

@@ -1,4 +1,4 @@
-"""What must be known of a model before a weight is read: from its `config.json`, or from a MindFormers YAML."""
+"""The model spec, known before a weight is read: from `config.json`, a GGUF file or a MindFormers YAML."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from llm_serving.formats.folder import how_to_convert
 from llm_serving.formats.packed import Scheme
 from llm_serving.formats.quantization_schemes import scheme_of
 from llm_serving.models import chatglm
+from llm_serving.models.config_reader import ConfigReader
 from llm_serving.models.gguf import is_gguf, read_config
-from llm_serving.models.mindformers import hugging_face_config
-from llm_serving.models.model_config import Facts
+from llm_serving.models.mindformers import config_from_mindformers
 from llm_serving.models.pooling import is_embedding_model
 from llm_serving.models.registry import architecture_of, describe
 from llm_serving.network.builder import CacheShape, Network
@@ -28,28 +28,28 @@ from llm_serving.network.sharding import sharded
 CONFIG_NAME: Final = "config.json"
 MAX_CONFIG_BYTES: Final = 2**20
 MAX_VOCAB_SIZE: Final = 2**20
-"""Most tokens whose weights are summed exactly when one is chosen."""
+"""Maximum vocabulary: the sampler sums the probabilities of this many tokens exactly."""
 
-_QUANTISED_BESIDE: Final[Mapping[str, str]] = {
+_QUANTIZATION_FILES: Final[Mapping[str, str]] = {
     "quantize_config.json": "gptq",
     "quant_config.json": "awq",
     "hf_quant_config.json": "modelopt",
 }
-"""File of older tools -> their method, where config.json says nothing of it."""
+"""File of an older quantization tool -> its method, for folders whose config.json does not mention quantization."""
 
 _UNLIMITED: Final = 2**20
-"""Tokens. Longest context of a model that has no positions to run out of."""
+"""Context length, in tokens, of a model without a maximum position."""
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """The facts of a model.
+    """What the server knows of a model before it reads a weight.
 
     Attributes:
         architecture: Name as in `models.registry.FAMILIES`.
-        config: As in `config.json`; checked.
+        config: Content of `config.json`, validated.
         vocab_size: Tokens.
-        max_position_embeddings: Tokens. Longest context the model was made for.
+        max_position_embeddings: Tokens of the longest context that the model was made for.
         bos_token_id, pad_token_id: None where the model has none.
         eos_token_ids: Every id that ends a text; Llama 3 has several.
     """
@@ -64,51 +64,53 @@ class ModelSpec:
 
     @cached_property
     def network(self) -> Network:
-        """What the family makes of the configuration."""
-        network: Network = describe(self.architecture, Facts(self.config, CONFIG_NAME))
+        """The network that the family builds from the configuration."""
+        network: Network = describe(self.architecture, ConfigReader(self.config, CONFIG_NAME))
         return network
 
     @cached_property
     def scheme(self) -> Scheme | None:
-        """How the weights of its files are quantised; None: they are not."""
+        """How the weights of the files are quantized, or None."""
         return scheme_of(self.config, CONFIG_NAME)
 
     def fact(self, key: str) -> Any:
-        """What the configuration says, with the number of key heads and layers where it leaves them out."""
+        """Return a configuration value; numbers of KV heads and layers are derived where the configuration omits
+        them.
+        """
         found = {"num_key_value_heads": self.caches[0].kv_heads, "num_hidden_layers": len(self.caches)}
         return self.config.get(key) if self.config.get(key) is not None else found.get(key)
 
     @property
     def head_dims(self) -> frozenset[int]:
-        """Elements of a head of keys or of values in a cache."""
+        """The distinct sizes of key and value heads in the KV cache."""
         return frozenset(width for cache in self.caches for width in (cache.key_width, cache.value_width))
 
     @property
     def caches(self) -> tuple[CacheShape, ...]:
-        """Of each layer."""
+        """The KV cache of each layer."""
         return tuple(self.network.caches)
 
     @cached_property
     def window(self) -> int | None:
-        """Tokens that a token sees in the layer that sees farthest, its own included; None where one sees all."""
-        windows = [each.attributes["window"] for each in self.network.operations if each.kind == "attend"]
+        """Tokens that a token attends to in the layer with the largest window, itself included; None for all."""
+        windows = [each.attributes["window"] for each in self.network.operations if each.kind == "attention"]
         return max(windows) if windows and all(windows) else None
 
     @cached_property
     def num_parameters(self) -> int:
-        """Elements of the tensors in use, each once."""
+        """Elements of all distinct tensors in use."""
         return sum(math.prod(shape) for shape in self.tensors.values())
 
     @cached_property
-    def num_held(self) -> int:
-        """Elements of the weights as they are computed with, some filled up with zeros; of a rank its share."""
-        return sum(math.prod(weight.shape) for weight in self.network.weights if weight.made is None)
+    def num_weight_elements(self) -> int:
+        """Elements of the weights as computed, padding included; of this rank's part only."""
+        return sum(math.prod(weight.shape) for weight in self.network.weights if weight.generate is None)
 
     def of_rank(self, rank: int, num_ranks: int) -> ModelSpec:
-        """What one of several ranks computes of the model; the tensors of the folder are as they were.
+        """Return the spec of one rank; `tensors` are those of its part of the network.
 
         Raises:
-            ModelError: It cannot be dealt out to so many.
+            ModelError: The model cannot be split over this many ranks.
         """
         if num_ranks == 1:
             return self
@@ -123,12 +125,12 @@ class ModelSpec:
         return {
             name: shape
             for weight in self.network.weights
-            for name, shape in zip(weight.names, weight.stored, strict=True)
+            for name, shape in zip(weight.names, weight.stored_shapes, strict=True)
         }
 
     @cached_property
-    def num_multiplied(self) -> int:
-        """Elements of the weights that one token is multiplied by, the head aside: of experts those it goes to."""
+    def num_active_parameters(self) -> int:
+        """Elements of the weights that one token is multiplied by, without the LM head; of experts the top-k alone."""
         total = 0.0
         top_k = 1
         for each in self.network.operations[:-1]:
@@ -138,28 +140,28 @@ class ModelSpec:
         return int(total)
 
     @cached_property
-    def widest_row(self) -> int:
-        """Most elements of one row of activations that an operation reads and writes together."""
+    def max_row_elements(self) -> int:
+        """Maximum elements that one operation reads and writes together for a row."""
         return max(
             sum(x.root.width for x in {*each.inputs.values(), *each.outputs.values()})
             for each in self.network.operations
         )
 
     @cached_property
-    def largest_weight(self) -> int:
-        """Elements."""
-        return max(math.prod(weight.shape) for weight in self.network.weights if weight.made is None)
+    def max_weight_elements(self) -> int:
+        """Elements of the largest weight."""
+        return max(math.prod(weight.shape) for weight in self.network.weights if weight.generate is None)
 
-    def kv_bytes_per_token(self, dtype_bytes: int, *, coded: bool = False) -> int:
-        """Bytes that keys and values of one token take over all layers; `coded`: kept in 8 bits."""
-        return sum(cache.bytes_per_token(dtype_bytes, coded=coded) for cache in self.caches)
+    def kv_bytes_per_token(self, dtype_bytes: int, *, int8: bool = False) -> int:
+        """Return the bytes that the keys and values of one token take over all layers; `int8`: in an int8 KV cache."""
+        return sum(cache.bytes_per_token(dtype_bytes, int8=int8) for cache in self.caches)
 
     @classmethod
     def from_folder(cls, folder: Path) -> ModelSpec:
-        """Reads `config.json` of a Hugging Face folder, or the facts of a GGUF file.
+        """Read `config.json` of a Hugging Face folder, or the metadata of a GGUF file.
 
         Raises:
-            ModelError: The folder or the file is missing or unreadable, or the model is none that can be served.
+            ModelError: The folder or the file is missing or unreadable, or the model is not supported.
         """
         if is_gguf(folder):
             return cls.from_hugging_face(read_config(folder), str(folder))
@@ -167,33 +169,36 @@ class ModelSpec:
         if not folder.is_dir():
             raise ModelError(f"model folder {folder} does not exist")
         if not path.exists():
-            form = f"a model is a folder in Hugging Face form, with {CONFIG_NAME} beside *.safetensors"
+            form = f"a model is a folder in Hugging Face format, with {CONFIG_NAME} beside *.safetensors"
             raise ModelError(f"model folder {folder} has no {CONFIG_NAME}: {form}{how_to_convert(folder)}")
         config = _read_object(path)
-        if config.get("quantization_config") is None and (told := _told_by_older_tools(folder, config)) is not None:
-            config["quantization_config"] = told
+        if (
+            config.get("quantization_config") is None
+            and (older := _older_quantization_config(folder, config)) is not None
+        ):
+            config["quantization_config"] = older
         if is_embedding_model(folder):
-            config["tie_word_embeddings"] = True  # its head is never read, and need not be there
+            config["tie_word_embeddings"] = True  # the LM head is never read and may be missing
         return cls.from_hugging_face(config, str(path))
 
     @classmethod
     def from_hugging_face(cls, config: Mapping[str, Any], where: str = CONFIG_NAME) -> ModelSpec:
-        """The spec of a parsed `config.json`; `where` names it in errors."""
+        """Return the spec of a parsed `config.json`; `where` names it in errors."""
         architecture = architecture_of(config, where)
         if architecture in chatglm.ARCHITECTURES:
-            config = chatglm.facts_of(Facts(config, where))
-        facts = Facts(config, where)
+            config = chatglm.normalized_config(ConfigReader(config, where))
+        reader = ConfigReader(config, where)
         scheme = scheme_of(config, where)
-        network = describe(architecture, facts)
-        longest = facts.integer("model_max_length", _UNLIMITED) if architecture == "BaichuanForCausalLM" else 2048
+        network = describe(architecture, reader)
+        longest = reader.integer("model_max_length", _UNLIMITED) if architecture == "BaichuanForCausalLM" else 2048
         spec = cls(
             architecture=architecture,
             config=dict(config),
-            vocab_size=facts.integer("vocab_size"),
-            max_position_embeddings=facts.integer("max_position_embeddings", longest),
-            bos_token_id=next(iter(facts.token_ids("bos_token_id")), None),
-            eos_token_ids=facts.token_ids("eos_token_id"),
-            pad_token_id=next(iter(facts.token_ids("pad_token_id")), None),
+            vocab_size=reader.integer("vocab_size"),
+            max_position_embeddings=reader.integer("max_position_embeddings", longest),
+            bos_token_id=next(iter(reader.token_ids("bos_token_id")), None),
+            eos_token_ids=reader.token_ids("eos_token_id"),
+            pad_token_id=next(iter(reader.token_ids("pad_token_id")), None),
         )
         spec.__dict__["network"] = network
         spec.__dict__["scheme"] = scheme
@@ -204,18 +209,18 @@ class ModelSpec:
 
     @classmethod
     def from_mindformers(cls, config: Mapping[str, Any], where: str = "model_config", network: str = "") -> ModelSpec:
-        """The spec of `model.model_config` in a MindFormers YAML; `where` names it in errors.
+        """Return the spec of `model.model_config` in a MindFormers YAML; `where` names it in errors.
 
-        `network` is `model.arch.type` there, which tells families apart that share a configuration.
+        `network` is `model.arch.type`, which distinguishes families that share a configuration.
         """
-        return cls.from_hugging_face(hugging_face_config(config, network, where), where)
+        return cls.from_hugging_face(config_from_mindformers(config, network, where), where)
 
 
-def _told_by_older_tools(folder: Path, config: Mapping[str, Any]) -> Any:
-    """`quantization_config` by its older key, or out of a file of its own; None: neither is there."""
+def _older_quantization_config(folder: Path, config: Mapping[str, Any]) -> Any:
+    """Return `quantization_config` from its older key or from a file of its own, or None."""
     if (compressed := config.get("compression_config")) is not None:
         return {"quant_method": "compressed-tensors", **compressed} if isinstance(compressed, Mapping) else compressed
-    for name, method in _QUANTISED_BESIDE.items():
+    for name, method in _QUANTIZATION_FILES.items():
         if (folder / name).exists():
             return {"quant_method": method, **_read_object(folder / name)}
     return None

@@ -1,14 +1,7 @@
-"""Weights of a model folder, memory-mapped, one tensor at a time, by their Hugging Face names.
+"""The weights of a model folder: memory-mapped tensors by their Hugging Face names, read ahead into the page cache.
 
-`formats` reads the files. Nothing of the folder is executed.
-
-Reading files into the system's cache before somebody maps them.
-
-Several threads that touch the pages of a mapping have them read in small pieces in no order, slower than the disk is.
-
-Whether a folder holds the weights of its config.json: asked by `config check`, by a start and by every WorkAgent.
-
-By what a model is known from another of the same shape, without all of it being read.
+`formats` reads the files. Nothing of the folder is executed. Several threads that touch the pages of a mapping make
+the system read small pieces in random order, slower than the disk allows; `ReadAhead` reads the files sequentially.
 """
 
 from __future__ import annotations
@@ -29,33 +22,35 @@ import numpy as np
 from llm_serving.core.files import open_regular
 from llm_serving.errors import ModelError
 from llm_serving.formats.folder import DERIVED, INDEX_NAME, check_tensors, read_tensors, weight_files
-from llm_serving.formats.mindformers_names import ORDERS, are_of_mindformers, hugging_face_name, is_joined, order_of
+from llm_serving.formats.mindformers_names import ORDERS, are_of_mindformers, hugging_face_name, is_fused, order_of
 from llm_serving.formats.packed import PackedTensor, ReadableTensor, Scheme
 from llm_serving.formats.quantized_tensor import QuantizedTensor
 from llm_serving.formats.stored_tensor import Array, is_finite
 from llm_serving.models.gguf import is_gguf
 from llm_serving.models.spec import CONFIG_NAME, ModelSpec
 
-MOST_AHEAD: Final = 1 << 30
-"""Bytes read before they are wanted, at most: what is far ahead may be gone again when memory is short."""
+MAX_READ_AHEAD_BYTES: Final = 1 << 30
+"""Maximum bytes read before they are needed: the system may evict pages that are far ahead."""
 
 _AT_ONCE: Final = 1 << 23
 
 
 @dataclass(frozen=True, slots=True)
 class Extent:
+    """A byte range of a file."""
+
     file: Path
     start: int
     num_bytes: int
 
 
 class ReadAhead:
-    """Reads extents one after another in a thread of its own; what cannot be read is left to who wants it."""
+    """Reads extents one after another in its own thread; it ignores read errors, which the later access reports."""
 
-    def __init__(self, extents: Iterable[Extent], most_ahead: int = MOST_AHEAD) -> None:
-        self._most_ahead = most_ahead
+    def __init__(self, extents: Iterable[Extent], max_ahead: int = MAX_READ_AHEAD_BYTES) -> None:
+        self._max_ahead = max_ahead
         self._num_read = 0
-        self._num_taken = 0
+        self._num_consumed = 0
         self._closed = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, args=(list(extents),), name="read-ahead", daemon=True)
@@ -66,14 +61,14 @@ class ReadAhead:
         """Bytes read so far."""
         return self._num_read
 
-    def taken(self, num_bytes: int) -> None:
-        """Somebody has got to bytes, whichever: as many more may be read. Nobody waits for the thread."""
+    def consumed(self, num_bytes: int) -> None:
+        """Advance the read-ahead window by the bytes consumed. This never blocks."""
         with self._changed:
-            self._num_taken += num_bytes
+            self._num_consumed += num_bytes
             self._changed.notify()
 
     def close(self) -> None:
-        """Reads nothing further; the thread has ended when this returns."""
+        """Stop reading and join the thread."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -91,9 +86,9 @@ class ReadAhead:
                     self._num_read += count
 
     def _may_read(self) -> bool:
-        """Waits while it is too far ahead."""
+        """Wait while the thread is too far ahead; return False once closed."""
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or self._num_read < self._num_taken + self._most_ahead)
+            self._changed.wait_for(lambda: self._closed or self._num_read < self._num_consumed + self._max_ahead)
             return not self._closed
 
 
@@ -101,30 +96,30 @@ __all__ = ["INDEX_NAME", "WeightReader"]
 
 _BASE: Final = "model."
 _WITHOUT_BASE: Final = "embed_tokens.weight"
-"""Embedding models are stored without their head, and then without the prefix that tells the two apart."""
+"""Embedding models are stored without an LM head, and then without the `model.` prefix."""
 
-# Below this, reading ahead saves less than a thread costs.
-_LEAST_READ_AHEAD: Final = 1 << 26
+# For smaller models, reading ahead saves less time than the thread costs.
+_MIN_READ_AHEAD_BYTES: Final = 1 << 26
 
 
 class WeightReader:
     """The tensors of a folder by their Hugging Face names.
 
-    A model takes each tensor it needs once, with the shape it expects, and calls `check_all_taken` at the end.
+    A model reads each tensor once, with the shape it expects, and then calls `check_all_read`.
     """
 
     def __init__(
-        self, folder: Path, scheme: Scheme | None = None, on_taken: Callable[[int, int], None] | None = None
+        self, folder: Path, scheme: Scheme | None = None, on_read: Callable[[int, int], None] | None = None
     ) -> None:
-        """Reads the headers.
+        """Read the headers.
 
         Args:
             folder: The folder.
-            scheme: How its weights are quantised.
-            on_taken: Is told the bytes of the tensors taken until now, and of all, whenever one is taken.
+            scheme: How its weights are quantized.
+            on_read: Called after each tensor with the bytes of the tensors read so far and of all tensors.
 
         Raises:
-            ModelError: No safetensors file, a file of the index is missing, or a header is malformed.
+            ModelError: There is no weight file, a file of the index is missing, or a header is malformed.
         """
         self._folder = folder
         self._tensors: dict[str, ReadableTensor] = {}
@@ -133,7 +128,7 @@ class WeightReader:
         theirs = are_of_mindformers(stored)
         prefix = _BASE if _WITHOUT_BASE in stored else ""
         for stored_name, tensor in stored.items():
-            if theirs and is_joined(stored_name):
+            if theirs and is_fused(stored_name):
                 order = "" if order_of(stored_name) else f" --joined {'|'.join(ORDERS)}"
                 why = " in an order that no file tells" if order else ""
                 raise ModelError(
@@ -144,21 +139,21 @@ class WeightReader:
             if name in self._tensors:
                 raise ModelError(f"{tensor.file}: tensor {name} stands twice, also in {self._tensors[name].file}")
             self._tensors[name] = tensor
-        self._left = {name for name in self._tensors if not DERIVED.search(name)}
+        self._unread = {name for name in self._tensors if not DERIVED.search(name)}
         self._read_ahead: ReadAhead | None = None
-        self._on_taken = on_taken
-        self._num_taken = 0
+        self._on_read = on_read
+        self._num_consumed = 0
         """Bytes."""
 
     def __contains__(self, name: str) -> bool:
         return name in self._tensors
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Hugging Face name -> shape of every tensor."""
+        """Return the shape of every tensor by its Hugging Face name."""
         return {name: tensor.shape for name, tensor in self._tensors.items()}
 
-    def spare_biases(self) -> dict[str, tuple[int, ...]]:
-        """Biases of quantised weights that hold nothing but zeros: some exporters write one for every layer."""
+    def zero_biases(self) -> dict[str, tuple[int, ...]]:
+        """Return the all-zero biases of quantized weights, which some exporters write for every layer."""
         found = {name: tensor for name, tensor in self._tensors.items() if name.endswith(".bias")}
         return {
             name: tensor.shape
@@ -172,31 +167,31 @@ class WeightReader:
         """Bytes of all tensors as stored."""
         return sum(tensor.num_bytes for tensor in self._tensors.values())
 
-    def take(self, name: str, shape: tuple[int, ...]) -> Array:
-        """One tensor, as stored: float32, float16, or bfloat16 as uint16 bits; of quantised ones the values.
+    def read(self, name: str, shape: tuple[int, ...]) -> Array:
+        """Return one tensor as stored: float32, float16, or bfloat16 as uint16 bits; a quantized one is dequantized.
 
         Returns:
-            A read-only memory map, whose pages are read as they are touched; of a quantised one an array, float32.
+            A read-only memory map, whose pages are read on access; a float32 array for a quantized tensor.
 
         Raises:
             ModelError: There is no such tensor, or it has another shape.
         """
-        return self._take(name, shape).read()
+        return self._find(name, shape).read()
 
-    def take_packed(self, name: str, shape: tuple[int, ...]) -> QuantizedTensor | Array:
-        """As `take`, with the codes and scales of what is quantised so."""
-        found = self._take(name, shape)
+    def read_packed(self, name: str, shape: tuple[int, ...]) -> QuantizedTensor | Array:
+        """As `read`, but return a quantized tensor as quantized values and scales."""
+        found = self._find(name, shape)
         return found.read_packed() if isinstance(found, PackedTensor) else found.read()
 
-    def first_not_finite(self, names: Sequence[str]) -> str:
-        """File and name of the first of these tensors with an element that is infinite or no number; "" if none has."""
+    def first_non_finite(self, names: Sequence[str]) -> str:
+        """Return file and name of the first tensor with an infinite or NaN element, or ""."""
         for name in names:
             tensor = self._tensors[name]
             if not is_finite(np.ascontiguousarray(tensor.read())):
                 return f"{tensor.file}: {name}"
         return ""
 
-    def _take(self, name: str, shape: tuple[int, ...]) -> ReadableTensor:
+    def _find(self, name: str, shape: tuple[int, ...]) -> ReadableTensor:
         stored = self._tensors.get(name)
         if stored is None:
             raise ModelError(f"{self._folder}: tensor {name} of shape {list(shape)} is missing")
@@ -208,95 +203,95 @@ class WeightReader:
         self._advance(name, stored)
         return stored
 
-    def leave(self, name: str) -> None:
-        """The model has no use for this tensor, and it may be there."""
-        self._left.discard(name)
+    def ignore(self, name: str) -> None:
+        """Accept this tensor in the folder although the model does not use it."""
+        self._unread.discard(name)
 
-    def check_all_taken(self) -> None:
+    def check_all_read(self) -> None:
         """Raises:
-        ModelError: The folder holds tensors that the model did not ask for, so it is another model.
+        ModelError: The folder holds tensors that the model did not read, so it is another model.
         """
         if self._read_ahead is not None:
             self._read_ahead.close()
-        if left := self._left and self._left - self.spare_biases().keys():
-            names = sorted(left)
+        if unread := self._unread and self._unread - self.zero_biases().keys():
+            names = sorted(unread)
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             raise ModelError(
                 f"{self._folder}: the model of config.json has no place for tensor {', '.join(names[:3])}{more}"
             )
 
     def _advance(self, name: str, stored: ReadableTensor) -> None:
-        """Has the tensors after this one read while it is used, roughly in the order in which models take them."""
-        if self._read_ahead is None and self.num_bytes >= _LEAST_READ_AHEAD:
-            following = [self._tensors[each] for each in sorted(self._left, key=_model_order)]
+        """Start or advance reading ahead, in roughly the order in which models read tensors."""
+        if self._read_ahead is None and self.num_bytes >= _MIN_READ_AHEAD_BYTES:
+            following = [self._tensors[each] for each in sorted(self._unread, key=_model_order)]
             parts = [part for each in following for part in each.parts]
             self._read_ahead = ReadAhead(Extent(part.file, *piece) for part in parts for piece in part.pieces)
-            weakref.finalize(self, self._read_ahead.close)  # where the model turns out to be another one
-        if self._read_ahead is not None and name in self._left:
-            self._read_ahead.taken(stored.num_bytes)
-        self._left.discard(name)
-        if self._on_taken is not None:
-            self._num_taken += stored.num_bytes
-            self._on_taken(self._num_taken, self.num_bytes)
+            weakref.finalize(self, self._read_ahead.close)  # for a reader that is dropped after an error
+        if self._read_ahead is not None and name in self._unread:
+            self._read_ahead.consumed(stored.num_bytes)
+        self._unread.discard(name)
+        if self._on_read is not None:
+            self._num_consumed += stored.num_bytes
+            self._on_read(self._num_consumed, self.num_bytes)
 
 
 def _model_order(name: str) -> tuple[bool, bool, list[int], str]:
-    """Embedding, layers by their numbers, and what follows them."""
+    """Order tensors as embedding, layers by number, then the rest."""
     return "embed" not in name, "layers" not in name, [int(number) for number in re.findall(r"\d+", name)], name
 
 
 def check_folder(folder: Path) -> ModelSpec:
-    """Reads config.json and the headers of the weights, and no weight.
+    """Check that a folder holds the weights of its config.json; this reads headers only.
 
     Returns:
         The model.
 
     Raises:
-        ModelError: A form that is not read, a damaged file, or other tensors than the model has.
+        ModelError: A format is not supported, a file is damaged, or the tensors are not those of the model.
     """
     spec = ModelSpec.from_folder(folder)
     reader = WeightReader(folder, spec.scheme)
-    spare = {**reader.spare_biases(), **spare_tensors(spec)}
+    spare = {**reader.zero_biases(), **optional_tensors(spec)}
     check_tensors(str(folder), spec.tensors, reader.shapes(), spare)
     return spec
 
 
-def spare_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """What may be there besides: some exporters write a tied table twice."""
+def optional_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """Return the tensors that a folder may contain in addition: some exporters write a tied embedding twice."""
     return dict.fromkeys(spec.network.optional, (spec.vocab_size, spec.network.hidden))
 
 
 WHOLE_BYTES: Final = 2**20
-"""A file of no more is read whole."""
+"""Files up to this size are hashed completely."""
 SAMPLE_BYTES: Final = 4096
 EVERY_BYTES: Final = 2**22
-"""Of a longer one a sample in so many bytes is, and its end: 16 MB of a model of 16 GB."""
+"""Distance between the samples of a larger file; its end is sampled too. A model of 16 GB has 16 MB of samples."""
 
 
-def sketch_of(model: Path) -> str:
-    """A hash over names and sizes of the files of a model, and over samples of what they hold.
+def weight_fingerprint(model: Path) -> str:
+    """Return a hash of the names, sizes and sampled contents of a model's files.
 
     Args:
-        model: Folder or GGUF file, wherever it lies.
+        model: Folder or GGUF file.
 
     Raises:
-        ModelError: One cannot be read, or there are none.
+        ModelError: A file cannot be read, or there is none.
     """
     names = [model] if is_gguf(model) else [model / CONFIG_NAME, model / INDEX_NAME, *weight_files(model)]
-    sketch = hashlib.sha256()
+    digest = hashlib.sha256()
     for path in sorted(each for each in names if each.exists()):
-        _add(sketch, path)
-    return sketch.hexdigest()
+        _add(digest, path)
+    return digest.hexdigest()
 
 
-def _add(sketch: hashlib._Hash, path: Path) -> None:
+def _add(digest: hashlib._Hash, path: Path) -> None:
     with open_regular(path) as file:
         try:
             size = file.seek(0, 2)
-            sketch.update(f"\0{path.name} {size}\0".encode())
+            digest.update(f"\0{path.name} {size}\0".encode())
             width, every = (size, max(size, 1)) if size <= WHOLE_BYTES else (SAMPLE_BYTES, EVERY_BYTES)
             for start in (*range(0, size, every), max(0, size - SAMPLE_BYTES)):
                 file.seek(start)
-                sketch.update(file.read(width))
+                digest.update(file.read(width))
         except OSError as error:
             raise ModelError(f"{path}: cannot be read: {error.strerror}") from None

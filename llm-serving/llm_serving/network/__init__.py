@@ -1,1 +1,1 @@
-"""Networks as lists of operations on named values: the language, rules that shorten a list, its form as integers."""
+"""Networks as lists of operations: the description language, rewriting and sharding rules, and the program encoding."""

@@ -1,4 +1,4 @@
-"""Rules that turn a list of operations into a shorter one that gives the same bits. None knows a family."""
+"""Rules that shorten a list of operations without changing a bit of its result. No rule knows a model family."""
 
 from __future__ import annotations
 
@@ -6,24 +6,35 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from llm_serving.network.builder import PANEL
+from llm_serving.network.builder import PANEL_ROWS
 from llm_serving.network.operations import Operation, Value, Weight
 
 Operations = list[Operation]
 
 _ROW_BY_ROW: Final = frozenset(
-    {"linear", "norm", "activate", "add", "weigh", "route", "experts", "output", "states", "all_reduce"}
+    {
+        "linear",
+        "rms_norm",
+        "gated_activation",
+        "add",
+        "sigmoid_gate",
+        "route",
+        "experts",
+        "lm_head",
+        "hidden_states",
+        "all_reduce",
+    }
 )
-"""What computes a row from that row alone."""
+"""Operations whose output row depends on the same input row alone."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Operations, and the values that have the selected rows of a step only.
+    """Operations to run.
 
     Attributes:
-        operations: In the order in which they run.
-        selected: Whole values, no views.
+        operations: In execution order.
+        selected: Values (no views) that hold the sampled rows of a step only.
     """
 
     operations: Operations
@@ -31,7 +42,7 @@ class Plan:
 
 
 def select_rows(operations: Sequence[Operation]) -> Plan:
-    """Logits are wanted of some rows: leaves the others out as soon as nothing reads them any more."""
+    """Restrict operations to the sampled rows as soon as no later operation reads the other rows."""
     every_row: set[Value] = set()
     few: set[Operation] = set()
     for operation in reversed(operations):
@@ -47,7 +58,7 @@ def select_rows(operations: Sequence[Operation]) -> Plan:
             for x in {each.root: None for each in operation.inputs.values() if each.root not in selected}:
                 if x not in copies:
                     copies[x] = replace(x, name=f"{x.name}.selected")
-                    result.append(Operation("select", {"x": x}, {}, {"y": copies[x]}, {}))
+                    result.append(Operation("select_rows", {"x": x}, {}, {"y": copies[x]}, {}))
             moved = {
                 role: x if x.root in selected else _view_of(copies[x.root], x) for role, x in operation.inputs.items()
             }
@@ -57,12 +68,12 @@ def select_rows(operations: Sequence[Operation]) -> Plan:
 
 
 def rewrite(plan: Plan) -> Plan:
-    """Applies every rule wherever it fits, one rule after the other."""
+    """Apply every rule wherever it fits, one rule after the other."""
     return apply(plan, RULES)
 
 
 def apply(plan: Plan, rules: Sequence[Rule]) -> Plan:
-    """As `rewrite`, with some of the rules."""
+    """Apply the given rules wherever they fit."""
     operations = plan.operations
     for rule in rules:
         while changes := _changes(rule, operations):
@@ -72,89 +83,89 @@ def apply(plan: Plan, rules: Sequence[Rule]) -> Plan:
 
 
 class Graph:
-    """Who writes and who reads each value of a list of operations."""
+    """The producer and the consumers of each value in a list of operations."""
 
     def __init__(self, operations: Sequence[Operation]) -> None:
         self.position = {operation: at for at, operation in enumerate(operations)}
-        self.stores = {each.attributes["layer"]: each for each in operations if each.kind == "store"}
-        self._writers = {y: each for each in operations for y in each.outputs.values()}
-        self._readers: dict[Value, list[Operation]] = {}
+        self.stores = {each.attributes["layer"]: each for each in operations if each.kind == "store_kv"}
+        self._producers = {y: each for each in operations for y in each.outputs.values()}
+        self._consumers: dict[Value, list[Operation]] = {}
         for each in operations:
             for x in each.inputs.values():
-                self._readers.setdefault(x.root, []).append(each)
+                self._consumers.setdefault(x.root, []).append(each)
 
-    def writer(self, value: Value) -> Operation | None:
-        """What writes the whole of a value; None for a view."""
-        return self._writers.get(value)
+    def producer(self, value: Value) -> Operation | None:
+        """Return the operation that writes a value; None for a view."""
+        return self._producers.get(value)
 
-    def readers(self, value: Value) -> list[Operation]:
-        """What reads a value or views of it, once for each time."""
-        return self._readers.get(value.root, [])
+    def consumers(self, value: Value) -> list[Operation]:
+        """Return the operations that read a value or a view of it, one entry for each read."""
+        return self._consumers.get(value.root, [])
 
-    def writer_for_one(self, value: Value, *kinds: str) -> Operation | None:
-        """What writes a value that is read once, if it is of one of these kinds."""
-        writer = self.writer(value)
-        return writer if writer is not None and writer.kind in kinds and len(self.readers(value)) == 1 else None
+    def single_use_producer(self, value: Value, *kinds: str) -> Operation | None:
+        """Return the operation that writes a value which is read once, if it is of one of these kinds."""
+        producer = self.producer(value)
+        return producer if producer is not None and producer.kind in kinds and len(self.consumers(value)) == 1 else None
 
 
 Changes = dict[Operation, Operation | None]
-"""Operation -> what takes its place; None: nothing does."""
+"""Operation -> its replacement; None removes it."""
 
 
-def gate_in_product(graph: Graph, operation: Operation) -> Changes:
-    """activate(linear(x)) -> a product that gates its own result."""
-    if operation.kind != "activate" or operation.outputs["y"].width % PANEL:
+def fuse_gate(graph: Graph, operation: Operation) -> Changes:
+    """gated_activation(linear(x)) -> one linear operation with a gated result."""
+    if operation.kind != "gated_activation" or operation.outputs["y"].width % PANEL_ROWS:
         return {}
-    product = graph.writer_for_one(operation.inputs["x"], "linear")
+    product = graph.single_use_producer(operation.inputs["x"], "linear")
     if product is None or product.attributes["heads"] > 1:
         return {}
     return {product: None, operation: product.changed(outputs=operation.outputs, attributes=operation.attributes)}
 
 
-def add_in_product(graph: Graph, operation: Operation) -> Changes:
-    """a + scale * linear(x), or the same of experts -> a product that is added to a."""
+def fuse_residual(graph: Graph, operation: Operation) -> Changes:
+    """a + scale * linear(x), or the same with experts -> one operation that adds a residual."""
     if operation.kind != "add":
         return {}
-    product = graph.writer_for_one(operation.inputs["b"], "linear", "experts")
-    if product is None or "added" in product.inputs or product.attributes.get("heads", 1) > 1:
+    product = graph.single_use_producer(operation.inputs["b"], "linear", "experts")
+    if product is None or "residual" in product.inputs or product.attributes.get("heads", 1) > 1:
         return {}
     if product.kind == "linear" and product.attributes["function"]:
         return {}
-    inputs = {"added": operation.inputs["a"]}
+    inputs = {"residual": operation.inputs["a"]}
     added = product.changed(inputs=inputs, outputs=operation.outputs, attributes=operation.attributes)
     return {product: None, operation: added}
 
 
-def add_in_norm(graph: Graph, operation: Operation) -> Changes:
-    """norm(a + b) -> a norm that writes the sum too, if nothing reads the sum before."""
-    if operation.kind != "norm" or "added" in operation.inputs or operation.attributes["group"]:
+def fuse_residual_into_norm(graph: Graph, operation: Operation) -> Changes:
+    """rms_norm(a + b) -> one norm that also writes the sum, unless another operation reads the sum earlier."""
+    if operation.kind != "rms_norm" or "residual" in operation.inputs or operation.attributes["group"]:
         return {}
-    total = graph.writer(operation.inputs["x"])
+    total = graph.producer(operation.inputs["x"])
     if total is None or total.kind != "add" or total.attributes["scale"] != 1:
         return {}
-    if any(graph.position[each] < graph.position[operation] for each in graph.readers(operation.inputs["x"])):
+    if any(graph.position[each] < graph.position[operation] for each in graph.consumers(operation.inputs["x"])):
         return {}
-    inputs = {"x": total.inputs["a"], "added": total.inputs["b"]}
-    return {total: None, operation: operation.changed(inputs=inputs, outputs={"sum": total.outputs["y"]})}
+    inputs = {"x": total.inputs["a"], "residual": total.inputs["b"]}
+    return {total: None, operation: operation.changed(inputs=inputs, outputs={"residual_out": total.outputs["y"]})}
 
 
-def attend_together(graph: Graph, operation: Operation) -> Changes:
-    """Norms of heads, rotation, storing and attention -> one operation of query, key and value."""
-    if operation.kind != "attend" or "k" in operation.inputs or "q_turned" in operation.inputs:
+def fuse_attention(graph: Graph, operation: Operation) -> Changes:
+    """Norms of heads, rotary embedding, store_kv and attention -> one attention operation that reads q, k and v."""
+    if operation.kind != "attention" or "k" in operation.inputs or "q_rope" in operation.inputs:
         return {}
     store = graph.stores[operation.attributes["layer"]]
     q, k = operation.inputs["q"], store.inputs["k"]
     changes: Changes = {store: None}
     weights: dict[str, Weight] = {}
     eps = 0.0
-    for kind in ("rotate", "norm"):
-        first, second = (graph.writer_for_one(each, kind) for each in (q, k))
+    for kind in ("rope", "rms_norm"):
+        first, second = (graph.single_use_producer(each, kind) for each in (q, k))
         if first is None or second is None:
             continue
-        if kind == "rotate" and first.weights == second.weights:
+        if kind == "rope" and first.weights == second.weights:
             weights |= first.weights
-        elif kind == "norm" and first.attributes == second.attributes and first.attributes["group"]:
-            weights |= {"q_gain": first.weights["gain"], "k_gain": second.weights["gain"]}
+        elif kind == "rms_norm" and first.attributes == second.attributes and first.attributes["group"]:
+            weights |= {"q_gamma": first.weights["gamma"], "k_gamma": second.weights["gamma"]}
             eps = first.attributes["eps"]
         else:
             continue
@@ -164,34 +175,34 @@ def attend_together(graph: Graph, operation: Operation) -> Changes:
     return {**changes, operation: operation.changed(inputs=inputs, weights=weights, attributes={"eps": eps})}
 
 
-def order_for_reader(graph: Graph, operation: Operation) -> Changes:
-    """What only one product reads is written in the order in which that product reads it."""
-    if operation.kind not in ("norm", "linear", "attend") or "reader" in operation.weights:
+def tile_for_consumer(graph: Graph, operation: Operation) -> Changes:
+    """Write a value that one product alone reads in the tiled layout in which that product reads it."""
+    if operation.kind not in ("rms_norm", "linear", "attention") or "consumer" in operation.weights:
         return {}
     is_gate = operation.kind != "linear" or operation.attributes["function"]
-    if not is_gate or (operation.kind == "norm" and operation.attributes["group"]):
+    if not is_gate or (operation.kind == "rms_norm" and operation.attributes["group"]):
         return {}
     y = operation.outputs["y"]
-    readers = graph.readers(y)
-    if len(readers) != 1 or readers[0].kind not in ("linear", "output") or readers[0].inputs["x"] is not y:
+    consumers = graph.consumers(y)
+    if len(consumers) != 1 or consumers[0].kind not in ("linear", "lm_head") or consumers[0].inputs["x"] is not y:
         return {}
-    (reader,) = readers
-    if reader.attributes.get("heads", 1) > 1:
+    (consumer,) = consumers
+    if consumer.attributes.get("heads", 1) > 1:
         return {}
-    # The product's own weight is named once more, by the writer: the same parameter.
+    # The producer names the consumer's weight as well; it is the same parameter.
     return {
-        operation: operation.changed(weights={"reader": reader.weights["weight"]}),
-        reader: reader.changed(attributes={"ordered": True}),
+        operation: operation.changed(weights={"consumer": consumer.weights["weight"]}),
+        consumer: consumer.changed(attributes={"tiled": True}),
     }
 
 
 Rule = Callable[[Graph, Operation], Changes]
-RULES: Final[tuple[Rule, ...]] = (gate_in_product, add_in_product, add_in_norm, attend_together, order_for_reader)
-"""Operation -> what changes; nothing where the rule does not fit."""
+RULES: Final[tuple[Rule, ...]] = (fuse_gate, fuse_residual, fuse_residual_into_norm, fuse_attention, tile_for_consumer)
+"""Each rule maps an operation to its changes; they are empty where the rule does not fit."""
 
 
 def _changes(rule: Rule, operations: Sequence[Operation]) -> Changes:
-    """What a rule changes at once: no operation twice."""
+    """Collect the changes of one pass of a rule, skipping those that overlap."""
     graph, changes = Graph(operations), Changes()
     for operation in operations:
         change = rule(graph, operation)
@@ -201,4 +212,4 @@ def _changes(rule: Rule, operations: Sequence[Operation]) -> Changes:
 
 
 def _view_of(root: Value, x: Value) -> Value:
-    return root if x.whole is None else replace(x, whole=root)
+    return root if x.base is None else replace(x, base=root)

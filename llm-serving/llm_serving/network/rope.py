@@ -1,11 +1,11 @@
-"""Rotary position embedding (Su et al. 2021, RoFormer): which elements of a head turn together, and how fast.
+"""Rotary position embedding (Su et al. 2021, RoFormer): which elements of a head rotate together, and how fast.
 
-Checkpoints pair elements in two ways, and some let a part of a head turn only. Here a head has one form: element i
-turns with element i + head_dim / 2, and one that does not turn has cosine 1 and sine 0. `Rotary.order` says which
-element of a checkpoint comes where; scores are sums over a head, so its order is free.
+Checkpoints pair the elements of a head in two ways, and some rotate a part of the head only. Here every head has one
+layout: element i is paired with element i + head_dim / 2, and an element that does not rotate has cosine 1 and sine 0.
+`Rotary.order` maps the layout of a checkpoint to this one; scores are sums over a head, so the order is free.
 
-Where a family stretches the rotation by the length of a sequence, the longest context that is served decides for all:
-what a token is turned by must not depend on what comes after it.
+Where a family scales its frequencies by the sequence length, the longest context that is served decides for every
+request: the rotation of a token must not depend on later tokens.
 """
 
 from __future__ import annotations
@@ -24,19 +24,18 @@ Float64Array = NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True)
 class Scaling:
-    """How rotation is stretched beyond the positions a model was first trained on.
+    """RoPE scaling: how the frequencies change beyond the positions that a model was first trained on.
 
     Attributes:
-        kind: One of `SCALINGS`.
-        factor: By how much positions are stretched.
-        original: Positions the model was first trained on.
-        low, high: Of llama3, the borders in turns over `original` positions; of yarn (Peng et al. 2023), beta_slow and
-            beta_fast.
-        attention_factor: What cosines and sines are multiplied by; None follows from `factor`.
-        mscale, mscale_all_dim: Of yarn in DeepSeek's form.
-        short, long: Of longrope (Ding et al. 2024), a divisor for each pair of elements, up to `original` positions
-            and beyond.
-        truncate: Of yarn: borders are whole pairs.
+        kind: A key of `ROPE_SCALINGS`.
+        factor: Factor by which the context grows.
+        original: Positions that the model was first trained on.
+        low, high: llama3: low_freq_factor and high_freq_factor; yarn (Peng et al. 2023): beta_slow and beta_fast.
+        attention_factor: Factor of cosines and sines; None derives it from `factor`.
+        mscale, mscale_all_dim: yarn in DeepSeek's variant.
+        short, long: longrope (Ding et al. 2024): a divisor for each pair of elements, for contexts up to `original`
+            positions and for longer ones.
+        truncate: yarn: whether the limits are rounded to whole pairs.
     """
 
     kind: str
@@ -52,70 +51,73 @@ class Scaling:
     truncate: bool = True
 
     def first(self, own: int) -> int | None:
-        """Positions that `factor` stretches, of a model that says it has `own`.
+        """Return the number of positions that `factor` multiplies, or None for kinds whose configuration states the
+        result.
 
-        None for the kinds whose models say how far they are stretched.
+        Args:
+            own: `max_position_embeddings` of the model.
         """
         return {"linear": own, "dynamic": own, "yarn": self.original}.get(self.kind)
 
 
 @dataclass(frozen=True)
 class Rotary:
-    """
+    """The rotary embedding of one kind of layer.
+
     Attributes:
         head_dim: Elements of a head; even.
-        turning: How many of them turn; even.
+        rotary_dim: Elements of a head that rotate; even.
         theta: Base of the frequencies.
-        interleaved: A checkpoint pairs neighbours; otherwise element i and i + turning / 2.
-        scaling: How rotation is stretched.
-        own: Elements of a head in a checkpoint; what `head_dim` has beyond them are zeros. 0: all.
+        interleaved: Whether the checkpoint pairs neighbours; otherwise it pairs elements i and i + rotary_dim / 2.
+        scaling: RoPE scaling, or None.
+        own: Elements of a head in the checkpoint; the remaining ones of `head_dim` are zeros. 0: all.
     """
 
     head_dim: int
-    turning: int
+    rotary_dim: int
     theta: float
     interleaved: bool = False
     scaling: Scaling | None = None
     own: int = 0
 
     def order(self) -> list[int]:
-        """Element of a checkpoint's head for each element of ours; -1 is a zero."""
-        half, still = self.turning // 2, (self.head_dim - self.turning) // 2
+        """Return the index in the checkpoint's head of each element of a head here; -1 is a zero."""
+        half, still = self.rotary_dim // 2, (self.head_dim - self.rotary_dim) // 2
         first = [2 * i if self.interleaved else i for i in range(half)]
         second = [2 * i + 1 if self.interleaved else i + half for i in range(half)]
         own = self.own or self.head_dim
-        rest = [i if i < own else -1 for i in range(self.turning, self.head_dim)]
+        rest = [i if i < own else -1 for i in range(self.rotary_dim, self.head_dim)]
         return [*first, *rest[:still], *second, *rest[still:]]
 
     def cos(self, num_positions: int) -> Float32Array:
-        """[num_positions, head_dim], two equal halves, computed in float64 and rounded once."""
+        """Return cosines [num_positions, head_dim] in two equal halves, computed in float64 and rounded once."""
         return self._table(np.cos, num_positions)
 
     def sin(self, num_positions: int) -> Float32Array:
-        """As `cos`."""
+        """Return sines, as `cos`."""
         return self._table(np.sin, num_positions)
 
     def frequencies(self, num_positions: int) -> Float64Array:
-        """Radians per position of each turning pair: theta^(-2i/D) (RoFormer equation 15), stretched as asked.
+        """Return the radians per position of each rotating pair: theta^(-2i/D) (RoFormer equation 15), after scaling.
 
         Args:
             num_positions: Longest context that is served.
         """
-        plain = self.theta ** -(np.arange(0, self.turning, 2, dtype=np.float64) / self.turning)
+        plain = self.theta ** -(np.arange(0, self.rotary_dim, 2, dtype=np.float64) / self.rotary_dim)
         if self.scaling is None:
             return plain
-        return SCALINGS[self.scaling.kind](self, self.scaling, plain, num_positions)
+        return ROPE_SCALINGS[self.scaling.kind](self, self.scaling, plain, num_positions)
 
     def _table(self, function: Callable[[Float64Array], Float64Array], num_positions: int) -> Float32Array:
-        still = np.zeros((self.head_dim - self.turning) // 2)
+        still = np.zeros((self.head_dim - self.rotary_dim) // 2)
         frequencies = np.concatenate([self.frequencies(num_positions), still])
         angles = np.outer(np.arange(num_positions, dtype=np.float64), frequencies)
-        factors = np.concatenate([np.full(self.turning // 2, attention_factor(self.scaling)), np.ones_like(still)])
+        factors = np.concatenate([np.full(self.rotary_dim // 2, attention_factor(self.scaling)), np.ones_like(still)])
         return np.tile((function(angles) * factors).astype(np.float32), 2)
 
 
 def attention_factor(scaling: Scaling | None) -> float:
-    """What cosines and sines are multiplied by, so that scores grow with the context as in training."""
+    """Return the factor of cosines and sines that keeps attention scores as large as in training."""
     if scaling is None or scaling.kind not in ("yarn", "longrope"):
         return 1.0
     if scaling.attention_factor is not None:
@@ -139,17 +141,17 @@ def _linear(_: Rotary, scaling: Scaling, plain: Float64Array, __: int) -> Float6
 
 
 def _dynamic(rotary: Rotary, scaling: Scaling, plain: Float64Array, num_positions: int) -> Float64Array:
-    """The base grows with the context ("NTK-aware" scaling)."""
+    """Grow the base with the context ("NTK-aware" scaling)."""
     if num_positions <= scaling.original:
         return plain
     growth = scaling.factor * num_positions / scaling.original - (scaling.factor - 1)
-    base = rotary.theta * growth ** (rotary.turning / (rotary.turning - 2))
-    frequencies: Float64Array = base ** -(np.arange(0, rotary.turning, 2, dtype=np.float64) / rotary.turning)
+    base = rotary.theta * growth ** (rotary.rotary_dim / (rotary.rotary_dim - 2))
+    frequencies: Float64Array = base ** -(np.arange(0, rotary.rotary_dim, 2, dtype=np.float64) / rotary.rotary_dim)
     return frequencies
 
 
 def _llama3(_: Rotary, scaling: Scaling, plain: Float64Array, __: int) -> Float64Array:
-    """Slow rotations are slowed down by `factor`, fast ones stay, those between are mixed linearly.
+    """Divide low frequencies by `factor`, keep high ones, and interpolate linearly between.
 
     As `apply_scaling` of the Llama 3.1 reference code (meta-llama/llama-models, models/llama3/reference_impl).
     """
@@ -161,18 +163,18 @@ def _llama3(_: Rotary, scaling: Scaling, plain: Float64Array, __: int) -> Float6
 
 
 def _yarn(rotary: Rotary, scaling: Scaling, plain: Float64Array, _: int) -> Float64Array:
-    """Pairs that turn often keep their speed, those that turn rarely are slowed down, with a ramp between."""
+    """Keep the frequency of pairs that rotate often, divide that of pairs that rotate rarely, with a ramp between."""
 
     def pair_of(turns: float) -> float:
         ratio = math.log(scaling.original / (turns * 2 * math.pi)) / (2 * math.log(rotary.theta))
-        return rotary.turning * ratio
+        return rotary.rotary_dim * ratio
 
     first, last = pair_of(scaling.high), pair_of(scaling.low)
     if scaling.truncate:
         first, last = float(math.floor(first)), float(math.ceil(last))
-    first, last = max(first, 0), min(last, rotary.turning - 1)
+    first, last = max(first, 0), min(last, rotary.rotary_dim - 1)
     last = last if last > first else first + 0.001
-    ramp: Float64Array = (np.arange(rotary.turning // 2, dtype=np.float64) - first) / (last - first)
+    ramp: Float64Array = (np.arange(rotary.rotary_dim // 2, dtype=np.float64) - first) / (last - first)
     kept: Float64Array = 1 - np.clip(ramp, 0.0, 1.0)
     stretched: Float64Array = plain / scaling.factor * (1 - kept) + plain * kept
     return stretched
@@ -185,7 +187,7 @@ def _longrope(_: Rotary, scaling: Scaling, plain: Float64Array, num_positions: i
 
 
 Stretch = Callable[[Rotary, Scaling, Float64Array, int], Float64Array]
-SCALINGS: Final[Mapping[str, Stretch]] = {
+ROPE_SCALINGS: Final[Mapping[str, Stretch]] = {
     "linear": _linear,
     "dynamic": _dynamic,
     "llama3": _llama3,

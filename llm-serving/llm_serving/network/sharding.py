@@ -1,15 +1,16 @@
-"""A network as one of several ranks computes it, by rules over operations. None knows a family.
+"""Tensor parallelism: the part of a network that one rank computes, by rules over operations. No rule knows a family.
 
-    attend, store    heads are dealt out: a rank has its own, and keeps their keys and values alone
-    activate         columns of the gate and as many of what it gates
-    experts          the same of each expert
-    linear           what writes these has the rows of its weight that they need; what reads them the columns, and so
-                     does a part of every sum: an `all_reduce` follows, and its bias is added by rank 0 alone
-    gather, output   rows of the table and of the head: a token's row is added to zeros of the other ranks, and each
-                     rank tells the others the logits it has
-    everything else  is computed by every rank, with the same bits
+    attention, store_kv  heads are split: a rank computes its own and stores their keys and values only
+    gated_activation     columns of the gate and the matching columns of its other half are split
+    experts              the same within each expert
+    linear               the producer of a split value holds the rows of its weight that the rank needs. The consumer
+                         holds the matching columns and computes a partial sum: an `all_reduce` follows, and rank 0
+                         alone adds the bias
+    embedding, lm_head   rows of the table and of the head are split: a token's row is added to the zeros of the other
+                         ranks, and each rank shares the logits it computes
+    other operations     every rank computes them with identical bits
 
-Each rank adds up less before its sums are added to the others': the bits are others than those of one rank alone.
+Partial sums change the order of additions, so the bits differ from those of a single rank.
 """
 
 from __future__ import annotations
@@ -20,25 +21,25 @@ from functools import lru_cache
 from typing import Final
 
 from llm_serving.errors import ModelError
-from llm_serving.network.builder import PANEL, Network, blocks, filled
+from llm_serving.network.builder import PANEL_ROWS, Network, padded_order, repeated_order
 from llm_serving.network.operations import Float32Array, Operation, Value, Weight
 from llm_serving.network.rewriting import Graph
 
 KEY: Final = "cluster_config.tensor_parallel"
 
-Numbers = tuple[int, ...]
-"""Columns of a value, or rows or columns of a weight: those that a rank has."""
+Indices = tuple[int, ...]
+"""Columns of a value, or rows or columns of a weight, that a rank holds."""
 
 
 class _CannotShardError(Exception):
-    """Says what must hold."""
+    """Message: the rule that the network breaks."""
 
 
 def sharded(network: Network, rank: int, count: int) -> Network:
-    """What `rank` of `count` computes.
+    """Return the network that `rank` of `count` ranks computes.
 
     Raises:
-        ModelError: The network cannot be dealt out to so many.
+        ModelError: The network cannot be split over this many ranks.
     """
     try:
         return _Sharding(network, rank, count).result
@@ -46,8 +47,8 @@ def sharded(network: Network, rank: int, count: int) -> Network:
         raise ModelError(f"{KEY}: {error}. Given: {count}") from None
 
 
-def rule_against(network: Network, count: int) -> str | None:
-    """What must hold for so many ranks and does not; None where the network can be dealt out."""
+def sharding_violation(network: Network, count: int) -> str | None:
+    """Return the rule that prevents sharding over `count` ranks, or None where the network can be split."""
     try:
         _Sharding(network, 0, count)
     except _CannotShardError as error:
@@ -56,32 +57,32 @@ def rule_against(network: Network, count: int) -> str | None:
 
 
 class _Sharding:
-    """One pass over the operations of a network, to find what is dealt out, and one to write what the rank does."""
+    """Shards a network: one pass finds the split values, a second one writes the operations of the rank."""
 
     def __init__(self, network: Network, rank: int, count: int) -> None:
         self._network, self._rank, self._count = network, rank, count
         self._graph = Graph(network.operations)
-        self._columns: dict[Value, Numbers] = {}
-        """Of each value that no rank has whole: its columns here."""
+        self._columns: dict[Value, Indices] = {}
+        """Split value -> the columns that this rank holds."""
         self._values: dict[Value, Value] = {}
-        """What there is in place of a value."""
+        """Value of the whole network -> the value of this rank that replaces it."""
         self.result = Network(network.hidden, network.vocab)
         self.result.rotaries = network.rotaries
         self.result.optional = set(network.optional)
         for each in network.operations:
-            if each.kind == "attend":
-                self._deal_heads(each)
-            elif each.kind == "activate":
+            if each.kind == "attention":
+                self._shard_heads(each)
+            elif each.kind == "gated_activation":
                 inner = each.outputs["y"].width
-                self._deal(
+                self._shard(
                     each.inputs["x"], [(0, inner), (inner, inner)], f"the {inner} columns of a feed-forward layer"
                 )
         for each in network.operations:
             self._write(each)
 
-    def _deal_heads(self, attend: Operation) -> None:
-        """Of queries, keys and values: so many of each that a rank has whole groups."""
-        if "q_turned" in attend.inputs:
+    def _shard_heads(self, attend: Operation) -> None:
+        """Split the query, key and value heads so that each rank has whole groups."""
+        if "q_rope" in attend.inputs:
             raise _CannotShardError("must be 1 for a model whose keys are latent")
         store = self._graph.stores[attend.attributes["layer"]]
         kv_heads = self._network.caches[attend.attributes["layer"]].kv_heads
@@ -92,91 +93,91 @@ class _Sharding:
         if kv_heads % self._count:
             raise _CannotShardError(f"must divide the {kv_heads} heads of keys and values")
         for product, ranges in products.items():
-            self._deal(product, ranges, "heads")
+            self._shard(product, ranges, "heads")
 
     def _product_of(self, value: Value) -> Value:
-        """The columns of a product that heads are made of, one by one."""
-        while (writer := self._graph.writer(value)) is not None and writer.kind in ("rotate", "norm"):
-            if writer.kind == "norm" and not writer.attributes["group"]:
-                raise _CannotShardError("must be 1 for a model that norms all heads together")
-            value = writer.inputs["x"]
+        """Return the columns of the product that the heads are computed from, through norms and rotary embedding."""
+        while (producer := self._graph.producer(value)) is not None and producer.kind in ("rope", "rms_norm"):
+            if producer.kind == "rms_norm" and not producer.attributes["group"]:
+                raise _CannotShardError("must be 1 for a model that normalises all heads together")
+            value = producer.inputs["x"]
         return value
 
-    def _deal(self, value: Value, ranges: Iterable[tuple[int, int]], what: str) -> None:
-        """Of each range of columns a rank has its share."""
-        writer = self._graph.writer(value)
-        if writer is None or writer.kind != "linear" or writer.attributes["heads"] > 1:
-            raise _CannotShardError(f"must be 1 for a model in which no product alone makes {what}")
+    def _shard(self, value: Value, ranges: Iterable[tuple[int, int]], what: str) -> None:
+        """Give the rank its part of each column range."""
+        producer = self._graph.producer(value)
+        if producer is None or producer.kind != "linear" or producer.attributes["heads"] > 1:
+            raise _CannotShardError(f"must be 1 for a model in which no single product computes {what}")
         columns: list[int] = []
         for start, width in sorted(ranges):
             if width % self._count:
                 raise _CannotShardError(f"must divide {what}")
             columns += range(start, start + width)[self._share(width)]
         if len(columns) * self._count != value.width:
-            raise _CannotShardError(f"must be 1 for a model whose products make more than {what}")
-        self._columns[value] = _once(tuple(columns))
+            raise _CannotShardError(f"must be 1 for a model whose products compute more than {what}")
+        self._columns[value] = _cached(tuple(columns))
 
     def _share(self, size: int) -> slice:
         share = size // self._count
         return slice(self._rank * share, (self._rank + 1) * share)
 
     def _write(self, operation: Operation) -> None:
-        """What the rank does in place of an operation."""
+        """Write the operations with which the rank replaces one operation."""
         kind, y = operation.kind, operation.outputs.get("y")
-        given = operation.changed(inputs={role: self._here(x) for role, x in operation.inputs.items()})
-        dealt = any(x.root in self._columns for x in operation.inputs.values())
-        if kind in ("gather", "output"):
+        given = operation.changed(inputs={role: self._local(x) for role, x in operation.inputs.items()})
+        is_split = any(x.root in self._columns for x in operation.inputs.values())
+        if kind in ("embedding", "lm_head"):
             self._write_vocabulary(given)
         elif kind == "experts":
-            self._write_part(given, _of_experts(given, self._rank, self._count))
-        elif y in self._columns and not dealt:
+            self._write_partial_sum(given, _shard_experts(given, self._rank, self._count))
+        elif y in self._columns and not is_split:
             self._record(given, {role: _rows(each, self._columns[y]) for role, each in given.weights.items()})
-        elif not dealt:
+        elif not is_split:
             self._record(given, given.weights)
         elif kind == "linear" and y not in self._columns:
-            self._write_part(given, self._of_reader(operation))
-        elif kind == "store":
+            self._write_partial_sum(given, self._consumer_weights(operation))
+        elif kind == "store_kv":
             cache = self._network.caches[given.attributes["layer"]]
             self.result.caches.append(replace(cache, kv_heads=cache.kv_heads // self._count))
             self._record(given, {})
-        elif kind in ("rotate", "attend", "activate") or (kind == "norm" and given.attributes["group"]):
+        elif kind in ("rope", "attention", "gated_activation") or (kind == "rms_norm" and given.attributes["group"]):
             assert y is not None
-            self._columns[y] = _once(tuple(range(y.width)[self._share(y.width)]))
+            self._columns[y] = _cached(tuple(range(y.width)[self._share(y.width)]))
             slopes = {
-                role: _Share.of(each, self._rank, self._count)
+                role: _VectorPart.of(each, self._rank, self._count)
                 for role, each in given.weights.items()
                 if role == "slopes"
             }
             self._record(given, {**given.weights, **slopes})
         else:
-            raise _CannotShardError(f"must be 1 for a model with `{kind}` of what ranks have parts of")
+            raise _CannotShardError(f"must be 1 for a model that applies `{kind}` to split values")
 
-    def _of_reader(self, operation: Operation) -> dict[str, Weight]:
-        """The weights of a product of what no rank has whole."""
+    def _consumer_weights(self, operation: Operation) -> dict[str, Weight]:
+        """Return the weights of a product whose input is split."""
         x, weights = operation.inputs["x"], dict(operation.weights)
-        if x.whole is not None or operation.attributes["heads"] > 1 or weights["weight"].change is not None:
-            raise _CannotShardError("must be 1 for a model that multiplies parts of what ranks have parts of")
+        if x.base is not None or operation.attributes["heads"] > 1 or weights["weight"].transform is not None:
+            raise _CannotShardError("must be 1 for a model that multiplies views of split values")
         weights["weight"] = _columns(weights["weight"], self._columns[x])
         if self._rank and (bias := weights.pop("bias", None)) is not None:
             self.result.optional.update(bias.names)
         return weights
 
     def _write_vocabulary(self, operation: Operation) -> None:
-        """Rows of table or head, as csrc/ranks.h deals them out."""
+        """Split the rows of the token embedding or of the LM head as csrc/ranks.h does."""
         ((role, whole),) = operation.weights.items()
         rows = self._network.vocab
         if rows < self._count:
             raise _CannotShardError(f"must be at most the {rows} tokens of the vocabulary")
         first, last = (rank * rows // self._count for rank in (self._rank, self._rank + 1))
-        weights = {role: _rows(whole, _once(tuple(range(first, last))))}
+        weights = {role: _rows(whole, _cached(tuple(range(first, last))))}
         part = operation.changed(attributes={"first": first, "rows": rows})
-        if operation.kind == "output":
+        if operation.kind == "lm_head":
             self._record(part, weights)
         else:
-            self._write_part(part, weights)
+            self._write_partial_sum(part, weights)
 
-    def _write_part(self, operation: Operation, weights: Mapping[str, Weight]) -> None:
-        """A part of a sum, and what adds it to those of the others."""
+    def _write_partial_sum(self, operation: Operation, weights: Mapping[str, Weight]) -> None:
+        """Write an operation that computes a partial sum, and the all_reduce after it."""
         y = operation.outputs["y"]
         part = replace(y, name=f"{y.name}.part")
         self._record(operation.changed(outputs={"y": part}), weights)
@@ -191,43 +192,43 @@ class _Sharding:
             Operation(operation.kind, operation.inputs, weights, outputs, operation.attributes)
         )
 
-    def _here(self, x: Value) -> Value:
-        """What the rank has of a value, or of a view of one."""
+    def _local(self, x: Value) -> Value:
+        """Return the part of a value, or of a view, that the rank holds."""
         whole = self._values[x.root]
-        if x.whole is None:
+        if x.base is None:
             return whole
         columns = self._columns.get(x.root)
         if columns is None:
-            return replace(x, whole=whole)
+            return replace(x, base=whole)
         start = sum(each < x.start for each in columns)
         width = sum(x.start <= each < x.start + x.width for each in columns)
-        return replace(x, whole=whole, start=start, width=width)
+        return replace(x, base=whole, start=start, width=width)
 
 
-def _of_experts(operation: Operation, rank: int, count: int) -> dict[str, Weight]:
-    """Of each expert a share of its columns, filled up with zeros as all of them are."""
+def _shard_experts(operation: Operation, rank: int, count: int) -> dict[str, Weight]:
+    """Split the columns of each expert; padding fills them up as it does for whole experts."""
     gate_up, down = operation.weights["gate_up"], operation.weights["down"]
     inner = down.shape[1]
     if inner % count:
         raise _CannotShardError(f"must divide the {inner} columns of an expert")
     first = rank * (inner // count)
-    columns = tuple(-1 if i < 0 else first + i for i in filled(inner // count, PANEL))
-    rows = blocks(2 * operation.attributes["experts"], inner, columns)
-    return {"gate_up": _rows(gate_up, _once(tuple(rows))), "down": _columns(down, _once(columns))}
+    columns = tuple(-1 if i < 0 else first + i for i in padded_order(inner // count, PANEL_ROWS))
+    rows = repeated_order(2 * operation.attributes["experts"], inner, columns)
+    return {"gate_up": _rows(gate_up, _cached(tuple(rows))), "down": _columns(down, _cached(columns))}
 
 
-def _rows(weight: Weight, numbers: Numbers) -> Weight:
-    """Some of the rows of a weight, or of the elements of a bias."""
-    return replace(weight, shape=(len(numbers), *weight.shape[1:]), rows=_picked(weight.rows, numbers))
+def _rows(weight: Weight, indices: Indices) -> Weight:
+    """Return some rows of a weight, or some elements of a bias."""
+    return replace(weight, shape=(len(indices), *weight.shape[1:]), rows=_picked(weight.rows, indices))
 
 
-def _columns(weight: Weight, numbers: Numbers) -> Weight:
-    return replace(weight, shape=(weight.shape[0], len(numbers)), columns=_picked(weight.columns, numbers))
+def _columns(weight: Weight, indices: Indices) -> Weight:
+    return replace(weight, shape=(weight.shape[0], len(indices)), columns=_picked(weight.columns, indices))
 
 
 @dataclass(frozen=True)
-class _Share:
-    """A part of a vector that no tensor holds."""
+class _VectorPart:
+    """A part of a vector that no tensor stores."""
 
     whole: Callable[[int], Float32Array]
     start: int
@@ -238,17 +239,17 @@ class _Share:
 
     @classmethod
     def of(cls, weight: Weight, rank: int, count: int) -> Weight:
-        assert weight.made is not None
+        assert weight.generate is not None
         share = weight.shape[0] // count
-        return replace(weight, shape=(share,), made=cls(weight.made, rank * share, (rank + 1) * share))
+        return replace(weight, shape=(share,), generate=cls(weight.generate, rank * share, (rank + 1) * share))
 
 
 @lru_cache(64)
-def _picked(order: Numbers | None, numbers: Numbers) -> Numbers:
-    return numbers if order is None else tuple(-1 if number < 0 else order[number] for number in numbers)
+def _picked(order: Indices | None, indices: Indices) -> Indices:
+    return indices if order is None else tuple(-1 if number < 0 else order[number] for number in indices)
 
 
 @lru_cache(64)
-def _once(numbers: Numbers) -> Numbers:
-    """Layers alike have one and the same."""
-    return numbers
+def _cached(indices: Indices) -> Indices:
+    """Return one shared tuple for equal ones: layers of the same shape have equal orders."""
+    return indices

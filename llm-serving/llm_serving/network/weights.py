@@ -1,4 +1,4 @@
-"""From the tensors of a model folder to the parameters of a network."""
+"""Assemble the parameters of a network from the tensors of a model folder."""
 
 from __future__ import annotations
 
@@ -16,32 +16,34 @@ Array = NDArray[Any]
 
 
 class Tensors(Protocol):
-    """Where tensors come from."""
+    """A source of tensors."""
 
-    def take(self, name: str, shape: tuple[int, ...]) -> Array:
-        """The tensor of a name, which must have this shape; it may be a read-only memory map."""
+    def read(self, name: str, shape: tuple[int, ...]) -> Array:
+        """Return a tensor, which must have this shape; it may be a read-only memory map."""
 
 
-def parameter(weight: Weight, tensors: Tensors, num_positions: int) -> Array:
-    """What a weight is to hold.
+def load_parameter(weight: Weight, tensors: Tensors, num_positions: int) -> Array:
+    """Return the array that a weight holds.
 
     Args:
-        weight: Of a description.
-        tensors: Of the model.
+        weight: The weight.
+        tensors: The tensors of the model.
         num_positions: Longest context that is served.
 
     Returns:
-        A C-contiguous array of `weight.shape` (the rows of a table that is made are `num_positions`), in a type it was
-        stored in or float32; perhaps a read-only memory map.
+        A C-contiguous array of `weight.shape` (a generated table has `num_positions` rows), in a stored type or
+        float32; it may be a read-only memory map.
     """
-    if weight.made is not None:
-        return weight.made(num_positions)
-    return made_of(weight, [tensors.take(name, shape) for name, shape in zip(weight.names, weight.stored, strict=True)])
+    if weight.generate is not None:
+        return weight.generate(num_positions)
+    return assemble_weight(
+        weight, [tensors.read(name, shape) for name, shape in zip(weight.names, weight.stored_shapes, strict=True)]
+    )
 
 
-def made_of(weight: Weight, parts: Sequence[Array]) -> Array:
-    """The same from its tensors."""
-    if len({part.dtype for part in parts}) > 1 or (weight.change is not None and parts[0].dtype != np.float32):
+def assemble_weight(weight: Weight, parts: Sequence[Array]) -> Array:
+    """Return the array that a weight holds, from its tensors."""
+    if len({part.dtype for part in parts}) > 1 or (weight.transform is not None and parts[0].dtype != np.float32):
         parts = [to_float32(part) for part in parts]
     if weight.rows is not None:
         stack = _picked_of_stack(parts, weight.rows)
@@ -49,14 +51,14 @@ def made_of(weight: Weight, parts: Sequence[Array]) -> Array:
         stack = parts[0] if len(parts) == 1 else np.concatenate(parts)
     if weight.columns is not None:
         stack = _picked(stack.T, weight.columns).T
-    if weight.change is not None:
-        stack = weight.change(stack)
+    if weight.transform is not None:
+        stack = weight.transform(stack)
     whole: Array = np.ascontiguousarray(stack.reshape(weight.shape))
     return whole
 
 
 def _picked_of_stack(parts: Sequence[Array], order: Sequence[int]) -> Array:
-    """Rows of a stack in another order; of a memory map those that are not picked are not read."""
+    """Reorder the rows of stacked tensors without reading the rows of a memory map that are not used."""
     if len(parts) == 1:
         return _picked(parts[0], order)
     at = np.array(order)
@@ -70,7 +72,7 @@ def _picked_of_stack(parts: Sequence[Array], order: Sequence[int]) -> Array:
 
 
 def _picked(array: Array, order: Sequence[int]) -> Array:
-    """Rows of an array in another order; -1 is a row of zeros."""
+    """Reorder the rows of an array; -1 is a row of zeros."""
     at = np.array(order)
     rows: Array = array[np.maximum(at, 0)]
     rows[at < 0] = 0

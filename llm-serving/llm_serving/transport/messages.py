@@ -112,7 +112,7 @@ class Loaded(msgspec.Struct, tag="loaded", frozen=True):
     block_bytes: int = 0
     """Of a block, all layers; 0: not known."""
     model: str = ""
-    """`sketch_of` what was read, on another machine than the master's; empty: the same files as the master's."""
+    """`weight_fingerprint` of the files read on another machine; empty: the same files as the master's."""
 
 
 class Failed(msgspec.Struct, tag="failed", frozen=True):

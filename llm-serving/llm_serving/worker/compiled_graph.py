@@ -25,7 +25,7 @@ from llm_serving.core.step import Float32Array, Int32Array
 from llm_serving.errors import ConfigError, KernelError
 from llm_serving.lowering.lower import Lowered
 from llm_serving.lowering.mindir import graph_file, inputs_of
-from llm_serving.lowering.program import NetworkOfProgram
+from llm_serving.lowering.program import ProgramNetwork
 from llm_serving.lowering.step_inputs import STEP_INPUTS, dynamic_inputs
 from llm_serving.models.spec import ModelSpec
 
@@ -45,7 +45,7 @@ class CompiledNetwork:
 
     def __init__(self, network: nn.Cell, inputs: Sequence[ms.Tensor] | None = None) -> None:
         network.set_train(False)
-        if not isinstance(network, NetworkOfProgram):
+        if not isinstance(network, ProgramNetwork):
             network.set_inputs(*(dynamic_inputs() if inputs is None else inputs))
         self._network = network
         self._execute: Any = getattr(_cell_graph_executor, "_graph_executor", None)
@@ -64,8 +64,8 @@ class CompiledNetwork:
         Returns:
             The result; of a program it is valid until the next call.
         """
-        if isinstance(self._network, NetworkOfProgram):
-            result = self._network.place(arrays)
+        if isinstance(self._network, ProgramNetwork):
+            result = self._network.bind_inputs(arrays)
             float(self._run(()))  # waits until it is there, in a tenth of the time of `asnumpy`
             return result
         tensors = tuple([ms.Tensor.from_numpy(np.ascontiguousarray(array)) for array in arrays])

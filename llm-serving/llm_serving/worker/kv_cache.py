@@ -127,7 +127,7 @@ class KVTensors:
         block_size: int,
         num_swap_blocks: int = 0,
         *,
-        coded: bool = False,
+        int8: bool = False,
     ) -> KVTensors:
         """Zeroed tensors for `num_blocks` blocks of `block_size` tokens, and a host pool of `num_swap_blocks`.
 
@@ -137,7 +137,7 @@ class KVTensors:
             num_blocks: Of the cache.
             block_size: Tokens of a block.
             num_swap_blocks: Of the host pool.
-            coded: Keys and values are kept in 8 bits.
+            int8: Whether keys and values are stored in 8 bits with a scale for each head and token.
 
         Raises:
             ConfigError: More slots than a slot number can name.
@@ -147,7 +147,7 @@ class KVTensors:
             raise ConfigError(
                 f"`num_blocks` times `block_size` must be at most {MAX_SLOTS}. Given: {num_blocks} x {block_size}"
             )
-        allocate = backend.coded_kv_cache if coded else backend.kv_cache
+        allocate = backend.int8_kv_cache if int8 else backend.kv_cache
         layers = tuple(
             allocate(num_blocks, block_size, cache, f"kv_cache.{index}") for index, cache in enumerate(spec.caches)
         )
@@ -203,9 +203,9 @@ def element_bytes(backend: Backend) -> int:
     return size
 
 
-def block_bytes(spec: ModelSpec, backend: Backend, block_size: int, *, coded: bool = False) -> int:
-    """Bytes one block takes over all layers, keys and values; `coded`: kept in 8 bits."""
-    return block_size * spec.kv_bytes_per_token(element_bytes(backend), coded=coded)
+def block_bytes(spec: ModelSpec, backend: Backend, block_size: int, *, int8: bool = False) -> int:
+    """Bytes one block takes over all layers, keys and values; `int8`: stored in 8 bits."""
+    return block_size * spec.kv_bytes_per_token(element_bytes(backend), int8=int8)
 
 
 def num_blocks_for(num_bytes: int, one: int, block_size: int) -> int:

@@ -21,15 +21,16 @@ from llm_serving.core.timings import Clock, monotonic
 from llm_serving.core.window import Window
 from llm_serving.errors import ConfigError, KernelError
 from llm_serving.kernels import library
+from llm_serving.kernels.compiler import library_path
 from llm_serving.kernels.ranks import Ranks
 from llm_serving.log import get_logger
 from llm_serving.lowering.mindformers import mindformers_version
 from llm_serving.lowering.mindir import check_facts, facts_of
 from llm_serving.models.memory import (
-    SHARE_OF_FREE_MEMORY,
-    SHARE_OF_FREE_NPU_MEMORY,
-    bytes_for_cache,
+    FREE_MEMORY_FRACTION,
+    FREE_NPU_MEMORY_FRACTION,
     draft_model_bytes,
+    kv_cache_bytes_left,
     num_mask_keys,
     readable_size,
 )
@@ -100,7 +101,7 @@ def load_runner(
     on_progress("preparing the kernels")
     if device.device_target == "CPU" and device.kernels != "plain":
         with suppress(KernelError):  # then `backend_for` meets it again, and knows what to do
-            library.library_path(on_progress)
+            library_path(on_progress)
     backend, notice = backend_for(device, settings.dtype)
     framework = f"{ms.__version__} with MindFormers {mindformers_version()}" if by_mindformers else ms.__version__
     folder = Path(settings.model_path)
@@ -111,7 +112,7 @@ def load_runner(
     logger.log(level, "device_config.exactness: %s: %s", device.exactness, promised)
     if spec.scheme is not None:
         kept = f"{settings.quantization}, others in " if settings.quantization is not None else ""
-        described = spec.scheme.described
+        described = spec.scheme.description
         logger.info("the weights are quantised by %s: they are served in %s%s", described, kept, settings.dtype)
     if ranks_fd is not None and ranks is None:
         ranks = _join(ranks_fd, settings, backend)
@@ -119,7 +120,7 @@ def load_runner(
     num_blocks = settings.num_blocks or _num_blocks(settings, spec, backend)
     if ranks is not None:
         num_blocks = min(blocks for (blocks,) in ranks.exchange([num_blocks]))
-    on_progress(f"reading {spec.num_held / 1e6:,.1f} M weights from {folder.name}")
+    on_progress(f"reading {spec.num_weight_elements / 1e6:,.1f} M weights from {folder.name}")
     runner = ModelRunner(
         spec,
         folder,
@@ -153,7 +154,7 @@ def _draft_model(
     """The one that proposes what the model of `spec` may say."""
     folder = Path(settings.draft_model_path or "")
     draft = check_folder(folder)
-    on_progress(f"reading {draft.num_held / 1e6:,.1f} M weights of the draft model from {folder.name}")
+    on_progress(f"reading {draft.num_weight_elements / 1e6:,.1f} M weights of the draft model from {folder.name}")
     size = settings.block_size
     as_program = device.kernels != "primitives"
     blocks = MAX_CONTINUATIONS * blocks_of_continuation(size)
@@ -209,7 +210,7 @@ def _join(ranks_fd: int, settings: LoadModel, backend: Backend) -> Ranks:
 def _computed_by(backend: Backend, device: DeviceConfig, framework: str, num_ranks: int) -> ComputedBy:
     if backend.name != "cpu":
         return ComputedBy(kernels=backend.name, framework=framework, ranks=num_ranks)
-    sources, compiler = library.library_path().stem.split("_")[-2:]
+    sources, compiler = library_path().stem.split("_")[-2:]
     return ComputedBy(
         kernels="primitives" if device.kernels == "primitives" else "program",
         instruction_set=library.load().llm_isa().decode(),
@@ -242,7 +243,7 @@ def _npu_memory(settings: LoadModel) -> int:
             "`device_config.max_device_memory` must be given: the device reports no free memory. Given: None"
         )
     if given is None:
-        return int(free * SHARE_OF_FREE_NPU_MEMORY)
+        return int(free * FREE_NPU_MEMORY_FRACTION)
     limit = npu_memory_limit(given, free)
     if limit < given:
         logger.warning(
@@ -254,7 +255,7 @@ def _npu_memory(settings: LoadModel) -> int:
 
 def _num_blocks(settings: LoadModel, spec: ModelSpec, backend: Backend) -> int:
     """As many blocks as memory allows, at most what all running requests can fill."""
-    one = block_bytes(spec, backend, settings.block_size, coded=_has_coded_cache(settings))
+    one = block_bytes(spec, backend, settings.block_size, int8=_has_coded_cache(settings))
     window = Window.of(spec.window, settings.max_num_batched_tokens, settings.max_model_len)
     useful = settings.max_num_seqs * window.blocks_at_once(settings.max_model_len, settings.block_size)
     if settings.device_target == "Ascend":
@@ -262,11 +263,11 @@ def _num_blocks(settings: LoadModel, spec: ModelSpec, backend: Backend) -> int:
     elif settings.max_device_memory is not None:
         limit = settings.max_device_memory
     else:
-        limit = int(psutil.virtual_memory().available * SHARE_OF_FREE_MEMORY / settings.num_agents)
+        limit = int(psutil.virtual_memory().available * FREE_MEMORY_FRACTION / settings.num_agents)
         limit -= settings.num_swap_blocks * one
     step = settings.max_num_batched_tokens, settings.max_num_seqs
     keys = num_mask_keys(settings.device_target, settings.max_model_len)
-    left = bytes_for_cache(limit, spec, element_bytes(backend), *step, _quantization(settings), keys)
+    left = kv_cache_bytes_left(limit, spec, element_bytes(backend), *step, _quantization(settings), keys)
     if settings.draft_model_path is not None:
         draft = ModelSpec.from_folder(Path(settings.draft_model_path))
         left -= draft_model_bytes(draft, element_bytes(backend), settings.block_size)

@@ -16,7 +16,7 @@ from llm_serving.core.step import AllowedTokens, Continues, Float32Array, Int32A
 from llm_serving.core.window import Window
 from llm_serving.errors import StepMismatchError
 from llm_serving.lowering.lower import lower
-from llm_serving.lowering.step_inputs import arguments_of_rows
+from llm_serving.lowering.step_inputs import step_inputs_for_rows
 from llm_serving.models.spec import ModelSpec
 from llm_serving.models.weight_reader import WeightReader
 from llm_serving.network.quantization import Quantization
@@ -97,7 +97,7 @@ class ModelRunner:
         self._ranks, self._step_timeout_s = ranks, step_timeout_s
         if networks is None:
             sizes = num_blocks, block_size, num_swap_blocks
-            self.kv_tensors = KVTensors.allocate(spec, backend, *sizes, coded=coded_cache)
+            self.kv_tensors = KVTensors.allocate(spec, backend, *sizes, int8=coded_cache)
             if transfer_fd is not None:
                 transfer = TransferMemory(transfer_fd, num_transfer_blocks, self.kv_tensors.layers)
                 self.kv_tensors = replace(self.kv_tensors, transfer=transfer)
@@ -241,7 +241,7 @@ class ModelRunner:
 
     def _logits_of(self, states: Float32Array) -> Float32Array:
         """[P, H] -> [P, V]"""
-        return self._head((states, *arguments_of_rows(len(states))))
+        return self._head((states, *step_inputs_for_rows(len(states))))
 
     def _states_of(self, inputs: ModelInputs) -> Float32Array:
         """What the head reads, [max(S, 1), H]."""

@@ -31,7 +31,7 @@ from llm_serving.executor.executor import RemoteExecutor
 from llm_serving.executor.restart_status import GivenUp
 from llm_serving.executor.supervisor import SupervisedExecutor, WorkAgentProcess, start_work_agent
 from llm_serving.executor.worker_process import LocalProcess
-from llm_serving.models.weight_reader import sketch_of
+from llm_serving.models.weight_reader import weight_fingerprint
 from llm_serving.transport.messages import Blocks, Loaded, StepDone
 from llm_serving.transport.shared_memory import InlineArrays
 from llm_serving.transport.tls_identity import ClusterIdentity
@@ -116,7 +116,7 @@ def test_a_work_agent_comes_loads_serves_and_ends(placement: ClusterPlacement, s
     agent = start(placement)
     assert isinstance(agent.buffers, InlineArrays)
     assert agent.machine == "127.0.0.1"
-    assert agent.loaded.model == sketch_of(DEMO_FOLDER)
+    assert agent.loaded.model == weight_fingerprint(DEMO_FOLDER)
     executor = RemoteExecutor(agent.channel, agent.buffers)
     assert [answer(executor, step) for step in range(3)] == [expected_output(PROMPT, 1)] * 3
     agent.stop()

@@ -12,7 +12,7 @@ from llm_serving.config.values import Values
 from llm_serving.core.enums import EngineName, ImplementationName, RoleName, SpreadName, WeightsName
 from llm_serving.models.gguf import is_gguf
 from llm_serving.models.spec import ModelSpec
-from llm_serving.network.sharding import rule_against
+from llm_serving.network.sharding import sharding_violation
 
 WITH_RAY: Final = ("cluster_config.engine", EngineName.RAY.value)
 
@@ -120,8 +120,8 @@ def _check_ranks(values: Values, spec: ModelSpec | None) -> None:
     if spec is None:
         return
     if spec.scheme is not None:
-        raise values.error(name, f"must be 1 for a model whose weights are quantised by {spec.scheme.described}")
-    if (unmet := rule_against(spec.network, count)) is not None:
+        raise values.error(name, f"must be 1 for a model whose weights are quantised by {spec.scheme.description}")
+    if (unmet := sharding_violation(spec.network, count)) is not None:
         raise values.error(name, unmet)
 
 

@@ -16,10 +16,10 @@ from llm_serving.models.memory import MAX_SLOTS, PROCESS_BYTES, num_mask_keys, w
 from llm_serving.models.spec import MAX_VOCAB_SIZE, ModelSpec
 from llm_serving.network.quantization import (
     Quantization,
-    lacking,
-    lacking_in_cells,
-    lacking_in_coded_cache,
-    lacking_of_codes,
+    unsupported_by_ascend,
+    unsupported_by_cells,
+    unsupported_by_int8_cache,
+    unsupported_quantization,
 )
 
 MODEL_PATH: Final = "model_config.model_path"
@@ -199,10 +199,10 @@ def _check_primitives(values: Values, spec: ModelSpec) -> None:
     on_ascend = values[TARGET] == "Ascend"
     if not on_ascend and values[KERNELS] not in ("primitives", "plain"):
         return
-    in_cells = lacking_in_cells(spec.network)
+    in_cells = unsupported_by_cells(spec.network)
     if in_cells is None and not on_ascend and values[KERNELS] == "plain":
         return
-    lacks = lacking(spec.network, values["model_config.max_generate_length"])
+    lacks = unsupported_by_ascend(spec.network, values["model_config.max_generate_length"])
     if lacks is not None:
         have = "program has" if in_cells else "program and plain have"
         where = "on Ascend" if on_ascend else f"with device_config.kernels: {values[KERNELS]} ({have} it)"
@@ -230,7 +230,7 @@ def _check_quantization(values: Values) -> None:
     condition = f"{_where(values)}: program on a CPU has it"
     if values[TARGET] == "CPU" and values[KERNELS] == "plain":
         values.require(name, (None,), condition)
-    if lacking_of_codes(quantization) is not None:
+    if unsupported_quantization(quantization) is not None:
         values.require(name, (QuantizationName.W8A8, None), condition)
 
 
@@ -240,7 +240,7 @@ def _check_kv_cache(values: Values, spec: ModelSpec | None) -> None:
         return
     if not _runs_programs(values):
         values.require(name, (auto,), f"{_where(values)}: program on a CPU has it")
-    if spec is not None and (lacks := lacking_in_coded_cache(spec.network)) is not None:
+    if spec is not None and (lacks := unsupported_by_int8_cache(spec.network)) is not None:
         values.require(name, (auto,), f"for {spec.architecture}, which has {lacks}")
 
 
@@ -266,7 +266,7 @@ def _check_memory(values: Values, spec: ModelSpec) -> None:
     keys = num_mask_keys(values[TARGET], values["model_config.max_generate_length"])
     working = working_bytes(spec, dtype_bytes, budget, seqs, keys)
     coded = values["quant_config.kv_cache_dtype"] == KVCacheDtypeName.INT8
-    block = values[BLOCK_SIZE] * spec.kv_bytes_per_token(dtype_bytes, coded=coded)
+    block = values[BLOCK_SIZE] * spec.kv_bytes_per_token(dtype_bytes, int8=coded)
     minimum = PROCESS_BYTES + weights + working + block
     if limit < minimum:
         rule = (

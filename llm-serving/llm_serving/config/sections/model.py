@@ -28,9 +28,9 @@ from llm_serving.core.enums import ExactnessName, ImplementationName
 from llm_serving.core.window import Window
 from llm_serving.errors import ConfigError
 from llm_serving.hub import HUBS
-from llm_serving.models.context_length import Positions, positions_of
+from llm_serving.models.context_length import ContextLengths, context_lengths
 from llm_serving.models.gguf import is_gguf
-from llm_serving.models.mindformers import lacking_in_llama, lacking_in_mindformers
+from llm_serving.models.mindformers import unsupported_by_mindformers, unsupported_by_mindformers_llama
 from llm_serving.models.spec import ModelSpec
 from llm_serving.network.rope import Scaling
 
@@ -148,11 +148,11 @@ def check_model(values: Values, spec: ModelSpec | None, mindformers: MindFormers
         _agree_vocab_size(values, spec, str(config))
         _agree_end_token(values, spec, str(config))
         _agree_pad_token(values, spec, str(config))
-        longest = positions_of(spec, values["model_config.model_path"])
+        longest = context_lengths(spec, values["model_config.model_path"])
         _limit_length(values, longest, MODEL_SOURCE, spec.window)
     elif described is not None:
         own = described.max_position_embeddings
-        _limit_length(values, Positions(own, own), "MindFormers YAML")
+        _limit_length(values, ContextLengths(own, own), "MindFormers YAML")
     for name in ("model_config.end_token", "model_config.pad_token_id"):
         vocab_size = values["model_config.vocab_size"]
         if vocab_size is not None and values[name] is not None and values[name] >= vocab_size:
@@ -231,10 +231,10 @@ def _longest_in_cache(values: Values, length: int, window: int | None) -> int:
     return min(length, Window.of(window, 1, length).longest(block_size, num_blocks))
 
 
-def _limit_length(values: Values, longest: Positions, source: str, window: int | None = None) -> None:
+def _limit_length(values: Values, longest: ContextLengths, source: str, window: int | None = None) -> None:
     name, is_given = "model_config.max_generate_length", values.is_given("model_config.max_generate_length")
-    positions = longest.most if is_given else longest.usual
-    if longest.reason and positions == longest.most:
+    positions = longest.maximum if is_given else longest.default
+    if longest.reason and positions == longest.maximum:
         source += f": {longest.reason}"
     if is_given:
         if values[name] > positions:
@@ -316,7 +316,7 @@ def check_implementation(values: Values, spec: ModelSpec | None) -> None:
         values.require(name, allowed, f"with {IMPLEMENTATION}: {implementation}: {why}")
     if spec is not None:
         is_current = implementation == ImplementationName.MINDFORMERS
-        find_lacking = lacking_in_mindformers if is_current else lacking_in_llama
+        find_lacking = unsupported_by_mindformers if is_current else unsupported_by_mindformers_llama
         lacks = find_lacking(spec.architecture, spec.network, values["model_config.max_generate_length"])
         if lacks is not None:
             raise values.error(IMPLEMENTATION, f"must be native for this model: {lacks}")

@@ -142,7 +142,7 @@ def choose_step_budget(values: Values, spec: ModelSpec | None) -> None:
     tokens, source = values[name], "default"
     if spec is not None and values["device_config.device_target"] == "CPU":
         tokens, source = min(tokens, CPU_STEP_TOKENS), "device_config.device_target"
-        while tokens > MIN_PROMPT_TOKENS and 2 * spec.num_multiplied * tokens > CPU_STEP_OPERATIONS:
+        while tokens > MIN_PROMPT_TOKENS and 2 * spec.num_active_parameters * tokens > CPU_STEP_OPERATIONS:
             tokens, source = tokens // 2, "size of the model"
     slots, long_prefill = "model_config.decode_batch_size", "scheduler_config.max_long_prefill_tokens"
     for key, minimum in ((slots, values[slots] + MIN_PROMPT_TOKENS), (long_prefill, values[long_prefill] or 0)):

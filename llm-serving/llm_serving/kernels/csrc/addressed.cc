@@ -4,7 +4,7 @@ namespace llm {
 namespace {
 
 constexpr size_t kRowLength = 7;
-constexpr int64_t kMostAxes = 4;
+constexpr int64_t kMaxAxes = 4;
 constexpr const char* kTypes[] = {"float32", "float16", "bfloat16", "int32", "int64", "int8"};
 constexpr int64_t kNumTypes = sizeof(kTypes) / sizeof(kTypes[0]);
 
@@ -22,7 +22,7 @@ int AddressedCall::read() {
   for (size_t i = 0; i < count; i++) {
     int64_t* row = call_.data<int64_t>(0) + i * kRowLength;
     const int64_t type = row[1], rank = row[2];
-    bool known = type >= 0 && type < kNumTypes && rank >= 0 && rank <= kMostAxes;
+    bool known = type >= 0 && type < kNumTypes && rank >= 0 && rank <= kMaxAxes;
     for (int64_t axis = 0; known && axis < rank; axis++) known = row[3 + axis] >= 0;
     if (!known) return call_.fail("parameter %zu is of no known type and shape", i);
     data_[i] = reinterpret_cast<void*>(row[0]);

@@ -1,10 +1,10 @@
-// Products by AMX tiles of 16 rows x 64 bytes, of bfloat16 and of codes of 8 bits, behind the same `multiply` as the
+// Products by AMX tiles of 16 rows x 64 bytes, of bfloat16 and of qvalues of 8 bits, behind the same `multiply` as the
 // other instruction sets.
 //
 //   tmm0-3  sums: rows 0-15 and 16-31 by two panels      tmm4-5  activations of those rows      tmm6-7  the two panels
 // tdpbf16ps sums the products of a step of 32 inputs (even and odd ones apart) from zero and then adds to the sums, so
 // the cut of the inputs into steps is part of the order: steps of 32 from the first input on, and one of 16 at the end.
-// tdpbusd adds products of 64 codes without and with sign in 32 bits: exact, so that any cut gives the same sums.
+// tdpbusd adds products of 64 qvalues without and with sign in 32 bits: exact, so that any cut gives the same sums.
 //
 // LLM_AMX_EMULATED replaces the instructions by loops, so that the rest can be tested on a CPU without AMX.
 #pragma once
@@ -18,7 +18,7 @@ namespace llm::LLM_ISA {
 template <class Element>
 constexpr size_t kStep = kTileBytes / sizeof(Element);
 constexpr size_t kHalfStep = 16;
-// Bytes of each column that lie together in a panel: pairs of bfloat16, fours of codes.
+// Bytes of each column that lie together in a panel: pairs of bfloat16, fours of qvalues.
 constexpr size_t kColumnBytes = 4;
 
 // The operand of ldtilecfg.
@@ -87,8 +87,8 @@ __attribute__((optimize("O3"))) inline void emulated_multiply(int c, int a, int 
   }
 }
 
-// Of codes without sign and with: exact.
-__attribute__((optimize("O3"))) inline void emulated_multiply_codes(int c, int a, int b) {
+// Of qvalues without sign and with: exact.
+__attribute__((optimize("O3"))) inline void emulated_multiply_qvalues(int c, int a, int b) {
   for (size_t row = 0; row < emulated.config.rows[c]; row++) {
     int32_t sums[kPanelWidth];
     __builtin_memcpy(sums, emulated.bytes[c] + row * 64, sizeof(sums));
@@ -111,7 +111,7 @@ __attribute__((optimize("O3"))) inline void emulated_multiply_codes(int c, int a
 #define LLM_TILE_STORE(tile, target, stride) emulated_store(tile, target, stride)
 #define LLM_TILE_ZERO(tile) __builtin_memset(emulated.bytes[tile], 0, sizeof(emulated.bytes[tile]))
 #define LLM_TILE_MULTIPLY(c, a, b) emulated_multiply(c, a, b)
-#define LLM_TILE_MULTIPLY_CODES(c, a, b) emulated_multiply_codes(c, a, b)
+#define LLM_TILE_MULTIPLY_QVALUES(c, a, b) emulated_multiply_qvalues(c, a, b)
 #else
 // Written out because gcc 12's intrinsics do not tell the compiler which memory they read.
 #define LLM_TILE_CONFIGURE(config) asm volatile("ldtilecfg %0" ::"m"(config) : "memory")
@@ -126,13 +126,13 @@ __attribute__((optimize("O3"))) inline void emulated_multiply_codes(int c, int a
   asm volatile("tilestored %%tmm" #tile ", (%0,%1,1)" ::LLM_TILE_ADDRESS(target, stride) : "memory")
 #define LLM_TILE_ZERO(tile) asm volatile("tilezero %%tmm" #tile::)
 #define LLM_TILE_MULTIPLY(c, a, b) asm volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #c::)
-#define LLM_TILE_MULTIPLY_CODES(c, a, b) asm volatile("tdpbusd %%tmm" #b ", %%tmm" #a ", %%tmm" #c::)
+#define LLM_TILE_MULTIPLY_QVALUES(c, a, b) asm volatile("tdpbusd %%tmm" #b ", %%tmm" #a ", %%tmm" #c::)
 #endif
 
 #define LLM_TILE_ADD(c, a, b)             \
   do {                                    \
     if constexpr (sizeof(Element) == 1) { \
-      LLM_TILE_MULTIPLY_CODES(c, a, b);   \
+      LLM_TILE_MULTIPLY_QVALUES(c, a, b); \
     } else {                              \
       LLM_TILE_MULTIPLY(c, a, b);         \
     }                                     \

@@ -10,9 +10,9 @@
 #pragma once
 
 #include "attention_items.h"
-#include "coded_attention.h"
 #include "kernels.h"
 #include "kv_layout.h"
+#include "quantized_attention.h"
 #include "simd.h"
 #include "thread_pool.h"
 #include "tile.h"
@@ -32,10 +32,10 @@ class AttentionTile {
         shared_(args.num_heads / args.num_kv_heads),
         rows_(item.count * shared_),
         dim_(args.head_dim),
-        stored_dim_(dim_ + (args.coded ? kScaleBytes : 0)),
-        turned_dim_(args.q_turned == nullptr ? 0 : args.turned_dim),
-        bends_(args.cap > 0.0f || args.slopes != nullptr),
-        scale_((bends_ ? 1.0f : args.scale) * 1.44269504f),
+        stored_dim_(dim_ + (args.quantized ? kScaleBytes : 0)),
+        rope_dim_(args.q_rope == nullptr ? 0 : args.rope_dim),
+        has_score_mod_(args.cap > 0.0f || args.slopes != nullptr),
+        scale_((has_score_mod_ ? 1.0f : args.scale) * 1.44269504f),
         of_segment_(nullptr, 0, 0),
         of_all_(nullptr, 0, 0) {
     char* memory = static_cast<char*>(scratch(Scratch::kTile, bytes()));
@@ -48,11 +48,11 @@ class AttentionTile {
     reference_ = take<float>(memory, rows_);
     factor_ = take<float>(memory, rows_);
     cleaned_ = take<Element>(memory, kGroupTokens * dim_);
-    if (args.coded) coded_ = CodedTile(memory, rows_, dim_);
-    if (turned_dim_ == 0) return;
-    q_turned_ = take<Activation>(memory, rows_ * turned_dim_);
+    if (args.quantized) quantized_ = QuantizedTile(memory, rows_, dim_);
+    if (rope_dim_ == 0) return;
+    q_rope_ = take<Activation>(memory, rows_ * rope_dim_);
     latent_values_ = take<Element>(memory, kChunkTokens * dim_);
-    turned_keys_ = take<Element>(memory, kChunkTokens * turned_dim_);
+    rope_keys_ = take<Element>(memory, kChunkTokens * rope_dim_);
   }
 
   void run() {
@@ -64,10 +64,10 @@ class AttentionTile {
       end_row_ = end_of_rows_seeing((chunk + 1) * kChunkTokens - 1);
       const bool ends = chunk + 1 == end_chunk(item_);
       const Groups next = ends ? find_groups(following_, first_chunk(following_)) : find_groups(item_, chunk + 1);
-      look_up(groups, next);
+      gather_blocks(groups, next);
       compute_scores();
-      if (bends_) bend_scores(chunk);
-      soften(chunk);
+      if (has_score_mod_) modify_scores(chunk);
+      online_softmax(chunk);
       add_values(chunk);
       groups = next;
       if (item_.num_segments() == 1 || !(ends || (chunk + 1) % kSegmentChunks == 0)) continue;
@@ -97,10 +97,10 @@ class AttentionTile {
     return rows_ *
                (dim_ * sizeof(Activation) + kChunkTokens * (sizeof(Activation) + sizeof(float)) + 2 * sizeof(float)) +
            2 * AttentionSums::size(rows_, dim_) * sizeof(float) + kGroupTokens * dim_ * sizeof(Element) + 13 * 64 +
-           (args_.coded ? CodedTile::bytes(rows_, dim_) : 0) +
-           (turned_dim_ == 0
+           (args_.quantized ? QuantizedTile::bytes(rows_, dim_) : 0) +
+           (rope_dim_ == 0
                 ? 0
-                : rows_ * turned_dim_ * sizeof(Activation) + kChunkTokens * (dim_ + turned_dim_) * sizeof(Element));
+                : rows_ * rope_dim_ * sizeof(Activation) + kChunkTokens * (dim_ + rope_dim_) * sizeof(Element));
   }
 
   // Rows are ordered by position, so those that have reached a token are the last ones.
@@ -160,15 +160,16 @@ class AttentionTile {
   // The keys and values of a chunk, and the keys of the next one or of the first one of the item that follows; where it
   // has fewer groups, the last one again. The blocks they belong to lie anywhere, so they are prefetched while other
   // groups are read: the hardware cannot guess where.
-  void look_up(const Groups& groups, const Groups& next) {
+  void gather_blocks(const Groups& groups, const Groups& next) {
     num_groups_ = groups.count;
-    if (args_.coded) {
-      return coded_.look_up(args_.key_cache, args_.value_cache, groups.offset, groups.count, next.offset, next.count);
+    if (args_.quantized) {
+      return quantized_.gather_blocks(args_.key_cache, args_.value_cache, groups.offset, groups.count, next.offset,
+                                      next.count);
     }
     for (size_t i = 0; i < groups.count; i++) {
       keys_[i] = static_cast<const Element*>(args_.key_cache) + groups.offset[i];
-      values_[i] = turned_dim_ > 0 ? turn_over(groups.offset[i], i)
-                                   : static_cast<const Element*>(args_.value_cache) + groups.offset[i];
+      values_[i] = rope_dim_ > 0 ? transpose_latent(groups.offset[i], i)
+                                 : static_cast<const Element*>(args_.value_cache) + groups.offset[i];
     }
     const size_t last = next.count > 0 ? next.count - 1 : 0;
     for (size_t i = 0; i < kChunkGroups; i++) {
@@ -179,7 +180,7 @@ class AttentionTile {
 
   // Brings group i of latent keys into the order of values, which are returned, and their turned part into that of
   // keys.
-  const Element* turn_over(size_t offset, size_t i) {
+  const Element* transpose_latent(size_t offset, size_t i) {
     constexpr bool kPairs = Operand<Element>::kInputs == 2;
     const Element* keys = static_cast<const Element*>(args_.key_cache) + offset;
     Element* values = latent_values_ + i * kGroupTokens * dim_;
@@ -188,14 +189,14 @@ class AttentionTile {
         values[value_offset(token, dim, kPairs)] = keys[key_offset(token, dim, kPairs)];
       }
     }
-    const Element* turned = static_cast<const Element*>(args_.value_cache) + offset / dim_ * turned_dim_;
-    Element* turned_keys = turned_keys_ + i * kGroupTokens * turned_dim_;
-    for (size_t dim = 0; dim < turned_dim_; dim++) {
+    const Element* rope = static_cast<const Element*>(args_.value_cache) + offset / dim_ * rope_dim_;
+    Element* rope_keys = rope_keys_ + i * kGroupTokens * rope_dim_;
+    for (size_t dim = 0; dim < rope_dim_; dim++) {
       for (size_t token = 0; token < kGroupTokens; token++) {
-        turned_keys[key_offset(token, dim, kPairs)] = turned[value_offset(token, dim, kPairs)];
+        rope_keys[key_offset(token, dim, kPairs)] = rope[value_offset(token, dim, kPairs)];
       }
     }
-    turned_[i] = turned_keys;
+    rope_[i] = rope_keys;
     return values;
   }
 
@@ -205,15 +206,14 @@ class AttentionTile {
     for (size_t position = 0, row = 0; position < item_.count; position++) {
       const size_t from = item_.first_row + position;
       const Element* q = static_cast<const Element*>(args_.q) + from * stride + head * dim_;
-      const Element* turned =
-          static_cast<const Element*>(args_.q_turned) + from * args_.turned_stride + head * turned_dim_;
+      const Element* rope = static_cast<const Element*>(args_.q_rope) + from * args_.rope_stride + head * rope_dim_;
       for (size_t i = 0; i < shared_; i++, row++) {
-        if (args_.coded) {
-          coded_.load_query(row, q + i * dim_);
+        if (args_.quantized) {
+          quantized_.load_query(row, q + i * dim_);
         } else {
           to_activations(q + i * dim_, dim_, q_ + row * dim_);
         }
-        if (turned_dim_ > 0) to_activations(turned + i * turned_dim_, turned_dim_, q_turned_ + row * turned_dim_);
+        if (rope_dim_ > 0) to_activations(rope + i * rope_dim_, rope_dim_, q_rope_ + row * rope_dim_);
       }
     }
   }
@@ -256,24 +256,24 @@ class AttentionTile {
   }
 
   void compute_scores() {
-    if (args_.coded) return coded_.compute_scores(first_row_, end_row_, scores_);
+    if (args_.quantized) return quantized_.compute_scores(first_row_, end_row_, scores_);
     Product<Element> product(end_row_ - first_row_, q_ + first_row_ * dim_, keys_, num_groups_, dim_,
                              scores_ + first_row_ * kChunkTokens);
     product.c_stride = kChunkTokens;
     product.c_panel = kPanelWidth;
     product.next = values_;
     multiply(product);
-    if (turned_dim_ == 0) return;
-    Product<Element> turned(end_row_ - first_row_, q_turned_ + first_row_ * turned_dim_, turned_, num_groups_,
-                            turned_dim_, scores_ + first_row_ * kChunkTokens);
-    turned.c_stride = kChunkTokens;
-    turned.c_panel = kPanelWidth;
-    turned.add_to_c = true;
-    multiply(turned);
+    if (rope_dim_ == 0) return;
+    Product<Element> rope(end_row_ - first_row_, q_rope_ + first_row_ * rope_dim_, rope_, num_groups_, rope_dim_,
+                          scores_ + first_row_ * kChunkTokens);
+    rope.c_stride = kChunkTokens;
+    rope.c_panel = kPanelWidth;
+    rope.add_to_c = true;
+    multiply(rope);
   }
 
   // Scales scores, caps them, and takes off what grows with the distance.
-  void bend_scores(size_t chunk) {
+  void modify_scores(size_t chunk) {
     for (size_t row = first_row_; row < end_row_; row++) {
       const float slope = args_.slopes == nullptr ? 0.0f : args_.slopes[head_of(row)];
       for (size_t i = 0; i < num_groups_ * kGroupTokens; i += kLanes) {
@@ -289,7 +289,7 @@ class AttentionTile {
 
   // Turns the scores of rows into weights relative to their largest scores so far, and rescales what is summed already.
   // Rows go through each part together, so that none waits for the sums and maxima over lanes of another.
-  void soften(size_t chunk) {
+  void online_softmax(size_t chunk) {
     for_rows(chunk, [&](size_t row, const Seen& seen) {
       switch (seen.part()) {
         case Part::kAll:
@@ -304,7 +304,7 @@ class AttentionTile {
       const size_t count = end_row_ - row;
       store_first(factor_ + row, exp2(load_first(factor_ + row, count)), count);
     }
-    if (args_.coded) return soften_coded(chunk);
+    if (args_.quantized) return online_softmax_quantized(chunk);
     for_rows(chunk, [&](size_t row, const Seen& seen) {
       switch (seen.part()) {
         case Part::kAll:
@@ -365,32 +365,32 @@ class AttentionTile {
     }
   }
 
-  // As `soften`, once the largest scores are known.
-  void soften_coded(size_t chunk) {
-    coded_.find_shares(first_row_, end_row_);
+  // As `online_softmax`, once the largest scores are known.
+  void online_softmax_quantized(size_t chunk) {
+    quantized_.find_shares(first_row_, end_row_);
     Seen told = {0, 0};
     for_rows(chunk, [&](size_t row, const Seen& seen) {
       const bool is_new = seen.first != told.first || seen.end != told.end;
       told = seen;
       switch (seen.part()) {
         case Part::kAll:
-          return weigh_coded<Part::kAll>(row, seen, is_new);
+          return weigh_quantized<Part::kAll>(row, seen, is_new);
         case Part::kBeginning:
-          return weigh_coded<Part::kBeginning>(row, seen, is_new);
+          return weigh_quantized<Part::kBeginning>(row, seen, is_new);
         case Part::kAny:
-          return weigh_coded<Part::kAny>(row, seen, is_new);
+          return weigh_quantized<Part::kAny>(row, seen, is_new);
       }
     });
   }
 
   // `is_new`: the row before saw other tokens.
   template <Part kPart>
-  void weigh_coded(size_t row, const Seen seen, bool is_new) {
+  void weigh_quantized(size_t row, const Seen seen, bool is_new) {
     auto keep = [&](Floats value, size_t at, float other) {
       return kPart != Part::kAll && at >= seen.end ? broadcast(other) : seen.template keep<kPart>(value, at, other);
     };
-    if (is_new) coded_.see(keep);
-    coded_.weigh(row, scores_ + row * kChunkTokens, scale_, keep, factor_[row], of_segment_.total + row * kLanes);
+    if (is_new) quantized_.see(keep);
+    quantized_.weigh(row, scores_ + row * kChunkTokens, scale_, keep, factor_[row], of_segment_.total + row * kLanes);
   }
 
   // Leaves the largest score of a row so far, and in `factor_` the exponent of what it makes of weights relative to the
@@ -412,7 +412,7 @@ class AttentionTile {
     reference_[row] = next == -__builtin_inff() ? 0.0f : next;
     factor_[row] = before - reference_[row];
     of_segment_.max[row] = next;
-    if (args_.coded) coded_.set_largest(row, found, reference_[row]);
+    if (args_.quantized) quantized_.set_largest(row, found, reference_[row]);
   }
 
   // Weights of a row; zero for tokens that it does not see of groups of which it sees others.
@@ -436,7 +436,7 @@ class AttentionTile {
   }
 
   void add_values(size_t chunk) {
-    if (args_.coded) return coded_.add_values(first_row_, end_row_, factor_, of_segment_.sums);
+    if (args_.quantized) return quantized_.add_values(first_row_, end_row_, factor_, of_segment_.sums);
     const size_t begin = chunk * kChunkTokens;
     if (seen_by(first_row_) + 1 >= begin + kChunkTokens && seen_from(end_row_ - 1) <= begin) {
       return add_groups(values_, kChunkGroups, 0, first_row_, end_row_);
@@ -515,14 +515,14 @@ class AttentionTile {
       const float total = sum_lanes(load(result.total + row * kLanes));
       factor_[row] = total == 0.0f ? 1.0f : 1.0f / total;
     }
-    const Passes passes = args_.y_passes.or_rows(args_.rows, args_.num_heads * dim_);
+    const TiledLayout layout = args_.y_layout.or_rows(args_.rows, args_.num_heads * dim_);
     const size_t width = shared_ * dim_;
     const size_t column = item_.kv_head * width;
     for (size_t position = 0; position < item_.count; position++) {
       const float* sums = result.sums + position * width;
       size_t row = position * shared_;
       size_t end_of_row = column + dim_;
-      passes.for_runs(item_.first_row + position, column, column + width, [&](size_t begin, size_t end, size_t at) {
+      layout.for_runs(item_.first_row + position, column, column + width, [&](size_t begin, size_t end, size_t at) {
         Element* y = static_cast<Element*>(args_.y) + at;
         for (size_t i = begin; i < end; i += kLanes) {
           if (i == end_of_row) {
@@ -542,8 +542,8 @@ class AttentionTile {
   const AttentionItem& following_;
   const size_t shared_, rows_, dim_;
   const size_t stored_dim_;            // of a head in the caches, its scales included
-  const size_t turned_dim_;            // 0: keys are no latents
-  const bool bends_;                   // scores, before their softmax
+  const size_t rope_dim_;              // 0: keys are no latents
+  const bool has_score_mod_;           // scores, before their softmax
   const float scale_;                  // of scores, in units of log 2
   Activation* q_;                      // [rows, dim]
   float* scores_;                      // [rows, kChunkTokens]
@@ -556,11 +556,11 @@ class AttentionTile {
   const Element* keys_[kChunkGroups];  // of the chunk at hand
   const Element* values_[kChunkGroups];
   const Element* next_keys_[kChunkGroups];
-  CodedTile coded_;  // where keys and values are codes
-  // Of latents: turned queries [rows, turned_dim], and of the chunk at hand values and turned keys.
-  Activation* q_turned_ = nullptr;
-  Element *latent_values_ = nullptr, *turned_keys_ = nullptr;
-  const Element* turned_[kChunkGroups];
+  QuantizedTile quantized_;  // where keys and values are qvalues
+  // Of latents: turned queries [rows, rope_dim], and of the chunk at hand values and turned keys.
+  Activation* q_rope_ = nullptr;
+  Element *latent_values_ = nullptr, *rope_keys_ = nullptr;
+  const Element* rope_[kChunkGroups];
   size_t num_groups_ = 0;
   size_t first_row_ = 0, end_row_ = 0;  // of those that see the chunk at hand
 };

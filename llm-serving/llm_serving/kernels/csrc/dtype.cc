@@ -18,14 +18,14 @@ constexpr Name kNames[] = {
     {"complex128", DType::kOther, 16},
 };
 
-float widened(BFloat16 element) {
+float weight_only(BFloat16 element) {
   const uint32_t bits = uint32_t{element.bits} << 16;
   float result;
   std::memcpy(&result, &bits, sizeof(result));
   return result;
 }
 
-float widened(Float16 element) {
+float weight_only(Float16 element) {
   const uint32_t sign = uint32_t{element.bits} >> 15 << 31, exponent = element.bits >> 10 & 31u;
   const uint32_t fraction = element.bits & 1023u;
   if (exponent == 0) {  // a multiple of the smallest one, 2^-24
@@ -41,7 +41,7 @@ float widened(Float16 element) {
 template <class T>
 void widen_all(const void* elements, size_t count, float* result) {
   const T* each = static_cast<const T*>(elements);
-  for (size_t i = 0; i < count; i++) result[i] = widened(each[i]);
+  for (size_t i = 0; i < count; i++) result[i] = weight_only(each[i]);
 }
 
 }  // namespace

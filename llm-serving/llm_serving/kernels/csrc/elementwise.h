@@ -30,18 +30,18 @@ void add_row(const Element* a, const Element* b, Element* y, size_t size) {
   }
 }
 
-template <class Element, class Gain>
+template <class Element, class Gamma>
 void rms_norm_rows(const RmsNormArgs& args) {
-  const Gain* gamma = static_cast<const Gain*>(args.gamma);
+  const Gamma* gamma = static_cast<const Gamma*>(args.gamma);
   const size_t group = args.group > 0 ? args.group : args.size;
-  const Passes y_passes = args.y_passes.or_rows(args.rows, args.size);
+  const TiledLayout y_layout = args.y_layout.or_rows(args.rows, args.size);
   auto or_size = [&](size_t stride) { return stride > 0 ? stride : args.size; };
   for_row_ranges(args.rows, args.size, [&](size_t first, size_t last) {
     for (size_t row = first; row < last; row++) {
       const Element* x = static_cast<const Element*>(args.x) + row * or_size(args.x_stride);
-      if (args.added != nullptr) {
+      if (args.residual != nullptr) {
         Element* sum = static_cast<Element*>(args.sum) + row * or_size(args.sum_stride);
-        add_row(x, static_cast<const Element*>(args.added) + row * or_size(args.added_stride), sum, args.size);
+        add_row(x, static_cast<const Element*>(args.residual) + row * or_size(args.residual_stride), sum, args.size);
         x = sum;
       }
       for (size_t column = 0; column < args.size; column += group, x += group) {
@@ -53,12 +53,12 @@ void rms_norm_rows(const RmsNormArgs& args) {
         const float mean = sum_lanes(squares) / static_cast<float>(group);
         const float rstd = 1.0f / __builtin_sqrtf(mean + args.eps);
         if (args.rstd != nullptr) args.rstd[row] = rstd;
-        y_passes.for_runs(row, column, column + group, [&](size_t begin, size_t end, size_t at) {
+        y_layout.for_runs(row, column, column + group, [&](size_t begin, size_t end, size_t at) {
           Element* y = static_cast<Element*>(args.y) + at;
           for (size_t i = begin; i < end; i += kLanes) {
             const size_t left = end - i;
-            const Floats gain = load_first(gamma + i - column, left);
-            store_first(y + i - begin, load_first(x + i - column, left) * broadcast(rstd) * gain, left);
+            const Floats weight = load_first(gamma + i - column, left);
+            store_first(y + i - begin, load_first(x + i - column, left) * broadcast(rstd) * weight, left);
           }
         });
       }
@@ -196,14 +196,14 @@ void round_rows(const RoundArgs& args) {
   for_row_ranges(args.rows, args.size, [&](size_t first, size_t last) {
     for (size_t row = first; row < last; row++) {
       const float* x = args.x + row * args.size;
-      const Element* added = static_cast<const Element*>(args.added);
-      if (added != nullptr) added += row * args.added_stride;
+      const Element* residual = static_cast<const Element*>(args.residual);
+      if (residual != nullptr) residual += row * args.residual_stride;
       Element* y = static_cast<Element*>(args.y) + row * args.y_stride;
       for (size_t i = 0; i < args.size; i += kLanes) {
         const size_t left = args.size - i;
         Floats value = load_first(x + i, left);
-        if (added != nullptr) {
-          value = load_first(added + i, left) + rounded<Element>(value) * broadcast(args.scale);
+        if (residual != nullptr) {
+          value = load_first(residual + i, left) + rounded<Element>(value) * broadcast(args.scale);
         }
         store_first(y + i, value, left);
       }
@@ -212,7 +212,7 @@ void round_rows(const RoundArgs& args) {
 }
 
 template <class Element>
-void weigh_rows(const WeighArgs& args) {
+void sigmoid_gate_rows(const SigmoidGateArgs& args) {
   for_row_ranges(args.rows, args.size, [&](size_t first, size_t last) {
     for (size_t row = first; row < last; row++) {
       const Element* x = static_cast<const Element*>(args.x) + row * args.x_stride;

@@ -22,7 +22,7 @@ namespace llm::LLM_ISA {
 constexpr size_t kBlockInputs = 128;
 constexpr int kUnitBits = 14;
 // Exponent of the largest number of a column, or of a row's block, from which on none is smaller.
-constexpr int kLeastExponent = -90;
+constexpr int kMinExponent = -90;
 // Of the norms that are allowed, what rounding may add: half a unit to each of 128 activations, and a little more.
 constexpr float kRoundingNorm = 6.0f;
 
@@ -87,7 +87,7 @@ constexpr uint32_t kInfinityBits = 0x7f80;
 
 LLM_INLINE int exponent_of(uint32_t magnitude_bits) {
   const int exponent = static_cast<int>(magnitude_bits >> 7) - 127;
-  return exponent > kLeastExponent ? exponent : kLeastExponent;
+  return exponent > kMinExponent ? exponent : kMinExponent;
 }
 
 // ---- Weights -------------------------------------------------------------------------------------------------------
@@ -124,7 +124,7 @@ inline bool measure_columns(const BFloat16* panel, size_t inputs, float* unit) {
 }
 
 // Turns a panel into multiples of its columns' units; returns the largest square of a norm of a column's block.
-inline uint64_t to_multiples(BFloat16* panel, size_t inputs, const float* unit) {
+inline uint64_t to_fixed16(BFloat16* panel, size_t inputs, const float* unit) {
   const __m512 units = _mm512_div_ps(_mm512_set1_ps(power_of_two(kUnitBits)), _mm512_loadu_ps(unit));
   __m512i largest = _mm512_setzero_si512();
   for (size_t first = 0; first < inputs; first += kBlockInputs) {
@@ -165,7 +165,7 @@ inline bool weight_to_fixed_point(void* packed, size_t n, size_t k, float* unit,
   uint64_t largest = 1;
   auto convert = [&](size_t panel) {
     change_panel(args, panel, [&](BFloat16* columns, size_t inputs) {
-      const uint64_t norm = to_multiples(columns, inputs, unit + panel * kPanelWidth);
+      const uint64_t norm = to_fixed16(columns, inputs, unit + panel * kPanelWidth);
       uint64_t seen = __atomic_load_n(&largest, __ATOMIC_RELAXED);
       while (seen < norm &&
              !__atomic_compare_exchange_n(&largest, &seen, norm, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
@@ -186,13 +186,13 @@ struct FixedActivations {
   const Fixed16* data;
   const float* unit;  // [blocks][rows], times 2^-14: of products with weights whose unit is the power of two alone
   size_t inputs;
-  Passes passes;
+  TiledLayout layout;
 
-  const Fixed16* at(size_t row, size_t k) const { return data + passes.at(row, k); }
+  const Fixed16* at(size_t row, size_t k) const { return data + layout.at(row, k); }
 };
 
 // A block of a row as multiples, zeros behind it up to an even number; returns the unit, NaN where there is none.
-inline float to_multiples(const BFloat16* x, size_t count, float most_norm, Fixed16* target) {
+inline float to_fixed16(const BFloat16* x, size_t count, float max_norm, Fixed16* target) {
   __m512i largest = _mm512_setzero_si512();
   for (size_t k = 0; k < count; k += 32) {
     const __mmask32 present = count - k < 32 ? (1u << (count - k)) - 1 : 0xffffffff;
@@ -208,7 +208,7 @@ inline float to_multiples(const BFloat16* x, size_t count, float most_norm, Fixe
     const Floats value = load_first(x + k, count - k) * half_way * rest;
     squares = multiply_add(value, value, squares);
   }
-  const float allowed = (most_norm - kRoundingNorm) / __builtin_sqrtf(sum_lanes(squares));
+  const float allowed = (max_norm - kRoundingNorm) / __builtin_sqrtf(sum_lanes(squares));
   const float most = power_of_two(kUnitBits);
   const float units_per_one = allowed < most ? floor_to_power_of_two(allowed) : most;
   for (size_t k = 0; k < count; k += kLanes) {
@@ -223,10 +223,10 @@ inline float to_multiples(const BFloat16* x, size_t count, float most_norm, Fixe
 
 inline FixedActivations prepare_fixed_activations(const LinearArgs& args) {
   const size_t inputs = (args.k + 1) / 2 * 2;
-  const Passes passes = {args.m, inputs < kBlockInputs ? inputs : kBlockInputs};
+  const TiledLayout layout = {args.m, inputs < kBlockInputs ? inputs : kBlockInputs};
   const size_t blocks = (inputs + kBlockInputs - 1) / kBlockInputs;
-  const size_t stride = args.x_passes.or_rows(args.m, args.k).width;
-  const size_t units_at = args.m * blocks * passes.width * sizeof(Fixed16);
+  const size_t stride = args.x_layout.or_rows(args.m, args.k).width;
+  const size_t units_at = args.m * blocks * layout.width * sizeof(Fixed16);
   char* memory = static_cast<char*>(scratch(Scratch::kActivations, units_at + args.m * blocks * sizeof(float) + 1));
   auto* data = reinterpret_cast<Fixed16*>(memory);
   auto* unit = reinterpret_cast<float*>(memory + units_at);
@@ -235,10 +235,10 @@ inline FixedActivations prepare_fixed_activations(const LinearArgs& args) {
       const size_t k = block * kBlockInputs;
       const size_t count = args.k - k < kBlockInputs ? args.k - k : kBlockInputs;
       const BFloat16* x = static_cast<const BFloat16*>(args.x) + row * stride + k;
-      unit[block * args.m + row] = to_multiples(x, count, args.codes->activation_norm, data + passes.at(row, k));
+      unit[block * args.m + row] = to_fixed16(x, count, args.qvalues->activation_norm, data + layout.at(row, k));
     }
   });
-  return {data, unit, inputs, passes};
+  return {data, unit, inputs, layout};
 }
 
 // ---- Products ------------------------------------------------------------------------------------------------------
@@ -251,14 +251,14 @@ inline void sum_products(const LinearArgs& args, const FixedActivations& x, size
     const size_t inputs = x.inputs - k < kBlockInputs ? x.inputs - k : kBlockInputs;
     const PassPanels<Fixed16> pass(panels, k, inputs, spreads_prefetches<Fixed16>(rows));
     Product<Fixed16> product(rows, x.at(row, k), pass.now, panels.count, inputs, sums);
-    product.a_stride = x.passes.width;
+    product.a_stride = x.layout.width;
     product.add_to_c = k > 0;
     product.next = pass.next;
-    product.row_scales = x.unit + k / kBlockInputs * x.passes.rows + row;
+    product.row_scales = x.unit + k / kBlockInputs * x.layout.rows + row;
     multiply(product);
   }
   for (size_t p = 0; p < panels.count; p++) {
-    const Floats units = load(args.codes->scale + panels.index[p] * kPanelWidth);
+    const Floats units = load(args.qvalues->scale + panels.index[p] * kPanelWidth);
     for (size_t r = 0; r < rows; r++) {
       float* target = sums + (p * rows + r) * kPanelWidth;
       store(target, load(target) * units);

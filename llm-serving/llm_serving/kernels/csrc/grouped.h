@@ -1,22 +1,22 @@
-// Products of rows with codes that have a scale for each column and group of inputs, read straight from memory.
+// Products of rows with qvalues that have a scale for each column and group of inputs, read straight from memory.
 //
 //   y = sum over groups, in ascending order, of a term made of the sum over the group's inputs and the group's scale
 //
-// `Op` says how codes are multiplied and terms are added:
+// `Op` says how qvalues are multiplied and terms are added:
 //   Activation                 what rows consist of
 //   kInputs                    inputs of the sixteen columns of a panel that lie together
 //   kFactors                   factors they are multiplied as, one after the other
 //   kBits                      of a code
 //   kIsExact                   whether sums are integers, whose order is free; then Sum add(Sum, Sum)
 //   Sum begin(row sum)         the sum of no inputs
-//   Zero zero_of(zero)         what load_panel wants to know of the codes of 0 of a panel's columns
-//   Factor load_panel(codes, factor, Zero), load_activation(a, factor); Sum accumulate(a, panel, Sum)
+//   Zero zero_of(zero)         what load_panel wants to know of the qvalues of 0 of a panel's columns
+//   Factor load_panel(qvalues, factor, Zero), load_activation(a, factor); Sum accumulate(a, panel, Sum)
 //   Floats finish(Sum, scale, before, zero, row sum)
 // The bits of an element depend on its own row and column alone.
 #pragma once
 
 #include "linear.h"
-#include "packed_codes.h"
+#include "packed_qvalues.h"
 
 namespace llm::LLM_ISA {
 
@@ -28,10 +28,10 @@ struct GroupedProduct {
   size_t inputs;                     // a multiple of Op::kInputs
   size_t group;                      // inputs with one scale; the last group may have fewer
   size_t count;                      // of panels
-  const uint8_t* codes[kMostPanels];
-  const float* scale[kMostPanels];   // [groups][16]
-  const uint8_t* zero[kMostPanels];  // likewise; null: none is given
-  const int32_t* row_sums;           // [groups][row_sums_stride] of a, where Op wants them; may be null
+  const uint8_t* qvalues[kMaxPanels];
+  const float* scale[kMaxPanels];   // [groups][16]
+  const uint8_t* zero[kMaxPanels];  // likewise; null: none is given
+  const int32_t* row_sums;          // [groups][row_sums_stride] of a, where Op wants them; may be null
   size_t row_sums_stride;
   float* totals;  // [count][rows][16]
   bool add_to_totals;
@@ -50,14 +50,14 @@ struct GroupedProduct {
   // Moves panels by a pass: inputs, and their groups.
   void next_pass(size_t inputs_of_pass, size_t groups) {
     for (size_t p = 0; p < count; p++) {
-      codes[p] += inputs_of_pass * kPanelWidth * Op::kBits / 8;
+      qvalues[p] += inputs_of_pass * kPanelWidth * Op::kBits / 8;
       scale[p] += groups * kPanelWidth;
       if (zero[p] != nullptr) zero[p] += groups * kPanelWidth;
     }
   }
 };
 
-// Inputs between whose codes and the prefetches nothing changes.
+// Inputs between whose qvalues and the prefetches nothing changes.
 constexpr size_t kPrefetchedInputs = 128;
 constexpr size_t kGroupedBytesAhead = 2048;
 // Groups between the scales that are used and those that are prefetched: each is a line of its own stream.
@@ -67,13 +67,13 @@ template <class Op, size_t kRows, size_t kPanels, bool kPrefetches>
 void grouped_tile(const GroupedProduct<Op>& product, size_t row, size_t panel) {
   constexpr size_t kInputBytes = kPanelWidth * Op::kBits / 8;
   // So many sums of an element take turns, where their order is free and few would have to wait for each other.
-  constexpr size_t kTurns = Op::kIsExact && kRows * kPanels < kTilePanels ? Op::kFactors : 1;
-  static_assert(kTurns <= 2, "two are added up in the end");
+  constexpr size_t kRotary = Op::kIsExact && kRows * kPanels < kTilePanels ? Op::kFactors : 1;
+  static_assert(kRotary <= 2, "two are added up in the end");
   static_assert(Op::kInputs * kInputBytes == 64, "a prefetch brings a line");
   const typename Op::Activation* a = product.a + row * product.a_stride;
-  const uint8_t* codes[kPanels];
+  const uint8_t* qvalues[kPanels];
 #pragma GCC unroll 8
-  for (size_t p = 0; p < kPanels; p++) codes[p] = product.codes[panel + p];
+  for (size_t p = 0; p < kPanels; p++) qvalues[p] = product.qvalues[panel + p];
   float* totals = product.totals + (panel * product.rows + row) * kPanelWidth;
   const size_t to_end = (product.inputs + product.after) * kInputBytes;
   const size_t groups_to_end = (product.inputs + product.after + product.group - 1) / product.group;
@@ -81,7 +81,7 @@ void grouped_tile(const GroupedProduct<Op>& product, size_t row, size_t panel) {
     const size_t last = product.inputs - first < product.group ? product.inputs : first + product.group;
     const int32_t* row_sums = product.row_sums_of(row, group);
     typename Op::Zero zero[kPanels];
-    typename Op::Sum sum[kTurns][kRows][kPanels] = {};
+    typename Op::Sum sum[kRotary][kRows][kPanels] = {};
 #pragma GCC unroll 8
     for (size_t p = 0; p < kPanels; p++) zero[p] = Op::zero_of(product.zero_of(panel + p, group));
     if constexpr (kPrefetches) {
@@ -104,7 +104,7 @@ void grouped_tile(const GroupedProduct<Op>& product, size_t row, size_t panel) {
         if constexpr (kPrefetches) {
 #pragma GCC unroll 8
           for (size_t p = 0; p < kPanels; p++) {
-            __builtin_prefetch(codes[p] + first * kInputBytes + ahead, 0, 2);
+            __builtin_prefetch(qvalues[p] + first * kInputBytes + ahead, 0, 2);
           }
         }
 #pragma GCC unroll 4
@@ -112,14 +112,14 @@ void grouped_tile(const GroupedProduct<Op>& product, size_t row, size_t panel) {
           typename Op::Factor values[kPanels];
 #pragma GCC unroll 8
           for (size_t p = 0; p < kPanels; p++) {
-            values[p] = Op::load_panel(codes[p] + first * kInputBytes, factor, zero[p]);
+            values[p] = Op::load_panel(qvalues[p] + first * kInputBytes, factor, zero[p]);
           }
 #pragma GCC unroll 8
           for (size_t r = 0; r < kRows; r++) {
             const typename Op::Factor x = Op::load_activation(a + r * product.a_stride + first, factor);
 #pragma GCC unroll 8
             for (size_t p = 0; p < kPanels; p++) {
-              typename Op::Sum& to = sum[factor % kTurns][r][p];
+              typename Op::Sum& to = sum[factor % kRotary][r][p];
               to = Op::accumulate(x, values[p], to);
             }
           }
@@ -130,13 +130,13 @@ void grouped_tile(const GroupedProduct<Op>& product, size_t row, size_t panel) {
 #pragma GCC unroll 8
     for (size_t p = 0; p < kPanels; p++) {
       const Floats scale = load(product.scale[panel + p] + group * kPanelWidth);
-      const uint8_t* zero_codes = product.zero_of(panel + p, group);
+      const uint8_t* zero_qvalues = product.zero_of(panel + p, group);
 #pragma GCC unroll 8
       for (size_t r = 0; r < kRows; r++) {
         float* total = totals + (p * product.rows + r) * kPanelWidth;
         const Floats before = adds ? load(total) : zeros();
-        if constexpr (kTurns > 1) sum[0][r][p] = Op::add(sum[0][r][p], sum[1][r][p]);
-        store(total, Op::finish(sum[0][r][p], scale, before, zero_codes, row_sums + r));
+        if constexpr (kRotary > 1) sum[0][r][p] = Op::add(sum[0][r][p], sum[1][r][p]);
+        store(total, Op::finish(sum[0][r][p], scale, before, zero_qvalues, row_sums + r));
       }
     }
   }
@@ -194,27 +194,27 @@ void multiply_grouped(const GroupedProduct<Op>& product) {
 }
 
 // Inputs of a group of a product with `inputs`, those that fill rows up included where it is the only one.
-inline size_t inputs_of_group(const WeightCodes& codes, size_t inputs) {
-  return codes.groups == 1 ? inputs : codes.group;
+inline size_t inputs_of_group(const WeightQValues& qvalues, size_t inputs) {
+  return qvalues.groups == 1 ? inputs : qvalues.group;
 }
 
 // What is the same in all passes over the panels of a unit.
 template <class Op, class Packed>
 GroupedProduct<Op> grouped_product(const LinearArgs& args, const UnitPanels<Packed>& panels, size_t rows,
                                    float* totals) {
-  const WeightCodes& codes = *args.codes;
+  const WeightQValues& qvalues = *args.qvalues;
   GroupedProduct<Op> product = {};
   product.rows = rows;
-  product.group = inputs_of_group(codes, panels.inputs);
+  product.group = inputs_of_group(qvalues, panels.inputs);
   product.count = panels.count;
   product.totals = totals;
-  product.groups = codes.groups;
-  product.panel_bytes = panel_bytes(codes.format, codes.bits, args.k);
+  product.groups = qvalues.groups;
+  product.panel_bytes = panel_bytes(qvalues.format, qvalues.bits, args.k);
   for (size_t p = 0; p < panels.count; p++) {
-    const size_t at = panels.index[p] * codes.groups * kPanelWidth;
-    product.codes[p] = reinterpret_cast<const uint8_t*>(panels.data[p]);
-    product.scale[p] = codes.scale + at;
-    product.zero[p] = codes.zero == nullptr ? nullptr : codes.zero + at;
+    const size_t at = panels.index[p] * qvalues.groups * kPanelWidth;
+    product.qvalues[p] = reinterpret_cast<const uint8_t*>(panels.data[p]);
+    product.scale[p] = qvalues.scale + at;
+    product.zero[p] = qvalues.zero == nullptr ? nullptr : qvalues.zero + at;
   }
   return product;
 }

@@ -7,7 +7,7 @@
 #include "sampling.h"
 #include "w4a8.h"
 #include "w8a8.h"
-#include "widened.h"
+#include "weight_only.h"
 
 #define LLM_TEXT_OF(name) #name
 #define LLM_TEXT(name) LLM_TEXT_OF(name)
@@ -68,20 +68,20 @@ void round(const RoundArgs& args) {
   with_element(args.dtype, [&](auto tag) { round_rows<typename decltype(tag)::Element>(args); });
 }
 
-void weigh(const WeighArgs& args) {
-  with_element(args.dtype, [&](auto tag) { weigh_rows<typename decltype(tag)::Element>(args); });
+void sigmoid_gate(const SigmoidGateArgs& args) {
+  with_element(args.dtype, [&](auto tag) { sigmoid_gate_rows<typename decltype(tag)::Element>(args); });
 }
 
 void encode(const EncodeArgs& args) {
   with_element(args.dtype, [&](auto tag) { encode_rows<typename decltype(tag)::Element>(args); });
 }
 
-Passes passes(DType dtype, size_t m, size_t k, const WeightCodes* codes) {
-  Passes result = {m, k};
-  if (codes != nullptr) return result;  // made into codes first
+TiledLayout layout(DType dtype, size_t m, size_t k, const WeightQValues* qvalues) {
+  TiledLayout result = {m, k};
+  if (qvalues != nullptr) return result;  // made into qvalues first
   with_element(dtype, [&](auto tag) {
     const ActivationForm<typename decltype(tag)::Element> form(m, k);
-    if (!form.converts) result = form.passes;
+    if (!form.converts) result = form.layout;
   });
   return result;
 }
@@ -95,16 +95,16 @@ inline void fixed_point_linear(const LinearArgs&) {}  // never called: see `can_
 
 void linear_of_format(const LinearArgs& args) {
   if (args.m == 0 || args.n == 0) return;
-  if (args.codes == nullptr) return linear(args);
-  switch (args.codes->format) {
-    case WeightFormat::kMultiples:
+  if (args.qvalues == nullptr) return linear(args);
+  switch (args.qvalues->format) {
+    case WeightFormat::kFixedPoint:
       return fixed_point_linear(args);
     case WeightFormat::kW8A8:
       return w8a8_linear(args);
     case WeightFormat::kW4A8:
       return w4a8_linear(args);
-    case WeightFormat::kWidened:
-      return widened_linear(args);
+    case WeightFormat::kWeightOnly:
+      return weight_only_linear(args);
   }
 }
 
@@ -113,7 +113,7 @@ void linear_of_format(const LinearArgs& args) {
 extern const Kernels kKernels;
 const Kernels kKernels = {LLM_TEXT(LLM_ISA),
                           linear_of_format,
-                          passes,
+                          layout,
                           kToFixedPoint,
                           rms_norm,
                           rotary,
@@ -123,7 +123,7 @@ const Kernels kKernels = {LLM_TEXT(LLM_ISA),
                           silu,
                           sigmoid,
                           round,
-                          weigh,
+                          sigmoid_gate,
                           cap_logits,
                           route_rows,
                           gather_sum,

@@ -6,9 +6,9 @@
 //   values   head_dim / 16 panels: 16 dims are the columns, 16 tokens the inputs
 // block_size and head_dim are multiples of 16.
 //
-// In a cache of codes [num_blocks, block_size, num_kv_heads, head_dim + 4], int8, each token has a scale for each head:
-// elements are scale * code. A group has its codes, of which four inputs are neighbours whatever the model dtype, and
-// behind them its 16 scales, float32.
+// In a cache of qvalues [num_blocks, block_size, num_kv_heads, head_dim + 4], int8, each token has a scale for each
+// head: elements are scale * code. A group has its qvalues, of which four inputs are neighbours whatever the model
+// dtype, and behind them its 16 scales, float32.
 #pragma once
 
 #include "kernels.h"
@@ -19,12 +19,12 @@ constexpr size_t kGroupTokens = 16;
 // Tokens that attention takes at once.
 constexpr size_t kChunkTokens = 64;
 constexpr size_t kChunkGroups = kChunkTokens / kGroupTokens;
-// Inputs of codes that are neighbours: dims of a key, tokens of a value.
+// Inputs of qvalues that are neighbours: dims of a key, tokens of a value.
 constexpr size_t kCodeInputs = 4;
 // Of one token and head.
 constexpr size_t kScaleBytes = 4;
 
-// First element of a group of tokens of one head; of codes, the first byte, `head_dim` being kScaleBytes larger.
+// First element of a group of tokens of one head; of qvalues, the first byte, `head_dim` being kScaleBytes larger.
 LLM_INLINE size_t group_offset(size_t block, size_t group, size_t head, size_t block_size, size_t heads,
                                size_t head_dim) {
   return (block * heads + head) * block_size * head_dim + group * kGroupTokens * head_dim;

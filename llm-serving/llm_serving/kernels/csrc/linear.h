@@ -10,7 +10,7 @@
 namespace llm::LLM_ISA {
 
 // Panels of a unit of work of any type, at most.
-constexpr size_t kMostPanels = 16;
+constexpr size_t kMaxPanels = 16;
 // Inputs of one pass over the rows. Four panels of a pass (32 KB as they are multiplied) stay in the first-level cache;
 // of AMX tiles, which put sums back and take them again at the price of eight steps, two of twice as many inputs.
 // Where products are quick, the next four have to fit as well (16 KB each); with enough tiles to read them one by one
@@ -25,17 +25,17 @@ constexpr size_t pass_inputs(size_t rows) {
 
 // Rows of one unit of work: so many that their sums and the inputs of a pass stay in the second-level cache, and so few
 // that each thread has several units, as long as the panels are used often enough to be worth unpacking.
-constexpr size_t kMostRows = 512;
-constexpr size_t kLeastRows = 96;
+constexpr size_t kMaxRows = 512;
+constexpr size_t kMinRows = 96;
 constexpr size_t kUnitsPerThread = 6;
-static_assert(kMostPassWidth % pass_inputs<BFloat16>(1) == 0 && kMostPassWidth % pass_inputs<BFloat16>(4096) == 0);
+static_assert(kMaxPassWidth % pass_inputs<BFloat16>(1) == 0 && kMaxPassWidth % pass_inputs<BFloat16>(4096) == 0);
 
 // Panels of one unit of work, at most: so few that threads end together, and fewer where the next pass over them is
 // read meanwhile. Every unit reads all activations of its rows again, mostly from the last cache, which AMX is quick
 // enough to feel.
 template <class Element>
 constexpr size_t unit_panels(size_t rows) {
-  if (kMultipliesTiles<Element>) return kMostPanels;
+  if (kMultipliesTiles<Element>) return kMaxPanels;
   return spreads_prefetches<Element>(rows) ? kTilePanels : 8;
 }
 
@@ -55,25 +55,25 @@ constexpr bool is_stream(size_t rows) {
 template <class Element>
 struct ActivationForm {
   size_t inputs, pass;
-  Passes passes;
+  TiledLayout layout;
   bool converts;  // x is of another type, or too narrow
 
-  ActivationForm(size_t m, size_t k) : inputs(Passes::padded(k, Operand<Element>::kMultiple)) {
+  ActivationForm(size_t m, size_t k) : inputs(TiledLayout::padded(k, Operand<Element>::kMultiple)) {
     constexpr bool kTiles = kMultipliesTiles<Element>;
     const size_t most = spreads_prefetches<Element>(m) ? pass_inputs<Element>(m) : inputs;
     pass = inputs <= most ? inputs : most;
     // One row is read as it is. The rows of a tile that are prefetched follow those of the tile before.
     const bool in_place = kTiles ? m == 1 : !Operand<Element>::kQuick;
-    passes = {m, in_place ? inputs : pass, kTiles && !in_place ? kTileBytes / sizeof(ActivationOf<Element>) : 0};
+    layout = {m, in_place ? inputs : pass, kTiles && !in_place ? kTileBytes / sizeof(ActivationOf<Element>) : 0};
     converts = sizeof(ActivationOf<Element>) != sizeof(Element) || inputs != k;
   }
 
   // That all rows take: tiles and the last pass as much as whole ones.
   size_t bytes(size_t m) const {
     if (inputs == 0) return 0;
-    const size_t tile = passes.tile > 0 ? passes.tile : 1;
-    const size_t rows = passes.tile > 0 ? Passes::padded(m, kTileHeight) : m;
-    const size_t columns = Passes::padded(Passes::padded(inputs, passes.width), tile);
+    const size_t tile = layout.tile > 0 ? layout.tile : 1;
+    const size_t rows = layout.tile > 0 ? TiledLayout::padded(m, kTileHeight) : m;
+    const size_t columns = TiledLayout::padded(TiledLayout::padded(inputs, layout.width), tile);
     return rows * columns * sizeof(ActivationOf<Element>);
   }
 };
@@ -87,7 +87,7 @@ struct Activations : ActivationForm<Element> {
   Activations(const ActivationForm<Element>& form, const void* data)
       : ActivationForm<Element>(form), data(static_cast<const ActivationOf<Element>*>(data)) {}
 
-  const ActivationOf<Element>* at(size_t row, size_t k) const { return data + this->passes.at(row, k); }
+  const ActivationOf<Element>* at(size_t row, size_t k) const { return data + this->layout.at(row, k); }
 };
 
 // Calls convert(row) for every row of x, by one thread where that is quicker than waking another.
@@ -106,16 +106,16 @@ void for_rows_of_x(const LinearArgs& args, Convert convert) {
 template <class Element>
 Activations<Element> prepare_activations(const LinearArgs& args, const ActivationForm<Element>& form) {
   using Activation = ActivationOf<Element>;
-  const Passes& passes = form.passes;
-  const Passes given = args.x_passes.or_rows(args.m, args.k);
-  if (!form.converts && given.width == passes.width && given.tile == passes.tile) {
+  const TiledLayout& layout = form.layout;
+  const TiledLayout given = args.x_layout.or_rows(args.m, args.k);
+  if (!form.converts && given.width == layout.width && given.tile == layout.tile) {
     return {form, args.x};
   }
   auto* data = static_cast<Activation*>(scratch(Scratch::kActivations, form.bytes(args.m) + 1));
   for_rows_of_x(args, [&](size_t row) {
     const Element* x = static_cast<const Element*>(args.x) + row * given.width;
     // No run begins behind the columns of x: only the last one has padding, and less than a run.
-    passes.for_runs(row, 0, form.inputs, [&](size_t first, size_t last, size_t at) {
+    layout.for_runs(row, 0, form.inputs, [&](size_t first, size_t last, size_t at) {
       const size_t end = last < args.k ? last : args.k;
       to_activations(x + first, end - first, data + at);
       for (size_t i = end; i < last; i++) data[at + i - first] = Activation{};
@@ -163,16 +163,16 @@ struct Units {
   size_t panels, panel_groups;  // of columns of y
   size_t all_panels;
 
-  Units(const LinearArgs& args, size_t most_panels)
+  Units(const LinearArgs& args, size_t max_panels)
       : all_panels((args.n + kPanelWidth - 1) / kPanelWidth / halves(args)) {
     const size_t m = args.m;
     auto of_half = [&](size_t count) { return count < halves(args) ? 1 : count / halves(args); };
-    const size_t least_panels = of_half(m < kTileRows ? kTilePanels : 2);
+    const size_t min_panels = of_half(m < kTileRows ? kTilePanels : 2);
     const size_t wanted = kUnitsPerThread * num_threads();
-    panels = of_half(most_panels);
-    set(m, (m + kMostRows - 1) / kMostRows);
-    while (count() < wanted && rows >= 2 * kLeastRows) set(m, 2 * row_blocks);
-    while (count() < wanted && panels > least_panels) {
+    panels = of_half(max_panels);
+    set(m, (m + kMaxRows - 1) / kMaxRows);
+    while (count() < wanted && rows >= 2 * kMinRows) set(m, 2 * row_blocks);
+    while (count() < wanted && panels > min_panels) {
       panels /= 2;
       set(m, row_blocks);
     }
@@ -193,8 +193,8 @@ template <class Element>
 struct UnitPanels {
   size_t first, each;  // columns of y, as panels
   size_t count;
-  size_t index[kMostPanels];         // in the weight
-  const Element* data[kMostPanels];  // each of `inputs` inputs
+  size_t index[kMaxPanels];         // in the weight
+  const Element* data[kMaxPanels];  // each of `inputs` inputs
   size_t inputs;
   // From here to the next unit, which this thread is likely to take; 0 if there is none.
   size_t following = 0;
@@ -216,8 +216,8 @@ struct UnitPanels {
 // The panels of one pass over `inputs` inputs from `k` on, and what is prefetched meanwhile.
 template <class Element>
 struct PassPanels {
-  const Element* now[kMostPanels];
-  const Element* next[kMostPanels];
+  const Element* now[kMaxPanels];
+  const Element* next[kMaxPanels];
 
   // `spreads`: the next pass is, or the first one of the unit that follows; otherwise it is what the same tile reads a
   // little later.
@@ -245,8 +245,8 @@ void add_products(const Activations<Element>& x, size_t row, size_t rows, const 
     const PassPanels<Element> pass(panels, k, inputs, spreads_prefetches<Element>(rows), ahead);
     Product<Element> product(rows, x.at(row, k), pass.now, panels.count, inputs, sums);
     if (is_stream<Element>(rows)) product.panels_at_once = 1;
-    product.a_stride = x.passes.width;
-    product.a_tile = x.passes.tile;
+    product.a_stride = x.layout.width;
+    product.a_tile = x.layout.tile;
     product.add_to_c = k > 0;
     // Tiles take more from the second-level cache than leaves room for requests that wait for memory; what the CPU
     // reads ahead by itself was quicker.
@@ -269,10 +269,10 @@ LLM_INLINE Floats finish(const LinearArgs& args, const float* sums, size_t row, 
   if (args.bias != nullptr) {
     value = rounded<Element>(value) + load_first(static_cast<const Element*>(args.bias) + column, left);
   }
-  if (args.added != nullptr) {
-    const size_t stride = args.added_stride > 0 ? args.added_stride : args.n;
-    const Element* added = static_cast<const Element*>(args.added) + row * stride + column;
-    value = rounded<Element>(value) * broadcast(args.scale) + load_first(added, left);
+  if (args.residual != nullptr) {
+    const size_t stride = args.residual_stride > 0 ? args.residual_stride : args.n;
+    const Element* residual = static_cast<const Element*>(args.residual) + row * stride + column;
+    value = rounded<Element>(value) * broadcast(args.scale) + load_first(residual, left);
   }
   return value;
 }
@@ -291,17 +291,17 @@ void write_rows(const LinearArgs& args, size_t row, size_t rows, const UnitPanel
     const Floats second = finish<Element>(args, from + width * rows, row + r, all_columns + column + i);
     return gate_times<kGate>(rounded<Element>(first), rounded<Element>(second));
   };
-  const Passes passes = args.y_passes.or_rows(args.m, all_columns);
-  auto* y = static_cast<Result*>(args.y) + passes.at(row, column);
+  const TiledLayout layout = args.y_layout.or_rows(args.m, all_columns);
+  auto* y = static_cast<Result*>(args.y) + layout.at(row, column);
 #if defined(__AVX512BF16__) || defined(LLM_AMX)
   if constexpr (std::is_same<Result, BFloat16>::value) {
     constexpr size_t kLine = 2 * kLanes;
-    const bool whole = columns % kLine == 0 && passes.width % kLine == 0 && reinterpret_cast<uintptr_t>(y) % 64 == 0;
+    const bool whole = columns % kLine == 0 && layout.width % kLine == 0 && reinterpret_cast<uintptr_t>(y) % 64 == 0;
     if (rows >= kStreamedRows && whole) {
       for (size_t r = 0; r < rows; r++) {
-        Result* target = y + passes.row_offset(r);
+        Result* target = y + layout.row_offset(r);
         for (size_t i = 0; i < columns; i += kLine) {
-          stream_line(target + passes.column_offset(i), value(r, i), value(r, i + kLanes));
+          stream_line(target + layout.column_offset(i), value(r, i), value(r, i + kLanes));
         }
       }
       return _mm_sfence();
@@ -309,9 +309,9 @@ void write_rows(const LinearArgs& args, size_t row, size_t rows, const UnitPanel
   }
 #endif
   for (size_t r = 0; r < rows; r++) {
-    Result* target = y + passes.row_offset(r);
+    Result* target = y + layout.row_offset(r);
     for (size_t i = 0; i < columns; i += kLanes) {
-      store_first(target + passes.column_offset(i), value(r, i), columns - i);
+      store_first(target + layout.column_offset(i), value(r, i), columns - i);
     }
   }
 }
@@ -347,7 +347,7 @@ void linear_into(const LinearArgs& args, const Prepared& x) {
 
 template <class Element, class Prepared>
 void linear_with(const LinearArgs& args, const Prepared& x) {
-  // Sums of codes pass through as they are: 32 bits, whatever they mean.
+  // Sums of qvalues pass through as they are: 32 bits, whatever they mean.
   if (args.y_dtype == DType::kFloat32 || args.y_dtype == DType::kInt32) {
     linear_into<Element, float>(args, x);
   } else {

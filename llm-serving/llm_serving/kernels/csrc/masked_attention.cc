@@ -36,34 +36,34 @@ std::vector<QueryRow> query_rows(const AttentionArgs& args) {
 }
 
 // What is added to the scores of the first `context` keys of a row.
-void read_mask(const AttentionMask& mask, const QueryRow& row, float* added) {
+void read_mask(const AttentionMask& mask, const QueryRow& row, float* residual) {
   if (mask.values == nullptr) {
-    std::fill_n(added, row.context, 0.0f);
+    std::fill_n(residual, row.context, 0.0f);
     return;
   }
   const size_t square = row.position / mask.width * mask.width;
   const size_t first = mask.is_tile ? square : 0;
   const size_t end = mask.is_tile ? std::min(square + mask.width, row.context) : row.context;
-  std::fill_n(added, first, 0.0f);
-  std::fill(added + end, added + row.context, -std::numeric_limits<float>::infinity());
+  std::fill_n(residual, first, 0.0f);
+  std::fill(residual + end, residual + row.context, -std::numeric_limits<float>::infinity());
   const size_t at = (mask.is_tile ? row.position - square : row.row) * mask.width;
   with_element(mask.dtype, [&](auto tag) {
     const auto* values = static_cast<const typename decltype(tag)::Element*>(mask.values) + at;
     for (size_t i = 0; first + i < end; i += kLanes) {
       const size_t count = std::min(kLanes, end - first - i);
-      store_first(added + first + i, load_first(values + i, count) * broadcast(mask.factor), count);
+      store_first(residual + first + i, load_first(values + i, count) * broadcast(mask.factor), count);
     }
   });
 }
 
-bool is_causal_row(const AttentionMask& mask, const QueryRow& row, std::vector<float>& added) {
+bool is_causal_row(const AttentionMask& mask, const QueryRow& row, std::vector<float>& residual) {
   if (mask.values == nullptr) return row.position + 1 == row.context;
-  added.resize(row.context);
-  read_mask(mask, row, added.data());
+  residual.resize(row.context);
+  read_mask(mask, row, residual.data());
   // Counted without an exit, so that the loops are of vectors.
   size_t others = 0;
-  for (size_t i = 0; i <= row.position; i++) others += added[i] != 0.0f;
-  for (size_t i = row.position + 1; i < row.context; i++) others += !(added[i] <= kHidden);
+  for (size_t i = 0; i <= row.position; i++) others += residual[i] != 0.0f;
+  for (size_t i = row.position + 1; i < row.context; i++) others += !(residual[i] <= kHidden);
   return others == 0;
 }
 
@@ -71,11 +71,11 @@ bool is_causal_row(const AttentionMask& mask, const QueryRow& row, std::vector<f
 template <class Element>
 class MaskedRow {
  public:
-  MaskedRow(const AttentionArgs& args, const QueryRow& row, size_t head, const float* added)
+  MaskedRow(const AttentionArgs& args, const QueryRow& row, size_t head, const float* residual)
       : args_(args),
         row_(row),
         head_(head),
-        added_(added),
+        residual_(residual),
         shared_(args.num_heads / args.num_kv_heads),
         dim_(args.head_dim),
         group_(kGroupTokens * dim_),
@@ -91,10 +91,10 @@ class MaskedRow {
       for (size_t head = 0; head < shared_; head++) {
         float score = 0.0f;
         for (size_t i = 0; i < dim_; i++) score += queries_[head * dim_ + i] * group_[key_offset(lane, i, kPairs)];
-        weights_[head * row_.context + key] = score * args_.scale + added_[key];
+        weights_[head * row_.context + key] = score * args_.scale + residual_[key];
       }
     });
-    for (size_t head = 0; head < shared_; head++) soften(weights_.data() + head * row_.context);
+    for (size_t head = 0; head < shared_; head++) online_softmax(weights_.data() + head * row_.context);
     for_keys(args_.value_cache, [&](size_t key, size_t lane) {
       for (size_t head = 0; head < shared_; head++) {
         const float weight = weights_[head * row_.context + key];
@@ -128,7 +128,7 @@ class MaskedRow {
   }
 
   // Scores to weights that add up to one; to zeros where all keys are hidden.
-  void soften(float* scores) const {
+  void online_softmax(float* scores) const {
     const float largest = *std::max_element(scores, scores + row_.context);
     const float reference = largest == -std::numeric_limits<float>::infinity() ? 0.0f : largest;
     float total = 0.0f;
@@ -143,7 +143,7 @@ class MaskedRow {
   const AttentionArgs& args_;
   const QueryRow& row_;
   const size_t head_;
-  const float* added_;  // [context]
+  const float* residual_;  // [context]
   const size_t shared_, dim_;
   std::vector<float> group_;    // of keys or values, in the order of the cache
   std::vector<float> queries_;  // [shared, dim]
@@ -156,8 +156,8 @@ std::vector<QueryRow> other_rows(const AttentionMask& mask, const AttentionArgs&
   const std::vector<QueryRow> rows = query_rows(args);
   std::vector<char> is_other(rows.size());
   auto body = [&](size_t i) {
-    thread_local std::vector<float> added;
-    is_other[i] = !is_causal_row(mask, rows[i], added);
+    thread_local std::vector<float> residual;
+    is_other[i] = !is_causal_row(mask, rows[i], residual);
   };
   parallel_for(rows.size(), body);
   std::vector<QueryRow> others;
@@ -169,11 +169,11 @@ std::vector<QueryRow> other_rows(const AttentionMask& mask, const AttentionArgs&
 
 void attend_by_rows(const AttentionMask& mask, const AttentionArgs& args, const std::vector<QueryRow>& rows) {
   auto body = [&](size_t i) {
-    std::vector<float> added(rows[i].context);
-    read_mask(mask, rows[i], added.data());
+    std::vector<float> residual(rows[i].context);
+    read_mask(mask, rows[i], residual.data());
     with_element(args.dtype, [&](auto tag) {
       for (size_t head = 0; head < args.num_kv_heads; head++) {
-        MaskedRow<typename decltype(tag)::Element>(args, rows[i], head, added.data()).run();
+        MaskedRow<typename decltype(tag)::Element>(args, rows[i], head, residual.data()).run();
       }
     });
   };

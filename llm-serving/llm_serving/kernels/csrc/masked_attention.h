@@ -2,7 +2,7 @@
 // and left to them, any other is computed here, one row after the other.
 #pragma once
 
-#include "attending.h"
+#include "paged_attention.h"
 
 namespace llm {
 
@@ -17,8 +17,8 @@ struct AttentionMask {
   bool is_tile = false;
 };
 
-// Attention of the rows of a step to the keys of their requests, as `attend`, under a mask that has a column for each
-// of them. Bits of a row depend on the row alone.
+// Attention of the rows of a step to the keys of their requests, as `attention`, under a mask that has a column for
+// each of them. Bits of a row depend on the row alone.
 void attend_under(const AttentionMask& mask, const AttendArgs& args);
 
 }  // namespace llm

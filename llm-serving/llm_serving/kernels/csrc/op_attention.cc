@@ -2,8 +2,8 @@
 #include <algorithm>
 #include <vector>
 
-#include "attending.h"
 #include "masked_attention.h"
+#include "paged_attention.h"
 #include "parts.h"
 
 namespace llm {
@@ -25,7 +25,7 @@ int reshape_and_cache(const Call& call) {
   const DType dtype = call.dtype(0);
   if (!is_float(dtype) || call.dtype(1) != dtype) return call.fail("k and v must be floats of one type");
   KvCache cache;
-  if (!read_cache(call, 2, 3, dtype, cache) || cache.coded || cache.key_dim != cache.value_dim) {
+  if (!read_cache(call, 2, 3, dtype, cache) || cache.quantized || cache.key_dim != cache.value_dim) {
     return call.fail("%s", kCacheRule);
   }
   const size_t tokens = call.elements(4);
@@ -42,7 +42,7 @@ int reshape_and_cache(const Call& call) {
 // q, key_cache, value_cache, block_tables, context_lens, 2 absent, mask, query_lens, 1 absent, heads, scale, kv_heads,
 // mode of a quantised cache, mode of the mask, width of latent values | y
 //
-// Keys of a row are those of its request: the mask, or its mode, says which of them it sees. Caches of codes are
+// Keys of a row are those of its request: the mask, or its mode, says which of them it sees. Caches of qvalues are
 // attended to without a mask only.
 int paged_attention(const Call& call) {
   if (call.count() < 17) return call.fail("expects 17 parameters, got %d", call.count());
@@ -50,7 +50,7 @@ int paged_attention(const Call& call) {
   KvCache cache;
   const bool is_trapezoidal = call.integer(14) == kTrapezoidal;
   const bool fits = read_cache(call, 1, 2, call.dtype(0), cache) && cache.key_dim == cache.value_dim;
-  if (!fits || (cache.coded && !is_trapezoidal)) return call.fail("%s", kCacheRule);
+  if (!fits || (cache.quantized && !is_trapezoidal)) return call.fail("%s", kCacheRule);
   const size_t num_heads = static_cast<size_t>(call.integer(10));
   const size_t width = num_heads * cache.key_dim;
   if (cache.heads == 0 || num_heads % cache.heads != 0 || width == 0 || call.elements(0) % width != 0) {

@@ -167,7 +167,7 @@ int compute(const Call& call, const Binary& binary) {
 }
 
 // What `operand` gave, in float32.
-Operand widened(const Operand& given, DType dtype, size_t rows, size_t columns, std::vector<float>& room) {
+Operand weight_only(const Operand& given, DType dtype, size_t rows, size_t columns, std::vector<float>& room) {
   room.resize(given.stride == 0 ? columns : rows * columns);
   widen(given.data, room.size(), dtype, room.data());
   return {reinterpret_cast<const char*>(room.data()), given.stride};
@@ -190,8 +190,8 @@ int compare(const Call& call, int y) {
   const size_t columns = columns_of(call, y), rows = call.elements(y) / columns;
   std::vector<float> wide_a, wide_b;
   if (is_short) {
-    a = widened(a, call.dtype(0), rows, columns, wide_a);
-    b = widened(b, call.dtype(0), rows, columns, wide_b);
+    a = weight_only(a, call.dtype(0), rows, columns, wide_a);
+    b = weight_only(b, call.dtype(0), rows, columns, wide_b);
   }
   type->compare_all(a, b, rows, columns, call.data<bool>(y));
   return 0;

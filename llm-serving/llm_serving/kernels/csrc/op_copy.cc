@@ -42,13 +42,13 @@ int gather_rows(const Call& call, int table, int indices, char* y, size_t y_stri
   return 0;
 }
 
-// The codes of a table of 8 bits that is packed.
-int gather_codes(const Call& call, const PackedWeight& table, int indices, int8_t* y) {
+// The qvalues of a table of 8 bits that is packed.
+int gather_qvalues(const Call& call, const PackedWeight& table, int indices, int8_t* y) {
   const size_t columns = table.columns();
   if (const int status = check_indices(call, indices, call.dim(0, 0))) return status;
   for_copies(call.elements(indices), columns, [&](size_t i) {
     const size_t row = static_cast<size_t>(call.integer(indices, i));
-    read_codes(*table.codes(), table.dtype(), call.data<void>(0), columns, row, y + i * columns);
+    read_qvalues(*table.qvalues(), table.dtype(), call.data<void>(0), columns, row, y + i * columns);
   });
   return 0;
 }
@@ -66,7 +66,7 @@ int check_indices(const Call& call, int indices, size_t rows) {
   return 0;
 }
 
-int look_up(const Call& call, int table, int indices, char* y, size_t y_stride, size_t first, size_t whole) {
+int gather_blocks(const Call& call, int table, int indices, char* y, size_t y_stride, size_t first, size_t whole) {
   static OperatorClock clock("Gather");
   const Timed timed(clock);
   return gather_rows(call, table, indices, y, y_stride, first, whole);
@@ -74,7 +74,7 @@ int look_up(const Call& call, int table, int indices, char* y, size_t y_stride, 
 
 }  // namespace llm
 
-// table, indices, axis, batch_dims | y; the rows of a table that is a packed weight are unpacked, into codes if y has
+// table, indices, axis, batch_dims | y; the rows of a table that is a packed weight are unpacked, into qvalues if y has
 // them
 LLM_OPERATOR(Gather) {
   using namespace llm;
@@ -87,8 +87,8 @@ LLM_OPERATOR(Gather) {
   if (bytes == 0) return call.fail("the type of the table is not supported");
   if (axis == 0 && call.rank(0) == 2 && call.dtype(4) == DType::kInt8) {
     const PackedWeight weight(call.data<void>(0), call.dtype(0), call.dim(0, 0), call.dim(0, 1));
-    if (is_coded(weight.codes()) && weight.codes()->bits == 8) {
-      return gather_codes(call, weight, 1, call.data<int8_t>(4));
+    if (is_quantized(weight.qvalues()) && weight.qvalues()->bits == 8) {
+      return gather_qvalues(call, weight, 1, call.data<int8_t>(4));
     }
   }
   if (axis == 0 && call.rank(0) == 2) return gather_rows(call, 0, 1, call.data<char>(4), 0, 0, 0);
@@ -178,9 +178,9 @@ int read_ranges(const Call& call, std::vector<Range>& ranges) {
   const size_t given = call.elements(1), rank = static_cast<size_t>(call.rank(0));
   if (call.elements(2) != given || call.elements(3) != given)
     return call.fail("begin, end and strides must be as many");
-  const int64_t ellipsis = call.integer(6), added = call.integer(7);
+  const int64_t ellipsis = call.integer(6), residual = call.integer(7);
   size_t taken = 0;  // axes of x that are told one by one
-  for (size_t number = 0; number < given; number++) taken += ((ellipsis | added) >> number & 1) == 0;
+  for (size_t number = 0; number < given; number++) taken += ((ellipsis | residual) >> number & 1) == 0;
   if (taken > rank) return call.fail("%zu ranges are given for %zu axes", taken, rank);
   auto take_whole = [&](size_t count) {
     for (; count > 0; count--) ranges.push_back({0, 1, call.dim(0, static_cast<int>(ranges.size()))});
@@ -189,7 +189,7 @@ int read_ranges(const Call& call, std::vector<Range>& ranges) {
     if ((ellipsis >> number & 1) != 0) {
       take_whole(rank - taken);
       taken = rank;  // the first one stands for all that are not told
-    } else if ((added >> number & 1) == 0) {
+    } else if ((residual >> number & 1) == 0) {
       const size_t size = call.dim(0, static_cast<int>(ranges.size()));
       if (call.integer(3, number) == 0) return call.fail("strides must not be 0");
       ranges.push_back(range_of(call, number, size));

@@ -9,7 +9,7 @@ namespace {
 
 // Positions of what both norms have; -1 where one has it not.
 struct NormParameters {
-  int x, added, gamma, eps, y, rstd, sum;
+  int x, residual, gamma, eps, y, rstd, sum;
 };
 
 int norm_rows(const Call& call, const NormParameters& at) {
@@ -19,12 +19,12 @@ int norm_rows(const Call& call, const NormParameters& at) {
   if (call.rank(at.gamma) != 1 || call.rank(at.x) < 1 || call.dim(at.x, -1) != size) {
     return call.fail("gamma of %zu elements does not fit rows of x", size);
   }
-  const bool adds = at.added >= 0;
-  if (adds && (call.dtype(at.added) != dtype || call.elements(at.added) != call.elements(at.x))) {
+  const bool adds = at.residual >= 0;
+  if (adds && (call.dtype(at.residual) != dtype || call.elements(at.residual) != call.elements(at.x))) {
     return call.fail("both inputs must be of one type and shape");
   }
   const size_t rows = size == 0 ? 0 : call.elements(at.x) / size;
-  kernels().rms_norm({call.data<void>(at.x), adds ? call.data<void>(at.added) : nullptr,
+  kernels().rms_norm({call.data<void>(at.x), adds ? call.data<void>(at.residual) : nullptr,
                       adds ? call.data<void>(at.sum) : nullptr, call.data<void>(at.gamma), call.data<void>(at.y),
                       call.present(at.rstd) ? call.data<float>(at.rstd) : nullptr, dtype, rows, size,
                       call.number(at.eps)});

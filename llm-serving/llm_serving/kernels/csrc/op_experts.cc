@@ -5,8 +5,8 @@
 #include <numeric>
 #include <vector>
 
-#include "codes_product.h"
 #include "parts.h"
+#include "quantized_product.h"
 #include "thread_pool.h"
 
 // x, finished (absent), k | scores of the k best of each row, their experts, and where each stands if all rows' best
@@ -55,28 +55,28 @@ LLM_OPERATOR(MoeInitRoutingV2) {
   }
   if (call.integer(2) != 0 || call.integer(5) != 0) return call.fail("rows are dropped by no mode of this kernel");
   const int64_t told = call.integer(6);
-  const size_t k = call.dim(1, 1), chosen = call.elements(1), experts = static_cast<size_t>(call.integer(4));
+  const size_t k = call.dim(1, 1), topk_ids = call.elements(1), experts = static_cast<size_t>(call.integer(4));
   const size_t bytes = call.dim(0, 1) * call.element_bytes(0);
   if (told != kSums && told != kCounts) return call.fail("rows of experts must be told as 1 or 2");
-  if (call.elements(8) * call.element_bytes(8) != chosen * bytes || call.elements(9) != chosen ||
+  if (call.elements(8) * call.element_bytes(8) != topk_ids * bytes || call.elements(9) != topk_ids ||
       call.elements(10) != experts) {
-    return call.fail("the results do not fit %zu rows of %zu experts", chosen, experts);
+    return call.fail("the results do not fit %zu rows of %zu experts", topk_ids, experts);
   }
   if (const int status = call.check_within(1, "experts", 0, experts, "experts")) return status;
   auto* counts = call.data<int32_t>(10);
   std::fill_n(counts, experts, 0);
-  for (size_t i = 0; i < chosen; i++) counts[call.integer(1, i)]++;
+  for (size_t i = 0; i < topk_ids; i++) counts[call.integer(1, i)]++;
   std::vector<int32_t> next(experts);
   std::exclusive_scan(counts, counts + experts, next.begin(), 0);
   auto* position = call.data<int32_t>(9);
-  for (size_t i = 0; i < chosen; i++) position[i] = next[static_cast<size_t>(call.integer(1, i))]++;
+  for (size_t i = 0; i < topk_ids; i++) position[i] = next[static_cast<size_t>(call.integer(1, i))]++;
   if (call.elements(11) == experts) std::copy_n(counts, experts, call.data<int32_t>(11));
   if (told == kSums) std::partial_sum(counts, counts + experts, counts);
   auto body = [&](size_t i) {
     std::memcpy(call.data<char>(8) + static_cast<size_t>(position[i]) * bytes, call.data<char>(0) + i / k * bytes,
                 bytes);
   };
-  parallel_for(chosen, body);
+  parallel_for(topk_ids, body);
   return 0;
 }
 
@@ -107,14 +107,14 @@ void multiply_expert(const Weight& all, const char* weight, size_t expert, Linea
   kernels().linear(args);
 }
 
-// The same of codes, to int32.
+// The same of qvalues, to int32.
 void sum_expert(const Weight& all, const char* weight, size_t expert, LinearArgs args) {
   const size_t n = args.n, k = args.k;
   const auto* x = static_cast<const int8_t*>(args.x);
   auto* y = static_cast<int32_t*>(args.y);
-  if (all.is_packed()) return sum_codes(x, args.m, all.part(expert * n, n), y);
+  if (all.is_packed()) return sum_qvalues(x, args.m, all.part(expert * n, n), y);
   const std::vector<char> rows = transposed(weight + expert * k * n, 1, n, k);
-  sum_codes(x, args.m, reinterpret_cast<const uint8_t*>(rows.data()), n, k, y);
+  sum_qvalues(x, args.m, reinterpret_cast<const uint8_t*>(rows.data()), n, k, y);
 }
 
 int check_grouped(const Call& call) {
@@ -129,13 +129,13 @@ int check_grouped(const Call& call) {
     return call.fail("x and the result must have two dimensions, the weight three");
   }
   const size_t experts = call.dim(1, 0), k = call.dim(1, 1), n = call.dim(1, 2);
-  const bool is_coded = call.dtype(0) == DType::kInt8;
-  const DType result = is_coded ? DType::kInt32 : call.dtype(0);
-  if ((!is_coded && !is_float(call.dtype(0))) || call.dtype(17) != result) {
+  const bool is_quantized = call.dtype(0) == DType::kInt8;
+  const DType result = is_quantized ? DType::kInt32 : call.dtype(0);
+  if ((!is_quantized && !is_float(call.dtype(0))) || call.dtype(17) != result) {
     return call.fail("x must be of floats and y of its type, or x int8 and y int32");
   }
-  if (is_coded && k > kMostCodedInputs) {
-    return call.fail("at most %zu inputs can be added up, not %zu", kMostCodedInputs, k);
+  if (is_quantized && k > kMaxQuantizedInputs) {
+    return call.fail("at most %zu inputs can be added up, not %zu", kMaxQuantizedInputs, k);
   }
   if (call.dim(0, 1) != k || call.dim(17, 0) != call.dim(0, 0) || call.dim(17, 1) != n) {
     return call.fail("shapes [%zu, %zu] x [%zu, %zu] do not fit", call.dim(0, 0), call.dim(0, 1), k, n);
@@ -151,23 +151,23 @@ int check_grouped(const Call& call) {
 
 // x, weight, bias, scale, offset, antiquant_scale, antiquant_offset, pre_token_scale, group_list, activation_input,
 // activation_quant_scale, activation_quant_offset, split_item, group_type, group_list_type, act_type, output_dtype | y:
-// the rows of each expert, one expert after another, times its weight [k, n]; of codes without scales, sums in int32
+// the rows of each expert, one expert after another, times its weight [k, n]; of qvalues without scales, sums in int32
 LLM_OPERATOR(GroupedMatmulV4) {
   using namespace llm;
   if (call.count() != 18) return call.fail("expects 18 parameters, got %d", call.count());
   if (const int status = check_grouped(call)) return status;
   const size_t experts = call.dim(1, 0), k = call.dim(1, 1), n = call.dim(1, 2), rows = call.dim(0, 0);
   const DType dtype = call.dtype(0);
-  const bool is_coded = dtype == DType::kInt8;
+  const bool is_quantized = dtype == DType::kInt8;
   const Weight all(call.data<void>(1), call.dtype(1), experts * n, k);
-  if (is_coded ? call.dtype(1) != dtype : all.dtype() != dtype) {
+  if (is_quantized ? call.dtype(1) != dtype : all.dtype() != dtype) {
     return call.fail("x and the weight must be of one type");
   }
-  if (is_coded && all.is_packed() && all.codes()->format != WeightFormat::kW8A8) {
+  if (is_quantized && all.is_packed() && all.qvalues()->format != WeightFormat::kW8A8) {
     return call.fail("the weight is not kept as W8A8");
   }
   if (all.is_packed() && n % kPanelWidth != 0) return call.fail("%zu columns must be a multiple of 16", n);
-  if (all.is_packed() && !can_multiply(all.codes())) return call.fail("%s", kOtherKernels);
+  if (all.is_packed() && !can_multiply(all.qvalues())) return call.fail("%s", kOtherKernels);
   size_t begin = 0;
   for (size_t expert = 0; expert < experts; expert++) {
     const int64_t told = call.integer(8, expert);
@@ -181,7 +181,7 @@ LLM_OPERATOR(GroupedMatmulV4) {
     begin = static_cast<size_t>(end);
     if (count == 0) continue;
     const LinearArgs args = {x, nullptr, y, dtype, dtype, count, n, k};
-    (is_coded ? sum_expert : multiply_expert)(all, call.data<char>(1), expert, args);
+    (is_quantized ? sum_expert : multiply_expert)(all, call.data<char>(1), expert, args);
   }
   return 0;
 }
@@ -205,8 +205,8 @@ LLM_OPERATOR(InnerMoeTokenUnpermute) {
     return call.fail("%zu rows and the result do not fit shares [%zu, %zu]", call.dim(0, 0), rows, k);
   }
   if (const int status = call.check_within(1, "sorted_indices", 0, rows * k, "rows")) return status;
-  std::vector<float> shares(rows * k), sums(rows * size, 0.0f), share(rows);
-  widen(call.data<void>(2), shares.size(), call.dtype(2), shares.data());
+  std::vector<float> topk_weights(rows * k), sums(rows * size, 0.0f), share(rows);
+  widen(call.data<void>(2), topk_weights.size(), call.dtype(2), topk_weights.data());
   const auto* position = call.data<const int32_t>(1);
   std::vector<uint32_t> order(rows * k), from(rows), index(rows);
   std::iota(order.begin(), order.end(), 0u);
@@ -219,7 +219,7 @@ LLM_OPERATOR(InnerMoeTokenUnpermute) {
     for (size_t row = 0; row < rows; row++) {
       const uint32_t at = order[row * k + rank];
       from[row] = static_cast<uint32_t>(position[at]);
-      share[row] = shares[at];
+      share[row] = topk_weights[at];
     }
     kernels().gather_sum({call.data<void>(0), from.data(), index.data(), share.data(), sums.data(), dtype, rows, size});
   }

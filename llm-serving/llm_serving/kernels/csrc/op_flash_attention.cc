@@ -2,9 +2,9 @@
 #include <algorithm>
 #include <vector>
 
-#include "attending.h"
 #include "kv_layout.h"
 #include "masked_attention.h"
+#include "paged_attention.h"
 #include "thread_pool.h"
 
 namespace llm {

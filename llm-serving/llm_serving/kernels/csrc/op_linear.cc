@@ -2,10 +2,10 @@
 #include <vector>
 
 #include "call.h"
-#include "codes_product.h"
 #include "kernels.h"
 #include "packed_weights.h"
 #include "parts.h"
+#include "quantized_product.h"
 
 namespace llm {
 namespace {
@@ -37,12 +37,12 @@ void multiply_unpacked(const LinearArgs& args, size_t bytes, bool transpose_a, b
 }  // namespace
 }  // namespace llm
 
-// x, weight, transpose_a, transpose_b | y; of codes of 8 bits their exact sums, as float32
+// x, weight, transpose_a, transpose_b | y; of qvalues of 8 bits their exact sums, as float32
 LLM_OPERATOR(MatMul) {
   using namespace llm;
   if (call.count() < 5) return call.fail("expects 5 parameters, got %d", call.count());
   const DType dtype = call.dtype(0);
-  if (dtype == DType::kInt8 && !call.boolean(2) && call.boolean(3)) return multiply_codes(call, {0, 1, 4});
+  if (dtype == DType::kInt8 && !call.boolean(2) && call.boolean(3)) return multiply_qvalues(call, {0, 1, 4});
   if (call.rank(0) != 2 || call.rank(1) != 2 || call.rank(4) != 2) return call.fail("inputs must have two dimensions");
   const PackedWeight weight(call.data<void>(1), call.dtype(1), call.dim(1, 0), call.dim(1, 1));
   if (!is_float(dtype) || weight.dtype() != dtype || !is_float(call.dtype(4))) {
@@ -64,8 +64,8 @@ LLM_OPERATOR(MatMul) {
     return 0;
   }
   if (transpose_a || !transpose_b) return call.fail("a packed weight is multiplied as x * weight^T only");
-  args.codes = weight.codes();
-  if (!can_multiply(args.codes)) return call.fail("%s", kOtherKernels);
+  args.qvalues = weight.qvalues();
+  if (!can_multiply(args.qvalues)) return call.fail("%s", kOtherKernels);
   multiply_counted(args);
   return 0;
 }

@@ -8,8 +8,9 @@ namespace llm {
 namespace {
 
 // In the order of their numbers.
-const Operation* const kOperations[] = {&kGather, &kLinear,  &kNorm,   &kRotate, &kStore, &kAttend, &kActivate, &kAdd,
-                                        &kRoute,  &kExperts, &kOutput, &kSelect, &kWeigh, &kStates, &kAllReduce};
+const Operation* const kOperations[] = {&kEmbedding, &kLinear,          &kRmsNorm,     &kRope,         &kStoreKv,
+                                        &kAttention, &kGatedActivation, &kAdd,         &kRoute,        &kExperts,
+                                        &kLmHead,    &kSelectRows,      &kSigmoidGate, &kHiddenStates, &kAllReduce};
 constexpr size_t kNumOperations = sizeof(kOperations) / sizeof(kOperations[0]);
 
 const Operation* operation(const Program& program, size_t i) {
@@ -45,8 +46,8 @@ int run_program(const Call& call) {
   for (size_t i = 0; i < program.num_instructions(); i++) {
     const Operation* op = operation(program, i);
     // A layer is done where the next one attends, and the last one before the result.
-    const bool next_layer = op == &kAttend && attended++ > 0;
-    if (next_layer || op == &kOutput || op == &kStates) ending.layer_done();
+    const bool next_layer = op == &kAttention && attended++ > 0;
+    if (next_layer || op == &kLmHead || op == &kHiddenStates) ending.layer_done();
     if (const int status = op->run(Instruction(program, i, op->signature))) return status;
   }
   return 0;

@@ -1,7 +1,7 @@
 // DynamicQuantExt and QuantBatchMatmul: rows brought to 8 bits, and their products with weights of 8 bits.
-#include "codes_product.h"
+#include "quantized_product.h"
 
-// x, smooth_scales (absent) | codes int8, a scale for each row (float32)
+// x, smooth_scales (absent) | qvalues int8, a scale for each row (float32)
 LLM_OPERATOR(DynamicQuantExt) {
   using namespace llm;
   if (call.count() < 4) return call.fail("expects 4 parameters, got %d", call.count());
@@ -23,5 +23,5 @@ LLM_OPERATOR(QuantBatchMatmul) {
   if (call.present(3) || call.present(4)) return call.fail("offset and bias must be None");
   if (call.boolean(6) || !call.boolean(7)) return call.fail("x1 * x2^T is computed only");
   if (!call.present(2)) return call.fail("scale must be given");
-  return multiply_codes(call, {0, 1, 9, 2, call.present(5) ? 5 : -1});
+  return multiply_qvalues(call, {0, 1, 9, 2, call.present(5) ? 5 : -1});
 }

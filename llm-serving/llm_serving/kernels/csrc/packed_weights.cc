@@ -16,7 +16,7 @@
 namespace llm {
 namespace {
 
-// WeightCodes::scale of multiples is this much larger than the unit.
+// WeightQValues::scale of multiples is this much larger than the unit.
 constexpr float kUnitOfOne = 0x1p-14f;
 
 struct Packed {
@@ -24,11 +24,11 @@ struct Packed {
   DType dtype;        // of the rows it multiplies
   size_t n, columns;  // likewise
   size_t k;           // inputs
-  bool has_codes = false;
+  bool has_qvalues = false;
   std::vector<float> scale;
   std::vector<int32_t> sums;
   std::vector<uint8_t> zero;
-  WeightCodes codes;
+  WeightQValues qvalues;
 };
 
 std::shared_mutex registry_mutex;
@@ -38,12 +38,12 @@ std::unordered_map<const void*, std::unique_ptr<Packed>>& registry() {
   return *instance;
 }
 
-size_t whole_panels(size_t n) { return Passes::padded(n, kPanelWidth); }
+size_t whole_panels(size_t n) { return TiledLayout::padded(n, kPanelWidth); }
 
 void remember(void* data, std::unique_ptr<Packed> packed) {
-  packed->codes.scale = packed->scale.data();
-  packed->codes.sums = packed->sums.empty() ? nullptr : packed->sums.data();
-  packed->codes.zero = packed->zero.empty() ? nullptr : packed->zero.data();
+  packed->qvalues.scale = packed->scale.data();
+  packed->qvalues.sums = packed->sums.empty() ? nullptr : packed->sums.data();
+  packed->qvalues.zero = packed->zero.empty() ? nullptr : packed->zero.data();
   const std::unique_lock<std::shared_mutex> lock(registry_mutex);
   registry()[data] = std::move(packed);
 }
@@ -111,8 +111,8 @@ void register_packed(void* data, DType dtype, size_t n, size_t k) {
   const auto to_fixed_point = kernels().to_fixed_point;
   if (to_fixed_point != nullptr && dtype == DType::kBFloat16) {
     packed->scale.resize(whole_panels(n));
-    packed->codes.format = WeightFormat::kMultiples;
-    packed->has_codes = to_fixed_point(data, n, k, packed->scale.data(), &packed->codes.activation_norm);
+    packed->qvalues.format = WeightFormat::kFixedPoint;
+    packed->has_qvalues = to_fixed_point(data, n, k, packed->scale.data(), &packed->qvalues.activation_norm);
   }
   remember(data, std::move(packed));
 }
@@ -122,31 +122,31 @@ void release_packed(const void* data) {
   registry().erase(data);
 }
 
-void register_codes(void* data, const CodedWeight& weight, size_t columns) {
+void register_qvalues(void* data, const QuantizedWeight& weight, size_t columns) {
   auto packed = std::make_unique<Packed>();
   packed->tensor = DType::kInt8;
   packed->dtype = weight.dtype;
   packed->n = weight.n;
   packed->columns = columns;
   packed->k = weight.k;
-  packed->has_codes = true;
+  packed->has_qvalues = true;
   const size_t stride = whole_panels(weight.n), groups = weight.groups();
-  packed->codes.format = weight.format;
-  packed->codes.bits = weight.bits;
-  packed->codes.group = std::max(weight.group, size_t{1});
-  packed->codes.groups = groups;
+  packed->qvalues.format = weight.format;
+  packed->qvalues.bits = weight.bits;
+  packed->qvalues.group = std::max(weight.group, size_t{1});
+  packed->qvalues.groups = groups;
   packed->scale.resize(groups * stride);
   packed->zero.resize(weight.zero == nullptr ? 0 : groups * stride, 8);
   if (weight.format == WeightFormat::kW8A8) packed->sums.resize(stride);
   for (size_t row = 0; row < weight.n; row++) {
     for (size_t group = 0; group < groups; group++) {
-      const size_t at = packed->codes.number_at(row / kPanelWidth, group) + row % kPanelWidth;
+      const size_t at = packed->qvalues.number_at(row / kPanelWidth, group) + row % kPanelWidth;
       packed->scale[at] = weight.scale[row * groups + group];
       if (weight.zero != nullptr) packed->zero[at] = weight.zero[row * groups + group];
     }
     if (packed->sums.empty()) continue;
-    const auto* codes = reinterpret_cast<const int8_t*>(weight.codes) + row * weight.k;
-    packed->sums[row] = std::accumulate(codes, codes + weight.k, int32_t{0});
+    const auto* qvalues = reinterpret_cast<const int8_t*>(weight.qvalues) + row * weight.k;
+    packed->sums[row] = std::accumulate(qvalues, qvalues + weight.k, int32_t{0});
   }
   remember(data, std::move(packed));
 }
@@ -161,25 +161,25 @@ PackedWeight::PackedWeight(const void* data, DType tensor, size_t n, size_t k)
   if (!is_packed_) return;
   dtype_ = packed.dtype;
   k_ = packed.k;
-  if (packed.has_codes) codes_ = &packed.codes;
+  if (packed.has_qvalues) qvalues_ = &packed.qvalues;
 }
 
 size_t PackedWeight::row_bytes() const {
-  if (!is_coded(codes_)) return k_ * element_size(dtype_, nullptr);
-  return panel_bytes(codes_->format, codes_->bits, k_) / kPanelWidth;
+  if (!is_quantized(qvalues_)) return k_ * element_size(dtype_, nullptr);
+  return panel_bytes(qvalues_->format, qvalues_->bits, k_) / kPanelWidth;
 }
 
 void PackedWeight::unpack_row(size_t row, void* target) const {
-  if (is_coded(codes_)) {
+  if (is_quantized(qvalues_)) {
     std::vector<float> values(k_);
-    decode_row(*codes_, dtype_, data_, k_, row, values.data());
+    decode_row(*qvalues_, dtype_, data_, k_, row, values.data());
     return kernels().round({values.data(), nullptr, target, dtype_, 1, k_, 0, k_, 1.0f});
   }
   if (dtype_ == DType::kFloat32) return unpack<uint32_t>(data_, target, n_, k_, row, false);
   unpack<uint16_t>(data_, target, n_, k_, row, dtype_ == DType::kBFloat16);
-  if (codes_ == nullptr) return;
+  if (qvalues_ == nullptr) return;
   // A product of a power of two and of an integer that eight bits could tell: nothing is lost.
-  const float unit = codes_->scale[row] * kUnitOfOne;
+  const float unit = qvalues_->scale[row] * kUnitOfOne;
   for (size_t i = 0; i < k_; i++) {
     int16_t multiple;
     std::memcpy(&multiple, static_cast<char*>(target) + i * sizeof(multiple), sizeof(multiple));

@@ -4,10 +4,10 @@
 //   float32, float16   [k][16]          one register of features for each input
 //   bfloat16           [k / 2][16][2]   pairs of inputs, as vdpbf16ps and the AMX tiles want them
 // A last panel of fewer features has that many columns in place of 16, and an odd last input of bfloat16 a row without
-// pairs, so a packed weight takes exactly the n * k elements of the original. Codes of fewer bits: packed_codes.h.
+// pairs, so a packed weight takes exactly the n * k elements of the original. Codes of fewer bits: packed_qvalues.h.
 #pragma once
 
-#include "packed_codes.h"
+#include "packed_qvalues.h"
 
 namespace llm {
 
@@ -19,8 +19,8 @@ void pack_weight(const void* source, void* target, DType dtype, size_t n, size_t
 void register_packed(void* data, DType dtype, size_t n, size_t k);
 void release_packed(const void* data);
 
-// The same for codes that `pack_codes` wrote to `data`, whose tensor is int8 [n, columns].
-void register_codes(void* data, const CodedWeight& weight, size_t columns);
+// The same for qvalues that `pack_qvalues` wrote to `data`, whose tensor is int8 [n, columns].
+void register_qvalues(void* data, const QuantizedWeight& weight, size_t columns);
 
 // What is known of a tensor [n, k].
 class PackedWeight {
@@ -28,12 +28,12 @@ class PackedWeight {
   PackedWeight(const void* data, DType tensor, size_t n, size_t k);
 
   bool is_packed() const { return is_packed_; }
-  // Inputs, which a tensor of codes does not tell.
+  // Inputs, which a tensor of qvalues does not tell.
   size_t columns() const { return k_; }
   // Of the rows it multiplies.
   DType dtype() const { return dtype_; }
   // Null for a weight that is kept as elements.
-  const WeightCodes* codes() const { return codes_; }
+  const WeightQValues* qvalues() const { return qvalues_; }
   // Of a feature, in whole panels.
   size_t row_bytes() const;
 
@@ -45,7 +45,7 @@ class PackedWeight {
   DType dtype_;
   size_t n_, k_;
   bool is_packed_ = false;
-  const WeightCodes* codes_ = nullptr;
+  const WeightQValues* qvalues_ = nullptr;
 };
 
 }  // namespace llm

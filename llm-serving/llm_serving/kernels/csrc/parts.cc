@@ -22,7 +22,7 @@ void multiply(const LinearArgs& args) {
 }
 
 void multiply_counted(const LinearArgs& args) {
-  const size_t bits = is_coded(args.codes) ? args.codes->bits : 8 * element_size(args.dtype, nullptr);
+  const size_t bits = is_quantized(args.qvalues) ? args.qvalues->bits : 8 * element_size(args.dtype, nullptr);
   const size_t bytes = args.n * args.k * bits / 8;
   weight_bytes.fetch_add(static_cast<int64_t>(bytes), std::memory_order_relaxed);
   kernels().linear(args);

@@ -20,7 +20,8 @@ int64_t num_weight_bytes();
 // `indices` name. Rows of y begin `y_stride` bytes from each other; 0: they are contiguous. Returns a status as
 // operators do; nothing is written unless it is 0. The table has the rows from `first` on of `whole`, and others are
 // zeros; whole 0: it has them all.
-int look_up(const Call& call, int table, int indices, char* y, size_t y_stride = 0, size_t first = 0, size_t whole = 0);
+int gather_blocks(const Call& call, int table, int indices, char* y, size_t y_stride = 0, size_t first = 0,
+                  size_t whole = 0);
 
 // Refuses integers of `indices` that name no row of a table.
 int check_indices(const Call& call, int indices, size_t rows);
@@ -37,9 +38,9 @@ class Weight {
     dtype_ = packed.dtype();
     k_ = packed.columns();
     row_bytes_ = packed.row_bytes();
-    if (packed.codes() == nullptr) return;
-    has_codes_ = true;
-    codes_ = *packed.codes();
+    if (packed.qvalues() == nullptr) return;
+    has_qvalues_ = true;
+    qvalues_ = *packed.qvalues();
   }
 
   bool is_packed() const { return is_packed_; }
@@ -49,27 +50,27 @@ class Weight {
   size_t rows() const { return n_; }
   size_t columns() const { return k_; }
   // Null for a weight that is kept as elements.
-  const WeightCodes* codes() const { return has_codes_ ? &codes_ : nullptr; }
+  const WeightQValues* qvalues() const { return has_qvalues_ ? &qvalues_ : nullptr; }
 
   // `count` rows of a packed weight, from `first` on; both are whole panels.
   Weight part(size_t first, size_t count) const {
     Weight result = *this;
     result.data_ = static_cast<const char*>(data_) + first * row_bytes_;
     result.n_ = count;
-    const size_t numbers = codes_.number_at(first / kPanelWidth, 0);
-    if (has_codes_) result.codes_.scale += numbers;
-    if (has_codes_ && codes_.sums != nullptr) result.codes_.sums += first;
-    if (has_codes_ && codes_.zero != nullptr) result.codes_.zero += numbers;
+    const size_t numbers = qvalues_.number_at(first / kPanelWidth, 0);
+    if (has_qvalues_) result.qvalues_.scale += numbers;
+    if (has_qvalues_ && qvalues_.sums != nullptr) result.qvalues_.sums += first;
+    if (has_qvalues_ && qvalues_.zero != nullptr) result.qvalues_.zero += numbers;
     return result;
   }
 
   // How products want their `count` rows.
-  Passes passes(size_t count) const { return kernels().passes(dtype_, count, k_, codes()); }
+  TiledLayout layout(size_t count) const { return kernels().layout(dtype_, count, k_, qvalues()); }
 
-  // y = x * weight^T, of which x has the rows `passes` say. Valid as long as this object.
-  LinearArgs product(const Passes& passes, const void* x, void* y) const {
-    LinearArgs args = {x, data_, y, dtype_, dtype_, passes.rows, n_, k_, codes()};
-    args.x_passes = passes;
+  // y = x * weight^T, of which x has the rows `layout` say. Valid as long as this object.
+  LinearArgs product(const TiledLayout& layout, const void* x, void* y) const {
+    LinearArgs args = {x, data_, y, dtype_, dtype_, layout.rows, n_, k_, qvalues()};
+    args.x_layout = layout;
     return args;
   }
 
@@ -77,8 +78,8 @@ class Weight {
   const void* data_;
   DType dtype_ = DType::kNone;
   size_t n_, k_, row_bytes_ = 0;
-  bool is_packed_ = false, has_codes_ = false;
-  WeightCodes codes_ = {};
+  bool is_packed_ = false, has_qvalues_ = false;
+  WeightQValues qvalues_ = {};
 };
 
 }  // namespace llm

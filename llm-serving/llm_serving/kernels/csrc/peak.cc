@@ -114,7 +114,7 @@ __attribute__((target("avx2,avxvnni"))) double avx_vnni(size_t rounds, float* re
 
 // Four sums of 16 x 16 from two tiles of activations and two of weights, as the products arrange them. The tiles hold
 // uneven numbers: on zeros the units draw less power and run faster than they ever do in a product.
-template <bool kCodes>
+template <bool kQValues>
 double amx(size_t rounds, float* result) {
   struct alignas(64) {
     uint8_t palette = 1;
@@ -135,7 +135,7 @@ double amx(size_t rounds, float* result) {
       "r"(stride)
       : "memory");
   for (size_t round = 0; round < rounds; round++) {
-    if constexpr (kCodes) {
+    if constexpr (kQValues) {
       asm volatile(
           "tdpbusd %tmm6, %tmm4, %tmm0\n\ttdpbusd %tmm7, %tmm4, %tmm1\n\t"
           "tdpbusd %tmm6, %tmm5, %tmm2\n\ttdpbusd %tmm7, %tmm5, %tmm3");
@@ -147,7 +147,7 @@ double amx(size_t rounds, float* result) {
   }
   asm volatile("tilestored %%tmm0, (%0,%1,1)\n\ttilerelease" ::"r"(sums), "r"(stride) : "memory");
   *result = sums[0];
-  return 4.0 * 2 * 16 * 16 * (kCodes ? 64 : 32) * static_cast<double>(rounds);
+  return 4.0 * 2 * 16 * 16 * (kQValues ? 64 : 32) * static_cast<double>(rounds);
 }
 #endif
 

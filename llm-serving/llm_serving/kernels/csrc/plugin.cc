@@ -68,45 +68,47 @@ LLM_EXPORT int llm_pack_weight(const void* source, void* target, const char* dty
   });
 }
 
-// `widened`: times rows as they are; otherwise times rows of 8 bits.
-static llm::WeightFormat format_of(int64_t widened, int64_t bits) {
-  if (widened != 0) return llm::WeightFormat::kWidened;
+// `weight_only`: times rows as they are; otherwise times rows of 8 bits.
+static llm::WeightFormat format_of(int64_t weight_only, int64_t bits) {
+  if (weight_only != 0) return llm::WeightFormat::kWeightOnly;
   return bits == 4 ? llm::WeightFormat::kW4A8 : llm::WeightFormat::kW8A8;
 }
 
-// Bytes of codes [n, k] when they are packed.
-LLM_EXPORT int64_t llm_packed_codes_bytes(int64_t widened, int64_t bits, int64_t n, int64_t k) {
-  const size_t bytes = llm::panel_bytes(format_of(widened, bits), static_cast<size_t>(bits), static_cast<size_t>(k));
-  return static_cast<int64_t>(llm::Passes::padded(static_cast<size_t>(n), llm::kPanelWidth) / llm::kPanelWidth * bytes);
+// Bytes of qvalues [n, k] when they are packed.
+LLM_EXPORT int64_t llm_packed_qvalues_bytes(int64_t weight_only, int64_t bits, int64_t n, int64_t k) {
+  const size_t bytes =
+      llm::panel_bytes(format_of(weight_only, bits), static_cast<size_t>(bits), static_cast<size_t>(k));
+  return static_cast<int64_t>(llm::TiledLayout::padded(static_cast<size_t>(n), llm::kPanelWidth) / llm::kPanelWidth *
+                              bytes);
 }
 
-// Packs codes as `CodedWeight` has them into `target`, of which MindSpore sees int8 [n, columns]. Non-zero: an unknown
-// type, or a form that no product takes.
-LLM_EXPORT int llm_pack_codes(int64_t widened, int64_t bits, const uint8_t* codes, const float* scale,
-                              const uint8_t* zero, int64_t group, void* target, const char* dtype, int64_t n, int64_t k,
-                              int64_t columns) {
+// Packs qvalues as `QuantizedWeight` has them into `target`, of which MindSpore sees int8 [n, columns]. Non-zero: an
+// unknown type, or a form that no product takes.
+LLM_EXPORT int llm_pack_qvalues(int64_t weight_only, int64_t bits, const uint8_t* qvalues, const float* scale,
+                                const uint8_t* zero, int64_t group, void* target, const char* dtype, int64_t n,
+                                int64_t k, int64_t columns) {
   auto size = [](int64_t number) { return static_cast<size_t>(number); };
   const llm::DType type = llm::parse_dtype(dtype);
   if (!llm::is_float(type) || n < 0 || k < 0 || group < 1 || (bits != 4 && bits != 8)) return 1;
-  const llm::CodedWeight weight = {
-      format_of(widened, bits), type, size(bits), codes, scale, zero, size(n), size(k), size(group)};
+  const llm::QuantizedWeight weight = {
+      format_of(weight_only, bits), type, size(bits), qvalues, scale, zero, size(n), size(k), size(group)};
   if (!llm::can_pack(weight)) return 1;
-  return llm::guarded("llm_pack_codes", [&] {
-    llm::pack_codes(weight, target);
-    llm::register_codes(target, weight, size(columns));
+  return llm::guarded("llm_pack_qvalues", [&] {
+    llm::pack_qvalues(weight, target);
+    llm::register_qvalues(target, weight, size(columns));
     return 0;
   });
 }
 
-// Rounds [n, k] elements to codes [n, k], a byte each, and scales [n, k / group]. Non-zero: an element is not finite,
-// 1, or such codes are made of nothing.
-LLM_EXPORT int llm_round_to_codes(const void* source, const char* dtype, int64_t n, int64_t k, int64_t bits,
-                                  int64_t group, uint8_t* codes, float* scale) {
+// Rounds [n, k] elements to qvalues [n, k], a byte each, and scales [n, k / group]. Non-zero: an element is not finite,
+// 1, or such qvalues are made of nothing.
+LLM_EXPORT int llm_round_to_qvalues(const void* source, const char* dtype, int64_t n, int64_t k, int64_t bits,
+                                    int64_t group, uint8_t* qvalues, float* scale) {
   auto size = [](int64_t number) { return static_cast<size_t>(number); };
   const llm::DType type = llm::parse_dtype(dtype);
   if (!llm::is_float(type) || n < 0 || k < 0 || group < 1 || k % group != 0 || (bits != 4 && bits != 8)) return 2;
-  return llm::guarded("llm_round_to_codes", [&] {
-    return llm::round_to_codes(source, type, size(n), size(k), size(bits), size(group), codes, scale) ? 0 : 1;
+  return llm::guarded("llm_round_to_qvalues", [&] {
+    return llm::round_to_qvalues(source, type, size(n), size(k), size(bits), size(group), qvalues, scale) ? 0 : 1;
   });
 }
 

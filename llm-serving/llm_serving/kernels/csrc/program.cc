@@ -131,7 +131,7 @@ void Program::read_weights() {
 }
 
 int Program::begin() {
-  row_capacity_ = Passes::padded(std::max(tokens_, samples()), kTileHeight);
+  row_capacity_ = TiledLayout::padded(std::max(tokens_, samples()), kTileHeight);
   try {
     data_ = static_cast<char*>(scratch(Scratch::kLayer, row_capacity_ * memory_ + 1));
   } catch (const std::bad_alloc&) {
@@ -147,7 +147,7 @@ Rows Program::rows(const Operand& operand) const {
 }
 
 bool Program::has_room(const Operand& operand) const {
-  const size_t bytes = Passes::padded(operand.width, kMostPassWidth) * element_size(operand.dtype, nullptr);
+  const size_t bytes = TiledLayout::padded(operand.width, kMaxPassWidth) * element_size(operand.dtype, nullptr);
   return operand.start == 0 && operand.place + bytes <= memory_;
 }
 
@@ -218,7 +218,7 @@ int Instruction::check_product(const char* name, int i, size_t n, size_t k) cons
   if (found == nullptr || found->rows() != n || found->columns() != k) {
     return fail("%s, weight %d, must be packed, [%zu, %zu], of the model's type", name, weight_number(i), n, k);
   }
-  return can_multiply(found->codes()) ? 0 : fail("%s, weight %d: %s", name, weight_number(i), kOtherKernels);
+  return can_multiply(found->qvalues()) ? 0 : fail("%s, weight %d: %s", name, weight_number(i), kOtherKernels);
 }
 
 int Instruction::check_vector(const char* name, int i, size_t size, bool wide) const {
@@ -231,13 +231,13 @@ int Instruction::check_vector(const char* name, int i, size_t size, bool wide) c
   return 0;
 }
 
-int Instruction::check_reader(int i, const Operand& y) const {
+int Instruction::check_consumer(int i, const Operand& y) const {
   const int32_t number = integer(i);
   if (number == -1) return 0;
   if (number < 0 || static_cast<size_t>(number) >= program_.num_weights()) return fail("there is no weight %d", number);
   const Weight* found = program_.weight(static_cast<size_t>(number));
   if (found == nullptr || found->columns() != y.width) {
-    return fail("the reader, weight %d, must be packed, of %zu columns", number, y.width);
+    return fail("the consumer, weight %d, must be packed, of %zu columns", number, y.width);
   }
   if (!program_.has_room(y)) return fail("y has no room for the order in which it is read");
   return 0;

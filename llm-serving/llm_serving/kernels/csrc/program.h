@@ -5,7 +5,7 @@
 // operands, weights number the weights of the call. What the numbers of operations mean stands in op_program.cc.
 //
 // The header: version, weights, layers, bytes of memory for each row, L, and the model's type: 0 float32, 1 float16,
-// 2 bfloat16. A weight that products multiply by may be int8, packed as codes.
+// 2 bfloat16. A weight that products multiply by may be int8, packed as qvalues.
 //
 // `operands` int32 [m, 6]: columns of a buffer that has a row for each token of the step or, where it is `selected`,
 // for each that gives a result.
@@ -15,8 +15,8 @@
 #include <optional>
 #include <vector>
 
-#include "attending.h"
 #include "call.h"
+#include "paged_attention.h"
 #include "parts.h"
 
 namespace llm {
@@ -50,7 +50,7 @@ struct Rows {
   size_t count, width;
 
   // As they lie. One row has no next one.
-  Passes passes() const { return {count, count == 1 ? width : stride}; }
+  TiledLayout layout() const { return {count, count == 1 ? width : stride}; }
 };
 
 class Program {
@@ -149,7 +149,7 @@ class Instruction {
   int32_t integer(int i) const { return numbers_[signature_.outputs + signature_.inputs + signature_.weights + i]; }
   float number(int i) const;
   // The weight that attribute i numbers; null for -1. It has been checked.
-  const Weight* reader(int i) const {
+  const Weight* consumer(int i) const {
     return integer(i) < 0 ? nullptr : program_.weight(static_cast<size_t>(integer(i)));
   }
 
@@ -168,7 +168,7 @@ class Instruction {
   // Weight i, if it is there, has `size` elements of the model's type or, if `wide`, float32.
   int check_vector(const char* name, int i, size_t size, bool wide) const;
   // Attribute i numbers a packed weight that reads `y`, or is -1; y has room for its order.
-  int check_reader(int i, const Operand& y) const;
+  int check_consumer(int i, const Operand& y) const;
 
  private:
   const Operand* operand(int32_t number) const {
@@ -189,11 +189,12 @@ struct Operation {
 };
 
 // Each operation states its numbers where it is defined.
-extern const Operation kGather, kNorm, kActivate, kAdd, kSelect, kWeigh, kStates;  // program_rows.cc
-extern const Operation kLinear, kOutput;                                           // program_products.cc
-extern const Operation kRotate, kStore, kAttend;                                   // program_attention.cc
-extern const Operation kRoute, kExperts;                                           // program_experts.cc
-extern const Operation kAllReduce;                                                 // program_ranks.cc
+extern const Operation kEmbedding, kRmsNorm, kGatedActivation, kAdd, kSelectRows, kSigmoidGate,
+    kHiddenStates;                                   // program_rows.cc
+extern const Operation kLinear, kLmHead;             // program_products.cc
+extern const Operation kRope, kStoreKv, kAttention;  // program_attention.cc
+extern const Operation kRoute, kExperts;             // program_experts.cc
+extern const Operation kAllReduce;                   // program_ranks.cc
 
 // What attribute `function` numbers: 0 none, 1 silu, 2 gelu_tanh.
 inline bool is_gate(int32_t function) { return function == 1 || function == 2; }
@@ -202,8 +203,8 @@ inline Gate gate_of(int32_t function) {
 }
 
 // How y lies: in the order of the weight that reads it, or as rows.
-inline Passes passes_for(const Weight* reader, const Rows& y) {
-  return reader == nullptr ? y.passes() : reader->passes(y.count);
+inline TiledLayout passes_for(const Weight* consumer, const Rows& y) {
+  return consumer == nullptr ? y.layout() : consumer->layout(y.count);
 }
 
 }  // namespace llm

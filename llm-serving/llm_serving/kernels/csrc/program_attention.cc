@@ -1,4 +1,4 @@
-// Operations of attention: rotate, store, attend.
+// Operations of attention: rope, store_kv, attention.
 #include "kv_layout.h"
 #include "program.h"
 
@@ -21,9 +21,9 @@ int check_tables(const Instruction& in, int i, size_t head_dim) {
   return in.program().check_positions(call.dim(in.parameter(i), 0));
 }
 
-// rotate: y | x | cos sin |. Element i of a head turns with element i + head_dim / 2.
+// rope: y | x | cos sin |. Element i of a head turns with element i + head_dim / 2.
 
-int check_rotate(const Instruction& in) {
+int check_rope(const Instruction& in) {
   const Operand *y = in.output(0), *x = in.input(0);
   if (const int status = in.check_rows("y", y, false)) return status;
   if (const int status = in.check_rows("x", x, false)) return status;
@@ -37,7 +37,7 @@ int check_rotate(const Instruction& in) {
   return check_tables(in, 0, head_dim);
 }
 
-int run_rotate(const Instruction& in) {
+int run_rope(const Instruction& in) {
   const Rows y = in.rows(in.output(0)), x = in.rows(in.input(0));
   const size_t head_dim = in.call().dim(in.parameter(0), 1);
   kernels().rotary({x.data, x.stride, in.weight_data(0), in.weight_data(1), y.data, in.program().positions(),
@@ -69,36 +69,36 @@ KvRows stored_rows(const Instruction& in, const Operand* k, const Operand* v) {
   return {keys.data, keys.stride, values.data, values.stride, in.program().slots()};
 }
 
-// store: | k v | | layer
+// store_kv: | k v | | layer
 
-int check_store(const Instruction& in) {
+int check_store_kv(const Instruction& in) {
   KvCache cache;
   if (const int status = read_layer(in, in.integer(0), cache)) return status;
   return check_stored(in, in.input(0), in.input(1), cache);
 }
 
-int run_store(const Instruction& in) {
+int run_store_kv(const Instruction& in) {
   KvCache cache;
   if (const int status = read_layer(in, in.integer(0), cache)) return status;
   store_kv(cache, stored_rows(in, in.input(0), in.input(1)), in.program().tokens());
   return 0;
 }
 
-// attend: y | q q_turned k v | slopes cos sin q_gain k_gain | layer scale window cap eps reader. With k and v: norm of
-// heads where there are gains, rotated where there are tables, stored, and attended to; without, they are stored
-// already. A row sees `window` tokens, its own included, or all. With q_turned, keys are values as well, and what is
-// stored as values is the turned part of keys, to which q_turned belongs (DeepSeek-V2, 2024, section 2.1).
+// attention: y | q q_rope k v | slopes cos sin q_gamma k_gamma | layer scale window cap eps consumer. With k and v:
+// norm of heads where there are norm weights, rotated where there are tables, stored, and attended to; without, they
+// are stored already. A row sees `window` tokens, its own included, or all. With q_rope, keys are values as well, and
+// what is stored as values is the turned part of keys, to which q_rope belongs (DeepSeek-V2, 2024, section 2.1).
 
 enum AttendWeight { kSlopes, kCos, kSin, kQGain, kKGain };
-enum AttendAttribute { kLayer, kScale, kWindow, kCap, kEps, kReader };
+enum AttendAttribute { kLayer, kScale, kWindow, kCap, kEps, kConsumer };
 
-int check_attend(const Instruction& in) {
+int check_attention(const Instruction& in) {
   const Operand *y = in.output(0), *q = in.input(0), *k = in.input(2), *v = in.input(3);
   KvCache cache;
   if (const int status = read_layer(in, in.integer(kLayer), cache)) return status;
-  const Operand* q_turned = in.input(1);
-  if (q_turned == nullptr && cache.key_dim != cache.value_dim) {
-    return in.fail("keys and values must be of one width where there is no q_turned");
+  const Operand* q_rope = in.input(1);
+  if (q_rope == nullptr && cache.key_dim != cache.value_dim) {
+    return in.fail("keys and values must be of one width where there is no q_rope");
   }
   if (const int status = in.check_rows("y", y, false)) return status;
   if (const int status = in.check_rows("q", q, false)) return status;
@@ -107,12 +107,12 @@ int check_attend(const Instruction& in) {
     return in.fail("%zu columns of q are not heads of %zu elements, shared by %zu heads of the cache", q->width,
                    cache.key_dim, cache.heads);
   }
-  if (q_turned != nullptr) {
-    if (const int status = in.check_rows("q_turned", q_turned, false)) return status;
+  if (q_rope != nullptr) {
+    if (const int status = in.check_rows("q_rope", q_rope, false)) return status;
     const size_t width = q->width / cache.key_dim * cache.value_dim;
-    if (const int status = in.check_width("q_turned", *q_turned, width)) return status;
+    if (const int status = in.check_width("q_rope", *q_rope, width)) return status;
     if (k != nullptr) return in.fail("latent keys must be stored already");
-    if (cache.coded) return in.fail("latent keys have no codes");
+    if (cache.quantized) return in.fail("latent keys have no codes");
   }
   if ((k == nullptr) != (v == nullptr)) return in.fail("k and v go together");
   if (k != nullptr) {
@@ -126,8 +126,8 @@ int check_attend(const Instruction& in) {
       if (in.has_weight(weight)) return in.fail("heads that are stored already are neither normed nor rotated");
     }
   }
-  if (const int status = in.check_vector("q_gain", kQGain, cache.key_dim, true)) return status;
-  if (const int status = in.check_vector("k_gain", kKGain, cache.key_dim, true)) return status;
+  if (const int status = in.check_vector("q_gamma", kQGain, cache.key_dim, true)) return status;
+  if (const int status = in.check_vector("k_gamma", kKGain, cache.key_dim, true)) return status;
   const size_t num_heads = q->width / cache.key_dim;
   if (in.has_weight(kSlopes) && (in.call().dtype(in.parameter(kSlopes)) != DType::kFloat32 ||
                                  in.call().elements(in.parameter(kSlopes)) != num_heads)) {
@@ -137,10 +137,10 @@ int check_attend(const Instruction& in) {
   if (!(in.number(kCap) >= 0.0f)) return in.fail("cap must be 0 or more, is %g", static_cast<double>(in.number(kCap)));
   const size_t window = static_cast<size_t>(in.integer(kWindow));
   if (const int status = in.program().check_blocks(cache.num_blocks, cache.block_size, window)) return status;
-  return in.check_reader(kReader, *y);
+  return in.check_consumer(kConsumer, *y);
 }
 
-int run_attend(const Instruction& in) {
+int run_attention(const Instruction& in) {
   const Program& program = in.program();
   KvCache cache;
   if (const int status = read_layer(in, in.integer(kLayer), cache)) return status;
@@ -152,30 +152,31 @@ int run_attend(const Instruction& in) {
   args.cos = in.weight_data(kCos);
   args.sin = in.weight_data(kSin);
   args.table_dtype = dtype(kCos);
-  args.q_gain = in.weight_data(kQGain);
-  args.q_gain_dtype = dtype(kQGain);
-  args.k_gain = in.weight_data(kKGain);
-  args.k_gain_dtype = dtype(kKGain);
+  args.q_gamma = in.weight_data(kQGain);
+  args.q_gamma_dtype = dtype(kQGain);
+  args.k_gamma = in.weight_data(kKGain);
+  args.k_gamma_dtype = dtype(kKGain);
   args.eps = in.number(kEps);
   args.scale = in.number(kScale);
   args.window = static_cast<size_t>(in.integer(kWindow));
   args.cap = in.number(kCap);
   args.slopes = reinterpret_cast<const float*>(in.weight_data(kSlopes));
   if (in.input(1) != nullptr) {
-    const Rows turned = in.rows(in.input(1));
-    args.q_turned = turned.data;
-    args.turned_stride = turned.stride;
+    const Rows rope = in.rows(in.input(1));
+    args.q_rope = rope.data;
+    args.rope_stride = rope.stride;
   }
   args.y = y.data;
-  args.y_passes = in.reader(kReader) == nullptr ? Passes{y.count, y.stride} : in.reader(kReader)->passes(y.count);
+  args.y_layout =
+      in.consumer(kConsumer) == nullptr ? TiledLayout{y.count, y.stride} : in.consumer(kConsumer)->layout(y.count);
   attend(args);
   return 0;
 }
 
 }  // namespace
 
-const Operation kRotate = {{"rotate", 1, 1, 2, 0}, check_rotate, run_rotate};
-const Operation kStore = {{"store", 0, 2, 0, 1}, check_store, run_store};
-const Operation kAttend = {{"attend", 1, 4, 5, 6}, check_attend, run_attend};
+const Operation kRope = {{"rope", 1, 1, 2, 0}, check_rope, run_rope};
+const Operation kStoreKv = {{"store_kv", 0, 2, 0, 1}, check_store_kv, run_store_kv};
+const Operation kAttention = {{"attention", 1, 4, 5, 6}, check_attention, run_attention};
 
 }  // namespace llm

@@ -9,17 +9,17 @@
 namespace llm {
 namespace {
 
-// route: shares chosen | x | weight correction | top_k score normalise scale groups top_groups. Logits are not rounded;
-// score 0 is their softmax, 1 a sigmoid of each.
+// route: topk_weights topk_ids | x | weight correction | top_k score normalise scale groups top_groups. Logits are not
+// rounded; score 0 is their softmax, 1 a sigmoid of each.
 
 enum RouteAttribute { kTopK, kScore, kNormalise, kRouteScale, kGroups, kTopGroups };
 
 int check_route(const Instruction& in) {
-  const Operand *shares = in.output(0), *chosen = in.output(1), *x = in.input(0);
+  const Operand *topk_weights = in.output(0), *topk_ids = in.output(1), *x = in.input(0);
   if (x == nullptr) return in.fail("x is absent");
   if (const int status = in.check_rows("x", x, x->selected)) return status;
-  if (const int status = in.check_rows("shares", shares, DType::kFloat32, x->selected)) return status;
-  if (const int status = in.check_rows("chosen", chosen, DType::kInt32, x->selected)) return status;
+  if (const int status = in.check_rows("topk_weights", topk_weights, DType::kFloat32, x->selected)) return status;
+  if (const int status = in.check_rows("topk_ids", topk_ids, DType::kInt32, x->selected)) return status;
   if (!in.has_weight(0)) return in.fail("weight is absent");
   const int parameter = in.parameter(0);
   const size_t experts = in.call().rank(parameter) == 2 ? in.call().dim(parameter, 0) : 0;
@@ -34,8 +34,8 @@ int check_route(const Instruction& in) {
     return in.fail("top_k must be between 1 and %lld, is %lld", static_cast<long long>(most),
                    static_cast<long long>(top_k));
   }
-  if (const int status = in.check_width("shares", *shares, static_cast<size_t>(top_k))) return status;
-  if (const int status = in.check_width("chosen", *chosen, static_cast<size_t>(top_k))) return status;
+  if (const int status = in.check_width("topk_weights", *topk_weights, static_cast<size_t>(top_k))) return status;
+  if (const int status = in.check_width("topk_ids", *topk_ids, static_cast<size_t>(top_k))) return status;
   if (in.integer(kScore) < 0 || in.integer(kScore) > 1) {
     return in.fail("score must be 0 or 1, is %d", in.integer(kScore));
   }
@@ -47,27 +47,27 @@ int check_route(const Instruction& in) {
 }
 
 int run_route(const Instruction& in) {
-  const Rows x = in.rows(in.input(0)), shares = in.rows(in.output(0)), chosen = in.rows(in.output(1));
+  const Rows x = in.rows(in.input(0)), topk_weights = in.rows(in.output(0)), topk_ids = in.rows(in.output(1));
   const Weight& weight = in.weight(0);
   const size_t experts = weight.rows();
   auto* logits = static_cast<float*>(scratch(Scratch::kScores, x.count * experts * sizeof(float) + 1));
-  LinearArgs product = weight.product(x.passes(), x.data, logits);
+  LinearArgs product = weight.product(x.layout(), x.data, logits);
   product.y_dtype = DType::kFloat32;
   multiply(product);
   static OperatorClock clock("Route");
   const Timed timed(clock);
   auto size = [&](int attribute) { return static_cast<size_t>(in.integer(attribute)); };
-  kernels().route({logits, reinterpret_cast<const float*>(in.weight_data(1)), reinterpret_cast<float*>(shares.data),
-                   reinterpret_cast<int32_t*>(chosen.data), x.count, experts, size(kTopK), shares.stride, chosen.stride,
-                   in.integer(kScore) == 1, in.integer(kNormalise) != 0, in.number(kRouteScale), size(kGroups),
-                   size(kTopGroups)});
+  kernels().route({logits, reinterpret_cast<const float*>(in.weight_data(1)),
+                   reinterpret_cast<float*>(topk_weights.data), reinterpret_cast<int32_t*>(topk_ids.data), x.count,
+                   experts, size(kTopK), topk_weights.stride, topk_ids.stride, in.integer(kScore) == 1,
+                   in.integer(kNormalise) != 0, in.number(kRouteScale), size(kGroups), size(kTopGroups)});
   return 0;
 }
 
-// experts: y | x shares chosen added | gate_up down | function scale experts. Each row is the sum over its experts, in
-// ascending order and in float32, of share * down(function(gate) * up), whose products are rounded as those of linear;
-// then as `added` of linear. Rows of an expert are multiplied together, and only experts that a row has chosen are
-// read.
+// experts: y | x topk_weights topk_ids residual | gate_up down | function scale experts. Each row is the sum over its
+// experts, in ascending order and in float32, of share * down(function(gate) * up), whose products are rounded as those
+// of linear; then as `residual` of linear. Rows of an expert are multiplied together, and only experts that a row has
+// chosen are read.
 
 struct ExpertSizes {
   size_t experts, hidden, inner;
@@ -79,16 +79,17 @@ struct ExpertSizes {
 };
 
 int check_experts(const Instruction& in) {
-  const Operand *y = in.output(0), *x = in.input(0), *shares = in.input(1), *chosen = in.input(2), *added = in.input(3);
+  const Operand *y = in.output(0), *x = in.input(0), *topk_weights = in.input(1), *topk_ids = in.input(2),
+                *residual = in.input(3);
   if (y == nullptr) return in.fail("y is absent");
   if (const int status = in.check_rows("y", y, y->selected)) return status;
   if (const int status = in.check_rows("x", x, y->selected)) return status;
-  if (const int status = in.check_rows("shares", shares, DType::kFloat32, y->selected)) return status;
-  if (const int status = in.check_rows("chosen", chosen, DType::kInt32, y->selected)) return status;
-  if (const int status = in.check_width("chosen", *chosen, shares->width)) return status;
-  if (added != nullptr) {
-    if (const int status = in.check_rows("added", added, y->selected)) return status;
-    if (const int status = in.check_width("added", *added, y->width)) return status;
+  if (const int status = in.check_rows("topk_weights", topk_weights, DType::kFloat32, y->selected)) return status;
+  if (const int status = in.check_rows("topk_ids", topk_ids, DType::kInt32, y->selected)) return status;
+  if (const int status = in.check_width("topk_ids", *topk_ids, topk_weights->width)) return status;
+  if (residual != nullptr) {
+    if (const int status = in.check_rows("residual", residual, y->selected)) return status;
+    if (const int status = in.check_width("residual", *residual, y->width)) return status;
   } else if (in.number(1) != 1.0f) {
     return in.fail("scale is of what is added to something");
   }
@@ -111,33 +112,33 @@ struct Assignment {
   std::vector<float> share;
 
   // Returns an expert that there is not, or -1.
-  int64_t sort(const Rows& shares, const Rows& chosen, size_t experts) {
+  int64_t sort(const Rows& topk_weights, const Rows& topk_ids, size_t experts) {
     first.assign(experts + 1, 0);
     auto expert_of = [&](size_t i, size_t k) {
-      return reinterpret_cast<const int32_t*>(chosen.data)[i * chosen.stride + k];
+      return reinterpret_cast<const int32_t*>(topk_ids.data)[i * topk_ids.stride + k];
     };
-    for (size_t i = 0; i < chosen.count; i++) {
-      for (size_t k = 0; k < chosen.width; k++) {
+    for (size_t i = 0; i < topk_ids.count; i++) {
+      for (size_t k = 0; k < topk_ids.width; k++) {
         const int32_t expert = expert_of(i, k);
         if (expert < 0 || static_cast<size_t>(expert) >= experts) return static_cast<uint32_t>(expert);
         first[static_cast<size_t>(expert) + 1]++;
       }
     }
     for (size_t e = 0; e < experts; e++) first[e + 1] += first[e];
-    row.resize(chosen.count * chosen.width);
+    row.resize(topk_ids.count * topk_ids.width);
     share.resize(row.size());
     std::vector<uint32_t> next(first.begin(), first.end() - 1);
-    for (size_t i = 0; i < chosen.count; i++) {
-      for (size_t k = 0; k < chosen.width; k++) {
+    for (size_t i = 0; i < topk_ids.count; i++) {
+      for (size_t k = 0; k < topk_ids.width; k++) {
         const uint32_t at = next[static_cast<size_t>(expert_of(i, k))]++;
         row[at] = static_cast<uint32_t>(i);
-        share[at] = reinterpret_cast<const float*>(shares.data)[i * shares.stride + k];
+        share[at] = reinterpret_cast<const float*>(topk_weights.data)[i * topk_weights.stride + k];
       }
     }
     return -1;
   }
 
-  size_t most_of_an_expert() const {
+  size_t max_of_an_expert() const {
     uint32_t most = 0;
     for (size_t e = 0; e + 1 < first.size(); e++) most = std::max(most, first[e + 1] - first[e]);
     return most;
@@ -152,11 +153,11 @@ struct ExpertRows {
   char* inner;   // as `down` reads it
 
   ExpertRows(const ExpertSizes& sizes, size_t rows, size_t most, size_t columns, size_t bytes) {
-    auto whole_lines = [](size_t size) { return Passes::padded(size, 64); };
+    auto whole_lines = [](size_t size) { return TiledLayout::padded(size, 64); };
     const size_t sums_bytes = whole_lines(rows * sizes.hidden * sizeof(float));
     const size_t result_bytes = whole_lines(most * sizes.hidden * bytes);
     const size_t x_bytes = whole_lines(most * columns * bytes);
-    const size_t inner_bytes = Passes::most_elements(most, sizes.inner) * bytes;
+    const size_t inner_bytes = TiledLayout::max_elements(most, sizes.inner) * bytes;
     char* memory = static_cast<char*>(scratch(Scratch::kScores, sums_bytes + result_bytes + x_bytes + inner_bytes + 1));
     sums = reinterpret_cast<float*>(memory);
     result = memory + sums_bytes;
@@ -175,7 +176,7 @@ int run_experts(const Instruction& in) {
   Assignment assignment;
   const int64_t unknown = assignment.sort(in.rows(in.input(1)), in.rows(in.input(2)), sizes.experts);
   if (unknown >= 0) return in.fail("there is no expert %d", static_cast<int>(unknown));
-  const ExpertRows rows(sizes, x.count, assignment.most_of_an_expert(), x.width, bytes);
+  const ExpertRows rows(sizes, x.count, assignment.max_of_an_expert(), x.width, bytes);
   for (size_t expert = 0; expert < sizes.experts; expert++) {
     const size_t begin = assignment.first[expert];
     const size_t count = assignment.first[expert + 1] - begin;
@@ -187,18 +188,18 @@ int run_experts(const Instruction& in) {
     const Weight down = in.weight(1).part(expert * sizes.hidden, sizes.hidden);
     LinearArgs first = gate_up.product({count, x.width}, rows.x, rows.inner);
     first.gate = gate_of(in.integer(0));
-    first.y_passes = down.passes(count);
+    first.y_layout = down.layout(count);
     multiply(first);
-    LinearArgs second = down.product(first.y_passes, rows.inner, rows.result);
+    LinearArgs second = down.product(first.y_layout, rows.inner, rows.result);
     multiply(second);
     kernels().gather_sum({rows.result, nullptr, assignment.row.data() + begin, assignment.share.data() + begin,
                           rows.sums, in.program().dtype(), count, sizes.hidden});
   }
   RoundArgs round = {rows.sums, nullptr, y.data, in.program().dtype(), y.count, y.width, 0, y.stride, in.number(1)};
   if (in.input(3) != nullptr) {
-    const Rows added = in.rows(in.input(3));
-    round.added = added.data;
-    round.added_stride = added.stride;
+    const Rows residual = in.rows(in.input(3));
+    round.residual = residual.data;
+    round.residual_stride = residual.stride;
   }
   kernels().round(round);
   return 0;

@@ -5,7 +5,7 @@
 namespace llm {
 namespace {
 
-// linear: y | x added | weight bias | function scale ordered reader heads. z = x * weight^T + bias; y = z, or
+// linear: y | x residual | weight bias | function scale tiled consumer heads. z = x * weight^T + bias; y = z, or
 // function(first half of z) * second half, or added + scale * z. Each head of x has its own rows of the weight.
 
 struct LinearSizes {
@@ -16,17 +16,17 @@ struct LinearSizes {
 };
 
 int check_added(const Instruction& in, const Operand& y) {
-  const Operand* added = in.input(1);
-  if (added == nullptr) return in.number(1) == 1.0f ? 0 : in.fail("scale is of what is added to something");
+  const Operand* residual = in.input(1);
+  if (residual == nullptr) return in.number(1) == 1.0f ? 0 : in.fail("scale is of what is added to something");
   if (in.integer(0) != 0) return in.fail("a gated product is added to nothing");
-  if (const int status = in.check_rows("added", added, y.selected)) return status;
-  return in.check_width("added", *added, y.width);
+  if (const int status = in.check_rows("residual", residual, y.selected)) return status;
+  return in.check_width("residual", *residual, y.width);
 }
 
-int check_ordered(const Instruction& in, const Operand& x, int attribute) {
-  const int32_t ordered = in.integer(attribute);
-  if (ordered != 0 && ordered != 1) return in.fail("ordered must be 0 or 1, is %d", ordered);
-  return ordered == 0 || in.program().has_room(x) ? 0 : in.fail("x has no room for the order in which it is read");
+int check_tiled(const Instruction& in, const Operand& x, int attribute) {
+  const int32_t tiled = in.integer(attribute);
+  if (tiled != 0 && tiled != 1) return in.fail("tiled must be 0 or 1, is %d", tiled);
+  return tiled == 0 || in.program().has_room(x) ? 0 : in.fail("x has no room for the order in which it is read");
 }
 
 int check_linear(const Instruction& in) {
@@ -50,9 +50,9 @@ int check_linear(const Instruction& in) {
   }
   if (const int status = in.check_vector("bias", 1, n, false)) return status;
   if (const int status = check_added(in, *y)) return status;
-  if (const int status = check_ordered(in, *x, 2)) return status;
+  if (const int status = check_tiled(in, *x, 2)) return status;
   if (in.integer(3) != -1 && !is_gate(function)) return in.fail("a product that is not gated lies as rows");
-  return in.check_reader(3, *y);
+  return in.check_consumer(3, *y);
 }
 
 int run_linear(const Instruction& in) {
@@ -62,24 +62,24 @@ int run_linear(const Instruction& in) {
   for (size_t head = 0; head < sizes.heads; head++) {
     const Weight weight = sizes.heads == 1 ? in.weight(0) : in.weight(0).part(head * sizes.n, sizes.n);
     const size_t column = head * sizes.n;
-    Passes passes = in.integer(2) == 1 ? weight.passes(x.count) : x.passes();
-    if (sizes.heads > 1 && x.count == 1) passes.width = sizes.k;
-    LinearArgs args = weight.product(passes, x.data + head * sizes.k * bytes, y.data + column * bytes);
+    TiledLayout layout = in.integer(2) == 1 ? weight.layout(x.count) : x.layout();
+    if (sizes.heads > 1 && x.count == 1) layout.width = sizes.k;
+    LinearArgs args = weight.product(layout, x.data + head * sizes.k * bytes, y.data + column * bytes);
     if (in.has_weight(1)) args.bias = in.weight_data(1) + column * bytes;
     if (in.input(1) != nullptr) {
-      const Rows added = in.rows(in.input(1));
-      args.added = added.data + column * bytes;
-      args.added_stride = added.stride;
+      const Rows residual = in.rows(in.input(1));
+      args.residual = residual.data + column * bytes;
+      args.residual_stride = residual.stride;
       args.scale = in.number(1);
     }
     args.gate = gate_of(in.integer(0));
-    args.y_passes = in.reader(3) == nullptr ? Passes{y.count, y.stride} : in.reader(3)->passes(y.count);
+    args.y_layout = in.consumer(3) == nullptr ? TiledLayout{y.count, y.stride} : in.consumer(3)->layout(y.count);
     multiply(args);
   }
   return 0;
 }
 
-// output: | x | weight | scale cap ordered first rows. The result: scale * x * weight^T or, with a cap,
+// lm_head: | x | weight | scale cap tiled first rows. The result: scale * x * weight^T or, with a cap,
 // cap * tanh(that / cap). The weight has the rows from `first` on of `rows`, other ranks have the others, and the
 // result is made of what all have; rows 0: it has them all.
 
@@ -99,7 +99,7 @@ int check_share(const Instruction& in, size_t here) {
                  static_cast<long long>(last), static_cast<long long>(rows));
 }
 
-int check_output(const Instruction& in) {
+int check_lm_head(const Instruction& in) {
   const Operand* x = in.input(0);
   if (const int status = in.check_rows("x", x, true)) return status;
   if (!in.has_weight(0)) return in.fail("weight is absent");
@@ -108,18 +108,18 @@ int check_output(const Instruction& in) {
   if (const int status = in.check_product("weight", 0, here, x->width)) return status;
   if (const int status = check_share(in, here)) return status;
   if (!(in.number(1) >= 0.0f)) return in.fail("cap must be 0 or more, is %g", static_cast<double>(in.number(1)));
-  return check_ordered(in, *x, 2);
+  return check_tiled(in, *x, 2);
 }
 
-int run_output(const Instruction& in) {
+int run_lm_head(const Instruction& in) {
   const Rows x = in.rows(in.input(0));
   const Weight& weight = in.weight(0);
   const size_t rows = in.program().result_width();
   auto* logits = in.call().data<float>(in.program().result());
   LinearArgs args =
-      weight.product(in.integer(2) == 1 ? weight.passes(x.count) : x.passes(), x.data, logits + in.integer(3));
+      weight.product(in.integer(2) == 1 ? weight.layout(x.count) : x.layout(), x.data, logits + in.integer(3));
   args.y_dtype = DType::kFloat32;
-  args.y_passes = {x.count, rows};
+  args.y_layout = {x.count, rows};
   multiply(args);
   if (in.integer(4) != 0 && !ranks_in_use()->all_gather(logits, x.count, rows)) {
     return in.fail("%s", ranks_in_use()->error());
@@ -132,6 +132,6 @@ int run_output(const Instruction& in) {
 }  // namespace
 
 const Operation kLinear = {{"linear", 1, 2, 2, 5}, check_linear, run_linear};
-const Operation kOutput = {{"output", 0, 1, 1, 5}, check_output, run_output};
+const Operation kLmHead = {{"lm_head", 0, 1, 1, 5}, check_lm_head, run_lm_head};
 
 }  // namespace llm

@@ -1,4 +1,5 @@
-// Operations on rows by themselves: gather, norm, activate, add, select, weigh, states.
+// Operations on rows by themselves: embedding, rms_norm, gated_activation, add, select_rows, sigmoid_gate,
+// hidden_states.
 #include <cstring>
 
 #include "program.h"
@@ -7,10 +8,10 @@
 namespace llm {
 namespace {
 
-// gather: y | | table | scale first rows. y = scale * table[token_ids], rounded once. The table has the rows from
+// embedding: y | | table | scale first rows. y = scale * table[token_ids], rounded once. The table has the rows from
 // `first` on of `rows`, and other tokens have zeros; rows 0: it has them all.
 
-int check_gather(const Instruction& in) {
+int check_embedding(const Instruction& in) {
   const Operand* y = in.output(0);
   if (const int status = in.check_rows("y", y, false)) return status;
   if (!in.has_weight(0)) return in.fail("table is absent");
@@ -25,11 +26,11 @@ int check_gather(const Instruction& in) {
   return check_indices(in.call(), kTokenIds, rows == 0 ? in.call().dim(table, 0) : static_cast<size_t>(rows));
 }
 
-int run_gather(const Instruction& in) {
+int run_embedding(const Instruction& in) {
   const Rows y = in.rows(in.output(0));
   const size_t bytes = in.program().element_bytes();
   const size_t first = static_cast<size_t>(in.integer(1)), rows = static_cast<size_t>(in.integer(2));
-  if (const int status = look_up(in.call(), in.parameter(0), kTokenIds, y.data, y.stride * bytes, first, rows)) {
+  if (const int status = gather_blocks(in.call(), in.parameter(0), kTokenIds, y.data, y.stride * bytes, first, rows)) {
     return status;
   }
   const float scale = in.number(0);
@@ -38,48 +39,48 @@ int run_gather(const Instruction& in) {
   return 0;
 }
 
-// norm: y sum | x added | gain | eps group reader. sum = x + added; y = its root mean square norm, of all columns or of
-// each `group` of them.
+// rms_norm: y residual_out | x residual | gamma | eps group consumer. residual_out = x + residual; y = its root mean
+// square norm, of all columns or of each `group` of them.
 
-int check_norm(const Instruction& in) {
-  const Operand *y = in.output(0), *sum = in.output(1), *x = in.input(0), *added = in.input(1);
+int check_rms_norm(const Instruction& in) {
+  const Operand *y = in.output(0), *sum = in.output(1), *x = in.input(0), *residual = in.input(1);
   if (y == nullptr) return in.fail("y is absent");
   if (const int status = in.check_rows("y", y, y->selected)) return status;
   if (const int status = in.check_rows("x", x, y->selected)) return status;
   if (const int status = in.check_width("x", *x, y->width)) return status;
-  if (sum != nullptr && added == nullptr) return in.fail("a sum needs what is added");
-  if (added != nullptr) {
-    if (const int status = in.check_rows("added", added, y->selected)) return status;
-    if (const int status = in.check_width("added", *added, y->width)) return status;
+  if (sum != nullptr && residual == nullptr) return in.fail("residual_out needs a residual");
+  if (residual != nullptr) {
+    if (const int status = in.check_rows("residual", residual, y->selected)) return status;
+    if (const int status = in.check_width("residual", *residual, y->width)) return status;
   }
   if (sum != nullptr) {
-    if (const int status = in.check_rows("sum", sum, y->selected)) return status;
-    if (const int status = in.check_width("sum", *sum, y->width)) return status;
+    if (const int status = in.check_rows("residual_out", sum, y->selected)) return status;
+    if (const int status = in.check_width("residual_out", *sum, y->width)) return status;
   }
   const int32_t group = in.integer(1);
   if (group < 0 || (group > 0 && y->width % static_cast<size_t>(group) != 0)) {
     return in.fail("groups of %d do not make %zu columns", group, y->width);
   }
-  if (!in.has_weight(0)) return in.fail("gain is absent");
-  if (const int status = in.check_vector("gain", 0, group > 0 ? static_cast<size_t>(group) : y->width, true)) {
+  if (!in.has_weight(0)) return in.fail("gamma is absent");
+  if (const int status = in.check_vector("gamma", 0, group > 0 ? static_cast<size_t>(group) : y->width, true)) {
     return status;
   }
-  return in.check_reader(2, *y);
+  return in.check_consumer(2, *y);
 }
 
-int run_norm(const Instruction& in) {
+int run_rms_norm(const Instruction& in) {
   const Rows y = in.rows(in.output(0)), x = in.rows(in.input(0));
   const DType dtype = in.program().dtype();
   RmsNormArgs args = {x.data,  nullptr, nullptr, in.weight_data(0), y.data,
                       nullptr, dtype,   y.count, y.width,           in.number(0)};
-  args.y_passes = passes_for(in.reader(2), y);
+  args.y_layout = passes_for(in.consumer(2), y);
   args.gamma_dtype = in.call().dtype(in.parameter(0));
   args.group = static_cast<size_t>(in.integer(1));
   args.x_stride = x.stride;
   if (in.input(1) != nullptr) {
-    const Rows added = in.rows(in.input(1));
-    args.added = added.data;
-    args.added_stride = added.stride;
+    const Rows residual = in.rows(in.input(1));
+    args.residual = residual.data;
+    args.residual_stride = residual.stride;
     if (in.output(1) != nullptr) {
       const Rows sum = in.rows(in.output(1));
       args.sum = sum.data;
@@ -92,9 +93,9 @@ int run_norm(const Instruction& in) {
   return 0;
 }
 
-// activate: y | x | | function. y = function(first half of x) * second half.
+// gated_activation: y | x | | function. y = function(first half of x) * second half.
 
-int check_activate(const Instruction& in) {
+int check_gated_activation(const Instruction& in) {
   const Operand *y = in.output(0), *x = in.input(0);
   if (y == nullptr) return in.fail("y is absent");
   if (const int status = in.check_rows("y", y, y->selected)) return status;
@@ -103,7 +104,7 @@ int check_activate(const Instruction& in) {
   return is_gate(in.integer(0)) ? 0 : in.fail("function must be 1 or 2, is %d", in.integer(0));
 }
 
-int run_activate(const Instruction& in) {
+int run_gated_activation(const Instruction& in) {
   const Rows y = in.rows(in.output(0)), x = in.rows(in.input(0));
   gate({x.data, y.data, in.program().dtype(), y.count, y.width, gate_of(in.integer(0)), x.stride, y.stride});
   return 0;
@@ -133,16 +134,16 @@ int run_add(const Instruction& in) {
   return 0;
 }
 
-// select: y | x | |. The rows of x that sample.
+// select_rows: y | x | |. The rows of x that sample.
 
-int check_select(const Instruction& in) {
+int check_select_rows(const Instruction& in) {
   const Operand *y = in.output(0), *x = in.input(0);
   if (const int status = in.check_rows("y", y, true)) return status;
   if (const int status = in.check_rows("x", x, false)) return status;
   return in.check_width("x", *x, y->width);
 }
 
-int run_select(const Instruction& in) {
+int run_select_rows(const Instruction& in) {
   const Rows y = in.rows(in.output(0)), x = in.rows(in.input(0));
   const size_t bytes = in.program().element_bytes();
   for (size_t i = 0; i < y.count; i++) {
@@ -152,9 +153,9 @@ int run_select(const Instruction& in) {
   return 0;
 }
 
-// weigh: y | x gate | |. y = x * sigmoid(gate), one gate a row.
+// sigmoid_gate: y | x gate | |. y = x * sigmoid(gate), one gate a row.
 
-int check_weigh(const Instruction& in) {
+int check_sigmoid_gate(const Instruction& in) {
   const Operand *y = in.output(0), *x = in.input(0), *gate = in.input(1);
   if (y == nullptr) return in.fail("y is absent");
   if (const int status = in.check_rows("y", y, y->selected)) return status;
@@ -164,23 +165,24 @@ int check_weigh(const Instruction& in) {
   return in.check_width("gate", *gate, 1);
 }
 
-int run_weigh(const Instruction& in) {
+int run_sigmoid_gate(const Instruction& in) {
   static OperatorClock clock("Weigh");
   const Timed timed(clock);
   const Rows y = in.rows(in.output(0)), x = in.rows(in.input(0)), gate = in.rows(in.input(1));
-  kernels().weigh({x.data, gate.data, y.data, in.program().dtype(), y.count, y.width, x.stride, gate.stride, y.stride});
+  kernels().sigmoid_gate(
+      {x.data, gate.data, y.data, in.program().dtype(), y.count, y.width, x.stride, gate.stride, y.stride});
   return 0;
 }
 
-// states: | x | |. The result: the rows of x, in float32.
+// hidden_states: | x | |. The result: the rows of x, in float32.
 
-int check_states(const Instruction& in) {
+int check_hidden_states(const Instruction& in) {
   const Operand* x = in.input(0);
   if (const int status = in.check_rows("x", x, true)) return status;
   return in.check_width("x", *x, in.program().result_width());
 }
 
-int run_states(const Instruction& in) {
+int run_hidden_states(const Instruction& in) {
   const Rows x = in.rows(in.input(0));
   auto* result = in.call().data<float>(in.program().result());
   for (size_t i = 0; i < x.count; i++) {
@@ -192,12 +194,12 @@ int run_states(const Instruction& in) {
 
 }  // namespace
 
-const Operation kGather = {{"gather", 1, 0, 1, 3}, check_gather, run_gather};
-const Operation kNorm = {{"norm", 2, 2, 1, 3}, check_norm, run_norm};
-const Operation kActivate = {{"activate", 1, 1, 0, 1}, check_activate, run_activate};
+const Operation kEmbedding = {{"embedding", 1, 0, 1, 3}, check_embedding, run_embedding};
+const Operation kRmsNorm = {{"rms_norm", 2, 2, 1, 3}, check_rms_norm, run_rms_norm};
+const Operation kGatedActivation = {{"gated_activation", 1, 1, 0, 1}, check_gated_activation, run_gated_activation};
 const Operation kAdd = {{"add", 1, 2, 0, 1}, check_add, run_add};
-const Operation kSelect = {{"select", 1, 1, 0, 0}, check_select, run_select};
-const Operation kWeigh = {{"weigh", 1, 2, 0, 0}, check_weigh, run_weigh};
-const Operation kStates = {{"states", 0, 1, 0, 0}, check_states, run_states};
+const Operation kSelectRows = {{"select_rows", 1, 1, 0, 0}, check_select_rows, run_select_rows};
+const Operation kSigmoidGate = {{"sigmoid_gate", 1, 2, 0, 0}, check_sigmoid_gate, run_sigmoid_gate};
+const Operation kHiddenStates = {{"hidden_states", 0, 1, 0, 0}, check_hidden_states, run_hidden_states};
 
 }  // namespace llm

@@ -30,17 +30,17 @@ float scale_of(float largest, size_t bits) {
   return scale < std::numeric_limits<float>::min() ? 1.0f : scale;
 }
 
-void round_values(const float* values, size_t count, float scale, size_t bits, uint8_t* codes) {
+void round_values(const float* values, size_t count, float scale, size_t bits, uint8_t* qvalues) {
   const float least = bits == 8 ? -127.0f : -8.0f, most = bits == 8 ? 127.0f : 7.0f;
   const int zero = bits == 8 ? 0 : 8;
   for (size_t i = 0; i < count; i++) {
     const float rounded = values[i] / scale + kToInteger - kToInteger;
-    codes[i] = static_cast<uint8_t>(static_cast<int>(std::min(std::max(rounded, least), most)) + zero);
+    qvalues[i] = static_cast<uint8_t>(static_cast<int>(std::min(std::max(rounded, least), most)) + zero);
   }
 }
 
-// One group of a row; `values` has room for kAtOnce. False as round_to_codes.
-bool round_group(const char* elements, DType dtype, size_t count, size_t bits, float* values, uint8_t* codes,
+// One group of a row; `values` has room for kAtOnce. False as round_to_qvalues.
+bool round_group(const char* elements, DType dtype, size_t count, size_t bits, float* values, uint8_t* qvalues,
                  float* scale) {
   const size_t bytes = element_size(dtype, nullptr);
   uint32_t largest = 0;
@@ -56,15 +56,15 @@ bool round_group(const char* elements, DType dtype, size_t count, size_t bits, f
   for (size_t i = 0; i < count; i += kAtOnce) {
     const size_t some = std::min(kAtOnce, count - i);
     if (count > kAtOnce) widen(elements + i * bytes, some, dtype, values);
-    round_values(values, some, *scale, bits, codes + i);
+    round_values(values, some, *scale, bits, qvalues + i);
   }
   return true;
 }
 
 }  // namespace
 
-bool round_to_codes(const void* rows, DType dtype, size_t n, size_t k, size_t bits, size_t group, uint8_t* codes,
-                    float* scale) {
+bool round_to_qvalues(const void* rows, DType dtype, size_t n, size_t k, size_t bits, size_t group, uint8_t* qvalues,
+                      float* scale) {
   const size_t bytes = element_size(dtype, nullptr), groups = k == 0 ? 1 : k / group;
   std::atomic<bool> finite{true};
   auto body = [&](size_t row) {
@@ -73,7 +73,7 @@ bool round_to_codes(const void* rows, DType dtype, size_t n, size_t k, size_t bi
     for (size_t g = 0; g < groups; g++) {
       const size_t at = row * k + g * group, count = std::min(group, k);
       const auto* elements = static_cast<const char*>(rows) + at * bytes;
-      if (!round_group(elements, dtype, count, bits, values, codes + at, scale + row * groups + g)) finite = false;
+      if (!round_group(elements, dtype, count, bits, values, qvalues + at, scale + row * groups + g)) finite = false;
     }
   };
   parallel_for(n, body);

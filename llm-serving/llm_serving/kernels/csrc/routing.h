@@ -76,17 +76,18 @@ inline void route_row(const RouteArgs& args, size_t row) {
     taken[i] = false;
   }
   if (args.groups > 1) leave_groups_out(args, wanted, memory + count, taken + count, taken);
-  float* shares = args.shares + row * args.shares_stride;
-  int32_t* chosen = args.chosen + row * args.chosen_stride;
+  float* topk_weights = args.topk_weights + row * args.topk_weights_stride;
+  int32_t* topk_ids = args.topk_ids + row * args.chosen_stride;
   float total = 0.0f;
   for (size_t i = 0; i < args.top_k; i++) {
     const size_t best = find_best(wanted, taken, count);
     taken[best] = true;
-    chosen[i] = static_cast<int32_t>(best);
-    shares[i] = scores[best];
+    topk_ids[i] = static_cast<int32_t>(best);
+    topk_weights[i] = scores[best];
     total += scores[best];
   }
-  for (size_t i = 0; i < args.top_k; i++) shares[i] = (args.normalises ? shares[i] / total : shares[i]) * args.scale;
+  for (size_t i = 0; i < args.top_k; i++)
+    topk_weights[i] = (args.normalises ? topk_weights[i] / total : topk_weights[i]) * args.scale;
 }
 
 inline void route_rows(const RouteArgs& args) {

@@ -1,5 +1,5 @@
-// One token for each row of logits; worker/sampling_reference.py is the definition. Rows are independent and every sum is
-// exact, so the result is the same for every instruction set and number of threads, bit for bit.
+// One token for each row of logits; worker/sampling_reference.py is the definition. Rows are independent and every sum
+// is exact, so the result is the same for every instruction set and number of threads, bit for bit.
 #pragma once
 
 #include "floating_mode.h"
@@ -67,7 +67,7 @@ LLM_INLINE void insert_token(float* largest, int32_t* ids, size_t count, float v
 
 // The ids of the `count` largest of `values` [size], largest first, among equals the lowest first. `room` holds `count`
 // numbers; 0 < count <= size.
-LLM_INLINE void most_likely(const float* values, size_t size, size_t count, int32_t* ids, float* room) {
+LLM_INLINE void max_likely(const float* values, size_t size, size_t count, int32_t* ids, float* room) {
   size_t i = 0;
   for (; i < count; i++) insert_token(room, ids, i, values[i], static_cast<int32_t>(i));
   auto consider = [&](size_t id) {
@@ -133,7 +133,7 @@ LLM_INLINE void sample_row(const SampleArgs& args, size_t row) {
   args.total_weights[row] = sum_from(weights, padded, 0);
   const size_t wanted = static_cast<size_t>(args.num_logprobs[row]);
   const size_t count = wanted < size ? wanted : size;
-  if (count > 0) most_likely(logits, size, count, top_ids, room);
+  if (count > 0) max_likely(logits, size, count, top_ids, room);
 }
 
 inline void sample(const SampleArgs& args) {

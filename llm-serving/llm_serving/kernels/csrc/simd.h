@@ -196,9 +196,9 @@ LLM_INLINE NativeFloat native_load(const int8_t* source) {
   return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(source))));
 #else
   typedef int8_t NativeCode __attribute__((vector_size(kNative)));
-  NativeCode codes;
-  __builtin_memcpy(&codes, source, sizeof(codes));
-  return __builtin_convertvector(__builtin_convertvector(codes, NativeInt), NativeFloat);
+  NativeCode qvalues;
+  __builtin_memcpy(&qvalues, source, sizeof(qvalues));
+  return __builtin_convertvector(__builtin_convertvector(qvalues, NativeInt), NativeFloat);
 #endif
 }
 

@@ -26,7 +26,7 @@ namespace {
 // Longer than the gap between two operators of a step, shorter than anything a waiting process would notice.
 constexpr std::chrono::microseconds kSpin{100};
 constexpr uint32_t kOpen = 1u << 31;
-constexpr size_t kMostThreads = 1024;
+constexpr size_t kMaxThreads = 1024;
 
 thread_local bool inside_loop = false;
 
@@ -57,7 +57,7 @@ class Pool {
 
   void resize(size_t threads) {
     const std::lock_guard<std::mutex> lock(owner_);
-    threads = std::min(threads, kMostThreads);
+    threads = std::min(threads, kMaxThreads);
     if (threads > shares_.size()) shares_ = std::vector<Share>(threads);
     while (started_ + 1 < threads && start(started_ + 1)) started_++;
     limit_.store(std::min(threads, started_ + 1), std::memory_order_relaxed);

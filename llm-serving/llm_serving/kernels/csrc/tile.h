@@ -136,9 +136,9 @@ constexpr bool kMultipliesTiles<BFloat16> = true;
 // said otherwise. `Packed` is what panels consist of in memory, where `Element` is what they were widened to.
 template <class Element, class Packed = Element>
 struct Product {
-  static constexpr bool kWidened = !std::is_same<Element, Packed>::value;
+  static constexpr bool kWeightOnly = !std::is_same<Element, Packed>::value;
   // Widened panels are in the first-level cache, so that they are as quick.
-  static constexpr bool kQuick = kWidened || Operand<Element>::kQuick;
+  static constexpr bool kQuick = kWeightOnly || Operand<Element>::kQuick;
 
   size_t rows;
   const ActivationOf<Element>* a;
@@ -148,7 +148,7 @@ struct Product {
   float* c;
   size_t segments = 1;
   size_t a_stride = inputs;
-  size_t a_tile = 0;  // columns of a tile where a is a pass of tiles, a_stride columns wide (see `Passes`)
+  size_t a_tile = 0;  // columns of a tile where a is a pass of tiles, a_stride columns wide (see `TiledLayout`)
   size_t c_stride = kPanelWidth;
   size_t c_panel = rows * kPanelWidth;  // from the sums of a panel to those of the next
   bool add_to_c = false;
@@ -368,7 +368,7 @@ void multiply(const Product<Element>& product) {
 template <class Element>
 void multiply_tiles(const Product<Element>& product) {
   TileShape shape;
-  const Passes tiles = {product.rows, product.a_stride, product.a_tile};
+  const TiledLayout tiles = {product.rows, product.a_stride, product.a_tile};
   const bool in_tiles = product.a_tile > 0;
   for (size_t panel = 0; panel < product.num_panels; panel += 2) {
     for (size_t row = 0; row < product.rows; row += 2 * kTileHeight) {

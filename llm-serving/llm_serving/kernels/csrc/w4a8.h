@@ -1,23 +1,23 @@
 // W4A8: weights of 4 bits with a scale for each column and group of inputs, times rows that are brought to 8 bits with
 // a scale each.
 //
-//   rows     coded_rows.h
-//   sums     of products of codes, of a group's inputs, in 32 bits: exact, so their order is free
+//   rows     quantized_rows.h
+//   sums     of products of qvalues, of a group's inputs, in 32 bits: exact, so their order is free
 //   results  (sum over groups, in ascending order, of group's sum * scale of the column and group) * scale of the row,
 //            each product and each sum rounded to float32
 // The bits of a row are those of kernels/w4a8.py on every instruction set: nothing is fused.
 //
 // Codes of weights have no sign, as vpdpbusd wants one of its operands: a group's sum is that of their products with
-// the codes of the row less the code of 0 times the sum of the row's codes, which is known beforehand. Elsewhere
+// the qvalues of the row less the code of 0 times the sum of the row's qvalues, which is known beforehand. Elsewhere
 // vpmaddubsw adds pairs of products in 16 bits, which hold twice 15 * 127.
 #pragma once
 
-#include "coded_rows.h"
 #include "grouped.h"
+#include "quantized_rows.h"
 
 namespace llm::LLM_ISA {
 
-// Two codes of a weight.
+// Two qvalues of a weight.
 struct Code4 {
   uint8_t pair;
 };
@@ -35,7 +35,7 @@ struct Operand<Code4> {
 #endif
 };
 
-// `kZeros`: whether codes of 0 are given; otherwise they are 8.
+// `kZeros`: whether qvalues of 0 are given; otherwise they are 8.
 template <bool kZeros>
 struct NibbleProduct {
   using Activation = int8_t;
@@ -57,14 +57,14 @@ struct NibbleProduct {
     return broadcast(bits);
   }
 
-  static LLM_INLINE Factor load_panel(const uint8_t* codes, size_t factor, Zero) {
-    Factor pairs = load_codes(codes);
+  static LLM_INLINE Factor load_panel(const uint8_t* qvalues, size_t factor, Zero) {
+    Factor pairs = load_qvalues(qvalues);
     LLM_FOR_PARTS pairs.part[i] = (NativeInt)((NativeUint)pairs.part[i] >> (4 * factor)) & 0x0f0f0f0f;
     return pairs;
   }
 
   static LLM_INLINE Factor load_activation(const Activation* a, size_t factor) {
-    return broadcast_codes(a + 4 * factor);
+    return broadcast_qvalues(a + 4 * factor);
   }
 
   static LLM_INLINE Sum accumulate(const Factor& a, const Factor& b, Sum sum) { return add_fours(b, a, sum); }
@@ -86,11 +86,11 @@ struct NibbleProduct {
     return sum;
   }
 
-  static LLM_INLINE Factor load_panel(const uint8_t* codes, size_t factor, Zero) {
+  static LLM_INLINE Factor load_panel(const uint8_t* qvalues, size_t factor, Zero) {
     Factor result;
     LLM_FOR_PARTS {
       NativeUint pairs;
-      __builtin_memcpy(&pairs, codes + i * sizeof(pairs), sizeof(pairs));
+      __builtin_memcpy(&pairs, qvalues + i * sizeof(pairs), sizeof(pairs));
       result.part[i] = pairs >> (4 * factor) & 0x0f0f0f0f;
     }
     return result;
@@ -104,16 +104,16 @@ struct NibbleProduct {
     return result;
   }
 
-  // Fours of products of codes with and without sign, added.
-  static LLM_INLINE NativeInt multiply_fours(NativeUint unsigned_codes, NativeUint codes) {
+  // Fours of products of qvalues with and without sign, added.
+  static LLM_INLINE NativeInt multiply_fours(NativeUint unsigned_qvalues, NativeUint qvalues) {
 #if defined(__AVX512BW__)
-    const __m512i pairs = _mm512_maddubs_epi16((__m512i)unsigned_codes, (__m512i)codes);
+    const __m512i pairs = _mm512_maddubs_epi16((__m512i)unsigned_qvalues, (__m512i)qvalues);
     return (NativeInt)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
 #elif defined(__AVX2__)
-    const __m256i pairs = _mm256_maddubs_epi16((__m256i)unsigned_codes, (__m256i)codes);
+    const __m256i pairs = _mm256_maddubs_epi16((__m256i)unsigned_qvalues, (__m256i)qvalues);
     return (NativeInt)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
 #else
-    const NativeHalves a = (NativeHalves)unsigned_codes, b = (NativeHalves)codes;
+    const NativeHalves a = (NativeHalves)unsigned_qvalues, b = (NativeHalves)qvalues;
     return multiply_pairs(a & 0xff, b << 8 >> 8) + multiply_pairs(a >> 8, b >> 8);
 #endif
   }
@@ -136,9 +136,9 @@ struct NibbleProduct {
     Floats value;
     LLM_FOR_PARTS {
       if constexpr (kZeros) {
-        NativeInt codes;
-        for (size_t j = 0; j < kNative; j++) codes[j] = zero[i * kNative + j];
-        sums[i] -= codes * *row_sum;
+        NativeInt qvalues;
+        for (size_t j = 0; j < kNative; j++) qvalues[j] = zero[i * kNative + j];
+        sums[i] -= qvalues * *row_sum;
       }
       value.part[i] = __builtin_convertvector(sums[i], NativeFloat);
     }
@@ -146,24 +146,24 @@ struct NibbleProduct {
   }
 };
 
-// Sums of the codes of rows, [groups][rows], beside the rows.
-struct SummedRows : CodedRows<Code4> {
+// Sums of the qvalues of rows, [groups][rows], beside the rows.
+struct SummedRows : QuantizedRows<Code4> {
   const int32_t* sums;
 };
 
 template <class Element>
 SummedRows code_and_sum_rows(const LinearArgs& args) {
   ActivationForm<Code4> form(args.m, args.k);
-  const size_t group = inputs_of_group(*args.codes, form.inputs);
+  const size_t group = inputs_of_group(*args.qvalues, form.inputs);
   // A group is never cut.
   if (form.pass < group) form.pass = group < form.inputs ? group : form.inputs;
-  if (form.passes.width < form.inputs) form.passes.width = form.pass;
-  const size_t bytes = args.codes->groups * args.m * sizeof(int32_t) + 1;
+  if (form.layout.width < form.inputs) form.layout.width = form.pass;
+  const size_t bytes = args.qvalues->groups * args.m * sizeof(int32_t) + 1;
   auto* sums = static_cast<int32_t*>(scratch(Scratch::kItems, bytes));
-  auto add_up = [&](size_t row, const int8_t* codes) {
+  auto add_up = [&](size_t row, const int8_t* qvalues) {
     for (size_t k = 0; k < form.inputs; k += group) {
       const size_t count = form.inputs - k < group ? form.inputs - k : group;
-      const int8_t* of_group = codes + form.passes.at(row, k);
+      const int8_t* of_group = qvalues + form.layout.at(row, k);
       int32_t sum = 0;
       for (size_t i = 0; i < count; i++) sum += of_group[i];
       sums[k / group * args.m + row] = sum;
@@ -182,7 +182,7 @@ void add_groups(const LinearArgs& args, const SummedRows& x, size_t row, size_t 
   auto product = grouped_product<NibbleProduct<kZeros>>(args, panels, rows, totals);
   for (size_t k = 0; k < x.inputs; k += x.pass) {
     product.a = x.at(row, k);
-    product.a_stride = x.passes.width;
+    product.a_stride = x.layout.width;
     product.inputs = x.inputs - k < x.pass ? x.inputs - k : x.pass;
     product.after = x.inputs - k - product.inputs;
     product.row_sums = x.sums + k / product.group * args.m + row;
@@ -197,7 +197,7 @@ inline void sum_products(const LinearArgs& args, const SummedRows& x, size_t row
                          const UnitPanels<Code4>& panels, float* sums) {
   if (x.inputs == 0) {
     __builtin_memset(sums, 0, panels.count * rows * kPanelWidth * sizeof(float));
-  } else if (args.codes->zero == nullptr) {
+  } else if (args.qvalues->zero == nullptr) {
     add_groups<false>(args, x, row, rows, panels, sums);
   } else {
     add_groups<true>(args, x, row, rows, panels, sums);

@@ -1,36 +1,36 @@
 // W8A8: weights of 8 bits with a scale for each column, times rows that are brought to 8 bits with a scale each.
 //
-//   rows     coded_rows.h
-//   sums     of products of codes, in 32 bits: exact, so their order is free
+//   rows     quantized_rows.h
+//   sums     of products of qvalues, in 32 bits: exact, so their order is free
 //   results  (sum * scale of the column) * scale of the row, each rounded to float32; without scales the sums, int32
 // The bits of a row are those of kernels/w8a8.py on every instruction set.
 //
-// Activations are kept as code + 128 (codes.h), and 128 times the sum of a column's codes is taken off the result.
+// Activations are kept as code + 128 (qvalues.h), and 128 times the sum of a column's qvalues is taken off the result.
 #pragma once
 
-#include "coded_rows.h"
+#include "quantized_rows.h"
 
 namespace llm::LLM_ISA {
 
-// Panels of codes are whole in memory.
+// Panels of qvalues are whole in memory.
 inline const Code8* whole_panel(const LinearArgs& args, size_t panel, size_t inputs, Code8*) {
   return static_cast<const Code8*>(args.weight) + panel * kPanelWidth * inputs;
 }
 
-inline void sum_products(const LinearArgs& args, const CodedRows<Code8>& x, size_t row, size_t rows,
+inline void sum_products(const LinearArgs& args, const QuantizedRows<Code8>& x, size_t row, size_t rows,
                          const UnitPanels<Code8>& panels, float* sums) {
   // Read when the unit is done, and by it alone: not yet in any cache.
   for (size_t p = 0; p < panels.count; p++) {
     const size_t first = panels.index[p] * kPanelWidth;
-    __builtin_prefetch(args.codes->sums + first);
-    if (args.codes->scale != nullptr) __builtin_prefetch(args.codes->scale + first);
+    __builtin_prefetch(args.qvalues->sums + first);
+    if (args.qvalues->scale != nullptr) __builtin_prefetch(args.qvalues->scale + first);
   }
   add_products<Code8>(x, row, rows, panels, sums);
   for (size_t p = 0; p < panels.count; p++) {
-    const bool scales = args.codes->scale != nullptr;
-    const Floats scale = scales ? load(args.codes->scale + panels.index[p] * kPanelWidth) : zeros();
+    const bool scales = args.qvalues->scale != nullptr;
+    const Floats scale = scales ? load(args.qvalues->scale + panels.index[p] * kPanelWidth) : zeros();
     NativeInt offset[kParts];
-    __builtin_memcpy(offset, args.codes->sums + panels.index[p] * kPanelWidth, sizeof(offset));
+    __builtin_memcpy(offset, args.qvalues->sums + panels.index[p] * kPanelWidth, sizeof(offset));
     LLM_FOR_PARTS offset[i] *= kCodeOffset;
     for (size_t r = 0; r < rows; r++) {
       float* target = sums + (p * rows + r) * kPanelWidth;
@@ -46,14 +46,14 @@ inline void sum_products(const LinearArgs& args, const CodedRows<Code8>& x, size
   }
 }
 
-// Rows that are codes already.
-inline CodedRows<Code8> moved_rows(const LinearArgs& args, const ActivationForm<Code8>& form) {
+// Rows that are qvalues already.
+inline QuantizedRows<Code8> moved_rows(const LinearArgs& args, const ActivationForm<Code8>& form) {
   auto* moved = static_cast<uint8_t*>(scratch(Scratch::kActivations, form.bytes(args.m) + 1));
   for_rows_of_x(args, [&](size_t row) {
-    const auto* codes = static_cast<const int8_t*>(args.x) + row * args.k;
-    form.passes.for_runs(row, 0, form.inputs, [&](size_t first, size_t last, size_t at) {
+    const auto* qvalues = static_cast<const int8_t*>(args.x) + row * args.k;
+    form.layout.for_runs(row, 0, form.inputs, [&](size_t first, size_t last, size_t at) {
       for (size_t i = first; i < last; i++) {
-        moved[at + i - first] = static_cast<uint8_t>((i < args.k ? codes[i] : 0) + Operand<Code8>::kOffset);
+        moved[at + i - first] = static_cast<uint8_t>((i < args.k ? qvalues[i] : 0) + Operand<Code8>::kOffset);
       }
     });
   });
@@ -64,8 +64,8 @@ inline void w8a8_linear(const LinearArgs& args) {
   with_element(args.dtype, [&](auto tag) {
     using Element = typename decltype(tag)::Element;
     const ActivationForm<Code8> form(args.m, args.k);
-    const bool is_coded = args.x_scale != nullptr || args.codes->scale == nullptr;
-    if (is_coded) return linear_with<Element>(args, moved_rows(args, form));
+    const bool is_quantized = args.x_scale != nullptr || args.qvalues->scale == nullptr;
+    if (is_quantized) return linear_with<Element>(args, moved_rows(args, form));
     linear_with<Element>(args, code_rows<Element>(args, form, [](size_t, const uint8_t*) {}));
   });
 }

@@ -59,7 +59,7 @@ def read_gguf_tokenizer(path: Path) -> tuple[Vocabulary, dict[str, Any]]:
     Raises:
         ModelError: The file has no tokenizer, one of a kind that is not read, or one that contradicts itself.
     """
-    facts = _Facts(path, read_gguf(path, texts=True).facts)
+    facts = _Facts(path, read_gguf(path, texts=True).metadata)
     kind = facts.get("model")
     tokens, types = facts.tokens()
     if kind == "llama":

@@ -10,18 +10,20 @@ constexpr size_t kTileHeight = 16;
 constexpr size_t kTileBytes = 64;
 
 // A multiple of every width of passes but that of all columns.
-constexpr size_t kMostPassWidth = 1024;
+constexpr size_t kMaxPassWidth = 1024;
 
 // Rows in the order in which a product reads them: `width` columns of every row, then the next columns of every row.
 // With all columns as the width, rows as usual. `tile` above 0: within a pass, 16 rows x `tile` columns each lie
 // together, and those of the same rows behind one another; tiles that are not full take the memory of whole ones. {}:
 // rows as usual.
-struct Passes {
+struct TiledLayout {
   size_t rows = 0;
   size_t width = 0;
   size_t tile = 0;
 
-  LLM_INLINE Passes or_rows(size_t count, size_t columns) const { return width > 0 ? *this : Passes{count, columns}; }
+  LLM_INLINE TiledLayout or_rows(size_t count, size_t columns) const {
+    return width > 0 ? *this : TiledLayout{count, columns};
+  }
 
   // Within a pass.
   LLM_INLINE size_t row_offset(size_t row) const {
@@ -58,8 +60,8 @@ struct Passes {
   }
 
   // No order of rows takes more elements.
-  LLM_INLINE static size_t most_elements(size_t count, size_t columns) {
-    return padded(count, kTileHeight) * padded(columns, kMostPassWidth);
+  LLM_INLINE static size_t max_elements(size_t count, size_t columns) {
+    return padded(count, kTileHeight) * padded(columns, kMaxPassWidth);
   }
 
   LLM_INLINE static size_t padded(size_t count, size_t multiple) {

@@ -5,13 +5,13 @@ import pytest
 from llm_serving.cli.main import main
 from llm_serving.errors import ModelError
 from llm_serving.formats.mindformers_names import mindformers_name
-from llm_serving.formats.writer import Tensor, write_checkpoint
+from llm_serving.formats.writer import TensorSource, write_checkpoint
 from llm_serving.models.weight_reader import WeightReader, check_folder
 from support.model_factories import write_safetensors
 from support.small_model import CONFIG, write_small_model
 
 
-def test_a_whole_folder(tmp_path):
+def test_check_folder_accepts_a_complete_folder(tmp_path):
     tensors = write_small_model(tmp_path)
     write_safetensors(
         tmp_path / "model.safetensors", tensors | {"model.layers.0.rotary_emb.inv_freq": np.zeros(8, "f")}
@@ -19,7 +19,7 @@ def test_a_whole_folder(tmp_path):
     check_folder(tmp_path)
 
 
-def test_a_tied_table_that_stands_twice(tmp_path):
+def test_check_folder_accepts_a_tied_embedding_stored_twice(tmp_path):
     tensors = write_small_model(tmp_path, tie_word_embeddings=True)
     assert "lm_head.weight" not in tensors
     check_folder(tmp_path)
@@ -29,7 +29,7 @@ def test_a_tied_table_that_stands_twice(tmp_path):
     check_folder(tmp_path)
 
 
-def test_everything_that_is_wrong_is_listed(tmp_path, capsys):
+def test_check_folder_lists_every_mismatch(tmp_path, capsys):
     tensors = write_small_model(tmp_path)
     for name in [name for name in tensors if ".1.mlp" in name or ".1.self" in name]:
         del tensors[name]
@@ -50,19 +50,19 @@ def test_everything_that_is_wrong_is_listed(tmp_path, capsys):
         assert capsys.readouterr().err == f"error: {caught.value}\n"
 
 
-def test_a_folder_with_a_checkpoint_of_mindformers_is_served_as_it_is(tmp_path):
+def test_check_folder_accepts_a_mindformers_checkpoint(tmp_path):
     tensors = write_small_model(tmp_path)
     (tmp_path / "model.safetensors").unlink()
-    theirs = [Tensor(mindformers_name(name), each.dtype, each.shape, each.copy) for name, each in tensors.items()]
+    theirs = [TensorSource(mindformers_name(name), each.dtype, each.shape, each.copy) for name, each in tensors.items()]
     write_checkpoint(tmp_path / "model.ckpt", theirs, lambda num_bytes: None)
     check_folder(tmp_path)
     reader = WeightReader(tmp_path)
     for name, array in tensors.items():
-        assert np.array_equal(reader.take(name, array.shape), array)
-    reader.check_all_taken()
+        assert np.array_equal(reader.read(name, array.shape), array)
+    reader.check_all_read()
 
 
-def test_fused_projections_are_never_assumed(tmp_path):
+def test_check_folder_refuses_fused_projections(tmp_path):
     write_small_model(tmp_path)
     rows = 64 + 2 * 32
     joined = {"model.layers.0.attention.w_qkv.weight": np.zeros((rows, CONFIG["hidden_size"]), np.float32)}

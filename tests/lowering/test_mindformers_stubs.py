@@ -4,7 +4,7 @@ import importlib
 import sys
 
 import pytest
-from llm_serving.lowering.mindformers import NEVER_CALLED, stand_ins
+from llm_serving.lowering.mindformers import NEVER_CALLED, import_stubs
 
 
 @pytest.fixture(autouse=True)
@@ -15,9 +15,9 @@ def modules_as_before():
         del sys.modules[name]
 
 
-def test_a_named_package_that_is_missing_is_an_empty_module():
+def test_import_stubs_provide_missing_packages():
     assert "hyper_parallel" in NEVER_CALLED
-    with stand_ins():
+    with import_stubs():
         module = importlib.import_module("hyper_parallel.core.dtensor")
 
     class Derived(module.Layout):
@@ -32,20 +32,20 @@ def test_a_named_package_that_is_missing_is_an_empty_module():
         _ = module.__version__
 
 
-def test_no_other_package_is_made_up():
-    with stand_ins(), pytest.raises(ModuleNotFoundError):
+def test_import_stubs_provide_no_other_package():
+    with import_stubs(), pytest.raises(ModuleNotFoundError):
         importlib.import_module("no_such_package")
 
 
-def test_a_package_that_is_installed_is_itself(tmp_path, monkeypatch):
+def test_import_stubs_keep_installed_packages(tmp_path, monkeypatch):
     (tmp_path / "jieba.py").write_text("words = 3")
     monkeypatch.syspath_prepend(tmp_path)
-    with stand_ins():
+    with import_stubs():
         assert importlib.import_module("jieba").words == 3
 
 
-def test_it_lasts_no_longer_than_asked_for():
+def test_import_stubs_end_with_their_context():
     finders = list(sys.meta_path)
-    with stand_ins():
+    with import_stubs():
         assert len(sys.meta_path) == len(finders) + 1
     assert sys.meta_path == finders

@@ -17,10 +17,10 @@ def one_by_one(tensor: QuantizedTensor) -> np.ndarray:
     """The definition."""
     values = np.empty(tensor.shape, np.float32)
     for i, j in np.ndindex(*tensor.shape):
-        group = j // tensor.group_size if tensor.columns is None else tensor.columns[j]
+        group = j // tensor.group_size if tensor.g_idx is None else tensor.g_idx[j]
         zero = 8 if tensor.bits == 4 else 0
         zero = zero if tensor.zeros is None else int(tensor.zeros[i, group])
-        values[i, j] = np.float32(int(tensor.codes[i, j]) - zero) * tensor.scales[i, group]
+        values[i, j] = np.float32(int(tensor.qvalues[i, j]) - zero) * tensor.scales[i, group]
     return values
 
 
@@ -39,7 +39,7 @@ QUANTIZERS = [
 
 
 @pytest.mark.parametrize("quantize", QUANTIZERS)
-def test_values_are_those_of_the_definition_and_within_half_a_scale(quantize, at_once):
+def test_quantized_tensor_is_within_half_a_scale(quantize, at_once):
     weight = matrix()
     weight[3] = 0
     tensor = quantize(weight)
@@ -49,39 +49,39 @@ def test_values_are_those_of_the_definition_and_within_half_a_scale(quantize, at
     assert (tensor.dequantized()[3] == 0).all()
 
 
-def test_act_order_gives_columns_their_groups():
+def test_quantized_tensor_supports_act_order():
     rng = np.random.default_rng(1)
-    codes = rng.integers(0, 16, (3, 8)).astype(np.uint8)
+    qvalues = rng.integers(0, 16, (3, 8)).astype(np.uint8)
     scales = rng.normal(size=(3, 2)).astype(np.float32)
     zeros = rng.integers(0, 16, (3, 2)).astype(np.uint8)
-    tensor = QuantizedTensor(codes, scales, zeros, 4, 4, np.array([1, 0, 0, 1, 1, 0, 1, 0], np.int32))
+    tensor = QuantizedTensor(qvalues, scales, zeros, 4, 4, np.array([1, 0, 0, 1, 1, 0, 1, 0], np.int32))
     assert np.array_equal(tensor.dequantized(), one_by_one(tensor))
 
 
-def test_a_last_group_may_be_shorter():
+def test_quantized_tensor_supports_a_short_last_group():
     tensor = QuantizedTensor(np.ones((2, 5), np.int8), np.array([[1, 2], [3, 4]], np.float32), None, 8, 4)
     assert tensor.dequantized().tolist() == [[1, 1, 1, 1, 2], [3, 3, 3, 3, 4]]
     assert tensor.num_bytes == 10 + 16
 
 
-def test_codes_use_their_range():
-    assert (np.abs(quantize_w8(matrix()).codes.astype(int)).max(axis=1) == 127).all()
-    assert quantize_w4(matrix(), 64).codes.max() == 15
+def test_quantized_values_use_their_range():
+    assert (np.abs(quantize_w8(matrix()).qvalues.astype(int)).max(axis=1) == 127).all()
+    assert quantize_w4(matrix(), 64).qvalues.max() == 15
     both = quantize_w4(np.array([[3.0, 4, 5, 6], [-1, -2, -3, -4]], np.float32), 4, symmetric=False)
     assert both.zeros.tolist() == [[0], [15]]
-    assert both.codes[0, 3] == 15
-    assert both.codes[1, 3] == 0
+    assert both.qvalues[0, 3] == 15
+    assert both.qvalues[1, 3] == 0
 
 
 @pytest.mark.parametrize("quantize", QUANTIZERS)
-def test_stored_types_give_the_codes_of_their_values(quantize):
+def test_quantize_is_independent_of_the_stored_type(quantize):
     bits = to_bfloat16(matrix())
-    assert np.array_equal(quantize(bits).codes, quantize(from_bfloat16(bits)).codes)
+    assert np.array_equal(quantize(bits).qvalues, quantize(from_bfloat16(bits)).qvalues)
 
 
 @pytest.mark.parametrize("quantize", QUANTIZERS)
 @pytest.mark.parametrize("value", [1e-45, 1e-38, 3e38, 0.0])
-def test_extremes_stay_finite(quantize, value):
+def test_quantize_keeps_extreme_values_finite(quantize, value):
     weight = np.full((2, 64), value, np.float32)
     weight[1] *= -1
     found = quantize(weight).dequantized()
@@ -90,7 +90,7 @@ def test_extremes_stay_finite(quantize, value):
 
 
 @pytest.mark.parametrize("quantize", QUANTIZERS)
-def test_what_cannot_be_quantised(quantize):
+def test_quantize_refuses_invalid_input(quantize):
     with pytest.raises(ModelError, match=r"must be a matrix. Given: shape \[3\]"):
         quantize(np.zeros(3, np.float32))
     for bad in (np.nan, np.inf):
@@ -99,40 +99,40 @@ def test_what_cannot_be_quantised(quantize):
 
 
 @pytest.mark.parametrize("group_size", [0, -1, 48, 128])
-def test_groups_must_fit(group_size):
+def test_quantize_w4_refuses_groups_that_do_not_fit(group_size):
     with pytest.raises(ModelError, match=f"group_size must divide the 64 columns of the matrix. Given: {group_size}"):
         quantize_w4(matrix(), group_size)
 
 
 GOOD = {
-    "codes": np.zeros((2, 8), np.uint8),
+    "qvalues": np.zeros((2, 8), np.uint8),
     "scales": np.ones((2, 2), np.float32),
     "zeros": np.zeros((2, 2), np.uint8),
     "bits": 4,
     "group_size": 4,
-    "columns": np.array([0, 0, 0, 0, 1, 1, 1, 1], np.int32),
+    "g_idx": np.array([0, 0, 0, 0, 1, 1, 1, 1], np.int32),
 }
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"bits": 8}, "codes must be"),
-        ({"bits": 3}, "codes must be"),
-        ({"codes": np.zeros(8, np.uint8)}, "codes must be"),
-        ({"codes": np.zeros((2, 8), np.int8), "bits": 8}, "zeros must be"),
+        ({"bits": 8}, "quantized values must be"),
+        ({"bits": 3}, "quantized values must be"),
+        ({"qvalues": np.zeros(8, np.uint8)}, "quantized values must be"),
+        ({"qvalues": np.zeros((2, 8), np.int8), "bits": 8}, "zeros must be"),
         ({"group_size": 0}, "scales must be"),
         ({"group_size": 3}, "scales must be"),
         ({"scales": np.ones((2, 2))}, "scales must be float32"),
         ({"zeros": np.zeros((2, 1), np.uint8)}, "zeros must be"),
         ({"zeros": np.zeros((2, 2), np.int8)}, "zeros must be"),
-        ({"columns": np.full(8, 2, np.int32)}, "columns must be"),
-        ({"columns": np.full(8, -1, np.int32)}, "columns must be"),
-        ({"columns": np.zeros(8)}, "columns must be"),
-        ({"columns": np.zeros(7, np.int32)}, "columns must be"),
+        ({"g_idx": np.full(8, 2, np.int32)}, "g_idx must be"),
+        ({"g_idx": np.full(8, -1, np.int32)}, "g_idx must be"),
+        ({"g_idx": np.zeros(8)}, "g_idx must be"),
+        ({"g_idx": np.zeros(7, np.int32)}, "g_idx must be"),
     ],
 )
-def test_arrays_that_do_not_fit(changes, message):
+def test_quantized_tensor_refuses_mismatched_arrays(changes, message):
     QuantizedTensor(**GOOD)
     with pytest.raises(ModelError, match=message):
         QuantizedTensor(**GOOD | changes)

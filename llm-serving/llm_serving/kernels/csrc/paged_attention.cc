@@ -1,4 +1,4 @@
-#include "attending.h"
+#include "paged_attention.h"
 
 #include <algorithm>
 
@@ -66,32 +66,32 @@ void store_tokens(const KvCache& cache, const KvRows& rows, size_t first, size_t
   });
 }
 
-void store_codes_of_tokens(const KvCache& cache, const KvRows& rows, size_t first, size_t last) {
+void store_qvalues_of_tokens(const KvCache& cache, const KvRows& rows, size_t first, size_t last) {
   const size_t bytes = element_size(cache.dtype, nullptr);
-  std::vector<int8_t> codes(std::max(cache.key_dim, cache.value_dim));
-  // The codes of one head; its scale goes to the place of its token.
-  auto coded = [&](const char* rows_of_heads, size_t stride, size_t head, size_t token, size_t dim, size_t lane,
-                   char* group) {
+  std::vector<int8_t> qvalues(std::max(cache.key_dim, cache.value_dim));
+  // The qvalues of one head; its scale goes to the place of its token.
+  auto quantized = [&](const char* rows_of_heads, size_t stride, size_t head, size_t token, size_t dim, size_t lane,
+                       char* group) {
     float scale;
     const char* x = rows_of_heads + (token * stride + head * dim) * bytes;
-    kernels().encode({x, codes.data(), &scale, cache.dtype, 1, dim});
+    kernels().encode({x, qvalues.data(), &scale, cache.dtype, 1, dim});
     std::memcpy(group + kGroupTokens * dim + lane * kScaleBytes, &scale, kScaleBytes);
     return reinterpret_cast<int8_t*>(group);
   };
   for_stored(cache, rows, first, last, [&](size_t head, size_t token, size_t lane, auto group) {
-    int8_t* keys =
-        coded(rows.k, rows.k_stride, head, token, cache.key_dim, lane, cache.keys + group(cache.key_dim + kScaleBytes));
-    store_key<int8_t, kCodeInputs>(codes.data(), cache.key_dim, lane, keys);
-    int8_t* values = coded(rows.v, rows.v_stride, head, token, cache.value_dim, lane,
-                           cache.values + group(cache.value_dim + kScaleBytes));
-    store_value<int8_t, kCodeInputs>(codes.data(), cache.value_dim, lane, values);
+    int8_t* keys = quantized(rows.k, rows.k_stride, head, token, cache.key_dim, lane,
+                             cache.keys + group(cache.key_dim + kScaleBytes));
+    store_key<int8_t, kCodeInputs>(qvalues.data(), cache.key_dim, lane, keys);
+    int8_t* values = quantized(rows.v, rows.v_stride, head, token, cache.value_dim, lane,
+                               cache.values + group(cache.value_dim + kScaleBytes));
+    store_value<int8_t, kCodeInputs>(qvalues.data(), cache.value_dim, lane, values);
   });
 }
 
 // Stores the tokens from `first` to `last`.
 void store_run(const KvCache& cache, const KvRows& rows, size_t first, size_t last) {
   const bool pairs = cache.dtype == DType::kBFloat16;
-  if (cache.coded) return store_codes_of_tokens(cache, rows, first, last);
+  if (cache.quantized) return store_qvalues_of_tokens(cache, rows, first, last);
   if (cache.dtype == DType::kFloat32) return store_tokens<uint32_t, 1>(cache, rows, first, last);
   if (pairs) return store_tokens<uint16_t, 2>(cache, rows, first, last);
   store_tokens<uint16_t, 1>(cache, rows, first, last);
@@ -123,11 +123,11 @@ struct Heads {
 struct Preparation {
   const AttendArgs& args;
   size_t count;
-  const void* gain;
-  DType gain_dtype;
+  const void* gamma;
+  DType gamma_dtype;
   char* y;  // [tokens, count * head_dim]
 
-  bool changes() const { return gain != nullptr || args.cos != nullptr; }
+  bool changes() const { return gamma != nullptr || args.cos != nullptr; }
 
   Heads prepared(Heads heads) const { return changes() ? Heads{y, count * args.cache.key_dim} : heads; }
 
@@ -139,9 +139,9 @@ struct Preparation {
     char* target = y + first * width * bytes;
     const char* x = heads.x + first * heads.stride * bytes;
     size_t stride = heads.stride;
-    if (gain != nullptr) {
-      RmsNormArgs norm = {x, nullptr, nullptr, gain, target, nullptr, dtype, last - first, width, args.eps};
-      norm.gamma_dtype = gain_dtype;
+    if (gamma != nullptr) {
+      RmsNormArgs norm = {x, nullptr, nullptr, gamma, target, nullptr, dtype, last - first, width, args.eps};
+      norm.gamma_dtype = gamma_dtype;
       norm.group = head_dim;
       norm.x_stride = stride;
       kernels().rms_norm(norm);
@@ -206,10 +206,10 @@ int check_blocks(const Call& call, const Requests& requests, size_t num_blocks, 
 }
 
 bool read_cache(const Call& call, int keys, int values, DType dtype, KvCache& cache) {
-  const bool coded = call.dtype(keys) == DType::kInt8;
-  const size_t scale = coded ? kScaleBytes : 0;
+  const bool quantized = call.dtype(keys) == DType::kInt8;
+  const size_t scale = quantized ? kScaleBytes : 0;
   auto fits = [&](int parameter) {
-    return call.rank(parameter) == 4 && call.dtype(parameter) == (coded ? DType::kInt8 : dtype) &&
+    return call.rank(parameter) == 4 && call.dtype(parameter) == (quantized ? DType::kInt8 : dtype) &&
            call.dim(parameter, 1) % kGroupTokens == 0 && call.dim(parameter, 1) > 0 &&
            call.dim(parameter, 3) >= scale && (call.dim(parameter, 3) - scale) % kPanelWidth == 0;
   };
@@ -219,7 +219,7 @@ bool read_cache(const Call& call, int keys, int values, DType dtype, KvCache& ca
   }
   cache = {call.data<char>(keys),     call.data<char>(values),     dtype,
            call.dim(keys, 0),         call.dim(keys, 1),           call.dim(keys, 2),
-           call.dim(keys, 3) - scale, call.dim(values, 3) - scale, coded};
+           call.dim(keys, 3) - scale, call.dim(values, 3) - scale, quantized};
   return true;
 }
 
@@ -257,11 +257,12 @@ void attend(const AttendArgs& args) {
   if (args.rows.k != nullptr) {
     const size_t bytes = element_size(cache.dtype, nullptr);
     const size_t kv_width = cache.heads * cache.key_dim;
-    const bool changes = args.cos != nullptr || args.q_gain != nullptr || args.k_gain != nullptr;
+    const bool changes = args.cos != nullptr || args.q_gamma != nullptr || args.k_gamma != nullptr;
     const size_t room = changes ? args.tokens * (width + kv_width) * bytes : 0;
     char* memory = static_cast<char*>(scratch(Scratch::kActivations, room + 1));
-    const Preparation of_q = {args, args.num_heads, args.q_gain, args.q_gain_dtype, memory};
-    const Preparation of_k = {args, cache.heads, args.k_gain, args.k_gain_dtype, memory + args.tokens * width * bytes};
+    const Preparation of_q = {args, args.num_heads, args.q_gamma, args.q_gamma_dtype, memory};
+    const Preparation of_k = {args, cache.heads, args.k_gamma, args.k_gamma_dtype,
+                              memory + args.tokens * width * bytes};
     const Heads k = {args.rows.k, args.rows.k_stride};
     const Heads stored = of_k.prepared(k);
     const KvRows rows = {stored.x, stored.stride, args.rows.v, args.rows.v_stride, args.rows.slots};
@@ -273,15 +274,15 @@ void attend(const AttendArgs& args) {
     q = of_q.prepared(q);
   }
   AttentionArgs attention = plain_attention(args, q.x);
-  attention.coded = cache.coded;
-  attention.y_passes = args.y_passes;
+  attention.quantized = cache.quantized;
+  attention.y_layout = args.y_layout;
   attention.q_stride = q.stride;
   attention.window = args.window;
   attention.cap = args.cap;
   attention.slopes = args.slopes;
-  attention.q_turned = args.q_turned;
-  attention.turned_stride = args.turned_stride;
-  attention.turned_dim = cache.value_dim;
+  attention.q_rope = args.q_rope;
+  attention.rope_stride = args.rope_stride;
+  attention.rope_dim = cache.value_dim;
   kernels().attention(attention);
 }
 

@@ -15,12 +15,12 @@ from support.kernel_calls import (
     Typed,
     assert_close,
     call,
-    coded,
     empty,
     float32_sum_bound,
     integers,
     linear,
     packed,
+    quantized,
     scalar,
     typed,
 )
@@ -41,13 +41,13 @@ def tensor_of(kind: str, weight: Array, group_size: int = 32) -> QuantizedTensor
 
 
 def placed(tensor: QuantizedTensor, dtype: str) -> Typed:
-    arrays = tensor.codes, tensor.scales, dtype
-    return coded(*arrays, widened=True, zeros=tensor.zeros, group_size=tensor.group_size)
+    arrays = tensor.qvalues, tensor.scales, dtype
+    return quantized(*arrays, weight_only=True, zeros=tensor.zeros, group_size=tensor.group_size)
 
 
 @pytest.mark.parametrize("dtype", FLOAT_TYPES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_product_is_the_reference_up_to_rounding(isa: str, kind: str, dtype: str) -> None:
+def test_weight_only_product_equals_the_reference_up_to_rounding(isa: str, kind: str, dtype: str) -> None:
     rng = np.random.default_rng(1)
     for m, n, k in SHAPES:
         x, tensor = typed(normal(rng, m, k), dtype), tensor_of(kind, normal(rng, n, k) + np.float32(0.5))
@@ -69,52 +69,52 @@ def test_product_is_the_reference_up_to_rounding(isa: str, kind: str, dtype: str
     isa=st.sampled_from(isas() or ["plain"]),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_small_integers_are_multiplied_exactly(
+def test_weight_only_product_of_small_integers_is_exact(
     m: int, n: int, k: int, bits: int, group: int | None, dtype: str, isa: str, seed: int
 ) -> None:
     """Whatever the last group is cut to."""
     rng = np.random.default_rng(seed)
     groups = 1 if group is None else -(-k // group)
-    codes = rng.integers(0, 16, (n, k), np.uint8) if bits == 4 else rng.integers(-128, 128, (n, k), np.int8)
+    qvalues = rng.integers(0, 16, (n, k), np.uint8) if bits == 4 else rng.integers(-128, 128, (n, k), np.int8)
     zeros = rng.integers(0, 16, (n, groups), np.uint8) if bits == 4 else None
     scales = 2.0 ** rng.integers(-2, 3, (n, groups)) * rng.integers(-1, 2, (n, groups))
     x = rng.integers(-4, 5, (m, k))
     of_input = np.arange(k) // (group or k)
-    values = (codes.astype(np.float64) - (0 if zeros is None else zeros[:, of_input])) * scales[:, of_input]
-    with library.isa_in_use(isa):
-        weight = coded(codes, scales, dtype, widened=True, zeros=zeros, group_size=group)
+    values = (qvalues.astype(np.float64) - (0 if zeros is None else zeros[:, of_input])) * scales[:, of_input]
+    with library.use_isa(isa):
+        weight = quantized(qvalues, scales, dtype, weight_only=True, zeros=zeros, group_size=group)
         assert np.array_equal(linear(typed(x, dtype), weight, "float32").array, x @ values.T)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("n", "k"), [(200, 512), (40, 2080)])
-def test_bits_of_a_row_depend_on_the_row_alone(isa: str, n: int, k: int, kind: str, dtype: str) -> None:
+def test_weight_only_product_is_batch_invariant(isa: str, n: int, k: int, kind: str, dtype: str) -> None:
     rng = np.random.default_rng(2)
     weight, x = placed(tensor_of(kind, normal(rng, n, k)), dtype), typed(normal(rng, 300, k), dtype)
-    with library.threads_in_use(1):
+    with library.use_threads(1):
         alone = np.concatenate([linear(x.rows([i]), weight, "float32").bits for i in range(0, 300, 37)])
     for threads in (1, 2):
-        with library.threads_in_use(threads):
+        with library.use_threads(threads):
             for m in BATCHES:
                 y = linear(x.rows(slice(m)), weight, "float32").bits
                 assert np.array_equal(y[::37], alone[: len(y[::37])]), (threads, m)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_bits_without_groups_are_those_of_the_codes_as_elements(isa: str, dtype: str) -> None:
+def test_weight_only_product_without_groups_equals_dense_values(isa: str, dtype: str) -> None:
     if (isa, dtype) == (FIXED_POINT_ISA, "bfloat16"):
         pytest.skip("multiplies bfloat16 in integers where they are weights")
     rng = np.random.default_rng(3)
     tensor, x = quantize_w8(normal(rng, 70, 300)), typed(normal(rng, 33, 300), dtype)
-    elements = packed(typed(tensor.codes, dtype))
+    elements = packed(typed(tensor.qvalues, dtype))
     expected = linear(x, elements, "float32").array * tensor.scales[:, 0]
     assert np.array_equal(linear(x, placed(tensor, dtype), "float32").array, expected)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", FLOAT_TYPES)
-def test_rows_are_looked_up_as_their_codes_say(kind: str, dtype: str) -> None:
+def test_weight_only_embedding_dequantizes_rows(kind: str, dtype: str) -> None:
     rng = np.random.default_rng(8)
     tensor = tensor_of(kind, normal(rng, 50, 96))
     rows, y = rng.integers(0, 50, 9), empty((9, 96), dtype)
@@ -123,6 +123,8 @@ def test_rows_are_looked_up_as_their_codes_say(kind: str, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("group", [16, 48, 33])
-def test_groups_that_are_not_widened_together_are_refused(group: int) -> None:
+def test_weight_only_packing_refuses_unsupported_groups(group: int) -> None:
     with pytest.raises(ValueError, match="no product takes"):
-        coded(np.ones((4, 480), np.uint8), np.ones((4, -(-480 // group))), "float32", widened=True, group_size=group)
+        quantized(
+            np.ones((4, 480), np.uint8), np.ones((4, -(-480 // group))), "float32", weight_only=True, group_size=group
+        )

@@ -1,15 +1,16 @@
-// A tile of attention over keys and values that are codes: products of codes, as of weights and rows in codes.
+// A tile of attention over keys and values that are qvalues: products of qvalues, as of weights and rows in qvalues.
 //
-//   scores   queries brought to 8 bits with a scale for each head (coded_rows.h), times codes of keys; the exact sums
+//   scores   queries brought to 8 bits with a scale for each head (quantized_rows.h), times qvalues of keys; the exact
+//   sums
 //            take the scales of both
 //   weights  of a chunk, relative to its largest, times the scales of values: brought to 16 bits with one scale, as
 //   high
-//            and low bytes; exact sums of both times codes of values join what is summed already
+//            and low bytes; exact sums of both times qvalues of values join what is summed already
 // Nothing is widened, so that a chunk is read at half the bytes of bfloat16 and multiplied no slower.
 #pragma once
 
-#include "coded_rows.h"
 #include "kv_layout.h"
+#include "quantized_rows.h"
 
 namespace llm::LLM_ISA {
 
@@ -21,14 +22,14 @@ Type* take(char*& memory, size_t count) {
   return result;
 }
 
-class CodedTile {
+class QuantizedTile {
  public:
   static size_t bytes(size_t rows, size_t dim) {
     return rows * (dim + 2 * kChunkTokens + 2 * dim * sizeof(float) + 4 * sizeof(float)) + 7 * 64;
   }
 
-  CodedTile() = default;
-  CodedTile(char*& memory, size_t rows, size_t dim) : rows_(rows), dim_(dim) {
+  QuantizedTile() = default;
+  QuantizedTile(char*& memory, size_t rows, size_t dim) : rows_(rows), dim_(dim) {
     q_ = take<int8_t>(memory, rows * dim);
     q_scale_ = take<float>(memory, rows);
     q_offset_ = take<int32_t>(memory, rows);
@@ -42,11 +43,11 @@ class CodedTile {
   void load_query(size_t row, const Element* q) {
     const Floats factor = broadcast(code_factor(largest_bits(q, dim_), &q_scale_[row]));
     const bool is_finite = q_scale_[row] == q_scale_[row];
-    int8_t* codes = q_ + row * dim_;
+    int8_t* qvalues = q_ + row * dim_;
     NativeInt sums[kParts] = {};
     for (size_t i = 0; i < dim_; i += kLanes) {
       const Floats value = is_finite ? load(q + i) * factor : zeros();
-      store_codes(reinterpret_cast<uint8_t*>(codes + i), value, 0);
+      store_qvalues(reinterpret_cast<uint8_t*>(qvalues + i), value, 0);
       // The code without its rounding to 8 bits: the low bits of a number above 1.5 * 2^23.
       LLM_FOR_PARTS sums[i] += (NativeInt)(value.part[i] + 12582912.0f) - 0x4b400000;
     }
@@ -58,8 +59,8 @@ class CodedTile {
   }
 
   // The groups of a chunk, `count` of them, and of the next one, which are prefetched.
-  void look_up(const void* keys, const void* values, const size_t* groups, size_t count, const size_t* next,
-               size_t next_count) {
+  void gather_blocks(const void* keys, const void* values, const size_t* groups, size_t count, const size_t* next,
+                     size_t next_count) {
     constexpr int kLocality = kFirstLevelIsNarrow ? 2 : 3;
     const size_t size = kGroupTokens * dim_;
     num_groups_ = count;
@@ -118,8 +119,8 @@ class CodedTile {
     const uint32_t bits = largest_bits(seen, kChunkTokens);
     float largest;
     __builtin_memcpy(&largest, &bits, sizeof(largest));
-    const float factor = largest == 0.0f ? 0.0f : kMostWeight / largest;
-    unit_ = largest / kMostWeight;
+    const float factor = largest == 0.0f ? 0.0f : kMaxWeight / largest;
+    unit_ = largest / kMaxWeight;
     for (size_t i = 0; i < kChunkTokens; i += kLanes) store(relative_ + i, load(seen + i) * broadcast(factor));
   }
 
@@ -134,7 +135,7 @@ class CodedTile {
     for (size_t i = 0; i < num_groups_ * kGroupTokens; i += kLanes) {
       const Floats exponent = load(scores + i) * broadcast(scale) - largest;  // not fused: the largest gets zero
       const Floats weight = exp2(keep(exponent, i, -__builtin_inff()));
-      store_wide_codes(high + i, low + i, keep(weight * load(relative_ + i), i, 0.0f));
+      store_wide_qvalues(high + i, low + i, keep(weight * load(relative_ + i), i, 0.0f));
       sum = sum + weight;
     }
     store(total, multiply_add(load(total), broadcast(factor), sum * broadcast(share_[row])));
@@ -178,7 +179,7 @@ class CodedTile {
 
  private:
   static constexpr size_t kPassPanels = 8;  // of values in one product
-  static constexpr float kMostWeight = 65535.0f;
+  static constexpr float kMaxWeight = 65535.0f;
 
   // Sixteen exact sums, less an offset.
   static LLM_INLINE Floats integers(const float* sums, int32_t offset) {

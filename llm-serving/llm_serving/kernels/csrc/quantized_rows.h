@@ -1,22 +1,22 @@
-// Rows that are brought to 8 bits with a scale each, to be multiplied by weights of codes.
+// Rows that are brought to 8 bits with a scale each, to be multiplied by weights of qvalues.
 //
 //   scale = largest magnitude / 127; code = x * (127 / largest), rounded to the nearest even integer
-// A row that holds infinity or NaN has codes of zero and a scale of NaN. The bits are those of `row_codes` in
+// A row that holds infinity or NaN has qvalues of zero and a scale of NaN. The bits are those of `row_qvalues` in
 // kernels/w8a8.py on every instruction set.
 #pragma once
 
-#include "codes.h"
 #include "linear.h"
+#include "qvalues.h"
 
 namespace llm::LLM_ISA {
 
 // Rows without a larger number count as zeros: 127 / largest stays far from overflow.
-constexpr float kLeastLargest = 0x1p-100f;
+constexpr float kMinLargest = 0x1p-100f;
 
-// Rows as codes and their scales [rows], times a weight of codes of type `Code`: activations are the codes plus
+// Rows as qvalues and their scales [rows], times a weight of qvalues of type `Code`: activations are the qvalues plus
 // Operand<Code>::kOffset.
 template <class Code>
-struct CodedRows : Activations<Code> {
+struct QuantizedRows : Activations<Code> {
   const float* scale;
 };
 
@@ -72,30 +72,30 @@ LLM_INLINE uint32_t largest_bits(const Element* x, size_t count) {
   return largest_lane(largest);
 }
 
-// What a row is multiplied by to become codes; sets `scale` to what codes are multiplied by to become the row.
+// What a row is multiplied by to become qvalues; sets `scale` to what qvalues are multiplied by to become the row.
 LLM_INLINE float code_factor(uint32_t largest_bits, float* scale) {
   constexpr uint32_t kInfinity = 0x7f800000;
   float largest;
   __builtin_memcpy(&largest, &largest_bits, sizeof(largest));
   const bool is_finite = largest_bits < kInfinity;
-  const bool is_zero = is_finite && largest < kLeastLargest;
+  const bool is_zero = is_finite && largest < kMinLargest;
   *scale = is_zero ? 0.0f : is_finite ? largest / 127.0f : __builtin_nanf("");
   return is_zero || !is_finite ? 0.0f : 127.0f / largest;
 }
 
-// Sixteen codes, moved by an offset.
-LLM_INLINE void store_codes(uint8_t* target, Floats value, int32_t offset) {
+// Sixteen qvalues, moved by an offset.
+LLM_INLINE void store_qvalues(uint8_t* target, Floats value, int32_t offset) {
   typedef uint8_t NativeByte __attribute__((vector_size(kNative)));
   // Adding 1.5 * 2^23 rounds to an integer, which the low bits of the sum are then.
   const Floats rounded = value + broadcast(12582912.0f);
   LLM_FOR_PARTS {
-    const NativeByte codes = __builtin_convertvector(((NativeUint)rounded.part[i] + offset) & 0xff, NativeByte);
-    __builtin_memcpy(target + i * kNative, &codes, sizeof(codes));
+    const NativeByte qvalues = __builtin_convertvector(((NativeUint)rounded.part[i] + offset) & 0xff, NativeByte);
+    __builtin_memcpy(target + i * kNative, &qvalues, sizeof(qvalues));
   }
 }
 
 // Sixteen numbers from 0 to 65535, rounded to integers: their high bytes and their low ones.
-LLM_INLINE void store_wide_codes(uint8_t* high, uint8_t* low, Floats value) {
+LLM_INLINE void store_wide_qvalues(uint8_t* high, uint8_t* low, Floats value) {
   typedef uint8_t NativeByte __attribute__((vector_size(kNative)));
   const Floats rounded = value + broadcast(12582912.0f);
   LLM_FOR_PARTS {
@@ -109,53 +109,54 @@ LLM_INLINE void store_wide_codes(uint8_t* high, uint8_t* low, Floats value) {
 
 // Codes of `count` numbers of a row, moved by an offset; of a row that holds infinity or NaN they are those of zero.
 template <class Element>
-LLM_INLINE void encode(const Element* x, size_t count, Floats factor, bool is_finite, int32_t offset, uint8_t* codes) {
+LLM_INLINE void encode(const Element* x, size_t count, Floats factor, bool is_finite, int32_t offset,
+                       uint8_t* qvalues) {
   if (!is_finite) {
-    for (size_t i = 0; i < count; i++) codes[i] = static_cast<uint8_t>(offset);
+    for (size_t i = 0; i < count; i++) qvalues[i] = static_cast<uint8_t>(offset);
     return;
   }
   size_t i = 0;
-  for (; i + kLanes <= count; i += kLanes) store_codes(codes + i, load(x + i) * factor, offset);
+  for (; i + kLanes <= count; i += kLanes) store_qvalues(qvalues + i, load(x + i) * factor, offset);
   if (i == count) return;
   alignas(16) uint8_t sixteen[kLanes];
-  store_codes(sixteen, load_first(x + i, count - i) * factor, offset);
-  __builtin_memcpy(codes + i, sixteen, count - i);
+  store_qvalues(sixteen, load_first(x + i, count - i) * factor, offset);
+  __builtin_memcpy(qvalues + i, sixteen, count - i);
 }
 
-// The codes of whole rows, as they lie, without an offset.
+// The qvalues of whole rows, as they lie, without an offset.
 template <class Element>
 void encode_rows(const EncodeArgs& args) {
   for_row_ranges(args.rows, args.size, [&](size_t first, size_t last) {
     for (size_t row = first; row < last; row++) {
       const Element* x = static_cast<const Element*>(args.x) + row * args.size;
-      int8_t* codes = args.codes + row * args.size;
+      int8_t* qvalues = args.qvalues + row * args.size;
       const Floats factor = broadcast(code_factor(largest_bits(x, args.size), &args.scale[row]));
       const bool is_finite = args.scale[row] == args.scale[row];
-      encode(x, args.size, factor, is_finite, 0, reinterpret_cast<uint8_t*>(codes));
+      encode(x, args.size, factor, is_finite, 0, reinterpret_cast<uint8_t*>(qvalues));
     }
   });
 }
 
-// `form`: how rows are to lie; `then(row, codes)` is called when a row of these is complete.
+// `form`: how rows are to lie; `then(row, qvalues)` is called when a row of these is complete.
 template <class Element, class Code, class Then>
-CodedRows<Code> code_rows(const LinearArgs& args, const ActivationForm<Code>& form, Then then) {
-  const size_t stride = args.x_passes.or_rows(args.m, args.k).width;
+QuantizedRows<Code> code_rows(const LinearArgs& args, const ActivationForm<Code>& form, Then then) {
+  const size_t stride = args.x_layout.or_rows(args.m, args.k).width;
   const size_t bytes = form.bytes(args.m);
-  auto* codes = static_cast<uint8_t*>(scratch(Scratch::kActivations, bytes + args.m * sizeof(float)));
-  auto* scale = reinterpret_cast<float*>(codes + bytes);
+  auto* qvalues = static_cast<uint8_t*>(scratch(Scratch::kActivations, bytes + args.m * sizeof(float)));
+  auto* scale = reinterpret_cast<float*>(qvalues + bytes);
   for_rows_of_x(args, [&](size_t row) {
     const Element* x = static_cast<const Element*>(args.x) + row * stride;
     const Floats factor = broadcast(code_factor(largest_bits(x, args.k), &scale[row]));
     const bool is_finite = scale[row] == scale[row];
-    form.passes.for_runs(row, 0, form.inputs, [&](size_t first, size_t last, size_t at) {
+    form.layout.for_runs(row, 0, form.inputs, [&](size_t first, size_t last, size_t at) {
       // Inputs behind the last are zeros.
       const size_t end = last < args.k ? last : args.k;
-      encode(x + first, end - first, factor, is_finite, Operand<Code>::kOffset, codes + at);
-      for (size_t i = end; i < last; i++) codes[at + i - first] = static_cast<uint8_t>(Operand<Code>::kOffset);
+      encode(x + first, end - first, factor, is_finite, Operand<Code>::kOffset, qvalues + at);
+      for (size_t i = end; i < last; i++) qvalues[at + i - first] = static_cast<uint8_t>(Operand<Code>::kOffset);
     });
-    then(row, reinterpret_cast<const ActivationOf<Code>*>(codes));
+    then(row, reinterpret_cast<const ActivationOf<Code>*>(qvalues));
   });
-  return {{form, codes}, scale};
+  return {{form, qvalues}, scale};
 }
 
 }  // namespace llm::LLM_ISA

@@ -1,4 +1,4 @@
-"""The facts of a model's configuration, read one by one: a wrong one is refused by its name, its rule and its value."""
+"""Typed access to a model's configuration; an error names the key, the rule and the value."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Final
 from llm_serving.errors import ModelError, shorten
 
 MAX_TOKEN_IDS: Final = 256
-"""Ids of one kind that a configuration may list."""
+"""Maximum number of ids that one key may list."""
 MAX_LAYERS: Final = 1024
 
 _LARGEST: Final[Mapping[str, int]] = {
@@ -21,25 +21,25 @@ _LARGEST: Final[Mapping[str, int]] = {
     "vocab_size": 2**24,
     "rms_norm_eps": 1,
 }
-"""Key of a configuration -> its largest value: several times that of any model, and small enough to count up to."""
+"""Configuration key -> maximum: several times that of any known model, and small enough for loops over it."""
 _LEAST: Final[Mapping[str, int]] = {
     **dict.fromkeys(("rope_theta", "rope_local_base_freq", "original_max_position_embeddings"), 2)
 }
-"""Key -> its least value, where it is another one than usual: of these the logarithm is divided by."""
+"""Configuration key -> minimum, where it differs from the default: the logarithm of these values is a divisor."""
 _LARGEST_INTEGER: Final = 2**31 - 1
 _LARGEST_NUMBER: Final = 1e30
 _LEAST_NUMBER: Final = 1e-30
-"""Well inside single precision, so that what is multiplied or divided by such numbers is still inside it."""
+"""Limits well inside single precision, so that products and quotients of such numbers stay inside it."""
 
 
-class Facts:
-    """Reads typed values out of a mapping that someone else wrote; null counts as absent.
+class ConfigReader:
+    """Reads typed values from an untrusted mapping; null counts as absent.
 
     Args:
         config: The mapping.
         where: Names it in errors.
 
-    Every method raises ModelError where a value breaks its rule.
+    Every method raises ModelError for a value that breaks its rule.
     """
 
     def __init__(self, config: Mapping[str, Any], where: str) -> None:
@@ -47,19 +47,19 @@ class Facts:
         self.where = where
 
     def fail(self, key: str, rule: str) -> ModelError:
-        """The error of a fact that breaks its rule."""
+        """Return the error for a key that breaks a rule."""
         return ModelError(f"{self.where}: `{key}` {rule}. Given: {shorten(self.config.get(key))}")
 
     def has(self, key: str) -> bool:
-        """Whether there is a value."""
+        """Return whether the key has a value other than null."""
         return self.config.get(key) is not None
 
-    def leaves_out(self, key: str) -> bool:
-        """Whether nothing is said, not even null: for some keys null says that there is none."""
+    def is_absent(self, key: str) -> bool:
+        """Return whether the key is absent; null differs from absence for some keys."""
         return key not in self.config
 
     def integer(self, key: str, default: int | None = None, *, least: int = 1) -> int:
-        """At least `least`, or what the key must be at least."""
+        """Return an integer of at least `least`, or of the key's own minimum."""
         value = self.config.get(key)
         value = default if value is None else value
         largest, least = _LARGEST.get(key, _LARGEST_INTEGER), _LEAST.get(key, least)
@@ -68,7 +68,7 @@ class Facts:
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """Above 0 and neither tiny nor huge."""
+        """Return a positive number that is neither tiny nor huge."""
         value = self.config.get(key)
         value = default if value is None else value
         least, largest = _LEAST.get(key, _LEAST_NUMBER), _LARGEST.get(key, _LARGEST_NUMBER)
@@ -89,7 +89,7 @@ class Facts:
         return default if value is None else value
 
     def choice(self, key: str, known: Sequence[str], default: str | None = None) -> str:
-        """One of the names known."""
+        """Return one of the known names."""
         value = self.config.get(key)
         value = default if value is None else value
         if value not in known:
@@ -97,7 +97,7 @@ class Facts:
         return str(value)
 
     def choices(self, key: str, known: Sequence[str], count: int) -> list[str] | None:
-        """One of the names known for each of `count` layers; None where the key is absent."""
+        """Return one of the known names for each of `count` layers; None where the key is absent."""
         value = self.config.get(key)
         if value is None:
             return None
@@ -106,7 +106,7 @@ class Facts:
         return value
 
     def flags(self, key: str, count: int) -> list[bool] | None:
-        """0 or 1 for each of `count` layers; None where the key is absent."""
+        """Return 0 or 1 for each of `count` layers; None where the key is absent."""
         value = self.config.get(key)
         if value is None:
             return None
@@ -115,7 +115,7 @@ class Facts:
         return [bool(each) for each in value]
 
     def integers(self, key: str) -> list[int]:
-        """A list of integers >= 0, at most as many as there may be layers; empty where the key is absent."""
+        """Return a list of at most MAX_LAYERS integers >= 0; empty where the key is absent."""
         value = self.config.get(key)
         if value is None:
             return []
@@ -125,7 +125,7 @@ class Facts:
         return list(value)
 
     def numbers(self, key: str, count: int) -> tuple[float, ...]:
-        """`count` numbers, each as of `number`."""
+        """Return `count` numbers, each as of `number`."""
         value = self.config.get(key)
         if not isinstance(value, list) or len(value) != count:
             raise self.fail(key, f"must be a list of {count} numbers")
@@ -135,15 +135,15 @@ class Facts:
                 raise self.fail(key, f"must be a list of numbers from {_LEAST_NUMBER:g} to {_LARGEST_NUMBER:g}")
         return tuple(float(each) for each in value)
 
-    def inner(self, key: str) -> Facts:
-        """The facts of an object inside."""
+    def inner(self, key: str) -> ConfigReader:
+        """Return a reader of a nested object."""
         value = self.config.get(key)
         if not isinstance(value, Mapping):
             raise self.fail(key, "must be an object")
-        return Facts(value, f"{self.where}: {key}")
+        return ConfigReader(value, f"{self.where}: {key}")
 
     def token_ids(self, key: str) -> tuple[int, ...]:
-        """An id or a list of ids. Negative ids, as some folders write for "none", are left out."""
+        """Return an id or a list of ids as a tuple, without negative ids, which some folders write for "none"."""
         value = self.config.get(key)
         items = value if isinstance(value, list) else [] if value is None else [value]
         if not all(isinstance(item, int) and not isinstance(item, bool) for item in items):

@@ -9,7 +9,12 @@ from llm_serving.errors import ConfigError
 from llm_serving.models.spec import ModelSpec
 from llm_serving.network.builder import Expert, Network, Routing
 from llm_serving.network.operations import Value, Weight
-from llm_serving.network.quantization import Quantization, lacking, lacking_in_cells, lacking_of_codes
+from llm_serving.network.quantization import (
+    Quantization,
+    unsupported_by_ascend,
+    unsupported_by_cells,
+    unsupported_quantization,
+)
 
 
 @pytest.mark.parametrize(
@@ -22,10 +27,10 @@ from llm_serving.network.quantization import Quantization, lacking, lacking_in_c
         ("deepseek-v2-lite", "products with a weight for each head", "products with a weight for each head"),
     ],
 )
-def test_what_each_graph_lacks(tmp_path, name, primitives, cells):
+def test_unsupported_operations_of_each_family(tmp_path, name, primitives, cells):
     models.write(name, tmp_path)
     network = ModelSpec.from_folder(tmp_path).network
-    assert (lacking(network, 4096), lacking_in_cells(network)) == (primitives, cells)
+    assert (unsupported_by_ascend(network, 4096), unsupported_by_cells(network)) == (primitives, cells)
     for kernels, lacks, have in (("primitives", primitives, "program and plain have"), ("plain", cells, "")):
         overrides = [f"device_config.kernels={kernels}", "model_config.model_dtype=bfloat16"]
         if lacks is None:
@@ -40,20 +45,20 @@ def test_what_each_graph_lacks(tmp_path, name, primitives, cells):
 
 def attention(**facts):
     net = Network(64, 97)
-    q, k, v = net.split(net.linear(net.gather("table"), "qkv", 192), 64, 64, 64)
-    net.attend(q, net.store(k, v, 4), scale=0.25, **facts)
+    q, k, v = net.split(net.linear(net.embedding("table"), "qkv", 192), 64, 64, 64)
+    net.attention(q, net.store_kv(k, v, 4), scale=0.25, **facts)
     return net
 
 
 def experts(**routing):
     net = Network(64, 97)
     names = [Expert(f"{at}.gate", f"{at}.up", f"{at}.down") for at in range(4)]
-    net.experts(net.gather("table"), "router", Routing(top_k=2, **routing), names, 32)
+    net.experts(net.embedding("table"), "router", Routing(top_k=2, **routing), names, 32)
     return net
 
 
 CHOSEN = "experts chosen by anything but the largest of a softmax"
-SLOPES = Weight((), (4,), made=lambda num_positions: np.zeros(4, np.float32))
+SLOPES = Weight((), (4,), generate=lambda num_positions: np.zeros(4, np.float32))
 
 
 @pytest.mark.parametrize(
@@ -70,13 +75,13 @@ SLOPES = Weight((), (4,), made=lambda num_positions: np.zeros(4, np.float32))
         (experts(correction="correction"), CHOSEN),
     ],
 )
-def test_each_of_what_primitives_lack_is_named_where_nothing_else_is_lacking(network, lacks):
-    assert lacking(network, 4096) == lacks
+def test_unsupported_by_ascend_names_each_feature(network, lacks):
+    assert unsupported_by_ascend(network, 4096) == lacks
 
 
-def test_a_window_as_long_as_the_context_is_none(tmp_path):
+def test_unsupported_by_ascend_ignores_a_window_of_the_whole_context(tmp_path):
     models.write("mistral", tmp_path)
-    assert lacking(ModelSpec.from_folder(tmp_path).network, 64) is None
+    assert unsupported_by_ascend(ModelSpec.from_folder(tmp_path).network, 64) is None
 
 
 @pytest.mark.parametrize(
@@ -88,10 +93,10 @@ def test_a_window_as_long_as_the_context_is_none(tmp_path):
         ("qwen3-moe", "w4a8", "products of w4a8 weights"),
     ],
 )
-def test_which_weights_in_codes_primitives_multiply_by(tmp_path, name, kept, lacks):
+def test_unsupported_quantization_accepts_w8a8_only(tmp_path, name, kept, lacks):
     models.write(name, tmp_path)
-    assert lacking_of_codes(Quantization(QuantizationName(kept))) == lacks
-    assert lacking_of_codes(None) is None
+    assert unsupported_quantization(Quantization(QuantizationName(kept))) == lacks
+    assert unsupported_quantization(None) is None
     overrides = [f"quant_config.quantization={kept}", "model_config.model_dtype=bfloat16"]
     for kernels in ("primitives", "plain"):
         given = [*overrides, f"device_config.kernels={kernels}"]

@@ -28,12 +28,12 @@ struct KvCache {
   char *keys, *values;
   DType dtype;  // of the rows
   size_t num_blocks, block_size, heads, key_dim, value_dim;
-  bool coded;
+  bool quantized;
 
   size_t slots() const { return num_blocks * block_size; }
 };
 
-// Reads a cache of two parameters; false if they are none of this type, nor of codes.
+// Reads a cache of two parameters; false if they are none of this type, nor of qvalues.
 bool read_cache(const Call& call, int keys, int values, DType dtype, KvCache& cache);
 
 extern const char kCacheRule[];
@@ -50,7 +50,7 @@ struct KvRows {
 // Stores all of `tokens` rows, by several threads.
 void store_kv(const KvCache& cache, const KvRows& rows, size_t tokens);
 
-// What `attend` computes. Gains are [dim of a head], of the type of the cache or float32; tables have a row for each
+// What `attention` computes. Gains are [dim of a head], of the type of the cache or float32; tables have a row for each
 // position and are of either type.
 struct AttendArgs {
   const char* q;
@@ -62,17 +62,17 @@ struct AttendArgs {
   const int64_t* positions;
   const void *cos = nullptr, *sin = nullptr;  // null: nothing is rotated
   DType table_dtype = DType::kNone;
-  const void *q_gain = nullptr, *k_gain = nullptr;  // null: no norm of heads
-  DType q_gain_dtype = DType::kNone, k_gain_dtype = DType::kNone;
+  const void *q_gamma = nullptr, *k_gamma = nullptr;  // null: no norm of heads
+  DType q_gamma_dtype = DType::kNone, k_gamma_dtype = DType::kNone;
   float eps = 0.0f;
   float scale = 1.0f;
   size_t window = 0;
   float cap = 0.0f;
   const float* slopes = nullptr;
-  const char* q_turned = nullptr;  // null: keys are no latents (see AttentionArgs)
-  size_t turned_stride = 0;
+  const char* q_rope = nullptr;  // null: keys are no latents (see AttentionArgs)
+  size_t rope_stride = 0;
   void* y = nullptr;
-  Passes y_passes = {};
+  TiledLayout y_layout = {};
 };
 
 // Norms and rotates heads of queries and keys, stores keys and values, attends: the bits of the operations one by one.

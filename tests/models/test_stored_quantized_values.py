@@ -24,7 +24,7 @@ pytestmark = pytest.mark.mindspore
         ("GPTQ, 4 bits, act-order", "w8a16"),
     ],
 )
-def test_tokens_are_those_of_the_values(tmp_path, family, layout, kept):
+def test_stored_quantized_values_generate_the_tokens_of_their_values(tmp_path, family, layout, kept):
     values = write_quantized(tmp_path / "quantised", LAYOUTS[layout], FAMILIES[family], seed=3)
     plain = tmp_path / "plain"
     plain.mkdir()
@@ -38,7 +38,7 @@ def test_tokens_are_those_of_the_values(tmp_path, family, layout, kept):
     "name", ["model.layers.1.mlp.up_proj.weight", "model.norm.weight", "model.embed_tokens.weight"]
 )
 @pytest.mark.parametrize("value", [np.nan, -np.inf])
-def test_weights_that_are_no_finite_numbers_are_refused_by_file_and_name(tmp_path, name, value):
+def test_non_finite_weights_are_refused_by_file_and_name(tmp_path, name, value):
     weights = random_weights(tiny_spec())
     weights[name].flat[-1] = value
     (tmp_path / "config.json").write_text(json.dumps(TINY))
@@ -48,7 +48,7 @@ def test_weights_that_are_no_finite_numbers_are_refused_by_file_and_name(tmp_pat
 
 
 @pytest.mark.parametrize("kept", ["w8a8", "w4a16"])
-def test_weights_that_cannot_be_rounded_are_named(tmp_path, kept):
+def test_weights_that_cannot_be_quantized_are_named(tmp_path, kept):
     weights = random_weights(tiny_spec())
     weights["model.layers.1.mlp.up_proj.weight"][3, 5] = np.nan
     (tmp_path / "config.json").write_text(json.dumps(TINY))

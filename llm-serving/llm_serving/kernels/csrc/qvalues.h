@@ -1,8 +1,8 @@
-// Products of codes of 8 bits: four inputs at a time, added up in 32 bits, exact.
+// Products of qvalues of 8 bits: four inputs at a time, added up in 32 bits, exact.
 //
 // vpdpbusd takes one of its operands without sign, so that one of two signed ones is moved by 128, and what that adds
-// is taken off the sum. It adds in 32 bits without saturating, unlike vpmaddubsw in 16; where there is none, codes are
-// widened to 16 bits first. The sums are the same numbers.
+// is taken off the sum. It adds in 32 bits without saturating, unlike vpmaddubsw in 16; where there is none, qvalues
+// are widened to 16 bits first. The sums are the same numbers.
 #pragma once
 
 #include "tile.h"
@@ -14,12 +14,12 @@ struct Code8 {
   int8_t value;
 };
 
-// Of a key, times queries that are codes with their sign: products add kOffset times the sum of a query's codes.
+// Of a key, times queries that are qvalues with their sign: products add kOffset times the sum of a query's qvalues.
 struct KeyCode {
   int8_t value;
 };
 
-// What codes are moved by to lose their sign.
+// What qvalues are moved by to lose their sign.
 constexpr int32_t kCodeOffset = 128;
 
 #if defined(__AVX512VNNI__)
@@ -33,24 +33,24 @@ struct CodeFactor {
   NativeInt part[kParts];
 };
 
-// Adds products of fours of codes without and with sign. Sums are 32-bit integers in all but name: gcc 12 puts some of
-// 24 vectors of integers on the stack.
-LLM_INLINE Floats add_fours(const CodeFactor& unsigned_codes, const CodeFactor& codes, Floats sum) {
+// Adds products of fours of qvalues without and with sign. Sums are 32-bit integers in all but name: gcc 12 puts some
+// of 24 vectors of integers on the stack.
+LLM_INLINE Floats add_fours(const CodeFactor& unsigned_qvalues, const CodeFactor& qvalues, Floats sum) {
   LLM_FOR_PARTS {
-    asm(LLM_ADD_FOURS " %2, %1, %0" : "+v"(sum.part[i]) : "v"(unsigned_codes.part[i]), "v"(codes.part[i]));
+    asm(LLM_ADD_FOURS " %2, %1, %0" : "+v"(sum.part[i]) : "v"(unsigned_qvalues.part[i]), "v"(qvalues.part[i]));
   }
   return sum;
 }
 
-LLM_INLINE CodeFactor load_codes(const void* codes) {
+LLM_INLINE CodeFactor load_qvalues(const void* qvalues) {
   CodeFactor result;
-  __builtin_memcpy(&result, codes, sizeof(result));
+  __builtin_memcpy(&result, qvalues, sizeof(result));
   return result;
 }
 
-LLM_INLINE CodeFactor broadcast_codes(const void* four_codes) {
+LLM_INLINE CodeFactor broadcast_qvalues(const void* four_qvalues) {
   int32_t four;
-  __builtin_memcpy(&four, four_codes, sizeof(four));
+  __builtin_memcpy(&four, four_qvalues, sizeof(four));
   CodeFactor result;
 #if defined(__AVX512F__)
   result.part[0] = (NativeInt)_mm512_set1_epi32(four);
@@ -75,8 +75,8 @@ struct Operand<Code8> {
   static constexpr bool kQuick = false;
 #endif
 
-  static LLM_INLINE Factor load_panel(const Code8* panel, size_t) { return load_codes(panel); }
-  static LLM_INLINE Factor load_activation(const Activation* a, size_t) { return broadcast_codes(a); }
+  static LLM_INLINE Factor load_panel(const Code8* panel, size_t) { return load_qvalues(panel); }
+  static LLM_INLINE Factor load_activation(const Activation* a, size_t) { return broadcast_qvalues(a); }
   static LLM_INLINE Sum accumulate(const Factor& a, const Factor& b, Sum sum) { return add_fours(a, b, sum); }
   static LLM_INLINE Sum begin(const float* c, bool add_to_c) { return add_to_c ? load(c) : zeros(); }
   static LLM_INLINE void end(Sum sum, float* c, bool, const float*) { store(c, sum); }
@@ -87,11 +87,11 @@ struct Operand<KeyCode> : Operand<Code8> {
   using Activation = int8_t;
 
   static LLM_INLINE Factor load_panel(const KeyCode* panel, size_t) {
-    Factor result = load_codes(panel);
+    Factor result = load_qvalues(panel);
     LLM_FOR_PARTS result.part[i] ^= static_cast<int32_t>(0x80808080);
     return result;
   }
-  static LLM_INLINE Factor load_activation(const Activation* a, size_t) { return broadcast_codes(a); }
+  static LLM_INLINE Factor load_activation(const Activation* a, size_t) { return broadcast_qvalues(a); }
   static LLM_INLINE Sum accumulate(const Factor& a, const Factor& b, Sum sum) { return add_fours(b, a, sum); }
 };
 #else
@@ -130,9 +130,9 @@ struct Operand<Code8> {
   static LLM_INLINE Factor load_panel(const void* panel, size_t factor) {
     Factor result;
     LLM_FOR_PARTS {
-      NativeHalves codes;
-      __builtin_memcpy(&codes, static_cast<const char*>(panel) + kInputs * i * kNative, sizeof(codes));
-      result.part[i] = factor == 0 ? codes << 8 >> 8 : codes >> 8;
+      NativeHalves qvalues;
+      __builtin_memcpy(&qvalues, static_cast<const char*>(panel) + kInputs * i * kNative, sizeof(qvalues));
+      result.part[i] = factor == 0 ? qvalues << 8 >> 8 : qvalues >> 8;
     }
     return result;
   }

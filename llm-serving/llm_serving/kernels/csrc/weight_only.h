@@ -1,9 +1,9 @@
-// W8A16 and W4A16: codes of 8 or 4 bits with a scale for each column and group of inputs, times rows as they are.
+// W8A16 and W4A16: qvalues of 8 or 4 bits with a scale for each column and group of inputs, times rows as they are.
 //
 //   y = sum over groups, in ascending order, of scale * (sum over the group's inputs of x * (code - zero))
 //
 // Elements of every type hold code - zero exactly, so that a group's sum has the order and the bits of a product with
-// elements, however they are made of codes: in registers, by the products themselves (grouped.h), or a few panels and
+// elements, however they are made of qvalues: in registers, by the products themselves (grouped.h), or a few panels and
 // inputs at a time, into the first cache, to be multiplied as any weight is.
 #pragma once
 
@@ -11,7 +11,7 @@
 
 namespace llm::LLM_ISA {
 
-// A byte of codes (packed_codes.h).
+// A byte of qvalues (packed_qvalues.h).
 struct WideCode {
   uint8_t bits;
 };
@@ -22,7 +22,7 @@ constexpr size_t kInputsOfWords = 8;  // those of a block, at most
 constexpr int kByteZero = 128;        // a code of 8 bits that stands for 0
 // Inputs that are widened at once: as bfloat16, four panels of them fill 16 KB or, where many rows use them, 128 KB, so
 // that sums are put back and taken less often.
-constexpr size_t widened_inputs(size_t rows) { return rows > (kTilePanels - 1) * kTileRows ? 1024 : 128; }
+constexpr size_t weight_only_inputs(size_t rows) { return rows > (kTilePanels - 1) * kTileRows ? 1024 : 128; }
 
 template <class Element>
 struct WideRows : Activations<Element> {
@@ -31,11 +31,11 @@ struct WideRows : Activations<Element> {
 
 // Panels are whole in memory, and their inputs filled up to blocks of any type.
 inline const WideCode* whole_panel(const LinearArgs& args, size_t panel, size_t, WideCode*) {
-  const size_t bytes = panel_bytes(WeightFormat::kWidened, args.codes->bits, args.k);
+  const size_t bytes = panel_bytes(WeightFormat::kWeightOnly, args.qvalues->bits, args.k);
   return static_cast<const WideCode*>(args.weight) + panel * bytes;
 }
 
-// ---- bfloat16 out of codes, in registers ----------------------------------------------------------------------------
+// ---- bfloat16 out of qvalues, in registers -----------------------------------------------------------------------
 
 #if defined(__AVX512BW__)
 // The numbers that the lowest five bits of a word stand for: 4 bits of a code less 8 or, of a code that was moved by
@@ -58,7 +58,7 @@ struct HalfNumbers {
 template <bool kZeros>
 alignas(64) constexpr HalfNumbers<kZeros> kHalfNumbers;
 
-// A word of four codes, by that table.
+// A word of four qvalues, by that table.
 template <bool kZeros>
 struct Halves {
   static constexpr size_t kBits = 4;
@@ -70,14 +70,14 @@ struct Halves {
     return _mm512_sub_epi16(_mm512_set1_epi16(15), _mm512_or_si512(columns, _mm512_slli_epi32(columns, 16)));
   }
 
-  static LLM_INLINE __m512i widened(const uint8_t* codes, size_t part, Zero zero) {
-    __m512i words = _mm512_srli_epi16(_mm512_loadu_si512(codes), static_cast<unsigned>(kBits * part));
+  static LLM_INLINE __m512i weight_only(const uint8_t* qvalues, size_t part, Zero zero) {
+    __m512i words = _mm512_srli_epi16(_mm512_loadu_si512(qvalues), static_cast<unsigned>(kBits * part));
     if constexpr (kZeros) words = _mm512_add_epi16(_mm512_and_si512(words, _mm512_set1_epi16(15)), zero);
     return _mm512_permutexvar_epi16(words, _mm512_load_si512(kHalfNumbers<kZeros>.bits));
   }
 };
 
-// A word of two codes: float32 of an exponent whose fraction the code is the end of, less that number and 128.
+// A word of two qvalues: float32 of an exponent whose fraction the code is the end of, less that number and 128.
 struct Bytes {
   static constexpr size_t kBits = 8;
   using Zero = int;
@@ -91,8 +91,8 @@ struct Bytes {
     return _mm512_sub_ps((__m512)float_bits, _mm512_set1_ps(least + kByteZero));
   }
 
-  static LLM_INLINE __m512i widened(const uint8_t* codes, size_t part, Zero) {
-    const __m512i fields = _mm512_loadu_si512(codes);
+  static LLM_INLINE __m512i weight_only(const uint8_t* qvalues, size_t part, Zero) {
+    const __m512i fields = _mm512_loadu_si512(qvalues);
     const __m512i even = (__m512i)number(fields, part), odd = (__m512i)number(_mm512_srli_epi32(fields, 16), part);
     return _mm512_or_si512(odd, _mm512_srli_epi32(even, 16));  // sixteen bits of each are zeros
   }
@@ -101,18 +101,18 @@ struct Bytes {
 
 #if defined(__AVX512BF16__) && !defined(LLM_AMX)
 #define LLM_WIDENS_IN_REGISTERS
-template <class Codes>
-struct WidenedProduct : Codes {
+template <class QValues>
+struct WeightOnlyProduct : QValues {
   using Activation = BFloat16;
   using Factor = __m512bh;
   using Sum = Floats;
-  static constexpr size_t kFactors = 16 / Codes::kBits;
+  static constexpr size_t kFactors = 16 / QValues::kBits;
   static constexpr size_t kInputs = 2 * kFactors;
   static constexpr bool kIsExact = false;
 
   static LLM_INLINE Sum begin(const int32_t*) { return zeros(); }
-  static LLM_INLINE Factor load_panel(const uint8_t* codes, size_t factor, typename Codes::Zero zero) {
-    return (__m512bh)Codes::widened(codes, factor, zero);
+  static LLM_INLINE Factor load_panel(const uint8_t* qvalues, size_t factor, typename QValues::Zero zero) {
+    return (__m512bh)QValues::weight_only(qvalues, factor, zero);
   }
   static LLM_INLINE Factor load_activation(const Activation* a, size_t factor) {
     return Operand<BFloat16>::load_activation(a + 2 * factor, 0);
@@ -123,32 +123,32 @@ struct WidenedProduct : Codes {
   }
 };
 
-template <class Codes>
+template <class QValues>
 void multiply_in_registers(const LinearArgs& args, const WideRows<BFloat16>& x, size_t row, size_t rows,
                            const UnitPanels<WideCode>& panels, float* sums) {
-  auto product = grouped_product<WidenedProduct<Codes>>(args, panels, rows, sums);
+  auto product = grouped_product<WeightOnlyProduct<QValues>>(args, panels, rows, sums);
   product.a = x.at(row, 0);
-  product.a_stride = x.passes.width;
+  product.a_stride = x.layout.width;
   product.inputs = x.inputs;
   multiply_grouped(product);
 }
 #endif
 
-// Rows from which on codes of 8 bits are widened once, in the first cache, rather than by each tile.
-constexpr size_t kMostRowsOfBytes = 2 * kTileRows;
+// Rows from which on qvalues of 8 bits are widened once, in the first cache, rather than by each tile.
+constexpr size_t kMaxRowsOfBytes = 2 * kTileRows;
 
-// Whether each tile widens the codes that it multiplies; rows are then read as they lie.
+// Whether each tile widens the qvalues that it multiplies; rows are then read as they lie.
 template <class Element>
 bool widens_in_registers(const LinearArgs& args) {
 #if defined(LLM_WIDENS_IN_REGISTERS)
-  const bool is_quick = args.codes->bits == 4 || args.m <= kMostRowsOfBytes;
+  const bool is_quick = args.qvalues->bits == 4 || args.m <= kMaxRowsOfBytes;
   return std::is_same<Element, BFloat16>::value && is_quick && args.k > 0 && args.k % kInputsOfWords == 0;
 #else
   return false && args.m > 0;
 #endif
 }
 
-// ---- Elements out of codes, in memory -------------------------------------------------------------------------------
+// ---- Elements out of qvalues, in memory --------------------------------------------------------------------------
 
 // Codes of 0 of a panel's columns, as 32 elements that lie together need them: those of columns, or those of pairs.
 template <class Element>
@@ -165,8 +165,8 @@ struct WordZeros {
   }
 };
 
-// The first sixteen codes of as many words, as numbers.
-LLM_INLINE Floats codes_as_floats(const uint16_t* words, int mask) {
+// The first sixteen qvalues of as many words, as numbers.
+LLM_INLINE Floats qvalues_as_floats(const uint16_t* words, int mask) {
   Floats result;
   LLM_FOR_PARTS {
     NativeInt numbers;
@@ -177,32 +177,32 @@ LLM_INLINE Floats codes_as_floats(const uint16_t* words, int mask) {
 }
 
 template <class Element>
-void widen_blocks(const uint8_t* codes, size_t bits, size_t blocks, size_t ahead, const uint8_t* zero,
+void widen_blocks(const uint8_t* qvalues, size_t bits, size_t blocks, size_t ahead, const uint8_t* zero,
                   Element* target) {
   const WordZeros<Element> zeros(bits, zero);
   const int mask = (1 << bits) - 1;
-  for (size_t block = 0; block < blocks; block++, codes += kBlockBytes) {
-    __builtin_prefetch(codes + ahead);
+  for (size_t block = 0; block < blocks; block++, qvalues += kBlockBytes) {
+    __builtin_prefetch(qvalues + ahead);
     uint16_t words[kBlockWords];
-    __builtin_memcpy(words, codes, sizeof(words));
+    __builtin_memcpy(words, qvalues, sizeof(words));
     for (size_t part = 0; part < 16 / bits; part++, target += kBlockWords) {
       // Elements of every type hold these exactly.
-      store(target, codes_as_floats(words, mask) - zeros.low);
-      store(target + kLanes, codes_as_floats(words + kLanes, mask) - zeros.high);
+      store(target, qvalues_as_floats(words, mask) - zeros.low);
+      store(target + kLanes, qvalues_as_floats(words + kLanes, mask) - zeros.high);
       for (uint16_t& word : words) word = static_cast<uint16_t>(word >> bits);
     }
   }
 }
 
 #if defined(__AVX512BW__)
-template <class Codes>
-void widen_blocks(const uint8_t* codes, size_t blocks, size_t ahead, const uint8_t* zero, BFloat16* target) {
-  const typename Codes::Zero zeros = Codes::zero_of(zero);
-  for (size_t block = 0; block < blocks; block++, codes += kBlockBytes) {
-    __builtin_prefetch(codes + ahead);
+template <class QValues>
+void widen_blocks(const uint8_t* qvalues, size_t blocks, size_t ahead, const uint8_t* zero, BFloat16* target) {
+  const typename QValues::Zero zeros = QValues::zero_of(zero);
+  for (size_t block = 0; block < blocks; block++, qvalues += kBlockBytes) {
+    __builtin_prefetch(qvalues + ahead);
 #pragma GCC unroll 4
-    for (size_t part = 0; part < 16 / Codes::kBits; part++, target += kBlockWords) {
-      _mm512_storeu_si512(target, Codes::widened(codes, part, zeros));
+    for (size_t part = 0; part < 16 / QValues::kBits; part++, target += kBlockWords) {
+      _mm512_storeu_si512(target, QValues::weight_only(qvalues, part, zeros));
     }
   }
 }
@@ -210,41 +210,41 @@ void widen_blocks(const uint8_t* codes, size_t blocks, size_t ahead, const uint8
 
 // `inputs` of a panel from input `k` on, within one group; `zero` of the panel's columns, or null.
 template <class Element>
-void widen_panel(const WeightCodes& codes, const WideCode* panel, size_t k, size_t inputs, const uint8_t* zero,
+void widen_panel(const WeightQValues& qvalues, const WideCode* panel, size_t k, size_t inputs, const uint8_t* zero,
                  Element* target) {
-  const size_t block_codes = kBlockBytes * 8 / codes.bits;
-  const size_t blocks = (inputs * kPanelWidth + block_codes - 1) / block_codes;
-  const auto* from = reinterpret_cast<const uint8_t*>(panel) + k * kPanelWidth * codes.bits / 8;
+  const size_t block_qvalues = kBlockBytes * 8 / qvalues.bits;
+  const size_t blocks = (inputs * kPanelWidth + block_qvalues - 1) / block_qvalues;
+  const auto* from = reinterpret_cast<const uint8_t*>(panel) + k * kPanelWidth * qvalues.bits / 8;
   // The same panel's next inputs are wanted after those of the other panels.
   const size_t ahead = blocks * kBlockBytes;
 #if defined(__AVX512BW__)
   if constexpr (std::is_same<Element, BFloat16>::value) {
-    if (codes.bits == 8) return widen_blocks<Bytes>(from, blocks, ahead, zero, target);
+    if (qvalues.bits == 8) return widen_blocks<Bytes>(from, blocks, ahead, zero, target);
     if (zero == nullptr) return widen_blocks<Halves<false>>(from, blocks, ahead, zero, target);
     return widen_blocks<Halves<true>>(from, blocks, ahead, zero, target);
   }
 #endif
-  widen_blocks<Element>(from, codes.bits, blocks, ahead, zero, target);
+  widen_blocks<Element>(from, qvalues.bits, blocks, ahead, zero, target);
 }
 
 // Up to four panels of a unit.
 template <class Element>
-void sum_widened(const LinearArgs& args, const WideRows<Element>& x, size_t row, size_t rows,
-                 const UnitPanels<WideCode>& panels, size_t first, float* totals) {
-  const WeightCodes& codes = *args.codes;
+void sum_weight_only(const LinearArgs& args, const WideRows<Element>& x, size_t row, size_t rows,
+                     const UnitPanels<WideCode>& panels, size_t first, float* totals) {
+  const WeightQValues& qvalues = *args.qvalues;
   const size_t count = panels.count - first < kTilePanels ? panels.count - first : kTilePanels;
-  const bool is_whole = codes.group >= args.k;
-  const size_t group_inputs = is_whole ? x.inputs : codes.group;
-  const size_t at_once = widened_inputs(rows);
+  const bool is_whole = qvalues.group >= args.k;
+  const size_t group_inputs = is_whole ? x.inputs : qvalues.group;
+  const size_t at_once = weight_only_inputs(rows);
   const size_t panel_elements = at_once * kPanelWidth;
   const size_t sums = count * rows * kPanelWidth;
-  const size_t widened_bytes = count * panel_elements * sizeof(Element);
-  auto* memory = static_cast<char*>(scratch(Scratch::kPanel, widened_bytes + sums * sizeof(float)));
-  auto* widened = reinterpret_cast<Element*>(memory);
+  const size_t weight_only_bytes = count * panel_elements * sizeof(Element);
+  auto* memory = static_cast<char*>(scratch(Scratch::kPanel, weight_only_bytes + sums * sizeof(float)));
+  auto* weight_only = reinterpret_cast<Element*>(memory);
   // The sums of a group that is alone are the totals.
-  float* partial = is_whole ? totals : reinterpret_cast<float*>(memory + widened_bytes);
+  float* partial = is_whole ? totals : reinterpret_cast<float*>(memory + weight_only_bytes);
   const Element* now[kTilePanels];
-  for (size_t p = 0; p < count; p++) now[p] = widened + p * panel_elements;
+  for (size_t p = 0; p < count; p++) now[p] = weight_only + p * panel_elements;
   if (x.inputs == 0) __builtin_memset(totals, 0, sums * sizeof(float));
   auto least = [](size_t a, size_t b) { return a < b ? a : b; };
   for (size_t k = 0; k < x.inputs;) {
@@ -252,18 +252,18 @@ void sum_widened(const LinearArgs& args, const WideRows<Element>& x, size_t row,
     const size_t group_end = least((group + 1) * group_inputs, x.inputs);
     const size_t end = least(least(k + at_once, group_end), (k / x.pass + 1) * x.pass);
     for (size_t p = 0; p < count; p++) {
-      const size_t at = codes.number_at(panels.index[first + p], group);
-      const uint8_t* zero = codes.zero == nullptr ? nullptr : codes.zero + at;
-      widen_panel(codes, panels.data[first + p], k, end - k, zero, widened + p * panel_elements);
+      const size_t at = qvalues.number_at(panels.index[first + p], group);
+      const uint8_t* zero = qvalues.zero == nullptr ? nullptr : qvalues.zero + at;
+      widen_panel(qvalues, panels.data[first + p], k, end - k, zero, weight_only + p * panel_elements);
     }
     Product<Element> product(rows, x.at(row, k), now, count, end - k, partial);
-    product.a_stride = x.passes.width;
-    product.a_tile = x.passes.tile;
+    product.a_stride = x.layout.width;
+    product.a_tile = x.layout.tile;
     product.add_to_c = k > group * group_inputs;
     multiply(product);
     if (end == group_end) {
       for (size_t p = 0; p < count; p++) {
-        const Floats scale = load(codes.scale + codes.number_at(panels.index[first + p], group));
+        const Floats scale = load(qvalues.scale + qvalues.number_at(panels.index[first + p], group));
         for (size_t r = 0; r < rows; r++) {
           const size_t at = (p * rows + r) * kPanelWidth;
           const Floats before = group == 0 ? zeros() : load(totals + at);
@@ -281,23 +281,23 @@ void sum_products(const LinearArgs& args, const WideRows<Element>& x, size_t row
 #if defined(LLM_WIDENS_IN_REGISTERS)
   if constexpr (std::is_same<Element, BFloat16>::value) {
     if (widens_in_registers<Element>(args)) {
-      if (args.codes->bits == 8) return multiply_in_registers<Bytes>(args, x, row, rows, panels, sums);
-      if (args.codes->zero == nullptr) return multiply_in_registers<Halves<false>>(args, x, row, rows, panels, sums);
+      if (args.qvalues->bits == 8) return multiply_in_registers<Bytes>(args, x, row, rows, panels, sums);
+      if (args.qvalues->zero == nullptr) return multiply_in_registers<Halves<false>>(args, x, row, rows, panels, sums);
       return multiply_in_registers<Halves<true>>(args, x, row, rows, panels, sums);
     }
   }
 #endif
   for (size_t first = 0; first < panels.count; first += kTilePanels) {
-    sum_widened(args, x, row, rows, panels, first, sums + first * rows * kPanelWidth);
+    sum_weight_only(args, x, row, rows, panels, first, sums + first * rows * kPanelWidth);
   }
 }
 
-inline void widened_linear(const LinearArgs& args) {
+inline void weight_only_linear(const LinearArgs& args) {
   with_element(args.dtype, [&](auto tag) {
     using Element = typename decltype(tag)::Element;
     if (widens_in_registers<Element>(args)) {
       ActivationForm<Element> form(args.m, args.k);
-      form.pass = form.passes.width = args.k;
+      form.pass = form.layout.width = args.k;
       return linear_with<Element>(args, WideRows<Element>{prepare_activations<Element>(args, form)});
     }
     const ActivationForm<Element> form(args.m, args.k);

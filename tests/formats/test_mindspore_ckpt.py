@@ -5,7 +5,7 @@ import pytest
 from llm_serving.errors import ModelError
 from llm_serving.formats import writer
 from llm_serving.formats.mindspore_ckpt import read_checkpoint
-from llm_serving.formats.writer import Tensor, write_checkpoint
+from llm_serving.formats.writer import TensorSource, write_checkpoint
 from support.model_factories import from_bfloat16, to_bfloat16
 
 ARRAYS = {
@@ -15,8 +15,8 @@ ARRAYS = {
 }
 
 
-def tensor(name: str, array: np.ndarray) -> Tensor:
-    return Tensor(name, array.dtype, array.shape, lambda: array)
+def tensor(name: str, array: np.ndarray) -> TensorSource:
+    return TensorSource(name, array.dtype, array.shape, lambda: array)
 
 
 def write(path, arrays=ARRAYS):
@@ -34,11 +34,11 @@ def same(found, expected) -> bool:
     )
 
 
-def test_what_is_written_is_read(tmp_path):
+def test_checkpoint_round_trip(tmp_path):
     assert same(read(write(tmp_path / "a.ckpt")), ARRAYS)
 
 
-def test_a_tensor_in_pieces_is_put_together(tmp_path, monkeypatch):
+def test_checkpoint_joins_the_pieces_of_a_tensor(tmp_path, monkeypatch):
     whole = write(tmp_path / "a.ckpt")
     monkeypatch.setattr(writer, "_MAX_CONTENT_BYTES", 8)
     pieces = write(tmp_path / "b.ckpt")
@@ -46,19 +46,19 @@ def test_a_tensor_in_pieces_is_put_together(tmp_path, monkeypatch):
     assert same(read(pieces), read(whole))
 
 
-def test_what_belongs_to_a_training_is_left_out(tmp_path):
+def test_checkpoint_omits_training_state(tmp_path):
     extra = {"adam_m.model.norm_out.weight": ARRAYS["odd"], "global_step": np.zeros(1, np.float32)}
     path = write(tmp_path / "a.ckpt", ARRAYS | extra)
     assert list(read(path)) == list(ARRAYS)
 
 
-def test_a_checksum_at_the_end_is_no_tensor(tmp_path):
+def test_checkpoint_ignores_a_trailing_checksum(tmp_path):
     path = write(tmp_path / "a.ckpt")
     path.write_bytes(path.read_bytes() + b"crc_num" + bytes(10))
     assert same(read(path), ARRAYS)
 
 
-def test_every_cut_and_every_changed_byte_of_the_structure_is_an_error_or_another_tensor(tmp_path):
+def test_checkpoint_with_cut_or_changed_bytes_fails_or_differs(tmp_path):
     path = write(tmp_path / "a.ckpt")
     content = path.read_bytes()
     ends = [0]
@@ -94,14 +94,14 @@ def test_every_cut_and_every_changed_byte_of_the_structure_is_an_error_or_anothe
         ({}, b"\x0a\x7f", "127 bytes at byte 2, where 0 are left"),
     ],
 )
-def test_what_is_no_checkpoint(tmp_path, arrays, content, message):
+def test_checkpoint_reader_refuses_other_files(tmp_path, arrays, content, message):
     path = tmp_path / "a.ckpt"
     path.write_bytes(content)
     with pytest.raises(ModelError, match=message):
         read_checkpoint(path)
 
 
-def test_names_that_stand_twice_and_types_that_are_not_read(tmp_path):
+def test_checkpoint_reader_refuses_duplicate_names_and_unknown_types(tmp_path):
     path = write(tmp_path / "a.ckpt")
     path.write_bytes(path.read_bytes() * 2)
     with pytest.raises(ModelError, match="stands twice"):
@@ -113,7 +113,7 @@ def test_names_that_stand_twice_and_types_that_are_not_read(tmp_path):
 
 
 @pytest.mark.mindspore
-def test_mindspore_reads_and_writes_the_same(tmp_path):
+def test_checkpoint_is_compatible_with_mindspore(tmp_path):
     import mindspore as ms
 
     theirs = tmp_path / "theirs.ckpt"

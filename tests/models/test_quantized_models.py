@@ -25,14 +25,14 @@ pytestmark = pytest.mark.mindspore
         "FP8, a scale for a block",
     ],
 )
-def test_tokens_are_those_of_the_values(tmp_path, family, layout):
+def test_quantized_model_generates_the_tokens_of_its_values(tmp_path, family, layout):
     config = FAMILIES[family]
     values = write_quantized(tmp_path / "quantised", LAYOUTS[layout], config, seed=3)
     assert greedy(tmp_path / "quantised") == greedy(plain_folder(tmp_path, config, values))
 
 
 @pytest.mark.parametrize(("family", "kind"), [("llama", 8), ("llama", 2), ("qwen2", 8)])
-def test_tokens_of_a_gguf_file_are_those_of_the_values(tmp_path, family, kind):
+def test_gguf_model_generates_the_tokens_of_its_values(tmp_path, family, kind):
     config = FAMILIES[family] | {"vocab_size": 96}
     values = write_model(tmp_path / "a.gguf", family, config, kind, seed=3)
     tokens = greedy(tmp_path / "a.gguf")
@@ -48,7 +48,7 @@ def test_tokens_of_a_gguf_file_are_those_of_the_values(tmp_path, family, kind):
         ("FP8 of ModelOpt", "hf_quant_config.json"),
     ],
 )
-def test_older_tools_say_it_in_a_file_of_its_own(tmp_path, layout, name):
+def test_quantization_config_of_older_tools_is_a_separate_file(tmp_path, layout, name):
     values = write_quantized(tmp_path, LAYOUTS[layout], TINY)
     config = json.loads((tmp_path / "config.json").read_text())
     own = {key: value for key, value in config.pop("quantization_config").items() if key != "quant_method"}
@@ -56,23 +56,23 @@ def test_older_tools_say_it_in_a_file_of_its_own(tmp_path, layout, name):
     (tmp_path / name).write_text(json.dumps(own))
     spec = check_folder(tmp_path)
     projection = "model.layers.0.mlp.up_proj.weight"
-    found = WeightReader(tmp_path, spec.scheme).take(projection, spec.tensors[projection])
+    found = WeightReader(tmp_path, spec.scheme).read(projection, spec.tensors[projection])
     assert np.array_equal(found, values[projection])
     (tmp_path / name).write_text("[]")
     with pytest.raises(ModelError, match=f"{name}: must be a JSON object"):
         check_folder(tmp_path)
 
 
-def test_compressed_tensors_says_it_by_its_older_key(tmp_path):
+def test_quantization_config_by_the_older_key_of_compressed_tensors(tmp_path):
     values = write_quantized(tmp_path, LAYOUTS["compressed-tensors, W8A8"], TINY)
     config = json.loads((tmp_path / "config.json").read_text())
     config["compression_config"] = config.pop("quantization_config")
     del config["compression_config"]["quant_method"]
     (tmp_path / "config.json").write_text(json.dumps(config))
     spec = check_folder(tmp_path)
-    assert spec.scheme.described == "compressed-tensors, 8 bits"
+    assert spec.scheme.description == "compressed-tensors, 8 bits"
     projection = "model.layers.0.mlp.up_proj.weight"
-    found = WeightReader(tmp_path, spec.scheme).take(projection, spec.tensors[projection])
+    found = WeightReader(tmp_path, spec.scheme).read(projection, spec.tensors[projection])
     assert np.array_equal(found, values[projection])
 
 

@@ -1,0 +1,187 @@
+import fcntl
+import logging
+import os
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from llm_serving.errors import KernelError
+from llm_serving.kernels import compiler as build
+
+# A fake compiler: writes the requested output file and appends its arguments to the file `calls` beside itself.
+FAKE_COMPILER = """#!/bin/sh
+if [ "$1" = --version ]; then echo "fake compiler 1.0"; exit 0; fi
+echo "$@" >> "$(dirname "$0")/calls"
+while [ "$1" != -o ]; do shift; done
+echo object > "$2"
+"""
+
+
+@pytest.fixture
+def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "compiler"
+    path.write_text(FAKE_COMPILER)
+    path.chmod(0o755)
+    monkeypatch.setenv("CXX", str(path))
+    monkeypatch.setenv("LLM_SERVING_CACHE", str(tmp_path / "cache"))
+    return path
+
+
+def calls(compiler: Path) -> list[str]:
+    return (compiler.parent / "calls").read_text().splitlines()
+
+
+def test_library_is_compiled_once_and_then_reused(compiler: Path) -> None:
+    path = build.library_path()
+    assert path.parent == compiler.parent / "cache"
+    assert path.read_text() == "object\n"
+    num_calls = len(calls(compiler))
+    assert build.library_path() == path
+    assert len(calls(compiler)) == num_calls
+    assert [entry.name for entry in path.parent.iterdir() if entry.name != "build.lock"] == [path.name]
+
+
+def test_every_source_and_instruction_set_is_compiled_and_linked(compiler: Path) -> None:
+    build.library_path()
+    *compiled, linked = calls(compiler)
+    sources = {path.name for path in (Path(build.__file__).parent / "csrc").glob("*.cc")} - {"kernels_isa.cc"}
+    assert {Path(word).name for line in compiled for word in line.split() if word.endswith(".cc")} == {
+        *sources,
+        "kernels_isa.cc",
+    }
+    isas = {
+        word.removeprefix("-DLLM_ISA=") for line in compiled for word in line.split() if word.startswith("-DLLM_ISA")
+    }
+    assert "plain" in isas
+    objects = [Path(word).name for word in linked.split() if word.endswith(".o")]
+    assert len(objects) == len(compiled) == len(sources) + len(isas)
+    # The linker keeps the first of equal functions: those any CPU can run.
+    assert all(name.startswith("isa_") for name in objects[-len(isas) :])
+
+
+def test_library_is_compiled_anew_for_another_compiler_version(compiler: Path) -> None:
+    first = build.library_path()
+    compiler.write_text(FAKE_COMPILER.replace("1.0", "2.0"))
+    assert build.library_path() != first
+
+
+def test_library_of_the_same_sources_is_used_without_a_compiler(
+    compiler: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built = build.library_path()
+    monkeypatch.setenv("CXX", "/nowhere/compiler")
+    assert build.library_path() == built
+    built.unlink()
+    with pytest.raises(KernelError, match="no C\\+\\+ compiler found"):
+        build.library_path()
+
+
+def test_library_is_compiled_once_by_concurrent_processes(compiler: Path) -> None:
+    program = "from llm_serving.kernels import compiler as build; print(build.library_path())"
+    command = [sys.executable, "-c", f"import sys; sys.path[:0] = {sys.path!r}; {program}"]
+    started = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    paths = {process.communicate(timeout=60)[0] for process in started}
+    assert len(paths) == 1
+    assert sum("-shared" in line for line in calls(compiler)) == 1
+
+
+def test_process_logs_that_it_waits_for_another_compilation(compiler: Path) -> None:
+    folder = compiler.parent / "cache"
+    folder.mkdir()
+    logger = logging.getLogger("llm_serving")
+    waits = threading.Event()
+
+    class Watch(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "waiting" in record.getMessage():
+                waits.set()
+
+    watch = Watch()
+    logger.addHandler(watch)
+    logger.setLevel(logging.INFO)
+    try:
+        with (folder / "build.lock").open("w") as lock, ThreadPoolExecutor(1) as pool:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            path = pool.submit(build.library_path)
+            assert waits.wait(60)
+            assert not path.done()
+            fcntl.flock(lock, fcntl.LOCK_UN)
+            assert path.result(60).exists()
+    finally:
+        logger.removeHandler(watch)
+        logger.setLevel(logging.NOTSET)
+
+
+def test_compiler_module_runs_as_a_command_without_site_packages(compiler: Path) -> None:
+    """scripts/setup.sh runs it while packages are being installed."""
+    source = Path(build.__file__).parents[2]
+    command = [sys.executable, "-S", "-m", "llm_serving.kernels.compiler"]
+    finished = subprocess.run(command, cwd=source, capture_output=True, text=True, timeout=60, check=True)
+    assert len(list((compiler.parent / "cache").glob("*.so"))) == 1, finished.stderr
+    assert "compiled the operator library in" in finished.stderr
+
+
+def test_compilation_progress_is_logged_by_default(compiler: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "llm_serving")
+    build.library_path()
+    assert "compiling the operator library with fake compiler 1.0" in caplog.text
+    assert "compiled the operator library in" in caplog.text
+
+
+def test_compilation_progress_is_passed_to_the_callback(compiler: Path) -> None:
+    reported: list[str] = []
+    build.library_path(reported.append)
+    num_sources = len(calls(compiler)) - 1  # the last call links
+    first, *steps = reported
+    assert first.startswith(f"compiling the operator library, once: {num_sources} sources")
+    texts = [line.partition(",")[0] for line in steps]
+    of_all = [f"compiling the operator library: {done} of {num_sources} sources" for done in range(1, num_sources + 1)]
+    assert texts == [text for text in of_all if text in texts]
+    assert texts[-1] == of_all[-1]
+    reported.clear()
+    build.library_path(reported.append)
+    assert reported == []
+
+
+def test_find_compiler_names_the_missing_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "/nowhere/compiler")
+    with pytest.raises(
+        KernelError, match="no C\\+\\+ compiler found \\(looked for /nowhere/compiler\\); install g\\+\\+"
+    ):
+        build.find_compiler()
+
+
+def test_compilation_error_contains_the_compiler_output(compiler: Path) -> None:
+    compiler.write_text('#!/bin/sh\n[ "$1" = --version ] && echo x && exit 0\necho "no such header" >&2\nexit 1\n')
+    with pytest.raises(KernelError, match="no such header"):
+        build.library_path()
+    assert not list((compiler.parent / "cache").glob("*.so"))
+
+
+@pytest.mark.parametrize("has_compiler", [False, True])
+def test_library_in_a_read_only_folder_is_used(
+    compiler: Path, monkeypatch: pytest.MonkeyPatch, has_compiler: bool
+) -> None:
+    built = build.library_path()
+    if not has_compiler:
+        monkeypatch.setenv("CXX", "/nowhere/compiler")
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    assert build.library_path() == built
+
+
+def test_cache_folders_omit_a_home_that_does_not_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_home(_: type[Path]) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("LLM_SERVING_CACHE", raising=False)
+    monkeypatch.setattr(Path, "home", classmethod(no_home))
+    assert build._cache_folders() == [Path(build.__file__).parent / "build"]
+
+
+def test_library_path_fails_without_a_writable_folder(compiler: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LLM_SERVING_CACHE", str(compiler / "below_a_file"))
+    with pytest.raises(KernelError, match="set LLM_SERVING_CACHE"):
+        build.library_path()
