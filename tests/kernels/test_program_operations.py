@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from llm_serving.kernels import library, reference
-from llm_serving.network.builder import Expert, Network, Routing
+from llm_serving.network.builder import Expert, ExpertRouting, Network
 from llm_serving.network.operations import Value, Weight
 from llm_serving.network.program import assemble
 from llm_serving.network.rewriting import select_rows
@@ -231,7 +231,7 @@ def test_rows_go_to_the_experts_of_their_scores(isa: str, options: dict[str, Any
         options.get("sigmoid", False),
         {k: options[k] for k in ("groups", "top_groups") if k in options},
     )
-    routing = Routing(
+    routing = ExpertRouting(
         top_k,
         "sigmoid" if sigmoid else "softmax",
         options.get("normalise", True),
@@ -268,7 +268,9 @@ def experts_of(dtype: str, x: Typed, unread: int | None = None) -> Runnable:
         "0.down.weight": down.reshape(-1, inner),
     }
     names = [Expert(f"{i}.gate", f"{i}.up", f"{i}.down") for i in range(count)]
-    return program_with(x, hidden, lambda net, whole: net.experts(whole, "router", Routing(2), names, inner), arrays)
+    return program_with(
+        x, hidden, lambda net, whole: net.experts(whole, "router", ExpertRouting(2), names, inner), arrays
+    )
 
 
 @pytest.mark.parametrize("dtype", FLOAT_TYPES)
@@ -306,7 +308,7 @@ def test_the_weights_of_each_expert_that_rows_chose_are_read_once(count: int) ->
     x = random(60, 80, "float32")
     router, names = rng.standard_normal((7, 80)), [Expert(f"{i}.gate", f"{i}.up", f"{i}.down") for i in range(7)]
     arrays = {"router.weight": router, "0.gate.weight": np.ones((7 * 96, 80)), "0.down.weight": np.ones((7 * 80, 48))}
-    runnable = program_with(x, 80, lambda net, whole: net.experts(whole, "router", Routing(2), names, 48), arrays)
+    runnable = program_with(x, 80, lambda net, whole: net.experts(whole, "router", ExpertRouting(2), names, 48), arrays)
     _, chosen = reference.route(reference.linear(x.values[:count], router), 2)
     before = library.load().llm_num_weight_bytes()
     run(runnable, step_of_rows(count), [])

@@ -7,7 +7,7 @@ from llm_serving.config import load_config
 from llm_serving.core.enums import QuantizationName
 from llm_serving.errors import ConfigError
 from llm_serving.models.spec import ModelSpec
-from llm_serving.network.builder import Expert, Network, Routing
+from llm_serving.network.builder import Expert, ExpertRouting, Network
 from llm_serving.network.operations import Value, Weight
 from llm_serving.network.quantization import (
     Quantization,
@@ -53,7 +53,7 @@ def attention(**facts):
 def experts(**routing):
     net = Network(64, 97)
     names = [Expert(f"{at}.gate", f"{at}.up", f"{at}.down") for at in range(4)]
-    net.experts(net.embedding("table"), "router", Routing(top_k=2, **routing), names, 32)
+    net.experts(net.embedding("table"), "router", ExpertRouting(top_k=2, **routing), names, 32)
     return net
 
 

@@ -177,7 +177,6 @@ class AscendBackend:
         return False
 
     def _read_blocks(self, source: BlockMemory, block_ids: Int32Array) -> ms.Tensor:
-        """Return blocks [n, ...] as a tensor on the device."""
         if isinstance(source, ms.Parameter):
             return gen_ops_prim.Gather()(source, _index(block_ids), 0)
         blocks = source[block_ids]

@@ -58,12 +58,7 @@ class Backend(Protocol):
     """MindSpore dtype of activations, of cosines and sines, and of the result of `embedding`."""
 
     def unsupported(self, network: Network, num_positions: int) -> str | None:
-        """Return what a network needs and the Cells of this backend do not compute, or None.
-
-        Args:
-            network: The network.
-            num_positions: Longest context that is served.
-        """
+        """Return what a network needs and the Cells of this backend do not compute, or None."""
 
     def embedding(self) -> nn.Cell:
         """(token_ids int32[T], table [V, H]) -> [T, H]. The table is from `table` or from `linear_weight`."""
@@ -132,10 +127,6 @@ class Backend(Protocol):
         """(positions int32[T], block_tables int32[B, W]) -> what tells attention which keys each row attends to
 
         A row attends to the keys of its request up to its own position. One result serves all layers.
-
-        Args:
-            max_positions: Longest context of a row, in tokens.
-            block_size: Tokens of a block.
         """
 
     def paged_attention(self, shape: AttentionShape, slopes: ms.Parameter | None = None) -> nn.Cell:

@@ -145,7 +145,6 @@ class CpuBackend(AscendBackend):
         return self.packed_quantized_weight(weight, False, name)
 
     def _expert_qvalues(self, weight: QuantizedTensor, num_experts: int, name: str) -> ms.Parameter:
-        """Pack the weights of all experts as one Parameter, as `expert_weights` does."""
         return self._packed_qvalues(weight, False, name, num_experts)
 
     def kv_cache(

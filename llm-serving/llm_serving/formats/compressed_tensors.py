@@ -93,7 +93,6 @@ class CompressedTensors:
             check_shape(name, parts, ZERO, packed)
 
     def _check_scale(self, name: str, parts: Parts, shape: tuple[int, int]) -> int:
-        """Return the number of groups of a row."""
         scale = part(name, parts, SCALE, [*NUMPY_DTYPES], len(parts[SCALE].shape) if SCALE in parts else 2)
         if scale.shape in ((), (1,), (1, 1), (shape[0],)):
             return 1

@@ -128,11 +128,8 @@ def indexed_names(index: Path) -> list[str]:
 
 
 def read_tensors(source: Path, packed: bool = False) -> dict[str, ReadableTensor]:
-    """Return every tensor of a folder, or of one file, by its stored name.
-
-    Args:
-        source: A folder, or one weight file.
-        packed: Whether tensors may have types that only quantized weights use.
+    """Return every tensor of a folder, or of one file, by its stored name; `packed` allows types of quantized weights
+    only.
 
     Raises:
         ModelError: A file is missing, damaged or of an unsupported format, or two tensors have the same name.

@@ -202,7 +202,6 @@ class _TensorInfo:
         return _PLAIN.get(self.kind) or BLOCKS[self.kind].name
 
     def located(self, file: Path, start: int, alignment: int, size: int) -> ReadableTensor:
-        """Return the tensor in its file, within the bounds of the file."""
         at = start + self.offset
         if (plain := _PLAIN.get(self.kind)) is not None:
             stored = StoredTensor(file, plain, self.shape, ((at, 0),))

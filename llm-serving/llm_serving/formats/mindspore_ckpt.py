@@ -88,7 +88,6 @@ def _joined(file: Path, name: str, pieces: list[_CheckpointPiece]) -> StoredTens
 
 
 def _values(content: mmap.mmap) -> Iterator[tuple[int, int]]:
-    """Yield the byte range of each value."""
     at, size = 0, len(content)
     while at < size:
         if size - at == _CRC_BYTES and content[at : at + len(_CRC)] == _CRC:

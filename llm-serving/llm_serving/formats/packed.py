@@ -46,7 +46,6 @@ class PackedTensor:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes as stored."""
         return sum(part.num_bytes for part in self.parts)
 
     def read_packed(self) -> QuantizedTensor | Array:

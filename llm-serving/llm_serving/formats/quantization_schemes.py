@@ -25,11 +25,7 @@ class _RefusedError(Exception):
 
 
 def scheme_of(config: Mapping[str, Any], where: str) -> Scheme | None:
-    """Return the scheme of a model's weights; None: they are not quantized.
-
-    Args:
-        config: Content of a config.json.
-        where: Names it in errors.
+    """Return the scheme of a model's weights; None: they are not quantized. `where` names the config.json in errors.
 
     Raises:
         ModelError: The scheme is not supported; the text lists the supported ones.
@@ -141,7 +137,6 @@ def _number(given: Mapping[str, Any], keys: tuple[str, ...], allowed: tuple[int,
 
 
 def _group_size(given: Mapping[str, Any], keys: tuple[str, ...]) -> int:
-    """Return the group size, or 0 for none."""
     key = next((each for each in keys if given.get(each) is not None), keys[0])
     value = given.get(key)
     if value is None or value == -1:

@@ -79,7 +79,6 @@ class QuantizedTensor:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(out, in)"""
         rows, columns = self.qvalues.shape
         return rows, columns
 
@@ -245,7 +244,6 @@ def _usable(scale: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def _blocks(rows: int, columns: int) -> list[slice]:
-    """Return the slices of rows that are computed together."""
     step = max(1, _AT_ONCE // max(1, columns))
     return [slice(start, start + step) for start in range(0, rows, step)]
 

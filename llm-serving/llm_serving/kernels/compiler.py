@@ -131,7 +131,6 @@ def _isas() -> list[str]:
 
 
 def _cache_folders() -> list[Path]:
-    """Return the folders that may hold a library, in order of preference."""
     if wanted := os.environ.get("LLM_SERVING_CACHE"):
         return [Path(wanted)]
     folders = [_SOURCES.parent / "build"]
@@ -141,7 +140,6 @@ def _cache_folders() -> list[Path]:
 
 
 def _writable(folders: list[Path]) -> Path:
-    """Return the first writable folder."""
     for folder in folders:
         try:
             folder.mkdir(parents=True, exist_ok=True)

@@ -44,7 +44,6 @@ class Ranks:
 
     @property
     def error(self) -> str | None:
-        """What went wrong, or None."""
         error: bytes | None = self._library.llm_error_of_ranks(self._handle)
         return None if error is None else error.decode(errors="replace")
 
@@ -109,5 +108,4 @@ class Ranks:
         return every.tolist()  # type: ignore[no-any-return]
 
     def leave(self) -> None:
-        """Leave the group and notify the other ranks."""
         self._leave()

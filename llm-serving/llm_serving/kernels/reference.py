@@ -227,7 +227,6 @@ def prompt_attention(
 
 
 def _along_diagonal(tile: Doubles, length: int) -> Doubles:
-    """Return the mask [length, length] that a tile defines."""
     square, inside = np.divmod(np.arange(length), len(tile))
     outside = np.where(square[:, None] < square, -np.inf, 0.0)
     return np.where(square[:, None] == square, tile[inside[:, None], inside], outside)

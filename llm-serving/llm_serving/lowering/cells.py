@@ -145,8 +145,6 @@ class RegisterStep(nn.Cell):
 
 
 class _Schedule:
-    """The Cells of a plan, and the allocation of the registers between them."""
-
     def __init__(
         self,
         plan: Plan,

@@ -221,7 +221,6 @@ class MindFormersNetwork(nn.Cell):
 
 
 def _build(spec: ModelSpec, backend: Backend, max_positions: int) -> nn.Cell:
-    """Build the `GPTModel` of MindFormers' class with its own Parameters."""
     classes = MINDFORMERS_CLASSES[spec.architecture]
     make_config = getattr(module_of_mindformers(classes.config_module), classes.config)
     make_network = getattr(module_of_mindformers(classes.module), classes.network)
@@ -235,7 +234,6 @@ def _build(spec: ModelSpec, backend: Backend, max_positions: int) -> nn.Cell:
 
 
 def _config_arguments(spec: ModelSpec, dtype: str, max_positions: int) -> Mapping[str, Any]:
-    """Return the arguments of a MindFormers configuration."""
     c = ConfigReader(spec.config, CONFIG_NAME)
     heads = attention_heads(c)
     has_bias = any("bias" in each.weights for each in spec.network.operations if each.kind == "linear")
@@ -401,7 +399,6 @@ def _is_bias(name: str, of: str) -> bool:
 
 
 def _set_legacy_weights(model: nn.Cell, network: Network, parameters: Parameters, kv_caches: KVCaches) -> None:
-    """Replace the Parameters and caches that MindFormers made by those of the model."""
     for operation in network.operations[:-1]:
         for role, weight in operation.weights.items():
             (parameter,) = parameters[weight]

@@ -106,7 +106,6 @@ def _quantized_values(weight: Weight, reader: WeightReader, kept: QuantizationNa
 
 
 def _experts(operations: Iterable[Operation]) -> dict[Weight, int]:
-    """Return the number of experts in each weight that holds experts."""
     routed = [each for each in operations if each.kind == "experts"]
     return {each.weights[role]: each.attributes["experts"] for each in routed for role in ("gate_up", "down")}
 

@@ -47,7 +47,6 @@ class ConfigReader:
         self.where = where
 
     def fail(self, key: str, rule: str) -> ModelError:
-        """Return the error for a key that breaks a rule."""
         return ModelError(f"{self.where}: `{key}` {rule}. Given: {shorten(self.config.get(key))}")
 
     def has(self, key: str) -> bool:
@@ -89,7 +88,6 @@ class ConfigReader:
         return default if value is None else value
 
     def choice(self, key: str, known: Sequence[str], default: str | None = None) -> str:
-        """Return one of the known names."""
         value = self.config.get(key)
         value = default if value is None else value
         if value not in known:
@@ -136,7 +134,6 @@ class ConfigReader:
         return tuple(float(each) for each in value)
 
     def inner(self, key: str) -> ConfigReader:
-        """Return a reader of a nested object."""
         value = self.config.get(key)
         if not isinstance(value, Mapping):
             raise self.fail(key, "must be an object")

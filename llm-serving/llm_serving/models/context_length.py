@@ -40,10 +40,6 @@ def context_lengths(spec: ModelSpec, folder: Path) -> ContextLengths:
     state the scaled number in `max_position_embeddings`, and so does a model with unscaled layers. `model_max_length`
     of tokenizer_config.json limits the result.
 
-    Args:
-        spec: The model.
-        folder: Its folder.
-
     Raises:
         ModelError: A file of the folder cannot be read.
     """

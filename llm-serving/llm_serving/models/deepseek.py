@@ -16,7 +16,7 @@ from llm_serving.models.layers import (
     rope_config,
     rope_scaling,
 )
-from llm_serving.network.builder import Network, Routing, padded_order, repeated_order
+from llm_serving.network.builder import ExpertRouting, Network, padded_order, repeated_order
 from llm_serving.network.operations import Float32Array, Value
 from llm_serving.network.rope import Rotary, yarn_mscale
 
@@ -34,7 +34,7 @@ def deepseek_v2(c: ConfigReader) -> Network:
     if groups[1] > groups[0]:
         raise c.fail("topk_group", f"must be at most `n_group` {groups[0]}")
     scale = c.number("routed_scaling_factor", 1.0)
-    routing = Routing(
+    routing = ExpertRouting(
         c.integer("num_experts_per_tok"), normalise=False, scale=scale, groups=groups[0], top_groups=groups[1]
     )
     c.choice("scoring_func", ("softmax",), "softmax")
@@ -60,8 +60,6 @@ def deepseek_v2(c: ConfigReader) -> Network:
 
 
 class _LatentAttention:
-    """The attention of every layer of a configuration."""
-
     def __init__(self, c: ConfigReader) -> None:
         self.heads = c.integer("num_attention_heads")
         self.still = c.integer("qk_nope_head_dim")

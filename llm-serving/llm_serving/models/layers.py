@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Final, Literal
 
 from llm_serving.models.config_reader import ConfigReader
-from llm_serving.network.builder import PANEL_ROWS, Expert, Network, Routing, padded_order, repeated_order
+from llm_serving.network.builder import PANEL_ROWS, Expert, ExpertRouting, Network, padded_order, repeated_order
 from llm_serving.network.operations import Transform, Value, Weight
 from llm_serving.network.rope import ROPE_SCALINGS, Rotary, Scaling
 
@@ -99,13 +99,7 @@ def rope_config(c: ConfigReader) -> ConfigReader:
 
 
 def rope_scaling(c: ConfigReader, reader: ConfigReader, rotary_dim: int) -> Scaling | None:
-    """Read the RoPE scaling.
-
-    Args:
-        c: The configuration.
-        reader: Its `rope_scaling` or `rope_parameters`.
-        rotary_dim: Elements of a head that rotate.
-    """
+    """Read the RoPE scaling from `rope_scaling` or `rope_parameters`."""
     key = "rope_type" if reader.has("rope_type") else "type"
     name = reader.choice(key, ("default", *ROPE_SCALINGS, "mrope", "su"), "default")
     if name == "mrope":
@@ -300,22 +294,11 @@ def mixture_of_experts(
     at: str,
     count: int,
     inner_key: str,
-    routing: Routing,
+    routing: ExpertRouting,
     *,
     parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
 ) -> Value:
-    """Add a router and `count` experts.
-
-    Args:
-        net: Receives the operations.
-        c: The configuration.
-        x: Normalised rows.
-        at: Tensor name prefix.
-        count: Number of experts.
-        inner_key: Configuration key of an expert's intermediate size.
-        routing: How the router chooses experts.
-        parts: Names of gate, up and down projections.
-    """
+    """Add a router and `count` experts, whose intermediate size is the value of `inner_key`."""
     inner = c.integer(inner_key)
     if routing.top_k > count // routing.groups * routing.top_groups:
         share = "" if routing.groups == 1 else f" in {routing.top_groups} of {routing.groups} groups"

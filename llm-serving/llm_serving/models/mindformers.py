@@ -214,13 +214,7 @@ def _is_as_wide_as_stored(weight: Weight) -> bool:
 
 
 def unsupported_by_mindformers(architecture: str, network: Network, num_positions: int) -> str | None:
-    """Return what a model needs and no class of MindFormers computes here, or None.
-
-    Args:
-        architecture: Name of the family.
-        network: The network.
-        num_positions: Longest context that is served.
-    """
+    """Return what a model needs and no class of MindFormers computes in contexts of `num_positions` tokens, or None."""
     if architecture not in MINDFORMERS_CLASSES:
         return (
             f"{architecture} has no class of MindFormers 2.1 that is served; {', '.join(MINDFORMERS_CLASSES)} have one"
@@ -281,13 +275,7 @@ def _part(weight: Weight, at: int) -> Weight:
 
 
 def unsupported_by_mindformers_llama(architecture: str, network: Network, num_positions: int) -> str | None:
-    """Return what a model needs and MindFormers' `LlamaForCausalLM` does not compute, or None.
-
-    Args:
-        architecture: Name of the family.
-        network: The network.
-        num_positions: Longest context that is served.
-    """
+    """Return what a model needs and MindFormers' `LlamaForCausalLM` does not compute, or None."""
     if architecture != ARCHITECTURE:
         return f"{architecture} is none of MindFormers' classes before 2 that are served; {ARCHITECTURE} is"
     lacks = unsupported_by_ascend(network, num_positions)

@@ -11,7 +11,7 @@ from llm_serving.models.layers import (
     self_attention,
     sliding_window,
 )
-from llm_serving.network.builder import Network, Routing
+from llm_serving.network.builder import ExpertRouting, Network
 from llm_serving.network.operations import Value
 
 
@@ -28,7 +28,7 @@ def mistral(c: ConfigReader) -> Network:
         x = net.rms_norm(hidden, at + "post_attention_layernorm")
         if not experts:
             return net.add(hidden, gated_mlp(net, x, at + "mlp.", inner))
-        routing = Routing(c.integer("num_experts_per_tok"))
+        routing = ExpertRouting(c.integer("num_experts_per_tok"))
         x = mixture_of_experts(
             net, c, x, at + "block_sparse_moe.", experts, "intermediate_size", routing, parts=("w1", "w3", "w2")
         )

@@ -33,11 +33,7 @@ class Pooling:
 
 
 def resolve_pooling(mode: str, folder: Path) -> Pooling | None:
-    """Return the pooling of a model, or None for a model without embeddings.
-
-    Args:
-        mode: `model_config.pooling`.
-        folder: Folder of the model.
+    """Return the pooling of `model_config.pooling` for a model folder, or None for a model without embeddings.
 
     Raises:
         ModelError: As `read_pooling`.

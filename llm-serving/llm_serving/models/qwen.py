@@ -11,7 +11,7 @@ from llm_serving.models.layers import (
     self_attention,
     sliding_window,
 )
-from llm_serving.network.builder import Network, Routing
+from llm_serving.network.builder import ExpertRouting, Network
 from llm_serving.network.operations import Value
 
 NORMS = ("self_attn.q_norm", "self_attn.k_norm")
@@ -36,7 +36,7 @@ def _qwen(c: ConfigReader, *, bias: bool, out_bias: bool = False, norms: tuple[s
     def feed_forward(x: Value, index: int, at: str) -> Value:
         if not experts or index in dense or (index + 1) % every:
             return gated_mlp(net, x, at, c.integer("intermediate_size"))
-        routing = Routing(c.integer("num_experts_per_tok"), normalise=c.boolean("norm_topk_prob"))
+        routing = ExpertRouting(c.integer("num_experts_per_tok"), normalise=c.boolean("norm_topk_prob"))
         routed = mixture_of_experts(net, c, x, at, experts, "moe_intermediate_size", routing)
         if not c.has("shared_expert_intermediate_size"):
             return routed

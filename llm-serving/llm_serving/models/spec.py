@@ -64,7 +64,6 @@ class ModelSpec:
 
     @cached_property
     def network(self) -> Network:
-        """The network that the family builds from the configuration."""
         network: Network = describe(self.architecture, ConfigReader(self.config, CONFIG_NAME))
         return network
 
@@ -87,7 +86,6 @@ class ModelSpec:
 
     @property
     def caches(self) -> tuple[CacheShape, ...]:
-        """The KV cache of each layer."""
         return tuple(self.network.caches)
 
     @cached_property
@@ -149,7 +147,6 @@ class ModelSpec:
 
     @cached_property
     def max_weight_elements(self) -> int:
-        """Elements of the largest weight."""
         return max(math.prod(weight.shape) for weight in self.network.weights if weight.generate is None)
 
     def kv_bytes_per_token(self, dtype_bytes: int, *, int8: bool = False) -> int:

@@ -58,7 +58,6 @@ class ReadAhead:
 
     @property
     def num_read(self) -> int:
-        """Bytes read so far."""
         return self._num_read
 
     def consumed(self, num_bytes: int) -> None:
@@ -68,7 +67,6 @@ class ReadAhead:
             self._changed.notify()
 
     def close(self) -> None:
-        """Stop reading and join the thread."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -149,7 +147,6 @@ class WeightReader:
         return name in self._tensors
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shape of every tensor by its Hugging Face name."""
         return {name: tensor.shape for name, tensor in self._tensors.items()}
 
     def zero_biases(self) -> dict[str, tuple[int, ...]]:
@@ -236,7 +233,6 @@ class WeightReader:
 
 
 def _model_order(name: str) -> tuple[bool, bool, list[int], str]:
-    """Order tensors as embedding, layers by number, then the rest."""
     return "embed" not in name, "layers" not in name, [int(number) for number in re.findall(r"\d+", name)], name
 
 
@@ -269,10 +265,7 @@ EVERY_BYTES: Final = 2**22
 
 
 def weight_fingerprint(model: Path) -> str:
-    """Return a hash of the names, sizes and sampled contents of a model's files.
-
-    Args:
-        model: Folder or GGUF file.
+    """Return a hash of the names, sizes and sampled contents of a model's files (a folder or a GGUF file).
 
     Raises:
         ModelError: A file cannot be read, or there is none.

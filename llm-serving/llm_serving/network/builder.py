@@ -56,7 +56,7 @@ class Expert:
 
 
 @dataclass(frozen=True)
-class Routing:
+class ExpertRouting:
     """How the router chooses the experts of a row. It scores a float32 product; ties go to the lower expert number.
 
     Attributes:
@@ -111,7 +111,6 @@ class Network:
 
     @property
     def head(self) -> Operation:
-        """The LM head, which is the last operation."""
         return self.operations[-1]
 
     def hidden_states(self) -> list[Operation]:
@@ -220,7 +219,6 @@ class Network:
         ]
 
     def rope(self, x: Value, rotary: Rotary) -> Value:
-        """Rotate each head of x by its token's position."""
         self.rotaries.add(rotary)
         tables = {
             name: Weight((), (-1, rotary.head_dim), generate=getattr(rotary, name), dtype="model")
@@ -266,14 +264,13 @@ class Network:
         return self._record("gated_activation", {"x": x}, {}, {"function": function}, x.width // 2)
 
     def add(self, a: Value, b: Value, scale: float = 1.0) -> Value:
-        """Compute a + scale * b."""
         return self._record("add", {"a": a, "b": b}, {}, {"scale": scale}, a.width)
 
     def sigmoid_gate(self, x: Value, gate: Value) -> Value:
         """Compute x * sigmoid(gate), where `gate` has one element in each row."""
         return self._record("sigmoid_gate", {"x": x, "gate": gate}, {}, {}, x.width)
 
-    def experts(self, x: Value, router: str, routing: Routing, experts: Sequence[Expert], inner: int) -> Value:
+    def experts(self, x: Value, router: str, routing: ExpertRouting, experts: Sequence[Expert], inner: int) -> Value:
         """Compute the sum over a row's experts of topk_weight * down(silu(gate) * up), added in the order of expert
         numbers.
 

@@ -66,12 +66,7 @@ class Program:
 
 
 def build_program(network: Network, dtype: str) -> Program:
-    """Build the program that computes the logits of a network.
-
-    Args:
-        network: The network.
-        dtype: Model dtype: float32, bfloat16 or float16.
-    """
+    """Build the program that computes the logits of a network in a model dtype."""
     return assemble(rewrite(select_rows(network.operations)), len(network.caches), dtype)
 
 
@@ -200,7 +195,6 @@ def _assign_offsets(spans: Mapping[Value, tuple[int, int]], sizes: Mapping[Value
 
 
 def _encode_attribute(role: str, operation: Operation, number: Callable[[Weight | None], int], dtype: str) -> int:
-    """Encode an attribute as an integer."""
     if role == "consumer":
         return number(operation.weights.get("consumer"))
     value = operation.attributes[role]

@@ -97,7 +97,6 @@ def stored_qvalues(
 
 
 def _zeros(tensor: QuantizedTensor) -> NDArray[np.uint8]:
-    """Return the zero points of a 4-bit tensor."""
     return np.full(tensor.scales.shape, SYMMETRIC_ZERO, np.uint8) if tensor.zeros is None else tensor.zeros
 
 
@@ -146,9 +145,7 @@ def unsupported_by_int8_cache(network: Network) -> str | None:
 def unsupported_by_ascend(network: Network, num_positions: int) -> str | None:
     """Return what a network needs and Ascend's primitives lack, or None.
 
-    Args:
-        network: The network.
-        num_positions: Longest context that is served; a window of at least that many tokens has no effect.
+    A window of at least `num_positions` tokens, the longest served context, has no effect.
     """
     found = (_unsupported_operation(each, num_positions) for each in network.operations)
     return unsupported_by_cells(network) or next(filter(None, found), None)

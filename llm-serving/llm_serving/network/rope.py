@@ -94,7 +94,6 @@ class Rotary:
         return self._table(np.cos, num_positions)
 
     def sin(self, num_positions: int) -> Float32Array:
-        """Return sines, as `cos`."""
         return self._table(np.sin, num_positions)
 
     def frequencies(self, num_positions: int) -> Float64Array:

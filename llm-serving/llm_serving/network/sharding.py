@@ -122,7 +122,6 @@ class _Sharding:
         return slice(self._rank * share, (self._rank + 1) * share)
 
     def _write(self, operation: Operation) -> None:
-        """Write the operations with which the rank replaces one operation."""
         kind, y = operation.kind, operation.outputs.get("y")
         given = operation.changed(inputs={role: self._local(x) for role, x in operation.inputs.items()})
         is_split = any(x.root in self._columns for x in operation.inputs.values())
@@ -153,7 +152,6 @@ class _Sharding:
             raise _CannotShardError(f"must be 1 for a model that applies `{kind}` to split values")
 
     def _consumer_weights(self, operation: Operation) -> dict[str, Weight]:
-        """Return the weights of a product whose input is split."""
         x, weights = operation.inputs["x"], dict(operation.weights)
         if x.base is not None or operation.attributes["heads"] > 1 or weights["weight"].transform is not None:
             raise _CannotShardError("must be 1 for a model that multiplies views of split values")
@@ -218,7 +216,6 @@ def _shard_experts(operation: Operation, rank: int, count: int) -> dict[str, Wei
 
 
 def _rows(weight: Weight, indices: Indices) -> Weight:
-    """Return some rows of a weight, or some elements of a bias."""
     return replace(weight, shape=(len(indices), *weight.shape[1:]), rows=_picked(weight.rows, indices))
 
 

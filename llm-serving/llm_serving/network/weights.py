@@ -58,7 +58,6 @@ def assemble_weight(weight: Weight, parts: Sequence[Array]) -> Array:
 
 
 def _picked_of_stack(parts: Sequence[Array], order: Sequence[int]) -> Array:
-    """Reorder the rows of stacked tensors without reading the rows of a memory map that are not used."""
     if len(parts) == 1:
         return _picked(parts[0], order)
     at = np.array(order)
