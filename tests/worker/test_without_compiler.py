@@ -13,9 +13,9 @@ SCRIPT = """
 import os, sys
 from pathlib import Path
 import numpy as np
-from model_factories import random_weights, tiny_spec
-from reference_llama import reference_logits
-from step_factories import step_input
+from support.model_factories import random_weights, tiny_spec
+from support.reference_llama import reference_logits
+from support.step_factories import step_input
 from llm_serving.config.sections.device import DeviceConfig
 from llm_serving.log import configure_logging
 from llm_serving.worker.device import backend_for, configure_device
