@@ -96,12 +96,10 @@ def build(config: ServingConfig, placement: Placement) -> AsyncEngine:
                 index,
                 loaded.num_swap_blocks,
                 spec.window,
+                notice=loaded.notice,
+                computed_by=loaded.computed_by,
             )
             metrics.moves.block_bytes = loaded.block_bytes
-            engine.notice = loaded.notice
-            engine.computed_by = loaded.computed_by
-            engine.machine = lambda: executor.machine
-            engine.block_link = lambda: executor.block_link
             yield engine
         finally:
             executor.close()

@@ -22,6 +22,7 @@ from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.engine.engine import Engine, Publish
 from llm_serving.engine.fleet.migration import Departure
+from llm_serving.engine.listener import EngineListener
 from llm_serving.errors import CapacityError, ConfigError, LLMServingError, RequestError
 from llm_serving.models.spec import ModelSpec
 
@@ -327,20 +328,7 @@ class Simulation:
 
     def drive(self, index: int, make: Callable[[Publish], Engine]) -> Engine:
         engine = self._master.replicas.drive(index, make, self._loop)
-        tell = engine.moves.on_departures
-
-        def on_departures(departures: list[Departure]) -> None:
-            tell(departures)
-            self._loop.call_soon_threadsafe(self._wake, None)
-
-        engine.moves.on_departures = on_departures
-        nudge = engine.nudge
-
-        def nudge_later() -> None:
-            nudge()
-            self._loop.call_soon_threadsafe(self._wake, None)
-
-        engine.nudge = nudge_later
+        engine.add_listener(_ReplicaWaker(lambda: self._loop.call_soon_threadsafe(self._wake, None)))
         return engine
 
     def _wake(self, _: None) -> None:
@@ -455,3 +443,16 @@ def _never_opened(index: int, publish: Publish, on_progress: Callable[[str], Non
 
 def _nobody(now: float) -> None:
     """Nobody waits for the end of a request."""
+
+
+class _ReplicaWaker(EngineListener):
+    """Has the event loop wake the replicas whose inboxes got messages, once an engine may have sent some."""
+
+    def __init__(self, wake: Callable[[], object]) -> None:
+        self._wake = wake
+
+    def on_departures(self, departures: list[Departure]) -> None:
+        self._wake()
+
+    def on_woken(self) -> None:
+        self._wake()

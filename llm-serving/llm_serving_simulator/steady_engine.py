@@ -140,7 +140,7 @@ class SteadyEngine:
         if drafter is not None:
             drafter.record_step_time(num_rows, engine._times.step_s, engine._times.host_s)
             drafter.record_step((), num_rows)
-        engine._metrics.step(*engine._load(), num_rows, replica=engine.index)
+        engine._step_metrics.record_step(num_rows)
         if self._predicts:
             engine.ttft_predictor.record_step(
                 num_tokens=num_rows, num_rows=num_rows, seconds=engine._times.step_s, num_finished=0
@@ -162,7 +162,7 @@ class SteadyEngine:
             engine._processor.report_times()
             engine._auditor.told(told)  # type: ignore[arg-type]
         if told:
-            engine._publish(told)  # type: ignore[arg-type]
+            engine._publish_outputs(told)  # type: ignore[arg-type]
 
     def _pieces_of(self, request: Request) -> list[RequestOutput]:
         """What the newest reply has its client be told; nothing of what nobody but an audit waits for."""

@@ -135,11 +135,12 @@ class VirtualReplica:
                 parts.window,
                 clock=self.clock,
                 build_drafter=lambda config, executor, clock: self._drafter,
+                build_step=self._build,
+                attach_sink=self._receive,
             )
 
         self.engine = world.drive(index, make)
         self.engine.replace_inbox(VirtualInbox(lambda: world.called(index)))
-        self.engine.build_step, self.engine.receive = self._build, self._receive
         self._predicts, self._looks_alike = parts.predicts, parts.looks_alike
         self._newest: Schedule | None = None
         """The newest step that was formed request by request."""

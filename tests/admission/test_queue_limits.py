@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from llm_serving.admission.queue_limits import LIMITS, MIN_FINISHED, AdmissionQueue, DrainRate
 from llm_serving.config.schema import ServingConfig
-from llm_serving.config.tables import ApiKey
 from llm_serving.config.sections.scheduler import SchedulerConfig
+from llm_serving.config.tables import ApiKey
 from llm_serving.core.request_class import STANDARD, RequestClass
 from llm_serving.errors import ContextLengthError, RequestError
 

@@ -143,7 +143,7 @@ def test_a_request_by_which_an_engine_ends_ends_too_whatever_came_of_it() -> Non
                     raise ValueError("a fault of ours")
                 return known(request, desk)
 
-            known, replica.receive = replica.receive, receive
+            known, replica._attach_sink = replica._attach_sink, receive
             all_have_come = Event()
             replica.ask(all_have_come.wait)
             prompts = [[5], [13], [13], [6]]  # the second one with a fault is met while all others are ended
@@ -270,7 +270,7 @@ def test_when_all_have_used_up_their_restarts_the_server_ends_if_it_shall(shall_
             for index in range(2):
                 assert not failed.is_set()
                 engine.replicas.engines[index]._executor.used_up = True
-                engine.replicas.engines[index].on_away()
+                engine.replicas.engines[index]._on_restart_attempt("")
                 await asyncio.sleep(0)
             await asyncio.sleep(0)
             assert failed.is_set() == shall_exit
@@ -289,7 +289,7 @@ def test_a_server_does_not_end_while_one_of_its_replicas_is_still_loaded() -> No
         while 0 not in engines:
             await asyncio.sleep(0)
         engines[0]._executor.used_up = True
-        engines[0].on_away()
+        engines[0]._on_restart_attempt("")
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         assert setup.engine.failure is None

@@ -192,7 +192,7 @@ def test_a_beam_that_differs_is_noticed(caplog: pytest.LogCaptureFixture) -> Non
     """Only of the second best answer, only in what else was likely there."""
     harness = audited()
     request = search(logprobs=2)
-    publish = harness.engine._publish
+    publish = harness.engine._publish_outputs
 
     def garble_after_told(pieces: list) -> None:
         publish(pieces)
@@ -202,7 +202,7 @@ def test_a_beam_that_differs_is_noticed(caplog: pytest.LogCaptureFixture) -> Non
             changed = replace(last, top_logprobs=(last.top_logprobs[0], np.nextafter(last.top_logprobs[1], 9)))
             beam.logprobs = (*beam.logprobs[:-1], changed)
 
-    harness.engine._publish = garble_after_told
+    harness.engine._publish_outputs = garble_after_told
     harness.engine.submit(request)
     harness.run()
     assert counts(harness) == (1, 1)

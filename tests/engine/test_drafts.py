@@ -119,7 +119,7 @@ def test_to_form_a_step_is_time_of_the_master_and_not_of_the_step() -> None:
 
     drafter = MeasuredDrafts(random.Random(3))
     harness = Harness(drafter=drafter, block_size=16, clock=lambda: now)
-    harness.engine.build_step = slowly(0.25, harness.engine.build_step)
+    harness.engine._build_step = slowly(0.25, harness.engine._build_step)
     harness.runner.execute = slowly(1.0, harness.runner.execute)
     run(harness, create_request(4, request_id="a", max_tokens=60))
     assert set(drafter.told) == {(1.0, 0.25)}

@@ -81,7 +81,7 @@ def test_it_tells_whether_a_step_is_under_way() -> None:
 
 def test_predictor_counts_a_step_as_in_flight_once_no_request_can_join_it() -> None:
     harness = Harness()
-    engine, build, seen = harness.engine, harness.engine.build_step, []
+    engine, build, seen = harness.engine, harness.engine._build_step, []
 
     def note(schedule: Schedule, number: int) -> StepInput:
         steps = (*engine._in_flight, schedule)
@@ -89,7 +89,7 @@ def test_predictor_counts_a_step_as_in_flight_once_no_request_can_join_it() -> N
         seen.append((engine.ttft_predictor.in_flight[:2], expected))
         return build(schedule, number)
 
-    engine.build_step = note
+    engine._build_step = note
     for _ in range(3):
         engine.submit(create_request(5, max_tokens=4))
         engine.step()

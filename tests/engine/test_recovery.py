@@ -309,13 +309,13 @@ def test_nobody_waits_longer_than_allowed_for_a_work_agent() -> None:
     absence = Absence(harness, num_failures=30, attempt_s=14.0)
     early, late = requests_of_all_kinds(), create_request(4, max_tokens=5)
     ended_at: dict[str, float] = {}
-    publish = harness.engine._publish
+    publish = harness.engine._publish_outputs
 
     def note(pieces: list[RequestOutput]) -> None:
         ended_at.update({piece.request_id: absence.now for piece in pieces if piece.finished})
         publish(pieces)
 
-    harness.engine._publish = note
+    harness.engine._publish_outputs = note
     harness.executor.spoil = dies_at(harness, 3)
     harness.submit(*early)
     harness.run()

@@ -16,6 +16,7 @@ from llm_serving.engine.engine import Engine
 from llm_serving.engine.fleet.migration import Departure
 from support.async_engine_setup import Setup
 from support.fake_runner import expected_output
+from support.listeners import FunctionListener
 
 PROMPT = list(range(3, 20))
 ROLES = ("prefill", "decode")
@@ -156,7 +157,12 @@ def test_a_request_that_cannot_be_handed_over_ends_and_those_behind_it_go_on(blo
                     hand_over(departures)
 
             for replica in engine.replicas.engines.values():
-                replica.moves.on_departures = lambda come: loop.call_soon_threadsafe(gather, come)
+                replica._listeners[:] = [
+                    FunctionListener(
+                        on_departures=lambda come: loop.call_soon_threadsafe(gather, come),
+                        on_blocks_released=give_back,
+                    )
+                ]
             loop = asyncio.get_running_loop()
             async with asyncio.timeout(30):
                 answers = await asyncio.gather(ask(engine), ask(engine))

@@ -133,13 +133,14 @@ class Setup:
         blocks = scheduler.blocks
         runner = self.runners[index] = GatedRunner(blocks.pool.num_blocks, blocks.block_size, self.pools[index])
         tokenizer: Any = WordTokenizer()
-        engine = Engine(scheduler, LocalExecutor(runner), tokenizer, self.metrics, publish, index=index)
+        executor = LocalExecutor(runner)
+        engine = Engine(scheduler, executor, tokenizer, self.metrics, publish, index=index)
         if self._share_memory:
             yield engine
         else:
             with linked(self.pools[index], 4 * blocks.block_size) as link:
                 self.links[index] = link
-                engine.block_link = lambda: link
+                executor.block_link = link
                 yield engine
         scheduler.check_integrity()
         assert scheduler.blocks.pool.num_used_blocks == 0

@@ -57,7 +57,7 @@ class FragileHarness(Harness):
         self.engine._executor = self.executor
         engine = self.engine
         engine._recovery = Recovery(
-            self.scheduler, self.executor, self.metrics, engine._while_away, engine._while_tried
+            self.scheduler, self.executor, self.metrics, engine._on_restart_attempt, engine._on_bisection_step
         )
         self.engine._max_steps_in_flight = 2
 

@@ -110,6 +110,7 @@ class SimulatedAgent:
         if isinstance(self.buffers, SharedBuffers):
             self._mapping = SharedBuffers(self.buffers.fd, NUM_BUFFERS, BUFFER_BYTES)
         sizes = blocks.pool.num_blocks, blocks.block_size, blocks.host_pool.num_blocks
+        self.machine = ""
         self.block_link: Any = None
         if place is not None and transfer is not None:  # that of a machine is its own
             transfer = FakeTransferPool(len(transfer.blocks))

@@ -44,6 +44,7 @@ from llm_serving.errors import CapacityError
 from llm_serving.executor.executor import LocalExecutor
 from llm_serving.observability.metrics import Metrics
 from support.fakes import DEMO_FOLDER, DEMO_TOKENIZER
+from support.listeners import FunctionListener
 from support.simulated_clock import Clock
 from support.word_tokenizer import WordTokenizer
 
@@ -138,9 +139,9 @@ class World:
         self.master.replicas._loop = _Now()  # type: ignore[assignment]
         self.engine = build_engine(served, 4096, _Device(self), TOKENIZER, metrics, self._publish)
         self.engine._clock = self.engine._processor._clock = self.clock
-        build_step = self.engine.build_step
-        self.engine.build_step = lambda *step: self._schedule(schedule_s, build_step, *step)
-        self.engine.on_started = self.master.replicas._publish_started
+        build_step = self.engine._build_step
+        self.engine._build_step = lambda *step: self._schedule(schedule_s, build_step, *step)
+        self.engine.add_listener(FunctionListener(on_started=self.master.replicas.on_started))
         self.master.replicas.engines[0] = self.engine
         for client in self.clients:
             self.at(client.arrives, lambda client=client: self._arrive(client))

@@ -143,7 +143,6 @@ class Replica:
             restart_wait_s=self.restart_wait_s,
             drafter=rng.choice((None, drafts)),
         )
-        self.engine.block_link = lambda: self.executor.block_link
 
     def _start(self, like: Loaded | None, timeout_s: float | None) -> SimulatedAgent:
         simulation = self._simulation
@@ -251,8 +250,8 @@ class Simulation:
             config, MODEL, TOKENIZER, self.metrics, lambda *_: contextlib.nullcontext(), clock=self.clock
         )
         self._master.replicas._loop = self._loop  # type: ignore[assignment]
-        self._publish_departures = self._master.replicas._publish_departures
-        self._master.replicas._publish_departures = self._depart  # type: ignore[method-assign]
+        self._publish_departures = self._master.replicas.on_departures
+        self._master.replicas.on_departures = self._depart  # type: ignore[method-assign]
         self._handed_over: dict[TransferBlock, str] = {}
         """Whose each block was, by its epoch."""
         self._carrier = SimulatedCarrier(random.Random(f"carrier {seed}").choice((1, 2, 100)))

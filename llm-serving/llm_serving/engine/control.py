@@ -124,7 +124,7 @@ class Control:
                 index,
                 self._replicas.state(index),
                 self._requests.num_of(engines[index]) if index in engines else 0,
-                engines[index].machine() if index in engines else "",
+                engines[index].machine if index in engines else "",
             )
             for index in range(len(self._replicas))
         ]

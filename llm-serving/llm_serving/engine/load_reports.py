@@ -5,10 +5,11 @@ How long the steps of an engine take, and what of that is the master's.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Final
 
 from llm_serving.admission.ttft_predictor import InFlightSteps, TtftPredictor
+from llm_serving.observability.step_observer import CompletedStep, StepObserver
 from llm_serving.scheduler import Schedule, Scheduler
 
 STEP_MEMORY: Final = 128
@@ -60,7 +61,7 @@ class StepTimes:
         self._settle_s = now - self._replied
 
 
-class LoadReports:
+class LoadReports(StepObserver):
     """Feeds the TTFT predictor on the engine's thread; other threads only read `predictor`.
 
     Args:
@@ -75,8 +76,7 @@ class LoadReports:
         self._scheduler = scheduler
         self._times = times
 
-    def formed(self, schedule: Schedule | None, in_flight: Collection[Schedule], now: float) -> None:
-        """Report the next step, which follows those in flight; None: no request can be scheduled."""
+    def on_scheduled(self, schedule: Schedule | None, in_flight: Sequence[Schedule], now: float) -> None:
         if schedule is not None:  # later requests cannot join it
             self.num_left = sum([row.request.num_tokens - row.end for row in schedule.rows if not row[3]])
             self._report_in_flight([*in_flight, schedule], self._times.began if in_flight else now)
@@ -84,23 +84,18 @@ class LoadReports:
         if self._has_room():
             self.predictor.record_free_blocks()
 
-    def went_on(self, in_flight: Collection[Schedule], now: float) -> None:
-        """Report that the scheduler has the reply to a step, and that the oldest step in flight begins now."""
-        self._report_in_flight(in_flight, now)
-
-    def replied(self, schedule: Schedule, num_tokens: int, num_ended: int) -> None:
-        """Report a completed step of so many tokens that finished so many requests."""
-        if num_ended:
+    def on_completed(self, step: CompletedStep) -> None:
+        self._report_in_flight(step.in_flight, step.now)  # the oldest of them begins now
+        if step.finished:
             self.predictor.record_running(len(self._scheduler.running))
         self.predictor.record_step(
-            num_tokens=num_tokens,
-            num_rows=len(schedule.rows),
+            num_tokens=step.num_tokens,
+            num_rows=len(step.schedule.rows),
             seconds=self._times.step_s,
-            num_finished=num_ended,
+            num_finished=len(step.finished),
         )
 
-    def lost(self) -> None:
-        """Report that no step is in flight any more."""
+    def on_failed(self, now: float) -> None:
         self.num_left = 0
         self._report_in_flight((), self._times.began)
 

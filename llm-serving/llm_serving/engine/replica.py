@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 from llm_serving.config.schema import ServingConfig
 from llm_serving.core.enums import OrderName
@@ -154,10 +154,13 @@ def build_engine(
     window: int | None = None,
     clock: Clock = monotonic,
     build_drafter: Callable[[ServingConfig, Executor, Clock], SpeculationController | None] = build_drafter,
+    **options: Any,
 ) -> Engine:
-    """The engine of replica `index`; its executor's WorkAgent has a cache of `num_blocks` and a host pool.
+    """Return the engine of replica `index`; its executor's WorkAgent has a cache of `num_blocks` and a host pool.
 
-    The model's layers see at most the `window` newest tokens; None: one of them sees all.
+    Args:
+        window: Newest tokens that every layer of the model sees at most; None: at least one layer sees all.
+        options: Further arguments of `Engine`.
     """
     scheduler = build_scheduler(config, num_blocks, num_swap_blocks, index, window, clock)
     context = _context(config, scheduler.blocks)
@@ -176,6 +179,7 @@ def build_engine(
         restart_wait_s=config.serving.restart_wait_s,
         drafter=build_drafter(config, executor, clock),
         clock=clock,
+        **options,
     )
     engine.log_bounds()
     return engine

@@ -21,6 +21,7 @@ from llm_serving.core.request_output import RequestOutput
 from llm_serving.engine.engine import Engine, Publish
 from llm_serving.engine.fleet.accounting import Ledger
 from llm_serving.engine.fleet.migration import Brought, Carrier, Departure, Pace
+from llm_serving.engine.listener import EngineListener
 from llm_serving.engine.replica import build_rules
 from llm_serving.errors import LLMServingError, NoWorkAgentsError, RequestError, WorkerDiedError
 from llm_serving.executor.supervisor import restart_delay_s
@@ -109,7 +110,7 @@ class Events:
     """An engine that was drained while it was loaded; until it is told to leave it may be given requests."""
 
 
-class Replicas:
+class Replicas(EngineListener):
     """Replicas of the model by index; each has an engine with a thread and a WorkAgent of its own."""
 
     def __init__(self, config: ServingConfig, open_replica: OpenReplica, events: Events) -> None:
@@ -167,8 +168,7 @@ class Replicas:
 
     def watch(self, engine: Engine) -> None:
         """Has an engine tell what happens."""
-        engine.on_started, engine.on_away, engine.on_closing = self._publish_started, self._publish_away, self._changed
-        engine.moves.on_departures, engine.moves.on_spent = self._publish_departures, self.give_back
+        engine.add_listener(self)
 
     async def stop(self) -> None:
         """Ends those that serve; unfinished requests end with an error. One that still loads ends later."""
@@ -195,6 +195,12 @@ class Replicas:
                 found = {index: each for index, each in living if index not in self._drained and not each.is_stopping}
                 self._open = change, found
         return found
+
+    def on_closing(self) -> None:
+        self._changed()
+
+    def on_blocks_released(self, blocks: list[TransferBlock]) -> None:
+        self.give_back(blocks)
 
     def _changed(self) -> None:
         """Others than before may be given requests; from any thread."""
@@ -258,14 +264,14 @@ class Replicas:
         if not blocks or (brought is not None and brought.replica == index):
             return index
         begun = blocks[0][0] // self._num_transfer_blocks
-        source, target = self.engines[begun].block_link(), self.engines[index].block_link()
+        source, target = self.engines[begun].block_link, self.engines[index].block_link
         if begun == index or source is None or target is None or self._stopping.is_set():
             return index
 
         def done(there: bool) -> None:
             if not there:
                 self.give_back(departure.leave_blocks())
-            self._publish_departures([departure._replace(brought=Brought(index, target) if there else None)])
+            self.on_departures([departure._replace(brought=Brought(index, target) if there else None)])
 
         if self._carrier.carry(begun, blocks, source, target, done):
             return None
@@ -380,7 +386,7 @@ class Replicas:
         self._call_soon(self._events.on_ended, engine)
 
     def _join(self, index: int, engine: Engine) -> None:
-        self.ledger.join(index, lambda: engine.nudge(), engine.peers.num_reloads)
+        self.ledger.join(index, engine.nudge, engine.peers.num_reloads)
         engine.peers.ledger = self.ledger
 
     def _set_progress(self, text: str) -> None:
@@ -391,16 +397,15 @@ class Replicas:
         """Once a step."""
         self._call_soon(self._events.on_outputs, pieces)
 
-    def _publish_started(self, request_ids: list[str]) -> None:
+    def on_started(self, request_ids: list[str]) -> None:
         self._call_soon(self._events.on_started, request_ids)
 
-    def _publish_departures(self, departures: list[Departure]) -> None:
+    def on_departures(self, departures: list[Departure]) -> None:
         for each in departures:
             self.ledger.places.depart(each.request.request_id, each.request.tenant)
         self._call_soon(self._events.on_departures, departures)
 
-    def _publish_away(self) -> None:
-        """After an attempt to start a WorkAgent again."""
+    def on_restart_attempt(self) -> None:
         self._call_soon(self._check_restarts, None)
 
     def _call_soon(self, callback: Callable[[T], None], argument: T) -> None:

@@ -115,7 +115,7 @@ class Lookup:
                     engine.journal.record(self._clock()),
                     [life for life in engine.journal.lives() if tenant in (None, life.tenant)],
                     own_steps_only=tenant is not None,
-                    machine=engine.machine(),
+                    machine=engine.machine,
                 )
                 for index, engine in sorted(self._replicas.engines.items())
             ],

@@ -18,6 +18,7 @@ from llm_serving.errors import (
     StepMismatchError,
     WorkerDiedError,
 )
+from llm_serving.executor.cluster.block_link import BlockLink
 from llm_serving.executor.restart_status import Away
 from llm_serving.executor.worker_process import AgentLink
 from llm_serving.log import get_logger
@@ -48,6 +49,14 @@ class RestartFailedError(LLMServingError):
 
 class Executor(Protocol):
     """Runs steps strictly in the order they are submitted."""
+
+    @property
+    def machine(self) -> str:
+        """Address of the WorkAgent's machine; empty: the master's own."""
+
+    @property
+    def block_link(self) -> BlockLink | None:
+        """Transfers KV blocks from and to the WorkAgent; None: it shares memory with the others."""
 
     @property
     def away(self) -> Away | None:
@@ -127,6 +136,8 @@ class Unsupervised:
 
     away: Away | None = None
     used_up = False
+    machine = ""
+    block_link: BlockLink | None = None
 
     def restart(self, reason: str) -> None:
         raise WorkerDiedError(reason)

@@ -14,6 +14,7 @@ from llm_serving.executor.executor import StepFailedError
 from llm_serving.kvcache.transfer_pool import Exports
 from support.engine_harness import Harness
 from support.fake_runner import FakeRunner, FakeTransferPool, expected_output
+from support.listeners import FunctionListener
 
 BLOCK_SIZE = 4
 PROMPT = list(range(10))
@@ -41,8 +42,8 @@ class Pair:
         self.first, self.second = (
             self._harness(Exports(num_blocks, index * num_blocks), **scheduler) for index in range(2)
         )
-        self.first.engine.moves.on_departures = self.departures.extend
-        self.second.engine.moves.on_spent = self.first.engine.give_back
+        self.first.engine.add_listener(FunctionListener(on_departures=self.departures.extend))
+        self.second.engine.add_listener(FunctionListener(on_blocks_released=self.first.engine.give_back))
 
     def _harness(self, exports: Exports, **scheduler: Any) -> Harness:
         harness = Harness(runner=Mortal, exports=exports, **scheduler)
@@ -187,7 +188,7 @@ def test_where_nobody_else_decodes_a_request_goes_on_where_it_began_with_its_dea
         request.deadline = 1e9
     pair.submit(*timed)
     pair.second = pair.first
-    pair.first.engine.moves.on_spent = pair.first.engine.give_back
+    pair.first.engine.add_listener(FunctionListener(on_blocks_released=pair.first.engine.give_back))
     pair.run()
     for index in range(6):
         assert pair.first.token_ids(f"r{index}") == expected_output([index, *PROMPT], 8, 3)

@@ -25,6 +25,7 @@ from llm_serving.core.request_class import class_of
 from llm_serving.core.request_output import RequestOutput
 from llm_serving.core.timings import Clock, monotonic
 from llm_serving.engine.audit import Answer, Auditor
+from llm_serving.engine.listener import EngineListener
 from llm_serving.engine.output_processor import OutputProcessor, Produced
 from llm_serving.engine.sinks import Desk, OneSequence
 from llm_serving.errors import WorkerError
@@ -127,11 +128,9 @@ class Moves:
         desk: Desk,
         journal: Journal,
         metrics: Metrics,
+        listeners: Sequence[EngineListener],
     ) -> None:
-        self.on_departures: Callable[[list[Departure]], None] = lambda departures: None
-        """Told of requests that another replica is to go on with, after all that was told of them here."""
-        self.on_spent: Callable[[list[TransferBlock]], None] = lambda blocks: None
-        """Told of blocks of others that are not needed any more."""
+        self._listeners = listeners
         self._scheduler = scheduler
         self._processor = processor
         self._auditor = auditor
@@ -149,7 +148,7 @@ class Moves:
         """Goes on with a request that another replica has begun."""
         request = departure.request
         if departure.brought is not None and departure.brought.link.is_closed:
-            self.on_spent(departure.leave_blocks())
+            self._release(departure.leave_blocks())
         self._auditor.resume(request, departure.audited)
         self._processor.resume(request, departure.produced)
         self._journal.arrived(request, class_of(request.priority, self._scheduler.classes), departure.time)
@@ -176,7 +175,7 @@ class Moves:
     def step_done(self) -> None:
         """The oldest step in flight was replied to: what was read for it may be written over."""
         if spent := self._spent.popleft():
-            self.on_spent(spent)
+            self._release(spent)
 
     def delivered(self, schedule: Schedule, now: float) -> None:
         """The results of a step are on their way to the clients: whose blocks it handed over is let go of."""
@@ -199,12 +198,13 @@ class Moves:
             departures.append(Departure(as_it_goes_on(request, transfer), produced, audited, departed_at))
         self._departing = []
         if departures:
-            self.on_departures(departures)
+            for listener in self._listeners:
+                listener.on_departures(departures)
 
     def lost(self) -> None:
         """No step is in flight any more: what was is done, or its WorkAgent is gone."""
         while self._spent:
-            self.on_spent(self._spent.popleft())
+            self._release(self._spent.popleft())
 
     def end(self) -> None:
         """No step will be formed any more."""
@@ -216,7 +216,11 @@ class Moves:
         if self._spent:
             self._spent[-1] += blocks
         else:
-            self.on_spent(blocks)
+            self._release(blocks)
+
+    def _release(self, blocks: list[TransferBlock]) -> None:
+        for listener in self._listeners:
+            listener.on_blocks_released(blocks)
 
 
 logger = get_logger(__name__)

@@ -1,0 +1,171 @@
+"""The requests of one engine and what is asked about them; everything here belongs to the engine's thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from llm_serving.core.request import FinishReason, Request
+from llm_serving.core.request_class import class_of
+from llm_serving.core.request_output import RequestOutput
+from llm_serving.core.timings import Clock
+from llm_serving.engine.audit import Auditor
+from llm_serving.engine.deadlines import Deadlines
+from llm_serving.engine.delivery import end
+from llm_serving.engine.fleet.accounting import Peers
+from llm_serving.engine.fleet.migration import Departure, Moves
+from llm_serving.engine.load_reports import LoadReports, StepTimes
+from llm_serving.engine.output_processor import OutputProcessor
+from llm_serving.engine.sinks import Desk, receive
+from llm_serving.engine.thread_safe_calls import ThreadSafeCalls
+from llm_serving.executor.executor import Executor
+from llm_serving.log import get_logger
+from llm_serving.observability.event_log import Journal
+from llm_serving.observability.metrics import Metrics
+from llm_serving.observability.snapshot import Glance, SchedulerState, glance, scheduler_state
+from llm_serving.scheduler import Scheduler
+from llm_serving.scheduler.bounds import longest_waits
+from llm_serving.scheduler.components import Rules
+from llm_serving.speculation import SpeculationController
+from llm_serving.text.tokenizer.tokenizer import Tokenizer
+
+logger = get_logger(__name__)
+
+AttachSink = Callable[[Request, Desk], object]
+
+
+class EngineRequests(ThreadSafeCalls):
+    """Adds, finds, changes and ends the requests of one engine.
+
+    Args:
+        scheduler: Schedules them.
+        executor: Runs their steps.
+        tokenizer: Turns their output into text.
+        metrics: Of the server.
+        index: Of the replica.
+        audit_every: One of so many requests is computed again and compared; 0: none.
+        journal: Event log of requests and steps; None: one that keeps nothing.
+        drafter: Proposes draft tokens; None: no speculation.
+        clock: Of all times.
+        attach_sink: Gives a request the sink of its output and queues what is to be computed first.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        tokenizer: Tokenizer,
+        metrics: Metrics,
+        index: int,
+        audit_every: int,
+        journal: Journal | None,
+        drafter: SpeculationController | None,
+        clock: Clock,
+        attach_sink: AttachSink = receive,
+    ) -> None:
+        super().__init__(scheduler, executor, Journal() if journal is None else journal)
+        self.index = index
+        self._clock = clock
+        self._metrics = metrics
+        self._drafter = drafter
+        self._attach_sink = attach_sink
+        self._times = StepTimes()
+        self._reports = LoadReports(scheduler, self._times)
+        self.ttft_predictor = self._reports.predictor
+        """Read by admission control, from any thread."""
+        self.peers = Peers(index, scheduler, metrics)
+        self._deadlines = Deadlines()
+        self._outputs: list[RequestOutput] = []
+        self._processor = OutputProcessor(tokenizer, metrics, self.journal, clock)
+        self._desk = Desk(scheduler, self._processor, self._outputs_append)
+        self._auditor = Auditor(audit_every, scheduler, tokenizer, metrics, clock)
+        self.moves = Moves(
+            scheduler, self._processor, self._auditor, self._desk, self.journal, metrics, self._listeners
+        )
+        """Migration of requests between replicas."""
+
+    def reprioritise(self, request_id: str, priority: int) -> bool:
+        """Give a request another priority; return whether it has it now. A finished request keeps its own."""
+        request = self._processor.find(request_id)
+        if request is None or request.receiver is None or not request.receiver.reprioritise(priority):
+            return False
+        self.journal.moved(request, class_of(priority, self.scheduler.classes))
+        return True
+
+    def audits(self, request: Request) -> bool:
+        """Return whether the output of the request is computed again and compared."""
+        return self._auditor.watches(request.request_id)
+
+    def put_off(self, request_id: str, deadline: float | None) -> None:
+        """Give a request a later deadline, or none."""
+        request = self._processor.find(request_id)
+        if request is None or request.receiver is None:
+            return
+        request.deadline = deadline
+        for each in request.receiver.computed:
+            self.scheduler.put_off(each, deadline)
+        self._deadlines.add(request)
+
+    def reload(self, rules: Rules, number: int) -> None:
+        """Schedule by other rules, which are the server's reload with this number (from 1)."""
+        self.scheduler.reload(rules)
+        self.peers.reloaded(number)
+        self.ttft_predictor.limits = rules.limits
+        self.log_bounds()
+
+    def log_bounds(self) -> None:
+        logger.info("replica %d: %s", self.index, longest_waits(self.scheduler.bounds))
+        limits = self.scheduler.limits
+        if limits.num_schedulers > 1:
+            logger.info(
+                "replica %d: limits of tenants and weights of classes hold for all %d replicas together; a class is"
+                " sure of 1/%d of its weight here",
+                self.index,
+                limits.num_schedulers,
+                limits.least_part,
+            )
+
+    def state(self) -> SchedulerState:
+        return scheduler_state(self.scheduler, self._clock(), self._times.mean_s)
+
+    def glance(self, since: float) -> Glance:
+        """Return the same, with the events since a time."""
+        return glance(self.scheduler, self.journal, self._clock(), self.mean_step_s, since)
+
+    @property
+    def mean_step_s(self) -> float | None:
+        """Moving average of the seconds per step; None before the first. From any thread."""
+        return self._times.mean_s
+
+    # --- messages of other threads ----------------------------------------------------------------------------------
+
+    def _add(self, request: Request) -> None:
+        self._auditor.started(request)
+        self._expect(request)
+        self._attach_sink(request, self._desk)
+        self.journal.queued(request, self._clock())
+
+    def _arrive(self, departure: Departure, is_cancelled: bool) -> None:
+        self.peers.arrived(departure.request)
+        self._expect(departure.request)
+        self.moves.arrive(departure)
+        self.journal.queued(departure.request, self._clock())
+        if is_cancelled:
+            end(departure.request, FinishReason.ABORT)
+
+    def _abort(self, request_id: str) -> None:
+        request = self._processor.find(request_id)
+        if request is not None:
+            end(request, FinishReason.ABORT)
+
+    def _expect(self, request: Request) -> None:
+        if self._drafter is not None:
+            self._drafter.add_request(request)
+        self._deadlines.add(request)
+
+    def _end_all(self, reason: str, kind: FinishReason) -> None:
+        self._auditor.drop()
+        for request in self._processor.unfinished():
+            end(request, kind, reason)
+
+    def _outputs_append(self, output: RequestOutput) -> None:
+        self._outputs.append(output)

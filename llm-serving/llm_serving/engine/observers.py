@@ -1,0 +1,107 @@
+"""The observers of one engine's steps: event log, metrics, speculation statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from llm_serving.core.request import Request
+from llm_serving.engine.load_reports import StepTimes
+from llm_serving.observability.event_log import NO_DRAFTS, Journal
+from llm_serving.observability.metrics import Metrics
+from llm_serving.observability.step_observer import CompletedStep, StepObserver
+from llm_serving.observability.transfer_metrics import SwapLoad
+from llm_serving.scheduler import Schedule, Scheduler
+from llm_serving.speculation import SpeculationController
+
+
+class EventLogObserver(StepObserver):
+    """Writes the steps of an engine into its event log."""
+
+    def __init__(self, journal: Journal, scheduler: Scheduler) -> None:
+        self._journal, self._scheduler = journal, scheduler
+
+    def on_scheduled(self, schedule: Schedule | None, in_flight: Sequence[Schedule], now: float) -> None:
+        self._journal.decided(now, self._scheduler.blocked)
+
+    def on_submitted(self, schedule: Schedule, now: float) -> None:
+        self._journal.formed(now, schedule)
+
+    def on_completed(self, step: CompletedStep) -> None:
+        self._journal.replied(step.now, step.accepted)
+
+    def on_failed(self, now: float) -> None:
+        self._journal.lost(now)
+
+
+class MetricsObserver(StepObserver):
+    """Counts steps, preemptions, swaps and broken bounds of replica `index`."""
+
+    def __init__(self, metrics: Metrics, scheduler: Scheduler, index: int) -> None:
+        self._metrics, self._scheduler, self._index = metrics, scheduler, index
+        metrics.swaps.watch(index, self._swap_load)
+
+    def on_completed(self, step: CompletedStep) -> None:
+        metrics, schedule = self._metrics, step.schedule
+        self.record_step(step.num_tokens)
+        if schedule.preempted:
+            metrics.preempted(len(schedule.preempted))
+            for request in schedule.preempted:
+                metrics.classes.preempted(request.priority)
+        metrics.swaps.scheduled(schedule.block_moves, schedule.preemptions)
+        if schedule.num_bound_violations:
+            metrics.bound_violated(schedule.num_bound_violations)
+
+    def record_step(self, num_tokens: int) -> None:
+        """Count a step that computed so many tokens."""
+        self._metrics.step(*self._load(), num_tokens, replica=self._index)
+
+    def record_load(self) -> None:
+        """Record the load between steps, where no step does."""
+        self._metrics.load(*self._load(), replica=self._index)
+
+    def _load(self) -> tuple[int, int, float]:
+        """Return running requests, waiting requests and the used share of the cache."""
+        return len(self._scheduler.running), self._scheduler.num_waiting, self._scheduler.blocks.usage
+
+    def _swap_load(self) -> SwapLoad:
+        blocks = self._scheduler.blocks
+        return SwapLoad(blocks.num_swapped_requests, blocks.host_pool.num_used_blocks, blocks.host_pool.num_blocks)
+
+
+class SpeculationObserver(StepObserver):
+    """Gives the speculation controller the results of its drafts and the times of steps.
+
+    Args:
+        drafter: The controller.
+        times: Of the engine's steps.
+        metrics: Counts verified and accepted draft tokens.
+        runs_ahead: Whether the engine schedules a step while another is in flight.
+    """
+
+    def __init__(self, drafter: SpeculationController, times: StepTimes, metrics: Metrics, runs_ahead: bool) -> None:
+        self._drafter, self._times, self._metrics, self._runs_ahead = drafter, times, metrics, runs_ahead
+
+    def on_completed(self, step: CompletedStep) -> None:
+        drafter, schedule = self._drafter, step.schedule
+        if step.num_tokens == schedule.num_samples:  # no prompt was computed
+            host_s = self._times.host_s if self._runs_ahead else 0.0
+            drafter.record_step_time(step.num_tokens, self._times.computed_s, host_s)
+        if schedule.has_drafts:
+            for row in schedule.rows:
+                if row.num_drafts:
+                    num_accepted = step.accepted.get(row.request.sequence, 0)
+                    counts = drafter.record_verified(row.request, row.num_drafts, num_accepted)
+                    self._metrics.record_verified_drafts(counts)
+        drafter.record_step(step.finished, len(schedule.rows))
+
+
+def accepted_drafts(schedule: Schedule, updated: list[Request]) -> dict[int, int]:
+    """Return `Request.sequence` -> accepted draft tokens, for the rows with drafts of a step with a reply."""
+    if not schedule.has_drafts:
+        return dict(NO_DRAFTS)
+    got = set(updated)
+    return {
+        row.request.sequence: row.request.num_new_tokens - 1
+        for row in schedule.rows
+        if row.num_drafts and row.request in got
+    }

@@ -1,0 +1,17 @@
+"""An engine listener made of functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from llm_serving.engine.listener import EngineListener
+
+
+class FunctionListener(EngineListener):
+    """Calls a function for each event that it has one for: `FunctionListener(on_departures=list.extend)`."""
+
+    def __init__(self, **functions: Callable[..., Any]) -> None:
+        for name, function in functions.items():
+            assert hasattr(EngineListener, name), name
+            setattr(self, name, function)
