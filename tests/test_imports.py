@@ -239,7 +239,7 @@ def test_the_simulator_imports_what_the_engine_does_and_only_its_commands_import
     """Nothing of it imports MindSpore: the parts that the engine imports do not."""
     wrong = []
     for path in sources(SIMULATOR):
-        is_command = path.is_relative_to(SIMULATOR / "commands") or path.name == "measurement_server.py"
+        is_command = path.is_relative_to(SIMULATOR / "commands") or path.name == "measurement.py"
         own = Place(8.09, TOP) if is_command else Place(5.5, MASTER)
         for found in imports_of(path, SIMULATOR):
             part = part_of(found.module, PACKAGE)

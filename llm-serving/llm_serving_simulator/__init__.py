@@ -1,1 +1,4 @@
-"""What a configuration would have done to a load: the shipping scheduler under a virtual clock."""
+"""The simulator: the engine of `llm_serving` under virtual time, and the tuner that searches with it.
+
+This package imports `llm_serving`, which never imports it.
+"""

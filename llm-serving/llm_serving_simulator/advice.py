@@ -1,33 +1,47 @@
-"""What a configuration a step away would have made of the last minutes of a server, as its recording has them."""
+"""Advice: simulates the last minutes of a server under its configuration and under configurations near it.
+
+    python -m llm_serving_simulator.advice
+
+reads a question from standard input and writes the answer to standard output. The server runs it at the lowest
+priority; its CPU time and memory are limited.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
+import os
+import resource
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Final
 
+import msgspec
+from llm_serving.admission.admission_control import RefusedRequests
+from llm_serving.config import ServingConfig, load_config
 from llm_serving.config.reload import LOADED_FOR, RELOADABLE
-from llm_serving.config.schema import ServingConfig
 from llm_serving.core.enums import PolicyName
 from llm_serving.core.request_class import RequestClass
-from llm_serving.errors import ConfigError, RecordingError
+from llm_serving.errors import ConfigError, LLMServingError, RecordingError
 from msgspec import Struct
 
+from llm_serving_simulator.calibration import calibrate
 from llm_serving_simulator.figures import LESS_IS_BETTER, Figures, figures_of
-from llm_serving_simulator.load import Load
-from llm_serving_simulator.outcome import Outcome
-from llm_serving_simulator.profile import Profile
-from llm_serving_simulator.reach import told_beyond
-from llm_serving_simulator.recorded_load import REFUSED
-from llm_serving_simulator.report import number
-from llm_serving_simulator.simulation import Result, Simulation
-from llm_serving_simulator.tuner.goal import Figure, Goal
-from llm_serving_simulator.tuner.knobs import Knob, as_overrides, knobs_for, yaml_text
+from llm_serving_simulator.measured_steps import read_timings
+from llm_serving_simulator.outcome import SimulationResult
+from llm_serving_simulator.profile import Profile, extrapolation_notices
+from llm_serving_simulator.recorded_workload import REFUSED, read_recorded_files
+from llm_serving_simulator.report import format_figure
+from llm_serving_simulator.simulation import Simulation, StopEarly
+from llm_serving_simulator.tuner.search_space import SearchParameter, as_overrides, neighbours, yaml_text
+from llm_serving_simulator.workload import Workload
 
-LOOKED_AT: Final = (
+COMPARED: Final = (
     "goodput_share",
     "output_tokens_per_s",
     "ttft_p50_ms",
@@ -35,55 +49,54 @@ LOOKED_AT: Final = (
     "tpot_p50_ms",
     "tpot_p99_ms",
 )
-"""Figures of all requests; of each class the shares and the 99th percentiles."""
-WORTH: Final = 0.05
-"""Share by which a figure must differ to be told."""
-SHARE_OF_OWN: Final = 1 / 30
-"""Of the time that there is, that the configuration itself may take; of a load that takes longer the newest half."""
-FURTHER: Final = 0.02
-"""By how much more the next value in a direction must bring for the search to go on there; see `_differences`."""
+"""Figures of all requests that are compared."""
+COMPARED_OF_CLASSES: Final = ("goodput_share", "ttft_p99_ms", "tpot_p99_ms")
+MIN_DIFFERENCE: Final = 0.05
+"""Relative difference from which a figure is reported."""
+BASELINE_SHARE: Final = 1 / 30
+"""Share of the time budget for the server's own configuration; a longer workload is cut to its newest half."""
+MIN_EXTRA_GAIN: Final = 0.02
+"""Gain over the value before from which the search in a direction continues; see `_differences`."""
 PATIENCE: Final = 1
-"""Values that bring no more are passed over on the way to the next."""
+"""Values without extra gain that the search in a direction skips."""
 FEW_STEPS: Final = 0.01
-"""Share of the steps up to which nothing is told of those that are larger than any that were recorded."""
+"""Share of extrapolated steps up to which they are not reported."""
 MIN_REQUESTS: Final = 20
 POLICY: Final = "scheduler_config.policy"
-FIRST: Final = (
-    "model_config.decode_batch_size",
-    POLICY,
-    "scheduler_config.max_prefill_tokens",
-    "scheduler_config.order",
-    "scheduler_config.max_consecutive_prefill_steps",
-    "model_config.prefill_batch_size",
-)
-"""Keys whose neighbours are played first."""
+
+LOWEST_PRIORITY: Final = 19
+MAX_MEMORY_BYTES: Final = 4 * 2**30
+READING_S: Final = 30.0
+"""CPU time for reading recordings and calibrating, on top of the budget for simulations."""
 
 Configure = Callable[[Sequence[str]], ServingConfig]
-"""The configuration with "section.key=value" each; raises ConfigError."""
+"""Returns the configuration with "section.key=value" each; raises ConfigError."""
 
 
 class Difference(Struct):
+    """A figure that another configuration changes, formatted."""
+
     figure: str
     was: str
     would_be: str
 
 
 class Neighbour(Struct):
-    """One key with another value, and what it would have brought."""
+    """One key with another value, and the figures that it changes."""
 
     key: str
     was: str
     value: str
     source: str
-    """Where the value that it has is written: "file:line", "default", .."""
+    """Where the current value is set: file and line, or another origin."""
     line: str
-    """For the YAML."""
+    """Line for the YAML."""
     needs_restart: bool
-    """Whether `llm-serving reload` does not take it over."""
+    """Whether the value needs a restart of the server."""
     better: list[Difference]
     worse: list[Difference]
     beyond: str = ""
-    """Where steps would be larger than any that were recorded: up to which size, and which were."""
+    """Notice about extrapolated steps."""
 
     @property
     def advised(self) -> bool:
@@ -91,206 +104,275 @@ class Neighbour(Struct):
 
 
 class Advice(Struct):
+    """The answer of the route `/v1/scheduler/advice`."""
+
     requests: int
-    """That were played: those that came during the time looked at, or the newest of them."""
+    """Requests simulated."""
     refused: int
-    """Of these, that were refused at the door."""
+    """How many of them admission control had refused."""
     seconds: float
-    """That they came in."""
+    """Time in which they arrived."""
     step_error: float
-    """Median error of the times of steps that were measured and not fitted, relative."""
+    """Median relative error of held-out step times."""
     played: int
-    """Other values of keys."""
+    """Other values simulated."""
     not_played: int
-    """Values beside the own ones for which there was no time."""
+    """Neighbouring values for which the time was not sufficient."""
     advised: list[Neighbour]
-    """Better in something and worse in nothing, that with most gain first."""
+    """Changes that make no figure worse, highest gain first."""
     otherwise: list[Neighbour]
-    """Better in something and worse in something else, but better in all; that with most gain first."""
+    """Changes that make some figures better and others worse, with a positive gain, highest first."""
 
 
-def advise(configure: Configure, load: Load, profile: Profile, step_error: float, budget_s: float) -> Advice:
-    """Plays the load under the configuration and under its neighbours, as many as there is time for.
+def advise(configure: Configure, workload: Workload, profile: Profile, step_error: float, budget_s: float) -> Advice:
+    """Simulate the workload under the configuration and as many of its neighbours as the time allows.
 
-    Where a neighbour is better, the values behind it are tried as well, as long as each brings more.
+    Where a neighbouring value is better, the values beyond it are simulated too, as long as each brings more.
 
     Raises:
         RecordingError: There are too few requests.
     """
-    ends = time.monotonic() + budget_s
+    deadline = time.monotonic() + budget_s
     config = configure(())
-    load, own, took_s = _played(config, load, profile, SHARE_OF_OWN * budget_s)
-    tried = list(neighbours(config, load, profile))
+    workload, baseline, took_s = _baseline(config, workload, profile, BASELINE_SHARE * budget_s)
+    candidates = list(neighbours(config, workload, profile))
     found: list[tuple[float, Neighbour]] = []
-    num_played = num_beside = 0
-    for knob, value in tried:
+    num_played = num_adjacent = 0
+    for parameter, value in candidates:
         best: tuple[float, Neighbour] | None = None
-        num_in_vain = 0
-        for each in _onwards(knob, value):
-            if time.monotonic() + took_s > ends:
+        num_without_gain = 0
+        for each in _onwards(parameter, value):
+            if time.monotonic() + took_s > deadline:
                 break
             num_played += 1
-            num_beside += each == value
+            num_adjacent += each == value
             try:
-                changed = configure(as_overrides({knob.key: each}))
-            except ConfigError:  # it breaks a rule together with another key
+                changed = configure(as_overrides({parameter.key: each}))
+            except ConfigError:  # the value is invalid beside another key
                 break
-            result = Simulation(changed, load, profile).run(_until(ends))
+            result = Simulation(changed, workload, profile).run(_until(deadline))
             if not result.complete:
                 break
-            gain, better, worse = _differences(own, figures_of(result))
-            if not better or gain <= (0.0 if best is None else best[0] + FURTHER):
-                num_in_vain += 1
-                if best is None or num_in_vain > PATIENCE:
+            gain, better, worse = _differences(baseline, figures_of(result))
+            if not better or gain <= (0.0 if best is None else best[0] + MIN_EXTRA_GAIN):
+                num_without_gain += 1
+                if best is None or num_without_gain > PATIENCE:
                     break
                 continue
-            best = gain, _neighbour(config, knob, each, better, worse, result)
+            best = gain, _neighbour(config, parameter, each, better, worse, result)
         if best is not None:
             found.append(best)
     found.sort(key=lambda each: -each[0])
-    advised = [each for _, each in found if each.advised]
-    otherwise = [each for _, each in found if not each.advised]
-    asked = [each for stream in load.streams for each in stream.requests]
-    due = [each.due_s for each in asked]
-    seconds = round(max(due) - min(due), 3)
-    num_refused = sum(each.stream == REFUSED for each in asked)
-    counts = num_played, len(tried) - num_beside
-    return Advice(load.num_requests, num_refused, seconds, step_error, *counts, advised, otherwise)
+    requests = [each for stream in workload.streams for each in stream.requests]
+    due = [each.due_s for each in requests]
+    return Advice(
+        requests=workload.num_requests,
+        refused=sum(each.stream == REFUSED for each in requests),
+        seconds=round(max(due) - min(due), 3),
+        step_error=step_error,
+        played=num_played,
+        not_played=len(candidates) - num_adjacent,
+        advised=[each for _, each in found if each.advised],
+        otherwise=[each for _, each in found if not each.advised],
+    )
 
 
-def _onwards(knob: Knob, value: object) -> Iterator[object]:
-    """A value beside the own one, and where they have an order those behind it."""
+def _onwards(parameter: SearchParameter, value: object) -> Iterator[object]:
+    """Yield a neighbouring value and, of an ordered parameter, the values beyond it."""
     yield value
-    if knob.ordered:
-        place = knob.values.index(value)
-        yield from knob.values[place + 1 :] if place > knob.own else reversed(knob.values[:place])
+    if parameter.ordered:
+        index = parameter.values.index(value)
+        beyond = parameter.values[index + 1 :]
+        yield from beyond if index > parameter.current else reversed(parameter.values[:index])
 
 
-def newest(load: Load, share: float) -> Load:
-    """The newest requests of each stream."""
+def newest(workload: Workload, share: float) -> Workload:
+    """Return a share of each stream's requests, the newest ones."""
     streams = tuple(
         replace(stream, requests=stream.requests[len(stream.requests) - math.ceil(share * len(stream.requests)) :])
-        for stream in load.streams
+        for stream in workload.streams
     )
     first = min(each.due_s for stream in streams for each in stream.requests)
-    moved = tuple(
+    shifted = tuple(
         replace(stream, requests=[replace(each, due_s=each.due_s - first) for each in stream.requests])
         for stream in streams
     )
-    return replace(load, streams=moved)
+    return replace(workload, streams=shifted)
 
 
-def neighbours(config: ServingConfig, load: Load, profile: Profile) -> Iterator[tuple[Knob, object]]:
-    """Each key of `tune` with the values beside its own, or with any other where they have no order."""
-    goal = Goal(Figure("", "goodput_per_s"), most=True)
-    knobs = knobs_for(config, load, goal, profile.blocks_of(config.pa.block_size))
-    ranks = {key: place for place, key in enumerate(FIRST)}
-    for knob in sorted(knobs, key=lambda each: ranks.get(each.key, len(ranks))):
-        beside = (knob.own + 1, knob.own - 1) if knob.ordered else range(len(knob.values))
-        for place in beside:
-            if 0 <= place < len(knob.values) and place != knob.own:
-                yield knob, knob.values[place]
-
-
-def _played(config: ServingConfig, load: Load, profile: Profile, most_s: float) -> tuple[Load, Figures, float]:
-    """The load, or as much of its newest part as can be played in so long, what came of it, and how long that took."""
-    if load.num_requests < MIN_REQUESTS:
-        raise RecordingError(f"advice wants at least {MIN_REQUESTS} requests. Given: {load.num_requests}")
+def _baseline(
+    config: ServingConfig, workload: Workload, profile: Profile, max_s: float
+) -> tuple[Workload, Figures, float]:
+    """Simulate the own configuration; return the newest part of the workload that fits, its figures and the time."""
+    if workload.num_requests < MIN_REQUESTS:
+        raise RecordingError(f"advice wants at least {MIN_REQUESTS} requests. Given: {workload.num_requests}")
     while True:
-        began = time.monotonic()
-        result = Simulation(config, load, profile).run(_until(began + most_s))
+        start = time.monotonic()
+        result = Simulation(config, workload, profile).run(_until(start + max_s))
         if result.complete:
-            return load, figures_of(result), time.monotonic() - began
-        fewer = newest(load, 0.5)
+            return workload, figures_of(result), time.monotonic() - start
+        fewer = newest(workload, 0.5)
         if fewer.num_requests < MIN_REQUESTS:
-            raise RecordingError(f"to play the newest {load.num_requests} requests takes more than {most_s:.3g} s")
-        load = fewer
+            raise RecordingError(f"to play the newest {workload.num_requests} requests takes more than {max_s:.3g} s")
+        workload = fewer
 
 
-def _until(ends: float) -> Callable[[Sequence[Outcome], float], bool]:
-    """Gives up when it is so late."""
-    return lambda outcomes, now: time.monotonic() > ends
+def _until(deadline: float) -> StopEarly:
+    return lambda outcomes, now: time.monotonic() > deadline
 
 
-def _differences(own: Figures, other: Figures) -> tuple[float, list[Difference], list[Difference]]:
-    """(sum of what is gained), and what is better and worse by enough to be told.
+def _differences(baseline: Figures, other: Figures) -> tuple[float, list[Difference], list[Difference]]:
+    """Return the total gain, and the figures that are noticeably better and worse.
 
-    What is gained is the logarithm of the ratio: half the time counts as much as twice the tokens, and a tenth of the
-    time of one figure outweighs three times that of another. Classes count where there are several.
+    The gain is the sum of log ratios: half the time counts as much as twice the throughput. Figures of classes are
+    compared if there are several classes.
     """
-    one_class = sum(key.endswith(".requests") and not key.startswith("tenant ") for key in own) == 1
+    one_class = sum(key.endswith(".requests") and not key.startswith("tenant ") for key in baseline) == 1
     gain = 0.0
     better: list[Difference] = []
     worse: list[Difference] = []
-    for key, before in own.items():
+    for key, before in baseline.items():
         after = other.get(key, math.nan)
-        if not _is_looked_at(key) or math.isnan(before) or math.isnan(after) or (one_class and "." in key):
+        if not _is_compared(key) or math.isnan(before) or math.isnan(after) or (one_class and "." in key):
             continue
-        if abs(after - before) < WORTH * max(abs(before), 1e-9):
+        if abs(after - before) < MIN_DIFFERENCE * max(abs(before), 1e-9):
             continue
         ratio = math.log(max(after, 1e-3) / max(before, 1e-3))
         change = -ratio if key.rpartition(".")[2] in LESS_IS_BETTER else ratio
         gain += change
-        (better if change > 0 else worse).append(Difference(key, number(key, before), number(key, after)))
+        difference = Difference(key, format_figure(key, before), format_figure(key, after))
+        (better if change > 0 else worse).append(difference)
     return gain, better, worse
 
 
-def _is_looked_at(key: str) -> bool:
+def _is_compared(key: str) -> bool:
     group, _, name = key.rpartition(".")
-    if group.startswith("tenant "):
-        return False
-    return name in LOOKED_AT if not group else name in ("goodput_share", "ttft_p99_ms", "tpot_p99_ms")
+    return not group.startswith("tenant ") and name in (COMPARED_OF_CLASSES if group else COMPARED)
 
 
-def _needs_restart(knob: Knob, value: Any) -> bool:
-    """WorkAgents were loaded for what there was at the start, less of which is always possible; fcfs has no classes."""
-    if knob.key in LOADED_FOR:
-        return bool(value > knob.own_value)
-    if knob.key == POLICY:
-        return PolicyName.FCFS in (knob.own_value, value)
-    return not (knob.key.startswith("request_classes.") or knob.key in RELOADABLE)
+def _needs_restart(parameter: SearchParameter, value: Any) -> bool:
+    """Return whether the server cannot reload the value.
+
+    WorkAgents are loaded for the limits at the start, which can be lowered only. `fcfs` has no classes.
+    """
+    if parameter.key in LOADED_FOR:
+        return bool(value > parameter.current_value)
+    if parameter.key == POLICY:
+        return PolicyName.FCFS in (parameter.current_value, value)
+    return not (parameter.key.startswith("request_classes.") or parameter.key in RELOADABLE)
 
 
 def line_for(config: ServingConfig, key: str, value: object) -> str:
-    """What gives a key of the YAML this value; of a section with rows that the YAML has not, all rows."""
+    """Return the YAML line that sets a key; it has all rows of a section of rows that the YAML does not have."""
     section, _, name = key.partition(".")
     row, _, name = name.rpartition(".")
     if not row:
-        return f"{section}: {_mapping({name: value})}"
+        return f"{section}: {_flow_mapping({name: value})}"
     rows: dict[str, dict[str, object]] = {row: {name: value}}
     if config.sources.get(f"{section}.{row}.rank", "default") == "default":
-        rows = {each.name: _given_of(each) for each in config.request_classes}
+        rows = {each.name: _non_default_keys(each) for each in config.request_classes}
         rows[row][name] = value
-    return f"{section}: {_mapping({each: _mapping(values) for each, values in rows.items()})}"
+    return f"{section}: {_flow_mapping({each: _flow_mapping(values) for each, values in rows.items()})}"
 
 
-def _mapping(values: Mapping[str, object]) -> str:
+def _flow_mapping(values: Mapping[str, object]) -> str:
     return f"{{{', '.join(f'{key}: {yaml_text(value)}' for key, value in values.items())}}}"
 
 
-def _given_of(row: RequestClass) -> dict[str, object]:
-    """Its keys that are other than a row has where they are not given."""
+def _non_default_keys(row: RequestClass) -> dict[str, object]:
     values = dataclasses.asdict(row)
     return {each.name: values[each.name] for each in dataclasses.fields(row)[1:] if values[each.name] != each.default}
 
 
 def _neighbour(
     config: ServingConfig,
-    knob: Knob,
+    parameter: SearchParameter,
     value: object,
     better: list[Difference],
     worse: list[Difference],
-    result: Result,
+    result: SimulationResult,
 ) -> Neighbour:
-    tells_beyond = result.num_steps_beyond > FEW_STEPS * result.num_steps
+    many_extrapolated = result.num_extrapolated_steps > FEW_STEPS * result.num_steps
     return Neighbour(
-        knob.key,
-        yaml_text(knob.own_value),
+        parameter.key,
+        yaml_text(parameter.current_value),
         yaml_text(value),
-        config.sources.get(knob.key, "default"),
-        line_for(config, knob.key, value),
-        _needs_restart(knob, value),
+        config.sources.get(parameter.key, "default"),
+        line_for(config, parameter.key, value),
+        _needs_restart(parameter, value),
         better,
         worse,
-        told_beyond(result.notices) if tells_beyond else "",
+        extrapolation_notices(result.notices) if many_extrapolated else "",
     )
+
+
+# --- the process ------------------------------------------------------------------------------------------------------
+
+
+class AdviceQuestion(Struct):
+    """What the server asks."""
+
+    yaml: str
+    """The complete current configuration."""
+    sources: dict[str, str]
+    """Where each of its values is set."""
+    folder: str
+    """Folder of the recordings."""
+    since: float
+    """Monotonic time from which requests count."""
+    budget_s: float
+    """Time for all simulations."""
+    refused: list[RefusedRequests] = []
+    """Requests refused since then, which no recording has."""
+
+
+class NoAdvice(Struct):
+    """The answer in place of `Advice`."""
+
+    error: str
+
+
+def answer(question: AdviceQuestion) -> Advice:
+    """Raise LLMServingError if the recording or the configuration cannot be used."""
+    with tempfile.TemporaryDirectory(prefix="llm-serving-advice-") as folder:
+        path = Path(folder) / "serving.yaml"
+        path.write_text(question.yaml, encoding="utf-8")
+
+        def configure(overrides: Sequence[str]) -> ServingConfig:
+            return replace(load_config(path, overrides), sources=question.sources)
+
+        files = _files(Path(question.folder), question.since)
+        workload = read_recorded_files(files, "the last minutes", question.since, question.refused)
+        calibration = calibrate(read_timings(files), name="recorded", source="this server's recording")
+        error = calibration.step.median_error
+        return advise(configure, workload, calibration.profile, error, question.budget_s)
+
+
+def _files(folder: Path, since: float) -> list[Path]:
+    """Return the recordings written since a monotonic time."""
+    oldest = time.time() - (time.monotonic() - since)
+    files = [file for file in sorted(folder.glob("*.rec")) if file.stat().st_mtime >= oldest]
+    if not files:
+        raise RecordingError("nothing was recorded in that time")
+    return files
+
+
+def main() -> int:
+    os.nice(LOWEST_PRIORITY)
+    question = msgspec.json.decode(sys.stdin.buffer.read(), type=AdviceQuestion)
+    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
+    seconds = int(question.budget_s + READING_S)
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
+    logging.disable(logging.CRITICAL)
+    try:
+        found: Advice | NoAdvice = answer(question)
+    except LLMServingError as error:
+        found = NoAdvice(str(error))
+    except (OSError, MemoryError) as error:
+        found = NoAdvice(f"the recording cannot be read: {error or 'it needs too much memory'}")
+    sys.stdout.buffer.write(msgspec.json.encode(found))
+    return int(isinstance(found, NoAdvice))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,17 +1,17 @@
-"""What a load came to, as numbers with names: of all requests, of each class, of each tenant."""
+"""The figures of a simulation: named numbers of all requests, of each class and of each tenant; and the capacity."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
-from llm_serving_simulator.outcome import Outcome
-from llm_serving_simulator.simulation import Result
+from llm_serving_simulator.outcome import Outcome, SimulationResult
+from llm_serving_simulator.workload import Workload
 
 LATENCIES: Final = ("ttft", "tpot", "itl", "latency")
 QUANTILES: Final = ("p50", "p99")
-OF_GROUP: Final = (
+GROUP_FIGURES: Final = (
     "requests",
     "answered",
     "refused",
@@ -23,8 +23,8 @@ OF_GROUP: Final = (
     "goodput_share",
     *(f"{latency}_{quantile}_ms" for latency in LATENCIES for quantile in QUANTILES),
 )
-"""Of all, of a class (`interactive.ttft_p99_ms`), of a tenant (`tenant alice.goodput_share`)."""
-OF_ALL: Final = (
+"""Figures of all requests, of a class (`interactive.ttft_p99_ms`), or of a tenant (`tenant alice.goodput_share`)."""
+SERVER_FIGURES: Final = (
     "duration_s",
     "fairness",
     "preemptions",
@@ -33,36 +33,41 @@ OF_ALL: Final = (
     "block_use_peak",
     "busy_share",
     "steps",
-    "steps_beyond",
+    "extrapolated_steps",
     "tokens_per_step",
     "draft_tokens",
     "accepted_draft_tokens",
 )
-"""Of the server."""
+RENAMED: Final = {
+    "steps_beyond": "extrapolated_steps",
+    "guesses": "draft_tokens",
+    "guesses_right": "accepted_draft_tokens",
+}
+"""Old names of figures, which JSON output and constraints keep for one release."""
 SHARES: Final = ("goodput_share", "block_use_mean", "block_use_peak", "busy_share", "fairness")
-"""From 0 to 1."""
+"""Figures from 0 to 1."""
 LESS_IS_BETTER: Final = frozenset(
     name
-    for name in (*OF_GROUP, *OF_ALL)
+    for name in (*GROUP_FIGURES, *SERVER_FIGURES)
     if name.endswith("_ms")
     or name
-    in ("refused", "failed", "retries", "duration_s", "preemptions", "bound_violations", "steps", "steps_beyond")
+    in ("refused", "failed", "retries", "duration_s", "preemptions", "bound_violations", "steps", "extrapolated_steps")
     or name.startswith("block_use")
 )
 
 Figures = dict[str, float]
 
 
-def figures_of(result: Result) -> Figures:
-    """All numbers; NaN where nothing was measured.
+def figures_of(result: SimulationResult) -> Figures:
+    """Return all figures of a result; NaN where nothing was measured.
 
-    Latencies are those of answered requests, inter-token latencies all gaps between their tokens; goodput counts
-    requests that kept the promises of their class. Fairness is Jain's index over the tenants' shares of the tokens they
-    asked for and were answered with (Jain, Chiu and Hawe, DEC-TR-301, 1984): 1 where all got the same share.
+    Latencies are those of answered requests; inter-token latencies are all gaps between their tokens. Goodput counts
+    the requests that met the objectives of their class. Fairness is Jain's index over the share of its tokens that each
+    tenant got (Jain, Chiu and Hawe, DEC-TR-301, 1984): 1 where all tenants got the same share.
     """
     outcomes = result.outcomes
-    ends = max((each.end_s for each in outcomes), default=0.0)
-    span = ends - min((each.due_s for each in outcomes), default=0.0)
+    end_s = max((each.end_s for each in outcomes), default=0.0)
+    span = end_s - min((each.due_s for each in outcomes), default=0.0)
     figures = _group(outcomes, span)
     for name, members in _by(outcomes, lambda each: each.request_class.name).items():
         figures |= {f"{name}.{key}": value for key, value in _group(members, span).items()}
@@ -70,22 +75,22 @@ def figures_of(result: Result) -> Figures:
     if len(tenants) > 1 or "" not in tenants:
         for name, members in tenants.items():
             figures |= {f"tenant {name}.{key}": value for key, value in _group(members, span).items()}
-    use = [share for time, share in result.block_use if time <= ends]
-    figures |= {
-        "duration_s": span,
-        "fairness": _fairness(tenants.values()),
-        "preemptions": result.preemptions,
-        "bound_violations": result.bound_violations,
-        "block_use_mean": sum(use) / len(use) if use else math.nan,
-        "block_use_peak": max(use, default=math.nan),
-        "busy_share": result.busy_share,
-        "steps": result.num_steps,
-        "steps_beyond": result.num_steps_beyond,
-        "tokens_per_step": result.num_tokens / max(1, result.num_steps),
-        "draft_tokens": result.num_draft_tokens,
-        "accepted_draft_tokens": result.num_accepted,
-    }
-    return figures
+    use = [share for time, share in result.block_use if time <= end_s]
+    values = (
+        span,
+        _fairness(tenants.values()),
+        result.preemptions,
+        result.bound_violations,
+        sum(use) / len(use) if use else math.nan,
+        max(use, default=math.nan),
+        result.busy_share,
+        result.num_steps,
+        result.num_extrapolated_steps,
+        result.num_tokens / max(1, result.num_steps),
+        result.num_draft_tokens,
+        result.num_accepted_tokens,
+    )
+    return figures | dict(zip(SERVER_FIGURES, values, strict=True))
 
 
 def _by(outcomes: Iterable[Outcome], key: Callable[[Outcome], str]) -> dict[str, list[Outcome]]:
@@ -103,7 +108,7 @@ def _group(outcomes: Sequence[Outcome], span: float) -> Figures:
     def per_s(count: float) -> float:
         return count / span if span > 0 else 0.0
 
-    values: dict[str, list[float]] = {
+    latencies: dict[str, list[float]] = {
         "ttft": [each.ttft_s for each in answered if each.ttft_s is not None],
         "tpot": [each.tpot_s for each in answered if each.tpot_s is not None],
         "itl": [
@@ -124,7 +129,7 @@ def _group(outcomes: Sequence[Outcome], span: float) -> Figures:
         "goodput_per_s": per_s(num_met),
         "goodput_share": num_met / len(outcomes) if outcomes else math.nan,
     }
-    for name, seconds in values.items():
+    for name, seconds in latencies.items():
         ordered = sorted(seconds)
         for quantile in QUANTILES:
             figures[f"{name}_{quantile}_ms"] = 1e3 * percentile(ordered, float(quantile[1:]))
@@ -132,7 +137,7 @@ def _group(outcomes: Sequence[Outcome], span: float) -> Figures:
 
 
 def percentile(ordered: Sequence[float], q: float) -> float:
-    """The `q`-th percentile (0 to 100) of ascending values, linear between closest ranks; NaN for none."""
+    """Return the `q`-th percentile (0 to 100) of ascending values by linear interpolation; NaN for none."""
     if not ordered:
         return math.nan
     rank = (len(ordered) - 1) * q / 100
@@ -144,8 +149,78 @@ def percentile(ordered: Sequence[float], q: float) -> float:
 def _fairness(tenants: Iterable[Sequence[Outcome]]) -> float:
     shares = []
     for members in tenants:
-        asked = sum(each.num_prompt_tokens + each.num_wanted for each in members)
+        wanted = sum(each.num_prompt_tokens + each.num_expected_tokens for each in members)
         got = sum(each.num_prompt_tokens + len(each.token_times_s) for each in members if each.ok)
-        shares.append(got / asked if asked else 1.0)
+        shares.append(got / wanted if wanted else 1.0)
     squares = sum(share**2 for share in shares)
     return sum(shares) ** 2 / (len(shares) * squares) if squares else math.nan
+
+
+# --- capacity ---------------------------------------------------------------------------------------------------------
+
+MIN_GOODPUT_SHARE: Final = 0.99
+PRECISION: Final = 0.02
+"""Relative precision of the highest rate."""
+MAX_FACTOR: Final = 256.0
+MIN_FACTOR: Final = 1 / 16
+
+
+class Capacity(NamedTuple):
+    """The highest arrival rate at which nearly all requests meet their objectives."""
+
+    requests_per_s: float
+    """Offered rate; 0 if the objectives are missed even at a sixteenth of the workload's rate."""
+    factor: float
+    """Factor of the workload's own rate."""
+    result: SimulationResult
+    """Result at that rate."""
+    figures: Figures
+    is_highest: bool
+    """False if the search reached its end, so that a workload of more requests would tell more."""
+
+
+def highest_rate(
+    workload: Workload,
+    simulate: Callable[[Workload], SimulationResult],
+    min_goodput_share: float = MIN_GOODPUT_SHARE,
+) -> Capacity:
+    """Search by bisection for the highest rate at which enough requests meet their objectives.
+
+    The requests stay the same and arrive in less time. The search assumes that goodput falls with the rate.
+
+    Args:
+        workload: A workload with an open loop.
+        simulate: Simulates a workload.
+        min_goodput_share: Share of requests that must meet their objectives.
+    """
+    offered = offered_rate(workload)
+
+    def at(factor: float) -> tuple[SimulationResult, Figures, bool]:
+        result = simulate(workload.faster(factor))
+        figures = figures_of(result)
+        return result, figures, figures["goodput_share"] >= min_goodput_share
+
+    low, high = 0.0, math.inf
+    best = at(1.0)
+    if best[2]:
+        low = 1.0
+        while high == math.inf and low < MAX_FACTOR:
+            tried = at(2 * low)
+            low, high, best = (2 * low, high, tried) if tried[2] else (low, 2 * low, best)
+    else:
+        high = 1.0
+        while low == 0.0 and high > MIN_FACTOR:
+            tried = at(high / 2)
+            low, high, best = (high / 2, high, tried) if tried[2] else (0.0, high / 2, tried)
+    while low and high < math.inf and (high - low) > PRECISION * low:
+        factor = (low * high) ** 0.5
+        tried = at(factor)
+        low, high, best = (factor, high, tried) if tried[2] else (low, factor, best)
+    return Capacity(offered * low, low, best[0], best[1], high < math.inf)
+
+
+def offered_rate(workload: Workload) -> float:
+    """Return the mean arrival rate of open loops; NaN if there are none, or all requests arrive at once."""
+    due = [each.due_s for stream in workload.streams if stream.concurrency is None for each in stream.requests]
+    span_s = max(due) - min(due) if due else 0.0
+    return (len(due) - 1) / span_s if span_s > 0 else math.nan

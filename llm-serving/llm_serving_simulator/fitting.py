@@ -1,4 +1,4 @@
-"""From measured times to a cost model: linear pieces, found by least squares of the relative error."""
+"""Fits cost models to measured steps by non-negative least squares of the relative error."""
 
 from __future__ import annotations
 
@@ -8,112 +8,141 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from llm_serving_simulator.cost_model import CONSTANT, CostModel, Piece, segments
-from llm_serving_simulator.non_negative import solve
-from llm_serving_simulator.step_shape import StepShape
+from llm_serving_simulator.cost_model import CONSTANT, CostModel, CostTerm, StepShape, segments
+from llm_serving_simulator.measured_steps import MeasuredStep
 
 Array = NDArray[np.float64]
 
 TOKEN_KNOTS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
-"""New tokens of a step where the cost of one more may change: products of matrices take tiles of them at a time."""
-STEP_PIECES: Final = (
-    Piece(CONSTANT, 1.0),
+"""New tokens of a step at which the cost of one more token may change: matrix products work on tiles of tokens."""
+STEP_TERMS: Final = (
+    CostTerm(CONSTANT, 1.0),
     *segments("tokens", TOKEN_KNOTS),
-    *(Piece(of, 1.0) for of in ("rows", "samples", "context", "pairs", "moves", "sent", "read")),
+    *(CostTerm(of, 1.0) for of in ("rows", "samples", "context", "pairs", "moves", "sent", "read")),
 )
-"""What the time of a WorkAgent may be made of; `sent` and `read` are what the cores that it shares are taken for."""
-MASTER_PIECES: Final = (Piece(CONSTANT, 1.0), *(Piece(of, 1.0) for of in ("rows", "tokens", "samples", "moves")))
-"""What the time of the master may be made of."""
+"""Candidates for the time of a WorkAgent; `sent` and `read` cover cores that the WorkAgent shares with the master."""
+MASTER_TERMS: Final = (CostTerm(CONSTANT, 1.0), *(CostTerm(of, 1.0) for of in ("rows", "tokens", "samples", "moves")))
+"""Candidates for the time in which the master processes a reply."""
+FORM_TERMS: Final = (CostTerm(CONSTANT, 1.0), CostTerm("rows", 1.0))
+"""Candidates for the time in which the master schedules and sends a step."""
+MIN_AHEAD: Final = 50
+"""Steps scheduled ahead that are needed to separate the master's time from the WorkAgent's."""
 OUTLIER: Final = 3.0
-"""Times the prediction, beyond which a time counts as that, in fit and spread: something else took it."""
-ROUNDS: Final = 4
+"""Ratio of measured to predicted time above which a measurement is clipped: another program caused the rest."""
+NUM_ITERATIONS: Final = 4
 HELD_OUT: Final = 5
-"""Of so many measurements one is not fitted, and tells the error."""
-MIN_PER_PIECE: Final = 3
-"""Measurements that a piece must reach."""
+"""One measurement of this many is held out, to estimate the error."""
+MIN_PER_TERM: Final = 3
+"""Measurements that must reach a term for it to be fitted."""
 SPREAD_QUANTILES: Final = 41
 
 
-class Sometimes(NamedTuple):
-    """What costs something in some of the measurements only."""
+class ConditionalTerms(NamedTuple):
+    """Terms that only some of the measurements have."""
 
-    candidates: Sequence[Piece]
-    """Pieces of one second a unit."""
+    candidates: Sequence[CostTerm]
     holds: Sequence[bool]
-    """Of each measurement, whether it has these."""
+    """Whether each measurement has the terms."""
 
 
 class Fit(NamedTuple):
+    """A fitted cost model and its error on held-out measurements."""
+
     model: CostModel
-    sometimes: CostModel
-    """Of the measurements that have more to them."""
+    conditional: CostModel
+    """Model of the conditional terms."""
     num_fitted: int
     num_held_out: int
     median_error: float
-    """Of the held-out measurements, relative."""
+    """Relative error."""
     p95_error: float
     spread: tuple[float, ...]
-    """Quantiles, evenly spaced, of measured over predicted of those held out."""
+    """Evenly spaced quantiles of measured over predicted time."""
     tested: tuple[tuple[StepShape, float], ...] = ()
-    """Shape, and measured over predicted, of each that was held out."""
+    """Shape, and measured over predicted time, of each held-out measurement."""
 
-    def seconds(self, shape: StepShape, has_more: bool) -> float:
-        return self.model.seconds(shape) + (self.sometimes.seconds(shape) if has_more else 0.0)
+    def seconds(self, shape: StepShape, conditional: bool) -> float:
+        """Return the predicted time, with or without the conditional terms."""
+        return self.model.seconds(shape) + (self.conditional.seconds(shape) if conditional else 0.0)
+
+
+def usable_steps(steps: Sequence[MeasuredStep]) -> list[MeasuredStep]:
+    """Return the steps to fit: those scheduled ahead, and the others only if they have no prompts.
+
+    A step that was not scheduled ahead includes the master's time, which is long beside a short decode step only. If
+    too few steps were scheduled ahead, return all.
+    """
+    if sum(each.ahead for each in steps) < MIN_AHEAD:
+        return [*steps]
+    return [each for each in steps if each.ahead or each.shape.tokens == each.shape.samples]
+
+
+def fit_steps(steps: Sequence[MeasuredStep], seconds: Sequence[float], seed: int = 1, held_out: bool = True) -> Fit:
+    """Fit the duration of steps; the conditional terms are what a step takes longer that was not scheduled ahead.
+
+    Args:
+        steps: As `usable_steps` returns them, with steps that verify draft tokens.
+        seconds: Duration of each step.
+        seed: Selects the held-out steps.
+        held_out: Whether steps are held out.
+    """
+    separable = sum(each.ahead for each in steps) >= MIN_AHEAD
+    forming = ConditionalTerms(FORM_TERMS if separable else (), [not each.ahead for each in steps])
+    return fit([each.shape for each in steps], seconds, STEP_TERMS, seed, held_out, forming)
 
 
 def fit(
     shapes: Sequence[StepShape],
     seconds: Sequence[float],
-    candidates: Sequence[Piece],
+    candidates: Sequence[CostTerm],
     seed: int = 1,
     held_out: bool = True,
-    sometimes: Sometimes | None = None,
+    conditional: ConditionalTerms | None = None,
 ) -> Fit:
-    """Fits a sum of the candidates to measured seconds.
+    """Fit a sum of the candidates to measured times.
 
-    Shapes that are frequent do not outweigh the others: all shapes of about one size weigh as much as their square
-    root. Errors are relative to what was predicted in the round before (iteratively reweighted least squares), which,
-    unlike weighting by what was measured, predicts means of noisy times.
+    Frequent shapes do not outweigh rare ones: all shapes of about one size together weigh the square root of their
+    count. Errors are relative to the prediction of the iteration before (iteratively reweighted least squares). Unlike
+    weights by the measured time, these predict the mean of noisy times.
 
     Args:
-        shapes: Of the steps.
-        seconds: That each took.
-        candidates: Pieces of one second a unit.
-        seed: Draws what is held out.
-        held_out: Whether anything is.
-        sometimes: Is fitted together with the candidates.
+        shapes: Shapes of the steps.
+        seconds: Measured time of each step.
+        candidates: Terms of one second a unit.
+        seed: Selects the held-out measurements.
+        held_out: Whether measurements are held out.
+        conditional: Terms that are fitted together with the candidates.
 
     Returns:
-        What was found; of no measurements a model of 0 s.
+        The fit; without measurements a model of 0 s.
     """
     table = np.array(shapes, np.float64).reshape(-1, len(StepShape._fields))
     measured = np.array(seconds, np.float64)
     tests = np.random.default_rng(seed).integers(HELD_OUT, size=len(measured)) == 0
     if not held_out or tests.all() or not tests.any():
         tests = np.zeros(len(measured), bool)
-    extra = sometimes or Sometimes((), np.zeros(len(measured), bool).tolist())
+    extra = conditional or ConditionalTerms((), np.zeros(len(measured), bool).tolist())
     holds = np.array(extra.holds, bool)
-    columns = [_amounts(piece, table) for piece in candidates]
-    columns += [holds * _amounts(piece, table) for piece in extra.candidates]
+    columns = [_amounts(term, table) for term in candidates]
+    columns += [holds * _amounts(term, table) for term in extra.candidates]
     matrix = np.column_stack(columns)
-    reached = (matrix[~tests] > 0).sum(axis=0) >= MIN_PER_PIECE
-    found = np.zeros(len(reached))
-    found[reached] = _solved(matrix[~tests][:, reached], measured[~tests], _weights(table[~tests]))
-    model = _merged(candidates, found[: len(candidates)])
-    apart = _merged(extra.candidates, found[len(candidates) :])
+    reached = (matrix[~tests] > 0).sum(axis=0) >= MIN_PER_TERM
+    coefficients = np.zeros(len(reached))
+    coefficients[reached] = _reweighted(matrix[~tests][:, reached], measured[~tests], _weights(table[~tests]))
+    model = _model(candidates, coefficients[: len(candidates)])
+    conditional_model = _model(extra.candidates, coefficients[len(candidates) :])
     if not len(measured):
-        return Fit(model, apart, 0, 0, 0.0, 0.0, (1.0,) * SPREAD_QUANTILES)
+        return Fit(model, conditional_model, 0, 0, 0.0, 0.0, (1.0,) * SPREAD_QUANTILES)
     tested = tests if tests.any() else ~tests
     rows = [StepShape(*row) for row in table[tested].tolist()]
-    predicted = np.array([model.seconds(each) for each in rows]) + holds[tested] * [
-        apart.seconds(each) for each in rows
-    ]
+    predicted = np.array([model.seconds(each) for each in rows])
+    predicted += holds[tested] * [conditional_model.seconds(each) for each in rows]
     ratios = measured[tested] / np.maximum(predicted, 1e-9)
     errors = np.abs(ratios - 1)
     spread = np.quantile(ratios, np.linspace(0, 1, SPREAD_QUANTILES))
     return Fit(
         model,
-        apart,
+        conditional_model,
         int((~tests).sum()),
         int(tests.sum()),
         float(np.median(errors)),
@@ -123,36 +152,56 @@ def fit(
     )
 
 
-def _amounts(piece: Piece, table: Array) -> Array:
-    if piece.of == CONSTANT:
+def _amounts(term: CostTerm, table: Array) -> Array:
+    if term.of == CONSTANT:
         return np.ones(len(table))
-    amounts = table[:, StepShape._fields.index(piece.of)]
-    return np.clip(amounts, piece.above, np.inf if piece.to is None else piece.to) - piece.above
+    amounts = table[:, StepShape._fields.index(term.of)]
+    return np.clip(amounts, term.above, np.inf if term.to is None else term.to) - term.above
 
 
 def _weights(table: Array) -> Array:
-    """Of each measurement, by how many have about its size."""
+    """Return the weight of each measurement, by the number of measurements of about its size."""
     sizes = np.round(2 * np.log2(1 + table[:, :2])).astype(np.int64)
-    _, places, counts = np.unique(sizes, axis=0, return_inverse=True, return_counts=True)
-    return np.asarray(counts[places.ravel()] ** -0.25, np.float64)
+    _, groups, counts = np.unique(sizes, axis=0, return_inverse=True, return_counts=True)
+    return np.asarray(counts[groups.ravel()] ** -0.25, np.float64)
 
 
-def _solved(matrix: Array, measured: Array, weights: Array) -> Array:
+def _reweighted(matrix: Array, measured: Array, weights: Array) -> Array:
     predicted = measured
     coefficients = np.zeros(matrix.shape[1])
-    for _ in range(ROUNDS):
+    for _ in range(NUM_ITERATIONS):
         scale = weights / np.maximum(predicted, 1e-7)
-        coefficients = solve(matrix * scale[:, None], np.minimum(measured, OUTLIER * predicted) * scale)
+        coefficients = least_squares(matrix * scale[:, None], np.minimum(measured, OUTLIER * predicted) * scale)
         predicted = np.maximum(matrix @ coefficients, 1e-7)
     return coefficients
 
 
-def _merged(pieces: Sequence[Piece], coefficients: Array) -> CostModel:
-    """Without the pieces that cost nothing."""
+def least_squares(matrix: Array, target: Array) -> Array:
+    """Return the x >= 0 that minimizes ||matrix x - target||, solved with columns of norm 1; a column of zeros gets 0.
+
+    Args:
+        matrix: [m, n], float64.
+        target: [m], float64.
+
+    Returns:
+        [n], float64.
+    """
+    from scipy.optimize import nnls
+
+    if not matrix.size:
+        return np.zeros(matrix.shape[1])
+    norms = np.linalg.norm(matrix, axis=0)
+    scale = np.where(norms > 0, norms, 1.0)
+    solution, _ = nnls(matrix / scale, target, maxiter=max(1000, 30 * len(scale)))
+    return np.asarray(solution / scale, np.float64)
+
+
+def _model(terms: Sequence[CostTerm], coefficients: Array) -> CostModel:
+    """Return the model without terms of 0 s."""
     return CostModel(
         tuple(
-            Piece(piece.of, float(f"{seconds:.4g}"), piece.above, piece.to)
-            for piece, seconds in zip(pieces, coefficients.tolist(), strict=True)
+            CostTerm(term.of, float(f"{seconds:.4g}"), term.above, term.to)
+            for term, seconds in zip(terms, coefficients.tolist(), strict=True)
             if seconds > 0
         )
     )

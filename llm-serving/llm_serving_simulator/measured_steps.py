@@ -1,4 +1,4 @@
-"""What steps took, as recordings of the scheduler tell it."""
+"""Measured step times, read from recordings of the scheduler."""
 
 from __future__ import annotations
 
@@ -15,70 +15,67 @@ from llm_serving.recording.replay import Replay
 from llm_serving.scheduler.scheduler import Scheduler
 from llm_serving.scheduler.step_results import num_chosen
 
-from llm_serving_simulator.document import MOST, MOST_WHOLE
-from llm_serving_simulator.recorded_load import torn
-from llm_serving_simulator.step_shape import StepShape, shape_of_rows
+from llm_serving_simulator.cost_model import StepShape, shape_of_rows
+from llm_serving_simulator.files import MAX_INTEGER, MAX_NUMBER
+from llm_serving_simulator.recorded_workload import torn_notice
 
 LONG_STEP_S: Final = 0.02
-"""Behind a step that takes longer the master waits for the announcement of the next one's end, if that is under way."""
+"""After a longer step the master waits until the WorkAgent announces the end of the next one, if that is in flight."""
 
 
 @dataclass(slots=True)
 class MeasuredStep:
-    """Seconds are those of the clock of the master."""
+    """One recorded step; times are those of the master's clock."""
 
     shape: StepShape
-    asked_s: float
-    """When the scheduler was asked for it."""
-    came_s: float | None
-    """When the request came for which it was formed, of a step formed for one while nothing was computed."""
-    before_s: float
-    """When the step before had been replied to; before all, minus infinity."""
-    replied_s: float = 0.0
-    goes_on_s: float | None = None
-    """When the scheduler was asked for a step after the reply, if that was at once."""
-    chosen: list[int] = field(default_factory=list)
-    """Requests, by `Request.sequence`, once for each token that the reply brought them."""
+    scheduled_s: float
+    """When the engine asked the scheduler for the step."""
+    arrival_s: float | None
+    """Arrival of the request that the step was scheduled for, if nothing else was computed then."""
+    previous_reply_s: float
+    """Reply of the step before; minus infinity for the first step."""
+    reply_s: float = 0.0
+    next_schedule_s: float | None = None
+    """When the engine asked for another step after the reply, if it did so at once."""
+    sampled: list[int] = field(default_factory=list)
+    """`Request.sequence` of each token that the reply brought."""
 
     @property
     def ahead(self) -> bool:
-        """Whether it was there when the WorkAgent was done with the one before."""
-        return self.asked_s < self.before_s
+        """Whether the step was scheduled before the WorkAgent finished the step before it."""
+        return self.scheduled_s < self.previous_reply_s
 
     @property
-    def began_s(self) -> float:
-        """When it could begin; of one that was not there ahead, when forming it could."""
-        return max(self.asked_s, self.before_s)
+    def start_s(self) -> float:
+        """Earliest start of the step, or of its scheduling if it was not scheduled ahead."""
+        return max(self.scheduled_s, self.previous_reply_s)
 
     @property
     def seconds(self) -> float:
-        """From when it could begin to its reply; of one that was not there ahead, forming and sending it included."""
-        return self.replied_s - self.began_s
+        """Time from the start to the reply; scheduling and sending included unless the step was scheduled ahead."""
+        return self.reply_s - self.start_s
 
 
 @dataclass
 class Timings:
-    """Of one recording, or of several."""
+    """The times of one or several recordings."""
 
     steps: list[MeasuredStep] = field(default_factory=list)
     arrivals: dict[str, float] = field(default_factory=dict)
-    """By the id of a request: when it was at the door."""
+    """Arrival time of each request id."""
     num_blocks: int | None = None
-    """Of the cache."""
     block_size: int | None = None
-    """Tokens of each of them."""
     replies: dict[str, list[float]] = field(default_factory=dict)
-    """By the id of a request: when the reply with each of its tokens came."""
+    """By request id: the reply time of each of its tokens."""
     notices: list[str] = field(default_factory=list)
-    """What a person should know of the recordings."""
 
 
 def read_timings(files: Iterable[Path]) -> Timings:
-    """Reads what recordings keep of times; nothing is decided again.
+    """Read the times of recordings, without replaying the decisions.
 
     Raises:
         ConfigError: A file cannot be read.
-        RecordingError: One is damaged, or of another version.
+        RecordingError: A file is damaged, or has another version.
     """
     timings = Timings()
     for file in files:
@@ -89,30 +86,34 @@ def read_timings(files: Iterable[Path]) -> Timings:
                 timings.num_blocks = scheduler.blocks.pool.num_blocks
                 timings.block_size = scheduler.blocks.block_size
                 _read(iter(reader), timings, scheduler)
-                timings.notices += torn(file, reader.torn_at)
+                timings.notices += torn_notice(file, reader.torn_at)
         except RecordingError as error:
             raise RecordingError(f"{file}: {error}") from None
         except OSError as error:
             raise ConfigError(f"{file}: {error.strerror}") from None
-    _note_requests(timings)
+    _count_arrivals(timings)
     return timings
 
 
-def _note_requests(timings: Timings) -> None:
-    """Gives each step the requests that came while it was computed."""
+def _count_arrivals(timings: Timings) -> None:
+    """Set `read` of each step to the number of requests that arrived while it ran."""
     times = sorted(timings.arrivals.values())
     for step in timings.steps:
-        read = bisect(times, step.replied_s) - bisect(times, step.began_s)
+        read = bisect(times, step.reply_s) - bisect(times, step.start_s)
         step.shape = step.shape._replace(read=read)
 
 
-def _read(entries: Iterator[Entry], timings: Timings, before: Scheduler) -> None:
-    """`before`: the scheduler as it was before these entries."""
-    in_flight: dict[int, tuple[MeasuredStep, _Chosen]] = {}
-    names = {each.sequence: each.request_id for each in before._requests.values()}
+_Samples = list[tuple[int, int, list[int]]]
+"""Of each row that samples tokens: request sequence, number of samples, draft tokens to verify."""
+
+
+def _read(entries: Iterator[Entry], timings: Timings, scheduler: Scheduler) -> None:
+    """Append the entries' steps; `scheduler` is in the state before the entries."""
+    in_flight: dict[int, tuple[MeasuredStep, _Samples]] = {}
+    names = {each.sequence: each.request_id for each in scheduler._requests.values()}
     drafts: dict[int, list[int]] = {}
-    sequence = before.waits.num_entered
-    before_s, came_s, asked_s, before_took_s = float("-inf"), None, 0.0, 0.0
+    sequence = scheduler.waits.num_entered
+    previous_reply_s, arrival_s, scheduled_s, previous_seconds = float("-inf"), None, 0.0, 0.0
     replied: MeasuredStep | None = None
     num_sent = 0
     for entry in entries:
@@ -122,31 +123,31 @@ def _read(entries: Iterator[Entry], timings: Timings, before: Scheduler) -> None
                 names[sequence] = name
                 sequence += 1
                 timings.arrivals[name] = time
-                came_s = time if came_s is None else came_s
+                arrival_s = time if arrival_s is None else arrival_s
             case Drafted():
                 drafts[entry.record.sequence] = entry.record.token_ids
             case Asked(now=now):
-                asked_s = now
+                scheduled_s = now
                 if replied is not None:
-                    is_short = max(replied.seconds, before_took_s) < LONG_STEP_S
-                    if is_short if in_flight else came_s is None:
-                        replied.goes_on_s = now
-                    before_took_s, replied = replied.seconds, None
+                    is_short = max(replied.seconds, previous_seconds) < LONG_STEP_S
+                    if is_short if in_flight else arrival_s is None:
+                        replied.next_schedule_s = now
+                    previous_seconds, replied = replied.seconds, None
             case Decided(step=int(step)) as decided:
-                alone = not in_flight and came_s is not None and came_s > before_s
-                chosen = [(row[0], row[3], drafts.pop(row[0], [])[: row[3] - 1]) for row in decided.rows if row[3]]
-                measured = MeasuredStep(_shape(decided), asked_s, came_s if alone else None, before_s)
-                in_flight[step] = measured, chosen
-                came_s = None
+                alone = not in_flight and arrival_s is not None and arrival_s > previous_reply_s
+                samples = [(row[0], row[3], drafts.pop(row[0], [])[: row[3] - 1]) for row in decided.rows if row[3]]
+                measured = MeasuredStep(_shape(decided), scheduled_s, arrival_s if alone else None, previous_reply_s)
+                in_flight[step] = measured, samples
+                arrival_s = None
             case Updated(step=step, token_ids=token_ids, time=time) if step in in_flight:
-                replied, chosen = in_flight.pop(step)
-                replied.chosen = list(_brought(chosen, token_ids))
-                replied.before_s, replied.replied_s = before_s, time
-                if replied.came_s is None:  # otherwise they were sent before it came
+                replied, samples = in_flight.pop(step)
+                replied.sampled = list(_sampled(samples, token_ids))
+                replied.previous_reply_s, replied.reply_s = previous_reply_s, time
+                if replied.arrival_s is None:  # otherwise the tokens were sent before the request arrived
                     replied.shape = replied.shape._replace(sent=num_sent)
                 timings.steps.append(replied)
-                before_s, num_sent = time, len(replied.chosen)
-                for number in replied.chosen:
+                previous_reply_s, num_sent = time, len(replied.sampled)
+                for number in replied.sampled:
                     if number in names:
                         timings.replies.setdefault(names[number], []).append(time)
             case CacheLost():
@@ -154,30 +155,26 @@ def _read(entries: Iterator[Entry], timings: Timings, before: Scheduler) -> None
 
 
 def _check_times(entry: Entry) -> None:
-    """Raises RecordingError for what a seal cannot tell: a file that was written with it."""
+    """Raise RecordingError for impossible times, which a valid checksum does not exclude."""
     for name in ("arrival_time", "now", "time"):
-        if not abs(getattr(entry.record, name, 0.0)) <= MOST:
-            rule = f"must have a `{name}` of at most {MOST:g} s"
+        if not abs(getattr(entry.record, name, 0.0)) <= MAX_NUMBER:
+            rule = f"must have a `{name}` of at most {MAX_NUMBER:g} s"
             given = f"{getattr(entry.record, name):g}"
             raise RecordingError(f"record {entry.number} at byte {entry.offset} {rule}. Given: {given}")
 
 
-_Chosen = list[tuple[int, int, list[int]]]
-"""Of each row that chooses tokens: its request, how many are chosen, and its draft tokens."""
-
-
-def _brought(chosen: _Chosen, token_ids: Sequence[int]) -> Iterator[int]:
-    """The requests of a reply, each once for each token that it gets."""
+def _sampled(samples: _Samples, token_ids: Sequence[int]) -> Iterator[int]:
+    """Yield the request sequence of each token that the reply brought."""
     end = 0
-    for number, num_samples, drafts in chosen:
+    for number, num_samples, drafts in samples:
         start, end = end, end + num_samples
         yield from (number,) * num_chosen(drafts, token_ids[start:end])
 
 
 def _shape(decided: Decided) -> StepShape:
     for row in decided.rows:
-        if not all(0 <= each <= MOST_WHOLE for each in row[1:4]):
-            rule = f"must have rows of numbers from 0 to {MOST_WHOLE}"
+        if not all(0 <= each <= MAX_INTEGER for each in row[1:4]):
+            rule = f"must have rows of numbers from 0 to {MAX_INTEGER}"
             raise RecordingError(f"step {decided.step} {rule}. Given: {row[1:4]}")
     rows = np.array([row[1:4] for row in decided.rows], np.int32).reshape(-1, 3)
     return shape_of_rows(rows[:, 1], rows[:, 0], int(rows[:, 2].sum()), len(decided.block_moves))

@@ -1,13 +1,13 @@
-"""What hardware, model and server take for what: the file that `llm-serving profile` writes.
+"""The profile: how long the hardware, the model and the server take for what; `llm-serving profile` writes it.
 
-JSON, or YAML where a person writes one for hardware that is not at hand; then `measured` is false, and every output
-says so with the source.
+A profile is JSON, or YAML written by hand for hardware that is not available. The latter has `measured: false`, which
+every output repeats with the source.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping as AnyMapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -15,166 +15,217 @@ from typing import Any, Final
 from llm_serving.config.yaml_reader import Located, read_yaml
 from llm_serving.errors import ConfigError
 
-from llm_serving_simulator.cost_model import QUANTITIES, CostModel, Piece
-from llm_serving_simulator.document import KEYS_IN, Mapping, flag, number, one_of, text, whole
-from llm_serving_simulator.out_file import write_out
-from llm_serving_simulator.reach import QUANTITIES as WATCHED
-from llm_serving_simulator.reach import Reach
+from llm_serving_simulator.cost_model import QUANTITIES, CostModel, CostTerm, StepShape
+from llm_serving_simulator.files import REFERENCE, YamlMapping, flag, integer, number, one_of, text, write_file
 
 FORMAT: Final = 1
-IDLE_FOR_S: Final = 0.05
-"""Who has had nothing to do for so long is idle."""
+IDLE_AFTER_S: Final = 0.05
+"""Time without work after which a server counts as idle."""
+DEFAULT_LEAD_S: Final = 0.005
+
+RANGE_QUANTITIES: Final = ("rows", "tokens", "context", "pairs")
+"""Quantities of a step whose measured maxima the profile keeps."""
+RANGE_TOLERANCE: Final = 1.1
+"""Factor of the measured maximum up to which a step counts as measured."""
+EXTRAPOLATED: Final = "BEYOND WHAT WAS MEASURED"
+"""Start of every notice about steps that are larger than any measured step."""
+NUM_AT_MAXIMUM: Final = 3
+"""Steps that must have reached a maximum, so that one outlier does not set it."""
+_RANGE_INDICES: Final = tuple(StepShape._fields.index(each) for each in RANGE_QUANTITIES)
+
+
+@dataclass(frozen=True)
+class MeasuredRange:
+    """Measured maxima by quantity; a quantity without a maximum is unbounded."""
+
+    maxima: Mapping[str, float]
+
+    def contains(self, quantity: str, amount: float) -> bool:
+        """Whether steps of this amount were measured."""
+        return quantity not in self.maxima or amount <= RANGE_TOLERANCE * self.maxima[quantity]
+
+
+def measured_maxima(shapes: Sequence[StepShape]) -> dict[str, float]:
+    """Return for each quantity the amount that at least `NUM_AT_MAXIMUM` steps reached."""
+    rank = min(NUM_AT_MAXIMUM, len(shapes))
+    return {
+        name: float(sorted(shape[index] for shape in shapes)[-rank])
+        for name, index in zip(RANGE_QUANTITIES, _RANGE_INDICES, strict=True)
+        if rank
+    }
+
+
+def extrapolation_notices(notices: Iterable[str]) -> str:
+    """Return those of the notices that report extrapolated steps, joined."""
+    return "; ".join(each for each in notices if each.startswith(EXTRAPOLATED))
+
+
+class RangeMonitor:
+    """Counts the steps of a simulation that lie outside the measured range."""
+
+    def __init__(self, measured: MeasuredRange) -> None:
+        self._measured = measured
+        self.num_extrapolated = 0
+        self._limits = [
+            (index, name, RANGE_TOLERANCE * measured.maxima[name])
+            for name, index in zip(RANGE_QUANTITIES, _RANGE_INDICES, strict=True)
+            if name in measured.maxima
+        ]
+        self._largest: dict[str, float] = {}
+
+    def check(self, shape: StepShape) -> None:
+        """Count the step if it is outside the range."""
+        is_outside = False
+        for index, name, limit in self._limits:
+            if shape[index] > limit:
+                is_outside = True
+                self._largest[name] = max(shape[index], self._largest.get(name, 0))
+        self.num_extrapolated += is_outside
+
+    def notices(self, num_steps: int) -> Iterator[str]:
+        """Yield a notice if any of `num_steps` steps was outside the range."""
+        if self.num_extrapolated:
+            names = ", ".join(
+                f"{name} up to {largest:,.0f} (measured: {self._measured.maxima[name]:,.0f})"
+                for name, largest in self._largest.items()
+            )
+            share = self.num_extrapolated / max(1, num_steps)
+            yield f"{EXTRAPOLATED}: {share:.1%} of its steps have {names}; their times are extrapolated"
 
 
 @dataclass(frozen=True)
 class Profile:
-    """Times in seconds."""
+    """Costs in seconds; the attributes are the keys of the file, which docs/tuning.md describes."""
 
     name: str
     source: str
-    """By which command on which machine it was measured, or where its figures were published."""
+    """The command and machine of the measurement, or the publication of the figures."""
     measured: bool
-    """False: of hardware that was not at hand."""
     step: CostModel
-    """Of a WorkAgent, for one step; with pieces over `sent` and `read` where it shares its cores with the master."""
+    """Time of a WorkAgent for a step; with terms over `sent` and `read` where it shares its cores with the master."""
     form: CostModel = field(default_factory=CostModel)
-    """Of the master, to decide on a step and to send it."""
+    """Time of the master to schedule a step and send it."""
     take: CostModel = field(default_factory=CostModel)
-    """Of the master, to take the reply of a step and to pass its tokens on."""
+    """Time of the master to process a reply and pass its tokens on."""
     idle_s: float = 0.0
-    """How much longer a step takes that an idle server is given, with what its tokens take longer to their clients."""
+    """Extra time of the first step after idleness, until its tokens reach the clients."""
     wake_s: float = 0.0
-    """Until the master forms a step for a request that comes while it has nothing to do."""
+    """Time from an arrival until an idle master schedules a step."""
     latency_s: float = 0.0
-    """A frame's way between master and WorkAgent, where the other end waits for it."""
-    lead_s: float = 0.005
-    """A WorkAgent that is asked to announces the end of a step so long before."""
+    """Time of a frame between master and WorkAgent when the receiver waits for it."""
+    lead_s: float = DEFAULT_LEAD_S
+    """Time before the end of a step at which the WorkAgent announces it."""
     request_s: float = 0.0
-    """Of the event loop, for one request until it is at the door."""
+    """Time of the event loop to read one request."""
     token_s: float = 0.0
-    """Of the event loop, for one token on its way to its client."""
+    """Time of the event loop to send one token."""
     one_interpreter: bool = False
-    """Whether what the master takes is CPU time of threads that share an interpreter; else it is what they took."""
+    """Whether the master's times are CPU times of threads that share an interpreter."""
     client_s: float = 0.0
-    """From a client to the event loop, and back."""
+    """Time between a client and the event loop, one way."""
     spread: tuple[float, ...] = ()
-    """Quantiles, evenly spaced from 0 to 1, of measured over predicted seconds of a step; empty: there is no spread."""
+    """Evenly spaced quantiles of measured over predicted step time; empty: no spread."""
     num_blocks: int | None = None
-    """Of the KV cache, where the configuration leaves that to the WorkAgent."""
     block_size: int | None = None
-    """Tokens of each of these; None: as many as in whatever is simulated."""
-    measured_to: AnyMapping[str, float] = field(default_factory=dict)
-    """Of rows, tokens, context and pairs of a step the largest that was measured; what is missing has no end."""
-    notes: AnyMapping[str, Any] = field(default_factory=dict)
-    """For people: machine, errors on held-out steps and the like."""
+    """None: the block size of the simulated configuration."""
+    measured_to: Mapping[str, float] = field(default_factory=dict)
+    notes: Mapping[str, Any] = field(default_factory=dict)
+    """Free text for people: machine, errors on held-out steps."""
 
     @property
-    def reach(self) -> Reach:
-        return Reach(self.measured_to)
+    def measured_range(self) -> MeasuredRange:
+        return MeasuredRange(self.measured_to)
 
     def blocks_of(self, block_size: int) -> int | None:
-        """Blocks of so many tokens that the same memory has room for; None: it is not known."""
+        """Return how many blocks of this size the profile's cache memory holds; None: unknown."""
         if self.num_blocks is None or self.block_size is None:
             return self.num_blocks
         return max(1, self.num_blocks * self.block_size // block_size)
 
-    def __str__(self) -> str:
-        mark = "" if self.measured else "NOT MEASURED HERE: "
-        return f"{mark}{self.name} ({self.source})"
 
-
-_PIECES: Final = {"step", "form", "take"}
+_MODELS: Final = ("step", "form", "take")
 
 
 def read_profile(path: Path) -> Profile:
-    """Reads a profile.
+    """Read a profile.
 
     Raises:
         ConfigError: With file, line and rule.
     """
-    root = read_yaml(path, KEYS_IN)
-    document = Mapping(root)
-    version = document.take("format", whole(1), f"must be {FORMAT}")
+    keys = YamlMapping(read_yaml(path, REFERENCE))
+    version = keys.read("format", integer(1), f"must be {FORMAT}")
     if version != FORMAT:
-        raise ConfigError(f"{document.where_of('format')}: `format` must be {FORMAT}. Given: {version}")
+        raise ConfigError(f"{keys.where_of('format')}: `format` must be {FORMAT}. Given: {version}")
 
     def seconds(key: str, default: float = 0.0) -> float:
-        return document.take(key, number(), "must be seconds >= 0", default)
+        return keys.read(key, number(), "must be seconds >= 0", default)
 
     profile = Profile(
-        name=document.take("name", text, "must be a text"),
-        source=document.take("source", text, "must be a text: where its figures come from"),
-        measured=document.take("measured", flag, "must be true or false"),
-        step=_model(document, "step"),
-        form=_model(document, "form"),
-        take=_model(document, "take"),
+        name=keys.read("name", text, "must be a text"),
+        source=keys.read("source", text, "must be a text: where its figures come from"),
+        measured=keys.read("measured", flag, "must be true or false"),
+        step=_model(keys, "step"),
+        form=_model(keys, "form"),
+        take=_model(keys, "take"),
         idle_s=seconds("idle_s"),
         wake_s=seconds("wake_s"),
         latency_s=seconds("latency_s"),
-        lead_s=seconds("lead_s", 0.005),
+        lead_s=seconds("lead_s", DEFAULT_LEAD_S),
         request_s=seconds("request_s"),
         token_s=seconds("token_s"),
-        one_interpreter=document.take("one_interpreter", flag, "must be true or false", False),
+        one_interpreter=keys.read("one_interpreter", flag, "must be true or false", False),
         client_s=seconds("client_s"),
-        spread=document.take("spread", _spread, "must be ascending factors > 0", ()),
-        num_blocks=document.take("num_blocks", whole(1), "must be an integer >= 1", 0) or None,
-        block_size=document.take("block_size", whole(1), "must be an integer >= 1", 0) or None,
-        measured_to=_measured_to(document),
-        notes=document.take("notes", dict, "must be a mapping", {}),
+        spread=keys.read("spread", _spread, "must be ascending factors > 0", ()),
+        num_blocks=keys.read("num_blocks", integer(1), "must be an integer >= 1", 0) or None,
+        block_size=keys.read("block_size", integer(1), "must be an integer >= 1", 0) or None,
+        measured_to=_measured_to(keys),
+        notes=keys.read("notes", dict, "must be a mapping", {}),
     )
-    if not profile.step.pieces:
-        raise ConfigError(f"{document.where_of('step')}: `step` must have at least one piece")
-    document.end()
+    if not profile.step.terms:
+        raise ConfigError(f"{keys.where_of('step')}: `step` must have at least one piece")
+    keys.reject_unknown_keys()
     return profile
 
 
 def write_profile(profile: Profile, path: Path) -> None:
-    """Writes it as JSON.
+    """Write the profile as JSON.
 
     Raises:
         ConfigError: The file cannot be written.
     """
-    fields = {"format": FORMAT, **asdict(profile)}
-    for key in _PIECES:
-        fields[key] = [_plain(piece) for piece in getattr(profile, key).pieces]
-    write_out(path, json.dumps(fields, indent=1) + "\n")
+    values = {"format": FORMAT, **asdict(profile)}
+    for key in _MODELS:
+        terms = [asdict(each) for each in getattr(profile, key).terms]
+        values[key] = [{name: value for name, value in term.items() if value is not None} for term in terms]
+    write_file(path, json.dumps(values, indent=1) + "\n")
 
 
-def _plain(piece: Piece) -> dict[str, Any]:
-    values = {"of": piece.of, "seconds": piece.seconds, "above": piece.above, "to": piece.to}
-    return {key: value for key, value in values.items() if value is not None}
-
-
-def _measured_to(document: Mapping) -> dict[str, float]:
+def _measured_to(keys: YamlMapping) -> dict[str, float]:
     found = {}
-    for name, located in document.rows("measured_to"):
-        one = Mapping(Located({name: located}, located.where), "measured_to")
-        if name not in WATCHED:
-            raise ConfigError(f"{located.where}: `measured_to.{name}` must be one of {', '.join(WATCHED)}")
-        found[name] = one.take(name, number(), "must be a number >= 0")
+    for name, located in keys.rows("measured_to"):
+        if name not in RANGE_QUANTITIES:
+            raise ConfigError(f"{located.where}: `measured_to.{name}` must be one of {', '.join(RANGE_QUANTITIES)}")
+        row = YamlMapping(Located({name: located}, located.where), "measured_to")
+        found[name] = row.read(name, number(), "must be a number >= 0")
     return found
 
 
-def _model(document: Mapping, key: str) -> CostModel:
-    nothing: list[dict[str, Any]] = []
-    pieces = document.take(key, _list_of_mappings, "must be a list of {of, seconds, above, to}", nothing)
-    found = []
-    for number_of, piece in enumerate(pieces):
-        where = document.where_of(key)
-        located = {name: Located(value, where) for name, value in piece.items()}
-        one = Mapping(Located(located, where), f"{key}.{number_of}")
-        above = one.take("above", number(), "must be a number >= 0", 0.0)
-        to = one.take("to", number(above, above=True), f"must be a number > {above:g}", float("inf"))
-        found.append(
-            Piece(
-                one.take("of", one_of(QUANTITIES), f"must be one of {', '.join(QUANTITIES)}"),
-                one.take("seconds", number(), "must be seconds >= 0"),
-                above,
-                None if to == float("inf") else to,
-            )
+def _model(keys: YamlMapping, key: str) -> CostModel:
+    empty: list[dict[str, Any]] = []
+    rows = keys.read(key, _list_of_mappings, "must be a list of {of, seconds, above, to}", empty)
+    terms = []
+    for index, row in enumerate(rows):
+        where = keys.where_of(key)
+        row_keys = YamlMapping(
+            Located({name: Located(value, where) for name, value in row.items()}, where), f"{key}.{index}"
         )
-        one.end()
-    return CostModel(tuple(found))
+        above = row_keys.read("above", number(), "must be a number >= 0", 0.0)
+        to = row_keys.read("to", number(above, exclusive=True), f"must be a number > {above:g}", float("inf"))
+        of = row_keys.read("of", one_of(QUANTITIES), f"must be one of {', '.join(QUANTITIES)}")
+        seconds = row_keys.read("seconds", number(), "must be seconds >= 0")
+        terms.append(CostTerm(of, seconds, above, None if to == float("inf") else to))
+        row_keys.reject_unknown_keys()
+    return CostModel(tuple(terms))
 
 
 def _list_of_mappings(value: Any) -> list[dict[str, Any]]:
@@ -188,7 +239,7 @@ def _list_of_mappings(value: Any) -> list[dict[str, Any]]:
 def _spread(value: Any) -> tuple[float, ...]:
     if not isinstance(value, list):
         raise TypeError
-    factors = tuple(number(0, above=True)(each) for each in value)
+    factors = tuple(number(0, exclusive=True)(each) for each in value)
     if len(factors) == 1 or list(factors) != sorted(factors):
         raise ValueError
     return factors

@@ -1,8 +1,8 @@
-"""One load under one configuration: the shipping door, scheduler, blocks and engines; WorkAgents and time are virtual.
+"""One simulation of a workload: the shipping admission control, scheduler, blocks and engines under virtual time.
 
-Engines of several replicas each have their own time: the one that is farthest behind goes on, and knows of the world
-what has happened up to where the others are. So a request may come to a replica of several up to a step late; with one
-replica nothing is early or late.
+The engine of each replica has a time of its own. The engine that is farthest behind runs next, and the event queue is
+as far as the other engines are. So with several replicas a request may arrive up to one step late; with one replica all
+times are exact.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import heapq
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, Final
 
@@ -26,237 +26,202 @@ from llm_serving.engine.listener import EngineListener
 from llm_serving.errors import CapacityError, ConfigError, LLMServingError, RequestError
 from llm_serving.models.spec import ModelSpec
 
-from llm_serving_simulator.counted_answer import CountedAnswer, Told
-from llm_serving_simulator.document import MOST_WHOLE
-from llm_serving_simulator.interpreter import Cores, Interpreter
-from llm_serving_simulator.load import Asked, Load, Stream
-from llm_serving_simulator.outcome import Outcome
-from llm_serving_simulator.profile import Profile
-from llm_serving_simulator.reach import Beyond
-from llm_serving_simulator.tally import Tally
-from llm_serving_simulator.timeline import EngineClock, Timeline, VirtualLoop
-from llm_serving_simulator.virtual_agent import END_TOKEN, Beside, Lengths
-from llm_serving_simulator.virtual_replica import NO_TOKENIZER, Parts, VirtualReplica
+from llm_serving_simulator.fast_forward import EngineOutput, TokenCounter
+from llm_serving_simulator.files import MAX_INTEGER
+from llm_serving_simulator.outcome import Outcome, SimulationResult, StepCounters
+from llm_serving_simulator.profile import Profile, RangeMonitor
+from llm_serving_simulator.virtual_replica import NO_TOKENIZER, ReplicaOptions, VirtualReplica
+from llm_serving_simulator.virtual_time import (
+    EngineClock,
+    EventQueue,
+    SeparateCores,
+    SharedInterpreter,
+    VirtualEventLoop,
+)
+from llm_serving_simulator.virtual_work_agent import END_TOKEN, MasterWork, RequestLengths
+from llm_serving_simulator.workload import Workload, WorkloadRequest, WorkloadStream
+
+StopEarly = Callable[[Sequence[Outcome], float], bool]
+"""Called with the outcomes and the time until now; returns whether to stop the simulation."""
+OnFinished = Callable[[float], None]
+"""Called with the time at which a client's request has finished."""
+
+MIN_STEPS_PER_CHECK: Final = 64
+"""Steps between two calls of `StopEarly`, at least."""
+OUTCOMES_PER_STEP: Final = 16
+"""Outcomes that these calls may read per step on average: with many requests there are fewer calls."""
 
 
 class ContradictionError(LLMServingError):
-    """The simulation breaks a law of the scheduler; the text has the seed that shows it."""
-
-
-@dataclass
-class Result:
-    """What came of a load."""
-
-    name: str
-    """Of the configuration."""
-    load: str
-    profile: Profile
-    outcomes: list[Outcome]
-    num_steps: int = 0
-    num_tokens: int = 0
-    """Computed by all steps, prompts included."""
-    num_steps_beyond: int = 0
-    """Steps larger than any that the profile was made of."""
-    busy_share: float = 0.0
-    """Of the time, in which WorkAgents computed."""
-    master_share: float = 0.0
-    """Of the time, in which the master's threads computed; each counts for itself."""
-    preemptions: int = 0
-    bound_violations: int = 0
-    num_draft_tokens: int = 0
-    """Verified draft tokens."""
-    num_accepted: int = 0
-    """Accepted draft tokens."""
-    block_use: list[tuple[float, float]] = field(default_factory=list)
-    """(time, share of a replica's blocks in use) after each step of it."""
-    num_blocks: int = 0
-    """Of each replica."""
-    notices: tuple[str, ...] = ()
-    complete: bool = True
-    """False: it was given up before its end."""
-    num_unservable: int = 0
-    """Requests that the configuration can never serve, whatever else there is to do."""
-    unservable: str = ""
-    """Why, of the first of them."""
-
-
-GivesUp = Callable[[Sequence[Outcome], float], bool]
-"""Asked now and then with the outcomes until then and the time, whether the rest is of no interest."""
-LOOK_EVERY: Final = 64
-"""Steps between two such questions, at least."""
-OUTCOMES_PER_STEP: Final = 16
-"""That these may look at, on average: where many requests have come it is asked more seldom."""
+    """The simulation breaks a law of the scheduler; the text has the seed that reproduces it."""
 
 
 class Simulation:
-    """A configuration, a load and a profile, played once.
+    """One configuration, workload and profile; `run` simulates it once.
 
     Args:
-        config: Any that `load_config` reads; its model need not be there.
-        load: What comes.
-        profile: What takes how long.
-        seed: Of what the profile leaves to chance.
-        name: Of the configuration, in what is printed.
-        looks_alike: Whether steps that are like the one before are decided at once for all requests, which changes
-            nothing but the time that it takes.
+        config: A configuration; the files of its model may be missing.
+        workload: The requests.
+        profile: The costs.
+        seed: Seed of the spread of step times.
+        name: Name of the configuration in outputs.
+        fast_forward: Whether uniform decode steps are fast-forwarded, which changes nothing but the CPU time.
 
     Raises:
-        ConfigError: The load names a class that the configuration has not, or nothing tells how many blocks there are.
+        ConfigError: The workload names an unknown class, or the number of blocks is unknown.
     """
 
     def __init__(
         self,
         config: ServingConfig,
-        load: Load,
+        workload: Workload,
         profile: Profile,
         seed: int = 1,
         name: str = "",
         *,
-        looks_alike: bool = True,
+        fast_forward: bool = True,
     ) -> None:
-        notices, window = tuple(_notices(config, load)), _window(config)
-        speculates = config.scheduler.speculative_method != "none" and load.has_texts
+        notices, window = tuple(_notices(config, workload)), _window(config)
+        speculates = config.scheduler.speculative_method != "none" and workload.has_answer_texts
         self._config = config = _simulated(config)
-        self._load, self._profile, self._seed = load, profile, seed
-        self._timeline = Timeline()
-        self._interpreter = Interpreter() if profile.one_interpreter else Cores()
-        self._loop = VirtualLoop(self._timeline)
+        self._workload, self._profile, self._seed = workload, profile, seed
+        self._events = EventQueue()
+        self._cpu = SharedInterpreter() if profile.one_interpreter else SeparateCores()
+        self._loop = VirtualEventLoop(self._events)
         self._num_read = 0
-        """Requests that have come to the event loop."""
+        """Requests that the event loop has read."""
         self._num_sent = [0] * config.num_replicas
-        """Tokens of each replica that have."""
+        """Tokens of each replica that the event loop has sent."""
         self._loop_free_s = 0.0
-        """When the event loop has time for what comes next."""
-        requests = [request for stream in load.streams for request in stream.requests]
-        _check_classes(config, load)
-        lengths = Lengths.of(
-            [len(each.prompt_token_ids) for each in requests], [_ends_after(each) for each in requests]
+        """When the event loop has finished its newest work."""
+        requests = [request for stream in workload.streams for request in stream.requests]
+        _check_classes(config, workload)
+        lengths = RequestLengths.of(
+            [len(each.prompt_token_ids) for each in requests], [_num_until_eos(each) for each in requests]
         )
         self._numbers = {id(request): number for number, request in enumerate(requests)}
-        self._tally, self._beyond = Tally(config, self._timeline), Beyond(profile.reach)
+        self._counters, self._range_monitor = StepCounters(config, self._events), RangeMonitor(profile.measured_range)
         spec: Any = SimpleNamespace(vocab_size=END_TOKEN + 1, eos_token_ids=(END_TOKEN,))
-        self._master = AsyncEngine(config, spec, NO_TOKENIZER, self._tally, _never_opened, clock=self._timeline)
-        self._result = Result(name, load.name, profile, [], notices=notices)
-        predicts = _predicts(config, requests)
-        parts = Parts(
+        self._master = AsyncEngine(config, spec, NO_TOKENIZER, self._counters, _never_opened, clock=self._events)
+        self._result = SimulationResult(name, workload.name, profile, [], notices=notices)
+        options = ReplicaOptions(
             config,
             profile,
             lengths,
             [each.answer_token_ids for each in requests] if speculates else [],
-            load.vocab_size,
+            workload.vocab_size,
             window,
             seed,
-            self._tally,
-            self._interpreter,
-            self._beyond,
-            looks_alike,
-            predicts,
+            self._counters,
+            self._cpu,
+            self._range_monitor,
+            fast_forward,
+            _predicts(config, requests),
         )
-        self._due: list[tuple[float, int]] = []
-        """(time, replica), a heap: when replicas go on, and what has been overtaken since."""
-        self._called: set[int] = set()
-        """Replicas that may sleep although something has come to their inbox, or somebody waits."""
-        self._replicas = [VirtualReplica(self, parts, index) for index in range(config.num_replicas)]
+        self._wake_times: list[tuple[float, int]] = []
+        """Heap of (time, replica), with entries that are out of date."""
+        self._pending: set[int] = set()
+        """Replicas that may have to wake."""
+        self._replicas = [VirtualReplica(self, options, index) for index in range(config.num_replicas)]
         self._result.num_blocks = self._replicas[0].engine.scheduler.blocks.pool.num_blocks
-        self._open: dict[str, tuple[Outcome, Callable[[float], None]]] = {}
-        """By id of a request: what becomes of it, and who is told of its end."""
+        self._open: dict[str, tuple[Outcome, OnFinished]] = {}
+        """Open requests by id."""
 
-    def run(self, gives_up: GivesUp = lambda outcomes, now: False) -> Result:
-        """Plays the load to its end, or until somebody gives up.
+    def run(self, stop_early: StopEarly = lambda outcomes, now: False) -> SimulationResult:
+        """Simulate the workload to its end, or until `stop_early` returns True.
 
         Raises:
             ContradictionError: A law of the scheduler is broken.
         """
-        num_since_look = 0
-        for stream in self._load.streams:
-            self._begin(stream)
+        num_unchecked = 0
+        for stream in self._workload.streams:
+            self._start_stream(stream)
         try:
             while (replica := self._next()) is not None:
-                num_since_look += replica.step()
-                if num_since_look >= max(LOOK_EVERY, len(self._result.outcomes) // OUTCOMES_PER_STEP):
-                    num_since_look = 0
-                    self._interpreter.forget(self._earliest())
-                    if gives_up(self._result.outcomes, replica.clock.now):
+                num_unchecked += replica.step()
+                if num_unchecked >= max(MIN_STEPS_PER_CHECK, len(self._result.outcomes) // OUTCOMES_PER_STEP):
+                    num_unchecked = 0
+                    self._cpu.forget_before(self._earliest())
+                    if stop_early(self._result.outcomes, replica.clock.now):
                         self._result.complete = False
                         return self._finish()
             self._check_end()
         except AssertionError as error:
-            raise ContradictionError(f"seed {self._seed}: {error or 'blocks or places are not conserved'}") from error
+            raise ContradictionError(f"seed {self._seed}: {error or 'blocks or slots are not conserved'}") from error
         return self._finish()
 
     @property
     def master_s(self) -> float:
-        """Seconds that the master's threads have computed until now."""
-        return self._interpreter.taken_s
+        """CPU seconds of the master's threads until now."""
+        return self._cpu.busy_s
 
     def _next(self) -> VirtualReplica | None:
-        """The replica that is farthest behind of those with something to do."""
-        timeline, alone = self._timeline, self._replicas[0] if len(self._replicas) == 1 else None
+        """Run events until a replica is next, and return it; None at the end of the simulation."""
+        events, alone = self._events, self._replicas[0] if len(self._replicas) == 1 else None
         while True:
             replica = alone or self._first() or self._replicas[0]
-            if (time := timeline.next) <= replica.wakes and time < math.inf:
-                timeline.run_until(time)
+            if (time := events.next_time) <= replica.wake_time and time < math.inf:
+                events.run_until(time)
                 continue
-            if replica.wakes == math.inf:
+            if replica.wake_time == math.inf:
                 return None
             return replica
 
     def _first(self, clock: EngineClock | None = None) -> VirtualReplica | None:
-        """Of those with something to do the one that is farthest behind, of several the first; None: there are none.
+        """Return the replica with the earliest wake time; None if all sleep.
 
-        Left out is the one with this clock, while it steps: it tells in the end when it goes on.
+        The replica with the given clock is left out: it is running, and reschedules itself at the end of its step.
         """
-        due, replicas = self._due, self._replicas
-        while due:
-            time, index = due[0]
+        wake_times, replicas = self._wake_times, self._replicas
+        while wake_times:
+            time, index = wake_times[0]
             replica = replicas[index]
-            if replica.wakes == time and replica.clock is not clock:
+            if replica.wake_time == time and replica.clock is not clock:
                 return replica
-            heapq.heappop(due)
+            heapq.heappop(wake_times)
         return None
 
     def _earliest(self) -> float:
-        """Before this nothing is done any more; replicas that sleep wake later."""
+        """Return a time before which no thread works any more."""
         first = self._replicas[0] if len(self._replicas) == 1 else self._first()
-        return self._timeline.now if first is None else min(self._timeline.now, first.wakes)
+        return self._events.now if first is None else min(self._events.now, first.wake_time)
 
     # --- clients ----------------------------------------------------------------------------------------------------
 
-    def _begin(self, stream: Stream) -> None:
+    def _start_stream(self, stream: WorkloadStream) -> None:
         if stream.concurrency is None:
             for request in stream.requests:
-                self._send(request, request.due_s, _nobody)
+                self._send(request, request.due_s, _ignore_end)
             return
         rest = iter(stream.requests)
 
-        def ask(now: float) -> None:
+        def send_next(now: float) -> None:
             if (request := next(rest, None)) is not None:
-                self._send(request, now, ask)
+                self._send(request, now, send_next)
 
         for _ in range(stream.concurrency):
-            ask(stream.requests[0].due_s if stream.requests else 0.0)
+            send_next(stream.requests[0].due_s if stream.requests else 0.0)
 
-    def _send(self, request: Asked, time: float, done: Callable[[float], None]) -> None:
+    def _send(self, request: WorkloadRequest, time: float, on_finished: OnFinished) -> None:
         request_class = class_of(request.priority_in(self._config.request_classes), self._config.request_classes)
-        num_wanted = min(request.num_output_tokens, request.max_tokens)
-        outcome = Outcome(
-            request.stream, request_class, request.tenant, len(request.prompt_token_ids), num_wanted, time
-        )
+        num_expected = min(request.num_output_tokens, request.max_tokens)
+        num_prompt = len(request.prompt_token_ids)
+        outcome = Outcome(request.stream, request_class, request.tenant, num_prompt, num_expected, time)
         self._result.outcomes.append(outcome)
-        self._knock(request, outcome, time, done)
+        self._arrive(request, outcome, time, on_finished)
 
-    def _knock(self, request: Asked, outcome: Outcome, time: float, done: Callable[[float], None]) -> None:
-        """The request reaches the event loop, and when that has read it, the door."""
+    def _arrive(self, request: WorkloadRequest, outcome: Outcome, time: float, on_finished: OnFinished) -> None:
+        """Schedule that the event loop reads the request and then submits it to the master."""
 
         def read() -> None:
             self._num_read += 1
-            at = self._take_loop(self._profile.request_s)
-            self._timeline.at(at, lambda: self._ask(request, outcome, done))
+            self._loop_free_s = self._cpu.reserve(max(self._loop_free_s, self._events.now), self._profile.request_s)
+            self._events.at(self._loop_free_s, lambda: self._submit(request, outcome, on_finished))
 
-        self._timeline.at(time + self._profile.client_s, read)
+        self._events.at(time + self._profile.client_s, read)
 
-    def _ask(self, request: Asked, outcome: Outcome, done: Callable[[float], None]) -> None:
-        now, number = self._timeline.now, self._numbers[id(request)]
+    def _submit(self, request: WorkloadRequest, outcome: Outcome, on_finished: OnFinished) -> None:
+        now, number = self._events.now, self._numbers[id(request)]
         sampling = SamplingParams(
             max_tokens=request.max_tokens, seed=number, ignore_eos=request.ignore_eos, detokenize=False
         )
@@ -270,127 +235,119 @@ class Simulation:
         try:
             stream = self._master.generate(request.prompt_token_ids, sampling, caller, request_id=str(number))
         except CapacityError as error:
-            if outcome.num_retries < self._load.retries and error.retry_after is not None:
+            if outcome.num_retries < self._workload.retries and error.retry_after is not None:
                 outcome.num_retries += 1
-                self._knock(request, outcome, now + math.ceil(error.retry_after), done)  # as the header has it
+                retry_s = now + math.ceil(error.retry_after)  # the Retry-After header has whole seconds
+                self._arrive(request, outcome, retry_s, on_finished)
                 return
-            self._end(outcome, now, "refused", str(error), done)
+            self._finish_request(outcome, now, "refused", str(error), on_finished)
         except RequestError as error:
             self._result.num_unservable += 1
             self._result.unservable = self._result.unservable or str(error)
-            self._end(outcome, now, "refused", str(error), done)
+            self._finish_request(outcome, now, "refused", str(error), on_finished)
         else:
-            self._open[stream.request_id] = outcome, done
-            self._wake(None)
+            self._open[stream.request_id] = outcome, on_finished
+            self._wake_pending()
 
-    def _end(self, outcome: Outcome, time: float, finish: str, error: str, done: Callable[[float], None]) -> None:
+    def _finish_request(self, outcome: Outcome, time: float, finish: str, error: str, on_finished: OnFinished) -> None:
         outcome.end_s, outcome.finish, outcome.error = time + self._profile.client_s, finish, error
-        done(outcome.end_s)
+        on_finished(outcome.end_s)
 
-    def _take_loop(self, seconds: float) -> float:
-        """Has the event loop work so long as soon as it can; returns when that is done."""
-        self._loop_free_s = self._interpreter.take(max(self._loop_free_s, self._timeline.now), seconds)
-        return self._loop_free_s
-
-    def deliver(self, time: float, count: int, index: int) -> list[float] | None:
-        """As `_deliver` at that time, unless something is to happen before, or replicas have times of their own."""
-        if len(self._replicas) > 1 or self._timeline.next <= time:
+    def send_tokens(self, time: float, count: int, index: int) -> list[float] | None:
+        if len(self._replicas) > 1 or self._events.next_time <= time:
             return None
-        self._timeline.now = time
-        return self._send_tokens(count, index)
+        self._events.now = time
+        return self._arrival_times(count, index)
 
-    def _send_tokens(self, count: int, index: int) -> list[float]:
-        """Has the event loop send pieces of a replica, one after the other; returns when each arrives."""
+    def _arrival_times(self, count: int, index: int) -> list[float]:
+        """Send tokens of a replica one after the other; return when each reaches its client."""
         self._num_sent[index] += count
-        begins, client_s = max(self._loop_free_s, self._timeline.now), self._profile.client_s
-        done = self._interpreter.take_each(begins, self._profile.token_s, count)
-        self._loop_free_s = done[-1]
-        return [each + client_s for each in done]
+        start_s, client_s = max(self._loop_free_s, self._events.now), self._profile.client_s
+        ends = self._cpu.reserve_each(start_s, self._profile.token_s, count)
+        self._loop_free_s = ends[-1]
+        return [each + client_s for each in ends]
 
-    def _deliver(self, pieces: Sequence[Told], publish: Publish, index: int) -> None:
-        """On the event loop: pieces go to their clients, one after the other."""
-        if told := [piece for piece in pieces if not isinstance(piece, CountedAnswer)]:
-            publish(told)
-        for piece, arrives in zip(pieces, self._send_tokens(len(pieces), index), strict=True):
-            if isinstance(piece, CountedAnswer):
-                piece.outcome.token_times_s.append(arrives)
+    def _deliver(self, outputs: Sequence[EngineOutput], publish: Publish, index: int) -> None:
+        """Pass outputs of a replica on to the clients, on the event loop."""
+        if complete := [output for output in outputs if not isinstance(output, TokenCounter)]:
+            publish(complete)
+        for output, arrival_s in zip(outputs, self._arrival_times(len(outputs), index), strict=True):
+            if isinstance(output, TokenCounter):
+                output.outcome.token_times_s.append(arrival_s)
                 continue
-            outcome, done = self._open[piece.request_id]
-            outcome.token_times_s += [arrives] * len(piece.token_ids)
-            outcome.num_cached_tokens = piece.num_cached_tokens
-            if piece.finish_reason is not None:
-                del self._open[piece.request_id]
-                finish, error = piece.finish_reason.value, piece.error or ""
-                at = arrives - self._profile.client_s
-                self._timeline.at(arrives, functools.partial(self._end, outcome, at, finish, error, done))
+            outcome, on_finished = self._open[output.request_id]
+            outcome.token_times_s += [arrival_s] * len(output.token_ids)
+            outcome.num_cached_tokens = output.num_cached_tokens
+            if output.finish_reason is not None:
+                del self._open[output.request_id]
+                finish, error = output.finish_reason.value, output.error or ""
+                end_s = arrival_s - self._profile.client_s
+                action = functools.partial(self._finish_request, outcome, end_s, finish, error, on_finished)
+                self._events.at(arrival_s, action)
 
-    # --- what replicas need -----------------------------------------------------------------------------------------
+    # --- `World`: what replicas need --------------------------------------------------------------------------------
 
     def drive(self, index: int, make: Callable[[Publish], Engine]) -> Engine:
         engine = self._master.replicas.drive(index, make, self._loop)
-        engine.add_listener(_ReplicaWaker(lambda: self._loop.call_soon_threadsafe(self._wake, None)))
+        engine.add_listener(_ReplicaWaker(lambda: self._loop.call_soon_threadsafe(self._wake_pending, None)))
         return engine
 
-    def _wake(self, _: None) -> None:
-        """Whoever has something to do goes on."""
-        called, self._called = self._called, set()
-        for index in called:
-            self._replicas[index].wake(self._timeline.now)
+    def _wake_pending(self, _: None = None) -> None:
+        pending, self._pending = self._pending, set()
+        for index in pending:
+            self._replicas[index].wake(self._events.now)
 
-    def called(self, index: int) -> None:
-        self._called.add(index)
+    def mark_pending(self, index: int) -> None:
+        self._pending.add(index)
 
     def outcome_of(self, request_id: str) -> Outcome:
         return self._open[request_id][0]
 
-    def goes_on(self, time: float, index: int) -> None:
+    def reschedule(self, time: float, index: int) -> None:
         if len(self._replicas) > 1 and time < math.inf:
-            heapq.heappush(self._due, (time, index))
+            heapq.heappush(self._wake_times, (time, index))
 
-    def now_steps(self, clock: EngineClock) -> None:
+    def set_active(self, clock: EngineClock) -> None:
         self._loop.clock = clock
 
-    def beside(self, index: int) -> Beside:
-        return Beside(self._num_sent[index], self._num_read / len(self._num_sent))
+    def master_work(self, index: int) -> MasterWork:
+        return MasterWork(self._num_sent[index], self._num_read / len(self._num_sent))
 
-    def publish_at(self, time: float, pieces: Sequence[Told], publish: Publish, index: int) -> None:
-        self._timeline.at(time, lambda: self._deliver(pieces, publish, index))
+    def publish_at(self, time: float, outputs: Sequence[EngineOutput], publish: Publish, index: int) -> None:
+        self._events.at(time, lambda: self._deliver(outputs, publish, index))
 
-    def let_happen(self, time: float, clock: EngineClock) -> None:
+    def run_until(self, time: float, clock: EngineClock) -> None:
         if len(self._replicas) > 1 and (other := self._first(clock)) is not None:
-            time = min(time, other.wakes)
-        self._timeline.run_until(time)
+            time = min(time, other.wake_time)
+        self._events.run_until(time)
         self._loop.clock = clock
 
-    # --- the end ----------------------------------------------------------------------------------------------------
+    # --- the result -------------------------------------------------------------------------------------------------
 
     def _check_end(self) -> None:
         assert not self._open, f"{len(self._open)} requests wait for ever"
         for replica in self._replicas:
             replica.check_end()
 
-    def _finish(self) -> Result:
-        result, replicas, tally = self._result, self._replicas, self._tally
+    def _finish(self) -> SimulationResult:
+        result, replicas, counters = self._result, self._replicas, self._counters
         span = max((each.end_s for each in result.outcomes), default=0.0)
         result.num_steps = sum(each.engine.num_steps for each in replicas)
-        result.num_tokens, result.block_use = tally.num_tokens, tally.block_use
-        result.num_steps_beyond = self._beyond.num_steps
-        result.notices += tuple(self._beyond.told(result.num_steps))
-        spans = [part for each in replicas for part in each.agent.spans if part[0] < span]
-        result.master_share = self._interpreter.taken_s / max(span, 1e-9)
-        result.busy_share = min(1.0, sum(seconds for _, seconds in spans) / max(span * len(replicas), 1e-9))
-        result.preemptions, result.bound_violations = tally.num_preempted, tally.num_violations
-        result.num_draft_tokens, result.num_accepted = tally.num_draft_tokens, tally.num_accepted
+        result.num_tokens, result.block_use = counters.num_tokens, counters.block_use
+        result.num_extrapolated_steps = self._range_monitor.num_extrapolated
+        result.notices += tuple(self._range_monitor.notices(result.num_steps))
+        seconds = sum(seconds for each in replicas for start, seconds in each.agent.spans if start < span)
+        result.master_share = self._cpu.busy_s / max(span, 1e-9)
+        result.busy_share = min(1.0, seconds / max(span * len(replicas), 1e-9))
+        result.preemptions, result.bound_violations = counters.num_preempted, counters.num_violations
+        result.num_draft_tokens, result.num_accepted_tokens = counters.num_draft_tokens, counters.num_accepted_tokens
         for replica in replicas:
             replica.engine.close()
         return result
 
 
 def _simulated(config: ServingConfig) -> ServingConfig:
-    """The configuration without what touches files, and without a model's own limits on what is asked.
-
-    Replicas bring their own speculation controllers.
-    """
+    """Return the configuration without output files, without limits of the model, and without its own drafter."""
     return replace(
         config,
         scheduler=replace(config.scheduler, record_path=None, speculative_method="none", draft_model_path=None),
@@ -404,45 +361,45 @@ def _window(config: ServingConfig) -> int | None:
     return None if path is None else ModelSpec.from_folder(path).window
 
 
-def _notices(config: ServingConfig, load: Load) -> Iterator[str]:
-    """What of the configuration is not simulated."""
+def _notices(config: ServingConfig, workload: Workload) -> Iterator[str]:
+    """Yield what of the configuration is not simulated."""
     method = config.scheduler.speculative_method
-    if method != "none" and not load.has_texts:
-        yield f"speculative_method {method} drafts nothing: no stream of the load has `recited`"
+    if method != "none" and not workload.has_answer_texts:
+        yield f"speculative_method {method} proposes no draft tokens: no stream of the load has `recited`"
     if any(each.max_requests_per_minute or each.max_tokens_per_minute for each in config.api_keys):
-        yield "what api_keys may ask for in a minute is not simulated: nobody is refused for that"
+        yield "rate limits of api_keys are not simulated: no request is refused for them"
     if method == "draft_model":
-        yield "draft_model_path is not simulated: drafts come from n-gram lookups"
+        yield "draft_model_path is not simulated: draft tokens are those of n-gram lookup"
 
 
-def _check_classes(config: ServingConfig, load: Load) -> None:
+def _check_classes(config: ServingConfig, workload: Workload) -> None:
     known = [each.name for each in config.request_classes]
-    for stream in load.streams:
+    for stream in workload.streams:
         for name in {each.class_name: None for each in stream.requests}:
             if name not in (None, *known):
-                where = stream.class_where or f"{load.name}: `class` of the stream {stream.name}"
+                where = stream.class_where or f"{workload.name}: `class` of the stream {stream.name}"
                 rule = f"must be one of the configuration: {', '.join(sorted(known))}"
                 raise ConfigError(f"{where} {rule}. Given: {name!r}")
 
 
-def _predicts(config: ServingConfig, requests: list[Asked]) -> bool:
-    """Whether anything is decided by when a first token is expected: refusals, deadlines, which replica gets whom."""
-    refuses = config.scheduler.slo_refusal_factor is not None
-    return refuses or config.num_replicas > 1 or any(each.timeout_s is not None for each in requests)
+def _predicts(config: ServingConfig, requests: list[WorkloadRequest]) -> bool:
+    """Whether a decision depends on predicted TTFT: load shedding, deadlines, or routing between replicas."""
+    sheds_load = config.scheduler.slo_refusal_factor is not None
+    return sheds_load or config.num_replicas > 1 or any(each.timeout_s is not None for each in requests)
 
 
-def _ends_after(request: Asked) -> int:
-    """Tokens of an answer after which the model ends it, if nothing else does before."""
-    least = request.num_output_tokens if request.num_output_tokens < request.max_tokens else request.max_tokens + 1
-    return min(least, MOST_WHOLE)
+def _num_until_eos(request: WorkloadRequest) -> int:
+    """Return the output tokens after which the model samples EOS."""
+    num = request.num_output_tokens if request.num_output_tokens < request.max_tokens else request.max_tokens + 1
+    return min(num, MAX_INTEGER)
 
 
 def _never_opened(index: int, publish: Publish, on_progress: Callable[[str], None]) -> AbstractContextManager[Engine]:
-    raise NotImplementedError("replicas of a simulation are driven by it")
+    raise NotImplementedError("the simulation drives its replicas itself")
 
 
-def _nobody(now: float) -> None:
-    """Nobody waits for the end of a request."""
+def _ignore_end(now: float) -> None:
+    """Do nothing: in an open loop no client waits for the end of a request."""
 
 
 class _ReplicaWaker(EngineListener):

@@ -1,9 +1,10 @@
-"""One replica of a simulation: a shipping engine, a virtual WorkAgent, and the time of its thread."""
+"""One replica of a simulation: the shipping engine, a virtual WorkAgent, and the time of the engine's thread."""
 
 from __future__ import annotations
 
 import math
 import random
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
@@ -12,106 +13,106 @@ from llm_serving.admission.ttft_predictor import TtftPredictor
 from llm_serving.config.schema import ServingConfig
 from llm_serving.core.request import Request
 from llm_serving.engine.engine import Engine, Publish
+from llm_serving.engine.inbox import Inbox
 from llm_serving.engine.replica import build_engine
 from llm_serving.engine.sinks import Desk, receive
-from llm_serving.errors import ConfigError
+from llm_serving.errors import ConfigError, WorkerDiedError
 from llm_serving.scheduler.schedule import Blocked, Schedule
 
-from llm_serving_simulator.counted_answer import CountedAnswer, Told
-from llm_serving_simulator.interpreter import Cores, Interpreter
-from llm_serving_simulator.outcome import Outcome
-from llm_serving_simulator.profile import Profile
-from llm_serving_simulator.reach import Beyond
-from llm_serving_simulator.steady_engine import SteadyEngine
-from llm_serving_simulator.tally import Tally
-from llm_serving_simulator.timeline import EngineClock
-from llm_serving_simulator.virtual_agent import END_TOKEN, Beside, Lengths, VirtualAgent, virtual_step
-from llm_serving_simulator.virtual_drafter import VirtualSpeculationController
-from llm_serving_simulator.virtual_inbox import VirtualInbox
+from llm_serving_simulator.fast_forward import EngineOutput, FastForwardEngine, TokenCounter
+from llm_serving_simulator.outcome import Outcome, StepCounters
+from llm_serving_simulator.profile import Profile, RangeMonitor
+from llm_serving_simulator.virtual_time import EngineClock, MasterCPU
+from llm_serving_simulator.virtual_work_agent import (
+    END_TOKEN,
+    MasterWork,
+    RequestLengths,
+    VirtualSpeculationController,
+    VirtualWorkAgent,
+    virtual_step,
+)
 
-CHECK_EVERY: Final = 256
-"""Steps between two looks at all blocks and places; bounds are watched at every one."""
+CHECK_INTERVAL: Final = 256
+"""Steps between two integrity checks of blocks and running slots."""
 MAX_BLOCKS: Final = 10_000_000
-"""Of a replica: each takes memory here too."""
-LEAST_SLEEP_S: Final = 1e-6
+"""Blocks of a replica; each one takes memory of the simulation."""
+MIN_SLEEP_S: Final = 1e-6
 
 
 @dataclass(frozen=True)
-class Parts:
-    """What all replicas of a simulation have in common."""
+class ReplicaOptions:
+    """What all replicas of a simulation share."""
 
     config: ServingConfig
     profile: Profile
-    lengths: Lengths
+    lengths: RequestLengths
     texts: Sequence[Sequence[int]]
-    """The known tokens of each answer; empty: no speculative decoding."""
+    """Known answers by number of the request; empty: speculative decoding is off."""
     vocab_size: int
     window: int | None
-    """Tokens that every layer of the model sees at most; None: one sees all."""
+    """Sliding window of the model, if every layer has one."""
     seed: int
-    tally: Tally
-    master: Interpreter | Cores
-    """What the master's threads compute by."""
-    beyond: Beyond
-    """Looks at the steps of all."""
-    looks_alike: bool = True
-    """Whether steps that are alike are taken for that; otherwise each is decided request by request."""
+    counters: StepCounters
+    master: MasterCPU
+    range_monitor: RangeMonitor
+    fast_forward: bool = True
+    """Whether uniform decode steps are fast-forwarded."""
     predicts: bool = True
-    """Whether anything is decided by when a first token is expected, which takes long to tell where many wait."""
+    """Whether anything depends on predicted TTFT, whose prediction takes long where many requests wait."""
 
 
 class World(Protocol):
-    """What a replica knows of the simulation it is part of."""
+    """What a replica needs of the simulation."""
 
     def drive(self, index: int, make: Callable[[Publish], Engine]) -> Engine:
-        """Has the master serve with an engine."""
+        """Add an engine to the master."""
 
-    def let_happen(self, time: float, clock: EngineClock) -> None:
-        """Lets the world go on to a time, as far as the other engines have come."""
+    def run_until(self, time: float, clock: EngineClock) -> None:
+        """Run the rest of the simulation up to a time, as far as other engines have come."""
 
-    def now_steps(self, clock: EngineClock) -> None:
-        """Whatever engines ask of the event loop from now on is asked by the one with this clock."""
+    def set_active(self, clock: EngineClock) -> None:
+        """Attribute calls of the event loop from now on to the engine with this clock."""
 
-    def beside(self, index: int) -> Beside:
-        """What has been done until now beside the steps of a replica."""
+    def master_work(self, index: int) -> MasterWork:
+        """Return the event loop's work until now, as it concerns a replica."""
 
-    def called(self, index: int) -> None:
-        """Something has come to the inbox of a replica, or somebody waits there although it sleeps."""
+    def mark_pending(self, index: int) -> None:
+        """Remember that a replica may have to wake: its inbox has a message, or a request waits."""
 
-    def goes_on(self, time: float, index: int) -> None:
-        """A replica has something to do from that time on, infinite: until it is woken it has not."""
+    def reschedule(self, time: float, index: int) -> None:
+        """Set when a replica runs next; infinite: when it is woken."""
 
     def outcome_of(self, request_id: str) -> Outcome:
-        """What becomes of a request that has come to a replica."""
+        """Return the outcome of an open request."""
 
-    def deliver(self, time: float, count: int, index: int) -> list[float] | None:
-        """Has the event loop pass so many tokens on at once, and tells when each arrives; None: it cannot yet."""
+    def send_tokens(self, time: float, count: int, index: int) -> list[float] | None:
+        """Send tokens to clients now and return when each arrives; None if another event comes first."""
 
-    def publish_at(self, time: float, pieces: Sequence[Told], publish: Publish, index: int) -> None:
-        """Has the event loop pass pieces of a replica on at a time."""
+    def publish_at(self, time: float, outputs: Sequence[EngineOutput], publish: Publish, index: int) -> None:
+        """Schedule the event loop to pass on a replica's outputs."""
 
 
 class VirtualReplica:
-    """Steps when it is told to; `wakes` says from when on."""
+    """An engine that runs when the simulation calls `step`; `wake_time` says from when on."""
 
-    def __init__(self, world: World, parts: Parts, index: int) -> None:
-        self.clock = EngineClock(parts.master)
-        self.wakes = math.inf
-        """When it goes on; infinite while it has nothing to do."""
+    def __init__(self, world: World, options: ReplicaOptions, index: int) -> None:
+        self.clock = EngineClock(options.master)
+        self.wake_time = math.inf
+        """Infinite while the replica has nothing to do."""
         self._sleeps = True
-        self._wake_s = parts.profile.wake_s
+        self._wake_s = options.profile.wake_s
         self._world, self._index = world, index
-        config, profile = parts.config, parts.profile
-        self.agent = VirtualAgent(
+        config, profile = options.config, options.profile
+        self.agent = VirtualWorkAgent(
             profile,
             self.clock,
-            lambda time: world.let_happen(time, self.clock),
-            lambda: world.beside(index),
-            parts.lengths,
-            parts.texts,
-            parts.vocab_size,
-            random.Random(f"{parts.seed} {index}"),
-            parts.beyond,
+            lambda time: world.run_until(time, self.clock),
+            lambda: world.master_work(index),
+            options.lengths,
+            options.texts,
+            options.vocab_size,
+            random.Random(f"{options.seed} {index}"),
+            options.range_monitor,
         )
         num_blocks = config.pa.num_blocks or profile.blocks_of(config.pa.block_size)
         if num_blocks is None:
@@ -120,7 +121,7 @@ class VirtualReplica:
             rule = f"must be at most {MAX_BLOCKS} in a simulation"
             raise ConfigError(f"pa_config.num_blocks, or `num_blocks` of the profile, {rule}. Given: {num_blocks}")
 
-        self._drafter = VirtualSpeculationController(config, self.agent) if parts.texts else None
+        self._drafter = VirtualSpeculationController(config, self.agent) if options.texts else None
 
         def make(publish: Publish) -> Engine:
             return build_engine(
@@ -128,117 +129,147 @@ class VirtualReplica:
                 num_blocks,
                 self.agent,
                 NO_TOKENIZER,
-                parts.tally,
-                lambda pieces: world.publish_at(self.clock.now, pieces, publish, index),
+                options.counters,
+                lambda outputs: world.publish_at(self.clock.now, outputs, publish, index),
                 index,
                 config.pa.num_swap_blocks,
-                parts.window,
+                options.window,
                 clock=self.clock,
                 build_drafter=lambda config, executor, clock: self._drafter,
-                build_step=self._build,
+                build_step=self._build_step,
                 attach_sink=self._receive,
             )
 
         self.engine = world.drive(index, make)
-        self.engine.replace_inbox(VirtualInbox(lambda: world.called(index)))
-        self._predicts, self._looks_alike = parts.predicts, parts.looks_alike
+        self.engine.replace_inbox(VirtualInbox(lambda: world.mark_pending(index)))
+        self._predicts, self._fast_forwards = options.predicts, options.fast_forward
         self._newest: Schedule | None = None
-        """The newest step that was formed request by request."""
-        self._steady: SteadyEngine | None = None
-        if not parts.predicts:
-            nothing = _PredictsNothing(self.engine.scheduler.limits)
+        """The newest step, if it was scheduled request by request."""
+        self._fast_forward: FastForwardEngine | None = None
+        if not options.predicts:
+            nothing = _NoPredictions(self.engine.scheduler.limits)
             self.engine.ttft_predictor = self.engine._reports.predictor = nothing
-        self._num_since_check = 0
+        self._num_unchecked_steps = 0
 
     def wake(self, now: float) -> None:
-        """Something may have come into its inbox."""
-        if self.wakes > now and self.engine.num_waiting:
-            self.clock.reach(now + self._wake_s if self._sleeps else now)
-            self._goes_on(self.clock.now, sleeps=False)
+        """Run at `now`, if the engine has requests and would run later."""
+        if self.wake_time > now and self.engine.num_waiting:
+            self.clock.advance_to(now + self._wake_s if self._sleeps else now)
+            self._reschedule(self.clock.now, sleeps=False)
 
     def step(self) -> int:
-        """Lets its engine do what it does until it would sleep or look again; returns how many steps these were.
+        """Run the engine until it would sleep or check its inbox again; return the number of steps.
 
         Raises:
-            AssertionError: A block or a request is where it cannot be, or nothing moves.
+            AssertionError: The engine breaks an invariant, or makes no progress although requests wait.
         """
-        self.clock.reach(self.wakes)
-        self._world.now_steps(self.clock)
+        self.clock.advance_to(self.wake_time)
+        self._world.set_active(self.clock)
         if num_steps := self._step():
-            self._goes_on(self.clock.now, sleeps=False)
-            self._num_since_check += num_steps
-            if self._num_since_check >= CHECK_EVERY:
+            self._reschedule(self.clock.now, sleeps=False)
+            self._num_unchecked_steps += num_steps
+            if self._num_unchecked_steps >= CHECK_INTERVAL:
                 self.check()
             return num_steps
         if self.engine.num_waiting:
-            self._world.called(self._index)
+            self._world.mark_pending(self._index)
         idle_s = self.engine.idle_s
-        assert idle_s is None or idle_s > 0 or not self.engine.num_waiting, "nothing moves although somebody waits"
-        self._goes_on(math.inf if idle_s is None else self.clock.now + max(idle_s, LEAST_SLEEP_S), sleeps=True)
+        assert idle_s is None or idle_s > 0 or not self.engine.num_waiting, "no progress although requests wait"
+        self._reschedule(math.inf if idle_s is None else self.clock.now + max(idle_s, MIN_SLEEP_S), sleeps=True)
         return 0
 
-    def _goes_on(self, time: float, *, sleeps: bool) -> None:
-        self.wakes, self._sleeps = time, sleeps
-        self._world.goes_on(time, self._index)
+    def _reschedule(self, time: float, *, sleeps: bool) -> None:
+        self.wake_time, self._sleeps = time, sleeps
+        self._world.reschedule(time, self._index)
 
     def _step(self) -> int:
-        """As `Engine.step`, several times where steps are like the one before, which take less time here."""
-        if self._steady is None and self._newest is not None and self._looks_alike:
-            self._steady = SteadyEngine.of(
-                self.engine, self.agent, self._drafter, self._newest, self._predicts, self._deliver
+        """Do as `Engine.step`, for several steps where they are uniform."""
+        if self._fast_forward is None and self._newest is not None and self._fast_forwards:
+            self._fast_forward = FastForwardEngine.start(
+                self.engine, self.agent, self._drafter, self._newest, self._predicts, self._send_tokens
             )
         self._newest = None
-        if self._steady is not None:
-            num_steps = self._steady.advance()
-            if not self._steady.goes_on:
-                self._steady = None
+        if self._fast_forward is not None:
+            num_steps = self._fast_forward.advance()
+            if not self._fast_forward.is_active:
+                self._fast_forward = None
             if num_steps:
                 return num_steps
         return self.engine.step()
 
-    def _deliver(self, time: float, count: int) -> list[float] | None:
-        return self._world.deliver(time, count, self._index)
+    def _send_tokens(self, time: float, count: int) -> list[float] | None:
+        return self._world.send_tokens(time, count, self._index)
 
-    def _build(self, schedule: Schedule, number: int) -> Any:
+    def _build_step(self, schedule: Schedule, number: int) -> Any:
         self._newest = schedule
         return virtual_step(schedule, number)
 
     def _receive(self, request: Request, desk: Desk) -> None:
-        """Who is told only that there is another token, unless more is to be known of it."""
+        """Give a request a `TokenCounter`, unless its outputs must be complete."""
         if request.moves or self.engine.audits(request):
             receive(request, desk)
             return
-        request.receiver = answer = CountedAnswer(request, desk, self._world.outcome_of(request.request_id))
-        answer.begin()
+        request.receiver = counter = TokenCounter(request, desk, self._world.outcome_of(request.request_id))
+        counter.begin()
 
     def check(self) -> None:
-        """Raises AssertionError when a block or a request is where it cannot be."""
-        if self._steady is not None:
-            self._steady.settle()
-        self._num_since_check = 0
+        """Raise AssertionError if blocks or running slots are inconsistent."""
+        if self._fast_forward is not None:
+            self._fast_forward.settle()
+        self._num_unchecked_steps = 0
         self.engine.scheduler.check_integrity()
 
     def check_end(self) -> None:
-        """Raises AssertionError unless all have ended and given everything back."""
+        """Raise AssertionError unless all requests have finished and all blocks are free."""
         self.check()
         scheduler = self.engine.scheduler
-        assert not scheduler.has_unfinished_requests, "a request has not ended"
+        assert not scheduler.has_unfinished_requests, "a request has not finished"
         pools = scheduler.blocks.pool, scheduler.blocks.host_pool
-        assert not any(pool.num_used_blocks for pool in pools), "blocks are not given back"
+        assert not any(pool.num_used_blocks for pool in pools), "blocks are not freed"
 
 
-class _PredictsNothing(TtftPredictor):
-    """For loads nothing of which is decided by predictions."""
+class VirtualInbox(Inbox):
+    """The inbox of a simulated engine. It has no file descriptor, because a simulation may have many replicas.
+
+    Args:
+        on_post: Called for each message.
+    """
+
+    def __init__(self, on_post: Callable[[], None]) -> None:
+        self.ended: str | None = None
+        self.on_end: Callable[[], None] = lambda: None
+        self._messages: deque[Callable[[], None]] = deque()
+        self._on_post = on_post
+
+    def post(self, message: Callable[[], None]) -> None:
+        if self.ended is not None:
+            raise WorkerDiedError(self.ended)
+        self._messages.append(message)
+        self._on_post()
+
+    def wake(self) -> None:
+        """Do nothing: no thread sleeps."""
+
+    def end(self, reason: str) -> None:
+        self.ended = self.ended or reason
+        self.on_end()
+
+    def close(self, reason: str) -> None:
+        self.end(reason)
+
+
+class _NoPredictions(TtftPredictor):
+    """The TTFT predictor of a simulation in which nothing depends on predictions."""
 
     def record_running(self, num_running: int, blocked: Blocked | None = None) -> None:
-        """Measure nothing."""
+        """Do nothing."""
 
     def record_step(self, *, num_tokens: int, num_rows: int, seconds: float, num_finished: int) -> None:
-        """Measure nothing."""
+        """Do nothing."""
 
 
 class _NoTokenizer:
-    """For engines that make no text."""
+    """The tokenizer of engines that produce no text."""
 
     eos_token_ids = (END_TOKEN,)
 

@@ -259,7 +259,7 @@ def _places(engine: engine_loop.Engine) -> list[tuple[Any, str, str]]:
     return [
         (engine.scheduler, "schedule", "scheduling"),
         (engine.scheduler, "update", "taking tokens into account"),
-        (engine, "build_step", "building the step"),
+        (engine, "_build_step", "building the step"),
         (runner, "execute", "the runner around all that"),
         (model_runner, "build_model_inputs", "inputs of the network"),
         (runner, "_forward", "network"),

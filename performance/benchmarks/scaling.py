@@ -26,13 +26,12 @@ from typing import Final, NamedTuple
 
 from llm_serving.config import load_config
 from llm_serving.config.yaml_reader import read_value
-from llm_serving_simulator.cost_model import CostModel, Piece
+from llm_serving_simulator.cost_model import CostModel, CostTerm
 from llm_serving_simulator.figures import Figures, figures_of
-from llm_serving_simulator.load import Load
-from llm_serving_simulator.outcome import Outcome
+from llm_serving_simulator.outcome import Outcome, SimulationResult
 from llm_serving_simulator.profile import Profile, read_profile
-from llm_serving_simulator.simulation import Result, Simulation
-from llm_serving_simulator.workload import workload
+from llm_serving_simulator.simulation import Simulation
+from llm_serving_simulator.workload import Workload, parse_workload
 
 PUBLISHED: Final = Path(__file__).resolve().parents[1] / "profiles" / "contest_npu.yaml"
 STREAM: Final = """
@@ -57,26 +56,30 @@ SETTINGS: Final = (
 
 
 def with_master(profile: Profile, request_s: float, step_s: float, token_s: float) -> Profile:
-    """Return the profile with the CPU time of the master for a request, a step and a token."""
-    step, tokens = CostModel((Piece("step", step_s),)), CostModel()
+    """The profile with what one interpreter takes for a request, a step and a token."""
+    step, tokens = CostModel((CostTerm("step", step_s),)), CostModel()
     return replace(
         profile, form=step, take=tokens, request_s=request_s, token_s=token_s, client_s=0.0, one_interpreter=True
     )
 
 
-def load(num_replicas: float, num_requests: int, num_tenants: int, seed: int) -> Load:
-    """Return the workload of `num_replicas` replicas."""
+def load(num_replicas: float, num_requests: int, num_tenants: int, seed: int) -> Workload:
+    """What comes to so many replicas."""
     numbers = {"RATE": RATE * num_replicas, "COUNT": num_requests, "TENANTS": num_tenants}
     text = STREAM
     for word, number in numbers.items():
         text = text.replace(word, f"{number:g}")
-    return workload(read_value(text, "chat"), "chat", seed)
+    return parse_workload(read_value(text, "chat"), "chat", seed)
 
 
 def play(
-    given: Load, num_replicas: int, profile: Profile, seed: int = 1, samples: list[tuple[float, float]] | None = None
-) -> Result:
-    """Simulate the workload on one master; `samples` gets (time, CPU seconds of the master until then)."""
+    given: Workload,
+    num_replicas: int,
+    profile: Profile,
+    seed: int = 1,
+    samples: list[tuple[float, float]] | None = None,
+) -> SimulationResult:
+    """The load on one master; samples get (time, seconds that the master has computed until then)."""
     config = load_config(None, [*SETTINGS, f"cluster_config.replicas={num_replicas}"])
     simulation = Simulation(config, given, profile, seed)
 
@@ -164,7 +167,7 @@ def _play_share(
     profile: Profile,
     arguments: argparse.Namespace,
     samples: list[tuple[float, float]] | None = None,
-) -> Result:
+) -> SimulationResult:
     count = max(MIN_REQUESTS, round(arguments.requests * size * share))
     given = load(size * share, count, TENANTS_PER_MASTER, arguments.seed)
     return play(given, size, profile, arguments.seed, samples)

@@ -174,7 +174,7 @@ def _places(engine: Engine, agent: RandomAgent) -> list[tuple[Any, str, str]]:
         (engine, "step", "the rest of the loop"),
         (engine.scheduler, "schedule", "scheduling"),
         (engine.scheduler, "update", "taking tokens into account"),
-        (engine, "build_step", "building the step"),
+        (engine, "_build_step", "building the step"),
         (executor, "submit", "writing it for the WorkAgent"),
         (executor, "collect", "reading the reply"),
         (agent, "receive", AGENT),

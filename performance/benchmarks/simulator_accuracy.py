@@ -34,17 +34,15 @@ from typing import Final, NamedTuple
 import uvloop
 from llm_serving.config import ServingConfig, load_config
 from llm_serving_simulator.cost_model import CostModel
-from llm_serving_simulator.disturbance import MOST, Disturbance
 from llm_serving_simulator.figures import Figures, figures_of
 from llm_serving_simulator.http_player import play
-from llm_serving_simulator.load import Load
 from llm_serving_simulator.measured_steps import MeasuredStep, Timings, read_timings
-from llm_serving_simulator.measurement_server import own_server
-from llm_serving_simulator.outcome import Outcome
+from llm_serving_simulator.measurement import MAX_INTERFERENCE, CpuInterference, temporary_server
+from llm_serving_simulator.outcome import Outcome, SimulationResult
 from llm_serving_simulator.profile import Profile, read_profile
-from llm_serving_simulator.recorded_load import read_recorded, recording_files
-from llm_serving_simulator.simulation import Result, Simulation
-from llm_serving_simulator.workload import read_workload
+from llm_serving_simulator.recorded_workload import read_recorded, recording_files
+from llm_serving_simulator.simulation import Simulation
+from llm_serving_simulator.workload import Workload, read_workload
 
 CONFIGS: Final = {
     "default": [],
@@ -177,7 +175,7 @@ def measure(name: str, arguments: argparse.Namespace, profile: Profile) -> None:
     folder: Path = arguments.keep
     settings = CONFIGS[name]
     cells = list(cells_of(name, load_config(arguments.config, settings), profile, arguments))
-    with own_server(arguments.config, settings, None, (folder / name).resolve()) as config:
+    with temporary_server(arguments.config, settings, None, (folder / name).resolve()) as config:
         classes = config.request_classes
         warm = read_workload(path_of(folder, cells[0], "yaml"), 99)
         uvloop.run(play(config.serving.url, warm, classes, "warm", min(1.5, arguments.seconds)))
@@ -185,11 +183,11 @@ def measure(name: str, arguments: argparse.Namespace, profile: Profile) -> None:
             load = read_workload(path_of(folder, cell, "yaml"))
             for attempt in range(arguments.attempts):
                 time.sleep(PAUSE_S)
-                watch = Disturbance()
-                salt = f"{cell.load} {attempt}"  # loads of one seed start with the same prompts
+                watch = CpuInterference()
+                salt = f"{cell.load} {attempt}"  # loads of one seed begin with the same prompts
                 played = uvloop.run(play(config.serving.url, load, classes, name_of(cell), salt=salt))
                 share = watch.share()
-                if share <= MOST:
+                if share <= MAX_INTERFERENCE:
                     break
                 sys.stderr.write(f"{cell.load}: other programs took {share:.0%} of the processors\n")
             rows = [{**asdict(each), "request_class": each.request_class.name} for each in played.outcomes]
@@ -208,12 +206,12 @@ def compare(cell: Cell, folders: Sequence[Path], arguments: argparse.Namespace, 
     for folder in folders:
         rows = json.loads(path_of(folder, cell, "json").read_text())
         outcomes = [Outcome(**{**each, "request_class": classes[each["request_class"]]}) for each in rows]
-        runs.append(figures_of(Result("measured", load.name, profile, outcomes)))
+        runs.append(figures_of(SimulationResult("measured", load.name, profile, outcomes)))
     return Row(cell, runs, predicted, slowness, at_that_speed)
 
 
-def predict(config: ServingConfig, load: Load, profile: Profile, seed: int) -> Figures:
-    """Return the medians of several simulations, whose step times vary at random."""
+def predict(config: ServingConfig, load: Workload, profile: Profile, seed: int) -> Figures:
+    """Medians of several simulations: by how much each step differs from its kind is left to chance."""
     runs = [figures_of(Simulation(config, load, profile, each).run()) for each in range(seed, seed + SIMULATIONS)]
     return {name: statistics.median(each[name] for each in runs) for name in runs[0]}
 
@@ -226,8 +224,8 @@ def answers_of(folder: Path) -> dict[tuple[int, ...], Sequence[int]]:
     return {tuple(each.prompt_token_ids): each.answer_token_ids for each in ordered}
 
 
-def with_texts(load: Load, answers: Mapping[tuple[int, ...], Sequence[int]]) -> Load:
-    """Return the load with recorded answers, from which the simulated n-gram lookup proposes draft tokens."""
+def with_texts(load: Workload, answers: Mapping[tuple[int, ...], Sequence[int]]) -> Workload:
+    """Return the workload with its recorded answers, from which the n-gram lookup proposes draft tokens."""
     streams = tuple(
         replace(
             stream,
@@ -258,8 +256,8 @@ def predicted_s(step: MeasuredStep, profile: Profile) -> float:
 
 
 def slowed(profile: Profile, factor: float) -> Profile:
-    """Return the profile with steps slowed down by a factor."""
-    pieces = tuple(replace(each, seconds=factor * each.seconds) for each in profile.step.pieces)
+    """With steps that take so much longer."""
+    pieces = tuple(replace(each, seconds=factor * each.seconds) for each in profile.step.terms)
     return replace(profile, step=CostModel(pieces))
 
 
@@ -268,7 +266,7 @@ def steps_of(name: str, timings: Timings) -> list[MeasuredStep]:
     prefix = f"{name}-"
     begins = max((time for each, time in timings.arrivals.items() if each.startswith(f"{prefix}0-")), default=math.inf)
     ends = max((times[-1] for each, times in timings.replies.items() if each.startswith(prefix)), default=-math.inf)
-    return [each for each in timings.steps if begins <= each.began_s and each.replied_s <= ends]
+    return [each for each in timings.steps if begins <= each.start_s and each.reply_s <= ends]
 
 
 def table(rows: Sequence[Row]) -> str:

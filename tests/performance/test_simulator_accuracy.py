@@ -15,13 +15,11 @@ from benchmarks.simulator_accuracy import (
     with_texts,
     workload,
 )
-from llm_serving_simulator.cost_model import CostModel, Piece
+from llm_serving_simulator.cost_model import CostModel, CostTerm, StepShape
 from llm_serving_simulator.figures import figures_of
-from llm_serving_simulator.load import Load, Stream
 from llm_serving_simulator.measured_steps import MeasuredStep, Timings
 from llm_serving_simulator.simulation import Simulation
-from llm_serving_simulator.step_shape import StepShape
-from llm_serving_simulator.workload import read_workload
+from llm_serving_simulator.workload import Workload, WorkloadStream, read_workload
 from support.recordings import record_steps
 from support.simulator_workloads import STEP_S, config_with, create_load, create_profile
 
@@ -40,12 +38,14 @@ def test_a_load_is_simulated_with_recorded_answers(tmp_path):
     (tmp_path / "a.rec").write_bytes(record_steps(5))
     asked = create_load(0.0).streams[0].requests[0]
     both = [replace(asked, prompt_token_ids=[100, 101, 102, 103]), asked]
-    load = with_texts(Load("both", (Stream("s", both),)), answers_of(tmp_path))
+    load = with_texts(Workload("both", (WorkloadStream("s", both),)), answers_of(tmp_path))
     assert [list(each.answer_token_ids) for each in load.streams[0].requests] == [[7] * 5, []]
 
 
-def test_slowness_is_measured_in_the_last_run_of_a_load():
-    profile = create_profile(step=CostModel((Piece("step", STEP_S),)), form=CostModel((Piece("step", STEP_S / 2),)))
+def test_slowness_is_of_the_steps_of_the_last_time_a_load_was_played():
+    profile = create_profile(
+        step=CostModel((CostTerm("step", STEP_S),)), form=CostModel((CostTerm("step", STEP_S / 2),))
+    )
 
     def step(began_s: float, seconds: float, *, ahead: bool) -> MeasuredStep:
         asked_s = began_s - 0.001 if ahead else began_s

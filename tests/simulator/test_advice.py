@@ -13,11 +13,10 @@ from llm_serving.config.reload import check_reload
 from llm_serving.config.report import describe
 from llm_serving.errors import ConfigError, RecordingError
 from llm_serving_simulator import advice as advice_module
-from llm_serving_simulator.advice import advise, line_for, newest
-from llm_serving_simulator.advising import Question, answer
-from llm_serving_simulator.commands.advice import told
-from llm_serving_simulator.recorded_load import read_recorded_files
-from llm_serving_simulator.tuner.knobs import Knob
+from llm_serving_simulator.advice import AdviceQuestion, advise, answer, line_for, newest
+from llm_serving_simulator.commands.advice import described
+from llm_serving_simulator.recorded_workload import read_recorded_files
+from llm_serving_simulator.tuner.search_space import SearchParameter
 from msgspec import to_builtins
 from support.factories import create_request
 from support.recordings import MemoryFiles, create_recorded
@@ -51,7 +50,7 @@ def test_more_slots_would_have_been_better() -> None:
     assert found.needs_restart  # WorkAgents were loaded for four
     assert {"output_tokens_per_s", "ttft_p99_ms"} <= {each.figure for each in found.better}
     assert "tpot_p99_ms" in {each.figure for each in found.worse} and not advice.advised
-    lines = list(told(to_builtins(advice)))
+    lines = list(described(to_builtins(advice)))
     assert lines[0].startswith("40 requests of 0 s, ") and lines[0].endswith("off by 7% at the median")
     assert f"    # {SLOTS} is 4 (--set); takes a restart" in "\n".join(lines)
 
@@ -59,7 +58,7 @@ def test_more_slots_would_have_been_better() -> None:
 @pytest.mark.parametrize(("own", "takes_restart"), [("fcfs", True), ("mixed", False)])
 def test_a_policy_takes_a_restart_where_a_reload_would_refuse_it(own: str, takes_restart: bool) -> None:
     values = ("prefill_first", "throughput", own)
-    knob = Knob("scheduler_config.policy", values, 2, ordered=False)
+    knob = SearchParameter("scheduler_config.policy", values, 2, ordered=False)
     assert advice_module._needs_restart(knob, "throughput") is takes_restart
     running = config_with(scheduler_config__policy=own)
     read = config_with(scheduler_config__policy="throughput")
@@ -95,7 +94,7 @@ def test_where_time_is_short_some_are_not_played() -> None:
     load = create_load(*[0.001 * number for number in range(40)])
     advice = advise(configure(), load, create_profile(num_blocks=400), 0.0, budget_s=0.0)
     assert (advice.played, advice.not_played) == (0, 2)
-    assert list(told(to_builtins(advice)))[1].startswith("there was no time to play any")
+    assert list(described(to_builtins(advice)))[1].startswith("there was no time to play any")
 
 
 def test_too_few_requests_are_no_load() -> None:
@@ -134,7 +133,7 @@ def test_a_question_is_answered_from_the_recording(tmp_path: Path) -> None:
     since = recorded(tmp_path / "records", 30)
     config = config_with(model_config__decode_batch_size=4)
     sources = {**config.sources, SLOTS: "my.yaml:3"}
-    question = Question(describe(config), sources, str(tmp_path / "records"), since, 60.0)
+    question = AdviceQuestion(describe(config), sources, str(tmp_path / "records"), since, 60.0)
     advice = answer(question)
     assert advice.requests == 30
     assert all(each.source == "my.yaml:3" for each in (*advice.advised, *advice.otherwise) if each.key == SLOTS)
@@ -142,7 +141,7 @@ def test_a_question_is_answered_from_the_recording(tmp_path: Path) -> None:
     question.refused = [RefusedRequests(since + 0.02 * number, (5, 6), 10, "a") for number in range(12)]
     both = answer(question)
     assert (both.requests, both.refused) == (54, 24)
-    assert next(iter(told(to_builtins(both)))).startswith("54 requests (24 of them refused at the door) of 1 s")
+    assert next(iter(described(to_builtins(both)))).startswith("54 requests (24 of them refused) of 1 s")
     question.refused = []
     question.since = since + 0.4
     assert answer(question).requests < 30  # who came before is left out
@@ -161,5 +160,5 @@ def test_who_was_refused_is_played_with_answers_of_others(tmp_path: Path) -> Non
     assert (first.due_s, first.priority, first.tenant, first.stream) == (0.0, 7, "b", "refused")
     assert {each.num_output_tokens for each in asked} == {each.num_output_tokens for each in rest}
     assert rest[0].due_s == pytest.approx(1.0) and len(rest) == 30
-    with pytest.raises(RecordingError, match="has no requests but the 1 that were refused at the door"):
+    with pytest.raises(RecordingError, match="has no requests but the 1 that admission control refused"):
         read_recorded_files(files, "n", since + 100, [RefusedRequests(since, (5,), 7, "b")])

@@ -2,12 +2,11 @@ import numpy as np
 import pytest
 from llm_serving.errors import RecordingError
 from llm_serving_simulator.calibration import calibrate
-from llm_serving_simulator.cost_model import CostModel, Piece
-from llm_serving_simulator.http_player import Seen
+from llm_serving_simulator.cost_model import CostModel, CostTerm, StepShape
+from llm_serving_simulator.http_player import ClientTiming
 from llm_serving_simulator.measured_steps import MeasuredStep, Timings
-from llm_serving_simulator.step_shape import StepShape
 
-STEP = CostModel((Piece("step", 0.002), Piece("rows", 0.0001)))
+STEP = CostModel((CostTerm("step", 0.002), CostTerm("rows", 0.0001)))
 TAKE_S, FORM_S, WAKE_S, REQUEST_S, TOKEN_S, CLIENT_S = 0.0003, 0.0008, 0.0001, 0.001, 0.00002, 0.0004
 
 
@@ -32,10 +31,10 @@ def timings():
 @pytest.fixture
 def seen(timings):
     return [
-        Seen(
+        ClientTiming(
             f"play-{number}",
-            step.asked_s - WAKE_S - REQUEST_S - CLIENT_S,
-            [step.replied_s + TAKE_S + TOKEN_S + CLIENT_S],
+            step.scheduled_s - WAKE_S - REQUEST_S - CLIENT_S,
+            [step.reply_s + TAKE_S + TOKEN_S + CLIENT_S],
         )
         for number, step in enumerate(timings.steps)
     ]
@@ -55,16 +54,16 @@ def test_the_figures_of_a_server_are_found(timings, seen):
 
 def test_of_steps_behind_which_nobody_went_on_at_once_a_profile_is_made(timings):
     for step in timings.steps:
-        step.goes_on_s = None
+        step.next_schedule_s = None
     profile = calibrate(timings, name="n", source="s").profile
     shape = StepShape(5, 5, 5, 99, 0, 0)
     assert profile.take.seconds(shape) == 0.0
     assert profile.step.seconds(shape) == pytest.approx(STEP.seconds(shape), rel=0.01)
 
 
-def test_the_cost_of_draft_tokens_in_a_step_is_measured():
-    """Steps of two rows that verify up to eight draft tokens each, beside steps of more rows without drafts."""
-    true = CostModel((Piece("step", 0.01), Piece("rows", 0.0005), Piece("tokens", 0.00002)))
+def test_what_guesses_cost_in_a_step_is_measured():
+    """Steps of two rows that check up to eight guesses each, beside steps of more rows that check none."""
+    true = CostModel((CostTerm("step", 0.01), CostTerm("rows", 0.0005), CostTerm("tokens", 0.00002)))
     rng, timings, before = np.random.default_rng(1), Timings(num_blocks=7), 10.0
     for number in range(600):
         has_drafts = number % 3 == 0
@@ -85,9 +84,9 @@ def test_the_cost_of_draft_tokens_in_a_step_is_measured():
 
 
 def test_of_a_server_that_forms_nothing_ahead_steps_have_their_forming_in_them(timings):
-    timings.steps = [each for each in timings.steps if each.came_s is None]
+    timings.steps = [each for each in timings.steps if each.arrival_s is None]
     for step in timings.steps:
-        step.asked_s = step.before_s + TAKE_S
+        step.scheduled_s = step.previous_reply_s + TAKE_S
     profile = calibrate(timings, name="n", source="s").profile
     shape = StepShape(5, 5, 5, 99, 0, 0)
     assert profile.form.seconds(shape) == 0.0
@@ -104,14 +103,14 @@ def test_how_much_later_an_idle_server_answers_is_told_by_its_clients(timings, s
 
 def test_what_is_done_beside_steps_is_told_from_steps():
     """Requests come and tokens go out by chance; both take of the time of the step that is computed meanwhile."""
-    true = CostModel((*STEP.pieces, Piece("sent", 0.00005), Piece("read", 0.001)))
+    true = CostModel((*STEP.terms, CostTerm("sent", 0.00005), CostTerm("read", 0.001)))
     rng, timings, before = np.random.default_rng(1), Timings(num_blocks=7), 10.0
     for _ in range(600):
         rows, sent, read = (int(rng.integers(low, high)) for low, high in ((1, 60), (0, 60), (0, 3)))
         replied = before + true.seconds(shape := StepShape(rows, rows, rows, 99, 0, 0, sent, read))
         timings.steps.append(MeasuredStep(shape, before - 0.001, None, before, replied, replied + TAKE_S))
         before = replied
-    found = {each.of: each.seconds for each in calibrate(timings, name="n", source="s").profile.step.pieces}
+    found = {each.of: each.seconds for each in calibrate(timings, name="n", source="s").profile.step.terms}
     assert (found["sent"], found["read"]) == pytest.approx((0.00005, 0.001), rel=0.01)
 
 

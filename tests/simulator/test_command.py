@@ -3,12 +3,12 @@ import json
 import pytest
 from llm_serving.cli.main import main
 from llm_serving.errors import ConfigError, RecordingError
-from llm_serving_simulator import needs
 from llm_serving_simulator.commands import profile
-from llm_serving_simulator.cost_model import CostModel, Piece
-from llm_serving_simulator.http_player import Seen
+from llm_serving_simulator.cost_model import CostModel, CostTerm
+from llm_serving_simulator.http_player import ClientTiming
 from llm_serving_simulator.measured_steps import Timings
 from llm_serving_simulator.profile import write_profile
+from llm_serving_simulator.tuner import limits
 from support.recordings import record_steps
 from support.simulator_workloads import STEP_S, create_profile
 
@@ -59,11 +59,12 @@ def test_speculation_makes_a_difference_that_suffices(arguments, tmp_path, capsy
     key = "scheduler_config.speculative_method"
     plain = f"{arguments[1]}+{key}=none"
     assert main(["whatif", arguments[1], plain, *arguments[3:], "--json", "-"]) == 0
-    drafted, without = (each["figures"] for each in json.loads(capsys.readouterr().out))
-    assert drafted["accepted_draft_tokens"] > 100 and without["draft_tokens"] == 0
-    assert drafted["tpot_p50_ms"] < 0.6 * without["tpot_p50_ms"]
-    every = needs.neighbours
-    monkeypatch.setattr(needs, "neighbours", lambda *asked: [each for each in every(*asked) if each[0].key == key])
+    guessing, without = (each["figures"] for each in json.loads(capsys.readouterr().out))
+    assert guessing["accepted_draft_tokens"] > 100 and without["draft_tokens"] == 0
+    assert guessing["guesses_right"] == guessing["accepted_draft_tokens"]  # the old name, for one release
+    assert guessing["tpot_p50_ms"] < 0.6 * without["tpot_p50_ms"]
+    every = limits.neighbours
+    monkeypatch.setattr(limits, "neighbours", lambda *asked: [each for each in every(*asked) if each[0].key == key])
     limit = 0.7 * without["tpot_p50_ms"]
     assert main(["whatif", plain, *arguments[3:], "--need", f"tpot_p50_ms={limit}"]) == 0
     (line,) = (each for each in capsys.readouterr().out.splitlines() if key in each)
@@ -71,8 +72,8 @@ def test_speculation_makes_a_difference_that_suffices(arguments, tmp_path, capsy
 
 
 def test_what_would_have_to_change_is_told(arguments, capsys, monkeypatch):
-    every = needs.neighbours
-    monkeypatch.setattr(needs, "neighbours", lambda *asked: list(every(*asked))[:2])  # each takes a simulation
+    every = limits.neighbours
+    monkeypatch.setattr(limits, "neighbours", lambda *asked: list(every(*asked))[:2])  # each takes a simulation
     few = [arguments[0], f"{arguments[1]}+model_config.decode_batch_size=4", *arguments[3:]]
     assert main([*few, "--need", "tenant tenant-0.ttft_p99_ms=1e9"]) == 0
     assert "tenant tenant-0.ttft_p99_ms <= 1,000,000,000: it is" in capsys.readouterr().out
@@ -106,7 +107,7 @@ def test_numbers_come_as_json(arguments, capsys):
 
 
 def test_json_on_standard_output_has_rates_and_needs_and_nothing_beside(arguments, capsys, monkeypatch):
-    monkeypatch.setattr(needs, "neighbours", lambda *asked: [])
+    monkeypatch.setattr(limits, "neighbours", lambda *asked: [])
     arguments[1] += "+request_classes.interactive.ttft_slo_s=0.1"
     asked = ["--find-rate", "--need", "interactive.ttft_p99_ms=60"]
     assert main([*arguments[:2], *arguments[3:], "--json", "-", *asked]) == 0
@@ -127,8 +128,8 @@ def test_a_rate_is_that_of_the_time_in_which_requests_come(arguments, tmp_path, 
 
 
 def test_steps_beyond_what_was_measured_are_told_of_rates_and_needs_too(arguments, tmp_path, capsys, monkeypatch):
-    every = needs.neighbours
-    monkeypatch.setattr(needs, "neighbours", lambda *asked: list(every(*asked))[:2])
+    every = limits.neighbours
+    monkeypatch.setattr(limits, "neighbours", lambda *asked: list(every(*asked))[:2])
     write_profile(create_profile(measured_to={"rows": 1.0}), tmp_path / "profile.json")
     few = [arguments[0], f"{arguments[1]}+model_config.decode_batch_size=4", *arguments[3:]]
     assert main([*few, "--find-rate", "--need", "interactive.ttft_p99_ms=60"]) == 0
@@ -142,7 +143,7 @@ def test_the_highest_rate_is_found(arguments, capsys):
     assert main([*arguments[:2], *arguments[3:], "--find-rate"]) == 0
     shown = capsys.readouterr().out
     assert (
-        "requests/s that keep the promises of 99%:\n  my+interactive.ttft_slo_s=0.1: " in shown
+        "requests/s that meet the objectives of 99%:\n  my+interactive.ttft_slo_s=0.1: " in shown
         and "at least" not in shown
     )
 
@@ -156,7 +157,7 @@ def test_a_load_that_is_over_too_soon_does_not_tell_the_highest_rate(arguments, 
 
 
 def test_hardware_of_another_profile_stands_beside(arguments, tmp_path, capsys):
-    pieces = CostModel((Piece("step", STEP_S / 2), Piece("tokens", 0.00005)))
+    pieces = CostModel((CostTerm("step", STEP_S / 2), CostTerm("tokens", 0.00005)))
     write_profile(create_profile(step=pieces, name="int8", source="an estimate"), tmp_path / "int8.json")
     arguments[1] += "+request_classes.interactive.ttft_slo_s=0.03"
     arguments[2] = f"{arguments[1]}+@profile={tmp_path / 'int8.json'}"
@@ -200,7 +201,7 @@ def test_a_profile_is_not_measured_for_a_folder_that_is_not_there(tmp_path, caps
 
 
 def test_a_recording_that_ended_before_its_clients_did_makes_no_profile():
-    seen = [[Seen("a", 0.0, [1.0]), Seen("b", 0.0, [])], [Seen("c", 2.0, [3.0])]]
+    seen = [[ClientTiming("a", 0.0, [1.0]), ClientTiming("b", 0.0, [])], [ClientTiming("c", 2.0, [3.0])]]
     timings = Timings(arrivals={"a-0": 0.0, "c-0": 2.0})
     profile.check_recorded(timings, seen)
     timings.notices.append("x.rec: ends within a record")
@@ -214,7 +215,7 @@ def test_of_two_that_measure_at_once_one_has_the_folder(tmp_path):
     with profile._folder(tmp_path / "kept") as folder:
         with pytest.raises(ConfigError, match="--keep must be a folder that is new or empty"):
             profile._folder(folder).__enter__()
-        assert profile._read_seen(folder) == [], "as of one that is interrupted"
+        assert profile._read_clients(folder) == [], "as of one that is interrupted"
 
 
 def test_what_is_wrong_with_a_change_is_told_of_its_configuration(arguments, capsys):

@@ -8,24 +8,28 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from llm_serving_simulator.load import Asked, Load, Stream
 from llm_serving_simulator.simulation import Simulation
+from llm_serving_simulator.workload import Workload, WorkloadRequest, WorkloadStream
 from support.simulator_workloads import config_with, create_profile
 
 PREFIX = [7] * 64
 
 
-def create() -> Load:
+def create() -> Workload:
     """First one client alone, so that somebody has measured something; then requests that are few at a time."""
     rng = random.Random(0)
 
-    def asked(name: str, due_s: float) -> Asked:
+    def asked(name: str, due_s: float) -> WorkloadRequest:
         prompt = [*(PREFIX if rng.random() < 0.5 else ()), *(rng.randrange(3, 90) for _ in range(rng.randint(1, 40)))]
         length = rng.randint(8, 20)
-        return Asked(name, due_s, prompt, length, length, tenant=rng.choice("ab"), class_name=rng.choice(CLASSES))
+        return WorkloadRequest(
+            name, due_s, prompt, length, length, tenant=rng.choice("ab"), class_name=rng.choice(CLASSES)
+        )
 
-    first = Stream("first", [asked("first", 0.0) for _ in range(10)], concurrency=1)
-    return Load("few", (first, Stream("then", [asked("then", 3.0 + 0.05 * number) for number in range(60)])), 0, 100)
+    first = WorkloadStream("first", [asked("first", 0.0) for _ in range(10)], concurrency=1)
+    return Workload(
+        "few", (first, WorkloadStream("then", [asked("then", 3.0 + 0.05 * number) for number in range(60)])), 0, 100
+    )
 
 
 CLASSES = ("interactive", "batch", None)
@@ -48,21 +52,21 @@ def num_calls(num_replicas: int, monkeypatch: pytest.MonkeyPatch) -> int:
 
     simulation = Simulation(config_with(cluster_config__replicas=num_replicas), create(), create_profile())
     with monkeypatch.context() as patch:
-        patch.setattr(Simulation, "_check_end", lambda self: sys.setprofile(None))  # it looks at each replica once
+        patch.setattr(Simulation, "_check_end", lambda self: sys.setprofile(None))  # it checks each replica once
         result = simulation.run(begins)
     assert all(each.ok for each in result.outcomes)
     return count
 
 
-def test_neither_a_step_nor_a_request_takes_more_where_replicas_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_and_a_request_take_no_more_calls_with_many_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
     few, many = (num_calls(number, monkeypatch) for number in (20, 200))
     assert few > 10_000
     assert many < 1.05 * few
 
 
-def test_what_is_known_of_requests_is_kept_once_for_all_replicas() -> None:
+def test_all_replicas_share_the_lengths_of_requests() -> None:
     simulation = Simulation(config_with(cluster_config__replicas=2), create(), create_profile())
     first, second = (vars(replica.agent) for replica in simulation._replicas)
-    for name in ("_num_prompt", "_num_output", "_ends"):
+    for name in ("_num_prompt", "_num_output", "_end_positions"):
         assert len(first[name]) == 70
         assert first[name] is second[name]

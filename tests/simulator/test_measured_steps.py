@@ -2,8 +2,8 @@ from pathlib import Path
 
 import pytest
 from llm_serving.errors import RecordingError
+from llm_serving_simulator.cost_model import StepShape
 from llm_serving_simulator.measured_steps import read_timings
-from llm_serving_simulator.step_shape import StepShape
 from support.factories import create_request
 from support.recordings import MemoryFiles, create_recorded
 
@@ -43,7 +43,7 @@ def test_steps_have_their_shapes_and_times(recorded, tmp_path):
     prompt, first, ahead = timings.steps
     assert prompt.shape == StepShape(rows=1, tokens=6, samples=1, context=6, pairs=21, moves=0)
     assert ahead.shape == StepShape(rows=1, tokens=1, samples=1, context=8, pairs=0, moves=0, sent=1)
-    assert (prompt.came_s, prompt.seconds, prompt.goes_on_s) == (1.0, 0.5, 2.25)
+    assert (prompt.arrival_s, prompt.seconds, prompt.next_schedule_s) == (1.0, 0.5, 2.25)
     assert (first.ahead, first.seconds) == (False, 0.75)
     assert (ahead.ahead, ahead.seconds) == (True, 0.75)
 
@@ -60,7 +60,7 @@ def test_a_step_that_is_formed_late_tells_nothing_of_taking_replies(tmp_path):
         scheduler.update(in_flight.pop(0), [7])
         in_flight.append(scheduler.schedule(asks))
     steps = read_timings([written(files.files[0], tmp_path)]).steps
-    assert [each.goes_on_s for each in steps] == [None, None, 1.522, 1.531]
+    assert [each.next_schedule_s for each in steps] == [None, None, 1.522, 1.531]
 
 
 def test_a_step_has_the_requests_that_came_beside_it(tmp_path):

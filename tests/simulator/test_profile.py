@@ -1,10 +1,9 @@
 import numpy as np
 import pytest
 from llm_serving.errors import ConfigError
-from llm_serving_simulator.cost_model import CostModel, Piece, segments
+from llm_serving_simulator.cost_model import CostModel, CostTerm, StepShape, segments, shape_of_rows
 from llm_serving_simulator.profile import read_profile, write_profile
-from llm_serving_simulator.report import mark
-from llm_serving_simulator.step_shape import StepShape, shape_of_rows
+from llm_serving_simulator.report import profile_source
 from support.simulator_workloads import create_profile
 
 WRITTEN = """\
@@ -19,7 +18,7 @@ step:
 
 
 def test_a_profile_is_read_as_it_was_written(tmp_path):
-    pieces = CostModel((Piece("step", 0.25), Piece("tokens", 0.5, 4, 8)))
+    pieces = CostModel((CostTerm("step", 0.25), CostTerm("tokens", 0.5, 4, 8)))
     numbers = {"latency_s": 5e-05, "spread": (0.5, 1.5), "block_size": 32}
     profile = create_profile(step=pieces, form=pieces, **numbers, notes={"machine": "m"})
     write_profile(profile, tmp_path / "profile.json")
@@ -29,7 +28,7 @@ def test_a_profile_is_read_as_it_was_written(tmp_path):
 def test_a_profile_written_by_hand_is_marked_in_what_is_printed(tmp_path):
     (tmp_path / "npu.yaml").write_text(WRITTEN)
     profile = read_profile(tmp_path / "npu.yaml")
-    assert mark(profile) == "NOT MEASURED: times of NPU are figures of a data sheet, 2023"
+    assert profile_source(profile) == "NOT MEASURED: times of NPU are figures of a data sheet, 2023"
     assert profile.step.seconds(StepShape(1, 20, 1, 20, 0, 0)) == pytest.approx(0.014)
     assert profile.step.seconds(StepShape(1, 99, 1, 99, 0, 0)) == pytest.approx(0.026)
 
@@ -37,9 +36,9 @@ def test_a_profile_written_by_hand_is_marked_in_what_is_printed(tmp_path):
 @pytest.mark.parametrize("written", ["1e-2", "1.0e-2", "1.0E-02", "0.01"])
 def test_numbers_may_have_exponents(tmp_path, written):
     (tmp_path / "npu.yaml").write_text(WRITTEN.replace("0.01}", f"{written}}}"))
-    assert read_profile(tmp_path / "npu.yaml").step.pieces[0].seconds == 0.01
+    assert read_profile(tmp_path / "npu.yaml").step.terms[0].seconds == 0.01
     (tmp_path / "npu.yaml").write_text(WRITTEN.replace("0.01}", "1.5e2}"))
-    assert read_profile(tmp_path / "npu.yaml").step.pieces[0].seconds == 150
+    assert read_profile(tmp_path / "npu.yaml").step.terms[0].seconds == 150
 
 
 @pytest.mark.parametrize(

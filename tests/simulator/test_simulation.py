@@ -4,7 +4,7 @@ import pytest
 from llm_serving.admission.admission_control import AdmissionControl
 from llm_serving.errors import ConfigError, TooLateError
 from llm_serving.scheduler.scheduler import Scheduler
-from llm_serving_simulator.cost_model import CostModel, Piece
+from llm_serving_simulator.cost_model import CostModel, CostTerm
 from llm_serving_simulator.figures import figures_of
 from llm_serving_simulator.simulation import ContradictionError, Simulation
 from support.simulator_workloads import STEP_S, create_load, create_profile, simulate
@@ -28,8 +28,8 @@ def test_the_model_ends_an_answer_before_its_limit():
 
 def test_times_of_master_loop_and_client_are_added():
     profile = create_profile(
-        form=CostModel((Piece("step", 0.001),)),
-        take=CostModel((Piece("rows", 0.002),)),
+        form=CostModel((CostTerm("step", 0.001),)),
+        take=CostModel((CostTerm("rows", 0.002),)),
         latency_s=0.0001,
         request_s=0.003,
         token_s=0.004,
@@ -42,7 +42,7 @@ def test_times_of_master_loop_and_client_are_added():
 
 def test_a_step_takes_longer_for_what_the_master_does_beside_it():
     """The second request is read while the first step is computed, and each token sent during the step after it."""
-    step = CostModel((Piece("step", STEP_S), Piece("sent", 0.001), Piece("read", 0.002)))
+    step = CostModel((CostTerm("step", STEP_S), CostTerm("sent", 0.001), CostTerm("read", 0.002)))
     settings = {"scheduler_config__policy": "prefill_first"}
     first, second = simulate(create_load(0.0, STEP_S / 2), create_profile(step=step), **settings).outcomes
     times = sorted({*first.token_times_s, *second.token_times_s})
@@ -61,7 +61,7 @@ def test_a_server_that_has_rested_wakes_and_begins_later():
 
 
 def test_forming_a_step_ahead_hides_what_it_takes():
-    profile = create_profile(form=CostModel((Piece("step", 0.004),)), num_blocks=64)
+    profile = create_profile(form=CostModel((CostTerm("step", 0.004),)), num_blocks=64)
     ahead, after = (
         figures_of(simulate(create_load(0.0), profile, scheduler_config__async_scheduling=each))["tpot_p50_ms"]
         for each in (True, False)
@@ -95,28 +95,28 @@ def test_replicas_share_a_load():
 
 @pytest.mark.parametrize("roles", [{}, {"cluster_config__roles": "[prefill, decode, both]"}])
 def test_the_replica_that_is_farthest_behind_goes_on(roles, monkeypatch):
-    num_chosen, choose, let_happen = 0, Simulation._next, Simulation.let_happen
+    num_chosen, choose, run_until = 0, Simulation._next, Simulation.run_until
     until = []
 
     def chosen(self):
         nonlocal num_chosen
         replica = choose(self)
         if replica is not None:
-            assert replica is min(self._replicas, key=lambda each: each.wakes)
+            assert replica is min(self._replicas, key=lambda each: each.wake_time)
             num_chosen += 1
         return replica
 
     def let(self, time, clock):
-        behind = min(each.wakes for each in self._replicas if each.clock is not clock)
+        behind = min(each.wake_time for each in self._replicas if each.clock is not clock)
         with monkeypatch.context() as patch:
-            run = self._timeline.run_until
+            run = self._events.run_until
             patch.setattr(
-                self._timeline, "run_until", lambda given: until.append(given == min(time, behind)) or run(given)
+                self._events, "run_until", lambda given: until.append(given == min(time, behind)) or run(given)
             )
-            let_happen(self, time, clock)
+            run_until(self, time, clock)
 
     monkeypatch.setattr(Simulation, "_next", chosen)
-    monkeypatch.setattr(Simulation, "let_happen", let)
+    monkeypatch.setattr(Simulation, "run_until", let)
     load = create_load(*(0.004 * number for number in range(30)), num_output_tokens=9, max_tokens=9, timeout_s=0.3)
     assert len(simulate(load, cluster_config__replicas=3, **SLOTS, **roles).outcomes) == 30
     assert num_chosen > 50 and len(until) > 50 and all(until)
@@ -203,7 +203,7 @@ def test_what_keys_may_ask_for_in_a_minute_is_told_not_to_be_simulated():
     key = {"api_keys__a__key_sha256": "a" * 64, "scheduler_config__speculative_method": "none"}
     assert simulate(create_load(0.0), **key).notices == ()
     (notice,) = simulate(create_load(0.0), **key, api_keys__a__max_requests_per_minute=1).notices
-    assert notice.startswith("what api_keys may ask for in a minute is not simulated")
+    assert notice.startswith("rate limits of api_keys are not simulated")
 
 
 @pytest.mark.parametrize("replicas", [1, 2])

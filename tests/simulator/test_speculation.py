@@ -8,23 +8,22 @@ import tracemalloc
 from pathlib import Path
 
 import pytest
-from llm_serving_simulator.cost_model import CostModel, Piece
+from llm_serving_simulator.cost_model import CostModel, CostTerm
 from llm_serving_simulator.figures import figures_of
-from llm_serving_simulator.load import Asked, Load, Stream
-from llm_serving_simulator.recorded_load import read_recorded
+from llm_serving_simulator.recorded_workload import read_recorded
 from llm_serving_simulator.simulation import Simulation
-from llm_serving_simulator.tuner.goal import Figure, Goal
-from llm_serving_simulator.tuner.knobs import knobs_for
-from llm_serving_simulator.virtual_drafter import VirtualSpeculationController
-from llm_serving_simulator.workload import recite
+from llm_serving_simulator.tuner.objective import Figure, TuningObjective
+from llm_serving_simulator.tuner.search_space import search_space
+from llm_serving_simulator.virtual_work_agent import VirtualSpeculationController
+from llm_serving_simulator.workload import Workload, WorkloadRequest, WorkloadStream, repetitive_answer
 from support.factories import create_request
 from support.recordings import MemoryFiles, create_recorded
 from support.simulator_workloads import STEP_S, config_with, create_profile
 
 NUM_TOKENS = 120
-FLAT = CostModel((Piece("step", STEP_S),))
+FLAT = CostModel((CostTerm("step", STEP_S),))
 """A step takes the same whatever it computes, so that every draft that may be accepted pays."""
-DEAR = CostModel((Piece("tokens", STEP_S),))
+DEAR = CostModel((CostTerm("tokens", STEP_S),))
 
 
 def create(share, num=4, seed=1):
@@ -32,9 +31,9 @@ def create(share, num=4, seed=1):
     requests = []
     for number in range(num):
         prompt = rng.choices(range(3, 1000), k=40)
-        text = recite(rng, prompt, NUM_TOKENS, share, 24, 1000) if share else []
-        requests.append(Asked("s", 0.1 * number, prompt, NUM_TOKENS, NUM_TOKENS, answer_token_ids=text))
-    return Load("tests", (Stream("s", requests),), vocab_size=1000)
+        text = repetitive_answer(rng, prompt, NUM_TOKENS, share, 24, 1000) if share else []
+        requests.append(WorkloadRequest("s", 0.1 * number, prompt, NUM_TOKENS, NUM_TOKENS, answer_token_ids=text))
+    return Workload("tests", (WorkloadStream("s", requests),), vocab_size=1000)
 
 
 def create_again(num):
@@ -42,10 +41,12 @@ def create_again(num):
     rng = random.Random(1)
     texts = 2 * [rng.choices(range(3, 1000), k=NUM_TOKENS) for _ in range(num)]
     requests = [
-        Asked("s", 2.0 * number, rng.choices(range(3, 1000), k=8), NUM_TOKENS, NUM_TOKENS, answer_token_ids=text)
+        WorkloadRequest(
+            "s", 2.0 * number, rng.choices(range(3, 1000), k=8), NUM_TOKENS, NUM_TOKENS, answer_token_ids=text
+        )
         for number, text in enumerate(texts)
     ]
-    return Load("tests", (Stream("s", requests),), vocab_size=1000)
+    return Workload("tests", (WorkloadStream("s", requests),), vocab_size=1000)
 
 
 def play(load, method="ngram", step=FLAT, **settings):
@@ -58,11 +59,11 @@ def test_drafts_save_steps_and_change_no_length():
     drafted, plain = play(load), play(load, "none")
     assert [len(each.token_times_s) for each in drafted.outcomes] == [NUM_TOKENS] * 4
     assert [each.finish for each in drafted.outcomes] == [each.finish for each in plain.outcomes]
-    assert drafted.num_accepted > 100
+    assert drafted.num_accepted_tokens > 100
     assert drafted.num_steps < 0.7 * plain.num_steps
-    assert drafted.num_accepted == sum(NUM_TOKENS for _ in load.streams[0].requests) - _tokens_of_steps(drafted)
+    assert drafted.num_accepted_tokens == sum(NUM_TOKENS for _ in load.streams[0].requests) - _tokens_of_steps(drafted)
     assert figures_of(drafted)["tpot_p50_ms"] < 0.6 * figures_of(plain)["tpot_p50_ms"]
-    assert (plain.num_draft_tokens, plain.num_accepted) == (0, 0)
+    assert (plain.num_draft_tokens, plain.num_accepted_tokens) == (0, 0)
 
 
 def _tokens_of_steps(result):
@@ -72,7 +73,7 @@ def _tokens_of_steps(result):
 
 
 def test_more_recited_tokens_give_more_accepted_drafts():
-    shares = [play(create(share, num=8)).num_accepted / (8 * NUM_TOKENS) for share in (0.2, 0.5, 0.9)]
+    shares = [play(create(share, num=8)).num_accepted_tokens / (8 * NUM_TOKENS) for share in (0.2, 0.5, 0.9)]
     assert shares == sorted(shares)
     assert shares[0] < 0.2 < shares[2] < 0.9
 
@@ -82,10 +83,10 @@ def test_unknown_answers_have_no_drafts():
     assert told[0] == told[1]
     rng = random.Random(2)
     load = create(0.9, num=1)
-    noise = Asked("s", 0.0, rng.choices(range(3, 1000), k=40), 2000, 2000, answer_token_ids=[5])
+    noise = WorkloadRequest("s", 0.0, rng.choices(range(3, 1000), k=40), 2000, 2000, answer_token_ids=[5])
     (stream,) = load.streams
-    both = play(Load("tests", (Stream("s", [noise, *stream.requests]),), vocab_size=1000))
-    assert both.num_accepted < NUM_TOKENS
+    both = play(Workload("tests", (WorkloadStream("s", [noise, *stream.requests]),), vocab_size=1000))
+    assert both.num_accepted_tokens < NUM_TOKENS
 
 
 @pytest.mark.parametrize(("step_s", "every"), [(0.01, 1), (1e-4, 12)])
@@ -94,8 +95,10 @@ def test_updates_are_rarer_in_shorter_steps_where_drafts_do_not_pay(monkeypatch,
     num_asked, follow = [], VirtualSpeculationController._update
     monkeypatch.setattr(VirtualSpeculationController, "_update", lambda *given: num_asked.append(1) or follow(*given))
     prompt = random.Random(2).choices(range(3, 1000), k=40)
-    noise = Asked("s", 0.0, prompt, 2000, 2000, answer_token_ids=[5])
-    result = play(Load("tests", (Stream("s", [noise]),), vocab_size=1000), step=CostModel((Piece("step", step_s),)))
+    noise = WorkloadRequest("s", 0.0, prompt, 2000, 2000, answer_token_ids=[5])
+    result = play(
+        Workload("tests", (WorkloadStream("s", [noise]),), vocab_size=1000), step=CostModel((CostTerm("step", step_s),))
+    )
     assert result.num_draft_tokens < 0.05 * 2000
     assert result.num_steps / len(num_asked) == pytest.approx(every, rel=0.2)
 
@@ -112,15 +115,17 @@ def test_a_recited_answer_of_one_is_found_in_that_of_another():
     text = rng.choices(range(3, 1000), k=NUM_TOKENS)
     prompts = [rng.choices(range(3, 1000), k=40) for _ in range(3)]
     requests = [
-        Asked("s", 10.0 * number, prompt, NUM_TOKENS, NUM_TOKENS, tenant="ab"[number % 2], answer_token_ids=text)
+        WorkloadRequest(
+            "s", 10.0 * number, prompt, NUM_TOKENS, NUM_TOKENS, tenant="ab"[number % 2], answer_token_ids=text
+        )
         for number, prompt in enumerate(prompts)
     ]
-    first, other, again = play(Load("tests", (Stream("s", requests),), vocab_size=1000)).outcomes
+    first, other, again = play(Workload("tests", (WorkloadStream("s", requests),), vocab_size=1000)).outcomes
     assert again.tpot_s < 0.5 * first.tpot_s
     assert other.tpot_s == pytest.approx(first.tpot_s)  # another tenant's answers are not looked in
 
 
-def test_a_replica_takes_memory_for_what_was_answered_there_and_no_more():
+def test_a_replica_takes_memory_only_for_its_own_answers():
     few = play(create(0.9))
     tracemalloc.start()
     try:
@@ -128,16 +133,16 @@ def test_a_replica_takes_memory_for_what_was_answered_there_and_no_more():
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert many.num_accepted > 0.5 * few.num_accepted
+    assert many.num_accepted_tokens > 0.5 * few.num_accepted_tokens
     assert peak < 40 * 2**20
 
 
-def test_a_seed_gives_the_same_drafts_in_every_process():
+def test_a_seed_gives_the_same_draft_tokens_in_every_process():
     """So many answers that some of their tokens share a slot of the table, by a hash that must not differ."""
     code = (
-        "import test_speculation as t; from llm_serving_simulator import virtual_drafter as v;"
+        "import test_speculation as t; from llm_serving_simulator import virtual_work_agent as v;"
         "v.FINISHED_TOKENS = 2048;"
-        "r = t.play(t.create_again(16)); print(r.num_draft_tokens, r.num_accepted, r.num_steps)"
+        "r = t.play(t.create_again(16)); print(r.num_draft_tokens, r.num_accepted_tokens, r.num_steps)"
     )
     path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
     told = {
@@ -153,7 +158,7 @@ def test_a_seed_gives_the_same_drafts_in_every_process():
     assert len(told) == 1
 
 
-def test_a_recording_has_the_texts_to_simulate_speculation(tmp_path):
+def test_a_recording_has_the_answers_that_draft_tokens_come_from(tmp_path):
     """A recording without speculation: a text that repeats itself, and one that does not."""
     files, rng = MemoryFiles(), random.Random(1)
     scheduler = create_recorded(files, num_blocks=256)
@@ -168,22 +173,22 @@ def test_a_recording_has_the_texts_to_simulate_speculation(tmp_path):
     assert [each.cache_salt for each in load.streams[0].requests] == ["s", "s"]
     result = play(load)
     repeated, other = result.outcomes
-    assert 40 < result.num_accepted <= 60
+    assert 40 < result.num_accepted_tokens <= 60
     assert repeated.tpot_s < 0.5 * other.tpot_s
     assert play(load, "none").num_draft_tokens == 0
 
 
-def test_the_tuner_varies_speculation_where_answers_are_known():
-    goal = Goal(Figure("", "goodput_per_s"), most=True)
-    has_knob = [
-        "scheduler_config.speculative_method" in [each.key for each in knobs_for(config_with(), create(share), goal)]
+def test_the_search_space_has_speculation_where_answers_are_known():
+    goal = TuningObjective(Figure("", "goodput_per_s"), maximize=True)
+    has_parameter = [
+        "scheduler_config.speculative_method" in [each.key for each in search_space(config_with(), create(share), goal)]
         for share in (0.5, 0.0)
     ]
-    assert has_knob == [True, False]
+    assert has_parameter == [True, False]
 
 
-def test_the_parts_of_speculation_that_are_not_simulated_are_reported():
+def test_a_notice_reports_that_no_draft_tokens_are_proposed():
     assert play(create(0.5)).notices == ()
     assert play(create(0.0), "none").notices == ()
     (notice,) = play(create(0.0)).notices
-    assert "drafts nothing: no stream of the load has `recited`" in notice
+    assert "proposes no draft tokens: no stream of the load has `recited`" in notice

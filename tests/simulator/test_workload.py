@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from llm_serving.errors import ConfigError
-from llm_serving_simulator.workload import read_workload, recite
+from llm_serving_simulator.workload import read_workload, repetitive_answer
 
 WORKLOAD = """\
 seed: 3
@@ -58,7 +58,7 @@ def test_prompts_share_their_prefixes(load):
 @pytest.mark.parametrize(("share", "run"), [(0.25, 8), (0.6, 32), (0.97, 32), (1.0, 1)])
 def test_a_share_of_an_answer_repeats_what_stands_before_it(share, run):
     prompt, vocab_size = list(range(3, 203)), 2**20
-    text = recite(random.Random(1), prompt, 20_000, share, run, vocab_size)
+    text = repetitive_answer(random.Random(1), prompt, 20_000, share, run, vocab_size)
     known, num_repeated = set(prompt), 0
     for token_id in text:
         num_repeated += token_id in known
@@ -70,7 +70,7 @@ def test_streams_without_recitations_are_drawn_as_ever(tmp_path, load):
     changed = WORKLOAD.replace("    prefixes: 2\n", "    prefixes: 2\n    recited: 0.5\n    recited_run: 16\n")
     recited = read_workload(write(tmp_path / "load.yaml", changed))
     assert recited.streams[1] == load.streams[1]
-    assert not load.has_texts
+    assert not load.has_answer_texts
     for each in recited.streams[0].requests:
         assert len(each.answer_token_ids) == min(each.num_output_tokens, each.max_tokens)
 

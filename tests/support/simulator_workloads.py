@@ -5,29 +5,31 @@ from __future__ import annotations
 from typing import Any
 
 from llm_serving.config import ServingConfig, load_config
-from llm_serving_simulator.cost_model import CostModel, Piece
-from llm_serving_simulator.load import Asked, Load, Stream
+from llm_serving_simulator.cost_model import CostModel, CostTerm
+from llm_serving_simulator.outcome import SimulationResult
 from llm_serving_simulator.profile import Profile
-from llm_serving_simulator.simulation import Result, Simulation
+from llm_serving_simulator.simulation import Simulation
+from llm_serving_simulator.workload import Workload, WorkloadRequest, WorkloadStream
 
 STEP_S = 0.01
 
 
 def create_profile(**changes: Any) -> Profile:
-    step = CostModel((Piece("step", STEP_S), Piece("tokens", 0.0001)))
+    step = CostModel((CostTerm("step", STEP_S), CostTerm("tokens", 0.0001)))
     return Profile(
         **{"name": "tests", "source": "made up", "measured": False, "step": step, "num_blocks": 64} | changes
     )
 
 
-def create_load(*due_s: float, concurrency: int | None = None, retries: int = 0, **fields: Any) -> Load:
+def create_load(*due_s: float, concurrency: int | None = None, retries: int = 0, **fields: Any) -> Workload:
     """A request at each of these times; prompts of 8 tokens and answers of 4 unless told otherwise."""
     num_prompt = fields.pop("num_prompt", 8)
     fields = {"stream": "s", "num_output_tokens": 4, "max_tokens": 4} | fields
     requests = [
-        Asked(due_s=due, prompt_token_ids=[3 + number % 90] * num_prompt, **fields) for number, due in enumerate(due_s)
+        WorkloadRequest(due_s=due, prompt_token_ids=[3 + number % 90] * num_prompt, **fields)
+        for number, due in enumerate(due_s)
     ]
-    return Load("tests", (Stream("s", requests, concurrency),), retries, vocab_size=100)
+    return Workload("tests", (WorkloadStream("s", requests, concurrency),), retries, vocab_size=100)
 
 
 def config_with(**overrides: Any) -> ServingConfig:
@@ -35,5 +37,5 @@ def config_with(**overrides: Any) -> ServingConfig:
     return load_config(None, [f"{key}={value}" for key, value in settings.items()])
 
 
-def simulate(load: Load, profile: Profile | None = None, seed: int = 1, **overrides: Any) -> Result:
+def simulate(load: Workload, profile: Profile | None = None, seed: int = 1, **overrides: Any) -> SimulationResult:
     return Simulation(config_with(**overrides), load, profile or create_profile(), seed).run()

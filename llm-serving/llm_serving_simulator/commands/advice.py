@@ -1,4 +1,4 @@
-"""`llm-serving advice`: what another value of a key would have made of a running server's last minutes."""
+"""`llm-serving advice`: ask a running server which other values of its keys would have been better."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from llm_serving.cli.arguments import add_server_arguments, api_key_of, say
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--minutes", type=int, default=5, metavar="N", help="that are looked at; default 5")
+    parser.add_argument("--minutes", type=int, default=5, metavar="N", help="that are simulated; default 5")
     add_server_arguments(parser, "an administrator's; ")
     parser.set_defaults(run=run)
 
@@ -23,16 +23,16 @@ def run(arguments: argparse.Namespace) -> int:
     path = f"/v1/scheduler/advice?minutes={arguments.minutes}"
     with opened(arguments.url, path, api_key_of(arguments)) as response:
         try:
-            lines = list(told(json.load(response)))
+            lines = list(described(json.load(response)))
         except (ValueError, LookupError, TypeError):
             raise Refusal(f"{arguments.url} does not answer as this server does") from None
     print("\n".join(lines), flush=True)
     return 0
 
 
-def told(advice: Mapping[str, Any]) -> Iterable[str]:
-    """The answer of the route in lines."""
-    refused = f" ({advice['refused']:,} of them refused at the door)" if advice["refused"] else ""
+def described(advice: Mapping[str, Any]) -> Iterable[str]:
+    """Return the advice of the route in lines."""
+    refused = f" ({advice['refused']:,} of them refused)" if advice["refused"] else ""
     yield (
         f"{advice['requests']:,} requests{refused} of {advice['seconds']:.0f} s, {advice['played']} other values of the"
         f" YAML's keys played ({advice['not_played']} were not); times of steps are off by {advice['step_error']:.0%}"

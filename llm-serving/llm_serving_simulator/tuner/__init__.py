@@ -1,1 +1,1 @@
-"""The configuration that serves a goal best, looked for in simulations."""
+"""The tuner: searches in simulations for the configuration that meets an objective best."""

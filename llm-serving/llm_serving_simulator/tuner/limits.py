@@ -1,4 +1,4 @@
-"""What would have to change where no configuration reaches a goal."""
+"""What limits a configuration, and what would meet the constraints: one key, or something beyond the configuration."""
 
 from __future__ import annotations
 
@@ -11,81 +11,108 @@ from llm_serving.config.schema import ServingConfig
 
 from llm_serving_simulator.cost_model import CostModel
 from llm_serving_simulator.figures import Figures, figures_of
-from llm_serving_simulator.load import Load
-from llm_serving_simulator.profile import Profile
-from llm_serving_simulator.reach import told_beyond
-from llm_serving_simulator.report import number
+from llm_serving_simulator.profile import Profile, extrapolation_notices
+from llm_serving_simulator.report import format_figure
 from llm_serving_simulator.simulation import Simulation
-from llm_serving_simulator.tuner.knobs import Knob
-from llm_serving_simulator.tuner.trial import Trial, Trials
+from llm_serving_simulator.tuner.search_space import SearchParameter, neighbours, yaml_text
+from llm_serving_simulator.tuner.trial import Trial, TrialRunner
+from llm_serving_simulator.workload import Workload
 
 FULL: Final = 0.97
-"""Share of the time that WorkAgents compute, or of the blocks, beyond which more of them would help."""
+"""Share of busy time, or of blocks in use, from which more hardware would help."""
 
 
-class Relief(NamedTuple):
-    """Something beyond the configuration that might change, and what it would bring."""
+class Improvement(NamedTuple):
+    """A change beyond the configuration, and the figures with it."""
 
-    what: str
+    description: str
     figures: Figures
-    reaches: bool
-    """Whether all constraints are kept then."""
-    beyond: str = ""
-    """Where steps would be larger than any that was measured: up to which size, and which were."""
+    is_sufficient: bool
+    """Whether all constraints are met."""
+    extrapolated: str = ""
+    """Notice about extrapolated steps."""
 
 
-def limits(trial: Trial, knobs: Sequence[Knob]) -> Iterator[str]:
-    """What the nearest configuration is at the end of: the device, its memory, the values of a knob."""
+def limits(trial: Trial, parameters: Sequence[SearchParameter]) -> Iterator[str]:
+    """Yield what the trial exhausts: the WorkAgents, the blocks, the values of a parameter."""
     figures = trial.figures
     if figures.get("busy_share", 0.0) >= FULL:
         yield f"the WorkAgents compute {figures['busy_share']:.0%} of the time: the hardware limits"
     if figures.get("block_use_peak", 0.0) >= FULL:
         yield f"{figures['block_use_peak']:.0%} of the blocks are in use at times: pa_config.num_blocks limits"
-    for knob in knobs:
-        if knob.key in trial.changes and knob.at_an_end(value := trial.changes[knob.key]):
-            yield f"{knob.key}: {value} is the last of the values tried"
+    for each in parameters:
+        if each.key in trial.changes and each.is_extreme(value := trial.changes[each.key]):
+            yield f"{each.key}: {value} is the last of the values tried"
 
 
-def reliefs(trials: Trials, trial: Trial) -> Iterator[Relief]:
-    """What one more replica, twice the blocks, steps in half the time and half the load would bring, one at a time."""
+def improvements(trials: TrialRunner, trial: Trial) -> Iterator[Improvement]:
+    """Yield the effect of one more replica, twice the blocks, steps in half the time, and half the request rate."""
     config = trials.configure(trial.changes)
     num = config.num_replicas
-    yield _relief(trials, f"{num + 1} replicas in place of {num}", _with_replicas(config, num + 1))
-    num_blocks = trials.own.result.num_blocks if trials.own.result is not None else 0
-    blocks = config.pa.num_blocks or num_blocks
-    yield _relief(trials, f"{2 * blocks} blocks in place of {blocks}", _with_blocks(config, 2 * blocks))
-    yield _relief(trials, "steps in half the time", config, faster(trials.profile, 2.0))
-    if any(stream.concurrency is None for stream in trials.load.streams):
-        yield _relief(trials, "half the requests a second", config, load=trials.load.faster(0.5))
+    replicas = replace(config, cluster=replace(config.cluster, replicas=num + 1))
+    yield _improvement(trials, f"{num + 1} replicas in place of {num}", replicas)
+    baseline = trials.baseline.result
+    blocks = config.pa.num_blocks or (baseline.num_blocks if baseline is not None else 0)
+    more_blocks = replace(config, pa=replace(config.pa, num_blocks=2 * blocks))
+    yield _improvement(trials, f"{2 * blocks} blocks in place of {blocks}", more_blocks)
+    yield _improvement(trials, "steps in half the time", config, faster(trials.profile, 2.0))
+    if any(stream.concurrency is None for stream in trials.workload.streams):
+        yield _improvement(trials, "half the requests a second", config, workload=trials.workload.faster(0.5))
 
 
-def told(trials: Trials, relief: Relief) -> str:
-    """One line of a relief."""
+def described(trials: TrialRunner, improvement: Improvement) -> str:
+    """Return an improvement as a line."""
     values = ", ".join(
-        f"{each.figure} {number(each.figure.key, relief.figures.get(each.figure.key, math.nan))}"
-        for each in trials.goal.constraints
+        f"{each.figure} {format_figure(each.figure.key, improvement.figures.get(each.figure.key, math.nan))}"
+        for each in trials.objective.constraints
     )
-    beyond = f"; {relief.beyond}" if relief.beyond else ""
-    return f"{relief.what}: {values} ({'reaches the goal' if relief.reaches else 'not enough'}){beyond}"
+    extrapolated = f"; {improvement.extrapolated}" if improvement.extrapolated else ""
+    verdict = "reaches the goal" if improvement.is_sufficient else "not enough"
+    return f"{improvement.description}: {values} ({verdict}){extrapolated}"
+
+
+def what_would_meet(trials: TrialRunner) -> Iterator[str]:
+    """Yield lines: the constraints as they are, the neighbouring values that meet them, and other improvements."""
+    objective, baseline = trials.objective, trials.baseline
+    for each in objective.constraints:
+        value = format_figure(each.figure.key, baseline.figures[each.figure.key])
+        yield f"{each}: it is {value}, {'kept' if each.is_met(baseline.figures) else 'NOT KEPT'}"
+    if objective.violation(baseline.figures) == 0:
+        return
+    num_tried = 0
+    yield "one key at a time:"
+    for parameter, other in neighbours(trials.configure({}), trials.workload, trials.profile):
+        num_tried += 1
+        trial = trials.run({parameter.key: other})
+        if trial.feasible and trial.result is not None and trial.result.complete:
+            shown = ", ".join(
+                f"{each.figure} {format_figure(each.figure.key, trial.figures[each.figure.key])}"
+                for each in objective.constraints
+            )
+            notice = extrapolation_notices(trial.result.notices)
+            change = f"{yaml_text(parameter.current_value)} -> {yaml_text(other)}"
+            yield f"  {parameter.key}: {change}: {shown} (is enough){f'; {notice}' if notice else ''}"
+    yield f"  the others of {num_tried} are not enough alone; `llm-serving tune` looks for several together"
+    yield from limits(baseline, ())
+    yield "beyond the YAML, one thing at a time:"
+    for improvement in improvements(trials, baseline):
+        yield f"  {described(trials, improvement)}"
 
 
 def faster(profile: Profile, factor: float) -> Profile:
-    """A device that takes so many times less for a step."""
-    pieces = tuple(replace(each, seconds=each.seconds / factor) for each in profile.step.pieces)
-    return replace(profile, name=f"{profile.name}, {factor:g} times as fast", step=CostModel(pieces))
+    """Return the profile of a device whose steps take a `factor`th of the time."""
+    terms = tuple(replace(each, seconds=each.seconds / factor) for each in profile.step.terms)
+    return replace(profile, name=f"{profile.name}, {factor:g} times as fast", step=CostModel(terms))
 
 
-def _relief(
-    trials: Trials, what: str, config: ServingConfig, profile: Profile | None = None, load: Load | None = None
-) -> Relief:
-    result = Simulation(config, load or trials.load, profile or trials.profile, trials.seed).run()
+def _improvement(
+    trials: TrialRunner,
+    description: str,
+    config: ServingConfig,
+    profile: Profile | None = None,
+    workload: Workload | None = None,
+) -> Improvement:
+    result = Simulation(config, workload or trials.workload, profile or trials.profile, trials.seed).run()
     figures = figures_of(result)
-    return Relief(what, figures, trials.goal.violation(figures) == 0, told_beyond(result.notices))
-
-
-def _with_replicas(config: ServingConfig, num: int) -> ServingConfig:
-    return replace(config, cluster=replace(config.cluster, replicas=num))
-
-
-def _with_blocks(config: ServingConfig, num_blocks: int) -> ServingConfig:
-    return replace(config, pa=replace(config.pa, num_blocks=num_blocks))
+    is_sufficient = trials.objective.violation(figures) == 0
+    return Improvement(description, figures, is_sufficient, extrapolation_notices(result.notices))

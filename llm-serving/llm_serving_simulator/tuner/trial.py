@@ -1,37 +1,44 @@
-"""One configuration tried: a simulation, and how well it serves the goal."""
+"""Trials: simulations of changed configurations, stopped early where they cannot meet the objective any more."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
 from llm_serving.config.schema import ServingConfig
+from llm_serving.core.request_class import RequestClass, class_of
 from llm_serving.errors import ConfigError
 
 from llm_serving_simulator.figures import Figures, figures_of
-from llm_serving_simulator.load import Load
+from llm_serving_simulator.outcome import Outcome, SimulationResult
 from llm_serving_simulator.profile import Profile
-from llm_serving_simulator.simulation import Result, Simulation
-from llm_serving_simulator.tuner.goal import Goal
-from llm_serving_simulator.tuner.hopeless import Hopeless
-from llm_serving_simulator.tuner.knobs import Changes
+from llm_serving_simulator.simulation import Simulation
+from llm_serving_simulator.tuner.objective import FigureConstraint, TuningObjective
+from llm_serving_simulator.tuner.search_space import Changes
+from llm_serving_simulator.workload import Workload
 
-UNUSABLE: Final = -1e9
-"""Score of a configuration that is refused: below that of any that breaks constraints, however many."""
+INVALID_SCORE: Final = -1e9
+"""Score of an invalid configuration, lower than that of any violation."""
+MAX_DURATION_FACTOR: Final = 4.0
+"""Multiple of the baseline's virtual duration after which a trial is stopped."""
 
 Configure = Callable[[Changes], ServingConfig]
-"""The configuration to begin with, changed; raises ConfigError."""
+"""Returns the baseline configuration with changes; raises ConfigError."""
 
 
 class Trial(NamedTuple):
+    """One configuration that was simulated."""
+
     changes: Changes
     score: float
-    """Of the goal: below 0 with a constraint broken."""
+    """Below 0 if a constraint is violated."""
     figures: Figures
-    """Empty where the configuration was refused, of what had come where it was given up."""
-    result: Result | None = None
-    """But for what came of each request: that of all trials would take much memory."""
+    """Empty for an invalid configuration; of a stopped trial, the figures until then."""
+    result: SimulationResult | None = None
+    """The result without its outcomes, which would take much memory."""
 
     @property
     def feasible(self) -> bool:
@@ -39,41 +46,41 @@ class Trial(NamedTuple):
 
 
 @dataclass
-class Trials:
-    """Simulates configurations, each once; what came of each request is forgotten, and simulated again by `whole`.
+class TrialRunner:
+    """Simulates each configuration once.
 
     Args:
-        configure: Makes a configuration of changes.
-        load: What comes.
-        profile: What takes how long.
-        goal: What is wanted.
-        seed: Of the simulations.
+        configure: Returns a changed configuration.
+        workload: The requests.
+        profile: The costs.
+        objective: The tuning objective.
+        seed: Seed of the simulations.
 
     Raises:
-        ConfigError: The configuration to begin with cannot be simulated.
+        ConfigError: The baseline configuration cannot be simulated.
     """
 
     configure: Configure
-    load: Load
+    workload: Workload
     profile: Profile
-    goal: Goal
+    objective: TuningObjective
     seed: int = 1
 
     def __post_init__(self) -> None:
         self._done: dict[frozenset[tuple[str, object]], Trial] = {}
-        self._feasible = False
-        result = self._play(self.configure({})).run()
+        self._any_feasible = False
+        result = self._simulation(self.configure({})).run()
         figures = figures_of(result)
-        self._longest_s = max(each.end_s for each in result.outcomes)
-        self.own = self._keep(Trial({}, self.goal.score(figures, figures), figures, result))
-        """The configuration to begin with."""
+        self._max_duration_s = MAX_DURATION_FACTOR * max(each.end_s for each in result.outcomes)
+        self.baseline = self._record(Trial({}, self.objective.score(figures, figures), figures, result))
+        """The trial without changes."""
 
-    def of(self, changes: Changes, *, to_the_end: bool = False) -> Trial:
-        """What these changes come to; those that cannot lead anywhere are given up on the way.
+    def run(self, changes: Changes, *, to_the_end: bool = False) -> Trial:
+        """Return the trial of these changes, simulated or known.
 
         Args:
-            changes: Of the configuration to begin with.
-            to_the_end: Whether all figures are wanted, however bad they are.
+            changes: Changes of the baseline configuration.
+            to_the_end: Never stop early, so that all figures are complete.
         """
         known = self._done.get(frozenset(changes.items()))
         if known is not None and (known.result is None or known.result.complete or not to_the_end):
@@ -81,27 +88,126 @@ class Trials:
         try:
             config = self.configure(changes)
         except ConfigError:
-            return self._keep(Trial(changes, UNUSABLE, {}))
-        hopeless = Hopeless(self.goal, self.load, config.request_classes, self._longest_s, strict=self._feasible)
-        result = self._play(config).run() if to_the_end else self._play(config).run(hopeless)
+            return self._record(Trial(changes, INVALID_SCORE, {}))
+        simulation = self._simulation(config)
+        classes, duration_s = config.request_classes, self._max_duration_s
+        early_stop = EarlyStop(self.objective, self.workload, classes, duration_s, strict=self._any_feasible)
+        result = simulation.run() if to_the_end else simulation.run(early_stop)
         figures = figures_of(result)
-        score = self.goal.score(figures, self.own.figures)
+        score = self.objective.score(figures, self.baseline.figures)
+        num_requests = self.workload.num_requests
         if not result.complete:
-            # Worse than any that kept all constraints, and the worse the more was left undone.
-            undone = sum(not each.finish for each in result.outcomes) + self.load.num_requests - len(result.outcomes)
-            score = min(score, 0.0) - 1.0 - undone / self.load.num_requests
-        return self._keep(Trial(changes, score, figures, result))
+            # Worse than any feasible trial, and the worse the more requests are unfinished.
+            unfinished = sum(not each.finish for each in result.outcomes) + num_requests - len(result.outcomes)
+            score = min(score, 0.0) - 1.0 - unfinished / num_requests
+        return self._record(Trial(changes, score, figures, result))
 
-    def whole(self, trial: Trial) -> Result:
-        """All that comes of the changes of a trial that was not refused."""
-        return self._play(self.configure(trial.changes)).run()
+    def full_result(self, trial: Trial) -> SimulationResult:
+        """Simulate a trial again and return the result with its outcomes."""
+        return self._simulation(self.configure(trial.changes)).run()
 
-    def _play(self, config: ServingConfig) -> Simulation:
-        return Simulation(config, self.load, self.profile, self.seed)
+    def _simulation(self, config: ServingConfig) -> Simulation:
+        return Simulation(config, self.workload, self.profile, self.seed)
 
-    def _keep(self, trial: Trial) -> Trial:
+    def _record(self, trial: Trial) -> Trial:
         if trial.result is not None:
             trial = trial._replace(result=replace(trial.result, outcomes=[], block_use=[]))
         self._done[frozenset(trial.changes.items())] = trial
-        self._feasible = self._feasible or trial.feasible
+        self._any_feasible = self._any_feasible or trial.feasible
         return trial
+
+
+@dataclass
+class EarlyStop:
+    """Decides whether a simulation is stopped, because no later request can save a violated constraint.
+
+    Args:
+        objective: The tuning objective.
+        workload: The requests.
+        classes: Classes of the configuration.
+        max_duration_s: Virtual time after which every simulation is stopped.
+        strict: Whether to stop at the first violated constraint, because a feasible trial is known. Otherwise the
+            size of the violation matters.
+    """
+
+    objective: TuningObjective
+    workload: Workload
+    classes: Sequence[RequestClass]
+    max_duration_s: float
+    strict: bool
+
+    def __post_init__(self) -> None:
+        counts: Counter[str] = Counter()
+        for stream in self.workload.streams:
+            for each in stream.requests:
+                name = class_of(each.priority_in(self.classes), self.classes).name
+                counts.update(("", name, f"tenant {each.tenant}"))
+        self._watched = [
+            (each, count_misses, _allowed_misses(each, counts[each.figure.group]))
+            for each in self.objective.constraints
+            if (count_misses := MISSES.get(each.figure.name)) is not None
+        ]
+
+    def __call__(self, outcomes: Sequence[Outcome], now: float) -> bool:
+        """Return whether to stop at the virtual time `now`."""
+        if now > self.max_duration_s:
+            return True
+        return self.strict and any(
+            count_misses(_members(outcomes, each.figure.group), each.target, now) > allowed
+            for each, count_misses, allowed in self._watched
+        )
+
+
+def _members(outcomes: Sequence[Outcome], group: str) -> Sequence[Outcome]:
+    if not group:
+        return outcomes
+    if group.startswith("tenant "):
+        tenant = group.removeprefix("tenant ")
+        return [each for each in outcomes if each.tenant == tenant]
+    return [each for each in outcomes if each.request_class.name == group]
+
+
+def _late_first_tokens(outcomes: Sequence[Outcome], target_ms: float, now: float) -> int:
+    return sum(
+        (each.token_times_s[0] if each.token_times_s else now) - each.due_s > target_ms / 1e3
+        for each in outcomes
+        if each.finish in ("", "stop", "length")
+    )
+
+
+def _late_ends(outcomes: Sequence[Outcome], target_ms: float, now: float) -> int:
+    return sum(
+        (each.end_s if each.finish else now) - each.due_s > target_ms / 1e3
+        for each in outcomes
+        if each.finish in ("", "stop", "length")
+    )
+
+
+def _missed_objectives(outcomes: Sequence[Outcome], target: float, now: float) -> int:
+    return sum(bool(each.finish) and not each.met_slo for each in outcomes)
+
+
+def _refused(outcomes: Sequence[Outcome], target: float, now: float) -> int:
+    return sum(each.finish == "refused" for each in outcomes)
+
+
+def _allowed_misses(constraint: FigureConstraint, count: int) -> float:
+    """Return how many of `count` requests may miss the target before the constraint is certainly violated."""
+    name = constraint.figure.name
+    if name == "refused":
+        return constraint.target
+    if name == "goodput_share":
+        return (1 - constraint.target) * count
+    share = 0.01 if "_p99_" in name else 0.5
+    return math.ceil(share * count) + 1  # a percentile lies between two requests
+
+
+MISSES: Final[dict[str, Callable[[Sequence[Outcome], float, float], int]]] = {
+    "ttft_p50_ms": _late_first_tokens,
+    "ttft_p99_ms": _late_first_tokens,
+    "latency_p50_ms": _late_ends,
+    "latency_p99_ms": _late_ends,
+    "goodput_share": _missed_objectives,
+    "refused": _refused,
+}
+"""Count the requests that miss the target of a figure until now."""

@@ -15,9 +15,9 @@ from llm_serving.engine.fleet.monitors import MIN_TENANTS, LimitMonitor
 from llm_serving.engine.fleet.tenant_slots import TenantPlaces
 from llm_serving.kvcache.transfer_pool import Exports
 from llm_serving.scheduler.tenant_limits import Need
-from llm_serving_simulator.load import Asked, Load, Stream
 from llm_serving_simulator.simulation import Simulation
 from llm_serving_simulator.virtual_replica import VirtualReplica
+from llm_serving_simulator.workload import Workload, WorkloadRequest, WorkloadStream
 from support.factories import create_classes, create_request, create_scheduler
 from support.recordings import MemoryFiles, create_recorded, replay, seal
 from support.scheduler_run import SchedulerRun
@@ -256,9 +256,10 @@ def server(replicas: int) -> Simulation:
     """Of tenants who run two requests at most, and more of whose come and go."""
     rng = random.Random(replicas)
     requests = [
-        Asked("s", rng.uniform(0, 2), [3 + rng.randrange(9)] * 20, 16, 16, tenant=rng.choice("aab")) for _ in range(40)
+        WorkloadRequest("s", rng.uniform(0, 2), [3 + rng.randrange(9)] * 20, 16, 16, tenant=rng.choice("aab"))
+        for _ in range(40)
     ]
-    load = Load("tests", (Stream("s", sorted(requests, key=lambda each: each.due_s)),), vocab_size=100)
+    load = Workload("tests", (WorkloadStream("s", sorted(requests, key=lambda each: each.due_s)),), vocab_size=100)
     config = config_with(cluster_config__replicas=replicas, scheduler_config__max_running_per_tenant=2)
     return Simulation(config, load, create_profile())
 
@@ -280,7 +281,7 @@ def test_a_server_keeps_to_it_while_clients_come_and_go(replicas: int, monkeypat
     assert all(each.ok for each in result.outcomes)
     assert most == {"a": 2, "b": 2}
     assert result.bound_violations == 0
-    assert not any(simulation._tally.num_shares_broken.values())
+    assert not any(simulation._counters.num_shares_broken.values())
 
 
 def test_places_that_are_dealt_twice_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,7 +291,7 @@ def test_places_that_are_dealt_twice_are_counted(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(TenantPlaces, "settle", wanted)
     simulation = server(2)
     simulation.run()
-    assert simulation._tally.num_shares_broken["tenant_limit"] > 0
+    assert simulation._counters.num_shares_broken["tenant_limit"] > 0
 
 
 def test_who_begins_beyond_a_limit_is_counted_and_whoever_had_begun_before_it_changed_is_not() -> None:

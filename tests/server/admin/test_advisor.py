@@ -170,5 +170,5 @@ def test_over_http_and_from_a_terminal(capsys: pytest.CaptureFixture[str], monke
         monkeypatch.setattr(Advisor, "advise", lambda self, minutes: type(asked).__dict__["_work_out"](asked, "f", 1))
         assert main(["advice", "--url", url, "--minutes", "2"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("1,500 requests (20 of them refused at the door) of 60 s, 9 other values of the")
+    assert lines[0].startswith("1,500 requests (20 of them refused) of 60 s, 9 other values of the")
     assert lines[1] == "no neighbour would have been better"

@@ -2,7 +2,7 @@ import pytest
 from llm_serving.cli.main import main
 from llm_serving.config import load_config
 from llm_serving_simulator.profile import write_profile
-from llm_serving_simulator.tuner.tuned_yaml import differences
+from llm_serving_simulator.tuner.yaml_writer import differences
 from support.simulator_workloads import create_profile
 
 LOAD = """\

@@ -1,0 +1,47 @@
+import random
+
+import pytest
+from llm_serving_simulator.calibration import EventLoopCosts, fit_event_loop
+from llm_serving_simulator.cost_model import StepShape
+from llm_serving_simulator.http_player import ClientTiming
+from llm_serving_simulator.measured_steps import MeasuredStep, Timings
+
+TRUE = EventLoopCosts(request_s=0.002, token_s=0.0001, client_s=0.0006)
+TAKE_S = 0.0003
+
+
+def measured(seed=1):
+    """Steps of 10 ms for up to 60 rows while requests come by chance: now and then the loop is behind."""
+    rng = random.Random(seed)
+    timings, seen, free = Timings(), {}, 0.0
+    due, events = 0.0, []
+    for number in range(300):
+        due += rng.expovariate(100)
+        events.append((due, f"r-{number}"))
+    events += [(0.01 * number, None) for number in range(1, 300)]
+    for time, name in sorted(events, key=lambda each: each[0]):
+        if name is not None:
+            free = max(free, time + TRUE.client_s) + TRUE.request_s
+            timings.arrivals[f"{name}-x"] = free
+            timings.replies[f"{name}-x"] = []
+            seen[name] = ClientTiming(name, time, [])
+            continue
+        some = [each for each in seen if timings.arrivals[f"{each}-x"] < time][-60:]
+        shape = StepShape(len(some), len(some), len(some), 0, 0, 0)
+        timings.steps.append(MeasuredStep(shape, time - 0.01, None, time - 0.01, time))
+        free = max(free, time + TAKE_S)
+        for each in some:
+            free += TRUE.token_s
+            timings.replies[f"{each}-x"].append(time)
+            seen[each].token_times_s.append(free + TRUE.client_s)
+    return timings, list(seen.values())
+
+
+def test_the_fit_separates_the_costs_though_the_loop_is_often_behind():
+    timings, seen = measured()
+    found = fit_event_loop(timings, seen, lambda step: TAKE_S, EventLoopCosts(0.0008, 0.00003, 0.002))
+    assert found == pytest.approx(TRUE, rel=0.1)
+
+
+def test_without_client_timings_there_are_no_costs():
+    assert fit_event_loop(Timings(), [], lambda step: 0.0, TRUE) is None

@@ -1,0 +1,20 @@
+from llm_serving_simulator import measurement
+from llm_serving_simulator.measurement import CpuInterference
+
+
+def test_interference_is_the_share_of_all_processors_that_others_use(monkeypatch):
+    readings = {"all": 100.0, "own": 5.0, "now": 10.0}
+    monkeypatch.setattr(measurement, "_all_s", lambda: readings["all"])
+    monkeypatch.setattr(measurement, "_own_s", lambda: readings["own"])
+    monkeypatch.setattr(measurement.time, "monotonic", lambda: readings["now"])
+    monkeypatch.setattr(measurement.psutil, "cpu_count", lambda: 2)
+    interference = CpuInterference()
+    readings |= {"all": 109.0, "own": 11.0, "now": 15.0}
+    assert interference.share() == 0.3
+    readings["own"] = 15.0
+    assert interference.share() == 0.0
+
+
+def test_interference_reads_this_machine():
+    assert measurement._all_s() >= measurement._own_s() > 0
+    assert CpuInterference().share() >= 0.0

@@ -1,0 +1,60 @@
+"""What was asked during a recording, and what came of it."""
+
+from pathlib import Path
+
+from llm_serving.core.request import FinishReason
+from llm_serving.core.sampling_params import SamplingParams
+from llm_serving_simulator.recorded_workload import read_recorded
+from llm_serving_simulator.workload import WorkloadRequest
+from support.factories import create_request
+from support.recordings import MemoryFiles, create_recorded
+
+
+def asked(folder: Path) -> dict[int, WorkloadRequest]:
+    """By the number of prompt tokens."""
+    return {len(each.prompt_token_ids): each for each in read_recorded(folder).streams[0].requests}
+
+
+def test_who_waited_until_it_was_given_up_belongs_to_the_load(tmp_path: Path) -> None:
+    """One that was never scheduled, and one that the recording does not see the end of."""
+    files = MemoryFiles()
+    scheduler = create_recorded(files, max_num_seqs=1)
+    for num_prompt, name in ((4, "answered"), (5, "late"), (6, "waiting")):
+        request = create_request(num_prompt, request_id=name, max_tokens=3 if name == "waiting" else 9)
+        request.deadline = 1.5 if name == "late" else None
+        scheduler.add(request)
+    for _ in range(9):
+        scheduler.update(scheduler.schedule(0.0), [7])
+        if "late" in scheduler._requests:
+            scheduler.finish(scheduler._requests["late"], FinishReason.TIMEOUT)
+    (tmp_path / "a.rec").write_bytes(files.files[0])
+    found = asked(tmp_path)
+    assert [*found] == [4, 5, 6]
+    assert [each.num_output_tokens for each in found.values()] == [9, 9, 3]
+    assert [len(each.answer_token_ids) for each in found.values()] == [9, 0, 0]
+    assert (found[5].max_tokens, found[5].timeout_s) == (9, 1.5)
+
+
+def test_who_asks_for_no_answer_is_given_none(tmp_path: Path) -> None:
+    files = MemoryFiles()
+    scheduler = create_recorded(files)
+    scheduler.add(create_request(4, request_id="answered", max_tokens=9))
+    told = create_request(5, request_id="vector")
+    told.sampling, told.wants_vector = SamplingParams(max_tokens=0), True
+    scheduler.add(told)
+    while (step := scheduler.schedule(0.0)) is not None:
+        scheduler.update(step, [7] * step.num_samples)
+    (tmp_path / "a.rec").write_bytes(files.files[0])
+    assert [each.num_output_tokens for each in asked(tmp_path).values()] == [9, 1]
+
+
+def test_a_request_of_two_files_is_as_it_is_where_it_got_farthest(tmp_path: Path) -> None:
+    """Whatever the files are called: replica 1 may have begun what replica 0 goes on with."""
+    for name, num_tokens in (("replica-0", 9), ("replica-1", 2)):
+        files = MemoryFiles()
+        scheduler = create_recorded(files)
+        scheduler.add(create_request(4, request_id="a", max_tokens=9))
+        for _ in range(num_tokens):
+            scheduler.update(scheduler.schedule(0.0), [7])
+        (tmp_path / f"{name}.rec").write_bytes(files.files[0])
+    assert [each.num_output_tokens for each in asked(tmp_path).values()] == [9]
