@@ -180,8 +180,8 @@ def _places(engine: Engine, agent: RandomAgent) -> list[tuple[Any, str, str]]:
         (agent, "receive", AGENT),
         (engine_loop, "deliver", "text and pieces"),
         *((engine.journal, event, "journal") for event in ("decided", "formed", "replied", "ended")),
-        (engine, "_record", "metrics of the step"),
-        (engine._reports, "replied", "estimate of the load"),
+        (engine._step_metrics, "on_completed", "metrics of the step"),
+        (engine._reports, "on_completed", "estimate of the load"),
     ]
 
 
