@@ -16,9 +16,9 @@ from llm_serving import work_agent
 from llm_serving.config.schema import ServingConfig
 from llm_serving.config.sections.model import ModelConfig
 from llm_serving.config.sections.scheduler import SchedulerConfig
-from llm_serving.core.fingerprint import package_image
-from llm_serving.core.memory import limit_told
-from llm_serving.core.step import AllowedTokens, BlockMove, Continuation
+from llm_serving.core.fingerprint import code_fingerprint
+from llm_serving.core.memory import describe_address_space_limit
+from llm_serving.core.step import AllowedTokens, BlockMoveKind, Continuation
 from llm_serving.errors import ChannelClosedError, ConfigError, ProtocolError
 from llm_serving.executor.supervisor import load_settings
 from llm_serving.models.weight_reader import weight_fingerprint
@@ -196,7 +196,7 @@ class TestLoading:
         limit = 2_000_000_000 if is_limited else resource.RLIM_INFINITY
         monkeypatch.setattr(resource, "getrlimit", lambda which: (limit, limit))
         failed = start(load_runner).load()
-        told = f": {limit_told()}" if is_limited else ""
+        told = f": {describe_address_space_limit()}" if is_limited else ""
         assert failed == Failed("the model cannot be loaded: Allocate memory failed" + told)
         assert ("Traceback" in caplog.text) != is_limited
 
@@ -297,9 +297,13 @@ class TestSteps:
         expected = expected_output([5, 6, 7, 8, 9], 2)
         assert run(0, ([5, 6, 7, 8, 9], 0, [1, 2])) == expected[:1]
         # Its blocks go to another request, and its own come back elsewhere; the last one is copied besides.
-        out = (BlockMove.SWAP_OUT, 1, 2, 0, 0, 4), (BlockMove.SWAP_OUT, 2, 0, 0, 0, 1)
+        out = (BlockMoveKind.SWAP_OUT, 1, 2, 0, 0, 4), (BlockMoveKind.SWAP_OUT, 2, 0, 0, 0, 1)
         assert run(1, ([10, 11, 12, 13, 14], 0, [2, 1]), *out) == expected_output([10, 11, 12, 13, 14], 1)
-        back = (BlockMove.SWAP_IN, 0, 5, 0, 0, 1), (BlockMove.SWAP_IN, 2, 3, 0, 0, 4), (BlockMove.COPY, 5, 6, 0, 0, 1)
+        back = (
+            (BlockMoveKind.SWAP_IN, 0, 5, 0, 0, 1),
+            (BlockMoveKind.SWAP_IN, 2, 3, 0, 0, 4),
+            (BlockMoveKind.COPY, 5, 6, 0, 0, 1),
+        )
         assert run(2, (expected[:1], 5, [3, 6]), *back) == expected[1:]
 
     @pytest.mark.parametrize("max_model_len", [64, 77])
@@ -417,7 +421,7 @@ class TestProposals:
 class TestHandshake:
     def test_the_master_is_welcomed(self, start):
         master = start()
-        assert master.greet() == Welcome(PROTOCOL_VERSION, os.getpid(), package_image())
+        assert master.greet() == Welcome(PROTOCOL_VERSION, os.getpid(), code_fingerprint())
 
     @pytest.mark.parametrize("first", [Hello(PROTOCOL_VERSION - 1), Hello(PROTOCOL_VERSION + 1), Shutdown()])
     def test_one_of_another_version_is_told_and_ends_it(self, start, first):

@@ -161,7 +161,7 @@ class LLM:
         check_beam_search(self.config.model, sampling)
         requests = [self._request(prompt, sampling, 0) for prompt in prompts]
         for request in requests:
-            request.form = search
+            request.beam_search = search
         pieces: list[list[RequestOutput]] = [[] for _ in prompts]
         for index, piece in self._run(requests):
             pieces[index].append(piece)

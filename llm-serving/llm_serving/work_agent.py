@@ -28,9 +28,9 @@ if __name__ == "__main__":
 import msgspec
 
 from llm_serving.core.enums import AgentExit
-from llm_serving.core.fingerprint import package_image
-from llm_serving.core.memory import limit_reached
-from llm_serving.core.process import end_with_parent
+from llm_serving.core.fingerprint import code_fingerprint
+from llm_serving.core.memory import explain_address_space_limit
+from llm_serving.core.process import die_with_parent
 from llm_serving.core.step import AllowedTokens
 from llm_serving.errors import (
     ChannelClosedError,
@@ -86,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parse(argv)
     name = f"work_agent {args.index}" if args.ranks_fd is None else f"work_agent {args.index}, rank {args.rank}"
     configure_logging(args.log_level, name)
-    end_with_parent()
+    die_with_parent()
     threading.Thread(target=_end_with_the_master, name="parent-watch", daemon=True).start()
     blocks = None
     try:
@@ -174,7 +174,7 @@ def serve(
     if not isinstance(hello, Hello) or hello.version != PROTOCOL_VERSION:
         channel.send(Failed(f"expected Hello of version {PROTOCOL_VERSION}, got {str(hello)[:100]}"))
         return
-    channel.send(Welcome(PROTOCOL_VERSION, os.getpid(), package_image()))
+    channel.send(Welcome(PROTOCOL_VERSION, os.getpid(), code_fingerprint()))
     settings = channel.receive()
     if not isinstance(settings, LoadModel):
         channel.send(Failed(f"expected LoadModel, got {type(settings).__name__}"))
@@ -197,7 +197,7 @@ def serve(
         channel.send(Failed(str(error)))
         return
     except Exception as error:
-        limit = limit_reached(error)
+        limit = explain_address_space_limit(error)
         if limit is None:
             logger.exception("the model cannot be loaded")
         what = str(error).partition(FRAMES)[0]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import msgspec
-from llm_serving.core.fingerprint import ComputedBy
+from llm_serving.core.fingerprint import ComputeFingerprint
 from llm_serving.core.sampling_params import DEFAULTS, RULES, BeamSearchParams, SamplingParams
 from llm_serving.errors import LLMServingError, ReceiptError
 
@@ -61,7 +61,7 @@ class Receipt(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """SHA-256 over config.json and the weight files, see `llm_serving.executor.model_files`."""
     tokenizer: str
     """SHA-256 over the tokenizer's files."""
-    computed_by: ComputedBy
+    computed_by: ComputeFingerprint
     configuration: dict[str, str | int | bool | None]
     """"section.key" -> value, for every key that can change a byte, see `llm_serving.config.output_settings`."""
     max_model_len: int

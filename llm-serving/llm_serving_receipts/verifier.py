@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 from llm_serving.config.legacy import RENAMED
 from llm_serving.config.output_settings import DERIVED_KEYS, NEUTRAL_KEYS, OUTPUT_KEYS, Setting, output_settings
 from llm_serving.config.schema import SECTIONS, ServingConfig
-from llm_serving.core.fingerprint import ComputedBy
+from llm_serving.core.fingerprint import ComputeFingerprint
 from llm_serving.core.request import FinishReason
 from llm_serving.core.sampling_params import MAX_BEAM_WIDTH
 from llm_serving.errors import ConfigError, KernelError, LLMServingError
@@ -244,7 +244,7 @@ def _compare_options(verdict: Verdict, receipt: Receipt, llm: LLM) -> None:
             verdict.differences.append(unknown)
     _compare(verdict.differences, "max_model_len", receipt.max_model_len, llm.config.model.max_generate_length)
     _compare(verdict.differences, "end_token_ids", receipt.end_token_ids, sorted(llm.end_token_ids))
-    for each in ComputedBy.__struct_fields__:
+    for each in ComputeFingerprint.__struct_fields__:
         _compare(
             verdict.notes, f"computed_by.{each}", getattr(receipt.computed_by, each), getattr(llm.computed_by, each)
         )

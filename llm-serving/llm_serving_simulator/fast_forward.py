@@ -18,7 +18,7 @@ from llm_serving.core.step import Float32Array, StepOutput
 from llm_serving.engine.engine import Engine
 from llm_serving.engine.sinks import Desk, OneSequence
 from llm_serving.scheduler.orders import OUTPUT_TOKEN_WEIGHT
-from llm_serving.scheduler.policies import Load
+from llm_serving.scheduler.policies import PolicyInput
 from llm_serving.scheduler.schedule import Schedule, ScheduledRow
 from llm_serving.scheduler.scheduler import Scheduler
 
@@ -51,19 +51,19 @@ class TokenCounter:
     `RequestOutput`.
     """
 
-    __slots__ = ("_desk", "_tell", "computed", "outcome", "request", "request_id")
+    __slots__ = ("_desk", "_tell", "active_requests", "outcome", "request", "request_id")
 
     def __init__(self, request: Request, desk: Desk, outcome: Outcome) -> None:
         self.request, self.request_id = request, request.request_id
-        self.computed = (request,)
+        self.active_requests = (request,)
         self.outcome = outcome
         self._desk: Any = desk
         self._tell: Any = desk.tell  # looked up once, because it is called for each token
 
-    def begin(self) -> None:
+    def start(self) -> None:
         self._desk.scheduler.add(self.request)
 
-    def take(self, request: Request, samples: range, output: StepOutput) -> None:
+    def add_tokens(self, request: Request, samples: range, output: StepOutput) -> None:
         if request.status is not FINISHED and len(request.output_token_ids) > 1:
             for _ in samples:
                 self._tell(self)
@@ -72,22 +72,22 @@ class TokenCounter:
             self._tell(self)
         self._tell(self._output(_ONE_TOKEN))
         if request.is_finished:
-            request.receiver = None
+            request.sink = None
 
-    def take_prompt(
+    def add_prompt_result(
         self, request: Request, start: int, logprobs: PromptLogprobs | None, vector: Float32Array | None
     ) -> None:
         """Do nothing: simulated requests ask for no prompt logprobs."""
 
-    def end(self, reason: FinishReason, error: str | None = None) -> None:
+    def finish(self, reason: FinishReason, error: str | None = None) -> None:
         request = self.request
-        if request.receiver is None:
+        if request.sink is None:
             return
         self._desk.scheduler.finish(request, reason)
-        request.finish_reason, request.receiver = reason, None
+        request.finish_reason, request.sink = reason, None
         self._tell(self._output((), error))
 
-    def reprioritise(self, priority: int) -> bool:
+    def set_priority(self, priority: int) -> bool:
         return bool(self._desk.scheduler.reprioritise(self.request, priority))
 
     def _output(self, token_ids: tuple[int, ...], error: str | None = None) -> RequestOutput:
@@ -162,10 +162,10 @@ class FastForwardScheduler:
                 and request.num_tokens_in_flight == num_in_flight
                 and request.num_uncomputed_tokens == 1
                 and request.last_scheduled_step == step
-                and not (request.paused or request.waits_for_reply or request.num_lost_steps)
+                and not (request.paused or request.needs_known_output or request.num_lost_steps)
             )
 
-        if len(newest.rows) != len(running) or scheduler.num_waiting or not running or not scheduler.is_plain:
+        if len(newest.rows) != len(running) or scheduler.num_waiting or not running or not scheduler.can_fast_forward:
             return False
         return step == scheduler.num_steps - 1 and all(map(continues, newest.rows, running))
 
@@ -176,15 +176,15 @@ class FastForwardScheduler:
         growing = self._growing.get(self.num_scheduled % blocks.block_size, ())
         if self.num_scheduled >= self._num_steps or len(growing) > blocks.pool.num_free_blocks:
             return False
-        scheduler.policy.prefer(Load(len(self.rows), False))
+        scheduler.policy.prefer(PolicyInput(len(self.rows), False))
         if not self.num_scheduled:
-            scheduler.waiting.look((), scheduler.held)
+            scheduler.waiting.update_contenders((), scheduler.slots_by_class)
         for request in growing:
             self.settle_one(request)
-            scheduler.places.grow(request)
+            scheduler.slots.grow(request)
         self.num_scheduled += 1
         self.num_keys += len(self.rows)
-        scheduler.pass_alike(self._charges, self._tokens)
+        scheduler.fast_forward_step(self._charges, self._tokens)
         return True
 
     def update(self) -> None:
@@ -193,7 +193,7 @@ class FastForwardScheduler:
         filling = self._filling.get(self.num_replied % blocks.block_size, ()) if blocks.prefix_caching else ()
         for request in filling:
             self.settle_one(request)
-            blocks.name_blocks(request, request.num_confirmed_tokens + 1)
+            blocks.cache_full_blocks(request, request.num_confirmed_tokens + 1)
         self.num_replied += 1
 
     def settle(self) -> None:
@@ -253,7 +253,7 @@ class FastForwardEngine:
             drafter.ngram.settle = steps.settle_one
         self.is_active = True
         """False: the next step is not uniform, and the engine is up to date."""
-        self._counters = [each.receiver for each in steps.rows if type(each.receiver) is TokenCounter]
+        self._counters = [each.sink for each in steps.rows if type(each.sink) is TokenCounter]
         self._all_counted = len(self._counters) == len(steps.rows)
         self._num_in_flight = len(engine._in_flight)
         self._newest: VirtualStep | None = None
@@ -353,8 +353,8 @@ class FastForwardEngine:
         if not self._all_counted:
             outputs = []
             for request in self._steps.rows:
-                if type(request.receiver) is TokenCounter:
-                    outputs.append(request.receiver)
+                if type(request.sink) is TokenCounter:
+                    outputs.append(request.sink)
                 else:
                     outputs += self._outputs_of(request)
             engine._processor.report_times()
@@ -364,9 +364,9 @@ class FastForwardEngine:
 
     def _outputs_of(self, request: Request) -> list[RequestOutput]:
         """Return what the newest reply reports to the request's client; nothing for an audit's own request."""
-        assert request.receiver is not None
+        assert request.sink is not None
         self._steps.settle_one(request)
-        request.receiver.take(request, range(1), step_output(0, request.output_token_ids[-1:]))
+        request.sink.add_tokens(request, range(1), step_output(0, request.output_token_ids[-1:]))
         outputs, self._engine._outputs = self._engine._outputs, []
         return outputs
 
@@ -393,5 +393,5 @@ def num_uniform_steps(running: Sequence[Request], num_output: Callable[[Request]
 
 def _gets_one_token(request: Request) -> bool:
     """Whether the request has a token already, and its receiver handles the next one without other state."""
-    is_simple = type(request.receiver) in (TokenCounter, OneSequence) and request.transfer is None
+    is_simple = type(request.sink) in (TokenCounter, OneSequence) and request.transfer is None
     return is_simple and bool(request.output_token_ids)

@@ -13,7 +13,7 @@ from llm_serving.errors import ConfigError, RecordingError
 from llm_serving.recording.records import Added, Asked, CacheLost, Decided, Drafted, Entry, Reader, Updated
 from llm_serving.recording.replay import Replay
 from llm_serving.scheduler.scheduler import Scheduler
-from llm_serving.scheduler.step_results import num_chosen
+from llm_serving.scheduler.step_results import count_accepted_tokens
 
 from llm_serving_simulator.cost_model import StepShape, shape_of_rows
 from llm_serving_simulator.files import MAX_INTEGER, MAX_NUMBER
@@ -112,7 +112,7 @@ def _read(entries: Iterator[Entry], timings: Timings, scheduler: Scheduler) -> N
     in_flight: dict[int, tuple[MeasuredStep, _Samples]] = {}
     names = {each.sequence: each.request_id for each in scheduler._requests.values()}
     drafts: dict[int, list[int]] = {}
-    sequence = scheduler.waits.num_entered
+    sequence = scheduler.waiting_requests.num_arrivals
     previous_reply_s, arrival_s, scheduled_s, previous_seconds = float("-inf"), None, 0.0, 0.0
     replied: MeasuredStep | None = None
     num_sent = 0
@@ -168,7 +168,7 @@ def _sampled(samples: _Samples, token_ids: Sequence[int]) -> Iterator[int]:
     end = 0
     for number, num_samples, drafts in samples:
         start, end = end, end + num_samples
-        yield from (number,) * num_chosen(drafts, token_ids[start:end])
+        yield from (number,) * count_accepted_tokens(drafts, token_ids[start:end])
 
 
 def _shape(decided: Decided) -> StepShape:

@@ -157,7 +157,7 @@ def _workload(
         )
         for each in ordered
     ]
-    unanswered = [not (each.output_token_ids or each.tells_of_its_prompt) for each in ordered]
+    unanswered = [not (each.output_token_ids or each.has_prompt_results) for each in ordered]
     found = list(_with_lengths(found, unanswered))
     found = sorted([*found, *_refused(refused, origin, found)], key=lambda each: each.due_s)
     if first := min(0.0, found[0].due_s):

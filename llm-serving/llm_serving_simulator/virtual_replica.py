@@ -206,11 +206,11 @@ class VirtualReplica:
 
     def _receive(self, request: Request, desk: Desk) -> None:
         """Give a request a `TokenCounter`, unless its outputs must be complete."""
-        if request.moves or self.engine.audits(request):
+        if request.wants_migration or self.engine.audits(request):
             receive(request, desk)
             return
-        request.receiver = counter = TokenCounter(request, desk, self._world.outcome_of(request.request_id))
-        counter.begin()
+        request.sink = counter = TokenCounter(request, desk, self._world.outcome_of(request.request_id))
+        counter.start()
 
     def check(self) -> None:
         """Raise AssertionError if blocks or running slots are inconsistent."""

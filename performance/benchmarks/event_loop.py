@@ -23,7 +23,7 @@ from pathlib import Path
 from harness.figures import FIRST_PLAIN_TOKEN
 from harness.random_work_agent import random_executor
 from llm_serving.config import load_config
-from llm_serving.core.memory import give_back_large_blocks, giving_back
+from llm_serving.core.memory import periodic_heap_trim, return_large_blocks
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.engine.engine import Engine, Publish
 from llm_serving.engine.replica import build_engine
@@ -171,10 +171,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         yield build_engine(config, NUM_BLOCKS, executor, tokenizer, metrics, publish, index)
 
     engine = AsyncEngine(config, ModelSpec.from_folder(config.model.model_path), tokenizer, metrics, open_replica)
-    give_back_large_blocks()
+    return_large_blocks()
     collect_garbage_rarely()
     hand_over_often()
-    with bind("127.0.0.1", 0) as listener, giving_back():
+    with bind("127.0.0.1", 0) as listener, periodic_heap_trim():
         server = HttpServer(create_app(engine), listener, config.serving)
         port = listener.getsockname()[1]
 

@@ -6,7 +6,7 @@ import errno
 import resource
 
 import pytest
-from llm_serving.core.memory import limit_reached, limit_told
+from llm_serving.core.memory import describe_address_space_limit, explain_address_space_limit
 
 
 @pytest.fixture
@@ -17,7 +17,7 @@ def limit(monkeypatch):
 
 
 def test_a_limit_is_told_with_what_is_enough_and_what_to_do(limit):
-    assert limit_told() == (
+    assert describe_address_space_limit() == (
         "a process may map 3.0 GB (`ulimit -v`, LimitAS of systemd): a WorkAgent needs 4 GB beside its weights and "
         "blocks; take the limit away (`ulimit -v unlimited`) or raise it"
     )
@@ -36,9 +36,9 @@ def test_a_limit_is_told_with_what_is_enough_and_what_to_do(limit):
     ],
 )
 def test_errors_that_may_come_of_it(limit, error, may_come_of_it):
-    assert limit_reached(error) == (limit_told() if may_come_of_it else None)
+    assert explain_address_space_limit(error) == (describe_address_space_limit() if may_come_of_it else None)
 
 
 def test_without_a_limit_nothing_does(limit):
     limit[0] = resource.RLIM_INFINITY
-    assert limit_told() is limit_reached(MemoryError()) is None
+    assert describe_address_space_limit() is explain_address_space_limit(MemoryError()) is None

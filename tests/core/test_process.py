@@ -22,13 +22,13 @@ def test_files_of_the_folder_are_no_modules(tmp_path):
 def test_nobody_starts_one_in_another_way():
     package = Path(llm_serving.__file__).parent
     assert [str(path) for path in package.rglob("*.py") if "sys.executable" in path.read_text()] == [
-        str(package / "core" / "own_process.py")
+        str(package / "core" / "process.py")
     ]
 
 
 def test_one_that_hangs_ends_with_its_parent():
     """In a call that does not let go of the interpreter, so that no thread of its own could notice."""
-    child = "import ctypes, os; from llm_serving.core.process import end_with_parent; end_with_parent()"
+    child = "import ctypes, os; from llm_serving.core.process import die_with_parent; die_with_parent()"
     child += "; print(os.getpid(), flush=True); ctypes.PyDLL(None).pause()"
     parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
     with subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True) as process:

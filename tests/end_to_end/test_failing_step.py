@@ -56,7 +56,7 @@ def innocents(replica: RealReplica) -> list[Request]:
         request.prompt_token_ids = replica.tokenizer.encode(texts[index % 3])
     fork, search = requests[3:]
     fork.prompt_token_ids, fork.fork_of = requests[0].prompt_token_ids, requests[0].request_id
-    search.form = BeamSearchParams(width=3, num_returned=3)
+    search.beam_search = BeamSearchParams(width=3, num_returned=3)
     return requests
 
 

@@ -172,7 +172,7 @@ def test_a_vector_that_differs_is_noticed(caplog: pytest.LogCaptureFixture) -> N
 
 def search(num_prompt: int = 5, **options: object) -> Request:
     request = create_request(num_prompt, max_tokens=7, **options)
-    request.form = BeamSearchParams(width=3, num_returned=2)
+    request.beam_search = BeamSearchParams(width=3, num_returned=2)
     return request
 
 
@@ -235,7 +235,7 @@ def test_an_audit_under_way_ends_with_its_engine() -> None:
     harness.engine.submit(request)
     while not harness.scheduler.has_unfinished_requests or not request.is_finished:
         harness.engine.step()
-    assert all(each.asked is not request for each in harness.scheduler.running)
+    assert all(each.root_request is not request for each in harness.scheduler.running)
     harness.engine.stop()
     harness.engine.run()
     assert counts(harness) == (0, 0)

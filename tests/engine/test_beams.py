@@ -20,13 +20,15 @@ STOPS = frozenset(range(0, 1000, 6))
 
 def create_beams(num_prompt_tokens: int, width: int, max_tokens: int = 6, **arguments) -> Request:
     request = create_request(num_prompt_tokens, max_tokens=max_tokens, stop_token_ids=STOPS, **arguments)
-    request.form = BeamSearchParams(width=width, num_returned=width)
+    request.beam_search = BeamSearchParams(width=width, num_returned=width)
     return request
 
 
 def answer_alone(request: Request) -> list[tuple[int, ...]]:
-    assert request.form is not None
-    return expected_beams(request.prompt_token_ids, request.form, request.sampling.max_tokens, request.stop_token_ids)
+    assert request.beam_search is not None
+    return expected_beams(
+        request.prompt_token_ids, request.beam_search, request.sampling.max_tokens, request.stop_token_ids
+    )
 
 
 def token_ids(last: RequestOutput) -> list[tuple[int, ...]]:
@@ -108,7 +110,7 @@ def test_answers_do_not_depend_on_load_chunks_places_or_preemption(
         harness.engine.step()
     harness.run()
     for _, request in requests:
-        if request.form is not None:
+        if request.beam_search is not None:
             assert token_ids(harness.last(request.request_id)) == answer_alone(request)
         else:
             sampling = request.sampling
@@ -156,7 +158,7 @@ def test_beams_that_cannot_all_have_another_priority_keep_theirs() -> None:
     assert not harness.engine.reprioritise(request.request_id, -1)
     assert request.priority == 0
     while harness.engine.step():
-        assert harness.scheduler.held["high"] == 0
+        assert harness.scheduler.slots_by_class["high"] == 0
     assert token_ids(harness.last(request.request_id)) == answer_alone(request)
 
 

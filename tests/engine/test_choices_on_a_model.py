@@ -9,7 +9,7 @@ import pytest
 from llm_serving.core.request import Request
 from llm_serving.core.request_output import RequestOutput, TokenLogprobs, join_pieces
 from llm_serving.core.sampling_params import BeamSearchParams
-from llm_serving.core.step import BlockMove, StepInput, StepOutput
+from llm_serving.core.step import BlockMoveKind, StepInput, StepOutput
 from llm_serving.engine.beam_search import BeamSearch, LikelyTokens
 from llm_serving.scheduler import PreemptionMode
 from llm_serving.server.generation.sampling import with_choice_seed
@@ -38,12 +38,12 @@ class ModelHarness(Harness):
     def __init__(self, runner: ModelRunner, **scheduler: Any) -> None:
         super().__init__(block_size=BLOCK_SIZE, **scheduler)
         self._model = runner
-        self.moves: set[BlockMove] = set()
+        self.moves: set[BlockMoveKind] = set()
         self.executor.next_step = runner._next_step
         self.runner.execute = self._execute  # type: ignore[method-assign]
 
     def _execute(self, step: StepInput) -> StepOutput:
-        self.moves.update(BlockMove(kind) for kind in step.block_moves[:, 0].tolist())
+        self.moves.update(BlockMoveKind(kind) for kind in step.block_moves[:, 0].tolist())
         return self._model.execute(step)
 
     @property
@@ -82,7 +82,7 @@ def choices() -> list[Request]:
 
 def beams() -> Request:
     request = create_request(max_tokens=MAX_TOKENS, stop_token_ids=STOPS, logprobs=2)
-    request.prompt_token_ids, request.form = PROMPT, SEARCH
+    request.prompt_token_ids, request.beam_search = PROMPT, SEARCH
     return request
 
 
@@ -159,5 +159,5 @@ def test_forks_and_beams_give_the_answers_given_alone(
     assert len({tokens for tokens, _ in expected_choices}) == 4
     assert (harness.num_preemptions > 0) == (num_blocks == TINY_CACHE)
     swaps = preemption_mode is PreemptionMode.SWAP
-    assert ({BlockMove.SWAP_OUT, BlockMove.SWAP_IN} <= harness.moves) == swaps
+    assert ({BlockMoveKind.SWAP_OUT, BlockMoveKind.SWAP_IN} <= harness.moves) == swaps
     assert harness.scheduler.blocks.pool.num_used_blocks == 0

@@ -13,7 +13,7 @@ from llm_serving.core.request import FinishReason
 from llm_serving.core.request_class import Caller
 from llm_serving.core.request_output import RequestOutput
 from llm_serving.core.sampling_params import SamplingParams
-from llm_serving.core.timings import Exchange
+from llm_serving.core.timings import HttpTimings
 from llm_serving.engine import open_requests
 from llm_serving.engine.coalescing import SharedAnswers, Sharing
 from llm_serving.engine.open_requests import OpenRequests
@@ -239,7 +239,7 @@ def test_it_is_computed_until_the_latest_deadline_of_those_who_asked(deadlines, 
 def test_the_time_of_each_is_up_by_its_own_deadline():
     async def run():
         store = Store()
-        shared, hurried = store.open(), Exchange(-2.0)
+        shared, hurried = store.open(), HttpTimings(-2.0)
         patient = shared.read("a", None)
         soon = shared.read("b", hurried, deadline=0.001)
         last = [each async for each in soon][-1]
@@ -266,7 +266,7 @@ def test_when_nobody_has_time_left_it_ends():
 
 def test_each_reader_has_the_time_of_its_first_token():
     store = Store()
-    shared, first, late = store.open(), Exchange(0.0), Exchange(0.0)
+    shared, first, late = store.open(), HttpTimings(0.0), HttpTimings(0.0)
     shared.read("a", first)
     store.clock.now = 1.0
     shared.put(piece("1"))
@@ -307,7 +307,7 @@ class TestOnAnEngine:
         async with setup.running() as engine:
             runner = setup.runners[0]
             runner.gate.clear()
-            streams = [self.generate(engine, client, sharing, exchange=Exchange(0.0)) for client in "abc"]
+            streams = [self.generate(engine, client, sharing, exchange=HttpTimings(0.0)) for client in "abc"]
             await act(engine, streams)
             runner.gate.set()
             return [[token for each in [p async for p in s] for token in each.token_ids] for s in streams], runner
@@ -339,7 +339,7 @@ class TestOnAnEngine:
                 soon = engine.clock() + 0.01
                 both_have_come = Event()
                 engine.replicas.engines[0].ask(both_have_come.wait)  # as the engine ends the first one when it is late
-                hurried = self.generate(engine, "a", sharing, exchange=Exchange(engine.clock()), deadline=soon)
+                hurried = self.generate(engine, "a", sharing, exchange=HttpTimings(engine.clock()), deadline=soon)
                 patient = self.generate(engine, "b", sharing)
                 both_have_come.set()
                 late = [each async for each in hurried][-1]

@@ -6,7 +6,7 @@ import pytest
 from llm_serving.admission.ttft_predictor import ReplicaSpeed
 from llm_serving.core.request import FinishReason
 from llm_serving.core.sampling_params import BeamSearchParams
-from llm_serving.core.timings import Exchange
+from llm_serving.core.timings import HttpTimings
 from llm_serving.engine.deadlines import LOOK_EVERY_S, SMALLEST_SWEEP, Deadlines, timeout_of
 from support.engine_harness import Harness
 from support.factories import create_request
@@ -81,7 +81,7 @@ def test_of_deadlines_of_one_request_the_newest_counts():
 def test_the_time_is_counted_from_when_the_headers_had_come():
     request = create_timed(7.0, arrival_time=3.0)
     assert timeout_of(request) == 4.0
-    request.exchange = Exchange(2.0)
+    request.http_timings = HttpTimings(2.0)
     assert timeout_of(request) == 5.0
 
 
@@ -112,7 +112,7 @@ def test_a_beam_search_whose_deadline_has_passed_ends_with_all_its_beams():
     clock = HandClock()
     harness = Harness(clock=clock)
     request = create_timed(101.0, request_id="beams", arrival_time=100.0, max_tokens=40, logprobs=0)
-    request.form = BeamSearchParams(width=3)
+    request.beam_search = BeamSearchParams(width=3)
     harness.engine.submit(request)
     for _ in range(6):
         harness.engine.step()

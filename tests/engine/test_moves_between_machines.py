@@ -59,7 +59,7 @@ def tokens_computed(setup: Setup) -> list[int]:
 async def num_handed_over(engine: AsyncEngine) -> int:
     """Blocks of the first replica that nobody has given back."""
     first = engine.replicas.engines[0]
-    return await asyncio.wrap_future(first.ask(lambda: first.scheduler.blocks.exports.pool.num_used_blocks))
+    return await asyncio.wrap_future(first.ask(lambda: first.scheduler.blocks.transfer_pool.pool.num_used_blocks))
 
 
 def between(setup: Setup, index: int, name: str, happens: Callable[[], object]) -> None:

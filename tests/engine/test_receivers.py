@@ -9,7 +9,7 @@ import pytest
 from llm_serving.core.request import FinishReason, Request
 from llm_serving.core.sampling_params import BeamSearchParams
 from llm_serving.core.step import StepInput, StepOutput
-from llm_serving.engine.sinks import RECEIVERS, Desk, OneSequence
+from llm_serving.engine.sinks import OUTPUT_SINKS, Desk, OneSequence
 from llm_serving.executor.executor import StepFailedError
 from support.engine_harness import Harness
 from support.factories import create_request
@@ -27,33 +27,33 @@ class Noting(OneSequence):
         super().__init__(request, desk)
         self.noted: list[object] = []
 
-    def take(self, request: Request, samples: range, output: StepOutput) -> None:
+    def add_tokens(self, request: Request, samples: range, output: StepOutput) -> None:
         self.noted += output.token_ids[samples.start : samples.stop].tolist()
-        super().take(request, samples, output)
+        super().add_tokens(request, samples, output)
 
-    def end(self, reason: FinishReason, error: str | None = None) -> None:
+    def finish(self, reason: FinishReason, error: str | None = None) -> None:
         self.noted.append((reason, error))
-        super().end(reason, error)
+        super().finish(reason, error)
 
-    def reprioritise(self, priority: int) -> bool:
+    def set_priority(self, priority: int) -> bool:
         self.noted.append(priority)
-        return super().reprioritise(priority)
+        return super().set_priority(priority)
 
 
 @pytest.fixture
 def harness(monkeypatch: pytest.MonkeyPatch) -> Harness:
-    monkeypatch.setitem(RECEIVERS, Form, Noting)
+    monkeypatch.setitem(OUTPUT_SINKS, Form, Noting)
     return Harness()
 
 
 def submit(harness: Harness) -> tuple[Request, list[object]]:
     """A request with that form, of which two steps are under way, and what its receiver notes."""
     request = create_request(4, max_tokens=5, request_id="r")
-    request.form = Form()  # type: ignore[assignment]
+    request.beam_search = Form()  # type: ignore[assignment]
     harness.engine.submit(request)
     harness.engine.step()
-    assert isinstance(request.receiver, Noting)
-    return request, request.receiver.noted
+    assert isinstance(request.sink, Noting)
+    return request, request.sink.noted
 
 
 def test_tokens_go_to_the_receiver_that_the_form_names(harness: Harness) -> None:
@@ -107,7 +107,7 @@ def test_nothing_of_a_request_waits_for_a_search_for_cycles(width: int | None) -
 
     def ask(number: int) -> None:
         request = create_request(5, max_tokens=4, request_id=f"r{number}")
-        request.form = None if width is None else BeamSearchParams(width=width, num_returned=width)
+        request.beam_search = None if width is None else BeamSearchParams(width=width, num_returned=width)
         harness.engine.submit(request)
         harness.run()
 

@@ -33,7 +33,7 @@ arrivals = st.lists(
 def create(index: int, num_prompt: int, max_tokens: int, width: int) -> Request:
     request = create_request(num_prompt, max_tokens=max_tokens, seed=index, priority=index % 3 - 1)
     if width:
-        request.form = BeamSearchParams(width=width, num_returned=width)
+        request.beam_search = BeamSearchParams(width=width, num_returned=width)
     return request
 
 

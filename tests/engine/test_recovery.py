@@ -137,7 +137,7 @@ def test_a_request_that_gets_further_between_deaths_is_not_suspected() -> None:
 
     def spoil(step: StepInput) -> None:
         num_lost.append(request.num_lost_steps)
-        if request.num_confirmed_tokens > request.num_tokens_when_lost:
+        if request.num_confirmed_tokens > request.num_tokens_at_loss:
             raise WorkerDiedError("bad luck")
 
     harness.executor.spoil = spoil

@@ -47,5 +47,5 @@ def test_with_a_window_a_request_may_be_longer_than_the_cache(caplog):
     executor, tokenizer = LocalExecutor(FakeRunner(300, 16)), WordTokenizer()
     engine = build_engine(config, 300, executor, tokenizer, Metrics(), lambda pieces: None, window=4096)
     assert engine.scheduler.limits.max_model_len == 32768
-    assert engine.scheduler.blocks.num_blocks_at_once(32000) == 289
+    assert engine.scheduler.blocks.max_blocks_of(32000) == 289
     assert "holds at most 289 blocks: every layer sees 4096 tokens" in caplog.text

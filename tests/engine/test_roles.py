@@ -170,7 +170,7 @@ def test_a_request_that_cannot_be_handed_over_ends_and_those_behind_it_go_on(blo
             assert (ended[1], answered[0]) == (FinishReason.ERROR, expected_output(PROMPT, 20))
             assert (engine.num_running, len(engine._requests)) == (0, 0)
             first = engine.replicas.engines[0]
-            num_handed_over = first.ask(lambda: first.scheduler.blocks.exports.pool.num_used_blocks)
+            num_handed_over = first.ask(lambda: first.scheduler.blocks.transfer_pool.pool.num_used_blocks)
             assert bool(await asyncio.wrap_future(num_handed_over)) == blocks_stay
 
     asyncio.run(run())
@@ -195,7 +195,7 @@ def test_who_is_too_long_for_the_other_cache_goes_on_where_its_prompt_was_comput
 
             def shrink_and_hand_over(departure: Departure) -> None:
                 """As if the other one had been loaded again meanwhile, with less memory left."""
-                engine.replicas.engines[1].scheduler.blocks.can_ever_hold = lambda num_tokens: False  # type: ignore[method-assign]
+                engine.replicas.engines[1].scheduler.blocks.can_ever_fit = lambda num_tokens: False  # type: ignore[method-assign]
                 hand_over(departure)
 
             engine._hand_one_over = shrink_and_hand_over  # type: ignore[method-assign]

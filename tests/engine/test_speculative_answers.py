@@ -71,7 +71,9 @@ def requests_of(place: int, asked: Asked) -> list[Request]:
     if asked.num_choices == 0:
         sampling = SamplingParams(max_tokens=6, temperature=0.0, logprobs=4)
         return [
-            Request(f"{place}", prompt, sampling, priority=priority, form=BeamSearchParams(width=2, num_returned=2))
+            Request(
+                f"{place}", prompt, sampling, priority=priority, beam_search=BeamSearchParams(width=2, num_returned=2)
+            )
         ]
     requests = []
     for choice in range(asked.num_choices):

@@ -6,16 +6,18 @@ from typing import Any
 
 import msgspec
 import pytest
-from llm_serving.core.fingerprint import ComputedBy
+from llm_serving.core.fingerprint import ComputeFingerprint
 from llm_serving.errors import WorkerDiedError
 from llm_serving.executor.consistency import SameBits
 from llm_serving.transport.messages import Loaded
 
-WIDE = ComputedBy(kernels="program", instruction_set="avx512_bf16", sources="a", compiler="b", framework="2.10.0")
+WIDE = ComputeFingerprint(
+    kernels="program", instruction_set="avx512_bf16", sources="a", compiler="b", framework="2.10.0"
+)
 
 
 class Agent:
-    def __init__(self, index: int, computed_by: ComputedBy) -> None:
+    def __init__(self, index: int, computed_by: ComputeFingerprint) -> None:
         self.index = index
         self.loaded = Loaded(8, 0, "", computed_by)
         self.is_killed = False
@@ -30,7 +32,7 @@ def test_those_that_compute_alike_serve() -> None:
     assert [same_bits.agreed(agent) for agent in agents] == agents
 
 
-@pytest.mark.parametrize("field", ComputedBy.__struct_fields__)
+@pytest.mark.parametrize("field", ComputeFingerprint.__struct_fields__)
 def test_one_that_computes_otherwise_is_ended_and_what_differs_is_told(field: str) -> None:
     same_bits = SameBits()
     first: Any = Agent(1, WIDE)

@@ -9,7 +9,7 @@ from dataclasses import fields, replace
 
 import numpy as np
 import pytest
-from llm_serving.core.step import NO_SCORES, AllowedTokens, Continuation, Scores, StepOutput, any_tokens
+from llm_serving.core.step import NO_SCORES, AllowedTokens, Continuation, Scores, StepOutput, all_tokens_allowed
 from llm_serving.engine.engine import Engine
 from llm_serving.errors import StepMismatchError, WorkerDiedError
 from llm_serving.executor.executor import LocalExecutor, RemoteExecutor, StepFailedError
@@ -288,7 +288,7 @@ def test_what_a_step_may_choose_follows_it(agent):
 def test_a_work_agent_that_is_gone_before_it_is_told_is_noticed_by_who_collects(agent):
     agent.executor.submit(replace(a_step(0), allowed_follow=True))
     agent.channel.close()
-    agent.executor.allow(any_tokens(1))
+    agent.executor.allow(all_tokens_allowed(1))
     with pytest.raises(WorkerDiedError):
         agent.executor.collect()
 

@@ -201,7 +201,7 @@ def test_allowed_tokens_are_bits():
 
 def test_a_walk_tells_the_allowed_tokens_of_each_step():
     request = create_request(3)
-    request.walk = _Walk()
+    request.matcher = _Matcher()
     steps = Steps(create_request(3), request, create_request(3, allowed_token_ids=(4,)))
     assert steps.next().allowed_follow
     assert steps.allowed() == [[], [0], [16]]
@@ -216,21 +216,21 @@ def test_a_walk_tells_the_allowed_tokens_of_each_step():
     assert not Steps(create_request(3)).next().allowed_follow
 
 
-class _Walk:
+class _Matcher:
     """Allows what a test can foresee."""
 
-    def allowed_behind(self, output_token_ids, draft_token_ids):
+    def allowed_words_after_drafts(self, output_token_ids, draft_token_ids):
         outputs = [[*output_token_ids, *draft_token_ids[:count]] for count in range(len(draft_token_ids) + 1)]
         return [np.array([len(each), *each], np.int32) for each in outputs]
 
 
 def test_a_walk_tells_the_allowed_tokens_behind_each_draft():
     request = create_request(3)
-    request.walk, request.waits_for_reply = _Walk(), True
+    request.matcher, request.needs_known_output = _Matcher(), True
     steps = Steps(request, create_request(3, allowed_token_ids=(0, 2)), block_size=16)
     steps.next()
     steps.collect(4, 5)
-    steps.scheduler.draft(request, [8, 9, 7])
+    steps.scheduler.set_draft_tokens(request, [8, 9, 7])
     assert steps.next().allowed_follow
     assert steps.allowed() == [[1, 4], [2, 4, 8], [3, 4, 8, 9], [4, 4, 8, 9, 7], [5]]
 
@@ -249,7 +249,7 @@ def test_a_row_with_drafts_gives_a_token_behind_each_of_its_own():
     steps = Steps(plain, drafted, block_size=16)
     steps.next()
     steps.collect(7, 7)
-    steps.scheduler.draft(drafted, [8, 3])
+    steps.scheduler.set_draft_tokens(drafted, [8, 3])
     step = steps.next()
     assert step.token_ids.tolist() == [7, 7, 8, 3]
     assert step.query_lens.tolist() == [1, 3]

@@ -20,7 +20,7 @@ from llm_serving.config.sections.device import CacheConfig
 from llm_serving.config.sections.model import ModelConfig
 from llm_serving.config.sections.scheduler import SchedulerConfig
 from llm_serving.config.sections.server import ServerConfig
-from llm_serving.core.fingerprint import package_image
+from llm_serving.core.fingerprint import code_fingerprint
 from llm_serving.errors import ModelError, ProtocolError, WorkerDiedError
 from llm_serving.executor import placement, supervisor
 from llm_serving.executor import supervisor as supervised_executor
@@ -228,7 +228,7 @@ class SlowLink:
 
 def test_progress_is_a_sign_of_life_and_the_whole_may_take_any_time():
     loaded = Loaded(8, 0, "")
-    link = SlowLink(Welcome(PROTOCOL_VERSION, 1, package_image()), *[Progress("reading")] * 100, loaded)
+    link = SlowLink(Welcome(PROTOCOL_VERSION, 1, code_fingerprint()), *[Progress("reading")] * 100, loaded)
     told = []
     assert supervisor._load(0, link, load_settings(a_config(), 0), told.append, None, 10.0) is loaded
     assert (len(told), link.waited_s) == (100, 1020.0)

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 from llm_serving.config import load_config
-from llm_serving.core.fingerprint import ComputedBy
+from llm_serving.core.fingerprint import ComputeFingerprint
 from llm_serving.errors import ChannelClosedError, DeadlineExceededError, ProtocolError, WorkerDiedError
 from llm_serving.executor.executor import RemoteExecutor
 from llm_serving.executor.supervisor import load_settings
@@ -132,7 +132,10 @@ def test_what_ranks_do_not_agree_on_reaches_nobody(ranks: Ranks, other: AgentMes
 def test_ranks_agree_on_what_matters(ranks: Ranks) -> None:
     for ours, theirs in (
         (Welcome(14, 5, "image"), Welcome(14, 6, "image")),
-        (Loaded(8, 2, "a notice", ComputedBy(kernels="program")), Loaded(8, 2, "", ComputedBy(kernels="program"))),
+        (
+            Loaded(8, 2, "a notice", ComputeFingerprint(kernels="program")),
+            Loaded(8, 2, "", ComputeFingerprint(kernels="program")),
+        ),
         (StepFailed(3, "here"), StepFailed(3, "there")),
     ):
         ranks.all_say(ours, theirs)

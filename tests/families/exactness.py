@@ -173,7 +173,7 @@ class Served:
     def _poison_free_blocks(self, harness: FragileHarness, step: StepInput) -> None:
         """Those that neither a request nor a name holds, nor a step that has been submitted."""
         pool = harness.scheduler.blocks.pool
-        used = {each for each in range(NUM_BLOCKS) if pool.ref_count(each) or pool._names[each] is not None}
+        used = {each for each in range(NUM_BLOCKS) if pool.ref_count(each) or pool._hashes[each] is not None}
         for submitted in (step, *harness.executor._submitted):
             used.update(submitted.block_tables.ravel().tolist(), submitted.block_moves[:, 1:3].ravel().tolist())
         self._poison(set(range(NUM_BLOCKS)) - used)

@@ -8,11 +8,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from llm_serving.core.request import Request
-from llm_serving.core.step import BlockMove
+from llm_serving.core.step import BlockMoveKind
 from llm_serving.kvcache import BlockManager
 from support.factories import create_request
 
-COPY, SWAP_OUT, SWAP_IN, EXPORT, IMPORT = map(int, BlockMove)
+COPY, SWAP_OUT, SWAP_IN, EXPORT, IMPORT = map(int, BlockMoveKind)
 
 
 def admit(blocks: BlockManager, request: Request, parent: Request | None = None) -> int:
@@ -24,7 +24,7 @@ def admit(blocks: BlockManager, request: Request, parent: Request | None = None)
 
 def confirm(blocks: BlockManager, request: Request) -> None:
     request.num_computed_tokens = request.num_tokens
-    blocks.name_blocks(request, request.num_tokens)
+    blocks.cache_full_blocks(request, request.num_tokens)
     request.num_confirmed_tokens = request.num_tokens
 
 
@@ -49,8 +49,8 @@ def test_growing_may_use_the_last_block() -> None:
 
 def test_can_ever_hold_counts_whole_blocks() -> None:
     blocks = BlockManager(num_blocks=2, block_size=4)
-    assert blocks.can_ever_hold(8)
-    assert not blocks.can_ever_hold(9)
+    assert blocks.can_ever_fit(8)
+    assert not blocks.can_ever_fit(9)
 
 
 def test_full_blocks_of_an_equal_beginning_are_shared() -> None:
@@ -106,7 +106,7 @@ def test_a_fork_shares_full_blocks_and_copies_the_one_it_begins_in() -> None:
     table, other = blocks.block_table("a"), blocks.block_table("b")
     assert other[:2] == table[:2]
     epochs = blocks.table("a").epochs[2], blocks.table("b").epochs[2]
-    assert blocks.take_moves() == [(COPY, table[2], other[2], *epochs, 1)]
+    assert blocks.pop_block_moves() == [(COPY, table[2], other[2], *epochs, 1)]
     blocks.check_writable("b", 9, 10)
 
 
@@ -127,7 +127,7 @@ def test_a_fork_names_the_epochs_of_its_parent_even_if_a_block_was_given_away_si
 
 def test_a_copy_names_the_epoch_of_the_parent_even_if_the_block_was_given_away_since() -> None:
     blocks = fork_after_a_block_was_given_away(2)
-    (move,) = blocks.take_moves()
+    (move,) = blocks.pop_block_moves()
     assert (move.source_epoch, move.target_epoch) == (blocks.table("a").epochs[2], blocks.table("b").epochs[2])
 
 
@@ -137,7 +137,7 @@ def test_blocks_come_back_under_the_epochs_under_which_they_went() -> None:
     admit(blocks, request)
     blocks.swap_out(request)
     blocks.admit(request, 11)
-    moves = blocks.take_moves()
+    moves = blocks.pop_block_moves()
     out, back = moves[:3], moves[3:]
     assert [(move.target, move.target_epoch) for move in out] == [(move.source, move.source_epoch) for move in back]
     assert [move.target_epoch for move in back] == blocks.table("a").epochs.tolist()
@@ -148,7 +148,7 @@ def test_a_fork_at_the_end_of_a_block_copies_nothing() -> None:
     parent = create_request(9, request_id="a")
     admit(blocks, parent)
     assert blocks.admit(replace(parent, request_id="b"), 9, parent) == 8
-    assert blocks.take_moves() == []
+    assert blocks.pop_block_moves() == []
 
 
 def test_a_fork_shares_no_further_than_the_tokens_are_equal() -> None:
@@ -159,7 +159,7 @@ def test_a_fork_shares_no_further_than_the_tokens_are_equal() -> None:
     admit(blocks, parent)
     assert blocks.admit(child, 10, parent) == 6
     assert blocks.block_table("b")[0] == blocks.block_table("a")[0]
-    assert [move.num_tokens for move in blocks.take_moves()] == [2]
+    assert [move.num_tokens for move in blocks.pop_block_moves()] == [2]
 
 
 def test_a_swapped_request_comes_back_with_all_it_had_computed() -> None:
@@ -168,11 +168,15 @@ def test_a_swapped_request_comes_back_with_all_it_had_computed() -> None:
     admit(blocks, request)
     assert blocks.can_swap_out(request)
     blocks.swap_out(request)
-    assert blocks.take_moves() == [(SWAP_OUT, i, i, i + 1, i + 1, count) for i, count in enumerate((4, 4, 2))]
+    assert blocks.pop_block_moves() == [(SWAP_OUT, i, i, i + 1, i + 1, count) for i, count in enumerate((4, 4, 2))]
     assert (blocks.pool.num_used_blocks, blocks.host_pool.num_used_blocks) == (0, 3)
     assert blocks.num_blocks_to_admit(request, 11) == 3
     assert blocks.admit(request, 11) == 10
-    assert [(move.kind, move.num_tokens) for move in blocks.take_moves()] == [(SWAP_IN, 4), (SWAP_IN, 4), (SWAP_IN, 2)]
+    assert [(move.kind, move.num_tokens) for move in blocks.pop_block_moves()] == [
+        (SWAP_IN, 4),
+        (SWAP_IN, 4),
+        (SWAP_IN, 2),
+    ]
     assert blocks.host_pool.num_used_blocks == 0
     blocks.check_integrity()
 
@@ -200,7 +204,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
 
     def compute(self, request: Request) -> None:
         """Does the moves, then writes what the request has not found."""
-        for kind, source, target, *_ in self.blocks.take_moves():
+        for kind, source, target, *_ in self.blocks.pop_block_moves():
             sources = self.host if kind == SWAP_IN else self.memory
             targets = self.host if kind == SWAP_OUT else self.memory
             targets[target] = list(sources[source])

@@ -19,11 +19,11 @@ def test_the_latest_freed_block_is_reused_first() -> None:
 def test_a_named_block_is_found_while_used_and_after() -> None:
     pool = BlockPool(2)
     (block_id,) = pool.allocate(1)
-    pool.name(block_id, pool.epoch(block_id), b"x")
-    assert pool.find(b"x") == block_id
+    pool.register_hash(block_id, pool.epoch(block_id), b"x")
+    assert pool.find_cached(b"x") == block_id
     pool.free([block_id])
-    assert pool.find(b"x") == block_id
-    pool.reference([block_id])
+    assert pool.find_cached(b"x") == block_id
+    pool.add_references([block_id])
     assert (pool.ref_count(block_id), pool.num_free_blocks) == (1, 1)
     pool.check_integrity([block_id])
 
@@ -32,29 +32,29 @@ def test_nameless_blocks_are_reused_first_then_the_longest_unused() -> None:
     pool = BlockPool(4)
     pool.allocate(4)
     for block_id in (0, 1, 2):
-        pool.name(block_id, pool.epoch(block_id), bytes([block_id]))
+        pool.register_hash(block_id, pool.epoch(block_id), bytes([block_id]))
     for block_id in (1, 0, 3, 2):
         pool.free([block_id])
     assert pool.allocate(4) == [3, 1, 0, 2]
-    assert [pool.find(bytes([block_id])) for block_id in (0, 1, 2)] == [None, None, None]
+    assert [pool.find_cached(bytes([block_id])) for block_id in (0, 1, 2)] == [None, None, None]
     pool.check_integrity(range(4))
 
 
 def test_of_two_blocks_with_one_name_the_first_keeps_it() -> None:
     pool = BlockPool(2)
     first, second = pool.allocate(2)
-    pool.name(first, pool.epoch(first), b"x")
-    pool.name(second, pool.epoch(second), b"x")
-    assert pool.find(b"x") == first
+    pool.register_hash(first, pool.epoch(first), b"x")
+    pool.register_hash(second, pool.epoch(second), b"x")
+    assert pool.find_cached(b"x") == first
     pool.check_integrity([first, second])
 
 
 def test_forgotten_names_are_not_found() -> None:
     pool = BlockPool(1)
     (block_id,) = pool.allocate(1)
-    pool.name(block_id, pool.epoch(block_id), b"x")
-    pool.forget()
-    assert pool.find(b"x") is None
+    pool.register_hash(block_id, pool.epoch(block_id), b"x")
+    pool.clear_hashes()
+    assert pool.find_cached(b"x") is None
     pool.check_integrity([0])
 
 

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from llm_serving.core.request import Request
-from llm_serving.core.step import NO_BLOCK, BlockMove
+from llm_serving.core.step import NO_BLOCK, BlockMoveKind
 from llm_serving.core.window import Window
 from llm_serving.kvcache import BlockManager
 from support.factories import create_request
@@ -23,12 +23,12 @@ def manager(num_blocks: int = 16, **options: object) -> BlockManager:
 def compute(blocks: BlockManager, request: Request, end: int) -> None:
     """The tokens up to `end`, step by step, as far as there is room."""
     while request.num_computed_tokens < end:
-        blocks.slide(request.request_id, request.num_computed_tokens)
+        blocks.free_outside_window(request.request_id, request.num_computed_tokens)
         blocks.grow(request.request_id, request.num_tokens)
-        room = blocks.num_tokens_with_room(request.request_id)
+        room = blocks.num_tokens_with_blocks(request.request_id)
         request.num_computed_tokens = min(end, room, request.num_computed_tokens + WINDOW.max_chunk)
         blocks.check_readable(request.request_id, request.num_confirmed_tokens)
-        blocks.name_blocks(request, request.num_computed_tokens)
+        blocks.cache_full_blocks(request, request.num_computed_tokens)
         request.num_confirmed_tokens = request.num_computed_tokens
         blocks.check_integrity()
 
@@ -43,7 +43,7 @@ def started(blocks: BlockManager, num_tokens: int, request_id: str = "a", **opti
 def test_a_long_prompt_holds_the_window_and_a_step() -> None:
     blocks = manager(num_blocks=4)
     request = create_request(100, request_id="a")
-    assert blocks.can_ever_hold(100)
+    assert blocks.can_ever_fit(100)
     assert blocks.num_blocks_to_admit(request, 100) == 4
     blocks.admit(request, 100)
     compute(blocks, request, 100)
@@ -58,7 +58,7 @@ def test_a_cache_with_less_room_than_a_step_gets_shorter_steps() -> None:
     request = started(blocks, 40)
     compute(blocks, request, 40)
     assert blocks.num_blocks_held("a") <= 3
-    assert not manager(num_blocks=2).can_ever_hold(9)
+    assert not manager(num_blocks=2).can_ever_fit(9)
 
 
 def test_a_hit_needs_only_what_the_window_sees() -> None:
@@ -81,8 +81,8 @@ def test_a_gap_in_what_the_window_sees_is_no_hit() -> None:
     compute(blocks, first, 24)
     lost = blocks.table("a").ids[-1]
     blocks.free("a")
-    del blocks.pool._blocks_by_name[blocks.pool._names[lost]]
-    blocks.pool._names[lost] = None
+    del blocks.pool._blocks_by_hash[blocks.pool._hashes[lost]]
+    blocks.pool._hashes[lost] = None
     request = create_request(25, request_id="again")
     assert blocks.admit(request, 25) == 20, "the last block is gone, the two before it are what token 20 sees"
     assert blocks.table("again").start == 3
@@ -128,17 +128,17 @@ def test_only_the_window_is_swapped() -> None:
     assert blocks.num_blocks_to_admit(request, 42) == 2
     assert blocks.admit(request, 42) == 41
     assert blocks.table("a").start == 9
-    out, back = blocks.take_moves()[:2], blocks.take_moves()
-    assert [move.kind for move in out] == [int(BlockMove.SWAP_OUT)] * 2
+    out, back = blocks.pop_block_moves()[:2], blocks.pop_block_moves()
+    assert [move.kind for move in out] == [int(BlockMoveKind.SWAP_OUT)] * 2
     assert not back
 
 
 @pytest.mark.parametrize("window", [None, 100])
 def test_a_window_as_long_as_a_request_may_be_frees_nothing(window: int | None) -> None:
-    sees = Window.of(window, 8, 100)
-    assert not sees.slides
-    assert sees.blocks_at_once(100, 4) == 25
-    assert sees.longest(4, 10) == 40
+    sees = Window.from_model(window, 8, 100)
+    assert not sees.is_sliding
+    assert sees.max_blocks_of(100, 4) == 25
+    assert sees.max_request_tokens(4, 10) == 40
 
 
 class SlidingMachine(RuleBasedStateMachine):
@@ -156,9 +156,9 @@ class SlidingMachine(RuleBasedStateMachine):
         self.count = 0
 
     def follow_moves(self) -> None:
-        for kind, source, target, *_ in self.blocks.take_moves():
-            sources = self.host if kind == BlockMove.SWAP_IN else self.memory
-            targets = self.host if kind == BlockMove.SWAP_OUT else self.memory
+        for kind, source, target, *_ in self.blocks.pop_block_moves():
+            sources = self.host if kind == BlockMoveKind.SWAP_IN else self.memory
+            targets = self.host if kind == BlockMoveKind.SWAP_OUT else self.memory
             targets[target] = list(sources[source])
 
     def start(self, request: Request, parent: Request | None, keeps: bool) -> None:
@@ -203,15 +203,15 @@ class SlidingMachine(RuleBasedStateMachine):
             if request.num_output_tokens >= request.sampling.max_tokens:
                 return
             request.output_token_ids.append(900 + self.count)
-        blocks.slide(name, request.num_computed_tokens)
-        keeps = name in blocks._alone
+        blocks.free_outside_window(name, request.num_computed_tokens)
+        keeps = name in blocks._unshared
         num_tokens = request.max_num_tokens if keeps else request.num_tokens
         if not blocks.can_grow(name, num_tokens):
             assert not keeps, "it takes no more than it gives back"
             return
         blocks.grow(name, num_tokens)
         start = request.num_computed_tokens
-        end = min(request.num_tokens, start + most, blocks.num_tokens_with_room(name))
+        end = min(request.num_tokens, start + most, blocks.num_tokens_with_blocks(name))
         assert end > start, "no step is too small"
         blocks.check_writable(name, start, end)
         table = blocks.table(name)
@@ -223,7 +223,7 @@ class SlidingMachine(RuleBasedStateMachine):
             assert block_id != NO_BLOCK
             assert self.memory[block_id][position % size] == request.known_token_ids(position, position + 1)[0]
         request.num_computed_tokens = end
-        blocks.name_blocks(request, end)
+        blocks.cache_full_blocks(request, end)
         request.num_confirmed_tokens = end
 
     @precondition(lambda self: self.held)

@@ -9,7 +9,7 @@ import pytest
 from llm_serving.core.request import FinishReason
 from llm_serving.core.sampling_params import BeamSearchParams
 from llm_serving.core.step import StepOutput
-from llm_serving.core.timings import Exchange
+from llm_serving.core.timings import HttpTimings
 from llm_serving.errors import LLMServingError, WorkerDiedError
 from llm_serving.executor.executor import LocalExecutor, StepFailedError
 from llm_serving.kvcache import BlockManager
@@ -94,7 +94,7 @@ def check_whole(harness: TimedHarness, life: Life) -> None:
     start = life.arrival_time if exchange is None else exchange.received_time
     end = record.now if life.ended_time is None else life.ended_time
     if exchange is not None and life.ended_time is not None:
-        end = max(end, record.now if exchange.answered_time is None else exchange.answered_time)
+        end = max(end, record.now if exchange.response_sent_time is None else exchange.response_sent_time)
     assert (spans[0].start, spans[-1].end) == (nanoseconds(start), nanoseconds(end))
     bounds = {each.name: each for each in harness.scheduler.bounds}
     explanation = explain(life, record, bounds[life.request_class.name], 0, with_tenant=False)
@@ -123,7 +123,7 @@ def test_the_parts_of_every_request_add_up_exactly(seed):
     ids: list[str] = []
     for round_ in range(60):
         if choose.random() < 0.4:
-            exchange = Exchange(harness.clock())
+            exchange = HttpTimings(harness.clock())
             for choice in range(choose.choice([1, 1, 2])):
                 request = create_request(
                     choose.randint(1, 24),
@@ -133,8 +133,8 @@ def test_the_parts_of_every_request_add_up_exactly(seed):
                     max_tokens=choose.randint(1, 12),
                 )
                 if choose.random() < 0.2:
-                    request.form = BeamSearchParams(width=choose.randint(1, 3))
-                request.exchange = exchange if choose.random() < 0.8 else None
+                    request.beam_search = BeamSearchParams(width=choose.randint(1, 3))
+                request.http_timings = exchange if choose.random() < 0.8 else None
                 harness.engine.submit(request)
                 ids.append(request.request_id)
         if ids and choose.random() < 0.05:
@@ -150,8 +150,8 @@ def test_the_parts_of_every_request_add_up_exactly(seed):
     assert [life.request_id for life in lives] == ids
     for life in lives:
         check_whole(harness, life)
-        if life.exchange is not None and life.exchange.answered_time is None:
-            life.exchange.answered_time = harness.clock()
+        if life.exchange is not None and life.exchange.response_sent_time is None:
+            life.exchange.response_sent_time = harness.clock()
     for life in lives:
         check_whole(harness, life)
         if life.facts.finish_reason is FinishReason.LENGTH and life.preemptions == ():
@@ -178,7 +178,7 @@ def test_a_request_alone_is_computed_all_the_time():
 def test_a_beam_search_is_explained_as_the_request_it_is():
     harness = TimedHarness(ahead=False, max_num_batched_tokens=8)
     request = create_request(20, request_id="a", max_tokens=4, arrival_time=harness.clock())
-    request.form = BeamSearchParams(width=3)
+    request.beam_search = BeamSearchParams(width=3)
     harness.engine.submit(request)
     harness.run()
     (life,) = harness.engine.journal.lives()
@@ -280,13 +280,13 @@ def test_time_without_a_work_agent_is_the_restarts():
 
 def test_an_answer_waits_for_its_other_choices_and_is_sent():
     harness = TimedHarness()
-    exchange = Exchange(harness.clock())
+    exchange = HttpTimings(harness.clock())
     for name, max_tokens in (("short", 2), ("long", 6)):
         request = create_request(request_id=name, max_tokens=max_tokens, arrival_time=harness.clock())
-        request.exchange = exchange
+        request.http_timings = exchange
         harness.engine.submit(request)
     harness.run()
-    exchange.answered_time = harness.clock()
+    exchange.response_sent_time = harness.clock()
     last = [span.part for span in spans_of(harness, "short")][-2:]
     assert last == [Part.OTHER_CHOICES, Part.SENDING]
     assert Part.OTHER_CHOICES not in {span.part for span in spans_of(harness, "long")}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from llm_serving.core.request_class import STANDARD
-from llm_serving.core.timings import Exchange
+from llm_serving.core.timings import HttpTimings
 from llm_serving.observability.event_log import Journal, Outage
 from support.engine_harness import Harness
 from support.factories import create_request
@@ -73,11 +73,11 @@ def test_an_ended_request_leaves_its_tokens():
 
 def test_a_request_that_was_not_taken_is_forgotten():
     journal, request = Journal(2, 5), create_request()
-    request.exchange = Exchange(0.0)
+    request.http_timings = HttpTimings(0.0)
     journal.submitted(request, request.request_class)
-    assert request.exchange.unfinished == {request.request_id}
+    assert request.http_timings.unfinished_request_ids == {request.request_id}
     journal.forget(request)
-    assert (journal.lives(), request.exchange.unfinished) == ([], set())
+    assert (journal.lives(), request.http_timings.unfinished_request_ids) == ([], set())
 
 
 def test_an_outage_begins_with_the_oldest_step_that_is_lost():

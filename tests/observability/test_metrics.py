@@ -6,7 +6,7 @@ import time
 
 from llm_serving import __version__
 from llm_serving.core.request import FinishReason
-from llm_serving.core.step import BlockMove, Move
+from llm_serving.core.step import BlockMove, BlockMoveKind
 from llm_serving.observability.histogram import Histogram
 from llm_serving.observability.metrics import Metrics, ReplicaCounts
 from llm_serving.observability.transfer_metrics import SwapLoad
@@ -167,9 +167,9 @@ def test_http_requests_stand_under_route_and_status():
 
 def test_swaps_are_counted_and_what_waits_is_summed_over_replicas():
     metrics = Metrics()
-    out = [Move(BlockMove.SWAP_OUT, source, 0, 0, 0, 1) for source in (4, 5)]
-    back = Move(BlockMove.SWAP_IN, 0, 6, 0, 0, 1)
-    copy = Move(BlockMove.COPY, 1, 2, 0, 0, 1)
+    out = [BlockMove(BlockMoveKind.SWAP_OUT, source, 0, 0, 0, 1) for source in (4, 5)]
+    back = BlockMove(BlockMoveKind.SWAP_IN, 0, 6, 0, 0, 1)
+    copy = BlockMove(BlockMoveKind.COPY, 1, 2, 0, 0, 1)
     metrics.swaps.scheduled([*out, copy], [Preemption("a", "standard", True), Preemption("b", "standard", False)])
     metrics.swaps.scheduled([back], [])
     metrics.swaps.watch(0, lambda: SwapLoad(1, 2, 8))

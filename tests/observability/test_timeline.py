@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from llm_serving.core.timings import Exchange
+from llm_serving.core.timings import HttpTimings
 from llm_serving.observability.event_log import Journal
 from llm_serving.observability.timeline import STEPS_ROW, ReplicaTrace, trace
 from support.engine_harness import Harness
@@ -33,11 +33,11 @@ def busy_harness(seed: int) -> Harness:
         ahead=choose.random() < 0.5,
     )
     for number in range(12):
-        exchange = Exchange(clock())
+        exchange = HttpTimings(clock())
         request = create_request(
             choose.randint(1, 20), request_id=f"r-{number}", priority=choose.randint(-1, 1), arrival_time=clock()
         )
-        request.exchange = exchange
+        request.http_timings = exchange
         harness.engine.submit(request)
         for _ in range(choose.randint(0, 4)):
             harness.engine.step()

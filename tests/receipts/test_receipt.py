@@ -6,7 +6,7 @@ import json
 
 import msgspec
 import pytest
-from llm_serving.core.fingerprint import ComputedBy
+from llm_serving.core.fingerprint import ComputeFingerprint
 from llm_serving.core.sampling_params import MAX_SEED, BeamSearchParams, SamplingParams
 from llm_serving.errors import ReceiptError
 from llm_serving_receipts.receipt import OpenedReceipt, Receipt, ReceiptChoice, hash_of, open_receipt, seal
@@ -32,7 +32,7 @@ def a_receipt(**fields) -> Receipt:
         "server": "0.1",
         "weights": "w",
         "tokenizer": "t",
-        "computed_by": ComputedBy(kernels="program", instruction_set="avx2"),
+        "computed_by": ComputeFingerprint(kernels="program", instruction_set="avx2"),
         "configuration": {"model_config.model_dtype": "bfloat16", "pa_config.block_size": 16},
         "max_model_len": 64,
         "end_token_ids": [2],

@@ -15,7 +15,7 @@ from llm_serving.recording.records import FORMAT, MAGIC, Added, Asked, Chain, De
 from llm_serving.recording.replay import ReplayDiffersError
 from llm_serving.recording.snapshot import capture, restore
 from llm_serving.scheduler import Schedule, Scheduler
-from llm_serving.scheduler.components import Rules
+from llm_serving.scheduler.components import SchedulingRules
 from llm_serving.scheduler.policies import POLICIES
 from support.factories import create_classes, create_request, create_scheduler
 from support.recordings import MemoryFiles, create_recorded, read, replay, seal, with_record
@@ -25,7 +25,7 @@ Load = list[tuple[int, int | None, Request]]
 
 
 def run_load(
-    scheduler: Scheduler, load: Load, lost_at: int | None = None, reload: tuple[int, Rules] | None = None
+    scheduler: Scheduler, load: Load, lost_at: int | None = None, reload: tuple[int, SchedulingRules] | None = None
 ) -> list[Schedule]:
     """Runs all requests to their end as the engine does; at one step the WorkAgent and what it had is lost."""
     done: list[Schedule] = []
@@ -38,18 +38,18 @@ def run_load(
                 scheduler.finish(request, FinishReason.ABORT)
         if step == lost_at:
             in_flight.clear()
-            scheduler.lose_cache()
+            scheduler.reset_cache()
         if reload is not None and step == reload[0]:
             scheduler.reload(reload[1])
         for request in scheduler.running if step % 3 == 0 else []:
-            scheduler.draft(request, [7, 7, 8])
+            scheduler.set_draft_tokens(request, [7, 7, 8])
         schedule = scheduler.schedule(step / 8)
         if schedule is not None:
             in_flight.append(schedule)
             done.append(schedule)
         if in_flight and (schedule is None or len(in_flight) == scheduler.limits.max_steps_in_flight):
             oldest = in_flight.pop(0)
-            samples = [row for row in oldest.rows for _ in range(row.samples)]
+            samples = [row for row in oldest.rows for _ in range(row.num_samples)]
             # Some end by a stop id, the others by their length.
             scheduler.update(oldest, [9 if (oldest.step + row.request.sequence) % 7 == 0 else 7 for row in samples])
         if step > 26 and not scheduler.has_unfinished_requests and not in_flight:
@@ -145,7 +145,7 @@ def test_a_paused_request_goes_on_with_another_token() -> None:
     files = MemoryFiles()
     recorded = create_recorded(files, prefix_caching=True, **SMALL)
     parent = create_request(6, max_tokens=8)
-    parent.waits_for_reply = parent.is_beam = True
+    parent.needs_known_output = parent.is_beam = True
     recorded.add(parent)
     for _ in range(3):
         schedule = recorded.schedule(0.0)
@@ -175,9 +175,9 @@ def test_a_deadline_that_was_put_off_counts_where_a_request_gets_another_place()
     first.deadline, second.deadline = 10.0, 20.0
     for request in (first, second):
         recorded.add(request)
-    recorded.put_off(first, 30.0)
+    recorded.set_deadline(first, 30.0)
     for request in (first, second):
-        recorded.reprioritise(request, 1)
+        recorded.set_priority(request, 1)
     order = [schedule.rows[0].request.request_id for schedule in run_load(recorded, [])]
     assert order == ["second", "first"]
     (data,) = files.files
@@ -186,29 +186,29 @@ def test_a_deadline_that_was_put_off_counts_where_a_request_gets_another_place()
 
 def test_all_of_a_request_that_decisions_depend_on_is_recorded() -> None:
     """A new field of `Request` belongs either into `Added` or into the second list here."""
-    derived = {"sequence", "request_class", "queue_key", "status", "paused", "num_computed_tokens", "admission"}
+    derived = {"sequence", "request_class", "queue_key", "status", "paused", "num_computed_tokens", "admission_number"}
     derived |= {"num_confirmed_tokens", "num_cached_tokens", "num_tokens_in_flight", "num_preemptions"}
     derived |= {
         "arrival_clock",
-        "num_results",
-        "moved_at_step",
+        "num_prompt_logprobs_received",
+        "class_change_step",
         "wait_bound",
         "num_steps_waited",
         "first_scheduled_time",
         "running_since",
-        "entered",
-        "entered_at_step",
+        "class_sequence",
+        "class_entry_step",
         "draft_token_ids",
-        "departs",
+        "is_migrating",
     }
     irrelevant = {
         "constraint",
-        "walk",
-        "form",
-        "receiver",
-        "exchange",
+        "matcher",
+        "beam_search",
+        "sink",
+        "http_timings",
         "num_lost_steps",
-        "num_tokens_when_lost",
+        "num_tokens_at_loss",
         "num_new_tokens",
         "finish_reason",
         "stop_reason",
@@ -410,7 +410,7 @@ def test_a_state_that_is_read_back_is_the_state() -> None:
         scheduler.add(request)
         schedule = scheduler.schedule(float(arrival))
         if schedule is not None:
-            scheduler.update(schedule, [7] * sum(row.samples for row in schedule.rows))
+            scheduler.update(schedule, [7] * sum(row.num_samples for row in schedule.rows))
     layouts, nodes = capture(vars(scheduler))
     again = object.__new__(Scheduler)
     vars(again).update(restore(layouts, msgspec.msgpack.decode(msgspec.msgpack.encode(nodes))))

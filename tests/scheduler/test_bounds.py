@@ -82,7 +82,7 @@ def tiny_options(draw: st.DrawFn) -> dict[str, Any]:
         max_prefill_gap=draw(st.integers(1, 2)),
         max_preemptions=draw(st.integers(0, 2)),
         max_overtakes=draw(st.integers(0, 2)),
-        turn_steps=draw(st.integers(1, 8)),
+        quantum_steps=draw(st.integers(1, 8)),
         max_steps_in_flight=draw(st.integers(1, 2)),
         order=draw(st.sampled_from(sorted(ORDERS))),
         classes=classes,
@@ -107,7 +107,7 @@ def test_no_pattern_of_arrivals_that_goes_on_breaks_a_bound(
     for arrivals in itertools.islice(itertools.cycle(pattern), 40):
         for prompt, priority, tenant in arrivals:
             request = create_request(prompt, max_tokens=MAX_MODEL_LEN - prompt, priority=priority, tenant=tenant)
-            request.waits_for_reply = waits
+            request.needs_known_output = waits
             run.add(request)
         run.step()
     run.finish()
@@ -115,8 +115,8 @@ def test_no_pattern_of_arrivals_that_goes_on_breaks_a_bound(
 
 def promise(scheduler: Scheduler, num_steps: int) -> None:
     """Makes the monitor expect everybody to be admitted within so many steps."""
-    scheduler.waits.monitor = WaitMonitor(
-        [replace(each, first_steps=num_steps, steps_an_admission=0.0) for each in scheduler.bounds]
+    scheduler.waiting_requests.monitor = WaitMonitor(
+        [replace(each, first_steps=num_steps, steps_per_admission=0.0) for each in scheduler.bounds]
     )
 
 
@@ -147,7 +147,7 @@ def test_the_monitor_counts_from_arrival_and_not_from_having_become_first() -> N
         schedule = scheduler.schedule(0.0)
         assert schedule is not None
         violations += schedule.num_bound_violations
-        scheduler.update(schedule, [7] * sum(row.samples for row in schedule.rows))
+        scheduler.update(schedule, [7] * sum(row.num_samples for row in schedule.rows))
     assert patient.status is RequestStatus.WAITING
     assert violations >= 1
 
@@ -155,11 +155,11 @@ def test_the_monitor_counts_from_arrival_and_not_from_having_become_first() -> N
 def test_only_the_newest_promise_to_a_request_counts() -> None:
     """It has been in another class in between, and came back behind others, with all it has waited."""
     scheduler = create_scheduler()
-    monitor = WaitMonitor([replace(each, first_steps=3, steps_an_admission=10.0) for each in scheduler.bounds])
+    monitor = WaitMonitor([replace(each, first_steps=3, steps_per_admission=10.0) for each in scheduler.bounds])
     request = create_request()
     for name, num_ahead in (("normal", 0), ("low", 0), ("normal", 1)):
         request.request_class = next(each for each in scheduler.classes if each.name == name)
-        monitor.expect(request, num_ahead, num_waited=2)
+        monitor.start_wait(request, num_ahead, num_waited=2)
     assert [monitor.tick(()) for _ in range(30)] == [0] * 23 + [1] + [0] * 6
     assert request.wait_bound == 2 + 23
 
@@ -173,7 +173,7 @@ def run_beside(scheduler: Scheduler, request: Request, num_steps: int = 12) -> i
         schedule = scheduler.schedule(0.0)
         if schedule is not None:
             violations += schedule.num_bound_violations
-            scheduler.update(schedule, [7] * sum(row.samples for row in schedule.rows))
+            scheduler.update(schedule, [7] * sum(row.num_samples for row in schedule.rows))
     return violations
 
 
@@ -182,7 +182,7 @@ def test_a_request_that_waits_for_its_replies_does_not_stop_the_watch() -> None:
     scheduler = create_scheduler(max_num_seqs=1)
     promise(scheduler, 3)
     request = create_request(max_tokens=12, bad_words=((1, 2),))
-    assert request.waits_for_reply
+    assert request.needs_known_output
     assert run_beside(scheduler, request) == 1
 
 
@@ -190,7 +190,7 @@ def test_beams_of_a_search_do_stop_the_watch() -> None:
     scheduler = create_scheduler(max_num_seqs=1)
     promise(scheduler, 3)
     request = create_request(max_tokens=12)
-    request.is_beam = request.waits_for_reply = True
+    request.is_beam = request.needs_known_output = True
     assert run_beside(scheduler, request) == 0
 
 
@@ -220,13 +220,13 @@ def test_a_promise_made_before_the_cache_was_lost_is_made_again() -> None:
         scheduler.add(request)
     for _ in range(4):
         scheduler.schedule(0.0)
-    scheduler.lose_cache()
+    scheduler.reset_cache()
     violations = 0
     for _ in range(5):
         schedule = scheduler.schedule(0.0)
         assert schedule is not None
         violations += schedule.num_bound_violations
-        scheduler.update(schedule, [7] * sum(row.samples for row in schedule.rows))
+        scheduler.update(schedule, [7] * sum(row.num_samples for row in schedule.rows))
     assert violations == 0
 
 
@@ -276,7 +276,7 @@ def test_what_is_promised_reckons_with_forks_that_are_held_back() -> None:
 
 def test_a_running_prompt_that_is_left_out_too_long_breaks_a_bound_once() -> None:
     scheduler = create_scheduler(max_num_batched_tokens=8)
-    scheduler._max_prompt_gaps = dict.fromkeys(scheduler.held, 3)
+    scheduler._max_prompt_gaps = dict.fromkeys(scheduler.slots_by_class, 3)
     scheduler.add(create_request(40, max_tokens=1))
     last = create_request(4, max_tokens=1)
     scheduler.add(last)
@@ -284,8 +284,8 @@ def test_a_running_prompt_that_is_left_out_too_long_breaks_a_bound_once() -> Non
     last.status, last.last_scheduled_step = RequestStatus.WAITING, -1
     scheduler.waiting.discard(last)
     scheduler.blocks.admit(last, 4)
-    last.status, last.last_scheduled_step, last.admission = RequestStatus.RUNNING, 0, 9
-    scheduler.places.take(last)
+    last.status, last.last_scheduled_step, last.admission_number = RequestStatus.RUNNING, 0, 9
+    scheduler.slots.add(last)
     schedules = [scheduler.schedule(0.0) for _ in range(5)]
     assert [schedule.num_bound_violations for schedule in schedules if schedule] == [0, 0, 0, 1, 0]
 
@@ -305,7 +305,7 @@ def test_whoever_has_had_a_place_is_one_admission_more_for_those_behind() -> Non
 
 
 def test_bounds_describe_waits_in_seconds_once_the_time_of_a_step_is_known() -> None:
-    bounds = replace(create_scheduler().bounds[1], first_steps=100, steps_an_admission=50.0, max_overtakes=0)
+    bounds = replace(create_scheduler().bounds[1], first_steps=100, steps_per_admission=50.0, max_overtakes=0)
     wait = "normal: a request waits at most 150 engine steps before its prompt starts, when no request of its class is"
     assert str(bounds).startswith(f"{wait} ahead, and 50 more for each one that is;")
     assert "150 engine steps (1.5 s) before" in bounds.describe(0.01)
@@ -313,7 +313,7 @@ def test_bounds_describe_waits_in_seconds_once_the_time_of_a_step_is_known() -> 
 
 
 def test_longest_waits_of_all_classes_are_one_sentence() -> None:
-    bounds = replace(create_scheduler().bounds[1], first_steps=100, steps_an_admission=50.0, max_overtakes=0)
+    bounds = replace(create_scheduler().bounds[1], first_steps=100, steps_per_admission=50.0, max_overtakes=0)
     assert longest_waits([bounds, replace(bounds, name="low", first_steps=200)]) == (
         "a request waits at most 150 (normal) or 250 (low) engine steps before its prompt starts, "
         "when no request of its class is ahead"

@@ -24,9 +24,9 @@ def waiting(name: str, key: int, tenant: str = "", sequence: int | None = None) 
 def pop_all(queue: ClassQueue, cost: int = 0) -> list[str]:
     """Empties the queue from its head; each request is charged `cost` when it goes."""
     names = []
-    while (request := queue.head()) is not None:
+    while (request := queue.peek()) is not None:
         queue.pop(request)
-        queue.shares.charge(request.tenant, cost)
+        queue.token_counters.charge(request.tenant, cost)
         names.append(request.request_id)
     return names
 
@@ -58,7 +58,7 @@ def test_discarded_requests_are_passed_over() -> None:
     queue.discard(requests[0])
     assert {request.request_id for request in queue} == {"b", "c"}
     assert pop_all(queue) == ["b", "c"]
-    assert queue.head() is None
+    assert queue.peek() is None
     assert queue.arrival_clock() is None
 
 
@@ -87,7 +87,7 @@ def test_the_first_is_overtaken_max_overtakes_times_and_no_more() -> None:
     queue.push(waiting("heavy", 0, "x"))
     for key in range(1, 5):
         queue.push(waiting(f"y{key}", key, "y"))
-    queue.shares.charge("x", 1000)
+    queue.token_counters.charge("x", 1000)
     assert pop_all(queue, cost=1) == ["y1", "y2", "heavy", "y3", "y4"]
 
 
@@ -97,7 +97,7 @@ def test_each_first_has_its_own_count_of_overtakes() -> None:
         queue.push(waiting(f"x{key}", key, "x"))
     for key in range(2, 5):
         queue.push(waiting(f"y{key}", key, "y"))
-    queue.shares.charge("x", 1000)
+    queue.token_counters.charge("x", 1000)
     assert pop_all(queue, cost=1) == ["y2", "x0", "y3", "x1", "y4"]
 
 
@@ -143,9 +143,9 @@ def test_a_tenant_that_always_waits_leaves_nothing_behind_for_those_who_went() -
         queue.push(waiting(f"a{key}", key, "x"))
         queue.push(waiting(f"b{key}", key, "y"))
         for _ in range(2 if key else 1):
-            request = queue.head()
+            request = queue.peek()
             assert request is not None
             queue.pop(request)
-            queue.shares.charge(request.tenant, 3)
+            queue.token_counters.charge(request.tenant, 3)
     assert len(queue) == 1
     assert len(queue._tenants) <= 4

@@ -93,7 +93,7 @@ def test_the_displaced_re_enters_ahead_of_its_class() -> None:
     displaced = create_request(request_id="displaced", max_tokens=20)
     start(scheduler, displaced)
     scheduler.add(create_request(request_id="earlier key", max_tokens=1))
-    scheduler.waiting.queues["normal"].head().queue_key = (0, -5, -5)  # type: ignore[union-attr]
+    scheduler.waiting.queues["normal"].peek().queue_key = (0, -5, -5)  # type: ignore[union-attr]
     scheduler.add(create_request(request_id="high", priority=-1, max_tokens=1))
     names = [rows(run_step(scheduler))[0][0] for _ in range(2)]
     assert names == ["high", "displaced"]

@@ -18,7 +18,7 @@ def decoding(*requests, **options):
 def test_drafts_are_accepted_up_to_the_first_wrong_token() -> None:
     request = create_request(4)
     scheduler = decoding(request)
-    scheduler.draft(request, [8, 9, 5])
+    scheduler.set_draft_tokens(request, [8, 9, 5])
     step = scheduler.schedule(0.0)
     assert rows(step) == [(request.request_id, 4, 4, 4)]
     assert step.rows[0].num_drafts == 3
@@ -34,7 +34,7 @@ def test_drafts_are_accepted_up_to_the_first_wrong_token() -> None:
 def test_a_rejected_draft_costs_its_computation_only() -> None:
     request = create_request(4)
     scheduler = decoding(request)
-    scheduler.draft(request, [8])
+    scheduler.set_draft_tokens(request, [8])
     scheduler.update(scheduler.schedule(0.0), [9, 10])
     assert (request.output_token_ids, request.num_new_tokens, request.num_computed_tokens) == ([7, 9], 1, 5)
     assert rows(run_step(scheduler)) == [(request.request_id, 5, 1, 1)]
@@ -43,7 +43,7 @@ def test_a_rejected_draft_costs_its_computation_only() -> None:
 def test_the_next_step_uses_up_drafts_even_without_room() -> None:
     request = create_request(15)
     scheduler = decoding(request)
-    scheduler.draft(request, [7, 7, 7])
+    scheduler.set_draft_tokens(request, [7, 7, 7])
     assert rows(run_step(scheduler)) == [(request.request_id, 15, 1, 1)]  # its block is full then
     assert rows(run_step(scheduler)) == [(request.request_id, 16, 1, 1)]
 
@@ -51,7 +51,7 @@ def test_the_next_step_uses_up_drafts_even_without_room() -> None:
 def test_an_end_token_within_an_accepted_draft_ends_the_answer() -> None:
     request = create_request(4, stop_token_ids=frozenset({9}))
     scheduler = decoding(request)
-    scheduler.draft(request, [8, 9, 10])
+    scheduler.set_draft_tokens(request, [8, 9, 10])
     scheduler.update(scheduler.schedule(0.0), [8, 9, 10, 11])
     assert request.output_token_ids == [7, 8, 9]
     assert request.finish_reason is FinishReason.STOP
@@ -61,7 +61,7 @@ def test_an_end_token_within_an_accepted_draft_ends_the_answer() -> None:
 def test_a_draft_ends_with_max_tokens() -> None:
     request = create_request(4, max_tokens=3)
     scheduler = decoding(request)
-    scheduler.draft(request, [8, 9, 10])
+    scheduler.set_draft_tokens(request, [8, 9, 10])
     step = scheduler.schedule(0.0)
     assert rows(step) == [(request.request_id, 4, 2, 2)]
     scheduler.update(step, [8, 9])
@@ -71,7 +71,7 @@ def test_a_draft_ends_with_max_tokens() -> None:
 def test_a_failed_choice_after_an_accepted_draft_token_is_repeated() -> None:
     request = create_request(4)
     scheduler = decoding(request)
-    scheduler.draft(request, [8, 9])
+    scheduler.set_draft_tokens(request, [8, 9])
     scheduler.update(scheduler.schedule(0.0), [8, -1, 10])
     assert request.output_token_ids == [7, 8]
     assert rows(scheduler.schedule(0.0)) == [(request.request_id, 5, 1, 1)]
@@ -80,15 +80,15 @@ def test_a_failed_choice_after_an_accepted_draft_token_is_repeated() -> None:
 def test_drafts_take_the_budget_that_prompts_and_tokens_leave() -> None:
     first, second = create_request(4, request_id="a"), create_request(4, request_id="b")
     scheduler = decoding(first, second, max_num_batched_tokens=8)
-    scheduler.draft(first, [1] * 5)
-    scheduler.draft(second, [1] * 5)
+    scheduler.set_draft_tokens(first, [1] * 5)
+    scheduler.set_draft_tokens(second, [1] * 5)
     assert rows(scheduler.schedule(0.0)) == [("a", 4, 6, 6), ("b", 4, 2, 2)]
 
 
 def test_a_step_with_a_prompt_has_no_drafts() -> None:
     request = create_request(4, request_id="a")
     scheduler = decoding(request)
-    scheduler.draft(request, [1, 1])
+    scheduler.set_draft_tokens(request, [1, 1])
     scheduler.add(create_request(3, request_id="b"))
     assert rows(scheduler.schedule(0.0)) == [("b", 0, 3, 1), ("a", 4, 1, 1)]
 
@@ -97,9 +97,9 @@ def test_drafts_for_a_request_that_waits_are_dropped() -> None:
     request = create_request(4)
     scheduler = create_scheduler(block_size=16)
     scheduler.add(request)
-    scheduler.draft(request, [1])
+    scheduler.set_draft_tokens(request, [1])
     step = scheduler.schedule(0.0)
-    scheduler.draft(request, [1])
+    scheduler.set_draft_tokens(request, [1])
     assert request.draft_token_ids == []
     scheduler.update(step, [7])
 
@@ -107,7 +107,7 @@ def test_drafts_for_a_request_that_waits_are_dropped() -> None:
 def test_accepted_drafts_of_a_preempted_request_count_as_tokens_but_not_in_its_cache() -> None:
     low = create_request(4, request_id="low", priority=1)
     scheduler = decoding(low, max_num_seqs=1)
-    scheduler.draft(low, [8, 9])
+    scheduler.set_draft_tokens(low, [8, 9])
     step = scheduler.schedule(0.0)
     scheduler.add(create_request(4, request_id="high", priority=-1, max_tokens=1))
     other = scheduler.schedule(0.0)
@@ -121,9 +121,9 @@ def test_accepted_drafts_of_a_preempted_request_count_as_tokens_but_not_in_its_c
 def test_drafts_are_lost_with_the_cache() -> None:
     request = create_request(4)
     scheduler = decoding(request)
-    scheduler.draft(request, [8])
+    scheduler.set_draft_tokens(request, [8])
     scheduler.schedule(0.0)
-    scheduler.lose_cache()
+    scheduler.reset_cache()
     assert request.draft_token_ids == []
     assert rows(run_step(scheduler)) == [(request.request_id, 0, 5, 1)]
 
@@ -131,7 +131,7 @@ def test_drafts_are_lost_with_the_cache() -> None:
 def test_the_prefix_cache_has_blocks_of_accepted_drafts_only() -> None:
     request = create_request(6, request_id="a")
     scheduler = decoding(request, block_size=8, prefix_caching=True)
-    scheduler.draft(request, [8])
+    scheduler.set_draft_tokens(request, [8])
     scheduler.update(scheduler.schedule(0.0), [8, 9])  # tokens 6 and 7 of the sequence: 7, 8
     same, other = create_request(6, request_id="b"), create_request(6, request_id="c")
     same.prompt_token_ids += [7, 8, 9]

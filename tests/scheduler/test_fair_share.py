@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llm_serving.scheduler import orders
-from llm_serving.scheduler.orders import OUTPUT_TOKEN_WEIGHT, FairShare
+from llm_serving.scheduler.orders import OUTPUT_TOKEN_WEIGHT, TenantTokenCounters
 from support.factories import create_classes, create_request, create_scheduler
 from support.scheduler_run import SchedulerRun
 
 
 def test_service_adds_up() -> None:
-    shares = FairShare()
+    shares = TenantTokenCounters()
     shares.join("a", None)
     shares.charge("a", 3)
     shares.charge("a", 4)
@@ -20,7 +20,7 @@ def test_service_adds_up() -> None:
 
 
 def test_who_joins_is_lifted_to_the_least_served_that_waits() -> None:
-    shares = FairShare()
+    shares = TenantTokenCounters()
     shares.join("a", None)
     shares.charge("a", 50)
     shares.join("b", 50)
@@ -28,7 +28,7 @@ def test_who_joins_is_lifted_to_the_least_served_that_waits() -> None:
 
 
 def test_who_has_got_more_keeps_its_count() -> None:
-    shares = FairShare()
+    shares = TenantTokenCounters()
     shares.join("a", None)
     shares.charge("a", 50)
     shares.join("a", 20)
@@ -36,7 +36,7 @@ def test_who_has_got_more_keeps_its_count() -> None:
 
 
 def test_a_heavy_tenant_that_leaves_does_not_lift_others_above_those_that_wait() -> None:
-    shares = FairShare()
+    shares = TenantTokenCounters()
     shares.join("heavy", None)
     shares.charge("heavy", 1000)
     shares.join("light", None)
@@ -46,7 +46,7 @@ def test_a_heavy_tenant_that_leaves_does_not_lift_others_above_those_that_wait()
 
 
 def test_where_nobody_waits_who_joins_starts_from_the_last_to_leave() -> None:
-    shares = FairShare()
+    shares = TenantTokenCounters()
     shares.join("a", None)
     shares.leave("a")
     shares.charge("a", 30)  # its last request runs on
@@ -57,7 +57,7 @@ def test_where_nobody_waits_who_joins_starts_from_the_last_to_leave() -> None:
 @pytest.mark.parametrize("waits", [False, True])
 def test_tenants_without_number_are_forgotten(waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(orders, "MAX_TENANTS", 10)
-    shares = FairShare()
+    shares = TenantTokenCounters()
     for index in range(200):
         shares.join(f"user-{index}", shares.served(f"user-{index - 1}") if waits and index else None)
         shares.leave(f"user-{index}")
@@ -70,7 +70,7 @@ def test_tenants_that_were_served_are_forgotten_though_others_always_wait(monkey
     """As long as somebody waits who has got nothing, whoever has got something has more than who comes next."""
     monkeypatch.setattr(orders, "MAX_TENANTS", 10)
     scheduler = create_scheduler(max_num_seqs=1, max_overtakes=1)
-    shares = scheduler.waiting.queues["normal"].shares
+    shares = scheduler.waiting.queues["normal"].token_counters
     run = SchedulerRun(scheduler)
     for index in range(60):
         run.add(create_request(1 + index % 3, max_tokens=1, tenant=f"user-{index}"))
@@ -82,7 +82,7 @@ def test_tenants_that_were_served_are_forgotten_though_others_always_wait(monkey
 
 def test_who_has_had_most_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(orders, "MAX_TENANTS", 10)
-    shares = FairShare()
+    shares = TenantTokenCounters()
     for index in range(60):
         shares.join(f"user-{index}", 0)
         shares.charge(f"user-{index}", 1000 if index == 7 else 1 + index % 5)
@@ -121,12 +121,12 @@ def test_tenants_that_always_wait_get_the_same_service(
         schedule = run.step()
         assert schedule is not None
         for row in schedule.rows:
-            served[row.request.tenant] += row.query_len + (OUTPUT_TOKEN_WEIGHT - 1) * row.samples
+            served[row.request.tenant] += row.query_len + (OUTPUT_TOKEN_WEIGHT - 1) * row.num_samples
         if step == head_start:
             at_start = dict(served)
         if step > head_start:
             gained = [served[name] - at_start[name] for name in sizes]
-            assert abs(gained[0] - gained[1]) <= 2 * max(16, OUTPUT_TOKEN_WEIGHT * scheduler.blocks.num_slots)
+            assert abs(gained[0] - gained[1]) <= 2 * max(16, OUTPUT_TOKEN_WEIGHT * scheduler.blocks.num_kv_slots)
 
 
 def test_a_tenant_of_many_requests_does_not_hold_up_one_of_few() -> None:

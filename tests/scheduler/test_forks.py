@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from llm_serving.core.request import FinishReason, Request, RequestStatus
-from llm_serving.core.step import BlockMove
+from llm_serving.core.step import BlockMoveKind
 from llm_serving.scheduler import Scheduler
 from support.factories import create_request, create_scheduler, rows, run_step
 
@@ -31,7 +31,7 @@ def test_forks_wait_for_the_prompt_then_copy_the_block_they_begin_in() -> None:
     assert rows(schedule) == [("0", 9, 1, True), ("1", 9, 1, True), ("parent", 10, 1, True)]
     assert schedule is not None
     table = scheduler.blocks.block_table("parent")
-    copies = [(int(BlockMove.COPY), table[2], scheduler.blocks.block_table(fork.request_id)[2]) for fork in forks]
+    copies = [(int(BlockMoveKind.COPY), table[2], scheduler.blocks.block_table(fork.request_id)[2]) for fork in forks]
     assert [move[:3] for move in schedule.block_moves] == copies
 
 

@@ -6,7 +6,7 @@ import pytest
 from llm_serving.core.request import Request, RequestStatus
 from llm_serving.core.request_class import DEFAULT_CLASSES, RequestClass
 from llm_serving.scheduler import Scheduler
-from llm_serving.scheduler.orders import ORDERS, Deadline, Shortest
+from llm_serving.scheduler.orders import ORDERS, DeadlineOrder, ShortestOrder
 from support.factories import create_classes, create_request, create_scheduler, run_step
 
 
@@ -68,20 +68,20 @@ def test_lengths_are_predicted_from_what_the_tenant_needed() -> None:
 
 
 def test_a_tenant_is_not_believed_to_need_more_than_it_asks_for() -> None:
-    order = Shortest()
+    order = ShortestOrder()
     long = named("long", max_tokens=50)
     long.output_token_ids = [1] * 50
-    order.ended(long)
-    assert order.place(named("short", max_tokens=3)) < order.place(named("other", max_tokens=4))
+    order.record_finished(long)
+    assert order.sort_key(named("short", max_tokens=3)) < order.sort_key(named("other", max_tokens=4))
 
 
 def test_what_is_remembered_of_lengths_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("llm_serving.scheduler.orders.MAX_TENANTS", 3)
-    order = Shortest()
+    order = ShortestOrder()
     for number in range(10):
         request = named("any", tenant=str(number))
         request.output_token_ids = [1]
-        order.ended(request)
+        order.record_finished(request)
     assert len(order._mean_lengths) == 3
 
 
@@ -91,7 +91,7 @@ def test_the_earliest_deadline_goes_first_and_a_promise_of_the_class_is_one() ->
     assert admitted(create("deadline"), late, none, early) == ["early", "late", "none"]
     promised, unpromised = named("promised"), named("unpromised")
     promised.request_class, unpromised.request_class = DEFAULT_CLASSES[0], RequestClass(name="none", rank=0)
-    assert Deadline().place(promised) < Deadline().place(unpromised)
+    assert DeadlineOrder().sort_key(promised) < DeadlineOrder().sort_key(unpromised)
 
 
 @pytest.mark.parametrize("order", sorted(ORDERS))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from llm_serving.scheduler import Schedule
-from llm_serving.scheduler.policies import POLICIES, Load, Preference, Throughput
+from llm_serving.scheduler.policies import POLICIES, PolicyInput, Preference, Throughput
 from support.factories import create_config, create_request, create_scheduler
 from support.scheduler_run import SchedulerRun
 
@@ -70,7 +70,7 @@ def test_where_nothing_decodes_prompts_run_at_once(policy: str, separate: bool) 
 def test_throughput_fills_slots_when_their_emptiness_has_cost_as_much_as_filling_them() -> None:
     config = create_config(max_num_seqs=8, prefill_time_ms_per_req=100, decode_time_ms_per_req=10)
     policy = Throughput(config)
-    load = Load(num_decoding=4, prompts_wait=True)  # a prefill costs 400 ms, a step wastes 40 ms
+    load = PolicyInput(num_decoding=4, prompts_wait=True)  # a prefill costs 400 ms, a step wastes 40 ms
     preferences = [policy.prefer(load) for _ in range(20)]
     assert [index for index, each in enumerate(preferences) if each is Preference.PREFILL_FIRST] == [9, 19]
     assert preferences.count(Preference.DECODE_ONLY) == 18
@@ -78,7 +78,7 @@ def test_throughput_fills_slots_when_their_emptiness_has_cost_as_much_as_filling
 
 def test_throughput_prefills_at_once_when_nothing_decodes() -> None:
     policy = Throughput(create_config())
-    assert policy.prefer(Load(num_decoding=0, prompts_wait=True)) is Preference.PREFILL_FIRST
+    assert policy.prefer(PolicyInput(num_decoding=0, prompts_wait=True)) is Preference.PREFILL_FIRST
 
 
 def test_static_batching_decodes_until_the_batch_has_ended() -> None:

@@ -31,7 +31,7 @@ def test_a_waiting_request_goes_with_its_new_class():
     for request in (a, b, c):
         scheduler.add(request)
     run_step(scheduler)
-    assert scheduler.reprioritise(c, -1)
+    assert scheduler.set_priority(c, -1)
     assert (c.request_class.name, c.priority) == ("high", -1)
     scheduler.check_integrity()
     assert order_of_admission(scheduler, [a, b, c]) == ["c", "b"]
@@ -45,9 +45,9 @@ def test_within_its_class_a_priority_moves_it_from_its_arrival():
     run_step(scheduler)
     key = names[3].queue_key
     for priority in (9, 1, 5, 1):
-        assert scheduler.reprioritise(names[3], priority)
+        assert scheduler.set_priority(names[3], priority)
     assert names[3].queue_key == key, "asking often has changed its place"
-    scheduler.reprioritise(names[1], 9)
+    scheduler.set_priority(names[1], 9)
     assert order_of_admission(scheduler, names) == ["c", "d", "b"]
 
 
@@ -60,7 +60,7 @@ def test_it_comes_into_another_class_behind_those_who_wait_there():
     for request in normal:
         scheduler.add(request)
     run_step(scheduler)
-    scheduler.reprioritise(low, 0)
+    scheduler.set_priority(low, 0)
     assert order_of_admission(scheduler, [low, *normal]) == ["a", "b", "c", "low"]
 
 
@@ -71,10 +71,10 @@ def test_its_wait_counts_from_its_arrival():
     scheduler.add(request)
     for _ in range(5):
         run_step(scheduler)
-    assert scheduler.reprioritise(request, 0)
+    assert scheduler.set_priority(request, 0)
     for _ in range(4):
         run_step(scheduler)
-    assert scheduler.reprioritise(request, 1)
+    assert scheduler.set_priority(request, 1)
     order_of_admission(scheduler, [request])
     assert request.num_steps_waited >= 11
     bounds = scheduler.bounds[-1]
@@ -88,7 +88,7 @@ def test_a_running_request_that_rises_is_displaced_by_nobody_below_its_new_class
         scheduler.add(low)
         run_step(scheduler)
         if rises:
-            assert scheduler.reprioritise(low, 0)
+            assert scheduler.set_priority(low, 0)
         scheduler.add(normal)
         order_of_admission(scheduler, [low, normal])
         return low.num_preemptions
@@ -103,14 +103,14 @@ def test_a_running_request_does_not_go_before_those_who_wait_more_often_than_the
     for request in running:
         scheduler.add(request)
     run_step(scheduler)
-    assert all(scheduler.reprioritise(request, 0) for request in running[:1]), "nobody waits there"
+    assert all(scheduler.set_priority(request, 0) for request in running[:1]), "nobody waits there"
     for request in running:
-        scheduler.reprioritise(request, 0)
+        scheduler.set_priority(request, 0)
     waiting = create_request(priority=0)
     scheduler.add(waiting)
     for request in running:
-        assert scheduler.reprioritise(request, 1)
-    assert [scheduler.reprioritise(request, 0) for request in running] == [True, True, False, False]
+        assert scheduler.set_priority(request, 1)
+    assert [scheduler.set_priority(request, 0) for request in running] == [True, True, False, False]
     assert [request.request_class.name for request in running] == ["normal", "normal", "low", "low"]
     scheduler.check_integrity()
     order_of_admission(scheduler, [*running, waiting])
@@ -123,10 +123,10 @@ def test_a_class_that_holds_as_much_as_it_may_takes_nobody_in():
     scheduler.add(high)
     scheduler.add(low)
     run_step(scheduler)
-    assert not scheduler.reprioritise(low, -1)
+    assert not scheduler.set_priority(low, -1)
     assert low.request_class.name == "low"
     scheduler.finish(high, FinishReason.ABORT)
-    assert scheduler.reprioritise(low, -1)
+    assert scheduler.set_priority(low, -1)
 
 
 def test_a_request_that_has_ended_stays_as_it_was():
@@ -134,7 +134,7 @@ def test_a_request_that_has_ended_stays_as_it_was():
     request = create_request()
     scheduler.add(request)
     scheduler.finish(request, FinishReason.ABORT)
-    assert not scheduler.reprioritise(request, -1)
+    assert not scheduler.set_priority(request, -1)
     assert request.priority == 0
 
 
@@ -145,7 +145,7 @@ def test_a_fork_that_waits_for_its_parent_changes_its_class_too():
     scheduler.add(parent)
     scheduler.add(fork)
     run_step(scheduler)
-    assert scheduler.reprioritise(fork, 1)
+    assert scheduler.set_priority(fork, 1)
     order_of_admission(scheduler, [parent, fork])
     assert fork.request_class.name == "low"
 
@@ -157,7 +157,7 @@ def test_asking_without_end_takes_no_memory():
         scheduler.add(request)
     run_step(scheduler)
     for number in range(2000):
-        scheduler.reprioritise(liar, (-1, 1, 5, 0)[number % 4])
+        scheduler.set_priority(liar, (-1, 1, 5, 0)[number % 4])
     for queue in scheduler.waiting.queues.values():
         heaps = (queue._by_arrival, queue._tenants, *queue._by_tenant.values())
         assert max(map(len, heaps), default=0) <= 2 * len(queue) + MIN_HEAP + 1
@@ -189,7 +189,7 @@ def test_every_bound_holds_whatever_is_asked_for_and_a_replay_decides_the_same(s
             tenant, priority = rng.choice("ab"), rng.choice([-9, -1, 0, 1, 9])
             run.add(create_request(rng.randint(1, 12), priority=priority, tenant=tenant, max_tokens=rng.randint(1, 16)))
         for request in rng.sample(run.requests, min(len(run.requests), rng.choice([0, 0, 1, 3]))):
-            scheduler.reprioritise(request, rng.choice([-9, -1, 0, 1, 9]))
+            scheduler.set_priority(request, rng.choice([-9, -1, 0, 1, 9]))
             scheduler.check_integrity()
         run.step()
     run.finish()
@@ -203,7 +203,7 @@ def test_a_replay_shows_who_was_moved():
     a, b = create_request(priority=0), create_request(priority=1)
     scheduler.add(a)
     scheduler.add(b)
-    scheduler.reprioritise(b, -1)
+    scheduler.set_priority(b, -1)
     assert rows(scheduler.schedule(0.0))[0][0] == b.request_id
     [data] = files.files
     assert replay(data).hash == seal(data)

@@ -9,17 +9,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llm_serving.core.request_class import RequestClass
 from llm_serving.scheduler import Scheduler
-from llm_serving.scheduler.components import Rules
-from llm_serving.scheduler.orders import Shortest
+from llm_serving.scheduler.components import SchedulingRules
+from llm_serving.scheduler.orders import ShortestOrder
 from support.factories import create_request, create_scheduler
 from support.scheduler_loads import arrivals, arrive, create_load, other_rules, scheduler_options
 from support.scheduler_run import SchedulerRun
 
 
-def rules_of(scheduler: Scheduler, **limits: Any) -> Rules:
+def rules_of(scheduler: Scheduler, **limits: Any) -> SchedulingRules:
     """Those that it has, with other limits."""
     changed = replace(scheduler.limits, **limits)
-    return Rules(changed, scheduler.policy, scheduler.classes, scheduler.order, scheduler.blocks.prefix_caching)
+    return SchedulingRules(
+        changed, scheduler.policy, scheduler.classes, scheduler.order, scheduler.blocks.prefix_caching
+    )
 
 
 @settings(max_examples=150)
@@ -48,7 +50,7 @@ def test_who_has_a_place_that_is_there_no_more_keeps_it_in_another_class() -> No
     run.step()
     run.reload(rules_of(run.scheduler, max_num_seqs=1))
     for priority in (-1, 9):
-        assert run.scheduler.reprioritise(run.requests[0], priority)
+        assert run.scheduler.set_priority(run.requests[0], priority)
         run.scheduler.check_integrity()
     run.finish()
 
@@ -72,7 +74,7 @@ def test_who_waits_comes_anew_in_the_order_of_arrival() -> None:
     run.add(first, *others)
     run.step()
     run.step()
-    run.reload(rules_of(run.scheduler, turn_steps=1))
+    run.reload(rules_of(run.scheduler, quantum_steps=1))
     assert [request.wait_bound for request in others] == sorted(request.wait_bound or 0 for request in others)
     started = []
     while run.scheduler.has_unfinished_requests:
@@ -87,20 +89,20 @@ def test_classes_and_order_are_the_new_ones() -> None:
     low, high = create_request(3, priority=1), create_request(3, priority=-1)
     run.add(low, high)
     everybody = (RequestClass(name="all", rank=0),)
-    run.reload(rules_of(run.scheduler)._replace(classes=everybody, order=Shortest()))
+    run.reload(rules_of(run.scheduler)._replace(classes=everybody, order=ShortestOrder()))
     assert low.request_class is high.request_class is everybody[0]
     assert [each.name for each in run.scheduler.bounds] == ["all"]
-    assert isinstance(run.scheduler.order, Shortest)
+    assert isinstance(run.scheduler.order, ShortestOrder)
 
 
 def test_an_order_of_the_same_kind_stays_with_what_it_has_learned() -> None:
     scheduler = create_scheduler(order="shortest")
     order = scheduler.order
-    scheduler.reload(rules_of(scheduler)._replace(order=Shortest()))
+    scheduler.reload(rules_of(scheduler)._replace(order=ShortestOrder()))
     assert scheduler.order is order
 
 
 def test_what_other_replicas_served_in_a_class_of_theirs_is_left_out() -> None:
     scheduler = create_scheduler()
-    scheduler.served_elsewhere({("all", "tenant"): 3, ("high", "tenant"): 4})
-    assert scheduler.waiting.queues["high"].shares.served("tenant") == 4
+    scheduler.charge_remote_service({("all", "tenant"): 3, ("high", "tenant"): 4})
+    assert scheduler.waiting.queues["high"].token_counters.served("tenant") == 4

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 from llm_serving.core.request import Request
-from llm_serving.scheduler.prefill import Running
+from llm_serving.scheduler.prefill import RunningSnapshot
 from support.factories import create_request
 
 requests = st.builds(
@@ -28,19 +28,19 @@ def _request(
     request.num_tokens_in_flight = in_flight
     request.num_computed_tokens = min(computed, request.num_tokens)
     request.last_scheduled_step = last
-    request.paused, request.waits_for_reply = paused, waits
+    request.paused, request.needs_known_output = paused, waits
     return request
 
 
 @given(st.lists(requests, max_size=6))
 def test_requests_are_told_apart_as_they_describe_themselves(requests):
-    running = Running(requests)
+    running = RunningSnapshot(requests)
     decoding = [each for each in requests if each.is_decoding and not each.paused]
     can_decode = [
         each
         for each in decoding
         if each.num_output_tokens < each.sampling.max_tokens
-        and not (each.waits_for_reply and each.num_tokens_in_flight)
+        and not (each.needs_known_output and each.num_tokens_in_flight)
     ]
     assert running.num_decoding == len(decoding)
     assert running.decoding == can_decode

@@ -163,7 +163,7 @@ def test_preempted_request_waits_for_its_token_in_flight() -> None:
     first = scheduler.schedule(0.0)
     second = scheduler.schedule(0.0)
     assert first is not None and second is not None
-    scheduler._giving_way.preempt(request, _DiscardingStep(), request)  # type: ignore[arg-type]
+    scheduler._preemptor.preempt(request, _DiscardingStep(), request)  # type: ignore[arg-type]
     assert scheduler.schedule(0.0) is None
     scheduler.update(first, [11])
     assert scheduler.schedule(0.0) is None
@@ -173,7 +173,7 @@ def test_preempted_request_waits_for_its_token_in_flight() -> None:
 
 
 class _DiscardingStep:
-    def withdraw(self, request: object) -> None:
+    def remove_row(self, request: object) -> None:
         del request
 
 
@@ -210,7 +210,7 @@ def test_who_is_admitted_in_the_first_step_and_gets_no_row_has_run() -> None:
     schedule = scheduler.schedule(0.0)
     assert schedule is not None and [row.request for row in schedule.rows] == [first]
     assert second in scheduler.running and second.has_run
-    scheduler.lose_cache()
+    scheduler.reset_cache()
     assert second.wait_bound == promised, "what it was promised has been kept already"
 
 

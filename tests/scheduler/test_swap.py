@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from llm_serving.core.request import Request
-from llm_serving.core.step import BlockMove
+from llm_serving.core.step import BlockMoveKind
 from llm_serving.scheduler import PreemptionMode, Schedule, Scheduler
 from support.factories import create_request, create_scheduler, rows, run_step
 
@@ -24,18 +24,18 @@ def displaced(prompt: int = 10, **options: Any) -> tuple[Scheduler, Request, Sch
     return scheduler, request, schedule
 
 
-def kinds(schedule: Schedule) -> list[BlockMove]:
-    return [BlockMove(move.kind) for move in schedule.block_moves]
+def kinds(schedule: Schedule) -> list[BlockMoveKind]:
+    return [BlockMoveKind(move.kind) for move in schedule.block_moves]
 
 
 def test_it_is_swapped_out_with_the_step_that_takes_its_blocks_and_in_with_its_own() -> None:
     scheduler, request, schedule = displaced(num_swap_blocks=4)
-    assert kinds(schedule) == [BlockMove.SWAP_OUT] * 3
+    assert kinds(schedule) == [BlockMoveKind.SWAP_OUT] * 3
     assert scheduler.blocks.host_pool.num_used_blocks == 3
     run_step(scheduler)
     back = run_step(scheduler)
     assert back is not None
-    assert kinds(back) == [BlockMove.SWAP_IN] * 3
+    assert kinds(back) == [BlockMoveKind.SWAP_IN] * 3
     assert rows(back) == [("low", 10, 1, True)]
     assert scheduler.blocks.host_pool.num_used_blocks == 0
     assert request.num_preemptions == 1

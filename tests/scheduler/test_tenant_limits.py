@@ -12,9 +12,9 @@ from llm_serving.core.request import FinishReason
 from llm_serving.core.sampling_params import BeamSearchParams
 from llm_serving.observability.event_log import Journal
 from llm_serving.recording.report import describe_state
-from llm_serving.scheduler.components import Rules
+from llm_serving.scheduler.components import SchedulingRules
 from llm_serving.scheduler.schedule import WaitReason
-from llm_serving.scheduler.tenant_limits import Need, TenantGate
+from llm_serving.scheduler.tenant_limits import SlotDemand, TenantLimiter
 from support.engine_harness import Harness
 from support.factories import create_classes, create_request, create_scheduler, run_step
 from support.recordings import MemoryFiles, create_recorded, replay, seal
@@ -49,15 +49,15 @@ def test_a_tenant_runs_as_many_as_it_may_and_blocks_nobody():
 
 def test_other_rules_still_tell_that_a_place_is_given_back():
     limits = create_scheduler(max_running_per_tenant=1, num_schedulers=2).limits
-    gates = [TenantGate(limits, create_classes(), defaultdict(int)) for _ in range(2)]
+    gates = [TenantLimiter(limits, create_classes(), defaultdict(int)) for _ in range(2)]
     (request,) = of("a", 1)
-    gates[0].arrived(request)
-    gates[0].deal({"a": 1})
-    gates[0].admitted(request)
-    assert gates[0].take_needs() == {"a": Need(1, 1, 1, 0)}
-    gates[0].left(request)
-    gates[1].take_over(gates[0])
-    assert gates[1].take_needs() == {"a": Need(1, 0, 0, 0)}
+    gates[0].add(request)
+    gates[0].adjust_leases({"a": 1})
+    gates[0].record_admission(request)
+    assert gates[0].pop_demand() == {"a": SlotDemand(1, 1, 1, 0)}
+    gates[0].remove(request)
+    gates[1].adopt(gates[0])
+    assert gates[1].pop_demand() == {"a": SlotDemand(1, 0, 0, 0)}
 
 
 class Unseen(dict):
@@ -72,14 +72,14 @@ class Unseen(dict):
 def test_a_step_looks_only_at_tenants_that_have_more_than_they_may_run():
     scheduler = create_scheduler(max_num_seqs=8, max_running_per_tenant=1)
     add(scheduler, *(request for tenant in "abc" for request in of(tenant, 1, max_tokens=8)), *of("d", 3, max_tokens=2))
-    gate = scheduler.waits.gate
+    gate = scheduler.waiting_requests.tenant_limiter
     gate._tenants = Unseen(gate._tenants)
     blocked = []
     for _ in range(9):
         run_step(scheduler)
-        blocked.append(scheduler.blocked and scheduler.blocked.tenants)
-    assert gate.full() == () and blocked[0] == ("d",)
-    assert [each.request_id for each in gate.held()] == []
+        blocked.append(scheduler.blocked and scheduler.blocked.full_tenants)
+    assert gate.full_tenants() == () and blocked[0] == ("d",)
+    assert [each.request_id for each in gate.held_requests()] == []
 
 
 def test_single_tenants_may_have_limits_of_their_own():
@@ -105,9 +105,9 @@ def test_the_better_class_of_a_tenant_comes_first_though_it_came_later():
 def test_the_classes_of_a_tenant_share_what_it_may_run(limit):
     """Its higher classes asked for all it might run, and its lower one was never served."""
     scheduler = create_scheduler(
-        max_num_seqs=4, max_running_of_tenant={"a": limit}, turn_steps=4, classes=create_classes(ageing_steps=20)
+        max_num_seqs=4, max_running_of_tenant={"a": limit}, quantum_steps=4, classes=create_classes(ageing_steps=20)
     )
-    places = dict.fromkeys(scheduler.held, 0)
+    places = dict.fromkeys(scheduler.slots_by_class, 0)
     requests = {-1: [], 1: []}
     for _ in range(1500):
         for priority, mine in requests.items():
@@ -117,7 +117,7 @@ def test_the_classes_of_a_tenant_share_what_it_may_run(limit):
                 scheduler.add(mine[-1])
         schedule = run_step(scheduler)
         assert schedule.num_bound_violations == 0
-        for name, number in scheduler.held.items():
+        for name, number in scheduler.slots_by_class.items():
             places[name] += number
     share = places["low"] / sum(places.values())
     assert 0.1 < share < 0.3, "weights of 4 and 1"
@@ -131,7 +131,7 @@ def test_a_class_pays_for_a_place_that_is_kept_for_it():
             max_num_seqs=4,
             num_blocks=400,
             max_running_of_tenant={"a": 1},
-            turn_steps=16,
+            quantum_steps=16,
             order="arrival",
             max_overtakes=16,
         )
@@ -182,8 +182,8 @@ def test_whoever_is_kept_apart_can_be_ended_and_moved():
     add(scheduler, first, second, third, fourth)
     run_step(scheduler)
     scheduler.finish(second, FinishReason.ABORT)
-    assert scheduler.reprioritise(third, 1)
-    assert scheduler.reprioritise(fourth, 5)
+    assert scheduler.set_priority(third, 1)
+    assert scheduler.set_priority(fourth, 5)
     scheduler.check_integrity()
     assert [request.request_class.name for request in (third, fourth)] == ["low", "low"]
     started = []
@@ -196,7 +196,7 @@ def test_whoever_is_kept_apart_can_be_ended_and_moved():
 def test_a_beam_search_runs_whatever_the_limit():
     harness = Harness(max_running_per_tenant=1, journal=Journal(10, 1000))
     request = create_request(request_id="beams", tenant="a", max_tokens=12, logprobs=0)
-    request.form = BeamSearchParams(width=3)
+    request.beam_search = BeamSearchParams(width=3)
     harness.engine.submit(request)
     harness.engine.submit(create_request(request_id="other", tenant="a"))
     harness.run()
@@ -210,11 +210,11 @@ def test_it_is_told_what_they_wait_for():
     run_step(scheduler)
     assert scheduler.blocked is not None
     assert scheduler.blocked.reason is WaitReason.TENANT
-    assert scheduler.blocked.tenants == ("a",)
+    assert scheduler.blocked.full_tenants == ("a",)
     assert "waiting for others of their tenant" in describe_state(scheduler)
     scheduler.add(create_request(tenant="b"))
     run_step(scheduler)
-    assert scheduler.blocked.tenants == ("a",)
+    assert scheduler.blocked.full_tenants == ("a",)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -242,7 +242,7 @@ def test_no_limit_and_no_bound_is_broken_and_a_replay_decides_the_same(seed):
             run.add(create_request(rng.randint(1, 12), priority=priority, tenant=tenant, max_tokens=rng.randint(1, 16)))
         for request in rng.sample(run.requests, min(len(run.requests), rng.choice([0, 0, 0, 1]))):
             if rng.random() < 0.5 and scheduler.policy.honours_classes:
-                scheduler.reprioritise(request, rng.choice([-1, 0, 1]))
+                scheduler.set_priority(request, rng.choice([-1, 0, 1]))
             elif rng.random() < 0.5:
                 run.abort(request)
             scheduler.check_integrity()
@@ -250,7 +250,7 @@ def test_no_limit_and_no_bound_is_broken_and_a_replay_decides_the_same(seed):
         for tenant, limit in limits.items():
             assert sum(request.tenant == tenant for request in scheduler.running) <= limit
     run.finish()
-    assert list(scheduler.kept_apart()) == []
+    assert list(scheduler.held_by_tenant_limits()) == []
     [data] = files.files
     assert replay(data).hash == seal(data)
 
@@ -261,7 +261,7 @@ def brought(**limits):
     moved = create_request(request_id="moved", tenant="a")
     moved.transfer = Transfer()
     add(scheduler, *of("b", 1))
-    scheduler.deal({"b": 1})
+    scheduler.adjust_tenant_leases({"b": 1})
     run_step(scheduler)
     add(scheduler, moved)
     return scheduler, moved
@@ -269,15 +269,15 @@ def brought(**limits):
 
 def test_a_place_that_was_taken_along_stays_where_its_request_gets_another_class():
     scheduler, moved = brought(max_running_per_tenant=1)
-    assert scheduler.take_needs()["a"] == Need(1, 1, 1, 0)
-    assert scheduler.reprioritise(moved, -1)
+    assert scheduler.pop_tenant_demand()["a"] == SlotDemand(1, 1, 1, 0)
+    assert scheduler.set_priority(moved, -1)
     assert moved in scheduler.waiting
-    assert scheduler.take_needs().get("a", Need(1, 1, 1, 0)) == Need(1, 1, 1, 0)
+    assert scheduler.pop_tenant_demand().get("a", SlotDemand(1, 1, 1, 0)) == SlotDemand(1, 1, 1, 0)
 
 
 def test_a_tenant_that_gets_a_limit_keeps_the_places_of_requests_that_another_scheduler_began():
     scheduler, moved = brought()
     limits = replace(scheduler.limits, max_running_per_tenant=1)
-    scheduler.reload(Rules(limits, scheduler.policy, scheduler.classes, scheduler.order, False))
+    scheduler.reload(SchedulingRules(limits, scheduler.policy, scheduler.classes, scheduler.order, False))
     assert moved in scheduler.waiting
-    assert scheduler.take_needs()["a"] == Need(1, 1, 1, 0)
+    assert scheduler.pop_tenant_demand()["a"] == SlotDemand(1, 1, 1, 0)

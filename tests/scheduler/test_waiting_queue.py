@@ -8,7 +8,7 @@ from typing import Any
 from llm_serving.core.request import Request
 from llm_serving.core.request_class import class_of
 from llm_serving.scheduler import SchedulerLimits
-from llm_serving.scheduler.orders import Arrival
+from llm_serving.scheduler.orders import ArrivalOrder
 from llm_serving.scheduler.queues import WaitingQueue
 from support.factories import create_classes, create_request
 
@@ -22,7 +22,7 @@ class Arrivals:
     def __init__(self, ageing_steps: int = 10, **changes: Any) -> None:
         self.classes = create_classes(ageing_steps, **changes)
         limits = SchedulerLimits(max_num_batched_tokens=64, max_num_seqs=7, max_prefill_seqs=7, max_model_len=64)
-        self.queue = WaitingQueue(self.classes, limits, Arrival(), 64)
+        self.queue = WaitingQueue(self.classes, limits, ArrivalOrder(), 64)
         self.held = dict.fromkeys(CLASSES, 0)
         self._count = 0
 
@@ -38,7 +38,7 @@ class Arrivals:
 
     def pop(self, closed: Collection[str] = ()) -> str | None:
         """The class that is admitted; it holds a place from then on."""
-        request = self.queue.best(closed, self.held, NO_BLOCKS)
+        request = self.queue.peek(closed, self.held, NO_BLOCKS)
         if request is None:
             return None
         self.queue.pop(request)
@@ -47,8 +47,8 @@ class Arrivals:
 
     def tick(self, num_steps: int, closed: Collection[str] = ()) -> None:
         for _ in range(num_steps):
-            waiting = self.queue.look(closed, self.held)
-            self.queue.turns.charge(self.held, {}, NO_BLOCKS, waiting, ())
+            waiting = self.queue.update_contenders(closed, self.held)
+            self.queue.sharing.charge(self.held, {}, NO_BLOCKS, waiting, ())
             self.queue.tick(closed)
 
 
@@ -62,9 +62,9 @@ def test_the_highest_class_goes_first_whatever_the_order_of_arrival() -> None:
 def test_within_a_class_the_first_to_come_goes_first() -> None:
     arrivals = Arrivals()
     first, second = arrivals.push("low"), arrivals.push("low")
-    assert arrivals.queue.best((), arrivals.held, NO_BLOCKS) is first
+    assert arrivals.queue.peek((), arrivals.held, NO_BLOCKS) is first
     arrivals.pop()
-    assert arrivals.queue.best((), arrivals.held, NO_BLOCKS) is second
+    assert arrivals.queue.peek((), arrivals.held, NO_BLOCKS) is second
 
 
 def test_a_class_that_has_aged_gets_the_places_of_its_weight() -> None:
@@ -73,7 +73,7 @@ def test_a_class_that_has_aged_gets_the_places_of_its_weight() -> None:
         arrivals.push("high")
         arrivals.push("low")
     arrivals.tick(9)
-    assert arrivals.queue.best((), arrivals.held, NO_BLOCKS).request_class.name == "high"  # type: ignore[union-attr]
+    assert arrivals.queue.peek((), arrivals.held, NO_BLOCKS).request_class.name == "high"  # type: ignore[union-attr]
     arrivals.tick(1)
     admitted = [arrivals.pop() for _ in range(7)]
     assert (admitted.count("high"), admitted.count("low")) == (6, 1)
@@ -87,9 +87,9 @@ def test_a_class_is_old_from_the_arrival_of_its_oldest_and_not_from_its_becoming
     arrivals.pop()
     arrivals.held["low"] = 0
     arrivals.push("high")
-    arrivals.queue.turns.charge({"high": 7, "normal": 0, "low": 0}, {}, NO_BLOCKS, CLASSES, ())
+    arrivals.queue.sharing.charge({"high": 7, "normal": 0, "low": 0}, {}, NO_BLOCKS, CLASSES, ())
     arrivals.held["high"] = 6
-    assert arrivals.queue.best((), arrivals.held, NO_BLOCKS) is second
+    assert arrivals.queue.peek((), arrivals.held, NO_BLOCKS) is second
 
 
 def test_classes_at_their_limit_are_passed_over_and_do_not_age() -> None:

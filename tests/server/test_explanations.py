@@ -10,7 +10,7 @@ import httpx
 import pytest
 from llm_serving.config.tables import ApiKey
 from llm_serving.core.request import FinishReason
-from llm_serving.core.timings import Exchange
+from llm_serving.core.timings import HttpTimings
 from llm_serving.observability.event_log import Journal, Life, client_ids
 from llm_serving.observability.latency_breakdown import answers_to, explain
 from llm_serving.server.admin import explanations
@@ -30,7 +30,7 @@ KEYS = (ApiKey(name="team-a", key_sha256=hash_key(KEY)),)
 def an_explanation(*, with_tenant: bool = False):
     harness = Harness(journal=Journal(10, 100))
     asked = create_request(request_id="abc-0", tenant="team-a", max_tokens=3)
-    asked.exchange = Exchange(0.0, predicted_ttft_s=1.5)
+    asked.http_timings = HttpTimings(0.0, predicted_ttft_s=1.5)
     harness.engine.submit(asked)
     harness.run()
     [life] = harness.engine.journal.lives()
@@ -170,8 +170,8 @@ def test_every_exchange_is_noted_from_its_headers_to_its_last_piece(stream):
     assert post(engine, "/v1/completions", body).status_code == 200
     first, second = engine.exchanges
     assert first is second is not None
-    assert first.answered_time is not None
-    assert 0 < first.received_time < first.answered_time <= engine.clock()
+    assert first.response_sent_time is not None
+    assert 0 < first.received_time < first.response_sent_time <= engine.clock()
 
 
 @pytest.mark.parametrize(
@@ -187,14 +187,14 @@ def test_every_protocol_notes_its_exchange(path, body):
     engine = FakeEngine()
     assert post(engine, path, body).status_code == 200
     [exchange] = engine.exchanges
-    assert exchange is not None and exchange.answered_time is not None
+    assert exchange is not None and exchange.response_sent_time is not None
 
 
 def test_a_failure_is_an_end_too():
     engine = FakeEngine(script=Script(finish_reason=FinishReason.ERROR, error="it failed"))
     assert post(engine, "/v1/completions", {"prompt": "Hello"}).status_code == 500
     [exchange] = engine.exchanges
-    assert exchange is not None and exchange.answered_time is not None
+    assert exchange is not None and exchange.response_sent_time is not None
 
 
 def test_the_last_piece_is_noted_before_it_is_handed_over():
@@ -203,7 +203,7 @@ def test_the_last_piece_is_noted_before_it_is_handed_over():
 
     class Client(RawClient):
         async def _send(self, message):
-            noted.append(engine.exchanges[0].answered_time)
+            noted.append(engine.exchanges[0].response_sent_time)
             await super()._send(message)
 
     asyncio.run(Client(engine, "/v1/completions", {"prompt": "Hello", "stream": True}).run())
@@ -216,4 +216,4 @@ def test_a_client_that_leaves_ends_its_exchange(stream):
     engine = FakeEngine(script=Script(hold_after=1))
     leave_while_held(engine, "/v1/completions", {"prompt": "Hello", "stream": stream})
     [exchange] = engine.exchanges
-    assert exchange is not None and exchange.answered_time is not None
+    assert exchange is not None and exchange.response_sent_time is not None

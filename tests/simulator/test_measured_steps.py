@@ -88,7 +88,7 @@ def test_accepted_drafts_are_tokens_of_their_reply(tmp_path):
     request = create_request(4, request_id="a", max_tokens=20)
     scheduler.add(request)
     for clock.now, draft, chosen in ((1.0, [], [7]), (2.0, [8, 9, 5], [8, 9, 10, 11]), (3.0, [], [12])):
-        scheduler.draft(request, draft)
+        scheduler.set_draft_tokens(request, draft)
         scheduler.update(scheduler.schedule(0.0), chosen)
     timings = read_timings([written(files.files[0], tmp_path)])
     assert timings.replies == {"a": [1.0, 2.0, 2.0, 2.0, 3.0]}

@@ -24,7 +24,7 @@ def test_shape_and_samples_are_those_of_the_arrays(arrivals: list[tuple[Any, ...
     rng = random.Random(len(arrivals))
     for number in range(60):
         for request in scheduler.running:
-            scheduler.draft(request, rng.choices((7, 8), k=rng.randint(1, 6)))
+            scheduler.set_draft_tokens(request, rng.choices((7, 8), k=rng.randint(1, 6)))
         schedule: Schedule | None = scheduler.schedule(0.0)
         if schedule is None:
             break

@@ -116,18 +116,18 @@ def test_requests_that_wait_for_replies_get_drafts_although_drafts_do_not_pay() 
         assert controller.propose(1, synchronous=False) == [(request, following)]
 
 
-class Walk:
+class FakeMatcher:
     """Allows even tokens; forces 7, 8, 9 after 500."""
 
-    def possible(self, output_token_ids, drafts, count):
+    def constrain_draft(self, output_token_ids, drafts, count):
         found = list(itertools.takewhile(lambda each: each % 2 == 0, drafts))[:count]
         return (found + ([7, 8, 9] if not found and output_token_ids[-1] == 500 else []))[:count]
 
 
 def constrained(controller: SpeculationController, token_ids):
     request = create_request(4, max_tokens=200)
-    request.walk, request.waits_for_reply, request.status = (
-        Walk(),
+    request.matcher, request.needs_known_output, request.status = (
+        FakeMatcher(),
         True,
         RequestStatus.RUNNING,
     )
@@ -156,7 +156,7 @@ def test_forced_tokens_are_drafted_until_they_are_rejected() -> None:
 def constrained_ahead(controller: SpeculationController, last: int):
     """Return a constrained request that does not wait for replies."""
     request = create_request(4, max_tokens=1000)
-    request.walk, request.status = Walk(), RequestStatus.RUNNING
+    request.matcher, request.status = FakeMatcher(), RequestStatus.RUNNING
     controller.add_request(request)
     answer(controller, request, [3, last])
     return request

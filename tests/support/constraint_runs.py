@@ -19,9 +19,9 @@ def allowed_ids(words: np.ndarray) -> list[int]:
 
 def random_answer(constraint: Constraint, choice: random.Random, max_tokens: int) -> str | None:
     """The text of a model that says any allowed token; None: it has not come to its end."""
-    walk, output = constraint.begin(), list[int]()
+    matcher, output = constraint.create_matcher(), list[int]()
     while len(output) < max_tokens:
-        token_id = choice.choice(allowed_ids(walk.allowed_words(output)))
+        token_id = choice.choice(allowed_ids(matcher.allowed_words(output)))
         if token_id == END:
             return b"".join(map(DEMO_TOKENIZER.token_bytes, output)).decode()
         output.append(token_id)

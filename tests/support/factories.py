@@ -14,7 +14,7 @@ from llm_serving.core.request_class import RequestClass
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.core.window import Window
 from llm_serving.kvcache import BlockManager
-from llm_serving.kvcache.transfer_pool import Exports
+from llm_serving.kvcache.transfer_pool import TransferPool
 from llm_serving.scheduler import PreemptionMode, Schedule, Scheduler, SchedulerLimits
 from llm_serving.scheduler.orders import ORDERS
 from llm_serving.scheduler.policies import POLICIES
@@ -90,7 +90,7 @@ def create_scheduler(
     classes: Sequence[RequestClass] | None = None,
     order: str = "fair",
     window: int | None = None,
-    exports: Exports | None = None,
+    exports: TransferPool | None = None,
     **limits: Any,
 ) -> Scheduler:
     config = create_config(policy=policy, max_num_seqs=max_num_seqs, max_decode_gap=max_decode_gap)
@@ -109,7 +109,7 @@ def create_scheduler(
             block_size,
             num_swap_blocks=num_swap_blocks,
             prefix_caching=prefix_caching,
-            window=Window.of(window, max_num_batched_tokens, max_model_len),
+            window=Window.from_model(window, max_num_batched_tokens, max_model_len),
             exports=exports,
         ),
         create_classes() if classes is None else classes,
@@ -120,13 +120,13 @@ def create_scheduler(
 def rows(schedule: Schedule | None) -> list[tuple[str, int, int, bool]]:
     """(request id, tokens before, tokens computed, samples) of each row."""
     assert schedule is not None
-    return [(row.request.request_id, row.num_computed, row.query_len, row.samples) for row in schedule.rows]
+    return [(row.request.request_id, row.num_computed, row.query_len, row.num_samples) for row in schedule.rows]
 
 
 def run_step(scheduler: Scheduler, token_id: int = 7, now: float = 0.0) -> Schedule | None:
     """Schedules one step and gives every sample the same token."""
     schedule = scheduler.schedule(now)
     if schedule is not None:
-        scheduler.update(schedule, [token_id] * sum(row.samples for row in schedule.rows))
+        scheduler.update(schedule, [token_id] * sum(row.num_samples for row in schedule.rows))
     scheduler.check_integrity()
     return schedule

@@ -14,10 +14,10 @@ from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
-from llm_serving.core.fingerprint import NOT_KNOWN
+from llm_serving.core.fingerprint import UNKNOWN_FINGERPRINT
 from llm_serving.core.step import (
     AllowedTokens,
-    BlockMove,
+    BlockMoveKind,
     Scores,
     ScoringInput,
     StepInput,
@@ -84,7 +84,7 @@ class FakeRunner:
         known_window = window if window < NO_WINDOW else None
         self._guard = BlockGuard(num_blocks, num_swap_blocks, block_size, known_window, transfer.tags)
         self._previous: list[int] = []
-        self.computed_by = NOT_KNOWN
+        self.computed_by = UNKNOWN_FINGERPRINT
 
     def announce_ending(self, tell: Callable[[], None] | None) -> bool:
         return False
@@ -93,7 +93,7 @@ class FakeRunner:
         assert step.step == len(self.steps)
         if step.allowed_follow:
             assert await_allowed is not None
-            step = replace(step, sampling=step.sampling.allowing(await_allowed()))
+            step = replace(step, sampling=step.sampling.with_allowed_tokens(await_allowed()))
         self.steps.append(step)
         self._guard.move(step.block_moves)
         self._guard.check(step)
@@ -141,7 +141,7 @@ class FakeRunner:
 
     def _move_blocks(self, moves: list[list[int]]) -> None:
         for kind, source, target, *_ in moves:
-            out_of, into = (self._memories[each] for each in SOURCE_AND_TARGET[BlockMove(kind)])
+            out_of, into = (self._memories[each] for each in SOURCE_AND_TARGET[BlockMoveKind(kind)])
             assert 0 <= source < len(out_of), (kind, source, target)
             assert 0 <= target < len(into), (kind, source, target)
             into[target] = out_of[source].copy()

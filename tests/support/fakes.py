@@ -17,12 +17,12 @@ from llm_serving.config.sections.scheduler import SchedulerConfig
 from llm_serving.config.sections.server import ServerConfig
 from llm_serving.config.tables import ApiKey
 from llm_serving.core.constraint import Constraint
-from llm_serving.core.fingerprint import ComputedBy
+from llm_serving.core.fingerprint import ComputeFingerprint
 from llm_serving.core.request import FinishReason
-from llm_serving.core.request_class import ANYBODY, Caller
+from llm_serving.core.request_class import ANONYMOUS, Caller
 from llm_serving.core.request_output import FAILURES, PromptLogprobs, RequestOutput, TokenLogprobs
 from llm_serving.core.sampling_params import BeamSearchParams, SamplingParams
-from llm_serving.core.timings import Exchange
+from llm_serving.core.timings import HttpTimings
 from llm_serving.engine.async_engine import Admission
 from llm_serving.engine.coalescing import SharedAnswers, Sharing
 from llm_serving.engine.control import ReplicaRow
@@ -207,7 +207,7 @@ class FakeEngine:
     explanations: list[Explanation] = field(default_factory=list)
     asked: list[tuple[object, str | None]] = field(default_factory=list)
     """What explanations (by id) and timelines (by number of steps) were asked for, and by whom."""
-    exchanges: list[Exchange | None] = field(default_factory=list)
+    exchanges: list[HttpTimings | None] = field(default_factory=list)
     predicted_s: float | None = None
     """Seconds to the first token that its door predicts."""
     failure: LLMServingError | None = None
@@ -232,7 +232,7 @@ class FakeEngine:
         self.reloading = Reloading(self.config, _NO_REPLICAS, self.metrics)
         self.max_model_len = MAX_MODEL_LEN
         self.shared = SharedAnswers(2**20, 60.0, lambda: 0.0)
-        self.computed_by = ComputedBy(kernels="program", instruction_set="plain")
+        self.computed_by = ComputeFingerprint(kernels="program", instruction_set="plain")
         self.end_token_ids = frozenset({2})
         self.constraints = DEMO_CONSTRAINTS
 
@@ -297,12 +297,12 @@ class FakeEngine:
         self.asked.append((request_id, tenant))
         return {f"{request_id}-0": True}
 
-    def check_capacity(self, prompt_lens: Sequence[int], caller: Caller = ANYBODY, num_each: int = 1) -> Admission:
+    def check_capacity(self, prompt_lens: Sequence[int], caller: Caller = ANONYMOUS, num_each: int = 1) -> Admission:
         if self.num_waiting + len(prompt_lens) > self.config.scheduler.max_waiting_queue:
             raise FULL_QUEUE
         return Admission()
 
-    def precheck_capacity(self, min_lens: Sequence[int], caller: Caller = ANYBODY) -> None:
+    def precheck_capacity(self, min_lens: Sequence[int], caller: Caller = ANONYMOUS) -> None:
         self.prechecks.append(list(min_lens))
         if self.refuses_at_once is not None:
             raise self.refuses_at_once
@@ -311,7 +311,7 @@ class FakeEngine:
         self,
         prompt_token_ids: list[int],
         sampling: SamplingParams,
-        caller: Caller = ANYBODY,
+        caller: Caller = ANONYMOUS,
         *,
         request_id: str,
         fork_of: FakeStream | None = None,
@@ -339,7 +339,7 @@ class FakeEngine:
             constraint,
         )
         self.submitted.append(submitted)
-        exchange = caller.exchange
+        exchange = caller.http_timings
         self.exchanges.append(exchange)
         if exchange is not None and exchange.first_token_time is None:
             exchange.first_token_time = self.clock()

@@ -76,7 +76,7 @@ def streams(max_tokens: int) -> dict[str, list[Request]]:
     for choice in choices[1:]:
         choice.fork_of = choices[0].request_id
     search = ask(9, logprobs=2)
-    search.form = BeamSearchParams(width=3, num_returned=3)
+    search.beam_search = BeamSearchParams(width=3, num_returned=3)
     vector = ask(33, max_tokens=0)
     vector.wants_vector = True
     return {
@@ -174,13 +174,13 @@ def _moments(engine: Engine, schedule: Schedule, swapped: Collection[str]) -> di
             moment = "moved in"
         elif row.query_len == 1 and row.end > request.num_prompt_tokens:
             moment = "decode"
-        elif request.num_preemptions or request.num_output_tokens > row.samples:
+        elif request.num_preemptions or request.num_output_tokens > row.num_samples:
             moment = "computed again"
         elif row.num_computed > request.num_cached_tokens:
             moment = "later chunk"
         else:
-            moment = "whole prompt" if row.samples else "first chunk"
-        found.setdefault(request.asked.request_id, moment)
+            moment = "whole prompt" if row.num_samples else "first chunk"
+        found.setdefault(request.root_request.request_id, moment)
     return found
 
 

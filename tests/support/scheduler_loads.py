@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import strategies as st
 from llm_serving.core.request import Request
 from llm_serving.scheduler import PreemptionMode
-from llm_serving.scheduler.components import Rules
+from llm_serving.scheduler.components import SchedulingRules
 from llm_serving.scheduler.orders import ORDERS
 from llm_serving.scheduler.policies import POLICIES
 from support.factories import create_classes, create_request, create_scheduler
@@ -47,7 +47,7 @@ def scheduler_options(draw: st.DrawFn) -> dict[str, Any]:
         "max_preemptions": draw(st.integers(0, 3)),
         "max_overtakes": draw(st.integers(0, 3)),
         "max_head_start_steps": draw(st.sampled_from([0, 4, 10**6])),
-        "turn_steps": draw(st.integers(1, 8)),
+        "quantum_steps": draw(st.integers(1, 8)),
         "order": draw(st.sampled_from(sorted(ORDERS))),
         "max_long_prefill_tokens": draw(st.sampled_from([None, 1, 4])),
         "max_model_len": 32,
@@ -61,10 +61,10 @@ STAY = ("max_preemptions", "static_batching", "max_steps_in_flight", "window", "
 """Options that no reload changes."""
 
 
-def other_rules(options: dict[str, Any], others: dict[str, Any]) -> Rules:
+def other_rules(options: dict[str, Any], others: dict[str, Any]) -> SchedulingRules:
     """The rules of `others`, as far as a scheduler of `options` may take them over."""
     other = create_scheduler(**others | {name: options[name] for name in STAY})
-    return Rules(other.limits, other.policy, other.classes, other.order, other.blocks.prefix_caching)
+    return SchedulingRules(other.limits, other.policy, other.classes, other.order, other.blocks.prefix_caching)
 
 
 arrivals = st.lists(
@@ -88,7 +88,7 @@ def create_load(arrivals: list[tuple[Any, ...]]) -> list[tuple[int, int | None, 
     load: list[tuple[int, int | None, Request]] = []
     for index, (step, prompt, output, priority, tenant, parent, abort, waits) in enumerate(arrivals):
         request = create_request(prompt, max_tokens=output, priority=priority, tenant=tenant, seed=index)
-        request.waits_for_reply = waits
+        request.needs_known_output = waits
         if parent is not None and parent < index:
             step, _, source = load[parent]
             shared = source.prompt_token_ids[: max(prompt, source.num_prompt_tokens - 3)]

@@ -6,7 +6,7 @@ from collections import deque
 
 from llm_serving.core.request import FinishReason, Request, RequestStatus
 from llm_serving.scheduler import Schedule, Scheduler
-from llm_serving.scheduler.components import Rules
+from llm_serving.scheduler.components import SchedulingRules
 
 
 class SchedulerRun:
@@ -28,13 +28,13 @@ class SchedulerRun:
         self._held_before: dict[str, int] = {}
         """Places that classes had when the rules changed, as long as they have not become fewer."""
 
-    def reload(self, rules: Rules) -> None:
+    def reload(self, rules: SchedulingRules) -> None:
         """What was left out until now counts no more; places that somebody has are kept."""
         self.scheduler.reload(rules)
         self.scheduler.check_integrity()
         self.longest_decode_gap = 0
         self._gaps, self._prompt_gaps = {}, {}
-        self._held_before = dict(self.scheduler.held)
+        self._held_before = dict(self.scheduler.slots_by_class)
 
     def add(self, *requests: Request) -> None:
         for request in requests:
@@ -58,7 +58,7 @@ class SchedulerRun:
             assert self._in_flight or self._is_idle(), "nothing moves although somebody waits"
         if self._in_flight and (schedule is None or len(self._in_flight) > self._steps_ahead):
             done = self._in_flight.popleft()
-            self.scheduler.update(done, [token_id] * sum(row.samples for row in done.rows))
+            self.scheduler.update(done, [token_id] * sum(row.num_samples for row in done.rows))
             self.scheduler.check_integrity()
         return schedule
 
@@ -109,7 +109,7 @@ class SchedulerRun:
             for request in self.scheduler.running
             if request.is_decoding
             and request.num_output_tokens < request.sampling.max_tokens
-            and not (request.waits_for_reply and request.num_tokens_in_flight)
+            and not (request.needs_known_output and request.num_tokens_in_flight)
         ]
 
     def _prompts(self) -> list[Request]:
@@ -149,4 +149,4 @@ class SchedulerRun:
 
 def _stay(request: Request) -> str:
     """A name for the time that a request has had its place, in its class."""
-    return f"{request.request_id} {request.admission} {request.request_class.name}"
+    return f"{request.request_id} {request.admission_number} {request.request_class.name}"

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 import msgspec
-from llm_serving.core.step import AllowedTokens, BlockMove
+from llm_serving.core.step import AllowedTokens, BlockMoveKind
 from llm_serving.engine.engine import SHORT_STEP_S
 from llm_serving.errors import (
     ChannelClosedError,
@@ -232,7 +232,7 @@ class SimulatedAgent:
             return
         if len(step.block_moves):
             self.block_moves.update(step.block_moves[:, 0].tolist())
-        self.block_moves[BlockMove.EXPORT] += len(step.exports)
+        self.block_moves[BlockMoveKind.EXPORT] += len(step.exports)
         if POISON in step.token_ids.tolist():
             fate = "die after" if self._faults.poison_kills else "fail"
         if fate == "lost":

@@ -168,12 +168,12 @@ def _token_logprobs(context: list[int], token_id: int, count: int) -> TokenLogpr
 
 def _state(request: Request, engine: Engine) -> str:
     scheduler = engine.scheduler
-    if request.form is not None:
+    if request.beam_search is not None:
         return "beam search"
     if request.status is RequestStatus.WAITING:
         if scheduler.blocks.is_swapped(request.request_id):
             return "swapped"
-        if request in scheduler.waits.forks.get(request.fork_of or "", ()):
+        if request in scheduler.waiting_requests.forks.get(request.fork_of or "", ()):
             return "waiting for its twin"
         if not request.has_run:
             return "waiting"

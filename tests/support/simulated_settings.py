@@ -39,7 +39,7 @@ def draw_scheduler(rng: random.Random) -> dict[str, Any]:
         "max_preemptions": rng.choice((0, 1, 3)),
         "max_overtakes": rng.choice((0, 2)),
         "max_head_start_steps": rng.choice((0, 8, 10**6)),
-        "turn_steps": rng.choice((1, 16)),
+        "quantum_steps": rng.choice((1, 16)),
         "max_running_per_tenant": rng.choice((None, None, None, 1)),
         "order": rng.choice(sorted(ORDERS)),
         "max_long_prefill_tokens": rng.choice((None, 6)),

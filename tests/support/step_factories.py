@@ -3,7 +3,7 @@
 from itertools import accumulate
 
 import numpy as np
-from llm_serving.core.step import Move, ResultKind, SamplingInput, ScoringInput, StepInput, TopTokens, Wanted
+from llm_serving.core.step import BlockMove, ResultKind, SamplingInput, ScoringInput, StepInput, TopTokens, Wanted
 
 _DEFAULTS = {
     "temperature": (np.float32, 0),
@@ -59,7 +59,7 @@ def _words(token_ids):
 
 def block_moves(*moves):
     """[N, 6] of moves (kind, source, target, source epoch, target epoch, number of tokens); 0 what is left out."""
-    width = len(Move._fields)
+    width = len(BlockMove._fields)
     return np.array([(*move, *(0,) * (width - len(move))) for move in moves], np.int32).reshape(-1, width)
 
 

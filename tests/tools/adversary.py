@@ -66,7 +66,7 @@ def create_attacked(**options: Any) -> Scheduler:
         "max_prefill_gap": 16,
         "max_overtakes": 3,
         "max_preemptions": 2,
-        "turn_steps": 8,
+        "quantum_steps": 8,
         "max_head_start_steps": 10**6,
     }
     return create_scheduler(**{**defaults, **options})
@@ -110,7 +110,7 @@ class Attack:
         self._waiting: list[list[Request]] = [[] for _ in strategy.liars]
         self._num_sent = 0
         if scheduler.limits.num_schedulers > 1:  # others of its class have another replica to themselves
-            scheduler.put_ahead([victim_class.name])
+            scheduler.deprioritize([victim_class.name])
         self.prompt_gap = self.longest_prompt_gap = 0
         """Steps in a row that left out the victim's prompt when it had a place."""
 
@@ -142,7 +142,7 @@ class Attack:
         schedule = self._scheduler.schedule(0.0)
         if schedule is not None:
             assert schedule.num_bound_violations == 0, f"a bound is broken by {self._strategy}"
-            self._scheduler.update(schedule, [7] * sum(row.samples for row in schedule.rows))
+            self._scheduler.update(schedule, [7] * sum(row.num_samples for row in schedule.rows))
 
     def _fill(self) -> None:
         for liar, waiting in zip(self._strategy.liars, self._waiting, strict=True):

@@ -10,7 +10,7 @@ from unittest.mock import patch
 import msgspec
 import support.simulated_agent
 from llm_serving.core.request import Request
-from llm_serving.core.step import BlockMove, Move
+from llm_serving.core.step import BlockMove, BlockMoveKind
 from llm_serving.engine.output_processor import OutputProcessor
 from llm_serving.executor import executor as executor_module
 from llm_serving.executor.cluster.listener import Arrivals
@@ -19,9 +19,9 @@ from llm_serving.kvcache.block_manager import BlockManager
 from llm_serving.kvcache.block_pool import BlockPool
 from llm_serving.scheduler import Scheduler
 from llm_serving.scheduler import scheduler as scheduler_module
-from llm_serving.scheduler.preemption import GivingWay
+from llm_serving.scheduler.preemption import Preemptor
 from llm_serving.scheduler.schedule import PromptResults, ScheduledRow
-from llm_serving.scheduler.step_results import prompt_results_of
+from llm_serving.scheduler.step_results import collect_prompt_results
 from llm_serving.transport.messages import StepDone
 from llm_serving.worker.block_guard import BlockGuard
 from support.simulated_agent import SimulatedAgent
@@ -84,11 +84,11 @@ def block_given_twice() -> Any:
         ]
         if state["count"] % 6 == 5 and held and block_ids:
             pool.free([block_ids.pop()])
-            pool.reference([held[0]])
+            pool.add_references([held[0]])
             pool._epochs[held[0]] = pool._num_allocations
-            if (name := pool._names[held[0]]) is not None:
-                del pool._blocks_by_name[name]
-                pool._names[held[0]] = None
+            if (name := pool._hashes[held[0]]) is not None:
+                del pool._blocks_by_hash[name]
+                pool._hashes[held[0]] = None
             block_ids.append(held[0])
         return block_ids
 
@@ -97,43 +97,45 @@ def block_given_twice() -> Any:
 
 def position_kept_after_preemption() -> Any:
     """A preempted request believes that what it had computed is still there."""
-    preempt = GivingWay.preempt
+    preempt = Preemptor.preempt
 
-    def preempt_badly(self: GivingWay, request: Any, *rest: Any) -> None:
+    def preempt_badly(self: Preemptor, request: Any, *rest: Any) -> None:
         before = request.num_computed_tokens
         preempt(self, request, *rest)
         if not self._blocks.is_swapped(request.request_id):
             request.num_computed_tokens = before
 
-    return patch.object(GivingWay, "preempt", preempt_badly)
+    return patch.object(Preemptor, "preempt", preempt_badly)
 
 
 def no_copies() -> Any:
-    return moves_left_out(BlockMove.COPY)
+    return moves_left_out(BlockMoveKind.COPY)
 
 
 def no_swaps_in() -> Any:
-    return moves_left_out(BlockMove.SWAP_IN)
+    return moves_left_out(BlockMoveKind.SWAP_IN)
 
 
 def swapped_out_late() -> Any:
     """A block goes to the host pool one step after the one that gave it to somebody else."""
-    take = BlockManager.take_moves
-    kept: dict[int, list[Move]] = {}
+    take = BlockManager.pop_block_moves
+    kept: dict[int, list[BlockMove]] = {}
 
-    def take_late(self: BlockManager) -> list[Move]:
+    def take_late(self: BlockManager) -> list[BlockMove]:
         moves = take(self)
         late = kept.get(id(self), [])
-        kept[id(self)] = [move for move in moves if move.kind == BlockMove.SWAP_OUT]
-        return late + [move for move in moves if move.kind != BlockMove.SWAP_OUT]
+        kept[id(self)] = [move for move in moves if move.kind == BlockMoveKind.SWAP_OUT]
+        return late + [move for move in moves if move.kind != BlockMoveKind.SWAP_OUT]
 
-    return patch.object(BlockManager, "take_moves", take_late)
+    return patch.object(BlockManager, "pop_block_moves", take_late)
 
 
-def moves_left_out(kind: BlockMove) -> Any:
+def moves_left_out(kind: BlockMoveKind) -> Any:
     """Moves of one kind are decided and never done."""
-    take = BlockManager.take_moves
-    return patch.object(BlockManager, "take_moves", lambda self: [move for move in take(self) if move.kind != kind])
+    take = BlockManager.pop_block_moves
+    return patch.object(
+        BlockManager, "pop_block_moves", lambda self: [move for move in take(self) if move.kind != kind]
+    )
 
 
 # --- guards switched off ----------------------------------------------------------------------------------------------
@@ -173,18 +175,18 @@ def rows_of_lost_places_count() -> Any:
 
 def tokens_on_the_device_are_forgotten() -> Any:
     """A preempted request does not wait for the tokens that its last steps have chosen."""
-    preempt = GivingWay.preempt
+    preempt = Preemptor.preempt
 
-    def preempt_and_forget(self: GivingWay, request: Any, *rest: Any) -> None:
+    def preempt_and_forget(self: Preemptor, request: Any, *rest: Any) -> None:
         preempt(self, request, *rest)
         request.num_tokens_in_flight = 0
 
-    return patch.object(GivingWay, "preempt", preempt_and_forget)
+    return patch.object(Preemptor, "preempt", preempt_and_forget)
 
 
 def nobody_is_blamed() -> Any:
     """What was lost with a WorkAgent is taken for replied to."""
-    return patch.object(Scheduler, "lose_cache", lambda self: None)
+    return patch.object(Scheduler, "reset_cache", lambda self: None)
 
 
 @contextmanager
@@ -193,12 +195,12 @@ def told_of_prompts_again() -> Iterator[None]:
     take_prompt = OutputProcessor.take_prompt
 
     def ask_again(rows: Sequence[ScheduledRow]) -> list[PromptResults]:
-        told = [(row.request, row.request.num_results) for row in rows]
+        told = [(row.request, row.request.num_prompt_logprobs_received) for row in rows]
         for request, _ in told:
-            request.num_results = 0
-        results = prompt_results_of(rows)
+            request.num_prompt_logprobs_received = 0
+        results = collect_prompt_results(rows)
         for request, num_results in told:
-            request.num_results = num_results
+            request.num_prompt_logprobs_received = num_results
         return results
 
     def take_any(self: OutputProcessor, request: Any, start: int, logprobs: Any, vector: Any) -> None:
@@ -206,7 +208,7 @@ def told_of_prompts_again() -> Iterator[None]:
         take_prompt(self, request, start, logprobs, vector)
 
     with (
-        patch.object(scheduler_module, "prompt_results_of", ask_again),
+        patch.object(scheduler_module, "collect_prompt_results", ask_again),
         patch.object(OutputProcessor, "take_prompt", take_any),
     ):
         yield
@@ -214,7 +216,7 @@ def told_of_prompts_again() -> Iterator[None]:
 
 def results_taken_from_others() -> Any:
     """Tokens that are to give a result are taken from whoever has computed them."""
-    return patch.object(Request, "max_tokens_taken", property(lambda self: self.num_tokens_known - 1))
+    return patch.object(Request, "max_prefix_hit_tokens", property(lambda self: self.num_tokens_known - 1))
 
 
 def any_token_is_shown() -> Any:

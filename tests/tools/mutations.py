@@ -253,7 +253,7 @@ def _play_seed(one: Simulation, verdict: Verdict, *, bad_luck: bool) -> None:
     for replica in one.replicas:
         replica.faults.rate = 0.3 if bad_luck else 0.0
         replica.engine._max_steps_in_flight = 2
-    with patch.object(Scheduler, "lose_cache", autospec=True, side_effect=Scheduler.lose_cache) as lose_cache:
+    with patch.object(Scheduler, "reset_cache", autospec=True, side_effect=Scheduler.reset_cache) as lose_cache:
         try:
             one.run()
         except Exception:  # noqa: BLE001  whatever it is, somebody noticed

@@ -33,11 +33,11 @@ import numpy as np
 from llm_serving.config.schema import ServingConfig
 from llm_serving.config.sections.model import ModelConfig
 from llm_serving.config.sections.scheduler import SchedulerConfig
-from llm_serving.core.request_class import ANYBODY, Caller
+from llm_serving.core.request_class import ANONYMOUS, Caller
 from llm_serving.core.request_output import RequestOutput
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.core.step import StepInput, StepOutput, no_top_tokens
-from llm_serving.core.timings import Exchange
+from llm_serving.core.timings import HttpTimings
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.engine.replica import build_engine
 from llm_serving.errors import CapacityError
@@ -69,7 +69,7 @@ class Client:
     """Whether it retries after a refusal."""
     max_tokens: int | None = None
     """The `max_tokens` of a request whose answer ends earlier by a stop token; None: the length of its answer."""
-    caller: Caller = ANYBODY
+    caller: Caller = ANONYMOUS
     retry_afters_s: list[float] = field(default_factory=list)
     """Seconds of each `Retry-After`."""
     predicted_at_refusal_s: float | None = None
@@ -199,7 +199,7 @@ class World:
         if client.max_tokens is not None:
             last = len(client.prompt) + client.num_output - 1  # a token tells how many are before it
             sampling = replace(sampling, max_tokens=client.max_tokens, stop_token_ids=(last,))
-        caller = replace(client.caller, source=client.source, exchange=Exchange(arrived))
+        caller = replace(client.caller, source=client.source, http_timings=HttpTimings(arrived))
         try:
             stream = self.master.generate(list(client.prompt), sampling, caller, request_id=str(client.number))
         except CapacityError as refusal:

@@ -38,7 +38,7 @@ from fake_speculation import RandomDrafts
 from llm_serving.core.request import FinishReason
 from llm_serving.core.request_class import MAX_PRIORITY, Caller, class_of
 from llm_serving.core.request_output import RequestOutput
-from llm_serving.core.step import BlockMove
+from llm_serving.core.step import BlockMoveKind
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.engine.engine import Engine
 from llm_serving.engine.fleet.migration import Departure
@@ -48,7 +48,7 @@ from llm_serving.executor.restart_status import GivenUp
 from llm_serving.executor.supervisor import SupervisedExecutor
 from llm_serving.kvcache.transfer_pool import TransferBlock
 from llm_serving.observability.metrics import Metrics
-from llm_serving.scheduler.components import Rules
+from llm_serving.scheduler.components import SchedulingRules
 from llm_serving.transport.messages import Loaded
 from support.factories import create_scheduler
 from support.fake_runner import FakeTransferPool
@@ -205,7 +205,7 @@ class Replica:
         blocks = self.scheduler.blocks
         assert blocks.pool.num_used_blocks == blocks.host_pool.num_used_blocks == 0
         if self.engine.dead is None:
-            assert blocks.exports.pool.num_used_blocks == 0, "blocks that were handed over are not given back"
+            assert blocks.transfer_pool.pool.num_used_blocks == 0, "blocks that were handed over are not given back"
 
     def is_unlucky(self, poisoned: bool) -> bool:
         """Whether an innocent request may have ended with an error here."""
@@ -403,11 +403,11 @@ class Simulation:
             if replica.engine.dead is None:
                 replica.engine.ask(functools.partial(replica.engine.reload, self._rules_of(replica), self._num_reloads))
 
-    def _rules_of(self, replica: Replica) -> Rules:
+    def _rules_of(self, replica: Replica) -> SchedulingRules:
         others, max_steps = self._newest_rules, replica.scheduler.limits.max_steps_in_flight
         assert others is not None
         other = create_scheduler(**others, **self._shared, max_steps_in_flight=max_steps)
-        return Rules(other.limits, other.policy, other.classes, other.order, others["prefix_caching"])
+        return SchedulingRules(other.limits, other.policy, other.classes, other.order, others["prefix_caching"])
 
     def _leaves(self, client: Client, moment: str | None, engine: Engine | None) -> bool:
         if self._round < client.leaves_from_round:
@@ -479,7 +479,9 @@ class Simulation:
         if limit is None or self._num_reloads:
             return
         running = (each for replica in self.replicas for each in replica.scheduler.running)
-        counts = Counter(each.tenant for each in running if not (each.is_beam or each.asked.form is not None))
+        counts = Counter(
+            each.tenant for each in running if not (each.is_beam or each.root_request.beam_search is not None)
+        )
         assert max(counts.values(), default=0) <= limit, f"a tenant runs more than {limit} requests"
 
     def _check_end(self) -> None:
@@ -552,11 +554,11 @@ class Simulation:
                 "beam searches": sum(each.beam_search is not None for each in let_in),
                 "poisoned requests": sum(each.is_poisoned for each in let_in),
                 "preemptions": counts["vllm:num_preemptions_total"],
-                "blocks swapped out": moves[BlockMove.SWAP_OUT],
-                "blocks swapped in": moves[BlockMove.SWAP_IN],
-                "blocks copied": moves[BlockMove.COPY],
-                "blocks handed over": moves[BlockMove.EXPORT],
-                "blocks taken over": moves[BlockMove.IMPORT],
+                "blocks swapped out": moves[BlockMoveKind.SWAP_OUT],
+                "blocks swapped in": moves[BlockMoveKind.SWAP_IN],
+                "blocks copied": moves[BlockMoveKind.COPY],
+                "blocks handed over": moves[BlockMoveKind.EXPORT],
+                "blocks taken over": moves[BlockMoveKind.IMPORT],
                 "tokens found in the prefix cache": counts["vllm:prefix_cache_hits_total"],
                 "audits": counts["llm_serving:audits_total"],
                 "draft tokens": sum(self.metrics.draft_tokens["vllm:spec_decode_num_draft_tokens_total"].values()),

@@ -2,7 +2,7 @@ from dataclasses import fields, replace
 
 import numpy as np
 import pytest
-from llm_serving.core.step import BlockMove, Scores, StepInput, StepOutput, no_top_tokens
+from llm_serving.core.step import BlockMoveKind, Scores, StepInput, StepOutput, no_top_tokens
 from llm_serving.errors import ProtocolError
 from llm_serving.executor.step_builder import StepBuilder
 from llm_serving.transport.codec import (
@@ -46,7 +46,14 @@ def test_wanted_scores_survive_the_way_through_arrays() -> None:
 
 @pytest.mark.parametrize(
     "moves",
-    [[], [(BlockMove.SWAP_OUT, 3, 0, 5, 9, 4), (BlockMove.COPY, 1, 2, 5, 6, 1), (BlockMove.SWAP_IN, 0, 4, 9, 7, 4)]],
+    [
+        [],
+        [
+            (BlockMoveKind.SWAP_OUT, 3, 0, 5, 9, 4),
+            (BlockMoveKind.COPY, 1, 2, 5, 6, 1),
+            (BlockMoveKind.SWAP_IN, 0, 4, 9, 7, 4),
+        ],
+    ],
 )
 def test_block_moves_keep_their_order_and_shape(moves) -> None:
     step = replace(a_step(), block_moves=block_moves(*moves))
@@ -95,7 +102,7 @@ def a_step_of_drafts(num_rows: int, num_draft_tokens: int, num_prompt_tokens: in
     builder.build(schedule, 0)
     scheduler.update(schedule, [7] * num_rows)
     for request in requests:
-        scheduler.draft(request, [8] * num_draft_tokens)
+        scheduler.set_draft_tokens(request, [8] * num_draft_tokens)
     schedule = scheduler.schedule(0.0)
     assert schedule is not None and schedule.num_samples == num_rows * (num_draft_tokens + 1)
     return builder.build(schedule, 1)

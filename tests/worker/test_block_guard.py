@@ -1,13 +1,13 @@
 """Every way in which a fault of the master could garble a text is an error instead."""
 
 import pytest
-from llm_serving.core.step import NO_BLOCK, BlockMove
+from llm_serving.core.step import NO_BLOCK, BlockMoveKind
 from llm_serving.errors import WorkerError
 from llm_serving.worker.block_guard import BlockGuard, Tags
 from support.step_factories import block_moves, step_input
 
-COPY, SWAP_OUT, SWAP_IN, EXPORT, IMPORT = map(int, BlockMove)
-INSIDE = (BlockMove.COPY, BlockMove.SWAP_OUT, BlockMove.SWAP_IN)
+COPY, SWAP_OUT, SWAP_IN, EXPORT, IMPORT = map(int, BlockMoveKind)
+INSIDE = (BlockMoveKind.COPY, BlockMoveKind.SWAP_OUT, BlockMoveKind.SWAP_IN)
 
 
 @pytest.fixture

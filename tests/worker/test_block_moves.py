@@ -1,11 +1,11 @@
 import numpy as np
 import pytest
-from llm_serving.core.step import BlockMove
+from llm_serving.core.step import BlockMoveKind
 from llm_serving.errors import WorkerError
 from llm_serving.worker.kv_cache import check_block_moves, runs
 from support.step_factories import block_moves
 
-COPY, OUT, IN, TAKE = BlockMove.COPY, BlockMove.SWAP_OUT, BlockMove.SWAP_IN, BlockMove.IMPORT
+COPY, OUT, IN, TAKE = BlockMoveKind.COPY, BlockMoveKind.SWAP_OUT, BlockMoveKind.SWAP_IN, BlockMoveKind.IMPORT
 
 
 def test_the_last_blocks_of_cache_and_host_pool_may_move():
@@ -42,9 +42,9 @@ def test_a_wrong_move_is_named_wherever_it_stands(move, message):
 
 
 def test_what_is_handed_over_stays_inside_the_pool():
-    check_block_moves(block_moves((BlockMove.EXPORT, 9, 3)), 10, 3, 4, exports=True)
+    check_block_moves(block_moves((BlockMoveKind.EXPORT, 9, 3)), 10, 3, 4, exports=True)
     with pytest.raises(WorkerError, match="EXPORT to a block of the transfer pool"):
-        check_block_moves(block_moves((BlockMove.EXPORT, 9, 4)), 10, 3, 4, exports=True)
+        check_block_moves(block_moves((BlockMoveKind.EXPORT, 9, 4)), 10, 3, 4, exports=True)
     with pytest.raises(WorkerError, match=r"of the kinds 3 EXPORT\. Given: 0"):
         check_block_moves(block_moves((COPY, 9, 3)), 10, 3, 4, exports=True)
 

@@ -2,7 +2,7 @@ import functools
 
 import numpy as np
 import pytest
-from llm_serving.core.step import BlockMove
+from llm_serving.core.step import BlockMoveKind
 from llm_serving.errors import ConfigError, ModelError
 from llm_serving.worker.kv_cache import KVTensors, block_bytes, num_blocks_for
 from support.graph_model import GraphModel, backend
@@ -88,18 +88,18 @@ def test_blocks_move_in_the_order_given(name, dtype, seed):
     # Few blocks and many moves: most sources are targets of an earlier move, most targets are written again.
     rng = np.random.default_rng(seed)
     kinds = np.repeat(rng.integers(0, 3, 8), 5)
-    sizes = {BlockMove.COPY: (6, 6), BlockMove.SWAP_OUT: (6, 4), BlockMove.SWAP_IN: (4, 6)}
-    moves = block_moves(*((kind, *rng.integers(0, sizes[BlockMove(kind)])) for kind in kinds))
+    sizes = {BlockMoveKind.COPY: (6, 6), BlockMoveKind.SWAP_OUT: (6, 4), BlockMoveKind.SWAP_IN: (4, 6)}
+    moves = block_moves(*((kind, *rng.integers(0, sizes[BlockMoveKind(kind)])) for kind in kinds))
     tensors.move_blocks(moves)
     for (cache, host), (cache_bytes, host_bytes) in zip(memories(tensors), expected, strict=True):
         for kind, source, target in moves[:, :3].tolist():
-            into = host_bytes if kind == BlockMove.SWAP_OUT else cache_bytes
-            into[target] = (host_bytes if kind == BlockMove.SWAP_IN else cache_bytes)[source]
+            into = host_bytes if kind == BlockMoveKind.SWAP_OUT else cache_bytes
+            into[target] = (host_bytes if kind == BlockMoveKind.SWAP_IN else cache_bytes)[source]
         np.testing.assert_array_equal(cache.asnumpy().view(cache_bytes.dtype), cache_bytes)
         np.testing.assert_array_equal(host, host_bytes)
 
 
-@pytest.mark.parametrize("kind", [BlockMove.SWAP_OUT, BlockMove.SWAP_IN])
+@pytest.mark.parametrize("kind", [BlockMoveKind.SWAP_OUT, BlockMoveKind.SWAP_IN])
 def test_neighbours_move_as_one_by_one(kind):
     tensors = KVTensors.allocate(SPEC, backend("cpu", "bfloat16"), num_blocks=8, block_size=16, num_swap_blocks=8)
     expected = numbered(tensors)
@@ -109,7 +109,7 @@ def test_neighbours_move_as_one_by_one(kind):
     tensors.move_blocks(block_moves(*((kind, source, target) for source, target in pairs)))
     for (cache, host), arrays in zip(memories(tensors), expected, strict=True):
         for source, target in pairs:
-            arrays[kind == BlockMove.SWAP_OUT][target] = arrays[kind != BlockMove.SWAP_OUT][source]
+            arrays[kind == BlockMoveKind.SWAP_OUT][target] = arrays[kind != BlockMoveKind.SWAP_OUT][source]
         for memory, bytes_of_it in zip((cache.storage, host), arrays, strict=True):
             np.testing.assert_array_equal(memory, bytes_of_it)
 
@@ -117,7 +117,7 @@ def test_neighbours_move_as_one_by_one(kind):
 def test_bfloat16_blocks_of_a_device_reach_the_host_pool():
     tensors = KVTensors.allocate(SPEC, backend("ascend", "bfloat16"), num_blocks=6, block_size=16, num_swap_blocks=4)
     expected = numbered(tensors)
-    tensors.move_blocks(block_moves((BlockMove.SWAP_OUT, 5, 0), (BlockMove.SWAP_OUT, 2, 3)))
+    tensors.move_blocks(block_moves((BlockMoveKind.SWAP_OUT, 5, 0), (BlockMoveKind.SWAP_OUT, 2, 3)))
     for (_, host), (cache_bytes, host_bytes) in zip(memories(tensors), expected, strict=True):
         np.testing.assert_array_equal(host, [cache_bytes[5], host_bytes[1], host_bytes[2], cache_bytes[2]])
 
@@ -161,9 +161,9 @@ def test_a_request_swapped_out_and_in_continues_as_if_undisturbed(make_model, na
     model = make_model(name, dtype)
     move = model.kv_tensors.move_blocks
     model.logits((PROMPT, 0, [3, 1, 7]))
-    move(block_moves(*((BlockMove.SWAP_OUT, source, target) for source, target in ((3, 2), (1, 0), (7, 3)))))
+    move(block_moves(*((BlockMoveKind.SWAP_OUT, source, target) for source, target in ((3, 2), (1, 0), (7, 3)))))
     model.logits((OTHER, 0, [7, 3, 1]))
-    move(block_moves(*((BlockMove.SWAP_IN, source, target) for source, target in ((2, 5), (0, 4), (3, 9)))))
+    move(block_moves(*((BlockMoveKind.SWAP_IN, source, target) for source, target in ((2, 5), (0, 4), (3, 9)))))
     for logits, alone in zip(decode(model, 41, [5, 4, 9, 6]), expected, strict=True):
         np.testing.assert_array_equal(logits, alone)
 
@@ -179,7 +179,7 @@ def test_two_sequences_continue_from_a_copied_partial_block(make_model, name, dt
     expected = zip(alone(first), alone(second), strict=True)
     model = make_model(name, dtype)
     model.logits((PROMPT, 0, [3, 1, 7]))
-    model.kv_tensors.move_blocks(block_moves((BlockMove.COPY, 7, 2)))
+    model.kv_tensors.move_blocks(block_moves((BlockMoveKind.COPY, 7, 2)))
     for index, tokens in enumerate(zip(first, second, strict=True)):
         # One after the other, so that the products of stock operations have the shape they have alone.
         for token, blocks, logits in zip(tokens, ([3, 1, 7], [3, 1, 2]), next(expected), strict=True):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from llm_serving.cli.main import main
 from llm_serving.config import load_config
-from llm_serving.core.step import BlockMove, Move
+from llm_serving.core.step import BlockMove, BlockMoveKind
 from llm_serving.errors import ConfigError, KernelError, WorkerError
 from llm_serving.executor.supervisor import load_settings
 from llm_serving.worker import loading
@@ -83,7 +83,7 @@ def test_tokens_and_log_probabilities_are_those_of_the_served_graph(folders, lit
 def test_what_would_copy_blocks_is_refused():
     caches = CachesOfGraph.of(backend("ascend", "bfloat16"), NUM_BLOCKS, 16)
     caches.move_blocks(np.zeros((0, 6), np.int32))
-    move = Move(BlockMove.COPY, 3, 1, 5, 1, 16)
+    move = BlockMove(BlockMoveKind.COPY, 3, 1, 5, 1, 16)
     with pytest.raises(WorkerError, match="ge caches lie inside a graph, which copies no blocks: n, best_of and beams"):
         caches.move_blocks(np.array([move], np.int32))
 

@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from llm_serving.core.step import AllowedTokens, BlockMove, StepOutput
+from llm_serving.core.step import AllowedTokens, BlockMoveKind, StepOutput
 from llm_serving.errors import ConfigError, StepMismatchError, WorkerError
 from llm_serving.kernels import library
 from llm_serving.worker.model_runner import ModelRunner
@@ -173,15 +173,20 @@ def test_blocks_move_before_the_step_computes(swapping_runner, greedy_tokens):
     first, second, third = greedy_tokens[:3]
     assert run(0, [(PROMPT, 0, [8, 1])]) == [first]
     # The blocks of the request go out in the very step that gives them to another one.
-    run(1, [(PROMPT[::-1], 0, [1, 8])], (BlockMove.SWAP_OUT, 8, 1, 0, 0, 16), (BlockMove.SWAP_OUT, 1, 0, 0, 0, 5))
-    back = (BlockMove.SWAP_IN, 1, 3, 0, 0, 16), (BlockMove.SWAP_IN, 0, 2, 0, 0, 5)
+    run(
+        1,
+        [(PROMPT[::-1], 0, [1, 8])],
+        (BlockMoveKind.SWAP_OUT, 8, 1, 0, 0, 16),
+        (BlockMoveKind.SWAP_OUT, 1, 0, 0, 0, 5),
+    )
+    back = (BlockMoveKind.SWAP_IN, 1, 3, 0, 0, 16), (BlockMoveKind.SWAP_IN, 0, 2, 0, 0, 5)
     assert run(2, [([first], 21, [3, 2])], *back) == [second]
-    assert run(3, [([second], 22, [3, 5])], (BlockMove.COPY, 2, 5, 0, 0, 6)) == [third]
+    assert run(3, [([second], 22, [3, 5])], (BlockMoveKind.COPY, 2, 5, 0, 0, 6)) == [third]
 
 
 def test_a_wrong_move_stops_all_of_its_step(swapping_runner, greedy_tokens):
     swapping_runner.execute(step_input([(PROMPT, 0, [8, 1])]))
-    wrong = (BlockMove.COPY, 0, 8), (BlockMove.SWAP_OUT, 0, 2)
+    wrong = (BlockMoveKind.COPY, 0, 8), (BlockMoveKind.SWAP_OUT, 0, 2)
     with pytest.raises(WorkerError, match=r"`num_swap_blocks` 2\. Given: 2"):
         swapping_runner.execute(step_input([(PROMPT[::-1], 0, [8, 1])], step=1, moves=wrong))
     output = swapping_runner.execute(step_input([(greedy_tokens[:1], 21, [8, 1])], step=2))
@@ -191,14 +196,14 @@ def test_a_wrong_move_stops_all_of_its_step(swapping_runner, greedy_tokens):
 def test_a_wrong_row_stops_the_moves_of_its_step(swapping_runner, greedy_tokens):
     swapping_runner.execute(step_input([(PROMPT, 0, [8, 1])]))
     with pytest.raises(WorkerError, match="token_ids must be below 97"):
-        swapping_runner.execute(step_input([([97], 0, [2])], step=1, moves=[(BlockMove.COPY, 0, 8)]))
+        swapping_runner.execute(step_input([([97], 0, [2])], step=1, moves=[(BlockMoveKind.COPY, 0, 8)]))
     output = swapping_runner.execute(step_input([(greedy_tokens[:1], 21, [8, 1])], step=2))
     assert output.token_ids.tolist() == greedy_tokens[1:2]
 
 
 def test_a_swap_without_a_host_pool_is_refused(runner):
     with pytest.raises(WorkerError, match=r"below `num_swap_blocks` 0\. Given: 0"):
-        runner.execute(step_input([(PROMPT, 0, [8, 1])], moves=[(BlockMove.SWAP_OUT, 8, 0)]))
+        runner.execute(step_input([(PROMPT, 0, [8, 1])], moves=[(BlockMoveKind.SWAP_OUT, 8, 0)]))
 
 
 def test_arrays_over_read_only_memory_are_accepted(runner, greedy_tokens):

@@ -46,8 +46,8 @@ def model_size(config: ServingConfig, stored_bytes: int | None = None) -> ModelS
     per_token = spec.kv_bytes_per_token(dtype_bytes, int8=config.quant.has_coded_cache)
     fits, verdict = _verdict(config, spec, dtype_bytes, per_token)
     longest = config.model.max_generate_length
-    window = Window.of(spec.window, config.scheduler.max_prefill_tokens, longest)
-    held = min(longest, window.blocks_at_once(longest, config.pa.block_size) * config.pa.block_size)
+    window = Window.from_model(spec.window, config.scheduler.max_prefill_tokens, longest)
+    held = min(longest, window.max_blocks_of(longest, config.pa.block_size) * config.pa.block_size)
     in_codes = f" ({config.quant.kv_cache_dtype})" if config.quant.has_coded_cache else ""
     beyond = f" for the {held:,} that a window and a step hold" if held < longest else ""
     rows = [("weights as stored", readable_size(stored_bytes))] if stored_bytes is not None else []
@@ -96,7 +96,7 @@ def _verdict(config: ServingConfig, spec: ModelSpec, dtype_bytes: int, per_token
     if tokens < config.pa.block_size:
         missing = -kv_cache_bytes_left(limit, spec, dtype_bytes, *step, keys) + config.pa.block_size * per_token
         return False, f"no: {readable_size(missing)} more are needed than {source}"
-    window = Window.of(spec.window, config.scheduler.max_prefill_tokens, config.model.max_generate_length)
-    longest = window.longest(config.pa.block_size, tokens // config.pa.block_size)
+    window = Window.from_model(spec.window, config.scheduler.max_prefill_tokens, config.model.max_generate_length)
+    longest = window.max_request_tokens(config.pa.block_size, tokens // config.pa.block_size)
     how = "in part" if longest < config.model.max_generate_length else "yes"
     return True, f"{how}: {tokens:,} tokens of context, all requests together, in {source}"

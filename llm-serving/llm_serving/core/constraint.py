@@ -8,7 +8,7 @@ from typing import Protocol
 from llm_serving.core.step import Int32Array
 
 
-class Walk(Protocol):
+class ConstraintMatcher(Protocol):
     """One output on its way through a constraint; it belongs to one thread at a time."""
 
     def allowed_words(self, output_token_ids: Sequence[int]) -> Int32Array:
@@ -22,10 +22,12 @@ class Walk(Protocol):
                 fulfilled.
         """
 
-    def allowed_behind(self, output_token_ids: Sequence[int], draft_token_ids: Sequence[int]) -> list[Int32Array]:
+    def allowed_words_after_drafts(
+        self, output_token_ids: Sequence[int], draft_token_ids: Sequence[int]
+    ) -> list[Int32Array]:
         """Return `allowed_words` of the output, then of the output with the first draft token, the first two, ..."""
 
-    def possible(self, output_token_ids: Sequence[int], draft_token_ids: Sequence[int], count: int) -> list[int]:
+    def constrain_draft(self, output_token_ids: Sequence[int], draft_token_ids: Sequence[int], count: int) -> list[int]:
         """Return the draft tokens up to the first forbidden one, then the tokens that must follow; at most `count`.
 
         Where the same text may be written in several tokens, the longest of them is taken to follow.
@@ -35,5 +37,5 @@ class Walk(Protocol):
 class Constraint(Protocol):
     """Made ready once, then unchanging; requests share it."""
 
-    def begin(self) -> Walk:
+    def create_matcher(self) -> ConstraintMatcher:
         """A walk for one output."""

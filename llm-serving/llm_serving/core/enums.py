@@ -154,7 +154,7 @@ _SAID = {
 }
 
 
-def described_exit(code: int | None) -> str:
+def describe_exit(code: int | None) -> str:
     """As in "code 4: it did not reach ..."."""
     said = next((f": {text}" for known, text in _SAID.items() if known == code), "")
     return f"code {code}{said}"

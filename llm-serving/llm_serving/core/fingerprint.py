@@ -13,7 +13,7 @@ from typing import Final
 import msgspec
 
 
-class ComputedBy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ComputeFingerprint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Told by a WorkAgent when it has loaded its model."""
 
     kernels: str
@@ -30,7 +30,7 @@ class ComputedBy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Processes that computed it together: sums are added in another order than by one."""
 
 
-NOT_KNOWN: Final = ComputedBy(kernels="")
+UNKNOWN_FINGERPRINT: Final = ComputeFingerprint(kernels="")
 
 
 _PACKAGE: Final = Path(__file__).resolve().parents[1]
@@ -38,7 +38,7 @@ _CODE: Final = (".py", ".cc", ".h")
 
 
 @cache
-def package_image() -> str:
+def code_fingerprint() -> str:
     """SHA-256 over path and content of each source file, Python and C++, as it was when this was first asked for.
 
     Processes of one server must have the same: an answer is a function of the code as well.

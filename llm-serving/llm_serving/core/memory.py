@@ -27,7 +27,7 @@ PERIOD_S: Final = 1.0
 MB there is to give back, and for 0.1 ms where there is none, so often means little at a time."""
 
 
-def give_back_large_blocks() -> bool:
+def return_large_blocks() -> bool:
     """Has large blocks returned to the system as soon as they are freed; whether the allocator knows how.
 
     glibc raises its threshold to the size of each mapping that is freed, up to 32 MiB (mallopt(3), M_MMAP_THRESHOLD):
@@ -38,7 +38,7 @@ def give_back_large_blocks() -> bool:
     return mallopt is not None and bool(mallopt(M_MMAP_THRESHOLD, LARGE_BYTES))
 
 
-def give_back_pages() -> None:
+def trim_heap() -> None:
     """Returns all pages of the heap that hold nothing, also those below what lives (malloc_trim(3))."""
     malloc_trim = _of_allocator("malloc_trim")
     if malloc_trim is not None:
@@ -46,7 +46,7 @@ def give_back_pages() -> None:
 
 
 @contextmanager
-def giving_back(give: Callable[[], None] = give_back_pages, period_s: float = PERIOD_S) -> Iterator[None]:
+def periodic_heap_trim(give: Callable[[], None] = trim_heap, period_s: float = PERIOD_S) -> Iterator[None]:
     """Inside, pages that hold nothing are given back again and again, by a thread that holds no lock of Python's."""
     over = threading.Event()
 
@@ -92,7 +92,7 @@ _WORDS: Final = ("allocate memory", "bad_alloc", "failed to map", "resource temp
 """Of errors of frameworks, which have no numbers; small letters."""
 
 
-def limit_told() -> str | None:
+def describe_address_space_limit() -> str | None:
     """What a process may map and what to do, where the system sets a limit (`ulimit -v`); None: it sets none."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit == resource.RLIM_INFINITY:
@@ -103,7 +103,7 @@ def limit_told() -> str | None:
     )
 
 
-def limit_reached(error: BaseException) -> str | None:
+def explain_address_space_limit(error: BaseException) -> str | None:
     """The same, where an error that somebody else raised may come of that limit."""
     lacks_memory = shortage(error) is not None or any(each in str(error).lower() for each in _WORDS)
-    return limit_told() if lacks_memory else None
+    return describe_address_space_limit() if lacks_memory else None

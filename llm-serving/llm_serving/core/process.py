@@ -20,7 +20,7 @@ def command_of(module: str, *arguments: str) -> list[str]:
     return [sys.executable, "-Pm", module, *arguments]
 
 
-def end_with_parent() -> None:
+def die_with_parent() -> None:
     """Has the kernel kill this process when the thread that started it ends, even if it hangs then or is stopped. One
     whose parent ended before that is not killed."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -6,14 +6,14 @@ import enum
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from llm_serving.core.constraint import Constraint, Walk
+from llm_serving.core.constraint import Constraint, ConstraintMatcher
 from llm_serving.core.kv_transfer import Transfer
 from llm_serving.core.request_class import STANDARD, RequestClass, cache_namespace
 from llm_serving.core.sampling_params import BeamSearchParams, SamplingParams
-from llm_serving.core.timings import Exchange
+from llm_serving.core.timings import HttpTimings
 
 if TYPE_CHECKING:
-    from llm_serving.core.request_output import Receiver
+    from llm_serving.core.request_output import OutputSink
 
 
 class RequestStatus(enum.Enum):
@@ -71,37 +71,37 @@ class Request:
     """Requests find each other's computed prefixes only where tenant and salt are the same."""
     fork_of: str | None = None
     """Id of a request with the same beginning; this one waits until that has computed it, and shares its blocks."""
-    waits_for_reply: bool = False
+    needs_known_output: bool = False
     """Whether its next step depends on more than the token of its last one, so that it cannot be scheduled ahead."""
-    num_results_wanted: int = 0
+    num_prompt_logprobs_wanted: int = 0
     """Tokens at the beginning of its prompt behind which log-probabilities are wanted: all but the last, or none."""
     wants_vector: bool = False
     """Whether the last hidden state of its prompt is wanted."""
-    moves: bool = False
+    wants_migration: bool = False
     """Whether another replica goes on with it once its prompt is computed and there is room to hand its blocks over."""
     transfer: Transfer | None = None
     """What it has come with, where another replica has begun with it."""
     is_beam: bool = False
     """Whether it waits for others between two of its tokens."""
-    form: BeamSearchParams | None = None
+    beam_search: BeamSearchParams | None = None
     """What the answer is where not just the tokens of this request; `engine.receivers` has a receiver for each type."""
     constraint: Constraint | None = None
     """What has been made of that of its sampling."""
-    walk: Walk | None = None
+    matcher: ConstraintMatcher | None = None
     """Tells which tokens may follow its output, where it has a constraint."""
-    receiver: Receiver | None = None
+    sink: OutputSink | None = None
     """What it is computed for; given when an engine takes it."""
     arrival_time: float = 0.0
     """Seconds on the engine's clock."""
     deadline: float | None = None
     """When it is of no more use to who asked, on the same clock; None: never."""
-    exchange: Exchange | None = None
+    http_timings: HttpTimings | None = None
     """The HTTP request it answers, alone or with others."""
     sequence: int = 0
     """Order of arrival at the scheduler; breaks ties, so that no two requests are equal."""
-    entered: int = 0
+    class_sequence: int = 0
     """Order in which it came into its class, by the numbers of `sequence`."""
-    entered_at_step: int = 0
+    class_entry_step: int = 0
     """The step before which it came into its class."""
     request_class: RequestClass = STANDARD
     """Given by the scheduler, from `priority`."""
@@ -110,7 +110,7 @@ class Request:
     step of arrival moved by `priority`, `sequence`. Given on arrival, and again with another priority."""
 
     status: RequestStatus = RequestStatus.WAITING
-    departs: bool = False
+    is_migrating: bool = False
     """Whether its blocks are being handed over: no further step computes it here."""
     paused: bool = False
     """Whether what follows its last reply has not been decided: it is not scheduled, and gives way to anybody."""
@@ -121,7 +121,7 @@ class Request:
     """Those of them whose step has been replied to."""
     num_cached_tokens: int = 0
     """Prompt tokens that were found computed when the request first ran."""
-    num_results: int = 0
+    num_prompt_logprobs_received: int = 0
     """Those of `num_results_wanted`, from the first on, whose log-probabilities have come."""
     num_tokens_in_flight: int = 0
     """Tokens sampled by submitted steps whose ids have not come back."""
@@ -133,7 +133,7 @@ class Request:
     num_preemptions: int = 0
     num_lost_steps: int = 0
     """Steps that computed it and were never replied to with a result, since it last got further than ever before."""
-    num_tokens_when_lost: int = 0
+    num_tokens_at_loss: int = 0
     """Where it has got further: when more of its tokens are computed than these, one less than such a step reached."""
     arrival_clock: int = 0
     """What the clock of its class showed when it came; that clock counts the steps its class could take part in."""
@@ -145,13 +145,13 @@ class Request:
     then is to be admitted again before it."""
     num_steps_waited: int | None = None
     """Those of `wait_bound` that were counted until it was admitted first; None: it has not been."""
-    admission: int = 0
+    admission_number: int = 0
     """Order of admission, the latest time: prompts that have begun go on in this order."""
     running_since: tuple[int, float] = (0, 0.0)
     """The step, and seconds on the engine's clock, in which it was admitted the latest time."""
     last_scheduled_step: int = -1
     """The newest step that computed a token of this request, or the one before it was admitted."""
-    moved_at_step: int = -1
+    class_change_step: int = -1
     """The step before which it came into its class while it ran; -1: it did not."""
     first_scheduled_time: float | None = None
     finish_reason: FinishReason | None = None
@@ -159,17 +159,17 @@ class Request:
     """The stop string or stop token id that ended the output, if one did."""
 
     def __post_init__(self) -> None:
-        self.waits_for_reply = self.waits_for_reply or self.sampling.needs_known_output
+        self.needs_known_output = self.needs_known_output or self.sampling.needs_known_output
         assert (self.constraint is None) == (self.sampling.constraint is None), "a constraint must be compiled"
         if self.constraint is not None:
-            self.walk = self.constraint.begin()
+            self.matcher = self.constraint.create_matcher()
         if self.sampling.prompt_logprobs is not None:
-            self.num_results_wanted = len(self.prompt_token_ids) - 1
+            self.num_prompt_logprobs_wanted = len(self.prompt_token_ids) - 1
 
     @property
-    def asked(self) -> Request:
+    def root_request(self) -> Request:
         """The request that it is computed for: itself, or the one whose beam it is."""
-        return self if self.receiver is None else self.receiver.request
+        return self if self.sink is None else self.sink.request
 
     @property
     def cache_namespace(self) -> str:
@@ -202,17 +202,21 @@ class Request:
         return self.num_tokens - self.num_computed_tokens
 
     @property
-    def tells_of_its_prompt(self) -> bool:
+    def has_prompt_results(self) -> bool:
         """Whether anything but a token comes of it, or nothing at all but that its prompt is computed."""
-        return self.num_results_wanted > 0 or self.wants_vector or self.sampling.max_tokens == 0
+        return self.num_prompt_logprobs_wanted > 0 or self.wants_vector or self.sampling.max_tokens == 0
 
     @property
-    def max_tokens_taken(self) -> int:
+    def max_prefix_hit_tokens(self) -> int:
         """Most tokens at its beginning that need not be computed for it, if others have computed them.
 
         What gives a result is computed for it; so a token is taken from others only if its results have come.
         """
-        return self.num_results if self.num_results < self.num_results_wanted else self.num_tokens_known - 1
+        return (
+            self.num_prompt_logprobs_received
+            if self.num_prompt_logprobs_received < self.num_prompt_logprobs_wanted
+            else self.num_tokens_known - 1
+        )
 
     @property
     def is_decoding(self) -> bool:

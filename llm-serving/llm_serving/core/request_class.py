@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from llm_serving.core.timings import Exchange
+from llm_serving.core.timings import HttpTimings
 
 MAX_PRIORITY: Final = 1_000_000
 """Priorities and ranks lie between its negative and it."""
@@ -78,7 +78,7 @@ class Caller:
     """The name of the API key, or the network that the request came from."""
     deadline: float | None = None
     """Seconds on the engine's clock after which the answer is of no more use; None: it waits for it."""
-    exchange: Exchange | None = field(default=None, compare=False)
+    http_timings: HttpTimings | None = field(default=None, compare=False)
     """The times of the HTTP request it came with."""
 
     @property
@@ -91,5 +91,5 @@ def cache_namespace(tenant: str, cache_salt: str) -> str:
     return f"{tenant}\0{cache_salt}"
 
 
-ANYBODY: Final = Caller()
+ANONYMOUS: Final = Caller()
 """Asks without any name or haste."""

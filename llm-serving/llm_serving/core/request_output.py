@@ -47,7 +47,7 @@ class PromptLogprobs:
     def __len__(self) -> int:
         return len(self.token_ids)
 
-    def from_(self, start: int) -> PromptLogprobs:
+    def starting_at(self, start: int) -> PromptLogprobs:
         """Those behind the first `start`."""
         return self if start == 0 else PromptLogprobs(*(getattr(self, each.name)[start:] for each in fields(self)))
 
@@ -58,7 +58,7 @@ class PromptLogprobs:
         return [TokenLogprobs(token_id, logprob, tuple(ids), tuple(values)) for token_id, logprob, ids, values in rows]
 
     @classmethod
-    def joined(cls, parts: Sequence[PromptLogprobs]) -> PromptLogprobs | None:
+    def concatenate(cls, parts: Sequence[PromptLogprobs]) -> PromptLogprobs | None:
         """Those of one prompt, in order; None of none."""
         if len(parts) < 2:
             return parts[0] if parts else None
@@ -131,13 +131,13 @@ def join_pieces(pieces: Sequence[RequestOutput]) -> RequestOutput:
         stop_reason=last.stop_reason,
         error=last.error,
         queued_s=last.queued_s,
-        prompt_logprobs=PromptLogprobs.joined(of_prompt),
+        prompt_logprobs=PromptLogprobs.concatenate(of_prompt),
         vector=last.vector,
         beams=last.beams,
     )
 
 
-class Receiver(Protocol):
+class OutputSink(Protocol):
     """One for each answer, carried by every request that is computed for it; scheduler and WorkAgent never look at it.
 
     It belongs to the engine's thread. It tells somebody each piece of the answer as it comes, the last one once.
@@ -148,16 +148,16 @@ class Receiver(Protocol):
         """What was asked. The scheduler knows it only where it is among `computed`."""
 
     @property
-    def computed(self) -> Sequence[Request]:
+    def active_requests(self) -> Sequence[Request]:
         """What the scheduler computes for the answer at present."""
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """Has the scheduler queue what is to be computed first."""
 
-    def take(self, request: Request, samples: range, output: StepOutput) -> None:
+    def add_tokens(self, request: Request, samples: range, output: StepOutput) -> None:
         """A step has chosen tokens for one of `computed`: those that `output` has for these samples."""
 
-    def take_prompt(
+    def add_prompt_result(
         self, request: Request, start: int, logprobs: PromptLogprobs | None, vector: Float32Array | None
     ) -> None:
         """A step tells something of the prompt of one of `computed`, or just that all of it has been computed.
@@ -171,8 +171,8 @@ class Receiver(Protocol):
             vector: The last hidden state of the prompt.
         """
 
-    def end(self, reason: FinishReason, error: str | None = None) -> None:
+    def finish(self, reason: FinishReason, error: str | None = None) -> None:
         """Ends the answer wherever it is; its blocks are free at once. One that has ended is left alone."""
 
-    def reprioritise(self, priority: int) -> bool:
+    def set_priority(self, priority: int) -> bool:
         """Gives all that is computed another priority, or changes nothing; returns whether it has it now."""

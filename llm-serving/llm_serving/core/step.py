@@ -28,7 +28,7 @@ NO_BLOCK: Final = -1
 """Stands in a block table where no token of the step sees what was there: the block was given back, or never taken."""
 
 
-class BlockMove(enum.IntEnum):
+class BlockMoveKind(enum.IntEnum):
     """What a block move does with whole blocks of the key/value cache, all layers."""
 
     COPY = 0
@@ -43,7 +43,7 @@ class BlockMove(enum.IntEnum):
     """From a block of the transfer pool, whoever wrote it, to a block of the cache."""
 
 
-class Move(NamedTuple):
+class BlockMove(NamedTuple):
     """A block move: what one block holds goes to another one, whose tokens and owner are those named here from then on.
 
     An epoch says in which hands a block was when it was written, see `kvcache.block_table`.
@@ -60,7 +60,7 @@ class Move(NamedTuple):
 
 
 def no_block_moves() -> Int32Array:
-    return np.empty((0, len(Move._fields)), np.int32)
+    return np.empty((0, len(BlockMove._fields)), np.int32)
 
 
 class ResultKind(enum.IntEnum):
@@ -84,7 +84,7 @@ class Wanted(NamedTuple):
     """A `ResultKind`."""
 
 
-def sampled_in_previous_step(sample: int) -> int:
+def reference_to_previous_step(sample: int) -> int:
     """The token id that stands for "whatever sample `sample` of the step before this one chose"."""
     return -1 - sample
 
@@ -98,7 +98,7 @@ class AllowedTokens(NamedTuple):
     """A bit a token, lowest first: token i is bit i % 32 of word i // 32; beyond the last: 0."""
 
 
-def any_tokens(num_samples: int) -> AllowedTokens:
+def all_tokens_allowed(num_samples: int) -> AllowedTokens:
     """All samples may choose whatever they like."""
     return AllowedTokens(np.zeros(num_samples + 1, np.int32), np.empty(0, np.int32))
 
@@ -127,7 +127,7 @@ class SamplingInput:
     allowed_words: Int32Array
 
     @classmethod
-    def plain(
+    def greedy(
         cls,
         num_samples: int,
         *,
@@ -168,7 +168,7 @@ class SamplingInput:
     def num_samples(self) -> int:
         return len(self.temperature)
 
-    def allowing(self, allowed: AllowedTokens) -> SamplingInput:
+    def with_allowed_tokens(self, allowed: AllowedTokens) -> SamplingInput:
         """The same with other allowed tokens."""
         return replace(self, allowed_offsets=allowed.offsets, allowed_words=allowed.words)
 
@@ -210,7 +210,7 @@ class StepInput:
 
     step: int
     """Counts from 0 without gaps for each WorkAgent; the reply carries it back."""
-    token_ids: Int32Array  # [T]; >= 0 a token, < 0 see `sampled_in_previous_step`
+    token_ids: Int32Array  # [T]; >= 0 a token, < 0 see `reference_to_previous_step`
     query_lens: Int32Array  # [B], each at least 1, sum T
     num_computed: Int32Array  # [B]
     block_tables: Int32Array  # [B, W] block ids; columns past a row's need are 0, those behind its window NO_BLOCK
@@ -321,7 +321,7 @@ class Continuation(NamedTuple):
     seed: int
 
 
-class Continues(Protocol):
+class DraftModelClient(Protocol):
     """Goes on with texts; what it says only decides how many tokens a step brings."""
 
     def propose(self, continuations: Sequence[Continuation]) -> list[list[int]]:

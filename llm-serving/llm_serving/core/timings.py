@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(eq=False, slots=True)
-class Exchange:
+class HttpTimings:
     """Shared by the server and the requests of the engine that answer one HTTP request.
 
     Times are seconds on the engine's clock. The server writes the first and the last, the engines the rest.
@@ -26,13 +26,13 @@ class Exchange:
     predicted_ttft_s: float | None = None
     """Seconds from arrival to the first token of the last of its requests, as the door predicted; None: too little had
     been measured."""
-    unfinished: set[str] = field(default_factory=set)
+    unfinished_request_ids: set[str] = field(default_factory=set)
     """Ids of the requests that answer it and have not ended."""
-    last_ended_time: float = 0.0
+    last_finished_time: float = 0.0
     """When the one that ended last did."""
-    num_sharing: int = 0
+    num_coalesced: int = 0
     """Answers that others got without a computation of their own, because it computes them."""
-    answered_time: float | None = None
+    response_sent_time: float | None = None
     """When the last bytes of the answer were handed to the socket, or the client had left."""
 
 

@@ -14,10 +14,10 @@ from llm_serving.admission.queue_limits import AdmissionQueue
 from llm_serving.admission.validation import check_beam_search, check_request, end_token_ids, stop_token_ids
 from llm_serving.config.schema import ServingConfig
 from llm_serving.core.constraint import Constraint
-from llm_serving.core.fingerprint import ComputedBy
+from llm_serving.core.fingerprint import ComputeFingerprint
 from llm_serving.core.generation_defaults import generation_defaults
 from llm_serving.core.request import FinishReason, Request
-from llm_serving.core.request_class import ANYBODY, Caller, class_of
+from llm_serving.core.request_class import ANONYMOUS, Caller, class_of
 from llm_serving.core.request_output import RequestOutput
 from llm_serving.core.sampling_params import BeamSearchParams, SamplingParams
 from llm_serving.core.timings import Clock, monotonic
@@ -138,11 +138,11 @@ class AsyncEngine:
     @property
     def max_model_len(self) -> int:
         """Most tokens of prompt and output together: what the configuration allows and the cache can hold."""
-        slots = [engine.scheduler.blocks.longest for engine in self.replicas.living().values()]
+        slots = [engine.scheduler.blocks.max_request_tokens for engine in self.replicas.living().values()]
         return min([self.config.model.max_generate_length, *slots])
 
     @property
-    def computed_by(self) -> ComputedBy:
+    def computed_by(self) -> ComputeFingerprint:
         """By what answers are computed; the same at every replica, as all are of this machine.
 
         Raises:
@@ -167,7 +167,7 @@ class AsyncEngine:
         self,
         prompt_token_ids: list[int],
         sampling: SamplingParams,
-        caller: Caller = ANYBODY,
+        caller: Caller = ANONYMOUS,
         *,
         request_id: str,
         fork_of: RequestStream | None = None,
@@ -224,15 +224,15 @@ class AsyncEngine:
             cache_salt=caller.cache_salt,
             arrival_time=self.clock(),
             deadline=caller.deadline,
-            exchange=caller.exchange,
+            http_timings=caller.http_timings,
             # A static batch takes no more members once it runs: a fork would come only after it.
             fork_of=None if fork_of is None or static else fork_of.request_id,
-            form=beam_search,
+            beam_search=beam_search,
             constraint=constraint,
             wants_vector=wants_vector,
         )
         is_alone = not (has_siblings or fork_of is not None or beam_search is not None)
-        request.moves = self._router.moves(placed.replica) and is_alone and not request.tells_of_its_prompt
+        request.wants_migration = self._router.moves(placed.replica) and is_alone and not request.has_prompt_results
         stream = self._open(request, request_id, placed, caller, admission, sharing)
         self._router.enter(request.request_id, placed, names)
         self._submit(request, placed, caller)
@@ -264,7 +264,7 @@ class AsyncEngine:
         sharing: Sharing | None,
     ) -> RequestStream:
         """The stream by which a request that was let in is read, by others too where its answer is shared."""
-        if (exchange := caller.exchange) is not None:
+        if (exchange := caller.http_timings) is not None:
             exchange.predicted_ttft_s = admission.predicted_s
             if exchange.arrival_time is None:
                 exchange.arrival_time = request.arrival_time
@@ -297,11 +297,11 @@ class AsyncEngine:
         self.metrics.shared()
         self._requests.join(client_id, shared.request_id)
         opened = self._requests.get(shared.request_id)
-        if opened is not None and opened.request.exchange is not None:
-            opened.request.exchange.num_sharing += 1
-        return shared.read(client_id, caller.exchange, deadline=caller.deadline)
+        if opened is not None and opened.request.http_timings is not None:
+            opened.request.http_timings.num_coalesced += 1
+        return shared.read(client_id, caller.http_timings, deadline=caller.deadline)
 
-    def check_capacity(self, prompt_lens: Sequence[int], caller: Caller = ANYBODY, num_each: int = 1) -> Admission:
+    def check_capacity(self, prompt_lens: Sequence[int], caller: Caller = ANONYMOUS, num_each: int = 1) -> Admission:
         """Check a group of requests, with prompts of so many tokens, against all admission limits.
 
         `num_each` requests in a row share a prompt, which is computed once unless they form a static batch.
@@ -317,7 +317,7 @@ class AsyncEngine:
         uncached = [1 if each % num_each and not is_static else count for each, count in enumerate(prompt_lens)]
         return self._admit(self._router.place(prompt_lens, caller), prompt_lens, caller, uncached)
 
-    def precheck_capacity(self, min_lens: Sequence[int], caller: Caller = ANYBODY) -> None:
+    def precheck_capacity(self, min_lens: Sequence[int], caller: Caller = ANONYMOUS) -> None:
         """Refuse a group of requests before their texts are tokenized, if the least prompt lengths are enough for that.
 
         A group that is not refused must still pass `check_capacity`.
@@ -331,7 +331,7 @@ class AsyncEngine:
         self, placed: Placed, prompt_lens: Sequence[int], caller: Caller, uncached_lens: Sequence[int] | None = None
     ) -> Admission:
         predicted_s = self._check(placed, prompt_lens, caller, uncached_lens or prompt_lens)
-        received = None if caller.exchange is None else caller.exchange.received_time
+        received = None if caller.http_timings is None else caller.http_timings.received_time
         if predicted_s is not None and received is not None:
             predicted_s += max(0.0, self.clock() - received)
         return Admission(predicted_s)
@@ -434,7 +434,7 @@ class AsyncEngine:
                 request.priority = opened.priority
         brought = departure.brought
         for best, at_best in self._router.next_of(None if brought is None else brought.replica):
-            if not at_best.scheduler.blocks.can_ever_hold(request.max_num_tokens):
+            if not at_best.scheduler.blocks.can_ever_fit(request.max_num_tokens):
                 continue  # caches may differ in size; the one it comes from has room for it
             replica = best if is_cancelled else self.replicas.bring(departure, best)
             if replica is None:

@@ -133,7 +133,7 @@ class Auditor:
             priority=MAX_PRIORITY,
             tenant=TENANT,
             cache_salt=request.request_id,
-            form=request.form,
+            beam_search=request.beam_search,
             constraint=request.constraint,
             wants_vector=answer.pieces[-1].vector is not None,
             arrival_time=request.arrival_time,
@@ -144,9 +144,9 @@ class Auditor:
     def drop(self) -> None:
         """The copy, if one runs, ends without an answer: nothing can be said."""
         if self._running is not None:
-            receiver = self._running[1].request.receiver
+            receiver = self._running[1].request.sink
             assert receiver is not None
-            receiver.end(FinishReason.ABORT)
+            receiver.finish(FinishReason.ABORT)
 
     def _told_again(self, piece: RequestOutput) -> None:
         """The copy's answer goes on; when it has come to its end, it is compared."""

@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 
 from llm_serving.core.request import FinishReason
 from llm_serving.core.request_output import RequestOutput
-from llm_serving.core.timings import Clock, Exchange
+from llm_serving.core.timings import Clock, HttpTimings
 from llm_serving.engine.request_stream import RequestStream
 
 PIECE_BYTES: Final = 320
@@ -35,7 +35,7 @@ class Sharing(NamedTuple):
 class _Reader:
     stream: RequestStream
     client_id: str
-    exchange: Exchange | None
+    exchange: HttpTimings | None
     began: float
     """Since when its own deadline is counted."""
     deadline: float | None
@@ -113,7 +113,7 @@ class SharedAnswer:
     def read(
         self,
         client_id: str,
-        exchange: Exchange | None,
+        exchange: HttpTimings | None,
         predicted_s: float | None = None,
         deadline: float | None = None,
     ) -> RequestStream:

@@ -71,7 +71,7 @@ def _counts(entry: _Entry) -> bool:
 def timeout_of(request: Request) -> float:
     """Seconds that the client gave the request, from when its headers had come."""
     assert request.deadline is not None
-    began = request.arrival_time if request.exchange is None else request.exchange.received_time
+    began = request.arrival_time if request.http_timings is None else request.http_timings.received_time
     return request.deadline - began
 
 
@@ -128,10 +128,10 @@ class Overdue:
             if first is None or request.deadline is None:
                 continue
             rank = first.request_class.rank
-            num_before = sum(scheduler.held[each.name] for each in scheduler.classes if each.rank <= rank)
+            num_before = sum(scheduler.slots_by_class[each.name] for each in scheduler.classes if each.rank <= rank)
             queue = QueueAhead(
                 1,
-                scheduler.num_owed_tokens(first),
+                scheduler.estimate_prefill_tokens(first),
                 num_before,
                 num_running,
                 in_flight=predictor.in_flight,
@@ -145,7 +145,7 @@ class Overdue:
 
 def _first_computed(request: Request) -> Request | None:
     """What waits first of all that is computed for a request; None: something of it has been computed."""
-    if request.receiver is None:
+    if request.sink is None:
         return None
-    computed = request.receiver.computed
+    computed = request.sink.active_requests
     return computed[0] if all(each.first_scheduled_time is None for each in computed) and computed else None

@@ -77,31 +77,31 @@ def deliver(schedule: Schedule, updated: list[Request], output: StepOutput) -> N
         start, stop = stop, stop + samples
         if not samples or not (all_are_live or request in live):
             continue
-        receiver = request.receiver
+        receiver = request.sink
         if receiver is None:
             continue
         if start in output.row_errors:
-            receiver.end(FinishReason.ERROR, output.row_errors[start])
+            receiver.finish(FinishReason.ERROR, output.row_errors[start])
         else:
-            receiver.take(request, range(start, start + request.num_new_tokens), output)
+            receiver.add_tokens(request, range(start, start + request.num_new_tokens), output)
 
 
 def end(request: Request, reason: FinishReason, error: str | None = None) -> None:
     """Ends the answer that the request is computed for, unless it has had its last piece."""
-    if request.receiver is not None:
-        request.receiver.end(reason, error)
+    if request.sink is not None:
+        request.sink.finish(reason, error)
 
 
 def _deliver_prompts(schedule: Schedule, output: StepOutput) -> set[Request]:
     """Returns the requests that end as a result of theirs cannot be given."""
     ended = set()
     for request, start, logprobs, vector, error in prompt_replies(schedule, output):
-        receiver = request.receiver
+        receiver = request.sink
         if receiver is None:
             continue
         if error is not None:
-            receiver.end(FinishReason.ERROR, error)
+            receiver.finish(FinishReason.ERROR, error)
             ended.add(request)
         else:
-            receiver.take_prompt(request, start, logprobs, vector)
+            receiver.add_prompt_result(request, start, logprobs, vector)
     return ended

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final
 
-from llm_serving.core.fingerprint import NOT_KNOWN, ComputedBy
+from llm_serving.core.fingerprint import UNKNOWN_FINGERPRINT, ComputeFingerprint
 from llm_serving.core.request import FinishReason
 from llm_serving.core.request_output import RequestOutput
 from llm_serving.core.step import StepInput
@@ -62,7 +62,7 @@ class Engine(EngineRequests):
         drafter: SpeculationController | None = None,
         clock: Clock = monotonic,
         notice: str = "",
-        computed_by: ComputedBy = NOT_KNOWN,
+        computed_by: ComputeFingerprint = UNKNOWN_FINGERPRINT,
         build_step: BuildStep | None = None,
         attach_sink: AttachSink = receive,
     ) -> None:
@@ -162,7 +162,7 @@ class Engine(EngineRequests):
             return
         synchronous = not self._in_flight and self._waits_for_replies()
         for request, token_ids in self._drafter.propose(len(self.scheduler.running), synchronous=synchronous):
-            self.scheduler.draft(request, token_ids)
+            self.scheduler.set_draft_tokens(request, token_ids)
 
     def _schedule(self, now: float) -> Schedule | None:
         """Decide the next step; None: no request can move."""
@@ -184,7 +184,7 @@ class Engine(EngineRequests):
         for observer in self._observers:
             observer.on_submitted(schedule, now)
         if schedule.started:
-            started = [request.asked.request_id for request in schedule.started]
+            started = [request.root_request.request_id for request in schedule.started]
             for listener in self._listeners:
                 listener.on_started(started)
 
@@ -207,7 +207,7 @@ class Engine(EngineRequests):
         completed = CompletedStep(schedule, schedule.num_tokens, finished, accepted, self._in_flight, now)
         for observer in self._observers:
             observer.on_completed(completed)
-        if schedule.departures:  # a migrated request takes its tenant's slot along before others get one
+        if schedule.migrating:  # a migrated request takes its tenant's slot along before others get one
             self._publish()
         self._times.settled(self._clock())
 
@@ -268,7 +268,7 @@ class Engine(EngineRequests):
         if self._drafter is not None and self._drafter.pays and not self._expects_prompts():
             return True
         running = self.scheduler.running
-        num_waiting = sum([request.waits_for_reply for request in running])
+        num_waiting = sum([request.needs_known_output for request in running])
         step_s, host_s = self._times.step_s, self._times.host_s
         return num_waiting * (step_s + host_s) > 2 * len(running) * host_s
 

@@ -24,7 +24,7 @@ from llm_serving.observability.metrics import Metrics
 from llm_serving.observability.snapshot import Glance, SchedulerState, glance, scheduler_state
 from llm_serving.scheduler import Scheduler
 from llm_serving.scheduler.bounds import longest_waits
-from llm_serving.scheduler.components import Rules
+from llm_serving.scheduler.components import SchedulingRules
 from llm_serving.speculation import SpeculationController
 from llm_serving.text.tokenizer.tokenizer import Tokenizer
 
@@ -86,7 +86,7 @@ class EngineRequests(ThreadSafeCalls):
     def reprioritise(self, request_id: str, priority: int) -> bool:
         """Give a request another priority; return whether it has it now. A finished request keeps its own."""
         request = self._processor.find(request_id)
-        if request is None or request.receiver is None or not request.receiver.reprioritise(priority):
+        if request is None or request.sink is None or not request.sink.set_priority(priority):
             return False
         self.journal.moved(request, class_of(priority, self.scheduler.classes))
         return True
@@ -98,14 +98,14 @@ class EngineRequests(ThreadSafeCalls):
     def put_off(self, request_id: str, deadline: float | None) -> None:
         """Give a request a later deadline, or none."""
         request = self._processor.find(request_id)
-        if request is None or request.receiver is None:
+        if request is None or request.sink is None:
             return
         request.deadline = deadline
-        for each in request.receiver.computed:
-            self.scheduler.put_off(each, deadline)
+        for each in request.sink.active_requests:
+            self.scheduler.set_deadline(each, deadline)
         self._deadlines.add(request)
 
-    def reload(self, rules: Rules, number: int) -> None:
+    def reload(self, rules: SchedulingRules, number: int) -> None:
         """Schedule by other rules, which are the server's reload with this number (from 1)."""
         self.scheduler.reload(rules)
         self.peers.reloaded(number)
@@ -121,7 +121,7 @@ class EngineRequests(ThreadSafeCalls):
                 " sure of 1/%d of its weight here",
                 self.index,
                 limits.num_schedulers,
-                limits.least_part,
+                limits.weight_divisor,
             )
 
     def state(self) -> SchedulerState:

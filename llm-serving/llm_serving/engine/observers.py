@@ -86,7 +86,7 @@ class SpeculationObserver(StepObserver):
         if step.num_tokens == schedule.num_samples:  # no prompt was computed
             host_s = self._times.host_s if self._runs_ahead else 0.0
             drafter.record_step_time(step.num_tokens, self._times.computed_s, host_s)
-        if schedule.has_drafts:
+        if schedule.has_draft_tokens:
             for row in schedule.rows:
                 if row.num_drafts:
                     num_accepted = step.accepted.get(row.request.sequence, 0)
@@ -97,7 +97,7 @@ class SpeculationObserver(StepObserver):
 
 def accepted_drafts(schedule: Schedule, updated: list[Request]) -> dict[int, int]:
     """Return `Request.sequence` -> accepted draft tokens, for the rows with drafts of a step with a reply."""
-    if not schedule.has_drafts:
+    if not schedule.has_draft_tokens:
         return dict(NO_DRAFTS)
     got = set(updated)
     return {

@@ -111,7 +111,7 @@ class OutputProcessor:
             assert start <= state.num_results, f"log-probabilities of {request.request_id} are missing"
             known = state.num_results - start
             if known < len(logprobs):
-                state.prompt_logprobs.append(logprobs.from_(known))
+                state.prompt_logprobs.append(logprobs.starting_at(known))
                 state.num_results = start + len(logprobs)
         if vector is not None:
             state.vector = vector
@@ -127,7 +127,7 @@ class OutputProcessor:
             del self._states[request.request_id]
             state.text += state.detokenizer.flush()
             self._record_end(state)
-            request.receiver = None  # each refers to the other: they would stay until a search for such pairs
+            request.sink = None  # each refers to the other: they would stay until a search for such pairs
         first = request.first_scheduled_time
         piece = RequestOutput(
             request_id=request.request_id,
@@ -143,7 +143,7 @@ class OutputProcessor:
             queued_s=0.0 if first is None else first - request.arrival_time,
         )
         if state.prompt_logprobs:
-            piece.prompt_logprobs = PromptLogprobs.joined(state.prompt_logprobs)
+            piece.prompt_logprobs = PromptLogprobs.concatenate(state.prompt_logprobs)
             state.prompt_logprobs = []
         piece.vector = state.vector
         state.text, state.token_ids, state.logprobs = "", (), ()
@@ -156,7 +156,7 @@ class OutputProcessor:
         state, now = self._states[request.request_id], self._clock()
         if state.first_token_time is None:
             state.first_token_time = now
-            exchange = request.exchange
+            exchange = request.http_timings
             if exchange is not None and exchange.first_token_time is None:
                 exchange.first_token_time = now
             self._journal.first_token(state.request, now)

@@ -12,7 +12,7 @@ from typing import Any, Final, TypeVar
 from llm_serving.config.schema import ServingConfig
 from llm_serving.core.request import Request
 from llm_serving.core.request_class import RequestClass
-from llm_serving.core.step import any_tokens
+from llm_serving.core.step import all_tokens_allowed
 from llm_serving.errors import LLMServingError, WorkerError
 from llm_serving.executor.executor import Executor, RestartFailedError, StepFailedError
 from llm_serving.executor.step_builder import StepBuilder
@@ -101,8 +101,8 @@ class Recovery:
             # Only what reaches the end of the lost step has passed it: what is at fault may stand anywhere in a prompt,
             # of which the next attempt may compute another part at first.
             reached = row.end - row.num_drafts - 1
-            row.request.num_tokens_when_lost = max(row.request.num_tokens_when_lost, reached)
-        self._scheduler.lose_cache()
+            row.request.num_tokens_at_loss = max(row.request.num_tokens_at_loss, reached)
+        self._scheduler.reset_cache()
         if failed:
             return self._guilty(lost)
         self._restart(str(error))
@@ -114,7 +114,7 @@ class Recovery:
         """Throws the replies to the steps after a failed one away; False if the WorkAgent is gone meanwhile."""
         for schedule in further:
             if self._executor.awaits_allowed:
-                self._executor.allow(any_tokens(schedule.num_samples))
+                self._executor.allow(all_tokens_allowed(schedule.num_samples))
             try:
                 self._executor.collect()
             except StepFailedError:

@@ -15,14 +15,14 @@ from llm_serving.core.window import Window
 from llm_serving.engine.engine import Engine, Publish
 from llm_serving.executor.executor import Executor
 from llm_serving.kvcache import BlockManager
-from llm_serving.kvcache.transfer_pool import Exports
+from llm_serving.kvcache.transfer_pool import TransferPool
 from llm_serving.log import get_logger
 from llm_serving.observability.event_log import Journal
 from llm_serving.observability.metrics import Metrics
 from llm_serving.recording.record_files import RecordFiles
 from llm_serving.recording.recorder import RecordedScheduler, Recorder
 from llm_serving.scheduler import PreemptionMode, Scheduler, SchedulerLimits
-from llm_serving.scheduler.components import Rules
+from llm_serving.scheduler.components import SchedulingRules
 from llm_serving.scheduler.orders import ORDERS
 from llm_serving.scheduler.policies import POLICIES, Policy
 from llm_serving.speculation import DraftModelProposer, NgramProposer, SpeculationController
@@ -51,7 +51,7 @@ def build_scheduler(
     It is recorded where the configuration names a folder, until it is dropped or the program ends.
     """
     scheduler = config.scheduler
-    sees = Window.of(window, scheduler.max_prefill_tokens, config.model.max_generate_length)
+    sees = Window.from_model(window, scheduler.max_prefill_tokens, config.model.max_generate_length)
     blocks = BlockManager(
         num_blocks,
         config.pa.block_size,
@@ -60,7 +60,7 @@ def build_scheduler(
         window=sees,
         exports=open_exports(config.num_transfer_blocks, index),
     )
-    limits, policy, classes, order, _ = build_rules(config, blocks.longest)
+    limits, policy, classes, order, _ = build_rules(config, blocks.max_request_tokens)
     if scheduler.record_path is None:
         return Scheduler(limits, policy, blocks, classes, order)
     name = f"replica-{index}"
@@ -72,13 +72,13 @@ def build_scheduler(
     return recorded
 
 
-def open_exports(num_transfer_blocks: int, index: int) -> Exports:
+def open_exports(num_transfer_blocks: int, index: int) -> TransferPool:
     """The part of the transfer pool that an engine of replica `index` writes: as many blocks as each has, with epochs
     of its own."""
-    return Exports(num_transfer_blocks, index * num_transfer_blocks, next(_OPENED) * EPOCHS_OF_ONE)
+    return TransferPool(num_transfer_blocks, index * num_transfer_blocks, next(_OPENED) * EPOCHS_OF_ONE)
 
 
-def build_rules(config: ServingConfig, longest: int) -> Rules:
+def build_rules(config: ServingConfig, longest: int) -> SchedulingRules:
     """What a scheduler decides by; `longest`: tokens of the longest request that its cache has room for."""
     scheduler, model = config.scheduler, config.model
     policy = POLICIES[scheduler.policy](config)
@@ -91,7 +91,7 @@ def build_rules(config: ServingConfig, longest: int) -> Rules:
         max_preemptions=scheduler.max_preemptions_per_request,
         max_overtakes=scheduler.max_overtakes if policy.honours_classes else 0,
         max_head_start_steps=scheduler.max_head_start_steps,
-        turn_steps=scheduler.quantum_steps,
+        quantum_steps=scheduler.quantum_steps,
         max_steps_in_flight=_max_steps_in_flight(config),
         max_long_prefill_tokens=scheduler.max_long_prefill_tokens or max(1, scheduler.max_prefill_tokens // 2),
         separate=not scheduler.enable_mixed_chunk,
@@ -104,7 +104,7 @@ def build_rules(config: ServingConfig, longest: int) -> Rules:
         max_running_of_tenant={key.name: key.max_running for key in config.api_keys if key.max_running is not None},
     )
     classes = config.request_classes if policy.honours_classes else (RequestClass(name="all", rank=0),)
-    return Rules(limits, policy, classes, ORDERS[_order_name(config, policy)](), scheduler.prefix_caching)
+    return SchedulingRules(limits, policy, classes, ORDERS[_order_name(config, policy)](), scheduler.prefix_caching)
 
 
 def _order_name(config: ServingConfig, policy: Policy) -> str:
@@ -122,11 +122,13 @@ def _context(config: ServingConfig, blocks: BlockManager) -> str:
     """Most tokens of a request, and why no more."""
     wanted = config.model.max_generate_length
     source = config.sources.get("model_config.max_generate_length", "default")
-    if blocks.longest < wanted:
-        return f"a request has up to {blocks.longest} tokens, as many as the KV cache holds ({wanted}: {source})"
+    if blocks.max_request_tokens < wanted:
+        held = blocks.max_request_tokens
+        return f"a request has up to {held} tokens, as many as the KV cache holds ({wanted}: {source})"
     text = f"a request has up to {wanted} tokens ({source})"
-    if blocks.window.slides:
-        text += f" and holds at most {blocks.most_blocks} blocks: every layer sees {blocks.window.num_tokens} tokens"
+    if blocks.window.is_sliding:
+        most = blocks.max_blocks_per_request
+        text += f" and holds at most {most} blocks: every layer sees {blocks.window.num_tokens} tokens"
     return text
 
 

@@ -428,4 +428,4 @@ class Replicas(EngineListener):
 
 
 def _reload(engine: Engine, number: int, config: ServingConfig) -> None:
-    engine.reload(build_rules(config, engine.scheduler.blocks.longest), number)
+    engine.reload(build_rules(config, engine.scheduler.blocks.max_request_tokens), number)

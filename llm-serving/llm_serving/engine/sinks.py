@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
 from llm_serving.core.request import FinishReason, Request, RequestStatus
-from llm_serving.core.request_output import PromptLogprobs, Receiver, RequestOutput, TokenLogprobs
+from llm_serving.core.request_output import OutputSink, PromptLogprobs, RequestOutput, TokenLogprobs
 from llm_serving.core.sampling_params import BeamSearchParams
 from llm_serving.core.step import Float32Array, StepOutput
 from llm_serving.engine.beam_search import BeamSearch, FinishedBeam, Hypothesis, LikelyTokens
@@ -37,10 +37,10 @@ class OneSequence:
 
     def __init__(self, request: Request, desk: Desk) -> None:
         self.request = request
-        self.computed = (request,)
+        self.active_requests = (request,)
         self._desk = desk
 
-    def begin(self) -> None:
+    def start(self) -> None:
         self._desk.processor.start(self.request)
         self._desk.scheduler.add(self.request)
 
@@ -48,7 +48,7 @@ class OneSequence:
         """Begins with what another replica has begun; the processor knows how far that came."""
         self._desk.scheduler.add(self.request)
 
-    def take(self, request: Request, samples: range, output: StepOutput) -> None:
+    def add_tokens(self, request: Request, samples: range, output: StepOutput) -> None:
         desk = self._desk
         for sample in samples:
             stop_string = desk.processor.take(request, sample, output)
@@ -62,7 +62,7 @@ class OneSequence:
             if not num_behind:
                 break
 
-    def take_prompt(
+    def add_prompt_result(
         self, request: Request, start: int, logprobs: PromptLogprobs | None, vector: Float32Array | None
     ) -> None:
         desk = self._desk
@@ -72,14 +72,14 @@ class OneSequence:
         if request.is_finished and request.sampling.max_tokens == 0:  # otherwise its last token is still to be told
             desk.tell(desk.processor.piece(request))
 
-    def end(self, reason: FinishReason, error: str | None = None) -> None:
+    def finish(self, reason: FinishReason, error: str | None = None) -> None:
         processor = self._desk.processor
         if processor.knows(self.request):
             self._finish(reason)
             self._desk.tell(processor.piece(self.request, error))
 
-    def reprioritise(self, priority: int) -> bool:
-        return self._desk.scheduler.reprioritise(self.request, priority)
+    def set_priority(self, priority: int) -> bool:
+        return self._desk.scheduler.set_priority(self.request, priority)
 
     def _finish(self, reason: FinishReason, stop_reason: str | None = None) -> None:
         """For this reason, whatever limit its newest token reached."""
@@ -96,11 +96,11 @@ class Beams:
     """
 
     def __init__(self, request: Request, desk: Desk) -> None:
-        assert request.form is not None
+        assert request.beam_search is not None
         self.request = request
         self._desk = desk
-        self._params = request.form
-        self._search = BeamSearch(request.form, request.sampling.max_tokens, request.stop_token_ids)
+        self._params = request.beam_search
+        self._search = BeamSearch(request.beam_search, request.sampling.max_tokens, request.stop_token_ids)
         self._beams: list[Request] = []
         """One for each live sequence of the search, in its order."""
         self._replies: dict[str, LikelyTokens] = {}
@@ -108,14 +108,14 @@ class Beams:
         self._num_forks = 0
 
     @property
-    def computed(self) -> list[Request]:
+    def active_requests(self) -> list[Request]:
         return self._beams
 
-    def begin(self) -> None:
+    def start(self) -> None:
         self._desk.processor.start(self.request)
         self._desk.scheduler.add(self._new_beam([]))
 
-    def take(self, request: Request, samples: range, output: StepOutput) -> None:
+    def add_tokens(self, request: Request, samples: range, output: StepOutput) -> None:
         """Takes the reply for one beam; when it was the last of its group, the group makes a step.
 
         After a step it tells a piece: an empty one, or at the end the last one with all answers.
@@ -133,25 +133,25 @@ class Beams:
         processor.record_time(self.request)
         self._desk.tell(self._last_piece() if self._search.has_ended else processor.piece(self.request))
 
-    def take_prompt(
+    def add_prompt_result(
         self, request: Request, start: int, logprobs: PromptLogprobs | None, vector: Float32Array | None
     ) -> None:
         """Nothing is told of the prompt of a search."""
 
-    def end(self, reason: FinishReason, error: str | None = None) -> None:
+    def finish(self, reason: FinishReason, error: str | None = None) -> None:
         if not self.request.is_finished:
             self._finish(reason)
             self._desk.tell(self._desk.processor.piece(self.request, error))
 
-    def reprioritise(self, priority: int) -> bool:
+    def set_priority(self, priority: int) -> bool:
         scheduler = self._desk.scheduler
         moved: list[Request] = []
         for beam in self._beams:
             if beam.is_finished:  # by its last token
                 continue
-            if not scheduler.reprioritise(beam, priority):
+            if not scheduler.set_priority(beam, priority):
                 for each in moved:
-                    scheduler.reprioritise(each, self.request.priority)
+                    scheduler.set_priority(each, self.request.priority)
                 return False
             moved.append(beam)
         self.request.priority = priority
@@ -196,9 +196,9 @@ class Beams:
             tenant=root.tenant,
             cache_salt=root.cache_salt,
             fork_of=None if parent is None else parent.request_id,
-            waits_for_reply=True,
+            needs_known_output=True,
             is_beam=True,
-            receiver=self,
+            sink=self,
             arrival_time=root.arrival_time,
             deadline=root.deadline,
             output_token_ids=output_token_ids,
@@ -247,21 +247,21 @@ def _token_logprobs(token: Hypothesis, count: int) -> TokenLogprobs:
     return TokenLogprobs(token.token_id, token.logprob, tuple(likely.token_ids[:count]), tuple(likely.logprobs[:count]))
 
 
-__all__ = ["RECEIVERS", "Desk", "OneSequence", "receive"]
+__all__ = ["OUTPUT_SINKS", "Desk", "OneSequence", "receive"]
 
 
 class _Create(Protocol):
-    def __call__(self, request: Request, desk: Desk) -> Receiver: ...
+    def __call__(self, request: Request, desk: Desk) -> OutputSink: ...
 
 
-RECEIVERS: Final[dict[type, _Create]] = {
+OUTPUT_SINKS: Final[dict[type, _Create]] = {
     type(None): OneSequence,
     BeamSearchParams: Beams,
 }
 
 
-def receive(request: Request, desk: Desk) -> Receiver:
+def receive(request: Request, desk: Desk) -> OutputSink:
     """Gives a request who answers it, and begins."""
-    receiver = request.receiver = RECEIVERS[type(request.form)](request, desk)
-    receiver.begin()
+    receiver = request.sink = OUTPUT_SINKS[type(request.beam_search)](request, desk)
+    receiver.start()
     return receiver

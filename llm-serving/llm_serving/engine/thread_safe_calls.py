@@ -76,7 +76,7 @@ class ThreadSafeCalls:
     def give_back(self, blocks: list[TransferBlock]) -> None:
         """Free exported blocks that the importing replicas have read."""
         with contextlib.suppress(WorkerDiedError):  # the next owner of the memory starts without exports
-            self._inbox.post(lambda: self.scheduler.give_back(blocks))
+            self._inbox.post(lambda: self.scheduler.reclaim_exported_blocks(blocks))
 
     def ask(self, question: Callable[[], T]) -> Future[T]:
         """Call a function in the engine's thread between two steps, and return its result or exception.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from llm_serving.core.fingerprint import ComputedBy
+from llm_serving.core.fingerprint import ComputeFingerprint
 from llm_serving.errors import WorkerDiedError
 from llm_serving.executor.supervisor import WorkAgentProcess
 
@@ -14,7 +14,7 @@ class SameBits:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._first: tuple[int, ComputedBy] | None = None
+        self._first: tuple[int, ComputeFingerprint] | None = None
 
     def agreed(self, agent: WorkAgentProcess) -> WorkAgentProcess:
         """The WorkAgent, unless it computes otherwise than the first: then it is ended.
@@ -32,7 +32,7 @@ class SameBits:
         agent.kill()
         names = ", ".join(
             f"{name} {ours} and {theirs}"
-            for name in ComputedBy.__struct_fields__
+            for name in ComputeFingerprint.__struct_fields__
             if (ours := getattr(found, name)) != (theirs := getattr(wanted, name))
         )
         raise WorkerDiedError(f"WorkAgent {agent.index} would give other answers than WorkAgent {first}: {names}")

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple, Protocol
 
-from llm_serving.core.step import AllowedTokens, Continuation, Continues, StepInput, StepOutput
+from llm_serving.core.step import AllowedTokens, Continuation, DraftModelClient, StepInput, StepOutput
 from llm_serving.core.timings import Clock, monotonic
 from llm_serving.errors import (
     ChannelClosedError,
@@ -151,7 +151,7 @@ class LocalExecutor(Unsupervised):
 
     max_steps_in_flight = 1
 
-    def __init__(self, runner: Runner, draft_model: Continues | None = None) -> None:
+    def __init__(self, runner: Runner, draft_model: DraftModelClient | None = None) -> None:
         self.next_step = 0
         self._runner = runner
         self._draft_model = draft_model
@@ -167,7 +167,7 @@ class LocalExecutor(Unsupervised):
 
     def allow(self, allowed: AllowedTokens) -> None:
         step = self._submitted[0]
-        self._submitted[0] = replace(step, sampling=step.sampling.allowing(allowed), allowed_follow=False)
+        self._submitted[0] = replace(step, sampling=step.sampling.with_allowed_tokens(allowed), allowed_follow=False)
 
     def await_ending(self) -> None:
         pass

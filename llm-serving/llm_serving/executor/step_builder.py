@@ -15,9 +15,9 @@ from llm_serving.core.step import (
     SAMPLE_FIELDS,
     SAMPLING_DTYPES,
     AllowedTokens,
+    BlockMove,
     Float32Array,
     Int32Array,
-    Move,
     ResultKind,
     SamplingInput,
     ScoringInput,
@@ -25,7 +25,7 @@ from llm_serving.core.step import (
     Wanted,
     no_block_moves,
     no_scoring,
-    sampled_in_previous_step,
+    reference_to_previous_step,
 )
 from llm_serving.kvcache import BlockManager
 from llm_serving.scheduler import Schedule
@@ -71,7 +71,7 @@ class StepBuilder:
             if samples > 1:
                 token_ids += request.draft_token_ids
             elif end > num_known:  # the newest token is still on the device
-                token_ids.append(sampled_in_previous_step(self._previous_samples[request]))
+                token_ids.append(reference_to_previous_step(self._previous_samples[request]))
         query_lens = np.array([row[2] for row in rows], np.int32)
         num_computed = np.array([row[1] for row in rows], np.int32)
         wanted, positions = _chosen(rows)
@@ -99,16 +99,16 @@ class StepBuilder:
         return step
 
     def allowed(self, schedule: Schedule) -> AllowedTokens:
-        """What the samples of a step with walks may choose, once the replies to all steps before it have come."""
+        """What the samples of a step with matchers may choose, once the replies to all steps before it have come."""
         parts: list[Int32Array] = []
         for request, _, _, samples, _ in schedule.rows:
-            walk, output = request.walk, request.output_token_ids
-            if walk is None:
+            matcher, output = request.matcher, request.output_token_ids
+            if matcher is None:
                 parts += [self._params.allowed.get(request, _NO_WORDS)] * samples
             elif request.is_finished or (output and output[-1] < 0):  # nobody waits for it, or only for its error
                 parts += [_NO_WORDS] * samples
             elif samples:
-                parts += walk.allowed_behind(output, request.draft_token_ids)
+                parts += matcher.allowed_words_after_drafts(output, request.draft_token_ids)
         return _joined(parts)
 
     def _sampling(self, samples: list[_Sample], positions: Int32Array) -> SamplingInput:
@@ -140,11 +140,11 @@ class StepBuilder:
             return []
         history = request.prompt_token_ids + request.output_token_ids
         if len(history) < request.num_tokens - 1:
-            history.append(sampled_in_previous_step(self._previous_samples[request]))
+            history.append(reference_to_previous_step(self._previous_samples[request]))
         return history + request.draft_token_ids[:num_drafts]
 
 
-def _moves(moves: Sequence[Move]) -> Int32Array:
+def _moves(moves: Sequence[BlockMove]) -> Int32Array:
     return np.array(moves, np.int32) if moves else _NO_MOVES
 
 
@@ -203,7 +203,7 @@ class _SamplingParams:
         }
         """Words of the requests whose allowed tokens are always the same."""
         self.allowed_tokens = _joined([self.allowed.get(each, _NO_WORDS) for each in requests])
-        self.has_walks = any(request.walk is not None for request in requests)
+        self.has_walks = any(request.matcher is not None for request in requests)
         """Whether those of any request change from step to step."""
 
 

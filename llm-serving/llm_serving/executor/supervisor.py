@@ -16,7 +16,7 @@ from typing import Final
 import msgspec
 
 from llm_serving.config.schema import ServingConfig
-from llm_serving.core.fingerprint import package_image
+from llm_serving.core.fingerprint import code_fingerprint
 from llm_serving.core.step import AllowedTokens, Continuation, StepInput, StepOutput
 from llm_serving.core.timings import Clock, monotonic
 from llm_serving.errors import (
@@ -170,10 +170,10 @@ def _load(
     welcome = receive()
     if not isinstance(welcome, Welcome) or welcome.version != PROTOCOL_VERSION:
         raise ProtocolError(f"WorkAgent {index} does not speak version {PROTOCOL_VERSION} of the protocol")
-    if welcome.image != package_image():
+    if welcome.image != code_fingerprint():
         raise ProtocolError(
             f"WorkAgent {index} runs other code (image {welcome.image[:12]}) than the master (image "
-            f"{package_image()[:12]}): install the same version on every machine, or start the server again"
+            f"{code_fingerprint()[:12]}): install the same version on every machine, or start the server again"
         )
     channel.send(settings)
     while isinstance(answer := receive(), Progress):

@@ -8,7 +8,7 @@ from typing import Final, Protocol
 
 import msgspec
 
-from llm_serving.core.enums import described_exit
+from llm_serving.core.enums import describe_exit
 from llm_serving.log import get_logger
 from llm_serving.transport.channel import Channel
 from llm_serving.transport.messages import AgentMessage
@@ -68,7 +68,7 @@ class LocalProcess(subprocess.Popen[bytes]):
 
     @property
     def described_end(self) -> str:
-        return described_exit(self.returncode)
+        return describe_exit(self.returncode)
 
     def end(self, timeout_s: float | None) -> None:
         if self.stdin is not None:

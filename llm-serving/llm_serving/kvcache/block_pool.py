@@ -25,8 +25,8 @@ class BlockPool:
         self._ref_counts = [0] * num_blocks
         self._epochs = [0] * num_blocks
         self._num_allocations = last_epoch % MAX_EPOCH
-        self._names: list[bytes | None] = [None] * num_blocks
-        self._blocks_by_name: dict[bytes, int] = {}
+        self._hashes: list[bytes | None] = [None] * num_blocks
+        self._blocks_by_hash: dict[bytes, int] = {}
 
     @property
     def num_free_blocks(self) -> int:
@@ -39,7 +39,7 @@ class BlockPool:
     @property
     def num_cached_blocks(self) -> int:
         """Blocks, free or used, that can be found by name."""
-        return len(self._blocks_by_name)
+        return len(self._blocks_by_hash)
 
     def ref_count(self, block_id: int) -> int:
         return self._ref_counts[block_id]
@@ -56,13 +56,13 @@ class BlockPool:
             self._ref_counts[block_id] = 1
             self._num_allocations = (self._num_allocations + 1) % MAX_EPOCH
             self._epochs[block_id] = self._num_allocations
-            name = self._names[block_id]
+            name = self._hashes[block_id]
             if name is not None:
-                del self._blocks_by_name[name]
-                self._names[block_id] = None
+                del self._blocks_by_hash[name]
+                self._hashes[block_id] = None
         return block_ids
 
-    def reference(self, block_ids: Iterable[int]) -> None:
+    def add_references(self, block_ids: Iterable[int]) -> None:
         """Adds one reference to each block, free ones included."""
         for block_id in block_ids:
             if self._ref_counts[block_id] == 0:
@@ -77,31 +77,31 @@ class BlockPool:
             self._ref_counts[block_id] = count - 1
             if count == 1:
                 self._free[block_id] = None
-                if self._names[block_id] is None:
+                if self._hashes[block_id] is None:
                     self._free.move_to_end(block_id, last=False)
 
-    def name(self, block_id: int, epoch: int, name: bytes) -> None:
+    def register_hash(self, block_id: int, epoch: int, name: bytes) -> None:
         """Lets the block of an owner be found; where two have the same content, the first keeps the name."""
         assert self._ref_counts[block_id] > 0, f"block {block_id} is free and cannot be named"
         assert self._epochs[block_id] == epoch, f"block {block_id} belongs to somebody else"
-        if self._names[block_id] is None and name not in self._blocks_by_name:
-            self._names[block_id] = name
-            self._blocks_by_name[name] = block_id
+        if self._hashes[block_id] is None and name not in self._blocks_by_hash:
+            self._hashes[block_id] = name
+            self._blocks_by_hash[name] = block_id
 
-    def find(self, name: bytes) -> int | None:
+    def find_cached(self, name: bytes) -> int | None:
         """The block whose content has this name, free or used."""
-        return self._blocks_by_name.get(name)
+        return self._blocks_by_hash.get(name)
 
     @property
-    def has(self) -> Callable[[bytes], bool]:
+    def is_cached(self) -> Callable[[bytes], bool]:
         """Tells whether there is a block of this name; good for as long as the pool is."""
-        return self._blocks_by_name.__contains__
+        return self._blocks_by_hash.__contains__
 
-    def forget(self) -> None:
+    def clear_hashes(self) -> None:
         """Takes all names away: what the blocks hold is no longer known."""
-        for block_id in self._blocks_by_name.values():
-            self._names[block_id] = None
-        self._blocks_by_name.clear()
+        for block_id in self._blocks_by_hash.values():
+            self._hashes[block_id] = None
+        self._blocks_by_hash.clear()
 
     def check_integrity(self, references: Iterable[int]) -> None:
         """Raises AssertionError unless free + used == all and `references` (one entry a use) match the counts."""
@@ -111,7 +111,7 @@ class BlockPool:
         assert expected == self._ref_counts, "reference counts differ from the block tables"
         is_unused = len(self._free) == expected.count(0) and not any(expected[block_id] for block_id in self._free)
         assert is_unused, "a block is lost"
-        num_named = self.num_blocks - self._names.count(None)
-        assert num_named == len(self._blocks_by_name), "a block has a name that is not found"
-        points_back = all(self._names[block_id] == name for name, block_id in self._blocks_by_name.items())
+        num_named = self.num_blocks - self._hashes.count(None)
+        assert num_named == len(self._blocks_by_hash), "a block has a name that is not found"
+        points_back = all(self._hashes[block_id] == name for name, block_id in self._blocks_by_hash.items())
         assert points_back, "a name points elsewhere"

@@ -42,7 +42,7 @@ class BlockTable:
         self.ids.extend(block_ids)
         self.epochs.extend(map(pool.epoch, block_ids))
 
-    def give_back(self, start: int) -> list[int]:
+    def drop_before(self, start: int) -> list[int]:
         """Leaves the entries before `start` without blocks; returns those that stood there."""
         first, count = self.start, start - self.start
         if count <= 0:

@@ -13,7 +13,7 @@ TransferBlock = tuple[int, int]
 """A block of the transfer pool, as all replicas call it, and its epoch."""
 
 
-class Exports:
+class TransferPool:
     """Only this replica's WorkAgent writes these blocks, in the order of its steps, so one may be given away as soon as
     who read it says so: whatever was submitted before is done before the next owner's first write.
 
@@ -28,46 +28,46 @@ class Exports:
     def __init__(self, num_blocks: int = 0, first: int = 0, last_epoch: int = 0) -> None:
         self.pool = BlockPool(num_blocks, last_epoch)
         self._first = first
-        self._leaving: dict[str, tuple[BlockTable, int]] = {}
+        self._pending: dict[str, tuple[BlockTable, int]] = {}
         """Of requests whose last step here has been formed: their blocks, and whose tokens these hold."""
-        self._away: dict[int, int] = {}
+        self._handed_over: dict[int, int] = {}
         """Block -> epoch, of those that others have."""
 
-    def take(self, request_id: str, start: int, end: int, num_tokens: int) -> BlockTable | None:
+    def allocate(self, request_id: str, start: int, end: int, num_tokens: int) -> BlockTable | None:
         """Blocks for the entries [start, end) of a table, to hold `num_tokens`; None: there are not so many."""
         count = end - start
         if count > self.pool.num_free_blocks:
             return None
         taken = self.pool.allocate(count)
         table = BlockTable([self._first + each for each in taken], map(self.pool.epoch, taken), start)
-        self._leaving[request_id] = table, num_tokens
+        self._pending[request_id] = table, num_tokens
         return table
 
-    def leave(self, request_id: str) -> Transfer:
+    def hand_over(self, request_id: str) -> Transfer:
         """The step that fills the request's blocks is done: another replica gets them."""
-        table, num_tokens = self._leaving.pop(request_id)
+        table, num_tokens = self._pending.pop(request_id)
         ids, epochs = tuple(table.ids[table.start :]), tuple(table.epochs[table.start :])
-        self._away.update(zip(ids, epochs, strict=True))
+        self._handed_over.update(zip(ids, epochs, strict=True))
         return Transfer(ids, epochs, table.start, num_tokens)
 
-    def stay(self, request_id: str) -> None:
+    def cancel(self, request_id: str) -> None:
         """The request ends, or is not to leave with these blocks."""
-        table, _ = self._leaving.pop(request_id)
+        table, _ = self._pending.pop(request_id)
         self.pool.free(each - self._first for each in table)
 
-    def give_back(self, blocks: Iterable[TransferBlock]) -> None:
+    def reclaim(self, blocks: Iterable[TransferBlock]) -> None:
         """Others need these no longer. What another engine gave away is none of ours."""
         for block_id, epoch in blocks:
-            if self._away.get(block_id) == epoch:
-                del self._away[block_id]
+            if self._handed_over.get(block_id) == epoch:
+                del self._handed_over[block_id]
                 self.pool.free([block_id - self._first])
 
-    def lose(self) -> None:
+    def cancel_all(self) -> None:
         """What was to be written never will be; what others have is there."""
-        for request_id in list(self._leaving):
-            self.stay(request_id)
+        for request_id in list(self._pending):
+            self.cancel(request_id)
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless every block is free, about to leave or away."""
-        leaving = chain.from_iterable(table for table, _ in self._leaving.values())
-        self.pool.check_integrity(each - self._first for each in chain(leaving, self._away))
+        leaving = chain.from_iterable(table for table, _ in self._pending.values())
+        self.pool.check_integrity(each - self._first for each in chain(leaving, self._handed_over))

@@ -19,7 +19,7 @@ from typing import Final, NamedTuple
 
 from llm_serving.core.request import FinishReason, Request
 from llm_serving.core.request_class import RequestClass
-from llm_serving.core.timings import Exchange
+from llm_serving.core.timings import HttpTimings
 from llm_serving.scheduler import Schedule
 from llm_serving.scheduler.schedule import Blocked
 
@@ -106,7 +106,7 @@ class Life:
         self.request_class = request_class
         self.number = number
         """Order of arrival at the engine, from 1."""
-        self.exchange: Exchange | None = request.exchange
+        self.exchange: HttpTimings | None = request.http_timings
         self.arrival_time = request.arrival_time
         self.queued_time: float | None = None
         self.first_token_time: float | None = None
@@ -210,14 +210,14 @@ class Journal:
             return
         self._num_lives += 1
         self._lives[request.request_id] = Life(request, request_class, self._num_lives)
-        if request.exchange is not None:
-            request.exchange.unfinished.add(request.request_id)
+        if request.http_timings is not None:
+            request.http_timings.unfinished_request_ids.add(request.request_id)
 
     def forget(self, request: Request) -> None:
         """A request that was submitted has not got there."""
         self._lives.pop(request.request_id, None)
-        if request.exchange is not None:
-            request.exchange.unfinished.discard(request.request_id)
+        if request.http_timings is not None:
+            request.http_timings.unfinished_request_ids.discard(request.request_id)
 
     def departed(self, request: Request, now: float) -> None:
         """Another replica goes on with it; what is kept here is how it came so far."""
@@ -235,7 +235,7 @@ class Journal:
         """The engine has taken it from its inbox; the scheduler knows it."""
         if (life := self._lives.get(request.request_id)) is not None:
             life.queued_time = now
-            computed = (request,) if request.receiver is None else request.receiver.computed
+            computed = (request,) if request.sink is None else request.sink.active_requests
             life.sequences = frozenset(each.sequence for each in computed)
             life.has_beams = any(each.is_beam for each in computed)
 
@@ -267,17 +267,19 @@ class Journal:
         chunks: tuple[tuple[int, int, int], ...] = ()
         if len(singles) < len(rows):
             chunks = tuple(
-                (row.request.sequence, row.num_computed, row.query_len) for row in rows if row.query_len != row.samples
+                (row.request.sequence, row.num_computed, row.query_len)
+                for row in rows
+                if row.query_len != row.num_samples
             )
         drafts: tuple[tuple[int, int, int], ...] = ()
-        if schedule.has_drafts:
+        if schedule.has_draft_tokens:
             drafts = tuple((row.request.sequence, row.num_drafts, 0) for row in rows if row.num_drafts)
         self._in_flight.append(Step(schedule.step, now, math.inf, singles, chunks, drafts))
         for request in schedule.started:
-            if (life := self._lives.get(request.asked.request_id)) is not None:
+            if (life := self._lives.get(request.root_request.request_id)) is not None:
                 life.sequences |= {request.sequence}
         for request, preemption in zip(schedule.preempted, schedule.preemptions, strict=True):
-            if (life := self._lives.get(request.asked.request_id)) is not None:
+            if (life := self._lives.get(request.root_request.request_id)) is not None:
                 life.preemptions += (Preempted(now, preemption.by_class, preemption.swapped),)
 
     def replied(self, now: float, accepted_drafts: Mapping[int, int] = NO_DRAFTS) -> None:
@@ -308,8 +310,8 @@ class Journal:
             return
         life.end(now)
         if (exchange := life.exchange) is not None:
-            exchange.last_ended_time = max(exchange.last_ended_time, now)
-            exchange.unfinished.discard(life.request_id)
+            exchange.last_finished_time = max(exchange.last_finished_time, now)
+            exchange.unfinished_request_ids.discard(life.request_id)
         self._keep(life)
 
     def _keep(self, life: Life) -> None:

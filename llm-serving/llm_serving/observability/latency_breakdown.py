@@ -178,8 +178,8 @@ class _Walk:
         self._until(self._end, Part.SENDING)
         if life.ended_time is None or exchange is None:
             return
-        answered = exchange.answered_time
-        others_end = now if exchange.unfinished else nanoseconds(exchange.last_ended_time)
+        answered = exchange.response_sent_time
+        others_end = now if exchange.unfinished_request_ids else nanoseconds(exchange.last_finished_time)
         end = now if answered is None else nanoseconds(answered)
         self._until(min(others_end, end), Part.OTHER_CHOICES)
         self._until(end, Part.SENDING)
@@ -248,12 +248,16 @@ def why_queued(life: Life, blocked: Blocked | None) -> str:
     own = life.request_class
     if blocked is None:
         return "the next step"
-    if life.tenant in blocked.tenants:
+    if life.tenant in blocked.full_tenants:
         return WaitReason.TENANT.value
-    if own.name in blocked.closed:
+    if own.name in blocked.closed_classes:
         return WaitReason.SHARE.value
     if blocked.request_id is None or blocked.request_id.split("/")[0] == life.request_id:
-        return blocked.reason.value if blocked.behind is None else f"{blocked.reason}, behind class {blocked.behind}"
+        return (
+            blocked.reason.value
+            if blocked.holding_class is None
+            else f"{blocked.reason}, behind class {blocked.holding_class}"
+        )
     if blocked.class_name == own.name:
         return f"its own class, earlier ({blocked.reason})"
     return f"class {blocked.class_name} ahead ({blocked.reason})"
@@ -397,7 +401,7 @@ def explain(
             guessed=num_accepted,
         ),
         num_preemptions=facts.num_preemptions,
-        num_sharing=0 if life.exchange is None else life.exchange.num_sharing,
+        num_sharing=0 if life.exchange is None else life.exchange.num_coalesced,
         bounds=ExplainedBounds(
             wait=BoundAndMet(bound=facts.wait_bound, met=facts.num_steps_waited),
             wait_bound_s=wait_bound_s,

@@ -99,8 +99,8 @@ class WaitingRequest(Struct, kw_only=True):
 
     @classmethod
     def of(cls, request: Request, scheduler: Scheduler, now: float, *, is_apart: bool) -> WaitingRequest:
-        monitor = scheduler.waits.monitor
-        is_promised = not request.has_run and monitor.watches(request)
+        monitor = scheduler.waiting_requests.monitor
+        is_promised = not request.has_run and monitor.is_watching(request)
         return cls(
             id=request.request_id,
             request_class=request.request_class.name,
@@ -111,7 +111,7 @@ class WaitingRequest(Struct, kw_only=True):
             has_run=request.has_run,
             tenant_limit=is_apart,
             prompt=request.num_prompt_tokens,
-            waited=monitor.num_waited(request) if is_promised else None,
+            waited=monitor.num_steps_waited(request) if is_promised else None,
             bound=request.wait_bound if is_promised else None,
         )
 
@@ -137,9 +137,9 @@ class ClassQueue(Struct, kw_only=True):
             request_class=each.name,
             rank=each.rank,
             weight=each.weight,
-            running=scheduler.held[each.name],
+            running=scheduler.slots_by_class[each.name],
             waiting=len(scheduler.waiting.queues[each.name]),
-            blocks=scheduler.places.blocks_held[each.name],
+            blocks=scheduler.slots.blocks_by_class[each.name],
             oldest_s=max(waits, default=None),
             bounds=bounds,
         )
@@ -214,7 +214,7 @@ def scheduler_state(
         each.sequence: WaitingRequest.of(each, scheduler, now, is_apart=False)
         for each in islice(scheduler.waiting, max_waiting)
     }
-    for each in islice(scheduler.kept_apart(), max_waiting - len(waiting)):
+    for each in islice(scheduler.held_by_tenant_limits(), max_waiting - len(waiting)):
         waiting[each.sequence] = WaitingRequest.of(each, scheduler, now, is_apart=True)
     tenants = {each.tenant for each in running.values()} | {each.tenant for each in waiting.values()}
     rows = list(waiting.values())
@@ -230,7 +230,7 @@ def scheduler_state(
             for each, bounds in zip(scheduler.classes, scheduler.bounds, strict=True)
         ],
         served={
-            name: {tenant: queue.shares.served(tenant) for tenant in tenants}
+            name: {tenant: queue.token_counters.served(tenant) for tenant in tenants}
             for name, queue in scheduler.waiting.queues.items()
         },
         blocks=Blocks.of(scheduler.blocks),

@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from llm_serving.core.step import BlockMove, Move
+from llm_serving.core.step import BlockMove, BlockMoveKind
 from llm_serving.observability.histogram import LENGTH_BUCKETS, Histogram
 from llm_serving.scheduler.schedule import Preemption
 
@@ -43,14 +43,14 @@ class SwapMetrics:
         """Lets every scrape ask what waits in the host pool of a replica."""
         self._loads[replica] = load
 
-    def scheduled(self, moves: Sequence[Move], preemptions: Sequence[Preemption]) -> None:
+    def scheduled(self, moves: Sequence[BlockMove], preemptions: Sequence[Preemption]) -> None:
         """A step was formed that makes these moves, after these preemptions."""
         if not moves and not preemptions:
             return
         with self._lock:
             self._num_requests_out += sum(preemption.swapped for preemption in preemptions)
-            self._num_blocks_out += sum(move.kind == BlockMove.SWAP_OUT for move in moves)
-            self._num_blocks_in += sum(move.kind == BlockMove.SWAP_IN for move in moves)
+            self._num_blocks_out += sum(move.kind == BlockMoveKind.SWAP_OUT for move in moves)
+            self._num_blocks_in += sum(move.kind == BlockMoveKind.SWAP_IN for move in moves)
 
     def collect(self) -> Iterator[Metric]:
         names, values = list(self._labels), list(self._labels.values())
@@ -93,7 +93,7 @@ class MoveMetrics:
         self._num_requests = self._num_blocks = 0
         self._seconds = 0.0
 
-    def arrived(self, seconds: Sequence[float], moves: Sequence[Move]) -> None:
+    def arrived(self, seconds: Sequence[float], moves: Sequence[BlockMove]) -> None:
         """A step is formed with requests that moved, for the first time.
 
         Args:
@@ -103,7 +103,7 @@ class MoveMetrics:
         with self._lock:
             self._num_requests += len(seconds)
             self._seconds += sum(seconds)
-            self._num_blocks += sum(move.kind == BlockMove.IMPORT for move in moves)
+            self._num_blocks += sum(move.kind == BlockMoveKind.IMPORT for move in moves)
 
     def collect(self) -> Iterator[Metric]:
         names, values = list(self._labels), list(self._labels.values())

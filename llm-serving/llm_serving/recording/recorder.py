@@ -41,7 +41,7 @@ from llm_serving.recording.records import (
     encode,
 )
 from llm_serving.recording.snapshot import capture
-from llm_serving.scheduler.components import Rules
+from llm_serving.scheduler.components import SchedulingRules
 from llm_serving.scheduler.limits import SchedulerLimits
 from llm_serving.scheduler.orders import Order
 from llm_serving.scheduler.policies import Policy
@@ -219,14 +219,14 @@ class RecordedScheduler(Scheduler):
                 request.tenant,
                 request.cache_salt,
                 request.fork_of,
-                request.waits_for_reply,
+                request.needs_known_output,
                 request.is_beam,
-                request.num_results_wanted,
+                request.num_prompt_logprobs_wanted,
                 request.wants_vector,
                 request.arrival_time,
                 request.deadline,
                 request.last_scheduled_step,
-                request.moves,
+                request.wants_migration,
                 request.transfer,
                 request.num_cached_tokens,
                 request.first_scheduled_time,
@@ -234,9 +234,9 @@ class RecordedScheduler(Scheduler):
         )
         super().add(request)
 
-    def draft(self, request: Request, token_ids: list[int]) -> None:
+    def set_draft_tokens(self, request: Request, token_ids: list[int]) -> None:
         self._record(Drafted(request.sequence, token_ids))
-        super().draft(request, token_ids)
+        super().set_draft_tokens(request, token_ids)
 
     def schedule(self, now: float) -> Schedule | None:
         self._record(Asked(now))
@@ -264,48 +264,48 @@ class RecordedScheduler(Scheduler):
             self._record(Resumed(request.sequence, request.output_token_ids[-1]))
         super().resume(request)
 
-    def reprioritise(self, request: Request, priority: int) -> bool:
+    def set_priority(self, request: Request, priority: int) -> bool:
         if not request.is_finished:
             self._record(Reprioritised(request.sequence, priority))
-        return super().reprioritise(request, priority)
+        return super().set_priority(request, priority)
 
-    def put_off(self, request: Request, deadline: float | None) -> None:
+    def set_deadline(self, request: Request, deadline: float | None) -> None:
         if not request.is_finished:
             self._record(PutOff(request.sequence, deadline))
-        super().put_off(request, deadline)
+        super().set_deadline(request, deadline)
 
     def finish(self, request: Request, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         if not request.is_finished:
             self._record(Ended(request.sequence, reason.value))
         super().finish(request, reason, stop_reason)
 
-    def depart(self, request: Request) -> Transfer:
+    def migrate_out(self, request: Request) -> Transfer:
         self._record(Departed(request.sequence))
-        return super().depart(request)
+        return super().migrate_out(request)
 
-    def give_back(self, blocks: Sequence[TransferBlock]) -> None:
+    def reclaim_exported_blocks(self, blocks: Sequence[TransferBlock]) -> None:
         self._record(GivenBack(list(blocks)))
-        super().give_back(blocks)
+        super().reclaim_exported_blocks(blocks)
 
-    def served_elsewhere(self, service: Mapping[tuple[str, str], int]) -> None:
+    def charge_remote_service(self, service: Mapping[tuple[str, str], int]) -> None:
         self._record(ServedElsewhere([(name, tenant, num_tokens) for (name, tenant), num_tokens in service.items()]))
-        super().served_elsewhere(service)
+        super().charge_remote_service(service)
 
-    def deal(self, places: Mapping[str, int]) -> None:
+    def adjust_tenant_leases(self, places: Mapping[str, int]) -> None:
         self._record(Dealt(dict(places)))
-        super().deal(places)
+        super().adjust_tenant_leases(places)
 
-    def put_ahead(self, names: Collection[str]) -> None:
+    def deprioritize(self, names: Collection[str]) -> None:
         self._record(PutAhead(sorted(names)))
-        super().put_ahead(names)
+        super().deprioritize(names)
 
-    def reload(self, rules: Rules) -> None:
+    def reload(self, rules: SchedulingRules) -> None:
         self._record(Reloaded(*capture(rules)))
         super().reload(rules)
 
-    def lose_cache(self) -> None:
+    def reset_cache(self) -> None:
         self._record(CacheLost())
-        super().lose_cache()
+        super().reset_cache()
 
     def _record(self, event: Any) -> None:
         if self._recorder is not None:

@@ -15,13 +15,13 @@ from typing import Any, BinaryIO, Final, NamedTuple
 import msgspec
 
 from llm_serving.core.kv_transfer import Transfer
-from llm_serving.core.step import Move
+from llm_serving.core.step import BlockMove
 from llm_serving.errors import RecordingError
 from llm_serving.kvcache.transfer_pool import TransferBlock
 from llm_serving.scheduler.schedule import PromptResults
 
 MAGIC: Final = b"llm-serving scheduler recording\n"
-FORMAT: Final = 14
+FORMAT: Final = 15
 SEAL_BYTES: Final = 8
 _LENGTH = struct.Struct("<II")
 _COMPLEMENT: Final = 0xFFFFFFFF
@@ -58,14 +58,14 @@ class Added(msgspec.Struct, array_like=True, frozen=True, tag="add"):
     tenant: str
     cache_salt: str
     fork_of: str | None
-    waits_for_reply: bool
+    needs_known_output: bool
     is_beam: bool
-    num_results_wanted: int
+    num_prompt_logprobs_wanted: int
     wants_vector: bool
     arrival_time: float
     deadline: float | None
     last_scheduled_step: int
-    moves: bool
+    wants_migration: bool
     transfer: Transfer | None
     """What it has come with from another replica."""
     num_cached_tokens: int
@@ -174,10 +174,10 @@ class Decided(msgspec.Struct, array_like=True, frozen=True, tag="decision"):
     step: int | None
     """None: no request could move; the rest is empty then."""
     rows: list[Row]
-    block_moves: list[Move]
+    block_moves: list[BlockMove]
     preempted: list[int]
     prompt_results: list[PromptResults]
-    exports: list[Move]
+    exports: list[BlockMove]
 
 
 Event = (

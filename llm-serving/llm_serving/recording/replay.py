@@ -151,13 +151,13 @@ class Replay:
                 self._ids[request.sequence] = request.request_id
                 self.on_request(request)
             case Drafted(sequence, token_ids):
-                scheduler.draft(self._requests[sequence], token_ids)
+                scheduler.set_draft_tokens(self._requests[sequence], token_ids)
             case Ended(sequence, reason):
                 scheduler.finish(self._requests.pop(sequence), FinishReason(reason))
             case Departed(sequence):
-                scheduler.depart(self._requests.pop(sequence))
+                scheduler.migrate_out(self._requests.pop(sequence))
             case GivenBack(blocks):
-                scheduler.give_back(blocks)
+                scheduler.reclaim_exported_blocks(blocks)
             case Paused(sequence):
                 scheduler.pause(self._requests[sequence])
             case Resumed(sequence, newest_token_id):
@@ -165,19 +165,19 @@ class Replay:
                 request.output_token_ids[-1] = newest_token_id
                 scheduler.resume(request)
             case Reprioritised(sequence, priority):
-                scheduler.reprioritise(self._requests[sequence], priority)
+                scheduler.set_priority(self._requests[sequence], priority)
             case PutOff(sequence, deadline):
-                scheduler.put_off(self._requests[sequence], deadline)
+                scheduler.set_deadline(self._requests[sequence], deadline)
             case ServedElsewhere(service):
-                scheduler.served_elsewhere({(name, tenant): num_tokens for name, tenant, num_tokens in service})
+                scheduler.charge_remote_service({(name, tenant): num_tokens for name, tenant, num_tokens in service})
             case Dealt(places):
-                scheduler.deal(places)
+                scheduler.adjust_tenant_leases(places)
             case PutAhead(names):
-                scheduler.put_ahead(names)
+                scheduler.deprioritize(names)
             case Reloaded(layouts, nodes):
                 scheduler.reload(restore(layouts, nodes))
             case CacheLost():
-                scheduler.lose_cache()
+                scheduler.reset_cache()
                 self._open.clear()
             case _:
                 raise ValueError("a record that is no event stands where one should")
@@ -245,14 +245,14 @@ def _request(event: Added) -> Request:
         tenant=event.tenant,
         cache_salt=event.cache_salt,
         fork_of=event.fork_of,
-        waits_for_reply=event.waits_for_reply,
+        needs_known_output=event.needs_known_output,
         is_beam=event.is_beam,
-        num_results_wanted=event.num_results_wanted,
+        num_prompt_logprobs_wanted=event.num_prompt_logprobs_wanted,
         wants_vector=event.wants_vector,
         arrival_time=event.arrival_time,
         deadline=event.deadline,
         last_scheduled_step=event.last_scheduled_step,
-        moves=event.moves,
+        wants_migration=event.wants_migration,
         transfer=event.transfer,
         num_cached_tokens=event.num_cached_tokens,
         first_scheduled_time=event.first_scheduled_time,

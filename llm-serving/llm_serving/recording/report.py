@@ -15,7 +15,7 @@ from typing import Any, Final
 import msgspec
 
 from llm_serving.core.request import Request
-from llm_serving.core.step import BlockMove
+from llm_serving.core.step import BlockMoveKind
 from llm_serving.scheduler.schedule import Schedule, WaitReason
 from llm_serving.scheduler.scheduler import Scheduler
 
@@ -39,19 +39,19 @@ def describe_state(scheduler: Scheduler) -> str:
     for name, queue in scheduler.waiting.queues.items():
         if not len(queue):
             continue
-        head = queue.head()
+        head = queue.peek()
         members = sorted(queue, key=lambda each: (each is not head, not each.has_run, each.queue_key))
         lines += ["", f"waiting in class {name}: {len(members)}"]
         cells = [_cells(scheduler, request) + _remark(request, chosen) for request in members[:MAX_SHOWN]]
         lines += _table((*_HEADINGS, ""), cells)
         if len(members) > MAX_SHOWN:
             lines.append(f"  and {len(members) - MAX_SHOWN} more")
-    forks = [fork for forks in scheduler.waits.forks.values() for fork in forks]
-    apart = list(scheduler.kept_apart())
+    forks = [fork for forks in scheduler.waiting_requests.forks.values() for fork in forks]
+    apart = list(scheduler.held_by_tenant_limits())
     others = (
         ("waiting for their parent's prompt", forks),
         ("waiting for others of their tenant", apart[:MAX_SHOWN]),
-        ("laid aside", scheduler.waits.laid_aside),
+        ("laid aside", scheduler.waiting_requests.paused),
     )
     for title, requests in others:
         if requests:
@@ -65,12 +65,12 @@ def describe_decision(schedule: Schedule) -> str:
             row.request.request_id,
             f"{row.num_computed} to {row.end - 1}",
             str(row.query_len),
-            "samples" if row.samples else "",
+            "samples" if row.num_samples else "",
             "for the first time" if row.request in schedule.started else "",
         )
         for row in schedule.rows
     ]
-    moves = ", ".join(f"{BlockMove(move.kind).name} {move.source}->{move.target}" for move in schedule.block_moves)
+    moves = ", ".join(f"{BlockMoveKind(move.kind).name} {move.source}->{move.target}" for move in schedule.block_moves)
     return "\n".join(
         [
             f"step {schedule.step} computes {schedule.num_tokens} tokens",
@@ -86,7 +86,7 @@ def describe_waiting(scheduler: Scheduler, schedule: Schedule) -> str:
     blocked = scheduler.blocked
     if blocked is None:
         return "nobody was kept waiting for admission"
-    heads = (scheduler.waiting.queues[name].head() for name in blocked.closed)
+    heads = (scheduler.waiting.queues[name].peek() for name in blocked.closed_classes)
     lines = [f"{head.request_id} waits: {_share(scheduler, head)}" for head in heads if head is not None]
     request = scheduler._requests.get(blocked.request_id or "")
     if request is None:
@@ -104,7 +104,7 @@ def _numbers(scheduler: Scheduler, request: Request, reason: WaitReason, schedul
         case WaitReason.SLOTS:
             return f"; {num_running} of {limits.max_num_seqs} are taken"
         case WaitReason.BLOCKS:
-            num_needed = scheduler.places.num_blocks_to_admit(request, scheduler.prompts.parent_of(request))
+            num_needed = scheduler.slots.num_blocks_to_admit(request, scheduler.prefill.parent_of(request))
             num_free = scheduler.blocks.pool.num_free_blocks
             return f"; it needs {num_needed}, {num_running} are kept for those that run, {num_free} are free"
         case WaitReason.BUDGET | WaitReason.PROMPTS:
@@ -120,7 +120,7 @@ def _share(scheduler: Scheduler, request: Request) -> str:
     share = request.request_class
     members = [other for other in scheduler.running if other.request_class is share]
     num_held = sum(scheduler.blocks.num_blocks_held(member.request_id) for member in members)
-    num_needed = scheduler.blocks.num_blocks_at_once(scheduler.places.num_tokens_to_hold(request))
+    num_needed = scheduler.blocks.max_blocks_of(scheduler.slots.num_tokens_to_allocate(request))
     return (
         f"{WaitReason.SHARE}: {share.name} has {len(members)} of the"
         f" {share.max_running_share * scheduler.limits.max_num_seqs:g} slots and {num_held} of the"
@@ -132,9 +132,9 @@ def _next(scheduler: Scheduler) -> Request | None:
     """Whoever admission would begin with."""
     closed: set[str] = set()
     waiting = copy.copy(scheduler.waiting)
-    waiting.turns = copy.deepcopy(waiting.turns)  # to look is to decide who contends
-    while (request := waiting.best(closed, scheduler.held, scheduler.places.blocks_held)) is not None:
-        if not scheduler.places.is_at_limit(request, request.request_class):
+    waiting.sharing = copy.deepcopy(waiting.sharing)  # to look is to decide who contends
+    while (request := waiting.peek(closed, scheduler.slots_by_class, scheduler.slots.blocks_by_class)) is not None:
+        if not scheduler.slots.is_at_limit(request, request.request_class):
             break
         closed.add(request.request_class.name)
     return request
@@ -240,7 +240,7 @@ class Story:
     def decided(self, schedule: Schedule, now: float) -> None:
         scheduler, blocked = self._scheduler, self._scheduler.blocked
         first = heapq.nsmallest(MAX_WAITING, scheduler.waiting, key=_place)
-        first += islice(scheduler.kept_apart(), MAX_WAITING - len(first))
+        first += islice(scheduler.held_by_tenant_limits(), MAX_WAITING - len(first))
         live = scheduler._requests
         ahead = live.get(blocked.request_id or "") if blocked is not None else None
         self._num_steps += 1
@@ -248,7 +248,7 @@ class Story:
             ToldStep(
                 schedule.step,
                 now,
-                [(self._who(row.request), row.num_computed, row.query_len, row.samples) for row in schedule.rows],
+                [(self._who(row.request), row.num_computed, row.query_len, row.num_samples) for row in schedule.rows],
                 [(self._who(each), scheduler.blocks.num_blocks_held(each.request_id)) for each in scheduler.running],
                 [self._who(each) for each in first],
                 scheduler.num_waiting,
@@ -258,8 +258,8 @@ class Story:
                 ],
                 None if ahead is None else self._who(ahead),
                 "" if blocked is None else blocked.reason.value,
-                None if blocked is None else blocked.behind,
-                () if blocked is None else blocked.closed,
+                None if blocked is None else blocked.holding_class,
+                () if blocked is None else blocked.closed_classes,
                 scheduler.blocks.pool.num_used_blocks,
             )
         )

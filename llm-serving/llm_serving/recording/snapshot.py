@@ -29,7 +29,7 @@ _PACKAGE: Final = __name__.partition(".")[0]
 _PARTS: Final = ("core", "kvcache", "scheduler")
 """Parts of the package whose classes make up the state."""
 _LEFT_OUT: Final[dict[type, frozenset[str]]] = {
-    Request: frozenset({"constraint", "walk", "form", "receiver", "exchange"})
+    Request: frozenset({"constraint", "matcher", "beam_search", "sink", "http_timings"})
 }
 """Attributes that no decision depends on; they come back as None."""
 

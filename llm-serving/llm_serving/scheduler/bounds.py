@@ -31,7 +31,7 @@ class ClassBounds:
     """Times it may lose its place."""
     first_steps: int
     """From its arrival until its class has had its turn, and the places of its share have become free once."""
-    steps_an_admission: float
+    steps_per_admission: float
     """For each request of its class that is admitted before it."""
     max_overtakes: int
     """Requests that may be admitted before each that came earlier, and before it."""
@@ -46,7 +46,7 @@ class ClassBounds:
             num_returning: Those that have been admitted, and lose their places perhaps, or have lost them.
         """
         num_admissions = (num_ahead + 1) * (self.max_overtakes + 1) + num_returning
-        return self.first_steps + math.ceil(num_admissions * self.steps_an_admission)
+        return self.first_steps + math.ceil(num_admissions * self.steps_per_admission)
 
     def __str__(self) -> str:
         return self.describe(None)
@@ -131,8 +131,8 @@ def class_bounds(
         num_running: Requests that have places already.
     """
     window = Window() if window is None else window
-    longest = min(limits.max_model_len, window.longest(block_size, num_blocks))
-    longest_blocks = window.blocks_at_once(longest, block_size, num_blocks)
+    longest = min(limits.max_model_len, window.max_request_tokens(block_size, num_blocks))
+    longest_blocks = window.max_blocks_of(longest, block_size, num_blocks)
     # One block is kept free for each running request when another is admitted.
     num_side_by_side = (num_blocks + 1) // (longest_blocks + 1)
     num_places = max(1, min(limits.max_num_seqs, num_side_by_side))
@@ -140,7 +140,7 @@ def class_bounds(
     a_block, chunk = Fraction(block_size), limits.max_num_batched_tokens
     if longest > longest_blocks * block_size:
         a_block = Fraction(longest, longest_blocks)
-        chunk = min(chunk, window.least_chunk(block_size, num_blocks))
+        chunk = min(chunk, window.min_chunk(block_size, num_blocks))
     cache_tokens = num_blocks * a_block
     a_prompt_token = _steps_a_prompt_token(limits, policy, chunk)
     crowded = replace(
@@ -153,7 +153,7 @@ def class_bounds(
     bounds = []
     for each in classes:
         is_highest = each is classes[0]
-        part = Fraction(each.weight, each.weight + limits.least_part * (sum_of_weights - each.weight))
+        part = Fraction(each.weight, each.weight + limits.weight_divisor * (sum_of_weights - each.weight))
         a_token = limits.max_steps_in_flight
         if crowded.max_num_seqs > 1 and each.weight < sum_of_weights:
             # Prompts of others leave out what decodes only where they have places beside it.
@@ -165,7 +165,7 @@ def class_bounds(
         service = as_prompt + (longest - 1) * max(as_prompt, decoding)
         service += num_again * longest * as_prompt + (1 + num_again) * _steps_a_prompt(limits) / part
         until_free = longest * a_token + cache_tokens * a_token_now + crowded.max_num_seqs * _steps_a_prompt(limits)
-        turns = (len(classes) - 1) * limits.turn_steps * limits.least_part
+        turns = (len(classes) - 1) * limits.quantum_steps * limits.weight_divisor
         ageing = 0 if is_highest else each.ageing_steps
         first = ageing + math.ceil((until_free + turns) / part)
         num_others = crowded.max_num_seqs - 1
@@ -237,7 +237,7 @@ class WaitMonitor:
         self._waits: dict[int, _Due] = {}
         """The newest of each that waits, by its sequence."""
 
-    def expect(self, request: Request, num_ahead: int, num_returning: int = 0, num_waited: int = 0) -> None:
+    def start_wait(self, request: Request, num_ahead: int, num_returning: int = 0, num_waited: int = 0) -> None:
         """The request waits from now on, behind so many of its class, and has waited so many steps in another."""
         name = request.request_class.name
         clock, bound = self._clocks[name], self._bounds[name].max_wait_steps(num_ahead, num_returning)
@@ -246,21 +246,21 @@ class WaitMonitor:
         wait = self._waits[request.sequence] = _Due(clock + bound + 1, request.sequence, clock - num_waited)
         due = self._due[name]
         if len(due) > 2 * len(self._waits) + MIN_HEAP:
-            due[:] = [each for each in due if self._counts(each)]
+            due[:] = [each for each in due if self._is_current(each)]
             heapq.heapify(due)
         heapq.heappush(due, wait)
 
-    def admitted(self, request: Request) -> None:
+    def record_admission(self, request: Request) -> None:
         """The request waits no longer."""
         wait = self._waits.pop(request.sequence)
         if not request.has_run:
             request.num_steps_waited = self._clocks[request.request_class.name] - wait.since
 
-    def watches(self, request: Request) -> bool:
+    def is_watching(self, request: Request) -> bool:
         """Whether it waits and was promised something."""
         return request.sequence in self._waits
 
-    def num_waited(self, request: Request) -> int:
+    def num_steps_waited(self, request: Request) -> int:
         """Steps that have been counted since it began to wait."""
         return self._clocks[request.request_class.name] - self._waits[request.sequence].since
 
@@ -274,10 +274,10 @@ class WaitMonitor:
         for name, due in self._due.items():
             if name not in closed:
                 self._clocks[name] += 1
-            while due and (due[0].clock <= self._clocks[name] or not self._counts(due[0])):
-                violations += self._counts(heapq.heappop(due))
+            while due and (due[0].clock <= self._clocks[name] or not self._is_current(due[0])):
+                violations += self._is_current(heapq.heappop(due))
         return violations
 
-    def _counts(self, due: _Due) -> bool:
+    def _is_current(self, due: _Due) -> bool:
         """Whether it has waited all the time."""
         return self._waits.get(due.sequence) is due

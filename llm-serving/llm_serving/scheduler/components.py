@@ -15,16 +15,16 @@ from llm_serving.scheduler.bounds import WaitMonitor, class_bounds
 from llm_serving.scheduler.limits import SchedulerLimits
 from llm_serving.scheduler.orders import Order
 from llm_serving.scheduler.policies import Policy
-from llm_serving.scheduler.preemption import GivingWay
-from llm_serving.scheduler.prefill import Prompts
-from llm_serving.scheduler.priority import Reprioritiser
+from llm_serving.scheduler.preemption import Preemptor
+from llm_serving.scheduler.prefill import PrefillStage
+from llm_serving.scheduler.priority import PriorityChanger
 from llm_serving.scheduler.queues import QueueKeys, WaitingQueue
-from llm_serving.scheduler.running import Places
-from llm_serving.scheduler.tenant_limits import TenantGate
-from llm_serving.scheduler.waiting import Waits
+from llm_serving.scheduler.running import RunningSlots
+from llm_serving.scheduler.tenant_limits import TenantLimiter
+from llm_serving.scheduler.waiting import WaitingRequests
 
 
-class Rules(NamedTuple):
+class SchedulingRules(NamedTuple):
     limits: SchedulerLimits
     policy: Policy
     classes: Sequence[RequestClass]
@@ -35,11 +35,11 @@ class Rules(NamedTuple):
     """Whether requests find blocks that others have computed."""
 
 
-class Deciders:
+class SchedulerComponents:
     """Made with nobody in it, for rules that hold as long as it is used."""
 
     def __init__(
-        self, rules: Rules, blocks: BlockManager, requests: Mapping[str, Request], num_running: int = 0
+        self, rules: SchedulingRules, blocks: BlockManager, requests: Mapping[str, Request], num_running: int = 0
     ) -> None:
         """Of all `requests` that have not ended, by id, `num_running` are to have places from the beginning."""
         limits, policy, order = rules.limits, rules.policy, rules.order
@@ -47,20 +47,20 @@ class Deciders:
         blocks.prefix_caching = rules.prefix_caching
         self.rules = rules._replace(classes=classes)
         self.waiting = WaitingQueue(classes, limits, order, blocks.pool.num_blocks)
-        self.places = Places(limits, blocks, classes)
+        self.slots = RunningSlots(limits, blocks, classes)
         self.bounds = class_bounds(
             limits, classes, blocks.pool.num_blocks, blocks.block_size, policy, blocks.window, num_running
         )
-        gate = TenantGate(limits, classes, self.waiting.clocks)
-        self.waits = Waits(self.waiting, gate, WaitMonitor(self.bounds), self.places)
+        gate = TenantLimiter(limits, classes, self.waiting.clocks)
+        self.waiting_requests = WaitingRequests(self.waiting, gate, WaitMonitor(self.bounds), self.slots)
         self.keys = QueueKeys(policy, order, limits)
-        self.reprioritiser = Reprioritiser(classes, self.keys, self.places, self.waits)
-        self.giving_way = GivingWay(limits, classes, blocks, self.places, self.waits)
-        self.prompts = Prompts(limits, blocks, self.places, self.waits, self.giving_way, requests)
+        self.priority_changer = PriorityChanger(classes, self.keys, self.slots, self.waiting_requests)
+        self.preemptor = Preemptor(limits, classes, blocks, self.slots, self.waiting_requests)
+        self.prefill = PrefillStage(limits, blocks, self.slots, self.waiting_requests, self.preemptor, requests)
         self._blocks = blocks
         self._requests = requests
 
-    def followed_by(self, rules: Rules, step: int) -> Deciders:
+    def reload(self, rules: SchedulingRules, step: int) -> SchedulerComponents:
         """What decides by other rules, with all who run or wait here: see `Scheduler.reload`.
 
         Args:
@@ -70,18 +70,18 @@ class Deciders:
         assert rules.limits.max_preemptions == self.rules.limits.max_preemptions
         if type(rules.order) is type(self.rules.order):
             rules = rules._replace(order=self.rules.order)
-        running = self.places.running
-        num_waited = self.waits.num_waited()
-        after = Deciders(rules, self._blocks, self._requests, len(running))
-        after.giving_way.take_over(self.giving_way)
-        after.waiting.turns.ahead = self.waiting.turns.ahead
+        running = self.slots.running
+        num_waited = self.waiting_requests.num_steps_waited()
+        after = SchedulerComponents(rules, self._blocks, self._requests, len(running))
+        after.preemptor.adopt(self.preemptor)
+        after.waiting.sharing.deprioritized = self.waiting.sharing.deprioritized
         clocks = self.waiting.clocks
         for request in self._requests.values():
             age = clocks[request.request_class.name] - request.arrival_clock
             request.request_class = class_of(request.priority, after.rules.classes)
             request.arrival_clock = -age
-            request.queue_key = after.keys.of(request)
-            request.moved_at_step = step
-        after.places.take_over(running)
-        after.waits.take_over(self.waits, num_waited, self._requests.values())
+            request.queue_key = after.keys.key_of(request)
+            request.class_change_step = step
+        after.slots.adopt(running)
+        after.waiting_requests.adopt(self.waiting_requests, num_waited, self._requests.values())
         return after

@@ -24,18 +24,18 @@ SCALE: Final = 2**23
 _NOTHING: Final[tuple[int, ...]] = (0, 0, 0)
 
 
-class Paid(NamedTuple):
+class ClassUsage(NamedTuple):
     """What a class has had of one scheduler since that was last told."""
 
     service: int
     """Over its weight."""
-    turn: int
+    quantum: int
     """That of a turn: `turn_steps` whole steps."""
-    wants: bool
+    has_demand: bool
     """Whether it contends and has somebody who waits."""
 
 
-class Turns:
+class WeightedFairSharing:
     """Who contends, what they have paid, which places and blocks are theirs.
 
     The highest class that is present contends always. One below it begins to when its oldest waiting request has waited
@@ -47,27 +47,27 @@ class Turns:
         """Classes in ascending order of rank; `num_blocks` of the cache."""
         self._names = [each.name for each in classes]
         self._weights = {each.name: each.weight for each in classes}
-        self._num_places = limits.max_num_seqs
+        self._num_slots = limits.max_num_seqs
         self._budget = limits.max_num_batched_tokens
         self._num_blocks = num_blocks
-        self._turn_steps = limits.turn_steps
+        self._quantum_steps = limits.quantum_steps
         self._is_shared = limits.num_schedulers > 1
-        self._least_part = limits.least_part
-        self.ahead: frozenset[str] = frozenset()
+        self._weight_divisor = limits.weight_divisor
+        self.deprioritized: frozenset[str] = frozenset()
         """Classes that have had more than their share of all schedulers."""
         self._service = dict.fromkeys(self._names, 0)
         """Over weight, since it was told."""
-        self._wanting: set[str] = set()
+        self._with_demand: set[str] = set()
         """Classes that contended in the newest step and had somebody who waited."""
-        self._paid = dict.fromkeys(self._names, _NOTHING)
+        self._usage = dict.fromkeys(self._names, _NOTHING)
         """Service over weight, in places, tokens and blocks; only differences count."""
-        self._computed = dict.fromkeys(self._names, 0)
+        self._prefill_usage = dict.fromkeys(self._names, 0)
         """Tokens over weight, beyond those of whoever got least of the classes that wanted more."""
         self._aged: set[str] = set()
         self.contenders: list[str] = []
         """By rank."""
 
-    def look(self, waiting: Collection[str], aged: Collection[str], held: Mapping[str, int]) -> None:
+    def update_contenders(self, waiting: Collection[str], aged: Collection[str], held: Mapping[str, int]) -> None:
         """Who contends from now on.
 
         Args:
@@ -91,7 +91,7 @@ class Turns:
             nobody_above_waits = nobody_above_waits and name not in waiting
         self.contenders = contenders
 
-    def next(self, waiting: Collection[str], held: Mapping[str, int], blocks: Mapping[str, int]) -> str | None:
+    def next_class(self, waiting: Collection[str], held: Mapping[str, int], blocks: Mapping[str, int]) -> str | None:
         """The class to be admitted next, of those with somebody who waits and may be; None: there is none.
 
         Of those that hold less than their places and their blocks the one that has paid least, else the highest. But
@@ -100,26 +100,28 @@ class Turns:
         contenders = [name for name in self.contenders if name in waiting]
         if not contenders:
             return None
-        parts = {name: self._part(name) for name in self.contenders}
+        parts = {name: self._effective_weight(name) for name in self.contenders}
         total = sum(parts.values())
         entitled = [
             name
             for name in contenders
-            if held[name] * total < self._num_places * parts[name]
+            if held[name] * total < self._num_slots * parts[name]
             and blocks[name] * total < self._num_blocks * parts[name]
         ]
         if not entitled:
             return contenders[0]
-        name, least = (min(each, key=self._pass) for each in (entitled, contenders))  # of equals the highest class
-        turn = self._turn_steps * (WHOLE // self._num_places) * self._scale(name)
-        return name if self._pass(name) <= self._pass(least) + turn else least
+        name, least = (
+            min(each, key=self._virtual_time) for each in (entitled, contenders)
+        )  # of equals the highest class
+        turn = self._quantum_steps * (WHOLE // self._num_slots) * self._scale(name)
+        return name if self._virtual_time(name) <= self._virtual_time(least) + turn else least
 
-    def first(self, among: Collection[str]) -> str | None:
+    def next_prefill_class(self, among: Collection[str]) -> str | None:
         """Whose prompts come first in a step, of classes that have any; None: no two have."""
         if len(among) < 2:
             return None
         contenders = [name for name in self.contenders if name in among]
-        return min(contenders or [name for name in self._names if name in among], key=self._computed.__getitem__)
+        return min(contenders or [name for name in self._names if name in among], key=self._prefill_usage.__getitem__)
 
     def max_decode_gap(self, name: str) -> int | None:
         """Steps in a row in which prompts may leave out what decodes of a class, by its weight; None: as many as may.
@@ -130,7 +132,7 @@ class Turns:
             return None
         return max_decode_gap(self._weights[name], self._sum_of_weights())
 
-    def num_covered(self, name: str, by: str, blocks: Iterable[int]) -> int:
+    def num_entitled(self, name: str, by: str, blocks: Iterable[int]) -> int:
         """How many of the class's running requests, which hold so many blocks each, a higher one may not displace.
 
         Those that fit into what its weight gives it of places and of blocks. Of one that goes beyond it has the whole
@@ -139,14 +141,14 @@ class Turns:
         if name not in self.contenders:
             return 0
         total, weight = self._sum_of_weights(), self._weights[name]
-        places, rest = self._num_places * weight, self._num_blocks * weight
+        places, rest = self._num_slots * weight, self._num_blocks * weight
         count = 0
         for num_blocks in blocks:
             places, before, rest = places - total, (places, rest), rest - num_blocks * total
             if places < 0 or rest < 0:
-                service = max(WHOLE // self._num_places, WHOLE * num_blocks // self._num_blocks)
-                tolerance = self._turn_steps * service * self._scale(name)
-                return count + (min(before) > 0 and self._pass(name) <= self._pass(by) + tolerance)
+                service = max(WHOLE // self._num_slots, WHOLE * num_blocks // self._num_blocks)
+                tolerance = self._quantum_steps * service * self._scale(name)
+                return count + (min(before) > 0 and self._virtual_time(name) <= self._virtual_time(by) + tolerance)
             count += 1
         return count
 
@@ -168,15 +170,15 @@ class Turns:
             unserved: Classes with a prompt for which the step had too few tokens.
         """
         if self._is_shared:
-            self._tally(held, num_tokens, blocks, backlogged)
-        paid = {name: self._charged(name, held, num_tokens, blocks) for name in self.contenders}
+            self._record_service(held, num_tokens, blocks, backlogged)
+        paid = {name: self._usage_after(name, held, num_tokens, blocks) for name in self.contenders}
         alone = self.contenders[0] if len(paid) == 1 else None
         if alone is not None and alone not in unserved:  # as in most steps: what follows comes down to this
             places, tokens, stored = paid[alone]
             most = max(places, tokens, stored)
-            self._paid = dict.fromkeys(self._names, _NOTHING)
-            self._paid[alone] = places - most, tokens - most, stored - most
-            self._computed = dict.fromkeys(self._names, 0)
+            self._usage = dict.fromkeys(self._names, _NOTHING)
+            self._usage[alone] = places - most, tokens - most, stored - most
+            self._prefill_usage = dict.fromkeys(self._names, 0)
             return
         # Who has all it wants, or does not contend, saves up no turns either; and all have it where nobody wants more.
         wanting = [name for name in self.contenders if name in backlogged]
@@ -184,31 +186,31 @@ class Turns:
         least = min(passes, default=max(map(max, paid.values()), default=0))
         for name in self._names:
             if (before := paid.get(name)) is None:
-                self._paid[name] = _NOTHING
+                self._usage[name] = _NOTHING
             else:
                 common = min(least, max(before))
-                self._paid[name] = before[0] - common, before[1] - common, before[2] - common
+                self._usage[name] = before[0] - common, before[1] - common, before[2] - common
         # Likewise in tokens: who wanted no more is as far as the one that got least, or further, but never behind.
         lacking = [name for name in self.contenders if name in unserved]
         if not lacking:
-            self._computed = dict.fromkeys(self._names, 0)
+            self._prefill_usage = dict.fromkeys(self._names, 0)
             return
         for name, count in num_tokens.items():
-            self._computed[name] += WHOLE * count // self._budget * self._scale(name)
-        fewest = min([self._computed[name] for name in lacking])
-        for name, computed in self._computed.items():
-            self._computed[name] = max(0, computed - fewest)
+            self._prefill_usage[name] += WHOLE * count // self._budget * self._scale(name)
+        fewest = min([self._prefill_usage[name] for name in lacking])
+        for name, computed in self._prefill_usage.items():
+            self._prefill_usage[name] = max(0, computed - fewest)
 
-    def take_paid(self) -> dict[str, Paid]:
+    def pop_usage(self) -> dict[str, ClassUsage]:
         """What each class has had since the last call, and whether it wants more."""
         paid = {}
         for name, service in self._service.items():
-            turn = self._turn_steps * WHOLE * (SCALE // self._weights[name])
-            paid[name] = Paid(service, turn, name in self._wanting)
+            turn = self._quantum_steps * WHOLE * (SCALE // self._weights[name])
+            paid[name] = ClassUsage(service, turn, name in self._with_demand)
             self._service[name] = 0
         return paid
 
-    def _tally(
+    def _record_service(
         self,
         held: Mapping[str, int],
         num_tokens: Mapping[str, int],
@@ -217,42 +219,42 @@ class Turns:
     ) -> None:
         for name in self._names:
             if held[name] or name in num_tokens:  # otherwise it has nothing of the step
-                served = max(self._served(name, held, num_tokens, blocks))
+                served = max(self._service_of_step(name, held, num_tokens, blocks))
                 self._service[name] += served * (SCALE // self._weights[name])
-        self._wanting = {name for name in self.contenders if name in backlogged}
+        self._with_demand = {name for name in self.contenders if name in backlogged}
 
-    def _part(self, name: str) -> int:
+    def _effective_weight(self, name: str) -> int:
         """What of the machine it is due here, against the others."""
-        return self._weights[name] if name in self.ahead else self._weights[name] * self._least_part
+        return self._weights[name] if name in self.deprioritized else self._weights[name] * self._weight_divisor
 
     def _scale(self, name: str) -> int:
         """What it pays for service."""
         scale = SCALE // self._weights[name]
-        return scale * self._least_part if name in self.ahead else scale
+        return scale * self._weight_divisor if name in self.deprioritized else scale
 
-    def _served(
+    def _service_of_step(
         self, name: str, held: Mapping[str, int], num_tokens: Mapping[str, int], blocks: Mapping[str, int]
     ) -> tuple[int, int, int]:
         """What a class has of a step: parts of all places, of the budget and of all blocks, of `WHOLE` each."""
         return (
-            WHOLE * held[name] // self._num_places,
+            WHOLE * held[name] // self._num_slots,
             WHOLE * num_tokens.get(name, 0) // self._budget,
             WHOLE * blocks[name] // self._num_blocks,
         )
 
-    def _charged(
+    def _usage_after(
         self, name: str, held: Mapping[str, int], num_tokens: Mapping[str, int], blocks: Mapping[str, int]
     ) -> tuple[int, int, int]:
         """What a class has paid after a step."""
         scale = self._scale(name)
-        served = self._served(name, held, num_tokens, blocks)
-        places, tokens, stored = [paid + part * scale for paid, part in zip(self._paid[name], served, strict=True)]
+        served = self._service_of_step(name, held, num_tokens, blocks)
+        places, tokens, stored = [paid + part * scale for paid, part in zip(self._usage[name], served, strict=True)]
         # What it did not need of the one may not be had for nothing much later.
-        least = max(places, tokens, stored) - self._turn_steps * WHOLE * scale
+        least = max(places, tokens, stored) - self._quantum_steps * WHOLE * scale
         return max(places, least), max(tokens, least), max(stored, least)
 
-    def _pass(self, name: str) -> int:
-        return max(self._paid[name])
+    def _virtual_time(self, name: str) -> int:
+        return max(self._usage[name])
 
     def _sum_of_weights(self) -> int:
         return sum([self._weights[name] for name in self.contenders])

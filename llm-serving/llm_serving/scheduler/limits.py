@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass, field
 from typing import Final
 
-MOST_LEAST_PART: Final = 8
+MAX_WEIGHT_DIVISOR: Final = 8
 """Bounds on waiting grow with it, so it does not grow with the number of schedulers for ever."""
 
 
@@ -39,7 +39,7 @@ class SchedulerLimits:
     """Times the oldest request of a class may be overtaken by those the order prefers; 0: by nobody."""
     max_head_start_steps: int = 256
     """Steps by which a priority moves a request forward or back in its class, at most."""
-    turn_steps: int = 64
+    quantum_steps: int = 64
     """Steps that a lower class may have more of a place than its weight gives it, before a higher one takes it back."""
     max_steps_in_flight: int = 1
     """Steps that are formed before the result of the first of them is known, at most."""
@@ -62,10 +62,10 @@ class SchedulerLimits:
     """Seconds to wait after the first arrival for a batch to fill."""
 
     @property
-    def least_part(self) -> int:
+    def weight_divisor(self) -> int:
         """By what the weight of a class is divided here while it is ahead of its share of all schedulers.
 
         So it can have all of the others to itself and come to its share of the whole all the same, if that is no more
         than half of what it has there.
         """
-        return min(2 * self.num_schedulers, MOST_LEAST_PART) if self.num_schedulers > 1 else 1
+        return min(2 * self.num_schedulers, MAX_WEIGHT_DIVISOR) if self.num_schedulers > 1 else 1

@@ -31,29 +31,29 @@ class Order(Protocol):
     shares_fairly: bool
     """Whether the tenant that was served least goes before the others; the key orders the requests of one tenant."""
 
-    def place(self, request: Request) -> float:
+    def sort_key(self, request: Request) -> float:
         """Smaller goes first; of equals the one that came first, moved by its priority. Asked on arrival, and
         again when the rules of the scheduler change."""
 
-    def ended(self, request: Request) -> None:
+    def record_finished(self, request: Request) -> None:
         """A request has ended: what there is to learn from its length."""
 
 
-class Arrival:
+class ArrivalOrder:
     shares_fairly = False
 
-    def place(self, request: Request) -> float:
+    def sort_key(self, request: Request) -> float:
         del request
         return 0.0
 
-    def ended(self, request: Request) -> None:
+    def record_finished(self, request: Request) -> None:
         del request
 
 
-class Fair:
+class FairOrder:
     shares_fairly = True
-    place = Arrival.place
-    ended = Arrival.ended
+    sort_key = ArrivalOrder.sort_key
+    record_finished = ArrivalOrder.record_finished
 
 
 MEMORY: Final = 16
@@ -63,7 +63,7 @@ PROMPT_TOKENS_A_STEP: Final = 64
 """Prompt tokens that delay others as much as one step of decoding does; prompts are computed many at a time."""
 
 
-class Shortest:
+class ShortestOrder:
     """Predicts that a request is as long as those of its tenant and class were, and never longer than it may be.
 
     A client that names a small `max_tokens` is believed, since it is held to it.
@@ -75,12 +75,12 @@ class Shortest:
         self._mean_lengths: dict[tuple[str, str], float] = {}
         """Output tokens, by class and tenant; those that were heard of last are kept."""
 
-    def place(self, request: Request) -> float:
+    def sort_key(self, request: Request) -> float:
         most = request.sampling.max_tokens
         mean = self._mean_lengths.get((request.request_class.name, request.tenant), float(most))
         return min(mean, most) + request.num_prompt_tokens / PROMPT_TOKENS_A_STEP
 
-    def ended(self, request: Request) -> None:
+    def record_finished(self, request: Request) -> None:
         length = len(request.output_token_ids)
         if not length:
             return
@@ -95,36 +95,34 @@ LONG_S: Final = 86_400.0
 """Seconds from its arrival to the deadline of a request without any, whose class promises nothing."""
 
 
-class Deadline:
+class DeadlineOrder:
     """By the deadline a request names, else by the time to a first token that its class was promised."""
 
     shares_fairly = False
 
-    def place(self, request: Request) -> float:
+    def sort_key(self, request: Request) -> float:
         if request.deadline is not None:
             return request.deadline
         promised = request.request_class.ttft_slo_s
         return request.arrival_time + (LONG_S if promised is None else promised)
 
-    def ended(self, request: Request) -> None:
+    def record_finished(self, request: Request) -> None:
         del request
 
 
 ORDERS: Final[dict[str, Callable[[], Order]]] = {
-    OrderName.FAIR: Fair,
-    OrderName.ARRIVAL: Arrival,
-    OrderName.SHORTEST: Shortest,
-    OrderName.DEADLINE: Deadline,
+    OrderName.FAIR: FairOrder,
+    OrderName.ARRIVAL: ArrivalOrder,
+    OrderName.SHORTEST: ShortestOrder,
+    OrderName.DEADLINE: DeadlineOrder,
 }
-
-__all__ = ["ORDERS", "Arrival", "Deadline", "Fair", "Order", "Shortest"]
 
 
 OUTPUT_TOKEN_WEIGHT: Final = 2
 """What a generated token counts, against one for a computed prompt token; the paper's choice."""
 
 
-class FairShare:
+class TenantTokenCounters:
     """One counter a tenant; tokens that are computed again after a preemption count again.
 
     Whoever has had least is forgotten where there are too many: it gains the least by starting anew.
@@ -143,7 +141,7 @@ class FairShare:
         served = self._served  # nothing is called: a step of one of many replicas charges all who were served elsewhere
         served[tenant] = served.get(tenant, self._floor) + num_tokens
         if len(served) > MAX_TENANTS:
-            self._forget()
+            self._evict()
 
     def join(self, tenant: str, least_waiting: int | None) -> None:
         """The tenant begins to wait; `least_waiting` is the least counter among those that wait already.
@@ -155,13 +153,13 @@ class FairShare:
         self._floor = max(self._floor, least_waiting or 0)
         self._served[tenant] = max(self.served(tenant), self._floor)
         if len(self._served) > MAX_TENANTS:
-            self._forget()
+            self._evict()
 
     def leave(self, tenant: str) -> None:
         """The tenant waits no longer."""
         self._last_to_leave = tenant
 
-    def _forget(self) -> None:
+    def _evict(self) -> None:
         """Half of them go at once, so that it is seldom."""
         most_last = sorted(self._served, key=self._served.__getitem__)
         kept = most_last[-(MAX_TENANTS // 2) :]

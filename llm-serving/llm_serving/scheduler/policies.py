@@ -19,7 +19,7 @@ class Preference(enum.Enum):
     """Prompts run only where nothing can decode."""
 
 
-class Load(NamedTuple):
+class PolicyInput(NamedTuple):
     """What a policy may know of the moment before a step."""
 
     num_decoding: int
@@ -38,7 +38,7 @@ class Policy(Protocol):
     honours_classes: bool
     """Whether classes and priorities order requests; otherwise they run in order of arrival."""
 
-    def prefer(self, load: Load) -> Preference:
+    def prefer(self, load: PolicyInput) -> Preference:
         """What the next step begins with. Called once a step, in order: a policy may count."""
 
 
@@ -55,7 +55,7 @@ class PrefillFirst:
     def __init__(self, config: ServingConfig) -> None:
         self.max_decode_gap = config.scheduler.max_consecutive_prefill_steps
 
-    def prefer(self, load: Load) -> Preference:
+    def prefer(self, load: PolicyInput) -> Preference:
         del load
         return Preference.PREFILL_FIRST
 
@@ -74,7 +74,7 @@ class DecodeFirst:
     def __init__(self, config: ServingConfig) -> None:
         del config
 
-    def prefer(self, load: Load) -> Preference:
+    def prefer(self, load: PolicyInput) -> Preference:
         del load
         return Preference.DECODE_ONLY
 
@@ -93,7 +93,7 @@ class Mixed:
     def __init__(self, config: ServingConfig) -> None:
         del config
 
-    def prefer(self, load: Load) -> Preference:
+    def prefer(self, load: PolicyInput) -> Preference:
         del load
         return Preference.DECODE_FIRST
 
@@ -116,7 +116,7 @@ class Throughput:
         self._num_slots = config.model.decode_batch_size
         self._waste = 0.0
 
-    def prefer(self, load: Load) -> Preference:
+    def prefer(self, load: PolicyInput) -> Preference:
         if not load.prompts_wait:
             return Preference.DECODE_FIRST
         cost = self._prefill_ms * load.num_decoding
@@ -138,7 +138,7 @@ class Fcfs:
     def __init__(self, config: ServingConfig) -> None:
         del config
 
-    def prefer(self, load: Load) -> Preference:
+    def prefer(self, load: PolicyInput) -> Preference:
         del load
         return Preference.DECODE_FIRST
 

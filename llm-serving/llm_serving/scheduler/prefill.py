@@ -11,13 +11,13 @@ from llm_serving.core.request import RUNNING, Request
 from llm_serving.core.request_class import RequestClass
 from llm_serving.kvcache import BlockManager
 from llm_serving.scheduler.limits import SchedulerLimits
-from llm_serving.scheduler.preemption import GivingWay
-from llm_serving.scheduler.running import Places
-from llm_serving.scheduler.schedule import Blocked, StepDraft, WaitReason
-from llm_serving.scheduler.waiting import Waits
+from llm_serving.scheduler.preemption import Preemptor
+from llm_serving.scheduler.running import RunningSlots
+from llm_serving.scheduler.schedule import Blocked, StepPlan, WaitReason
+from llm_serving.scheduler.waiting import WaitingRequests
 
 
-class Running:
+class RunningSnapshot:
     """One look at every running request; it holds until one comes, goes or is computed.
 
     The numbers of a request are worked out here once for all who decide: requests are many, and steps are short.
@@ -43,7 +43,7 @@ class Running:
                     continue
                 self.num_decoding += 1
                 if num_output < request.sampling.max_tokens and not (
-                    request.departs or (in_flight and (request.waits_for_reply or request.draft_token_ids))
+                    request.is_migrating or (in_flight and (request.needs_known_output or request.draft_token_ids))
                 ):
                     self.decoding.append(request)
             elif num_uncomputed > 0:
@@ -55,56 +55,56 @@ class Running:
 
 
 def _admission(request: Request) -> int:
-    return request.admission
+    return request.admission_number
 
 
-class Prompts:
+class PrefillStage:
     """Running prompts that are not complete and waiting ones, higher classes first; long ones leave some room."""
 
     def __init__(
         self,
         limits: SchedulerLimits,
         blocks: BlockManager,
-        places: Places,
-        waits: Waits,
-        giving_way: GivingWay,
+        places: RunningSlots,
+        waits: WaitingRequests,
+        giving_way: Preemptor,
         requests: Mapping[str, Request],
     ) -> None:
         """`requests`: all that have not ended, by id; forks find their parents among them."""
         self._limits = limits
         self._blocks = blocks
-        self._places = places
-        self._waits = waits
-        self._giving_way = giving_way
+        self._slots = places
+        self._waiting_requests = waits
+        self._preemptor = giving_way
         self._requests = requests
 
-    def schedule(self, draft: StepDraft, running: Running) -> None:
+    def schedule(self, draft: StepPlan, running: RunningSnapshot) -> None:
         """Gives the prompts what the step has room for; `running`: those that run before it does."""
         draft.considers_prompts = True
-        admits = not (self._limits.static_batching and self._places.running)
+        admits = not (self._limits.static_batching and self._slots.running)
         waits_for_a_batch = self.batch_wait_s(draft.now) > 0.0
         if waits_for_a_batch:
-            draft.closed.update(self._waits.queue.queues)
+            draft.closed_classes.update(self._waiting_requests.queue.queues)
         capped: list[Request] = []
-        draft.first_class = self._whose_turn(running.prefilling, draft)
-        for request in sorted(running.prefilling, key=lambda each: draft.turn_of(each.request_class)):
+        draft.first_class = self._first_class(running.prefilling, draft)
+        for request in sorted(running.prefilling, key=lambda each: draft.prefill_rank(each.request_class)):
             if admits:
                 self._admit(draft, capped, before=request.request_class)
             if not draft.has_room_for_prefill:
                 break
             if request.status is RUNNING:
-                self._compute(request, draft, capped)
+                self._schedule_prefill(request, draft, capped)
         if admits:
             self._admit(draft, capped)
         if waits_for_a_batch or not admits:
             draft.blocked = Blocked(None, None, WaitReason.BATCH)
         for request in capped:
             if request.status is RUNNING:
-                draft.extend(request, self._num_computable(request))
+                draft.extend_row(request, self._num_computable(request))
 
     def batch_wait_s(self, now: float) -> float:
         """Seconds for which those who wait do so for a batch to fill; 0: they do not."""
-        limits, queue = self._limits, self._waits.queue
+        limits, queue = self._limits, self._waiting_requests.queue
         if limits.batch_waiting_time == 0.0 or len(queue) == 0:
             return 0.0
         full = limits.max_num_seqs if limits.static_batching else limits.max_prefill_seqs
@@ -118,28 +118,28 @@ class Prompts:
         parent = self._requests.get(request.fork_of or "")
         return parent if parent is not None and parent.status is RUNNING else None
 
-    def _whose_turn(self, prompts: list[Request], draft: StepDraft) -> str | None:
+    def _first_class(self, prompts: list[Request], draft: StepPlan) -> str | None:
         """The class whose prompts come first, if several contend: the one that has paid least."""
-        queue, closed = self._waits.queue, draft.closed
+        queue, closed = self._waiting_requests.queue, draft.closed_classes
         names = {request.request_class.name for request in prompts}
         names.update(name for name, each in queue.queues.items() if len(each) and name not in closed)
         if len(names) > 1:
-            queue.look(closed, self._places.held, _late(prompts, draft.number))
-        return queue.turns.first(names)
+            queue.update_contenders(closed, self._slots.slots_by_class, _late(prompts, draft.number))
+        return queue.sharing.next_prefill_class(names)
 
-    def _admit(self, draft: StepDraft, capped: list[Request], before: RequestClass | None = None) -> None:
+    def _admit(self, draft: StepPlan, capped: list[Request], before: RequestClass | None = None) -> None:
         """Moves waiting requests to running, best first; the first that does not fit ends it, none overtakes it.
 
         With `before`, only those of classes whose prompts come before.
         """
-        places, queue = self._places, self._waits.queue
+        places, queue = self._slots, self._waiting_requests.queue
         draft.blocked = None
-        while (request := queue.best(draft.closed, places.held, places.blocks_held)) is not None:
+        while (request := queue.peek(draft.closed_classes, places.slots_by_class, places.blocks_by_class)) is not None:
             request_class = request.request_class
-            if before is not None and draft.turn_of(request_class) >= draft.turn_of(before):
+            if before is not None and draft.prefill_rank(request_class) >= draft.prefill_rank(before):
                 return
             if places.is_at_limit(request, request_class):
-                draft.closed.add(request_class.name)
+                draft.closed_classes.add(request_class.name)
                 continue
             if not draft.has_room_for_prefill and not self._limits.static_batching:
                 draft.blocked = Blocked.of(request, WaitReason.PROMPTS if draft.budget else WaitReason.BUDGET)
@@ -150,19 +150,19 @@ class Prompts:
                 draft.blocked = Blocked.of(request, WaitReason.IN_FLIGHT)
                 return
             parent = self.parent_of(request)
-            if not (places.fits(request, parent) or self._giving_way.displace_for(request, parent, draft)):
-                blocked = Blocked.of(request, WaitReason.SLOTS if places.are_taken else WaitReason.BLOCKS)
-                draft.blocked = blocked._replace(behind=places.other_holder(request_class))
+            if not (places.has_room_for(request, parent) or self._preemptor.preempt_for(request, parent, draft)):
+                blocked = Blocked.of(request, WaitReason.SLOTS if places.is_full else WaitReason.BLOCKS)
+                draft.blocked = blocked._replace(holding_class=places.largest_other_class(request_class))
                 return
             self._start(request, draft)
             if draft.has_room_for_prefill:
-                self._compute(request, draft, capped)
+                self._schedule_prefill(request, draft, capped)
 
-    def _start(self, request: Request, draft: StepDraft) -> None:
+    def _start(self, request: Request, draft: StepPlan) -> None:
         draft.changes_running = True
-        self._waits.admitted(request)
+        self._waiting_requests.record_admission(request)
         parent = self.parent_of(request)
-        num_found = self._places.admit(request, parent)
+        num_found = self._slots.allocate_blocks(request, parent)
         if request.num_computed_tokens == 0:  # otherwise it comes back from the host pool
             request.num_computed_tokens = request.num_confirmed_tokens = num_found
         if request.first_scheduled_time is None:
@@ -171,11 +171,11 @@ class Prompts:
         request.status = RUNNING
         request.running_since = (draft.number, draft.now)
         request.last_scheduled_step = draft.number - 1  # the steps before have not left it out
-        self._places.take(request)
+        self._slots.add(request)
 
-    def _compute(self, request: Request, draft: StepDraft, capped: list[Request]) -> None:
+    def _schedule_prefill(self, request: Request, draft: StepPlan, capped: list[Request]) -> None:
         """Gives the prompt its share of the step; what it could take beyond that is decided when all have theirs."""
-        if self._blocks.window.slides and not self._giving_way.make_room(request, draft):
+        if self._blocks.window.is_sliding and not self._preemptor.ensure_blocks(request, draft):
             return
         share = self._limits.max_long_prefill_tokens or draft.budget
         num_tokens = self._num_computable(request)
@@ -185,7 +185,7 @@ class Prompts:
 
     def _num_computable(self, request: Request) -> int:
         """Tokens left to compute that its table has room for: all of them where nothing slides."""
-        room = self._blocks.num_tokens_with_room(request.request_id) - request.num_computed_tokens
+        room = self._blocks.num_tokens_with_blocks(request.request_id) - request.num_computed_tokens
         return min(request.num_uncomputed_tokens, room)
 
 

@@ -14,9 +14,9 @@ from typing import Final, NamedTuple
 
 from llm_serving.core.request import Request, RequestStatus
 from llm_serving.core.request_class import RequestClass
-from llm_serving.scheduler.fair_sharing import Turns
+from llm_serving.scheduler.fair_sharing import WeightedFairSharing
 from llm_serving.scheduler.limits import SchedulerLimits
-from llm_serving.scheduler.orders import FairShare, Order
+from llm_serving.scheduler.orders import Order, TenantTokenCounters
 from llm_serving.scheduler.policies import Policy
 
 _Key = tuple[float, ...]
@@ -53,14 +53,14 @@ class ClassQueue:
 
     def __init__(self, request_class: RequestClass, max_overtakes: int, order: Order) -> None:
         self.request_class = request_class
-        self.shares = FairShare()
+        self.token_counters = TenantTokenCounters()
         self._order = order
         self._max_overtakes = max_overtakes
-        self._num_overtakes = 0
+        self._num_bypasses = 0
         """Of the oldest, since it became that."""
         self._members: dict[str, _Entry] = {}
         self._num_stays = 0
-        self._displaced: _Heap = []
+        self._returning: _Heap = []
         self.num_returning = 0
         """Members that have run before."""
         self._by_arrival: _Heap = []
@@ -68,7 +68,7 @@ class ClassQueue:
         """All under one name where the order does not share among tenants."""
         self._tenants: list[_Offer] = []
         """Heap of the tenants that wait; entries may be out of date."""
-        self._offers: dict[str, _Offer] = {}
+        self._tenant_entries: dict[str, _Offer] = {}
         """The entry of each of them that counts."""
 
     def __len__(self) -> int:
@@ -81,14 +81,14 @@ class ClassQueue:
         return request.request_id in self._members
 
     @property
-    def may_be_overtaken(self) -> bool:
+    def can_be_bypassed(self) -> bool:
         """Whether somebody may go before the oldest that came earlier than it."""
-        return not self._members or self._num_overtakes < self._max_overtakes
+        return not self._members or self._num_bypasses < self._max_overtakes
 
-    def overtake(self) -> None:
+    def record_bypass(self) -> None:
         """Somebody has a place of the class that goes before those who wait, though it came later."""
         if self._members:
-            self._num_overtakes += 1
+            self._num_bypasses += 1
 
     def push(self, request: Request) -> None:
         assert request.status is RequestStatus.WAITING
@@ -98,35 +98,35 @@ class ClassQueue:
         self._members[request.request_id] = entry
         if request.has_run:
             self.num_returning += 1
-            self._push(self._displaced, entry)
+            self._push(self._returning, entry)
             return
-        self._push(self._by_arrival, _Entry((request.entered,), self._num_stays, request))
+        self._push(self._by_arrival, _Entry((request.class_sequence,), self._num_stays, request))
         tenant = self._tenant_of(request)
         if self._first(self._by_tenant.setdefault(tenant, [])) is None:
-            self.shares.join(tenant, self._least_served())
+            self.token_counters.join(tenant, self._least_served())
         self._push(self._by_tenant[tenant], entry)
         if self._first(self._by_tenant[tenant]) is request:
-            heapq.heappush(self._tenants, self._offer(tenant))
+            heapq.heappush(self._tenants, self._update_entry(tenant))
 
     def reorder(self, request: Request) -> None:
         """A member's `queue_key` is another one; when it came, and how often the oldest was overtaken, is not."""
         tenant, entry = self._tenant_of(request), self._members[request.request_id]._replace(key=request.queue_key)
         self._members[request.request_id] = entry
-        heap = self._displaced if request.has_run else self._by_tenant[tenant]
-        heap[:] = [each for each in heap if each.request is not request and self._counts(each)]
+        heap = self._returning if request.has_run else self._by_tenant[tenant]
+        heap[:] = [each for each in heap if each.request is not request and self._is_current(each)]
         heap.append(entry)
         heapq.heapify(heap)
         if not request.has_run:
-            self._offer(tenant)
-            self._tenants = list(self._offers.values())
+            self._update_entry(tenant)
+            self._tenants = list(self._tenant_entries.values())
             heapq.heapify(self._tenants)
 
-    def head(self) -> Request | None:
+    def peek(self) -> Request | None:
         """Who goes next; it stays."""
-        displaced, oldest = self._first(self._displaced), self._first(self._by_arrival)
+        displaced, oldest = self._first(self._returning), self._first(self._by_arrival)
         if displaced is not None:
             return displaced
-        if oldest is None or self._num_overtakes >= self._max_overtakes:
+        if oldest is None or self._num_bypasses >= self._max_overtakes:
             return oldest
         tenant = self._least_served_tenant()
         assert tenant is not None
@@ -134,7 +134,7 @@ class ClassQueue:
 
     def arrival_clock(self) -> int | None:
         """When the one came that has waited longest, of the first to return and the first that came; None: nobody."""
-        returning, oldest = self._first(self._displaced), self._first(self._by_arrival)
+        returning, oldest = self._first(self._returning), self._first(self._by_arrival)
         if returning is None or oldest is None:
             first = returning or oldest
             return None if first is None else first.arrival_clock
@@ -143,27 +143,27 @@ class ClassQueue:
     def pop(self, request: Request) -> None:
         """The request has been admitted."""
         if not request.has_run and request is not self._first(self._by_arrival):
-            self._num_overtakes += 1
+            self._num_bypasses += 1
         self.discard(request)
 
     def charge(self, tenant: str, num_tokens: int) -> None:
         """A tenant has been served."""
         if self._order.shares_fairly:
-            self.shares.charge(tenant, num_tokens)
+            self.token_counters.charge(tenant, num_tokens)
 
     def discard(self, request: Request) -> None:
         """Takes the request out wherever it stands; none of it is fine."""
         if request.request_id not in self._members:
             return
         if request is self._first(self._by_arrival):
-            self._num_overtakes = 0
+            self._num_bypasses = 0
         del self._members[request.request_id]
         self.num_returning -= request.has_run
         tenant = self._tenant_of(request)
         heap = self._by_tenant.get(tenant)
         if heap is not None and self._first(heap) is None:
-            del self._by_tenant[tenant], self._offers[tenant]
-            self.shares.leave(tenant)
+            del self._by_tenant[tenant], self._tenant_entries[tenant]
+            self.token_counters.leave(tenant)
 
     def _tenant_of(self, request: Request) -> str:
         return request.tenant if self._order.shares_fairly else ""
@@ -178,38 +178,38 @@ class ClassQueue:
             heapq.heappop(heap)
         return None
 
-    def _counts(self, entry: _Entry) -> bool:
+    def _is_current(self, entry: _Entry) -> bool:
         member = self._members.get(entry.request.request_id)
         return member is not None and member.stay == entry.stay
 
     def _push(self, heap: _Heap, entry: _Entry) -> None:
         """Adds an entry; those that have left are swept out before they are the most."""
         if len(heap) > 2 * len(self._members) + MIN_HEAP:
-            heap[:] = [each for each in heap if self._counts(each)]
+            heap[:] = [each for each in heap if self._is_current(each)]
             heapq.heapify(heap)
         heapq.heappush(heap, entry)
 
-    def _offer(self, tenant: str) -> _Offer:
+    def _update_entry(self, tenant: str) -> _Offer:
         first = self._first(self._by_tenant[tenant])
         assert first is not None
-        offer = self._offers[tenant] = _Offer(self.shares.served(tenant), first.queue_key, tenant)
+        offer = self._tenant_entries[tenant] = _Offer(self.token_counters.served(tenant), first.queue_key, tenant)
         return offer
 
     def _least_served_tenant(self) -> str | None:
         while self._tenants:
             offer = self._tenants[0]
-            if self._offers.get(offer.tenant) is offer:
+            if self._tenant_entries.get(offer.tenant) is offer:
                 first = self._first(self._by_tenant[offer.tenant])
-                if first is not None and offer[:2] == (self.shares.served(offer.tenant), first.queue_key):
+                if first is not None and offer[:2] == (self.token_counters.served(offer.tenant), first.queue_key):
                     return offer.tenant
-                heapq.heapreplace(self._tenants, self._offer(offer.tenant))
+                heapq.heapreplace(self._tenants, self._update_entry(offer.tenant))
             else:
                 heapq.heappop(self._tenants)
         return None
 
     def _least_served(self) -> int | None:
         tenant = self._least_served_tenant()
-        return None if tenant is None else self.shares.served(tenant)
+        return None if tenant is None else self.token_counters.served(tenant)
 
 
 class WaitingQueue:
@@ -223,7 +223,7 @@ class WaitingQueue:
     def __init__(self, classes: Sequence[RequestClass], limits: SchedulerLimits, order: Order, num_blocks: int) -> None:
         """Classes in ascending order of rank; `num_blocks` of the cache."""
         self.queues = {each.name: ClassQueue(each, limits.max_overtakes, order) for each in classes}
-        self.turns = Turns(classes, limits, num_blocks)
+        self.sharing = WeightedFairSharing(classes, limits, num_blocks)
         self.clocks = dict.fromkeys(self.queues, 0)
 
     def __len__(self) -> int:
@@ -239,7 +239,9 @@ class WaitingQueue:
     def discard(self, request: Request) -> None:
         self.queues[request.request_class.name].discard(request)
 
-    def look(self, closed: Collection[str], held: Mapping[str, int], late: Collection[str] = ()) -> list[str]:
+    def update_contenders(
+        self, closed: Collection[str], held: Mapping[str, int], late: Collection[str] = ()
+    ) -> list[str]:
         """Notes who contends; to be called before questions, whenever somebody came or went.
 
         Args:
@@ -256,13 +258,13 @@ class WaitingQueue:
                 waiting.append(name)
                 if self.clocks[name] - arrival >= queue.request_class.ageing_steps:
                     aged.append(name)
-        self.turns.look(waiting, aged, held)
+        self.sharing.update_contenders(waiting, aged, held)
         return waiting
 
-    def best(self, closed: Collection[str], held: Mapping[str, int], blocks: Mapping[str, int]) -> Request | None:
+    def peek(self, closed: Collection[str], held: Mapping[str, int], blocks: Mapping[str, int]) -> Request | None:
         """Who is to be admitted next; it stays. Classes hold so many places and blocks."""
-        name = self.turns.next(self.look(closed, held), held, blocks)
-        return None if name is None else self.queues[name].head()
+        name = self.sharing.next_class(self.update_contenders(closed, held), held, blocks)
+        return None if name is None else self.queues[name].peek()
 
     def pop(self, request: Request) -> None:
         """Takes out what `best` returned: it is admitted."""
@@ -285,26 +287,26 @@ class QueueKeys:
     def __init__(self, policy: Policy, order: Order, limits: SchedulerLimits) -> None:
         self._honours_classes = policy.honours_classes
         self._order = order
-        self._max_head_start = limits.max_head_start_steps
+        self._max_priority_boost = limits.max_head_start_steps
 
-    def of(self, request: Request) -> Key:
+    def key_of(self, request: Request) -> Key:
         """Of a request that is in its class."""
         rank = request.request_class.rank
         if not self._honours_classes:
             return rank, 0.0, 0, request.sequence
-        step = request.entered_at_step + self._head_start(request)
-        return rank, self._order.place(request), step, request.sequence
+        step = request.class_entry_step + self._priority_boost(request)
+        return rank, self._order.sort_key(request), step, request.sequence
 
     def with_priority(self, request: Request, priority: int) -> Key:
         """Of the request had it come to its class with this priority; it has it from now on."""
         rank, place, step, sequence = request.queue_key
-        step -= self._head_start(request)
+        step -= self._priority_boost(request)
         request.priority = priority
-        return rank, place, step + self._head_start(request), sequence
+        return rank, place, step + self._priority_boost(request), sequence
 
-    def _head_start(self, request: Request) -> int:
+    def _priority_boost(self, request: Request) -> int:
         """Steps by which its priority moves it within its class; negative ones forward."""
         if not self._honours_classes:
             return 0
         head_start = (request.priority - request.request_class.rank) * request.request_class.ageing_steps
-        return max(-self._max_head_start, min(self._max_head_start, head_start))
+        return max(-self._max_priority_boost, min(self._max_priority_boost, head_start))

@@ -13,9 +13,9 @@ from typing import Final, NamedTuple
 
 from llm_serving.core.request import Request
 from llm_serving.core.request_class import RequestClass
-from llm_serving.core.step import Move
-from llm_serving.scheduler.running import Places
-from llm_serving.scheduler.waiting import Waits
+from llm_serving.core.step import BlockMove
+from llm_serving.scheduler.running import RunningSlots
+from llm_serving.scheduler.waiting import WaitingRequests
 
 
 class WaitReason(enum.StrEnum):
@@ -43,11 +43,11 @@ class Blocked(NamedTuple):
     """None where the reason holds for all."""
     class_name: str | None
     reason: WaitReason
-    behind: str | None = None
+    holding_class: str | None = None
     """Another class, the one that holds most of the places the reason is about, if any does."""
-    closed: tuple[str, ...] = ()
+    closed_classes: tuple[str, ...] = ()
     """Classes passed over, as they hold as many slots or blocks as they may."""
-    tenants: tuple[str, ...] = ()
+    full_tenants: tuple[str, ...] = ()
     """Tenants that run as many requests as they may; their others are in nobody's way."""
 
     @classmethod
@@ -73,7 +73,7 @@ class ScheduledRow(NamedTuple):
     """Tokens in the cache before the step."""
     query_len: int
     """Tokens this step computes."""
-    samples: int
+    num_samples: int
     """Tokens that are chosen: none as long as known ones are left to compute, then one, and one behind each draft."""
     num_preemptions: int
     """Of the request when the row was made; once it has lost its place since, the row's keys and values are gone."""
@@ -85,7 +85,7 @@ class ScheduledRow(NamedTuple):
     @property
     def num_drafts(self) -> int:
         """Number of draft tokens, the last ones of the row."""
-        return max(0, self.samples - 1)
+        return max(0, self.num_samples - 1)
 
 
 class PromptResults(NamedTuple):
@@ -108,7 +108,7 @@ class Schedule:
 
     step: int
     rows: list[ScheduledRow]
-    block_moves: list[Move] = field(default_factory=list)
+    block_moves: list[BlockMove] = field(default_factory=list)
     """To be done in order before the rows are computed."""
     started: list[Request] = field(default_factory=list)
     """Requests of the rows that are scheduled for the first time."""
@@ -118,11 +118,11 @@ class Schedule:
     """What is to tell of each of `preempted`, in the same order."""
     prompt_results: list[PromptResults] = field(default_factory=list)
     """Of the rows that tell something of a prompt, in their order."""
-    has_drafts: bool = False
+    has_draft_tokens: bool = False
     """Whether rows verify draft tokens."""
-    departures: list[ScheduledRow] = field(default_factory=list)
+    migrating: list[ScheduledRow] = field(default_factory=list)
     """Rows whose requests leave for another replica when the reply has come, unless they end with it."""
-    exports: list[Move] = field(default_factory=list)
+    exports: list[BlockMove] = field(default_factory=list)
     """Of their blocks, to be done when the rows are computed."""
     num_bound_violations: int = 0
     """Requests that have just waited longer than a bound allows; 0 unless the scheduler has a fault."""
@@ -136,7 +136,7 @@ class Schedule:
         object.__setattr__(self, "num_samples", sum([row[3] for row in self.rows]))
 
 
-class StepDraft:
+class StepPlan:
     """A step while it is being formed."""
 
     def __init__(self, number: int, now: float, budget: int, max_prefills: int) -> None:
@@ -144,14 +144,14 @@ class StepDraft:
         self.now = now
         """When it is formed, in seconds on the clock of `Request.arrival_time`."""
         self.budget = budget
-        self.closed: set[str] = set()
+        self.closed_classes: set[str] = set()
         """Classes that hold as many slots or blocks as they may."""
         self.first_class: str | None = None
         """The class whose turn it is, where several contend."""
         self.blocked: Blocked | None = None
         self.changes_running = False
         """Whether a request has been admitted or preempted."""
-        self.has_drafts = False
+        self.has_draft_tokens = False
         self.considers_prompts = False
         """Whether prompts could get a share of the step."""
         self._max_prefills = max_prefills
@@ -174,7 +174,7 @@ class StepDraft:
     def has_room_for_prefill(self) -> bool:
         return self.budget > 0 and len(self._prefills) < self._max_prefills
 
-    def turn_of(self, request_class: RequestClass) -> tuple[bool, int]:
+    def prefill_rank(self, request_class: RequestClass) -> tuple[bool, int]:
         """Prompts of classes with smaller ones come first."""
         return request_class.name != self.first_class, request_class.rank
 
@@ -186,25 +186,25 @@ class StepDraft:
             self.budget -= 1
 
     def add(self, request: Request, num_tokens: int, *, prefill: bool = False) -> None:
-        self._put(request, min(num_tokens, self.budget))
+        self._set_row(request, min(num_tokens, self.budget))
         if prefill:
             self._prefills.add(request.request_id)
 
-    def add_drafts(self, request: Request, num_drafts: int) -> None:
+    def add_draft_tokens(self, request: Request, num_drafts: int) -> None:
         """Has the row of a request that decodes compute so many of its drafts as well."""
         row = self._rows[request.request_id]
         num_drafts = min(num_drafts, self.budget)
-        self._rows[request.request_id] = row._replace(query_len=1 + num_drafts, samples=1 + num_drafts)
+        self._rows[request.request_id] = row._replace(query_len=1 + num_drafts, num_samples=1 + num_drafts)
         self.budget -= num_drafts
-        self.has_drafts = self.has_drafts or num_drafts > 0
+        self.has_draft_tokens = self.has_draft_tokens or num_drafts > 0
 
-    def extend(self, request: Request, num_tokens: int) -> None:
+    def extend_row(self, request: Request, num_tokens: int) -> None:
         """Gives a request that has a row what is left of the budget, up to so many tokens."""
         row = self._rows.get(request.request_id)
         if row is not None:  # otherwise it has lost its place since
-            self._put(request, min(num_tokens, row.query_len + self.budget))
+            self._set_row(request, min(num_tokens, row.query_len + self.budget))
 
-    def withdraw(self, request: Request) -> None:
+    def remove_row(self, request: Request) -> None:
         """Takes a preempted request's row out again, if it has one."""
         self.changes_running = True
         row = self._rows.pop(request.request_id, None)
@@ -212,7 +212,7 @@ class StepDraft:
             self.budget += row.query_len
             self._prefills.discard(request.request_id)
 
-    def _put(self, request: Request, query_len: int) -> None:
+    def _set_row(self, request: Request, query_len: int) -> None:
         before = self._rows.get(request.request_id)
         self.budget -= query_len - (0 if before is None else before.query_len)
         start = request.num_computed_tokens
@@ -220,16 +220,16 @@ class StepDraft:
         self._rows[request.request_id] = ScheduledRow(request, start, query_len, int(samples), request.num_preemptions)
 
 
-def left_waiting(draft: StepDraft, waits: Waits, places: Places) -> Blocked | None:
+def find_blocked(draft: StepPlan, waits: WaitingRequests, places: RunningSlots) -> Blocked | None:
     """Of a step that is formed; None: nobody waits, or nothing is in the way of those who do."""
-    full = waits.gate.full()
+    full = waits.tenant_limiter.full_tenants()
     if len(waits.queue) == 0:
-        return Blocked(None, None, WaitReason.TENANT, tenants=full) if full else None
+        return Blocked(None, None, WaitReason.TENANT, full_tenants=full) if full else None
     blocked = _left_in_queue(draft, waits, places)
-    return blocked._replace(tenants=full) if blocked is not None and full else blocked
+    return blocked._replace(full_tenants=full) if blocked is not None and full else blocked
 
 
-def _left_in_queue(draft: StepDraft, waits: Waits, places: Places) -> Blocked | None:
+def _left_in_queue(draft: StepPlan, waits: WaitingRequests, places: RunningSlots) -> Blocked | None:
     if not draft.considers_prompts:
         return Blocked(None, None, WaitReason.DECODING)
     blocked = draft.blocked
@@ -237,16 +237,16 @@ def _left_in_queue(draft: StepDraft, waits: Waits, places: Places) -> Blocked | 
         return blocked
     if blocked is not None and blocked.reason in NO_ROOM:
         blocked = _or_slots(blocked, waits, places)
-    if draft.closed:
-        closed = tuple(sorted(draft.closed))
-        return (blocked or Blocked(None, None, WaitReason.SHARE))._replace(closed=closed)
+    if draft.closed_classes:
+        closed = tuple(sorted(draft.closed_classes))
+        return (blocked or Blocked(None, None, WaitReason.SHARE))._replace(closed_classes=closed)
     return blocked
 
 
-def _or_slots(blocked: Blocked, waits: Waits, places: Places) -> Blocked:
+def _or_slots(blocked: Blocked, waits: WaitingRequests, places: RunningSlots) -> Blocked:
     """Who would not have been admitted by a step with room either, as no slot is free for it, waits for a slot."""
     assert blocked.class_name is not None
     own = waits.queue.queues[blocked.class_name].request_class
-    if not places.are_taken or places.has_below(own):
+    if not places.is_full or places.has_lower_class(own):
         return blocked
-    return blocked._replace(reason=WaitReason.SLOTS, behind=places.other_holder(own))
+    return blocked._replace(reason=WaitReason.SLOTS, holding_class=places.largest_other_class(own))

@@ -9,18 +9,18 @@ from dataclasses import replace
 from llm_serving.core.kv_transfer import Transfer
 from llm_serving.core.request import FINISHED, RUNNING, FinishReason, Request, RequestStatus
 from llm_serving.core.request_class import RequestClass, class_of
-from llm_serving.core.step import Move
+from llm_serving.core.step import BlockMove
 from llm_serving.kvcache import BlockManager
 from llm_serving.kvcache.transfer_pool import TransferBlock
-from llm_serving.scheduler.components import Deciders, Rules
-from llm_serving.scheduler.fair_sharing import Paid
+from llm_serving.scheduler.components import SchedulerComponents, SchedulingRules
+from llm_serving.scheduler.fair_sharing import ClassUsage
 from llm_serving.scheduler.limits import SchedulerLimits
-from llm_serving.scheduler.orders import OUTPUT_TOKEN_WEIGHT, Arrival, Order
-from llm_serving.scheduler.policies import Load, Policy, Preference
-from llm_serving.scheduler.prefill import Running
-from llm_serving.scheduler.schedule import NO_ROOM, Blocked, Schedule, ScheduledRow, StepDraft, left_waiting
-from llm_serving.scheduler.step_results import add_drafts, num_chosen, prompt_results_of
-from llm_serving.scheduler.tenant_limits import Need
+from llm_serving.scheduler.orders import OUTPUT_TOKEN_WEIGHT, ArrivalOrder, Order
+from llm_serving.scheduler.policies import Policy, PolicyInput, Preference
+from llm_serving.scheduler.prefill import RunningSnapshot
+from llm_serving.scheduler.schedule import NO_ROOM, Blocked, Schedule, ScheduledRow, StepPlan, find_blocked
+from llm_serving.scheduler.step_results import add_drafts, collect_prompt_results, count_accepted_tokens
+from llm_serving.scheduler.tenant_limits import SlotDemand
 
 
 class Scheduler:
@@ -46,17 +46,17 @@ class Scheduler:
         self.blocks = blocks
         self._requests: dict[str, Request] = {}
         """All that have not ended."""
-        rules = Rules(limits, policy, classes, order or Arrival(), blocks.prefix_caching)
-        self._use(Deciders(rules, blocks, self._requests))
+        rules = SchedulingRules(limits, policy, classes, order or ArrivalOrder(), blocks.prefix_caching)
+        self._use_components(SchedulerComponents(rules, blocks, self._requests))
         self._num_beams = 0
-        self._num_drafts = 0
+        self._num_with_drafts = 0
         """Requests that were given drafts since the step before."""
-        self._num_telling = 0
+        self._num_with_prompt_results = 0
         """Requests that tell something of their prompts."""
-        self._num_moving = 0
+        self._num_migrating = 0
         """Requests that other replicas are to go on with."""
         self._step = 0
-        self._told_at_step = 0
+        self._usage_step = 0
         """The next step when `take_paid` was last told something."""
         self._service: dict[tuple[str, str], int] = {}
         """By class and tenant, what was served since `take_service`."""
@@ -65,19 +65,23 @@ class Scheduler:
         self.blocked: Blocked | None = None
         """Whom the newest call of `schedule` left waiting, and why; None when nobody waits."""
 
-    def _use(self, deciders: Deciders) -> None:
-        self._deciders = deciders
+    def _use_components(self, deciders: SchedulerComponents) -> None:
+        self._components = deciders
         rules = deciders.rules
         self.limits, self.policy, self.order, self.classes = rules.limits, rules.policy, rules.order, rules.classes
-        self.waiting, self.places, self.bounds = deciders.waiting, deciders.places, deciders.bounds
-        self.waits, self.prompts, self._giving_way = deciders.waits, deciders.prompts, deciders.giving_way
+        self.waiting, self.slots, self.bounds = deciders.waiting, deciders.slots, deciders.bounds
+        self.waiting_requests, self.prefill, self._preemptor = (
+            deciders.waiting_requests,
+            deciders.prefill,
+            deciders.preemptor,
+        )
         self._max_prompt_gaps = {each.name: each.max_prompt_gap for each in self.bounds}
-        self._closed: set[str] = set()
+        self._closed_classes: set[str] = set()
         """Classes that could not take part when admission was last considered."""
 
     # --- events -----------------------------------------------------------------------------------------------------
 
-    def reload(self, rules: Rules) -> None:
+    def reload(self, rules: SchedulingRules) -> None:
         """Goes on by other rules; of an order that is of the same kind, what it has learned stays.
 
         Whoever runs keeps its place, also where there are fewer now: nobody else is admitted until so many have ended.
@@ -87,44 +91,44 @@ class Scheduler:
 
         What a request keeps when it has lost its place often, and what a window holds, must be as before.
         """
-        self._use(self._deciders.followed_by(rules, self._step))
+        self._use_components(self._components.reload(rules, self._step))
 
     def add(self, request: Request) -> None:
         """Queues a request that passed the checks at the door, or that another replica has begun with.
 
         What that has computed of it is in the blocks it has come with: it is brought in when it gets a place.
         """
-        request.sequence = request.entered = self.waits.num_entered
-        self.waits.num_entered += 1
+        request.sequence = request.class_sequence = self.waiting_requests.num_arrivals
+        self.waiting_requests.num_arrivals += 1
         request.request_class = class_of(request.priority, self.classes)
-        request.entered_at_step = self._step
+        request.class_entry_step = self._step
         request.arrival_clock = self.waiting.clocks[request.request_class.name]
-        request.queue_key = self._deciders.keys.of(request)
+        request.queue_key = self._components.keys.key_of(request)
         self._requests[request.request_id] = request
         self._num_beams += request.is_beam
-        self._num_telling += request.tells_of_its_prompt
-        self._num_moving += request.moves
+        self._num_with_prompt_results += request.has_prompt_results
+        self._num_migrating += request.wants_migration
         if (transfer := request.transfer) is not None:
             request.num_computed_tokens = transfer.num_tokens
             request.num_preemptions = transfer.num_preemptions
-            self.blocks.arrive(request.request_id, transfer)
-            self.waits.bring(request, transfer.num_waited)
+            self.blocks.add_import(request.request_id, transfer)
+            self.waiting_requests.enqueue_migrated(request, transfer.num_waited)
             return
         parent = self._requests.get(request.fork_of or "")
         if parent is not None and parent.num_confirmed_tokens < parent.num_prompt_tokens:
-            self.waits.hold_back(request, parent)
+            self.waiting_requests.add_fork(request, parent)
         else:
-            self.waits.wait(request)
+            self.waiting_requests.enqueue(request)
 
-    def draft(self, request: Request, token_ids: list[int]) -> None:
+    def set_draft_tokens(self, request: Request, token_ids: list[int]) -> None:
         """Set the draft tokens that may follow the newest token of a request; replace earlier ones.
 
         The next step verifies those that fit beside prompts and other requests' tokens, and accepts them up to the
         first that the model does not choose. It uses up all of them.
         """
-        if request.status is RUNNING and not request.num_tokens_in_flight and not request.moves:
+        if request.status is RUNNING and not request.num_tokens_in_flight and not request.wants_migration:
             request.draft_token_ids = token_ids
-            self._num_drafts += 1
+            self._num_with_drafts += 1
 
     def schedule(self, now: float) -> Schedule | None:
         """Forms the next step; None when no request can move.
@@ -134,32 +138,32 @@ class Scheduler:
         """
         # More may run than there are tokens in a step where both were lowered; each gets one.
         budget = max(self.limits.max_num_batched_tokens, len(self.running))
-        draft = StepDraft(self._step, now, budget, self.limits.max_prefill_seqs)
-        running = Running(self.running)
+        draft = StepPlan(self._step, now, budget, self.limits.max_prefill_seqs)
+        running = RunningSnapshot(self.running)
         prompts_wait = len(self.waiting) > 0 or bool(running.prefilling)
         preference = self._preference(running, prompts_wait)
-        stages = [self._decode, self.prompts.schedule]
+        stages = [self._decode, self.prefill.schedule]
         if preference is Preference.PREFILL_FIRST:
             stages.reverse()
         for schedule_stage in stages:
-            schedule_stage(draft, running if not draft.changes_running else Running(self.running))
+            schedule_stage(draft, running if not draft.changes_running else RunningSnapshot(self.running))
             if draft.num_rows and (self.limits.separate or preference is Preference.DECODE_ONLY):
                 break
-        self.blocked = left_waiting(draft, self.waits, self.places)
+        self.blocked = find_blocked(draft, self.waiting_requests, self.slots)
         if not draft.num_rows:
             return None
-        if self._num_drafts:
-            self._num_drafts = 0
+        if self._num_with_drafts:
+            self._num_with_drafts = 0
             add_drafts(draft, self.blocks)
         rows = draft.rows
-        results = prompt_results_of(rows) if self._num_telling else []
-        departures, exports = self._export(rows) if self._num_moving else ([], [])
+        results = collect_prompt_results(rows) if self._num_with_prompt_results else []
+        departures, exports = self._export(rows) if self._num_migrating else ([], [])
         started = self._advance(draft, running)
         violations = self._count_violations(draft, running, prompts_wait)
         self._step += 1
-        self.waits.follow(self.waits.gate.tick())
-        preempted, preemptions = self._giving_way.take()
-        moves = self.blocks.take_moves()
+        self.waiting_requests.apply_limiter_changes(self.waiting_requests.tenant_limiter.tick())
+        preempted, preemptions = self._preemptor.pop_preempted()
+        moves = self.blocks.pop_block_moves()
         return Schedule(
             draft.number,
             rows,
@@ -168,7 +172,7 @@ class Scheduler:
             preempted,
             preemptions,
             results,
-            draft.has_drafts,
+            draft.has_draft_tokens,
             departures,
             exports,
             violations,
@@ -197,7 +201,7 @@ class Scheduler:
             else:
                 self._verify(row, token_ids[start:end])
             updated.append(request)
-        return updated + self._take_prompt_results(schedule) if schedule.prompt_results else updated
+        return updated + self._record_prompt_results(schedule) if schedule.prompt_results else updated
 
     def _append(self, request: Request, token_id: int) -> None:
         output = request.output_token_ids
@@ -212,7 +216,7 @@ class Scheduler:
         """Appends the token that was chosen, and that behind each draft for as long as these are what was chosen."""
         request = row.request
         num_before = len(request.output_token_ids)
-        for token_id in token_ids[: num_chosen(request.draft_token_ids, token_ids)]:
+        for token_id in token_ids[: count_accepted_tokens(request.draft_token_ids, token_ids)]:
             if not request.is_finished:
                 self._append(request, token_id)
         request.draft_token_ids = []
@@ -221,17 +225,19 @@ class Scheduler:
         self._charge(request.request_class.name, request.tenant, OUTPUT_TOKEN_WEIGHT * num_accepted)
         if num_accepted and not request.is_finished and row.num_preemptions == request.num_preemptions:
             request.num_computed_tokens += num_accepted  # the others' keys and values will be written over
-            self._confirm([row._replace(query_len=1 + num_accepted, samples=1)])
+            self._confirm([row._replace(query_len=1 + num_accepted, num_samples=1)])
 
-    def _take_prompt_results(self, schedule: Schedule) -> list[Request]:
+    def _record_prompt_results(self, schedule: Schedule) -> list[Request]:
         """Returns the requests that end with them."""
         ended = []
         for row, start, end, _, ends in schedule.prompt_results:
             request = schedule.rows[row].request
             if request.status is FINISHED:
                 continue
-            assert start <= request.num_results or start == end, "results came before those in front of them"
-            request.num_results = max(request.num_results, end)
+            assert start <= request.num_prompt_logprobs_received or start == end, (
+                "results came before those in front of them"
+            )
+            request.num_prompt_logprobs_received = max(request.num_prompt_logprobs_received, end)
             if ends:  # even if it has lost its place since: it has no use for one
                 self.finish(request, FinishReason.LENGTH)
                 ended.append(request)
@@ -246,16 +252,16 @@ class Scheduler:
         assert request.num_tokens_in_flight == 0
         request.paused = True
         if request.status is RequestStatus.WAITING:  # it gave way before its reply came
-            self.waits.pause(request)
-        self.waits.release_forks(request)  # it may go on only after them
+            self.waiting_requests.pause(request)
+        self.waiting_requests.release_forks(request)  # it may go on only after them
 
     def resume(self, request: Request) -> None:
         """What follows is decided: the request goes on where it was, or waits ahead of its class if it gave way."""
         request.paused = False
         request.last_scheduled_step = self._step - 1  # the steps before have not left it out
-        self.waits.resume(request)
+        self.waiting_requests.resume(request)
 
-    def reprioritise(self, request: Request, priority: int) -> bool:
+    def set_priority(self, request: Request, priority: int) -> bool:
         """Gives a request another priority, and with it perhaps another class.
 
         Within its class its place is that of its arrival moved by the new priority, so nothing is gained by asking
@@ -268,9 +274,9 @@ class Scheduler:
         """
         if request.is_finished:
             return False
-        return self._deciders.reprioritiser.move(request, priority, self._step)
+        return self._components.priority_changer.set_priority(request, priority, self._step)
 
-    def put_off(self, request: Request, deadline: float | None) -> None:
+    def set_deadline(self, request: Request, deadline: float | None) -> None:
         """Gives a request until another deadline, or for ever with None; its place stays until it gets another."""
         request.deadline = deadline
 
@@ -278,38 +284,38 @@ class Scheduler:
         """Ends a request in whatever state it is; its blocks are free at once. Ending it twice changes nothing."""
         if request.is_finished:
             return
-        if request.departs:
-            self.blocks.exports.stay(request.request_id)
+        if request.is_migrating:
+            self.blocks.transfer_pool.cancel(request.request_id)
         self._remove(request)
         request.finish_reason = reason
         request.stop_reason = stop_reason
-        self.order.ended(request)
+        self.order.record_finished(request)
 
-    def depart(self, request: Request) -> Transfer:
+    def migrate_out(self, request: Request) -> Transfer:
         """The step that was to hand a request's blocks over is done: it is none of this scheduler's any more."""
-        transfer = self.blocks.exports.leave(request.request_id)
+        transfer = self.blocks.transfer_pool.hand_over(request.request_id)
         self._remove(request)
         return replace(transfer, num_waited=request.num_steps_waited or 0, num_preemptions=request.num_preemptions)
 
-    def give_back(self, blocks: Sequence[TransferBlock]) -> None:
+    def reclaim_exported_blocks(self, blocks: Sequence[TransferBlock]) -> None:
         """Other replicas need no more what these held of requests that have departed."""
-        self.blocks.exports.give_back(blocks)
+        self.blocks.transfer_pool.reclaim(blocks)
 
     def _remove(self, request: Request) -> None:
         if request.status is RequestStatus.RUNNING:
-            self.places.leave(request)
+            self.slots.remove(request)
         else:
-            self.waits.leave(request)
+            self.waiting_requests.remove(request)
         self.blocks.free(request.request_id)
-        self.waits.ended(request)
+        self.waiting_requests.forget(request)
         del self._requests[request.request_id]
         self._num_beams -= request.is_beam
-        self._num_telling -= request.tells_of_its_prompt
-        self._num_moving -= request.moves
-        self.waits.release_forks(request)
+        self._num_with_prompt_results -= request.has_prompt_results
+        self._num_migrating -= request.wants_migration
+        self.waiting_requests.release_forks(request)
         request.status = RequestStatus.FINISHED
 
-    def served_elsewhere(self, service: Mapping[tuple[str, str], int]) -> None:
+    def charge_remote_service(self, service: Mapping[tuple[str, str], int]) -> None:
         """Tenants were served by other replicas: it counts as if it had been here.
 
         Only who of a class goes next depends on it, never how long somebody waits at most.
@@ -322,61 +328,61 @@ class Scheduler:
         queues = self.waiting.queues
         for (name, tenant), num_tokens in service.items():
             if (queue := queues.get(name)) is not None:  # there it may be by other rules already
-                queue.shares.charge(tenant, num_tokens)
+                queue.token_counters.charge(tenant, num_tokens)
 
-    def take_service(self) -> dict[tuple[str, str], int]:
+    def pop_service(self) -> dict[tuple[str, str], int]:
         """What was served since the last call: (class, tenant) -> tokens as virtual token counters count them."""
         service, self._service = self._service, {}
         return service
 
-    def deal(self, places: Mapping[str, int]) -> None:
+    def adjust_tenant_leases(self, places: Mapping[str, int]) -> None:
         """Of the places that tenants may take at all schedulers together, so many more may be taken here, or less."""
-        self.waits.follow(self.waits.gate.deal(places))
+        self.waiting_requests.apply_limiter_changes(self.waiting_requests.tenant_limiter.adjust_leases(places))
 
-    def take_needs(self) -> dict[str, Need]:
+    def pop_tenant_demand(self) -> dict[str, SlotDemand]:
         """By tenant what is needed of those places, where that has changed since the last call."""
-        return self.waits.gate.take_needs()
+        return self.waiting_requests.tenant_limiter.pop_demand()
 
-    def put_ahead(self, names: Collection[str]) -> None:
+    def deprioritize(self, names: Collection[str]) -> None:
         """These classes have had more than their share of all schedulers: others go first here, as far as may be."""
-        self.waiting.turns.ahead = frozenset(names)
+        self.waiting.sharing.deprioritized = frozenset(names)
 
-    def take_paid(self) -> dict[str, Paid] | None:
+    def pop_class_usage(self) -> dict[str, ClassUsage] | None:
         """What each class has had here since the last call; None: no step was formed, though somebody waits."""
-        if self._step == self._told_at_step and len(self.waiting):
+        if self._step == self._usage_step and len(self.waiting):
             return None
-        self._told_at_step = self._step
-        return self.waiting.turns.take_paid()
+        self._usage_step = self._step
+        return self.waiting.sharing.pop_usage()
 
-    def lose_cache(self) -> None:
+    def reset_cache(self) -> None:
         """Both memories are lost, and every step that was not replied to: what ran waits to be computed again.
 
         It waits ahead of its class, as after a preemption, but its preemptions are not counted: the bound on them is a
         promise about the scheduler. Whoever waits with blocks from another replica does without them.
         """
-        self.blocks.lose_all()
+        self.blocks.reset()
         for request in self._requests.values():
             request.num_computed_tokens = request.num_confirmed_tokens = request.num_tokens_in_flight = 0
             request.draft_token_ids = []
-            request.departs = False
+            request.is_migrating = False
         for request in self.running:
-            self.waits.wait_again(request)
-        self.places.clear()
+            self.waiting_requests.requeue(request)
+        self.slots.clear()
         for request in self.waiting:  # what it was promised did not reckon with this
             if not request.has_run:
-                self.waits.promise(request)
+                self.waiting_requests.set_wait_bound(request)
 
     # --- what others may know ---------------------------------------------------------------------------------------
 
     @property
     def running(self) -> list[Request]:
         """Sorted by `queue_key`."""
-        return self.places.running
+        return self.slots.running
 
     @property
-    def held(self) -> dict[str, int]:
+    def slots_by_class(self) -> dict[str, int]:
         """Places that requests of each class run in."""
-        return self.places.held
+        return self.slots.slots_by_class
 
     @property
     def has_unfinished_requests(self) -> bool:
@@ -387,22 +393,22 @@ class Scheduler:
         """Steps that have been formed."""
         return self._step
 
-    def kept_apart(self) -> Iterator[Request]:
+    def held_by_tenant_limits(self) -> Iterator[Request]:
         """Requests that wait for others of their tenant, beside those of `waiting`."""
-        return self.waits.gate.held()
+        return self.waiting_requests.tenant_limiter.held_requests()
 
-    def not_begun_with_places(self) -> list[str]:
+    def unstarted_slot_holders(self) -> list[str]:
         """Requests that count for what their tenants may run, of which no step has computed anything yet."""
         return [
             request.request_id
             for request in self._requests.values()
-            if request.first_scheduled_time is None and self.waits.gate.counts(request)
+            if request.first_scheduled_time is None and self.waiting_requests.tenant_limiter.holds_slot(request)
         ]
 
     @property
-    def closed(self) -> Collection[str]:
+    def closed_classes(self) -> Collection[str]:
         """Classes that could not take part when somebody was admitted last."""
-        return self._closed
+        return self._closed_classes
 
     @property
     def num_waiting(self) -> int:
@@ -410,29 +416,29 @@ class Scheduler:
 
     def batch_wait_s(self, now: float) -> float:
         """Seconds for which those who wait do so for a batch to fill; 0: they do not."""
-        return self.prompts.batch_wait_s(now)
+        return self.prefill.batch_wait_s(now)
 
-    def num_owed_tokens(self, request: Request) -> int:
+    def estimate_prefill_tokens(self, request: Request) -> int:
         """Tokens to be computed before the first one of a request that waits with nothing computed, were it next.
 
         It finds what others have computed, and what they are about to when they have.
         """
         num_tokens = request.num_tokens
-        num_owed = num_tokens - self.blocks.num_found(request)
+        num_owed = num_tokens - self.blocks.num_prefix_hit_tokens(request)
         parent = self._requests.get(request.fork_of or "")
         for other in self.running if parent is None else (parent, *self.running):
             num_left = other.num_prompt_tokens - other.num_confirmed_tokens
             if num_left > 0:
-                common = other.num_prompt_tokens if other is parent else self.blocks.num_alike(request, other)
+                common = other.num_prompt_tokens if other is parent else self.blocks.num_common_tokens(request, other)
                 num_owed = min(num_owed, num_tokens - common + max(0, common - other.num_confirmed_tokens))
         return max(1, num_owed)
 
     def check_integrity(self) -> None:
         """Raises AssertionError when a block or a request is in a place where it cannot be."""
         self.blocks.check_integrity()
-        self.places.check_integrity()
-        self.waits.check_integrity()
-        waiting = [request.request_id for request in self.waits]
+        self.slots.check_integrity()
+        self.waiting_requests.check_integrity()
+        waiting = [request.request_id for request in self.waiting_requests]
         assert self.blocks.tables.keys().isdisjoint(waiting), "a request without a place has blocks"
         everywhere = waiting + [request.request_id for request in self.running]
         is_whole = len(everywhere) == len(self._requests) and set(everywhere) == self._requests.keys()
@@ -440,27 +446,27 @@ class Scheduler:
 
     # --- the stages of a step ---------------------------------------------------------------------------------------
 
-    def _preference(self, running: Running, prompts_wait: bool) -> Preference:
+    def _preference(self, running: RunningSnapshot, prompts_wait: bool) -> Preference:
         """The policy's, within the bounds that hold for every policy."""
-        preference = self.policy.prefer(Load(running.num_decoding, prompts_wait))
+        preference = self.policy.prefer(PolicyInput(running.num_decoding, prompts_wait))
         last = running.least_scheduled_step
         gap = 0 if last is None else self._step - 1 - last
-        if gap >= self.policy.max_decode_gap or (gap > 0 and self._is_due(running.decoding)):
+        if gap >= self.policy.max_decode_gap or (gap > 0 and self._is_decode_overdue(running.decoding)):
             return Preference.DECODE_FIRST
         if prompts_wait and self._prefill_gap >= self.limits.max_prefill_gap:
             return Preference.PREFILL_FIRST
         return preference
 
-    def _is_due(self, decoding: Sequence[Request]) -> bool:
+    def _is_decode_overdue(self, decoding: Sequence[Request]) -> bool:
         """Whether prompts have left out a class that contends for as many steps as its weight lets them."""
-        gaps = {each.name: self.waiting.turns.max_decode_gap(each.name) for each in self.classes}
+        gaps = {each.name: self.waiting.sharing.max_decode_gap(each.name) for each in self.classes}
         since = self._step - 1
         return any(
             (gap := gaps[each.request_class.name]) is not None and since - each.last_scheduled_step >= gap
             for each in decoding
         )
 
-    def _decode(self, draft: StepDraft, running: Running) -> None:
+    def _decode(self, draft: StepPlan, running: RunningSnapshot) -> None:
         """Gives a token to each request that could get one, as far as the step and the cache have room."""
         block_size = self.blocks.block_size
         for request in running.decoding:
@@ -469,18 +475,24 @@ class Scheduler:
             if request.status is not RUNNING:
                 continue
             # A table always holds what is computed: only the first token of a block may lack room.
-            if request.num_computed_tokens % block_size or self._giving_way.make_room(request, draft):
+            if request.num_computed_tokens % block_size or self._preemptor.ensure_blocks(request, draft):
                 draft.add_decode(request)
 
     @property
-    def is_plain(self) -> bool:
+    def can_fast_forward(self) -> bool:
         """Whether nothing but tokens is computed for those it has, and no window, batch or tenant's limit counts."""
-        special = self._num_beams or self._num_telling or self._num_moving or self._num_drafts or self._closed
-        gate = self.waits.gate
-        apart = gate.full() or gate.has_news
-        return not (special or apart or self.blocks.window.slides or self.limits.static_batching)
+        special = (
+            self._num_beams
+            or self._num_with_prompt_results
+            or self._num_migrating
+            or self._num_with_drafts
+            or self._closed_classes
+        )
+        gate = self.waiting_requests.tenant_limiter
+        apart = gate.full_tenants() or gate.has_changed_demand
+        return not (special or apart or self.blocks.window.is_sliding or self.limits.static_batching)
 
-    def pass_alike(self, charges: Mapping[tuple[str, str], int], tokens: Mapping[str, int]) -> None:
+    def fast_forward_step(self, charges: Mapping[tuple[str, str], int], tokens: Mapping[str, int]) -> None:
         """Counts a step that decodes all requests and nothing else, whose rows `SteadySteps` has seen to.
 
         Args:
@@ -489,30 +501,34 @@ class Scheduler:
         """
         for (name, tenant), num_tokens in charges.items():
             self._charge(name, tenant, num_tokens)
-        self.waiting.turns.charge(self.held, tokens, self.places.blocks_held, (), ())
+        self.waiting.sharing.charge(self.slots_by_class, tokens, self.slots.blocks_by_class, (), ())
         self._prefill_gap = 0
-        self.waits.tick((), ())
+        self.waiting_requests.tick((), ())
         self._step += 1
         self.blocked = None
 
     # --- bookkeeping ------------------------------------------------------------------------------------------------
 
-    def _export(self, rows: list[ScheduledRow]) -> tuple[list[ScheduledRow], list[Move]]:
+    def _export(self, rows: list[ScheduledRow]) -> tuple[list[ScheduledRow], list[BlockMove]]:
         """Whose blocks are handed over with this step: whoever gets a token, is to move and finds room for them."""
         departures: list[ScheduledRow] = []
-        exports: list[Move] = []
+        exports: list[BlockMove] = []
         for row in rows:
             request = row.request
-            if not request.moves or row.samples != 1 or request.num_output_tokens + 1 >= request.sampling.max_tokens:
+            if (
+                not request.wants_migration
+                or row.num_samples != 1
+                or request.num_output_tokens + 1 >= request.sampling.max_tokens
+            ):
                 continue
             moves = self.blocks.export(request.request_id, row.end)
             if moves is not None:
-                request.departs = True
+                request.is_migrating = True
                 departures.append(row)
                 exports += moves
         return departures, exports
 
-    def _advance(self, draft: StepDraft, running: Running) -> list[Request]:
+    def _advance(self, draft: StepPlan, running: RunningSnapshot) -> list[Request]:
         """The step is on its way; returns the requests that have never been scheduled before."""
         started = []
         charges: dict[tuple[str, str], int] = defaultdict(int)
@@ -535,9 +551,11 @@ class Scheduler:
         for (name, tenant), num_tokens in charges.items():
             tokens[name] += num_tokens
             self._charge(name, tenant, num_tokens)
-        backlogged = {*self.waiting.look(self._closed, self.held)}
+        backlogged = {*self.waiting.update_contenders(self._closed_classes, self.slots_by_class)}
         backlogged.update([request.request_class.name for request in running.prefilling])
-        self.waiting.turns.charge(self.held, tokens, self.places.blocks_held, backlogged, self._unserved(draft))
+        self.waiting.sharing.charge(
+            self.slots_by_class, tokens, self.slots.blocks_by_class, backlogged, self._unserved(draft)
+        )
         return started
 
     def _charge(self, name: str, tenant: str, num_tokens: int) -> None:
@@ -545,7 +563,7 @@ class Scheduler:
         if self.order.shares_fairly:
             self._service[name, tenant] = self._service.get((name, tenant), 0) + num_tokens
 
-    def _unserved(self, draft: StepDraft) -> set[str]:
+    def _unserved(self, draft: StepPlan) -> set[str]:
         """Classes with a prompt for which the step had too few tokens."""
         if draft.has_room_for_prefill:
             return set()
@@ -563,28 +581,28 @@ class Scheduler:
             end = num_computed + query_len
             if samples > 1:
                 end -= samples - 1  # drafts are not known to be its tokens
-            if request.num_lost_steps and end > request.num_tokens_when_lost:
+            if request.num_lost_steps and end > request.num_tokens_at_loss:
                 request.num_lost_steps = 0
             if num_preemptions != request.num_preemptions or request.status is FINISHED:
                 continue
             if end // block_size > request.num_confirmed_tokens // block_size:
-                self.blocks.name_blocks(request, end)
+                self.blocks.cache_full_blocks(request, end)
             request.num_confirmed_tokens = end
-            if self.waits.forks and end >= len(request.prompt_token_ids):
-                self.waits.release_forks(request)
+            if self.waiting_requests.forks and end >= len(request.prompt_token_ids):
+                self.waiting_requests.release_forks(request)
 
-    def _count_violations(self, draft: StepDraft, running: Running, prompts_wait: bool) -> int:
+    def _count_violations(self, draft: StepPlan, running: RunningSnapshot, prompts_wait: bool) -> int:
         """Bounds that this step breaks; `running` from before it."""
         self._prefill_gap = 0 if draft.computes_prompts or not prompts_wait else self._prefill_gap + 1
         last = [request.last_scheduled_step for request in running.decoding if request.status is RUNNING]
         gap_is_too_long = self._step - min(last, default=self._step) > self.policy.max_decode_gap
         late = sum([self._is_left_out_too_long(request) for request in running.prefilling if request.status is RUNNING])
         if draft.considers_prompts:
-            self._closed = draft.closed
-        uncounted = self.waiting.queues if self._num_beams else self._closed
-        return gap_is_too_long + late + self.waits.tick(self._closed, uncounted)
+            self._closed_classes = draft.closed_classes
+        uncounted = self.waiting.queues if self._num_beams else self._closed_classes
+        return gap_is_too_long + late + self.waiting_requests.tick(self._closed_classes, uncounted)
 
     def _is_left_out_too_long(self, prompt: Request) -> bool:
         """Whether this step is the first that breaks the bound on what leaves out a running prompt."""
-        since = max(prompt.last_scheduled_step, prompt.moved_at_step)
+        since = max(prompt.last_scheduled_step, prompt.class_change_step)
         return self._step - since == self._max_prompt_gaps[prompt.request_class.name] + 1

@@ -8,17 +8,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from llm_serving.kvcache import BlockManager
-from llm_serving.scheduler.schedule import PromptResults, ScheduledRow, StepDraft
+from llm_serving.scheduler.schedule import PromptResults, ScheduledRow, StepPlan
 
 
-def prompt_results_of(rows: Sequence[ScheduledRow]) -> list[PromptResults]:
+def collect_prompt_results(rows: Sequence[ScheduledRow]) -> list[PromptResults]:
     """What these rows tell of prompts; of log-probabilities only those that have not come."""
     results = []
     for index, (request, num_computed, query_len, _, _) in enumerate(rows):
-        if not request.tells_of_its_prompt or num_computed >= request.num_prompt_tokens:
+        if not request.has_prompt_results or num_computed >= request.num_prompt_tokens:
             continue
         end = num_computed + query_len
-        start, last = max(num_computed, request.num_results), min(end, request.num_results_wanted)
+        start, last = (
+            max(num_computed, request.num_prompt_logprobs_received),
+            min(end, request.num_prompt_logprobs_wanted),
+        )
         completes = end >= request.num_prompt_tokens
         vector, ends = completes and request.wants_vector, completes and request.sampling.max_tokens == 0
         if start < last or vector or ends:
@@ -26,7 +29,7 @@ def prompt_results_of(rows: Sequence[ScheduledRow]) -> list[PromptResults]:
     return results
 
 
-def add_drafts(step: StepDraft, blocks: BlockManager) -> None:
+def add_drafts(step: StepPlan, blocks: BlockManager) -> None:
     """Add draft tokens to the decoding rows, higher classes first, as far as their block tables have room.
 
     A step that computes a prompt gets none, so that they delay no prompt.
@@ -35,13 +38,13 @@ def add_drafts(step: StepDraft, blocks: BlockManager) -> None:
         return
     for row in step.rows:
         request = row.request
-        if request.draft_token_ids and row.samples and row.query_len == 1:
-            room = blocks.num_tokens_with_room(request.request_id) - row.end
+        if request.draft_token_ids and row.num_samples and row.query_len == 1:
+            room = blocks.num_tokens_with_blocks(request.request_id) - row.end
             left = request.sampling.max_tokens - request.num_output_tokens - 1
-            step.add_drafts(request, min(len(request.draft_token_ids), room, left))
+            step.add_draft_tokens(request, min(len(request.draft_token_ids), room, left))
 
 
-def num_chosen(drafts: Sequence[int], token_ids: Sequence[int]) -> int:
+def count_accepted_tokens(drafts: Sequence[int], token_ids: Sequence[int]) -> int:
     """Return how many tokens a reply adds to a request.
 
     Args:

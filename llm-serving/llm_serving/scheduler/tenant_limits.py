@@ -10,30 +10,30 @@ from typing import NamedTuple
 
 from llm_serving.core.request import Request
 from llm_serving.core.request_class import RequestClass
-from llm_serving.scheduler.fair_sharing import Turns
+from llm_serving.scheduler.fair_sharing import WeightedFairSharing
 from llm_serving.scheduler.limits import SchedulerLimits
 
 _Key = tuple[float, ...]
 
 
-class Changes(NamedTuple):
+class LimiterChanges(NamedTuple):
     """What follows from an event for requests that have had no place."""
 
-    back: list[Request]
+    held: list[Request]
     """They may wait for one no longer, and are kept apart."""
-    freed: list[Request]
+    released: list[Request]
     """They may wait for one from now on."""
 
 
-class Need(NamedTuple):
+class SlotDemand(NamedTuple):
     """What a tenant has here, and wants, of the places that its limit gives it at all schedulers together."""
 
     limit: int
-    part: int
+    num_leased: int
     """Of these places, those that were dealt to this scheduler and have not been given back."""
     num_active: int
     """Places that are taken."""
-    num_wanted: int
+    num_waiting: int
     """Requests that wait for one."""
 
 
@@ -43,31 +43,31 @@ class _Tenant:
     def __init__(self, name: str, limit: int, classes: Sequence[RequestClass], limits: SchedulerLimits) -> None:
         self.name = name
         self.limit = limit
-        self.part = 0 if limits.num_schedulers > 1 else limit
+        self.num_leased = 0 if limits.num_schedulers > 1 else limit
         """Places that it may take here."""
-        self.turns = Turns(classes, replace(limits, max_num_seqs=max(1, limit), num_schedulers=1), 1)
+        self.sharing = WeightedFairSharing(classes, replace(limits, max_num_seqs=max(1, limit), num_schedulers=1), 1)
         self.active: dict[int, Request] = {}
         """By sequence: those that have been admitted and not ended, wherever they are now."""
-        self.passed: dict[str, dict[int, Request]] = {}
+        self.released: dict[str, dict[int, Request]] = {}
         """By class and sequence: those that may wait for a place."""
         self.held: dict[str, list[tuple[_Key, Request]]] = {}
         """By class: heaps of those that may not."""
 
     @property
     def is_empty(self) -> bool:
-        return not (self.active or any(self.passed.values()) or any(self.held.values()))
+        return not (self.active or any(self.released.values()) or any(self.held.values()))
 
     @property
     def num_free(self) -> int:
-        return max(0, self.part - len(self.active))
+        return max(0, self.num_leased - len(self.active))
 
     @property
-    def need(self) -> Need:
-        num_passed = sum(map(len, self.passed.values()))
-        return Need(self.limit, self.part, len(self.active), num_passed + sum(map(len, self.held.values())))
+    def demand(self) -> SlotDemand:
+        num_passed = sum(map(len, self.released.values()))
+        return SlotDemand(self.limit, self.num_leased, len(self.active), num_passed + sum(map(len, self.held.values())))
 
 
-class TenantGate:
+class TenantLimiter:
     """Lets so many requests of a tenant wait for a place, in each class, as it may still run.
 
     So nobody of a tenant at its limit stands in a queue, where others would be behind it, and the best of those kept
@@ -91,11 +91,11 @@ class TenantGate:
         self._full: dict[str, _Tenant] = {}
         """Those with somebody who is kept apart: few, where tenants are many."""
         self._names_of_full: tuple[str, ...] = ()
-        self._is_dealt = limits.num_schedulers > 1
-        self._changed: dict[str, None] = {}
+        self._uses_leases = limits.num_schedulers > 1
+        self._changed_tenants: dict[str, None] = {}
         """Tenants whose needs are others since they were told, where several schedulers share the places."""
 
-    def arrived(self, request: Request) -> Changes | None:
+    def add(self, request: Request) -> LimiterChanges | None:
         """What becomes of the request, which has never had a place, and of others.
 
         None: nothing limits its tenant, or it has taken its place along from another scheduler.
@@ -104,140 +104,140 @@ class TenantGate:
         if tenant is None or request.sequence in tenant.active:
             return None
         heapq.heappush(tenant.held.setdefault(request.request_class.name, []), (request.queue_key, request))
-        return self._settle(tenant)
+        return self._rebalance(tenant)
 
-    def brought(self, request: Request) -> Changes:
+    def add_migrated(self, request: Request) -> LimiterChanges:
         """The request has had a place at another scheduler, and takes it along."""
         tenant = self._tenant(request.tenant)
         if tenant is None:
-            return Changes([], [])
-        if self._is_dealt:
-            tenant.part += 1
-        return self.admitted(request)
+            return LimiterChanges([], [])
+        if self._uses_leases:
+            tenant.num_leased += 1
+        return self.record_admission(request)
 
-    def admitted(self, request: Request) -> Changes:
+    def record_admission(self, request: Request) -> LimiterChanges:
         """The request has a place."""
         tenant = self._tenant(request.tenant)
         if tenant is None:
-            return Changes([], [])
+            return LimiterChanges([], [])
         tenant.active[request.sequence] = request
-        if self._is_dealt:  # further beams of a search have places whatever was dealt
-            tenant.part = max(tenant.part, len(tenant.active))
-        tenant.passed.get(request.request_class.name, {}).pop(request.sequence, None)
-        return self._settle(tenant)
+        if self._uses_leases:  # further beams of a search have places whatever was dealt
+            tenant.num_leased = max(tenant.num_leased, len(tenant.active))
+        tenant.released.get(request.request_class.name, {}).pop(request.sequence, None)
+        return self._rebalance(tenant)
 
-    def left(self, request: Request) -> Changes:
+    def remove(self, request: Request) -> LimiterChanges:
         """The request has ended, or goes into another class."""
         tenant = self._tenants.get(request.tenant)
         if tenant is None:
-            return Changes([], [])
-        if tenant.active.pop(request.sequence, None) is not None and self._is_dealt:
-            tenant.part -= 1
+            return LimiterChanges([], [])
+        if tenant.active.pop(request.sequence, None) is not None and self._uses_leases:
+            tenant.num_leased -= 1
         name = request.request_class.name
-        tenant.passed.get(name, {}).pop(request.sequence, None)
+        tenant.released.get(name, {}).pop(request.sequence, None)
         held = tenant.held.get(name, [])
         if any(each is request for _, each in held):
             held[:] = [entry for entry in held if entry[1] is not request]
             heapq.heapify(held)
-        changes = self._settle(tenant)
+        changes = self._rebalance(tenant)
         if tenant.is_empty:
             del self._tenants[request.tenant]
         return changes
 
-    def deal(self, more: Mapping[str, int]) -> Changes:
+    def adjust_leases(self, more: Mapping[str, int]) -> LimiterChanges:
         """Tenants may take so many places more here, or less."""
-        changes = Changes([], [])
+        changes = LimiterChanges([], [])
         for name, number in more.items():
             tenant = self._tenant(name)
             if tenant is None:  # it has no limit any more
                 continue
-            tenant.part = max(tenant.part + number, len(tenant.active))
-            for total, new in zip(changes, self._settle(tenant), strict=True):
+            tenant.num_leased = max(tenant.num_leased + number, len(tenant.active))
+            for total, new in zip(changes, self._rebalance(tenant), strict=True):
                 total += new
             if tenant.is_empty:
                 del self._tenants[name]
         return changes
 
-    def take_needs(self) -> dict[str, Need]:
+    def pop_demand(self) -> dict[str, SlotDemand]:
         """Of the tenants where these are others than before; nothing where no other scheduler shares the places."""
-        if not self._changed:
+        if not self._changed_tenants:
             return {}
-        changed, self._changed = self._changed, {}
-        return {name: self._need_of(name) for name in changed}
+        changed, self._changed_tenants = self._changed_tenants, {}
+        return {name: self._demand_of(name) for name in changed}
 
     @property
-    def has_news(self) -> bool:
+    def has_changed_demand(self) -> bool:
         """Whether `take_needs` has something to tell."""
-        return bool(self._changed)
+        return bool(self._changed_tenants)
 
-    def take_over(self, before: TenantGate) -> None:
+    def adopt(self, before: TenantLimiter) -> None:
         """Who had a place by another gate, which decided until now, has it by this one, and what was dealt is dealt."""
         for name, tenant in before._tenants.items():
             if (mine := self._tenant(name)) is not None:
                 mine.active.update(tenant.active)
-                mine.part = tenant.part if self._is_dealt else mine.part
-        if self._is_dealt:
-            self._changed |= dict.fromkeys(before._tenants) | before._changed  # who has left, too
+                mine.num_leased = tenant.num_leased if self._uses_leases else mine.num_leased
+        if self._uses_leases:
+            self._changed_tenants |= dict.fromkeys(before._tenants) | before._changed_tenants  # who has left, too
 
-    def tick(self) -> Changes:
+    def tick(self) -> LimiterChanges:
         """A step has been formed: tenants with requests that are kept apart pay for the places they have."""
-        changes = Changes([], [])
+        changes = LimiterChanges([], [])
         for tenant in list(self._full.values()):
-            waiting, held = self._look(tenant)
-            if (due := self._due(tenant)) is not None:
-                held[due] += min(tenant.num_free, len(tenant.passed.get(due, ())))
-            tenant.turns.charge(held, {}, dict.fromkeys(held, 0), waiting, ())
-            for total, new in zip(changes, self._settle(tenant), strict=True):
+            waiting, held = self._update_contenders(tenant)
+            if (due := self._class_due(tenant)) is not None:
+                held[due] += min(tenant.num_free, len(tenant.released.get(due, ())))
+            tenant.sharing.charge(held, {}, dict.fromkeys(held, 0), waiting, ())
+            for total, new in zip(changes, self._rebalance(tenant), strict=True):
                 total += new
         return changes
 
-    def counts(self, request: Request) -> bool:
+    def holds_slot(self, request: Request) -> bool:
         """Whether it has one of the places of its tenant, had one, or has taken it along from another scheduler."""
         tenant = self._tenants.get(request.tenant)
         return tenant is not None and request.sequence in tenant.active
 
-    def holds(self, request: Request) -> bool:
+    def is_held(self, request: Request) -> bool:
         tenant = self._tenants.get(request.tenant)
         return tenant is not None and any(
             each is request for _, each in tenant.held.get(request.request_class.name, [])
         )
 
-    def held(self) -> Iterator[Request]:
+    def held_requests(self) -> Iterator[Request]:
         """All that are kept apart."""
         for tenant in self._full.values():
             for heap in tenant.held.values():
                 yield from (request for _, request in heap)
 
-    def full(self) -> tuple[str, ...]:
+    def full_tenants(self) -> tuple[str, ...]:
         """The tenants that run as many requests as they may, and have more."""
         return self._names_of_full
 
-    def _settle(self, tenant: _Tenant) -> Changes:
+    def _rebalance(self, tenant: _Tenant) -> LimiterChanges:
         """Keeps apart whoever may not wait for a place, and no other."""
-        due = self._due(tenant) if any(tenant.held.values()) else None
-        changes = Changes([], [])
-        for name in {**tenant.passed, **tenant.held}:
-            passed, heap = tenant.passed.setdefault(name, {}), tenant.held.setdefault(name, [])
+        due = self._class_due(tenant) if any(tenant.held.values()) else None
+        changes = LimiterChanges([], [])
+        for name in {**tenant.released, **tenant.held}:
+            passed, heap = tenant.released.setdefault(name, {}), tenant.held.setdefault(name, [])
             most = tenant.num_free if due in (None, name) else 0
-            worst_first = sorted(passed.values(), key=lambda each: each.queue_key, reverse=True)
-            for each in worst_first[: max(0, len(passed) - most)]:
+            preemption_order = sorted(passed.values(), key=lambda each: each.queue_key, reverse=True)
+            for each in preemption_order[: max(0, len(passed) - most)]:
                 del passed[each.sequence]
                 heapq.heappush(heap, (each.queue_key, each))
-                changes.back.append(each)
+                changes.held.append(each)
             while heap and len(passed) < most:
                 _, each = heapq.heappop(heap)
                 passed[each.sequence] = each
-                changes.freed.append(each)
-        self._note_whether_full(tenant)
-        if self._is_dealt:
-            self._changed[tenant.name] = None
+                changes.released.append(each)
+        self._update_full(tenant)
+        if self._uses_leases:
+            self._changed_tenants[tenant.name] = None
         return changes
 
-    def _need_of(self, name: str) -> Need:
+    def _demand_of(self, name: str) -> SlotDemand:
         tenant = self._tenants.get(name)
-        return Need(self._limit_of(name) or 0, 0, 0, 0) if tenant is None else tenant.need
+        return SlotDemand(self._limit_of(name) or 0, 0, 0, 0) if tenant is None else tenant.demand
 
-    def _note_whether_full(self, tenant: _Tenant) -> None:
+    def _update_full(self, tenant: _Tenant) -> None:
         if any(tenant.held.values()) == (tenant.name in self._full):
             return
         if tenant.name in self._full:
@@ -246,25 +246,25 @@ class TenantGate:
             self._full[tenant.name] = tenant
         self._names_of_full = tuple(sorted(self._full))
 
-    def _due(self, tenant: _Tenant) -> str | None:
+    def _class_due(self, tenant: _Tenant) -> str | None:
         """The lower class whose turn it is; None: the higher ones go first as they do anyway."""
-        waiting, held = self._look(tenant)
-        name = tenant.turns.next(waiting, held, dict.fromkeys(held, 0))
+        waiting, held = self._update_contenders(tenant)
+        name = tenant.sharing.next_class(waiting, held, dict.fromkeys(held, 0))
         return None if not waiting or name == waiting[0] else name
 
-    def _look(self, tenant: _Tenant) -> tuple[list[str], dict[str, int]]:
+    def _update_contenders(self, tenant: _Tenant) -> tuple[list[str], dict[str, int]]:
         """Its classes with somebody who waits, by rank, and how many places each has."""
         counts = Counter(each.request_class.name for each in tenant.active.values())
         waiting, aged = [], []
         for each in self._classes:
             firsts = [request for _, request in tenant.held.get(each.name, [])[:1]]
-            firsts += tenant.passed.get(each.name, {}).values()
+            firsts += tenant.released.get(each.name, {}).values()
             if firsts:
                 waiting.append(each.name)
                 if self._clocks[each.name] - min(first.arrival_clock for first in firsts) >= each.ageing_steps:
                     aged.append(each.name)
         held = {each.name: counts[each.name] for each in self._classes}
-        tenant.turns.look(waiting, aged, held)
+        tenant.sharing.update_contenders(waiting, aged, held)
         return waiting, held
 
     def _tenant(self, name: str) -> _Tenant | None:

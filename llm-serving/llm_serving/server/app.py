@@ -27,7 +27,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from llm_serving.config.schema import ServingConfig
 from llm_serving.config.sections.server import ServerConfig
 from llm_serving.core.files import hold
-from llm_serving.core.memory import give_back_large_blocks, giving_back, limit_told
+from llm_serving.core.memory import describe_address_space_limit, periodic_heap_trim, return_large_blocks
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import ConfigError, RequestError
 from llm_serving.log import get_logger
@@ -205,9 +205,9 @@ def serve(engine: AsyncEngine) -> int:
     check_variables(serving)
     files = OpenFiles(engine.config.num_processes)
     files.raise_limit(serving)
-    if (limit := limit_told()) is not None:
+    if (limit := describe_address_space_limit()) is not None:
         logger.warning("%s", limit)
-    give_back_large_blocks()
+    return_large_blocks()
     collect_garbage_rarely()
     hand_over_often()
     with (
@@ -227,7 +227,7 @@ def serve(engine: AsyncEngine) -> int:
             server = HttpServer(site.outside, listener, serving, site.outside.refused, reread, end_live, files)
             engine.reloading.followers.append(lambda config: server.reload_limits(config.serving))
             engine.on_failure = server.end
-            with giving_back():
+            with periodic_heap_trim():
                 server.run_within(_running(engine, site))
         finally:
             close_log()

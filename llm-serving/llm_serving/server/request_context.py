@@ -9,7 +9,7 @@ from typing import Final
 from starlette.requests import HTTPConnection
 
 from llm_serving.core.request_output import RequestOutput
-from llm_serving.core.timings import Exchange
+from llm_serving.core.timings import HttpTimings
 
 SCOPE_KEY: Final = "llm_serving.note"
 
@@ -18,7 +18,7 @@ SCOPE_KEY: Final = "llm_serving.note"
 class Note:
     """Begun by `Accounting` and filled on the way; it never holds a text of the request or the answer."""
 
-    exchange: Exchange
+    exchange: HttpTimings
     method: str
     route: str
     """The path as the table of endpoints has it; "other" where it has none."""

@@ -239,12 +239,12 @@ class SpeculationController:
 
     def add_request(self, request: Request) -> None:
         """Propose drafts for a request from now on, unless it is a beam search or generates at most one token."""
-        if request.form is not None or request.sampling.max_tokens <= 1:
+        if request.beam_search is not None or request.sampling.max_tokens <= 1:
             return
         drafts = self._ngram.add_request(request, 0.0 if self._model is None else self._model.acceptance_rate)
-        if request.walk is not None:
+        if request.matcher is not None:
             self._constrained[request] = drafts
-        if request.waits_for_reply:
+        if request.needs_known_output:
             self._waiting[request] = drafts
         self._update_period = 1
         if len(self._ngram.requests) >= self._sweep_at:
@@ -380,13 +380,13 @@ class SpeculationController:
             token_ids = drafts.lookup.propose(self._gain.plan(drafts.acceptance)[0])
             drafts.proposer = Proposer.NGRAM
         drafts.num_proposed = len(token_ids)
-        if request.walk is None:
+        if request.matcher is None:
             return token_ids
         rate = drafts.forced_rate
         max_forced = self._gain.draft_length(alike(rate)) if rate >= MIN_ACCEPTANCE_RATE else 0
         if not token_ids and not max_forced:
             return []
-        allowed = request.walk.possible(output, token_ids, max(len(token_ids), max_forced))
+        allowed = request.matcher.constrain_draft(output, token_ids, max(len(token_ids), max_forced))
         if not token_ids and not allowed:
             drafts.record_forced(0, 0, len(output))
         while allowed[: drafts.num_proposed] != token_ids[: drafts.num_proposed]:

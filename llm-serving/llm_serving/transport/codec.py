@@ -13,8 +13,8 @@ from llm_serving.core.step import (
     NO_SCORES,
     NO_VECTORS,
     AllowedTokens,
+    BlockMove,
     Int32Array,
-    Move,
     SamplingInput,
     Scores,
     ScoringInput,
@@ -36,7 +36,7 @@ _SCORING_ARRAYS = tuple(f.name for f in fields(ScoringInput))
 _NUM_ARRAYS = 1 + len(_STEP_ARRAYS) + len(_SAMPLING_ARRAYS) + len(_SCORING_ARRAYS) + 1
 _NUM_ALLOWED_ARRAYS = 1 + len(AllowedTokens._fields)
 _WANTED_BYTES = len(Wanted._fields) * 4
-_MOVE_BYTES = len(Move._fields) * 4
+_MOVE_BYTES = len(BlockMove._fields) * 4
 _BIAS_BYTES: Final = 8 * 4096
 """Of a full table."""
 _SAMPLE_BYTES: Final = 4 * len(_SAMPLING_ARRAYS) + 4

@@ -30,7 +30,7 @@ from typing import Annotated
 
 import msgspec
 
-from llm_serving.core.fingerprint import NOT_KNOWN, ComputedBy
+from llm_serving.core.fingerprint import UNKNOWN_FINGERPRINT, ComputeFingerprint
 from llm_serving.core.step import Continuation
 
 PROTOCOL_VERSION = 21
@@ -108,7 +108,7 @@ class Loaded(msgspec.Struct, tag="loaded", frozen=True):
     num_swap_blocks: int
     notice: str
     """What the operator should know of the way this WorkAgent computes; usually empty."""
-    computed_by: ComputedBy = NOT_KNOWN
+    computed_by: ComputeFingerprint = UNKNOWN_FINGERPRINT
     block_bytes: int = 0
     """Of a block, all layers; 0: not known."""
     model: str = ""

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from llm_serving.core.step import BlockMove, Int32Array, Move, StepInput
+from llm_serving.core.step import BlockMove, BlockMoveKind, Int32Array, StepInput
 from llm_serving.errors import WorkerError
 from llm_serving.worker.kv_cache import SOURCE_AND_TARGET, Memory
 from llm_serving.worker.model_inputs import first_seen_blocks, somewhere
@@ -67,8 +67,8 @@ class BlockGuard:
         Raises:
             WorkerError: A move would take what is not its owner's.
         """
-        for move in map(Move._make, block_moves.tolist()):
-            source, target = SOURCE_AND_TARGET[BlockMove(move.kind)]
+        for move in map(BlockMove._make, block_moves.tolist()):
+            source, target = SOURCE_AND_TARGET[BlockMoveKind(move.kind)]
             self._check_source(self._memories[source], move)
             self._memories[target].epochs[move.target] = move.target_epoch
             self._memories[target].num_written[move.target] = move.num_tokens
@@ -80,14 +80,14 @@ class BlockGuard:
             WorkerError: A move would take what is not its owner's.
         """
         num_written = self._memories[Memory.TRANSFER].num_written
-        for move in map(Move._make, exports.tolist()):
+        for move in map(BlockMove._make, exports.tolist()):
             self._check_source(self._cache, move)
             num_written[move.target] = 0
 
     def end_exports(self, exports: Int32Array) -> None:
         """The moves are done: others find whose these blocks are, and how much of them counts."""
         tags = self._memories[Memory.TRANSFER]
-        for move in map(Move._make, exports.tolist()):
+        for move in map(BlockMove._make, exports.tolist()):
             tags.epochs[move.target] = move.target_epoch
             tags.num_written[move.target] = move.num_tokens
 
@@ -97,8 +97,8 @@ class BlockGuard:
         Raises:
             WorkerError: Somebody has.
         """
-        for move in map(Move._make, block_moves.tolist()):
-            if move.kind == BlockMove.IMPORT:
+        for move in map(BlockMove._make, block_moves.tolist()):
+            if move.kind == BlockMoveKind.IMPORT:
                 self._check_source(self._memories[Memory.TRANSFER], move)
 
     def check(self, step: StepInput) -> None:
@@ -131,13 +131,13 @@ class BlockGuard:
         self._check_owners(read, owners, reads)  # nor may a row write what another one reads in this step
         self._cache.num_written[blocks] = np.minimum(num_after[writes], block_size)
 
-    def _check_source(self, source: Tags, move: Move) -> None:
+    def _check_source(self, source: Tags, move: BlockMove) -> None:
         block_id = move.source
         if source.num_written.item(block_id) < move.num_tokens:
-            raise WorkerError(f"{BlockMove(move.kind).name} would take more of block {block_id} than was written")
+            raise WorkerError(f"{BlockMoveKind(move.kind).name} would take more of block {block_id} than was written")
         if source.epochs.item(block_id) != move.source_epoch:
             raise WorkerError(
-                f"{BlockMove(move.kind).name} would take block {block_id}, which somebody else has written"
+                f"{BlockMoveKind(move.kind).name} would take block {block_id}, which somebody else has written"
             )
 
     def _check_owners(self, blocks: Int32Array, owners: Int32Array, reads: NDArray[np.bool_]) -> None:

@@ -141,7 +141,7 @@ class DraftModel:
 
 def _sampling(asked: Sequence[Continuation], positions: Sequence[int]) -> SamplingInput:
     """As the requests are sampled, but for penalties, biases and forbidden tokens."""
-    return SamplingInput.plain(
+    return SamplingInput.greedy(
         len(asked),
         temperature=np.array([each.temperature for each in asked], np.float32),
         top_k=np.array([each.top_k for each in asked], np.int32),

@@ -17,7 +17,7 @@ from mindspore.common.dtype import type_size_in_bytes
 
 from llm_serving.backends.base import Array, Backend, BlockMemory
 from llm_serving.backends.parameters import bytes_of_block, host_blocks
-from llm_serving.core.step import BlockMove, Int32Array, Move
+from llm_serving.core.step import BlockMove, BlockMoveKind, Int32Array
 from llm_serving.errors import ConfigError, WorkerError
 from llm_serving.models.memory import MAX_SLOTS
 from llm_serving.models.spec import ModelSpec
@@ -33,11 +33,11 @@ class Memory(enum.StrEnum):
 
 
 SOURCE_AND_TARGET: Final = {
-    BlockMove.COPY: (Memory.CACHE, Memory.CACHE),
-    BlockMove.SWAP_OUT: (Memory.CACHE, Memory.HOST),
-    BlockMove.SWAP_IN: (Memory.HOST, Memory.CACHE),
-    BlockMove.EXPORT: (Memory.CACHE, Memory.TRANSFER),
-    BlockMove.IMPORT: (Memory.TRANSFER, Memory.CACHE),
+    BlockMoveKind.COPY: (Memory.CACHE, Memory.CACHE),
+    BlockMoveKind.SWAP_OUT: (Memory.CACHE, Memory.HOST),
+    BlockMoveKind.SWAP_IN: (Memory.HOST, Memory.CACHE),
+    BlockMoveKind.EXPORT: (Memory.CACHE, Memory.TRANSFER),
+    BlockMoveKind.IMPORT: (Memory.TRANSFER, Memory.CACHE),
 }
 _SIZES: Final = {
     Memory.CACHE: "num_blocks",
@@ -61,17 +61,17 @@ def check_block_moves(
     Raises:
         WorkerError: One does not, or is of no known kind.
     """
-    if block_moves.ndim != 2 or block_moves.shape[1] != len(Move._fields):
-        raise WorkerError(f"block_moves must be [N, {len(Move._fields)}]. Given: {list(block_moves.shape)}")
+    if block_moves.ndim != 2 or block_moves.shape[1] != len(BlockMove._fields):
+        raise WorkerError(f"block_moves must be [N, {len(BlockMove._fields)}]. Given: {list(block_moves.shape)}")
     if not len(block_moves):
         return
     kinds = block_moves[:, 0]
-    allowed = [kind for kind in BlockMove if (kind is BlockMove.EXPORT) == exports]
+    allowed = [kind for kind in BlockMoveKind if (kind is BlockMoveKind.EXPORT) == exports]
     if (unknown := ~np.isin(kinds, allowed)).any():
         known = ", ".join(f"{kind.value} {kind.name}" for kind in allowed)
         raise WorkerError(f"block_moves must be of the kinds {known}. Given: {kinds[unknown][0]}")
     sizes = {Memory.CACHE: num_blocks, Memory.HOST: num_swap_blocks, Memory.TRANSFER: num_transfer_blocks}
-    for kind in sorted(set(map(BlockMove, kinds.tolist()))):
+    for kind in sorted(set(map(BlockMoveKind, kinds.tolist()))):
         moves = block_moves[kinds == kind]
         for column, end, memory in zip((1, 2), ("from", "to"), SOURCE_AND_TARGET[kind], strict=True):
             ids, size = moves[:, column], sizes[memory]
@@ -83,13 +83,13 @@ def check_block_moves(
                 )
 
 
-def runs(block_moves: Int32Array) -> Iterator[tuple[BlockMove, Int32Array]]:
+def runs(block_moves: Int32Array) -> Iterator[tuple[BlockMoveKind, Int32Array]]:
     """Neighbours of one kind, in the order given: (kind, [n, 2] of source and target)."""
     if not len(block_moves):
         return
     kinds = block_moves[:, 0]
     for run in np.split(block_moves, np.flatnonzero(np.diff(kinds)) + 1):
-        yield BlockMove(run[0, 0]), run[:, 1:3]
+        yield BlockMoveKind(run[0, 0]), run[:, 1:3]
 
 
 @dataclass(frozen=True, slots=True)

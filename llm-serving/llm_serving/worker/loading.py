@@ -15,7 +15,7 @@ import psutil
 from llm_serving.backends import Backend, create_backend
 from llm_serving.config.sections.device import DeviceConfig
 from llm_serving.core.enums import ExactnessName, ImplementationName, KVCacheDtypeName, QuantizationName
-from llm_serving.core.fingerprint import ComputedBy
+from llm_serving.core.fingerprint import ComputeFingerprint
 from llm_serving.core.step import MAX_CONTINUATIONS, MAX_COUNT, WINDOW, blocks_of_continuation
 from llm_serving.core.timings import Clock, monotonic
 from llm_serving.core.window import Window
@@ -192,7 +192,7 @@ def _of_files(settings: LoadModel, folder: Path, on_progress: Callable[[str], No
     networks = of_files(spec, folder, ini, settings.device_id)
     backend = create_backend("ascend", settings.dtype)
     runner = ModelRunner(spec, Path(settings.model_path), backend, *sizes, networks=networks)
-    runner.computed_by = ComputedBy(kernels="ge", framework=ms.__version__)
+    runner.computed_by = ComputeFingerprint(kernels="ge", framework=ms.__version__)
     logger.info("device_config.exactness: %s: %s", settings.exactness, promise(settings.exactness, backend.name))
     runner.warm_up()
     return runner
@@ -207,11 +207,11 @@ def _join(ranks_fd: int, settings: LoadModel, backend: Backend) -> Ranks:
     return ranks
 
 
-def _computed_by(backend: Backend, device: DeviceConfig, framework: str, num_ranks: int) -> ComputedBy:
+def _computed_by(backend: Backend, device: DeviceConfig, framework: str, num_ranks: int) -> ComputeFingerprint:
     if backend.name != "cpu":
-        return ComputedBy(kernels=backend.name, framework=framework, ranks=num_ranks)
+        return ComputeFingerprint(kernels=backend.name, framework=framework, ranks=num_ranks)
     sources, compiler = library_path().stem.split("_")[-2:]
-    return ComputedBy(
+    return ComputeFingerprint(
         kernels="primitives" if device.kernels == "primitives" else "program",
         instruction_set=library.load().llm_isa().decode(),
         sources=sources,
@@ -256,8 +256,8 @@ def _npu_memory(settings: LoadModel) -> int:
 def _num_blocks(settings: LoadModel, spec: ModelSpec, backend: Backend) -> int:
     """As many blocks as memory allows, at most what all running requests can fill."""
     one = block_bytes(spec, backend, settings.block_size, int8=_has_coded_cache(settings))
-    window = Window.of(spec.window, settings.max_num_batched_tokens, settings.max_model_len)
-    useful = settings.max_num_seqs * window.blocks_at_once(settings.max_model_len, settings.block_size)
+    window = Window.from_model(spec.window, settings.max_num_batched_tokens, settings.max_model_len)
+    useful = settings.max_num_seqs * window.max_blocks_of(settings.max_model_len, settings.block_size)
     if settings.device_target == "Ascend":
         limit = _npu_memory(settings)
     elif settings.max_device_memory is not None:

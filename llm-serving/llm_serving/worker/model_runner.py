@@ -11,8 +11,8 @@ import numpy as np
 
 from llm_serving.backends.base import Backend
 from llm_serving.core.enums import ImplementationName
-from llm_serving.core.fingerprint import NOT_KNOWN, ComputedBy
-from llm_serving.core.step import AllowedTokens, Continues, Float32Array, Int32Array, StepInput, StepOutput
+from llm_serving.core.fingerprint import UNKNOWN_FINGERPRINT, ComputeFingerprint
+from llm_serving.core.step import AllowedTokens, DraftModelClient, Float32Array, Int32Array, StepInput, StepOutput
 from llm_serving.core.window import Window
 from llm_serving.errors import StepMismatchError
 from llm_serving.lowering.lower import lower
@@ -89,9 +89,9 @@ class ModelRunner:
             ConfigError: The cache cannot be allocated.
         """
         self.spec = spec
-        self.computed_by: ComputedBy = NOT_KNOWN
+        self.computed_by: ComputeFingerprint = UNKNOWN_FINGERPRINT
         """Told by who chose backend and kernels."""
-        self.draft_model: Continues | None = None
+        self.draft_model: DraftModelClient | None = None
         """That proposes what this one may say, where there is one."""
         self._backend = backend
         self._ranks, self._step_timeout_s = ranks, step_timeout_s
@@ -103,7 +103,7 @@ class ModelRunner:
                 self.kv_tensors = replace(self.kv_tensors, transfer=transfer)
         else:
             self.kv_tensors = CachesOfGraph.of(backend, num_blocks, block_size)
-        room = Window.of(spec.window, 1, max_model_len).longest(block_size, num_blocks)
+        room = Window.from_model(spec.window, 1, max_model_len).max_request_tokens(block_size, num_blocks)
         max_positions = min(max_model_len, room)
         self._limits = ModelLimits(spec.vocab_size, max_positions, num_blocks, block_size, spec.window)
         self._num_prompt_rows = num_prompt_rows
@@ -220,7 +220,7 @@ class ModelRunner:
         if not step.allowed_follow:
             return step
         assert await_allowed is not None
-        sampling = step.sampling.allowing(await_allowed())
+        sampling = step.sampling.with_allowed_tokens(await_allowed())
         check_allowed(sampling, self._limits.vocab_size)
         return replace(step, sampling=sampling)
 

@@ -19,8 +19,8 @@ import numpy as np
 from mindspore import nn, ops
 from mindspore.communication import init
 
-from llm_serving.core.enums import described_exit
-from llm_serving.core.process import command_of, end_with_parent
+from llm_serving.core.enums import describe_exit
+from llm_serving.core.process import command_of, die_with_parent
 from llm_serving.log import get_logger
 
 logger = get_logger(__name__)
@@ -112,7 +112,7 @@ def _start_scheduler(port: int) -> None:
 
     def watch() -> None:
         code = scheduler.wait()
-        logger.error("the scheduler of the ranks at port %d ended: %s", port, described_exit(code))
+        logger.error("the scheduler of the ranks at port %d ended: %s", port, describe_exit(code))
         os._exit(1)
 
     threading.Thread(target=watch, name="scheduler", daemon=True).start()
@@ -120,7 +120,7 @@ def _start_scheduler(port: int) -> None:
 
 def _schedule(parent: int) -> None:
     """Helps the ranks to find each other, until its parent ends."""
-    end_with_parent()
+    die_with_parent()
     if os.getppid() == parent:
         ms.set_device("CPU")
         init()  # returns when all have left

@@ -9,7 +9,7 @@ import pytest
 from llm_serving.core.request_class import RequestClass
 from llm_serving.engine.fleet.accounting import Ledger
 from llm_serving.engine.fleet.class_shares import MOST_TURNS, ClassAccount, Wanting
-from llm_serving.scheduler.fair_sharing import Paid
+from llm_serving.scheduler.fair_sharing import ClassUsage
 from support.factories import create_classes, create_request
 from support.recordings import MemoryFiles, create_recorded, replay, seal
 from support.scheduler_run import SchedulerRun
@@ -39,7 +39,7 @@ class Replicas:
                     max_num_batched_tokens=4 * NUM_PLACES,
                     num_blocks=400,
                     max_model_len=16,
-                    turn_steps=TURN_STEPS,
+                    quantum_steps=TURN_STEPS,
                     classes=classes,
                     num_schedulers=len(wanted),
                 )
@@ -61,11 +61,11 @@ class Replicas:
             requests = [create_request(2, max_tokens=4, priority=PRIORITIES[name]) for _ in range(waiting, NUM_PLACES)]
             run.add(*requests)
         if self.shared and (ahead := self.ledger.classes.take_ahead(index)) is not None:
-            scheduler.put_ahead(ahead)
+            scheduler.deprioritize(ahead)
         assert run.step() is not None
-        if (paid := scheduler.take_paid()) is not None:
+        if (paid := scheduler.pop_class_usage()) is not None:
             self.ledger.classes.charge(index, paid)
-        self.served.append(dict(scheduler.held))
+        self.served.append(dict(scheduler.slots_by_class))
 
     def shares(self, since: int, until: int | None = None) -> dict[str, float]:
         """Of all places of all replicas, in these steps."""
@@ -106,23 +106,23 @@ def test_without_it_a_class_at_two_replicas_takes_what_is_due_to_one_at_one_of_t
 
 def test_a_class_that_is_ahead_here_is_told_until_the_others_have_caught_up() -> None:
     account = ClassAccount()
-    account.charge(0, {"a": Paid(12, 10, True), "b": Paid(0, 20, True)})
+    account.charge(0, {"a": ClassUsage(12, 10, True), "b": ClassUsage(0, 20, True)})
     assert account.take_ahead(0) == {"a"}
     assert account.take_ahead(0) is None
     assert account.take_ahead(1) == {"a"}
-    account.charge(1, {"a": Paid(0, 10, False), "b": Paid(6, 20, True)})
+    account.charge(1, {"a": ClassUsage(0, 10, False), "b": ClassUsage(6, 20, True)})
     assert account.take_ahead(0) is None, "more than half a turn ahead"
-    account.charge(1, {"a": Paid(0, 10, False), "b": Paid(2, 20, True)})
+    account.charge(1, {"a": ClassUsage(0, 10, False), "b": ClassUsage(2, 20, True)})
     assert account.take_ahead(0) == frozenset()
 
 
 def test_what_a_class_had_because_nobody_wanted_it_is_forgotten() -> None:
     account = ClassAccount()
     for _ in range(100):
-        account.charge(0, {"a": Paid(30, 10, True), "b": Paid(0, 10, False)})
+        account.charge(0, {"a": ClassUsage(30, 10, True), "b": ClassUsage(0, 10, False)})
     assert account.take_ahead(0) is None
     for _ in range(100):
-        account.charge(0, {"a": Paid(30, 10, True), "b": Paid(0, 10, True)})
+        account.charge(0, {"a": ClassUsage(30, 10, True), "b": ClassUsage(0, 10, True)})
     assert account._paid == {"a": MOST_TURNS * 10, "b": 0}
     account.leave(0)
     assert account.take_ahead(0) == {"a"}
@@ -138,6 +138,6 @@ def test_a_class_wants_more_as_long_as_it_does_so_at_any_replica() -> None:
             by_replica.pop(replica, None)
         else:
             names = {name for name in "abc" if rng.random() < 0.3}
-            wanting.tell(replica, {name: Paid(0, 1, name in names) for name in "abc"})
+            wanting.tell(replica, {name: ClassUsage(0, 1, name in names) for name in "abc"})
             by_replica[replica] = names
         assert set(wanting.anywhere) == set().union(*by_replica.values())

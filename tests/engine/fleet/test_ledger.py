@@ -56,15 +56,15 @@ class Replicas:
         for tenant in self.tenants[index]:
             waiting = sum(each.tenant == tenant for each in run.scheduler.waiting)
             run.add(*(create_request(4, max_tokens=4, tenant=tenant) for _ in range(waiting, self.num_slots + 1)))
-        run.scheduler.served_elsewhere(told(self.ledger, index))
+        run.scheduler.charge_remote_service(told(self.ledger, index))
         schedule = run.step()
-        service = run.scheduler.take_service()
+        service = run.scheduler.pop_service()
         self.ledger.served(index, service)
         assert schedule is not None
         for row in schedule.rows:
-            self.served[row.request.tenant] += row.query_len + (OUTPUT_TOKEN_WEIGHT - 1) * row.samples
+            self.served[row.request.tenant] += row.query_len + (OUTPUT_TOKEN_WEIGHT - 1) * row.num_samples
         assert sum(service.values()) == sum(
-            row.query_len + (OUTPUT_TOKEN_WEIGHT - 1) * row.samples for row in schedule.rows
+            row.query_len + (OUTPUT_TOKEN_WEIGHT - 1) * row.num_samples for row in schedule.rows
         )
 
 
@@ -103,11 +103,11 @@ def test_what_replicas_were_told_is_replayed() -> None:
     name, order = run.requests[0].request_class.name, ""
     for _ in range(8):
         other.served(1, {(name, "a"): 50})
-        run.scheduler.served_elsewhere(told(other, 0))
+        run.scheduler.charge_remote_service(told(other, 0))
         schedule = run.step()
         assert schedule is not None
         order += "".join(request.tenant for request in schedule.started)
-        run.scheduler.take_service()
+        run.scheduler.pop_service()
     assert order == "bbaa"  # and not "abab"
     (data,) = files.files
     assert replay(data).hash == seal(data)
@@ -173,7 +173,7 @@ def test_engines_tell_each_other() -> None:
             assert [piece async for piece in first]
             # They are kept in the order in which they came up; candidates stand in that of their numbers.
             schedulers = [each.scheduler for _, each in sorted(engine.replicas.engines.items())]
-            served = [each.waiting.queues[class_of(0, each.classes).name].shares for each in schedulers]
+            served = [each.waiting.queues[class_of(0, each.classes).name].token_counters for each in schedulers]
             there = next(index for index, shares in enumerate(served) if shares.served("a"))
             assert served[1 - there].served("a") == 0  # it has formed no step since
             engine._router.rule.choose = lambda candidates, predict: [*candidates][1 - there]  # type: ignore[method-assign]

@@ -11,7 +11,7 @@ from llm_serving.core.step import StepInput, StepOutput
 from llm_serving.engine.fleet.migration import Departure
 from llm_serving.errors import LLMServingError, WorkerDiedError
 from llm_serving.executor.executor import StepFailedError
-from llm_serving.kvcache.transfer_pool import Exports
+from llm_serving.kvcache.transfer_pool import TransferPool
 from support.engine_harness import Harness
 from support.fake_runner import FakeRunner, FakeTransferPool, expected_output
 from support.listeners import FunctionListener
@@ -40,12 +40,12 @@ class Pair:
         self.pool = FakeTransferPool(2 * num_blocks)
         self.departures: list[Departure] = []
         self.first, self.second = (
-            self._harness(Exports(num_blocks, index * num_blocks), **scheduler) for index in range(2)
+            self._harness(TransferPool(num_blocks, index * num_blocks), **scheduler) for index in range(2)
         )
         self.first.engine.add_listener(FunctionListener(on_departures=self.departures.extend))
         self.second.engine.add_listener(FunctionListener(on_blocks_released=self.first.engine.give_back))
 
-    def _harness(self, exports: Exports, **scheduler: Any) -> Harness:
+    def _harness(self, exports: TransferPool, **scheduler: Any) -> Harness:
         harness = Harness(runner=Mortal, exports=exports, **scheduler)
         harness.executor.restart = lambda reason: self._revive(harness)  # type: ignore[method-assign]
         self._revive(harness)
@@ -62,7 +62,7 @@ class Pair:
 
     def submit(self, *requests: Request) -> None:
         for request in requests:
-            request.moves = True
+            request.wants_migration = True
             self.first.engine.submit(request)
 
     def hand_over(self) -> None:
@@ -79,7 +79,7 @@ class Pair:
                 break
             self.hand_over()
         self.first.engine.step()  # takes what it is given back
-        assert self.first.scheduler.blocks.exports.pool.num_used_blocks == 0
+        assert self.first.scheduler.blocks.transfer_pool.pool.num_used_blocks == 0
 
     def token_ids(self, request_id: str) -> list[int]:
         return self.first.token_ids(request_id) + self.second.token_ids(request_id)

@@ -127,7 +127,7 @@ def test_a_replica_that_is_loaded_later_follows(tmp_path: Path) -> None:
             await client.post("/v1/reload")
             await client.post("/v1/replicas/1/join")
             await server.reach(lambda: server.engine.replicas.state(1) == "serving")
-            await server.reach(lambda: server.engine.replicas.engines[1].scheduler.limits.turn_steps == 9)
+            await server.reach(lambda: server.engine.replicas.engines[1].scheduler.limits.quantum_steps == 9)
 
     asyncio.run(run())
 

@@ -13,8 +13,8 @@ from llm_serving.engine.fleet.accounting import Ledger
 from llm_serving.engine.fleet.migration import as_it_goes_on
 from llm_serving.engine.fleet.monitors import MIN_TENANTS, LimitMonitor
 from llm_serving.engine.fleet.tenant_slots import TenantPlaces
-from llm_serving.kvcache.transfer_pool import Exports
-from llm_serving.scheduler.tenant_limits import Need
+from llm_serving.kvcache.transfer_pool import TransferPool
+from llm_serving.scheduler.tenant_limits import SlotDemand
 from llm_serving_simulator.simulation import Simulation
 from llm_serving_simulator.virtual_replica import VirtualReplica
 from llm_serving_simulator.workload import Workload, WorkloadRequest, WorkloadStream
@@ -36,14 +36,14 @@ class Places:
 
     def tell(self, replica: int, num_active: int, num_wanted: int, part: int | None = None) -> list[int]:
         """What each holds after a replica has told its needs, and the nudged ones have asked what they got."""
-        need = Need(self.limit, self.held[replica] if part is None else part, num_active, num_wanted)
-        self.held[replica] = need.part
+        need = SlotDemand(self.limit, self.held[replica] if part is None else part, num_active, num_wanted)
+        self.held[replica] = need.num_leased
         self._take(replica, {"a": need})
         while self.nudged:
             self._take(self.nudged.pop(0), {})
         return self.held
 
-    def _take(self, replica: int, needs: Mapping[str, Need]) -> None:
+    def _take(self, replica: int, needs: Mapping[str, SlotDemand]) -> None:
         self.held[replica] += self.places.settle(replica, needs).get("a", 0)
         for tenant in self.places._tenants.values():
             assert tenant.num_held == sum(map(tenant.held, tenant.needs))
@@ -154,7 +154,7 @@ class Replicas:
                     files,
                     max_running_of_tenant={"a": limit},
                     num_schedulers=num_replicas,
-                    exports=Exports(16, 16 * index, 1000 * index),
+                    exports=TransferPool(16, 16 * index, 1000 * index),
                     **options,
                 )
             )
@@ -165,8 +165,8 @@ class Replicas:
 
     def step(self, index: int) -> None:
         scheduler = self.runs[index].scheduler
-        if places := self.ledger.places.settle(index, scheduler.take_needs()):
-            scheduler.deal(places)
+        if places := self.ledger.places.settle(index, scheduler.pop_tenant_demand()):
+            scheduler.adjust_tenant_leases(places)
         self.runs[index].step()
         assert self.num_running("a") <= self.limit
 
@@ -224,7 +224,7 @@ def test_whatever_comes_no_more_run_and_nobody_waits_for_ever(seed: int) -> None
         if rng.random() < 0.2 and run.requests:
             run.abort(rng.choice(run.requests))
         if rng.random() < 0.1 and run.requests:
-            run.scheduler.reprioritise(rng.choice(run.requests), rng.choice((-1, 0, 1)))
+            run.scheduler.set_priority(rng.choice(run.requests), rng.choice((-1, 0, 1)))
         replicas.step(rng.randrange(num_replicas))
     replicas.finish()
 
@@ -233,11 +233,11 @@ def test_a_request_that_moves_counts_all_the_time() -> None:
     replicas = Replicas(2, limit=1, max_num_seqs=4)
     source, target = replicas.runs
     first, second = (create_request(6, request_id=name, tenant="a", max_tokens=6) for name in ("first", "second"))
-    first.moves = True
+    first.wants_migration = True
     source.add(first, second)
-    while not first.departs:
+    while not first.is_migrating:
         replicas.step(0)
-    moved = as_it_goes_on(first, source.scheduler.depart(first))
+    moved = as_it_goes_on(first, source.scheduler.migrate_out(first))
     replicas.ledger.places.depart("first", "a")
     replicas.step(0)
     assert not source.scheduler.running, "its place is on the way"
@@ -285,8 +285,8 @@ def test_a_server_keeps_to_it_while_clients_come_and_go(replicas: int, monkeypat
 
 
 def test_places_that_are_dealt_twice_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    def wanted(self: TenantPlaces, replica: int, needs: Mapping[str, Need]) -> Mapping[str, int]:
-        return {name: need.num_active + need.num_wanted - need.part for name, need in needs.items()}
+    def wanted(self: TenantPlaces, replica: int, needs: Mapping[str, SlotDemand]) -> Mapping[str, int]:
+        return {name: need.num_active + need.num_waiting - need.num_leased for name, need in needs.items()}
 
     monkeypatch.setattr(TenantPlaces, "settle", wanted)
     simulation = server(2)

@@ -9,7 +9,7 @@ import pytest
 from llm_serving.engine.fleet.accounting import Ledger
 from llm_serving.engine.fleet.monitors import Standing, WeightMonitor, held_in, service_of
 from llm_serving.scheduler import Scheduler
-from llm_serving.scheduler.fair_sharing import SCALE, Paid, Turns
+from llm_serving.scheduler.fair_sharing import SCALE, ClassUsage, WeightedFairSharing
 from support.factories import create_classes, create_request, create_scheduler
 
 PRIORITIES = {"high": -1, "low": 1}
@@ -30,7 +30,7 @@ def num_broken(*wanted: list[str], num_steps: int = LONG) -> int:
             max_prefill_seqs=NUM_PLACES,
             num_blocks=12,
             max_model_len=8,
-            turn_steps=1,
+            quantum_steps=1,
             classes=create_classes(ageing_steps=8)[::2],
             num_schedulers=len(wanted),
         )
@@ -51,8 +51,8 @@ def _step(ledger: Ledger, index: int, scheduler: Scheduler, monitor: WeightMonit
         for _ in range(len(scheduler.waiting.queues[name]), NUM_PLACES):
             scheduler.add(create_request(2, max_tokens=4, priority=PRIORITIES[name]))
     if (ahead := ledger.classes.take_ahead(index)) is not None:
-        scheduler.put_ahead(ahead)
-    schedule, paid = scheduler.schedule(0.0), scheduler.take_paid()
+        scheduler.deprioritize(ahead)
+    schedule, paid = scheduler.schedule(0.0), scheduler.pop_class_usage()
     assert schedule is not None and paid is not None
     held = held_in(schedule, scheduler)
     num_broken = monitor.formed(schedule, ledger.charge(index, paid, service_of(held, scheduler)), held)
@@ -66,20 +66,20 @@ def test_nothing_is_counted_while_shares_hold(wanted: list[list[str]]) -> None:
 
 
 def test_a_scheduler_that_looks_at_ranks_alone_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    def highest(self: Turns, waiting: Collection[str], *_: Mapping[str, int]) -> str | None:
+    def highest(self: WeightedFairSharing, waiting: Collection[str], *_: Mapping[str, int]) -> str | None:
         return next((name for name in self.contenders if name in waiting), None)
 
-    monkeypatch.setattr(Turns, "next", highest)
+    monkeypatch.setattr(WeightedFairSharing, "next_class", highest)
     assert num_broken(BOTH) > 0
 
 
 def test_a_scheduler_for_which_whoever_is_ahead_counts_whole_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Turns, "_scale", lambda self, name: SCALE // self._weights[name])
+    monkeypatch.setattr(WeightedFairSharing, "_scale", lambda self, name: SCALE // self._weights[name])
     assert num_broken(BOTH, HIGHER) > 0
 
 
 def test_whoever_is_told_of_nobody_ahead_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Scheduler, "put_ahead", lambda self, names: None)
+    monkeypatch.setattr(Scheduler, "deprioritize", lambda self, names: None)
     assert num_broken(BOTH, HIGHER) > 0
 
 
@@ -92,7 +92,7 @@ def test_a_replica_is_told_the_least_and_the_most_of_each_lead_since_it_asked_be
             standing.leave(replica)
             asked.pop(replica, None)
         service = {name: rng.choice((0, 1, 5)) for name in "abc"}
-        paid = {name: Paid(service[name], 3, rng.random() < 0.5) for name in "abc"}
+        paid = {name: ClassUsage(service[name], 3, rng.random() < 0.5) for name in "abc"}
         told = standing.tell(replica, service, paid)
         leads.append({name: standing._leads[name] for name in "abc"})
         since = leads[asked[replica] :] if replica in asked else []

@@ -283,7 +283,7 @@ def test_one_that_does_not_come_is_ended(
 
 
 def test_other_code_on_a_machine_is_refused(placement: ClusterPlacement, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "package_image", lambda: "0123456789abcdef")
+    monkeypatch.setattr(supervisor, "code_fingerprint", lambda: "0123456789abcdef")
     with pytest.raises(
         ProtocolError, match=r"runs other code \(image [0-9a-f]{12}\) than the master \(image 0123456789ab\)"
     ):

@@ -14,7 +14,7 @@ from llm_serving.config.sections.server import ServerConfig
 from llm_serving.config.tables import ApiKey
 from llm_serving.core.request import FinishReason
 from llm_serving.core.request_output import RequestOutput
-from llm_serving.core.timings import Exchange
+from llm_serving.core.timings import HttpTimings
 from llm_serving.errors import ConfigError
 from llm_serving.server.app import create_app
 from llm_serving.server.middleware import access_log
@@ -126,7 +126,7 @@ def test_choices_are_summed_and_their_prompt_is_counted_once():
 
 
 def test_the_longest_answer_to_each_prompt_is_counted():
-    note = Note(Exchange(0.0), "POST", "/v1/completions", streams_per_prompt=2)
+    note = Note(HttpTimings(0.0), "POST", "/v1/completions", streams_per_prompt=2)
     assert note.longest_answers == []
     note.outputs = [answer(7), answer(2), None, answer(3)]
     assert note.longest_answers == [7, 3]

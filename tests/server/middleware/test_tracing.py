@@ -16,7 +16,7 @@ import pytest
 from llm_serving.config import load_config
 from llm_serving.core.request import FinishReason
 from llm_serving.core.request_output import RequestOutput
-from llm_serving.core.timings import Exchange
+from llm_serving.core.timings import HttpTimings
 from llm_serving.errors import ConfigError
 from llm_serving.server.app import build_site
 from llm_serving.server.middleware import tracing
@@ -68,7 +68,7 @@ def test_who_does_not_want_a_trace_gets_none() -> None:
 
 
 def noted(**times: float) -> Note:
-    exchange = Exchange(10.0, last_ended_time=15.0, arrival_time=10.5)
+    exchange = HttpTimings(10.0, last_finished_time=15.0, arrival_time=10.5)
     for name, value in times.items():
         setattr(exchange, name, value)
     output = RequestOutput("r", "", (), (), 7, 3, 5, FinishReason.STOP, queued_s=1.5)
@@ -100,7 +100,7 @@ def test_the_spans_of_a_request() -> None:
 
 
 def test_a_request_that_was_never_computed_has_no_spans_within() -> None:
-    refused = Note(Exchange(10.0), "POST", "/v1/completions", error="CapacityError")
+    refused = Note(HttpTimings(10.0), "POST", "/v1/completions", error="CapacityError")
     [root] = spans_of(TraceContext(TRACE, "a" * 16), refused, 503, 11.0, 0.0)
     assert "parentSpanId" not in root
     assert root["status"] == {"code": 2, "message": "CapacityError"}

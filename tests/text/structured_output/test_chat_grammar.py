@@ -105,11 +105,11 @@ def test_a_thought_comes_before(is_open: bool, before: str) -> None:
 def test_marks_that_are_special_tokens_are_named_by_their_ids() -> None:
     special = {"[TOOL_CALLS]": 1, "[ARGS]": 3}
     calls = Calls(TOOL_FORMATS["mistral"], TOOLS, must=True, most=1)
-    walk = DEMO_CONSTRAINTS.compiled(answer_grammar(None, calls, None, Marks(special.get))).begin()
-    assert allowed_ids(walk.allowed_words([])) == [1]
+    matcher = DEMO_CONSTRAINTS.compiled(answer_grammar(None, calls, None, Marks(special.get))).create_matcher()
+    assert allowed_ids(matcher.allowed_words([])) == [1]
     named = tokens_of("switch")
-    assert 3 in allowed_ids(walk.allowed_words([1, *named]))
-    assert {DEMO_TOKENIZER.token_text(each) for each in allowed_ids(walk.allowed_words([1, *named, 3]))} == {"{"}
+    assert 3 in allowed_ids(matcher.allowed_words([1, *named]))
+    assert {DEMO_TOKENIZER.token_text(each) for each in allowed_ids(matcher.allowed_words([1, *named, 3]))} == {"{"}
 
 
 @pytest.mark.parametrize("budget", [0, 1, 5])
@@ -122,14 +122,14 @@ def test_a_thought_ends_behind_its_budget(form: Grammar | None, budget: int) -> 
         constraint = DEMO_CONSTRAINTS.compiled(answer_grammar(form, None, thinks_open, marks, budget))
         for seed in range(6):
             output = [] if thinks_open else [opening]
-            walk, choice = constraint.begin(), random.Random(seed).choice
+            matcher, choice = constraint.create_matcher(), random.Random(seed).choice
             for _ in range(budget):
-                allowed = allowed_ids(walk.allowed_words(output))
+                allowed = allowed_ids(matcher.allowed_words(output))
                 letters = [each for each in allowed if seed % 2 and DEMO_TOKENIZER.token_bytes(each)[-1:] >= b"\x80"]
                 assert closing in allowed or letters  # not in the middle of one
                 output.append(choice([each for each in letters or allowed if each != closing]))
-            assert allowed_ids(walk.allowed_words(output)) == [closing]
-            assert tokens_of("7")[0] in allowed_ids(walk.allowed_words([*output, closing]))
+            assert allowed_ids(matcher.allowed_words(output)) == [closing]
+            assert tokens_of("7")[0] in allowed_ids(matcher.allowed_words([*output, closing]))
 
 
 def test_a_budget_needs_a_token_that_ends_thoughts() -> None:
@@ -150,7 +150,7 @@ def test_of_a_tool_that_is_not_strict_what_cannot_be_kept_to_is_left_out() -> No
 
 
 def allowed_after(grammar: Grammar, text: str) -> list[int]:
-    return allowed_ids(DEMO_CONSTRAINTS.compiled(grammar).begin().allowed_words(tokens_of(text)))
+    return allowed_ids(DEMO_CONSTRAINTS.compiled(grammar).create_matcher().allowed_words(tokens_of(text)))
 
 
 def tokens_of(text: str) -> list[int]:

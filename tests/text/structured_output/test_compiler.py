@@ -58,21 +58,23 @@ def test_properties_come_in_the_order_of_the_schema_and_its_integers_are_kept() 
     [(WHITESPACES["none"], 0), (WHITESPACES["space"], 1), (WHITESPACES["lines"], 32)],
 )
 def test_white_space_between_the_parts_of_json_ends(whitespace: str, most: int) -> None:
-    walk = DEMO_CONSTRAINTS.compiled(json_grammar('{"type": "array", "items": {"const": 1}}', whitespace)).begin()
+    matcher = DEMO_CONSTRAINTS.compiled(
+        json_grammar('{"type": "array", "items": {"const": 1}}', whitespace)
+    ).create_matcher()
     output, space = [token_of("[")], token_of(" ")
-    while allows(walk.allowed_words(output), space):
+    while allows(matcher.allowed_words(output), space):
         output.append(space)
     assert len(output) == 1 + most
-    assert allows(walk.allowed_words(output), token_of("1"))
+    assert allows(matcher.allowed_words(output), token_of("1"))
 
 
 def test_an_answer_may_end_only_where_the_grammar_does() -> None:
-    walk = DEMO_CONSTRAINTS.compiled(regex_grammar("ab?")).begin()
+    matcher = DEMO_CONSTRAINTS.compiled(regex_grammar("ab?")).create_matcher()
     a, b = map(token_of, ("a", "b"))
-    assert not allows(walk.allowed_words([]), END)
-    assert allows(walk.allowed_words([a]), END)
-    assert allows(walk.allowed_words([a]), b)
-    assert allowed_ids(walk.allowed_words([a, b])) == [END]
+    assert not allows(matcher.allowed_words([]), END)
+    assert allows(matcher.allowed_words([a]), END)
+    assert allows(matcher.allowed_words([a]), b)
+    assert allowed_ids(matcher.allowed_words([a, b])) == [END]
 
 
 def token_of(text: str) -> int:
@@ -84,7 +86,7 @@ def allows(words: np.ndarray, token_id: int) -> bool:
 
 
 def test_special_tokens_are_no_text() -> None:
-    words = DEMO_CONSTRAINTS.compiled(regex_grammar("(?s:.)*")).begin().allowed_words([])
+    words = DEMO_CONSTRAINTS.compiled(regex_grammar("(?s:.)*")).create_matcher().allowed_words([])
     assert [token_id for token_id in sorted(DEMO_TOKENIZER.special_token_ids) if allows(words, token_id)] == [END]
 
 
@@ -147,8 +149,8 @@ def test_a_grammar_that_would_break_its_compiler_is_refused(text: str) -> None:
 
 
 def test_a_text_of_a_million_letters_costs_no_more_than_its_tokens() -> None:
-    walk = DEMO_CONSTRAINTS.compiled(regex_grammar("(abc){1000}{1000}")).begin()
-    assert {DEMO_TOKENIZER.token_text(token_id) for token_id in allowed_ids(walk.allowed_words([]))} >= {"a", "ab"}
+    matcher = DEMO_CONSTRAINTS.compiled(regex_grammar("(abc){1000}{1000}")).create_matcher()
+    assert {DEMO_TOKENIZER.token_text(token_id) for token_id in allowed_ids(matcher.allowed_words([]))} >= {"a", "ab"}
 
 
 def test_grammars_are_kept_and_compiled_once() -> None:

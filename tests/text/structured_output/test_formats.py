@@ -22,9 +22,9 @@ CASES = [pytest.param(name, text, id=text[:30]) for name, texts in TEXTS.items()
 
 
 def is_allowed(schema: dict[str, Any], answer: str) -> bool:
-    walk, output = constraint_of(json_grammar(json.dumps(schema))).begin(), list[int]()
+    matcher, output = constraint_of(json_grammar(json.dumps(schema))).create_matcher(), list[int]()
     for token_id in [*LetterTokenizer().encode(answer), END]:
-        if token_id not in allowed_ids(walk.allowed_words(output)):
+        if token_id not in allowed_ids(matcher.allowed_words(output)):
             return False
         output.append(token_id)
     return True

@@ -25,27 +25,29 @@ def test_earlier_questions_and_drafts_do_not_matter(seed: int, asked: list[tuple
     choose = random.Random(seed).choice
     output: list[int] = []
     for _ in range(12):
-        output.append(choose([each for each in allowed_ids(constraint.begin().allowed_words(output)) if each != END]))
-        if allowed_ids(constraint.begin().allowed_words(output)) == [END]:
+        output.append(
+            choose([each for each in allowed_ids(constraint.create_matcher().allowed_words(output)) if each != END])
+        )
+        if allowed_ids(constraint.create_matcher().allowed_words(output)) == [END]:
             break
-    walk = constraint.begin()
+    matcher = constraint.create_matcher()
     for length, num_draft_tokens, wrong in asked:
         draft = [*output[length : length + num_draft_tokens]]
         if wrong and draft:
             draft[choose(range(len(draft)))] = choose([END, *range(3, 300)])
-        walk.possible(output[:length], draft, choose(range(8)))
-        told = walk.allowed_behind(output[:length], draft)
+        matcher.constrain_draft(output[:length], draft, choose(range(8)))
+        told = matcher.allowed_words_after_drafts(output[:length], draft)
         for count, words in enumerate(told):
-            expected = constraint.begin().allowed_words(output[:length] + draft[:count])
+            expected = constraint.create_matcher().allowed_words(output[:length] + draft[:count])
             np.testing.assert_array_equal(words, expected)
         assert len(told) == len(draft) + 1
 
 
 def test_an_output_that_does_not_keep_to_it_may_not_go_on() -> None:
-    walk = DEMO_CONSTRAINTS.compiled(regex_grammar("[0-9]")).begin()
-    before = walk.allowed_words([])
-    assert not walk.allowed_words([END]).any()
-    np.testing.assert_array_equal(walk.allowed_words([]), before)
+    matcher = DEMO_CONSTRAINTS.compiled(regex_grammar("[0-9]")).create_matcher()
+    before = matcher.allowed_words([])
+    assert not matcher.allowed_words([END]).any()
+    np.testing.assert_array_equal(matcher.allowed_words([]), before)
 
 
 def tokens_of(text: str) -> list[int]:
@@ -55,32 +57,32 @@ def tokens_of(text: str) -> list[int]:
 
 
 def test_draft_tokens_are_possible_up_to_the_first_forbidden_one() -> None:
-    walk = DEMO_CONSTRAINTS.compiled(regex_grammar("[a-z]{2,9}")).begin()
+    matcher = DEMO_CONSTRAINTS.compiled(regex_grammar("[a-z]{2,9}")).create_matcher()
     output, draft = tokens_of("ab"), tokens_of("cd3e")
-    assert walk.possible(output, draft, 8) == draft[:2]
-    assert walk.possible(output, draft, 1) == draft[:1]
-    assert walk.possible(tokens_of("a3"), draft, 8) == []
+    assert matcher.constrain_draft(output, draft, 8) == draft[:2]
+    assert matcher.constrain_draft(output, draft, 1) == draft[:1]
+    assert matcher.constrain_draft(tokens_of("a3"), draft, 8) == []
 
 
 def test_what_must_follow_is_told_in_the_longest_tokens_and_as_far_as_asked() -> None:
-    walk = DEMO_CONSTRAINTS.compiled(regex_grammar("x(y|z)the same")).begin()
-    text = [DEMO_TOKENIZER.token_bytes(each) for each in walk.possible(tokens_of("xy"), [], 20)[:-1]]
+    matcher = DEMO_CONSTRAINTS.compiled(regex_grammar("x(y|z)the same")).create_matcher()
+    text = [DEMO_TOKENIZER.token_bytes(each) for each in matcher.constrain_draft(tokens_of("xy"), [], 20)[:-1]]
     assert b"".join(text) == b"the same"
     assert len(text) < len("the same")
-    assert walk.possible(tokens_of("xy"), [], 20)[-1] == END
-    assert walk.possible(tokens_of("x"), [], 20) == []
-    assert walk.possible(tokens_of("x"), tokens_of("yq"), 2)[:1] == tokens_of("y")
-    assert len(walk.possible(tokens_of("xz"), [], 2)) == 2
+    assert matcher.constrain_draft(tokens_of("xy"), [], 20)[-1] == END
+    assert matcher.constrain_draft(tokens_of("x"), [], 20) == []
+    assert matcher.constrain_draft(tokens_of("x"), tokens_of("yq"), 2)[:1] == tokens_of("y")
+    assert len(matcher.constrain_draft(tokens_of("xz"), [], 2)) == 2
 
 
 def test_forced_tokens_replace_a_forbidden_draft() -> None:
-    walk = DEMO_CONSTRAINTS.compiled(regex_grammar("ab")).begin()
-    assert walk.possible(tokens_of("a"), tokens_of("c"), 4) == [*tokens_of("b"), END]
+    matcher = DEMO_CONSTRAINTS.compiled(regex_grammar("ab")).create_matcher()
+    assert matcher.constrain_draft(tokens_of("a"), tokens_of("c"), 4) == [*tokens_of("b"), END]
 
 
 def test_where_an_answer_may_end_nothing_is_forced() -> None:
-    walk = DEMO_CONSTRAINTS.compiled(regex_grammar("a(b)?")).begin()
-    assert walk.possible(tokens_of("a"), [], 4) == []
+    matcher = DEMO_CONSTRAINTS.compiled(regex_grammar("a(b)?")).create_matcher()
+    assert matcher.constrain_draft(tokens_of("a"), [], 4) == []
 
 
 def test_what_other_answers_took_of_the_limits_is_not_missed() -> None:
@@ -94,12 +96,12 @@ def test_what_other_answers_took_of_the_limits_is_not_missed() -> None:
     matchers = []
     for text in texts:  # each of them alone stays below
         output = tokens_of(text)
-        alone = DEMO_CONSTRAINTS.compiled(grammar).begin().allowed_words(output)
+        alone = DEMO_CONSTRAINTS.compiled(grammar).create_matcher().allowed_words(output)
         assert alone.any()
-        walk = constraint.begin()
+        matcher = constraint.create_matcher()
         for end in range(len(output)):
-            walk.allowed_behind(output[:end], output[end : end + 2])
-        told = walk.allowed_words(output)
+            matcher.allowed_words_after_drafts(output[:end], output[end : end + 2])
+        told = matcher.allowed_words(output)
         matchers.append(constraint._matcher)
         np.testing.assert_array_equal(told, alone)
     assert len({id(each) for each in matchers}) > 1, "the limit was not met"

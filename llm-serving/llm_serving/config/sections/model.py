@@ -228,7 +228,7 @@ def _longest_in_cache(values: Values, length: int, window: int | None) -> int:
     num_blocks, block_size = values["pa_config.num_blocks"], values["pa_config.block_size"]
     if num_blocks is None:
         return length
-    return min(length, Window.of(window, 1, length).longest(block_size, num_blocks))
+    return min(length, Window.from_model(window, 1, length).max_request_tokens(block_size, num_blocks))
 
 
 def _limit_length(values: Values, longest: ContextLengths, source: str, window: int | None = None) -> None:

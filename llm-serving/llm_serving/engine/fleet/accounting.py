@@ -16,7 +16,7 @@ from llm_serving.engine.fleet.monitors import Lead, LimitMonitor, Standing, Weig
 from llm_serving.engine.fleet.tenant_slots import TenantPlaces
 from llm_serving.observability.metrics import Metrics
 from llm_serving.scheduler import Schedule, Scheduler
-from llm_serving.scheduler.fair_sharing import Paid
+from llm_serving.scheduler.fair_sharing import ClassUsage
 from llm_serving.scheduler.orders import MAX_TENANTS
 
 Service = Mapping[tuple[str, str], int]
@@ -155,7 +155,7 @@ class Ledger:
             with self._lock:
                 self._served.add(replica, service)
 
-    def charge(self, replica: int, paid: Mapping[str, Paid], service: Mapping[str, int]) -> Mapping[str, Lead]:
+    def charge(self, replica: int, paid: Mapping[str, ClassUsage], service: Mapping[str, int]) -> Mapping[str, Lead]:
         """A replica has formed a step, or has nothing to form one of.
 
         Args:
@@ -210,10 +210,10 @@ class Peers:
         ledger.hear(self._index)
         if scheduler.num_waiting:
             self.catch_up()
-        if places := ledger.places.settle(self._index, scheduler.take_needs()):
-            scheduler.deal(places)
+        if places := ledger.places.settle(self._index, scheduler.pop_tenant_demand()):
+            scheduler.adjust_tenant_leases(places)
         if (ahead := ledger.classes.take_ahead(self._index)) is not None:
-            scheduler.put_ahead(ahead)
+            scheduler.deprioritize(ahead)
 
     def catch_up(self) -> None:
         """Has the scheduler know what it has heard of what others have served, before it depends on that.
@@ -222,7 +222,7 @@ class Peers:
         have had.
         """
         if service := self.ledger.take(self._index):
-            self._scheduler.served_elsewhere(service)
+            self._scheduler.charge_remote_service(service)
 
     def tell(self, schedule: Schedule | None = None) -> None:
         """Has the others know what this one has served, and counts what shares and limits of all were broken.
@@ -230,9 +230,9 @@ class Peers:
         `schedule`: what was formed; None: nothing, or again what was formed before.
         """
         scheduler, ledger, held = self._scheduler, self.ledger, None
-        ledger.served(self._index, scheduler.take_service())
+        ledger.served(self._index, scheduler.pop_service())
         leads: Mapping[str, Lead] = {}
-        if scheduler.limits.num_schedulers > 1 and (paid := scheduler.take_paid()) is not None:
+        if scheduler.limits.num_schedulers > 1 and (paid := scheduler.pop_class_usage()) is not None:
             if schedule is None:
                 service = {name: each.service for name, each in paid.items()}
             else:
@@ -247,7 +247,7 @@ class Peers:
         """The scheduler goes by the server's first, second, .. other rules; whoever has a place keeps it."""
         limits, places = self.ledger.limits, self.ledger.places
         self.num_reloads = number
-        limits.reloaded(self._index, [*self._scheduler.not_begun_with_places(), *places.on_way()], number)
+        limits.reloaded(self._index, [*self._scheduler.unstarted_slot_holders(), *places.on_way()], number)
 
     def arrived(self, request: Request) -> None:
         """A request has come that another one has begun; it has brought its tenant's place along."""

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import Final
 
-from llm_serving.scheduler.fair_sharing import Paid
+from llm_serving.scheduler.fair_sharing import ClassUsage
 
 _NOBODY: Final[frozenset[str]] = frozenset()
 
@@ -36,9 +36,9 @@ class Wanting:
         """Those that want more at some replica."""
         return self._counts.keys()
 
-    def tell(self, replica: int, paid: Mapping[str, Paid]) -> None:
+    def tell(self, replica: int, paid: Mapping[str, ClassUsage]) -> None:
         """A replica knows anew who wants more there."""
-        names = frozenset([name for name, each in paid.items() if each.wants])
+        names = frozenset([name for name, each in paid.items() if each.has_demand])
         before = self._names.get(replica, _NOBODY)
         self._names[replica] = names
         if names != before:
@@ -86,7 +86,7 @@ class ClassAccount:
             self._wanting.leave(replica)
             self._told.pop(replica, None)
 
-    def charge(self, replica: int, paid: Mapping[str, Paid]) -> None:
+    def charge(self, replica: int, paid: Mapping[str, ClassUsage]) -> None:
         """A replica has formed a step."""
         with self._lock:
             self._wanting.tell(replica, paid)
@@ -95,9 +95,9 @@ class ClassAccount:
             least = min((self._paid[name] for name in self._wanting.anywhere), default=None)
             ahead = set()
             for name, each in paid.items():
-                lead = 0 if least is None else min(max(0, self._paid[name] - least), MOST_TURNS * each.turn)
+                lead = 0 if least is None else min(max(0, self._paid[name] - least), MOST_TURNS * each.quantum)
                 self._paid[name] = lead
-                if lead > each.turn or (name in self._ahead and 2 * lead > each.turn):
+                if lead > each.quantum or (name in self._ahead and 2 * lead > each.quantum):
                     ahead.add(name)
             self._ahead = frozenset(ahead)
 

@@ -76,8 +76,8 @@ class Departure(NamedTuple):
 
 def last_piece(request: Request, reason: FinishReason, error: str) -> RequestOutput:
     """What a client is told where nobody goes on with it."""
-    if request.exchange is not None:
-        request.exchange.unfinished.discard(request.request_id)
+    if request.http_timings is not None:
+        request.http_timings.unfinished_request_ids.discard(request.request_id)
     return RequestOutput(
         request_id=request.request_id,
         text="",
@@ -101,12 +101,12 @@ def as_it_goes_on(request: Request, transfer: Transfer) -> Request:
         priority=request.priority,
         tenant=request.tenant,
         cache_salt=request.cache_salt,
-        waits_for_reply=request.waits_for_reply,
+        needs_known_output=request.needs_known_output,
         transfer=transfer,
         constraint=request.constraint,
         arrival_time=request.arrival_time,
         deadline=request.deadline,
-        exchange=request.exchange,
+        http_timings=request.http_timings,
         output_token_ids=list(request.output_token_ids),
         num_cached_tokens=request.num_cached_tokens,
         first_scheduled_time=request.first_scheduled_time,
@@ -152,7 +152,7 @@ class Moves:
         self._auditor.resume(request, departure.audited)
         self._processor.resume(request, departure.produced)
         self._journal.arrived(request, class_of(request.priority, self._scheduler.classes), departure.time)
-        receiver = request.receiver = OneSequence(request, self._desk)
+        receiver = request.sink = OneSequence(request, self._desk)
         receiver.resume()
         self._arrived[request] = departure.time
 
@@ -160,7 +160,7 @@ class Moves:
         """The next step was decided; None: there is nothing to compute."""
         if schedule is not None:
             self._spent.append([])
-        if spent := self._scheduler.blocks.take_spent():
+        if spent := self._scheduler.blocks.pop_released_imports():
             self._spend(spent)
 
     def submitted(self, schedule: Schedule, now: float) -> None:
@@ -179,9 +179,9 @@ class Moves:
 
     def delivered(self, schedule: Schedule, now: float) -> None:
         """The results of a step are on their way to the clients: whose blocks it handed over is let go of."""
-        for row in schedule.departures:
-            if row.request.departs and not row.request.is_finished:
-                self._departing.append((row.request, self._scheduler.depart(row.request), now))
+        for row in schedule.migrating:
+            if row.request.is_migrating and not row.request.is_finished:
+                self._departing.append((row.request, self._scheduler.migrate_out(row.request), now))
 
     def published(self) -> None:
         """The clients were told all that was to be told of those who depart."""
@@ -190,10 +190,10 @@ class Moves:
         departures = []
         for request, transfer, departed_at in self._departing:
             if not self._processor.knows(request):  # it has ended since
-                self._scheduler.give_back(transfer.blocks)
+                self._scheduler.reclaim_exported_blocks(transfer.blocks)
                 continue
             produced, audited = self._processor.leave(request), self._auditor.leave(request.request_id)
-            request.receiver = None
+            request.sink = None
             self._journal.departed(request, departed_at)
             departures.append(Departure(as_it_goes_on(request, transfer), produced, audited, departed_at))
         self._departing = []
@@ -208,7 +208,7 @@ class Moves:
 
     def end(self) -> None:
         """No step will be formed any more."""
-        self._spend(self._scheduler.blocks.take_spent())
+        self._spend(self._scheduler.blocks.pop_released_imports())
         self.lost()
 
     def _spend(self, blocks: list[TransferBlock]) -> None:

@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 from llm_serving.core.request import Request
 from llm_serving.engine.fleet.class_shares import MOST_TURNS, Extremes, Wanting
 from llm_serving.scheduler import Schedule, Scheduler
-from llm_serving.scheduler.fair_sharing import SCALE, WHOLE, Paid
+from llm_serving.scheduler.fair_sharing import SCALE, WHOLE, ClassUsage
 from llm_serving.scheduler.limits import SchedulerLimits
 from llm_serving.scheduler.orders import OUTPUT_TOKEN_WEIGHT
 
@@ -49,9 +49,9 @@ def held_in(schedule: Schedule, scheduler: Scheduler) -> dict[str, Held]:
         name: Held(
             WHOLE * num_places // limits.max_num_seqs,
             WHOLE * tokens[name] // limits.max_num_batched_tokens,
-            WHOLE * scheduler.places.blocks_held[name] // num_blocks,
+            WHOLE * scheduler.slots.blocks_by_class[name] // num_blocks,
         )
-        for name, num_places in scheduler.held.items()
+        for name, num_places in scheduler.slots_by_class.items()
     }
 
 
@@ -86,7 +86,7 @@ class Standing:
         self._wanting.leave(replica)
         self._told_at.pop(replica, None)
 
-    def tell(self, replica: int, service: Mapping[str, int], paid: Mapping[str, Paid]) -> Mapping[str, Lead]:
+    def tell(self, replica: int, service: Mapping[str, int], paid: Mapping[str, ClassUsage]) -> Mapping[str, Lead]:
         """A replica has formed a step, or has nothing to form one of; returns what it may have gone by meanwhile.
 
         Args:
@@ -102,7 +102,7 @@ class Standing:
         self._num_told = now = self._num_told + 1
         for name, each in paid.items():
             lead = 0 if least is None else max(0, leads[name] - least)
-            leads[name] = lead = min(lead, MOST_TURNS * each.turn)
+            leads[name] = lead = min(lead, MOST_TURNS * each.quantum)
             self._history[name].add(now, lead)
         since, names = self._told_at.get(replica, (now, ()))
         self._told_at[replica] = now, tuple(paid)
@@ -129,7 +129,7 @@ class WeightMonitor:
         scheduler = self._scheduler
         if scheduler.waiting is not self._queue:  # it goes on by other rules
             self._queue, self._more = scheduler.waiting, {}
-        contenders = self._queue.turns.contenders
+        contenders = self._queue.sharing.contenders
         waiting = [name for name in contenders if self._waits(name)] if len(contenders) > 1 else []
         if not waiting:
             self._more = {}
@@ -142,13 +142,13 @@ class WeightMonitor:
             num_broken = sum(one in admitted and self._was_due(one, other, leads) for one, other in pairs)
         held, limits = held_in(schedule, scheduler) if held is None else held, scheduler.limits
         weights = {each.name: each.weight for each in scheduler.classes}
-        turn = limits.turn_steps * WHOLE
+        turn = limits.quantum_steps * WHOLE
         for one, other in pairs:
             mine, others = SCALE // weights[one], SCALE // weights[other]
             if leads.get(one, _UNKNOWN).least > turn * mine:
-                mine *= limits.least_part
+                mine *= limits.weight_divisor
             if 2 * leads.get(other, _UNKNOWN).most > turn * others:
-                others *= limits.least_part
+                others *= limits.weight_divisor
             more = zip(self._more[one, other], held[one], strict=True)
             self._more[one, other] = [max(0, before + part * mine - max(held[other]) * others) for before, part in more]
         return num_broken
@@ -156,22 +156,24 @@ class WeightMonitor:
     def _waits(self, name: str) -> bool:
         """Whether somebody of a class waits that may be given a place."""
         queue = self._queue.queues[name]
-        return len(queue) > 0 and name not in self._scheduler.closed and queue.arrival_clock() is not None
+        return len(queue) > 0 and name not in self._scheduler.closed_classes and queue.arrival_clock() is not None
 
     def _was_due(self, one: str, other: str, leads: Mapping[str, Lead]) -> bool:
         """Whether the latter should have had the place that the former was given."""
         scheduler, limits = self._scheduler, self._scheduler.limits
         weights = {each.name: each.weight for each in scheduler.classes}
         first_steps = next(each.first_steps for each in scheduler.bounds if each.name == other)
-        tolerance = first_steps * WHOLE * (SCALE // weights[one]) * limits.least_part
+        tolerance = first_steps * WHOLE * (SCALE // weights[one]) * limits.weight_divisor
         if max(self._more[one, other]) <= tolerance:
             return False
-        is_ahead = 2 * leads.get(other, _UNKNOWN).most > limits.turn_steps * WHOLE * (SCALE // weights[other])
-        part = weights[other] * (1 if is_ahead else limits.least_part)
-        total = part + limits.least_part * sum(weights[each] for each in self._queue.turns.contenders if each != other)
-        num_blocks = scheduler.places.blocks_held[other]
+        is_ahead = 2 * leads.get(other, _UNKNOWN).most > limits.quantum_steps * WHOLE * (SCALE // weights[other])
+        part = weights[other] * (1 if is_ahead else limits.weight_divisor)
+        total = part + limits.weight_divisor * sum(
+            weights[each] for each in self._queue.sharing.contenders if each != other
+        )
+        num_blocks = scheduler.slots.blocks_by_class[other]
         return (
-            scheduler.held[other] * total < limits.max_num_seqs * part
+            scheduler.slots_by_class[other] * total < limits.max_num_seqs * part
             and num_blocks * total < scheduler.blocks.pool.num_blocks * part
         )
 
@@ -234,7 +236,9 @@ class LimitMonitor:
             for request in requests:
                 limit = limits.max_running_of_tenant.get(request.tenant, limits.max_running_per_tenant)
                 is_kept = self._was_kept(request.request_id)
-                if limit is not None and not (is_kept or request.is_beam or request.asked.form is not None):
+                if limit is not None and not (
+                    is_kept or request.is_beam or request.root_request.beam_search is not None
+                ):
                     num_beyond += self._add(request, limit)
         return num_beyond
 

@@ -41,12 +41,12 @@ class Fleet:
     def __init__(self, engines: Mapping[int, Engine]) -> None:
         self.engines = engines
         self.indices = tuple(engines)
-        self.pools = [(index, engine.scheduler.blocks.pool.has) for index, engine in engines.items()]
+        self.pools = [(index, engine.scheduler.blocks.pool.is_cached) for index, engine in engines.items()]
 
     @cached_property
     def smallest_cache(self) -> BlockManager:
         """What it can hold any of them can."""
-        return min((each.scheduler.blocks for each in self.engines.values()), key=lambda each: each.longest)
+        return min((each.scheduler.blocks for each in self.engines.values()), key=lambda each: each.max_request_tokens)
 
     @property
     def present(self) -> int | None:
@@ -123,7 +123,7 @@ class PromptBlocks:
         """Of these blocks, from the first on, how many a replica has in its cache or is to compute."""
         counts = self._counts.get(replica, Counter())
         for number, name in enumerate(names):
-            if name not in counts and pool.find(name) is None:
+            if name not in counts and pool.find_cached(name) is None:
                 return number
         return len(names)
 

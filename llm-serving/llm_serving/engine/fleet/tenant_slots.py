@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from llm_serving.scheduler.tenant_limits import Need
+from llm_serving.scheduler.tenant_limits import SlotDemand
 
 _NOTHING: Final[Mapping[str, int]] = {}
 
@@ -17,7 +17,7 @@ class _Tenant:
 
     def __init__(self) -> None:
         self.limit = 0
-        self.needs: dict[int, Need] = {}
+        self.needs: dict[int, SlotDemand] = {}
         """By replica, as it told last."""
         self.more: Counter[int] = Counter()
         """By replica: places it has been dealt beyond that, or is to give back."""
@@ -27,12 +27,12 @@ class _Tenant:
         """Places that all replicas hold."""
 
     def held(self, replica: int) -> int:
-        return self.needs[replica].part + self.more[replica]
+        return self.needs[replica].num_leased + self.more[replica]
 
     def num_lacking(self, replica: int) -> int:
         """Places that it could use beyond those it holds."""
         need = self.needs[replica]
-        return need.num_active + need.num_wanted - self.held(replica)
+        return need.num_active + need.num_waiting - self.held(replica)
 
 
 class TenantPlaces:
@@ -114,7 +114,7 @@ class TenantPlaces:
         for nudge in nudges:
             nudge()
 
-    def settle(self, replica: int, needs: Mapping[str, Need]) -> Mapping[str, int]:
+    def settle(self, replica: int, needs: Mapping[str, SlotDemand]) -> Mapping[str, int]:
         """Tells what has changed at a replica; returns how many places more each tenant may take there, or less."""
         if not (needs or self._told.get(replica) or self._arrived.get(replica)):
             return _NOTHING
@@ -130,7 +130,7 @@ class TenantPlaces:
             nudge()
         return {name: number for name, number in more.items() if number}
 
-    def _note(self, replica: int, name: str, need: Need) -> None:
+    def _note(self, replica: int, name: str, need: SlotDemand) -> None:
         """What it has and does not need it gives back; by a lower limit, others what they have not taken."""
         tenant = self._tenants.setdefault(name, _Tenant())
         is_lower = need.limit < tenant.limit
@@ -153,9 +153,9 @@ class TenantPlaces:
         if tenant is None or (need := tenant.needs.get(replica)) is None:
             return 0
         more = tenant.more.pop(replica, 0)
-        part = need.part + more
-        if part or need.num_active or need.num_wanted:
-            tenant.needs[replica] = need._replace(part=part)
+        part = need.num_leased + more
+        if part or need.num_active or need.num_waiting:
+            tenant.needs[replica] = need._replace(num_leased=part)
         else:
             del tenant.needs[replica], tenant.dealt_at[replica]
             if not tenant.needs:

@@ -18,7 +18,7 @@ import msgspec
 
 from llm_serving.config.output_settings import output_settings
 from llm_serving.config.schema import ServingConfig
-from llm_serving.core.fingerprint import ComputedBy
+from llm_serving.core.fingerprint import ComputeFingerprint
 from llm_serving.core.timings import Clock, monotonic
 from llm_serving.errors import IdempotencyError, RequestNotFoundError
 from llm_serving.server.tenant_quota import StoredSizes, TenantQuota
@@ -218,7 +218,7 @@ class ModelState:
         facts = (files, sorted(output_settings(config).items()), model.generation_config, model.end_token)
         self._facts = msgspec.msgpack.encode(facts)
 
-    def digest(self, computed_by: ComputedBy, max_model_len: int, max_input_len: int) -> bytes:
+    def digest(self, computed_by: ComputeFingerprint, max_model_len: int, max_input_len: int) -> bytes:
         """The same only for what gives the same answers."""
         facts = self._facts + msgspec.msgpack.encode((computed_by, max_model_len, max_input_len))
         return hashlib.blake2b(facts, digest_size=16).digest()

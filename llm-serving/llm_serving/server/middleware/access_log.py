@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from llm_serving.config.sections.server import ServerConfig
 from llm_serving.core.request_output import RequestOutput
-from llm_serving.core.timings import Clock, Exchange
+from llm_serving.core.timings import Clock, HttpTimings
 from llm_serving.errors import ConfigError
 from llm_serving.log import LogWriter, RotatingFile, get_logger
 from llm_serving.observability.transfer_metrics import HttpMetrics
@@ -229,7 +229,7 @@ class Accounting:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        exchange = Exchange(scope.get(ARRIVED_KEY) or self._clock())
+        exchange = HttpTimings(scope.get(ARRIVED_KEY) or self._clock())
         path, method, client = scope["path"], scope["method"], scope.get("client")
         if client and not _may_be_address(client[0]):
             scope["client"] = client = None
@@ -245,7 +245,7 @@ class Accounting:
                     message["headers"] = [*message.get("headers", ()), (HEADER, context.header)]
             elif not message.get("more_body", False):
                 # Just before: a client that has the whole answer never measures less than the server.
-                exchange.answered_time = self._clock()
+                exchange.response_sent_time = self._clock()
             return send(message)
 
         failed = True
@@ -256,19 +256,19 @@ class Accounting:
             failed = False
             raise
         finally:
-            if exchange.answered_time is None:  # the client has left
-                exchange.answered_time = self._clock()
+            if exchange.response_sent_time is None:  # the client has left
+                exchange.response_sent_time = self._clock()
             status = note.status
             if status is None:
                 status = HTTPStatus.INTERNAL_SERVER_ERROR if failed else CLIENT_LEFT
-            self._tell(note, int(status), exchange.answered_time)
+            self._tell(note, int(status), exchange.response_sent_time)
             if self._tracer is not None and context is not None:
-                self._tracer.answered(context, note, int(status), exchange.answered_time)
+                self._tracer.answered(context, note, int(status), exchange.response_sent_time)
 
     def refused(self, address: str, status: int) -> None:
         """Notes what was answered before it had become a request: no place, no HTTP, beyond a limit, too late."""
         now = self._clock()
-        note = Note(Exchange(now), OTHER, OTHER, client=address, error="connection limits")
+        note = Note(HttpTimings(now), OTHER, OTHER, client=address, error="connection limits")
         self._tell(note, int(status), now)
 
     def _tell(self, note: Note, status: int, now: float) -> None:

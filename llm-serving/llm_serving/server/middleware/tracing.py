@@ -96,7 +96,7 @@ def spans_of(context: TraceContext, note: Note, status: int, now: float, epoch: 
     if not known or arrived is None:
         return
     scheduled = arrived + known[0].queued_s
-    ended = max(scheduled, exchange.last_ended_time or now)
+    ended = max(scheduled, exchange.last_finished_time or now)
     computed = ended if first is None else max(scheduled, first)
     phases = [("queue", arrived, scheduled), ("prefill", scheduled, computed)]
     if first is not None:

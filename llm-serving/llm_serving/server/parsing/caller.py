@@ -66,7 +66,7 @@ def caller_of(config: ServingConfig, http_request: Request, *bodies: CallerField
         tenant=tenant,
         cache_salt=cache_salt,
         deadline=deadline,
-        exchange=None if note is None else note.exchange,
+        http_timings=None if note is None else note.exchange,
         note=note,
         source=source_of(http_request),
         quota=quota_of(http_request),

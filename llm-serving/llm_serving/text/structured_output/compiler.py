@@ -16,13 +16,13 @@ from typing import Final, TypeVar
 
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
-from llm_serving.core.constraint import Walk
+from llm_serving.core.constraint import ConstraintMatcher
 from llm_serving.errors import TransportError
 from llm_serving.log import get_logger
 from llm_serving.text.sandbox import ConfinedProcess
 from llm_serving.text.structured_output.grammar_process import Tried, Try
 from llm_serving.text.structured_output.grammars import Grammar, GrammarError
-from llm_serving.text.structured_output.matcher import TokenWalk, matcher_of
+from llm_serving.text.structured_output.matcher import TokenMatcher, matcher_of
 from llm_serving.text.tokenizer.tokenizer import Tokenizer
 
 
@@ -115,8 +115,8 @@ class TokenConstraint:
         """Why it could not be compiled; empty if it could."""
         return str(self._matcher.get_error()) if self._matcher.is_error() else ""
 
-    def begin(self) -> Walk:
-        return TokenWalk(self._matcher, self._token_bytes, self._end_ids, self._anew)
+    def create_matcher(self) -> ConstraintMatcher:
+        return TokenMatcher(self._matcher, self._token_bytes, self._end_ids, self._anew)
 
     def _anew(self) -> LLMatcher:
         """A matcher whose automaton has no state of any output; those that begin from now on get it too."""

@@ -42,8 +42,8 @@ def matcher_of(grammar: Grammar, tokens: LLTokenizer, max_states: int) -> LLMatc
     return LLMatcher(tokens, grammar.text, log_level=0, limits=limits)
 
 
-class TokenWalk:
-    """Follows an output through a grammar; see `core.constraint.Walk`.
+class TokenMatcher:
+    """Follows an output through a grammar; see `core.constraint.ConstraintMatcher`.
 
     Args:
         beginning: At the beginning of the grammar; stays there.
@@ -73,9 +73,11 @@ class TokenWalk:
         """What may follow that output, once it has been computed."""
 
     def allowed_words(self, output_token_ids: Sequence[int]) -> Int32Array:
-        return self.allowed_behind(output_token_ids, ())[0]
+        return self.allowed_words_after_drafts(output_token_ids, ())[0]
 
-    def allowed_behind(self, output_token_ids: Sequence[int], draft_token_ids: Sequence[int]) -> list[Int32Array]:
+    def allowed_words_after_drafts(
+        self, output_token_ids: Sequence[int], draft_token_ids: Sequence[int]
+    ) -> list[Int32Array]:
         parts = self._parts(output_token_ids, draft_token_ids)
         if self._matcher.is_error():
             self._renew()
@@ -96,7 +98,7 @@ class TokenWalk:
         self._beginning = self._begin_anew()
         self._matcher, self._taken, self._num_asked, self._words = self._beginning.deep_copy(), [], 0, None
 
-    def possible(self, output_token_ids: Sequence[int], draft_token_ids: Sequence[int], count: int) -> list[int]:
+    def constrain_draft(self, output_token_ids: Sequence[int], draft_token_ids: Sequence[int], count: int) -> list[int]:
         words = self._words_behind(output_token_ids)
         if not words.any():
             return []

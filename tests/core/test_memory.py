@@ -10,13 +10,13 @@ import threading
 from pathlib import Path
 
 import pytest
-from llm_serving.core.memory import giving_back
+from llm_serving.core.memory import periodic_heap_trim
 
 MEBI = 2**20
 HELPERS = """
 import ctypes
 from pathlib import Path
-from llm_serving.core.memory import give_back_large_blocks, give_back_pages
+from llm_serving.core.memory import return_large_blocks, trim_heap
 
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
@@ -51,7 +51,7 @@ def growth(program: str) -> int:
 def test_blocks_of_connections_are_mappings_after_a_large_one_was_freed():
     """A body of 4 MiB, then a hundred connections that take 256 KiB each, of which the last stays."""
     kept = growth("""
-assert give_back_large_blocks()
+assert return_large_blocks()
 libc.free(take(4 * 2**20))
 before = resident()
 free_all_but_the_last([take(2**18) for _ in range(100)])
@@ -64,7 +64,7 @@ def test_pages_below_what_lives_are_given_back():
     kept = growth("""
 before = resident()
 free_all_but_the_last([take(30_000) for _ in range(1000)])
-give_back_pages()
+trim_heap()
 print(resident() - before)
 """)
     assert kept < 4 * MEBI
@@ -78,7 +78,7 @@ def test_it_happens_again_and_again_while_the_server_runs():
         if len(times) == 3:
             given.set()
 
-    with giving_back(give, period_s=0.001):
+    with periodic_heap_trim(give, period_s=0.001):
         assert given.wait(30)
     assert times[0] is not threading.current_thread()
     assert not times[0].is_alive()
