@@ -7,7 +7,7 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llm_serving.speculation.ngram import FinishedAnswersIndex, NgramLookup
-from llm_serving_simulator.virtual_drafter import SparseTable
+from llm_serving_simulator.virtual_work_agent import SparseTable
 
 
 def followed(finished: FinishedAnswersIndex, namespace: str, tokens: list[int], length: int) -> list[int]:
