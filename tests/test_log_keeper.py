@@ -1,4 +1,4 @@
-"""What servers in the background print, on its way into files."""
+"""The process that writes the output of background servers to log files."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ def lines_of(*chunks: bytes) -> list[str]:
         return list(read_lines(reading))
 
 
-def test_lines_are_put_together_whatever_is_read_at_once():
+def test_read_lines_reassembles_split_lines():
     assert lines_of(b"one\ntw", b"o\n\nthr", b"ee") == ["one", "two", "", "three"]
 
 
-def test_bytes_that_are_no_text_are_shown_as_they_are():
+def test_read_lines_escapes_invalid_utf_8():
     assert lines_of(b"\xff ok\n") == ["\\xff ok"]
 
 
-def test_a_line_without_an_end_is_cut_so_that_memory_stays_bounded(monkeypatch):
+def test_read_lines_splits_an_endless_line(monkeypatch):
     chunks = [b"x" * READ_BYTES, b"y" * READ_BYTES, b"z\n", b""]
     monkeypatch.setattr(os, "read", lambda fd, size: chunks.pop(0))
     assert list(map(len, read_lines(0))) == [READ_BYTES, READ_BYTES, 1]
@@ -41,7 +41,7 @@ def keeper(path: Path) -> subprocess.Popen[bytes]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_it_outlives_signals_and_ends_with_the_last_who_writes(tmp_path, number):
+def test_log_keeper_ignores_signals_and_exits_with_the_last_writer(tmp_path, number):
     path = tmp_path / "server.log"
     with keeper(path) as process:
         process.stdin.write(b"before\n")
@@ -57,7 +57,7 @@ def test_it_outlives_signals_and_ends_with_the_last_who_writes(tmp_path, number)
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no device that is always full")
-def test_a_full_disk_stops_nobody_who_writes():
+def test_log_keeper_keeps_reading_while_the_disk_is_full():
     with keeper(Path("/dev/full")) as process:
         for _ in range(100):
             process.stdin.write(b"x" * 2**16 + b"\n")  # more than a pipe holds

@@ -1,4 +1,4 @@
-"""The WorkAgent's end: who gets in, and what it answers. The model is a stand-in, the master is the test."""
+"""The WorkAgent's side of the protocol, with a fake model. The test plays the master."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ from llm_serving.transport.codec import allowed_arrays, decode_output, step_arra
 from llm_serving.transport.messages import (
     PROTOCOL_VERSION,
     AgentMessage,
-    Allow,
     Failed,
     Hello,
     Loaded,
@@ -36,6 +35,7 @@ from llm_serving.transport.messages import (
     Propose,
     Proposed,
     RunStep,
+    SetAllowedTokens,
     Shutdown,
     StepDone,
     StepEnding,
@@ -43,7 +43,7 @@ from llm_serving.transport.messages import (
     Welcome,
 )
 from llm_serving.transport.shared_memory import SharedBuffers
-from llm_serving.worker.kv_transfer import BesideSteps
+from llm_serving.worker.kv_transfer import BackgroundThrottle
 from support.fake_runner import FakeRunner, expected_output
 from support.step_factories import sampling_input, step_input
 
@@ -55,7 +55,7 @@ DEADLINE_S = 10.0
 
 
 class Runner(FakeRunner):
-    """Fails on the steps it is told to."""
+    """A fake runner that fails on given steps."""
 
     def __init__(self, failing=(), tells_the_end=False):
         super().__init__(NUM_BLOCKS, 4, NUM_SWAP_BLOCKS)
@@ -117,7 +117,9 @@ class Master:
 
     def allow(self, number, behind, allowed):
         buffer = number % self.settings.num_buffers
-        self.channel.send(Allow(number, self.buffers.write(buffer, allowed_arrays(number, allowed), behind).layout))
+        self.channel.send(
+            SetAllowedTokens(number, self.buffers.write(buffer, allowed_arrays(number, allowed), behind).layout)
+        )
 
     def receive(self):
         return self.channel.receive(DEADLINE_S)
@@ -161,7 +163,7 @@ def token_of(reply):
 
 
 class TestLoading:
-    def test_progress_is_told_until_the_model_is_loaded(self, start):
+    def test_progress_is_reported_until_the_model_is_loaded(self, start):
         def load_runner(settings, on_progress):
             on_progress("reading weights")
             on_progress(f"compiling for {settings.device_target}")
@@ -172,7 +174,7 @@ class TestLoading:
         assert master.receive() == Progress("compiling for CPU")
         assert master.receive() == Loaded(NUM_BLOCKS, NUM_SWAP_BLOCKS, "slower than usual")
 
-    def test_a_model_that_cannot_be_loaded_is_told_and_ends_it(self, start):
+    def test_a_load_error_is_reported_and_ends_the_process(self, start):
         def load_runner(settings, on_progress):
             raise ConfigError("pa_config.num_blocks: must be at most 10. Given: 11")
 
@@ -180,7 +182,7 @@ class TestLoading:
         assert master.load() == Failed("pa_config.num_blocks: must be at most 10. Given: 11")
         assert master.end.result(DEADLINE_S) is None
 
-    def test_an_error_of_the_framework_is_told_too(self, start):
+    def test_a_framework_error_is_reported(self, start):
         def load_runner(settings, on_progress):
             raise RuntimeError("allocation failed")
 
@@ -189,7 +191,7 @@ class TestLoading:
         assert master.end.result(DEADLINE_S) is None
 
     @pytest.mark.parametrize("is_limited", [True, False])
-    def test_memory_that_the_system_refuses_is_told_in_words(self, start, monkeypatch, caplog, is_limited):
+    def test_a_memory_limit_is_explained(self, start, monkeypatch, caplog, is_limited):
         def load_runner(settings, on_progress):
             raise RuntimeError("Allocate memory failed\n\n-------\n- C++ Call Stack: (For framework developers)\n---\n")
 
@@ -200,7 +202,7 @@ class TestLoading:
         assert failed == Failed("the model cannot be loaded: Allocate memory failed" + told)
         assert ("Traceback" in caplog.text) != is_limited
 
-    def test_another_machine_without_the_folder_names_the_keys(self, start, tmp_path):
+    def test_a_missing_folder_on_another_machine_names_the_yaml_keys(self, start, tmp_path):
         config = ServingConfig(model=ModelConfig(model_path=tmp_path / "none"))
         failed = start(config=config, away=True).load()
         assert isinstance(failed, Failed)
@@ -211,7 +213,7 @@ class TestLoading:
         assert failed.error.endswith(f"Given: {tmp_path / 'none'}")
 
     @pytest.mark.parametrize("name", ["model.safetensors", "model.gguf"])
-    def test_another_machine_may_have_the_model_elsewhere_and_tells_which_it_is(self, start, tmp_path, name):
+    def test_another_machine_may_have_another_model_path(self, start, tmp_path, name):
         paths = []
         (tmp_path / name).write_bytes(b"weights")
         model = tmp_path if name == "model.safetensors" else tmp_path / name
@@ -224,21 +226,21 @@ class TestLoading:
         assert isinstance(loaded, Loaded)
         assert (paths, loaded.model) == ([str(model)], weight_fingerprint(model))
 
-    def test_another_machine_may_have_a_file_where_the_master_has_it(self, start, tmp_path):
+    def test_another_machine_may_have_a_model_file_at_the_masters_path(self, start, tmp_path):
         model = tmp_path / "model.gguf"
         model.write_bytes(b"weights")
         config = ServingConfig(model=ModelConfig(model_path=model))
         assert isinstance(start(config=config, away=True).load(), Loaded)
 
     @pytest.mark.parametrize("first", [RunStep(0, 0, ()), Shutdown(), Hello(PROTOCOL_VERSION)])
-    def test_another_message_than_what_to_load_ends_it(self, start, first):
+    def test_another_message_than_load_model_is_rejected(self, start, first):
         master = start()
         master.greet()
         master.channel.send(first)
         assert master.receive() == Failed(f"expected LoadModel, got {type(first).__name__}")
         assert master.end.result(DEADLINE_S) is None
 
-    def test_a_master_that_leaves_while_it_loads_ends_it(self, start):
+    def test_work_agent_exits_if_the_master_is_lost_while_loading(self, start):
         master = None
 
         def load_runner(settings, on_progress):
@@ -265,7 +267,7 @@ class TestSteps:
         master.run(a_step(2, 4, -1))
         assert token_of(master.receive()) == expected[2:]
 
-    def test_a_reply_tells_how_many_graphs_were_compiled(self, start):
+    def test_a_reply_contains_the_number_of_compiled_graphs(self, start):
         runner = Runner()
         master = start(lambda settings, on_progress: (runner, ""))
         master.load()
@@ -276,7 +278,7 @@ class TestSteps:
         assert master.receive().num_compilations == 2
 
     @pytest.mark.parametrize("tells_the_end", [True, False])
-    def test_the_end_of_a_step_is_announced_where_it_was_asked_for(self, start, tells_the_end):
+    def test_the_end_of_a_step_is_announced_if_requested(self, start, tells_the_end):
         master = start(lambda settings, on_progress: (Runner(failing={2}, tells_the_end=tells_the_end), ""))
         master.load()
         for number, asked in enumerate((False, True, True, False)):
@@ -285,7 +287,7 @@ class TestSteps:
                 assert master.receive() == StepEnding(number)
             assert master.receive().step == number
 
-    def test_a_request_waits_in_the_host_pool(self, start):
+    def test_a_swapped_request_continues_from_the_host_pool(self, start):
         master = start()
         master.load()
 
@@ -308,7 +310,7 @@ class TestSteps:
 
     @pytest.mark.parametrize("max_model_len", [64, 77])
     @pytest.mark.parametrize("max_rows", [1, 3])
-    def test_both_sides_find_every_buffer_at_the_same_place(self, start, max_model_len, max_rows):
+    def test_both_sides_use_the_same_buffer_offsets(self, start, max_model_len, max_rows):
         config = ServingConfig(
             model=ModelConfig(max_generate_length=max_model_len, decode_batch_size=max_rows),
             scheduler=SchedulerConfig(max_prefill_tokens=65),
@@ -320,7 +322,7 @@ class TestSteps:
             master.run(a_step(number, 0, *prompt))
             assert token_of(master.receive()) == expected_output(prompt, 1)
 
-    def test_a_failing_step_is_told_and_the_next_one_runs(self, start):
+    def test_a_failing_step_is_reported_and_the_next_one_runs(self, start):
         master = start(lambda settings, on_progress: (Runner(failing={0}), ""))
         master.load()
         master.run(a_step(0, 0, 5))
@@ -332,7 +334,7 @@ class TestSteps:
         assert len(failed.error) == 2000
         assert token_of(master.receive()) == expected_output([5, 6], 1)
 
-    def test_what_a_step_may_choose_is_waited_for(self, start):
+    def test_a_step_waits_for_its_allowed_tokens(self, start):
         runner = Runner(failing={1})
         master = start(lambda settings, on_progress: (runner, ""))
         master.load()
@@ -345,16 +347,16 @@ class TestSteps:
         assert told == [StepDone, StepFailed, StepDone]
         assert runner.told == [[1], [4]]
 
-    @pytest.mark.parametrize("message", [RunStep(1, 1, ()), Allow(1, ())])
-    def test_another_message_than_what_a_step_may_choose_ends_it(self, start, message):
+    @pytest.mark.parametrize("message", [RunStep(1, 1, ()), SetAllowedTokens(1, ())])
+    def test_another_message_than_allowed_tokens_is_an_error(self, start, message):
         master = start()
         master.load()
         master.run(replace(a_step(0, 0, 5), allowed_follow=True))
         master.channel.send(message)
-        with pytest.raises(ProtocolError, match="expected what step 0 may choose, got"):
+        with pytest.raises(ProtocolError, match="expected the allowed tokens of step 0, got"):
             master.end.result(DEADLINE_S)
 
-    def test_a_master_that_ends_meanwhile_ends_it(self, start):
+    def test_a_shutdown_while_waiting_for_allowed_tokens_ends_it(self, start):
         master = start()
         master.load()
         master.run(replace(a_step(0, 0, 5), allowed_follow=True))
@@ -362,7 +364,7 @@ class TestSteps:
         with pytest.raises(ChannelClosedError):
             master.end.result(DEADLINE_S)
 
-    def test_a_step_with_a_missing_array_ends_it(self, start):
+    def test_a_step_with_a_missing_array_is_an_error(self, start):
         master = start()
         master.load()
         layout = master.buffers.write(0, [np.zeros(3, np.int32)]).layout
@@ -370,20 +372,20 @@ class TestSteps:
         with pytest.raises(ProtocolError, match=r"a step has \d+ arrays; 1 arrived"):
             master.end.result(DEADLINE_S)
 
-    def test_a_buffer_that_does_not_exist_ends_it(self, start):
+    def test_a_buffer_that_does_not_exist_is_an_error(self, start):
         master = start()
         master.load()
         master.channel.send(RunStep(0, 2, ()))
         with pytest.raises(ProtocolError, match="buffer 2 does not exist"):
             master.end.result(DEADLINE_S)
 
-    def test_shutdown_ends_it(self, start):
+    def test_shutdown_ends_the_work_agent(self, start):
         master = start()
         master.load()
         master.channel.send(Shutdown())
         assert master.end.result(DEADLINE_S) is None
 
-    def test_a_master_that_is_gone_ends_it(self, start):
+    def test_a_lost_master_ends_the_work_agent(self, start):
         master = start()
         master.load()
         master.channel.close()
@@ -394,7 +396,7 @@ class TestSteps:
 class TestProposals:
     ASKED = Continuation(1, 0, [5, 6], 2, 0.0, 0, 1.0, 0.0, 0)
 
-    def test_a_draft_model_is_asked_between_steps(self, start):
+    def test_draft_model_proposes_between_steps(self, start):
         runner = Runner()
         runner.draft_model = SimpleNamespace(propose=lambda asked: [each.token_ids[::-1] for each in asked])
         master = start(lambda settings, on_progress: (runner, ""))
@@ -405,7 +407,7 @@ class TestProposals:
         assert token_of(master.receive()) == expected_output([5, 6, 7], 1)
 
     @pytest.mark.parametrize("draft_model", [None, SimpleNamespace(propose=lambda asked: 1 / 0)])
-    def test_one_that_fails_is_no_failure_of_the_work_agent(self, start, draft_model):
+    def test_a_failing_draft_model_does_not_fail_the_work_agent(self, start, draft_model):
         runner = Runner()
         runner.draft_model = draft_model
         master = start(lambda settings, on_progress: (runner, ""))
@@ -419,37 +421,37 @@ class TestProposals:
 
 
 class TestHandshake:
-    def test_the_master_is_welcomed(self, start):
+    def test_work_agent_replies_with_welcome(self, start):
         master = start()
         assert master.greet() == Welcome(PROTOCOL_VERSION, os.getpid(), code_fingerprint())
 
     @pytest.mark.parametrize("first", [Hello(PROTOCOL_VERSION - 1), Hello(PROTOCOL_VERSION + 1), Shutdown()])
-    def test_one_of_another_version_is_told_and_ends_it(self, start, first):
+    def test_another_protocol_version_is_rejected(self, start, first):
         master = start()
         assert master.greet(first) == Failed(f"expected Hello of version {PROTOCOL_VERSION}, got {first}")
         assert master.end.result(DEADLINE_S) is None
 
     @pytest.mark.parametrize("data", [b"GET / HTTP/1.1\r\n\r\n", struct.pack("<I", 2**32 - 1)])
-    def test_another_language_ends_it(self, start, data):
+    def test_a_first_message_other_than_hello_is_rejected(self, start, data):
         master = start()
         master.socket.sendall(data)
         with pytest.raises(ProtocolError):
             master.end.result(DEADLINE_S)
 
 
-def test_what_is_done_beside_a_step_gives_way_to_it(start, monkeypatch) -> None:
+def test_background_work_is_throttled_during_a_step(start, monkeypatch) -> None:
     pauses = []
-    beside = BesideSteps(pauses.append)
-    monkeypatch.setattr(work_agent, "BesideSteps", lambda: beside)
+    beside = BackgroundThrottle(pauses.append)
+    monkeypatch.setattr(work_agent, "BackgroundThrottle", lambda: beside)
 
     class Beside(Runner):
         def execute(self, step, await_allowed=None):
-            beside.rest(1.0)
+            beside.pause_after(1.0)
             return super().execute(step, await_allowed)
 
     master = start(lambda settings, on_progress: (Beside(), ""))
     master.load()
     master.run(a_step(0, 0, 5, 6, 7))
     assert isinstance(master.receive(), StepDone)
-    beside.rest(1.0)
+    beside.pause_after(1.0)
     assert len(pauses) == 1

@@ -1,7 +1,4 @@
-"""Logging of both programs: one line an event, to standard error, named by process and module.
-
-Lines to a rotating file, written by a thread of its own: who logs never waits for the disk.
-"""
+"""Logging to standard error, and rotating log files written by a background thread."""
 
 from __future__ import annotations
 
@@ -19,31 +16,43 @@ from typing import Final
 
 ROOT: Final = "llm_serving"
 LEVELS: Final = ("DEBUG", "INFO", "WARNING", "ERROR")
-_UNSEEN: Final = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
-"""What ends a line, steers a terminal or is half a character."""
+_CONTROL_CHARACTERS: Final = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+"""Line ends, terminal control characters and lone surrogates."""
+
+
+BATCH_S: Final = 0.1
+"""Time for which lines are collected before they are written."""
+BATCH_CHARS: Final = 2**16
+"""Size limit of one write, except for a single longer line."""
+MAX_PENDING_BYTES: Final = 16 * 2**20
+"""Memory limit of lines that are not written yet. Further lines are dropped."""
+RETRY_S: Final = 1.0
+"""Delay after a failed write."""
+CLOSE_S: Final = 5.0
+"""Longest time `close` waits for the disk."""
 
 
 def get_logger(name: str) -> logging.Logger:
-    """The logger of a module; call it with `__name__`."""
+    """Return the logger of a module; pass `__name__`."""
     return logging.getLogger(name if name.startswith(ROOT) else f"{ROOT}.{name}")
 
 
-class OneLine(logging.Formatter):
-    """Whatever a client or a file has put into a text, its line is one line; a traceback follows it as it is."""
+class SingleLineFormatter(logging.Formatter):
+    """Escapes control characters, so that client texts cannot forge log lines. Tracebacks stay as they are."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
-        return _UNSEEN.sub(lambda found: repr(found[0])[1:-1], super().formatMessage(record))
+        return _CONTROL_CHARACTERS.sub(lambda found: repr(found[0])[1:-1], super().formatMessage(record))
 
 
 def configure_logging(level: str = "INFO", process: str = "master") -> None:
-    """Send the package's log lines to standard error; a second call replaces the first.
+    """Send the package's log lines to standard error. A second call replaces the first.
 
     Args:
         level: One of `LEVELS`.
-        process: Shown in each line, such as "master" or "work_agent 0".
+        process: Name shown in each line, such as "master" or "work_agent 0".
     """
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(OneLine(f"%(asctime)s %(levelname)-7s [{process}] %(name)s: %(message)s"))
+    handler.setFormatter(SingleLineFormatter(f"%(asctime)s %(levelname)-7s [{process}] %(name)s: %(message)s"))
     logger = logging.getLogger(ROOT)
     for old in logger.handlers[:]:
         logger.removeHandler(old)
@@ -52,22 +61,10 @@ def configure_logging(level: str = "INFO", process: str = "master") -> None:
     logger.propagate = False
 
 
-BATCH_S: Final = 0.1
-"""Lines are collected for so long before they are written."""
-BATCH_CHARS: Final = 2**16
-"""Most that is written at once, but for a single longer line."""
-MAX_PENDING_BYTES: Final = 16 * 2**20
-"""Of memory, for lines that a disk has not taken; one that is further behind loses lines."""
-RETRY_S: Final = 1.0
-"""After an error the next try is so much later."""
-CLOSE_S: Final = 5.0
-"""The end of the process waits so long for the disk."""
-
-
 class RotatingFile(logging.handlers.RotatingFileHandler):
-    """`path`, `path.1`, ...: `num_files` files of at most `max_bytes` each, the newest lines in the first.
+    """Log files `path`, `path.1`, ...: `num_files` files of at most `max_bytes` each, the newest lines in the first.
 
-    Errors are raised where other handlers print them.
+    Unlike other handlers, it raises errors instead of printing them.
 
     Raises:
         OSError: The file cannot be opened.
@@ -81,26 +78,26 @@ class RotatingFile(logging.handlers.RotatingFileHandler):
 
 
 class LogWriter:
-    """Takes lines from any thread and hands them to a handler in the order in which they came.
+    """Writes lines through a handler in a background thread, so that callers never wait for the disk. Thread-safe.
 
-    A full disk is tried again and again, a slow one gets behind; what does not fit meanwhile is dropped and counted.
-    Trouble is told once when it begins and once when it is over.
+    Writes to a full disk are retried. Lines that exceed `MAX_PENDING_BYTES` in the meantime are dropped and counted. A
+    problem is reported once when it begins and once when it is over.
 
     Args:
-        handler: Its `emit` writes a text of one or several lines or raises; it belongs to the writer from now on.
-        say: Told of trouble, on the writer's thread.
+        handler: Its `emit` writes a text of one or more lines, or raises. The writer owns it.
+        report: Called with a problem, in the writer's thread.
     """
 
-    def __init__(self, handler: logging.Handler, say: Callable[[str], None]) -> None:
+    def __init__(self, handler: logging.Handler, report: Callable[[str], None]) -> None:
         self._handler = handler
-        self._say = say
+        self._report = report
         self._pending: deque[str] = deque()
         self._num_bytes = 0
         self._num_lost = 0
         self._fails = False
-        self._told = False
+        self._is_reported = False
         self._is_stale = False
-        """Whether the file is to be opened anew."""
+        """Whether the file must be opened again."""
         self._lock = threading.Lock()
         self._filled = threading.Event()
         self._closing = threading.Event()
@@ -108,7 +105,7 @@ class LogWriter:
         self._thread.start()
 
     def put(self, line: str) -> None:
-        """Takes one line, without its end; never waits for the disk."""
+        """Queue one line, without its line end."""
         with self._lock:
             size = getsizeof(line)
             if self._num_bytes + size > MAX_PENDING_BYTES:
@@ -120,11 +117,11 @@ class LogWriter:
             self._filled.set()
 
     def reopen(self) -> None:
-        """What comes from now on goes to a file that is opened anew: somebody has renamed or removed the one before."""
+        """Open the file again before the next write, because it was renamed or removed."""
         self._is_stale = True
 
     def close(self) -> None:
-        """Takes no more; what was taken is written unless the disk needs longer than `CLOSE_S`."""
+        """Stop the writer. Queued lines are written, unless that takes longer than `CLOSE_S`."""
         self._closing.set()
         self._filled.set()
         self._thread.join(CLOSE_S)
@@ -134,14 +131,14 @@ class LogWriter:
             self._filled.wait()
             self._closing.wait(BATCH_S)
             self._filled.clear()
-            while lines := self._take():
+            while lines := self._next_batch():
                 self._write(lines)
             if self._closing.is_set() and not self._pending:
                 break
         with contextlib.suppress(OSError):
             self._handler.close()
 
-    def _take(self) -> list[str]:
+    def _next_batch(self) -> list[str]:
         lines: list[str] = []
         num_chars = 0
         with self._lock:
@@ -158,25 +155,25 @@ class LogWriter:
         try:
             if self._is_stale:
                 self._is_stale = False
-                self._handler.close()  # it opens its file when there is something to write
+                self._handler.close()  # `emit` opens it again
             self._handler.emit(record)
-        except Exception as error:  # noqa: BLE001  whatever keeps a line from being written, serving goes on
+        except Exception as error:  # noqa: BLE001  no error may stop the writer
             with self._lock:
                 self._num_lost += len(lines)
             self._fails = True
-            self._tell_trouble(f"cannot be written, lines are dropped until it can: {error}")
+            self._report_once(f"cannot be written, lines are dropped until it can: {error}")
             return
         self._fails = False
         if self._num_lost == 0:
             return
-        self._tell_trouble("is written too slowly, lines are dropped")
+        self._report_once("is written too slowly, lines are dropped")
         if not self._pending:
             with self._lock:
                 num_lost, self._num_lost = self._num_lost, 0
-            self._told = False
-            self._say(f"is written again; {num_lost} lines were lost")
+            self._is_reported = False
+            self._report(f"is written again; {num_lost} lines were lost")
 
-    def _tell_trouble(self, text: str) -> None:
-        if not self._told:
-            self._told = True
-            self._say(text)
+    def _report_once(self, text: str) -> None:
+        if not self._is_reported:
+            self._is_reported = True
+            self._report(text)

@@ -1,8 +1,8 @@
-"""`python -m llm_serving.log_keeper FILE BYTES FILES`: keeps what comes through standard input in files that rotate.
+"""`python -m llm_serving.log_keeper FILE BYTES FILES`: copies standard input to rotating log files.
 
-`llm-serving start` puts it behind the server and its WorkAgents. It is a process of its own, so that the last words of
-one that crashes are kept too, and it reads on whatever the disk does, so that nobody waits who writes. It ends when the
-last of them has.
+`llm-serving start` pipes the output of the server and its WorkAgents into it. As a separate process it also keeps the
+last lines of a process that crashes, and it reads while the disk is slow, so that no writer blocks. It exits when the
+last process that writes to the pipe has exited.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from typing import Final
 from llm_serving.log import LogWriter, RotatingFile
 
 READ_BYTES: Final = 2**16
-"""A line is cut when it gets as long."""
+"""Longest line; longer ones are split."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Reads until the end of standard input; what an earlier server wrote is `FILE.1` from then on."""
+    """Copy standard input until its end. The log of an earlier server becomes `FILE.1`."""
     path, max_bytes, num_files = Path(argv[0]), int(argv[1]), int(argv[2])
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # whoever ends a server still wants to read how it ended
+        signal.signal(number, signal.SIG_IGN)  # keep reading while the server shuts down
     file = RotatingFile(path, max_bytes, num_files)
     if path.stat().st_size:
         file.doRollover()
@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def read_lines(fd: int) -> Iterator[str]:
-    """The lines of a file descriptor, without their ends, as soon as they are complete."""
+    """Yield the lines of a file descriptor, without line ends, as soon as they are complete."""
     rest = b""
     while data := os.read(fd, READ_BYTES):
         *lines, rest = (rest + data).split(b"\n")

@@ -13,10 +13,10 @@ from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.engine.engine import Engine, Publish
 from llm_serving.engine.replica import build_engine
 from llm_serving.executor.cluster.open_placement import open_placement
-from llm_serving.executor.consistency import SameBits
+from llm_serving.executor.consistency import ConsistencyCheck
 from llm_serving.executor.model_files import SameFiles
 from llm_serving.executor.placement import Placement
-from llm_serving.executor.restart_status import GivenUp
+from llm_serving.executor.restart_status import StartCancellation
 from llm_serving.executor.supervisor import SupervisedExecutor, WorkAgentProcess, start_work_agent
 from llm_serving.hub.base import Progress
 from llm_serving.log import get_logger
@@ -71,18 +71,20 @@ def build(config: ServingConfig, placement: Placement) -> AsyncEngine:
     if config.scheduler.draft_model_path is not None:
         check_draft_vocabulary(tokenizer, config.scheduler.draft_model_path)
     metrics = Metrics(config.model.model_name, config.request_classes)
-    same_bits, same_files = SameBits(), SameFiles(config.model)
+    consistency, same_files = ConsistencyCheck(), SameFiles(config.model)
 
     @contextmanager
     def open_replica(index: int, publish: Publish, on_progress: Callable[[str], None]) -> Iterator[Engine]:
-        def start(like: Loaded | None, timeout_s: float | None) -> WorkAgentProcess:
+        def start(previous: Loaded | None, timeout_s: float | None) -> WorkAgentProcess:
             agent = same_files.start_checked(
-                partial(start_work_agent, config, index, on_progress, like, timeout_s, given_up, placement)
+                partial(start_work_agent, config, index, on_progress, previous, timeout_s, cancellation, placement)
             )
-            return same_bits.agreed(agent)
+            return consistency.check(agent)
 
-        serving, given_up = config.serving, GivenUp()
-        executor = SupervisedExecutor(start, serving.step_timeout_s, serving.max_worker_restarts, given_up=given_up)
+        serving, cancellation = config.serving, StartCancellation()
+        executor = SupervisedExecutor(
+            start, serving.step_timeout_s, serving.max_worker_restarts, cancellation=cancellation
+        )
         metrics.watch_agent(index, lambda: executor.num_compilations, lambda: executor.machine)
         try:
             loaded = executor.loaded

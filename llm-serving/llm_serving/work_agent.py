@@ -1,6 +1,6 @@
-"""A process that owns one device: loads the model, runs steps strictly in the order they arrive.
+"""The WorkAgent process: owns one device, loads the model, and runs steps strictly in the order they arrive.
 
-Started with `python -m llm_serving.work_agent`: by the master on its own machine, else by an `AgentHost`.
+Started as `python -m llm_serving.work_agent`, by the master on its own machine or by an `AgentHost` on another one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Final
 
 if __name__ == "__main__":
-    gc.disable()  # nothing of what is imported is garbage
+    gc.disable()  # imports create no garbage
     from llm_serving.core.mindspore_environment import set_mindspore_environment
 
     set_mindspore_environment()
@@ -42,12 +42,11 @@ from llm_serving.errors import (
 )
 from llm_serving.log import configure_logging, get_logger
 from llm_serving.models.weight_reader import weight_fingerprint
-from llm_serving.transport.channel import MAX_FRAME_BYTES, Channel, notice_silence
+from llm_serving.transport.channel import MAX_FRAME_BYTES, Channel, enable_keepalive
 from llm_serving.transport.codec import allowed_from_arrays, encode_output, step_from_arrays
 from llm_serving.transport.messages import (
     PROTOCOL_VERSION,
-    Allow,
-    Arrived,
+    Attach,
     Failed,
     Hello,
     Loaded,
@@ -57,6 +56,7 @@ from llm_serving.transport.messages import (
     Propose,
     Proposed,
     RunStep,
+    SetAllowedTokens,
     Shutdown,
     StepEnding,
     StepFailed,
@@ -64,38 +64,38 @@ from llm_serving.transport.messages import (
 )
 from llm_serving.transport.shared_memory import InlineArrays, SharedBuffers, max_frame_bytes, transfer_memory
 from llm_serving.transport.tls_identity import ClusterIdentity, read_secret
-from llm_serving.worker.kv_transfer import BesideSteps, Pool, exchange_blocks
+from llm_serving.worker.kv_transfer import BackgroundThrottle, BlockStore, serve_blocks
 from llm_serving.worker.loading import load_runner
 from llm_serving.worker.model_runner import ModelRunner
 
 logger = get_logger(__name__)
 
-FRAMES: Final = "\n\n----"
-"""Where the frames of MindSpore's own code begin in the text of an error."""
-CONNECT_S: Final = 30.0
-"""To reach the master of another machine."""
+MINDSPORE_FRAMES: Final = "\n\n----"
+"""Start of MindSpore's own stack frames in an error text."""
+CONNECT_TIMEOUT_S: Final = 30.0
+"""Time to connect to a master on another machine."""
 POLL_S: Final = 0.0005
-"""For which the next order is looked for before the process sleeps: as long as a master takes that forms a step by the
-reply to the one before, drafts included."""
+"""Time to poll for the next message before the process sleeps: as long as the master needs to build the next step from
+a reply, draft tokens included."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    # Nor does MindSpore look for any among it, which it would at each graph that it compiles.
+    # Keep imported objects out of later collections, which MindSpore triggers for each graph it compiles.
     gc.freeze()
     gc.enable()
     args = _parse(argv)
     name = f"work_agent {args.index}" if args.ranks_fd is None else f"work_agent {args.index}, rank {args.rank}"
     configure_logging(args.log_level, name)
     die_with_parent()
-    threading.Thread(target=_end_with_the_master, name="parent-watch", daemon=True).start()
+    threading.Thread(target=_exit_with_the_master, name="parent-watch", daemon=True).start()
     blocks = None
     try:
         if args.connect is None:
             channel = _channel(socket.socket(fileno=args.socket_fd))
         else:
-            channel = connect(args.connect, args.token, args.secret_file)
+            channel = connect_to_master(args.connect, args.token, args.secret_file)
             if args.blocks_token is not None:
-                blocks = connect(args.connect, args.blocks_token, args.secret_file)
+                blocks = connect_to_master(args.connect, args.blocks_token, args.secret_file)
     except ConfigError as error:
         logger.error("%s", error)
         return AgentExit.NO_SECRET
@@ -107,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ChannelClosedError:
         logger.info("the master is gone")
     except TransportError as error:
-        logger.error("the channel broke: %s", error)
+        logger.error("the connection to the master failed: %s", error)
         return AgentExit.BROKEN
     except RankLostError as error:
         logger.error("%s", error)
@@ -115,30 +115,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     return AgentExit.ENDED
 
 
-def connect(address: str, token: str, secret_file: Path) -> Channel[MasterMessage]:
-    """Comes in at a master on another machine.
+def connect_to_master(address: str, token: str, secret_file: Path) -> Channel[MasterMessage]:
+    """Connect to the master on another machine.
 
     Args:
         address: HOST:PORT of the master.
-        token: Tells it which start this is.
-        secret_file: With the secret of the cluster.
+        token: Names the start that this connection belongs to.
+        secret_file: File with the cluster's secret.
 
     Raises:
         ConfigError: The secret cannot be read, or is not the master's.
-        ChannelClosedError: The master is not there, or expects nobody of this token.
+        ChannelClosedError: The master cannot be reached, or does not expect this token.
     """
     identity = ClusterIdentity(read_secret(secret_file))
     host, _, port = address.rpartition(":")
     try:
-        connection = socket.create_connection((host, int(port)), CONNECT_S)
-        secured = identity.of_work_agent().wrap_socket(connection)
-        notice_silence(secured)
+        connection = socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S)
+        secured = identity.client_context().wrap_socket(connection)
+        enable_keepalive(secured)
     except ssl.SSLCertVerificationError as error:
         raise ConfigError(f"the master at {address} has another secret than {secret_file}: {error}") from error
     except OSError as error:
         raise ChannelClosedError(f"no master at {address}: {error}") from error
     channel = _channel(secured)
-    channel.send(Arrived(token))
+    channel.send(Attach(token))
     return channel
 
 
@@ -155,20 +155,20 @@ def serve(
     model_path: str | None = None,
     group_port: int = 0,
 ) -> None:
-    """Greets the master, loads the model that it names, then answers its steps until it says Shutdown.
+    """Do the handshake, load the model, then run steps until the master sends Shutdown.
 
     Args:
         channel: To the master.
-        memory_fd: Memory file with the arrays of steps; None: they are in their frames.
-        ranks_fd: Memory of those that compute the replica together; None: this process computes it alone.
-        transfer_fd: Memory by which blocks are handed over to other WorkAgents; None: there is none.
-        blocks: To the master, by which blocks are handed over where no memory is shared; None: none are.
-        model_path: Where this machine has the model; None: where the master has it.
-        group_port: Of this machine, by which those of `ranks_fd` find each other if they compute graphs.
+        memory_fd: Memory file of the step buffers; None: arrays are in the frames.
+        ranks_fd: Memory shared by the ranks of this replica; None: this process computes the replica alone.
+        transfer_fd: Memory of the KV transfer pool; None: there is none.
+        blocks: Channel to the master that transfers KV blocks; None: memory is shared, or nothing is transferred.
+        model_path: Folder of the model on this machine; None: the path in `LoadModel`.
+        group_port: Port of this machine by which ranks form a collective group, if they compute graphs.
 
     Raises:
-        TransportError: The channel broke, or the master is gone.
-        RankLostError: Another of those is gone, or does something else.
+        TransportError: The channel failed, or the master is gone.
+        RankLostError: Another rank is gone, or computes something else.
     """
     hello = channel.receive()
     if not isinstance(hello, Hello) or hello.version != PROTOCOL_VERSION:
@@ -200,16 +200,16 @@ def serve(
         limit = explain_address_space_limit(error)
         if limit is None:
             logger.exception("the model cannot be loaded")
-        what = str(error).partition(FRAMES)[0]
+        what = str(error).partition(MINDSPORE_FRAMES)[0]
         channel.send(Failed(f"the model cannot be loaded: {what if limit is None else f'{what}: {limit}'}"))
         return
     tensors = runner.kv_tensors
     sizes = tensors.num_blocks, tensors.num_swap_blocks
-    beside = BesideSteps()
+    throttle = BackgroundThrottle()
     if blocks is not None:
         blocks.max_frame_bytes = max_frame_bytes(tensors.block_bytes)
-        exchanged = blocks, tensors.transfer, channel, beside
-        threading.Thread(target=_exchange, args=exchanged, name="blocks", daemon=True).start()
+        arguments = blocks, tensors.transfer, channel, throttle
+        threading.Thread(target=_serve_blocks, args=arguments, name="blocks", daemon=True).start()
     channel.send(Loaded(*sizes, notice, runner.computed_by, tensors.block_bytes, sketch))
     buffers: SharedBuffers | InlineArrays
     if memory_fd is not None:
@@ -217,45 +217,49 @@ def serve(
     else:
         buffers = InlineArrays(settings.num_buffers)
         channel.max_frame_bytes = settings.buffer_bytes + MAX_FRAME_BYTES
-    answer_steps(channel, runner, buffers, beside)
+    run_steps(channel, runner, buffers, throttle)
 
 
-def _exchange(blocks: Channel[MasterMessage], pool: Pool, steps: Channel[MasterMessage], beside: BesideSteps) -> None:
-    """Without this connection, as without the other one, the WorkAgent ends: another one takes its place."""
+def _serve_blocks(
+    blocks: Channel[MasterMessage], pool: BlockStore, steps: Channel[MasterMessage], throttle: BackgroundThrottle
+) -> None:
+    """Serve KV block requests. If this connection ends, close the step channel too: the WorkAgent exits and is
+    replaced.
+    """
     try:
-        exchange_blocks(blocks, pool, beside.rest)
+        serve_blocks(blocks, pool, throttle.pause_after)
     except ChannelClosedError:
         pass
     except Exception:
-        logger.exception("the channel of blocks broke")
+        logger.exception("the block connection failed")
     with contextlib.suppress(OSError):
         steps.shutdown()
 
 
-def answer_steps(
+def run_steps(
     channel: Channel[MasterMessage],
     runner: ModelRunner,
     buffers: SharedBuffers | InlineArrays,
-    beside: BesideSteps | None = None,
+    throttle: BackgroundThrottle | None = None,
 ) -> None:
-    """Does what the master orders, until it says Shutdown; `beside` is told when steps are computed.
+    """Run steps and proposals until the master sends Shutdown. `throttle`: slows other threads down during steps.
 
     Raises:
-        TransportError: The channel broke, or the master is gone.
+        TransportError: The channel failed, or the master is gone.
         RankLostError: As for `serve`.
     """
     if not channel.peer and len(os.sched_getaffinity(0)) > 1:
         channel.poll_s = POLL_S
-    for message in _orders(channel):
+    for message in _requests(channel):
         if isinstance(message, Propose):
-            channel.send(_proposed(runner, message))
+            channel.send(_propose(runner, message))
             continue
         try:
             arrays = buffers.read(message.buffer, message.layout, message.content)
             step = step_from_arrays(message.step, arrays, message.allowed_follow)
             _announce_ending(runner, channel, message)
-            with contextlib.nullcontext() if beside is None else beside.step():
-                output = runner.execute(step, partial(_allowed, channel, buffers, message))
+            with contextlib.nullcontext() if throttle is None else throttle.step_running():
+                output = runner.execute(step, partial(_await_allowed_tokens, channel, buffers, message))
             channel.send(encode_output(output, runner.num_compilations))
         except (TransportError, RankLostError):
             raise
@@ -265,24 +269,24 @@ def answer_steps(
 
 
 def _announce_ending(runner: ModelRunner, channel: Channel[MasterMessage], step: RunStep) -> None:
-    """Has the end of the step announced if it was asked for; at once where nothing tells when."""
+    """Send `StepEnding` shortly before the step ends, if requested; at once if the backend cannot tell when."""
 
-    def tell() -> None:
-        with contextlib.suppress(ChannelClosedError):  # whoever is gone forms no step
+    def announce() -> None:
+        with contextlib.suppress(ChannelClosedError):  # the master is gone
             channel.send(StepEnding(step.step))
 
-    if not runner.announce_ending(tell if step.announce_ending else None) and step.announce_ending:
-        tell()
+    if not runner.announce_ending(announce if step.announce_ending else None) and step.announce_ending:
+        announce()
 
 
-def _orders(channel: Channel[MasterMessage]) -> Iterator[RunStep | Propose]:
-    while isinstance(message := channel.receive(), RunStep | Allow | Propose):
-        if not isinstance(message, Allow):  # otherwise its step failed before it was asked for
+def _requests(channel: Channel[MasterMessage]) -> Iterator[RunStep | Propose]:
+    while isinstance(message := channel.receive(), RunStep | SetAllowedTokens | Propose):
+        if not isinstance(message, SetAllowedTokens):  # its step failed before it needed the tokens
             yield message
 
 
-def _proposed(runner: ModelRunner, message: Propose) -> Proposed:
-    """Nothing depends on proposals, so a draft model that fails is no failure of the WorkAgent."""
+def _propose(runner: ModelRunner, message: Propose) -> Proposed:
+    """Return draft tokens, or an error: the WorkAgent does not depend on the draft model."""
     try:
         if runner.draft_model is None:
             raise ConfigError("no draft model was loaded")
@@ -292,27 +296,31 @@ def _proposed(runner: ModelRunner, message: Propose) -> Proposed:
         return Proposed([], f"{type(error).__name__}: {error}"[:2000])
 
 
-def _allowed(channel: Channel[MasterMessage], buffers: SharedBuffers | InlineArrays, step: RunStep) -> AllowedTokens:
-    """Waits until the master tells which tokens the step may choose.
+def _await_allowed_tokens(
+    channel: Channel[MasterMessage], buffers: SharedBuffers | InlineArrays, step: RunStep
+) -> AllowedTokens:
+    """Wait for the allowed tokens of a step.
 
     Raises:
-        ChannelClosedError: It is gone, or ends.
-        ProtocolError: It says something else.
+        ChannelClosedError: The master is gone or shuts down.
+        ProtocolError: The master sent another message.
     """
     message = channel.receive()
-    while isinstance(message, Allow) and message.step < step.step:  # of one that failed
+    while isinstance(message, SetAllowedTokens) and message.step < step.step:  # for a step that failed
         message = channel.receive()
     if isinstance(message, Shutdown):
-        raise ChannelClosedError("the master ends")
-    if not isinstance(message, Allow) or message.step != step.step:
-        raise ProtocolError(f"expected what step {step.step} may choose, got {str(message)[:100]}")
+        raise ChannelClosedError("the master shuts down")
+    if not isinstance(message, SetAllowedTokens) or message.step != step.step:
+        raise ProtocolError(f"expected the allowed tokens of step {step.step}, got {str(message)[:100]}")
     arrays = buffers.read(step.buffer, message.layout, message.content, behind=step.layout)
     return allowed_from_arrays(step.step, arrays)
 
 
-def _end_with_the_master() -> None:
-    """Standard input is a pipe from whoever started this process: its end means that the parent is gone, perhaps since
-    before the kernel was told to end this one with it."""
+def _exit_with_the_master() -> None:
+    """Exit when standard input ends: it is a pipe whose other end the parent holds.
+
+    This also covers a parent that died before `die_with_parent` took effect.
+    """
     while sys.stdin.read(1):
         pass
     os._exit(0)
@@ -322,16 +330,20 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m llm_serving.work_agent", description=__doc__)
     parser.add_argument("--index", type=int, required=True, help="index of this WorkAgent, for its log lines")
     parser.add_argument("--socket-fd", type=int, help="socket to the master, inherited from it")
-    parser.add_argument("--memory-fd", type=int, help="memory file of the step buffers, inherited too")
-    parser.add_argument("--ranks-fd", type=int, help="memory of those that compute a replica together, inherited")
-    parser.add_argument("--group-port", type=int, default=0, help="by which they find each other, to compute graphs")
-    parser.add_argument("--rank", type=int, help="of this process among them, for its log lines")
-    parser.add_argument("--transfer-fd", type=int, help="memory by which blocks are handed over, inherited")
-    parser.add_argument("--connect", metavar="HOST:PORT", help="the master on another machine, in place of these two")
-    parser.add_argument("--token", help="tells that master which start this is")
-    parser.add_argument("--blocks-token", help="the same of a second connection, by which blocks are handed over")
-    parser.add_argument("--secret-file", type=Path, help="with the secret of the cluster")
-    parser.add_argument("--model-path", help="where this machine has the model; that of the master unless told")
+    parser.add_argument("--memory-fd", type=int, help="memory file of the step buffers, inherited")
+    parser.add_argument("--ranks-fd", type=int, help="memory shared by the ranks of this replica, inherited")
+    parser.add_argument(
+        "--group-port", type=int, default=0, help="port of this machine for the collective group of the ranks"
+    )
+    parser.add_argument("--rank", type=int, help="rank of this process, for its log lines")
+    parser.add_argument("--transfer-fd", type=int, help="memory of the KV transfer pool, inherited")
+    parser.add_argument(
+        "--connect", metavar="HOST:PORT", help="the master on another machine, instead of inherited descriptors"
+    )
+    parser.add_argument("--token", help="names the start that this process belongs to")
+    parser.add_argument("--blocks-token", help="the same for a second connection, which transfers KV blocks")
+    parser.add_argument("--secret-file", type=Path, help="file with the secret of the cluster")
+    parser.add_argument("--model-path", help="folder of the model on this machine; default: as on the master")
     parser.add_argument("--log-level", default="INFO")
     return parser.parse_args(argv)
 
@@ -339,5 +351,5 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 if __name__ == "__main__":
     status = main()
     logging.shutdown()
-    # MindSpore's own way out has ranks wait for each other; what it frees ends with the process.
+    # Skip MindSpore's exit handlers, in which ranks wait for each other.
     os._exit(status)

@@ -12,8 +12,8 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from llm_serving.config.schema import ServingConfig
 from llm_serving.core.request import Request
-from llm_serving.core.step import AllowedTokens, Continuation, Float32Array, StepOutput, TopTokens, no_top_tokens
-from llm_serving.executor.executor import Unsupervised
+from llm_serving.core.step import Float32Array, StepOutput, TopTokens, no_top_tokens
+from llm_serving.executor.executor import Executor
 from llm_serving.scheduler import Schedule
 from llm_serving.speculation import NgramProposer, SpeculationController
 from llm_serving.speculation.ngram import FINISHED_TOKENS, FinishedAnswersIndex, Int64Array, RequestDrafts
@@ -103,7 +103,7 @@ class _Submitted(NamedTuple):
     """Whether the WorkAgent announces the end of the step."""
 
 
-class VirtualWorkAgent(Unsupervised):
+class VirtualWorkAgent(Executor):
     """The executor of one replica. The seed of a request's sampling parameters is its number in `lengths`.
 
     Args:
@@ -119,7 +119,7 @@ class VirtualWorkAgent(Unsupervised):
     """
 
     max_steps_in_flight = 2
-    awaits_allowed = False
+    next_step = 0
 
     def __init__(
         self,
@@ -133,7 +133,6 @@ class VirtualWorkAgent(Unsupervised):
         rng: random.Random,
         range_monitor: RangeMonitor,
     ) -> None:
-        self.next_step = 0
         self.spans: list[tuple[float, float]] = []
         """(start, seconds) of each step."""
         self.step_s = 0.0
@@ -167,9 +166,6 @@ class VirtualWorkAgent(Unsupervised):
             self._record_master_work()
         self._in_flight.append(_Submitted(step, sent_s, received_s, self._draw(profile.spread), announce_ending))
         self.next_step += 1
-
-    def allow(self, allowed: AllowedTokens) -> None:
-        """Do nothing: the simulation has no structured output."""
 
     def await_ending(self) -> None:
         if self._in_flight and self._in_flight[-1].announced:
@@ -261,13 +257,6 @@ class VirtualWorkAgent(Unsupervised):
     def _wait(self, time: float) -> None:
         self._wait_until(time)
         self._clock.advance_to(time)
-
-    def propose(self, continuations: Sequence[Continuation]) -> list[list[int]]:
-        """Return no draft tokens: draft models are not simulated."""
-        return [[] for _ in continuations]
-
-    def fileno(self) -> int | None:
-        return None
 
 
 # --- speculative decoding ---------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from llm_serving.errors import (
     UnavailableError,
     WorkerDiedError,
 )
-from llm_serving.executor.restart_status import Away
+from llm_serving.executor.restart_status import RestartStatus
 from llm_serving.observability.metrics import ReplicaCounts
 from llm_serving.scheduler.tenant_limits import SlotDemand
 from support.async_engine_setup import Setup
@@ -228,7 +228,7 @@ def test_a_new_priority_that_comes_late_is_counted_at_the_door_all_the_same(monk
     asyncio.run(run())
 
 
-AWAY = Away("killed", since=0.0, begins=8.0, load_s=4.0, num_failed=1, num_restarts=2, max_restarts=5)
+AWAY = RestartStatus("killed", lost_at=0.0, attempt_at=8.0, load_s=4.0, num_failed=1, num_restarts=2, max_restarts=5)
 
 
 def test_while_a_restart_is_not_in_sight_requests_are_refused_with_a_time_to_come_back() -> None:
@@ -237,12 +237,12 @@ def test_while_a_restart_is_not_in_sight_requests_are_refused_with_a_time_to_com
         async with setup.running() as engine:
             executor = engine.replicas.engines[0]._executor
             for away in (AWAY, replace(AWAY, num_failed=0, load_s=301.0)):
-                executor.away = away
+                executor.restart_status = away
                 for ask in (lambda: engine.generate([5], GREEDY, request_id="a"), lambda: engine.check_capacity([1])):
                     with pytest.raises(UnavailableError, match="WorkAgent 0 is started again: killed") as refused:
                         ask()
                     assert refused.value.retry_after == 3.0 + away.load_s
-            executor.away = replace(AWAY, num_failed=0)
+            executor.restart_status = replace(AWAY, num_failed=0)
             assert await token_ids(engine.generate([9], GREEDY, request_id="a")) == expected_output([9], 4)
 
     asyncio.run(run())
@@ -252,7 +252,7 @@ def test_requests_go_to_the_replica_that_is_there() -> None:
     async def run() -> None:
         setup = Setup(num_replicas=2)
         async with setup.running() as engine:
-            engine.replicas.engines[0]._executor.away = AWAY
+            engine.replicas.engines[0]._executor.restart_status = AWAY
             for _ in range(3):
                 assert await token_ids(engine.generate([9], GREEDY, request_id="a")) == expected_output([9], 4)
             assert not setup.runners[0].steps
@@ -269,7 +269,7 @@ def test_when_all_have_used_up_their_restarts_the_server_ends_if_it_shall(shall_
         async with setup.running() as engine:
             for index in range(2):
                 assert not failed.is_set()
-                engine.replicas.engines[index]._executor.used_up = True
+                engine.replicas.engines[index]._executor.restarts_exhausted = True
                 engine.replicas.engines[index]._on_restart_attempt("")
                 await asyncio.sleep(0)
             await asyncio.sleep(0)
@@ -288,7 +288,7 @@ def test_a_server_does_not_end_while_one_of_its_replicas_is_still_loaded() -> No
         engines = setup.engine.replicas.engines
         while 0 not in engines:
             await asyncio.sleep(0)
-        engines[0]._executor.used_up = True
+        engines[0]._executor.restarts_exhausted = True
         engines[0]._on_restart_attempt("")
         await asyncio.sleep(0)
         await asyncio.sleep(0)

@@ -14,8 +14,8 @@ from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.engine.fleet import migration
 from llm_serving.engine.fleet.migration import Departure
 from llm_serving.errors import WorkerError
-from llm_serving.transport.messages import Blocks, SendBlocks
-from llm_serving.transport.shared_memory import FRAMES_UNDER_WAY
+from llm_serving.transport.messages import BlockContents, ReadBlocks
+from llm_serving.transport.shared_memory import MAX_FRAMES_IN_FLIGHT
 from support.async_engine_setup import Setup
 from support.fake_runner import expected_output
 
@@ -95,7 +95,7 @@ def note_asked(setup: Setup, index: int, under_way: list[int]) -> None:
 
     def sent(message: Any) -> None:
         nonlocal count
-        count += isinstance(message, Blocks | SendBlocks)
+        count += isinstance(message, BlockContents | ReadBlocks)
         under_way.append(count)
         send(message)
 
@@ -120,7 +120,7 @@ def test_blocks_travel_and_nothing_is_computed_again() -> None:
 
     setup = on_two_machines(talk)
     assert tokens_computed(setup) == [3 * (len(PROMPT) + 1), 3 * 19]
-    assert under_way == ([1, *[FRAMES_UNDER_WAY] * 4] * 3,) * 2
+    assert under_way == ([1, *[MAX_FRAMES_IN_FLIGHT] * 4] * 3,) * 2
 
 
 @pytest.mark.parametrize(("lost", "index", "name"), [(0, 0, "read"), (0, 1, "write"), (1, 0, "read"), (1, 1, "write")])

@@ -14,7 +14,7 @@ from llm_serving.core.step import StepInput
 from llm_serving.engine.recovery import DEATHS_TO_SUSPECT, MAX_LOST_STEPS
 from llm_serving.errors import WorkerDiedError
 from llm_serving.executor.executor import RestartFailedError, StepFailedError
-from llm_serving.executor.restart_status import Away
+from llm_serving.executor.restart_status import RestartStatus
 from support.factories import create_request
 from support.fake_runner import expected_output
 from support.fragile_harness import FragileHarness
@@ -268,14 +268,14 @@ class Absence:
         harness.executor.before_restart = self._attempt
 
     def _attempt(self, reason: str) -> None:
-        if self._executor.away is None:
-            self._executor.away = Away(reason, self.now, self.now, self._attempt_s, 0, 1, 5)
+        if self._executor.restart_status is None:
+            self._executor.restart_status = RestartStatus(reason, self.now, self.now, self._attempt_s, 0, 1, 5)
         self.now += self._attempt_s
         self.meanwhile()
         if self.num_left:
             self.num_left -= 1
             raise RestartFailedError("no file descriptors")
-        self._executor.away = None
+        self._executor.restart_status = None
 
 
 def test_a_short_absence_ends_nobody_however_many_attempts_it_takes() -> None:

@@ -1,4 +1,4 @@
-"""WorkAgents of one server give the same answers, or do not serve."""
+"""All WorkAgents of a server have the same compute fingerprint, or do not serve."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from llm_serving.core.fingerprint import ComputeFingerprint
 from llm_serving.errors import WorkerDiedError
-from llm_serving.executor.consistency import SameBits
+from llm_serving.executor.consistency import ConsistencyCheck
 from llm_serving.transport.messages import Loaded
 
 WIDE = ComputeFingerprint(
@@ -26,20 +26,20 @@ class Agent:
         self.is_killed = True
 
 
-def test_those_that_compute_alike_serve() -> None:
-    same_bits = SameBits()
+def test_consistency_check_accepts_equal_fingerprints() -> None:
+    consistency = ConsistencyCheck()
     agents: list[Any] = [Agent(index, WIDE) for index in range(3)]
-    assert [same_bits.agreed(agent) for agent in agents] == agents
+    assert [consistency.check(agent) for agent in agents] == agents
 
 
 @pytest.mark.parametrize("field", ComputeFingerprint.__struct_fields__)
-def test_one_that_computes_otherwise_is_ended_and_what_differs_is_told(field: str) -> None:
-    same_bits = SameBits()
+def test_consistency_check_kills_an_agent_with_another_fingerprint(field: str) -> None:
+    consistency = ConsistencyCheck()
     first: Any = Agent(1, WIDE)
-    same_bits.agreed(first)
+    consistency.check(first)
     other: Any = Agent(0, msgspec.structs.replace(WIDE, **{field: "other"}))
     said = f"WorkAgent 0 would give other answers than WorkAgent 1: {field} other and {getattr(WIDE, field)}"
     with pytest.raises(WorkerDiedError, match=said):
-        same_bits.agreed(other)
+        consistency.check(other)
     assert other.is_killed
     assert not first.is_killed

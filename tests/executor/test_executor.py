@@ -1,4 +1,4 @@
-"""The master's end of a step: what it writes, what it makes of replies."""
+"""Executors: the arrays they send and the replies they accept."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from llm_serving.transport.channel import MAX_FRAME_BYTES, Channel
 from llm_serving.transport.codec import allowed_from_arrays, encode_output, step_from_arrays
 from llm_serving.transport.messages import (
     AgentMessage,
-    Allow,
     MasterMessage,
     Progress,
     Propose,
     Proposed,
     RunStep,
+    SetAllowedTokens,
     Shutdown,
     StepDone,
     StepEnding,
@@ -60,7 +60,7 @@ class Agent:
     def receive_allowed(self):
         """What the newest step may choose."""
         message, step = self.channel.receive(10.0), self._newest
-        assert isinstance(message, Allow)
+        assert isinstance(message, SetAllowedTokens)
         arrays = self._mapping.read(step.buffer, message.layout, behind=step.layout)
         return allowed_from_arrays(step.step, arrays)
 
@@ -106,7 +106,7 @@ def assert_equal(left, right):
 
 
 class TestSubmit:
-    def test_the_other_side_reads_what_was_submitted(self, agent):
+    def test_submitted_arrays_arrive_unchanged(self, agent):
         sampling = sampling_input(2, history={1: [5, 6]}, bias={0: {3: -1.5}}, seed=[2**64 - 1, 4], temperature=0.5)
         first = step_input(
             [((5, 6, 7), 0, [1]), ((8,), 20, [2, 3])], step=0, sampling=sampling, moves=[(1, 4, 0), (0, 2, 3)]
@@ -119,10 +119,10 @@ class TestSubmit:
             assert buffer == expected.step
             assert_equal(step, expected)
 
-    def test_a_buffer_is_not_written_again_before_the_reply_to_its_step(self, agent):
+    def test_a_buffer_is_not_reused_before_the_reply_to_its_step(self, agent):
         agent.executor.submit(a_step(0, 5))
         agent.executor.submit(a_step(1, 6))
-        with pytest.raises(AssertionError, match=r"buffer 0 still belongs to step \[0\]"):
+        with pytest.raises(AssertionError, match=r"buffer 0 is still used by step \[0\]"):
             agent.executor.submit(a_step(2, 7))
         step, _ = agent.receive()
         assert step.token_ids.tolist() == [5]
@@ -133,7 +133,7 @@ class TestSubmit:
         step, buffer = agent.receive()
         assert (step.token_ids.tolist(), buffer) == ([7], 0)
 
-    def test_a_failed_step_gives_its_buffer_back(self, agent):
+    def test_a_failed_step_frees_its_buffer(self, agent):
         agent.executor.submit(a_step(0))
         agent.executor.submit(a_step(1))
         agent.channel.send(StepFailed(0, "out of memory"))
@@ -141,17 +141,17 @@ class TestSubmit:
             agent.executor.collect()
         agent.executor.submit(a_step(2))
 
-    def test_as_many_steps_fit_as_there_are_buffers(self, agent):
+    def test_max_steps_in_flight_is_the_number_of_buffers(self, agent):
         assert agent.executor.max_steps_in_flight == 2
 
-    def test_a_work_agent_that_is_gone_is_noticed(self, agent):
+    def test_submit_detects_a_dead_work_agent(self, agent):
         agent.channel.close()
         with pytest.raises(WorkerDiedError):
             agent.executor.submit(a_step(0))
 
 
 class TestCollect:
-    def test_replies_become_the_outputs_of_their_steps(self, agent):
+    def test_collect_returns_the_outputs_in_order(self, agent):
         agent.executor.submit(a_step(0))
         agent.executor.submit(a_step(1))
         agent.reply(0, 50)
@@ -159,7 +159,7 @@ class TestCollect:
         assert_equal(agent.executor.collect(), output(0, 50))
         assert_equal(agent.executor.collect(), output(1, 51))
 
-    def test_the_latest_reply_tells_how_many_graphs_were_compiled(self, agent):
+    def test_num_compilations_comes_from_the_latest_reply(self, agent):
         agent.executor.submit(a_step(0))
         agent.channel.send(encode_output(output(0, 50), num_compilations=3))
         assert agent.executor.num_compilations == 0
@@ -167,7 +167,7 @@ class TestCollect:
         assert agent.executor.num_compilations == 3
 
     @pytest.mark.parametrize("number", [1, 2**40, -1])
-    def test_the_reply_to_another_step_is_not_used(self, agent, number):
+    def test_collect_rejects_the_reply_to_another_step(self, agent, number):
         agent.executor.submit(a_step(0))
         agent.executor.submit(a_step(1))
         agent.reply(number, 50)
@@ -175,14 +175,14 @@ class TestCollect:
             agent.executor.collect()
 
     @pytest.mark.parametrize("reply", [Progress("loading"), StepFailed(1, "no")])
-    def test_what_is_no_reply_to_the_step_is_not_used(self, agent, reply):
+    def test_collect_rejects_other_messages(self, agent, reply):
         agent.executor.submit(a_step(0))
         agent.channel.send(reply)
         with pytest.raises(StepMismatchError, match="expected the reply to step 0, got "):
             agent.executor.collect()
 
     @pytest.mark.parametrize("reply", [encode_output(output(0, 50)), Progress("loading")])
-    def test_what_comes_when_nothing_is_in_flight_is_not_used(self, agent, reply):
+    def test_collect_rejects_a_message_while_no_step_is_in_flight(self, agent, reply):
         agent.executor.submit(a_step(0))
         agent.reply(0, 50)
         agent.executor.collect()
@@ -190,7 +190,7 @@ class TestCollect:
         with pytest.raises(StepMismatchError, match="expected nothing, got "):
             agent.executor.collect()
 
-    def test_a_failed_step_does_not_end_the_executor(self, agent):
+    def test_a_failed_step_leaves_the_executor_usable(self, agent):
         agent.executor.submit(a_step(0))
         agent.executor.submit(a_step(1))
         agent.channel.send(StepFailed(0, "out of memory"))
@@ -208,7 +208,7 @@ class TestCollect:
             b"GET / HTTP/1.1\r\n\r\n",
         ],
     )
-    def test_garbage_is_the_end(self, agent, data):
+    def test_garbage_counts_as_a_dead_work_agent(self, agent, data):
         agent.executor.submit(a_step(0))
         agent.socket.sendall(data)
         with pytest.raises(WorkerDiedError):
@@ -217,47 +217,50 @@ class TestCollect:
     @pytest.mark.parametrize(
         ("given", "said"),
         [
-            (output(0), "has results of another step"),
-            (output(0, 50, 51), "has results of another step"),
-            (replace(output(0, 50), scores=Scores(np.zeros(1), np.zeros(1), top_tokens([([], [])]))), "another step"),
-            (replace(output(0, 50), scores=replace(NO_SCORES, top=top_tokens([([], [])]))), "results of another"),
-            (replace(output(0, 50), vectors=np.zeros((1, 4), np.float32)), "results of another step"),
-            (replace(output(0, -1), row_errors={}), "has tokens that no model has"),
-            (output(0, -2), "has tokens that no model has"),
-            (output(0, MAX_VOCAB_SIZE), "has tokens that no model has"),
+            (output(0), "other results than requested"),
+            (output(0, 50, 51), "other results than requested"),
+            (replace(output(0, 50), scores=Scores(np.zeros(1), np.zeros(1), top_tokens([([], [])]))), "other results"),
+            (
+                replace(output(0, 50), scores=replace(NO_SCORES, top=top_tokens([([], [])]))),
+                "other results than requested",
+            ),
+            (replace(output(0, 50), vectors=np.zeros((1, 4), np.float32)), "other results than requested"),
+            (replace(output(0, -1), row_errors={}), "has token ids outside"),
+            (output(0, -2), "has token ids outside"),
+            (output(0, MAX_VOCAB_SIZE), "has token ids outside"),
         ],
     )
-    def test_results_that_nobody_asked_for_are_the_end(self, agent, given, said):
+    def test_unrequested_results_count_as_a_dead_work_agent(self, agent, given, said):
         agent.executor.submit(a_step(0))
         agent.channel.send(encode_output(given))
         with pytest.raises(WorkerDiedError, match=said):
             agent.executor.collect()
 
-    def test_a_token_that_could_not_be_chosen_is_told_as_such(self, agent):
+    def test_a_failed_sample_is_accepted_with_its_row_error(self, agent):
         agent.executor.submit(a_step(0))
         agent.reply(0, -1)
         assert agent.executor.collect().row_errors == {0: "all logits are NaN"}
 
-    def test_a_message_of_the_master_is_the_end(self, agent):
+    def test_a_master_message_counts_as_a_dead_work_agent(self, agent):
         agent.executor.submit(a_step(0))
         agent.channel.send(Shutdown())
         with pytest.raises(WorkerDiedError):
             agent.executor.collect()
 
-    def test_the_end_of_the_connection_is_the_end(self, agent):
+    def test_a_closed_connection_counts_as_a_dead_work_agent(self, agent):
         agent.executor.submit(a_step(0))
         agent.channel.close()
         with pytest.raises(WorkerDiedError):
             agent.executor.collect()
 
-    def test_a_reply_that_does_not_come_in_time_is_the_end(self):
+    def test_a_late_reply_counts_as_a_dead_work_agent(self):
         agent = Agent(step_timeout_s=0.0)
         agent.executor.submit(a_step(0))
         with pytest.raises(WorkerDiedError, match="no reply within 0 s"):
             agent.executor.collect()
         agent.close()
 
-    def test_what_has_arrived_is_taken_when_no_time_is_left(self):
+    def test_an_arrived_reply_is_read_after_the_timeout(self):
         agent = Agent(step_timeout_s=0.0)
         agent.executor.submit(a_step(0))
         agent.reply(0, 50)
@@ -265,16 +268,16 @@ class TestCollect:
         agent.close()
 
 
-def test_what_a_step_may_choose_follows_it(agent):
+def test_allowed_tokens_are_sent_after_the_step(agent):
     for number, words in enumerate(([3, -1], [4])):  # the second one is formed ahead
         agent.executor.submit(replace(a_step(number), allowed_follow=True))
         if number:
-            assert not agent.executor.awaits_allowed
+            assert not agent.executor.needs_allowed_tokens
             agent.reply(0, 50)
             agent.executor.collect()
-        assert agent.executor.awaits_allowed
-        agent.executor.allow(AllowedTokens(np.array([0, len(words)], np.int32), np.array(words, np.int32)))
-        assert not agent.executor.awaits_allowed
+        assert agent.executor.needs_allowed_tokens
+        agent.executor.set_allowed_tokens(AllowedTokens(np.array([0, len(words)], np.int32), np.array(words, np.int32)))
+        assert not agent.executor.needs_allowed_tokens
         step, _ = agent.receive()
         assert (step.step, step.allowed_follow) == (number, True)
         offsets, told = agent.receive_allowed()
@@ -282,13 +285,13 @@ def test_what_a_step_may_choose_follows_it(agent):
     agent.reply(1, 51)
     agent.executor.collect()
     agent.executor.submit(a_step(2))
-    assert not agent.executor.awaits_allowed
+    assert not agent.executor.needs_allowed_tokens
 
 
-def test_a_work_agent_that_is_gone_before_it_is_told_is_noticed_by_who_collects(agent):
+def test_collect_reports_a_work_agent_that_died_before_set_allowed_tokens(agent):
     agent.executor.submit(replace(a_step(0), allowed_follow=True))
     agent.channel.close()
-    agent.executor.allow(all_tokens_allowed(1))
+    agent.executor.set_allowed_tokens(all_tokens_allowed(1))
     with pytest.raises(WorkerDiedError):
         agent.executor.collect()
 
@@ -305,14 +308,14 @@ class TestAwaitEnding:
         yield agent
         agent.close()
 
-    def test_the_work_agent_is_told_whether_it_is_asked_for(self):
+    def test_run_step_says_whether_to_announce_the_ending(self):
         agent = Agent()
         agent.executor.submit(a_step(0))
         agent.executor.submit(a_step(1), announce_ending=True)
         assert [agent.channel.receive(10.0).announce_ending for _ in range(2)] == [False, True]
         agent.close()
 
-    def test_it_returns_when_the_end_is_near(self, agent):
+    def test_await_ending_returns_at_the_announcement(self, agent):
         agent.channel.send(StepEnding(1))
         agent.executor.await_ending()
         assert agent.executor._ending == 1
@@ -322,7 +325,7 @@ class TestAwaitEnding:
         agent.reply(2, 52)
         assert [agent.executor.collect().token_ids.tolist() for _ in range(2)] == [[51], [52]]
 
-    def test_it_waits_for_the_newest_step(self, agent):
+    def test_await_ending_waits_for_the_newest_step(self, agent):
         agent.executor.submit(a_step(2), announce_ending=True)
         for message in (StepEnding(1), encode_output(output(1, 51)), StepEnding(2)):
             agent.channel.send(message)
@@ -334,7 +337,7 @@ class TestAwaitEnding:
             agent.executor.collect()
 
     @pytest.mark.parametrize("reply", [encode_output(output(1, 51)), StepFailed(1, "out of memory")])
-    def test_a_step_that_has_ended_is_not_waited_for(self, agent, reply):
+    def test_await_ending_does_not_wait_for_a_finished_step(self, agent, reply):
         agent.channel.send(reply)
         agent.executor.await_ending()
         agent.channel.close()
@@ -344,14 +347,14 @@ class TestAwaitEnding:
         else:
             assert agent.executor.collect().token_ids.tolist() == [51]
 
-    def test_nothing_is_waited_for_without_a_step_or_an_announcement(self):
+    def test_await_ending_returns_at_once_without_a_step_or_an_announcement(self):
         agent = Agent(step_timeout_s=0.0)
         agent.executor.await_ending()
         agent.executor.submit(a_step(0))
         agent.executor.await_ending()
         agent.close()
 
-    def test_time_that_it_took_counts_for_the_deadline(self, agent):
+    def test_await_ending_counts_towards_the_step_timeout(self, agent):
         waits = []
 
         def receive(timeout_s):
@@ -367,12 +370,12 @@ class TestAwaitEnding:
         assert waits == [10.0, 6.0, 10.0]
 
     @pytest.mark.parametrize("number", [0, 2])
-    def test_an_end_that_nobody_asked_for_is_an_error(self, agent, number):
+    def test_await_ending_rejects_an_unrequested_announcement(self, agent, number):
         agent.channel.send(StepEnding(number))
-        with pytest.raises(StepMismatchError, match=f"the end of step {number} was announced"):
+        with pytest.raises(StepMismatchError, match=f"announcement of the end of step {number}"):
             agent.executor.await_ending()
 
-    def test_a_work_agent_that_dies_meanwhile_is_noticed(self, agent):
+    def test_await_ending_detects_a_dead_work_agent(self, agent):
         agent.channel.close()
         with pytest.raises(WorkerDiedError):
             agent.executor.await_ending()
@@ -390,7 +393,7 @@ class TestAwaitEnding:
     ],
     ids=["another step", "no logprobs", "no top logprobs", "three bytes", "too many samples", "too few samples"],
 )
-def test_tokens_of_a_wrong_reply_reach_nobody(agent, reply):
+def test_engine_publishes_no_tokens_of_an_invalid_reply(agent, reply):
     pieces = []
     engine = Engine(create_scheduler(), agent.executor, WordTokenizer(), Metrics(), pieces.extend)
     engine.submit(create_request(4, request_id="r"))
@@ -413,7 +416,7 @@ class TestProposals:
         with ThreadPoolExecutor(1) as pool:
             yield lambda: pool.submit(agent.executor.propose, self.ASKED)
 
-    def test_they_arrive_as_they_were_asked_for(self, agent, ask):
+    def test_propose_returns_the_draft_tokens(self, agent, ask):
         proposed = ask()
         assert agent.channel.receive(10.0) == Propose(list(self.ASKED))
         agent.channel.send(Proposed([[8, 9], []]))
@@ -423,7 +426,7 @@ class TestProposals:
         agent.reply(0, 50)
         assert agent.executor.collect().token_ids.tolist() == [50]
 
-    def test_a_draft_model_that_fails_says_nothing(self, agent, ask, caplog):
+    def test_propose_returns_nothing_if_the_draft_model_fails(self, agent, ask, caplog):
         proposed = ask()
         agent.channel.receive(10.0)
         agent.channel.send(Proposed([], "ValueError: no memory"))
@@ -441,7 +444,7 @@ class TestProposals:
             None,
         ],
     )
-    def test_a_work_agent_that_answers_nonsense_or_ends_is_gone(self, agent, ask, reply):
+    def test_propose_treats_an_invalid_reply_as_a_dead_work_agent(self, agent, ask, reply):
         proposed = ask()
         agent.channel.receive(10.0)
         if reply is None:
@@ -468,12 +471,12 @@ class TestLocalExecutor:
         executor.submit(a_step(1))
         return executor
 
-    def test_a_failing_step_does_not_end_it(self):
+    def test_local_executor_survives_a_failing_step(self):
         executor = self.two_steps(ValueError("too long"))
         with pytest.raises(StepFailedError, match="ValueError: too long"):
             executor.collect()
         assert executor.collect().token_ids.tolist() == [50]
 
-    def test_a_runner_that_is_gone_is_the_end(self):
+    def test_local_executor_reports_a_dead_runner(self):
         with pytest.raises(WorkerDiedError, match="killed"):
             self.two_steps(WorkerDiedError("killed")).collect()

@@ -1,4 +1,4 @@
-"""The arrays of a step, exactly."""
+"""The arrays of a step, built from a schedule."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def biases(step):
     return [dict(zip(*pair, strict=True)) for pair in zip(ids, values, strict=True)]
 
 
-def test_two_prompts_in_one_step():
+def test_step_builder_batches_two_prompts():
     step = Steps(create_request(5), create_request(2)).next()
     assert step.step == 0
     assert step.token_ids.tolist() == [100, 101, 102, 103, 104, 100, 101]
@@ -60,7 +60,7 @@ def test_two_prompts_in_one_step():
     assert step.sampling.position.tolist() == [5, 2]
 
 
-def test_shorter_block_tables_end_in_zeros():
+def test_step_builder_pads_block_tables_with_zeros():
     steps = Steps(create_request(9, request_id="long"), create_request(2, request_id="short"))
     table = steps.next().block_tables
     assert table.shape == (2, 3)
@@ -68,7 +68,7 @@ def test_shorter_block_tables_end_in_zeros():
     assert table[1].tolist() == [*steps.scheduler.blocks.block_table("short"), 0, 0]
 
 
-def test_tokens_that_are_still_on_the_device_are_references_to_the_step_before():
+def test_step_builder_references_tokens_that_are_still_on_the_device():
     steps = Steps(create_request(3), create_request(4))
     steps.next()
     step = steps.next()
@@ -77,7 +77,7 @@ def test_tokens_that_are_still_on_the_device_are_references_to_the_step_before()
     assert step.sampling.position.tolist() == [4, 5]
 
 
-def test_a_reference_names_the_place_that_the_request_had_in_the_step_before():
+def test_a_reference_is_the_index_of_the_sample_in_the_previous_step():
     steps = Steps(create_request(6), create_request(4), max_num_batched_tokens=8)
     step = steps.next()
     assert step.query_lens.tolist() == [6, 2]
@@ -88,14 +88,14 @@ def test_a_reference_names_the_place_that_the_request_had_in_the_step_before():
     assert steps.next().token_ids.tolist() == [-2, -1]
 
 
-def test_tokens_that_have_come_back_are_sent_by_their_ids():
+def test_known_tokens_are_sent_by_their_ids():
     steps = Steps(create_request(3), create_request(4))
     steps.next()
     steps.collect(11, 12)
     assert steps.next().token_ids.tolist() == [11, 12]
 
 
-def test_ends_are_forbidden_below_min_tokens():
+def test_stop_tokens_are_forbidden_below_min_tokens():
     ends = frozenset({9, 2})
     steps = Steps(
         create_request(3, min_tokens=2, stop_token_ids=ends, logit_bias=((5, -1.5),)),
@@ -107,7 +107,7 @@ def test_ends_are_forbidden_below_min_tokens():
     assert biases(steps.next()) == [{5: -1.5}, {}]
 
 
-def test_history_is_sent_where_penalties_need_it():
+def test_history_is_sent_if_penalties_need_it():
     steps = Steps(create_request(2), create_request(3, repetition_penalty=1.5), create_request(2, presence_penalty=1.0))
     step = steps.next()
     assert histories(step) == [[], [100, 101, 102], [100, 101]]
@@ -115,7 +115,7 @@ def test_history_is_sent_where_penalties_need_it():
     assert step.sampling.history_prompt_lens.tolist() == [0, 3, 2]
 
 
-def test_history_may_end_in_a_reference():
+def test_sampling_history_may_end_in_a_reference():
     steps = Steps(create_request(2), create_request(3, frequency_penalty=0.5))
     steps.next()
     assert histories(steps.next()) == [[], [100, 101, 102, -2]]
@@ -125,7 +125,7 @@ def test_history_may_end_in_a_reference():
     assert step.sampling.history_prompt_lens.tolist() == [0, 3]
 
 
-def test_sampling_parameters_are_in_the_order_of_the_samples():
+def test_sampling_parameters_follow_the_order_of_the_samples():
     steps = Steps(
         create_request(2, temperature=0.5, top_k=3, top_p=0.25, min_p=0.125, seed=2**64 - 1, logprobs=2),
         create_request(2, repetition_penalty=1.5, presence_penalty=-1.0, frequency_penalty=2.0, logprobs=0),
@@ -144,7 +144,7 @@ def test_sampling_parameters_are_in_the_order_of_the_samples():
     assert sampling.num_logprobs.tolist() == [2, 0, -1]
 
 
-def test_arrays_have_the_types_of_the_contract():
+def test_step_arrays_have_the_documented_dtypes():
     step = Steps(create_request(2)).next()
     kinds = {name: getattr(step.sampling, name).dtype.str for name in step.sampling.__slots__}
     floats = {"temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"}
@@ -154,7 +154,7 @@ def test_arrays_have_the_types_of_the_contract():
         assert getattr(step, name).dtype == np.int32
 
 
-def test_parameters_follow_the_requests_that_are_sampled():
+def test_sampling_parameters_change_with_the_sampled_requests():
     first = create_request(2, seed=1, max_tokens=2, presence_penalty=0.5)
     second = create_request(2, seed=2, max_tokens=4, logprobs=3)
     steps = Steps(first, second)
@@ -173,12 +173,12 @@ def test_parameters_follow_the_requests_that_are_sampled():
 
 
 class TestBadWords:
-    def test_of_one_token_are_forbidden_always(self):
+    def test_a_bad_word_of_one_token_is_always_forbidden(self):
         steps = Steps(create_request(3, bad_words=((7,), (9,))))
         assert biases(steps.next()) == [{7: -math.inf, 9: -math.inf}]
         assert biases(steps.next()) == [{7: -math.inf, 9: -math.inf}]
 
-    def test_of_several_end_behind_their_beginning_only(self):
+    def test_the_last_token_of_a_bad_word_is_forbidden_after_its_prefix(self):
         steps = Steps(create_request(3, bad_words=((101, 102, 7), (5, 6, 7), (6, 8))))
         seen = []
         for token in (5, 6, 7, 6):
@@ -188,7 +188,7 @@ class TestBadWords:
         assert seen == [[{}], [{}], [{7: -math.inf, 8: -math.inf}], [{}]]
 
 
-def test_allowed_tokens_are_bits():
+def test_allowed_tokens_are_sent_as_bitmaps():
     steps = Steps(
         create_request(3, allowed_token_ids=(0, 33, 31)), create_request(3), create_request(3, allowed_token_ids=(4,))
     )
@@ -199,7 +199,7 @@ def test_allowed_tokens_are_bits():
     assert again.allowed_words is sampling.allowed_words
 
 
-def test_a_walk_tells_the_allowed_tokens_of_each_step():
+def test_a_walk_gives_the_allowed_tokens_of_each_step():
     request = create_request(3)
     request.matcher = _Matcher()
     steps = Steps(create_request(3), request, create_request(3, allowed_token_ids=(4,)))
@@ -224,7 +224,7 @@ class _Matcher:
         return [np.array([len(each), *each], np.int32) for each in outputs]
 
 
-def test_a_walk_tells_the_allowed_tokens_behind_each_draft():
+def test_a_walk_gives_the_allowed_tokens_after_each_draft_token():
     request = create_request(3)
     request.matcher, request.needs_known_output = _Matcher(), True
     steps = Steps(request, create_request(3, allowed_token_ids=(0, 2)), block_size=16)
@@ -235,7 +235,7 @@ def test_a_walk_tells_the_allowed_tokens_behind_each_draft():
     assert steps.allowed() == [[1, 4], [2, 4, 8], [3, 4, 8, 9], [4, 4, 8, 9, 7], [5]]
 
 
-def test_a_row_with_drafts_gives_a_token_behind_each_of_its_own():
+def test_a_row_with_draft_tokens_has_a_sample_after_each():
     plain = create_request(3, request_id="plain")
     drafted = create_request(
         4,

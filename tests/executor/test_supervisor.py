@@ -1,4 +1,4 @@
-"""Starting and ending WorkAgent processes. Their programs are stand-ins, so that none loads a model."""
+"""Start and end of WorkAgent processes. Fake programs replace them, so that no model is loaded."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from llm_serving.errors import ModelError, ProtocolError, WorkerDiedError
 from llm_serving.executor import placement, supervisor
 from llm_serving.executor import supervisor as supervised_executor
 from llm_serving.executor.executor import RemoteExecutor, RestartFailedError
-from llm_serving.executor.restart_status import GivenUp
+from llm_serving.executor.restart_status import StartCancellation
 from llm_serving.executor.supervisor import SupervisedExecutor, load_settings, start_work_agent
 from llm_serving.transport.messages import PROTOCOL_VERSION, Loaded, Progress, Welcome
 from support.fake_runner import expected_output
@@ -60,7 +60,7 @@ def run_instead(monkeypatch, tmp_path):
 
 
 @pytest.fixture
-def run_stand_in(run_instead, monkeypatch):
+def run_fake_agent(run_instead, monkeypatch):
     """Makes every WorkAgent process a real one but for its model."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS), *filter(None, sys.path)]))
     run_instead(f'exec {shlex.quote(sys.executable)} {shlex.quote(support.fake_work_agent.__file__)} "$@"')
@@ -74,7 +74,7 @@ def a_config(num_blocks=None):
     )
 
 
-def test_a_work_agent_loads_serves_and_ends(run_stand_in):
+def test_work_agent_loads_serves_and_exits(run_fake_agent):
     progress = []
     agent = start_work_agent(a_config(), 0, progress.append)
     assert progress == ["WorkAgent 0: compiling for CPU"]
@@ -91,7 +91,7 @@ def two_ranks():
     return replace(a_config(), cluster=ClusterConfig(tensor_parallel=2))
 
 
-def test_two_ranks_load_serve_and_end(run_stand_in, processes):
+def test_two_ranks_load_serve_and_exit(run_fake_agent, processes):
     progress = []
     agent = start_work_agent(two_ranks(), 0, progress.append)
     assert sorted(progress) == ["WorkAgent 0: compiling for CPU", "WorkAgent 0: rank 1: compiling for CPU"]
@@ -105,7 +105,7 @@ def test_two_ranks_load_serve_and_end(run_stand_in, processes):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_the_end_of_one_rank_is_that_of_its_replica(run_stand_in, processes, rank):
+def test_the_exit_of_one_rank_ends_its_replica(run_fake_agent, processes, rank):
     def start(like, timeout_s):
         return start_work_agent(two_ranks(), 0, lambda text: None, like, timeout_s)
 
@@ -122,13 +122,13 @@ def test_the_end_of_one_rank_is_that_of_its_replica(run_stand_in, processes, ran
     executor.close()
 
 
-def test_a_rank_that_ends_before_it_is_ready_is_named(run_instead, monkeypatch):
+def test_a_rank_that_exits_before_it_is_ready_is_named(run_instead, monkeypatch):
     run_instead('case "$*" in *"--rank 1"*) exit 3;; esac; exec cat')
-    with pytest.raises(WorkerDiedError, match=r"WorkAgent 0 ended \(rank 1: code 3"):
+    with pytest.raises(WorkerDiedError, match=r"WorkAgent 0 exited \(rank 1: code 3"):
         start_work_agent(two_ranks(), 0, lambda text: None)
 
 
-def test_a_work_agent_that_does_not_end_when_asked_is_killed(run_stand_in, monkeypatch):
+def test_stop_kills_a_work_agent_that_does_not_exit(run_fake_agent, monkeypatch):
     agent = start_work_agent(a_config(), 0, lambda text: None)
     monkeypatch.setattr(type(agent.channel), "send", lambda channel, message: None)
     monkeypatch.setattr("llm_serving.executor.supervisor._EXIT_TIMEOUT_S", 0.0)
@@ -138,19 +138,19 @@ def test_a_work_agent_that_does_not_end_when_asked_is_killed(run_stand_in, monke
     assert agent.process.returncode == -signal.SIGKILL
 
 
-def test_what_keeps_a_model_from_loading_is_told(run_stand_in):
+def test_a_load_error_is_reported(run_fake_agent):
     with pytest.raises(ModelError, match=r"pa_config\.num_blocks: must be at least 2\. Given: 1"):
         start_work_agent(a_config(num_blocks=1), 0, lambda text: None)
 
 
-def test_one_that_is_given_up_while_it_loads_ends_at_once(run_stand_in):
-    given_up = GivenUp()
-    with pytest.raises(WorkerDiedError, match=r"ended \(code -9\) before it was ready|is not wanted any more"):
-        start_work_agent(a_config(), 0, lambda text: given_up.set(), given_up=given_up)
+def test_cancellation_kills_a_loading_work_agent(run_fake_agent):
+    cancellation = StartCancellation()
+    with pytest.raises(WorkerDiedError, match=r"exited \(code -9\) before it was ready|was cancelled"):
+        start_work_agent(a_config(), 0, lambda text: cancellation.cancel(), cancellation=cancellation)
 
 
-def test_no_port_is_needed(run_stand_in):
-    """Who has the port that stands in `agent_ports` keeps neither a WorkAgent nor its successor from starting."""
+def test_local_work_agents_open_no_port(run_fake_agent):
+    """A process that uses a port of `agent_ports` does not keep a WorkAgent or its restart from starting."""
     with socket.create_server(("127.0.0.1", 0)) as other:
         config = replace(a_config(), serving=ServerConfig(agent_ports=(other.getsockname()[1],)))
         agents = [start_work_agent(config, 0, lambda text: None)]
@@ -162,9 +162,9 @@ def test_no_port_is_needed(run_stand_in):
             agent.stop()
 
 
-def test_killed_again_and_again_also_while_it_loads_and_then_it_serves(run_stand_in, processes, monkeypatch):
+def test_work_agent_serves_after_repeated_kills(run_fake_agent, processes, monkeypatch):
     """20 deaths in a row without a step; every second WorkAgent does not get as far as being ready."""
-    monkeypatch.setattr(supervised_executor, "LEAST_PATIENCE_S", 600.0)  # none is replaced for being slow
+    monkeypatch.setattr(supervised_executor, "MIN_RESTART_TIMEOUT_S", 600.0)  # none is replaced for being slow
     num_kills = 0
 
     def kill():
@@ -184,7 +184,7 @@ def test_killed_again_and_again_also_while_it_loads_and_then_it_serves(run_stand
         kill()
         with pytest.raises(WorkerDiedError):
             executor.collect()
-        with pytest.raises(RestartFailedError, match=r"ended \(code -9\) before it was ready|is not wanted any more"):
+        with pytest.raises(RestartFailedError, match=r"exited \(code -9\) before it was ready|was cancelled"):
             executor.restart("killed when it was ready")
         executor.restart("killed while it loaded")
     prompt = [5, 6, 7]
@@ -195,17 +195,17 @@ def test_killed_again_and_again_also_while_it_loads_and_then_it_serves(run_stand
     executor.close()
 
 
-def test_one_that_does_not_load_in_time_is_ended(run_instead, processes):
+def test_a_work_agent_that_exceeds_its_start_timeout_is_killed(run_instead, processes):
     run_instead("exec sleep 600")
     with pytest.raises(WorkerDiedError, match=r"WorkAgent 0 was not ready within 0\.1 s"):
         start_work_agent(a_config(), 0, lambda text: None, timeout_s=0.1)
     assert processes[0].returncode == -signal.SIGKILL
 
 
-def test_a_first_one_that_tells_of_no_progress_is_ended(run_instead, processes):
+def test_a_work_agent_without_progress_is_killed(run_instead, processes):
     run_instead("exec sleep 600")
     config = replace(a_config(), serving=ServerConfig(load_timeout_s=0.1))
-    rule = r"told of no progress for 0\.1 s while it loaded \(serving_config\.load_timeout_s\)"
+    rule = r"reported no progress for 0\.1 s while it loaded \(serving_config\.load_timeout_s\)"
     with pytest.raises(WorkerDiedError, match=rule):
         start_work_agent(config, 0, lambda text: None)
     assert processes[0].returncode == -signal.SIGKILL
@@ -226,7 +226,7 @@ class SlowLink:
         return self.answers.pop(0)
 
 
-def test_progress_is_a_sign_of_life_and_the_whole_may_take_any_time():
+def test_progress_messages_extend_the_load_timeout():
     loaded = Loaded(8, 0, "")
     link = SlowLink(Welcome(PROTOCOL_VERSION, 1, code_fingerprint()), *[Progress("reading")] * 100, loaded)
     told = []
@@ -235,7 +235,7 @@ def test_progress_is_a_sign_of_life_and_the_whole_may_take_any_time():
 
 
 @pytest.mark.parametrize("call", ["llm_serving.transport.shared_memory.os.memfd_create", "socket.socketpair"])
-def test_without_file_descriptors_none_is_started_and_none_is_left_open(monkeypatch, call):
+def test_a_start_without_file_descriptors_fails_and_leaks_none(monkeypatch, call):
     def fail(*args):
         raise OSError(errno.EMFILE, "Too many open files")
 
@@ -246,13 +246,13 @@ def test_without_file_descriptors_none_is_started_and_none_is_left_open(monkeypa
     assert set(Path("/proc/self/fd").iterdir()) <= before  # what others have left open may be closed meanwhile
 
 
-def test_a_work_agent_that_ends_before_it_is_ready_is_told_with_its_code(run_instead):
+def test_the_exit_code_of_a_failed_start_is_reported(run_instead):
     run_instead("exit 7")
-    with pytest.raises(WorkerDiedError, match=r"WorkAgent 0 ended \(code 7\) before it was ready"):
+    with pytest.raises(WorkerDiedError, match=r"WorkAgent 0 exited \(code 7\) before it was ready"):
         start_work_agent(a_config(), 0, lambda text: None)
 
 
-def test_a_program_that_is_no_work_agent_is_ended(run_instead, tmp_path):
+def test_another_program_is_killed(run_instead, tmp_path):
     answer = (
         "import socket, sys; fd = int(sys.argv[sys.argv.index('--socket-fd') + 1]); "
         "connection = socket.socket(fileno=fd); "
@@ -263,7 +263,7 @@ def test_a_program_that_is_no_work_agent_is_ended(run_instead, tmp_path):
         start_work_agent(a_config(), 0, lambda text: None)
 
 
-def test_the_pipe_to_a_process_that_failed_is_closed(run_instead, processes):
+def test_the_pipe_of_a_failed_process_is_closed(run_instead, processes):
     run_instead("exit 3")
     with pytest.raises(WorkerDiedError):
         start_work_agent(a_config(), 0, lambda text: None)
@@ -271,13 +271,13 @@ def test_the_pipe_to_a_process_that_failed_is_closed(run_instead, processes):
 
 
 class TestLoadSettings:
-    def test_each_work_agent_has_a_device_of_its_own(self):
+    def test_each_work_agent_has_its_own_device(self):
         serving = ServerConfig(agent_ports=(16002, 16003), start_device_id=3)
         settings = [load_settings(ServingConfig(serving=serving), index) for index in range(2)]
         assert [item.device_id for item in settings] == [3, 4]
         assert [item.num_agents for item in settings] == [2, 2]
 
-    def test_cores_are_shared_between_work_agents(self, monkeypatch):
+    def test_cores_are_divided_between_work_agents(self, monkeypatch):
         monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(7)))
         for num_agents, num_threads in ((1, 7), (2, 3), (9, 1)):
             config = ServingConfig(serving=ServerConfig(agent_ports=tuple(range(16002, 16002 + num_agents))))

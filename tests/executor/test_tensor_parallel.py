@@ -1,4 +1,4 @@
-"""Several WorkAgents that are spoken to as one; here the test is all of them."""
+"""Several ranks controlled as one WorkAgent; the test plays all of them."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def done(step: int, token: int = 7, **others: Any) -> StepDone:
     )
 
 
-def test_all_are_told_and_each_its_rank(ranks: Ranks) -> None:
+def test_rank_channels_send_each_rank_its_number(ranks: Ranks) -> None:
     ranks.master.send(Hello(14))
     assert [agent.receive(10) for agent in ranks.agents] == [Hello(14)] * 2
     settings = load_settings(load_config(None, ["cluster_config.tensor_parallel=2"]), 0)
@@ -77,7 +77,7 @@ def test_all_are_told_and_each_its_rank(ranks: Ranks) -> None:
     assert [(each.rank, each.num_ranks, each.device_id) for each in loads] == [(0, 2, 0), (1, 2, 1)]
 
 
-def test_one_rank_alone_tells_of_the_end_of_a_step(ranks: Ranks) -> None:
+def test_only_rank_0_announces_the_end_of_a_step(ranks: Ranks) -> None:
     ranks.master.send(RunStep(0, 0, (), announce_ending=True))
     assert [agent.receive(10).announce_ending for agent in ranks.agents] == [True, False]  # type: ignore[union-attr]
     ranks.agents[1].send(StepEnding(1))
@@ -85,7 +85,7 @@ def test_one_rank_alone_tells_of_the_end_of_a_step(ranks: Ranks) -> None:
     assert ranks.master.receive(10) == StepEnding(0)
 
 
-def test_each_rank_tells_of_its_progress_also_while_others_wait_for_it(ranks: Ranks) -> None:
+def test_progress_of_every_rank_is_reported_at_once(ranks: Ranks) -> None:
     ranks.agents[0].send(Loaded(8, 2, ""))
     ranks.agents[1].send(Progress("reading"))
     assert ranks.master.receive(10) == Progress("rank 1: reading")
@@ -95,7 +95,7 @@ def test_each_rank_tells_of_its_progress_also_while_others_wait_for_it(ranks: Ra
     assert ranks.master.receive(10) == Progress("compiling")
 
 
-def test_a_step_has_been_replied_to_when_the_last_rank_has(ranks: Ranks) -> None:
+def test_a_reply_is_complete_when_the_last_rank_has_replied(ranks: Ranks) -> None:
     ranks.agents[0].send(done(0))
     with pytest.raises(DeadlineExceededError):
         ranks.master.receive(SOON_S)
@@ -105,7 +105,7 @@ def test_a_step_has_been_replied_to_when_the_last_rank_has(ranks: Ranks) -> None
     assert [ranks.master.receive(10) for _ in range(2)] == [done(0), done(1, 8)]
 
 
-def test_the_arrays_of_a_step_stay_until_the_last_rank_has_replied(ranks: Ranks) -> None:
+def test_a_buffer_is_kept_until_the_last_rank_has_replied(ranks: Ranks) -> None:
     buffers = SharedBuffers.create(2, 65536)
     executor = RemoteExecutor(ranks.master, buffers, SOON_S)
     for step in range(2):
@@ -123,13 +123,13 @@ def test_the_arrays_of_a_step_stay_until_the_last_rank_has_replied(ranks: Ranks)
 @pytest.mark.parametrize(
     "other", [done(0, 8), done(1), StepFailed(0, "?"), done(0, row_errors={0: "?"}), done(0, vectors=b"1")]
 )
-def test_what_ranks_do_not_agree_on_reaches_nobody(ranks: Ranks, other: AgentMessage) -> None:
+def test_different_replies_of_ranks_are_an_error(ranks: Ranks, other: AgentMessage) -> None:
     ranks.all_say(done(0), other)
-    with pytest.raises(ProtocolError, match=r"rank 0 says StepDone.*, rank 1 Step"):
+    with pytest.raises(ProtocolError, match=r"rank 0 sent StepDone.*, rank 1 sent Step"):
         ranks.master.receive(10)
 
 
-def test_ranks_agree_on_what_matters(ranks: Ranks) -> None:
+def test_ranks_must_agree_on_what_they_loaded(ranks: Ranks) -> None:
     for ours, theirs in (
         (Welcome(14, 5, "image"), Welcome(14, 6, "image")),
         (
@@ -141,18 +141,18 @@ def test_ranks_agree_on_what_matters(ranks: Ranks) -> None:
         ranks.all_say(ours, theirs)
         assert ranks.master.receive(10) == ours
     ranks.all_say(Loaded(8, 2, ""), Loaded(9, 2, ""))
-    with pytest.raises(ProtocolError, match="rank 0 says Loaded"):
+    with pytest.raises(ProtocolError, match="rank 0 sent Loaded"):
         ranks.master.receive(10)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_whoever_cannot_load_says_so_for_all(ranks: Ranks, rank: int) -> None:
+def test_a_load_error_of_one_rank_fails_the_replica(ranks: Ranks, rank: int) -> None:
     ranks.agents[rank].send(Failed("no such folder"))
     assert ranks.master.receive(10) == Failed("no such folder")
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_one_that_is_gone_is_noticed_at_once(ranks: Ranks, rank: int) -> None:
+def test_a_lost_rank_is_detected_at_once(ranks: Ranks, rank: int) -> None:
     poll = select.poll()
     poll.register(ranks.master.fileno(), select.POLLIN)
     assert not poll.poll(0)
@@ -164,16 +164,16 @@ def test_one_that_is_gone_is_noticed_at_once(ranks: Ranks, rank: int) -> None:
 
 
 class SeenLate(LocalProcess):
-    """Not seen to have ended by who asks, as in the moment between the end of its channel and its own."""
+    """Its exit cannot be observed yet, as in the moment after its channel was closed."""
 
     @property
-    def has_ended(self) -> bool:
+    def has_exited(self) -> bool:
         return False
 
 
-def test_the_rank_that_ended_by_itself_is_named_though_it_was_not_seen_to() -> None:
+def test_the_rank_that_exited_first_is_named() -> None:
     processes = RankProcesses([SeenLate(["sleep", "600"]), SeenLate(["sh", "-c", "exit 7"])])
     os.waitid(os.P_PID, processes.ranks[1].pid, os.WEXITED | os.WNOWAIT)
     processes.kill()
-    processes.end(None)
-    assert processes.described_end == "rank 1: code 7"
+    processes.wait_or_kill(None)
+    assert processes.exit_description == "rank 1: code 7"

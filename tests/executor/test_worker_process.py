@@ -17,14 +17,14 @@ class Held(LocalProcess):
 
 
 @pytest.mark.parametrize("timeout_s", [None, 0.0])
-def test_one_that_does_not_end_though_it_was_killed_is_left_behind(
+def test_a_process_that_survives_its_kill_is_abandoned(
     timeout_s: float | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(worker_process, "KILLED_S", 0.01)
+    monkeypatch.setattr(worker_process, "KILL_TIMEOUT_S", 0.01)
     process = Held(["sleep", "600"], stdin=subprocess.PIPE)
-    process.end(timeout_s)
-    assert not process.has_ended
-    assert f"WorkAgent (pid {process.pid}) was killed and does not end" in caplog.text
+    process.wait_or_kill(timeout_s)
+    assert not process.has_exited
+    assert f"WorkAgent (pid {process.pid}) was killed but does not exit" in caplog.text
     LocalProcess.kill(process)
-    process.end(None)
-    assert process.described_end == "code -9"
+    process.wait_or_kill(None)
+    assert process.exit_description == "code -9"

@@ -63,7 +63,7 @@ class Served:
             num_swap_blocks=NUM_SWAP_BLOCKS,
             as_program=kernels in ("program", CODED_CACHE),
             implementation=implementation_of(kernels),
-            coded_cache=kernels == CODED_CACHE,
+            int8_cache=kernels == CODED_CACHE,
         )
         long, short = (golden.prompts[length].token_ids.tolist() for length in (max(golden.prompts), 5))
         sampled = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.9, top_p=0.95, seed=11, logprobs=3)

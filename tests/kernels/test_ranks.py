@@ -102,7 +102,7 @@ def test_exchange_returns_the_numbers_of_all_ranks(memory: Callable[[int], int])
 
 def test_ranks_fail_for_good_when_one_is_lost(memory: Callable[[int], int]) -> None:
     def body(ranks: Ranks) -> None:
-        ranks.begin(1, 3600)
+        ranks.start_step(1, 3600)
         ranks.exchange([1])
         if ranks.rank == 0:
             with pytest.raises(RankLostError, match="rank 1 is gone"):
@@ -125,7 +125,7 @@ def test_ranks_time_out_when_one_does_not_join(memory: Callable[[int], int]) -> 
 
 def test_ranks_refuse_to_mix_two_steps(memory: Callable[[int], int]) -> None:
     def body(ranks: Ranks) -> str | None:
-        ranks.begin(4 + ranks.rank, 3600)
+        ranks.start_step(4 + ranks.rank, 3600)
         with pytest.raises(RankLostError):
             ranks.all_reduce(np.zeros(4, np.float32), "float32")
         return ranks.error

@@ -28,7 +28,7 @@ from llm_serving.executor.executor import LocalExecutor
 from llm_serving.observability.metrics import Metrics
 from llm_serving.transport.channel import Channel
 from llm_serving.transport.messages import AgentMessage, MasterMessage
-from llm_serving.worker.kv_transfer import exchange_blocks
+from llm_serving.worker.kv_transfer import serve_blocks
 from support.factories import create_scheduler
 from support.fake_runner import VOCAB_SIZE, FakeRunner, FakeTransferPool
 from support.word_tokenizer import WordTokenizer
@@ -62,13 +62,13 @@ def linked(pool: FakeTransferPool, block_bytes: int) -> Iterator[BlockLink]:
 
     def serve() -> None:
         with suppress(TransportError):
-            exchange_blocks(agent, pool)
+            serve_blocks(agent, pool)
         agent.close()
 
     thread = Thread(target=serve)
     thread.start()
     link = BlockLink(channel, block_bytes, 60.0)
-    link.blocks_a_frame = 1
+    link.blocks_per_frame = 1
     yield link
     link.close()
     thread.join()

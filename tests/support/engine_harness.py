@@ -23,6 +23,7 @@ class AheadExecutor(LocalExecutor):
     """Takes a second step before the first is collected, as a WorkAgent does."""
 
     max_steps_in_flight = 2
+    restarts_exhausted = False
 
     def submit(self, step: StepInput, announce_ending: bool = False) -> None:
         assert len(self._submitted) < 2

@@ -9,7 +9,14 @@ import sys
 from pathlib import Path
 
 import msgspec
-from llm_serving.executor.cluster.ray_messages import AgentEnded, Connected, KillAgent, Order, RayPlaces, Unusable
+from llm_serving.executor.cluster.ray_messages import (
+    AgentEnded,
+    KillAgent,
+    RayCommand,
+    RayConnected,
+    RayRequirements,
+    RayUnavailable,
+)
 from llm_serving.transport.channel import Channel
 
 NOWHERE = "10.0.0.1:1"
@@ -20,30 +27,30 @@ HANGS = "hangs"
 """An address whose cluster never lets go."""
 
 
-def main(places: str, socket_fd: str) -> None:
-    channel: Channel[Order] = Channel(socket.socket(fileno=int(socket_fd)), Order)  # type: ignore[arg-type]
-    address = msgspec.json.decode(places, type=RayPlaces).address
+def main(requirements: str, socket_fd: str) -> None:
+    channel: Channel[RayCommand] = Channel(socket.socket(fileno=int(socket_fd)), RayCommand)  # type: ignore[arg-type]
+    address = msgspec.json.decode(requirements, type=RayRequirements).address
     if address == NOWHERE:
-        channel.send(Unusable(f"there is no cluster at {address}"))
+        channel.send(RayUnavailable(f"there is no cluster at {address}"))
         return
     if address is not None and address.startswith(NOT_YET):
         with Path(address.removeprefix(NOT_YET)).open("a+") as attempts:
             attempts.write(f"{os.getpid()}\n")
             attempts.seek(0)
             if len(attempts.readlines()) == 1:
-                channel.send(Unusable("it has not come up", again=True))
+                channel.send(RayUnavailable("it has not come up", is_retryable=True))
                 return
-    channel.send(Connected("127.0.0.1", f"process {os.getpid()}"))
+    channel.send(RayConnected("127.0.0.1", f"process {os.getpid()}"))
     if address == HANGS:
         signal.pause()
     while True:
-        order = channel.receive()
-        if isinstance(order, KillAgent):
-            channel.send(AgentEnded(order.number, "killed"))
+        command = channel.receive()
+        if isinstance(command, KillAgent):
+            channel.send(AgentEnded(command.number, "killed"))
             continue
-        for arguments in order.ranks:
+        for arguments in command.ranks:
             if "end" in arguments:
-                channel.send(AgentEnded(order.number, f"ended with {' '.join(arguments)}"))
+                channel.send(AgentEnded(command.number, f"ended with {' '.join(arguments)}"))
             elif "lose Ray" in arguments:
                 os.kill(os.getpid(), signal.SIGKILL)
 

@@ -28,8 +28,8 @@ from llm_serving.core.step import (
 from llm_serving.core.window import NO_WINDOW
 from llm_serving.errors import WorkerError
 from llm_serving.worker import sampler
-from llm_serving.worker.block_guard import BlockGuard, Tags
-from llm_serving.worker.kv_cache import SOURCE_AND_TARGET, Memory
+from llm_serving.worker.block_guard import BlockGuard, BlockTags
+from llm_serving.worker.kv_cache import SOURCE_AND_TARGET, BlockLocation
 from support.step_factories import top_tokens
 
 VOCAB_SIZE = 1000
@@ -42,7 +42,7 @@ class FakeTransferPool:
 
     def __init__(self, num_blocks: int) -> None:
         self.blocks: list[list[int]] = [[] for _ in range(num_blocks)]
-        self.tags = Tags.of_empty(num_blocks)
+        self.tags = BlockTags.of_empty(num_blocks)
 
     def read(self, block_ids: Sequence[int], epochs: Sequence[int]) -> tuple[list[int], bytes]:
         """As `TransferMemory`, four bytes a token."""
@@ -80,7 +80,11 @@ class FakeRunner:
         self._host = [[-1] * block_size for _ in range(num_swap_blocks)]
         self.window = window
         transfer = FakeTransferPool(0) if transfer is None else transfer
-        self._memories = {Memory.CACHE: self._cache, Memory.HOST: self._host, Memory.TRANSFER: transfer.blocks}
+        self._memories = {
+            BlockLocation.CACHE: self._cache,
+            BlockLocation.HOST: self._host,
+            BlockLocation.TRANSFER: transfer.blocks,
+        }
         known_window = window if window < NO_WINDOW else None
         self._guard = BlockGuard(num_blocks, num_swap_blocks, block_size, known_window, transfer.tags)
         self._previous: list[int] = []
@@ -100,9 +104,9 @@ class FakeRunner:
         self._move_blocks(step.block_moves.tolist())
         self._guard.check_imports(step.block_moves)
         contexts = self._contexts(step)
-        self._guard.begin_exports(step.exports)
+        self._guard.start_exports(step.exports)
         self._move_blocks(step.exports.tolist())
-        self._guard.end_exports(step.exports)
+        self._guard.finish_exports(step.exports)
         num_samples, num_scored = step.sampling.num_samples, step.scoring.num_results
         assert step.sampling.position.tolist() == [len(context) for context in contexts[:num_samples]]
         output = self._choose(step, contexts[:num_samples])

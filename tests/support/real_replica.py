@@ -11,7 +11,7 @@ from llm_serving.core.request import Request
 from llm_serving.core.request_output import RequestOutput, join_pieces
 from llm_serving.engine.replica import build_engine
 from llm_serving.executor.placement import Placement
-from llm_serving.executor.supervisor import THIS_MACHINE, SupervisedExecutor, WorkAgentProcess, start_work_agent
+from llm_serving.executor.supervisor import LOCAL_PLACEMENT, SupervisedExecutor, WorkAgentProcess, start_work_agent
 from llm_serving.models.spec import ModelSpec
 from llm_serving.observability.metrics import Metrics
 from llm_serving.text.tokenizer.tokenizer import Tokenizer
@@ -26,7 +26,7 @@ NUM_BLOCKS = 256
 class RealReplica:
     """Only the HTTP server is missing; must be closed."""
 
-    def __init__(self, *settings: str, model: Path = Path("demo"), placement: Placement = THIS_MACHINE) -> None:
+    def __init__(self, *settings: str, model: Path = Path("demo"), placement: Placement = LOCAL_PLACEMENT) -> None:
         """`settings` are overrides such as "pa_config.num_blocks=36"; its WorkAgents run where `placement` says."""
         self._placement = placement
         common = ["serving_config.audit_every=0", f"pa_config.num_blocks={NUM_BLOCKS}", ONE_THREAD]
@@ -80,8 +80,10 @@ class RealReplica:
     def close(self) -> None:
         self.executor.close()
 
-    def _start(self, like: Loaded | None, timeout_s: float | None) -> WorkAgentProcess:
-        self.agents.append(start_work_agent(self.config, 0, lambda text: None, like, timeout_s, None, self._placement))
+    def _start(self, previous: Loaded | None, timeout_s: float | None) -> WorkAgentProcess:
+        self.agents.append(
+            start_work_agent(self.config, 0, lambda text: None, previous, timeout_s, None, self._placement)
+        )
         return self.agents[-1]
 
     def _publish(self, pieces: list[RequestOutput]) -> None:

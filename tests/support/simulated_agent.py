@@ -23,10 +23,10 @@ from llm_serving.kvcache import BlockManager
 from llm_serving.transport.codec import allowed_from_arrays, encode_output, step_from_arrays
 from llm_serving.transport.messages import (
     AgentMessage,
-    Allow,
     Loaded,
     RunStep,
     ScoresDone,
+    SetAllowedTokens,
     StepDone,
     StepEnding,
     StepFailed,
@@ -117,7 +117,7 @@ class SimulatedAgent:
             self.block_link = SimulatedBlockLink(rng, transfer, place, self._end)
         self._runner = FakeRunner(*sizes, blocks.window.num_tokens, transfer)
         self._reads_at_once = rng.random() < 0.5
-        self._unread: deque[RunStep | Allow] = deque()
+        self._unread: deque[RunStep | SetAllowedTokens] = deque()
         self._fate: str | None = None
         """What happens to the step that is read next, once that is drawn."""
         self._answers = [] if answers is None else answers
@@ -145,9 +145,9 @@ class SimulatedAgent:
     def fileno(self) -> int:
         return self._read_end.fileno()
 
-    def send(self, message: RunStep | Allow) -> None:
+    def send(self, message: RunStep | SetAllowedTokens) -> None:
         if self._dead:
-            raise ChannelClosedError("the other side is gone")
+            raise ChannelClosedError("the peer is gone")
         self._unread.append(message)
         if self._place is not None and isinstance(message, RunStep):
             self._place.happen()
@@ -166,7 +166,7 @@ class SimulatedAgent:
         if self._hangs:
             self._clock.now += timeout_s or 0.0
             raise DeadlineExceededError("no complete frame arrived in time")
-        raise ChannelClosedError("the other side closed the connection")
+        raise ChannelClosedError("the peer closed the connection")
 
     def _cross(self, place: Place, timeout_s: float | None) -> None:
         """Waits for the link, unless what has been sent before it was cut is here already."""
@@ -186,7 +186,7 @@ class SimulatedAgent:
             self._dead = True
         while self._unread and not self._dead and not self._hangs and (self._place is None or self._place.passes("to")):
             message = self._unread[0]
-            if isinstance(message, Allow):  # of a step that failed
+            if isinstance(message, SetAllowedTokens):  # of a step that failed
                 self._unread.popleft()
                 continue
             if self._fate is None:
@@ -199,7 +199,7 @@ class SimulatedAgent:
 
     def _allowed(self, step: RunStep) -> AllowedTokens:
         message = self._unread.popleft()
-        assert isinstance(message, Allow) and message.step == step.step
+        assert isinstance(message, SetAllowedTokens) and message.step == step.step
         assert self._mapping is not None
         arrays = self._mapping.read(step.buffer, message.layout, message.content, behind=step.layout)
         return allowed_from_arrays(step.step, arrays)

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from llm_serving.engine.fleet.migration import carried
 from llm_serving.errors import WorkerDiedError
 from llm_serving.kvcache.transfer_pool import TransferBlock
-from llm_serving.transport.messages import Blocks
+from llm_serving.transport.messages import BlockContents
 from support.fake_runner import FakeTransferPool
 from support.simulated_network import Place
 
@@ -21,21 +21,21 @@ class SimulatedBlockLink:
 
     def __init__(self, rng: random.Random, pool: FakeTransferPool, place: Place, end: Callable[[], None]) -> None:
         """`end`: of the WorkAgent, which does not live on without its link."""
-        self.blocks_a_frame, self.timeout_s = rng.choice((1, 3)), math.inf
+        self.blocks_per_frame, self.timeout_s = rng.choice((1, 3)), math.inf
         self.is_closed = False
         self._rng, self._pool, self._place, self._end = rng, pool, place, end
         self._rate = rng.choice((0.0, 0.0, 0.1))
 
-    def held(self, timeout_s: float) -> AbstractContextManager[None]:
+    def locked(self, timeout_s: float) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def read(self, pieces: Iterable[Sequence[TransferBlock]]) -> Generator[Blocks, None, None]:
+    def read(self, pieces: Iterable[Sequence[TransferBlock]]) -> Generator[BlockContents, None, None]:
         for blocks in pieces:
             self._cross()
             ids, epochs = [block_id for block_id, _ in blocks], [epoch for _, epoch in blocks]
-            yield Blocks(ids, epochs, *self._pool.read(ids, epochs))
+            yield BlockContents(ids, epochs, *self._pool.read(ids, epochs))
 
-    def write(self, frames: Iterable[Blocks]) -> None:
+    def write(self, frames: Iterable[BlockContents]) -> None:
         for blocks in frames:
             self._cross()
             self._pool.write(blocks.block_ids, blocks.epochs, blocks.num_written, blocks.content)
@@ -50,7 +50,7 @@ class SimulatedBlockLink:
         if self.is_closed or self._place.is_lost or not self._place.is_reached:
             self.is_closed = True
             self._end()
-            raise WorkerDiedError("the other side is gone")
+            raise WorkerDiedError("the peer is gone")
 
 
 class SimulatedCarrier:

@@ -3,7 +3,7 @@
 A connection is TCP's: what is on its way over a link that is cut arrives when that is mended, in order and once, or
 never, as the connection ends after some silence. A cut in one direction ends it as well: what nobody acknowledges is
 silence. While a WorkAgent is started, those of earlier starts come late, with all that they have ever answered, and
-tokens are shown twice; which connection belongs to a start, the shipping `Arrivals` decides.
+tokens are shown twice; which connection belongs to a start, the shipping `PendingStarts` decides.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any, Final, Literal
 
 from llm_serving.errors import ChannelClosedError, DeadlineExceededError, WorkerDiedError
-from llm_serving.executor.cluster.listener import Arrivals
+from llm_serving.executor.cluster.listener import PendingStarts
 from llm_serving.transport.messages import AgentMessage
 from support.simulated_clock import Clock
 
@@ -68,7 +68,7 @@ class SimulatedNetwork:
         self._rng, self._clock, self._rate, self._silence_s = rng, clock, rate, silence_s
         self._machines = [Machine() for _ in range(num_machines)]
         self._since = rng.randrange(DISTANCE)
-        self._arrivals = Arrivals()
+        self._arrivals = PendingStarts()
         self._num_starts = 0
         self._earlier: deque[tuple[str, list[AgentMessage]]] = deque(maxlen=4)
         """Token and answers of the latest starts."""
@@ -108,7 +108,7 @@ class SimulatedNetwork:
         self._num_starts += 1
         token, answers = f"start {self._num_starts}", list[AgentMessage]()
         late_ones_are_first = self._rng.random() < 0.5
-        with self._arrivals.expecting(token) as arrival:
+        with self._arrivals.expect(token) as arrival:
             if late_ones_are_first:
                 self._let_late_ones_come(make)
             self._come(token, partial(make, self.place(), answers))
@@ -157,7 +157,7 @@ class SimulatedNetwork:
             self.counts["connections that went on"] += 1
         elif until == ended:
             self.counts["connections that ended"] += 1
-            raise ChannelClosedError("the other side is gone: silent")
+            raise ChannelClosedError("the peer is gone: silent")
         else:
             raise DeadlineExceededError("no complete frame arrived in time")
 

@@ -13,7 +13,7 @@ from llm_serving.core.request import Request
 from llm_serving.core.step import BlockMove, BlockMoveKind
 from llm_serving.engine.output_processor import OutputProcessor
 from llm_serving.executor import executor as executor_module
-from llm_serving.executor.cluster.listener import Arrivals
+from llm_serving.executor.cluster.listener import PendingStarts
 from llm_serving.executor.executor import RemoteExecutor
 from llm_serving.kvcache.block_manager import BlockManager
 from llm_serving.kvcache.block_pool import BlockPool
@@ -65,7 +65,7 @@ def one_buffer_for_two_steps(*, owned: bool, numbered: bool) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(patch.object(RemoteExecutor, "__init__", start_with_one))
         if not owned:
-            stack.enter_context(patch.object(executor_module, "_owners_of", lambda buffer, in_flight: []))
+            stack.enter_context(patch.object(executor_module, "_steps_using", lambda buffer, in_flight: []))
         if not numbered:
             stack.enter_context(patch.object(support.simulated_agent, "step_from_arrays", unnumbered))
         yield
@@ -222,10 +222,10 @@ def results_taken_from_others() -> Any:
 def any_token_is_shown() -> Any:
     """A start takes the first connection that comes, also one of an earlier start, whose answers come late."""
 
-    def come_first(self: Arrivals, token: str, channel: Any) -> bool:
+    def come_first(self: PendingStarts, token: str, channel: Any) -> bool:
         if not self._expected:
             return False
         self._expected.popitem()[1].put(channel)
         return True
 
-    return patch.object(Arrivals, "come", come_first)
+    return patch.object(PendingStarts, "come", come_first)

@@ -44,7 +44,7 @@ from llm_serving.engine.engine import Engine
 from llm_serving.engine.fleet.migration import Departure
 from llm_serving.engine.replica import open_exports
 from llm_serving.errors import CapacityError, ContextLengthError, UnavailableError, WorkerDiedError
-from llm_serving.executor.restart_status import GivenUp
+from llm_serving.executor.restart_status import StartCancellation
 from llm_serving.executor.supervisor import SupervisedExecutor
 from llm_serving.kvcache.transfer_pool import TransferBlock
 from llm_serving.observability.metrics import Metrics
@@ -119,14 +119,14 @@ class Replica:
         self.agents: list[SimulatedAgent] = []
         self.rate_of_failing_starts = rng.choice((0.2, 0.2, 0.8))
         self.num_failed_starts = 0
-        given_up = GivenUp()
+        cancellation = StartCancellation()
         self.executor = SupervisedExecutor(
             self._start,
             STEP_TIMEOUT_S,
             rng.choice((2, 50)),
             simulation.clock,
-            pause=lambda delay_s: given_up.is_set,
-            given_up=given_up,
+            pause=lambda delay_s: cancellation.is_cancelled,
+            cancellation=cancellation,
         )
         self.restart_wait_s = rng.choice((0.5, 1000.0))
         drafts = RandomDrafts(rng, rng.choice((0.0, 0.3)), self.scheduler.blocks.window.num_tokens)
@@ -363,7 +363,7 @@ class Simulation:
         except CapacityError:
             assert full or deadline is not None, "a request was refused although there was room"
         except UnavailableError:
-            serving = [each for each in self._master.replicas.open().values() if each.away is None]
+            serving = [each for each in self._master.replicas.open().values() if each.restart_status is None]
             assert not serving, "a living replica was ignored"
             self.totals.refusals["no WorkAgent lives"] += 1
         else:

@@ -11,7 +11,7 @@ from llm_serving.errors import ChannelClosedError, DeadlineExceededError, Protoc
 from llm_serving.transport.channel import MAX_FRAME_BYTES, Channel
 from llm_serving.transport.messages import (
     AgentMessage,
-    Blocks,
+    BlockContents,
     Failed,
     Hello,
     MasterMessage,
@@ -69,10 +69,10 @@ def test_a_deadline_in_the_middle_of_a_frame_loses_nothing(ends) -> None:
     assert channel.receive(1.0) == Hello(1)
 
 
-def test_a_large_frame_is_not_copied_again_and_again(ends) -> None:
-    """While it is, whoever computes steps beside waits."""
+def test_receive_copies_a_large_frame_once(ends) -> None:
+    """Each copy would delay the steps of this process."""
     left, channel = ends
-    sent = Blocks([1], [2], [3], bytes(2**23))
+    sent = BlockContents([1], [2], [3], bytes(2**23))
     thread = threading.Thread(target=Channel(left, MasterMessage).send, args=(sent,))
     thread.start()
     while not channel.has_frame:
@@ -85,7 +85,7 @@ def test_a_large_frame_is_not_copied_again_and_again(ends) -> None:
     assert peak < 1.5 * len(sent.content)
 
 
-def test_the_machine_at_the_other_end_is_known_unless_it_is_this_one(ends) -> None:
+def test_peer_is_the_address_of_another_machine(ends) -> None:
     _, channel = ends
     assert channel.peer == ""
     with (
@@ -96,7 +96,7 @@ def test_the_machine_at_the_other_end_is_known_unless_it_is_this_one(ends) -> No
         assert Channel(here, MasterMessage).peer == "127.0.0.1"
 
 
-def test_end_of_stream_is_an_error(ends) -> None:
+def test_channel_reports_the_end_of_the_stream(ends) -> None:
     left, channel = ends
     left.send(frame(b"abc")[:5])
     left.close()
@@ -104,7 +104,7 @@ def test_end_of_stream_is_an_error(ends) -> None:
         channel.receive()
 
 
-def test_a_frame_that_announces_too_much_is_refused_before_it_is_read(ends) -> None:
+def test_channel_rejects_a_frame_length_above_the_limit(ends) -> None:
     left, channel = ends
     left.send(struct.pack("<I", MAX_FRAME_BYTES + 1))
     with pytest.raises(ProtocolError, match=f"announces {MAX_FRAME_BYTES + 1} bytes"):
@@ -128,17 +128,17 @@ HELLO = b"\xa4type\xa5hello"
         pytest.param(b"\x82" + HELLO + b"\xa1x\xdd\xff\xff\xff\xff", id="four billion items announced"),
     ],
 )
-def test_garbage_is_refused(ends, payload: bytes) -> None:
+def test_channel_rejects_garbage(ends, payload: bytes) -> None:
     left, channel = ends
     sender = threading.Thread(target=left.sendall, args=(frame(payload),))
     sender.start()
-    with pytest.raises(ProtocolError, match="no known message"):
+    with pytest.raises(ProtocolError, match="not a known message"):
         channel.receive()
     sender.join()
 
 
 @given(payload=st.binary(max_size=60))
-def test_whatever_arrives_is_a_message_or_no_known_one(payload: bytes) -> None:
+def test_arbitrary_bytes_are_a_message_or_a_protocol_error(payload: bytes) -> None:
     left, right = socket.socketpair()
     with left, right:
         left.sendall(frame(b"\x82" + HELLO + payload))
@@ -146,22 +146,22 @@ def test_whatever_arrives_is_a_message_or_no_known_one(payload: bytes) -> None:
             Channel(right, MasterMessage).receive()
 
 
-def test_a_message_of_the_other_direction_is_refused(ends) -> None:
+def test_channel_rejects_messages_of_the_other_direction(ends) -> None:
     left, channel = ends
     Channel(left, MasterMessage).send(Progress("x"))
-    with pytest.raises(ProtocolError, match="no known message"):
+    with pytest.raises(ProtocolError, match="not a known message"):
         channel.receive()
 
 
-def test_sending_to_a_closed_channel_is_an_error(ends) -> None:
+def test_send_reports_a_closed_connection(ends) -> None:
     left, channel = ends
     left.close()
     with pytest.raises(ChannelClosedError):
         channel.send(Hello(1))
 
 
-def test_who_takes_nothing_counts_as_gone(ends) -> None:
-    """A process that is stopped keeps its socket: whoever sent to it waited for ever once the buffers were full."""
+def test_send_times_out_if_the_peer_reads_nothing(ends) -> None:
+    """A stopped process keeps its socket open, so that only a timeout ends a send once the buffers are full."""
     left, _ = ends
     sender = Channel(left, AgentMessage)
     sender.send_timeout_s = 0.01
@@ -170,13 +170,13 @@ def test_who_takes_nothing_counts_as_gone(ends) -> None:
             sender.send(Failed("x" * (MAX_FRAME_BYTES // 2)))
 
 
-def test_a_message_longer_than_a_frame_is_not_sent(ends) -> None:
+def test_send_rejects_a_message_above_the_frame_limit(ends) -> None:
     _, channel = ends
     with pytest.raises(ProtocolError, match="exceeds the limit"):
         channel.send(Progress("x" * (MAX_FRAME_BYTES + 1)))
 
 
-def test_what_is_no_unicode_goes_as_an_escape() -> None:
+def test_send_escapes_text_that_utf_8_cannot_encode() -> None:
     left, right = socket.socketpair()
     with left, right:
         sender, receiver = Channel(left, MasterMessage), Channel(right, AgentMessage)

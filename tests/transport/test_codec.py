@@ -25,7 +25,7 @@ def a_step() -> StepInput:
     return StepBuilder(scheduler.blocks).build(schedule, schedule.step)
 
 
-def test_a_step_survives_the_way_through_arrays() -> None:
+def test_step_arrays_round_trip() -> None:
     step = a_step()
     copy = step_from_arrays(step.step, step_arrays(step))
     for owner, other in ((step, copy), (step.sampling, copy.sampling), (step.scoring, copy.scoring)):
@@ -34,7 +34,7 @@ def test_a_step_survives_the_way_through_arrays() -> None:
                 np.testing.assert_array_equal(getattr(owner, field.name), getattr(other, field.name))
 
 
-def test_wanted_scores_survive_the_way_through_arrays() -> None:
+def test_step_arrays_round_trip_with_scoring() -> None:
     step = replace(a_step(), scoring=scoring_input(([3, 4], 0), ([], 20)))
     copy = step_from_arrays(step.step, step_arrays(step))
     assert [copy.scoring.num_logprobs.tolist(), copy.scoring.offsets.tolist(), copy.scoring.token_ids.tolist()] == [
@@ -108,7 +108,7 @@ def a_step_of_drafts(num_rows: int, num_draft_tokens: int, num_prompt_tokens: in
     return builder.build(schedule, 1)
 
 
-def test_the_history_of_a_row_is_sent_once_with_any_draft() -> None:
+def test_the_history_of_a_row_is_sent_once_for_all_draft_tokens() -> None:
     step = a_step_of_drafts(num_rows=3, num_draft_tokens=4, num_prompt_tokens=100)
     arrays = step_arrays(step)
     assert sum(each.size for each in arrays if len(each) == 3 * (100 + 1 + 4)) == 3 * 105
@@ -118,22 +118,22 @@ def test_the_history_of_a_row_is_sent_once_with_any_draft() -> None:
 
 
 @pytest.mark.parametrize(("index", "common"), [(0, 1), (1, 102), (1, -1), (1, 100)])
-def test_histories_that_have_more_in_common_than_there_is_are_refused(index: int, common: int) -> None:
+def test_inconsistent_shared_history_prefixes_are_rejected(index: int, common: int) -> None:
     *arrays, num_common = step_arrays(a_step_of_drafts(num_rows=1, num_draft_tokens=1, num_prompt_tokens=100))
     num_common[index] = common
-    with pytest.raises(ProtocolError, match="histories have"):
+    with pytest.raises(ProtocolError, match=r"shared history prefix|number of history tokens"):
         step_from_arrays(1, [*arrays, num_common])
 
 
 @pytest.mark.parametrize("num_prompt_tokens", [4, 2960])
-def test_the_largest_step_of_drafts_fits_its_buffer(num_prompt_tokens: int) -> None:
+def test_the_largest_step_with_draft_tokens_fits_its_buffer(num_prompt_tokens: int) -> None:
     arrays = step_arrays(a_step_of_drafts(num_rows=4, num_draft_tokens=30, num_prompt_tokens=num_prompt_tokens))
     max_model_len, max_tokens = num_prompt_tokens + 50, 4 * 31
     num_bytes = sum(-(-array.nbytes // 64) * 64 for array in arrays)
     assert num_bytes <= max_step_bytes(max_tokens, 4, max_model_len, 64, 4 * 30)
 
 
-def test_output_survives_the_way() -> None:
+def test_output_round_trips() -> None:
     output = StepOutput(
         5,
         np.array([3, -1], np.int32),
@@ -150,7 +150,7 @@ def test_output_survives_the_way() -> None:
     assert_same(decode_output(encode_output(output)), output)
 
 
-def test_an_output_without_scores_and_vectors_survives_the_way() -> None:
+def test_output_without_scores_and_vectors_round_trips() -> None:
     output = StepOutput(0, np.array([3, 4], np.int32), np.zeros(2, np.float32), no_top_tokens(2))
     assert encode_output(output).top is None
     assert_same(decode_output(encode_output(output)), output)
@@ -175,7 +175,7 @@ def an_output() -> StepOutput:
 
 
 @pytest.mark.parametrize("field", ["logprobs", "ranks"])
-def test_scores_whose_lengths_differ_are_refused(field) -> None:
+def test_scores_of_different_lengths_are_rejected(field) -> None:
     message = encode_output(an_output())
     broken = replace_field(message, scores=replace_field(message.scores, **{field: BROKEN}))
     with pytest.raises(ProtocolError, match="the reply to step 0 has an array of broken length"):
@@ -184,7 +184,7 @@ def test_scores_whose_lengths_differ_are_refused(field) -> None:
 
 @pytest.mark.parametrize("of", ["choices", "scores"])
 @pytest.mark.parametrize("field", ["offsets", "token_ids", "logprobs"])
-def test_top_tokens_whose_lengths_differ_are_refused(field, of) -> None:
+def test_top_tokens_of_different_lengths_are_rejected(field, of) -> None:
     message = encode_output(an_output())
     top = replace_field(message.top, **{field: BROKEN})
     change = {"top": top} if of == "choices" else {"scores": replace_field(message.scores, top=top)}
@@ -192,14 +192,14 @@ def test_top_tokens_whose_lengths_differ_are_refused(field, of) -> None:
         decode_output(replace_field(message, **change))
 
 
-def test_top_tokens_of_another_number_of_choices_are_refused() -> None:
+def test_top_tokens_for_another_number_of_samples_are_rejected() -> None:
     message = encode_output(an_output())
     top = replace_field(message.top, offsets=np.array([0, 1, 2], "<i4").tobytes())
     with pytest.raises(ProtocolError, match="different lengths"):
         decode_output(replace_field(message, top=top))
 
 
-def test_an_output_whose_lengths_differ_is_refused() -> None:
+def test_output_arrays_of_different_lengths_are_rejected() -> None:
     with pytest.raises(ProtocolError, match="different lengths"):
         decode_output(replace_field(encode_output(an_output()), logprobs=b""))
 

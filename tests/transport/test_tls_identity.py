@@ -1,4 +1,4 @@
-"""Who has the secret is let in, on both sides, and nobody else."""
+"""Mutual TLS from a shared secret."""
 
 from __future__ import annotations
 
@@ -38,41 +38,41 @@ def meet(master: ssl.SSLContext, agent: ssl.SSLContext) -> bytes:
             connecting.exception()
 
 
-def test_the_same_secret_meets() -> None:
-    assert meet(ClusterIdentity(SECRET).of_master(), ClusterIdentity(SECRET).of_work_agent()) == b"in"
+def test_equal_secrets_connect() -> None:
+    assert meet(ClusterIdentity(SECRET).server_context(), ClusterIdentity(SECRET).client_context()) == b"in"
 
 
 @pytest.mark.parametrize("other", ["0123456789abcdef" * 2 + "0", "x" * 32])
-def test_another_secret_is_refused(other: str) -> None:
+def test_master_rejects_another_secret(other: str) -> None:
     with pytest.raises((ssl.SSLError, ConnectionError)):
-        meet(ClusterIdentity(SECRET).of_master(), ClusterIdentity(other).of_work_agent())
+        meet(ClusterIdentity(SECRET).server_context(), ClusterIdentity(other).client_context())
 
 
-def test_a_work_agent_refuses_a_master_of_another_secret() -> None:
+def test_work_agent_rejects_a_master_with_another_secret() -> None:
     left, right = socket.socketpair()
     with left, right, ThreadPoolExecutor(1) as pool:
-        master = ClusterIdentity("y" * 32).of_master()
+        master = ClusterIdentity("y" * 32).server_context()
         answering = pool.submit(lambda: master.wrap_socket(left, server_side=True))
         with pytest.raises(ssl.SSLCertVerificationError):
-            ClusterIdentity(SECRET).of_work_agent().wrap_socket(right)
+            ClusterIdentity(SECRET).client_context().wrap_socket(right)
         right.close()
         assert answering.exception() is not None
 
 
-def test_without_a_certificate_nobody_gets_in() -> None:
+def test_master_rejects_a_client_without_a_certificate() -> None:
     stranger = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     stranger.check_hostname = False
     stranger.verify_mode = ssl.CERT_NONE
     with pytest.raises((ssl.SSLError, ConnectionError)):
-        meet(ClusterIdentity(SECRET).of_master(), stranger)
+        meet(ClusterIdentity(SECRET).server_context(), stranger)
 
 
-def test_a_predictable_secret_is_refused() -> None:
+def test_a_short_secret_is_rejected() -> None:
     with pytest.raises(ConfigError, match=r"must have at least 32 characters.*Given: 31"):
         ClusterIdentity("a" * 31)
 
 
-def test_the_secret_is_what_the_file_holds_between_white_space(tmp_path: Path) -> None:
+def test_read_secret_strips_white_space(tmp_path: Path) -> None:
     path = tmp_path / "secret"
     path.touch(mode=0o600)
     for written in (f"  {SECRET}\n", f"{SECRET}\r\n", f"\ufeff{SECRET}\r\n", SECRET, f"\n{SECRET}\n\n"):
@@ -83,7 +83,7 @@ def test_the_secret_is_what_the_file_holds_between_white_space(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("mode", [0o644, 0o604, 0o602, 0o666])
-def test_a_secret_that_everybody_can_read_or_write_is_none(tmp_path: Path, mode: int) -> None:
+def test_a_secret_file_open_to_other_users_is_rejected(tmp_path: Path, mode: int) -> None:
     path = tmp_path / "secret"
     path.write_text(SECRET)
     path.chmod(mode)
@@ -94,7 +94,7 @@ def test_a_secret_that_everybody_can_read_or_write_is_none(tmp_path: Path, mode:
 
 
 @pytest.mark.parametrize("content", [f"{SECRET}\n{SECRET}\n", f"secret {SECRET}"])
-def test_a_secret_of_several_words_is_refused(tmp_path: Path, content: str) -> None:
+def test_a_secret_of_several_words_is_rejected(tmp_path: Path, content: str) -> None:
     path = tmp_path / "secret"
     path.touch(mode=0o600)
     path.write_text(content)
@@ -102,21 +102,21 @@ def test_a_secret_of_several_words_is_refused(tmp_path: Path, content: str) -> N
         read_secret(path)
 
 
-def test_a_secret_is_read_from_files_only(tmp_path: Path) -> None:
+def test_a_secret_is_only_read_from_regular_files(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe", 0o600)  # which nobody ever writes to
     for path in (tmp_path, tmp_path / "pipe"):
         with pytest.raises(ConfigError, match="must be a regular file"):
             read_secret(path)
 
 
-def test_no_clock_decides_who_is_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_certificates_are_accepted_at_any_date(monkeypatch: pytest.MonkeyPatch) -> None:
     ended_long_ago = datetime.datetime(2021, 1, 1, tzinfo=datetime.UTC)  # as for a machine that is years ahead
-    monkeypatch.setattr(tls_identity, "_ENDS", ended_long_ago)
-    assert meet(ClusterIdentity(SECRET).of_master(), ClusterIdentity(SECRET).of_work_agent()) == b"in"
+    monkeypatch.setattr(tls_identity, "_VALID_UNTIL", ended_long_ago)
+    assert meet(ClusterIdentity(SECRET).server_context(), ClusterIdentity(SECRET).client_context()) == b"in"
 
 
-def test_an_older_tls_which_could_be_renegotiated_is_refused() -> None:
-    older = ClusterIdentity(SECRET).of_work_agent()
+def test_tls_below_1_3_is_rejected() -> None:
+    older = ClusterIdentity(SECRET).client_context()
     older.minimum_version = older.maximum_version = ssl.TLSVersion.TLSv1_2
     with pytest.raises(ssl.SSLError, match=r"(?i)protocol"):
-        meet(ClusterIdentity(SECRET).of_master(), older)
+        meet(ClusterIdentity(SECRET).server_context(), older)

@@ -28,7 +28,7 @@ def made(monkeypatch):
     return made
 
 
-def test_without_a_compiler_auto_falls_back_with_a_notice(made, caplog):
+def test_kernels_auto_falls_back_to_plain_without_a_compiler(made, caplog):
     backend, notice = backend_for(DeviceConfig(kernels="auto"), "bfloat16")
     assert backend == "plain"
     assert "no C++ compiler found" in notice
@@ -36,24 +36,24 @@ def test_without_a_compiler_auto_falls_back_with_a_notice(made, caplog):
     assert "no C++ compiler found" in caplog.text
 
 
-def test_without_a_compiler_plugin_is_an_error(made):
+def test_kernels_plugin_without_a_compiler_is_an_error(made):
     with pytest.raises(KernelError, match="no C\\+\\+ compiler found"):
         backend_for(DeviceConfig(kernels="plugin"), "bfloat16")
 
 
-def test_plain_does_not_look_for_a_compiler(made):
+def test_kernels_plain_does_not_look_for_a_compiler(made):
     assert backend_for(DeviceConfig(kernels="plain"), "float32") == ("plain", "")
     assert made == [("plain", "float32")]
 
 
-def test_exact_on_ascend_takes_batch_invariant_products_and_says_what_is_not_promised(made, monkeypatch):
+def test_exact_on_ascend_uses_batch_invariant_products_with_a_notice(made, monkeypatch):
     monkeypatch.delitem(MISSING, "ascend_invariant")
     backend, notice = backend_for(DeviceConfig(device_target="Ascend"), "float16")
     assert backend == "ascend_invariant"
     assert notice.startswith("the same bytes are not promised on Ascend: PagedAttention may split the keys of a row")
 
 
-def test_without_them_it_says_so(made, caplog):
+def test_a_notice_reports_missing_batch_invariant_products(made, caplog):
     backend, notice = backend_for(DeviceConfig(device_target="Ascend"), "float16")
     assert backend == "ascend"
     assert notice.startswith("the same bytes are not promised on Ascend: ")
@@ -61,7 +61,7 @@ def test_without_them_it_says_so(made, caplog):
     assert "products may add in another order in another batch: no ms_custom_ops" in caplog.messages
 
 
-def test_a_device_that_is_to_be_fast_has_its_own(made):
+def test_exactness_fast_selects_the_fast_ascend_backend(made):
     assert backend_for(DeviceConfig(device_target="Ascend", exactness="fast"), "float16") == ("ascend_fast", "")
     assert made == [("ascend_fast", "float16")]
 
@@ -75,7 +75,7 @@ def test_a_device_that_is_to_be_fast_has_its_own(made):
         (DeviceConfig(jit_level="O1"), "O1"),
     ],
 )
-def test_fusion_is_a_level_of_the_graph_compiler(given, used, monkeypatch):
+def test_enable_graph_kernel_sets_the_jit_level(given, used, monkeypatch):
     contexts = {}
     monkeypatch.setattr(device.ms, "set_context", contexts.update)
     monkeypatch.setattr(device.ms, "set_device", lambda *given: None)
@@ -85,7 +85,7 @@ def test_fusion_is_a_level_of_the_graph_compiler(given, used, monkeypatch):
 
 
 @pytest.mark.parametrize("given", [DeviceConfig(), DeviceConfig(enable_graph_kernel=True, jit_level="O1")])
-def test_ascend_is_set_as_its_other_servers_set_it(given, monkeypatch):
+def test_ascend_uses_the_settings_of_other_servers(given, monkeypatch):
     calls = []
     monkeypatch.setattr(device.ms, "set_context", lambda **settings: calls.append(settings))
     monkeypatch.setattr(device.ms, "set_device", lambda *target: calls.append(target))
@@ -110,7 +110,7 @@ def test_the_limit_of_an_older_yaml_leaves_some_memory_of_a_smaller_npu_free(fre
     assert npu_memory_limit(58 * 2**30, free) == limit
 
 
-def test_an_npu_that_takes_another_order_of_caches_is_refused(monkeypatch):
+def test_an_npu_with_another_cache_format_is_rejected(monkeypatch):
     monkeypatch.setattr(device.ms, "set_context", lambda **settings: pytest.fail("it goes on"))
     monkeypatch.setattr(device.ms, "set_device", lambda *target: None)
     monkeypatch.setattr(device, "_soc_version", lambda: "ascend310p")
@@ -118,7 +118,7 @@ def test_an_npu_that_takes_another_order_of_caches_is_refused(monkeypatch):
         configure_device(DeviceConfig(device_target="Ascend"))
 
 
-def test_flags_of_the_fusion_reach_mindspore(monkeypatch):
+def test_graph_kernel_flags_are_passed_to_mindspore(monkeypatch):
     monkeypatch.setattr(device.ms, "set_context", lambda **given: None)
     monkeypatch.setattr(device.ms, "set_device", lambda *given: None)
     monkeypatch.setenv("MS_DEV_GRAPH_KERNEL_FLAGS", "")  # so that it is put back afterwards

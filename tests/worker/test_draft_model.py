@@ -63,7 +63,7 @@ def asked(token_ids, count=4, key=1, start=0, temperature=0.0):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_the_same_weights_say_the_same_greedy_and_sampled(model, answer, temperature) -> None:
+def test_a_draft_model_with_equal_weights_proposes_the_same_tokens(model, answer, temperature) -> None:
     """Sampled too: the draft model has the random number of each position."""
     said = answer[temperature]
     assert len(set(said)) > 3
@@ -72,7 +72,7 @@ def test_the_same_weights_say_the_same_greedy_and_sampled(model, answer, tempera
         assert model.propose([asked(text, 5, temperature=temperature)]) == [said[num_known : num_known + 5]]
 
 
-def test_what_was_wrong_is_computed_again(model, answer) -> None:
+def test_rejected_draft_tokens_are_recomputed(model, answer) -> None:
     said = answer[0.0]
     (proposed,) = model.propose([asked(PROMPT, 6)])
     other = [*PROMPT, *said[:2], (said[2] + 1) % SPEC.vocab_size]
@@ -86,7 +86,7 @@ def proposed_alone(model, token_ids, count):
     return proposed
 
 
-def test_many_at_once_say_what_each_says_alone(model) -> None:
+def test_proposals_in_a_batch_equal_those_alone(model) -> None:
     texts = [PROMPT[: 1 + index % 6] + [index] * (index % 4) for index in range(MAX_CONTINUATIONS)]
     alone = [proposed_alone(model, text, 1 + index % 5) for index, text in enumerate(texts)]
     together = [asked(text, 1 + index % 5, key=index) for index, text in enumerate(texts)]
@@ -95,7 +95,7 @@ def test_many_at_once_say_what_each_says_alone(model) -> None:
     assert model.propose([asked(texts[3], 1 + 3, key=77)]) == [alone[3]]  # in the place of another one
 
 
-def test_only_what_is_new_is_computed(model, answer, monkeypatch) -> None:
+def test_draft_model_only_computes_new_tokens(model, answer, monkeypatch) -> None:
     said, computed = answer[0.0], []
     execute = model._runner.execute
     monkeypatch.setattr(model._runner, "execute", lambda step: computed.append(step.num_tokens) or execute(step))
@@ -106,7 +106,7 @@ def test_only_what_is_new_is_computed(model, answer, monkeypatch) -> None:
     assert computed == [1, 1]
 
 
-def test_what_is_asked_too_much_is_not_answered(model) -> None:
+def test_continuations_above_the_limits_get_no_proposal(model) -> None:
     too_much = [
         asked([]),
         asked([1] * (WINDOW + 1)),
@@ -124,14 +124,14 @@ def test_what_is_asked_too_much_is_not_answered(model) -> None:
     assert [len(each) for each in model.propose(longest)] == [MAX_COUNT]
 
 
-def test_tokens_that_the_large_model_has_not_are_not_proposed(draft_runner, answer) -> None:
+def test_tokens_outside_the_large_vocabulary_are_not_proposed(draft_runner, answer) -> None:
     said = answer[0.0]
     model = DraftModel(draft_runner, vocab_size=max(said[:3]))
     model._step = draft_runner._next_step
     assert model.propose([asked(PROMPT, 3)]) == [said[: said.index(max(said[:3]))]]
 
 
-def test_after_a_failure_all_is_computed_anew(model, answer, monkeypatch) -> None:
+def test_a_failure_drops_all_cached_tokens(model, answer, monkeypatch) -> None:
     model.propose([asked(PROMPT, 4)])
     execute = model._runner.execute
 

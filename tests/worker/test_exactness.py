@@ -3,7 +3,7 @@
 import pytest
 from llm_serving.backends import BACKENDS
 from llm_serving.core.enums import ExactnessName
-from llm_serving.worker.exactness import PROMISES, promise
+from llm_serving.worker.exactness import GUARANTEES, guarantee
 
 pytestmark = pytest.mark.mindspore
 
@@ -13,11 +13,11 @@ REFUSED = {
     (ExactnessName.FAST, "ascend_invariant"),
     (ExactnessName.EXACT, "ascend_fast"),
 }
-"""Never asked for: `config check` refuses the first, and `backend_for` makes the others for one exactness alone."""
+"""Impossible: `config check` rejects the first, and `backend_for` creates the others for one exactness only."""
 
 
-def test_whatever_computes_has_a_promise():
-    assert set(PROMISES) == {(each, name) for each in ExactnessName for name in BACKENDS} - REFUSED
+def test_every_backend_has_a_guarantee():
+    assert set(GUARANTEES) == {(each, name) for each in ExactnessName for name in BACKENDS} - REFUSED
 
 
 @pytest.mark.parametrize(
@@ -31,15 +31,15 @@ def test_whatever_computes_has_a_promise():
         ("fast", "ascend_fast", False),
     ],
 )
-def test_same_bytes_are_promised_where_products_and_attention_are_always_the_same(exactness, backend, same_bytes):
-    assert promise(exactness, backend).startswith("the same request gets the same bytes") == same_bytes
+def test_bit_identity_is_guaranteed_on_a_cpu(exactness, backend, same_bytes):
+    assert guarantee(exactness, backend).startswith("the same request gets the same bytes") == same_bytes
 
 
 @pytest.mark.parametrize("backend", ["ascend", "ascend_invariant"])
-def test_exact_on_ascend_says_that_attention_depends_on_the_batch(backend):
-    assert "chooses the split by the shape of the whole batch" in promise("exact", backend)
+def test_the_guarantee_on_ascend_excludes_attention(backend):
+    assert "chooses the split by the shape of the whole batch" in guarantee("exact", backend)
 
 
-def test_experts_on_a_device_have_no_batch_invariant_products():
-    assert promise("exact", "ascend_invariant", has_experts=True).startswith("the same bytes are not promised")
-    assert promise("exact", "cpu", has_experts=True) == promise("exact", "cpu")
+def test_the_guarantee_for_experts_on_ascend_excludes_their_products():
+    assert guarantee("exact", "ascend_invariant", has_experts=True).startswith("the same bytes are not promised")
+    assert guarantee("exact", "cpu", has_experts=True) == guarantee("exact", "cpu")

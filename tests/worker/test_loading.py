@@ -58,7 +58,7 @@ def load(folder, monkeypatch):
     return load
 
 
-def test_what_is_promised_is_told_at_the_start(load, caplog):
+def test_the_guarantee_is_logged_at_start(load, caplog):
     caplog.set_level("INFO")
     load(num_blocks=1)
     assert "device_config.exactness: exact: the same request gets the same bytes" in caplog.text
@@ -75,14 +75,14 @@ def test_the_host_pool_is_as_large_as_configured(load):
     assert {host.shape for hosts in tensors.host_layers for host in hosts} == {(5, 16, 2, 16)}
 
 
-def test_the_host_pool_takes_of_the_memory_the_cache_would_get(load, monkeypatch):
+def test_the_host_pool_reduces_the_cache(load, monkeypatch):
     free = 2 * (TAKEN_BYTES + 20 * BLOCK_BYTES)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=free))
     assert load().num_blocks == 20
     assert load(num_swap_blocks=6).num_blocks == 14
 
 
-def test_the_cache_takes_what_the_memory_given_leaves(load):
+def test_the_cache_uses_the_memory_left_by_the_limit(load):
     assert load(max_device_memory=TAKEN_BYTES + 20 * BLOCK_BYTES + 1).num_blocks == 20
     with pytest.raises(ConfigError, match="must have room for one block of 4096 bytes"):
         load(max_device_memory=TAKEN_BYTES)
@@ -135,14 +135,14 @@ def test_a_device_that_reports_no_free_memory_needs_a_limit(tmp_path, monkeypatc
         blocks_of_llama(tmp_path, monkeypatch, 0, limit)
 
 
-def test_the_mask_of_a_long_context_takes_of_the_cache():
+def test_the_mask_of_a_long_context_reduces_the_cache():
     assert working_bytes(SPEC, 2, 2048, 1, num_mask_keys("Ascend", 2**17)) - working_bytes(SPEC, 2, 2048, 1) == (
         2048 * 2**17 * 11
     )
     assert num_mask_keys("CPU", 2**17) == 0
 
 
-def test_larger_steps_and_larger_weights_leave_less_for_the_cache():
+def test_larger_steps_and_weights_reduce_the_cache():
     gate_up_and_their_product, row = 3 * 96, 4 * 3 * SPEC.vocab_size
     assert working_bytes(SPEC, 2, 2048, 100) == 2048 * 2 * 2 * gate_up_and_their_product + (100 + 2048) * row
     large = tiny_spec(vocab_size=2**16)
@@ -162,7 +162,7 @@ def test_quantised_weights_are_served_in_the_model_dtype_and_the_log_says_so(tmp
     assert on_its_way == 12 * SPEC.max_weight_elements  # two of float32, the codes of one, and what it becomes
 
 
-def test_the_log_says_so_where_quantised_weights_are_kept_in_codes(tmp_path, monkeypatch, caplog):
+def test_the_log_reports_weights_that_stay_quantized(tmp_path, monkeypatch, caplog):
     write_quantized(tmp_path, LAYOUTS["FP8, a scale for a block"], TINY)
     monkeypatch.setattr(loading.ModelRunner, "warm_up", lambda runner: None)
     monkeypatch.setenv("LLM_SERVING_THREADS", "2")
@@ -172,7 +172,7 @@ def test_the_log_says_so_where_quantised_weights_are_kept_in_codes(tmp_path, mon
     assert told in caplog.messages
 
 
-def test_mindformers_that_is_missing_is_told_with_what_installs_it(monkeypatch):
+def test_a_missing_mindformers_is_reported_with_the_install_command(monkeypatch):
     monkeypatch.setitem(sys.modules, "mindformers", None)
     mindformers.module_of_mindformers.cache_clear()
     with pytest.raises(

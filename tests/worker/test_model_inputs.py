@@ -1,3 +1,7 @@
+"""Network arguments built from steps, and the checks of their arrays."""
+
+from __future__ import annotations
+
 import dataclasses
 
 import numpy as np
@@ -6,7 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from llm_serving.core.step import NO_BLOCK
 from llm_serving.errors import WorkerError
-from llm_serving.worker.model_inputs import NO_TOKENS, ModelLimits, build_model_inputs, resolve_token_ids
+from llm_serving.worker.model_inputs import (
+    NO_TOKENS,
+    ModelLimits,
+    all_in_range,
+    all_true,
+    all_zero,
+    any_true,
+    build_model_inputs,
+    is_partition,
+    resolve_token_ids,
+)
 from support.step_factories import sampling_input, step_input
 
 LIMITS = ModelLimits(vocab_size=100, max_positions=64, num_blocks=10, block_size=4)
@@ -16,7 +30,7 @@ def build(step, previous=NO_TOKENS, limits=LIMITS):
     return build_model_inputs(step, previous, limits)
 
 
-def test_a_chunk_of_a_prompt_beside_a_decode_row():
+def test_a_prompt_chunk_and_a_decode_row_share_a_step():
     inputs = build(step_input([([11, 12, 13], 3, [7, 2]), ([21], 8, [1, 5, 9])]))
     assert inputs.token_ids.tolist() == [11, 12, 13, 21]
     assert inputs.positions.tolist() == [3, 4, 5, 8]
@@ -48,10 +62,10 @@ def test_every_array_is_int32_and_contiguous():
             assert array.flags.c_contiguous
 
 
-def test_a_step_with_further_rows_has_none_of_their_tokens():
+def test_padded_rows_have_no_tokens():
     inputs = build(step_input([([11, 12, 13], 0, [7]), ([21], 0, [1])]))
     assert inputs.are_whole_prompts
-    padded = inputs.with_rows(4)
+    padded = inputs.padded_to(4)
     assert padded.query_lens.tolist() == padded.context_lens.tolist() == [3, 1, 0, 0]
     assert padded.block_tables.tolist() == [[7], [1], [0], [0]]
     for name in ("token_ids", "positions", "slot_mapping", "sample_indices"):
@@ -94,7 +108,7 @@ def test_a_reference_past_the_previous_step_is_an_error():
         ([([], 0, [1]), ([1, 2], 0, [2])], "query_lens must be at least 1 each and 2 together. Given: least 0, sum 2"),
     ],
 )
-def test_a_step_that_reaches_outside_is_refused(rows, message):
+def test_out_of_range_indices_are_rejected(rows, message):
     with pytest.raises(WorkerError, match=message):
         build(step_input(rows))
 
@@ -119,7 +133,7 @@ def test_a_step_that_reaches_outside_is_refused(rows, message):
         ({"query_lens": np.array([], np.int32)}, "at least one row"),
     ],
 )
-def test_a_step_that_contradicts_itself_is_refused(changes, message):
+def test_an_inconsistent_step_is_rejected(changes, message):
     step = step_input([([1, 2], 0, [1]), ([3], 0, [2])])
     with pytest.raises(WorkerError, match=message):
         build(dataclasses.replace(step, **changes))
@@ -148,7 +162,7 @@ def test_indices_equal_those_of_a_loop_over_tokens(lengths, block_size, random):
     assert inputs.slot_mapping.tolist() == slots
 
 
-def test_behind_the_window_a_step_may_name_no_block():
+def test_blocks_behind_the_window_may_be_missing():
     """A token at position 9 sees 6 tokens, from 4 on; one at position 12 from 7 on, which is in the same block."""
     limits = dataclasses.replace(LIMITS, window=6)
     rows = [([5], 9, [NO_BLOCK, 3, 6]), ([7, 8], 12, [NO_BLOCK, 5, 1, 2])]
@@ -158,6 +172,38 @@ def test_behind_the_window_a_step_may_name_no_block():
 
 
 @pytest.mark.parametrize(("table", "window"), [([NO_BLOCK, NO_BLOCK, 6], 6), ([-2, 3, 6], 6), ([NO_BLOCK, 3, 6], None)])
-def test_a_gap_that_a_row_sees_is_refused(table, window):
+def test_a_missing_block_inside_the_window_is_rejected(table, window):
     with pytest.raises(WorkerError, match="block_tables must hold ids from 0 to 9"):
         build(step_input([([5], 9, table)]), limits=dataclasses.replace(LIMITS, window=window))
+
+
+INT32 = st.integers(-(2**31), 2**31 - 1)
+
+
+@given(st.lists(st.integers(-3, 6) | INT32, max_size=5), st.sampled_from([1, 4, 6, 2**31 - 1, 2**31]))
+def test_numbers_are_below_an_end(values, end):
+    assert all_in_range(np.array(values, np.int32), end) == all(0 <= each < end for each in values)
+
+
+@pytest.mark.parametrize("values", [[[0, 3], [1, 2]], [[0, 3], [-1, 2]], [[4, 0], [0, 0]]])
+def test_so_are_those_of_a_column(values):
+    found = [all_in_range(column, 4) for column in np.array(values, np.int32).T]
+    assert found == [all(0 <= each < 4 for each in column) for column in zip(*values, strict=True)]
+
+
+@given(st.lists(st.integers(-2, 4), max_size=5), st.integers(0, 4), st.integers(0, 4))
+def test_offsets_cut_a_list(offsets, num_entries, num_parts):
+    ends = len(offsets) == num_parts + 1 and offsets[0] == 0 and offsets[-1] == num_entries
+    assert is_partition(np.array(offsets, np.int32), num_entries, num_parts) == (ends and sorted(offsets) == offsets)
+
+
+@given(st.lists(st.booleans(), max_size=5))
+def test_all_true_and_any_true(values):
+    mask = np.array(values, np.bool_)
+    assert all_true(mask) == all(values)
+    assert any_true(mask) == any(values)
+
+
+@given(st.lists(st.sampled_from([0, 1, 256, -(2**31)]), max_size=4), st.sampled_from([np.int32, np.float64]))
+def test_all_zero(values, dtype):
+    assert all_zero(np.array(values, dtype)) == (not any(values))

@@ -76,7 +76,7 @@ def test_warm_up_compiles_and_changes_no_answer(runner, greedy_tokens):
     assert runner.num_compilations == 3
 
 
-def test_whole_prompts_have_a_graph_of_their_own_as_far_as_its_rows_go(folder, greedy_tokens):
+def test_steps_of_whole_prompts_use_their_own_graph_up_to_its_rows(folder, greedy_tokens):
     settings = {"num_blocks": 16, "block_size": 16, "max_model_len": 64}
     runner = ModelRunner(SPEC, folder, backend("cpu", "bfloat16"), **settings, as_program=False, num_prompt_rows=2)
     runner.warm_up()
@@ -92,7 +92,7 @@ def test_whole_prompts_have_a_graph_of_their_own_as_far_as_its_rows_go(folder, g
     assert runner.num_compilations == 3
 
 
-def test_what_may_be_chosen_follows_while_the_step_is_computed(folder):
+def test_allowed_tokens_may_follow_while_the_step_is_computed(folder):
     runner = ModelRunner(SPEC, folder, backend("cpu", "bfloat16"), num_blocks=16, block_size=16, max_model_len=64)
     computed = []
 
@@ -125,19 +125,19 @@ def test_sampling_is_the_same_alone_and_in_a_batch(folder):
 
 
 @pytest.mark.parametrize("number", [1, -1])
-def test_a_step_out_of_order_is_refused_and_changes_nothing(runner, greedy_tokens, number):
+def test_a_step_out_of_order_is_rejected_and_changes_nothing(runner, greedy_tokens, number):
     with pytest.raises(StepMismatchError, match=f"expected step 0. Given: {number}"):
         runner.execute(step_input([(PROMPT, 0, [8, 1])], step=number))
     assert runner.execute(step_input([(PROMPT, 0, [8, 1])])).token_ids.tolist() == greedy_tokens[:1]
 
 
-def test_a_step_given_twice_is_refused(runner):
+def test_a_repeated_step_is_rejected(runner):
     runner.execute(step_input([(PROMPT, 0, [8, 1])]))
     with pytest.raises(StepMismatchError, match=r"expected step 1\. Given: 0"):
         runner.execute(step_input([(PROMPT, 0, [8, 1])]))
 
 
-def test_after_a_failed_step_the_one_ahead_fails_too_and_others_go_on(runner, greedy_tokens):
+def test_a_step_after_a_failed_one_fails_only_for_rows_that_refer_to_it(runner, greedy_tokens):
     with pytest.raises(WorkerError, match="token_ids must be below 97"):
         runner.execute(step_input([([97], 0, [2])]))
     with pytest.raises(WorkerError, match="row 0 would read more of block 2 than was written"):
@@ -154,7 +154,7 @@ def test_ids_of_a_bias_are_checked_before_anything_is_computed(runner):
         runner.execute(step_input([(PROMPT, 0, [8, 1])], sampling=how))
 
 
-def test_a_context_past_max_model_len_is_refused(runner):
+def test_a_context_above_max_model_len_is_rejected(runner):
     with pytest.raises(WorkerError, match=r"at most 64 tokens\. Given: 65"):
         runner.execute(step_input([([1], 64, [1, 2, 3, 4, 5])]))
 
@@ -184,7 +184,7 @@ def test_blocks_move_before_the_step_computes(swapping_runner, greedy_tokens):
     assert run(3, [([second], 22, [3, 5])], (BlockMoveKind.COPY, 2, 5, 0, 0, 6)) == [third]
 
 
-def test_a_wrong_move_stops_all_of_its_step(swapping_runner, greedy_tokens):
+def test_an_invalid_move_stops_its_step(swapping_runner, greedy_tokens):
     swapping_runner.execute(step_input([(PROMPT, 0, [8, 1])]))
     wrong = (BlockMoveKind.COPY, 0, 8), (BlockMoveKind.SWAP_OUT, 0, 2)
     with pytest.raises(WorkerError, match=r"`num_swap_blocks` 2\. Given: 2"):
@@ -193,7 +193,7 @@ def test_a_wrong_move_stops_all_of_its_step(swapping_runner, greedy_tokens):
     assert output.token_ids.tolist() == greedy_tokens[1:2]
 
 
-def test_a_wrong_row_stops_the_moves_of_its_step(swapping_runner, greedy_tokens):
+def test_an_invalid_row_stops_the_moves_of_its_step(swapping_runner, greedy_tokens):
     swapping_runner.execute(step_input([(PROMPT, 0, [8, 1])]))
     with pytest.raises(WorkerError, match="token_ids must be below 97"):
         swapping_runner.execute(step_input([([97], 0, [2])], step=1, moves=[(BlockMoveKind.COPY, 0, 8)]))
@@ -201,7 +201,7 @@ def test_a_wrong_row_stops_the_moves_of_its_step(swapping_runner, greedy_tokens)
     assert output.token_ids.tolist() == greedy_tokens[1:2]
 
 
-def test_a_swap_without_a_host_pool_is_refused(runner):
+def test_a_swap_without_a_host_pool_is_rejected(runner):
     with pytest.raises(WorkerError, match=r"below `num_swap_blocks` 0\. Given: 0"):
         runner.execute(step_input([(PROMPT, 0, [8, 1])], moves=[(BlockMoveKind.SWAP_OUT, 8, 0)]))
 
@@ -213,6 +213,6 @@ def test_arrays_over_read_only_memory_are_accepted(runner, greedy_tokens):
     assert runner.execute(step).token_ids.tolist() == greedy_tokens[:1]
 
 
-def test_more_slots_than_int32_can_name_are_refused(folder):
+def test_more_kv_slots_than_int32_can_number_are_rejected(folder):
     with pytest.raises(ConfigError, match="`num_blocks` times `block_size` must be at most 2147483647"):
         ModelRunner(SPEC, folder, backend("cpu", "bfloat16"), num_blocks=2**28, block_size=16, max_model_len=64)

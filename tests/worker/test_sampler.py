@@ -44,7 +44,7 @@ def frequencies(logits, draws=20_000, **fields):
     return np.bincount(chosen, minlength=len(logits)) / draws
 
 
-def test_greedy_takes_the_largest_and_of_equals_the_lowest_id():
+def test_greedy_sampling_breaks_ties_by_the_lowest_id():
     output = choose([[0, 5, 5, 1], [-3, -4, -9, -3]])
     assert output.step == 3
     assert output.token_ids.tolist() == [1, 0]
@@ -68,7 +68,7 @@ def test_logits_are_not_changed():
 
 
 @pytest.mark.parametrize("bad", [NAN, INF])
-def test_a_row_without_a_choice_is_an_error_of_its_own(bad):
+def test_a_row_without_a_choice_only_fails_itself(bad):
     output = choose([[1, 2], [bad, 2], [3, 2]], num_logprobs=0)
     assert output.token_ids.tolist() == [1, -1, 0]
     assert list(output.row_errors) == [1]
@@ -107,7 +107,7 @@ def test_a_forbidden_token_is_never_drawn():
     assert frequencies([0, -INF, 0, -INF])[[1, 3]].tolist() == [0, 0]
 
 
-def test_top_k_keeps_the_k_largest_and_of_equals_the_lowest_ids():
+def test_top_k_breaks_ties_by_the_lowest_id():
     assert (frequencies([1, 3, 3, 3, 2], top_k=2) > 0).tolist() == [False, True, True, False, False]
 
 
@@ -191,7 +191,7 @@ def test_logprobs_are_of_the_model_not_of_the_changed_distribution():
     assert output.top.logprobs == pytest.approx(exact[[1, 2]], abs=1e-6)
 
 
-def test_a_row_has_as_many_likely_tokens_as_it_wants():
+def test_each_row_gets_its_number_of_top_logprobs():
     output = choose([[1, 2, 3]] * 4, num_logprobs=[-1, 2, 0, 1])
     assert output.top.offsets.tolist() == [0, 0, 2, 2, 3]
     assert output.top.token_ids.tolist() == [2, 1, 2]
@@ -199,7 +199,7 @@ def test_a_row_has_as_many_likely_tokens_as_it_wants():
     assert output.logprobs[1] == output.top.logprobs[0] == output.logprobs[2]
 
 
-def test_a_row_without_a_token_has_no_likely_ones():
+def test_a_failed_row_has_no_top_logprobs():
     output = choose([[1, 2], [np.nan, 2], [3, 4]], num_logprobs=2)
     assert output.top.offsets.tolist() == [0, 2, 2, 4]
 
@@ -292,26 +292,26 @@ def _adjusted(values, sampling, row):
         ({"history": {0: [1]}, "history_prompt_lens": -1}, "history_prompt_lens must be at least 0. Given: -1"),
     ],
 )
-def test_what_lies_outside_is_refused(fields, message):
+def test_out_of_range_sampling_arrays_are_rejected(fields, message):
     with pytest.raises(WorkerError, match=message):
         check_sampling(sampling_input(2, **fields), 4)
 
 
 @pytest.mark.parametrize("field", ["top_k", "seed", "history_prompt_lens", "bias_values"])
-def test_fields_of_another_length_are_refused(field):
+def test_sampling_fields_of_another_length_are_rejected(field):
     sampling = sampling_input(2, bias={0: {1: 1.0}})
     with pytest.raises(WorkerError, match=f"{field} must have . entries. Given: 0"):
         check_sampling(replace(sampling, **{field: getattr(sampling, field)[:0]}), 4)
 
 
 @pytest.mark.parametrize("name", ["history", "bias", "allowed"])
-def test_offsets_that_leave_an_empty_list_and_come_back_are_refused(name):
+def test_decreasing_offsets_are_rejected(name):
     sampling = replace(sampling_input(2), **{f"{name}_offsets": np.array([0, 5, 0], np.int32)})
-    with pytest.raises(WorkerError, match=f"{name}_offsets must cut 0 entries into 2 parts and never fall"):
+    with pytest.raises(WorkerError, match=f"{name}_offsets must divide 0 entries into 2 parts and never decrease"):
         check_sampling(sampling, 4)
 
 
-def test_a_vocabulary_whose_sums_would_round_is_refused():
+def test_a_vocabulary_too_large_for_exact_sums_is_rejected():
     with pytest.raises(WorkerError, match=r"vocab_size must be at most 1048576 to sample\. Given: 1048577"):
         check_sampling(sampling_input(1), 2**20 + 1)
 
@@ -330,7 +330,7 @@ def test_a_vocabulary_whose_sums_would_round_is_refused():
         ({"bias": {0: {1: INF}}}, "bias_values must be at most 100.0. Given: inf"),
     ],
 )
-def test_parameters_are_checked_again_where_they_are_used(fields, text):
+def test_sampling_parameters_are_checked_again_by_the_worker(fields, text):
     with pytest.raises(WorkerError, match=re.escape(text)):
         check_sampling(sampling_input(2, **fields), 10)
 
@@ -342,7 +342,7 @@ def test_a_penalty_leaves_finite_logits_finite(logits, penalty):
 
 
 class TestAllowedTokens:
-    def test_others_are_never_chosen(self):
+    def test_only_allowed_tokens_are_sampled(self):
         logits = np.random.default_rng(0).normal(size=100)
         for allowed in ([3], [31, 32, 33], [64, 99], list(range(100))):
             assert set(np.flatnonzero(frequencies(logits, 500, allowed=dict.fromkeys(range(500), allowed)))) <= {
@@ -351,25 +351,25 @@ class TestAllowedTokens:
             greedy = tokens([logits], allowed={0: allowed})
             assert greedy == [max(allowed, key=lambda token: logits[token])]
 
-    def test_rows_without_them_choose_from_all(self):
+    def test_rows_without_a_bitmap_sample_from_all_tokens(self):
         assert tokens([[1, 5, 3], [1, 5, 3]], allowed={1: [0, 2]}) == [1, 2]
 
-    def test_a_bias_does_not_bring_others_back(self):
+    def test_a_bias_does_not_allow_a_forbidden_token(self):
         assert tokens([[1, 5, 3]], allowed={0: [0]}, bias={0: {1: 100.0}}) == [0]
 
-    def test_none_left_is_an_error_of_the_row(self):
+    def test_a_row_without_allowed_tokens_fails(self):
         assert list(choose([[1, 5, 3]], allowed={0: [1]}, bias={0: {1: -INF}}).row_errors) == [0]
 
     @pytest.mark.parametrize(
         ("change", "text"),
         [
-            ({"allowed_offsets": [0, 1]}, "allowed_offsets must cut 1 entries into 2 parts"),
-            ({"allowed_offsets": [0, 1, 2]}, "allowed_offsets must cut 1 entries into 2 parts"),
-            ({"allowed_offsets": [0, 2, 1]}, "allowed_offsets must cut 1 entries into 2 parts and never fall"),
+            ({"allowed_offsets": [0, 1]}, "allowed_offsets must divide 1 entries into 2 parts"),
+            ({"allowed_offsets": [0, 1, 2]}, "allowed_offsets must divide 1 entries into 2 parts"),
+            ({"allowed_offsets": [0, 2, 1]}, "allowed_offsets must divide 1 entries into 2 parts and never decrease"),
             ({"allowed_offsets": [0, 0, 2], "allowed_words": [1, 1]}, "allowed_words must have a bit for each of 10"),
         ],
     )
-    def test_words_beyond_the_vocabulary_are_refused(self, change, text):
+    def test_bitmaps_longer_than_the_vocabulary_are_rejected(self, change, text):
         arrays = {name: np.array(value, np.int32) for name, value in change.items()}
         with pytest.raises(WorkerError, match=text):
             check_sampling(replace(sampling_input(2, allowed={0: [9]}), **arrays), 10)

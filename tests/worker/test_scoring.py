@@ -48,7 +48,7 @@ def expected(logits, token_id):
     return logprobs[token_id], 1 + int((logits > logits[token_id]).sum())
 
 
-def test_a_prompt_is_scored_as_its_logits_say(runner, model):
+def test_scores_of_a_prompt_follow_from_its_logits(runner, model):
     logits = model.logits((PROMPT, 0, [1, 2]))
     output = runner.execute(step_input([(PROMPT, 0, [8, 1])], samples=[], scores=scores_of_prompt(count=3)))
     scores = output.scores
@@ -89,7 +89,7 @@ def test_vectors_and_log_probabilities_are_those_of_the_reference(folder):
     assert output.vectors.dtype == output.scores.logprobs.dtype == np.float32
 
 
-def test_the_bits_do_not_depend_on_chunks_and_neighbours(runner, folder):
+def test_scores_are_bit_identical_in_any_chunk_and_batch(runner, folder):
     whole = runner.execute(step_input([(PROMPT, 0, [8, 1])], scores=scores_of_prompt()))
     chunked = ModelRunner(SPEC, folder, backend("cpu", "bfloat16"), num_blocks=16, block_size=16, max_model_len=64)
     parts = []
@@ -104,7 +104,7 @@ def test_the_bits_do_not_depend_on_chunks_and_neighbours(runner, folder):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_the_bits_are_those_of_the_whole_network(folder, dtype):
+def test_scores_are_bit_identical_to_the_whole_network(folder, dtype):
     model = GraphModel(SPEC, folder, backend("cpu", dtype))
     logits = model.logits((PROMPT, 0, [1, 2]))
     states = model.states((PROMPT, 0, [1, 2]))
@@ -113,7 +113,7 @@ def test_the_bits_are_those_of_the_whole_network(folder, dtype):
     assert np.concatenate(pieces).tobytes() == logits.tobytes()
 
 
-def test_logits_are_made_in_pieces_of_bounded_memory(monkeypatch):
+def test_scoring_computes_a_bounded_number_of_logits_at_a_time(monkeypatch):
     rng = np.random.default_rng(3)
     table = rng.normal(size=(50, 8)).astype(np.float32)
     states = rng.normal(size=(23, 8)).astype(np.float32)
@@ -136,7 +136,7 @@ def test_logits_are_made_in_pieces_of_bounded_memory(monkeypatch):
         assert of(pieces).tobytes() == of(whole).tobytes(), name
 
 
-def test_ranks_count_equals_of_a_lower_id():
+def test_ranks_count_ties_with_a_lower_id():
     logits = np.array([[1, 3, 3, 0, 3]], np.float32)
     wanted = scoring_input(([0, 1, 2, 3, 4], 9))
     scores, errors = score(np.zeros((1, 2), np.float32), wanted, lambda _: logits, 5, sampling_reference.choose_tokens)
@@ -146,7 +146,7 @@ def test_ranks_count_equals_of_a_lower_id():
     assert not errors
 
 
-def test_logits_that_are_no_numbers_are_an_error_of_their_result_alone():
+def test_nan_logits_only_fail_their_result():
     logits = np.array([[1, 2], [np.nan, 1], [2, 1]], np.float32)
     wanted = scoring_input(([0], 1), ([0], 1), ([0], 1))
     scores, errors = score(np.zeros((3, 2), np.float32), wanted, lambda _: logits, 2, sampling_reference.choose_tokens)
@@ -163,6 +163,6 @@ def test_logits_that_are_no_numbers_are_an_error_of_their_result_alone():
         (scoring_input(([3], -1)), "num_logprobs of scoring must be at least 0. Given: -1"),
     ],
 )
-def test_what_would_reach_outside_the_logits_is_refused(wanted, message):
+def test_out_of_range_scoring_arrays_are_rejected(wanted, message):
     with pytest.raises(WorkerError, match=message):
         check_scoring(wanted, 97)

@@ -1,4 +1,4 @@
-"""A machine without a compiler: MindSpore's own operations serve, in a process that never saw the operator library."""
+"""A machine without a compiler: MindSpore's own operations serve, and the operator library is never loaded."""
 
 import os
 import subprocess

@@ -225,8 +225,8 @@ class Engine(EngineRequests):
 
         The WorkAgent computes that step meanwhile, and needs the allowed tokens only for sampling.
         """
-        if self._executor.awaits_allowed:
-            self._executor.allow(self._builder.allowed(self._in_flight[0]))
+        if self._executor.needs_allowed_tokens:
+            self._executor.set_allowed_tokens(self._builder.allowed(self._in_flight[0]))
 
     def _wait(self) -> None:
         """Sleep until a message comes, the WorkAgent dies, a deadline passes or a batch has waited long enough."""
@@ -300,8 +300,8 @@ class Engine(EngineRequests):
     def _on_restart_attempt(self, reason: str) -> None:
         """End all requests if the WorkAgent has been away for longer than allowed."""
         self._drain_inbox()
-        away = self._executor.away
-        if away is not None and self._clock() - away.since > self._restart_wait_s:
+        status = self._executor.restart_status
+        if status is not None and self._clock() - status.lost_at > self._restart_wait_s:
             error = f"its WorkAgent has not come back within {self._restart_wait_s:g} s: {reason}"
             self._end_all(error, FinishReason.UNAVAILABLE)
         self._publish()

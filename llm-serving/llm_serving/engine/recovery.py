@@ -113,8 +113,8 @@ class Recovery:
     def _survives(self, further: Sequence[Schedule]) -> bool:
         """Throws the replies to the steps after a failed one away; False if the WorkAgent is gone meanwhile."""
         for schedule in further:
-            if self._executor.awaits_allowed:
-                self._executor.allow(all_tokens_allowed(schedule.num_samples))
+            if self._executor.needs_allowed_tokens:
+                self._executor.set_allowed_tokens(all_tokens_allowed(schedule.num_samples))
             try:
                 self._executor.collect()
             except StepFailedError:
@@ -170,8 +170,8 @@ class Recovery:
             while (schedule := trial.schedule(0.0)) is not None:
                 self._listen()
                 executor.submit(builder.build(schedule, executor.next_step))
-                if executor.awaits_allowed:
-                    executor.allow(builder.allowed(schedule))
+                if executor.needs_allowed_tokens:
+                    executor.set_allowed_tokens(builder.allowed(schedule))
                 trial.update(schedule, executor.collect().token_ids.tolist())
         except StepFailedError:
             return False

@@ -54,20 +54,20 @@ def health_of(
     """
     failed = {**failures, **{index: engine.dead for index, engine in engines.items() if engine.dead is not None}}
     restarting = {
-        index: engine.away or f"is started again: {engine.restarting}"
+        index: engine.restart_status or f"is started again: {engine.restarting}"
         for index, engine in engines.items()
         if engine.restarting is not None and engine.dead is None
     }
-    used_up = any(engines[index].used_up for index in restarting)
+    exhausted = any(engines[index].restarts_exhausted for index in restarting)
     ready = any(engine.dead is None and engine.restarting is None for engine in engines.values())
     loading = bool(restarting) or len(engines.keys() | failed.keys()) < num_replicas
     notices = {index: engine.notice for index, engine in engines.items() if engine.notice}
     lasting = f"was started again more than {max_restarts} times in a row without a step"
-    notices |= {index: lasting for index, engine in engines.items() if engine.used_up}
+    notices |= {index: lasting for index, engine in engines.items() if engine.restarts_exhausted}
     remarks = "; ".join(f"WorkAgent {index}: {remark}" for index, remark in sorted((notices | failed).items()))
     if not ready and not loading:
         return EngineHealth(False, f"no WorkAgent lives: {remarks}")
-    if restarting and (ready or used_up):
+    if restarting and (ready or exhausted):
         remarks = "; ".join(f"WorkAgent {index} {why}" for index, why in restarting.items())
         return EngineHealth(ready, remarks, loading)
     if loading:
@@ -417,14 +417,14 @@ class Replicas(EngineListener):
 
     def _check_restarts(self, _: None) -> None:
         """Ends the server, if it shall end then, once every WorkAgent has used up its restarts."""
-        used_up = any(engine.used_up for engine in self.living().values())
-        if self._config.exit_without_work_agents and used_up and all(map(self._is_given_up, range(len(self)))):
+        exhausted = any(engine.restarts_exhausted for engine in self.living().values())
+        if self._config.exit_without_work_agents and exhausted and all(map(self._is_abandoned, range(len(self)))):
             self._events.on_failure(NoWorkAgentsError(self.health().detail))
 
-    def _is_given_up(self, index: int) -> bool:
+    def _is_abandoned(self, index: int) -> bool:
         """Whether nobody should count on a replica: it is drained, could not be loaded, or has used up its restarts."""
         engine = self.engines.get(index)
-        return index in self._drained or index in self._failures or (engine is not None and engine.used_up)
+        return index in self._drained or index in self._failures or (engine is not None and engine.restarts_exhausted)
 
 
 def _reload(engine: Engine, number: int, config: ServingConfig) -> None:

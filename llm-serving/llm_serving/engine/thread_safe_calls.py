@@ -15,7 +15,7 @@ from llm_serving.engine.listener import EngineListener
 from llm_serving.errors import WorkerDiedError
 from llm_serving.executor.cluster.block_link import BlockLink
 from llm_serving.executor.executor import Executor
-from llm_serving.executor.restart_status import Away
+from llm_serving.executor.restart_status import RestartStatus
 from llm_serving.kvcache.transfer_pool import TransferBlock
 from llm_serving.observability.event_log import Journal
 from llm_serving.scheduler import Scheduler
@@ -108,7 +108,7 @@ class ThreadSafeCalls:
         self._stopping = True
         self._report_closing()
         self._inbox.wake()
-        self._executor.give_up()
+        self._executor.cancel_restarts()
 
     def replace_inbox(self, inbox: Inbox) -> None:
         """Use another inbox, before the first message."""
@@ -143,14 +143,14 @@ class ThreadSafeCalls:
         return self.scheduler.has_unfinished_requests or bool(self._inbox)
 
     @property
-    def away(self) -> Away | None:
+    def restart_status(self) -> RestartStatus | None:
         """What is known of the WorkAgent while it is restarted."""
-        return self._executor.away
+        return self._executor.restart_status
 
     @property
-    def used_up(self) -> bool:
+    def restarts_exhausted(self) -> bool:
         """Whether the WorkAgent was restarted more often in a row than is allowed."""
-        return self._executor.used_up
+        return self._executor.restarts_exhausted
 
     @property
     def machine(self) -> str:

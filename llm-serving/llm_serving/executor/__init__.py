@@ -1,1 +1,1 @@
-"""How a step reaches the WorkAgent, and who starts a new one when that has died."""
+"""Executors run steps on WorkAgents, start these processes, and replace those that die."""

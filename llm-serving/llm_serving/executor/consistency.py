@@ -1,4 +1,4 @@
-"""That all WorkAgents of a server compute the same bits, so that it does not matter which of them answers."""
+"""Check that all WorkAgents of a server give bit-identical answers, whichever of them serves a request."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from llm_serving.errors import WorkerDiedError
 from llm_serving.executor.supervisor import WorkAgentProcess
 
 
-class SameBits:
-    """Of one server; from any thread. The first WorkAgent that loads decides."""
+class ConsistencyCheck:
+    """Compares the compute fingerprint of every WorkAgent with that of the first one loaded. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._first: tuple[int, ComputeFingerprint] | None = None
+        self._reference: tuple[int, ComputeFingerprint] | None = None
 
-    def agreed(self, agent: WorkAgentProcess) -> WorkAgentProcess:
-        """The WorkAgent, unless it computes otherwise than the first: then it is ended.
+    def check(self, agent: WorkAgentProcess) -> WorkAgentProcess:
+        """Return the WorkAgent, or kill it if its fingerprint differs.
 
         Raises:
-            WorkerDiedError: It was.
+            WorkerDiedError: The fingerprint differs.
         """
         with self._lock:
-            if self._first is None:
-                self._first = agent.index, agent.loaded.computed_by
-            first, wanted = self._first
+            if self._reference is None:
+                self._reference = agent.index, agent.loaded.computed_by
+            first, wanted = self._reference
         found = agent.loaded.computed_by
         if found == wanted:
             return agent

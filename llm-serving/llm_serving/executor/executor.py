@@ -1,8 +1,9 @@
-"""Where steps go: a WorkAgent behind a socket, or a runner in this process."""
+"""Executors: how the engine runs steps, either on a WorkAgent in another process or in this process."""
 
 from __future__ import annotations
 
 import contextlib
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -19,17 +20,17 @@ from llm_serving.errors import (
     WorkerDiedError,
 )
 from llm_serving.executor.cluster.block_link import BlockLink
-from llm_serving.executor.restart_status import Away
+from llm_serving.executor.restart_status import RestartStatus
 from llm_serving.executor.worker_process import AgentLink
 from llm_serving.log import get_logger
 from llm_serving.models.spec import MAX_VOCAB_SIZE
 from llm_serving.transport.codec import allowed_arrays, decode_output, step_arrays
 from llm_serving.transport.messages import (
     AgentMessage,
-    Allow,
     Propose,
     Proposed,
     RunStep,
+    SetAllowedTokens,
     StepDone,
     StepEnding,
     StepFailed,
@@ -40,119 +41,116 @@ logger = get_logger(__name__)
 
 
 class StepFailedError(LLMServingError):
-    """The WorkAgent could not run one step; it lives on, the cache of the step's requests is lost."""
+    """The WorkAgent could not run one step. The WorkAgent lives on; the KV cache of the step's requests is lost."""
 
 
 class RestartFailedError(LLMServingError):
-    """A WorkAgent could not be replaced this time; whoever asks again gets another attempt, after a pause."""
+    """A restart attempt failed. The next call of `restart` makes another attempt, after a delay."""
 
 
-class Executor(Protocol):
-    """Runs steps strictly in the order they are submitted."""
+class Executor(ABC):
+    """Runs steps strictly in the order they are submitted.
+
+    The defaults suit an executor whose WorkAgent is never restarted and shares the master's memory.
+    """
+
+    restart_status: RestartStatus | None = None
+    """State of the restart, while the WorkAgent is being restarted."""
+
+    @property
+    def restarts_exhausted(self) -> bool:
+        """Whether more consecutive restarts were made, without a completed step in between, than are allowed."""
+        return False
 
     @property
     def machine(self) -> str:
-        """Address of the WorkAgent's machine; empty: the master's own."""
+        """Address of the machine the WorkAgent runs on; empty: the master's own."""
+        return ""
 
     @property
     def block_link(self) -> BlockLink | None:
-        """Transfers KV blocks from and to the WorkAgent; None: it shares memory with the others."""
+        """Connection that transfers KV blocks of the WorkAgent; None: it shares memory with the others."""
+        return None
 
     @property
-    def away(self) -> Away | None:
-        """What is known while the WorkAgent is being started again; None otherwise."""
-
-    @property
-    def used_up(self) -> bool:
-        """Whether the WorkAgent was started again more often in a row, without a step in between, than is allowed."""
-
-    @property
+    @abstractmethod
     def max_steps_in_flight(self) -> int:
-        """How many steps may be submitted before one is collected."""
+        """Number of steps that may be submitted before one is collected."""
 
     @property
+    @abstractmethod
     def next_step(self) -> int:
-        """The number that the next step must have."""
+        """The number that the next submitted step must have."""
 
+    @abstractmethod
     def submit(self, step: StepInput, announce_ending: bool = False) -> None:
-        """Hands a step over; `announce_ending`: `await_ending` will wait for its end to be near."""
+        """Hand a step over. `announce_ending`: `await_ending` will be called for it."""
 
     @property
-    def awaits_allowed(self) -> bool:
-        """Whether `allow` is to be called before the oldest submitted step can be collected."""
+    def needs_allowed_tokens(self) -> bool:
+        """Whether `set_allowed_tokens` must be called before the oldest submitted step can be collected."""
+        return False
 
-    def allow(self, allowed: AllowedTokens) -> None:
-        """Tells which tokens the oldest submitted step may choose; that its WorkAgent is gone, `collect` tells."""
+    def set_allowed_tokens(self, allowed: AllowedTokens) -> None:  # noqa: B027
+        """Send the allowed tokens of the oldest submitted step. `collect` reports a WorkAgent that is gone."""
 
-    def await_ending(self) -> None:
-        """Waits until the newest submitted step nears its end: the one after it is best formed then.
+    def await_ending(self) -> None:  # noqa: B027
+        """Wait until the newest step is about to end, the best moment to schedule the next one.
 
-        Earlier and it lacks whoever comes meanwhile; later and the WorkAgent waits for it. Returns at once when no step
-        is in flight, when the newest is not announced and where nothing tells.
+        A step scheduled earlier lacks requests that arrive in between; scheduled later, the WorkAgent idles. Return at
+        once if no step is in flight or the newest one was submitted without `announce_ending`.
 
         Raises:
             WorkerError: As for `collect`.
         """
 
+    @abstractmethod
     def collect(self) -> StepOutput:
-        """Waits for the oldest submitted step.
+        """Wait for the output of the oldest submitted step.
 
         Raises:
             StepFailedError: That step failed.
-            WorkerError: The WorkAgent is gone or answers nonsense; nothing further will come.
+            WorkerError: The WorkAgent is gone or sent an invalid message; no further output will come.
         """
 
     def propose(self, continuations: Sequence[Continuation]) -> list[list[int]]:
-        """Has a draft model go on with texts, while no step is submitted.
+        """Return draft tokens for each text, from the draft model. No step may be in flight.
 
-        Returns:
-            For each what may follow; nothing where that fails.
+        A list is empty where the draft model proposes nothing or fails.
 
         Raises:
             WorkerError: As for `collect`.
         """
+        return [[] for _ in continuations]
 
     def fileno(self) -> int | None:
-        """A descriptor that becomes readable when an idle WorkAgent dies; None where that cannot happen."""
+        """Return a descriptor that becomes readable when an idle WorkAgent dies; None if that cannot happen."""
+        return None
 
     def restart(self, reason: str) -> None:
-        """Replaces a WorkAgent that is gone; what it had and what was submitted is lost, steps count from 0 again.
+        """Replace a lost WorkAgent. Its cache and all submitted steps are lost; step numbers restart at 0.
 
         Raises:
-            RestartFailedError: Not this time.
-            WorkerDiedError: Not any more.
+            RestartFailedError: This attempt failed.
+            WorkerDiedError: No further attempt will be made.
         """
+        raise WorkerDiedError(reason)
 
-    def give_up(self) -> None:
-        """No WorkAgent is started from now on, a restart under way is broken off. May be called from any thread."""
+    def cancel_restarts(self) -> None:  # noqa: B027
+        """Start no further WorkAgent and cancel a restart in progress. Thread-safe."""
 
 
 class Runner(Protocol):
     def execute(self, step: StepInput) -> StepOutput: ...
 
 
-class Unsupervised:
-    """The part of an executor that starts no WorkAgent again: one that dies is gone for good."""
-
-    away: Away | None = None
-    used_up = False
-    machine = ""
-    block_link: BlockLink | None = None
-
-    def restart(self, reason: str) -> None:
-        raise WorkerDiedError(reason)
-
-    def give_up(self) -> None:
-        pass
-
-
-class LocalExecutor(Unsupervised):
+class LocalExecutor(Executor):
     """Runs each step in this process, when it is collected."""
 
     max_steps_in_flight = 1
+    next_step = 0
 
     def __init__(self, runner: Runner, draft_model: DraftModelClient | None = None) -> None:
-        self.next_step = 0
         self._runner = runner
         self._draft_model = draft_model
         self._submitted: deque[StepInput] = deque()
@@ -162,15 +160,12 @@ class LocalExecutor(Unsupervised):
         self.next_step += 1
 
     @property
-    def awaits_allowed(self) -> bool:
+    def needs_allowed_tokens(self) -> bool:
         return bool(self._submitted) and self._submitted[0].allowed_follow
 
-    def allow(self, allowed: AllowedTokens) -> None:
+    def set_allowed_tokens(self, allowed: AllowedTokens) -> None:
         step = self._submitted[0]
         self._submitted[0] = replace(step, sampling=step.sampling.with_allowed_tokens(allowed), allowed_follow=False)
-
-    def await_ending(self) -> None:
-        pass
 
     def collect(self) -> StepOutput:
         try:
@@ -185,41 +180,45 @@ class LocalExecutor(Unsupervised):
         assert not self._submitted
         return self._draft_model.propose(continuations)
 
-    def fileno(self) -> int | None:
-        return None
 
-
-class _Asked(NamedTuple):
-    """How many results of each kind a step is to give."""
+class _ExpectedResults(NamedTuple):
+    """Number of results of each kind in the output of a step."""
 
     num_samples: int
     num_scores: int
-    num_named: int
-    """Tokens whose log-probability is asked for."""
+    num_scored_tokens: int
     num_vectors: int
 
     @classmethod
-    def by(cls, step: StepInput) -> _Asked:
+    def of(cls, step: StepInput) -> _ExpectedResults:
         scoring = step.scoring
         return cls(step.sampling.num_samples, scoring.num_results, len(scoring.token_ids), step.num_vectors)
 
     def check(self, output: StepOutput) -> None:
-        """Raises ProtocolError where the output has others, or tokens that no model has."""
+        """Raise ProtocolError if the output has other counts, or token ids outside any vocabulary."""
         scores = output.scores
-        given = _Asked(len(output.token_ids), scores.top.num_results, len(scores.logprobs), len(output.vectors))
+        given = _ExpectedResults(
+            len(output.token_ids), scores.top.num_results, len(scores.logprobs), len(output.vectors)
+        )
         if given != self:
-            raise ProtocolError(f"the reply to step {output.step} has results of another step: {given} for {self}")
-        least = -1 if output.row_errors else 0
-        if self.num_samples and not least <= output.token_ids.min() <= output.token_ids.max() < MAX_VOCAB_SIZE:
-            raise ProtocolError(f"the reply to step {output.step} has tokens that no model has")
+            raise ProtocolError(
+                f"the reply to step {output.step} has other results than requested: {given}, not {self}"
+            )
+        lowest = -1 if output.row_errors else 0
+        if self.num_samples and not lowest <= output.token_ids.min() <= output.token_ids.max() < MAX_VOCAB_SIZE:
+            raise ProtocolError(
+                f"the reply to step {output.step} has token ids outside {lowest} to {MAX_VOCAB_SIZE - 1}"
+            )
 
 
-class RemoteExecutor(Unsupervised):
-    """Sends steps to a WorkAgent: a small frame on the socket, the arrays in a shared buffer, or in the frame.
+class RemoteExecutor(Executor):
+    """Sends steps to a WorkAgent: a small frame on the socket, the arrays in a shared buffer or inside the frame.
 
-    Each buffer belongs to the step written last, until that step's reply has come: with as many buffers as steps in
-    flight none is ever rewritten while it is read.
+    Steps use the buffers in turn. There are as many buffers as steps in flight, so a buffer is only rewritten after
+    the reply to the step that used it.
     """
+
+    next_step = 0
 
     def __init__(
         self,
@@ -228,31 +227,34 @@ class RemoteExecutor(Unsupervised):
         step_timeout_s: float | None = None,
         clock: Clock = monotonic,
     ) -> None:
-        """A WorkAgent that takes longer than `step_timeout_s` for a step counts as dead."""
+        """A WorkAgent that needs longer than `step_timeout_s` seconds for a step counts as dead."""
         self._channel = channel
         self._step_timeout_s = step_timeout_s
         self._clock = clock
         self._buffers = buffers
         self._in_flight: deque[RunStep] = deque()
-        self._asked: deque[_Asked] = deque()
-        """Of the same steps."""
+        self._expected: deque[_ExpectedResults] = deque()
+        """For each step in flight."""
         self._replies: deque[AgentMessage] = deque()
-        """Those that came while the end of a step was waited for."""
+        """Replies received by `await_ending`, not collected yet."""
         self._ending = -1
-        """The newest step that nears its end."""
+        """Newest step whose end was announced."""
         self._waited_s = 0.0
-        """Seconds that the oldest step in flight was waited for."""
+        """Seconds spent waiting for the oldest step in flight."""
         self._allowed = -1
-        """The newest step that was told what it may choose."""
-        self.max_steps_in_flight = buffers.num_buffers
-        self.next_step = 0
+        """Newest step whose allowed tokens were sent."""
+        self._num_buffers = buffers.num_buffers
         self.num_compilations = 0
-        """Graphs the WorkAgent had compiled by its latest step."""
+        """Graphs compiled by the WorkAgent up to its latest step."""
+
+    @property
+    def max_steps_in_flight(self) -> int:
+        return self._num_buffers
 
     def submit(self, step: StepInput, announce_ending: bool = False) -> None:
-        buffer = step.step % self._buffers.num_buffers
-        owners = _owners_of(buffer, self._in_flight)
-        assert not owners, f"buffer {buffer} still belongs to step {owners}"
+        buffer = step.step % self._num_buffers
+        owners = _steps_using(buffer, self._in_flight)
+        assert not owners, f"buffer {buffer} is still used by step {owners}"
         written = self._buffers.write(buffer, step_arrays(step))
         message = RunStep(step.step, buffer, written.layout, announce_ending, step.allowed_follow, written.content)
         try:
@@ -260,40 +262,40 @@ class RemoteExecutor(Unsupervised):
         except ChannelClosedError as error:
             raise WorkerDiedError(str(error)) from error
         self._in_flight.append(message)
-        self._asked.append(_Asked.by(step))
+        self._expected.append(_ExpectedResults.of(step))
         self.next_step += 1
 
     @property
-    def awaits_allowed(self) -> bool:
+    def needs_allowed_tokens(self) -> bool:
         oldest = self._in_flight[0] if self._in_flight else None
         return oldest is not None and oldest.allowed_follow and oldest.step != self._allowed
 
-    def allow(self, allowed: AllowedTokens) -> None:
+    def set_allowed_tokens(self, allowed: AllowedTokens) -> None:
         oldest = self._in_flight[0]
         self._allowed = oldest.step
         written = self._buffers.write(oldest.buffer, allowed_arrays(oldest.step, allowed), behind=oldest.layout)
         with contextlib.suppress(ChannelClosedError):
-            self._channel.send(Allow(oldest.step, written.layout, written.content))
+            self._channel.send(SetAllowedTokens(oldest.step, written.layout, written.content))
 
     def await_ending(self) -> None:
-        while self._in_flight and self._in_flight[-1].announce_ending and not self._has_ending():
+        while self._in_flight and self._in_flight[-1].announce_ending and not self._newest_is_ending():
             self._receive()
 
     def collect(self) -> StepOutput:
         while not self._replies:
             self._receive()
         reply = self._replies.popleft()
-        expected = self._in_flight.popleft().step if self._in_flight else None
-        if not isinstance(reply, StepDone | StepFailed) or reply.step != expected:
-            wanted = "nothing" if expected is None else f"the reply to step {expected}"
+        step = self._in_flight.popleft().step if self._in_flight else None
+        if not isinstance(reply, StepDone | StepFailed) or reply.step != step:
+            wanted = "nothing" if step is None else f"the reply to step {step}"
             raise StepMismatchError(f"expected {wanted}, got {str(reply)[:100]}")
-        asked = self._asked.popleft()
+        expected = self._expected.popleft()
         if isinstance(reply, StepFailed):
             raise StepFailedError(reply.error)
         self.num_compilations = reply.num_compilations
         try:
             output = decode_output(reply)
-            asked.check(output)
+            expected.check(output)
         except ProtocolError as error:
             raise WorkerDiedError(str(error)) from error
         return output
@@ -314,20 +316,23 @@ class RemoteExecutor(Unsupervised):
             return [[] for _ in continuations]
         if len(reply.token_ids) != len(continuations):
             raise WorkerDiedError(f"expected {len(continuations)} proposals, got {len(reply.token_ids)}")
-        for asked, token_ids in zip(continuations, reply.token_ids, strict=True):
-            if len(token_ids) > asked.num_wanted:
-                raise WorkerDiedError(f"expected at most {asked.num_wanted} tokens, got {len(token_ids)}")
+        for continuation, token_ids in zip(continuations, reply.token_ids, strict=True):
+            if len(token_ids) > continuation.num_wanted:
+                raise WorkerDiedError(f"expected at most {continuation.num_wanted} tokens, got {len(token_ids)}")
         return reply.token_ids
 
-    def _has_ending(self) -> bool:
-        """Whether the newest step nears its end, or all steps have been replied to."""
+    def fileno(self) -> int | None:
+        return self._channel.fileno()
+
+    def _newest_is_ending(self) -> bool:
+        """Whether the end of the newest step was announced, or all steps were replied to."""
         return self._ending == self._in_flight[-1].step or len(self._replies) == len(self._in_flight)
 
     def _receive(self) -> None:
         began = self._clock()
         timeout_s = self._step_timeout_s
         try:
-            # What has arrived is taken even when no time is left.
+            # A message that has already arrived is read even if no time is left.
             message = self._channel.receive(None if timeout_s is None else max(timeout_s - self._waited_s, 0.001))
         except DeadlineExceededError as error:
             raise WorkerDiedError(f"no reply within {timeout_s:g} s") from error
@@ -335,17 +340,14 @@ class RemoteExecutor(Unsupervised):
             raise WorkerDiedError(str(error)) from error
         if isinstance(message, StepEnding):
             if not any(each.step == message.step and each.announce_ending for each in self._in_flight):
-                raise StepMismatchError(f"the end of step {message.step} was announced, which nobody asked for")
+                raise StepMismatchError(f"unexpected announcement of the end of step {message.step}")
             self._ending = message.step
             self._waited_s += self._clock() - began
             return
         self._replies.append(message)
         self._waited_s = 0.0
 
-    def fileno(self) -> int | None:
-        return self._channel.fileno()
 
-
-def _owners_of(buffer: int, in_flight: Iterable[RunStep]) -> list[int]:
-    """Steps whose arrays lie in the buffer and may still be read."""
+def _steps_using(buffer: int, in_flight: Iterable[RunStep]) -> list[int]:
+    """Return the steps whose arrays are in the buffer and may still be read."""
     return [message.step for message in in_flight if message.buffer == buffer]

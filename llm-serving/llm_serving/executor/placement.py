@@ -1,7 +1,4 @@
-"""Where WorkAgents run: as processes of this machine, or on machines of a cluster.
-
-Starts what computes a replica: the process of a WorkAgent, or all its ranks.
-"""
+"""Placement of WorkAgents: how and where the processes of a replica are started."""
 
 from __future__ import annotations
 
@@ -13,31 +10,31 @@ from typing import NamedTuple, Protocol
 
 from llm_serving.core.process import command_of
 from llm_serving.errors import WorkerDiedError
-from llm_serving.executor.restart_status import GivenUp
-from llm_serving.executor.tensor_parallel import RankProcesses, one_link
+from llm_serving.executor.restart_status import StartCancellation
+from llm_serving.executor.tensor_parallel import RankProcesses, join_channels
 from llm_serving.executor.worker_process import AgentChannel, AgentLink, AgentProcess, LocalProcess
 from llm_serving.transport.channel import Channel
 from llm_serving.transport.messages import AgentMessage, LoadModel
 from llm_serving.transport.shared_memory import InlineArrays, SharedBuffers, rank_memory
 
 
-class Given(NamedTuple):
-    """What a process is started with."""
+class ProcessArguments(NamedTuple):
+    """Command line and inherited descriptors of a process."""
 
     arguments: Sequence[str]
     inherited: Sequence[int] = ()
-    """Descriptors."""
 
 
 def start_processes(
-    each: Sequence[Given], environment: Mapping[str, str] | None = None
+    each: Sequence[ProcessArguments], environment: Mapping[str, str] | None = None
 ) -> LocalProcess | RankProcesses:
-    """Those of one replica, one for each rank. Several get memory to add up in and a port of this machine by which they
-    find each other if they compute graphs: if another process takes it before they do, they end, and are started again
-    with another.
+    """Start the processes of one replica, one per rank.
+
+    Several ranks inherit shared memory for all-reduce, and a free port of this machine by which compiled graphs form
+    their collective group. If another process takes the port first, the ranks exit and are restarted with another port.
 
     Raises:
-        OSError: Not all can be started; those that were have ended.
+        OSError: Not all processes could be started; those that were are killed.
     """
     if len(each) == 1:
         return _spawn(each[0], environment)
@@ -45,15 +42,15 @@ def start_processes(
         port, ranks = str(_free_port()), list[LocalProcess]()
         for rank, given in enumerate(each):
             arguments = [*given.arguments, "--rank", str(rank), "--ranks-fd", str(fd), "--group-port", port]
-            ranks.append(_spawn(Given(arguments, [*given.inherited, fd]), environment))
-            undo.callback(ranks[-1].end, 0.0)
+            ranks.append(_spawn(ProcessArguments(arguments, [*given.inherited, fd]), environment))
+            undo.callback(ranks[-1].wait_or_kill, 0.0)
         undo.pop_all()
     return RankProcesses(ranks)
 
 
-def _spawn(given: Given, environment: Mapping[str, str] | None) -> LocalProcess:
+def _spawn(given: ProcessArguments, environment: Mapping[str, str] | None) -> LocalProcess:
     command = command_of("llm_serving.work_agent", *given.arguments)
-    # A session of its own: Ctrl-C reaches the whole group of who starts it, who decides when WorkAgents end.
+    # A session of its own, because Ctrl-C reaches the whole process group and the master ends its WorkAgents itself.
     return LocalProcess(
         command, stdin=subprocess.PIPE, pass_fds=given.inherited, env=environment, start_new_session=True
     )
@@ -64,50 +61,60 @@ def _free_port() -> int:
         return listener.getsockname()[1]  # type: ignore[no-any-return]
 
 
-class Started(NamedTuple):
-    """A WorkAgent that has been connected to, and nothing else yet."""
+class StartedAgent(NamedTuple):
+    """A WorkAgent that is connected, before the handshake."""
 
     process: AgentProcess
     channel: AgentLink
     buffers: SharedBuffers | InlineArrays
     machine: str = ""
-    """Its address; empty: the master's own."""
+    """Address of its machine; empty: the master's own."""
     blocks: AgentChannel | None = None
-    """By which blocks are handed over; None: through memory, or not at all."""
+    """Connection that transfers KV blocks; None: through shared memory, or not at all."""
 
 
 class Placement(Protocol):
     def start(
-        self, index: int, settings: LoadModel, log_level: str, timeout_s: float | None, given_up: GivenUp | None
-    ) -> Started:
-        """Starts WorkAgent `index`, within `timeout_s` seconds and unless it is `given_up` meanwhile.
+        self,
+        index: int,
+        settings: LoadModel,
+        log_level: str,
+        timeout_s: float | None,
+        cancellation: StartCancellation | None,
+    ) -> StartedAgent:
+        """Start WorkAgent `index` within `timeout_s` seconds.
 
         Raises:
-            WorkerDiedError: It cannot be started, has ended again, does not come, or is not wanted any more.
+            WorkerDiedError: It could not be started, exited, did not connect in time, or the start was cancelled.
         """
 
     def settings(self, settings: LoadModel) -> LoadModel:
-        """What a WorkAgent is told, where it runs."""
+        """Return the settings adapted to the machine the WorkAgent runs on."""
 
     def close(self) -> None:
-        """Gives up what was taken to start WorkAgents; those that were started have ended before."""
+        """Release what was allocated to start WorkAgents, after all of them have exited."""
 
 
-class ThisMachine:
-    """WorkAgents are children of this process.
+class LocalPlacement:
+    """Starts WorkAgents as child processes of the master.
 
-    Each, and each of several ranks, has three ties to it, all inherited and none with a name that others could find:
-    one end of a pair of sockets (steps), a memory file (their arrays) and its standard input, a pipe whose end tells it
-    that the master is gone, however the master ended. All of them have the transfer memory, if there is one.
+    Each process (each rank) inherits three descriptors: one end of a socket pair for messages, a memory file for step
+    arrays, and its standard input, a pipe that is closed when the master ends, however it ends. All of them inherit the
+    transfer memory, if there is one.
     """
 
     def __init__(self, transfer_fd: int | None = None) -> None:
-        """`transfer_fd`: of memory by which they hand blocks over; it stays the caller's."""
+        """`transfer_fd`: the KV transfer pool's memory; the caller keeps it."""
         self._transfer_fd = transfer_fd
 
     def start(
-        self, index: int, settings: LoadModel, log_level: str, timeout_s: float | None, given_up: GivenUp | None
-    ) -> Started:
+        self,
+        index: int,
+        settings: LoadModel,
+        log_level: str,
+        timeout_s: float | None,
+        cancellation: StartCancellation | None,
+    ) -> StartedAgent:
         with contextlib.ExitStack() as undo:
             try:
                 buffers = SharedBuffers.create(settings.num_buffers, settings.buffer_bytes)
@@ -116,7 +123,7 @@ class ThisMachine:
             except OSError as error:
                 raise WorkerDiedError(f"WorkAgent {index} cannot be started: {error.strerror or error}") from error
             undo.pop_all()
-        return Started(process, link, buffers)
+        return StartedAgent(process, link, buffers)
 
     def settings(self, settings: LoadModel) -> LoadModel:
         return settings
@@ -132,7 +139,7 @@ class ThisMachine:
         if self._transfer_fd is not None:
             arguments += ["--transfer-fd", str(self._transfer_fd)]
             inherited.append(self._transfer_fd)
-        channels, given = list[AgentChannel](), list[Given]()
+        channels, given = list[AgentChannel](), list[ProcessArguments]()
         with contextlib.ExitStack() as handed_over:
             for _ in range(settings.num_ranks):
                 ours, theirs = socket.socketpair()
@@ -140,7 +147,9 @@ class ThisMachine:
                 channels.append(Channel(ours, AgentMessage))  # type: ignore[arg-type]
                 channels[-1].send_timeout_s = settings.step_timeout_s
                 undo.callback(channels[-1].close)
-                given.append(Given([*arguments, "--socket-fd", str(theirs.fileno())], [*inherited, theirs.fileno()]))
+                given.append(
+                    ProcessArguments([*arguments, "--socket-fd", str(theirs.fileno())], [*inherited, theirs.fileno()])
+                )
             process = start_processes(given)
-        undo.callback(process.end, 0.0)
-        return process, one_link(channels)
+        undo.callback(process.wait_or_kill, 0.0)
+        return process, join_channels(channels)

@@ -1,7 +1,4 @@
-"""What is known of a WorkAgent that is being started again.
-
-That there shall be no WorkAgent any more, told to whoever waits for one.
-"""
+"""State of a WorkAgent restart, and the cancellation of starts and restarts."""
 
 from __future__ import annotations
 
@@ -11,81 +8,81 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
-OVERDUE: Final = 2.0
-"""An attempt that takes so many times as long as the first start may never end."""
+SLOW_FACTOR: Final = 2.0
+"""An attempt that takes this many times as long as the first start may never succeed, so nothing is predicted."""
 
 
 @dataclass(frozen=True, slots=True)
-class Away:
-    """Written by the engine's thread, read by any; seconds are those of its clock."""
+class RestartStatus:
+    """State of a restart, written by the engine's thread and read by any. Times are seconds of the engine's clock."""
 
     reason: str
-    """Of the newest attempt."""
-    since: float
-    """When the last WorkAgent was lost."""
-    begins: float
-    """When the newest attempt begins, after its pause."""
+    """Why the latest attempt was needed."""
+    lost_at: float
+    """When the last working WorkAgent was lost."""
+    attempt_at: float
+    """When the latest attempt starts, after its delay."""
     load_s: float
-    """Seconds that the first WorkAgent took until it was ready."""
+    """Seconds the first WorkAgent needed to become ready."""
     num_failed: int
-    """Attempts that failed since."""
+    """Failed attempts since `lost_at`."""
     num_restarts: int
-    """Attempts in a row without a step in between, the newest included."""
+    """Consecutive attempts without a completed step, the latest included."""
     max_restarts: int
-    """After so many of them nobody should count on it."""
+    """Largest `num_restarts` after which a recovery is still expected."""
 
     @property
-    def used_up(self) -> bool:
+    def restarts_exhausted(self) -> bool:
         return self.num_restarts > self.max_restarts
 
     def predicted_s(self, now: float) -> float | None:
-        """Until it is ready; None when that cannot be told: attempts have failed, or this one takes too long."""
-        if self.num_failed or self.used_up or now - self.begins > OVERDUE * self.load_s:
+        """Return the seconds until the WorkAgent is ready; None after a failed attempt or if this one is too slow."""
+        if self.num_failed or self.restarts_exhausted or now - self.attempt_at > SLOW_FACTOR * self.load_s:
             return None
-        return max(self.begins + self.load_s - now, 0.0)
+        return max(self.attempt_at + self.load_s - now, 0.0)
 
     def retry_after_s(self, now: float) -> float:
-        """When a client has a chance: if the newest attempt is as quick as the first start."""
-        return max(self.begins + self.load_s - now, 1.0)
+        """Return the seconds after which a client should retry, if this attempt takes as long as the first start."""
+        return max(self.attempt_at + self.load_s - now, 1.0)
 
     def __str__(self) -> str:
-        if self.used_up:
+        if self.restarts_exhausted:
             return f"was started {self.max_restarts} times in a row without a step; trying on: {self.reason}"
         return f"is started again: {self.reason}"
 
 
-class GivenUp:
-    """Set once, from any thread."""
+class StartCancellation:
+    """Tells threads that wait for a WorkAgent to start that no WorkAgent is wanted any more. Thread-safe."""
 
     def __init__(self) -> None:
         self._event = threading.Event()
         self._lock = threading.Lock()
-        self._break_off: list[Callable[[], None]] = []
+        self._callbacks: list[Callable[[], None]] = []
 
     @property
-    def is_set(self) -> bool:
+    def is_cancelled(self) -> bool:
         return self._event.is_set()
 
-    def set(self) -> None:
-        """Ends every pause, and breaks off what is under way."""
+    def cancel(self) -> None:
+        """End every `wait` and call the registered callbacks."""
         with self._lock:
             self._event.set()
-            for break_off in self._break_off:
-                break_off()
+            for callback in self._callbacks:
+                callback()
 
-    def wait(self, seconds: float) -> bool:
-        """Waits for so long at most; returns whether it is set."""
-        return self._event.wait(seconds)
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for the cancellation, at most `timeout_s` seconds; return whether it came."""
+        return self._event.wait(timeout_s)
 
     @contextmanager
-    def breaks_off(self, break_off: Callable[[], None]) -> Iterator[None]:
-        """Calls `break_off`, in the thread that sets this, if it is set meanwhile, and here if it is set already."""
+    def on_cancel(self, callback: Callable[[], None]) -> Iterator[None]:
+        """Call `callback` on cancellation while inside: in the cancelling thread, or at once if already cancelled."""
         with self._lock:
             if self._event.is_set():
-                break_off()
-            self._break_off.append(break_off)
+                callback()
+            self._callbacks.append(callback)
         try:
             yield
         finally:
             with self._lock:
-                self._break_off.remove(break_off)
+                self._callbacks.remove(callback)

@@ -1,4 +1,4 @@
-"""From the scheduler's decision to the arrays of a step."""
+"""Conversion of a schedule into the arrays of a step."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ _NO_VALUES: Float32Array = np.empty(0, np.float32)
 _NO_SCORING = no_scoring()
 _NO_MOVES = no_block_moves()
 _Sample = tuple[Request, int]
-"""A token to be chosen: of whom, and behind how many drafts."""
+"""A token to be sampled: the request, and the number of draft tokens before it."""
 _NUMBERS = {name: SAMPLING_DTYPES[name] for name in SAMPLE_FIELDS if name in RULES}
 
 
 class StepBuilder:
-    """Builds each step's input; remembers where the step before it samples which request.
+    """Builds the input of each step.
 
-    Only there can a token be that is not known here yet: a request that is not in step k had its tokens come back
-    before step k + 1 is formed.
+    It remembers the position of each request's sample in the previous step. A token that is not known to the master yet
+    must be one of these samples: a request that skips a step has its tokens back before the next step is built.
     """
 
     def __init__(self, blocks: BlockManager) -> None:
@@ -55,11 +55,11 @@ class StepBuilder:
         self._params = _SamplingParams([], {})
 
     def build(self, schedule: Schedule, number: int) -> StepInput:
-        """Call once for every schedule, in order, before the next one is made.
+        """Build the input of a step. To be called once for every schedule, in order.
 
         Args:
-            schedule: What is to be computed.
-            number: Of the step, as the WorkAgent counts.
+            schedule: What the step computes.
+            number: Number of the step, as the WorkAgent counts.
         """
         rows = schedule.rows
         tables = [self._blocks.table(row[0].request_id) for row in rows]
@@ -93,26 +93,26 @@ class StepBuilder:
             scoring=scoring,
             block_moves=_moves(schedule.block_moves),
             exports=_moves(schedule.exports),
-            allowed_follow=self._params.has_walks,
+            allowed_follow=self._params.has_matchers,
         )
         self._previous_samples = {request: index for index, (request, _) in enumerate(sampled)}
         return step
 
     def allowed(self, schedule: Schedule) -> AllowedTokens:
-        """What the samples of a step with matchers may choose, once the replies to all steps before it have come."""
+        """Return the allowed tokens of a step with grammar walks, once all steps before it have been replied to."""
         parts: list[Int32Array] = []
         for request, _, _, samples, _ in schedule.rows:
             matcher, output = request.matcher, request.output_token_ids
             if matcher is None:
                 parts += [self._params.allowed.get(request, _NO_WORDS)] * samples
-            elif request.is_finished or (output and output[-1] < 0):  # nobody waits for it, or only for its error
+            elif request.is_finished or (output and output[-1] < 0):  # the sample will not be used
                 parts += [_NO_WORDS] * samples
             elif samples:
                 parts += matcher.allowed_words_after_drafts(output, request.draft_token_ids)
         return _joined(parts)
 
     def _sampling(self, samples: list[_Sample], positions: Int32Array) -> SamplingInput:
-        """`positions`: of the tokens to choose, each right behind the one that gives it."""
+        """`positions`: of the tokens to sample, each right behind the one whose logits are used."""
         params = self._params
         requests = [request for request, _ in samples]
         if params.requests != requests:
@@ -135,7 +135,7 @@ class StepBuilder:
         )
 
     def _history(self, request: Request, num_drafts: int) -> list[int]:
-        """Tokens before the one being chosen, where penalties need them."""
+        """Return the tokens before the one being sampled, if penalties need them."""
         if not request.sampling.has_penalties:
             return []
         history = request.prompt_token_ids + request.output_token_ids
@@ -149,10 +149,10 @@ def _moves(moves: Sequence[BlockMove]) -> Int32Array:
 
 
 def _chosen(rows: Sequence[ScheduledRow]) -> tuple[Int32Array, Int32Array]:
-    """The tokens behind which one is chosen, each a `Wanted`, and where those that are chosen will stand."""
+    """Return the `Wanted` entries of the sampled tokens, and the positions the new tokens will have."""
     wanted: list[int] = []
     positions: list[int] = []
-    kind = ResultKind.TOKEN.value  # a plain integer: arrays are made of those in half the time
+    kind = ResultKind.TOKEN.value  # np.array is twice as fast with plain integers
     for index, (_, start, query_len, samples, _) in enumerate(rows):
         for token in range(query_len - samples, query_len):
             wanted += (index, token, kind)
@@ -161,7 +161,7 @@ def _chosen(rows: Sequence[ScheduledRow]) -> tuple[Int32Array, Int32Array]:
 
 
 def _prompt_results(schedule: Schedule) -> tuple[Int32Array, ScoringInput]:
-    """What a step wants of prompts: each token's log-probability where it follows, and vectors."""
+    """Return the requested results about prompts: log-probabilities of their tokens, and vectors."""
     scores: list[Wanted] = []
     vectors: list[Wanted] = []
     token_ids: list[int] = []
@@ -179,32 +179,32 @@ def _prompt_results(schedule: Schedule) -> tuple[Int32Array, ScoringInput]:
 
 
 class _SamplingParams:
-    """The parameters of the sampled requests as arrays; the same from step to step while the requests are the same."""
+    """Sampling parameters of the sampled requests as arrays, reused while the requests stay the same."""
 
     def __init__(self, requests: list[Request], known: Mapping[Request, Int32Array]) -> None:
-        """`known`: the words of `allowed`, of requests that had been there before."""
+        """`known`: bitmaps of `allowed` from the step before."""
         params = [request.sampling for request in requests]
         self.requests = requests
         self.numbers: dict[str, Any] = {
             name: np.array([getattr(each, name) for each in params], dtype) for name, dtype in _NUMBERS.items()
         }
-        """What a step takes as it stands in the parameters."""
+        """Parameters that a step contains unchanged."""
         self.num_logprobs = np.array([-1 if p.logprobs is None else p.logprobs for p in params], np.int32)
         penalized = [p.has_penalties for p in params]
         self.has_penalties = any(penalized)
         prompt_lens = [request.num_prompt_tokens for request in requests]
         self.history_prompt_lens = np.where(penalized, prompt_lens, 0).astype(np.int32)
         self.has_biases = any(p.logit_bias or p.min_tokens or p.bad_words for p in params)
-        """Whether any request may have a bias, at some step."""
+        """Whether a request may have a logit bias at some step."""
         self.allowed = {
             request: known[request] if request in known else _bits(request.sampling.allowed_token_ids)
             for request in requests
             if request.sampling.allowed_token_ids is not None
         }
-        """Words of the requests whose allowed tokens are always the same."""
+        """Bitmaps of requests whose allowed tokens never change."""
         self.allowed_tokens = _joined([self.allowed.get(each, _NO_WORDS) for each in requests])
-        self.has_walks = any(request.matcher is not None for request in requests)
-        """Whether those of any request change from step to step."""
+        self.has_matchers = any(request.matcher is not None for request in requests)
+        """Whether a request's allowed tokens change from step to step."""
 
 
 def _joined(parts: Sequence[Int32Array]) -> AllowedTokens:
@@ -212,12 +212,13 @@ def _joined(parts: Sequence[Int32Array]) -> AllowedTokens:
 
 
 def _biases(request: Request, num_drafts: int) -> list[tuple[int, float]]:
-    """The request's logit biases; forbidden are the ends of bad words and, below `min_tokens`, what would end it."""
+    """Return the logit biases of a request. The last tokens of bad words and, below `min_tokens`, stop tokens are
+    forbidden.
+    """
     params = request.sampling
     biases = list(params.logit_bias)
     if request.num_output_tokens + num_drafts <= params.min_tokens:
         biases += [(token_id, _FORBIDDEN) for token_id in sorted(request.stop_token_ids)]
-    # All of the output, where a bad word has several tokens.
     output = request.output_token_ids + request.draft_token_ids[:num_drafts]
     biases += [
         (last, _FORBIDDEN)
@@ -228,7 +229,7 @@ def _biases(request: Request, num_drafts: int) -> list[tuple[int, float]]:
 
 
 def _bits(token_ids: Sequence[int]) -> Int32Array:
-    """The words of `AllowedTokens` with the bits of these tokens set."""
+    """Return a bitmap as in `AllowedTokens` with the bits of these tokens set."""
     ids = np.array(token_ids, np.int64)
     bits = np.zeros(32 * (int(ids.max()) // 32 + 1), np.uint8)
     bits[ids] = 1
@@ -236,7 +237,7 @@ def _bits(token_ids: Sequence[int]) -> Int32Array:
 
 
 def _packed(*tables: Sequence[array[int]]) -> list[np.ndarray[tuple[int, int], np.dtype[np.int32]]]:
-    """Tables whose rows have the same lengths, each as one array with zeros behind the shorter rows."""
+    """Pack tables with rows of the same lengths into one array each, padded with zeros."""
     lengths = [len(row) for row in tables[0]]
     shape = len(lengths), max(lengths)
     contents = [np.frombuffer(b"".join(rows), np.int32) for rows in tables]

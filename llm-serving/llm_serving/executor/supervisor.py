@@ -1,7 +1,4 @@
-"""Has a WorkAgent started, hands it the model, ends it.
-
-An executor whose WorkAgent is started again when it dies.
-"""
+"""Starts WorkAgents, loads the model into them, and replaces a WorkAgent that dies."""
 
 from __future__ import annotations
 
@@ -28,9 +25,9 @@ from llm_serving.errors import (
     WorkerDiedError,
 )
 from llm_serving.executor.cluster.block_link import BlockLink
-from llm_serving.executor.executor import RemoteExecutor, RestartFailedError
-from llm_serving.executor.placement import Placement, ThisMachine
-from llm_serving.executor.restart_status import Away, GivenUp
+from llm_serving.executor.executor import Executor, RemoteExecutor, RestartFailedError
+from llm_serving.executor.placement import LocalPlacement, Placement
+from llm_serving.executor.restart_status import RestartStatus, StartCancellation
 from llm_serving.executor.worker_process import AgentLink, AgentProcess
 from llm_serving.log import get_logger
 from llm_serving.transport.channel import Channel
@@ -52,12 +49,20 @@ NUM_BUFFERS = 2
 """One step computed, one ahead."""
 
 _EXIT_TIMEOUT_S = 5.0
-THIS_MACHINE: Final = ThisMachine()
+FIRST_DELAY_S: Final = 0.1
+MAX_DELAY_S: Final = 5.0
+MIN_RESTART_TIMEOUT_S: Final = 20.0
+"""Shortest time limit of a restart attempt, however quick the first start was."""
+RESTART_TIMEOUT_FACTOR: Final = 3.0
+"""Time limit of the first restart attempt, as a multiple of the first start."""
+LOCAL_PLACEMENT: Final = LocalPlacement()
+
+logger = get_logger(__name__)
 
 
 @dataclass(slots=True)
 class WorkAgentProcess:
-    """A WorkAgent that has loaded its model."""
+    """A running WorkAgent with a loaded model."""
 
     index: int
     process: AgentProcess
@@ -65,23 +70,23 @@ class WorkAgentProcess:
     buffers: SharedBuffers | InlineArrays
     loaded: Loaded
     machine: str = ""
-    """Address of the one it runs on; empty: the master's own."""
+    """Address of its machine; empty: the master's own."""
     block_link: BlockLink | None = None
-    """By which blocks are handed over; None: through memory, or not at all."""
+    """Connection that transfers KV blocks; None: through shared memory, or not at all."""
     _closed: bool = False
 
     def stop(self) -> None:
-        """Asks the WorkAgent to end, insists after a few seconds, and gives its memory back."""
+        """Ask the WorkAgent to exit, kill it after `_EXIT_TIMEOUT_S`, and free its memory."""
         if not self._closed:
             with contextlib.suppress(ChannelClosedError):
                 self.channel.send(Shutdown())
-            self.process.end(_EXIT_TIMEOUT_S)
+            self.process.wait_or_kill(_EXIT_TIMEOUT_S)
             self._close()
 
     def kill(self) -> None:
-        """Ends the WorkAgent at once, whatever it does, and gives its memory back."""
+        """Kill the WorkAgent and free its memory."""
         if not self._closed:
-            _end_at_once(self.process)
+            _kill_and_wait(self.process)
             self._close()
 
     def _close(self) -> None:
@@ -96,51 +101,53 @@ def start_work_agent(
     config: ServingConfig,
     index: int,
     on_progress: Callable[[str], None],
-    like: Loaded | None = None,
+    previous: Loaded | None = None,
     timeout_s: float | None = None,
-    given_up: GivenUp | None = None,
-    placement: Placement = THIS_MACHINE,
+    cancellation: StartCancellation | None = None,
+    placement: Placement = LOCAL_PLACEMENT,
 ) -> WorkAgentProcess:
-    """Starts WorkAgent `index` and returns when its model is loaded.
+    """Start WorkAgent `index` and wait until its model is loaded.
 
     Args:
         config: The configuration.
-        index: Of the WorkAgent.
-        on_progress: Is told what it does; what this raises ends the WorkAgent.
-        like: What a WorkAgent before it had loaded: the new one gets as many blocks.
-        timeout_s: Seconds it may take; beside `load_timeout_s`, for which it may say nothing.
-        given_up: Ends it before it is ready.
-        placement: Where it runs.
+        index: Index of the WorkAgent.
+        on_progress: Called with progress texts. An exception it raises ends the WorkAgent.
+        previous: What the WorkAgent that this one replaces had loaded. The new one allocates as many blocks.
+        timeout_s: Limit of the whole start, in seconds. `load_timeout_s` limits the time without a message.
+        cancellation: Kills the WorkAgent if cancelled before it is ready.
+        placement: Where the WorkAgent runs.
 
     Raises:
         ModelError: The model cannot be loaded.
-        WorkerDiedError: The process ended before it was ready, was not ready in time, or could not be started: no
-            file descriptors are left, no memory, no processes.
+        WorkerDiedError: The process could not be started, exited before it was ready, or was not ready in time.
     """
     settings = load_settings(config, index)
-    if like is not None:
-        settings = msgspec.structs.replace(settings, num_blocks=like.num_blocks, num_swap_blocks=like.num_swap_blocks)
+    if previous is not None:
+        settings = msgspec.structs.replace(
+            settings, num_blocks=previous.num_blocks, num_swap_blocks=previous.num_swap_blocks
+        )
     settings = placement.settings(settings)
-    started = placement.start(index, settings, config.serving.log_level, timeout_s, given_up)
+    started = placement.start(index, settings, config.serving.log_level, timeout_s, cancellation)
     process, channel, buffers, machine, blocks = started
     with contextlib.ExitStack() as undo:
         undo.callback(buffers.close)
         undo.callback(channel.close)
         if blocks is not None:
             undo.callback(blocks.close)
-        undo.callback(_end_at_once, process)
+        undo.callback(_kill_and_wait, process)
         try:
-            with contextlib.nullcontext() if given_up is None else given_up.breaks_off(process.kill):
+            with contextlib.nullcontext() if cancellation is None else cancellation.on_cancel(process.kill):
                 loaded = _load(index, channel, settings, on_progress, timeout_s, config.serving.load_timeout_s)
-            if given_up is not None and given_up.is_set:  # when it had said already that it is ready
-                raise WorkerDiedError(f"WorkAgent {index} is not wanted any more")
+            if cancellation is not None and cancellation.is_cancelled:  # after `Loaded` arrived
+                raise WorkerDiedError(f"the start of WorkAgent {index} was cancelled")
         except ChannelClosedError as error:
-            _end_at_once(process)
-            raise WorkerDiedError(f"WorkAgent {index} ended ({process.described_end}) before it was ready") from error
+            _kill_and_wait(process)
+            why = process.exit_description
+            raise WorkerDiedError(f"WorkAgent {index} exited ({why}) before it was ready") from error
         undo.pop_all()
     link = None
     if blocks is not None:
-        assert isinstance(channel, Channel)  # it comes by the network, as that of blocks does
+        assert isinstance(channel, Channel)  # only WorkAgents of other machines have a block channel
         link = BlockLink(blocks, loaded.block_bytes, settings.step_timeout_s, channel)
     return WorkAgentProcess(index, process, channel, buffers, loaded, machine, link)
 
@@ -153,7 +160,10 @@ def _load(
     timeout_s: float | None,
     silence_s: float,
 ) -> Loaded:
-    """Makes sure that the WorkAgent is of this version, which an upgrade while the master lives may change."""
+    """Check that the WorkAgent runs the same code, then have it load the model.
+
+    The codes differ if the package was upgraded while the master runs, or is another version on another machine.
+    """
     deadline = math.inf if timeout_s is None else monotonic() + timeout_s
 
     def receive() -> AgentMessage:
@@ -163,17 +173,17 @@ def _load(
         except DeadlineExceededError as error:
             if left_s <= silence_s:
                 raise WorkerDiedError(f"WorkAgent {index} was not ready within {timeout_s:g} s") from error
-            rule = f"told of no progress for {silence_s:g} s while it loaded (serving_config.load_timeout_s)"
+            rule = f"reported no progress for {silence_s:g} s while it loaded (serving_config.load_timeout_s)"
             raise WorkerDiedError(f"WorkAgent {index} {rule}") from error
 
     channel.send(Hello(PROTOCOL_VERSION))
     welcome = receive()
     if not isinstance(welcome, Welcome) or welcome.version != PROTOCOL_VERSION:
         raise ProtocolError(f"WorkAgent {index} does not speak version {PROTOCOL_VERSION} of the protocol")
-    if welcome.image != code_fingerprint():
+    if welcome.code_fingerprint != code_fingerprint():
         raise ProtocolError(
-            f"WorkAgent {index} runs other code (image {welcome.image[:12]}) than the master (image "
-            f"{code_fingerprint()[:12]}): install the same version on every machine, or start the server again"
+            f"WorkAgent {index} runs other code (fingerprint {welcome.code_fingerprint[:12]}) than the master "
+            f"(fingerprint {code_fingerprint()[:12]}): install the same version on every machine, or restart the server"
         )
     channel.send(settings)
     while isinstance(answer := receive(), Progress):
@@ -186,7 +196,7 @@ def _load(
 
 
 def load_settings(config: ServingConfig, index: int) -> LoadModel:
-    """What WorkAgent `index` is told to load."""
+    """Return the `LoadModel` message of WorkAgent `index`."""
     max_model_len = config.model.max_generate_length
     max_tokens, max_rows = config.scheduler.max_prefill_tokens, config.model.decode_batch_size
     num_threads = config.device.num_threads
@@ -242,79 +252,67 @@ def _text(path: Path | None) -> str | None:
     return None if path is None else str(path)
 
 
-def _end_at_once(process: AgentProcess) -> None:
+def _kill_and_wait(process: AgentProcess) -> None:
     process.kill()
-    process.end(None)
+    process.wait_or_kill(None)
 
 
-logger = get_logger(__name__)
-
-FIRST_DELAY_S: Final = 0.1
-LONGEST_DELAY_S: Final = 5.0
-LEAST_PATIENCE_S: Final = 20.0
-"""Seconds that a WorkAgent may take to load again at the first attempt, however quick the first one was."""
-PATIENCE: Final = 3.0
-"""Times as long as the first one."""
-
-StartAgent = Callable[[Loaded | None, float | None], WorkAgentProcess]
-"""Starts a WorkAgent that is ready; given what the one before it had loaded, the new one loads as much. The second
-argument is how many seconds it may take."""
+StartFunction = Callable[[Loaded | None, float | None], WorkAgentProcess]
+"""(what the replaced WorkAgent had loaded, timeout in seconds) -> a WorkAgent that is ready."""
 
 
 def restart_delay_s(attempt: int) -> float:
-    """Seconds to wait before attempt 0, 1, ... in a row: at once, then doubling up to a limit."""
-    return 0.0 if attempt == 0 else min(FIRST_DELAY_S * 2.0 ** min(attempt - 1, 60), LONGEST_DELAY_S)
+    """Return the delay before consecutive attempt 0, 1, ...: none, then doubling up to `MAX_DELAY_S`."""
+    return 0.0 if attempt == 0 else min(FIRST_DELAY_S * 2.0 ** min(attempt - 1, 60), MAX_DELAY_S)
 
 
-def patience_s(load_s: float, num_failed: int) -> float:
-    """Seconds that an attempt may take after so many that failed, where the first WorkAgent took `load_s`.
+def restart_timeout_s(load_s: float, num_failed: int) -> float:
+    """Return the time limit of an attempt after `num_failed` failures, if the first start took `load_s`.
 
-    One that hangs while it loads is soon replaced; on a machine that has become slow each attempt gets twice the time
-    of the one before, so that one of them is enough.
+    A WorkAgent that hangs while loading is replaced soon. Each attempt gets twice the time of the one before, so that
+    on a machine that has become slow one of them succeeds.
     """
-    return max(LEAST_PATIENCE_S, PATIENCE * load_s) * 2.0 ** min(num_failed, 60)
+    return max(MIN_RESTART_TIMEOUT_S, RESTART_TIMEOUT_FACTOR * load_s) * 2.0 ** min(num_failed, 60)
 
 
-class SupervisedExecutor:
-    """Steps go to the WorkAgent of the moment; another one follows it for as long as somebody asks for it.
+class SupervisedExecutor(Executor):
+    """Runs steps on a WorkAgent that `restart` replaces when it dies.
 
     Args:
         start: Starts a WorkAgent.
-        step_timeout_s: Seconds a WorkAgent may take for a step.
-        max_restarts: In a row, without a step in between: a first WorkAgent that ends before it is ready is given up
-            after so many, and later ones are told to be away for good (`Away.used_up`).
-        clock: Of the engine.
-        given_up: Set by `give_up`; for `start`, which is to break off then.
-        pause: Waits for so many seconds, or less if there shall be no restart any more: then it returns True. None:
-            it waits for `give_up`.
+        step_timeout_s: Longest time of a step, in seconds.
+        max_restarts: Consecutive restarts, without a completed step in between, before the first WorkAgent's start
+            fails for good, or a later one counts as exhausted (`restarts_exhausted`; it is still retried).
+        clock: The engine's clock.
+        cancellation: Cancelled by `cancel_restarts`; `start` should observe it.
+        pause: Waits for a number of seconds and returns whether restarts were cancelled. Default: waits for the
+            cancellation.
     """
 
     def __init__(
         self,
-        start: StartAgent,
+        start: StartFunction,
         step_timeout_s: float,
         max_restarts: int,
         clock: Clock = monotonic,
         pause: Callable[[float], bool] | None = None,
-        given_up: GivenUp | None = None,
+        cancellation: StartCancellation | None = None,
     ) -> None:
-        """Starts the first WorkAgent.
+        """Start the first WorkAgent.
 
         Raises:
-            ConfigError: It cannot load the model.
-            WorkerDiedError: It ended before it was ready, and so did those that followed.
+            ConfigError: The WorkAgent cannot load the model.
+            WorkerDiedError: It exited before it was ready, in all attempts.
         """
         self._start = start
         self._step_timeout_s = step_timeout_s
         self._max_restarts = max_restarts
         self._clock = clock
-        self._given_up = GivenUp() if given_up is None else given_up
-        self._pause = self._given_up.wait if pause is None else pause
+        self._cancellation = StartCancellation() if cancellation is None else cancellation
+        self._pause = self._cancellation.wait if pause is None else pause
         self._num_restarts = 0
-        """In a row."""
-        self.away: Away | None = None
-        """While it is being started again."""
-        self._use(self._first_agent())
+        """Consecutive restarts without a completed step."""
+        self._connect(self._start_first())
         self.loaded = self._agent.loaded
 
     @property
@@ -322,22 +320,21 @@ class SupervisedExecutor:
         return self._executor.max_steps_in_flight
 
     @property
-    def used_up(self) -> bool:
+    def restarts_exhausted(self) -> bool:
         return self._num_restarts > self._max_restarts
 
     @property
     def num_compilations(self) -> int:
-        """Graphs the WorkAgent of the moment had compiled by its latest step."""
+        """Graphs compiled by the current WorkAgent up to its latest step."""
         return self._executor.num_compilations
 
     @property
     def machine(self) -> str:
-        """Address of the one on which the WorkAgent of the moment runs, or ran; empty: the master's own."""
         return self._agent.machine
 
     @property
     def block_link(self) -> BlockLink | None:
-        """By which blocks of the WorkAgent of the moment come and go; closed when it is gone."""
+        """Block connection of the current WorkAgent; closed once the WorkAgent is gone."""
         return self._agent.block_link
 
     @property
@@ -348,11 +345,11 @@ class SupervisedExecutor:
         self._executor.submit(step, announce_ending)
 
     @property
-    def awaits_allowed(self) -> bool:
-        return self._executor.awaits_allowed
+    def needs_allowed_tokens(self) -> bool:
+        return self._executor.needs_allowed_tokens
 
-    def allow(self, allowed: AllowedTokens) -> None:
-        self._executor.allow(allowed)
+    def set_allowed_tokens(self, allowed: AllowedTokens) -> None:
+        self._executor.set_allowed_tokens(allowed)
 
     def await_ending(self) -> None:
         self._executor.await_ending()
@@ -370,43 +367,42 @@ class SupervisedExecutor:
 
     def restart(self, reason: str) -> None:
         self._agent.kill()
-        now, away = self._clock(), self.away
+        now, before = self._clock(), self.restart_status
         delay_s = restart_delay_s(self._num_restarts)
         self._num_restarts += 1
-        self.away = Away(
+        self.restart_status = RestartStatus(
             reason=reason,
-            since=now if away is None else away.since,
-            begins=now + delay_s,
+            lost_at=now if before is None else before.lost_at,
+            attempt_at=now + delay_s,
             load_s=self._load_s,
-            num_failed=0 if away is None else away.num_failed + 1,
+            num_failed=0 if before is None else before.num_failed + 1,
             num_restarts=self._num_restarts,
             max_restarts=self._max_restarts,
         )
-        logger.warning("starting the WorkAgent again in %g s: %s", delay_s, reason)
+        logger.warning("restarting the WorkAgent in %g s: %s", delay_s, reason)
         if self._pause(delay_s):
             raise WorkerDiedError(reason)
         try:
-            self._use(self._start(self.loaded, patience_s(self._load_s, self.away.num_failed)))
+            self._connect(self._start(self.loaded, restart_timeout_s(self._load_s, self.restart_status.num_failed)))
         except (LLMServingError, OSError) as error:
-            if self._given_up.is_set:
+            if self._cancellation.is_cancelled:
                 raise WorkerDiedError(reason) from error
             raise RestartFailedError(str(error)) from error
-        self.away = None
+        self.restart_status = None
 
-    def give_up(self) -> None:
-        """There shall be no restart any more, and none that is under way; from any thread."""
-        self._given_up.set()
+    def cancel_restarts(self) -> None:
+        self._cancellation.cancel()
 
     def close(self) -> None:
-        """Ends the WorkAgent."""
+        """Stop the WorkAgent."""
         self._agent.stop()
 
-    def _use(self, agent: WorkAgentProcess) -> None:
+    def _connect(self, agent: WorkAgentProcess) -> None:
         self._agent = agent
         self._executor = RemoteExecutor(agent.channel, agent.buffers, self._step_timeout_s, self._clock)
 
-    def _first_agent(self) -> WorkAgentProcess:
-        """One that is killed while it loads is replaced like any other; one that says why it cannot load is not."""
+    def _start_first(self) -> WorkAgentProcess:
+        """Start the first WorkAgent: retry if it dies while loading, but not if it reports why it cannot load."""
         while True:
             began = self._clock()
             try:
@@ -416,7 +412,7 @@ class SupervisedExecutor:
                     raise
                 delay_s = restart_delay_s(self._num_restarts)
                 self._num_restarts += 1
-                logger.warning("starting the WorkAgent again in %g s: %s", delay_s, error)
+                logger.warning("restarting the WorkAgent in %g s: %s", delay_s, error)
                 if self._pause(delay_s):
                     raise
             else:

@@ -1,4 +1,4 @@
-"""The WorkAgents that compute one replica together, as if they were one."""
+"""The ranks of a replica under tensor parallelism, controlled as if they were one WorkAgent."""
 
 from __future__ import annotations
 
@@ -27,39 +27,39 @@ from llm_serving.transport.messages import (
 
 
 class RankChannels:
-    """What is said goes to every rank; what comes counts once all of them have said the same.
+    """Sends every message to all ranks, and returns a message once all ranks have sent an equal one.
 
-    So a step has been replied to when no rank reads its arrays any more, and tokens that ranks do not agree on reach
-    nobody. Rank 0 alone tells of a step that is about to end; whoever fails to load says so for all.
+    So a reply to a step means that no rank reads its arrays any more, and ranks that disagree about tokens are
+    detected. Only rank 0 announces the end of a step. A rank that fails to load reports it for all.
     """
 
     def __init__(self, channels: Sequence[AgentChannel]) -> None:
         self._channels = channels
-        self._said: list[deque[AgentMessage]] = [deque() for _ in channels]
-        """What has come of each and not of all."""
+        self._received: list[deque[AgentMessage]] = [deque() for _ in channels]
+        """Messages that have arrived from each rank but not yet from all."""
         self._poll = select.epoll(len(channels))
         for channel in channels:
             self._poll.register(channel, select.EPOLLIN)
 
     def fileno(self) -> int:
-        """Readable when one of them says something or is gone."""
+        """Return a descriptor that is readable when a rank sends something or is gone."""
         return self._poll.fileno()
 
     def send(self, message: msgspec.Struct) -> None:
-        """As `Channel.send`, to every rank."""
+        """Send a message to every rank, as `Channel.send`."""
         for rank, channel in enumerate(self._channels):
             channel.send(_to_rank(rank, message))
 
     def receive(self, timeout_s: float | None = None) -> AgentMessage:
-        """The next message of all.
+        """Return the next message that all ranks have sent.
 
         Raises:
-            DeadlineExceededError: One has not said it within `timeout_s` seconds.
-            ChannelClosedError: One is gone.
-            ProtocolError: They do not say the same, or nonsense.
+            DeadlineExceededError: A rank has not sent it within `timeout_s` seconds.
+            ChannelClosedError: A rank is gone.
+            ProtocolError: The ranks' messages differ, or one is invalid.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        while not all(self._said):
+        while not all(self._received):
             for rank in self._ready(deadline):
                 message = self._channels[rank].receive(None if deadline is None else deadline - time.monotonic())
                 if isinstance(message, Progress) and rank:
@@ -67,21 +67,21 @@ class RankChannels:
                 if isinstance(message, Failed | Progress) or (isinstance(message, StepEnding) and not rank):
                     return message
                 if not isinstance(message, StepEnding):
-                    self._said[rank].append(message)
-        first, *others = (said.popleft() for said in self._said)
+                    self._received[rank].append(message)
+        first, *others = (received.popleft() for received in self._received)
         for rank, other in enumerate(others, 1):
             if _compared(other) != _compared(first):
-                raise ProtocolError(f"rank 0 says {str(first)[:200]}, rank {rank} {str(other)[:200]}")
+                raise ProtocolError(f"rank 0 sent {str(first)[:200]}, rank {rank} sent {str(other)[:200]}")
         return first
 
     def _ready(self, deadline: float | None) -> list[int]:
-        """Ranks of which something has come."""
+        """Return the ranks from which data has arrived."""
         read = [rank for rank, channel in enumerate(self._channels) if channel.has_frame]
         if read:
             return read
         remaining = None if deadline is None else deadline - time.monotonic()
         if remaining is not None and remaining <= 0:
-            raise DeadlineExceededError("not every rank has replied in time")
+            raise DeadlineExceededError("a rank did not reply in time")
         numbers = {number for number, _ in self._poll.poll(remaining)}
         return [rank for rank, channel in enumerate(self._channels) if channel.fileno() in numbers]
 
@@ -91,8 +91,8 @@ class RankChannels:
             channel.close()
 
 
-def one_link(channels: Sequence[AgentChannel]) -> AgentLink:
-    """To a replica, given those to its ranks."""
+def join_channels(channels: Sequence[AgentChannel]) -> AgentLink:
+    """Return one link for the channels to all ranks of a replica."""
     return channels[0] if len(channels) == 1 else RankChannels(channels)
 
 
@@ -105,10 +105,10 @@ def _to_rank(rank: int, message: msgspec.Struct) -> msgspec.Struct:
 
 
 def _compared(message: AgentMessage) -> object:
-    """What ranks must agree on: the whole reply to a step, to the last bit."""
+    """Return the part of a message that must be equal on all ranks: for the reply to a step, every bit."""
     match message:
         case Welcome():
-            return message.version, message.image
+            return message.version, message.code_fingerprint
         case Loaded():
             return message.num_blocks, message.num_swap_blocks, message.computed_by, message.model
         case StepFailed():
@@ -119,40 +119,40 @@ def _compared(message: AgentMessage) -> object:
 
 
 class RankProcesses:
-    """The processes of these WorkAgents: one that ends is the end of all."""
+    """The processes of a replica's ranks. When one exits, all of them are ended."""
 
     def __init__(self, processes: Sequence[LocalProcess]) -> None:
         self.ranks = processes
-        """In their order."""
+        """By rank."""
         self._first: int | None = None
-        """The rank that ended by itself, if it was seen to have."""
+        """The rank that exited first by itself, if that was observed."""
 
     @property
     def pid(self) -> int:
         return self.ranks[0].pid
 
     @property
-    def has_ended(self) -> bool:
-        return any(process.has_ended for process in self.ranks)
+    def has_exited(self) -> bool:
+        return any(process.has_exited for process in self.ranks)
 
     @property
-    def described_end(self) -> str:
-        # One that ends closes its channel a moment before it can be seen to have ended.
-        by_itself = (rank for rank, process in enumerate(self.ranks) if process.returncode != -signal.SIGKILL)
-        rank = next(by_itself, 0) if self._first is None else self._first
-        return f"rank {rank}: {self.ranks[rank].described_end}"
+    def exit_description(self) -> str:
+        # A process closes its channel a moment before `poll` can see its exit, so `_first` may be unknown.
+        not_killed = (rank for rank, process in enumerate(self.ranks) if process.returncode != -signal.SIGKILL)
+        rank = next(not_killed, 0) if self._first is None else self._first
+        return f"rank {rank}: {self.ranks[rank].exit_description}"
 
     def kill(self) -> None:
-        self._note_first()
+        self._record_first_exit()
         for process in self.ranks:
             process.kill()
 
-    def end(self, timeout_s: float | None) -> None:
-        self._note_first()
+    def wait_or_kill(self, timeout_s: float | None) -> None:
+        self._record_first_exit()
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         for process in self.ranks:
-            process.end(None if deadline is None else max(deadline - time.monotonic(), 0.0))
+            process.wait_or_kill(None if deadline is None else max(deadline - time.monotonic(), 0.0))
 
-    def _note_first(self) -> None:
+    def _record_first_exit(self) -> None:
         if self._first is None:
-            self._first = next((rank for rank, process in enumerate(self.ranks) if process.has_ended), None)
+            self._first = next((rank for rank, process in enumerate(self.ranks) if process.has_exited), None)

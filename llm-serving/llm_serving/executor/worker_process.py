@@ -1,4 +1,4 @@
-"""The process of a WorkAgent, and the way to it."""
+"""The process of a WorkAgent and the connection to it."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ logger = get_logger(__name__)
 
 AgentChannel = Channel[AgentMessage]
 
-KILLED_S: Final = 10.0
-"""Seconds in which a process ends that was killed, unless the system itself holds it, as a driver may that hangs."""
+KILL_TIMEOUT_S: Final = 10.0
+"""Seconds within which a killed process exits, unless the kernel holds it, for example in a driver that hangs."""
 
 
 class AgentLink(Protocol):
-    """What is said to a WorkAgent and by it, as by a `Channel`."""
+    """Connection to a WorkAgent, either a `Channel` or `RankChannels`."""
 
     def fileno(self) -> int:
-        """Of a descriptor that becomes readable when it says something or is gone."""
+        """Return a descriptor that is readable when a message arrives or the WorkAgent is gone."""
 
     def send(self, message: msgspec.Struct) -> None: ...
 
@@ -35,49 +35,49 @@ class AgentLink(Protocol):
 
 
 class AgentProcess(Protocol):
-    """The process of a WorkAgent, as far as its supervisor has to do with it."""
+    """The process of a WorkAgent, as its supervisor sees it."""
 
     @property
     def pid(self) -> int | None:
-        """None: it runs on another machine."""
+        """None if it runs on another machine."""
 
     @property
-    def has_ended(self) -> bool:
-        """Whether it is known to be gone."""
+    def has_exited(self) -> bool:
+        """Whether the process is known to have exited."""
 
     @property
-    def described_end(self) -> str:
-        """How it ended, as in "code 3"; only once it has."""
+    def exit_description(self) -> str:
+        """How it exited, for example "code 3". Only valid after it has."""
 
     def kill(self) -> None:
-        """Ends it at once, whatever it does. It may have ended before."""
+        """Kill the process. It may have exited already."""
 
-    def end(self, timeout_s: float | None) -> None:
-        """Waits for its end, for this long at most, and then kills it; None: it was killed before.
+    def wait_or_kill(self, timeout_s: float | None) -> None:
+        """Wait at most `timeout_s` seconds for the exit, then kill the process. None: it was killed before.
 
-        One that the system does not let end is left behind.
+        Return even if the kernel does not let the process exit.
         """
 
 
 class LocalProcess(subprocess.Popen[bytes]):
-    """A process of this machine, whose standard input is a pipe."""
+    """A process of this machine whose standard input is a pipe."""
 
     @property
-    def has_ended(self) -> bool:
+    def has_exited(self) -> bool:
         return self.poll() is not None
 
     @property
-    def described_end(self) -> str:
+    def exit_description(self) -> str:
         return describe_exit(self.returncode)
 
-    def end(self, timeout_s: float | None) -> None:
+    def wait_or_kill(self, timeout_s: float | None) -> None:
         if self.stdin is not None:
             self.stdin.close()
         try:
-            self.wait(KILLED_S if timeout_s is None else timeout_s)
+            self.wait(KILL_TIMEOUT_S if timeout_s is None else timeout_s)
         except subprocess.TimeoutExpired:
             self.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self.wait(KILLED_S)
+                self.wait(KILL_TIMEOUT_S)
         if self.returncode is None:
-            logger.error("WorkAgent (pid %d) was killed and does not end; nobody waits for it any more", self.pid)
+            logger.error("WorkAgent (pid %d) was killed but does not exit; the master stops waiting for it", self.pid)

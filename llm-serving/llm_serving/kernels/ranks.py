@@ -58,7 +58,7 @@ class Ranks:
         """Run the programs of this process with the other ranks from now on."""
         self._library.llm_use_ranks(self._handle)
 
-    def begin(self, step: int, timeout_s: float) -> None:
+    def start_step(self, step: int, timeout_s: float) -> None:
         """Start a step, whose number must be the same on all ranks; wait at most `timeout_s` for another rank."""
         self._library.llm_begin_step(self._handle, step, timeout_s)
 

@@ -1,1 +1,1 @@
-"""How master and WorkAgent talk: typed frames on a socket, large arrays in shared memory, never pickle."""
+"""Communication between master and WorkAgents: message frames on a socket, arrays in shared memory, no pickle."""

@@ -1,7 +1,4 @@
-"""Length-prefixed frames on a stream socket, with deadlines.
-
-How a connection between machines tells that the other one is gone.
-"""
+"""Length-prefixed message frames on a stream socket, with deadlines; and the detection of lost TCP peers."""
 
 from __future__ import annotations
 
@@ -17,7 +14,10 @@ from llm_serving.core.files import escaped
 from llm_serving.errors import ChannelClosedError, DeadlineExceededError, ProtocolError
 
 MAX_FRAME_BYTES = 64 * 2**20
-"""Room for 2,048 vectors of 8,192 numbers, or for 20 log-probabilities of each of 400,000 tokens."""
+"""Enough for 2,048 vectors of 8,192 numbers, or for 20 log-probabilities of each of 400,000 tokens."""
+KEEPALIVE_TIMEOUT_S: Final = 10
+"""Seconds after which a machine that does not answer keepalive probes counts as lost."""
+_KEEPALIVE_INTERVAL_S: Final = 2
 _LENGTH = struct.Struct("<I")
 _READ_BYTES = 65536
 
@@ -25,13 +25,13 @@ Incoming = TypeVar("Incoming")
 
 
 class Channel(Generic[Incoming]):
-    """One end of a connection: sends any message, receives those of one union.
+    """One end of a connection: sends messages of any type, receives messages of one union.
 
-    A frame is a little-endian uint32 length and that many bytes of msgpack. A frame is read whole or not at all: a
-    deadline that passes in the middle of one leaves the read part in place for the next call.
+    A frame is a little-endian uint32 length and that many bytes of msgpack. Frames are read whole: if a deadline passes
+    in the middle of a frame, the bytes already read are kept for the next call.
 
     Args:
-        sock: A connected stream socket; the channel owns it.
+        sock: A connected stream socket, which the channel owns.
         incoming: The union of message types that may arrive.
     """
 
@@ -40,12 +40,12 @@ class Channel(Generic[Incoming]):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket = sock
         self.max_frame_bytes = MAX_FRAME_BYTES
-        """Longest frame that is sent or taken."""
+        """Longest frame that is sent or received."""
         self.send_timeout_s: float | None = None
-        """Seconds in which the other side must take a frame; None: any time."""
+        """Longest time, in seconds, that the peer may take to accept a frame; None: no limit."""
         self.poll_s = 0.0
-        """Seconds for which `receive` asks again and again before it sleeps, where the other end is on this machine: a
-        processor that has fallen asleep may take as long to wake as a short step, in a virtual machine above all."""
+        """Seconds for which `receive` polls before it sleeps. A sleeping core may take as long to wake up as a short
+        step takes to compute, above all in a virtual machine. Only for peers on this machine."""
         self._decoder: msgspec.msgpack.Decoder[Incoming] = msgspec.msgpack.Decoder(incoming)
         self._encoder = msgspec.msgpack.Encoder()
         self._received = bytearray()
@@ -55,19 +55,19 @@ class Channel(Generic[Incoming]):
 
     @property
     def peer(self) -> str:
-        """Address of the machine at the other end; empty where that is this one's."""
+        """Address of the peer's machine; empty if it is this machine."""
         if self._socket.family not in (socket.AF_INET, socket.AF_INET6):
             return ""
         return str(self._socket.getpeername()[0])
 
     def send(self, message: msgspec.Struct) -> None:
-        """Sends one frame; returns when the kernel has taken it. One thread at a time may send.
+        """Send one frame; return when the kernel has accepted it. Only one thread may send at a time.
 
-        What is no Unicode in its texts goes as an escape: the name of a file, or what an error tells of one.
+        Characters of texts that UTF-8 cannot encode (from file names) are escaped.
 
         Raises:
-            ProtocolError: The message is longer than a frame may be.
-            ChannelClosedError: The other side is gone, or takes nothing for so long that it counts as gone.
+            ProtocolError: The message exceeds `max_frame_bytes`.
+            ChannelClosedError: The peer is gone, or accepted nothing within `send_timeout_s`.
         """
         frame = bytearray(_LENGTH.size)
         try:
@@ -82,18 +82,18 @@ class Channel(Generic[Incoming]):
             self._socket.settimeout(self.send_timeout_s)
             self._socket.sendall(frame)
         except OSError as error:
-            raise ChannelClosedError(f"the other side is gone: {error}") from error
+            raise ChannelClosedError(f"the peer is gone: {error}") from error
 
     def receive(self, timeout_s: float | None = None) -> Incoming:
-        """Returns the next message.
+        """Return the next message.
 
         Args:
-            timeout_s: Seconds until it must be complete; None: no limit.
+            timeout_s: Seconds within which the message must be complete; None: no limit.
 
         Raises:
-            DeadlineExceededError: Nothing complete arrived within `timeout_s` seconds.
-            ChannelClosedError: The other side closed the connection or died.
-            ProtocolError: The frame is too long or is no message that may arrive here.
+            DeadlineExceededError: No complete message arrived within `timeout_s` seconds.
+            ChannelClosedError: The peer closed the connection or died.
+            ProtocolError: The frame is too long, or is not a message of the union.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         self._fill(_LENGTH.size, deadline)
@@ -105,23 +105,23 @@ class Channel(Generic[Incoming]):
             with memoryview(self._received) as received, received[_LENGTH.size : _LENGTH.size + length] as payload:
                 return self._decoder.decode(payload)
         except (ValueError, RecursionError) as error:  # msgspec's own errors are ValueErrors, as is invalid UTF-8
-            raise ProtocolError(f"a frame of {length} bytes is no known message: {error}") from error
+            raise ProtocolError(f"a frame of {length} bytes is not a known message: {error}") from error
         finally:
             del self._received[: _LENGTH.size + length]
 
     @property
     def has_frame(self) -> bool:
-        """Whether a whole frame has come already, so that `receive` reads nothing more."""
+        """Whether a whole frame was read already, so that `receive` returns without reading."""
         received = len(self._received)
         return received >= _LENGTH.size and received >= _LENGTH.size + _LENGTH.unpack_from(self._received)[0]
 
     def shutdown(self) -> None:
-        """Ends the conversation on both sides; a thread that receives is told. From any thread.
+        """Shut the connection down in both directions and wake a thread that is receiving. Thread-safe.
 
         Raises:
-            OSError: It has ended.
+            OSError: The connection is already closed.
         """
-        socket.socket.shutdown(self._socket, socket.SHUT_RDWR)  # that of TLS would take the keys from who reads
+        socket.socket.shutdown(self._socket, socket.SHUT_RDWR)  # SSLSocket.shutdown would drop the keys under a reader
 
     def close(self) -> None:
         self._socket.close()
@@ -139,13 +139,13 @@ class Channel(Generic[Incoming]):
             except TimeoutError as error:
                 raise DeadlineExceededError("no complete frame arrived in time") from error
             except OSError as error:
-                raise ChannelClosedError(f"the other side is gone: {error}") from error
+                raise ChannelClosedError(f"the peer is gone: {error}") from error
             if not chunk:
-                raise ChannelClosedError("the other side closed the connection")
+                raise ChannelClosedError("the peer closed the connection")
             self._received += chunk
 
     def _polled(self, remaining: float | None) -> bytes | None:
-        """What comes within `poll_s` and `remaining` seconds; None: nothing."""
+        """Return bytes that arrive within `poll_s` and `remaining` seconds; None if there are none."""
         now = time.monotonic()
         until = now + (self.poll_s if remaining is None else min(self.poll_s, remaining))
         self._socket.settimeout(None)
@@ -153,7 +153,7 @@ class Channel(Generic[Incoming]):
             try:
                 return self._socket.recv(_READ_BYTES, socket.MSG_DONTWAIT)
             except BlockingIOError:
-                os.sched_yield()  # whoever else has work for this processor does it
+                os.sched_yield()  # let other threads use this core
             now = time.monotonic()
         return None
 
@@ -163,17 +163,14 @@ def _escaped(message: msgspec.Struct) -> msgspec.Struct:
     return msgspec.structs.replace(message, **{name: escaped(value) for name, value in values if type(value) is str})
 
 
-SILENCE_S: Final = 10
-"""Seconds of silence, although asked, after which the other machine counts as gone: lost, or cut off."""
-_PROBE_S: Final = 2
+def enable_keepalive(sock: socket.socket) -> None:
+    """Have the kernel close a TCP connection whose peer's machine no longer answers.
 
-
-def notice_silence(sock: socket.socket) -> None:
-    """Has the kernel end a TCP connection whose other machine is silent: when idle by probes, else by what is not
-    acknowledged. Then `recv` and `send` fail, and the descriptor is readable. A process that hangs on a living machine
-    is noticed by deadlines only."""
+    Idle connections are probed; otherwise unacknowledged data decides. `recv` and `send` then fail, and the descriptor
+    becomes readable. A process that hangs on a running machine is only detected by the deadlines of `Channel`.
+    """
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _PROBE_S)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_S)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, SILENCE_S // _PROBE_S)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * SILENCE_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_INTERVAL_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEPALIVE_INTERVAL_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVE_TIMEOUT_S // _KEEPALIVE_INTERVAL_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * KEEPALIVE_TIMEOUT_S)

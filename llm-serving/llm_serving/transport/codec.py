@@ -1,4 +1,4 @@
-"""Steps as lists of arrays, and replies as messages."""
+"""Conversion of steps to lists of arrays, and of step outputs to messages."""
 
 from __future__ import annotations
 
@@ -38,36 +38,36 @@ _NUM_ALLOWED_ARRAYS = 1 + len(AllowedTokens._fields)
 _WANTED_BYTES = len(Wanted._fields) * 4
 _MOVE_BYTES = len(BlockMove._fields) * 4
 _BIAS_BYTES: Final = 8 * 4096
-"""Of a full table."""
+"""Size of a full logit-bias table."""
 _SAMPLE_BYTES: Final = 4 * len(_SAMPLING_ARRAYS) + 4
-"""Numbers of a sample, one of 8 bytes, and how much of its history is that of the one before."""
+"""Sampling parameters of one sample (one of them has 8 bytes), and the length of its shared history prefix."""
 
 
 def step_arrays(step: StepInput) -> list[NDArray[Any]]:
-    """All arrays of a step: its number, the others in the order of its fields, and what histories have in common.
+    """Return all arrays of a step: its number, its fields in order, and the lengths of shared history prefixes.
 
-    The sampling history of a draft token is that of its row and of the draft tokens before it. Where the history of a
-    sample starts with the whole one of the sample before it, that part is not sent again.
+    The sampling history of a draft token is that of its row plus the draft tokens before it. If the history of a sample
+    starts with the whole history of the sample before it, that prefix is not sent again.
     """
-    histories, num_common = _without_common(step.sampling.history_offsets, step.sampling.history_token_ids)
+    histories, num_shared = _drop_shared_prefixes(step.sampling.history_offsets, step.sampling.history_token_ids)
     sampling = replace(step.sampling, history_token_ids=histories)
     arrays = [np.array([step.step], np.uint64), *(getattr(step, name) for name in _STEP_ARRAYS)]
     arrays += [getattr(sampling, name) for name in _SAMPLING_ARRAYS]
     arrays += [getattr(step.scoring, name) for name in _SCORING_ARRAYS]
-    return [*arrays, num_common]
+    return [*arrays, num_shared]
 
 
 def step_from_arrays(step: int, arrays: list[NDArray[Any]], allowed_follow: bool = False) -> StepInput:
-    """The inverse of `step_arrays`; the arrays are used as they are, not copied, but for histories that came in parts.
+    """Invert `step_arrays`. Arrays are used without a copy, except histories with shared prefixes.
 
     Raises:
-        ProtocolError: The number of arrays is not that of a step, or they are those of another one.
+        ProtocolError: The number of arrays is wrong, or they belong to another step.
     """
-    *given, num_common = _of_step(step, arrays, _NUM_ARRAYS)
+    *given, num_shared = _check_step_number(step, arrays, _NUM_ARRAYS)
     sampling_end = len(_STEP_ARRAYS) + len(_SAMPLING_ARRAYS)
     sampling = SamplingInput(*given[len(_STEP_ARRAYS) : sampling_end])
-    if num_common.any():
-        histories = _with_common(sampling.history_offsets, sampling.history_token_ids, num_common)
+    if num_shared.any():
+        histories = _restore_shared_prefixes(sampling.history_offsets, sampling.history_token_ids, num_shared)
         sampling = replace(sampling, history_token_ids=histories)
     return StepInput(
         step=step,
@@ -79,81 +79,88 @@ def step_from_arrays(step: int, arrays: list[NDArray[Any]], allowed_follow: bool
 
 
 def allowed_arrays(step: int, allowed: AllowedTokens) -> list[NDArray[Any]]:
-    """The tokens that a step may choose, behind its number."""
+    """Return the arrays of the allowed tokens of a step, after its number."""
     return [np.array([step], np.uint64), *allowed]
 
 
 def allowed_from_arrays(step: int, arrays: list[NDArray[Any]]) -> AllowedTokens:
-    """The inverse of `allowed_arrays`.
+    """Invert `allowed_arrays`.
 
     Raises:
         ProtocolError: As for `step_from_arrays`.
     """
-    return AllowedTokens(*_of_step(step, arrays, _NUM_ALLOWED_ARRAYS))
+    return AllowedTokens(*_check_step_number(step, arrays, _NUM_ALLOWED_ARRAYS))
 
 
-def _without_common(offsets: Int32Array, token_ids: Int32Array) -> tuple[Int32Array, Int32Array]:
-    """The histories without what each has in common with the one before it, and how many tokens that are."""
-    num_common = np.zeros(len(offsets) - 1, np.int32)
+def _drop_shared_prefixes(offsets: Int32Array, token_ids: Int32Array) -> tuple[Int32Array, Int32Array]:
+    """Return the histories without the prefix that each shares with the one before it, and the lengths of these
+    prefixes.
+    """
+    num_shared = np.zeros(len(offsets) - 1, np.int32)
     if not len(token_ids):
-        return token_ids, num_common
+        return token_ids, num_shared
     parts, before = [], token_ids[:0]
     for index, (start, end) in enumerate(pairwise(offsets.tolist())):
         history = token_ids[start:end]
         if 0 < len(before) <= len(history) and np.array_equal(history[: len(before)], before):
-            num_common[index] = len(before)
-        parts.append(history[num_common[index] :])
+            num_shared[index] = len(before)
+        parts.append(history[num_shared[index] :])
         before = history
-    return np.concatenate(parts), num_common
+    return np.concatenate(parts), num_shared
 
 
-def _with_common(offsets: Int32Array, token_ids: Int32Array, num_common: Int32Array) -> Int32Array:
-    """The inverse of `_without_common`.
+def _restore_shared_prefixes(offsets: Int32Array, token_ids: Int32Array, num_shared: Int32Array) -> Int32Array:
+    """Invert `_drop_shared_prefixes`.
 
     Raises:
-        ProtocolError: What they have in common is more than there is.
+        ProtocolError: A prefix is longer than a history, or the lengths do not match the tokens.
     """
     lengths = np.diff(offsets)
     most = np.minimum(lengths, np.concatenate([[0], lengths[:-1]]))
-    if num_common.shape != lengths.shape or (num_common < 0).any() or (num_common > most).any():
-        raise ProtocolError("histories have more in common than there is of them")
-    if int((lengths - num_common).sum()) != len(token_ids):
-        raise ProtocolError("histories have another number of tokens than they announce")
-    whole, taken, before = np.empty(int(lengths.sum()), np.int32), 0, 0
-    for start, length, common in zip(offsets.tolist(), lengths.tolist(), num_common.tolist(), strict=False):
-        whole[start : start + common] = whole[before : before + common]
-        whole[start + common : start + length] = token_ids[taken : taken + length - common]
-        taken, before = taken + length - common, start
-    return whole
+    if num_shared.shape != lengths.shape or (num_shared < 0).any() or (num_shared > most).any():
+        raise ProtocolError("a shared history prefix is longer than the histories that share it")
+    if int((lengths - num_shared).sum()) != len(token_ids):
+        raise ProtocolError("the number of history tokens does not match the history lengths")
+    histories, num_read, before = np.empty(int(lengths.sum()), np.int32), 0, 0
+    for start, length, shared in zip(offsets.tolist(), lengths.tolist(), num_shared.tolist(), strict=False):
+        histories[start : start + shared] = histories[before : before + shared]
+        histories[start + shared : start + length] = token_ids[num_read : num_read + length - shared]
+        num_read, before = num_read + length - shared, start
+    return histories
 
 
-def _of_step(step: int, arrays: list[NDArray[Any]], count: int) -> list[NDArray[Any]]:
-    """Those behind the number of a step."""
+def _check_step_number(step: int, arrays: list[NDArray[Any]], count: int) -> list[NDArray[Any]]:
+    """Return the arrays after the step number.
+
+    Raises:
+        ProtocolError: Their count or the number is wrong.
+    """
     if len(arrays) != count:
         raise ProtocolError(f"a step has {count} arrays; {len(arrays)} arrived")
     number, *others = arrays
     if number.tolist() != [step]:
-        raise ProtocolError(f"the arrays announced as those of step {step} say they are of step {number.tolist()}")
+        raise ProtocolError(f"expected the arrays of step {step}, got those of step {number.tolist()}")
     return others
 
 
 def max_step_bytes(
     max_tokens: int, max_rows: int, max_model_len: int, block_size: int, max_draft_tokens: int = 0
 ) -> int:
-    """Bytes that the arrays of any step fit in: every row with its whole history and a full bias table; every token
-    with a result and a bit for each token that may be chosen, and each row with one more of each other kind. Each
-    draft token has a bias table of its own, and its history has one token more than the one before it.
+    """Return the size of a buffer that holds the arrays of any step.
 
-    Block moves: one full batch out, another in, and a copied block a row are at most three for each entry of the block
-    tables, and one more hands it over. There is room for five, as pages of a buffer are taken when first written.
+    Counted for each row: its whole history and a full bias table. For each token: a result and a bitmap of allowed
+    tokens. Each draft token has its own bias table and one more history token than the one before it.
+
+    Block moves: one full batch swapped out, another in, one copied block per row, and a hand-over need at most four for
+    each block table entry. Space for five is reserved; pages are only allocated when first written.
     """
     max_row_blocks = -(-max_model_len // block_size)
     allowed_bytes = MAX_VOCAB_SIZE // 8 + 4
-    a_sample = _SAMPLE_BYTES + _BIAS_BYTES
-    per_row = (2 * 4 + 5 * _MOVE_BYTES) * max_row_blocks + 4 * max_model_len + a_sample
+    sample_bytes = _SAMPLE_BYTES + _BIAS_BYTES
+    per_row = (2 * 4 + 5 * _MOVE_BYTES) * max_row_blocks + 4 * max_model_len + sample_bytes
     per_row += 2 * _WANTED_BYTES
     per_token = 4 + _WANTED_BYTES + 3 * 4 + allowed_bytes  # each may be a draft token
-    num_bytes = per_token * max_tokens + max_rows * per_row + max_draft_tokens * (4 + a_sample)
+    num_bytes = per_token * max_tokens + max_rows * per_row + max_draft_tokens * (4 + sample_bytes)
     return num_bytes + 64 * (_NUM_ARRAYS + _NUM_ALLOWED_ARRAYS)
 
 
@@ -183,7 +190,7 @@ def _bytes_of(array: NDArray[Any], dtype: str) -> bytes:
 
 
 def decode_output(message: StepDone) -> StepOutput:
-    """The inverse of `encode_output`; the arrays are read-only views of the message's bytes.
+    """Invert `encode_output`. The arrays are read-only views of the message's bytes.
 
     Raises:
         ProtocolError: The lengths do not agree.
@@ -204,19 +211,19 @@ def decode_output(message: StepDone) -> StepOutput:
 
 
 def _scores_of(message: ScoresDone) -> Scores:
-    """Raises ValueError where lengths do not agree."""
+    """Raise ValueError if lengths do not agree."""
     scores = Scores(np.frombuffer(message.logprobs, "<f4"), np.frombuffer(message.ranks, "<i4"), _top_of(message.top))
     if len(scores.logprobs) != len(scores.ranks):
-        raise ValueError("log-probabilities of other tokens than are named")
+        raise ValueError("the number of log-probabilities does not match the number of tokens")
     return scores
 
 
 def _top_of(message: TopTokensDone) -> TopTokens:
-    """Raises ValueError where lengths do not agree."""
+    """Raise ValueError if lengths do not agree."""
     offsets, token_ids = np.frombuffer(message.offsets, "<i4"), np.frombuffer(message.token_ids, "<i4")
     logprobs = np.frombuffer(message.logprobs, "<f4")
     if len(token_ids) != len(logprobs):
-        raise ValueError("log-probabilities of other tokens than are named")
+        raise ValueError("the number of log-probabilities does not match the number of tokens")
     if not len(offsets) or offsets[0] != 0 or offsets[-1] != len(token_ids) or (offsets[1:] < offsets[:-1]).any():
-        raise ValueError("offsets that do not cut their lists")
+        raise ValueError("offsets do not partition their lists")
     return TopTokens(offsets, token_ids, logprobs)

@@ -1,27 +1,27 @@
-"""Everything that master and WorkAgent say to each other.
+"""All messages between master and WorkAgent.
 
 master                                 WorkAgent
-  |  <- Arrived(token) ----------------  |   on another machine alone, over TLS: which start it belongs to
-  |  -- Hello(version) --------------->  |   here the socket was inherited: nobody else can be at the other end
-  |  <- Welcome(version, pid, image) --  |
+  |  <- Attach(token) -----------------  |   only over TLS, from another machine: names the start that expects it
+  |  -- Hello(version) --------------->  |
+  |  <- Welcome(version, pid, ...) ----  |
   |  -- LoadModel(settings) ---------->  |
   |  <- Progress(text) ... ------------  |
-  |  <- Loaded(num_blocks, ...) -------  |
+  |  <- Loaded(num_blocks, ...) -------  |   or Failed(error)
   |  -- RunStep(step, buffer, layout) ->  |   strictly in order, at most `num_buffers` unanswered
-  |  -- Allow(step, layout) ---------->  |   where RunStep says that it follows; before any later RunStep
-  |  <- StepEnding(step) --------------  |   if asked for, and unless the step fails before
+  |  -- SetAllowedTokens(step, layout) >  |   if RunStep has `allowed_follow`; before any later RunStep
+  |  <- StepEnding(step) --------------  |   if RunStep has `announce_ending` and the step does not fail first
   |  <- StepDone(step, ...) -----------  |   or StepFailed(step, error)
-  |  -- Propose(continuations) ------->  |   while no step is under way, where there is a draft model
+  |  -- Propose(continuations) ------->  |   if there is a draft model; only while no step is in flight
   |  <- Proposed(token_ids, error) ----  |
   |  -- Shutdown ---------------------->  |
 
-By a connection of their own, where blocks move between machines; one question at a time:
+A second connection transfers KV blocks between machines; replies come in the order of the requests:
 
-  |  <- Arrived(token) ----------------  |
-  |  -- SendBlocks(blocks) ----------->  |
-  |  <- Blocks(blocks, content) -------  |   or BlocksRefused(error)
-  |  -- Blocks(blocks, content) ------>  |
-  |  <- BlocksTaken(blocks) -----------  |   or BlocksRefused(error)
+  |  <- Attach(token) -----------------  |
+  |  -- ReadBlocks(blocks) ----------->  |
+  |  <- BlockContents(blocks, ...) ----  |   or BlocksRefused(error)
+  |  -- BlockContents(blocks, ...) --->  |
+  |  <- BlocksWritten(blocks) ---------  |   or BlocksRefused(error)
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ import msgspec
 from llm_serving.core.fingerprint import UNKNOWN_FINGERPRINT, ComputeFingerprint
 from llm_serving.core.step import Continuation
 
-PROTOCOL_VERSION = 21
+PROTOCOL_VERSION = 22
 
 
 class ArrayLayout(msgspec.Struct, array_like=True, frozen=True):
-    """Where one array lies in a buffer; the offset follows from those before it."""
+    """Type and shape of one array in a buffer. Its offset follows from the arrays before it."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -47,19 +47,19 @@ class Hello(msgspec.Struct, tag="hello", frozen=True):
     version: int
 
 
-class Arrived(msgspec.Struct, tag="arrived", frozen=True):
+class Attach(msgspec.Struct, tag="attach", frozen=True):
     token: str
 
 
 class Welcome(msgspec.Struct, tag="welcome", frozen=True):
     version: int
     pid: int
-    image: str
-    """Hash of the package's files, see `core.image`."""
+    code_fingerprint: str
+    """Hash of the package's files, from `core.fingerprint.code_fingerprint`."""
 
 
 class LoadModel(msgspec.Struct, tag="load_model", frozen=True):
-    """What a WorkAgent needs to know to load its model; all of it from the operator's configuration."""
+    """Settings that a WorkAgent needs to load its model, all from the operator's configuration."""
 
     model_path: str
     mindir_path: str | None
@@ -92,11 +92,10 @@ class LoadModel(msgspec.Struct, tag="load_model", frozen=True):
     step_timeout_s: float
     draft_model_path: str | None = None
     num_transfer_blocks: int = 0
-    """Of the memory by which WorkAgents hand blocks over, all parts together."""
+    """Blocks in the transfer pool, all replicas together."""
     num_ranks: int = 1
-    """WorkAgents that compute the replica together."""
+    """WorkAgents that compute the replica together (tensor parallelism)."""
     rank: int = 0
-    """Of this one among them."""
 
 
 class Progress(msgspec.Struct, tag="progress", frozen=True):
@@ -107,16 +106,16 @@ class Loaded(msgspec.Struct, tag="loaded", frozen=True):
     num_blocks: int
     num_swap_blocks: int
     notice: str
-    """What the operator should know of the way this WorkAgent computes; usually empty."""
+    """Warning for the operator about this WorkAgent; usually empty."""
     computed_by: ComputeFingerprint = UNKNOWN_FINGERPRINT
     block_bytes: int = 0
-    """Of a block, all layers; 0: not known."""
+    """Size of a block in all layers; 0: unknown."""
     model: str = ""
-    """`weight_fingerprint` of the files read on another machine; empty: the same files as the master's."""
+    """Weight fingerprint of the files read on another machine; empty: the WorkAgent read the master's files."""
 
 
 class Failed(msgspec.Struct, tag="failed", frozen=True):
-    """The model cannot be loaded or the handshake is refused; the WorkAgent ends."""
+    """The model cannot be loaded or the handshake is refused; the WorkAgent exits."""
 
     error: str
 
@@ -128,20 +127,20 @@ class RunStep(msgspec.Struct, tag="run_step", frozen=True):
     announce_ending: bool = False
     allowed_follow: bool = False
     content: bytes = b""
-    """The arrays, where they are not in a buffer."""
+    """The arrays, if there is no shared buffer."""
 
 
-class Allow(msgspec.Struct, tag="allow", frozen=True):
-    """The tokens that the samples of a step may choose; they stand behind its arrays in its buffer."""
+class SetAllowedTokens(msgspec.Struct, tag="set_allowed_tokens", frozen=True):
+    """The allowed tokens of a step's samples, stored after the step's arrays in its buffer."""
 
     step: int
     layout: tuple[ArrayLayout, ...]
     content: bytes = b""
-    """As of `RunStep`."""
+    """As in `RunStep`."""
 
 
 class StepEnding(msgspec.Struct, tag="step_ending", frozen=True):
-    """The step will end soon, or nothing tells when: the time to form the next one."""
+    """The step is about to end: time to schedule the next one. Sent at once if the backend cannot tell."""
 
     step: int
 
@@ -155,7 +154,7 @@ class TopTokensDone(msgspec.Struct, array_like=True, frozen=True):
 
 
 class ScoresDone(msgspec.Struct, array_like=True, frozen=True):
-    """`core.step.Scores`, in the same way."""
+    """`core.step.Scores`, each array as raw little-endian bytes."""
 
     logprobs: bytes
     ranks: bytes
@@ -163,18 +162,18 @@ class ScoresDone(msgspec.Struct, array_like=True, frozen=True):
 
 
 class StepDone(msgspec.Struct, tag="step_done", frozen=True):
-    """Arrays as raw little-endian bytes: they are small, and a reply that owns its data cannot be overwritten."""
+    """Output of a step. The arrays are small, so they are sent as raw little-endian bytes and cannot be overwritten."""
 
     step: int
     token_ids: bytes
     logprobs: bytes
     row_errors: dict[int, str]
     num_compilations: int = 0
-    """Graphs the WorkAgent has compiled so far; those of its warm-up serve every step, so the number stays."""
+    """Graphs compiled so far. It stays constant after the warm-up, whose graphs serve every step."""
     top: TopTokensDone | None = None
-    """None where no choice is told with the most likely tokens."""
+    """None if no top log-probabilities were requested."""
     scores: ScoresDone | None = None
-    """None where nothing was scored."""
+    """None if nothing was scored."""
     vectors: bytes = b""
     num_vectors: int = 0
 
@@ -190,30 +189,30 @@ class Propose(msgspec.Struct, tag="propose", frozen=True):
 
 class Proposed(msgspec.Struct, tag="proposed", frozen=True):
     token_ids: list[list[Annotated[int, msgspec.Meta(ge=0, lt=2**31)]]]
-    """What may follow each."""
+    """Draft tokens of each continuation."""
     error: str = ""
-    """Why there is nothing; usually empty."""
+    """Why there are none; usually empty."""
 
 
-class SendBlocks(msgspec.Struct, tag="send_blocks", frozen=True):
-    """Blocks of the transfer pool, each with the epoch that must stand beside it."""
+class ReadBlocks(msgspec.Struct, tag="read_blocks", frozen=True):
+    """Request for the contents of transfer pool blocks, each with the epoch it must have."""
 
     block_ids: list[int]
     epochs: list[int]
 
 
-class Blocks(msgspec.Struct, tag="blocks", frozen=True):
-    """What blocks of a transfer pool hold, for the same place in another one."""
+class BlockContents(msgspec.Struct, tag="block_contents", frozen=True):
+    """Contents of transfer pool blocks, to be written at the same block ids of another pool."""
 
     block_ids: list[int]
     epochs: list[int]
     num_written: list[int]
-    """Tokens of each."""
+    """Tokens in each block."""
     content: bytes
-    """Keys of all of them in the first layer, their values, those of the second layer, and so on."""
+    """Keys of all blocks in the first layer, their values, then the second layer, and so on."""
 
 
-class BlocksTaken(msgspec.Struct, tag="blocks_taken", frozen=True):
+class BlocksWritten(msgspec.Struct, tag="blocks_written", frozen=True):
     block_ids: list[int]
     epochs: list[int]
 
@@ -226,9 +225,9 @@ class Shutdown(msgspec.Struct, tag="shutdown", frozen=True):
     pass
 
 
-MasterMessage = Hello | LoadModel | RunStep | Allow | Propose | SendBlocks | Blocks | Shutdown
+MasterMessage = Hello | LoadModel | RunStep | SetAllowedTokens | Propose | ReadBlocks | BlockContents | Shutdown
 AgentMessage = (
-    Arrived
+    Attach
     | Welcome
     | Progress
     | Loaded
@@ -237,7 +236,7 @@ AgentMessage = (
     | StepDone
     | StepFailed
     | Proposed
-    | Blocks
-    | BlocksTaken
+    | BlockContents
+    | BlocksWritten
     | BlocksRefused
 )

@@ -1,12 +1,6 @@
-"""NumPy arrays in memory that master and WorkAgent both see.
+"""Memory shared by processes of one machine: step arrays, all-reduce buffers of ranks, and the KV transfer pool.
 
-NumPy arrays inside a frame, for a WorkAgent that shares no memory with the master.
-
-The memory in which processes of one machine add up what each computes of a replica.
-
-The memory by which WorkAgents hand blocks of the key/value cache over: those of one machine share it.
-
-How many blocks of a transfer pool one frame takes, and how many frames are under way.
+`InlineArrays` replaces the step buffers for a WorkAgent on another machine.
 """
 
 from __future__ import annotations
@@ -29,45 +23,51 @@ _PADDING = [bytes(count) for count in range(_ALIGNMENT)]
 DTYPES = {name: np.dtype(name) for name in ("<i4", "<f4", "<u8")}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
+SEATS_BYTES: Final = 4096
+PIECE_BYTES: Final = 2**20
+"""As kSeatsBytes and kPieceBytes of kernels/csrc/ranks.h."""
+
+MAX_FRAMES_IN_FLIGHT: Final = 2
+"""Unanswered frames on a block connection: the next one travels while the first one is processed."""
+MAX_BLOCKS_PER_FRAME: Final = 256
+MAX_TOKENS_PER_BLOCK: Final = 2**16
+"""Upper bound of a plausible `num_written`."""
+_NAMES_BYTES: Final = 2**14
+"""Space for the block ids, epochs and token counts of a frame."""
+
 AnyArray = NDArray[Any]
 
 
-class Written(NamedTuple):
-    """What the frame of a step tells of its arrays.
-
-    Attributes:
-        layout: Needed to read them.
-        content: The arrays themselves, unless they lie in memory that both sides see.
-    """
+class StoredArrays(NamedTuple):
+    """Where a step's arrays are: their layout in a buffer, or the arrays themselves as `content`."""
 
     layout: tuple[ArrayLayout, ...]
     content: bytes = b""
 
 
 def layout_of(arrays: Sequence[AnyArray]) -> tuple[ArrayLayout, ...]:
-    """How the arrays of a step are told of.
+    """Return the layout of a step's arrays.
 
     Raises:
-        ProtocolError: One has a type that none of a step has.
+        ProtocolError: An array has a dtype that steps do not use.
     """
     dtypes = [_NAMES.get(array.dtype) for array in arrays]
     if None in dtypes:
-        raise ProtocolError(f"an array of {arrays[dtypes.index(None)].dtype.str} cannot be in a step")
+        raise ProtocolError(f"a step cannot contain an array of {arrays[dtypes.index(None)].dtype.str}")
     return tuple([ArrayLayout(name, array.shape) for name, array in zip(dtypes, arrays, strict=True) if name])
 
 
 class SharedBuffers:
-    """A ring of equal buffers in one anonymous memory file.
+    """A ring of buffers of equal size in one anonymous memory file.
 
-    The file has no name: the master makes it and the WorkAgent inherits its descriptor, so nothing has to be unlinked
-    and nothing is left behind, however either of them ends. Pages are taken when first written, so a generous size
-    costs nothing.
+    The master creates the file and the WorkAgent inherits its descriptor. The file has no name, so it vanishes with
+    both processes, however they end. Pages are allocated when first written, so a generous size costs nothing.
 
         | buffer 0: array, array, ... | buffer 1: ... |        each array starts at a multiple of 64 bytes
     """
 
     def __init__(self, fd: int, num_buffers: int, buffer_bytes: int) -> None:
-        """Maps the file behind `fd`, which stays the caller's; both sides round `buffer_bytes` up to the alignment."""
+        """Map the file behind `fd`, which the caller keeps. Both sides round `buffer_bytes` up to the alignment."""
         self.fd = fd
         self._owns_fd = False
         self.num_buffers = num_buffers
@@ -76,7 +76,7 @@ class SharedBuffers:
 
     @classmethod
     def create(cls, num_buffers: int, buffer_bytes: int) -> SharedBuffers:
-        """A new file, which `close` gives up."""
+        """Create a new file, which `close` releases."""
         fd = os.memfd_create("llm_serving_steps", os.MFD_CLOEXEC)
         try:
             os.ftruncate(fd, num_buffers * _aligned(buffer_bytes))
@@ -87,16 +87,16 @@ class SharedBuffers:
         buffers._owns_fd = True
         return buffers
 
-    def write(self, buffer: int, arrays: Sequence[AnyArray], behind: Sequence[ArrayLayout] = ()) -> Written:
-        """Copies the arrays into a buffer, one behind the other; the result is what `read` needs.
+    def write(self, buffer: int, arrays: Sequence[AnyArray], behind: Sequence[ArrayLayout] = ()) -> StoredArrays:
+        """Copy arrays into a buffer and return what `read` needs.
 
         Args:
-            buffer: Its index.
-            arrays: What to copy.
-            behind: Layout of arrays of the same buffer that stay as they are.
+            buffer: Index of the buffer.
+            arrays: The arrays.
+            behind: Layout of arrays at the start of the buffer to keep; the new ones are written after them.
 
         Raises:
-            ProtocolError: They do not fit.
+            ProtocolError: The arrays do not fit.
         """
         start = self._start(buffer)
         offset = _length_of(behind)
@@ -112,18 +112,18 @@ class SharedBuffers:
         if offset + len(content) > self.buffer_bytes:
             raise ProtocolError(_too_long(self.buffer_bytes))
         self._memory[start + offset : start + offset + len(content)] = content
-        return Written(layout)
+        return StoredArrays(layout)
 
     def read(
         self, buffer: int, layout: Sequence[ArrayLayout], content: bytes = b"", behind: Sequence[ArrayLayout] = ()
     ) -> list[AnyArray]:
-        """Views of the arrays of a buffer, valid until its owner writes it again; those `behind` others, as in `write`.
+        """Return views of the arrays of a buffer, valid until the buffer is rewritten. `behind`: as in `write`.
 
         Raises:
-            ProtocolError: The layout names another dtype or leaves the buffer, or the frame has arrays of its own.
+            ProtocolError: The layout has an unknown dtype or exceeds the buffer, or the frame contains arrays.
         """
         if content:
-            raise ProtocolError("the arrays of a step were announced in memory and came in the frame")
+            raise ProtocolError("the arrays of a step arrived in the frame instead of shared memory")
         start = self._start(buffer)
         offset, end = start + _length_of(behind), start + self.buffer_bytes
         views: list[AnyArray] = []
@@ -143,7 +143,7 @@ class SharedBuffers:
             raise ProtocolError(_too_long(self.buffer_bytes)) from None
         except ValueError:  # a length below 0, or beyond what an array may have
             pass
-        raise ProtocolError(f"an array of {array.dtype} {array.shape} cannot be in a buffer")
+        raise ProtocolError(f"a buffer cannot contain an array of {array.dtype} {array.shape}")
 
     def _start(self, buffer: int) -> int:
         if not 0 <= buffer < self.num_buffers:
@@ -151,10 +151,10 @@ class SharedBuffers:
         return buffer * self.buffer_bytes
 
     def close(self) -> None:
-        """Unmaps the file here; the other side's mapping lives on. Views that still exist keep the memory."""
+        """Unmap the file in this process; Existing views keep the memory alive."""
         try:
             self._memory.close()
-        except BufferError:  # a view is still alive: the mapping goes with it
+        except BufferError:  # a view still exists: the mapping is released with it
             del self._memory
         if self._owns_fd:
             self._owns_fd = False
@@ -174,25 +174,25 @@ def _aligned(num_bytes: int) -> int:
 
 
 class InlineArrays:
-    """Has the face of `SharedBuffers`: what that writes to memory travels in the frame, one array behind the other.
+    """Replaces `SharedBuffers` without shared memory: the arrays are sent inside the frame, one after the other.
 
     Args:
-        num_buffers: Steps that may be in flight.
+        num_buffers: Largest number of steps in flight.
     """
 
     def __init__(self, num_buffers: int) -> None:
         self.num_buffers = num_buffers
 
-    def write(self, buffer: int, arrays: Sequence[AnyArray], behind: Sequence[ArrayLayout] = ()) -> Written:
-        return Written(layout_of(arrays), b"".join([array.tobytes() for array in arrays]))
+    def write(self, buffer: int, arrays: Sequence[AnyArray], behind: Sequence[ArrayLayout] = ()) -> StoredArrays:
+        return StoredArrays(layout_of(arrays), b"".join([array.tobytes() for array in arrays]))
 
     def read(
         self, buffer: int, layout: Sequence[ArrayLayout], content: bytes, behind: Sequence[ArrayLayout] = ()
     ) -> list[AnyArray]:
-        """Read-only views of the content.
+        """Return read-only views of the content.
 
         Raises:
-            ProtocolError: The layout names another dtype or does not fit the content.
+            ProtocolError: The layout has an unknown dtype or does not match the content.
         """
         views: list[AnyArray] = []
         offset = 0
@@ -200,25 +200,20 @@ class InlineArrays:
             try:
                 view: AnyArray = np.ndarray(array.shape, DTYPES[array.dtype], content, offset)
             except (KeyError, TypeError, ValueError):  # a length below 0, or more than there is
-                raise ProtocolError(f"an array of {array.dtype} {array.shape} is not in the frame") from None
+                raise ProtocolError(f"the frame cannot contain an array of {array.dtype} {array.shape}") from None
             offset += view.nbytes
             views.append(view)
         if offset != len(content):
-            raise ProtocolError(f"the arrays of a step take {offset} bytes; {len(content)} arrived")
+            raise ProtocolError(f"the arrays of a step must have {offset} bytes. Given: {len(content)}")
         return views
 
     def close(self) -> None:
-        """There is nothing to give back."""
-
-
-SEATS_BYTES: Final = 4096
-PIECE_BYTES: Final = 2**20
-"""As kSeatsBytes and kPieceBytes of kernels/csrc/ranks.h."""
+        """Do nothing: there is no memory to release."""
 
 
 @contextmanager
 def rank_memory(num_ranks: int) -> Iterator[int]:
-    """The descriptor of a new file without a name, to be inherited; whoever has inherited it keeps it."""
+    """Yield the descriptor of a new anonymous file in which the ranks of a replica add up their partial results."""
     fd = os.memfd_create("llm_serving_ranks", os.MFD_CLOEXEC)
     try:
         os.ftruncate(fd, SEATS_BYTES + 2 * num_ranks * PIECE_BYTES)
@@ -229,7 +224,7 @@ def rank_memory(num_ranks: int) -> Iterator[int]:
 
 @contextmanager
 def transfer_memory() -> Iterator[int]:
-    """The descriptor of a new empty file without a name, to be inherited; who has inherited it says how long it is."""
+    """Yield the descriptor of a new, empty anonymous file for the KV transfer pool. Its first user sets the size."""
     fd = os.memfd_create("llm_serving_transfer", os.MFD_CLOEXEC)
     try:
         yield fd
@@ -237,20 +232,11 @@ def transfer_memory() -> Iterator[int]:
         os.close(fd)
 
 
-FRAMES_UNDER_WAY: Final = 2
-"""On each connection, before the first of them is answered: while one is on its way the next one is too."""
-MAX_BLOCKS: Final = 256
-MAX_TOKENS: Final = 2**16
-"""Written of one block; far more than any has."""
-_NAMES_BYTES: Final = 2**14
-"""Room for the numbers of so many blocks."""
-
-
-def blocks_a_frame(block_bytes: int) -> int:
-    """At least one, however large it is."""
-    return min(max(1, PIECE_BYTES // max(block_bytes, 1)), MAX_BLOCKS)
+def blocks_per_frame(block_bytes: int) -> int:
+    """Return how many blocks of this size fit into a frame of about `PIECE_BYTES`, at least one."""
+    return min(max(1, PIECE_BYTES // max(block_bytes, 1)), MAX_BLOCKS_PER_FRAME)
 
 
 def max_frame_bytes(block_bytes: int) -> int:
-    """Longest frame by which blocks travel."""
-    return blocks_a_frame(block_bytes) * block_bytes + _NAMES_BYTES
+    """Return the size limit of a frame with blocks."""
+    return blocks_per_frame(block_bytes) * block_bytes + _NAMES_BYTES

@@ -1,8 +1,8 @@
-"""TLS between master and WorkAgents of one cluster, from one secret that all its machines have.
+"""Mutual TLS between master and WorkAgents of a cluster, derived from one secret that all machines share.
 
-Both sides show the same certificate, which is made from the secret alone, and trust no other: whoever has the secret is
-inside, and nobody else is. An Ed25519 key is any 32 bytes and its signatures have no random part (RFC 8032), so that
-each machine makes the certificate for itself, equal to the last bit.
+Both sides present the same certificate, made from the secret alone, and trust no other. So a connection succeeds
+exactly if both sides have the secret. Every machine derives the same certificate, bit for bit: any 32 bytes are an
+Ed25519 key, and Ed25519 signatures are deterministic (RFC 8032).
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 MIN_SECRET_CHARS: Final = 32
-"""An attacker who connects is shown the certificate and may try secrets as fast as he can compute."""
+"""Anyone who connects sees the certificate and can test secrets offline."""
 _NO_CHECK_TIME: Final = ssl.VerifyFlags(0x200000)
-"""`X509_V_FLAG_NO_CHECK_TIME` of OpenSSL, which Python has no name for."""
+"""`X509_V_FLAG_NO_CHECK_TIME` of OpenSSL; Python has no name for it."""
 _PURPOSE: Final = b"llm-serving cluster identity 1"
 _NAME: Final = "llm-serving cluster"
-_BEGINS: Final = datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC)
-_ENDS: Final = datetime.datetime(9999, 12, 31, tzinfo=datetime.UTC)
+_VALID_FROM: Final = datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC)
+_VALID_UNTIL: Final = datetime.datetime(9999, 12, 31, tzinfo=datetime.UTC)
 
 
 class ClusterIdentity:
-    """The certificate of a cluster.
+    """Key and certificate of a cluster.
 
     Args:
         secret: At least `MIN_SECRET_CHARS` random characters.
 
     Raises:
-        ConfigError: It is shorter, or the package that makes certificates is not installed.
+        ConfigError: The secret is too short, or the package `cryptography` is not installed.
     """
 
     def __init__(self, secret: str) -> None:
@@ -60,24 +60,25 @@ class ClusterIdentity:
             serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
         )
 
-    def of_master(self) -> ssl.SSLContext:
-        """For who listens."""
+    def server_context(self) -> ssl.SSLContext:
+        """Return the TLS context of the master."""
         context = self._context(ssl.PROTOCOL_TLS_SERVER)
-        context.num_tickets = 0  # nobody comes back by one, and an idle connection shall be readable at its end alone
+        # No session tickets: clients never resume, and an idle connection must become readable only when it ends.
+        context.num_tickets = 0
         return context
 
-    def of_work_agent(self) -> ssl.SSLContext:
-        """For who connects."""
+    def client_context(self) -> ssl.SSLContext:
+        """Return the TLS context of a WorkAgent."""
         return self._context(ssl.PROTOCOL_TLS_CLIENT)
 
     def _context(self, protocol: int) -> ssl.SSLContext:
         context = ssl.SSLContext(protocol)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
-        context.check_hostname = False  # the certificate says who, not where
-        context.verify_flags |= _NO_CHECK_TIME  # nor since when: whoever has the secret may have a wrong clock
+        context.check_hostname = False  # the certificate does not depend on the machine
+        context.verify_flags |= _NO_CHECK_TIME  # machines may have a wrong clock
         context.verify_mode = ssl.CERT_REQUIRED
         context.load_verify_locations(cadata=self._certificate.decode())
-        fd = os.memfd_create("llm_serving_identity", os.MFD_CLOEXEC)  # the library reads files only
+        fd = os.memfd_create("llm_serving_identity", os.MFD_CLOEXEC)  # load_cert_chain only reads files
         try:
             os.write(fd, self._certificate + self._key)
             context.load_cert_chain(f"/proc/self/fd/{fd}")
@@ -97,18 +98,18 @@ def _certificate(key: Ed25519PrivateKey) -> bytes:
         subject_name=name,
         public_key=key.public_key(),
         serial_number=1,
-        not_valid_before=_BEGINS,
-        not_valid_after=_ENDS,
+        not_valid_before=_VALID_FROM,
+        not_valid_after=_VALID_UNTIL,
         extensions=[x509.Extension(x509.BasicConstraints.oid, True, x509.BasicConstraints(ca=True, path_length=0))],
     )
     return builder.sign(key, None).public_bytes(serialization.Encoding.PEM)
 
 
 def read_secret(path: Path) -> str:
-    """The secret in a file, without white space around it: however an editor ended its line, it is the same one.
+    """Return the secret in a file, without surrounding white space (editors end lines differently).
 
     Raises:
-        ConfigError: It cannot be read, every user can read or write it, or it is more than one word.
+        ConfigError: The file cannot be read, other users can read or write it, or it has more than one word.
     """
     try:
         mode = path.stat().st_mode

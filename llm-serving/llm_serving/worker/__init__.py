@@ -1,1 +1,1 @@
-"""What runs beside a device. Importing most of it imports MindSpore."""
+"""Code that runs in the WorkAgent, beside its device. Most of it imports MindSpore."""

@@ -1,4 +1,4 @@
-"""Whose keys and values a block holds, checked in every step."""
+"""Checks, in every step, that each row only reads KV blocks that were written for it."""
 
 from __future__ import annotations
 
@@ -9,30 +9,29 @@ from numpy.typing import NDArray
 
 from llm_serving.core.step import BlockMove, BlockMoveKind, Int32Array, StepInput
 from llm_serving.errors import WorkerError
-from llm_serving.worker.kv_cache import SOURCE_AND_TARGET, Memory
-from llm_serving.worker.model_inputs import first_seen_blocks, somewhere
+from llm_serving.worker.kv_cache import SOURCE_AND_TARGET, BlockLocation
+from llm_serving.worker.model_inputs import any_true, first_visible_blocks
 
 
-class Tags(NamedTuple):
-    """What is known of each block of a memory."""
+class BlockTags(NamedTuple):
+    """What is known about each block of a memory."""
 
     epochs: Int32Array
-    """Of who wrote it; says nothing before that."""
+    """Epoch of the last writer."""
     num_written: Int32Array
 
     @classmethod
-    def of_empty(cls, num_blocks: int) -> Tags:
+    def of_empty(cls, num_blocks: int) -> BlockTags:
         return cls(np.zeros(num_blocks, np.int32), np.zeros(num_blocks, np.int32))
 
 
 class BlockGuard:
-    """Tags every block with the epoch of who wrote it and the number of tokens written.
+    """Tags every block with the epoch of its writer and the number of tokens written.
 
-    A row may read only what was written under the epoch it names, and no further than was written; two rows may not
-    write one block. A move may take only what was written under the epoch it names, as many tokens as it names; its
-    target is then written so far, under the other epoch it names. A fault of the master (a block given to two, a table
-    of an earlier step, a position skipped) so becomes an error before anything is computed, instead of text that is
-    quietly wrong.
+    A row may only read blocks that carry the epoch it names, up to the tokens written; two rows may not write one
+    block. A move must name the epoch and at most the tokens of its source; its target gets the epoch the move names. So
+    a fault of the master (a block assigned twice, an outdated block table, a skipped position) is an error before
+    anything is computed, instead of wrong text.
     """
 
     def __init__(
@@ -41,31 +40,32 @@ class BlockGuard:
         num_swap_blocks: int,
         block_size: int,
         window: int | None = None,
-        transfer: Tags | None = None,
+        transfer: BlockTags | None = None,
     ) -> None:
-        """Knows of nothing that was written.
+        """Start with all blocks unwritten.
 
         Args:
-            num_blocks: Of the cache.
-            num_swap_blocks: Of the host pool.
+            num_blocks: Blocks of the cache.
+            num_swap_blocks: Blocks of the host pool.
             block_size: Tokens of a block.
-            window: Tokens that a token sees in any layer, its own included; None: all. What is behind is not read.
-            transfer: Of the transfer pool, shared by all who hand blocks over by it; None: nobody does.
+            window: Sliding window in tokens, the token itself included; None: full attention. Blocks before it are not
+                read.
+            transfer: Tags of the transfer pool, shared with other WorkAgents; None: there is no pool.
         """
         self._block_size = block_size
         self._window = window
-        self._cache = Tags.of_empty(num_blocks)
+        self._cache = BlockTags.of_empty(num_blocks)
         self._memories = {
-            Memory.CACHE: self._cache,
-            Memory.HOST: Tags.of_empty(num_swap_blocks),
-            Memory.TRANSFER: Tags.of_empty(0) if transfer is None else transfer,
+            BlockLocation.CACHE: self._cache,
+            BlockLocation.HOST: BlockTags.of_empty(num_swap_blocks),
+            BlockLocation.TRANSFER: BlockTags.of_empty(0) if transfer is None else transfer,
         }
 
     def move(self, block_moves: Int32Array) -> None:
-        """Checks and follows moves that name blocks there are, before they are done.
+        """Check moves before they are done, and tag their targets. The block ids were checked before.
 
         Raises:
-            WorkerError: A move would take what is not its owner's.
+            WorkerError: A move reads a block that its owner did not write.
         """
         for move in map(BlockMove._make, block_moves.tolist()):
             source, target = SOURCE_AND_TARGET[BlockMoveKind(move.kind)]
@@ -73,42 +73,42 @@ class BlockGuard:
             self._memories[target].epochs[move.target] = move.target_epoch
             self._memories[target].num_written[move.target] = move.num_tokens
 
-    def begin_exports(self, exports: Int32Array) -> None:
-        """Checks moves to the transfer pool before they are done; until `end_exports` nobody may read their targets.
+    def start_exports(self, exports: Int32Array) -> None:
+        """Check moves to the transfer pool before they are done. Their targets are unreadable until `finish_exports`.
 
         Raises:
-            WorkerError: A move would take what is not its owner's.
+            WorkerError: A move reads a block that its owner did not write.
         """
-        num_written = self._memories[Memory.TRANSFER].num_written
+        num_written = self._memories[BlockLocation.TRANSFER].num_written
         for move in map(BlockMove._make, exports.tolist()):
             self._check_source(self._cache, move)
             num_written[move.target] = 0
 
-    def end_exports(self, exports: Int32Array) -> None:
-        """The moves are done: others find whose these blocks are, and how much of them counts."""
-        tags = self._memories[Memory.TRANSFER]
+    def finish_exports(self, exports: Int32Array) -> None:
+        """Tag the blocks in the transfer pool, so that other WorkAgents can read them."""
+        tags = self._memories[BlockLocation.TRANSFER]
         for move in map(BlockMove._make, exports.tolist()):
             tags.epochs[move.target] = move.target_epoch
             tags.num_written[move.target] = move.num_tokens
 
     def check_imports(self, block_moves: Int32Array) -> None:
-        """Makes sure that nobody has written what has just been read from the transfer pool.
+        """Check that blocks just read from the transfer pool were not overwritten in the meantime.
 
         Raises:
-            WorkerError: Somebody has.
+            WorkerError: A block was overwritten.
         """
         for move in map(BlockMove._make, block_moves.tolist()):
             if move.kind == BlockMoveKind.IMPORT:
-                self._check_source(self._memories[Memory.TRANSFER], move)
+                self._check_source(self._memories[BlockLocation.TRANSFER], move)
 
     def check(self, step: StepInput) -> None:
-        """Checks what the rows of a step are about to read and tags what they are about to write.
+        """Check the blocks that the rows of a step read, and tag those they write.
 
         Args:
             step: Its arrays have been checked against each other and the cache.
 
         Raises:
-            WorkerError: A row would read what is not its own, or two rows would write one block.
+            WorkerError: A row reads a block that was not written for it, or two rows write one block.
         """
         block_size = self._block_size
         starts = np.arange(0, step.block_tables.shape[1] * block_size, block_size, dtype=np.int32)
@@ -116,10 +116,10 @@ class BlockGuard:
         num_after = (step.num_computed + step.query_lens)[:, None] - starts
         reads = num_before > 0
         if self._window is not None:
-            reads &= starts >= first_seen_blocks(step, block_size, self._window)[:, None] * block_size
+            reads &= starts >= first_visible_blocks(step, block_size, self._window)[:, None] * block_size
         read, owners = step.block_tables[reads], step.block_epochs[reads]
         missing = self._cache.num_written[read] < np.minimum(num_before[reads], block_size)
-        if somewhere(missing):
+        if any_true(missing):
             row = reads.nonzero()[0][missing][0]
             raise WorkerError(f"row {row} would read more of block {read[missing][0]} than was written")
         self._check_owners(read, owners, reads)
@@ -128,21 +128,21 @@ class BlockGuard:
         if len(set(blocks.tolist())) != len(blocks):
             raise WorkerError("two rows would write one block")
         self._cache.epochs[blocks] = step.block_epochs[writes]
-        self._check_owners(read, owners, reads)  # nor may a row write what another one reads in this step
+        self._check_owners(read, owners, reads)  # again: no row may write what another row reads in this step
         self._cache.num_written[blocks] = np.minimum(num_after[writes], block_size)
 
-    def _check_source(self, source: Tags, move: BlockMove) -> None:
+    def _check_source(self, source: BlockTags, move: BlockMove) -> None:
         block_id = move.source
         if source.num_written.item(block_id) < move.num_tokens:
-            raise WorkerError(f"{BlockMoveKind(move.kind).name} would take more of block {block_id} than was written")
+            raise WorkerError(f"{BlockMoveKind(move.kind).name} would read more of block {block_id} than was written")
         if source.epochs.item(block_id) != move.source_epoch:
             raise WorkerError(
-                f"{BlockMoveKind(move.kind).name} would take block {block_id}, which somebody else has written"
+                f"{BlockMoveKind(move.kind).name} would read block {block_id}, which another owner has written"
             )
 
     def _check_owners(self, blocks: Int32Array, owners: Int32Array, reads: NDArray[np.bool_]) -> None:
-        """`owners`: epochs that those who read `blocks` name, in the order of `reads` [B, W]."""
+        """`owners`: epochs that the rows name for `blocks`, in the order of `reads` [B, W]."""
         foreign = self._cache.epochs[blocks] != owners
-        if somewhere(foreign):
+        if any_true(foreign):
             row = reads.nonzero()[0][foreign][0]
-            raise WorkerError(f"row {row} would read block {blocks[foreign][0]}, which somebody else has written")
+            raise WorkerError(f"row {row} would read block {blocks[foreign][0]}, which another owner has written")

@@ -1,13 +1,4 @@
-"""A network compiled once and then called without the checks of `Cell.__call__`.
-
-Those checks (signature, types, the key of the compilation) take about 140 of the 160 microseconds of a call at every
-step and cannot find anything: the arguments are always int32 arrays of the same ranks. MindSpore offers the shorter
-way under private names only; where a release lacks them the ordinary call serves.
-
-A MINDIR file that mindspore_lite computes on Ascend, by its graph engine (`model_config.backend: ge`).
-
-The parts of a network, ready to be called: compiled here, or read as files of MindSpore's graph engine.
-"""
+"""Networks as compiled graphs: compiled by MindSpore, or read from MINDIR files by mindspore_lite (`backend: ge`)."""
 
 from __future__ import annotations
 
@@ -35,12 +26,19 @@ except ImportError:  # another release
     _cell_graph_executor = None
 
 
+LITE_PACKAGE = "mindspore_lite"
+
+
 class CompiledNetwork:
-    """One graph for batches of every shape.
+    """One graph for batches of every shape, called without the checks of `Cell.__call__`.
+
+    Those checks (signature, types, compilation key) take about 140 of the 160 microseconds of a call and find nothing,
+    because the arguments are always int32 arrays of the same ranks. The faster call uses private names of MindSpore;
+    where a release lacks them, the ordinary call is used.
 
     Args:
-        network: The arguments of a step first of all, or what `inputs` says.
-        inputs: Its arguments, as for `Cell.set_inputs`; of no meaning for one that runs a program.
+        network: Its arguments are those of a step, unless `inputs` is given.
+        inputs: The arguments, as for `Cell.set_inputs`; unused for a network that runs a program.
     """
 
     def __init__(self, network: nn.Cell, inputs: Sequence[ms.Tensor] | None = None) -> None:
@@ -56,17 +54,17 @@ class CompiledNetwork:
         return len(self._network.compile_cache)
 
     def __call__(self, arrays: Sequence[Int32Array | Float32Array]) -> NDArray[Any]:
-        """Runs the graph; the first call compiles it.
+        """Run the graph. The first call compiles it.
 
         Args:
-            arrays: The arguments; not copied, so nobody may write them until this returns.
+            arrays: The arguments. They are not copied, so they must not change before this returns.
 
         Returns:
-            The result; of a program it is valid until the next call.
+            The result. For a program it is valid until the next call.
         """
         if isinstance(self._network, ProgramNetwork):
             result = self._network.bind_inputs(arrays)
-            float(self._run(()))  # waits until it is there, in a tenth of the time of `asnumpy`
+            float(self._run(()))  # waits for the result ten times faster than `asnumpy`
             return result
         tensors = tuple([ms.Tensor.from_numpy(np.ascontiguousarray(array)) for array in arrays])
         values: NDArray[Any] = self._run(tensors).asnumpy()
@@ -81,38 +79,35 @@ class CompiledNetwork:
         return result
 
 
-PACKAGE = "mindspore_lite"
-
-
 def load_lite() -> Any:
-    """The package, which is no dependency of this project: it comes with the software of a device.
+    """Import mindspore_lite, which is not a dependency: it is installed with the software of an NPU.
 
     Raises:
         KernelError: It is not installed.
     """
     try:
-        return importlib.import_module(PACKAGE)
+        return importlib.import_module(LITE_PACKAGE)
     except ImportError as error:
-        raise KernelError(f"model_config.backend: ge needs {PACKAGE}, which is not installed: {error}") from None
+        raise KernelError(f"model_config.backend: ge needs {LITE_PACKAGE}, which is not installed: {error}") from None
 
 
 class LiteNetwork:
-    """Called as a `CompiledNetwork` is.
+    """A MINDIR file computed by mindspore_lite on an NPU. Called like a `CompiledNetwork`.
 
     Args:
         lite: From `load_lite`.
         path: The file.
         ini: Options of the graph engine, as older servers have them; None: none.
-        device_id: Of the NPU.
-        names: Of its arguments, in order.
-        inputs: The arguments, of every shape: number of dimensions and type count.
+        device_id: Index of the NPU.
+        names: Names of the arguments, in order.
+        inputs: The arguments. Only number of dimensions and type are used.
 
     Raises:
         ConfigError: The file has other arguments.
     """
 
     num_compilations = 1
-    """The graph engine compiles when the file is read."""
+    """The graph is compiled when the file is read."""
 
     def __init__(
         self,
@@ -134,7 +129,7 @@ class LiteNetwork:
         wanted = [
             f"{name} {str(each.dtype).lower()} of {len(each.shape)}" for name, each in zip(names, inputs, strict=True)
         ]
-        found = [_told(lite, each) for each in self._model.get_inputs()]
+        found = [_describe_argument(lite, each) for each in self._model.get_inputs()]
         if found != wanted:
             raise ConfigError(
                 f"{path} must have the arguments {', '.join(wanted)} dimensions, as `llm-serving export` writes it. "
@@ -142,27 +137,20 @@ class LiteNetwork:
             )
 
     def __call__(self, arrays: Sequence[Int32Array | Float32Array]) -> NDArray[Any]:
-        """Runs the graph.
-
-        Args:
-            arrays: The arguments.
-
-        Returns:
-            The result, copied from the device.
-        """
+        """Run the graph; return the result, copied from the device."""
         tensors = [self._lite.Tensor(np.ascontiguousarray(array)) for array in arrays]
         (result,) = self._model.predict(tensors)
         values: NDArray[Any] = result.get_data_to_numpy()
         return values
 
 
-def _told(lite: Any, tensor: Any) -> str:
-    """As an argument is wanted; a file has the name of its graph before the name of an argument."""
+def _describe_argument(lite: Any, tensor: Any) -> str:
+    """Describe an argument as `wanted` does. In a file, the name of the graph precedes the name of the argument."""
     types = {lite.DataType.INT32: "int32", lite.DataType.FLOAT32: "float32"}
     return f"{tensor.name.split(':')[-1]} {types.get(tensor.dtype, tensor.dtype)} of {len(tensor.shape)}"
 
 
-class Network(Protocol):
+class StepNetwork(Protocol):
     """One graph for batches of every shape."""
 
     @property
@@ -170,28 +158,28 @@ class Network(Protocol):
         """Graphs compiled so far."""
 
     def __call__(self, arrays: Sequence[Int32Array | Float32Array]) -> NDArray[Any]:
-        """Arguments -> the result; nobody may write the arguments until this returns."""
+        """Run the graph. The arguments must not change before this returns."""
 
 
-class Networks(NamedTuple):
-    """As `Lowered`."""
+class StepNetworks(NamedTuple):
+    """The parts of `Lowered`, ready to be called."""
 
-    logits: Network | None
-    states: Network
-    head: Network
-    of_prompts: Network | None = None
+    logits: StepNetwork | None
+    states: StepNetwork
+    head: StepNetwork
+    prompts: StepNetwork | None = None
 
 
-def compiled(lowered: Lowered, hidden: int, num_prompt_rows: int = 0) -> Networks:
-    """Networks that are compiled when they are first called.
+def compile_networks(lowered: Lowered, hidden: int, num_prompt_rows: int = 0) -> StepNetworks:
+    """Return networks that are compiled at their first call.
 
     Args:
         lowered: The parts.
-        hidden: Numbers of a state.
-        num_prompt_rows: Most requests of a step of whole prompts.
+        hidden: Size of a hidden state.
+        num_prompt_rows: Most requests in a step of whole prompts.
     """
     prompts = lowered.of_prompts
-    return Networks(
+    return StepNetworks(
         None if lowered.logits is None else CompiledNetwork(lowered.logits),
         CompiledNetwork(lowered.states),
         CompiledNetwork(lowered.head, lowered.head_inputs(hidden)),
@@ -199,8 +187,8 @@ def compiled(lowered: Lowered, hidden: int, num_prompt_rows: int = 0) -> Network
     )
 
 
-def of_files(spec: ModelSpec, folder: Path, ini: Path | None, device_id: int) -> Networks:
-    """Networks that `lowering.mindir.export` wrote, computed by mindspore_lite.
+def load_networks(spec: ModelSpec, folder: Path, ini: Path | None, device_id: int) -> StepNetworks:
+    """Return networks that `lowering.mindir.export` wrote, computed by mindspore_lite.
 
     Raises:
         ConfigError: A file has other arguments than those of a step.
@@ -212,4 +200,4 @@ def of_files(spec: ModelSpec, folder: Path, ini: Path | None, device_id: int) ->
         LiteNetwork(lite, graph_file(folder, graph), ini, device_id, given, inputs_of(spec, graph))
         for graph, given in (("states", names), ("head", ["states", *names]))
     )
-    return Networks(None, states, head)
+    return StepNetworks(None, states, head)

@@ -1,4 +1,4 @@
-"""The device of this process: MindSpore's settings, and the backend that computes on it."""
+"""Device settings of this process, and the choice of the backend."""
 
 from __future__ import annotations
 
@@ -19,20 +19,21 @@ logger = get_logger(__name__)
 
 _UNSUPPORTED_SOC = "310p"
 _DISPATCH_THREADS = 5
-"""Threads by which MindSpore dispatches kernels to an NPU: the number that it documents as its default. Without a
-number it takes fewer on a machine of up to 16 cores, infers shapes in another order and then refuses PagedAttention
-("Invalid shape")."""
+"""Threads by which MindSpore dispatches kernels to an NPU: its documented default.
+
+If it is not set, MindSpore uses fewer on a machine of up to 16 cores, infers shapes in another order and then rejects
+PagedAttention ("Invalid shape")."""
 
 
 def configure_device(device: DeviceConfig, device_id: int = 0) -> None:
-    """Selects the device and graph mode for the whole process, before the first operator.
+    """Select the device and graph mode for the whole process. Must be called before the first operator.
 
     Args:
         device: Section `device_config`.
-        device_id: Index of the device; a CPU has only one.
+        device_id: Index of the NPU; unused on a CPU.
 
     Raises:
-        ConfigError: The device is an NPU of a kind that is not served.
+        ConfigError: The NPU is of an unsupported kind.
     """
     on_ascend = device.device_target == "Ascend"
     ms.set_device(device.device_target, device_id if on_ascend else 0)
@@ -41,7 +42,7 @@ def configure_device(device: DeviceConfig, device_id: int = 0) -> None:
         ms.runtime.dispatch_threads_num(_DISPATCH_THREADS)
         if device.max_device_memory is not None:
             limit = npu_memory_limit(device.max_device_memory, free_npu_memory())
-            if limit >= NPU_RESERVE:  # below it no model fits, and sizing the cache says so
+            if limit >= NPU_RESERVE:  # with less no model fits; sizing the cache raises that error
                 ms.runtime.set_memory(max_size=f"{limit * 100 // 2**30 / 100:.2f}GB")  # rounded down
     ms.set_context(mode=ms.GRAPH_MODE, jit_config=_jit_config(device))
     if device.save_graphs:
@@ -56,30 +57,30 @@ def free_npu_memory() -> int:
 
 
 def npu_memory_limit(max_device_memory: int, free: int) -> int:
-    """Return the bytes that a WorkAgent may take of its NPU: `max_device_memory`, but no more than is there.
+    """Return the bytes that a WorkAgent may use on its NPU: `max_device_memory`, or less if the device has less.
 
     Args:
         max_device_memory: `device_config.max_device_memory`. Older YAMLs may name that of a larger device.
-        free: Bytes that are free on the device before the model is loaded; 0: the device does not report it.
+        free: Free bytes of the device before the model is loaded; 0: the device does not report it.
     """
     return min(max_device_memory, max(free - NPU_RESERVE, 0)) if free > 0 else max_device_memory
 
 
 def _jit_config(device: DeviceConfig) -> dict[str, str]:
-    """Settings of the graph compiler. On Ascend those of vllm-mindspore and MindFormers.
+    """Return settings of the graph compiler; on Ascend those of vllm-mindspore and MindFormers.
 
-    PagedAttention has a kernel in the library that infer boost adds and nowhere else, and infer boost takes level O0
-    alone (`config.sections.device` refuses others).
+    PagedAttention's kernel only exists in the library that infer boost adds, and infer boost only supports level O0
+    (`config.sections.device` rejects others).
     """
     if device.device_target == "Ascend":
         return {"jit_level": "O0", "infer_boost": "on"}
-    # MindSpore's fusion of operators is what distinguishes level O1 from O0.
+    # Level O1 is level O0 with operator fusion.
     fuses = device.enable_graph_kernel and device.jit_level == "O0"
     return {"jit_level": "O1" if fuses else device.jit_level}
 
 
 def _soc_version() -> str:
-    """Name of the NPU's chip, as "ascend910b"; empty where this MindSpore does not tell."""
+    """Return the name of the NPU's chip, such as "ascend910b"; empty if MindSpore does not report it."""
     try:
         from mindspore._c_expression import MSContext
 
@@ -97,18 +98,18 @@ def _refuse_soc(version: str) -> None:
 
 
 def backend_for(device: DeviceConfig, dtype: str) -> tuple[Backend, str]:
-    """The backend that `device_target` and `kernels` ask for.
+    """Return the backend for `device_target` and `kernels`.
 
     Args:
         device: Section `device_config`.
         dtype: Type of weights, activations and KV cache.
 
     Returns:
-        The backend, and a notice for the operator: where MindSpore's own operations had to take a library's place,
-        and where the device does not keep what `exactness: exact` promises.
+        The backend, and a notice for the operator if the operator library was not available, or if the device does not
+        guarantee what `exactness: exact` asks for.
 
     Raises:
-        KernelError: `kernels` asks for the operator library, which cannot be built or loaded.
+        KernelError: `kernels` requires the operator library, which cannot be built or loaded.
     """
     if device.device_target != "CPU":
         return _on_ascend(device, dtype)

@@ -1,7 +1,4 @@
-"""The key/value cache of a WorkAgent: one pair of tensors a layer, cut into blocks, and a host pool beside it.
-
-The block moves of a step: what may be asked for, and which of them belong together.
-"""
+"""The KV cache of a WorkAgent: one pair of block tensors per layer, a host pool, and moves of blocks between them."""
 
 from __future__ import annotations
 
@@ -24,8 +21,8 @@ from llm_serving.models.spec import ModelSpec
 from llm_serving.worker.kv_transfer import TransferMemory
 
 
-class Memory(enum.StrEnum):
-    """Where blocks lie."""
+class BlockLocation(enum.StrEnum):
+    """Memories that hold KV blocks."""
 
     CACHE = "cache"
     HOST = "host pool"
@@ -33,16 +30,16 @@ class Memory(enum.StrEnum):
 
 
 SOURCE_AND_TARGET: Final = {
-    BlockMoveKind.COPY: (Memory.CACHE, Memory.CACHE),
-    BlockMoveKind.SWAP_OUT: (Memory.CACHE, Memory.HOST),
-    BlockMoveKind.SWAP_IN: (Memory.HOST, Memory.CACHE),
-    BlockMoveKind.EXPORT: (Memory.CACHE, Memory.TRANSFER),
-    BlockMoveKind.IMPORT: (Memory.TRANSFER, Memory.CACHE),
+    BlockMoveKind.COPY: (BlockLocation.CACHE, BlockLocation.CACHE),
+    BlockMoveKind.SWAP_OUT: (BlockLocation.CACHE, BlockLocation.HOST),
+    BlockMoveKind.SWAP_IN: (BlockLocation.HOST, BlockLocation.CACHE),
+    BlockMoveKind.EXPORT: (BlockLocation.CACHE, BlockLocation.TRANSFER),
+    BlockMoveKind.IMPORT: (BlockLocation.TRANSFER, BlockLocation.CACHE),
 }
 _SIZES: Final = {
-    Memory.CACHE: "num_blocks",
-    Memory.HOST: "num_swap_blocks",
-    Memory.TRANSFER: "num_transfer_blocks",
+    BlockLocation.CACHE: "num_blocks",
+    BlockLocation.HOST: "num_swap_blocks",
+    BlockLocation.TRANSFER: "num_transfer_blocks",
 }
 
 
@@ -54,12 +51,12 @@ def check_block_moves(
     *,
     exports: bool = False,
 ) -> None:
-    """Makes sure that every move stays inside cache, host pool and transfer pool.
+    """Check that every move stays inside cache, host pool and transfer pool.
 
-    With `exports`, all must be of the kind EXPORT; otherwise none may be.
+    With `exports`, all moves must be of kind EXPORT; otherwise none may be.
 
     Raises:
-        WorkerError: One does not, or is of no known kind.
+        WorkerError: A block id is out of range, or a kind is not allowed.
     """
     if block_moves.ndim != 2 or block_moves.shape[1] != len(BlockMove._fields):
         raise WorkerError(f"block_moves must be [N, {len(BlockMove._fields)}]. Given: {list(block_moves.shape)}")
@@ -70,7 +67,11 @@ def check_block_moves(
     if (unknown := ~np.isin(kinds, allowed)).any():
         known = ", ".join(f"{kind.value} {kind.name}" for kind in allowed)
         raise WorkerError(f"block_moves must be of the kinds {known}. Given: {kinds[unknown][0]}")
-    sizes = {Memory.CACHE: num_blocks, Memory.HOST: num_swap_blocks, Memory.TRANSFER: num_transfer_blocks}
+    sizes = {
+        BlockLocation.CACHE: num_blocks,
+        BlockLocation.HOST: num_swap_blocks,
+        BlockLocation.TRANSFER: num_transfer_blocks,
+    }
     for kind in sorted(set(map(BlockMoveKind, kinds.tolist()))):
         moves = block_moves[kinds == kind]
         for column, end, memory in zip((1, 2), ("from", "to"), SOURCE_AND_TARGET[kind], strict=True):
@@ -83,8 +84,8 @@ def check_block_moves(
                 )
 
 
-def runs(block_moves: Int32Array) -> Iterator[tuple[BlockMoveKind, Int32Array]]:
-    """Neighbours of one kind, in the order given: (kind, [n, 2] of source and target)."""
+def group_by_kind(block_moves: Int32Array) -> Iterator[tuple[BlockMoveKind, Int32Array]]:
+    """Yield runs of consecutive moves of one kind: (kind, [n, 2] of source and target)."""
     if not len(block_moves):
         return
     kinds = block_moves[:, 0]
@@ -94,10 +95,10 @@ def runs(block_moves: Int32Array) -> Iterator[tuple[BlockMoveKind, Int32Array]]:
 
 @dataclass(frozen=True, slots=True)
 class KVTensors:
-    """Lives as long as the network that holds the same Parameters.
+    """KV tensors of all layers. They must live as long as the network that uses the same Parameters.
 
-    Block i of the block manager is row i of every tensor, so a block can be copied as a whole; the order of elements
-    inside a block belongs to the backend. The host pool holds whole blocks in the same order and is never computed on.
+    Block i of the block manager is row i of every tensor, so a block can be copied as a whole; the layout inside a
+    block is the backend's. The host pool holds blocks in the same layout and is not computed on.
     """
 
     backend: Backend
@@ -107,11 +108,11 @@ class KVTensors:
     num_swap_blocks: int
     block_size: int
     transfer: TransferMemory | None = None
-    """By which blocks are handed over; None: none are."""
+    """The KV transfer pool; None: there is none."""
 
     @property
     def block_bytes(self) -> int:
-        """Of a block, all layers."""
+        """Size of a block in all layers."""
         return sum(bytes_of_block(cache) for layer in self.layers for cache in layer)
 
     @property
@@ -129,19 +130,19 @@ class KVTensors:
         *,
         int8: bool = False,
     ) -> KVTensors:
-        """Zeroed tensors for `num_blocks` blocks of `block_size` tokens, and a host pool of `num_swap_blocks`.
+        """Allocate zeroed tensors.
 
         Args:
             spec: The model.
-            backend: Makes the tensors.
-            num_blocks: Of the cache.
+            backend: Allocates the tensors.
+            num_blocks: Blocks of the cache.
             block_size: Tokens of a block.
-            num_swap_blocks: Of the host pool.
-            int8: Whether keys and values are stored in 8 bits with a scale for each head and token.
+            num_swap_blocks: Blocks of the host pool.
+            int8: Whether keys and values are quantized to 8 bits.
 
         Raises:
-            ConfigError: More slots than a slot number can name.
-            ModelError: The backend does not attend to keys and values in 8 bits.
+            ConfigError: There are more KV slots than an int32 slot number can name.
+            ModelError: The backend has no attention over 8-bit keys and values.
         """
         if num_blocks * block_size > MAX_SLOTS:
             raise ConfigError(
@@ -157,39 +158,35 @@ class KVTensors:
         return cls(backend, layers, host_layers, num_blocks, num_swap_blocks, block_size)
 
     def move_blocks(self, block_moves: Int32Array) -> None:
-        """Moves whole blocks of all layers, one move after the other.
+        """Move whole blocks of all layers, one move after the other.
 
         Args:
-            block_moves: [N, 6] as `StepInput.block_moves`, checked by `check_block_moves`: ids are not looked at again.
+            block_moves: [N, 6] as `StepInput.block_moves`, checked by `check_block_moves`.
         """
-        for kind, pairs in runs(block_moves):
+        for kind, pairs in group_by_kind(block_moves):
             sources, targets = map(self._layers_of, SOURCE_AND_TARGET[kind])
             for source, target in zip(chain(*sources), chain(*targets), strict=True):
                 self.backend.copy_blocks(source, target, pairs)
 
-    def _layers_of(self, memory: Memory) -> Sequence[tuple[BlockMemory, BlockMemory]]:
-        if memory is Memory.CACHE:
+    def _layers_of(self, memory: BlockLocation) -> Sequence[tuple[BlockMemory, BlockMemory]]:
+        if memory is BlockLocation.CACHE:
             return self.layers
-        if memory is Memory.HOST:
+        if memory is BlockLocation.HOST:
             return self.host_layers
         assert self.transfer is not None
         return self.transfer.layers
 
 
-class CachesOfGraph(KVTensors):
-    """Caches that lie inside a graph, out of everybody's reach."""
+class GraphOwnedCache(KVTensors):
+    """KV caches inside a graph, which cannot be accessed from outside."""
 
     @classmethod
-    def of(cls, backend: Backend, num_blocks: int, block_size: int) -> CachesOfGraph:
-        """Those of a graph that was made for so many blocks."""
+    def of(cls, backend: Backend, num_blocks: int, block_size: int) -> GraphOwnedCache:
+        """Return the caches of a graph that was exported for this number of blocks."""
         return cls(backend, (), (), num_blocks, 0, block_size)
 
     def move_blocks(self, block_moves: Int32Array) -> None:
-        """Moves nothing.
-
-        Raises:
-            WorkerError: Something is to be moved.
-        """
+        """Raise WorkerError if there are moves."""
         if len(block_moves):
             raise WorkerError(
                 "with model_config.backend: ge caches lie inside a graph, which copies no blocks: "
@@ -198,21 +195,21 @@ class CachesOfGraph(KVTensors):
 
 
 def element_bytes(backend: Backend) -> int:
-    """Bytes of a number that is computed with."""
+    """Return the size of an activation."""
     size: int = type_size_in_bytes(backend.activation_dtype)
     return size
 
 
 def block_bytes(spec: ModelSpec, backend: Backend, block_size: int, *, int8: bool = False) -> int:
-    """Bytes one block takes over all layers, keys and values; `int8`: stored in 8 bits."""
+    """Return the size of a block in all layers, keys and values. `int8`: they are quantized to 8 bits."""
     return block_size * spec.kv_bytes_per_token(element_bytes(backend), int8=int8)
 
 
 def num_blocks_for(num_bytes: int, one: int, block_size: int) -> int:
-    """How many blocks of `one` bytes fit into `num_bytes`.
+    """Return how many blocks of `one` bytes fit into `num_bytes`.
 
     Raises:
-        ConfigError: Not even one.
+        ConfigError: Not even one fits.
     """
     if num_bytes < one:
         raise ConfigError(f"the KV cache must have room for one block of {one} bytes. Left: {num_bytes} bytes")

@@ -1,8 +1,5 @@
-"""The transfer pool: memory by which WorkAgents hand blocks of the key/value cache over.
-
-How blocks of a WorkAgent's transfer pool come and go, where it shares no memory with others.
-
-How what a WorkAgent does beside its steps gives way to them.
+"""The KV transfer pool, by which WorkAgents hand blocks over to each other, and the thread that serves it to the
+master.
 """
 
 from __future__ import annotations
@@ -24,28 +21,29 @@ from llm_serving.core.step import Int32Array
 from llm_serving.core.timings import Clock
 from llm_serving.errors import ProtocolError, WorkerError
 from llm_serving.transport.channel import Channel
-from llm_serving.transport.messages import Blocks, BlocksRefused, BlocksTaken, MasterMessage, SendBlocks
-from llm_serving.transport.shared_memory import MAX_TOKENS
+from llm_serving.transport.messages import BlockContents, BlocksRefused, BlocksWritten, MasterMessage, ReadBlocks
+from llm_serving.transport.shared_memory import MAX_TOKENS_PER_BLOCK
 
 _PAGE = 4096
 _MAX_EPOCH = 2**31 - 1
+SHARE: Final = 0.1
+"""Largest share of a core that background work may use while steps run."""
 
 
 class TransferMemory:
-    """A file without a name that the master made and every WorkAgent of its machine has inherited.
+    """A pool of KV blocks in an anonymous file that the master created.
 
-    A WorkAgent of another machine has one of its own: what others have written comes and goes by `read` and `write`.
-
-    All of them have the same model and settings, so the sizes are the same. It is as long as the first of them makes
-    it; its pages are taken when they are first written.
+    All WorkAgents of one machine inherit the same file. A WorkAgent of another machine has its own; the master copies
+    blocks between pools by `read` and `write`. All replicas have the same model and settings, so the layout is the
+    same. The first user sets the size; pages are allocated when first written.
 
         | epoch, tokens written: int32 [num_blocks, 2] | keys of layer 0 [num_blocks, ...] | values of layer 0 | ...
 
-    The master says which WorkAgent writes a block when; whoever reads one finds in it whose it is.
+    The master decides which WorkAgent writes a block when; readers check the epoch.
     """
 
     def __init__(self, fd: int, num_blocks: int, layers: Sequence[tuple[ms.Parameter, ms.Parameter]]) -> None:
-        """Maps the file behind `fd`, which stays the caller's, for blocks like those of the caches in `layers`."""
+        """Map the file behind `fd`, which the caller keeps, for blocks like those of `layers`."""
         self.num_blocks = num_blocks
         sizes = list(_sizes(num_blocks, layers))
         length = _whole_pages(8 * num_blocks) + sum(sizes)
@@ -65,14 +63,14 @@ class TransferMemory:
 
     @property
     def block_bytes(self) -> int:
-        """Of a block, all layers."""
+        """Size of a block in all layers."""
         return sum(array[0].nbytes for array in self._arrays)
 
     def read(self, block_ids: Sequence[int], epochs: Sequence[int]) -> tuple[list[int], bytes]:
-        """Tokens written of each of these blocks, and what they hold: as `transport.messages.Blocks` says.
+        """Return the tokens written in each block, and the contents in the order of `transport.messages.BlockContents`.
 
         Raises:
-            WorkerError: There is no such block, or it is not the one of this epoch.
+            WorkerError: A block does not exist or has another epoch.
         """
         ids = self._ids(block_ids, epochs)
         num_written = self.num_written[ids].tolist()
@@ -84,17 +82,17 @@ class TransferMemory:
     def write(
         self, block_ids: Sequence[int], epochs: Sequence[int], num_written: Sequence[int], content: bytes
     ) -> None:
-        """The inverse of `read`, here; until it is done nobody may read these blocks.
+        """Write contents as `read` returns them. The blocks are unreadable until it is done.
 
         Raises:
-            WorkerError: There is no such block, the content is that of more or fewer, or a number is none of a block.
+            WorkerError: A block does not exist, or the contents or numbers are invalid.
         """
         ids = self._ids(block_ids, epochs)
         if (len(num_written), len(content)) != (len(ids), len(ids) * self.block_bytes):
             rule = f"{len(ids)} blocks must come with {len(ids) * self.block_bytes} bytes, each with its tokens"
             raise WorkerError(f"{rule}. Given: {len(content)} bytes, tokens of {len(num_written)}")
-        if not all(0 < each <= MAX_TOKENS for each in num_written) or max(epochs) > _MAX_EPOCH:
-            rule = f"blocks must have 1 to {MAX_TOKENS} tokens each and epochs up to {_MAX_EPOCH}"
+        if not all(0 < each <= MAX_TOKENS_PER_BLOCK for each in num_written) or max(epochs) > _MAX_EPOCH:
+            rule = f"blocks must have 1 to {MAX_TOKENS_PER_BLOCK} tokens each and epochs up to {_MAX_EPOCH}"
             raise WorkerError(f"{rule}. Given: {list(num_written)}, epochs {list(epochs)}")
         self.num_written[ids] = 0
         offset = 0
@@ -117,11 +115,11 @@ class TransferMemory:
     def _check_owners(self, ids: list[int], epochs: Sequence[int]) -> None:
         others = (self.epochs[ids] != epochs) | (self.num_written[ids] <= 0)
         if others.any():
-            raise WorkerError(f"block {ids[int(np.flatnonzero(others)[0])]} of the transfer pool is somebody else's")
+            raise WorkerError(f"block {ids[int(np.flatnonzero(others)[0])]} of the transfer pool has another owner")
 
 
 def _sizes(num_blocks: int, layers: Sequence[tuple[ms.Parameter, ms.Parameter]]) -> Iterator[int]:
-    """Bytes of each array, in whole pages."""
+    """Yield the size of each array, in whole pages."""
     for cache in (each for layer in layers for each in layer):
         yield _whole_pages(num_blocks * bytes_of_block(cache))
 
@@ -130,8 +128,8 @@ def _whole_pages(num_bytes: int) -> int:
     return -(-num_bytes // _PAGE) * _PAGE
 
 
-class Pool(Protocol):
-    """As `TransferMemory`."""
+class BlockStore(Protocol):
+    """Interface of `TransferMemory`."""
 
     def read(self, block_ids: Sequence[int], epochs: Sequence[int]) -> tuple[list[int], bytes]: ...
 
@@ -140,73 +138,71 @@ class Pool(Protocol):
     ) -> None: ...
 
 
-def exchange_blocks(
+def serve_blocks(
     channel: Channel[MasterMessage],
-    pool: Pool,
-    rest: Callable[[float], None] = lambda took_s: None,
+    pool: BlockStore,
+    pause_after: Callable[[float], None] = lambda took_s: None,
     clock: Clock = time.thread_time,
 ) -> None:
-    """Does what the master asks for, beside the steps: in a thread of its own, until the connection ends.
+    """Serve the master's requests for blocks, in a thread of its own, until the connection ends.
 
     Args:
         channel: To the master.
-        pool: With the blocks.
-        rest: Gives way to the steps; is told how much of a core's time a frame took.
-        clock: Of this thread's own time.
+        pool: The blocks.
+        pause_after: Called after each frame with the CPU seconds it took; pauses while steps run.
+        clock: CPU time of this thread.
 
     Raises:
-        TransportError: It has ended, or the master says something else.
+        TransportError: The connection ended, or the master sent another message.
     """
     began = clock()
     while True:
         channel.send(_answer(channel.receive(), pool))
         ended = clock()
-        rest(ended - began)
+        pause_after(ended - began)
         began = ended
 
 
-def _answer(message: MasterMessage, pool: Pool) -> Blocks | BlocksTaken | BlocksRefused:
+def _answer(message: MasterMessage, pool: BlockStore) -> BlockContents | BlocksWritten | BlocksRefused:
     try:
-        if isinstance(message, SendBlocks):
-            return Blocks(message.block_ids, message.epochs, *pool.read(message.block_ids, message.epochs))
-        if isinstance(message, Blocks):
+        if isinstance(message, ReadBlocks):
+            return BlockContents(message.block_ids, message.epochs, *pool.read(message.block_ids, message.epochs))
+        if isinstance(message, BlockContents):
             pool.write(message.block_ids, message.epochs, message.num_written, message.content)
-            return BlocksTaken(message.block_ids, message.epochs)
+            return BlocksWritten(message.block_ids, message.epochs)
     except WorkerError as error:
         return BlocksRefused(str(error))
     raise ProtocolError(f"expected blocks, got {str(message)[:100]}")
 
 
-SHARE: Final = 0.1
-"""Of one core's time, at most, while steps are computed."""
-
-
-class BesideSteps:
-    """Between the thread of the steps and another one, which works in small pieces and rests after each.
+class BackgroundThrottle:
+    """Slows a background thread down while steps run. The background thread works in small pieces.
 
     Args:
-        pause: Waits so many seconds.
+        pause: Waits for a number of seconds.
     """
 
     def __init__(self, pause: Callable[[float], object] = time.sleep) -> None:
         self._pause = pause
-        self._num_begun = self._num_seen = 0
+        self._num_started = self._num_seen = 0
         self._is_running = False
 
     @contextlib.contextmanager
-    def step(self) -> Iterator[None]:
-        """A step is computed meanwhile."""
-        self._num_begun += 1
+    def step_running(self) -> Iterator[None]:
+        """Mark a step as running while inside."""
+        self._num_started += 1
         self._is_running = True
         try:
             yield
         finally:
             self._is_running = False
 
-    def rest(self, took_s: float) -> None:
-        """Waits until a piece that took so much of a core's time is `SHARE` of the time gone by; not at all if no step
-        was computed since the piece before."""
-        num_begun = self._num_begun
-        if self._is_running or num_begun > self._num_seen:
+    def pause_after(self, took_s: float) -> None:
+        """Wait until a piece that took this much CPU time is at most `SHARE` of the elapsed time.
+
+        Do not wait if no step ran since the previous piece.
+        """
+        num_started = self._num_started
+        if self._is_running or num_started > self._num_seen:
             self._pause(took_s * (1 / SHARE - 1))
-        self._num_seen = num_begun
+        self._num_seen = num_started

@@ -1,4 +1,4 @@
-"""From the master's settings to a runner that is ready for its first step."""
+"""Creation of a model runner from the master's settings."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ from llm_serving.models.spec import ModelSpec
 from llm_serving.models.weight_reader import check_folder
 from llm_serving.network.quantization import Quantization
 from llm_serving.transport.messages import LoadModel
-from llm_serving.worker.compiled_graph import of_files
+from llm_serving.worker.compiled_graph import load_networks
 from llm_serving.worker.device import backend_for, configure_device, free_npu_memory, npu_memory_limit
 from llm_serving.worker.draft_model import DraftModel
-from llm_serving.worker.exactness import promise
+from llm_serving.worker.exactness import guarantee
 from llm_serving.worker.kv_cache import block_bytes, element_bytes, num_blocks_for
 from llm_serving.worker.model_runner import ModelRunner
 from llm_serving.worker.rank_group import CollectiveGroup, RankGroup
 
 logger = get_logger(__name__)
 
-TELL_S: Final = 5.0
-"""Seconds between two messages of how much of the weights has been read."""
+PROGRESS_INTERVAL_S: Final = 5.0
+"""Seconds between two progress messages while weights are read."""
 
 
 def load_runner(
@@ -59,22 +59,22 @@ def load_runner(
     transfer_fd: int | None = None,
     group_port: int = 0,
 ) -> tuple[ModelRunner, str]:
-    """Selects the device, builds or finds the kernels, reads the weights and compiles the network.
+    """Select the device, prepare the kernels, read the weights and compile the network.
 
     Args:
-        settings: Of the master.
-        on_progress: Is told what is being done.
-        ranks_fd: Memory of those with whom this process computes; None: it computes alone.
-        transfer_fd: Memory by which blocks are handed over to other WorkAgents; None: none are.
-        group_port: Of this machine, by which those processes find each other if they compute graphs.
+        settings: From the master.
+        on_progress: Called with progress texts.
+        ranks_fd: Memory shared by the ranks of the replica; None: this process computes it alone.
+        transfer_fd: Memory of the KV transfer pool; None: there is none.
+        group_port: Port of this machine by which ranks form a collective group, if they compute graphs.
 
     Returns:
-        The runner, and what the operator should know of it; usually an empty text.
+        The runner, and a notice for the operator; usually empty.
 
     Raises:
         ConfigError: The model cannot be read, or its cache does not fit.
-        KernelError: The kernels asked for cannot be had.
-        RankLostError: Those it computes with are not there.
+        KernelError: The requested kernels are not available.
+        RankLostError: Another rank is missing.
     """
     if settings.num_threads is not None:
         os.environ.setdefault("LLM_SERVING_THREADS", str(settings.num_threads))
@@ -90,7 +90,7 @@ def load_runner(
         max_device_memory=settings.max_device_memory,
     )
     if settings.mindir_path is not None:
-        return _of_files(settings, Path(settings.mindir_path), on_progress), ""
+        return _load_exported(settings, Path(settings.mindir_path), on_progress), ""
     implementation = ImplementationName(settings.implementation)
     by_mindformers = implementation != ImplementationName.NATIVE
     configure_device(device, settings.device_id)
@@ -100,22 +100,22 @@ def load_runner(
         ranks = CollectiveGroup(settings.rank, settings.num_ranks, group_port, device.device_target)
     on_progress("preparing the kernels")
     if device.device_target == "CPU" and device.kernels != "plain":
-        with suppress(KernelError):  # then `backend_for` meets it again, and knows what to do
+        with suppress(KernelError):  # `backend_for` raises it again or falls back
             library_path(on_progress)
     backend, notice = backend_for(device, settings.dtype)
     framework = f"{ms.__version__} with MindFormers {mindformers_version()}" if by_mindformers else ms.__version__
     folder = Path(settings.model_path)
     spec = check_folder(folder)
     has_experts = any(each.kind == "experts" for each in spec.network.operations)
-    promised = promise(device.exactness, backend.name, has_experts)
-    level = logging.INFO if device.device_target == "CPU" else logging.WARNING  # Ascend does not keep `exact`
-    logger.log(level, "device_config.exactness: %s: %s", device.exactness, promised)
+    guaranteed = guarantee(device.exactness, backend.name, has_experts)
+    level = logging.INFO if device.device_target == "CPU" else logging.WARNING  # Ascend does not guarantee `exact`
+    logger.log(level, "device_config.exactness: %s: %s", device.exactness, guaranteed)
     if spec.scheme is not None:
         kept = f"{settings.quantization}, others in " if settings.quantization is not None else ""
         described = spec.scheme.description
         logger.info("the weights are quantised by %s: they are served in %s%s", described, kept, settings.dtype)
     if ranks_fd is not None and ranks is None:
-        ranks = _join(ranks_fd, settings, backend)
+        ranks = _join_ranks(ranks_fd, settings, backend)
     spec = spec.of_rank(settings.rank, settings.num_ranks)
     num_blocks = settings.num_blocks or _num_blocks(settings, spec, backend)
     if ranks is not None:
@@ -135,8 +135,8 @@ def load_runner(
         quantization=_quantization(settings),
         ranks=ranks,
         step_timeout_s=settings.step_timeout_s,
-        coded_cache=_has_coded_cache(settings),
-        on_weights=tell_now_and_then(on_progress, folder.name),
+        int8_cache=_has_int8_cache(settings),
+        on_weights=limit_progress_reports(on_progress, folder.name),
         transfer_fd=transfer_fd,
         num_transfer_blocks=settings.num_transfer_blocks,
     )
@@ -151,55 +151,58 @@ def load_runner(
 def _draft_model(
     settings: LoadModel, spec: ModelSpec, backend: Backend, device: DeviceConfig, on_progress: Callable[[str], None]
 ) -> DraftModel:
-    """The one that proposes what the model of `spec` may say."""
+    """Load the draft model for the model of `spec`."""
     folder = Path(settings.draft_model_path or "")
     draft = check_folder(folder)
     on_progress(f"reading {draft.num_weight_elements / 1e6:,.1f} M weights of the draft model from {folder.name}")
     size = settings.block_size
     as_program = device.kernels != "primitives"
     blocks = MAX_CONTINUATIONS * blocks_of_continuation(size)
-    told = tell_now_and_then(on_progress, folder.name)
+    reported_at = limit_progress_reports(on_progress, folder.name)
     length = WINDOW + MAX_COUNT
-    runner = ModelRunner(draft, folder, backend, blocks, size, length, as_program=as_program, on_weights=told)
+    runner = ModelRunner(draft, folder, backend, blocks, size, length, as_program=as_program, on_weights=reported_at)
     on_progress("compiling the draft model")
     runner.warm_up()
     return DraftModel(runner, spec.vocab_size)
 
 
-def tell_now_and_then(
+def limit_progress_reports(
     on_progress: Callable[[str], None], name: str, clock: Clock = monotonic
 ) -> Callable[[int, int], None]:
-    """Tells of bytes read, every `TELL_S`: the master takes one that says nothing for long for dead."""
-    told = clock()
+    """Return a callback for bytes read that reports every `PROGRESS_INTERVAL_S`.
 
-    def tell(num_read: int, num_bytes: int) -> None:
-        nonlocal told
-        if clock() - told >= TELL_S:
-            told = clock()
+    The master treats a WorkAgent that reports nothing for long as dead.
+    """
+    reported_at = clock()
+
+    def report(num_read: int, num_bytes: int) -> None:
+        nonlocal reported_at
+        if clock() - reported_at >= PROGRESS_INTERVAL_S:
+            reported_at = clock()
             on_progress(f"{num_read / 1e6:,.0f} of {num_bytes / 1e6:,.0f} MB read of {name}")
 
-    return tell
+    return report
 
 
-def _of_files(settings: LoadModel, folder: Path, on_progress: Callable[[str], None]) -> ModelRunner:
-    """A runner of graphs that mindspore_lite computes, with weights and caches in them."""
+def _load_exported(settings: LoadModel, folder: Path, on_progress: Callable[[str], None]) -> ModelRunner:
+    """Return a runner of graphs that mindspore_lite computes; they contain weights and caches."""
     assert settings.num_blocks is not None  # `config.sections.model` checks it
     spec = check_folder(Path(settings.model_path))
     sizes = settings.num_blocks, settings.block_size, settings.max_model_len
     check_facts(folder, facts_of(spec, settings.dtype, settings.quantization, *sizes))
     on_progress(f"reading the graphs of {folder.name}")
     ini = None if settings.mindir_ini is None else Path(settings.mindir_ini)
-    networks = of_files(spec, folder, ini, settings.device_id)
+    networks = load_networks(spec, folder, ini, settings.device_id)
     backend = create_backend("ascend", settings.dtype)
     runner = ModelRunner(spec, Path(settings.model_path), backend, *sizes, networks=networks)
     runner.computed_by = ComputeFingerprint(kernels="ge", framework=ms.__version__)
-    logger.info("device_config.exactness: %s: %s", settings.exactness, promise(settings.exactness, backend.name))
+    logger.info("device_config.exactness: %s: %s", settings.exactness, guarantee(settings.exactness, backend.name))
     runner.warm_up()
     return runner
 
 
-def _join(ranks_fd: int, settings: LoadModel, backend: Backend) -> Ranks:
-    """Waits for the others, with whom programs add up."""
+def _join_ranks(ranks_fd: int, settings: LoadModel, backend: Backend) -> Ranks:
+    """Wait for the other ranks of the replica, whose programs add up in shared memory."""
     if backend.name != "cpu":
         raise ConfigError(f"cluster_config.tensor_parallel: must be 1 on {backend.name}. Given: {settings.num_ranks}")
     ranks = Ranks(ranks_fd, settings.rank, settings.num_ranks)
@@ -227,15 +230,15 @@ def _quantization(settings: LoadModel) -> Quantization | None:
     return Quantization(QuantizationName(settings.quantization), settings.group_size)
 
 
-def _has_coded_cache(settings: LoadModel) -> bool:
+def _has_int8_cache(settings: LoadModel) -> bool:
     return settings.kv_cache_dtype == KVCacheDtypeName.INT8
 
 
 def _npu_memory(settings: LoadModel) -> int:
-    """Return the bytes of its NPU that this WorkAgent takes.
+    """Return the bytes of its NPU that this WorkAgent uses.
 
     Raises:
-        ConfigError: The device does not report what is free, and no limit is given.
+        ConfigError: The device does not report its free memory, and no limit is configured.
     """
     free, given = free_npu_memory(), settings.max_device_memory
     if given is None and free <= 0:
@@ -254,8 +257,8 @@ def _npu_memory(settings: LoadModel) -> int:
 
 
 def _num_blocks(settings: LoadModel, spec: ModelSpec, backend: Backend) -> int:
-    """As many blocks as memory allows, at most what all running requests can fill."""
-    one = block_bytes(spec, backend, settings.block_size, int8=_has_coded_cache(settings))
+    """Return the number of blocks that memory allows, at most what all running requests can fill."""
+    one = block_bytes(spec, backend, settings.block_size, int8=_has_int8_cache(settings))
     window = Window.from_model(spec.window, settings.max_num_batched_tokens, settings.max_model_len)
     useful = settings.max_num_seqs * window.max_blocks_of(settings.max_model_len, settings.block_size)
     if settings.device_target == "Ascend":

@@ -1,7 +1,7 @@
-"""Log-probabilities of the model's own distribution: before penalties, bias and temperature.
+"""Log-probabilities of the model's own distribution, and token weights whose sums are exact.
 
-Relative probabilities whose sums are exact, so that no order of summation, hence no thread, vector width or filter,
-can change a choice.
+Log-probabilities are those before penalties, bias and temperature. Sums of weights are exact, so no order of
+summation (threads, vector width, filters) can change which token is sampled.
 
 The weight of a token is 2^y, y = (value - largest) * log2(e) / temperature, computed in float32 by additions and
 multiplications that every IEEE 754 machine rounds alike, and rounded to a multiple of 2^-33. Weights are at most 1, so
@@ -17,9 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llm_serving.core.step import TopTokens, no_top_tokens
-from llm_serving.worker.model_inputs import are_zero
+from llm_serving.worker.model_inputs import all_zero
 
 Float32Array = NDArray[np.float32]
+Float64Array = NDArray[np.float64]
+Int32Array = NDArray[np.int32]
 
 _LARGEST = np.finfo(np.float32).max
 _LOG2_E = np.float32(1 / math.log(2))
@@ -35,13 +37,13 @@ _MANTISSA_BITS = 23
 
 
 def weight_scale(temperature: np.float32) -> np.float32:
-    """What a difference of logits is multiplied with to be the exponent of a weight; finite for every temperature."""
+    """Return the factor from a difference of logits to the exponent of a weight; finite for every temperature."""
     with np.errstate(over="ignore"):
         return min(np.float32(_LOG2_E / temperature), _LARGEST)
 
 
 def token_weights(values: Float32Array, largest: np.float32, scale: np.float32) -> Float32Array:
-    """The weight of each token: 1 for the most likely one.
+    """Return the weight of each token: 1 for the most likely one.
 
     Args:
         values: [V] logits, none NaN.
@@ -75,12 +77,12 @@ def token_weights(values: Float32Array, largest: np.float32, scale: np.float32) 
 
 
 def keep_heaviest(weights: Float32Array, count: int, descending: Float32Array | None = None) -> Float32Array:
-    """The `count` largest of `weights` ([V]; among equals the lowest ids), 0 in place of the others.
+    """Keep the `count` largest of `weights` ([V]; among equals the lowest ids) and set the others to 0.
 
     Args:
         weights: [V]
         count: At least 1.
-        descending: The weights in this order, if known.
+        descending: The weights in descending order, if known.
     """
     if count >= len(weights):
         return weights
@@ -95,11 +97,11 @@ def keep_heaviest(weights: Float32Array, count: int, descending: Float32Array | 
 
 
 def filter_weights(weights: Float32Array, top_k: int, top_p: float, min_p: np.float32) -> Float32Array:
-    """Weights with 0 for the tokens that a filter drops; the heaviest one always stays.
+    """Set the weights of tokens that a filter removes to 0; the heaviest one is always kept.
 
     Args:
         weights: [V] from `token_weights`.
-        top_k, top_p, min_p: As in `SamplingInput`. `top_p` is a share of what the other two left.
+        top_k, top_p, min_p: As in `SamplingInput`. `top_p` applies to what the other two leave.
     """
     if min_p > 0:
         weights = np.where(weights >= min_p, weights, np.float32(0))
@@ -114,10 +116,9 @@ def filter_weights(weights: Float32Array, top_k: int, top_p: float, min_p: np.fl
 
 
 def draw_token(weights: Float32Array, number: float) -> int:
-    """The first token at which the cumulative weight passes `number` times the whole.
+    """Return the first token whose cumulative weight exceeds `number` times the total.
 
-    There is one, and its weight is not 0: for any number below 1, which is at most 1 - 2^-53, the product rounds to
-    less than the whole.
+    It exists and has a weight above 0: `number` is at most 1 - 2^-53, so the product rounds to less than the total.
 
     Args:
         weights: [V], not all 0.
@@ -127,21 +128,18 @@ def draw_token(weights: Float32Array, number: float) -> int:
     return int(np.searchsorted(cumulative, number * cumulative[-1], side="right"))
 
 
-Float64Array = NDArray[np.float64]
-Int32Array = NDArray[np.int32]
-
 _SCALE = weight_scale(np.float32(1))
 
 
 def total_weight(logits: Float32Array) -> float:
-    """sum(exp(logits - the largest)) of one row ([V], the largest finite), as its weights give it."""
+    """Return sum(exp(logits - the largest)) of one row ([V], the largest finite), from its token weights."""
     return float(token_weights(logits, logits.max(), _SCALE).sum(dtype=np.float64))
 
 
 def log_normalizers(largest: Float32Array, totals: Float64Array) -> Float64Array:
-    """log(sum(exp(logits))) of rows, from the largest logit and `total_weight` of each; all [rows].
+    """Return log(sum(exp(logits))) of rows, from the largest logit and `total_weight` of each; all [rows].
 
-    One logarithm after the other: those NumPy computes together may differ in the last bit.
+    Each logarithm is computed by itself, because NumPy's vectorized ones may differ in the last bit.
     """
     logarithms = np.array([math.log(total) for total in totals.tolist()])
     normalizers: Float64Array = largest.astype(np.float64) + logarithms
@@ -149,7 +147,7 @@ def log_normalizers(largest: Float32Array, totals: Float64Array) -> Float64Array
 
 
 def most_likely(values: Float32Array, count: int) -> NDArray[np.intp]:
-    """Indices of the `count` largest of `values` ([V], no NaN), largest first, among equals the lowest index first."""
+    """Return the indices of the `count` largest of `values` ([V], no NaN), in descending order, ties by index."""
     size = len(values)
     count = min(count, size)
     if count == 1:
@@ -167,27 +165,27 @@ def most_likely(values: Float32Array, count: int) -> NDArray[np.intp]:
 def logprobs_of(
     logits: Float32Array, chosen: Int32Array, top: Int32Array, largest: Float32Array, totals: Float64Array
 ) -> tuple[Float32Array, TopTokens]:
-    """Log-probabilities of chosen and of most likely tokens, as `StepOutput` wants them.
+    """Return log-probabilities of sampled and of most likely tokens, as in `StepOutput`.
 
     Args:
         logits: [S, V]
         chosen: [S]
-        top: [S, K], -1 in places without a token.
-        largest: [S] the largest logit; read where `totals` is not 0.
-        totals: [S] `total_weight`; 0 for samples without a token and those that want no log-probabilities.
+        top: [S, K], -1 in unused places.
+        largest: [S] the largest logit; only read where `totals` is not 0.
+        totals: [S] `total_weight`; 0 for samples without a token or without requested log-probabilities.
 
     Returns:
         [S], 0 where there is none; the most likely ones.
     """
     logprobs = np.zeros(len(chosen), np.float32)
-    if are_zero(totals):
+    if all_zero(totals):
         return logprobs, no_top_tokens(len(chosen))
     rows = np.flatnonzero(totals)
     normalizers = np.zeros(len(chosen))
     normalizers[rows] = log_normalizers(largest[rows], totals[rows])
     kept = top >= 0
     token_ids, rows_of_top = top[kept], np.nonzero(kept)[0]
-    with np.errstate(over="ignore"):  # what float32 does not hold becomes -inf
+    with np.errstate(over="ignore"):  # values below the range of float32 become -inf
         logprobs[rows] = logits[rows, chosen[rows]] - normalizers[rows]
         top_logprobs = (logits[rows_of_top, token_ids] - normalizers[rows_of_top]).astype(np.float32)
     offsets = np.concatenate([[0], np.cumsum(kept.sum(axis=1))]).astype(np.int32)

@@ -1,9 +1,7 @@
-"""From the facts of a step to the arrays a network takes: pure NumPy index arithmetic.
+"""Conversion of a step into the arguments of a network: NumPy index arithmetic and all checks of indices.
 
-Everything a later memory access depends on is checked here: token ids against the vocabulary, positions against the
-rotary tables, block ids against the cache. Behind this file no kernel needs to look again.
-
-What is asked of the arrays of every step, each in one pass: they are short, so that the passes are what costs.
+Token ids are checked against the vocabulary, positions against the rotary tables, block ids against the cache, so no
+kernel checks them again. Each check of an array is one pass, as the arrays are short and the calls are the cost.
 """
 
 from __future__ import annotations
@@ -19,68 +17,67 @@ from llm_serving.core.step import NO_BLOCK, Int32Array, ResultKind, StepInput, W
 from llm_serving.errors import WorkerError
 
 
-def everywhere(mask: NDArray[np.bool_]) -> bool:
-    """Whether all of a mask is true; its bytes tell sooner than a reduction."""
+def all_true(mask: NDArray[np.bool_]) -> bool:
+    """Return whether a mask is true everywhere. Searching its bytes is faster than a reduction."""
     return b"\0" not in mask.tobytes()
 
 
-def somewhere(mask: NDArray[np.bool_]) -> bool:
-    """Whether any of a mask is true."""
+def any_true(mask: NDArray[np.bool_]) -> bool:
+    """Return whether a mask is true anywhere."""
     return b"\1" in mask.tobytes()
 
 
-def are_zero(numbers: NDArray[Any]) -> bool:
-    """Whether all bits of all numbers are 0."""
+def all_zero(numbers: NDArray[Any]) -> bool:
+    """Return whether all bits of all numbers are 0."""
     return not numbers.tobytes().strip(b"\0")
 
 
-def are_below(values: Int32Array, end: int) -> bool:
-    """Whether all lie between 0 and `end` - 1; as unsigned numbers those below 0 are the largest.
+def all_in_range(values: Int32Array, end: int) -> bool:
+    """Return whether all values are from 0 to `end` - 1. As unsigned numbers, negative ones are the largest.
 
     Args:
-        values: Of any shape, empty ones included.
+        values: Of any shape, possibly empty.
         end: From 1 to 2**31.
     """
     return int(np.maximum.reduce(values.view(np.uint32), axis=None, initial=0)) < end
 
 
-def cut(offsets: Int32Array, num_entries: int, num_parts: int) -> bool:
-    """Whether `offsets` [num_parts + 1] begin at 0, never fall and end at `num_entries`."""
+def is_partition(offsets: Int32Array, num_entries: int, num_parts: int) -> bool:
+    """Return whether `offsets` [num_parts + 1] start at 0, never decrease and end at `num_entries`."""
     if len(offsets) != num_parts + 1:
         return False
     if not num_entries:
-        return are_zero(offsets)
-    return offsets.item(0) == 0 and offsets.item(-1) == num_entries and everywhere(offsets[1:] >= offsets[:-1])
+        return all_zero(offsets)
+    return offsets.item(0) == 0 and offsets.item(-1) == num_entries and all_true(offsets[1:] >= offsets[:-1])
 
 
-def rows_of(arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
-    """[len(arrays), n] of arrays [n]."""
+def stack_rows(arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    """Stack arrays [n] into [len(arrays), n]."""
     rows: NDArray[Any] = np.concatenate(arrays).reshape(len(arrays), -1)
     return rows
 
 
 NO_TOKENS: Int32Array = np.empty(0, np.int32)
 
-# The row a token stands for once its own choice failed: the request ends with that failure, so what this step
-# computes for it is thrown away and any valid id will do.
-_STAND_IN_TOKEN = 0
+# Replaces a reference to a failed sample: the request ends with that failure, so any valid id will do.
+_PLACEHOLDER_TOKEN = 0
 
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """What the arrays of a step index into."""
+    """Sizes of what the arrays of a step index into."""
 
     vocab_size: int
     max_positions: int
     num_blocks: int
     block_size: int
     window: int | None = None
-    """Tokens that a token sees in any layer, its own included; None: all."""
+    """Sliding window in tokens, the token itself included; None: full attention in some layer."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelInputs:
-    """The arguments of a network, in the order of `lowering.step.STEP_INPUTS`; all int32, all C-contiguous."""
+    """The arguments of a network, in the order of `lowering.step.STEP_INPUTS`; all int32 and C-contiguous."""
 
     token_ids: Int32Array  # [T]
     positions: Int32Array  # [T], index of the token in its own sequence
@@ -96,11 +93,11 @@ class ModelInputs:
 
     @property
     def are_whole_prompts(self) -> bool:
-        """Nothing was computed before of any row's request."""
+        """Whether no row has computed tokens from earlier steps."""
         return bool((self.context_lens == self.query_lens).all())
 
-    def with_rows(self, num_rows: int) -> ModelInputs:
-        """The same step for a graph of so many requests: those behind the last have no tokens."""
+    def padded_to(self, num_rows: int) -> ModelInputs:
+        """Pad the step to a graph's number of rows; the added rows have no tokens."""
         missing = num_rows - len(self.query_lens)
         return replace(
             self,
@@ -122,14 +119,14 @@ class ModelInputs:
 
 
 def resolve_token_ids(token_ids: Int32Array, previous: Int32Array) -> Int32Array:
-    """Puts the tokens of the previous step where `token_ids` refers to them.
+    """Replace references in `token_ids` by tokens that the previous step sampled.
 
     Args:
-        token_ids: >= 0 a token; -1 - j is what sample j of the previous step chose.
-        previous: [samples of the previous step]; -1 where the choice failed.
+        token_ids: >= 0: a token; -1 - j: sample j of the previous step.
+        previous: [samples of the previous step]; -1 for a failed sample.
 
     Returns:
-        `token_ids` itself if it refers to nothing, else a copy without references.
+        `token_ids` itself if it has no references, else a copy.
 
     Raises:
         WorkerError: A reference names a sample that the previous step did not have.
@@ -143,21 +140,20 @@ def resolve_token_ids(token_ids: Int32Array, previous: Int32Array) -> Int32Array
             f"token_ids refers to sample {samples.max()} of the previous step, which chose {len(previous)} tokens"
         )
     resolved = token_ids.copy()
-    resolved[references] = np.where(previous[samples] < 0, _STAND_IN_TOKEN, previous[samples])
+    resolved[references] = np.where(previous[samples] < 0, _PLACEHOLDER_TOKEN, previous[samples])
     return resolved
 
 
 def build_model_inputs(step: StepInput, previous: Int32Array, limits: ModelLimits) -> ModelInputs:
-    """The network's arguments for `step`.
+    """Return the network's arguments for `step`.
 
     Args:
         step: The step as the master sent it.
-        previous: [samples of the previous step] the tokens it chose.
+        previous: [samples of the previous step] the sampled tokens.
         limits: Sizes of what the arrays index into.
 
     Raises:
-        WorkerError: The step contradicts itself or reaches outside vocabulary, positions or cache. Nothing of it has
-            been computed.
+        WorkerError: The step is inconsistent or exceeds vocabulary, positions or cache. Nothing was computed.
     """
     num_tokens, num_rows = step.num_tokens, step.num_rows
     query_lens, num_computed, block_tables = step.query_lens, step.num_computed, step.block_tables
@@ -174,16 +170,16 @@ def build_model_inputs(step: StepInput, previous: Int32Array, limits: ModelLimit
         raise WorkerError(
             f"block_tables has {block_tables.shape[1]} columns of {block_size} tokens; a row of this step has {longest}"
         )
-    if not are_below(block_tables, limits.num_blocks):
+    if not all_in_range(block_tables, limits.num_blocks):
         block_tables = _without_gaps(step, limits)
 
-    if num_tokens == num_rows:  # one token a row: the usual step once the prompts are in
+    if num_tokens == num_rows:  # pure decode step: one token per row
         rows = first_tokens = np.arange(num_rows, dtype=np.int32)
         positions = num_computed
     else:
         row_ends = np.cumsum(query_lens, dtype=np.int32)
         rows = np.repeat(np.arange(num_rows, dtype=np.int32), query_lens)
-        # Token t of row b stands at num_computed[b] + (t - first token of b).
+        # Token t of row b has position num_computed[b] + (t - first token of b).
         positions = np.arange(num_tokens, dtype=np.int32) + (context_lens - row_ends)[rows]
         first_tokens = row_ends - query_lens
     logical_blocks, offsets = np.divmod(positions, np.int32(block_size))
@@ -199,23 +195,23 @@ def build_model_inputs(step: StepInput, previous: Int32Array, limits: ModelLimit
     )
 
 
-def first_seen_blocks(step: StepInput, block_size: int, window: int | None) -> Int32Array:
-    """[B] the first column of `block_tables` that a row's first token sees, and so any of its tokens."""
+def first_visible_blocks(step: StepInput, block_size: int, window: int | None) -> Int32Array:
+    """Return [B], the first column of `block_tables` that a row's first token attends to."""
     if window is None:
         return np.zeros(step.num_rows, np.int32)
     return np.maximum(step.num_computed + np.int32(1 - window), 0) // np.int32(block_size)
 
 
 def _without_gaps(step: StepInput, limits: ModelLimits) -> Int32Array:
-    """The step's block tables, block 0 in place of those that lie behind the window.
+    """Return the block tables with block 0 in place of blocks behind the sliding window.
 
     Raises:
-        WorkerError: Another entry is no block of the cache.
+        WorkerError: Another entry is not a block of the cache.
     """
     columns = np.arange(step.block_tables.shape[1], dtype=np.int32)
-    behind = columns < first_seen_blocks(step, limits.block_size, limits.window)[:, None]
+    behind = columns < first_visible_blocks(step, limits.block_size, limits.window)[:, None]
     block_tables = np.where(behind & (step.block_tables == NO_BLOCK), np.int32(0), step.block_tables)
-    if not are_below(block_tables, limits.num_blocks):
+    if not all_in_range(block_tables, limits.num_blocks):
         raise WorkerError(
             f"block_tables must hold ids from 0 to {limits.num_blocks - 1}. "
             f"Given: {block_tables.min()} to {block_tables.max()}"
@@ -242,7 +238,7 @@ def _check_rows(step: StepInput, limits: ModelLimits) -> None:
             f"query_lens must be at least 1 each and {step.num_tokens} together. "
             f"Given: least {step.query_lens.min()}, sum {step.query_lens.sum()}"
         )
-    if not are_below(step.num_computed, limits.max_positions + 1):
+    if not all_in_range(step.num_computed, limits.max_positions + 1):
         raise WorkerError(
             f"num_computed must be from 0 to {limits.max_positions}. "
             f"Given: {step.num_computed.min()} to {step.num_computed.max()}"
@@ -255,12 +251,12 @@ def _check_wanted(step: StepInput) -> None:
     if wanted.ndim != 2 or wanted.shape[1] != len(Wanted._fields):
         raise WorkerError(f"wanted must be an array of {', '.join(Wanted._fields)}. Given: the shape {wanted.shape}")
     rows, tokens, kinds = wanted.T
-    if not are_below(rows, num_rows):
+    if not all_in_range(rows, num_rows):
         raise WorkerError(f"wanted must be of rows 0 to {num_rows - 1}. Given: {rows.min()} to {rows.max()}")
-    # As unsigned numbers those below 0 are the largest.
-    if not everywhere(tokens.view(np.uint32) < step.query_lens[rows]):
+    # As unsigned numbers, negative ones are the largest.
+    if not all_true(tokens.view(np.uint32) < step.query_lens[rows]):
         raise WorkerError("wanted must be of tokens that their rows run")
-    if not are_below(kinds, len(ResultKind)):
+    if not all_in_range(kinds, len(ResultKind)):
         raise WorkerError(f"wanted must be of kinds 0 to {len(ResultKind) - 1}. Given: {kinds.min()} to {kinds.max()}")
     if len(wanted) > 1:
         order = (kinds.astype(np.int64) * num_rows + rows) * step.num_tokens + tokens

@@ -1,8 +1,8 @@
-"""The processes that compute a replica together, as each of them knows them.
+"""The group of ranks that compute a replica together.
 
-Programs of a CPU add up in memory that the ranks share (`kernels.ranks`). Graphs have collectives of MindSpore, whose
-processes find each other by a *scheduler*, one process more ("Dynamic Cluster" in MindSpore's documentation): rank 0
-starts it at a port of this machine that all were given. It computes nothing and ends with rank 0.
+Programs on a CPU add up in shared memory (`kernels.ranks`). Graphs use MindSpore's collectives, whose processes find
+each other through an additional *scheduler* process ("Dynamic Cluster" in MindSpore's documentation). Rank 0 starts
+it; it listens on a port that all ranks know, computes nothing and exits with rank 0.
 """
 
 from __future__ import annotations
@@ -26,44 +26,44 @@ from llm_serving.log import get_logger
 logger = get_logger(__name__)
 
 HOST: Final = "127.0.0.1"
-"""Of scheduler and ranks: nobody reaches them from another machine."""
-FORM_S: Final = 600
-"""Seconds until all must be there. The master ends those that wait for nobody."""
-ASK_S: Final = 1
-"""Between two questions whether all are there, and later signs of life. It would be 3 to 5, for clusters of many."""
-RECEIVE_S: Final = 24 * 3600
-"""Seconds that MCCL waits for another rank: `serving_config.step_timeout_s` decides when one is given up."""
+"""Address of scheduler and ranks, not reachable from other machines."""
+JOIN_TIMEOUT_S: Final = 600
+"""Seconds within which all ranks must join. The master ends a group that stays incomplete."""
+POLL_INTERVAL_S: Final = 1
+"""Interval of the scheduler protocol. MindSpore's default of 3 to 5 s is for large clusters."""
+RECEIVE_TIMEOUT_S: Final = 24 * 3600
+"""Seconds that MCCL waits for another rank. `serving_config.step_timeout_s` decides earlier."""
 
 
 class RankGroup(Protocol):
-    """Those with whom a process computes."""
+    """The ranks of a replica, as one of them sees it."""
 
-    def begin(self, step: int, timeout_s: float) -> None:
-        """What comes next belongs to a step, as it must for all; another is waited for so many seconds."""
-
-    def check(self) -> None:
-        """Raises:
-        RankLostError: Another rank is gone, or does something else.
+    def start_step(self, step: int, timeout_s: float) -> None:
+        """Tag the following work with a step, which must be equal on all ranks; wait `timeout_s` seconds for other
+        ranks.
         """
 
+    def check(self) -> None:
+        """Raise RankLostError if another rank is gone or computes something else."""
+
     def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
-        """What each rank gives, in their order; all give as many numbers below 2^31."""
+        """Return the numbers that each rank passes, by rank. All pass equally many, each below 2^31."""
 
 
 class CollectiveGroup:
-    """Ranks whose graphs have collectives; one for each process, before its first tensor.
+    """Ranks whose graphs use collectives. Create it once per process, before the first tensor.
 
-    A collective of which a rank is missing does not end. The master ends all ranks when one has ended, or when a step
-    takes longer than `serving_config.step_timeout_s`, so nothing is looked after here.
+    A collective never ends if a rank is missing. The master ends all ranks when one exits or a step exceeds
+    `serving_config.step_timeout_s`, so nothing is monitored here.
     """
 
     def __init__(self, rank: int, count: int, port: int, device_target: str) -> None:
-        """Waits until the others have come.
+        """Wait until all ranks have joined.
 
         Args:
-            rank: From 0 on.
-            count: Of ranks.
-            port: Of this machine, for the scheduler.
+            rank: From 0.
+            count: Number of ranks.
+            port: Port of this machine for the scheduler.
             device_target: Ascend or CPU.
         """
         os.environ.update(
@@ -73,20 +73,20 @@ class CollectiveGroup:
             MS_WORKER_IP=HOST,
             MS_SCHED_HOST=HOST,
             MS_SCHED_PORT=str(port),
-            MS_TOPO_TIMEOUT=str(FORM_S),
-            MS_RECEIVE_MSG_TIMEOUT=str(RECEIVE_S),
-            MS_RETRY_INTERVAL_LOWER=str(ASK_S),
-            MS_RETRY_INTERVAL_UPPER=str(ASK_S),
+            MS_TOPO_TIMEOUT=str(JOIN_TIMEOUT_S),
+            MS_RECEIVE_MSG_TIMEOUT=str(RECEIVE_TIMEOUT_S),
+            MS_RETRY_INTERVAL_LOWER=str(POLL_INTERVAL_S),
+            MS_RETRY_INTERVAL_UPPER=str(POLL_INTERVAL_S),
         )
         if rank == 0:
             _start_scheduler(port)
         init("hccl" if device_target == "Ascend" else "mccl")
 
-    def begin(self, step: int, timeout_s: float) -> None:
-        """All ranks get all steps, in one order."""
+    def start_step(self, step: int, timeout_s: float) -> None:
+        """Do nothing: all ranks get all steps in the same order."""
 
     def check(self) -> None:
-        """Whoever can ask has not lost another."""
+        """Do nothing: a rank that gets here has not lost another."""
 
     def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
         gathered = _Gather()(ms.Tensor(np.array([numbers], np.int32))).asnumpy()
@@ -105,7 +105,7 @@ class _Gather(nn.Cell):
 
 
 def _start_scheduler(port: int) -> None:
-    """In the environment of rank 0. Without it the ranks would wait in vain, so this process ends with it."""
+    """Start the scheduler process in rank 0. If it exits, this process exits too, as the ranks would wait for ever."""
     environment = {**os.environ, "MS_ROLE": "MS_SCHED"}
     command = command_of(__name__, str(os.getpid()))
     scheduler = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)  # noqa: S603
@@ -119,11 +119,11 @@ def _start_scheduler(port: int) -> None:
 
 
 def _schedule(parent: int) -> None:
-    """Helps the ranks to find each other, until its parent ends."""
+    """Run the scheduler until its parent exits."""
     die_with_parent()
     if os.getppid() == parent:
         ms.set_device("CPU")
-        init()  # returns when all have left
+        init()  # returns when all ranks have exited
 
 
 if __name__ == "__main__":

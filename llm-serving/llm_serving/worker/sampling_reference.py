@@ -1,12 +1,11 @@
-"""The choice of a token, in NumPy: the definition, and what serves where there is no operator library.
+"""Sampling of tokens in NumPy: the reference, and the fallback without the operator library.
 
-Order of the steps for one row: penalties, bias, allowed tokens, temperature, min_p, top_k, top_p, draw. Whatever is
-kept is drawn from in the order of token ids, so a filter decides which tokens take part and nothing else.
+Steps for one row, in this order: penalties, bias, allowed tokens, temperature, min_p, top_k, top_p, draw. The draw runs
+over the kept tokens in the order of ids, so a filter only decides which tokens take part.
 
-Random numbers from a counter: the same (seed, position) gives the same number, whatever was drawn before.
-
-Philox4x32-10 of Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011), section 3.3,
-with the constants of that paper.
+Random numbers come from a counter-based generator: Philox4x32-10 of Salmon, Moraes, Dror and Shaw, "Parallel random
+numbers: as easy as 1, 2, 3" (SC 2011), section 3.3, with the constants of that paper. The same (seed, position) gives
+the same number, whatever was drawn before.
 """
 
 from __future__ import annotations
@@ -28,8 +27,11 @@ from llm_serving.worker.logprobs import (
     weight_scale,
 )
 
+Float32Array = NDArray[np.float32]
+Int32Array = NDArray[np.int32]
 UInt64Array = NDArray[np.uint64]
 
+_LARGEST = np.finfo(np.float32).max
 _ROUNDS = 10
 _MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
 _KEY_STEPS = (np.uint64(0x9E3779B9), np.uint64(0xBB67AE85))
@@ -38,7 +40,7 @@ _WORD_BITS = np.uint64(32)
 
 
 def philox4x32(counter: tuple[UInt64Array, ...], key: tuple[UInt64Array, UInt64Array]) -> tuple[UInt64Array, ...]:
-    """Ten rounds of Philox on many counters at once.
+    """Compute ten rounds of Philox on many counters at once.
 
     Args:
         counter: Four arrays [n] of 32-bit words, each held in 64 bits.
@@ -65,7 +67,7 @@ def philox4x32(counter: tuple[UInt64Array, ...], key: tuple[UInt64Array, UInt64A
 
 
 def uniform(seeds: UInt64Array, positions: NDArray[Any]) -> NDArray[np.float64]:
-    """One number in [0, 1) with 53 random bits for each (seed, position).
+    """Return a number in [0, 1) with 53 random bits for each (seed, position).
 
     Args:
         seeds: [n] the key.
@@ -78,35 +80,29 @@ def uniform(seeds: UInt64Array, positions: NDArray[Any]) -> NDArray[np.float64]:
     return bits.astype(np.float64) * 2.0**-53
 
 
-Float32Array = NDArray[np.float32]
-Int32Array = NDArray[np.int32]
-
-_LARGEST = np.finfo(np.float32).max
-
-
-class Failure(enum.IntEnum):
+class SamplingFailure(enum.IntEnum):
     """Why a row has no token."""
 
     NONE = 0
     LOGITS = 1
     """The largest logit is NaN or infinite."""
     ADJUSTED = 2
-    """After penalties and bias the largest is."""
+    """The largest logit is infinite or NaN after penalties and bias."""
 
 
 @dataclass(frozen=True, slots=True)
-class Choices:
-    """What was chosen for S rows, and what their log-probabilities follow from."""
+class SampledTokens:
+    """The tokens sampled for S rows, and the inputs of their log-probabilities."""
 
     token_ids: Int32Array  # [S], -1 after a failure
-    failures: Int32Array  # [S] of `Failure`
+    failures: Int32Array  # [S] of `SamplingFailure`
     largest: Float32Array  # [S], the largest logit; NaN if any is
     total_weights: NDArray[np.float64]  # [S], `logprobs.total_weight`; 0 where no log-probabilities are wanted
     top_token_ids: Int32Array  # [S, K], K = the largest num_logprobs, most likely first; -1 past a row's own number
 
     @classmethod
-    def unset(cls, sampling: SamplingInput) -> Choices:
-        """Room for the choices, not filled."""
+    def unset(cls, sampling: SamplingInput) -> SampledTokens:
+        """Allocate arrays without filling them."""
         num_samples = sampling.num_samples
         width = max(int(sampling.num_logprobs.max(initial=0)), 0)
         return cls(
@@ -118,17 +114,17 @@ class Choices:
         )
 
 
-def choose_tokens(logits: Float32Array, sampling: SamplingInput, history: Int32Array) -> Choices:
-    """Chooses one token for each row; see `sampler.sample`.
+def choose_tokens(logits: Float32Array, sampling: SamplingInput, history: Int32Array) -> SampledTokens:
+    """Sample one token for each row; see `sampler.sample`.
 
     Args:
-        logits: [S, V], read only.
-        sampling: How to choose.
-        history: Its `history_token_ids` with tokens in place of references.
+        logits: [S, V], not changed.
+        sampling: The parameters.
+        history: Its `history_token_ids` with all references resolved.
     """
-    choices = Choices.unset(sampling)
+    choices = SampledTokens.unset(sampling)
     choices.token_ids.fill(-1)
-    choices.failures.fill(Failure.NONE)
+    choices.failures.fill(SamplingFailure.NONE)
     choices.total_weights.fill(0)
     choices.top_token_ids.fill(-1)
     best = logits.argmax(axis=1)  # the first NaN, if there is one; among equals the lowest id
@@ -136,11 +132,11 @@ def choose_tokens(logits: Float32Array, sampling: SamplingInput, history: Int32A
     for row in range(sampling.num_samples):
         choices.largest[row] = logits[row, best[row]]
         if not np.isfinite(choices.largest[row]):
-            choices.failures[row] = Failure.LOGITS
+            choices.failures[row] = SamplingFailure.LOGITS
             continue
         token = _choose(logits[row], int(best[row]), row, sampling, history, float(draws[row]))
         if token is None:
-            choices.failures[row] = Failure.ADJUSTED
+            choices.failures[row] = SamplingFailure.ADJUSTED
             continue
         choices.token_ids[row] = token
         if sampling.num_logprobs[row] >= 0:
@@ -154,13 +150,13 @@ def choose_tokens(logits: Float32Array, sampling: SamplingInput, history: Int32A
 def _choose(
     values: Float32Array, best: int, row: int, sampling: SamplingInput, history: Int32Array, number: float
 ) -> int | None:
-    """The token of one row of logits ([V], the largest finite, at `best`); None if they leave none."""
+    """Return the token of one row of logits ([V], the largest finite, at `best`); None if none is left."""
     tokens = history[sampling.history_offsets[row] : sampling.history_offsets[row + 1]]
     biased = slice(sampling.bias_offsets[row], sampling.bias_offsets[row + 1])
     allowed = sampling.allowed_words[sampling.allowed_offsets[row] : sampling.allowed_offsets[row + 1]]
     if tokens.size or biased.start < biased.stop or allowed.size:
         values = values.copy()
-        # Infinities and NaN are an outcome, not an accident: the row fails.
+        # A row with infinities or NaN fails; no warning is needed.
         with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
             _penalize(
                 values,
@@ -177,7 +173,7 @@ def _choose(
         if not np.isfinite(values[best]):
             return None
     temperature, top_k = sampling.temperature[row], int(sampling.top_k[row])
-    # top_k of 1 leaves nothing to chance.
+    # top_k of 1 is greedy.
     if not temperature > 0 or top_k == 1:
         return best
     weights = token_weights(values, values[best], weight_scale(temperature))
@@ -185,7 +181,7 @@ def _choose(
 
 
 def _forbid_others(values: Float32Array, allowed: Int32Array) -> None:
-    """Forbids in place the tokens whose bit is not set, see `SamplingInput.allowed_words`."""
+    """Forbid the tokens whose bit is not set, in place; see `SamplingInput.allowed_words`."""
     bits = np.unpackbits(allowed.astype("<i4").view(np.uint8), count=len(values), bitorder="little")
     values[bits == 0] = -np.inf
 
@@ -198,10 +194,10 @@ def _penalize(
     presence: np.float32,
     frequency: np.float32,
 ) -> None:
-    """Lowers in place the logits of tokens that were there before.
+    """Apply penalties to the logits of earlier tokens, in place.
 
-    Repetition (Keskar et al. 2019, section 4.1, with the sign rule of later practice) looks at prompt and output,
-    presence and frequency at the output alone.
+    The repetition penalty (Keskar et al. 2019, section 4.1, with the sign rule of later practice) counts prompt and
+    output, presence and frequency penalties the output only.
     """
     if repetition != 1:
         seen = np.unique(tokens)

@@ -1,4 +1,4 @@
-"""Log-probabilities of given tokens and of the most likely ones, a bounded number of logits at a time."""
+"""Log-probabilities of given tokens and of the most likely ones, computed for a bounded number of logits at a time."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from llm_serving.core.step import Float32Array, Int32Array, SamplingInput, Score
 from llm_serving.errors import WorkerError
 from llm_serving.models.memory import LOGITS_BYTES
 from llm_serving.worker.logprobs import log_normalizers, logprobs_of
-from llm_serving.worker.model_inputs import NO_TOKENS, are_below, cut
-from llm_serving.worker.sampling_reference import Choices, Failure
+from llm_serving.worker.model_inputs import NO_TOKENS, all_in_range, is_partition
+from llm_serving.worker.sampling_reference import SampledTokens, SamplingFailure
 
 Head = Callable[[Float32Array], Float32Array]
 """(states [P, H]) -> logits [P, V], C-contiguous"""
-ChooseTokens = Callable[[Float32Array, SamplingInput, Int32Array], Choices]
+ChooseTokens = Callable[[Float32Array, SamplingInput, Int32Array], SampledTokens]
 
 
 class Scored(NamedTuple):
     scores: Scores
     errors: dict[int, str]
-    """Results that cannot be given, by index, and why; what `scores` has of them means nothing."""
+    """Errors by result index; the entries of `scores` are undefined there."""
 
 
 def check_scoring(scoring: ScoringInput, vocab_size: int) -> None:
-    """Refuses what would reach outside the logits, before anything of the step is computed.
+    """Check scoring parameters before the step is computed.
 
     Raises:
-        WorkerError: Offsets do not cut their list, a token id lies outside the vocabulary, or a count is below 0.
+        WorkerError: Offsets do not partition their list, a token id is outside the vocabulary, or a count is below 0.
     """
     token_ids, count = scoring.token_ids, scoring.num_results
-    if not cut(scoring.offsets, len(token_ids), count):
-        raise WorkerError(f"offsets of scoring must cut {len(token_ids)} ids into {count} parts")
-    if not are_below(token_ids, vocab_size):
+    if not is_partition(scoring.offsets, len(token_ids), count):
+        raise WorkerError(f"offsets of scoring must divide {len(token_ids)} ids into {count} parts")
+    if not all_in_range(token_ids, vocab_size):
         raise WorkerError(f"token_ids of scoring must be from 0 to {vocab_size - 1}")
     if count and scoring.num_logprobs.min() < 0:
         raise WorkerError(f"num_logprobs of scoring must be at least 0. Given: {scoring.num_logprobs.min()}")
@@ -43,25 +43,25 @@ def check_scoring(scoring: ScoringInput, vocab_size: int) -> None:
 def score(
     states: Float32Array, scoring: ScoringInput, head: Head, vocab_size: int, choose_tokens: ChooseTokens
 ) -> Scored:
-    """Scores each row of states by itself, `LOGITS_BYTES` of logits at a time.
+    """Score each row of states independently, `LOGITS_BYTES` of logits at a time.
 
     Args:
         states: [P, H]
         scoring: Passed `check_scoring`.
-        head: What makes logits of states.
+        head: Computes logits from states.
         vocab_size: V.
-        choose_tokens: From `sampler.choose_tokens_for`: it finds the largest logit, their sum and the most likely
-            tokens of a row in the same way for a token that is chosen.
+        choose_tokens: From `sampler.choose_tokens_for`. It finds the largest logit, the total weight and the most
+            likely tokens exactly as for a sampled token.
     """
     count = scoring.num_results
     logprobs, ranks = np.zeros(len(scoring.token_ids), np.float32), np.zeros(len(scoring.token_ids), np.int32)
     tops: list[TopTokens] = []
     errors: dict[int, str] = {}
-    for start, end in _pieces(count, vocab_size):
+    for start, end in _row_ranges(count, vocab_size):
         logits = head(states[start:end])
         sampling = SamplingInput.greedy(end - start, num_logprobs=scoring.num_logprobs[start:end])
         choices = choose_tokens(logits, sampling, NO_TOKENS)
-        for index in np.flatnonzero(choices.failures != Failure.NONE).tolist():
+        for index in np.flatnonzero(choices.failures != SamplingFailure.NONE).tolist():
             largest = choices.largest[index]
             errors[start + index] = f"the model's logits allow no log-probabilities: the largest is {largest}"
         _, top = logprobs_of(logits, choices.token_ids, choices.top_token_ids, choices.largest, choices.total_weights)
@@ -71,23 +71,23 @@ def score(
         fine = choices.total_weights > 0
         normalizers = np.zeros(end - start)
         normalizers[fine] = log_normalizers(choices.largest[fine], choices.total_weights[fine])
-        with np.errstate(over="ignore", invalid="ignore"):  # what float32 does not hold becomes -inf
+        with np.errstate(over="ignore", invalid="ignore"):  # values below the range of float32 become -inf
             logprobs[given] = logits[rows, scoring.token_ids[given]] - normalizers[rows]
         ranks[given] = [
             _rank(logits[row], token_id)
             for row, token_id in zip(rows.tolist(), scoring.token_ids[given].tolist(), strict=True)
         ]
-    return Scored(Scores(logprobs, ranks, _joined(tops)), errors)
+    return Scored(Scores(logprobs, ranks, _concatenate(tops)), errors)
 
 
-def _pieces(count: int, vocab_size: int) -> Iterator[tuple[int, int]]:
+def _row_ranges(count: int, vocab_size: int) -> Iterator[tuple[int, int]]:
     rows = max(1, LOGITS_BYTES // (4 * vocab_size))
     for start in range(0, count, rows):
         yield start, min(count, start + rows)
 
 
-def _joined(parts: Sequence[TopTokens]) -> TopTokens:
-    """The most likely tokens of all results, part after part."""
+def _concatenate(parts: Sequence[TopTokens]) -> TopTokens:
+    """Concatenate the most likely tokens of all parts."""
     lengths = np.concatenate([np.empty(0, np.int32), *(np.diff(part.offsets) for part in parts)])
     return TopTokens(
         np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32),
@@ -97,6 +97,6 @@ def _joined(parts: Sequence[TopTokens]) -> TopTokens:
 
 
 def _rank(logits: Float32Array, token_id: int) -> int:
-    """Place of a token among those of one row of logits ([V]), from 1."""
+    """Return the rank of a token in one row of logits ([V]), from 1."""
     value = logits[token_id]
     return 1 + int(np.count_nonzero(logits > value)) + int(np.count_nonzero(logits[:token_id] == value))

@@ -16,7 +16,7 @@ from llm_serving.engine.fleet import migration as module
 from llm_serving.engine.fleet.migration import SHARE, Carrier, Pace, carried
 from llm_serving.errors import WorkerDiedError
 from llm_serving.kvcache.transfer_pool import TransferBlock
-from llm_serving.transport.messages import Blocks
+from llm_serving.transport.messages import BlockContents
 from support.async_engine_setup import linked
 from support.fake_runner import FakeTransferPool
 
@@ -26,18 +26,18 @@ BLOCKS = [(each, 1) for each in range(6)]
 
 
 class FailingLink:
-    blocks_a_frame, block_bytes, timeout_s = 2, 16, 60.0
+    blocks_per_frame, block_bytes, timeout_s = 2, 16, 60.0
 
     def __init__(self, error: Exception) -> None:
         self._error = error
 
-    def held(self, timeout_s: float) -> AbstractContextManager[None]:
+    def locked(self, timeout_s: float) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def read(self, pieces: Iterable[Sequence[TransferBlock]]) -> Generator[Blocks, None, None]:
+    def read(self, pieces: Iterable[Sequence[TransferBlock]]) -> Generator[BlockContents, None, None]:
         raise self._error
 
-    def write(self, frames: Iterable[Blocks]) -> None:
+    def write(self, frames: Iterable[BlockContents]) -> None:
         raise AssertionError("nothing was read")
 
 
@@ -98,7 +98,7 @@ class WaitingLink(FailingLink):
         super().__init__(WorkerDiedError("gone"))
         self.asked, self.may_go_on = Event(), Event()
 
-    def read(self, pieces: Iterable[Sequence[TransferBlock]]) -> Generator[Blocks, None, None]:
+    def read(self, pieces: Iterable[Sequence[TransferBlock]]) -> Generator[BlockContents, None, None]:
         self.asked.set()
         assert self.may_go_on.wait(60)
         return super().read(pieces)
@@ -162,7 +162,7 @@ def test_the_time_that_blocks_may_take_begins_when_they_come() -> None:
 
 
 def test_whoever_waits_for_a_link_does_not_wait_for_ever() -> None:
-    with linked(a_pool(), 16) as here, linked(FakeTransferPool(len(BLOCKS)), 16) as there, there.held(0.0):
+    with linked(a_pool(), 16) as here, linked(FakeTransferPool(len(BLOCKS)), 16) as there, there.locked(0.0):
         assert not carried(BLOCKS, here, there, 0.0, lambda: 0.0)
 
 
@@ -223,12 +223,12 @@ class WorkingLink(FailingLink):
     def __init__(self, time: VirtualTime) -> None:
         self._time = time
 
-    def read(self, pieces: Iterable[Sequence[TransferBlock]]) -> Generator[Blocks, None, None]:
+    def read(self, pieces: Iterable[Sequence[TransferBlock]]) -> Generator[BlockContents, None, None]:
         for piece in pieces:
             self._time.work(1.0)
-            yield Blocks([each for each, _ in piece], [epoch for _, epoch in piece], [4] * len(piece), b"")
+            yield BlockContents([each for each, _ in piece], [epoch for _, epoch in piece], [4] * len(piece), b"")
 
-    def write(self, frames: Iterable[Blocks]) -> None:
+    def write(self, frames: Iterable[BlockContents]) -> None:
         for _ in frames:
             pass
 
@@ -253,7 +253,7 @@ def test_all_that_bring_blocks_reach_their_share_of_a_core_and_do_not_exceed_it(
     for replica, _ in itertools.product(range(count), range(NUM_REQUESTS)):
         assert carrier.carry(replica, BLOCKS, link, link, done)
     carrier.close()
-    num_frames = count * NUM_REQUESTS * len(BLOCKS) // link.blocks_a_frame
+    num_frames = count * NUM_REQUESTS * len(BLOCKS) // link.blocks_per_frame
     assert sum(time.computed.values()) == num_frames
     cores = SHARE if has_steps else count
     assert cores * time.now - count <= num_frames <= cores * time.now + count

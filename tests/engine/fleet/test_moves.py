@@ -236,7 +236,7 @@ def test_a_block_of_an_earlier_owner_is_never_used() -> None:
 
     pair.second.executor.collect = noted  # type: ignore[method-assign]
     pair.run()
-    assert failed[0] == "WorkerError: IMPORT would take block 0, which somebody else has written"
+    assert failed[0] == "WorkerError: IMPORT would read block 0, which another owner has written"
     check_answers(pair, 1)
     assert num_computed(pair.second.runner) >= 11 + 7
 

@@ -14,7 +14,7 @@ from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.engine.fleet.router import PromptBlocks, block_names
 from llm_serving.engine.request_stream import RequestStream
 from llm_serving.errors import CapacityError
-from llm_serving.executor.restart_status import Away
+from llm_serving.executor.restart_status import RestartStatus
 from llm_serving.kvcache import BlockPool
 from support.async_engine_setup import Setup
 from support.fake_runner import expected_output
@@ -146,14 +146,14 @@ def test_a_replica_whose_work_agent_is_away_gets_nothing_while_another_serves() 
     async def run() -> None:
         setup = Setup(num_replicas=2, clock=lambda: 5.0)
         async with setup.running() as engine:
-            away = Away(
-                reason="killed", since=0.0, begins=8.0, load_s=4.0, num_failed=0, num_restarts=1, max_restarts=5
+            away = RestartStatus(
+                reason="killed", lost_at=0.0, attempt_at=8.0, load_s=4.0, num_failed=0, num_restarts=1, max_restarts=5
             )
-            engine.replicas.engines[0]._executor.away = away
+            engine.replicas.engines[0]._executor.restart_status = away
             hold(setup)
             streams = [engine.generate([5, 6], GREEDY, request_id="x") for _ in range(4)]
             assert places(engine) == {0: 0, 1: 4}
-            engine.replicas.engines[0]._executor.away = None
+            engine.replicas.engines[0]._executor.restart_status = None
             go_on(setup)
             await asyncio.gather(*map(token_ids, streams))
 

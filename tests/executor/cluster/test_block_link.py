@@ -1,4 +1,4 @@
-"""Blocks on their way between master and WorkAgent, and what is not taken for them."""
+"""Transfer of KV blocks between the master and a WorkAgent on another machine."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from llm_serving.executor.cluster.block_link import BlockLink
 from llm_serving.transport.channel import Channel
 from llm_serving.transport.messages import (
     AgentMessage,
-    Blocks,
+    BlockContents,
     BlocksRefused,
-    BlocksTaken,
+    BlocksWritten,
     MasterMessage,
-    SendBlocks,
+    ReadBlocks,
     StepDone,
 )
 from llm_serving.transport.shared_memory import (
-    FRAMES_UNDER_WAY,
-    MAX_BLOCKS,
+    MAX_BLOCKS_PER_FRAME,
+    MAX_FRAMES_IN_FLIGHT,
     PIECE_BYTES,
-    blocks_a_frame,
+    blocks_per_frame,
     max_frame_bytes,
 )
-from llm_serving.worker.kv_transfer import exchange_blocks
+from llm_serving.worker.kv_transfer import serve_blocks
 from support.fake_runner import FakeTransferPool
 
 BLOCK_BYTES = 16
 """Four tokens."""
 CONTENT = bytes(range(32))
-BLOCKS = Blocks([2, 5], [7, 8], [4, 3], CONTENT)
+BLOCKS = BlockContents([2, 5], [7, 8], [4, 3], CONTENT)
 ASKED = [(2, 7), (5, 8)]
 DEADLINE_S = 60.0
 
@@ -53,10 +53,10 @@ class Ends:
 
     def serve(self) -> None:
         with pytest.raises(TransportError):
-            exchange_blocks(self.agent, self.pool)
+            serve_blocks(self.agent, self.pool)
 
 
-def read(link: BlockLink, *pieces: list[tuple[int, int]]) -> list[Blocks]:
+def read(link: BlockLink, *pieces: list[tuple[int, int]]) -> list[BlockContents]:
     return list(link.read(pieces or (ASKED,)))
 
 
@@ -77,13 +77,13 @@ def serving(ends: Ends) -> Iterator[Ends]:
     thread.join()
 
 
-def test_blocks_come_back_as_they_went(serving: Ends) -> None:
+def test_block_link_returns_the_written_contents(serving: Ends) -> None:
     serving.link.write([BLOCKS, BLOCKS])  # the same again changes nothing
     assert read(serving.link) == [BLOCKS]
-    assert read(serving.link, ASKED[1:], ASKED) == [Blocks([5], [8], [3], CONTENT[16:]), BLOCKS]
+    assert read(serving.link, ASKED[1:], ASKED) == [BlockContents([5], [8], [3], CONTENT[16:]), BLOCKS]
 
 
-def test_a_block_of_another_epoch_is_refused_and_the_next_one_is_not(serving: Ends) -> None:
+def test_a_refused_block_leaves_the_link_usable(serving: Ends) -> None:
     serving.link.write([BLOCKS])
     with pytest.raises(WorkerError, match="somebody else's"):
         read(serving.link, [(2, 7), (5, 9)], ASKED, ASKED)
@@ -94,21 +94,21 @@ def test_a_block_of_another_epoch_is_refused_and_the_next_one_is_not(serving: En
 @pytest.mark.parametrize(
     "reply",
     [
-        Blocks([2, 5], [7, 9], [4, 3], CONTENT),
-        Blocks([2, 6], [7, 8], [4, 3], CONTENT),
-        Blocks([2], [7], [4], CONTENT[:16]),
-        Blocks([2, 5], [7, 8], [4, 3], CONTENT[:-1]),
-        Blocks([2, 5], [7, 8], [4, 3], CONTENT + bytes(1)),
-        Blocks([2, 5], [7, 8], [4], CONTENT),
-        Blocks([2, 5], [7, 8], [4, 0], CONTENT),
-        Blocks([2, 5], [7, 8], [4, 2**40], CONTENT),
-        Blocks([2, 5], [7, 8], [4, 3], bytes(max_frame_bytes(BLOCK_BYTES))),
-        BlocksTaken([2, 5], [7, 8]),
+        BlockContents([2, 5], [7, 9], [4, 3], CONTENT),
+        BlockContents([2, 6], [7, 8], [4, 3], CONTENT),
+        BlockContents([2], [7], [4], CONTENT[:16]),
+        BlockContents([2, 5], [7, 8], [4, 3], CONTENT[:-1]),
+        BlockContents([2, 5], [7, 8], [4, 3], CONTENT + bytes(1)),
+        BlockContents([2, 5], [7, 8], [4], CONTENT),
+        BlockContents([2, 5], [7, 8], [4, 0], CONTENT),
+        BlockContents([2, 5], [7, 8], [4, 2**40], CONTENT),
+        BlockContents([2, 5], [7, 8], [4, 3], bytes(max_frame_bytes(BLOCK_BYTES))),
+        BlocksWritten([2, 5], [7, 8]),
         StepDone(0, b"", b"", {}),
     ],
     ids=["epoch", "block", "fewer", "short", "long", "tokens", "no token", "too many", "frame", "kind", "step"],
 )
-def test_what_was_not_asked_for_ends_the_connection(ends: Ends, reply: AgentMessage) -> None:
+def test_an_unexpected_reply_closes_the_link(ends: Ends, reply: AgentMessage) -> None:
     ends.agent.send(reply)
     with pytest.raises(WorkerDiedError):
         read(ends.link)
@@ -117,26 +117,26 @@ def test_what_was_not_asked_for_ends_the_connection(ends: Ends, reply: AgentMess
         read(ends.link)
 
 
-def test_an_answer_that_comes_twice_is_not_that_to_the_next_question(ends: Ends) -> None:
+def test_a_duplicate_reply_is_not_used_for_the_next_request(ends: Ends) -> None:
     ends.agent.send(BLOCKS)
     ends.agent.send(BLOCKS)
     assert read(ends.link) == [BLOCKS]
     with pytest.raises(WorkerDiedError):
-        ends.link.write([Blocks([1], [3], [4], CONTENT[:16])])
+        ends.link.write([BlockContents([1], [3], [4], CONTENT[:16])])
     assert ends.link.is_closed
 
 
-def test_an_answer_that_comes_late_is_read_by_nobody() -> None:
+def test_a_late_reply_closes_the_link() -> None:
     ends = Ends(timeout_s=0.0)
     with pytest.raises(WorkerDiedError, match="in time"):
         read(ends.link)
-    assert isinstance(ends.agent.receive(), SendBlocks)
+    assert isinstance(ends.agent.receive(), ReadBlocks)
     with pytest.raises(TransportError):
         ends.agent.send(BLOCKS)
     ends.agent.close()
 
 
-def test_an_answer_that_never_ends_is_not_waited_for() -> None:
+def test_an_endless_reply_times_out() -> None:
     ends = Ends(timeout_s=0.2)
     begun = msgspec.msgpack.encode(BLOCKS)
     ends.agent._socket.sendall(struct.pack("<I", len(begun)) + begun[:-1])
@@ -146,17 +146,17 @@ def test_an_answer_that_never_ends_is_not_waited_for() -> None:
     ends.agent.close()
 
 
-def test_one_that_takes_nothing_is_not_waited_for() -> None:
-    """It has shown who it is, and reads no more than its kernel does."""
+def test_a_peer_that_reads_nothing_times_out() -> None:
+    """The peer is authenticated but its process reads nothing more."""
     ends = Ends(timeout_s=0.2)
     ends.link._channel.max_frame_bytes = 2**23
     with pytest.raises(WorkerDiedError, match="timed out"):
-        ends.link.write([Blocks([2], [7], [4], bytes(2**22))])
+        ends.link.write([BlockContents([2], [7], [4], bytes(2**22))])
     assert ends.link.is_closed
     ends.agent.close()
 
 
-def test_whoever_waits_is_told_when_it_is_closed(ends: Ends) -> None:
+def test_close_wakes_a_waiting_reader(ends: Ends) -> None:
     failed: list[Exception] = []
 
     def wait() -> None:
@@ -167,40 +167,40 @@ def test_whoever_waits_is_told_when_it_is_closed(ends: Ends) -> None:
 
     thread = threading.Thread(target=wait)
     thread.start()
-    assert isinstance(ends.agent.receive(), SendBlocks)
+    assert isinstance(ends.agent.receive(), ReadBlocks)
     ends.link.close()
     thread.join()
     assert failed
 
 
-def test_a_few_frames_are_asked_for_before_the_first_has_come(ends: Ends) -> None:
+def test_read_keeps_several_frames_in_flight(ends: Ends) -> None:
     frames = ends.link.read([ASKED] * 4)
     thread = threading.Thread(target=next, args=(frames,))
     thread.start()
-    for _ in range(FRAMES_UNDER_WAY):
-        assert isinstance(ends.agent.receive(DEADLINE_S), SendBlocks)
+    for _ in range(MAX_FRAMES_IN_FLIGHT):
+        assert isinstance(ends.agent.receive(DEADLINE_S), ReadBlocks)
     with pytest.raises(DeadlineExceededError):
         ends.agent.receive(0.0)
     ends.agent.send(BLOCKS)
     thread.join()
-    assert isinstance(ends.agent.receive(DEADLINE_S), SendBlocks)
-    for _ in range(FRAMES_UNDER_WAY):
+    assert isinstance(ends.agent.receive(DEADLINE_S), ReadBlocks)
+    for _ in range(MAX_FRAMES_IN_FLIGHT):
         ends.agent.send(BLOCKS)
     frames.close()
 
 
-def test_answers_that_nobody_wants_any_more_are_not_those_to_the_next_question(serving: Ends) -> None:
+def test_unread_replies_are_not_used_for_the_next_request(serving: Ends) -> None:
     serving.link.write([BLOCKS])
     with contextlib.closing(serving.link.read([ASKED] * 4)) as frames:
         assert next(frames) == BLOCKS
     assert not serving.link.is_closed
-    assert read(serving.link, ASKED[1:]) == [Blocks([5], [8], [3], CONTENT[16:])]
+    assert read(serving.link, ASKED[1:]) == [BlockContents([5], [8], [3], CONTENT[16:])]
 
 
-def test_what_cannot_be_read_ends_a_write_and_not_its_connection(serving: Ends) -> None:
-    def frames() -> Iterator[Blocks]:
+def test_a_failing_source_ends_a_write_but_not_the_link(serving: Ends) -> None:
+    def frames() -> Iterator[BlockContents]:
         yield BLOCKS
-        yield Blocks([5], [9], [3], CONTENT[:16])
+        yield BlockContents([5], [9], [3], CONTENT[:16])
         raise WorkerError("the other one is gone")
 
     with pytest.raises(WorkerError, match="the other one is gone"):
@@ -209,10 +209,10 @@ def test_what_cannot_be_read_ends_a_write_and_not_its_connection(serving: Ends) 
     assert read(serving.link, ASKED[:1], [(5, 9)])[1].content == CONTENT[:16]
 
 
-def test_a_link_that_somebody_holds_is_closed_without_waiting_for_him(ends: Ends) -> None:
+def test_close_does_not_wait_for_a_locked_link(ends: Ends) -> None:
     steps, other = socket.socketpair()
     ends.link._steps = Channel(steps, AgentMessage)  # type: ignore[arg-type]
-    with ends.link.held(0.0):
+    with ends.link.locked(0.0):
         ends.link.close()
         assert ends.link._channel.fileno() >= 0
         assert other.recv(1) == b"", "the connection of steps has ended too"
@@ -221,17 +221,17 @@ def test_a_link_that_somebody_holds_is_closed_without_waiting_for_him(ends: Ends
     other.close()
 
 
-def test_a_refusal_is_told_shortened(ends: Ends) -> None:
+def test_the_text_of_a_refusal_is_truncated(ends: Ends) -> None:
     ends.agent.send(BlocksRefused("no" * 10_000))
     with pytest.raises(WorkerError, match=r"^(no)+$") as raised:
         read(ends.link)
     assert len(str(raised.value)) == 500
 
 
-def test_a_frame_has_as_many_blocks_as_a_megabyte_has_room_for() -> None:
-    assert [blocks_a_frame(each) for each in (0, 1, 40_960, PIECE_BYTES, 10 * PIECE_BYTES)] == [
-        MAX_BLOCKS,
-        MAX_BLOCKS,
+def test_a_frame_holds_about_one_mebibyte_of_blocks() -> None:
+    assert [blocks_per_frame(each) for each in (0, 1, 40_960, PIECE_BYTES, 10 * PIECE_BYTES)] == [
+        MAX_BLOCKS_PER_FRAME,
+        MAX_BLOCKS_PER_FRAME,
         25,
         1,
         1,

@@ -1,11 +1,11 @@
-"""What a configuration asks a cluster for."""
+"""The cluster resources that a configuration requires."""
 
 from __future__ import annotations
 
 import pytest
 from llm_serving.config import load_config
 from llm_serving.executor.cluster import open_placement
-from llm_serving.executor.cluster.ray_messages import RayPlaces
+from llm_serving.executor.cluster.ray_messages import RayRequirements
 from llm_serving.executor.supervisor import load_settings
 
 
@@ -13,9 +13,9 @@ class Starter:
     """In place of `RayStarter`."""
 
     host = "127.0.0.1"
-    wanted: list[RayPlaces]
+    wanted: list[RayRequirements]
 
-    def __init__(self, wanted: RayPlaces, secret_file: str) -> None:
+    def __init__(self, wanted: RayRequirements, secret_file: str) -> None:
         self.wanted.append(wanted)
 
     def close(self) -> None:
@@ -33,7 +33,7 @@ class Starter:
         (["cluster_config.replicas=8", "device_config.device_target=Ascend"], 1, 1, 1, 0),
     ],
 )
-def test_a_replica_asks_for_what_all_its_ranks_take(
+def test_a_replica_requires_resources_for_all_its_ranks(
     monkeypatch: pytest.MonkeyPatch, given: list[str], cpus: int, num_threads: int, num_devices: int, device_id: int
 ) -> None:
     monkeypatch.setattr(open_placement.os, "sched_getaffinity", lambda pid: {0, 1})

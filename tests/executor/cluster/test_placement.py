@@ -1,4 +1,4 @@
-"""WorkAgents that come in by the network. They are processes of this machine, real but for their model."""
+"""WorkAgents that connect over the network. They are processes of this machine with a fake model."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from llm_serving.errors import ConfigError, ModelError, ProtocolError, WorkerDie
 from llm_serving.executor import supervisor
 from llm_serving.executor.cluster.placement import ClusterPlacement
 from llm_serving.executor.executor import RemoteExecutor
-from llm_serving.executor.restart_status import GivenUp
+from llm_serving.executor.restart_status import StartCancellation
 from llm_serving.executor.supervisor import SupervisedExecutor, WorkAgentProcess, start_work_agent
 from llm_serving.executor.worker_process import LocalProcess
 from llm_serving.models.weight_reader import weight_fingerprint
-from llm_serving.transport.messages import Blocks, Loaded, StepDone
+from llm_serving.transport.messages import BlockContents, Loaded, StepDone
 from llm_serving.transport.shared_memory import InlineArrays
 from llm_serving.transport.tls_identity import ClusterIdentity
-from llm_serving.work_agent import connect
+from llm_serving.work_agent import connect_to_master
 from support.fake_ray_actor import ActorStarter
 from support.fake_runner import expected_output
 from support.step_factories import sampling_input, step_input
@@ -112,7 +112,7 @@ def answer(executor: RemoteExecutor | SupervisedExecutor, step: int) -> list[int
     return tokens
 
 
-def test_a_work_agent_comes_loads_serves_and_ends(placement: ClusterPlacement, starter: ProcessStarter) -> None:
+def test_a_remote_work_agent_loads_serves_and_exits(placement: ClusterPlacement, starter: ProcessStarter) -> None:
     agent = start(placement)
     assert isinstance(agent.buffers, InlineArrays)
     assert agent.machine == "127.0.0.1"
@@ -123,9 +123,9 @@ def test_a_work_agent_comes_loads_serves_and_ends(placement: ClusterPlacement, s
     assert starter.processes[0].returncode == 0
 
 
-def test_a_dead_one_is_replaced_by_another_connection(placement: ClusterPlacement, starter: ProcessStarter) -> None:
-    def again(like: Loaded | None, timeout_s: float | None) -> WorkAgentProcess:
-        return start_work_agent(a_config(), 0, lambda text: None, like, timeout_s, placement=placement)
+def test_a_restarted_work_agent_uses_a_new_connection(placement: ClusterPlacement, starter: ProcessStarter) -> None:
+    def again(previous: Loaded | None, timeout_s: float | None) -> WorkAgentProcess:
+        return start_work_agent(a_config(), 0, lambda text: None, previous, timeout_s, placement=placement)
 
     executor = SupervisedExecutor(again, 30.0, 5, pause=lambda delay_s: False)
     assert answer(executor, 0) == expected_output(PROMPT, 1)
@@ -139,7 +139,7 @@ def test_a_dead_one_is_replaced_by_another_connection(placement: ClusterPlacemen
 
 @pytest.fixture
 def of_ranks(tmp_path: Path) -> ActorStarter:
-    """Their actors run stand-ins."""
+    """Their actors run fake WorkAgents."""
     secret_file = tmp_path / "secret"
     write_secret(secret_file)
     program = tmp_path / "program"
@@ -150,12 +150,12 @@ def of_ranks(tmp_path: Path) -> ActorStarter:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_ranks_come_each_by_a_connection_and_are_lost_together(of_ranks: ActorStarter, rank: int) -> None:
+def test_each_rank_has_a_connection_and_all_are_lost_together(of_ranks: ActorStarter, rank: int) -> None:
     identity = ClusterIdentity(of_ranks.secret_file.read_text())
     config = replace(a_config(), cluster=ClusterConfig(engine="ray", tensor_parallel=2))
 
-    def again(like: Loaded | None, timeout_s: float | None) -> WorkAgentProcess:
-        return start_work_agent(config, 0, lambda text: None, like, timeout_s, placement=placement)
+    def again(previous: Loaded | None, timeout_s: float | None) -> WorkAgentProcess:
+        return start_work_agent(config, 0, lambda text: None, previous, timeout_s, placement=placement)
 
     with contextlib.closing(ClusterPlacement("127.0.0.1", identity, of_ranks)) as placement:
         executor = SupervisedExecutor(again, 30.0, 5, pause=lambda delay_s: False)
@@ -172,13 +172,13 @@ def test_ranks_come_each_by_a_connection_and_are_lost_together(of_ranks: ActorSt
         assert of_ranks.actors[-1].wait() == 1, "it told how its ranks ended"
 
 
-def test_blocks_come_and_go_by_a_connection_of_their_own_without_which_it_ends(
+def test_work_agent_exits_when_its_block_connection_is_lost(
     placement: ClusterPlacement, starter: ProcessStarter
 ) -> None:
     config = replace(a_config(), cluster=ClusterConfig(replicas=2, roles=("prefill", "decode"), num_transfer_blocks=4))
     agent = start_work_agent(config, 0, lambda text: None, placement=placement)
     assert agent.block_link is not None
-    blocks = Blocks([2, 7], [5, 6], [4, 3], bytes(range(32)))
+    blocks = BlockContents([2, 7], [5, 6], [4, 3], bytes(range(32)))
     agent.block_link.write([blocks])
     assert list(agent.block_link.read([[(2, 5), (7, 6)]])) == [blocks]
     executor = RemoteExecutor(agent.channel, agent.buffers)
@@ -190,61 +190,61 @@ def test_blocks_come_and_go_by_a_connection_of_their_own_without_which_it_ends(
     agent.kill()
 
 
-def test_where_nothing_moves_there_is_one_connection(placement: ClusterPlacement) -> None:
+def test_no_block_connection_without_block_transfer(placement: ClusterPlacement) -> None:
     agent = start(placement)
     assert agent.block_link is None
     agent.stop()
 
 
-def test_what_keeps_a_model_from_loading_is_told(placement: ClusterPlacement) -> None:
+def test_a_load_error_is_reported(placement: ClusterPlacement) -> None:
     with pytest.raises(ModelError, match=r"pa_config\.num_blocks: must be at least 2\. Given: 1"):
         start(placement, num_blocks=1)
 
 
-def test_one_that_ends_before_it_comes_is_told_with_its_code(
+def test_an_exit_before_the_connection_is_reported_with_its_code(
     placement: ClusterPlacement, starter: ProcessStarter, tmp_path: Path
 ) -> None:
     program = tmp_path / "program.py"
     program.write_text("raise SystemExit(7)")
     starter.program = str(program)
-    with pytest.raises(WorkerDiedError, match=r"WorkAgent 0 ended \(code 7\) before it was ready"):
+    with pytest.raises(WorkerDiedError, match=r"WorkAgent 0 exited \(code 7\) before it was ready"):
         start(placement)
 
 
-def test_one_with_another_secret_does_not_come_in(
+def test_a_work_agent_with_another_secret_is_rejected(
     placement: ClusterPlacement, starter: ProcessStarter, tmp_path: Path
 ) -> None:
     starter.secret_file = tmp_path / "other"
     write_secret(starter.secret_file)
-    said = "WorkAgent 0 ended (code 3: its machine has another cluster_config.secret_file than the master"
+    said = "WorkAgent 0 exited (code 3: its machine has another cluster_config.secret_file than the master"
     with pytest.raises(WorkerDiedError, match=re.escape(said)):
         start(placement)
 
 
-def test_one_that_does_not_reach_the_master_says_so(placement: ClusterPlacement) -> None:
+def test_a_work_agent_that_cannot_reach_the_master_reports_it(placement: ClusterPlacement) -> None:
     with socket.socket() as nobody:  # bound, so that no other program listens there
         nobody.bind(("127.0.0.1", 0))
         placement._listener.address = nobody.getsockname()
         said = (
-            "WorkAgent 0 ended (code 4: it did not reach the master at cluster_config.master_host) before it was ready"
+            "WorkAgent 0 exited (code 4: it did not reach the master at cluster_config.master_host) before it was ready"
         )
         with pytest.raises(WorkerDiedError, match=re.escape(said)):
             start(placement)
 
 
-def test_replies_of_an_earlier_start_are_no_greeting(placement: ClusterPlacement, starter: ProcessStarter) -> None:
+def test_messages_of_an_earlier_start_are_not_read(placement: ClusterPlacement, starter: ProcessStarter) -> None:
     class Late:
         """In place of a process."""
 
         pid = None
-        has_ended = False
-        described_end = ""
+        has_exited = False
+        exit_description = ""
         is_killed = False
 
         def kill(self) -> None:
             self.is_killed = True
 
-        def end(self, timeout_s: float | None) -> None:
+        def wait_or_kill(self, timeout_s: float | None) -> None:
             pass
 
     late = Late()
@@ -253,7 +253,7 @@ def test_replies_of_an_earlier_start_are_no_greeting(placement: ClusterPlacement
     def come(index: int, ranks: Sequence[Sequence[str]]) -> Late:
         (arguments,) = ranks
         token = arguments[arguments.index("--token") + 1]
-        channels.append(connect(f"127.0.0.1:{placement._listener.address[1]}", token, starter.secret_file))
+        channels.append(connect_to_master(f"127.0.0.1:{placement._listener.address[1]}", token, starter.secret_file))
         channels[0].send(StepDone(7, b"", b"", {}))
         return late
 
@@ -265,44 +265,45 @@ def test_replies_of_an_earlier_start_are_no_greeting(placement: ClusterPlacement
 
 
 @pytest.mark.parametrize("reason", ["given up", "too late"])
-def test_one_that_does_not_come_is_ended(
+def test_a_work_agent_that_does_not_connect_is_killed(
     placement: ClusterPlacement, starter: ProcessStarter, tmp_path: Path, reason: str
 ) -> None:
     program = tmp_path / "program.py"
     program.write_text("import signal; signal.pause()")
     starter.program = str(program)
-    given_up = GivenUp()
+    cancellation = StartCancellation()
     if reason == "given up":
-        given_up.set()
-        said = "is not wanted any more"
+        cancellation.cancel()
+        said = "was cancelled"
     else:
         said = r"was not ready within 0\.1 s"
     with pytest.raises(WorkerDiedError, match=said):
-        start_work_agent(a_config(), 0, lambda text: None, None, 0.1, given_up, placement)
+        start_work_agent(a_config(), 0, lambda text: None, None, 0.1, cancellation, placement)
     assert starter.processes[0].returncode is not None
 
 
-def test_other_code_on_a_machine_is_refused(placement: ClusterPlacement, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_work_agent_with_other_code_is_rejected(placement: ClusterPlacement, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "code_fingerprint", lambda: "0123456789abcdef")
     with pytest.raises(
-        ProtocolError, match=r"runs other code \(image [0-9a-f]{12}\) than the master \(image 0123456789ab\)"
+        ProtocolError,
+        match=r"runs other code \(fingerprint [0-9a-f]{12}\) than the master \(fingerprint 0123456789ab\)",
     ):
         start(placement)
 
 
-def test_the_threads_are_those_of_the_place(placement: ClusterPlacement) -> None:
+def test_the_placement_sets_the_number_of_threads(placement: ClusterPlacement) -> None:
     settings = supervisor.load_settings(a_config(), 2)
     assert placement.settings(settings).num_threads == 3
     assert placement.settings(settings).device_id == 2
 
 
-def test_the_first_device_of_a_place_is_the_first_of_all_that_are_seen_there(starter: ProcessStarter) -> None:
+def test_assigned_devices_are_numbered_from_0(starter: ProcessStarter) -> None:
     identity = ClusterIdentity(starter.secret_file.read_text())
     with contextlib.closing(ClusterPlacement("127.0.0.1", identity, starter, own_devices=True)) as placement:
         assert placement.settings(supervisor.load_settings(a_config(), 2)).device_id == 0
 
 
-def test_an_address_of_another_machine_is_refused(starter: ProcessStarter) -> None:
+def test_master_host_must_be_an_address_of_this_machine(starter: ProcessStarter) -> None:
     identity = ClusterIdentity(starter.secret_file.read_text())
     with pytest.raises(
         ConfigError, match=r"cluster_config\.master_host must be an address of this machine.*192\.0\.2\.77"
@@ -311,16 +312,16 @@ def test_an_address_of_another_machine_is_refused(starter: ProcessStarter) -> No
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::"])
-def test_an_address_that_nobody_can_connect_to_is_refused(starter: ProcessStarter, host: str) -> None:
+def test_master_host_must_not_be_unspecified(starter: ProcessStarter, host: str) -> None:
     identity = ClusterIdentity(starter.secret_file.read_text())
-    with pytest.raises(ConfigError, match=rf"master_host must be one that others connect to\. Given: {host}"):
+    with pytest.raises(ConfigError, match=rf"master_host must be an address that others connect to\. Given: {host}"):
         ClusterPlacement(host, identity, starter)
 
 
-def test_the_first_one_is_not_waited_for_for_ever(
+def test_the_first_start_has_a_connect_timeout(
     placement: ClusterPlacement, starter: ProcessStarter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(placement, "_come_s", 0.1)
+    monkeypatch.setattr(placement, "_connect_timeout_s", 0.1)
     program = tmp_path / "program.py"
     program.write_text("import signal; signal.pause()")
     starter.program = str(program)

@@ -1,4 +1,4 @@
-"""The process that is connected to Ray in place of the master, and what becomes of WorkAgents without it."""
+"""The process that is connected to Ray on behalf of the master."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ import pytest
 import support.fake_ray_process
 from llm_serving.errors import ConfigError, WorkerDiedError
 from llm_serving.executor.cluster import ray_process, ray_starter
-from llm_serving.executor.cluster.ray_messages import AgentEnded, KillAgent, RayPlaces, StartAgent
+from llm_serving.executor.cluster.ray_messages import AgentEnded, KillAgent, RayRequirements, StartAgent
 from llm_serving.executor.cluster.ray_starter import RayAgent, RayStarter
 from support.fake_ray_process import HANGS, NOT_YET, NOWHERE
 
-PLACES = RayPlaces(None, 2, 1, "spread", 0)
+PLACES = RayRequirements(None, 2, 1, "spread", 0)
 COMMAND = (sys.executable, support.fake_ray_process.__file__)
 DEADLINE_S = 20.0
 
 
 @pytest.fixture(autouse=True)
-def path_of_the_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+def path_of_the_fake_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, sys.path)]))
 
 
@@ -42,41 +42,39 @@ def starter() -> Iterator[RayStarter]:
 
 
 def end_of(agent: RayAgent) -> str:
-    assert agent._ended.wait(DEADLINE_S)
-    assert agent.has_ended
-    return agent.described_end
+    assert agent._exited.wait(DEADLINE_S)
+    assert agent.has_exited
+    return agent.exit_description
 
 
-def test_the_end_of_a_work_agent_is_told(starter: RayStarter) -> None:
+def test_ray_starter_reports_the_exit_of_a_work_agent(starter: RayStarter) -> None:
     stays, ends = starter.start(0, [["stay"]]), starter.start(1, [["end"]])
     assert end_of(ends) == "ended with end --secret-file /the/secret"
-    assert not stays.has_ended
+    assert not stays.has_exited
     stays.kill()
     assert end_of(stays) == "killed"
 
 
-def test_one_that_does_not_end_is_killed(starter: RayStarter) -> None:
+def test_ray_starter_kills_an_actor_that_does_not_exit(starter: RayStarter) -> None:
     agent = starter.start(0, [["stay"]])
-    agent.end(0.01)
+    agent.wait_or_kill(0.01)
     assert end_of(agent) == "killed"
 
 
-def test_what_is_lost_with_ray_is_told_and_the_next_start_has_another_connection(starter: RayStarter) -> None:
+def test_ray_starter_reconnects_after_a_lost_connection(starter: RayStarter) -> None:
     first = starter._connection
     lost = [starter.start(0, [["stay"]]), starter.start(1, [["lose Ray"]])]
     assert [end_of(each) for each in lost] == ["the connection to Ray is lost"] * 2
     for each in lost:
         each.kill()
-        each.end(None)
+        each.wait_or_kill(None)
     agent = starter.start(0, [["end"]])
     assert end_of(agent).startswith("ended with end")
     assert starter._connection is not first
     assert first._process.returncode is not None
 
 
-def test_a_start_for_which_no_thread_can_be_had_is_not_the_last(
-    starter: RayStarter, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ray_starter_survives_a_lack_of_threads(starter: RayStarter, monkeypatch: pytest.MonkeyPatch) -> None:
     assert end_of(starter.start(0, [["lose Ray"]])) == "the connection to Ray is lost"
 
     def fail(thread: Thread) -> None:
@@ -97,43 +95,45 @@ def test_a_start_for_which_no_thread_can_be_had_is_not_the_last(
     assert end_of(starter.start(0, [["end"]])).startswith("ended with end")
 
 
-def test_a_start_while_there_is_no_cluster_ends_and_says_why(starter: RayStarter) -> None:
+def test_a_start_without_a_cluster_fails_with_the_reason(starter: RayStarter) -> None:
     assert end_of(starter.start(0, [["lose Ray"]])) == "the connection to Ray is lost"
-    starter._places = RayPlaces(NOWHERE, 2, 1, "spread", 0)
+    starter._requirements = RayRequirements(NOWHERE, 2, 1, "spread", 0)
     assert end_of(starter.start(0, [["end"]])) == f"there is no cluster at {NOWHERE}"
-    starter._places = PLACES
+    starter._requirements = PLACES
     assert end_of(starter.start(0, [["end"]])).startswith("ended with end")
 
 
-def test_a_cluster_that_cannot_be_used_is_an_error_at_the_start() -> None:
+def test_an_unusable_cluster_is_a_config_error() -> None:
     with pytest.raises(ConfigError, match=f"there is no cluster at {NOWHERE}"):
-        RayStarter(RayPlaces(NOWHERE, 2, 1, "spread", 0), "/the/secret", COMMAND)
+        RayStarter(RayRequirements(NOWHERE, 2, 1, "spread", 0), "/the/secret", COMMAND)
 
 
-def test_a_ray_that_does_not_come_up_here_is_started_again(tmp_path: Path) -> None:
-    starter = RayStarter(RayPlaces(f"{NOT_YET}{tmp_path / 'attempts'}", 2, 1, "spread", 0), "/the/secret", COMMAND)
+def test_a_failed_start_of_ray_is_retried(tmp_path: Path) -> None:
+    starter = RayStarter(
+        RayRequirements(f"{NOT_YET}{tmp_path / 'attempts'}", 2, 1, "spread", 0), "/the/secret", COMMAND
+    )
     assert end_of(starter.start(0, [["end"]])).startswith("ended with end")
     starter.close()
     assert len((tmp_path / "attempts").read_text().split()) == 2
 
 
-def test_one_that_never_comes_up_is_not_tried_for_ever(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_attempts_to_start_ray_are_limited(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(ray_starter, "ATTEMPTS", 1)
     with pytest.raises(ConfigError, match="it has not come up"):
-        RayStarter(RayPlaces(f"{NOT_YET}{tmp_path / 'attempts'}", 2, 1, "spread", 0), "/the/secret", COMMAND)
+        RayStarter(RayRequirements(f"{NOT_YET}{tmp_path / 'attempts'}", 2, 1, "spread", 0), "/the/secret", COMMAND)
 
 
-def test_what_ray_says_when_it_does_not_come_up_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_of_ray_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     ray = SimpleNamespace(init=lambda **_: 1 / 0)
     monkeypatch.setattr(ray_process, "import_ray", lambda: ray)
     with pytest.raises(ray_process.NotStartedError, match="Ray cannot be used on this machine: division by zero"):
-        ray_process.connected(None).__enter__()
+        ray_process.connect_to_ray(None).__enter__()
     with pytest.raises(ConfigError, match=r"Ray cannot be used at cluster_config\.address") as caught:
-        ray_process.connected(NOWHERE).__enter__()
+        ray_process.connect_to_ray(NOWHERE).__enter__()
     assert not isinstance(caught.value, ray_process.NotStartedError)
 
 
-def test_one_that_waits_for_a_head_ends_with_its_master() -> None:
+def test_a_ray_process_that_waits_for_a_head_exits_with_the_master() -> None:
     program = (
         "import signal, sys; from llm_serving.executor import ray_process; ray_process.END_S = 0.01\n"
         "ray_process.connected = lambda *_: signal.pause(); ray_process.main(*sys.argv[1:])"
@@ -148,20 +148,20 @@ def test_one_that_waits_for_a_head_ends_with_its_master() -> None:
         process.kill()
 
 
-def test_one_that_does_not_let_go_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_close_kills_a_ray_process_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_starter, "SHUTDOWN_S", 0.05)
-    starter = RayStarter(RayPlaces(HANGS, 2, 1, "spread", 0), "/the/secret", COMMAND)
+    starter = RayStarter(RayRequirements(HANGS, 2, 1, "spread", 0), "/the/secret", COMMAND)
     starter.close()
     assert starter._connection._process.returncode is not None
 
 
 @pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="ray is installed")
-def test_without_the_package_it_is_told_how_to_get_it() -> None:
+def test_a_missing_ray_package_is_reported_with_the_install_command() -> None:
     with pytest.raises(ConfigError, match=r"needs the package ray: pip install -e 'llm-serving\[ray\]'"):
         RayStarter(PLACES, "/the/secret")
 
 
-def test_work_agents_of_a_cluster_that_is_started_here_are_as_nice_as_the_master(
+def test_work_agents_of_a_local_cluster_have_the_masters_niceness(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("RAY_worker_niceness", "")
@@ -169,7 +169,7 @@ def test_work_agents_of_a_cluster_that_is_started_here_are_as_nice_as_the_master
     at_start: dict[str, str] = {}
     ray = SimpleNamespace(init=lambda **_: at_start.update(os.environ), shutdown=lambda: None)
     monkeypatch.setattr(ray_process, "import_ray", lambda: ray)
-    with ray_process.connected(None):
+    with ray_process.connect_to_ray(None):
         assert at_start["RAY_worker_niceness"] == "0"
 
 
@@ -178,7 +178,7 @@ class RayError(Exception):
 
 
 class FakeRay:
-    """In place of the package, as far as `Agents` needs it: a class of actors, an actor and its method too."""
+    """In place of the package, as far as `RayAgents` needs it: a class of actors, an actor and its method too."""
 
     exceptions = SimpleNamespace(RayError=RayError)
     util = SimpleNamespace(get_node_ip_address=lambda: "10.0.0.1")
@@ -222,14 +222,14 @@ class FakeRay:
 
 
 def agents_of(
-    ray: FakeRay, places: RayPlaces, told: list[object], monkeypatch: pytest.MonkeyPatch
-) -> ray_process.Agents:
+    ray: FakeRay, places: RayRequirements, told: list[object], monkeypatch: pytest.MonkeyPatch
+) -> ray_process.RayAgents:
     monkeypatch.setattr(ray_process.importlib, "import_module", lambda name: ray)
-    monkeypatch.setattr(ray_process.Agents, "_watch", lambda agents: None)
-    return ray_process.Agents(ray, places, SimpleNamespace(send=told.append))  # type: ignore[arg-type]
+    monkeypatch.setattr(ray_process.RayAgents, "_watch", lambda agents: None)
+    return ray_process.RayAgents(ray, places, SimpleNamespace(send=told.append))  # type: ignore[arg-type]
 
 
-def test_a_connection_by_which_nothing_runs_and_nothing_starts_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ray_connection_is_abandoned_if_nothing_runs_or_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     ray, told = FakeRay(), list[object]()
     agents = agents_of(ray, PLACES, told, monkeypatch)
     assert agents.start(StartAgent(1, 0, ((),)))
@@ -240,24 +240,24 @@ def test_a_connection_by_which_nothing_runs_and_nothing_starts_is_given_up(monke
     assert told[1:] == [AgentEnded(number, "Ray cannot start it: WrongClusterID") for number in (2, 3)]
 
 
-def test_whatever_ray_fails_with_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not all of it are errors of its own: a store that has gone is an OSError, an object nobody knows a ValueError."""
+def test_every_error_of_ray_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray also raises other errors: OSError for a lost store, ValueError for an unknown object."""
 
     def fail(error: Exception) -> Any:
         raise error
 
     ray, told = FakeRay(), list[object]()
     agents = agents_of(ray, PLACES, told, monkeypatch)
-    weights: Any = SimpleNamespace(bring=lambda actor: fail(OSError("Broken pipe")))
-    agents._bring_and_run(StartAgent(1, 0, ((),)), ray, weights)
+    weights: Any = SimpleNamespace(deliver=lambda actor: fail(OSError("Broken pipe")))
+    agents._send_weights_and_run(StartAgent(1, 0, ((),)), ray, weights)
     assert told[1:] == [AgentEnded(1, "Broken pipe")]
     ray.get = lambda done: fail(ValueError())  # type: ignore[attr-defined]
-    assert agents._end_of("done") == "ValueError"
+    assert agents._exit_description("done") == "ValueError"
 
 
-def test_all_ranks_of_a_replica_are_one_actor_with_a_place_on_one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_ranks_of_a_replica_run_in_one_actor(monkeypatch: pytest.MonkeyPatch) -> None:
     ray = FakeRay()
-    agents = agents_of(ray, RayPlaces(None, 2, 8, "spread", 4), [], monkeypatch)
+    agents = agents_of(ray, RayRequirements(None, 2, 8, "spread", 4), [], monkeypatch)
     assert ray.bundles == [{"CPU": 8, "NPU": 4}] * 2
     assert agents.start(StartAgent(1, 1, (("a",), ("b",))))
     (asked,) = ray.asked
@@ -266,7 +266,7 @@ def test_all_ranks_of_a_replica_are_one_actor_with_a_place_on_one_machine(monkey
     assert ray.given[-1] == [["a"], ["b"]]
 
 
-def test_what_a_replica_takes_of_one_machine_is_told_where_there_is_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cluster_without_room_is_reported_with_the_requirements(monkeypatch: pytest.MonkeyPatch) -> None:
     rule = "has room for: it has 1 machines, 4 cores, and each takes {'CPU': 8} of one machine. Given: 2"
     with pytest.raises(ConfigError, match=re.escape(rule)):
-        agents_of(FakeRay(has_room=False), RayPlaces(None, 2, 8, "spread", 0), [], monkeypatch)
+        agents_of(FakeRay(has_room=False), RayRequirements(None, 2, 8, "spread", 0), [], monkeypatch)

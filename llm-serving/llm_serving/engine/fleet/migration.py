@@ -35,7 +35,7 @@ from llm_serving.log import get_logger
 from llm_serving.observability.event_log import Journal
 from llm_serving.observability.metrics import Metrics
 from llm_serving.scheduler import Schedule, Scheduler
-from llm_serving.transport.messages import Blocks
+from llm_serving.transport.messages import BlockContents
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,22 +234,22 @@ MAX_BYTES: Final = 2**30
 class Link(Protocol):
     """As `BlockLink`."""
 
-    blocks_a_frame: int
+    blocks_per_frame: int
     block_bytes: int
     timeout_s: float
 
-    def held(self, timeout_s: float) -> AbstractContextManager[None]: ...
+    def locked(self, timeout_s: float) -> AbstractContextManager[None]: ...
 
-    def read(self, pieces: Iterable[Sequence[TransferBlock]]) -> Generator[Blocks, None, None]: ...
+    def read(self, pieces: Iterable[Sequence[TransferBlock]]) -> Generator[BlockContents, None, None]: ...
 
-    def write(self, frames: Iterable[Blocks]) -> None: ...
+    def write(self, frames: Iterable[BlockContents]) -> None: ...
 
 
 class Carrier:
     """Through the master, frame by frame: read from one WorkAgent, written to the other.
 
     There is a thread for each replica that blocks are read from, which brings one request's after another's. So frames
-    on their way are a few for each such replica (`FRAMES_UNDER_WAY`), however much is to be moved; and they have
+    on their way are a few for each such replica (`MAX_FRAMES_IN_FLIGHT`), however much is to be moved; and they have
     connections of their own, so none is before a step's. What a thread has before it is bounded too, in requests and
     bytes; and in time, since each request is given up `Link.timeout_s` after it came.
 
@@ -331,8 +331,8 @@ def carried(
     try:
         with contextlib.ExitStack() as both:
             for link in sorted((source, target), key=id):  # in one order, so that no two wait for each other
-                both.enter_context(link.held(max(0.0, deadline - clock())))
-            pieces = _pieces(blocks, min(source.blocks_a_frame, target.blocks_a_frame))
+                both.enter_context(link.locked(max(0.0, deadline - clock())))
+            pieces = _pieces(blocks, min(source.blocks_per_frame, target.blocks_per_frame))
             with contextlib.closing(source.read(_until(clock, deadline, pieces, rest))) as frames:
                 target.write(frames)
     except WorkerError as error:

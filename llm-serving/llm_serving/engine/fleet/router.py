@@ -51,7 +51,7 @@ class Fleet:
     @property
     def present(self) -> int | None:
         """One of them whose WorkAgent is there; None: all are away."""
-        return next((index for index, engine in self.engines.items() if engine.away is None), None)
+        return next((index for index, engine in self.engines.items() if engine.restart_status is None), None)
 
 
 MAX_BLOCKS: Final = 1024
@@ -210,7 +210,8 @@ class Router:
             lambda index: self._candidate(
                 index, engines[index], prompt_lens[0], cached.get(index, 0), speed_of(engines[index])
             ),
-            lambda index: present in (None, index) or engines[index].away is None,  # each may be away any moment
+            # A WorkAgent may be lost at any moment.
+            lambda index: present in (None, index) or engines[index].restart_status is None,
         )
         chosen, *others = islice(candidates.by_load(), 2)
         if others:
@@ -243,7 +244,7 @@ class Router:
             key=lambda each: (
                 self._replicas.is_drained(each[0]),
                 self.moves(each[0]),
-                each[1].away is not None,
+                each[1].restart_status is not None,
                 each[0] != preferred,
                 self._requests.num_of(each[1]) + self._requests.num_coming(each[1]),
                 each[0],
@@ -355,8 +356,8 @@ class Router:
         )
 
     def _check_away(self, index: int, engine: Engine) -> None:
-        away, now = engine.away, self._clock()
-        if away is not None:
-            wait_s = away.predicted_s(now)
+        status, now = engine.restart_status, self._clock()
+        if status is not None:
+            wait_s = status.predicted_s(now)
             if wait_s is None or wait_s > self._config.serving.restart_wait_s:
-                raise UnavailableError(f"WorkAgent {index} {away}", away.retry_after_s(now))
+                raise UnavailableError(f"WorkAgent {index} {status}", status.retry_after_s(now))

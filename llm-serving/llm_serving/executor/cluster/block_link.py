@@ -1,4 +1,4 @@
-"""The master's end of the connection by which blocks of a WorkAgent on another machine come and go."""
+"""The master's end of the connection that transfers KV blocks to and from a WorkAgent on another machine."""
 
 from __future__ import annotations
 
@@ -11,26 +11,31 @@ from typing import TypeVar
 from llm_serving.errors import TransportError, WorkerDiedError, WorkerError
 from llm_serving.executor.worker_process import AgentChannel
 from llm_serving.kvcache.transfer_pool import TransferBlock
-from llm_serving.transport.messages import AgentMessage, Blocks, BlocksRefused, BlocksTaken, SendBlocks
-from llm_serving.transport.shared_memory import FRAMES_UNDER_WAY, MAX_TOKENS, blocks_a_frame, max_frame_bytes
+from llm_serving.transport.messages import AgentMessage, BlockContents, BlocksRefused, BlocksWritten, ReadBlocks
+from llm_serving.transport.shared_memory import (
+    MAX_FRAMES_IN_FLIGHT,
+    MAX_TOKENS_PER_BLOCK,
+    blocks_per_frame,
+    max_frame_bytes,
+)
 
 _REASON_CHARS = 500
 
-Question = TypeVar("Question", SendBlocks, Blocks)
+Request = TypeVar("Request", ReadBlocks, BlockContents)
 
 
 class BlockLink:
-    """To the transfer pool of one start of a WorkAgent, for one thread at a time.
+    """Reads and writes the transfer pool of one WorkAgent. Only one thread may use it at a time (`locked`).
 
-    A few questions are under way at once and are answered in their order. Each answer has a deadline. What did not come
-    in time, or was not what had been asked for, ends the connection, so that no late answer is ever taken for another
-    one; and the WorkAgent with it, in whose place another one is started.
+    A few requests are in flight at once; replies come in the order of the requests, each within `timeout_s`. A late or
+    unexpected reply closes the connection, so that it is never mistaken for another one. The WorkAgent exits when the
+    connection closes, and is restarted.
 
     Args:
-        channel: To it; the link owns it.
-        block_bytes: Of a block, all layers.
-        timeout_s: Seconds that an answer may take.
-        steps: The connection of its steps, which ends with this one.
+        channel: To the WorkAgent; the link owns it.
+        block_bytes: Size of a block in all layers.
+        timeout_s: Longest time of a reply, in seconds.
+        steps: The WorkAgent's step channel, closed together with this connection.
     """
 
     def __init__(
@@ -38,57 +43,57 @@ class BlockLink:
     ) -> None:
         channel.max_frame_bytes = max_frame_bytes(block_bytes)
         channel.send_timeout_s = timeout_s
-        self.blocks_a_frame = blocks_a_frame(block_bytes)
+        self.blocks_per_frame = blocks_per_frame(block_bytes)
         self.block_bytes = block_bytes
-        self.frames_under_way = FRAMES_UNDER_WAY
+        self.max_frames_in_flight = MAX_FRAMES_IN_FLIGHT
         self.timeout_s = timeout_s
         self.is_closed = False
-        """What it held is nobody's any more."""
+        """Whether the connection is closed, so that the pool's contents are lost."""
         self._channel = channel
         self._steps = steps
-        self._holder = threading.Lock()
+        self._lock = threading.Lock()
 
     @contextlib.contextmanager
-    def held(self, timeout_s: float) -> Iterator[None]:
-        """Whoever reads or writes has it to himself.
+    def locked(self, timeout_s: float) -> Iterator[None]:
+        """Hold exclusive use of the link.
 
         Raises:
-            WorkerError: Others have it for so long.
+            WorkerError: Other threads used it for `timeout_s` seconds.
         """
-        if not self._holder.acquire(timeout=timeout_s):
-            raise WorkerError("its turn does not come in time")
+        if not self._lock.acquire(timeout=timeout_s):
+            raise WorkerError("the block connection is busy")
         try:
             yield
         finally:
-            self._holder.release()
+            self._lock.release()
             if self.is_closed:
                 self._release()
 
-    def read(self, pieces: Iterable[Sequence[TransferBlock]]) -> Generator[Blocks, None, None]:
-        """What blocks hold, a frame for each piece of `blocks_a_frame` at most. To be closed if it is not exhausted.
+    def read(self, pieces: Iterable[Sequence[TransferBlock]]) -> Generator[BlockContents, None, None]:
+        """Yield the contents of blocks, one frame per piece of at most `blocks_per_frame`. Close it if not exhausted.
 
         Raises:
-            WorkerError: It cannot be had.
+            WorkerError: The contents cannot be read.
         """
-        questions = (SendBlocks([each for each, _ in piece], [epoch for _, epoch in piece]) for piece in pieces)
-        with contextlib.closing(self._answered(questions)) as answers:
-            for asked, reply in answers:
-                yield self._checked(asked, reply)
+        requests = (ReadBlocks([each for each, _ in piece], [epoch for _, epoch in piece]) for piece in pieces)
+        with contextlib.closing(self._replies(requests)) as replies:
+            for request, reply in replies:
+                yield self._checked(request, reply)
 
-    def write(self, frames: Iterable[Blocks]) -> None:
-        """Has blocks taken by the pool.
+    def write(self, frames: Iterable[BlockContents]) -> None:
+        """Write blocks into the pool.
 
         Raises:
-            WorkerError: They are not there.
+            WorkerError: They could not be written.
         """
-        with contextlib.closing(self._answered(frames)) as answers:
-            for given, reply in answers:
-                names = given.block_ids, given.epochs
-                if not isinstance(reply, BlocksTaken) or (reply.block_ids, reply.epochs) != names:
-                    raise self._broken(reply)
+        with contextlib.closing(self._replies(frames)) as replies:
+            for frame, reply in replies:
+                names = frame.block_ids, frame.epochs
+                if not isinstance(reply, BlocksWritten) or (reply.block_ids, reply.epochs) != names:
+                    raise self._invalid_reply(reply)
 
     def close(self) -> None:
-        """Twice changes nothing; whoever waits for an answer is told."""
+        """Close the connection and wake a thread that waits for a reply. Idempotent."""
         self.is_closed = True
         for channel in (self._channel, self._steps):
             with contextlib.suppress(OSError):
@@ -96,37 +101,37 @@ class BlockLink:
                     channel.shutdown()
         self._release()
 
-    def _answered(self, questions: Iterable[Question]) -> Generator[tuple[Question, AgentMessage], None, None]:
-        """Each with its answer. However this ends, none is under way then."""
-        under_way: deque[Question] = deque()
+    def _replies(self, requests: Iterable[Request]) -> Generator[tuple[Request, AgentMessage], None, None]:
+        """Send requests and yield each with its reply. When it ends, no request is in flight."""
+        in_flight: deque[Request] = deque()
         try:
-            for question in questions:
-                answer = self._answer(under_way) if len(under_way) == self.frames_under_way else None
-                self._ask(question)
-                under_way.append(question)
-                if answer is not None:
-                    yield answer
-            while under_way:
-                yield self._answer(under_way)
+            for request in requests:
+                reply_to_oldest = self._next_reply(in_flight) if len(in_flight) == self.max_frames_in_flight else None
+                self._send(request)
+                in_flight.append(request)
+                if reply_to_oldest is not None:
+                    yield reply_to_oldest
+            while in_flight:
+                yield self._next_reply(in_flight)
         finally:
             with contextlib.suppress(WorkerDiedError):
-                for _ in under_way:
+                for _ in in_flight:
                     self._receive()
 
-    def _ask(self, question: SendBlocks | Blocks) -> None:
+    def _send(self, request: ReadBlocks | BlockContents) -> None:
         if self.is_closed:
             raise WorkerDiedError("the WorkAgent is gone")
         try:
-            self._channel.send(question)
+            self._channel.send(request)
         except TransportError as error:
             self.close()
             raise WorkerDiedError(str(error)) from error
 
-    def _answer(self, under_way: deque[Question]) -> tuple[Question, AgentMessage]:
-        question, reply = under_way.popleft(), self._receive()
+    def _next_reply(self, in_flight: deque[Request]) -> tuple[Request, AgentMessage]:
+        request, reply = in_flight.popleft(), self._receive()
         if isinstance(reply, BlocksRefused):
             raise WorkerError(reply.error[:_REASON_CHARS])
-        return question, reply
+        return request, reply
 
     def _receive(self) -> AgentMessage:
         if self.is_closed:
@@ -137,22 +142,23 @@ class BlockLink:
             self.close()
             raise WorkerDiedError(str(error)) from error
 
-    def _checked(self, asked: SendBlocks, reply: AgentMessage) -> Blocks:
-        if not isinstance(reply, Blocks) or (reply.block_ids, reply.epochs) != (asked.block_ids, asked.epochs):
-            raise self._broken(reply)
-        count = len(asked.block_ids)
+    def _checked(self, request: ReadBlocks, reply: AgentMessage) -> BlockContents:
+        wanted = request.block_ids, request.epochs
+        if not isinstance(reply, BlockContents) or (reply.block_ids, reply.epochs) != wanted:
+            raise self._invalid_reply(reply)
+        count = len(request.block_ids)
         if (len(reply.num_written), len(reply.content)) != (count, count * self.block_bytes):
-            raise self._broken(reply)
-        if not all(0 < each <= MAX_TOKENS for each in reply.num_written):
-            raise self._broken(reply)
+            raise self._invalid_reply(reply)
+        if not all(0 < each <= MAX_TOKENS_PER_BLOCK for each in reply.num_written):
+            raise self._invalid_reply(reply)
         return reply
 
-    def _broken(self, reply: AgentMessage) -> WorkerDiedError:
+    def _invalid_reply(self, reply: AgentMessage) -> WorkerDiedError:
         self.close()
-        return WorkerDiedError(f"a WorkAgent was asked for blocks and answered {str(reply)[:100]}")
+        return WorkerDiedError(f"the WorkAgent sent an invalid reply about blocks: {str(reply)[:100]}")
 
     def _release(self) -> None:
-        """Lets go of the connection, unless somebody holds it, who then does so."""
-        if self._holder.acquire(blocking=False):
+        """Close the channel, unless another thread holds the link: that thread closes it then."""
+        if self._lock.acquire(blocking=False):
             self._channel.close()
-            self._holder.release()
+            self._lock.release()

@@ -1,9 +1,4 @@
-"""Where WorkAgents of other machines come in.
-
-Who is at the cluster's port and has not shown yet which start he belongs to: so many at once.
-
-Which start a connection belongs to: the one whose token it shows, and once.
-"""
+"""The master's port to which WorkAgents of other machines connect, each for the start whose token it presents."""
 
 from __future__ import annotations
 
@@ -21,70 +16,82 @@ from typing import Final
 from llm_serving.errors import LLMServingError
 from llm_serving.executor.worker_process import AgentChannel
 from llm_serving.log import get_logger
-from llm_serving.transport.channel import MAX_FRAME_BYTES, Channel, notice_silence
-from llm_serving.transport.messages import AgentMessage, Arrived
+from llm_serving.transport.channel import MAX_FRAME_BYTES, Channel, enable_keepalive
+from llm_serving.transport.messages import AgentMessage, Attach
 from llm_serving.transport.tls_identity import ClusterIdentity
+
+logger = get_logger(__name__)
+
+HANDSHAKE_TIMEOUT_S: Final = 10.0
+MAX_ATTACH_BYTES: Final = 256
+"""Size limit of the first frame, so that an unexpected client cannot make the master allocate memory."""
+ACCEPT_RETRY_S: Final = 0.2
+"""Delay after `accept` failed for lack of resources."""
+MAX_HANDSHAKES: Final = 64
+"""Limit of `PendingHandshakes`."""
 
 
 @dataclass
-class _Guest:
+class _PendingConnection:
     peer: str
     thread: threading.Thread
-    has_secret: bool = False
+    is_authenticated: bool = False
 
 
-class Handshakes:
-    """Where there is no place, one who has not shown the secret gives way to who comes.
+class PendingHandshakes:
+    """Connections that have not attached to a start yet, limited in number. Thread-safe.
 
-    That is the oldest of those at the address that has the most of them. So whoever is silent keeps nobody out, and
-    strangers who come again and again are in the way of each other before they are in that of other machines.
+    At the limit, a new connection drops one that has not authenticated: the oldest of the address with the most such
+    connections. So silent connections block nobody, and an address that connects repeatedly first drops its own ones.
     """
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
         self._lock = threading.Lock()
-        self._guests: dict[ssl.SSLSocket, _Guest] = {}
+        self._connections: dict[ssl.SSLSocket, _PendingConnection] = {}
         """The oldest first."""
 
-    def begin(self, connection: ssl.SSLSocket, peer: str, thread: threading.Thread) -> bool:
-        """Whether there is a place for it. The thread, which is started next, has to `end` it before it closes it."""
+    def add(self, connection: ssl.SSLSocket, peer: str, thread: threading.Thread) -> bool:
+        """Add a connection unless the limit is reached; return whether it was added.
+
+        The caller starts `thread` next, which must call `remove` before it closes the connection.
+        """
         with self._lock:
-            leaving = None if len(self._guests) < self._most else self._who_gives_way()
-            if leaving is not None:
-                before = self._guests.pop(leaving)
+            dropped = None if len(self._connections) < self._limit else self._next_to_drop()
+            if dropped is not None:
+                before = self._connections.pop(dropped)
                 with contextlib.suppress(OSError):
-                    socket.socket.shutdown(leaving, socket.SHUT_RDWR)  # its thread is told
-            elif len(self._guests) >= self._most:
+                    socket.socket.shutdown(dropped, socket.SHUT_RDWR)  # wakes its thread
+            elif len(self._connections) >= self._limit:
                 return False
-            self._guests[connection] = _Guest(peer, thread)
-        if leaving is not None:
+            self._connections[connection] = _PendingConnection(peer, thread)
+        if dropped is not None:
             before.thread.join()
         return True
 
-    def trust(self, connection: ssl.SSLSocket) -> bool:
-        """It has shown the secret, and gives way to nobody from now on; False: it has done so already."""
+    def mark_authenticated(self, connection: ssl.SSLSocket) -> bool:
+        """Protect a connection from being dropped; return False if it was dropped already."""
         with self._lock:
-            if (guest := self._guests.get(connection)) is None:
+            if (pending := self._connections.get(connection)) is None:
                 return False
-            guest.has_secret = True
+            pending.is_authenticated = True
             return True
 
-    def end(self, connection: ssl.SSLSocket) -> bool:
-        """Gives its place back; False: somebody else had it already."""
+    def remove(self, connection: ssl.SSLSocket) -> bool:
+        """Remove a connection; return False if it was dropped before."""
         with self._lock:
-            return self._guests.pop(connection, None) is not None
+            return self._connections.pop(connection, None) is not None
 
-    def _who_gives_way(self) -> ssl.SSLSocket | None:
-        strangers = {connection: guest.peer for connection, guest in self._guests.items() if not guest.has_secret}
-        counts = Counter(strangers.values())
-        return max(strangers, key=lambda each: counts[strangers[each]], default=None)  # of equals the oldest
+    def _next_to_drop(self) -> ssl.SSLSocket | None:
+        peers = {each: pending.peer for each, pending in self._connections.items() if not pending.is_authenticated}
+        counts = Counter(peers.values())
+        return max(peers, key=lambda each: counts[peers[each]], default=None)  # among equals the oldest
 
 
-class Arrivals:
-    """The starts that wait for their WorkAgent; from any thread.
+class PendingStarts:
+    """The starts that wait for a WorkAgent to connect, by token. Thread-safe.
 
-    A token is of one start. Whoever shows that of an earlier one, or shows one again, comes too late: he is given to
-    nobody, and what he says is read by nobody.
+    A token belongs to one start and is valid once. A connection with an unknown, old or used token is rejected.
     """
 
     def __init__(self) -> None:
@@ -92,21 +99,21 @@ class Arrivals:
         self._expected: dict[str, SimpleQueue[AgentChannel]] = {}
 
     @contextmanager
-    def expecting(self, token: str) -> Iterator[Arrival]:
-        """A connection that shows the token belongs to whoever is inside; one only, a second finds nobody."""
+    def expect(self, token: str) -> Iterator[ExpectedConnection]:
+        """Accept one connection with this token while inside."""
         queue: SimpleQueue[AgentChannel] = SimpleQueue()
         with self._lock:
             self._expected[token] = queue
         try:
-            yield Arrival(queue)
+            yield ExpectedConnection(queue)
         finally:
             with self._lock:
                 self._expected.pop(token, None)
-            with contextlib.suppress(Empty):  # it came when nobody waited any more
+            with contextlib.suppress(Empty):  # it connected after the wait had ended
                 queue.get_nowait().close()
 
-    def come(self, token: str, channel: AgentChannel) -> bool:
-        """Gives a connection to the start of the token; False: nobody expects it (any more)."""
+    def deliver(self, token: str, channel: AgentChannel) -> bool:
+        """Hand a connection to the start that expects its token; return False if there is none (any more)."""
         with self._lock:
             queue = self._expected.pop(token, None)
             if queue is not None:
@@ -114,59 +121,47 @@ class Arrivals:
         return queue is not None
 
 
-class Arrival:
-    """Of one WorkAgent."""
+class ExpectedConnection:
+    """The connection that a start waits for."""
 
     def __init__(self, queue: SimpleQueue[AgentChannel]) -> None:
         self._queue = queue
 
     def wait(self, timeout_s: float) -> AgentChannel | None:
-        """The channel to it; None: it has not come in this time."""
+        """Return the channel, or None if it has not connected within `timeout_s` seconds."""
         try:
             return self._queue.get(timeout=timeout_s)
         except Empty:
             return None
 
 
-logger = get_logger(__name__)
-
-HANDSHAKE_S: Final = 10.0
-ARRIVAL_BYTES: Final = 256
-"""Of the frame that shows the token: nobody who is not expected has more memory taken for him."""
-AGAIN_S: Final = 0.2
-"""Between two attempts where nobody can be taken."""
-MAX_HANDSHAKES: Final = 64
-"""At once; beyond that, one who has not shown the secret gives way, or whoever comes is turned away."""
-
-
 class Listener:
-    """Takes connections of who has the cluster's secret, and gives each to the start that it names.
+    """Accepts connections of WorkAgents with the cluster's secret and hands each to the start that its token names.
 
-    Whoever connects has `HANDSHAKE_S` to show the secret and the token, in a thread of his own: who is silent delays
-    nobody, and keeps nobody's place.
+    Each connection has `HANDSHAKE_TIMEOUT_S` for the TLS handshake and the token, in a thread of its own.
 
     Args:
-        host: Address of this machine that the others reach.
-        identity: Of the cluster.
+        host: Address of this machine that the other machines reach.
+        identity: Identity of the cluster.
     """
 
     def __init__(self, host: str, identity: ClusterIdentity) -> None:
-        """Raises OSError: the address cannot be listened at."""
-        self._context = identity.of_master()
-        self._arrivals = Arrivals()
-        self._handshakes = Handshakes(MAX_HANDSHAKES)
+        """Raises OSError if the address cannot be bound."""
+        self._context = identity.server_context()
+        self._pending_starts = PendingStarts()
+        self._handshakes = PendingHandshakes(MAX_HANDSHAKES)
         self._closing = threading.Event()
         self._socket = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         self.address: tuple[str, int] = self._socket.getsockname()[:2]
         self._thread = threading.Thread(target=self._listen, name="cluster-listener", daemon=True)
         self._thread.start()
 
-    def expecting(self, token: str) -> AbstractContextManager[Arrival]:
-        """As of `Arrivals`."""
-        return self._arrivals.expecting(token)
+    def expect(self, token: str) -> AbstractContextManager[ExpectedConnection]:
+        """As `PendingStarts.expect`."""
+        return self._pending_starts.expect(token)
 
     def close(self) -> None:
-        """Takes no more; connections that were given away stay."""
+        """Accept no more connections. Connections that were handed over stay open."""
         self._closing.set()
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
@@ -177,56 +172,55 @@ class Listener:
         while True:
             try:
                 connection, peer = self._socket.accept()
-            except OSError as error:  # of the one that comes, or nothing is left to take it with
+            except OSError as error:  # the connection was reset, or descriptors or memory are exhausted
                 if self._closing.is_set():
                     return
                 if not isinstance(error, ConnectionError):
-                    self._closing.wait(AGAIN_S)
+                    self._closing.wait(ACCEPT_RETRY_S)
                 continue
             try:
-                self._invite(connection, peer[0])
-            except (OSError, RuntimeError):  # it is gone again, or no thread can be had now
+                self._start_handshake(connection, peer[0])
+            except (OSError, RuntimeError):  # the connection was reset, or no thread could be started
                 connection.close()
 
-    def _invite(self, connection: socket.socket, peer: str) -> None:
-        connection.settimeout(HANDSHAKE_S)
-        secured = self._context.wrap_socket(
-            connection, server_side=True, do_handshake_on_connect=False
-        )  # takes it over
-        thread = threading.Thread(target=self._welcome, args=(secured, peer), daemon=True)
-        if not self._handshakes.begin(secured, peer, thread):
+    def _start_handshake(self, connection: socket.socket, peer: str) -> None:
+        connection.settimeout(HANDSHAKE_TIMEOUT_S)
+        # Takes ownership of the socket.
+        secured = self._context.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
+        thread = threading.Thread(target=self._handshake, args=(secured, peer), daemon=True)
+        if not self._handshakes.add(secured, peer, thread):
             secured.close()
             return
         try:
             thread.start()
         except RuntimeError:
-            self._handshakes.end(secured)
+            self._handshakes.remove(secured)
             secured.close()
             raise
 
-    def _welcome(self, connection: ssl.SSLSocket, peer: str) -> None:
-        taken, error = False, None
+    def _handshake(self, connection: ssl.SSLSocket, peer: str) -> None:
+        attached, error = False, None
         try:
             connection.do_handshake()
-            if self._handshakes.trust(connection):
-                taken = self._show_in(connection, peer)
+            if self._handshakes.mark_authenticated(connection):
+                attached = self._attach(connection, peer)
         except (OSError, LLMServingError) as caught:
             error = caught
         finally:
-            stayed = self._handshakes.end(connection)
-            if not taken:
+            was_dropped = not self._handshakes.remove(connection)
+            if not attached:
                 connection.close()
-        if error is not None and stayed:
+        if error is not None and not was_dropped:
             logger.warning("a connection from %s to the cluster's port was refused: %s", peer, error)
 
-    def _show_in(self, connection: ssl.SSLSocket, peer: str) -> bool:
-        """Whether the connection belongs to a start that waits for it."""
-        notice_silence(connection)
+    def _attach(self, connection: ssl.SSLSocket, peer: str) -> bool:
+        """Read the token; return whether a start took the connection."""
+        enable_keepalive(connection)
         channel: AgentChannel = Channel(connection, AgentMessage)  # type: ignore[arg-type]
-        channel.max_frame_bytes = ARRIVAL_BYTES
-        arrived = channel.receive(HANDSHAKE_S)
+        channel.max_frame_bytes = MAX_ATTACH_BYTES
+        message = channel.receive(HANDSHAKE_TIMEOUT_S)
         channel.max_frame_bytes = MAX_FRAME_BYTES
-        taken = isinstance(arrived, Arrived) and self._arrivals.come(arrived.token, channel)
-        if not taken:
-            logger.warning("a WorkAgent at %s came that nobody expects (any more)", peer)
-        return taken
+        attached = isinstance(message, Attach) and self._pending_starts.deliver(message.token, channel)
+        if not attached:
+            logger.warning("a WorkAgent at %s connected that no start expects (any more)", peer)
+        return attached

@@ -1,4 +1,4 @@
-"""The placement that a configuration asks for."""
+"""Creation of the placement that the configuration asks for."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from pathlib import Path
 
 from llm_serving.config.schema import ServingConfig
 from llm_serving.core.enums import EngineName, WeightsName
-from llm_serving.executor.cluster.placement import COME_S, COME_WITH_WEIGHTS_S, ClusterPlacement
-from llm_serving.executor.cluster.ray_messages import RayPlaces, RayWeights
+from llm_serving.executor.cluster.placement import CONNECT_TIMEOUT_S, WEIGHTS_TRANSFER_TIMEOUT_S, ClusterPlacement
+from llm_serving.executor.cluster.ray_messages import RayRequirements, RayWeights
 from llm_serving.executor.cluster.ray_starter import RayStarter
-from llm_serving.executor.cluster.weight_files import CACHE
-from llm_serving.executor.placement import Placement, ThisMachine
+from llm_serving.executor.cluster.weight_files import DEFAULT_CACHE
+from llm_serving.executor.placement import LocalPlacement, Placement
 from llm_serving.transport.shared_memory import transfer_memory
 from llm_serving.transport.tls_identity import ClusterIdentity, read_secret
 
 
 @contextmanager
 def open_placement(config: ServingConfig) -> Iterator[Placement]:
-    """Where WorkAgents run; leave it when the last has ended.
+    """Yield the placement of WorkAgents. All of them must have exited when it is left.
 
     Raises:
         ConfigError: The cluster cannot be used.
     """
     if config.cluster.engine == EngineName.LOCAL:
         with transfer_memory() if config.num_transfer_blocks else contextlib.nullcontext() as transfer_fd:
-            yield ThisMachine(transfer_fd)
+            yield LocalPlacement(transfer_fd)
         return
     with _secret_file(config) as path, contextlib.closing(_on_ray(config, path)) as placement:
         yield placement
@@ -46,9 +46,9 @@ def _on_ray(config: ServingConfig, secret_file: Path) -> ClusterPlacement:
     num_devices = ranks if device.device_target == "Ascend" else 0
     weights = None
     if cluster.weights == WeightsName.OBJECT_STORE:
-        weights = RayWeights(str(config.model.model_path), cluster.weights_cache_path or CACHE)
-    places = RayPlaces(cluster.address, config.num_replicas, cpus, cluster.placement, num_devices, weights)
-    starter = RayStarter(places, str(secret_file.absolute()))
+        weights = RayWeights(str(config.model.model_path), cluster.weights_cache_path or DEFAULT_CACHE)
+    requirements = RayRequirements(cluster.address, config.num_replicas, cpus, cluster.placement, num_devices, weights)
+    starter = RayStarter(requirements, str(secret_file.absolute()))
     try:
         host = cluster.master_host or ("127.0.0.1" if cluster.address is None else starter.host)
         return ClusterPlacement(
@@ -57,7 +57,7 @@ def _on_ray(config: ServingConfig, secret_file: Path) -> ClusterPlacement:
             starter,
             num_threads,
             own_devices=num_devices > 0,
-            come_s=COME_S if weights is None else COME_WITH_WEIGHTS_S,
+            connect_timeout_s=CONNECT_TIMEOUT_S if weights is None else WEIGHTS_TRANSFER_TIMEOUT_S,
         )
     except BaseException:
         starter.close()
@@ -66,7 +66,7 @@ def _on_ray(config: ServingConfig, secret_file: Path) -> ClusterPlacement:
 
 @contextmanager
 def _secret_file(config: ServingConfig) -> Iterator[Path]:
-    """The operator's, or one of this server alone, which only its user can read."""
+    """Yield the operator's secret file, or a temporary one that only this user can read."""
     if config.cluster.secret_file is not None:
         yield config.cluster.secret_file
         return

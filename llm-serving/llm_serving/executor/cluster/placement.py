@@ -1,4 +1,4 @@
-"""WorkAgents on the machines of a cluster; they connect to the master."""
+"""Placement of WorkAgents on the machines of a cluster; they connect back to the master."""
 
 from __future__ import annotations
 
@@ -12,63 +12,65 @@ import msgspec
 
 from llm_serving.core.timings import Clock, monotonic
 from llm_serving.errors import ConfigError, WorkerDiedError
-from llm_serving.executor.cluster.listener import Arrival, Listener
-from llm_serving.executor.placement import Started
-from llm_serving.executor.restart_status import GivenUp
-from llm_serving.executor.tensor_parallel import one_link
+from llm_serving.executor.cluster.listener import ExpectedConnection, Listener
+from llm_serving.executor.placement import StartedAgent
+from llm_serving.executor.restart_status import StartCancellation
+from llm_serving.executor.tensor_parallel import join_channels
 from llm_serving.executor.worker_process import AgentChannel, AgentProcess
 from llm_serving.transport.channel import MAX_FRAME_BYTES
 from llm_serving.transport.messages import LoadModel
 from llm_serving.transport.shared_memory import InlineArrays
 from llm_serving.transport.tls_identity import ClusterIdentity
 
-COME_S: Final = 300.0
-"""In which a WorkAgent has to come, however long it takes to load after that."""
-COME_WITH_WEIGHTS_S: Final = 3600.0
-"""The same where the weights have to come first: whether they do, Ray says."""
-LOOK_EVERY_S: Final = 0.2
-"""While a WorkAgent is waited for, it is looked whether it lives and is still wanted."""
+CONNECT_TIMEOUT_S: Final = 300.0
+"""Time within which a started WorkAgent must connect. Loading the model comes later."""
+WEIGHTS_TRANSFER_TIMEOUT_S: Final = 3600.0
+"""The same, if the weights are sent to its machine first."""
+POLL_INTERVAL_S: Final = 0.2
+"""Interval at which a start checks that the process lives and the start is not cancelled."""
 
 
-class Starter(Protocol):
-    """Runs programs somewhere in the cluster, and knows what becomes of them."""
+class AgentStarter(Protocol):
+    """Runs WorkAgent processes somewhere in the cluster and monitors them."""
 
     def start(self, index: int, ranks: Sequence[Sequence[str]]) -> AgentProcess:
-        """Begins to run `python -m llm_serving.work_agent ARGUMENTS`, for each rank of WorkAgent `index`, on the
-        machine where it belongs.
+        """Run `python -m llm_serving.work_agent ARGUMENTS` for each rank of WorkAgent `index`, on the replica's
+        machine.
 
         Raises:
-            WorkerDiedError: It cannot.
+            WorkerDiedError: It cannot be started.
         """
 
     def close(self) -> None:
-        """Gives up what it took."""
+        """Release the cluster's resources."""
 
 
 class ClusterPlacement:
-    """Each WorkAgent has a connection for steps, as each of its ranks has where it is several, and one for blocks where
-    they move. They live and end with it: what comes by them is of this start, no other.
+    """Starts WorkAgents in a cluster and waits for their connections.
+
+    Each rank has one connection for steps, and the replica one for KV blocks if blocks are transferred. Tokens bind
+    these connections to one start.
 
     Args:
-        host: Address of this machine that the others connect to.
-        identity: Of the cluster.
+        host: Address of this machine that the other machines connect to.
+        identity: Identity of the cluster.
         starter: Runs the processes.
-        num_threads: Of the kernels of each rank; None: as this machine would have.
-        own_devices: Whether a WorkAgent sees those it was given, one for each rank, as its only ones.
-        come_s: In which a WorkAgent has to come.
+        num_threads: Kernel threads of each rank; None: as on this machine.
+        own_devices: Whether a WorkAgent only sees the devices assigned to it, one per rank, numbered from 0.
+        connect_timeout_s: Time within which a WorkAgent must connect.
     """
 
     def __init__(
         self,
         host: str,
         identity: ClusterIdentity,
-        starter: Starter,
+        starter: AgentStarter,
         num_threads: int | None = None,
         own_devices: bool = False,
-        come_s: float = COME_S,
+        connect_timeout_s: float = CONNECT_TIMEOUT_S,
         clock: Clock = monotonic,
     ) -> None:
-        """Raises ConfigError: the address cannot be listened at."""
+        """Raises ConfigError if the address cannot be bound."""
         try:
             self._listener = Listener(host, identity)
         except OSError as error:
@@ -76,11 +78,11 @@ class ClusterPlacement:
             raise ConfigError(f"{rule}. Given: {host}") from None
         if ipaddress.ip_address(self._listener.address[0]).is_unspecified:
             self._listener.close()
-            raise ConfigError(f"cluster_config.master_host must be one that others connect to. Given: {host}")
+            raise ConfigError(f"cluster_config.master_host must be an address that others connect to. Given: {host}")
         self._starter = starter
         self._num_threads = num_threads
         self._own_devices = own_devices
-        self._come_s = come_s
+        self._connect_timeout_s = connect_timeout_s
         self._clock = clock
 
     def settings(self, settings: LoadModel) -> LoadModel:
@@ -90,59 +92,72 @@ class ClusterPlacement:
         )
 
     def start(
-        self, index: int, settings: LoadModel, log_level: str, timeout_s: float | None, given_up: GivenUp | None
-    ) -> Started:
+        self,
+        index: int,
+        settings: LoadModel,
+        log_level: str,
+        timeout_s: float | None,
+        cancellation: StartCancellation | None,
+    ) -> StartedAgent:
         tokens, blocks_token = [secrets.token_hex(16) for _ in range(settings.num_ranks)], secrets.token_hex(16)
         host, port = self._listener.address
         arguments = ["--index", str(index), "--log-level", log_level, "--connect", f"{host}:{port}"]
-        moves = settings.num_transfer_blocks > 0
-        if moves:
+        transfers_blocks = settings.num_transfer_blocks > 0
+        if transfers_blocks:
             arguments += ["--blocks-token", blocks_token]
         channels, blocks = list[AgentChannel](), None
-        with contextlib.ExitStack() as expected, contextlib.ExitStack() as undo:
-            arrivals = [expected.enter_context(self._listener.expecting(token)) for token in tokens]
-            of_blocks = expected.enter_context(self._listener.expecting(blocks_token))
+        with contextlib.ExitStack() as expecting, contextlib.ExitStack() as undo:
+            expected_channels = [expecting.enter_context(self._listener.expect(token)) for token in tokens]
+            expected_blocks = expecting.enter_context(self._listener.expect(blocks_token))
             process = self._starter.start(index, [[*arguments, "--token", token] for token in tokens])
-            undo.callback(process.end, None)
+            undo.callback(process.wait_or_kill, None)
             undo.callback(process.kill)
-            for arrival in arrivals:
-                channels.append(self._await(index, arrival, process, timeout_s, given_up))
+            for expected in expected_channels:
+                channels.append(self._await(index, expected, process, timeout_s, cancellation))
                 undo.callback(channels[-1].close)
-            if moves:
-                blocks = self._await(index, of_blocks, process, timeout_s, given_up)
+            if transfers_blocks:
+                blocks = self._await(index, expected_blocks, process, timeout_s, cancellation)
                 undo.callback(blocks.close)
             machine = _peer_of(index, channels[0])
-            link = one_link(channels)
+            link = join_channels(channels)
             undo.pop_all()
         for channel in channels:
             channel.max_frame_bytes = settings.buffer_bytes + MAX_FRAME_BYTES
             channel.send_timeout_s = settings.step_timeout_s
-        return Started(process, link, InlineArrays(settings.num_buffers), machine, blocks)
+        return StartedAgent(process, link, InlineArrays(settings.num_buffers), machine, blocks)
 
     def close(self) -> None:
         self._listener.close()
         self._starter.close()
 
     def _await(
-        self, index: int, arrival: Arrival, process: AgentProcess, timeout_s: float | None, given_up: GivenUp | None
+        self,
+        index: int,
+        expected: ExpectedConnection,
+        process: AgentProcess,
+        timeout_s: float | None,
+        cancellation: StartCancellation | None,
     ) -> AgentChannel:
-        patience_s = self._come_s if timeout_s is None else min(timeout_s, self._come_s)
-        deadline = self._clock() + patience_s
-        while (channel := arrival.wait(LOOK_EVERY_S)) is None:
-            if process.has_ended:
-                raise WorkerDiedError(f"WorkAgent {index} ended ({process.described_end}) before it was ready")
-            if given_up is not None and given_up.is_set:
-                raise WorkerDiedError(f"WorkAgent {index} is not wanted any more")
+        limit_s = self._connect_timeout_s if timeout_s is None else min(timeout_s, self._connect_timeout_s)
+        deadline = self._clock() + limit_s
+        while (channel := expected.wait(POLL_INTERVAL_S)) is None:
+            if process.has_exited:
+                raise WorkerDiedError(f"WorkAgent {index} exited ({process.exit_description}) before it was ready")
+            if cancellation is not None and cancellation.is_cancelled:
+                raise WorkerDiedError(f"the start of WorkAgent {index} was cancelled")
             if self._clock() > deadline:
-                raise WorkerDiedError(
-                    f"WorkAgent {index} was not ready within {patience_s:g} s: it has not come to the cluster's port"
-                )
+                why = "it has not connected to the cluster's port"
+                raise WorkerDiedError(f"WorkAgent {index} was not ready within {limit_s:g} s: {why}")
         return channel
 
 
 def _peer_of(index: int, channel: AgentChannel) -> str:
-    """Raises WorkerDiedError: it has gone again."""
+    """Return the address of the WorkAgent's machine.
+
+    Raises:
+        WorkerDiedError: The connection is closed already.
+    """
     try:
         return channel.peer
     except OSError as error:
-        raise WorkerDiedError(f"WorkAgent {index} ended before it was ready: {error}") from error
+        raise WorkerDiedError(f"WorkAgent {index} exited before it was ready: {error}") from error

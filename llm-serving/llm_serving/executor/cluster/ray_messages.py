@@ -1,4 +1,4 @@
-"""What a master and the process that is connected to Ray for it tell each other."""
+"""Messages between the master and its Ray process (`ray_process`)."""
 
 from __future__ import annotations
 
@@ -6,56 +6,58 @@ import msgspec
 
 
 class RayWeights(msgspec.Struct, frozen=True):
-    """A model folder of the master's machine that the others get through Ray's object store."""
+    """A model folder of the master's machine that is copied to the other machines through Ray's object store."""
 
     folder: str
     cache: str
-    """Folder of every machine where they keep it."""
+    """Folder on every machine that keeps the copies."""
 
 
-class RayPlaces(msgspec.Struct, frozen=True):
-    """What is asked of a cluster. `RayStarter` says what each means."""
+class RayRequirements(msgspec.Struct, frozen=True):
+    """What a server requires of a Ray cluster."""
 
     address: str | None
     num_replicas: int
     cpus: int
-    """Of a replica, as are devices: on one machine, all its ranks together."""
-    spread: str
+    """CPUs of a replica with all its ranks, as `num_devices`. All are on one machine."""
+    strategy: str
     num_devices: int
     weights: RayWeights | None = None
-    """None: every machine has them at the same path."""
+    """None: every machine has the model at the same path."""
 
 
 class StartAgent(msgspec.Struct, tag="start", frozen=True):
     number: int
-    """Of this start; each has its own."""
+    """Identifies this start."""
     index: int
     ranks: tuple[tuple[str, ...], ...]
-    """Arguments of each."""
+    """Arguments of each rank."""
 
 
 class KillAgent(msgspec.Struct, tag="kill", frozen=True):
     number: int
 
 
-class Connected(msgspec.Struct, tag="connected", frozen=True):
-    """There are places for all WorkAgents."""
+class RayConnected(msgspec.Struct, tag="connected", frozen=True):
+    """The cluster has reserved resources for all WorkAgents."""
 
     host: str
-    """The address by which the cluster knows the master's machine."""
+    """Address by which the cluster knows the master's machine."""
     resources: str
 
 
-class Unusable(msgspec.Struct, tag="unusable", frozen=True):
+class RayUnavailable(msgspec.Struct, tag="unusable", frozen=True):
+    """Ray cannot be used."""
+
     error: str
-    again: bool = False
-    """Whether another attempt may do."""
+    is_retryable: bool = False
+    """Whether another attempt may succeed."""
 
 
 class AgentEnded(msgspec.Struct, tag="ended", frozen=True):
     number: int
-    how: str
+    exit_description: str
 
 
-Order = StartAgent | KillAgent
-Report = Connected | Unusable | AgentEnded
+RayCommand = StartAgent | KillAgent
+RayReport = RayConnected | RayUnavailable | AgentEnded

@@ -1,10 +1,7 @@
-"""The process that is connected to Ray in place of the master, as Ray ends whoever has lost its head for a minute.
+"""The process that is connected to Ray on behalf of the master, and the actor that runs a WorkAgent on each machine.
 
-Started by `RayStarter`, ends with it.
-
-What runs on a machine of the cluster in place of the master: it starts a WorkAgent there, and ends with it.
-
-What a Ray cluster consists of.
+Ray terminates a process that loses the head node for a minute, so the master must not be connected itself. `RayStarter`
+starts this process; it exits with the master.
 """
 
 from __future__ import annotations
@@ -28,183 +25,190 @@ from llm_serving.core.enums import SpreadName
 from llm_serving.errors import ChannelClosedError, ConfigError
 from llm_serving.executor.cluster.ray_messages import (
     AgentEnded,
-    Connected,
     KillAgent,
-    Order,
-    RayPlaces,
-    Report,
+    RayCommand,
+    RayConnected,
+    RayReport,
+    RayRequirements,
+    RayUnavailable,
     StartAgent,
-    Unusable,
 )
-from llm_serving.executor.cluster.weight_files import StoredWeights, WeightFiles, keep, kept
-from llm_serving.executor.placement import Given, start_processes
+from llm_serving.executor.cluster.weight_files import StoredWeights, WeightFiles, find_cached, store_in_cache
+from llm_serving.executor.placement import ProcessArguments, start_processes
 from llm_serving.executor.tensor_parallel import RankProcesses
 from llm_serving.transport.channel import Channel
 
 EXIT_S: Final = 5.0
-"""In which ranks end when one has."""
+"""Seconds within which the other ranks must exit after the first one."""
+NAMESPACE: Final = "llm-serving"
+PLACEMENT_TIMEOUT_S: Final = 120.0
+"""Seconds within which the cluster must have room for all WorkAgents."""
+DEVICE: Final = "NPU"
+"""Ray's resource name of Ascend NPUs."""
+ATTEMPTS: Final = "2"
+"""Attempts to reach a head node, each of 41 s or more. Ray's default is 20."""
+EXIT_GRACE_S: Final = 10.0
+"""Seconds after the master's end in which this process exits, even if it waits for Ray."""
+_POLL_INTERVAL_S: Final = 0.2
 
 
 class AgentHost:
-    """An actor of Ray. It is the parent of a WorkAgent, with all its ranks, and holds the pipes whose ends tell them
-    that the parent is gone."""
+    """Ray actor that runs one WorkAgent with all its ranks.
+
+    It is their parent process and holds the standard-input pipes by which they detect its end.
+    """
 
     def find_weights(self, cache: str, files: bytes) -> str | None:
-        """Where this machine keeps the files of a model (`WeightFiles`, as JSON); None: it does not have them."""
-        found = kept(cache, msgspec.json.decode(files, type=WeightFiles))
+        """Return where this machine keeps a model's files (`WeightFiles`, as JSON); None if it does not have them."""
+        found = find_cached(cache, msgspec.json.decode(files, type=WeightFiles))
         return None if found is None else str(found)
 
-    def take_weights(self, cache: str, files: bytes, pieces: Sequence[Any]) -> str:
-        """Keeps them; `pieces` are references to what Ray has, in a list: otherwise it would bring all at once."""
-        return str(keep(cache, msgspec.json.decode(files, type=WeightFiles), _brought(pieces)))
+    def store_weights(self, cache: str, files: bytes, pieces: Sequence[Any]) -> str:
+        """Store the files of a model. `pieces`: a list of object references, which Ray does not resolve all at once."""
+        return str(store_in_cache(cache, msgspec.json.decode(files, type=WeightFiles), _fetch_pieces(pieces)))
 
     def run(self, ranks: Sequence[Sequence[str]]) -> str:
-        """Runs a WorkAgent to its end, given the arguments of each of its ranks; returns how it ended, as in "code 3".
+        """Run a WorkAgent until it exits, given the arguments of each rank; return how it exited, for example "code 3".
 
-        The first rank that ends is the end of all.
+        When the first rank exits, the others are ended.
         """
-        # Ray sets it to the cores it was asked for, or to one; the kernels have a number of their own.
+        # Ray sets OMP_NUM_THREADS to the CPUs of the actor, or to 1; the kernels are configured otherwise.
         environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-        agent = start_processes([Given(arguments) for arguments in ranks], environment)
+        agent = start_processes([ProcessArguments(arguments) for arguments in ranks], environment)
         processes = agent.ranks if isinstance(agent, RankProcesses) else [agent]
         with ThreadPoolExecutor(len(processes)) as waiting:
             wait([waiting.submit(process.wait) for process in processes], return_when=FIRST_COMPLETED)
-            agent.end(EXIT_S)
-        return agent.described_end
+            agent.wait_or_kill(EXIT_S)
+        return agent.exit_description
 
 
-def _brought(pieces: Sequence[Any]) -> Iterator[memoryview]:
+def _fetch_pieces(pieces: Sequence[Any]) -> Iterator[memoryview]:
     ray = importlib.import_module("ray")
     for piece in pieces:
         yield memoryview(ray.get(piece))
 
 
-NAMESPACE: Final = "llm-serving"
-PLACES_S: Final = 120.0
-"""Seconds in which the cluster must have room for all WorkAgents."""
-DEVICE: Final = "NPU"
-"""What Ray calls a device of Ascend."""
-ATTEMPTS: Final = "2"
-"""To reach a head, each of 41 s or more; Ray itself makes 20."""
-END_S: Final = 10.0
-"""In which this process ends with the master, whatever it waits for."""
-_LOOK_EVERY_S: Final = 0.2
-
-
 class NotStartedError(ConfigError):
-    """Ray has not come up on this machine. It gives its own processes 15 s for that, and no more where others keep the
-    cores busy or the disk is cold."""
+    """Ray did not start on this machine.
+
+    Its own processes must start within 15 s, which is too short if the cores are busy or the disk is cold.
+    """
 
 
-def main(places: str, socket_fd: str) -> None:
+def main(requirements_json: str, socket_fd: str) -> None:
     connection = socket.socket(fileno=int(socket_fd))
-    threading.Thread(target=_end_with_the_master, args=(connection,), name="master-watch", daemon=True).start()
-    channel: Channel[Order] = Channel(connection, Order)  # type: ignore[arg-type]
+    threading.Thread(target=_exit_with_the_master, args=(connection,), name="master-watch", daemon=True).start()
+    channel: Channel[RayCommand] = Channel(connection, RayCommand)  # type: ignore[arg-type]
     try:
-        wanted = msgspec.json.decode(places, type=RayPlaces)
-        with connected(wanted.address, wanted.num_replicas * wanted.cpus) as ray:
-            agents = Agents(ray, wanted, channel)
+        requirements = msgspec.json.decode(requirements_json, type=RayRequirements)
+        with connect_to_ray(requirements.address, requirements.num_replicas * requirements.cpus) as ray:
+            agents = RayAgents(ray, requirements, channel)
             while True:
-                order = channel.receive()
-                if isinstance(order, StartAgent):
-                    if not agents.start(order):
-                        channel.shutdown()  # the master opens another connection, however long this one takes to end
+                command = channel.receive()
+                if isinstance(command, StartAgent):
+                    if not agents.start(command):
+                        channel.shutdown()  # lets the master start another Ray process at once
                         return
                 else:
-                    agents.kill(order)
+                    agents.kill(command)
     except ConfigError as error:
-        channel.send(Unusable(str(error), again=isinstance(error, NotStartedError)))
-    except ChannelClosedError:  # the master ends, or has ended
+        channel.send(RayUnavailable(str(error), is_retryable=isinstance(error, NotStartedError)))
+    except ChannelClosedError:  # the master exits, or has exited
         pass
 
 
-def _end_with_the_master(connection: socket.socket) -> None:
-    """Also where the main thread does not notice its end, as it waits for a head that does not answer."""
+def _exit_with_the_master(connection: socket.socket) -> None:
+    """Exit after the master has, even if the main thread waits for a head node that does not answer."""
     poll = select.poll()
     poll.register(connection, select.POLLRDHUP)
     poll.poll()
-    time.sleep(END_S)
+    time.sleep(EXIT_GRACE_S)
     os._exit(1)
 
 
-class Agents:
-    """WorkAgents, an actor each."""
+class RayAgents:
+    """The WorkAgents of a server, one actor each."""
 
-    def __init__(self, ray: Any, wanted: RayPlaces, channel: Channel[Order]) -> None:
-        """Raises ConfigError: the cluster has no room."""
-        self._ray, self._wanted, self._channel = ray, wanted, channel
-        self._weights = None if wanted.weights is None else StoredWeights(ray, wanted.weights)
+    def __init__(self, ray: Any, requirements: RayRequirements, channel: Channel[RayCommand]) -> None:
+        """Raises ConfigError if the cluster has no room."""
+        self._ray, self._requirements, self._channel = ray, requirements, channel
+        self._weights = None if requirements.weights is None else StoredWeights(ray, requirements.weights)
         self._lock = threading.Lock()
         self._actors: dict[int, Any] = {}
         self._running: dict[Any, int] = {}
-        """Number of the start, by what Ray gives when the actor ends."""
-        self._devices = {DEVICE: wanted.num_devices} if wanted.num_devices else {}
-        bundle = {"CPU": wanted.cpus, **self._devices}  # of one machine, so that ranks share its memory
-        strategy = "SPREAD" if wanted.spread == SpreadName.SPREAD else "PACK"
+        """Number of the start, by the reference that Ray resolves when the actor's `run` returns."""
+        self._devices = {DEVICE: requirements.num_devices} if requirements.num_devices else {}
+        bundle = {"CPU": requirements.cpus, **self._devices}  # on one machine, because ranks share memory
+        strategy = "SPREAD" if requirements.strategy == SpreadName.SPREAD else "PACK"
         groups = importlib.import_module("ray.util.placement_group")
-        self._group = groups.placement_group([bundle] * wanted.num_replicas, strategy=strategy)
-        if not self._group.wait(PLACES_S):
+        self._group = groups.placement_group([bundle] * requirements.num_replicas, strategy=strategy)
+        if not self._group.wait(PLACEMENT_TIMEOUT_S):
             raise ConfigError(
                 f"cluster_config.replicas must be as many as the cluster has room for: it has {_resources(ray)}, "
-                f"and each takes {bundle} of one machine. Given: {wanted.num_replicas}"
+                f"and each takes {bundle} of one machine. Given: {requirements.num_replicas}"
             )
-        self._tell(Connected(str(ray.util.get_node_ip_address()), _resources(ray)))
+        self._report(RayConnected(str(ray.util.get_node_ip_address()), _resources(ray)))
         threading.Thread(target=self._watch, name="actors", daemon=True).start()
 
-    def start(self, order: StartAgent) -> bool:
-        """False: it cannot be started, and nothing runs by this connection. It may be to a cluster that is no more,
-        in whose place another one answers."""
+    def start(self, command: StartAgent) -> bool:
+        """Start a WorkAgent; return False if that failed and no other WorkAgent runs by this connection.
+
+        The connection may then belong to a cluster that no longer exists, in whose place another one answers.
+        """
         strategies = importlib.import_module("ray.util.scheduling_strategies")
         options: dict[str, Any] = {
-            "max_restarts": 0,  # the supervisor starts WorkAgents again, whose connections are theirs alone
+            "max_restarts": 0,  # the supervisor restarts WorkAgents, with new tokens
             "max_task_retries": 0,
-            "num_cpus": self._wanted.cpus,
+            "num_cpus": self._requirements.cpus,
             "resources": self._devices,
             "scheduling_strategy": strategies.PlacementGroupSchedulingStrategy(
-                placement_group=self._group, placement_group_bundle_index=order.index
+                placement_group=self._group, placement_group_bundle_index=command.index
             ),
         }
         try:
             actor = self._ray.remote(AgentHost).options(**options).remote()
             with self._lock:
-                self._actors[order.number] = actor
+                self._actors[command.number] = actor
             if self._weights is None:
-                self._run(order, actor, order.ranks)
+                self._run(command, actor, command.ranks)
             else:
-                threading.Thread(target=self._bring_and_run, args=(order, actor, self._weights), daemon=True).start()
+                arguments = command, actor, self._weights
+                threading.Thread(target=self._send_weights_and_run, args=arguments, daemon=True).start()
         except self._ray.exceptions.RayError as error:
             with self._lock:
-                self._actors.pop(order.number, None)
-            self._tell(AgentEnded(order.number, f"Ray cannot start it: {error}"))
+                self._actors.pop(command.number, None)
+            self._report(AgentEnded(command.number, f"Ray cannot start it: {error}"))
             with self._lock:
                 return bool(self._actors)
         return True
 
-    def _run(self, order: StartAgent, actor: Any, ranks: Sequence[Sequence[str]]) -> None:
+    def _run(self, command: StartAgent, actor: Any, ranks: Sequence[Sequence[str]]) -> None:
         running = actor.run.remote([[*arguments] for arguments in ranks])
         with self._lock:
-            self._running[running] = order.number
+            self._running[running] = command.number
 
-    def _bring_and_run(self, order: StartAgent, actor: Any, weights: StoredWeights) -> None:
-        """Takes as long as the weights do, so it has a thread of its own."""
+    def _send_weights_and_run(self, command: StartAgent, actor: Any, weights: StoredWeights) -> None:
+        """Copy the weights, then run. It takes long, so it has a thread of its own."""
         try:
-            path = weights.bring(actor)
-            self._run(order, actor, [(*arguments, "--model-path", path) for arguments in order.ranks])
-        except Exception as error:  # noqa: BLE001  Ray has errors that are none of its own; who waits is told
-            self.kill(KillAgent(order.number))
-            self._tell(AgentEnded(order.number, _first_line(error)))
+            path = weights.deliver(actor)
+            self._run(command, actor, [(*arguments, "--model-path", path) for arguments in command.ranks])
+        except Exception as error:  # noqa: BLE001  Ray also raises errors that are not RayErrors
+            self.kill(KillAgent(command.number))
+            self._report(AgentEnded(command.number, _first_line(error)))
 
-    def kill(self, order: KillAgent) -> None:
-        """Ends the actor, and by that its WorkAgent: at once where Ray reaches its machine; where it does not, the
-        WorkAgent finds that the master is gone."""
+    def kill(self, command: KillAgent) -> None:
+        """Kill the actor and with it the WorkAgent.
+
+        If Ray does not reach the machine, the WorkAgent exits when it detects the loss of the master.
+        """
         with self._lock:
-            actor = self._actors.pop(order.number, None)
+            actor = self._actors.pop(command.number, None)
         if actor is not None:
             self._ray.kill(actor, no_restart=True)
 
     def _watch(self) -> None:
         pause = threading.Event()
-        while not pause.wait(_LOOK_EVERY_S):
+        while not pause.wait(_POLL_INTERVAL_S):
             with self._lock:
                 running = list(self._running)
             if not running:
@@ -213,37 +217,39 @@ class Agents:
                 with self._lock:
                     number = self._running.pop(done)
                     self._actors.pop(number, None)
-                self._tell(AgentEnded(number, self._end_of(done)))
+                self._report(AgentEnded(number, self._exit_description(done)))
 
-    def _end_of(self, done: Any) -> str:
+    def _exit_description(self, done: Any) -> str:
         try:
             return str(self._ray.get(done))
         except Exception as error:  # noqa: BLE001  as above
             return _first_line(error)
 
-    def _tell(self, report: Report) -> None:
+    def _report(self, report: RayReport) -> None:
         with self._lock:
             self._channel.send(report)
 
 
 @contextmanager
-def connected(address: str | None, num_cpus: int = 1) -> Iterator[Any]:
-    """A connection to Ray, whose package it gives. To be used in a thread that lives as long: the processes that Ray
-    starts here are told to end with the thread that started them.
+def connect_to_ray(address: str | None, num_cpus: int = 1) -> Iterator[Any]:
+    """Connect to Ray and yield its package.
+
+    The calling thread must live as long as the connection, because Ray ties the processes it starts here to that
+    thread.
 
     Args:
-        address: Of the cluster; None: one is started on this machine, for as long as the connection lives.
-        num_cpus: The cluster that is started has at least so many.
+        address: Address of the cluster; None: start one on this machine, for as long as the connection lives.
+        num_cpus: Least number of CPUs of a cluster that is started here.
 
     Raises:
         ConfigError: Ray is not installed, or there is no cluster at the address.
-        NotStartedError: None has come up here.
+        NotStartedError: The local cluster did not start.
     """
     if address is not None:
         os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", ATTEMPTS)  # read when the package is imported
     ray = import_ray()
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is reported to anybody
-    os.environ.setdefault("RAY_worker_niceness", "0")  # of a cluster that is started here: 15, if nobody says otherwise
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no usage reports
+    os.environ.setdefault("RAY_worker_niceness", "0")  # for a cluster started here; Ray's default is 15
     here = {"num_cpus": max(num_cpus, os.cpu_count() or 1)} if address is None else {}
     try:
         ray.init(
@@ -260,7 +266,7 @@ def connected(address: str | None, num_cpus: int = 1) -> Iterator[Any]:
 
 
 def import_ray() -> Any:
-    """The package.
+    """Import the package.
 
     Raises:
         ConfigError: It is not installed.
@@ -285,14 +291,14 @@ def _resources(ray: Any) -> str:
 
 
 def status_lines(address: str) -> Iterator[str]:
-    """A line for each machine: address, state, cores and devices free and in all, WorkAgents.
+    """Yield a table line for each machine: address, state, free and total cores and devices, WorkAgents.
 
     Raises:
         ConfigError: Ray is not installed, or there is no cluster at the address.
     """
-    with connected(address) as ray:
+    with connect_to_ray(address) as ray:
         free = importlib.import_module("ray._private.state").available_resources_per_node()
-        agents = _agents(ray)
+        agents = _count_agents(ray)
         rows = [("MACHINE", "STATE", "CORES FREE", "DEVICES FREE", "WORK AGENTS")]
         for node in sorted(ray.nodes(), key=lambda node: (not node["Alive"], node["NodeManagerAddress"])):
             name, left = node["NodeID"], free.get(node["NodeID"], {})
@@ -300,8 +306,8 @@ def status_lines(address: str) -> Iterator[str]:
                 (
                     node["NodeManagerAddress"],
                     "alive" if node["Alive"] else "gone",
-                    _share(left, node["Resources"], "CPU"),
-                    _share(left, node["Resources"], DEVICE),
+                    _free_of_total(left, node["Resources"], "CPU"),
+                    _free_of_total(left, node["Resources"], DEVICE),
                     str(agents[name]),
                 )
             )
@@ -310,12 +316,12 @@ def status_lines(address: str) -> Iterator[str]:
         yield "  ".join(f"{text:<{width}}" for text, width in zip(row, widths, strict=True)).rstrip()
 
 
-def _share(left: dict[str, float], total: dict[str, float], name: str) -> str:
+def _free_of_total(left: dict[str, float], total: dict[str, float], name: str) -> str:
     return f"{left.get(name, 0.0):g} of {total.get(name, 0.0):g}"
 
 
-def _agents(ray: Any) -> Counter[str]:
-    """Living WorkAgents by machine, those of every server."""
+def _count_agents(ray: Any) -> Counter[str]:
+    """Return the number of living WorkAgents by machine, those of all servers."""
     state = importlib.import_module("ray._private.state")
     actors = state.actors().values()
     return Counter(

@@ -1,4 +1,4 @@
-"""WorkAgents as actors of Ray, which places them and says no more: our own frames tell who lives."""
+"""Starts WorkAgents as Ray actors. Ray only places them; whether they live is decided by their own connections."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from llm_serving.core.process import command_of
 from llm_serving.errors import ConfigError, TransportError, WorkerDiedError
 from llm_serving.executor.cluster.ray_messages import (
     AgentEnded,
-    Connected,
     KillAgent,
-    Order,
-    RayPlaces,
-    Report,
+    RayCommand,
+    RayConnected,
+    RayReport,
+    RayRequirements,
     StartAgent,
 )
 from llm_serving.log import get_logger
@@ -29,82 +29,83 @@ from llm_serving.transport.channel import Channel
 
 logger = get_logger(__name__)
 
-PATIENCE_S: Final = 2.0
-"""For an actor that was killed; one on a machine that is gone does not end before Ray says so."""
+KILL_TIMEOUT_S: Final = 2.0
+"""Time for a killed actor to exit. On a lost machine its exit is only reported when Ray detects the loss."""
 SHUTDOWN_S: Final = 10.0
-"""For the connection to Ray, which does not end by itself where Ray's head is gone."""
+"""Time for the Ray process to exit. It hangs if the head node is gone."""
 ATTEMPTS: Final = 3
-"""To start a Ray on this machine; each has processes of its own."""
+"""Attempts to start Ray on this machine."""
 COMMAND: Final = tuple(command_of("llm_serving.executor.cluster.ray_process"))
 
 
 class RayStarter:
-    """Places in a Ray cluster for all WorkAgents, through a process of its own: Ray ends whoever has lost its head for
-    a minute. When that has happened, the next start opens another connection, to whatever cluster is there.
+    """Starts WorkAgents through a separate Ray process (see `ray_process`).
+
+    If that process has exited, the next start creates another one, which connects to whatever cluster is there.
 
     Args:
-        places: Wanted of the cluster. Its `address` is None where one is to be started on this machine, for as long as
-            this lives.
-        secret_file: With the cluster's secret, at the same path on every machine.
-        command: Runs the process.
+        requirements: What the server requires. `address` is None to start a cluster on this machine, for as long as
+            this object lives.
+        secret_file: The cluster's secret, at the same path on every machine.
+        command: Command line of the Ray process.
     """
 
-    def __init__(self, places: RayPlaces, secret_file: str, command: Sequence[str] = COMMAND) -> None:
-        """Raises ConfigError: Ray is not installed, there is no cluster at the address, or it has no room."""
-        self._places, self._secret_file, self._command = places, secret_file, command
+    def __init__(self, requirements: RayRequirements, secret_file: str, command: Sequence[str] = COMMAND) -> None:
+        """Raises ConfigError if Ray is not installed, or there is no cluster at the address, or it has no room."""
+        self._requirements, self._secret_file, self._command = requirements, secret_file, command
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         for num_left in reversed(range(ATTEMPTS)):
-            self._connection = RayConnection(places, command)
+            self._connection = RayConnection(requirements, command)
             try:
                 self.host = self._connection.wait().host
                 break
             except BaseException as error:
                 self.close()
-                if not (num_left and self._connection.may_be_tried_again):
+                if not (num_left and self._connection.is_retryable):
                     raise
-                logger.warning("Ray is started again: %s", error)
+                logger.warning("Ray failed to start, trying again: %s", error)
 
     def start(self, index: int, ranks: Sequence[Sequence[str]]) -> RayAgent:
         with self._lock:
             if self._connection.is_gone:
                 self._connection.close()
-                logger.warning("the connection to Ray is lost; another one is opened")
+                logger.warning("the connection to Ray was lost; connecting again")
                 try:
-                    self._connection = RayConnection(self._places, self._command)
+                    self._connection = RayConnection(self._requirements, self._command)
                 except OSError as error:
                     raise WorkerDiedError(f"WorkAgent {index} cannot be started: {error.strerror or error}") from error
             connection = self._connection
-        given = tuple((*arguments, "--secret-file", self._secret_file) for arguments in ranks)
-        return connection.start(next(self._numbers), index, given)
+        commands = tuple((*arguments, "--secret-file", self._secret_file) for arguments in ranks)
+        return connection.start(next(self._numbers), index, commands)
 
     def close(self) -> None:
         self._connection.close()
 
 
 class RayConnection:
-    """A process that is connected to Ray, or tries to."""
+    """A Ray process and the connection to it."""
 
-    def __init__(self, places: RayPlaces, command: Sequence[str]) -> None:
-        """Raises OSError: it cannot be started."""
+    def __init__(self, requirements: RayRequirements, command: Sequence[str]) -> None:
+        """Raises OSError if the process cannot be started."""
         ours, theirs = socket.socketpair()
-        arguments = [msgspec.json.encode(places).decode(), str(theirs.fileno())]
+        arguments = [msgspec.json.encode(requirements).decode(), str(theirs.fileno())]
         with theirs:
             self._process = subprocess.Popen(  # noqa: S603
                 [*command, *arguments], pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, start_new_session=True
             )
-        self._channel: Channel[Report] = Channel(ours, Report)  # type: ignore[arg-type]
+        self._channel: Channel[RayReport] = Channel(ours, RayReport)  # type: ignore[arg-type]
         self._lock = threading.Lock()
         self._agents: dict[int, RayAgent] = {}
         self._answered = threading.Event()
-        self._connected: Connected | None = None
-        self._why_gone: str | None = None
-        self.may_be_tried_again = False
-        """Once it is gone: whether another one may do."""
+        self._connected: RayConnected | None = None
+        self._gone_reason: str | None = None
+        self.is_retryable = False
+        """Whether another process may succeed, once this one is gone."""
         self._thread = threading.Thread(target=self._listen, name="ray", daemon=True)
         try:
             self._thread.start()
-        except RuntimeError as error:  # none can be had now
+        except RuntimeError as error:  # no thread can be created
             self._process.kill()
             self._process.wait()
             self._channel.close()
@@ -112,32 +113,32 @@ class RayConnection:
 
     @property
     def is_gone(self) -> bool:
-        return self._why_gone is not None
+        return self._gone_reason is not None
 
-    def wait(self) -> Connected:
-        """Waits until there are places.
+    def wait(self) -> RayConnected:
+        """Wait until the cluster has reserved the resources.
 
         Raises:
-            ConfigError: There are none.
+            ConfigError: It has not.
         """
         self._answered.wait()
         if self._connected is None:
-            raise ConfigError(self._why_gone or "")
+            raise ConfigError(self._gone_reason or "")
         return self._connected
 
     def start(self, number: int, index: int, ranks: tuple[tuple[str, ...], ...]) -> RayAgent:
-        """Has a WorkAgent started once there are places."""
+        """Start a WorkAgent once the resources are reserved."""
         agent = RayAgent(self, number)
         with self._lock:
             self._agents[number] = agent
-        self.order(StartAgent(number, index, ranks))
-        if self._why_gone is not None:  # it may have been lost before it was told
-            agent.set_ended(self._why_gone)
+        self.send(StartAgent(number, index, ranks))
+        if self._gone_reason is not None:  # the process may have exited before it got the command
+            agent.set_exited(self._gone_reason)
         return agent
 
-    def order(self, order: Order) -> None:
+    def send(self, command: RayCommand) -> None:
         with self._lock, contextlib.suppress(TransportError):
-            self._channel.send(order)
+            self._channel.send(command)
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
@@ -159,50 +160,50 @@ class RayConnection:
                     with self._lock:
                         agent = self._agents.pop(report.number, None)
                     if agent is not None:
-                        agent.set_ended(report.how)
-                elif isinstance(report, Connected):
+                        agent.set_exited(report.exit_description)
+                elif isinstance(report, RayConnected):
                     self._connected = report
-                    logger.info("Ray has places for all WorkAgents: %s", report.resources)
+                    logger.info("Ray has reserved resources for all WorkAgents: %s", report.resources)
                     self._answered.set()
                 else:
-                    why, self.may_be_tried_again = report.error, report.again
-        self._why_gone = why
+                    why, self.is_retryable = report.error, report.is_retryable
+        self._gone_reason = why
         self._answered.set()
         with self._lock:
             agents = list(self._agents.values())
         for agent in agents:
-            agent.set_ended(why)
+            agent.set_exited(why)
 
 
 class RayAgent:
-    """A WorkAgent behind an actor, with all its ranks."""
+    """A WorkAgent that runs in an actor, with all its ranks."""
 
     def __init__(self, connection: RayConnection, number: int) -> None:
         self._connection, self._number = connection, number
-        self._ended = threading.Event()
-        self._how = "unknown"
+        self._exited = threading.Event()
+        self._exit_description = "unknown"
 
     @property
     def pid(self) -> int | None:
         return None
 
     @property
-    def has_ended(self) -> bool:
-        return self._ended.is_set()
+    def has_exited(self) -> bool:
+        return self._exited.is_set()
 
     @property
-    def described_end(self) -> str:
-        return self._how
+    def exit_description(self) -> str:
+        return self._exit_description
 
-    def set_ended(self, how: str) -> None:
-        """Is told by the connection."""
-        if not self._ended.is_set():
-            self._how = how
-            self._ended.set()
+    def set_exited(self, description: str) -> None:
+        """Called by the connection."""
+        if not self._exited.is_set():
+            self._exit_description = description
+            self._exited.set()
 
     def kill(self) -> None:
-        self._connection.order(KillAgent(self._number))
+        self._connection.send(KillAgent(self._number))
 
-    def end(self, timeout_s: float | None) -> None:
-        if not self._ended.wait(PATIENCE_S if timeout_s is None else timeout_s):
+    def wait_or_kill(self, timeout_s: float | None) -> None:
+        if not self._exited.wait(KILL_TIMEOUT_S if timeout_s is None else timeout_s):
             self.kill()

@@ -1,6 +1,6 @@
-"""A model folder on its way to machines that do not have it: described, in pieces, and kept there by its content.
+"""Distribution of a model folder through Ray's object store to machines that do not have it.
 
-A model folder in Ray's object store, for machines that do not have it.
+A folder is identified by a digest of its contents, sent in pieces, and kept in a cache folder of each machine.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from llm_serving.errors import ConfigError, ModelError
 from llm_serving.executor.cluster.ray_messages import RayWeights
 
 PIECE_BYTES: Final = 2**25
-"""Of one file, at most; as much is in memory at a time."""
-CACHE: Final = "~/.cache/llm_serving/weights"
-"""On every machine, unless the configuration names a folder."""
+"""Largest piece of a file, and so the memory needed at a time."""
+DEFAULT_CACHE: Final = "~/.cache/llm_serving/weights"
+"""Cache folder on every machine, unless the configuration names another one."""
 _DIGEST_BYTES: Final = 20
 
 
 class WeightFile(msgspec.Struct, frozen=True):
     name: str
-    """Below the folder."""
+    """Path relative to the folder."""
     num_bytes: int
 
 
 class WeightFiles(msgspec.Struct, frozen=True):
-    """What is in a folder."""
+    """Files of a model folder."""
 
     files: tuple[WeightFile, ...]
     digest: str
-    """Of all names and contents."""
+    """Digest of all names and contents."""
 
     @property
     def num_bytes(self) -> int:
@@ -48,15 +48,15 @@ class WeightFiles(msgspec.Struct, frozen=True):
 
 class _Piece(NamedTuple):
     file: int
-    """Its index."""
+    """Index of the file."""
     content: bytes
 
 
-def describe(folder: Path) -> WeightFiles:
-    """Reads all files of a folder, and those of folders in it; hidden ones are left out.
+def describe_folder(folder: Path) -> WeightFiles:
+    """Read all files of a folder and its subfolders, except hidden ones.
 
     Raises:
-        ModelError: One cannot be read, or there are none.
+        ModelError: A file cannot be read, or there are none.
     """
     names = sorted(
         str(path.relative_to(folder))
@@ -70,57 +70,57 @@ def describe(folder: Path) -> WeightFiles:
         sizes[piece.file] += len(piece.content)
         digest.add(names[piece.file], piece.content)
     files = tuple(WeightFile(name, size) for name, size in zip(names, sizes, strict=True))
-    return WeightFiles(files, digest.end(files))
+    return WeightFiles(files, digest.finish(files))
 
 
 def read_pieces(folder: Path, files: WeightFiles) -> Iterator[bytes]:
-    """The contents of these files, one after the other, a piece at a time; no piece is of two of them.
+    """Yield the contents of the files, a piece at a time. No piece spans two files.
 
     Raises:
-        ModelError: They are not what they were when they were described.
+        ModelError: The files have changed since they were described.
     """
     names, digest = [each.name for each in files.files], _Digest()
     for piece in _read(folder, names):
         digest.add(names[piece.file], piece.content)
         yield piece.content
-    if digest.end(files.files) != files.digest:
+    if digest.finish(files.files) != files.digest:
         raise ModelError(f"{folder}: its files have changed since the server was started")
 
 
-def kept(cache: str, files: WeightFiles) -> Path | None:
-    """Where a machine keeps these files; None: it does not have them, or something else is there."""
+def find_cached(cache: str, files: WeightFiles) -> Path | None:
+    """Return the folder in which this machine keeps the files; None if it has none, or its contents differ."""
     folder = _folder(cache, files)
     try:
-        return folder if folder.is_dir() and describe(folder) == files else None
+        return folder if folder.is_dir() and describe_folder(folder) == files else None
     except ModelError:
         return None
 
 
-def keep(cache: str, files: WeightFiles, pieces: Iterable[bytes | memoryview]) -> Path:
-    """Writes files to the cache of this machine, checks what was written and keeps it; one process at a time does.
+def store_in_cache(cache: str, files: WeightFiles, pieces: Iterable[bytes | memoryview]) -> Path:
+    """Write the files to the cache of this machine and verify them. Processes take turns.
 
     Args:
-        cache: Folder that is made if it is not there.
-        files: As they were described where they come from.
-        pieces: As `read_pieces` gives them.
+        cache: Cache folder; created if it does not exist.
+        files: Description of the files on the source machine.
+        pieces: From `read_pieces`.
 
     Raises:
-        ConfigError: They cannot be kept there, or are not what was described.
+        ConfigError: The files cannot be stored, or do not match the description.
     """
     folder = _folder(cache, files)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with _alone(folder.with_suffix(".lock")):
-            if (found := kept(cache, files)) is not None:  # another process has been quicker
+        with _exclusive_lock(folder.with_suffix(".lock")):
+            if (found := find_cached(cache, files)) is not None:  # another process stored them meanwhile
                 return found
-            made = folder.with_suffix(".new")
-            for old in (made, folder):
+            incomplete = folder.with_suffix(".new")
+            for old in (incomplete, folder):
                 shutil.rmtree(old, ignore_errors=True)
             try:
-                _write(made, files, pieces)
-                made.rename(folder)
+                _write(incomplete, files, pieces)
+                incomplete.rename(folder)
             finally:
-                shutil.rmtree(made, ignore_errors=True)
+                shutil.rmtree(incomplete, ignore_errors=True)
     except OSError as error:
         what = f"a model of {files.num_bytes / 1e9:,.1f} GB"
         raise ConfigError(
@@ -142,12 +142,12 @@ def _write(folder: Path, files: WeightFiles, pieces: Iterable[bytes | memoryview
                 file.write(piece)
                 digest.add(each.name, piece)
                 num_left -= len(piece) or num_left
-    if digest.end(files.files) != files.digest:
-        raise ConfigError("the weights that came through Ray's object store are not those that were sent")
+    if digest.finish(files.files) != files.digest:
+        raise ConfigError("the weights received through Ray's object store differ from those that were sent")
 
 
 class _Digest:
-    """Of names and contents, in the order of the files."""
+    """Digest of names and contents, in the order of the files."""
 
     def __init__(self) -> None:
         self._all = blake2b(digest_size=_DIGEST_BYTES)
@@ -159,8 +159,8 @@ class _Digest:
             self._all.update(f"\0{name}\0".encode())
         self._all.update(content)
 
-    def end(self, files: tuple[WeightFile, ...]) -> str:
-        """Sizes too: they tell where one file ends and another begins."""
+    def finish(self, files: tuple[WeightFile, ...]) -> str:
+        """Include the sizes, which determine where a file ends and the next one begins; return the digest."""
         self._all.update(msgspec.json.encode(files))
         return self._all.hexdigest()
 
@@ -180,43 +180,43 @@ def _folder(cache: str, files: WeightFiles) -> Path:
 
 
 @contextlib.contextmanager
-def _alone(path: Path) -> Iterator[None]:
+def _exclusive_lock(path: Path) -> Iterator[None]:
     with path.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
 class StoredWeights:
-    """Put there once, when the first machine asks, and kept for those that come later."""
+    """A model folder in Ray's object store, uploaded when the first machine needs it."""
 
     def __init__(self, ray: Any, weights: RayWeights) -> None:
-        """Raises ConfigError: the folder cannot be read."""
+        """Raises ConfigError if the folder cannot be read."""
         self._ray, self._folder, self._cache = ray, Path(weights.folder), weights.cache
         try:
-            self._files = describe(self._folder)
+            self._files = describe_folder(self._folder)
         except ModelError as error:
             raise ConfigError(str(error)) from error
         self._lock = threading.Lock()
         self._pieces: list[Any] | None = None
 
-    def bring(self, actor: Any) -> str:
-        """Has the machine of an actor have the folder; returns the path there.
+    def deliver(self, actor: Any) -> str:
+        """Make sure that an actor's machine has the folder; return its path there.
 
         Raises:
-            ConfigError: The store or that machine has no room for it.
-            Exception: Ray's own, where the machine is gone.
+            ConfigError: The object store or the machine has no room for it.
+            Exception: Ray's own, if the machine is lost.
         """
         files = msgspec.json.encode(self._files)
         found = self._ray.get(actor.find_weights.remote(self._cache, files))
         if found is None:
             try:
-                found = self._ray.get(actor.take_weights.remote(self._cache, files, self._put()))
+                found = self._ray.get(actor.store_weights.remote(self._cache, files, self._put()))
             except self._ray.exceptions.RayTaskError as error:
                 raise ConfigError(str(error.cause)) from error
         return str(found)
 
     def _put(self) -> list[Any]:
-        """One at a time: others that ask meanwhile wait for it."""
+        """Upload the files once; concurrent callers wait for the upload."""
         with self._lock:
             if self._pieces is None:
                 try:

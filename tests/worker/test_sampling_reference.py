@@ -1,3 +1,5 @@
+"""The counter-based random numbers of the reference sampler."""
+
 import numpy as np
 import pytest
 from llm_serving.worker.sampling_reference import philox4x32, uniform

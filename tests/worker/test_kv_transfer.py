@@ -1,4 +1,4 @@
-"""Blocks of one machine's transfer pool in another's."""
+"""The KV transfer pool and the thread that serves it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from typing import Any
 import mindspore as ms
 import numpy as np
 import pytest
-from llm_serving.errors import WorkerError
-from llm_serving.worker.kv_transfer import TransferMemory
+from llm_serving.errors import ChannelClosedError, WorkerError
+from llm_serving.transport.messages import MasterMessage, ReadBlocks
+from llm_serving.worker.kv_transfer import SHARE, BackgroundThrottle, TransferMemory, serve_blocks
+from support.fake_runner import FakeTransferPool
 
 SHAPES = ((4, 2, 3), (4, 6))
 BLOCK_BYTES = 2 * (6 * 2 + 6 * 1)
@@ -39,7 +41,7 @@ def fill(pool: TransferMemory) -> None:
     pool.num_written[:] = 4, 4, 3, 0
 
 
-def test_all_layers_of_a_block_arrive_and_no_other_block_changes(here: TransferMemory, there: TransferMemory) -> None:
+def test_a_transferred_block_arrives_in_all_layers(here: TransferMemory, there: TransferMemory) -> None:
     fill(here)
     num_written, content = here.read([2, 0], [7, 5])
     assert (num_written, len(content)) == ([3, 4], 2 * BLOCK_BYTES)
@@ -55,8 +57,8 @@ def test_all_layers_of_a_block_arrive_and_no_other_block_changes(here: TransferM
 @pytest.mark.parametrize(
     ("block_ids", "epochs", "rule"),
     [
-        ([0], [6], "block 0 of the transfer pool is somebody else's"),
-        ([0, 3], [5, 8], "block 3 of the transfer pool is somebody else's"),
+        ([0], [6], "block 0 of the transfer pool has another owner"),
+        ([0, 3], [5, 8], "block 3 of the transfer pool has another owner"),
         ([4], [5], "blocks of the transfer pool must be from 0 to 3. Given: [4]"),
         ([-1], [8], "blocks of the transfer pool must be from 0 to 3. Given: [-1]"),
         ([0, 0], [5, 5], "blocks must be named once, each with its epoch. Given: [0, 0]"),
@@ -64,7 +66,7 @@ def test_all_layers_of_a_block_arrive_and_no_other_block_changes(here: TransferM
         ([], [], "blocks must be named once, each with its epoch. Given: []"),
     ],
 )
-def test_what_is_not_there_is_not_read(
+def test_reading_a_missing_block_is_an_error(
     here: TransferMemory, block_ids: list[int], epochs: list[int], rule: str
 ) -> None:
     fill(here)
@@ -75,7 +77,7 @@ def test_what_is_not_there_is_not_read(
 @pytest.mark.parametrize(
     ("epochs", "num_written"), [([1, 2], [4, 0]), ([1, 2], [-1, 4]), ([1, 2], [4, 2**40]), ([1, 2**31], [4, 4])]
 )
-def test_numbers_that_no_block_has_change_nothing(
+def test_invalid_token_counts_are_rejected_without_a_change(
     here: TransferMemory, epochs: list[int], num_written: list[int]
 ) -> None:
     fill(here)
@@ -95,7 +97,7 @@ def test_numbers_that_no_block_has_change_nothing(
         ([1, 1], [4, 4], 2 * BLOCK_BYTES, "blocks must be named once"),
     ],
 )
-def test_what_does_not_fit_changes_nothing(
+def test_invalid_contents_are_rejected_without_a_change(
     here: TransferMemory, block_ids: list[int], num_written: list[int], num_bytes: int, rule: str
 ) -> None:
     fill(here)
@@ -103,3 +105,68 @@ def test_what_does_not_fit_changes_nothing(
     with pytest.raises(WorkerError, match=re.escape(rule)):
         here.write(block_ids, [1] * len(block_ids), num_written, bytes(num_bytes))
     assert here.read([0, 1, 2], [5, 6, 7]) == before
+
+
+TIMES = 1 / SHARE - 1
+
+
+@pytest.fixture
+def pauses() -> list[float]:
+    return []
+
+
+@pytest.fixture
+def beside(pauses: list[float]) -> BackgroundThrottle:
+    return BackgroundThrottle(pauses.append)
+
+
+def test_throttle_pauses_after_a_piece_during_a_step(beside: BackgroundThrottle, pauses: list[float]) -> None:
+    with beside.step_running():
+        beside.pause_after(0.002)
+        beside.pause_after(0.001)
+    assert pauses == pytest.approx([0.002 * TIMES, 0.001 * TIMES])
+
+
+def test_throttle_pauses_after_a_step_between_two_pieces(beside: BackgroundThrottle, pauses: list[float]) -> None:
+    with beside.step_running():
+        pass
+    beside.pause_after(0.002)
+    beside.pause_after(0.002)
+    assert pauses == pytest.approx([0.002 * TIMES])
+
+
+def test_throttle_does_not_pause_without_steps(beside: BackgroundThrottle, pauses: list[float]) -> None:
+    beside.pause_after(1.0)
+    assert not pauses
+
+
+def test_throttle_ignores_a_failed_step(beside: BackgroundThrottle, pauses: list[float]) -> None:
+    with pytest.raises(ValueError), beside.step_running():
+        raise ValueError
+    beside.pause_after(1.0)
+    beside.pause_after(1.0)
+    assert len(pauses) == 1
+
+
+class Channel:
+    """Asks for the same block again and again, as often as said."""
+
+    def __init__(self, count: int) -> None:
+        self._left = count
+
+    def receive(self) -> MasterMessage:
+        if not self._left:
+            raise ChannelClosedError
+        self._left -= 1
+        return ReadBlocks([0], [0])
+
+    def send(self, message: object) -> None:
+        pass
+
+
+def test_serve_blocks_passes_the_cpu_time_of_each_frame() -> None:
+    times: Iterator[float] = iter([0.0, 1.0, 3.0, 6.0])
+    took: list[float] = []
+    with pytest.raises(ChannelClosedError):
+        serve_blocks(Channel(3), FakeTransferPool(1), took.append, times.__next__)  # type: ignore[arg-type]
+    assert took == [1.0, 2.0, 3.0]

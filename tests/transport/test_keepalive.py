@@ -1,4 +1,4 @@
-"""A real connection between two network namespaces, whose link is cut with nobody told."""
+"""TCP keepalive over a real connection between two network namespaces whose link is cut."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from llm_serving.transport import channel
-from llm_serving.transport.channel import notice_silence
+from llm_serving.transport.channel import enable_keepalive
 from support.virtual_network import HERE, Break, Link, VirtualNetwork, usable, virtual_network
 
 pytestmark = pytest.mark.skipif(not usable(), reason="needs root, ip and /dev/net/tun")
@@ -33,15 +33,15 @@ def network() -> Iterator[VirtualNetwork]:
 @pytest.fixture
 def connection(network: VirtualNetwork, monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
     """To a program on the other machine that sends back what it gets; 1 s of silence is too much."""
-    monkeypatch.setattr(channel, "SILENCE_S", 1)
-    monkeypatch.setattr(channel, "_PROBE_S", 1)
+    monkeypatch.setattr(channel, "KEEPALIVE_TIMEOUT_S", 1)
+    monkeypatch.setattr(channel, "_KEEPALIVE_INTERVAL_S", 1)
     with socket.create_server((network.hosts[HERE].address, 0)) as listener:
         command = network.hosts["there"].command([sys.executable, "-c", ECHO])
         process = subprocess.Popen([*command, *map(str, listener.getsockname())], stderr=subprocess.DEVNULL)
         listener.settimeout(DEADLINE_S)
         connection, _ = listener.accept()
     connection.settimeout(DEADLINE_S)
-    notice_silence(connection)
+    enable_keepalive(connection)
     with connection:
         yield connection
     network.mend("there")
@@ -58,7 +58,7 @@ CUTS = [(False, ("to", "from")), (True, ("to", "from")), (True, ("to",)), (True,
 
 
 @pytest.mark.parametrize("busy, directions", CUTS)
-def test_a_link_that_is_cut_ends_the_connection(
+def test_keepalive_closes_the_connection_over_a_cut_link(
     network: VirtualNetwork, connection: socket.socket, busy: bool, directions: Any
 ) -> None:
     assert echoes(connection)
@@ -70,14 +70,14 @@ def test_a_link_that_is_cut_ends_the_connection(
     assert raised.value.errno is not None, "the kernel ended it, not the deadline of this test"
 
 
-def test_a_link_that_loses_and_repeats_ends_nothing(network: VirtualNetwork, connection: socket.socket) -> None:
+def test_connection_survives_packet_loss_and_duplication(network: VirtualNetwork, connection: socket.socket) -> None:
     for direction in ("to", "from"):
         network.set_link("there", direction, Link(delay_s=0.001, loss=0.05, duplicates=0.3))
     assert all(echoes(connection) for _ in range(20))
 
 
 @pytest.mark.parametrize("after_bytes", range(50_000, 60_000, 2_000))
-def test_a_connection_is_reset_at_whichever_frame_of_either_end(
+def test_connection_reset_is_detected_at_any_frame(
     network: VirtualNetwork, connection: socket.socket, after_bytes: int
 ) -> None:
     assert echoes(connection)
@@ -91,7 +91,7 @@ def test_a_connection_is_reset_at_whichever_frame_of_either_end(
     assert network.bytes_before_break("there", port) <= 0
 
 
-def test_one_of_two_connections_of_a_machine_is_cut(network: VirtualNetwork, connection: socket.socket) -> None:
+def test_cutting_one_connection_leaves_the_other_one(network: VirtualNetwork, connection: socket.socket) -> None:
     network.set_break("there", connection.getpeername()[1] + 1, Break(0))
     assert echoes(connection)
     network.set_break("there", connection.getpeername()[1], Break(0))

@@ -1,4 +1,4 @@
-"""`model_config.backend: ge` through a stand-in for mindspore_lite that runs the exported files."""
+"""Exported graphs computed by mindspore_lite."""
 
 import sys
 
@@ -10,7 +10,7 @@ from llm_serving.core.step import BlockMove, BlockMoveKind
 from llm_serving.errors import ConfigError, KernelError, WorkerError
 from llm_serving.executor.supervisor import load_settings
 from llm_serving.worker import loading
-from llm_serving.worker.kv_cache import CachesOfGraph
+from llm_serving.worker.kv_cache import GraphOwnedCache
 from llm_serving.worker.loading import load_runner
 from llm_serving.worker.model_runner import ModelRunner
 from mindspore.train import serialization
@@ -57,12 +57,12 @@ def lite(monkeypatch):
 
 
 def steps():
-    """Prompts, then a decode beside a chunk."""
+    """Prompts, then a decode row with a prompt chunk."""
     yield step_input(PROMPTS, step=0)
     yield step_input([([44], 40, [3, 9, 1]), ([10, 11], 3, [5])], step=1)
 
 
-def test_tokens_and_log_probabilities_are_those_of_the_served_graph(folders, lite):
+def test_exported_graph_gives_the_tokens_of_the_compiled_one(folders, lite):
     runner, notice = load_runner(settings_of(folders, "serving_config.start_device_id=3"), lambda text: None)
     assert (notice, runner.computed_by.kernels) == ("", "ge")
     options = {"ascend_context": {"plugin_custom_ops": "All"}}
@@ -80,22 +80,22 @@ def test_tokens_and_log_probabilities_are_those_of_the_served_graph(folders, lit
         assert not found.row_errors
 
 
-def test_what_would_copy_blocks_is_refused():
-    caches = CachesOfGraph.of(backend("ascend", "bfloat16"), NUM_BLOCKS, 16)
+def test_block_moves_are_rejected_with_an_exported_graph():
+    caches = GraphOwnedCache.of(backend("ascend", "bfloat16"), NUM_BLOCKS, 16)
     caches.move_blocks(np.zeros((0, 6), np.int32))
     move = BlockMove(BlockMoveKind.COPY, 3, 1, 5, 1, 16)
     with pytest.raises(WorkerError, match="ge caches lie inside a graph, which copies no blocks: n, best_of and beams"):
         caches.move_blocks(np.array([move], np.int32))
 
 
-def test_graphs_of_something_else_are_refused(folders, lite):
+def test_graphs_of_another_model_are_rejected(folders, lite):
     with pytest.raises(ConfigError, match=r"mindir.json says num_blocks 16, the configuration 17; "):
         load_runner(settings_of(folders, "pa_config.num_blocks=17"), lambda text: None)
     with pytest.raises(ConfigError, match=r"must be a folder of `llm-serving export`; it lacks mindir.json"):
         load_runner(settings_of(folders, f"model_config.mindir_path={folders[0]}"), lambda text: None)
 
 
-def test_a_file_with_other_arguments_is_refused(folders, lite, monkeypatch):
+def test_a_graph_with_other_arguments_is_rejected(folders, lite, monkeypatch):
     monkeypatch.setattr(lite.Model, "get_inputs", lambda model: model._inputs[:2])
     found = "Found: token_ids int32 of 1, positions int32 of 1$"
     with pytest.raises(
@@ -104,7 +104,7 @@ def test_a_file_with_other_arguments_is_refused(folders, lite, monkeypatch):
         load_runner(settings_of(folders), lambda text: None)
 
 
-def test_without_the_package_it_is_named(folders, monkeypatch):
+def test_a_missing_mindspore_lite_is_named(folders, monkeypatch):
     monkeypatch.setitem(sys.modules, "mindspore_lite", None)
     with pytest.raises(KernelError, match="backend: ge needs mindspore_lite, which is not installed"):
         load_runner(settings_of(folders), lambda text: None)

@@ -1,4 +1,4 @@
-"""What starts a WorkAgent on a machine of a cluster. The programs of its ranks are shell scripts."""
+"""The Ray actor that runs a WorkAgent. The programs of its ranks are shell scripts."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ def run_instead(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> RunInstead:
     return run_instead
 
 
-def test_it_tells_how_a_work_agent_ended(run_instead: RunInstead) -> None:
+def test_agent_host_returns_how_the_work_agent_exited(run_instead: RunInstead) -> None:
     run_instead('[ "$*" = "-Pm llm_serving.work_agent --index 5" ] && exit 7')
     assert AgentHost().run([["--index", "5"]]) == "code 7"
 
 
-def test_the_first_rank_that_ends_is_the_end_of_all_and_named(run_instead: RunInstead, tmp_path: Path) -> None:
+def test_agent_host_ends_all_ranks_after_the_first_exit(run_instead: RunInstead, tmp_path: Path) -> None:
     run_instead(f'case "$*" in *"--rank 1"*) exit 7;; esac; cat; echo "$*" > {tmp_path}/told_that_it_is_to_end')
     assert AgentHost().run([["a"], ["b"]]) == "rank 1: code 7"
     assert "--rank 0" in (tmp_path / "told_that_it_is_to_end").read_text()
 
 
-def test_a_rank_that_does_not_end_is_killed(run_instead: RunInstead, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_agent_host_kills_a_rank_that_does_not_exit(run_instead: RunInstead, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_process, "EXIT_S", 0.1)
     run_instead('case "$*" in *"--rank 2"*) exit 7;; esac; exec sleep 600')
     assert AgentHost().run([["a"], ["b"], ["c"]]) == "rank 2: code 7"
 
 
-def test_ranks_inherit_the_same_memory_and_are_told_the_same_port(run_instead: RunInstead, tmp_path: Path) -> None:
+def test_ranks_inherit_the_same_memory_and_port(run_instead: RunInstead, tmp_path: Path) -> None:
     told = f'echo "$@" "$(readlink /proc/$$/fd/$7)" > {tmp_path}/$3'
     run_instead(f'{told}; case "$*" in *"--rank 1"*) exit 7;; esac; cat')
     AgentHost().run([["a"], ["b"]])

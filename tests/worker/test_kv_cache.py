@@ -1,10 +1,12 @@
+"""KV tensors, the host pool, and block moves."""
+
 import functools
 
 import numpy as np
 import pytest
 from llm_serving.core.step import BlockMoveKind
-from llm_serving.errors import ConfigError, ModelError
-from llm_serving.worker.kv_cache import KVTensors, block_bytes, num_blocks_for
+from llm_serving.errors import ConfigError, ModelError, WorkerError
+from llm_serving.worker.kv_cache import KVTensors, block_bytes, check_block_moves, group_by_kind, num_blocks_for
 from support.graph_model import GraphModel, backend
 from support.model_factories import tiny_spec, write_model
 from support.step_factories import block_moves
@@ -38,7 +40,7 @@ def test_the_plain_backend_stores_float32():
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_blocks_of_8_bits_have_a_byte_for_a_number_and_four_for_a_head_of_a_token(dtype):
+def test_int8_blocks_have_one_byte_per_value_and_four_per_head_and_token(dtype):
     assert block_bytes(SPEC, backend("cpu", dtype), 16, int8=True) == 16 * (128 + 2 * 2 * 2 * 4)
     tensors = KVTensors.allocate(SPEC, backend("cpu", dtype), 5, 16, num_swap_blocks=3, int8=True)
     held = sum(parameter.storage.nbytes for layer in tensors.layers for parameter in layer)
@@ -47,7 +49,7 @@ def test_blocks_of_8_bits_have_a_byte_for_a_number_and_four_for_a_head_of_a_toke
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("plain", "bfloat16"), ("ascend", "float16")])
-def test_other_operations_take_no_blocks_of_8_bits(name, dtype):
+def test_other_backends_reject_an_int8_cache(name, dtype):
     with pytest.raises(ModelError, match=f"the operations of {name} do not support an int8 KV cache"):
         KVTensors.allocate(SPEC, backend(name, dtype), 5, 16, int8=True)
 
@@ -100,7 +102,7 @@ def test_blocks_move_in_the_order_given(name, dtype, seed):
 
 
 @pytest.mark.parametrize("kind", [BlockMoveKind.SWAP_OUT, BlockMoveKind.SWAP_IN])
-def test_neighbours_move_as_one_by_one(kind):
+def test_grouped_moves_equal_single_moves(kind):
     tensors = KVTensors.allocate(SPEC, backend("cpu", "bfloat16"), num_blocks=8, block_size=16, num_swap_blocks=8)
     expected = numbered(tensors)
     up, down = [0, 1, 2, 3], [3, 2, 1, 0]
@@ -114,7 +116,7 @@ def test_neighbours_move_as_one_by_one(kind):
             np.testing.assert_array_equal(memory, bytes_of_it)
 
 
-def test_bfloat16_blocks_of_a_device_reach_the_host_pool():
+def test_bfloat16_blocks_of_an_npu_can_be_swapped_out():
     tensors = KVTensors.allocate(SPEC, backend("ascend", "bfloat16"), num_blocks=6, block_size=16, num_swap_blocks=4)
     expected = numbered(tensors)
     tensors.move_blocks(block_moves((BlockMoveKind.SWAP_OUT, 5, 0), (BlockMoveKind.SWAP_OUT, 2, 3)))
@@ -184,3 +186,67 @@ def test_two_sequences_continue_from_a_copied_partial_block(make_model, name, dt
         # One after the other, so that the products of stock operations have the shape they have alone.
         for token, blocks, logits in zip(tokens, ([3, 1, 7], [3, 1, 2]), next(expected), strict=True):
             np.testing.assert_array_equal(model.logits(([token], 41 + index, blocks)), logits)
+
+
+COPY, OUT, IN, TAKE = BlockMoveKind.COPY, BlockMoveKind.SWAP_OUT, BlockMoveKind.SWAP_IN, BlockMoveKind.IMPORT
+
+
+def test_the_last_blocks_of_cache_and_host_pool_may_move():
+    check_block_moves(block_moves((COPY, 9, 0), (OUT, 9, 2), (IN, 2, 9)), num_blocks=10, num_swap_blocks=3)
+
+
+def test_no_moves_need_no_host_pool():
+    check_block_moves(block_moves(), num_blocks=1, num_swap_blocks=0)
+
+
+@pytest.mark.parametrize(
+    ("move", "message"),
+    [
+        ((COPY, 10, 0), r"COPY from a block of the cache must name one below `num_blocks` 10\. Given: 10"),
+        ((COPY, 0, -1), r"COPY to a block of the cache must name one below `num_blocks` 10\. Given: -1"),
+        ((OUT, 10, 0), r"SWAP_OUT from a block of the cache must name one below `num_blocks` 10\. Given: 10"),
+        ((OUT, 9, 3), r"SWAP_OUT to a block of the host pool must name one below `num_swap_blocks` 3\. Given: 3"),
+        ((IN, 3, 9), r"SWAP_IN from a block of the host pool must name one below `num_swap_blocks` 3\. Given: 3"),
+        ((IN, -1, 9), r"SWAP_IN from a block of the host pool must name one below `num_swap_blocks` 3\. Given: -1"),
+        ((IN, 0, 10), r"SWAP_IN to a block of the cache must name one below `num_blocks` 10\. Given: 10"),
+        (
+            (TAKE, 4, 9),
+            r"IMPORT from a block of the transfer pool must name one below `num_transfer_blocks` 4\. Given: 4",
+        ),
+        ((3, 0, 0), r"of the kinds 0 COPY, 1 SWAP_OUT, 2 SWAP_IN, 4 IMPORT\. Given: 3"),
+        ((-1, 0, 0), r"of the kinds 0 COPY, 1 SWAP_OUT, 2 SWAP_IN, 4 IMPORT\. Given: -1"),
+    ],
+)
+def test_check_block_moves_names_the_wrong_move(move, message):
+    good = (COPY, 1, 2)
+    for moves in ([move], [good, move], [move, good]):
+        with pytest.raises(WorkerError, match=message):
+            check_block_moves(block_moves(*moves), num_blocks=10, num_swap_blocks=3, num_transfer_blocks=4)
+
+
+def test_exports_must_stay_inside_the_transfer_pool():
+    check_block_moves(block_moves((BlockMoveKind.EXPORT, 9, 3)), 10, 3, 4, exports=True)
+    with pytest.raises(WorkerError, match="EXPORT to a block of the transfer pool"):
+        check_block_moves(block_moves((BlockMoveKind.EXPORT, 9, 4)), 10, 3, 4, exports=True)
+    with pytest.raises(WorkerError, match=r"of the kinds 3 EXPORT\. Given: 0"):
+        check_block_moves(block_moves((COPY, 9, 3)), 10, 3, 4, exports=True)
+
+
+@pytest.mark.parametrize("shape", [(6,), (1, 3), (1, 1, 6)])
+def test_check_block_moves_rejects_another_shape(shape):
+    with pytest.raises(WorkerError, match=r"block_moves must be \[N, 6\]\. Given: "):
+        check_block_moves(np.zeros(shape, np.int32), num_blocks=10, num_swap_blocks=3)
+
+
+def test_group_by_kind_yields_runs_of_one_kind():
+    moves = block_moves((OUT, 5, 0), (OUT, 6, 1), (COPY, 5, 6), (OUT, 6, 2), (IN, 0, 7), (IN, 1, 8))
+    assert [(kind, pairs.tolist()) for kind, pairs in group_by_kind(moves)] == [
+        (OUT, [[5, 0], [6, 1]]),
+        (COPY, [[5, 6]]),
+        (OUT, [[6, 2]]),
+        (IN, [[0, 7], [1, 8]]),
+    ]
+
+
+def test_group_by_kind_of_no_moves_is_empty():
+    assert list(group_by_kind(block_moves())) == []

@@ -1,10 +1,14 @@
+"""Step arrays in shared memory and inside frames."""
+
+from __future__ import annotations
+
 from pathlib import Path
 
 import numpy as np
 import pytest
 from llm_serving.errors import ProtocolError
 from llm_serving.transport.messages import ArrayLayout
-from llm_serving.transport.shared_memory import SharedBuffers
+from llm_serving.transport.shared_memory import InlineArrays, SharedBuffers
 
 
 @pytest.fixture
@@ -14,7 +18,7 @@ def buffers():
     shared.close()
 
 
-def test_the_other_mapping_sees_what_was_written(buffers) -> None:
+def test_written_arrays_are_visible_in_the_other_mapping(buffers) -> None:
     arrays = [np.arange(5, dtype=np.int32), np.ones((2, 3), np.float32), np.array([2**63], np.uint64)]
     layout = buffers.write(1, arrays).layout
     other = SharedBuffers(buffers.fd, 2, buffers.buffer_bytes)
@@ -36,7 +40,7 @@ def test_arrays_start_at_multiples_of_64_bytes(buffers) -> None:
     assert second.ctypes.data - first.ctypes.data == 64
 
 
-def test_arrays_behind_others_leave_these_as_they_are(buffers) -> None:
+def test_arrays_written_behind_others_do_not_change_them(buffers) -> None:
     layout = buffers.write(0, [np.arange(17, dtype=np.int32), np.ones(1, np.float32)]).layout
     more = buffers.write(0, [np.full(3, 7, np.uint64)], behind=layout).layout
     first, second = buffers.read(0, layout)
@@ -58,8 +62,8 @@ def test_empty_arrays_keep_their_shape(buffers) -> None:
         (-1, [], "buffer -1 does not exist"),
         (1, [ArrayLayout("<i4", (257,))], "exceed the buffer of 1024 bytes"),
         (0, [ArrayLayout("<i4", (2**40, 2**40))], "exceed|cannot"),
-        (0, [ArrayLayout("<i4", (-4,))], "cannot be in a buffer"),
-        (0, [ArrayLayout("|O", (1,))], "cannot be in a buffer"),
+        (0, [ArrayLayout("<i4", (-4,))], "a buffer cannot contain"),
+        (0, [ArrayLayout("|O", (1,))], "a buffer cannot contain"),
     ],
 )
 def test_a_layout_cannot_leave_its_buffer(buffers, buffer, layout, message) -> None:
@@ -67,6 +71,42 @@ def test_a_layout_cannot_leave_its_buffer(buffers, buffer, layout, message) -> N
         buffers.read(buffer, layout)
 
 
-def test_nothing_appears_in_dev_shm(buffers) -> None:
+def test_shared_buffers_create_no_file_in_dev_shm(buffers) -> None:
     buffers.write(0, [np.zeros(4, np.int32)])
     assert not list(Path("/dev/shm").glob("*llm_serving*"))
+
+
+ARRAYS = [np.arange(5, dtype=np.int32), np.ones((2, 3), np.float32), np.array([2**63], np.uint64)]
+
+
+def test_inline_arrays_round_trip() -> None:
+    arrays = InlineArrays(2)
+    written = arrays.write(1, [*ARRAYS, np.zeros((0, 7), np.int32)])
+    *read, empty = arrays.read(1, written.layout, written.content)
+    for ours, theirs in zip(ARRAYS, read, strict=True):
+        assert theirs.dtype == ours.dtype
+        np.testing.assert_array_equal(theirs, ours)
+        assert not theirs.flags.writeable
+    assert empty.shape == (0, 7)
+
+
+def test_inline_arrays_reject_other_dtypes() -> None:
+    with pytest.raises(ProtocolError, match="cannot contain an array of <f8"):
+        InlineArrays(2).write(0, [np.zeros(3)])
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        (ArrayLayout("<i4", (3,)),),
+        (ArrayLayout("<i4", (1,)),),
+        (ArrayLayout("<i4", (-2,)),),
+        (ArrayLayout("<i4", (2**62, 2**62)),),
+        (ArrayLayout("|O", (1,)),),
+        (ArrayLayout("<i4", (2,)), ArrayLayout("<i4", (1,))),
+    ],
+    ids=["too long", "too short", "below 0", "beyond numbers", "objects", "one too many"],
+)
+def test_inline_arrays_reject_a_layout_that_does_not_match(layout: tuple[ArrayLayout, ...]) -> None:
+    with pytest.raises(ProtocolError):
+        InlineArrays(2).read(0, layout, bytes(8))
