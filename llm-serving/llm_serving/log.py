@@ -45,12 +45,7 @@ class SingleLineFormatter(logging.Formatter):
 
 
 def configure_logging(level: str = "INFO", process: str = "master") -> None:
-    """Send the package's log lines to standard error. A second call replaces the first.
-
-    Args:
-        level: One of `LEVELS`.
-        process: Name shown in each line, such as "master" or "work_agent 0".
-    """
+    """Send the package's log lines to standard error, with the name of the process. A second call replaces the first."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(SingleLineFormatter(f"%(asctime)s %(levelname)-7s [{process}] %(name)s: %(message)s"))
     logger = logging.getLogger(ROOT)
@@ -81,11 +76,8 @@ class LogWriter:
     """Writes lines through a handler in a background thread, so that callers never wait for the disk. Thread-safe.
 
     Writes to a full disk are retried. Lines that exceed `MAX_PENDING_BYTES` in the meantime are dropped and counted. A
-    problem is reported once when it begins and once when it is over.
-
-    Args:
-        handler: Its `emit` writes a text of one or more lines, or raises. The writer owns it.
-        report: Called with a problem, in the writer's thread.
+    problem is passed to `report` once when it begins and once when it is over. The writer owns the handler, whose
+    `emit` writes a text of one or more lines, or raises.
     """
 
     def __init__(self, handler: logging.Handler, report: Callable[[str], None]) -> None:

@@ -116,12 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def connect_to_master(address: str, token: str, secret_file: Path) -> Channel[MasterMessage]:
-    """Connect to the master on another machine.
-
-    Args:
-        address: HOST:PORT of the master.
-        token: Names the start that this connection belongs to.
-        secret_file: File with the cluster's secret.
+    """Connect to the master on another machine. `token` names the start that this connection belongs to.
 
     Raises:
         ConfigError: The secret cannot be read, or is not the master's.
@@ -158,7 +153,6 @@ def serve(
     """Do the handshake, load the model, then run steps until the master sends Shutdown.
 
     Args:
-        channel: To the master.
         memory_fd: Memory file of the step buffers; None: arrays are in the frames.
         ranks_fd: Memory shared by the ranks of this replica; None: this process computes the replica alone.
         transfer_fd: Memory of the KV transfer pool; None: there is none.
@@ -242,12 +236,7 @@ def run_steps(
     buffers: SharedBuffers | InlineArrays,
     throttle: BackgroundThrottle | None = None,
 ) -> None:
-    """Run steps and proposals until the master sends Shutdown. `throttle`: slows other threads down during steps.
-
-    Raises:
-        TransportError: The channel failed, or the master is gone.
-        RankLostError: As for `serve`.
-    """
+    """Run steps and proposals until the master sends Shutdown. Raises as `serve`."""
     if not channel.peer and len(os.sched_getaffinity(0)) > 1:
         channel.poll_s = POLL_S
     for message in _requests(channel):
@@ -299,12 +288,7 @@ def _propose(runner: ModelRunner, message: Propose) -> Proposed:
 def _await_allowed_tokens(
     channel: Channel[MasterMessage], buffers: SharedBuffers | InlineArrays, step: RunStep
 ) -> AllowedTokens:
-    """Wait for the allowed tokens of a step.
-
-    Raises:
-        ChannelClosedError: The master is gone or shuts down.
-        ProtocolError: The master sent another message.
-    """
+    """Wait for the allowed tokens of a step; raise TransportError if the master is gone or sends another message."""
     message = channel.receive()
     while isinstance(message, SetAllowedTokens) and message.step < step.step:  # for a step that failed
         message = channel.receive()

@@ -17,11 +17,7 @@ class ConsistencyCheck:
         self._reference: tuple[int, ComputeFingerprint] | None = None
 
     def check(self, agent: WorkAgentProcess) -> WorkAgentProcess:
-        """Return the WorkAgent, or kill it if its fingerprint differs.
-
-        Raises:
-            WorkerDiedError: The fingerprint differs.
-        """
+        """Return the WorkAgent; kill it and raise WorkerDiedError if its fingerprint differs."""
         with self._lock:
             if self._reference is None:
                 self._reference = agent.index, agent.loaded.computed_by

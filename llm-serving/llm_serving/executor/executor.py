@@ -234,18 +234,16 @@ class RemoteExecutor(Executor):
         self._buffers = buffers
         self._in_flight: deque[RunStep] = deque()
         self._expected: deque[_ExpectedResults] = deque()
-        """For each step in flight."""
         self._replies: deque[AgentMessage] = deque()
         """Replies received by `await_ending`, not collected yet."""
         self._ending = -1
         """Newest step whose end was announced."""
         self._waited_s = 0.0
-        """Seconds spent waiting for the oldest step in flight."""
+        """Time spent waiting for the oldest step in flight."""
         self._allowed = -1
         """Newest step whose allowed tokens were sent."""
         self._num_buffers = buffers.num_buffers
         self.num_compilations = 0
-        """Graphs compiled by the WorkAgent up to its latest step."""
 
     @property
     def max_steps_in_flight(self) -> int:

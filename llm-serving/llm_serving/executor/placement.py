@@ -89,10 +89,9 @@ class Placement(Protocol):
         """
 
     def settings(self, settings: LoadModel) -> LoadModel:
-        """Return the settings adapted to the machine the WorkAgent runs on."""
+        """Return the settings adapted to the machine of the WorkAgent."""
 
-    def close(self) -> None:
-        """Release what was allocated to start WorkAgents, after all of them have exited."""
+    def close(self) -> None: ...
 
 
 class LocalPlacement:

@@ -17,13 +17,12 @@ class RestartStatus:
     """State of a restart, written by the engine's thread and read by any. Times are seconds of the engine's clock."""
 
     reason: str
-    """Why the latest attempt was needed."""
     lost_at: float
     """When the last working WorkAgent was lost."""
     attempt_at: float
     """When the latest attempt starts, after its delay."""
     load_s: float
-    """Seconds the first WorkAgent needed to become ready."""
+    """Time the first WorkAgent needed to become ready."""
     num_failed: int
     """Failed attempts since `lost_at`."""
     num_restarts: int

@@ -55,12 +55,7 @@ class StepBuilder:
         self._params = _SamplingParams([], {})
 
     def build(self, schedule: Schedule, number: int) -> StepInput:
-        """Build the input of a step. To be called once for every schedule, in order.
-
-        Args:
-            schedule: What the step computes.
-            number: Number of the step, as the WorkAgent counts.
-        """
+        """Build the input of step `number`. To be called once for every schedule, in order."""
         rows = schedule.rows
         tables = [self._blocks.table(row[0].request_id) for row in rows]
         token_ids: list[int] = []
@@ -182,20 +177,17 @@ class _SamplingParams:
     """Sampling parameters of the sampled requests as arrays, reused while the requests stay the same."""
 
     def __init__(self, requests: list[Request], known: Mapping[Request, Int32Array]) -> None:
-        """`known`: bitmaps of `allowed` from the step before."""
         params = [request.sampling for request in requests]
         self.requests = requests
         self.numbers: dict[str, Any] = {
             name: np.array([getattr(each, name) for each in params], dtype) for name, dtype in _NUMBERS.items()
         }
-        """Parameters that a step contains unchanged."""
         self.num_logprobs = np.array([-1 if p.logprobs is None else p.logprobs for p in params], np.int32)
         penalized = [p.has_penalties for p in params]
         self.has_penalties = any(penalized)
         prompt_lens = [request.num_prompt_tokens for request in requests]
         self.history_prompt_lens = np.where(penalized, prompt_lens, 0).astype(np.int32)
         self.has_biases = any(p.logit_bias or p.min_tokens or p.bad_words for p in params)
-        """Whether a request may have a logit bias at some step."""
         self.allowed = {
             request: known[request] if request in known else _bits(request.sampling.allowed_token_ids)
             for request in requests
@@ -204,7 +196,6 @@ class _SamplingParams:
         """Bitmaps of requests whose allowed tokens never change."""
         self.allowed_tokens = _joined([self.allowed.get(each, _NO_WORDS) for each in requests])
         self.has_matchers = any(request.matcher is not None for request in requests)
-        """Whether a request's allowed tokens change from step to step."""
 
 
 def _joined(parts: Sequence[Int32Array]) -> AllowedTokens:

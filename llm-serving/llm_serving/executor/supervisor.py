@@ -70,9 +70,9 @@ class WorkAgentProcess:
     buffers: SharedBuffers | InlineArrays
     loaded: Loaded
     machine: str = ""
-    """Address of its machine; empty: the master's own."""
+    """Empty: the master's own machine."""
     block_link: BlockLink | None = None
-    """Connection that transfers KV blocks; None: through shared memory, or not at all."""
+    """None: blocks are transferred through shared memory, or not at all."""
     _closed: bool = False
 
     def stop(self) -> None:
@@ -109,13 +109,10 @@ def start_work_agent(
     """Start WorkAgent `index` and wait until its model is loaded.
 
     Args:
-        config: The configuration.
-        index: Index of the WorkAgent.
         on_progress: Called with progress texts. An exception it raises ends the WorkAgent.
-        previous: What the WorkAgent that this one replaces had loaded. The new one allocates as many blocks.
-        timeout_s: Limit of the whole start, in seconds. `load_timeout_s` limits the time without a message.
+        previous: What the replaced WorkAgent had loaded. The new one allocates as many blocks.
+        timeout_s: Limit of the whole start. `load_timeout_s` limits the time without a message.
         cancellation: Kills the WorkAgent if cancelled before it is ready.
-        placement: Where the WorkAgent runs.
 
     Raises:
         ModelError: The model cannot be loaded.
@@ -196,7 +193,6 @@ def _load(
 
 
 def load_settings(config: ServingConfig, index: int) -> LoadModel:
-    """Return the `LoadModel` message of WorkAgent `index`."""
     max_model_len = config.model.max_generate_length
     max_tokens, max_rows = config.scheduler.max_prefill_tokens, config.model.decode_batch_size
     num_threads = config.device.num_threads
@@ -280,13 +276,11 @@ class SupervisedExecutor(Executor):
 
     Args:
         start: Starts a WorkAgent.
-        step_timeout_s: Longest time of a step, in seconds.
-        max_restarts: Consecutive restarts, without a completed step in between, before the first WorkAgent's start
+        step_timeout_s: Longest time of a step.
+        max_restarts: Consecutive restarts, without a completed step in between, before the start of the first WorkAgent
             fails for good, or a later one counts as exhausted (`restarts_exhausted`; it is still retried).
-        clock: The engine's clock.
         cancellation: Cancelled by `cancel_restarts`; `start` should observe it.
-        pause: Waits for a number of seconds and returns whether restarts were cancelled. Default: waits for the
-            cancellation.
+        pause: Waits for a number of seconds and returns whether restarts were cancelled.
     """
 
     def __init__(
@@ -325,7 +319,6 @@ class SupervisedExecutor(Executor):
 
     @property
     def num_compilations(self) -> int:
-        """Graphs compiled by the current WorkAgent up to its latest step."""
         return self._executor.num_compilations
 
     @property
@@ -334,7 +327,6 @@ class SupervisedExecutor(Executor):
 
     @property
     def block_link(self) -> BlockLink | None:
-        """Block connection of the current WorkAgent; closed once the WorkAgent is gone."""
         return self._agent.block_link
 
     @property
@@ -394,7 +386,6 @@ class SupervisedExecutor(Executor):
         self._cancellation.cancel()
 
     def close(self) -> None:
-        """Stop the WorkAgent."""
         self._agent.stop()
 
     def _connect(self, agent: WorkAgentProcess) -> None:

@@ -22,7 +22,7 @@ KILL_TIMEOUT_S: Final = 10.0
 
 
 class AgentLink(Protocol):
-    """Connection to a WorkAgent, either a `Channel` or `RankChannels`."""
+    """Connection to a WorkAgent: a `Channel` or `RankChannels`."""
 
     def fileno(self) -> int:
         """Return a descriptor that is readable when a message arrives or the WorkAgent is gone."""
@@ -42,15 +42,13 @@ class AgentProcess(Protocol):
         """None if it runs on another machine."""
 
     @property
-    def has_exited(self) -> bool:
-        """Whether the process is known to have exited."""
+    def has_exited(self) -> bool: ...
 
     @property
     def exit_description(self) -> str:
         """How it exited, for example "code 3". Only valid after it has."""
 
-    def kill(self) -> None:
-        """Kill the process. It may have exited already."""
+    def kill(self) -> None: ...
 
     def wait_or_kill(self, timeout_s: float | None) -> None:
         """Wait at most `timeout_s` seconds for the exit, then kill the process. None: it was killed before.

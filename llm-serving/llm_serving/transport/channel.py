@@ -25,14 +25,10 @@ Incoming = TypeVar("Incoming")
 
 
 class Channel(Generic[Incoming]):
-    """One end of a connection: sends messages of any type, receives messages of one union.
+    """One end of a connection: sends messages of any type, receives messages of the union `incoming`.
 
     A frame is a little-endian uint32 length and that many bytes of msgpack. Frames are read whole: if a deadline passes
-    in the middle of a frame, the bytes already read are kept for the next call.
-
-    Args:
-        sock: A connected stream socket, which the channel owns.
-        incoming: The union of message types that may arrive.
+    in the middle of a frame, the bytes already read are kept for the next call. The channel owns the socket.
     """
 
     def __init__(self, sock: socket.socket, incoming: type[Incoming]) -> None:
@@ -40,9 +36,7 @@ class Channel(Generic[Incoming]):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket = sock
         self.max_frame_bytes = MAX_FRAME_BYTES
-        """Longest frame that is sent or received."""
         self.send_timeout_s: float | None = None
-        """Longest time, in seconds, that the peer may take to accept a frame; None: no limit."""
         self.poll_s = 0.0
         """Seconds for which `receive` polls before it sleeps. A sleeping core may take as long to wake up as a short
         step takes to compute, above all in a virtual machine. Only for peers on this machine."""
@@ -87,9 +81,6 @@ class Channel(Generic[Incoming]):
     def receive(self, timeout_s: float | None = None) -> Incoming:
         """Return the next message.
 
-        Args:
-            timeout_s: Seconds within which the message must be complete; None: no limit.
-
         Raises:
             DeadlineExceededError: No complete message arrived within `timeout_s` seconds.
             ChannelClosedError: The peer closed the connection or died.
@@ -111,16 +102,11 @@ class Channel(Generic[Incoming]):
 
     @property
     def has_frame(self) -> bool:
-        """Whether a whole frame was read already, so that `receive` returns without reading."""
         received = len(self._received)
         return received >= _LENGTH.size and received >= _LENGTH.size + _LENGTH.unpack_from(self._received)[0]
 
     def shutdown(self) -> None:
-        """Shut the connection down in both directions and wake a thread that is receiving. Thread-safe.
-
-        Raises:
-            OSError: The connection is already closed.
-        """
+        """Shut the connection down and wake a thread that is receiving. Raise OSError if it is closed already."""
         socket.socket.shutdown(self._socket, socket.SHUT_RDWR)  # SSLSocket.shutdown would drop the keys under a reader
 
     def close(self) -> None:

@@ -84,11 +84,7 @@ def allowed_arrays(step: int, allowed: AllowedTokens) -> list[NDArray[Any]]:
 
 
 def allowed_from_arrays(step: int, arrays: list[NDArray[Any]]) -> AllowedTokens:
-    """Invert `allowed_arrays`.
-
-    Raises:
-        ProtocolError: As for `step_from_arrays`.
-    """
+    """Invert `allowed_arrays`; raise ProtocolError as `step_from_arrays`."""
     return AllowedTokens(*_check_step_number(step, arrays, _NUM_ALLOWED_ARRAYS))
 
 
@@ -110,11 +106,7 @@ def _drop_shared_prefixes(offsets: Int32Array, token_ids: Int32Array) -> tuple[I
 
 
 def _restore_shared_prefixes(offsets: Int32Array, token_ids: Int32Array, num_shared: Int32Array) -> Int32Array:
-    """Invert `_drop_shared_prefixes`.
-
-    Raises:
-        ProtocolError: A prefix is longer than a history, or the lengths do not match the tokens.
-    """
+    """Invert `_drop_shared_prefixes`; raise ProtocolError if the lengths are inconsistent."""
     lengths = np.diff(offsets)
     most = np.minimum(lengths, np.concatenate([[0], lengths[:-1]]))
     if num_shared.shape != lengths.shape or (num_shared < 0).any() or (num_shared > most).any():
@@ -130,11 +122,7 @@ def _restore_shared_prefixes(offsets: Int32Array, token_ids: Int32Array, num_sha
 
 
 def _check_step_number(step: int, arrays: list[NDArray[Any]], count: int) -> list[NDArray[Any]]:
-    """Return the arrays after the step number.
-
-    Raises:
-        ProtocolError: Their count or the number is wrong.
-    """
+    """Return the arrays after the step number; raise ProtocolError if the number or their count is wrong."""
     if len(arrays) != count:
         raise ProtocolError(f"a step has {count} arrays; {len(arrays)} arrived")
     number, *others = arrays
@@ -190,11 +178,7 @@ def _bytes_of(array: NDArray[Any], dtype: str) -> bytes:
 
 
 def decode_output(message: StepDone) -> StepOutput:
-    """Invert `encode_output`. The arrays are read-only views of the message's bytes.
-
-    Raises:
-        ProtocolError: The lengths do not agree.
-    """
+    """Invert `encode_output`, without a copy; raise ProtocolError if the lengths are inconsistent."""
     try:
         token_ids = np.frombuffer(message.token_ids, "<i4")
         logprobs = np.frombuffer(message.logprobs, "<f4")

@@ -94,7 +94,6 @@ class LoadModel(msgspec.Struct, tag="load_model", frozen=True):
     num_transfer_blocks: int = 0
     """Blocks in the transfer pool, all replicas together."""
     num_ranks: int = 1
-    """WorkAgents that compute the replica together (tensor parallelism)."""
     rank: int = 0
 
 
@@ -109,7 +108,7 @@ class Loaded(msgspec.Struct, tag="loaded", frozen=True):
     """Warning for the operator about this WorkAgent; usually empty."""
     computed_by: ComputeFingerprint = UNKNOWN_FINGERPRINT
     block_bytes: int = 0
-    """Size of a block in all layers; 0: unknown."""
+    """Of all layers; 0: unknown."""
     model: str = ""
     """Weight fingerprint of the files read on another machine; empty: the WorkAgent read the master's files."""
 
@@ -136,7 +135,6 @@ class SetAllowedTokens(msgspec.Struct, tag="set_allowed_tokens", frozen=True):
     step: int
     layout: tuple[ArrayLayout, ...]
     content: bytes = b""
-    """As in `RunStep`."""
 
 
 class StepEnding(msgspec.Struct, tag="step_ending", frozen=True):
@@ -171,9 +169,7 @@ class StepDone(msgspec.Struct, tag="step_done", frozen=True):
     num_compilations: int = 0
     """Graphs compiled so far. It stays constant after the warm-up, whose graphs serve every step."""
     top: TopTokensDone | None = None
-    """None if no top log-probabilities were requested."""
     scores: ScoresDone | None = None
-    """None if nothing was scored."""
     vectors: bytes = b""
     num_vectors: int = 0
 
@@ -189,9 +185,7 @@ class Propose(msgspec.Struct, tag="propose", frozen=True):
 
 class Proposed(msgspec.Struct, tag="proposed", frozen=True):
     token_ids: list[list[Annotated[int, msgspec.Meta(ge=0, lt=2**31)]]]
-    """Draft tokens of each continuation."""
     error: str = ""
-    """Why there are none; usually empty."""
 
 
 class ReadBlocks(msgspec.Struct, tag="read_blocks", frozen=True):

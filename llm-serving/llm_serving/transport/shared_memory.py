@@ -46,11 +46,7 @@ class StoredArrays(NamedTuple):
 
 
 def layout_of(arrays: Sequence[AnyArray]) -> tuple[ArrayLayout, ...]:
-    """Return the layout of a step's arrays.
-
-    Raises:
-        ProtocolError: An array has a dtype that steps do not use.
-    """
+    """Return the layout of a step's arrays; raise ProtocolError for a dtype that steps do not use."""
     dtypes = [_NAMES.get(array.dtype) for array in arrays]
     if None in dtypes:
         raise ProtocolError(f"a step cannot contain an array of {arrays[dtypes.index(None)].dtype.str}")
@@ -67,7 +63,6 @@ class SharedBuffers:
     """
 
     def __init__(self, fd: int, num_buffers: int, buffer_bytes: int) -> None:
-        """Map the file behind `fd`, which the caller keeps. Both sides round `buffer_bytes` up to the alignment."""
         self.fd = fd
         self._owns_fd = False
         self.num_buffers = num_buffers
@@ -88,12 +83,7 @@ class SharedBuffers:
         return buffers
 
     def write(self, buffer: int, arrays: Sequence[AnyArray], behind: Sequence[ArrayLayout] = ()) -> StoredArrays:
-        """Copy arrays into a buffer and return what `read` needs.
-
-        Args:
-            buffer: Index of the buffer.
-            arrays: The arrays.
-            behind: Layout of arrays at the start of the buffer to keep; the new ones are written after them.
+        """Copy arrays into a buffer, after those that `behind` describes, and return what `read` needs.
 
         Raises:
             ProtocolError: The arrays do not fit.
@@ -151,7 +141,7 @@ class SharedBuffers:
         return buffer * self.buffer_bytes
 
     def close(self) -> None:
-        """Unmap the file in this process; Existing views keep the memory alive."""
+        """Unmap the file in this process. Existing views keep the memory alive."""
         try:
             self._memory.close()
         except BufferError:  # a view still exists: the mapping is released with it
@@ -174,11 +164,7 @@ def _aligned(num_bytes: int) -> int:
 
 
 class InlineArrays:
-    """Replaces `SharedBuffers` without shared memory: the arrays are sent inside the frame, one after the other.
-
-    Args:
-        num_buffers: Largest number of steps in flight.
-    """
+    """Replaces `SharedBuffers` without shared memory: the arrays are sent inside the frame."""
 
     def __init__(self, num_buffers: int) -> None:
         self.num_buffers = num_buffers
@@ -189,11 +175,7 @@ class InlineArrays:
     def read(
         self, buffer: int, layout: Sequence[ArrayLayout], content: bytes, behind: Sequence[ArrayLayout] = ()
     ) -> list[AnyArray]:
-        """Return read-only views of the content.
-
-        Raises:
-            ProtocolError: The layout has an unknown dtype or does not match the content.
-        """
+        """Return read-only views of the content; raise ProtocolError if the layout does not match it."""
         views: list[AnyArray] = []
         offset = 0
         for array in layout:
@@ -207,8 +189,7 @@ class InlineArrays:
             raise ProtocolError(f"the arrays of a step must have {offset} bytes. Given: {len(content)}")
         return views
 
-    def close(self) -> None:
-        """Do nothing: there is no memory to release."""
+    def close(self) -> None: ...
 
 
 @contextmanager

@@ -30,10 +30,7 @@ _VALID_UNTIL: Final = datetime.datetime(9999, 12, 31, tzinfo=datetime.UTC)
 
 
 class ClusterIdentity:
-    """Key and certificate of a cluster.
-
-    Args:
-        secret: At least `MIN_SECRET_CHARS` random characters.
+    """Key and certificate of a cluster, from a secret of at least `MIN_SECRET_CHARS` random characters.
 
     Raises:
         ConfigError: The secret is too short, or the package `cryptography` is not installed.
@@ -61,14 +58,12 @@ class ClusterIdentity:
         )
 
     def server_context(self) -> ssl.SSLContext:
-        """Return the TLS context of the master."""
         context = self._context(ssl.PROTOCOL_TLS_SERVER)
         # No session tickets: clients never resume, and an idle connection must become readable only when it ends.
         context.num_tickets = 0
         return context
 
     def client_context(self) -> ssl.SSLContext:
-        """Return the TLS context of a WorkAgent."""
         return self._context(ssl.PROTOCOL_TLS_CLIENT)
 
     def _context(self, protocol: int) -> ssl.SSLContext:

@@ -14,10 +14,7 @@ from llm_serving.worker.model_inputs import any_true, first_visible_blocks
 
 
 class BlockTags(NamedTuple):
-    """What is known about each block of a memory."""
-
     epochs: Int32Array
-    """Epoch of the last writer."""
     num_written: Int32Array
 
     @classmethod
@@ -42,16 +39,7 @@ class BlockGuard:
         window: int | None = None,
         transfer: BlockTags | None = None,
     ) -> None:
-        """Start with all blocks unwritten.
-
-        Args:
-            num_blocks: Blocks of the cache.
-            num_swap_blocks: Blocks of the host pool.
-            block_size: Tokens of a block.
-            window: Sliding window in tokens, the token itself included; None: full attention. Blocks before it are not
-                read.
-            transfer: Tags of the transfer pool, shared with other WorkAgents; None: there is no pool.
-        """
+        """`window`: sliding window in tokens. `transfer`: tags of the transfer pool, shared with other WorkAgents."""
         self._block_size = block_size
         self._window = window
         self._cache = BlockTags.of_empty(num_blocks)
@@ -62,11 +50,7 @@ class BlockGuard:
         }
 
     def move(self, block_moves: Int32Array) -> None:
-        """Check moves before they are done, and tag their targets. The block ids were checked before.
-
-        Raises:
-            WorkerError: A move reads a block that its owner did not write.
-        """
+        """Check moves before they are done and tag their targets; raise WorkerError if a source is not its owner's."""
         for move in map(BlockMove._make, block_moves.tolist()):
             source, target = SOURCE_AND_TARGET[BlockMoveKind(move.kind)]
             self._check_source(self._memories[source], move)
@@ -74,11 +58,7 @@ class BlockGuard:
             self._memories[target].num_written[move.target] = move.num_tokens
 
     def start_exports(self, exports: Int32Array) -> None:
-        """Check moves to the transfer pool before they are done. Their targets are unreadable until `finish_exports`.
-
-        Raises:
-            WorkerError: A move reads a block that its owner did not write.
-        """
+        """Check moves to the transfer pool before they are done. Their targets are unreadable until `finish_exports`."""
         num_written = self._memories[BlockLocation.TRANSFER].num_written
         for move in map(BlockMove._make, exports.tolist()):
             self._check_source(self._cache, move)
@@ -92,20 +72,13 @@ class BlockGuard:
             tags.num_written[move.target] = move.num_tokens
 
     def check_imports(self, block_moves: Int32Array) -> None:
-        """Check that blocks just read from the transfer pool were not overwritten in the meantime.
-
-        Raises:
-            WorkerError: A block was overwritten.
-        """
+        """Raise WorkerError if blocks just read from the transfer pool were overwritten in the meantime."""
         for move in map(BlockMove._make, block_moves.tolist()):
             if move.kind == BlockMoveKind.IMPORT:
                 self._check_source(self._memories[BlockLocation.TRANSFER], move)
 
     def check(self, step: StepInput) -> None:
-        """Check the blocks that the rows of a step read, and tag those they write.
-
-        Args:
-            step: Its arrays have been checked against each other and the cache.
+        """Check the blocks that the rows of a step read, and tag those they write. The indices were checked before.
 
         Raises:
             WorkerError: A row reads a block that was not written for it, or two rows write one block.

@@ -54,13 +54,10 @@ class CompiledNetwork:
         return len(self._network.compile_cache)
 
     def __call__(self, arrays: Sequence[Int32Array | Float32Array]) -> NDArray[Any]:
-        """Run the graph. The first call compiles it.
+        """Run the graph; the first call compiles it.
 
-        Args:
-            arrays: The arguments. They are not copied, so they must not change before this returns.
-
-        Returns:
-            The result. For a program it is valid until the next call.
+        The arguments are not copied, so they must not change before this returns. The result of a program is valid
+        until the next call.
         """
         if isinstance(self._network, ProgramNetwork):
             result = self._network.bind_inputs(arrays)
@@ -80,11 +77,7 @@ class CompiledNetwork:
 
 
 def load_lite() -> Any:
-    """Import mindspore_lite, which is not a dependency: it is installed with the software of an NPU.
-
-    Raises:
-        KernelError: It is not installed.
-    """
+    """Import mindspore_lite, which comes with the software of an NPU; raise KernelError if it is not installed."""
     try:
         return importlib.import_module(LITE_PACKAGE)
     except ImportError as error:
@@ -95,19 +88,14 @@ class LiteNetwork:
     """A MINDIR file computed by mindspore_lite on an NPU. Called like a `CompiledNetwork`.
 
     Args:
-        lite: From `load_lite`.
-        path: The file.
-        ini: Options of the graph engine, as older servers have them; None: none.
-        device_id: Index of the NPU.
-        names: Names of the arguments, in order.
-        inputs: The arguments. Only number of dimensions and type are used.
+        ini: Options of the graph engine, as older servers have them.
+        inputs: The expected arguments. Only number of dimensions and type are used.
 
     Raises:
         ConfigError: The file has other arguments.
     """
 
     num_compilations = 1
-    """The graph is compiled when the file is read."""
 
     def __init__(
         self,
@@ -137,7 +125,6 @@ class LiteNetwork:
             )
 
     def __call__(self, arrays: Sequence[Int32Array | Float32Array]) -> NDArray[Any]:
-        """Run the graph; return the result, copied from the device."""
         tensors = [self._lite.Tensor(np.ascontiguousarray(array)) for array in arrays]
         (result,) = self._model.predict(tensors)
         values: NDArray[Any] = result.get_data_to_numpy()
@@ -154,8 +141,7 @@ class StepNetwork(Protocol):
     """One graph for batches of every shape."""
 
     @property
-    def num_compilations(self) -> int:
-        """Graphs compiled so far."""
+    def num_compilations(self) -> int: ...
 
     def __call__(self, arrays: Sequence[Int32Array | Float32Array]) -> NDArray[Any]:
         """Run the graph. The arguments must not change before this returns."""
@@ -174,7 +160,6 @@ def compile_networks(lowered: Lowered, hidden: int, num_prompt_rows: int = 0) ->
     """Return networks that are compiled at their first call.
 
     Args:
-        lowered: The parts.
         hidden: Size of a hidden state.
         num_prompt_rows: Most requests in a step of whole prompts.
     """

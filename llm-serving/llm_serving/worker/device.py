@@ -26,11 +26,7 @@ PagedAttention ("Invalid shape")."""
 
 
 def configure_device(device: DeviceConfig, device_id: int = 0) -> None:
-    """Select the device and graph mode for the whole process. Must be called before the first operator.
-
-    Args:
-        device: Section `device_config`.
-        device_id: Index of the NPU; unused on a CPU.
+    """Select the device and graph mode for the whole process, before the first operator.
 
     Raises:
         ConfigError: The NPU is of an unsupported kind.
@@ -59,9 +55,7 @@ def free_npu_memory() -> int:
 def npu_memory_limit(max_device_memory: int, free: int) -> int:
     """Return the bytes that a WorkAgent may use on its NPU: `max_device_memory`, or less if the device has less.
 
-    Args:
-        max_device_memory: `device_config.max_device_memory`. Older YAMLs may name that of a larger device.
-        free: Free bytes of the device before the model is loaded; 0: the device does not report it.
+    Older YAMLs may name the memory of a larger device. `free` is 0 if the device does not report it.
     """
     return min(max_device_memory, max(free - NPU_RESERVE, 0)) if free > 0 else max_device_memory
 
@@ -98,15 +92,10 @@ def _refuse_soc(version: str) -> None:
 
 
 def backend_for(device: DeviceConfig, dtype: str) -> tuple[Backend, str]:
-    """Return the backend for `device_target` and `kernels`.
+    """Return the backend for `device_target` and `kernels`, and a notice for the operator.
 
-    Args:
-        device: Section `device_config`.
-        dtype: Type of weights, activations and KV cache.
-
-    Returns:
-        The backend, and a notice for the operator if the operator library was not available, or if the device does not
-        guarantee what `exactness: exact` asks for.
+    The notice is not empty if the operator library was not available, or if the device does not guarantee what
+    `exactness: exact` asks for.
 
     Raises:
         KernelError: `kernels` requires the operator library, which cannot be built or loaded.

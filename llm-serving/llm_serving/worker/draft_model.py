@@ -27,8 +27,6 @@ from llm_serving.worker.model_runner import ModelRunner
 
 
 class _Slot:
-    """A part of the draft model's KV cache, and the tokens it holds."""
-
     def __init__(self, blocks: range) -> None:
         self.blocks = np.array(blocks, np.int32)
         self.start = 0
@@ -50,11 +48,7 @@ class DraftModel:
     """Runs the draft model. Belongs to the thread of its runner."""
 
     def __init__(self, runner: ModelRunner, vocab_size: int) -> None:
-        """Args:
-        runner: Of the draft model, with `MAX_CONTINUATIONS` times `blocks_of_continuation` blocks and contexts of
-            `WINDOW + MAX_COUNT`.
-        vocab_size: Of the large model; tokens beyond it are not proposed.
-        """
+        """`vocab_size`: of the large model; tokens beyond it are not proposed."""
         self._runner = runner
         self._vocab_size = vocab_size
         count = blocks_of_continuation(runner.kv_tensors.block_size)

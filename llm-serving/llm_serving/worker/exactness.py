@@ -36,13 +36,7 @@ _OF_EXPERTS: Final = (
 
 
 def guarantee(exactness: str, backend_name: str, has_experts: bool = False) -> str:
-    """Return what the answers of this server may depend on.
-
-    Args:
-        exactness: `device_config.exactness`.
-        backend_name: `Backend.name` of the backend.
-        has_experts: Whether the model is a mixture of experts.
-    """
+    """Return what the answers of this server may depend on."""
     if has_experts and backend_name == "ascend_invariant":
         return _OF_EXPERTS
     return GUARANTEES[ExactnessName(exactness), backend_name]

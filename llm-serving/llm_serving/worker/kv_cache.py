@@ -51,12 +51,9 @@ def check_block_moves(
     *,
     exports: bool = False,
 ) -> None:
-    """Check that every move stays inside cache, host pool and transfer pool.
+    """Check that every move stays inside cache, host pool and transfer pool; raise WorkerError otherwise.
 
     With `exports`, all moves must be of kind EXPORT; otherwise none may be.
-
-    Raises:
-        WorkerError: A block id is out of range, or a kind is not allowed.
     """
     if block_moves.ndim != 2 or block_moves.shape[1] != len(BlockMove._fields):
         raise WorkerError(f"block_moves must be [N, {len(BlockMove._fields)}]. Given: {list(block_moves.shape)}")
@@ -108,11 +105,9 @@ class KVTensors:
     num_swap_blocks: int
     block_size: int
     transfer: TransferMemory | None = None
-    """The KV transfer pool; None: there is none."""
 
     @property
     def block_bytes(self) -> int:
-        """Size of a block in all layers."""
         return sum(bytes_of_block(cache) for layer in self.layers for cache in layer)
 
     @property
@@ -130,15 +125,7 @@ class KVTensors:
         *,
         int8: bool = False,
     ) -> KVTensors:
-        """Allocate zeroed tensors.
-
-        Args:
-            spec: The model.
-            backend: Allocates the tensors.
-            num_blocks: Blocks of the cache.
-            block_size: Tokens of a block.
-            num_swap_blocks: Blocks of the host pool.
-            int8: Whether keys and values are quantized to 8 bits.
+        """Allocate zeroed tensors; `int8`: keys and values are quantized to 8 bits.
 
         Raises:
             ConfigError: There are more KV slots than an int32 slot number can name.
@@ -158,11 +145,7 @@ class KVTensors:
         return cls(backend, layers, host_layers, num_blocks, num_swap_blocks, block_size)
 
     def move_blocks(self, block_moves: Int32Array) -> None:
-        """Move whole blocks of all layers, one move after the other.
-
-        Args:
-            block_moves: [N, 6] as `StepInput.block_moves`, checked by `check_block_moves`.
-        """
+        """Move whole blocks of all layers, one move after the other. The moves passed `check_block_moves`."""
         for kind, pairs in group_by_kind(block_moves):
             sources, targets = map(self._layers_of, SOURCE_AND_TARGET[kind])
             for source, target in zip(chain(*sources), chain(*targets), strict=True):
@@ -182,7 +165,6 @@ class GraphOwnedCache(KVTensors):
 
     @classmethod
     def of(cls, backend: Backend, num_blocks: int, block_size: int) -> GraphOwnedCache:
-        """Return the caches of a graph that was exported for this number of blocks."""
         return cls(backend, (), (), num_blocks, 0, block_size)
 
     def move_blocks(self, block_moves: Int32Array) -> None:
@@ -201,16 +183,12 @@ def element_bytes(backend: Backend) -> int:
 
 
 def block_bytes(spec: ModelSpec, backend: Backend, block_size: int, *, int8: bool = False) -> int:
-    """Return the size of a block in all layers, keys and values. `int8`: they are quantized to 8 bits."""
+    """Return the size of a block in all layers, keys and values."""
     return block_size * spec.kv_bytes_per_token(element_bytes(backend), int8=int8)
 
 
 def num_blocks_for(num_bytes: int, one: int, block_size: int) -> int:
-    """Return how many blocks of `one` bytes fit into `num_bytes`.
-
-    Raises:
-        ConfigError: Not even one fits.
-    """
+    """Return how many blocks of `one` bytes fit into `num_bytes`; raise ConfigError if not even one fits."""
     if num_bytes < one:
         raise ConfigError(f"the KV cache must have room for one block of {one} bytes. Left: {num_bytes} bytes")
     return min(num_bytes // one, MAX_SLOTS // block_size)

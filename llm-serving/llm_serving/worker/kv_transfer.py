@@ -63,7 +63,6 @@ class TransferMemory:
 
     @property
     def block_bytes(self) -> int:
-        """Size of a block in all layers."""
         return sum(array[0].nbytes for array in self._arrays)
 
     def read(self, block_ids: Sequence[int], epochs: Sequence[int]) -> tuple[list[int], bytes]:
@@ -119,7 +118,6 @@ class TransferMemory:
 
 
 def _sizes(num_blocks: int, layers: Sequence[tuple[ms.Parameter, ms.Parameter]]) -> Iterator[int]:
-    """Yield the size of each array, in whole pages."""
     for cache in (each for layer in layers for each in layer):
         yield _whole_pages(num_blocks * bytes_of_block(cache))
 
@@ -144,16 +142,9 @@ def serve_blocks(
     pause_after: Callable[[float], None] = lambda took_s: None,
     clock: Clock = time.thread_time,
 ) -> None:
-    """Serve the master's requests for blocks, in a thread of its own, until the connection ends.
+    """Serve the master's requests for blocks in a thread of its own, until the connection ends with a TransportError.
 
-    Args:
-        channel: To the master.
-        pool: The blocks.
-        pause_after: Called after each frame with the CPU seconds it took; pauses while steps run.
-        clock: CPU time of this thread.
-
-    Raises:
-        TransportError: The connection ended, or the master sent another message.
+    `pause_after` is called after each frame with the CPU seconds it took; `clock` is the CPU time of this thread.
     """
     began = clock()
     while True:
@@ -176,11 +167,7 @@ def _answer(message: MasterMessage, pool: BlockStore) -> BlockContents | BlocksW
 
 
 class BackgroundThrottle:
-    """Slows a background thread down while steps run. The background thread works in small pieces.
-
-    Args:
-        pause: Waits for a number of seconds.
-    """
+    """Slows a background thread down while steps run. The background thread works in small pieces."""
 
     def __init__(self, pause: Callable[[float], object] = time.sleep) -> None:
         self._pause = pause

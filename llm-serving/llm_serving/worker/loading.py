@@ -62,8 +62,6 @@ def load_runner(
     """Select the device, prepare the kernels, read the weights and compile the network.
 
     Args:
-        settings: From the master.
-        on_progress: Called with progress texts.
         ranks_fd: Memory shared by the ranks of the replica; None: this process computes it alone.
         transfer_fd: Memory of the KV transfer pool; None: there is none.
         group_port: Port of this machine by which ranks form a collective group, if they compute graphs.
@@ -235,10 +233,8 @@ def _has_int8_cache(settings: LoadModel) -> bool:
 
 
 def _npu_memory(settings: LoadModel) -> int:
-    """Return the bytes of its NPU that this WorkAgent uses.
-
-    Raises:
-        ConfigError: The device does not report its free memory, and no limit is configured.
+    """Return the bytes of its NPU that this WorkAgent uses; raise ConfigError if there is no limit and no free memory
+    known.
     """
     free, given = free_npu_memory(), settings.max_device_memory
     if given is None and free <= 0:

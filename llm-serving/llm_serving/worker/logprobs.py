@@ -43,15 +43,11 @@ def weight_scale(temperature: np.float32) -> np.float32:
 
 
 def token_weights(values: Float32Array, largest: np.float32, scale: np.float32) -> Float32Array:
-    """Return the weight of each token: 1 for the most likely one.
+    """Return the weight of each token ([V] logits, none NaN): multiples of 2^-33, 1 for the most likely one.
 
     Args:
-        values: [V] logits, none NaN.
-        largest: The largest of them, finite.
+        largest: The largest logit, finite.
         scale: From `weight_scale`.
-
-    Returns:
-        [V] multiples of 2^-33 from 0 to 1.
     """
     with np.errstate(over="ignore", under="ignore"):
         y = values - largest
@@ -77,12 +73,9 @@ def token_weights(values: Float32Array, largest: np.float32, scale: np.float32) 
 
 
 def keep_heaviest(weights: Float32Array, count: int, descending: Float32Array | None = None) -> Float32Array:
-    """Keep the `count` largest of `weights` ([V]; among equals the lowest ids) and set the others to 0.
+    """Keep the `count` >= 1 largest of `weights` ([V]; among equals the lowest ids) and set the others to 0.
 
-    Args:
-        weights: [V]
-        count: At least 1.
-        descending: The weights in descending order, if known.
+    `descending`: the weights in descending order, if known.
     """
     if count >= len(weights):
         return weights
@@ -99,9 +92,7 @@ def keep_heaviest(weights: Float32Array, count: int, descending: Float32Array | 
 def filter_weights(weights: Float32Array, top_k: int, top_p: float, min_p: np.float32) -> Float32Array:
     """Set the weights of tokens that a filter removes to 0; the heaviest one is always kept.
 
-    Args:
-        weights: [V] from `token_weights`.
-        top_k, top_p, min_p: As in `SamplingInput`. `top_p` applies to what the other two leave.
+    `top_p` applies to what `min_p` and `top_k` leave.
     """
     if min_p > 0:
         weights = np.where(weights >= min_p, weights, np.float32(0))
@@ -116,13 +107,9 @@ def filter_weights(weights: Float32Array, top_k: int, top_p: float, min_p: np.fl
 
 
 def draw_token(weights: Float32Array, number: float) -> int:
-    """Return the first token whose cumulative weight exceeds `number` times the total.
+    """Return the first token whose cumulative weight exceeds `number`, in [0, 1), times the total.
 
     It exists and has a weight above 0: `number` is at most 1 - 2^-53, so the product rounds to less than the total.
-
-    Args:
-        weights: [V], not all 0.
-        number: In [0, 1), uniform.
     """
     cumulative = weights.astype(np.float64).cumsum()
     return int(np.searchsorted(cumulative, number * cumulative[-1], side="right"))
@@ -165,17 +152,14 @@ def most_likely(values: Float32Array, count: int) -> NDArray[np.intp]:
 def logprobs_of(
     logits: Float32Array, chosen: Int32Array, top: Int32Array, largest: Float32Array, totals: Float64Array
 ) -> tuple[Float32Array, TopTokens]:
-    """Return log-probabilities of sampled and of most likely tokens, as in `StepOutput`.
+    """Return log-probabilities of sampled tokens ([S], 0 for none) and of the most likely ones, as in `StepOutput`.
 
     Args:
         logits: [S, V]
         chosen: [S]
         top: [S, K], -1 in unused places.
-        largest: [S] the largest logit; only read where `totals` is not 0.
+        largest: [S], only read where `totals` is not 0.
         totals: [S] `total_weight`; 0 for samples without a token or without requested log-probabilities.
-
-    Returns:
-        [S], 0 where there is none; the most likely ones.
     """
     logprobs = np.zeros(len(chosen), np.float32)
     if all_zero(totals):

@@ -33,11 +33,8 @@ def all_zero(numbers: NDArray[Any]) -> bool:
 
 
 def all_in_range(values: Int32Array, end: int) -> bool:
-    """Return whether all values are from 0 to `end` - 1. As unsigned numbers, negative ones are the largest.
-
-    Args:
-        values: Of any shape, possibly empty.
-        end: From 1 to 2**31.
+    """Return whether all values, possibly none, are from 0 to `end` - 1. As unsigned numbers, negative ones are the
+    largest.
     """
     return int(np.maximum.reduce(values.view(np.uint32), axis=None, initial=0)) < end
 
@@ -119,14 +116,11 @@ class ModelInputs:
 
 
 def resolve_token_ids(token_ids: Int32Array, previous: Int32Array) -> Int32Array:
-    """Replace references in `token_ids` by tokens that the previous step sampled.
+    """Replace references in `token_ids` by tokens that the previous step sampled; copy only if there are references.
 
     Args:
         token_ids: >= 0: a token; -1 - j: sample j of the previous step.
         previous: [samples of the previous step]; -1 for a failed sample.
-
-    Returns:
-        `token_ids` itself if it has no references, else a copy.
 
     Raises:
         WorkerError: A reference names a sample that the previous step did not have.
@@ -145,12 +139,7 @@ def resolve_token_ids(token_ids: Int32Array, previous: Int32Array) -> Int32Array
 
 
 def build_model_inputs(step: StepInput, previous: Int32Array, limits: ModelLimits) -> ModelInputs:
-    """Return the network's arguments for `step`.
-
-    Args:
-        step: The step as the master sent it.
-        previous: [samples of the previous step] the sampled tokens.
-        limits: Sizes of what the arrays index into.
+    """Return the network's arguments for `step`; `previous`: tokens that the previous step sampled.
 
     Raises:
         WorkerError: The step is inconsistent or exceeds vocabulary, positions or cache. Nothing was computed.

@@ -64,25 +64,15 @@ class ModelRunner:
         """Read the weights and allocate the cache; `warm_up` compiles.
 
         Args:
-            spec: The model.
-            folder: Folder of its safetensors files.
-            backend: From `worker.device.backend_for`, after `configure_device`.
-            num_blocks: Blocks of the KV cache.
-            block_size: Tokens of a block.
-            max_model_len: Longest context of a row, in tokens.
-            num_swap_blocks: Blocks of the host pool.
+            folder: Folder of the safetensors files.
             as_program: Whether one operator runs the whole network, if the backend supports it.
             num_prompt_rows: Most requests of a step that runs on the graph for whole prompts. 0: there is no such
                 graph.
-            quantization: Format of the weights; None: the model dtype.
-            int8_cache: Whether keys and values are quantized to 8 bits.
-            implementation: Which network implementation to use; others than the native one need `as_program=False`.
+            implementation: Other implementations than the native one need `as_program=False`.
             networks: Networks that contain weights and caches; None: build them from the folder.
             ranks: The ranks that compute `spec`'s replica together with this process; None: it computes alone.
-            step_timeout_s: Longest wait for another rank in a step, in seconds.
             on_weights: Called with the bytes of weights read so far, and the total.
             transfer_fd: Memory of the KV transfer pool; None: there is none.
-            num_transfer_blocks: Blocks of that pool.
 
         Raises:
             ModelError: The folder does not hold the weights of `spec`.
@@ -90,9 +80,9 @@ class ModelRunner:
         """
         self.spec = spec
         self.computed_by: ComputeFingerprint = UNKNOWN_FINGERPRINT
-        """Set by the caller, which chose backend and kernels."""
+        """Set by the caller."""
         self.draft_model: DraftModelClient | None = None
-        """Set by the caller; None: there is none."""
+        """Set by the caller."""
         self._backend = backend
         self._ranks, self._step_timeout_s = ranks, step_timeout_s
         if networks is None:
@@ -209,14 +199,12 @@ class ModelRunner:
         return output
 
     def _export(self, exports: Int32Array) -> None:
-        """Copy computed blocks to the transfer pool."""
         if len(exports):
             self._guard.start_exports(exports)
             self.kv_tensors.move_blocks(exports)
             self._guard.finish_exports(exports)
 
     def _with_allowed_tokens(self, step: StepInput, await_allowed: Callable[[], AllowedTokens] | None) -> StepInput:
-        """Return the step with the allowed tokens that the master sends later."""
         if not step.allowed_follow:
             return step
         assert await_allowed is not None

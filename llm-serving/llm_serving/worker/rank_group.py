@@ -39,9 +39,7 @@ class RankGroup(Protocol):
     """The ranks of a replica, as one of them sees it."""
 
     def start_step(self, step: int, timeout_s: float) -> None:
-        """Tag the following work with a step, which must be equal on all ranks; wait `timeout_s` seconds for other
-        ranks.
-        """
+        """Start a step, whose number must be the same on all ranks; wait at most `timeout_s` for another rank."""
 
     def check(self) -> None:
         """Raise RankLostError if another rank is gone or computes something else."""
@@ -58,14 +56,7 @@ class CollectiveGroup:
     """
 
     def __init__(self, rank: int, count: int, port: int, device_target: str) -> None:
-        """Wait until all ranks have joined.
-
-        Args:
-            rank: From 0.
-            count: Number of ranks.
-            port: Port of this machine for the scheduler.
-            device_target: Ascend or CPU.
-        """
+        """Wait until all ranks have joined. `port`: of this machine, for the scheduler."""
         os.environ.update(
             MS_ROLE="MS_WORKER",
             MS_NODE_ID=str(rank),
@@ -119,7 +110,6 @@ def _start_scheduler(port: int) -> None:
 
 
 def _schedule(parent: int) -> None:
-    """Run the scheduler until its parent exits."""
     die_with_parent()
     if os.getppid() == parent:
         ms.set_device("CPU")

@@ -56,13 +56,7 @@ class SampleArgs(ctypes.Structure):
 def choose_tokens(logits: Float32Array, sampling: SamplingInput, history: Int32Array) -> SampledTokens:
     """Sample one token for each row, by the operator library. See `sampling_reference.choose_tokens`.
 
-    Args:
-        logits: [S, V]; copied unless they are C-contiguous.
-        sampling: Passed `check_sampling`; the library does not check it again.
-        history: Its `history_token_ids` with all references resolved.
-
-    Raises:
-        KernelError: Out of memory.
+    `sampling` passed `check_sampling`, as the library does not check it again.
     """
     choices = SampledTokens.unset(sampling)
     logits = np.ascontiguousarray(logits, np.float32)
@@ -131,11 +125,7 @@ def check_sampling(sampling: SamplingInput, vocab_size: int) -> None:
 
 
 def check_allowed(sampling: SamplingInput, vocab_size: int) -> None:
-    """Check the allowed tokens of a step.
-
-    Raises:
-        WorkerError: Offsets do not partition the words, or a bitmap is longer than the vocabulary.
-    """
+    """Check the allowed tokens of a step; raise WorkerError if a bitmap is longer than the vocabulary."""
     offsets, num_words = sampling.allowed_offsets, len(sampling.allowed_words)
     _check_offsets("allowed", offsets, num_words, sampling.num_samples)
     if num_words and (offsets[1:] - offsets[:-1]).max() > -(-vocab_size // 32):
@@ -173,11 +163,9 @@ def sample(
     previous: Int32Array,
     choose_tokens: ChooseTokens = sampling_reference.choose_tokens,
 ) -> StepOutput:
-    """Sample one token for each row of logits.
+    """Sample one token for each row of logits ([S, V], C-contiguous, not changed).
 
     Args:
-        step: Number of the step, for the output.
-        logits: [S, V] C-contiguous; not changed.
         sampling: Passed `check_sampling`.
         previous: Tokens of the previous step, for histories that end in a reference.
         choose_tokens: From `choose_tokens_for`.

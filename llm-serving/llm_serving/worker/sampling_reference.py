@@ -40,15 +40,7 @@ _WORD_BITS = np.uint64(32)
 
 
 def philox4x32(counter: tuple[UInt64Array, ...], key: tuple[UInt64Array, UInt64Array]) -> tuple[UInt64Array, ...]:
-    """Compute ten rounds of Philox on many counters at once.
-
-    Args:
-        counter: Four arrays [n] of 32-bit words, each held in 64 bits.
-        key: Two arrays [n] of 32-bit words, each held in 64 bits.
-
-    Returns:
-        Four arrays [n] of 32-bit random words, each held in 64 bits.
-    """
+    """Compute ten rounds of Philox on n counters and keys at once. All words are 32 bits, held in 64."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(_ROUNDS):
@@ -67,12 +59,7 @@ def philox4x32(counter: tuple[UInt64Array, ...], key: tuple[UInt64Array, UInt64A
 
 
 def uniform(seeds: UInt64Array, positions: NDArray[Any]) -> NDArray[np.float64]:
-    """Return a number in [0, 1) with 53 random bits for each (seed, position).
-
-    Args:
-        seeds: [n] the key.
-        positions: [n] integers >= 0, the counter.
-    """
+    """Return a number in [0, 1) with 53 random bits for each (seed, position); seeds are keys, positions counters."""
     zero = np.zeros(len(seeds), np.uint64)
     counter = (positions.astype(np.uint64), zero, zero, zero)
     high, low, _, _ = philox4x32(counter, (seeds & _LOW_WORD, seeds >> _WORD_BITS))
@@ -115,13 +102,7 @@ class SampledTokens:
 
 
 def choose_tokens(logits: Float32Array, sampling: SamplingInput, history: Int32Array) -> SampledTokens:
-    """Sample one token for each row; see `sampler.sample`.
-
-    Args:
-        logits: [S, V], not changed.
-        sampling: The parameters.
-        history: Its `history_token_ids` with all references resolved.
-    """
+    """Sample one token for each row of logits ([S, V], not changed); `history`: with all references resolved."""
     choices = SampledTokens.unset(sampling)
     choices.token_ids.fill(-1)
     choices.failures.fill(SamplingFailure.NONE)

@@ -26,11 +26,7 @@ class Scored(NamedTuple):
 
 
 def check_scoring(scoring: ScoringInput, vocab_size: int) -> None:
-    """Check scoring parameters before the step is computed.
-
-    Raises:
-        WorkerError: Offsets do not partition their list, a token id is outside the vocabulary, or a count is below 0.
-    """
+    """Check scoring parameters before the step is computed; raise WorkerError if one is out of range."""
     token_ids, count = scoring.token_ids, scoring.num_results
     if not is_partition(scoring.offsets, len(token_ids), count):
         raise WorkerError(f"offsets of scoring must divide {len(token_ids)} ids into {count} parts")
@@ -43,15 +39,10 @@ def check_scoring(scoring: ScoringInput, vocab_size: int) -> None:
 def score(
     states: Float32Array, scoring: ScoringInput, head: Head, vocab_size: int, choose_tokens: ChooseTokens
 ) -> Scored:
-    """Score each row of states independently, `LOGITS_BYTES` of logits at a time.
+    """Score each row of states ([P, H]) independently, `LOGITS_BYTES` of logits at a time.
 
-    Args:
-        states: [P, H]
-        scoring: Passed `check_scoring`.
-        head: Computes logits from states.
-        vocab_size: V.
-        choose_tokens: From `sampler.choose_tokens_for`. It finds the largest logit, the total weight and the most
-            likely tokens exactly as for a sampled token.
+    `choose_tokens`, from `sampler.choose_tokens_for`, finds the largest logit, the total weight and the most likely
+    tokens exactly as for a sampled token.
     """
     count = scoring.num_results
     logprobs, ranks = np.zeros(len(scoring.token_ids), np.float32), np.zeros(len(scoring.token_ids), np.int32)
@@ -87,7 +78,6 @@ def _row_ranges(count: int, vocab_size: int) -> Iterator[tuple[int, int]]:
 
 
 def _concatenate(parts: Sequence[TopTokens]) -> TopTokens:
-    """Concatenate the most likely tokens of all parts."""
     lengths = np.concatenate([np.empty(0, np.int32), *(np.diff(part.offsets) for part in parts)])
     return TopTokens(
         np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32),

@@ -27,15 +27,9 @@ Request = TypeVar("Request", ReadBlocks, BlockContents)
 class BlockLink:
     """Reads and writes the transfer pool of one WorkAgent. Only one thread may use it at a time (`locked`).
 
-    A few requests are in flight at once; replies come in the order of the requests, each within `timeout_s`. A late or
-    unexpected reply closes the connection, so that it is never mistaken for another one. The WorkAgent exits when the
-    connection closes, and is restarted.
-
-    Args:
-        channel: To the WorkAgent; the link owns it.
-        block_bytes: Size of a block in all layers.
-        timeout_s: Longest time of a reply, in seconds.
-        steps: The WorkAgent's step channel, closed together with this connection.
+    Replies come in the order of the requests, each within `timeout_s`. A late or unexpected reply closes the
+    connection, so that it is never mistaken for another one; the WorkAgent then exits and is restarted. `steps` is the
+    WorkAgent's step channel, closed together with this connection.
     """
 
     def __init__(
@@ -48,18 +42,13 @@ class BlockLink:
         self.max_frames_in_flight = MAX_FRAMES_IN_FLIGHT
         self.timeout_s = timeout_s
         self.is_closed = False
-        """Whether the connection is closed, so that the pool's contents are lost."""
         self._channel = channel
         self._steps = steps
         self._lock = threading.Lock()
 
     @contextlib.contextmanager
     def locked(self, timeout_s: float) -> Iterator[None]:
-        """Hold exclusive use of the link.
-
-        Raises:
-            WorkerError: Other threads used it for `timeout_s` seconds.
-        """
+        """Hold exclusive use of the link; raise WorkerError if other threads use it for `timeout_s` seconds."""
         if not self._lock.acquire(timeout=timeout_s):
             raise WorkerError("the block connection is busy")
         try:
@@ -70,7 +59,7 @@ class BlockLink:
                 self._release()
 
     def read(self, pieces: Iterable[Sequence[TransferBlock]]) -> Generator[BlockContents, None, None]:
-        """Yield the contents of blocks, one frame per piece of at most `blocks_per_frame`. Close it if not exhausted.
+        """Yield the contents of blocks, one frame per piece. Close the generator if it is not exhausted.
 
         Raises:
             WorkerError: The contents cannot be read.
@@ -81,11 +70,7 @@ class BlockLink:
                 yield self._checked(request, reply)
 
     def write(self, frames: Iterable[BlockContents]) -> None:
-        """Write blocks into the pool.
-
-        Raises:
-            WorkerError: They could not be written.
-        """
+        """Write blocks into the pool; raise WorkerError if that fails."""
         with contextlib.closing(self._replies(frames)) as replies:
             for frame, reply in replies:
                 names = frame.block_ids, frame.epochs

@@ -28,7 +28,6 @@ MAX_ATTACH_BYTES: Final = 256
 ACCEPT_RETRY_S: Final = 0.2
 """Delay after `accept` failed for lack of resources."""
 MAX_HANDSHAKES: Final = 64
-"""Limit of `PendingHandshakes`."""
 
 
 @dataclass
@@ -49,7 +48,7 @@ class PendingHandshakes:
         self._limit = limit
         self._lock = threading.Lock()
         self._connections: dict[ssl.SSLSocket, _PendingConnection] = {}
-        """The oldest first."""
+        """Oldest first."""
 
     def add(self, connection: ssl.SSLSocket, peer: str, thread: threading.Thread) -> bool:
         """Add a connection unless the limit is reached; return whether it was added.
@@ -100,7 +99,6 @@ class PendingStarts:
 
     @contextmanager
     def expect(self, token: str) -> Iterator[ExpectedConnection]:
-        """Accept one connection with this token while inside."""
         queue: SimpleQueue[AgentChannel] = SimpleQueue()
         with self._lock:
             self._expected[token] = queue
@@ -122,8 +120,6 @@ class PendingStarts:
 
 
 class ExpectedConnection:
-    """The connection that a start waits for."""
-
     def __init__(self, queue: SimpleQueue[AgentChannel]) -> None:
         self._queue = queue
 
@@ -139,10 +135,6 @@ class Listener:
     """Accepts connections of WorkAgents with the cluster's secret and hands each to the start that its token names.
 
     Each connection has `HANDSHAKE_TIMEOUT_S` for the TLS handshake and the token, in a thread of its own.
-
-    Args:
-        host: Address of this machine that the other machines reach.
-        identity: Identity of the cluster.
     """
 
     def __init__(self, host: str, identity: ClusterIdentity) -> None:
@@ -157,7 +149,6 @@ class Listener:
         self._thread.start()
 
     def expect(self, token: str) -> AbstractContextManager[ExpectedConnection]:
-        """As `PendingStarts.expect`."""
         return self._pending_starts.expect(token)
 
     def close(self) -> None:

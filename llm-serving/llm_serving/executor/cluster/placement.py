@@ -41,8 +41,7 @@ class AgentStarter(Protocol):
             WorkerDiedError: It cannot be started.
         """
 
-    def close(self) -> None:
-        """Release the cluster's resources."""
+    def close(self) -> None: ...
 
 
 class ClusterPlacement:
@@ -53,11 +52,7 @@ class ClusterPlacement:
 
     Args:
         host: Address of this machine that the other machines connect to.
-        identity: Identity of the cluster.
-        starter: Runs the processes.
-        num_threads: Kernel threads of each rank; None: as on this machine.
         own_devices: Whether a WorkAgent only sees the devices assigned to it, one per rank, numbered from 0.
-        connect_timeout_s: Time within which a WorkAgent must connect.
     """
 
     def __init__(
@@ -152,11 +147,7 @@ class ClusterPlacement:
 
 
 def _peer_of(index: int, channel: AgentChannel) -> str:
-    """Return the address of the WorkAgent's machine.
-
-    Raises:
-        WorkerDiedError: The connection is closed already.
-    """
+    """Return the address of the WorkAgent's machine; raise WorkerDiedError if the connection is closed already."""
     try:
         return channel.peer
     except OSError as error:

@@ -51,7 +51,6 @@ class RayUnavailable(msgspec.Struct, tag="unusable", frozen=True):
 
     error: str
     is_retryable: bool = False
-    """Whether another attempt may succeed."""
 
 
 class AgentEnded(msgspec.Struct, tag="ended", frozen=True):

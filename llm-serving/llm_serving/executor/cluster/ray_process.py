@@ -188,7 +188,6 @@ class RayAgents:
             self._running[running] = command.number
 
     def _send_weights_and_run(self, command: StartAgent, actor: Any, weights: StoredWeights) -> None:
-        """Copy the weights, then run. It takes long, so it has a thread of its own."""
         try:
             path = weights.deliver(actor)
             self._run(command, actor, [(*arguments, "--model-path", path) for arguments in command.ranks])
@@ -232,14 +231,10 @@ class RayAgents:
 
 @contextmanager
 def connect_to_ray(address: str | None, num_cpus: int = 1) -> Iterator[Any]:
-    """Connect to Ray and yield its package.
+    """Connect to Ray and yield its package. Without an address, start a cluster on this machine for that time.
 
     The calling thread must live as long as the connection, because Ray ties the processes it starts here to that
     thread.
-
-    Args:
-        address: Address of the cluster; None: start one on this machine, for as long as the connection lives.
-        num_cpus: Least number of CPUs of a cluster that is started here.
 
     Raises:
         ConfigError: Ray is not installed, or there is no cluster at the address.
@@ -266,11 +261,7 @@ def connect_to_ray(address: str | None, num_cpus: int = 1) -> Iterator[Any]:
 
 
 def import_ray() -> Any:
-    """Import the package.
-
-    Raises:
-        ConfigError: It is not installed.
-    """
+    """Import ray; raise ConfigError if it is not installed."""
     try:
         return importlib.import_module("ray")
     except ImportError:

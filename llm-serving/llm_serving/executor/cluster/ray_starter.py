@@ -34,7 +34,6 @@ KILL_TIMEOUT_S: Final = 2.0
 SHUTDOWN_S: Final = 10.0
 """Time for the Ray process to exit. It hangs if the head node is gone."""
 ATTEMPTS: Final = 3
-"""Attempts to start Ray on this machine."""
 COMMAND: Final = tuple(command_of("llm_serving.executor.cluster.ray_process"))
 
 
@@ -42,12 +41,6 @@ class RayStarter:
     """Starts WorkAgents through a separate Ray process (see `ray_process`).
 
     If that process has exited, the next start creates another one, which connects to whatever cluster is there.
-
-    Args:
-        requirements: What the server requires. `address` is None to start a cluster on this machine, for as long as
-            this object lives.
-        secret_file: The cluster's secret, at the same path on every machine.
-        command: Command line of the Ray process.
     """
 
     def __init__(self, requirements: RayRequirements, secret_file: str, command: Sequence[str] = COMMAND) -> None:
@@ -116,18 +109,13 @@ class RayConnection:
         return self._gone_reason is not None
 
     def wait(self) -> RayConnected:
-        """Wait until the cluster has reserved the resources.
-
-        Raises:
-            ConfigError: It has not.
-        """
+        """Wait until the cluster has reserved the resources; raise ConfigError if it cannot."""
         self._answered.wait()
         if self._connected is None:
             raise ConfigError(self._gone_reason or "")
         return self._connected
 
     def start(self, number: int, index: int, ranks: tuple[tuple[str, ...], ...]) -> RayAgent:
-        """Start a WorkAgent once the resources are reserved."""
         agent = RayAgent(self, number)
         with self._lock:
             self._agents[number] = agent
@@ -196,7 +184,6 @@ class RayAgent:
         return self._exit_description
 
     def set_exited(self, description: str) -> None:
-        """Called by the connection."""
         if not self._exited.is_set():
             self._exit_description = description
             self._exited.set()

@@ -35,8 +35,6 @@ class WeightFile(msgspec.Struct, frozen=True):
 
 
 class WeightFiles(msgspec.Struct, frozen=True):
-    """Files of a model folder."""
-
     files: tuple[WeightFile, ...]
     digest: str
     """Digest of all names and contents."""
@@ -48,15 +46,12 @@ class WeightFiles(msgspec.Struct, frozen=True):
 
 class _Piece(NamedTuple):
     file: int
-    """Index of the file."""
     content: bytes
 
 
 def describe_folder(folder: Path) -> WeightFiles:
-    """Read all files of a folder and its subfolders, except hidden ones.
-
-    Raises:
-        ModelError: A file cannot be read, or there are none.
+    """Read all files of a folder and its subfolders, except hidden ones; raise ModelError if that fails or there are
+    none.
     """
     names = sorted(
         str(path.relative_to(folder))
@@ -97,12 +92,7 @@ def find_cached(cache: str, files: WeightFiles) -> Path | None:
 
 
 def store_in_cache(cache: str, files: WeightFiles, pieces: Iterable[bytes | memoryview]) -> Path:
-    """Write the files to the cache of this machine and verify them. Processes take turns.
-
-    Args:
-        cache: Cache folder; created if it does not exist.
-        files: Description of the files on the source machine.
-        pieces: From `read_pieces`.
+    """Write the files to the cache folder of this machine and verify them. Processes take turns.
 
     Raises:
         ConfigError: The files cannot be stored, or do not match the description.
@@ -147,8 +137,6 @@ def _write(folder: Path, files: WeightFiles, pieces: Iterable[bytes | memoryview
 
 
 class _Digest:
-    """Digest of names and contents, in the order of the files."""
-
     def __init__(self) -> None:
         self._all = blake2b(digest_size=_DIGEST_BYTES)
         self._name = ""
