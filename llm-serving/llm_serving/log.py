@@ -45,7 +45,7 @@ class SingleLineFormatter(logging.Formatter):
 
 
 def configure_logging(level: str = "INFO", process: str = "master") -> None:
-    """Send the package's log lines to standard error, with the name of the process. A second call replaces the first."""
+    """Send the log lines of the package to standard error, named by process. A second call replaces the first."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(SingleLineFormatter(f"%(asctime)s %(levelname)-7s [{process}] %(name)s: %(message)s"))
     logger = logging.getLogger(ROOT)
