@@ -135,9 +135,7 @@ class LLM:
             RequestError: A prompt can never be computed; none has been started then.
             WorkerError: One could not be.
         """
-        requests = [self._request(prompt, SamplingParams(max_tokens=0), 0) for prompt in prompts]
-        for request in requests:
-            request.wants_vector = True
+        requests = [self._request(prompt, SamplingParams(max_tokens=0), wants_vector=True) for prompt in prompts]
         vectors: dict[int, Float32Array] = {}
         for index, piece in self._run(requests):
             if piece.failed or piece.vector is None:
@@ -159,9 +157,7 @@ class LLM:
             RequestError: A request can never be served; none has been started then.
         """
         check_beam_search(self.config.model, sampling)
-        requests = [self._request(prompt, sampling, 0) for prompt in prompts]
-        for request in requests:
-            request.beam_search = search
+        requests = [self._request(prompt, sampling, beam_search=search) for prompt in prompts]
         pieces: list[list[RequestOutput]] = [[] for _ in prompts]
         for index, piece in self._run(requests):
             pieces[index].append(piece)
@@ -183,7 +179,15 @@ class LLM:
                 if not request.is_finished:
                     self.engine.abort(request.request_id)
 
-    def _request(self, prompt: Prompt, sampling: SamplingParams, priority: int) -> Request:
+    def _request(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        priority: int = 0,
+        *,
+        wants_vector: bool = False,
+        beam_search: BeamSearchParams | None = None,
+    ) -> Request:
         token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         vocab_size, blocks = self.model_spec.vocab_size, self.engine.scheduler.blocks
         check_request(token_ids, sampling, priority, vocab_size, self.config.model, blocks, self.end_token_ids)
@@ -192,6 +196,8 @@ class LLM:
             prompt_token_ids=token_ids,
             sampling=sampling,
             stop_token_ids=stop_token_ids(sampling, self.end_token_ids),
+            wants_vector=wants_vector,
+            beam_search=beam_search,
             constraint=self._constraint(sampling),
             priority=priority,
             arrival_time=monotonic(),

@@ -1,4 +1,13 @@
-"""One prompt and what is generated for it."""
+"""One request in the master: what the client asked, and what scheduler and engine track of it.
+
+Three slotted dataclasses extend one another, one per owner, so every attribute stays one load away:
+
+| Class            | Owner     | Written by                                                                           |
+| ---------------- | --------- | ------------------------------------------------------------------------------------ |
+| ClientRequest    | client    | nobody after construction: its fields are `Final`, which mypy checks                 |
+| ScheduledRequest | scheduler | the scheduler; the engine sets the initial values before it calls `Scheduler.add`    |
+| Request          | engine    | the engine, in its own thread                                                        |
+"""
 
 from __future__ import annotations
 
@@ -17,11 +26,11 @@ if TYPE_CHECKING:
 
 
 class RequestStatus(enum.Enum):
-    """Where a request is in its life.
+    """State of a request in the scheduler.
 
     WAITING -> RUNNING -> FINISHED
        ^          |
-       +----------+  preempted: its blocks were taken, it waits to be computed again
+       +----------+  preempted: it waits until its blocks are swapped in or computed again
     """
 
     WAITING = "waiting"
@@ -35,141 +44,38 @@ class FinishReason(enum.StrEnum):
     ABORT = "abort"
     ERROR = "error"
     TIMEOUT = "timeout"
-    """Its deadline passed, or could not be met any more."""
+    """The deadline passed, or could not be met any more."""
     UNAVAILABLE = "unavailable"
-    """Nothing could compute it any more; it may be asked again."""
+    """No WorkAgent could compute it; the client may send it again."""
 
 
 RUNNING: Final = RequestStatus.RUNNING
 FINISHED: Final = RequestStatus.FINISHED
-"""By names of their own: in Python 3.11 to look a member up in its class takes five times as long as to compare it."""
+"""Module-level names, because Python 3.11 takes five times as long to look up an enum member as to compare it."""
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
-class Request:
-    """The master's state of one request; owned by the engine loop once submitted.
+class ClientRequest:
+    """What the client asked. No field changes after construction."""
 
-    One rule moves it forward: a step computes tokens until `num_computed_tokens` reaches `num_tokens`; when it gets
-    there, the step samples the next token. Scheduling runs ahead of the device, so tokens may be sampled whose ids are
-    not known here yet: `num_tokens_in_flight` counts them.
-
-        |<------- prompt ------->|<-- known output -->|<- in flight ->|
-        |<------------- num_tokens_known ------------>|               |
-        |<--------------------- num_tokens -------------------------->|
-    """
-
-    request_id: str
-    prompt_token_ids: list[int]
-    sampling: SamplingParams
-    stop_token_ids: frozenset[int] = frozenset()
+    request_id: Final[str]
+    prompt_token_ids: Final[list[int]]
+    sampling: Final[SamplingParams]
+    stop_token_ids: Final[frozenset[int]] = frozenset()
     """Ids that end the output: the request's own and, unless `ignore_eos`, the model's."""
-    priority: int = 0
-    """Smaller runs first; it also puts the request into its class."""
-    tenant: str = ""
-    """Who shares fairly with others of the same class: the name of an API key, or the user a client names."""
-    cache_salt: str = ""
-    """Requests find each other's computed prefixes only where tenant and salt are the same."""
-    fork_of: str | None = None
-    """Id of a request with the same beginning; this one waits until that has computed it, and shares its blocks."""
-    needs_known_output: bool = False
-    """Whether its next step depends on more than the token of its last one, so that it cannot be scheduled ahead."""
-    num_prompt_logprobs_wanted: int = 0
-    """Tokens at the beginning of its prompt behind which log-probabilities are wanted: all but the last, or none."""
-    wants_vector: bool = False
-    """Whether the last hidden state of its prompt is wanted."""
-    wants_migration: bool = False
-    """Whether another replica goes on with it once its prompt is computed and there is room to hand its blocks over."""
-    transfer: Transfer | None = None
-    """What it has come with, where another replica has begun with it."""
-    is_beam: bool = False
-    """Whether it waits for others between two of its tokens."""
-    beam_search: BeamSearchParams | None = None
-    """What the answer is where not just the tokens of this request; `engine.receivers` has a receiver for each type."""
-    constraint: Constraint | None = None
-    """What has been made of that of its sampling."""
-    matcher: ConstraintMatcher | None = None
-    """Tells which tokens may follow its output, where it has a constraint."""
-    sink: OutputSink | None = None
-    """What it is computed for; given when an engine takes it."""
-    arrival_time: float = 0.0
+    tenant: Final[str] = ""
+    """Name of the API key, or the user that the client names; tenants of a class share fairly."""
+    cache_salt: Final[str] = ""
+    """Requests share computed prefixes only if tenant and salt are equal."""
+    fork_of: Final[str | None] = None
+    """Id of a request with the same prefix. This one waits until that prefix is computed, then shares its blocks."""
+    wants_vector: Final[bool] = False
+    """Whether the answer has the last hidden state of the prompt."""
+    beam_search: Final[BeamSearchParams | None] = None
+    constraint: Final[Constraint | None] = None
+    """`sampling.constraint`, compiled."""
+    arrival_time: Final[float] = 0.0
     """Seconds on the engine's clock."""
-    deadline: float | None = None
-    """When it is of no more use to who asked, on the same clock; None: never."""
-    http_timings: HttpTimings | None = None
-    """The HTTP request it answers, alone or with others."""
-    sequence: int = 0
-    """Order of arrival at the scheduler; breaks ties, so that no two requests are equal."""
-    class_sequence: int = 0
-    """Order in which it came into its class, by the numbers of `sequence`."""
-    class_entry_step: int = 0
-    """The step before which it came into its class."""
-    request_class: RequestClass = STANDARD
-    """Given by the scheduler, from `priority`."""
-    queue_key: tuple[int, float, int, int] = (0, 0.0, 0, 0)
-    """Place in every order the scheduler keeps, smaller first: rank of the class, place by the order of the policy,
-    step of arrival moved by `priority`, `sequence`. Given on arrival, and again with another priority."""
-
-    status: RequestStatus = RequestStatus.WAITING
-    is_migrating: bool = False
-    """Whether its blocks are being handed over: no further step computes it here."""
-    paused: bool = False
-    """Whether what follows its last reply has not been decided: it is not scheduled, and gives way to anybody."""
-    output_token_ids: list[int] = field(default_factory=list)
-    num_computed_tokens: int = 0
-    """Tokens whose keys and values are in the cache once every submitted step has run."""
-    num_confirmed_tokens: int = 0
-    """Those of them whose step has been replied to."""
-    num_cached_tokens: int = 0
-    """Prompt tokens that were found computed when the request first ran."""
-    num_prompt_logprobs_received: int = 0
-    """Those of `num_results_wanted`, from the first on, whose log-probabilities have come."""
-    num_tokens_in_flight: int = 0
-    """Tokens sampled by submitted steps whose ids have not come back."""
-    draft_token_ids: list[int] = field(default_factory=list)
-    """Draft tokens after the newest token. The step that computes the newest token may verify some of them; until its
-    reply they stay, and the request is not scheduled again."""
-    num_new_tokens: int = 0
-    """Tokens that its newest reply has brought."""
-    num_preemptions: int = 0
-    num_lost_steps: int = 0
-    """Steps that computed it and were never replied to with a result, since it last got further than ever before."""
-    num_tokens_at_loss: int = 0
-    """Where it has got further: when more of its tokens are computed than these, one less than such a step reached."""
-    arrival_clock: int = 0
-    """What the clock of its class showed when it came; that clock counts the steps its class could take part in."""
-    wait_bound: int | None = None
-    """Most steps from its arrival to its first admission, given on arrival; None: nothing is promised.
-
-    To a fork it is given, and counts from then, when the prompt it waits for is computed. It is given anew, and counts
-    from then, when its tenant's limit no longer holds it apart, and when the cache is lost while it waits: what runs
-    then is to be admitted again before it."""
-    num_steps_waited: int | None = None
-    """Those of `wait_bound` that were counted until it was admitted first; None: it has not been."""
-    admission_number: int = 0
-    """Order of admission, the latest time: prompts that have begun go on in this order."""
-    running_since: tuple[int, float] = (0, 0.0)
-    """The step, and seconds on the engine's clock, in which it was admitted the latest time."""
-    last_scheduled_step: int = -1
-    """The newest step that computed a token of this request, or the one before it was admitted."""
-    class_change_step: int = -1
-    """The step before which it came into its class while it ran; -1: it did not."""
-    first_scheduled_time: float | None = None
-    finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None
-    """The stop string or stop token id that ended the output, if one did."""
-
-    def __post_init__(self) -> None:
-        self.needs_known_output = self.needs_known_output or self.sampling.needs_known_output
-        assert (self.constraint is None) == (self.sampling.constraint is None), "a constraint must be compiled"
-        if self.constraint is not None:
-            self.matcher = self.constraint.create_matcher()
-        if self.sampling.prompt_logprobs is not None:
-            self.num_prompt_logprobs_wanted = len(self.prompt_token_ids) - 1
-
-    @property
-    def root_request(self) -> Request:
-        """The request that it is computed for: itself, or the one whose beam it is."""
-        return self if self.sink is None else self.sink.request
 
     @property
     def cache_namespace(self) -> str:
@@ -180,8 +86,110 @@ class Request:
         return len(self.prompt_token_ids)
 
     @property
+    def max_num_tokens(self) -> int:
+        """Maximum length of prompt and output."""
+        return len(self.prompt_token_ids) + self.sampling.max_tokens
+
+
+@dataclass(eq=False, slots=True)
+class ScheduledRequest(ClientRequest):
+    """The state that the scheduler keeps of a request.
+
+    One rule moves it forward: a step computes tokens until `num_computed_tokens` reaches `num_tokens`; when it gets
+    there, the step samples the next token. Scheduling runs ahead of the device, so tokens may be sampled whose ids are
+    not known here yet: `num_tokens_in_flight` counts them.
+
+        |<------- prompt ------->|<-- known output -->|<- in flight ->|
+        |<------------- num_tokens_known ------------>|               |
+        |<--------------------- num_tokens -------------------------->|
+    """
+
+    # Progress
+    status: RequestStatus = RequestStatus.WAITING
+    output_token_ids: list[int] = field(default_factory=list)
+    num_computed_tokens: int = 0
+    """Tokens whose keys and values are in the cache once every submitted step has run."""
+    num_confirmed_tokens: int = 0
+    """Computed tokens whose step has been replied to."""
+    num_tokens_in_flight: int = 0
+    """Tokens sampled by submitted steps whose ids have not come back."""
+    num_cached_tokens: int = 0
+    """Prompt tokens that prefix caching provided when the request first ran."""
+    num_new_tokens: int = 0
+    """Tokens that the newest reply added."""
+    draft_token_ids: list[int] = field(default_factory=list)
+    """Draft tokens after the newest token. The step that computes the newest token verifies some of them. Until its
+    reply they stay, and the request is not scheduled again."""
+    num_prompt_logprobs_wanted: int = 0
+    """First tokens of the prompt after which log-probabilities are wanted: all but the last, or none."""
+    num_prompt_logprobs_received: int = 0
+    """First tokens of the prompt after which log-probabilities have come."""
+    needs_known_output: bool = False
+    """Whether a step needs the ids of all earlier tokens, so that it cannot be scheduled before the last reply."""
+    is_beam: bool = False
+    """Whether it is one beam of a search: after each token it is paused until the other beams have theirs."""
+    paused: bool = False
+    """Whether its beam search has not decided how it continues. It is not scheduled, and is preempted first."""
+
+    # Order
+    priority: int = 0
+    """Smaller runs first; it also selects the class."""
+    deadline: float | None = None
+    """Seconds on the engine's clock after which the client does not need the answer; None: never."""
+    request_class: RequestClass = STANDARD
+    """Set by the scheduler from `priority`."""
+    sequence: int = 0
+    """Order of arrival at the scheduler; unique, so it breaks ties."""
+    queue_key: tuple[int, float, int, int] = (0, 0.0, 0, 0)
+    """Sort key of waiting and running requests: rank of the class, key of the order, step of arrival shifted by
+    `priority`, `sequence`."""
+    class_sequence: int = 0
+    """Order of arrival in its class, in numbers of `sequence`."""
+    class_entry_step: int = 0
+    """First step that could schedule it in its class."""
+    class_change_step: int = -1
+    """First step after it changed its class while it ran; -1: never."""
+
+    # Waits and preemptions
+    arrival_clock: int = 0
+    """Clock of its class at its arrival: the number of steps in which the class could be scheduled."""
+    wait_bound: int | None = None
+    """Guaranteed maximum number of steps from arrival to first admission; None: no guarantee.
+
+    The scheduler sets it on arrival. It sets it again, and counts from then, for a fork whose parent's prompt is
+    computed, for a request that its tenant's limit no longer holds back, and after the cache was lost."""
+    num_steps_waited: int | None = None
+    """Steps counted against `wait_bound` until the first admission; None: not admitted yet."""
+    admission_number: int = 0
+    """Order of its latest admission; prefills continue in this order."""
+    running_since: tuple[int, float] = (0, 0.0)
+    """Step, and seconds on the engine's clock, of its latest admission."""
+    first_scheduled_time: float | None = None
+    last_scheduled_step: int = -1
+    """Newest step that computed a token of it, or the step before its admission."""
+    num_preemptions: int = 0
+
+    # Migration
+    wants_migration: bool = False
+    """Whether another replica decodes it once its prompt is computed and its KV blocks can be exported."""
+    is_migrating: bool = False
+    """Whether its blocks are being exported: no further step computes it here."""
+    transfer: Transfer | None = None
+    """State imported from the replica that computed its prompt."""
+
+    # End
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    """The stop string or stop token id that ended the output, if one did."""
+
+    @property
+    def has_prompt_results(self) -> bool:
+        """Whether steps give prompt log-probabilities or a vector for it, or no token at all."""
+        return self.num_prompt_logprobs_wanted > 0 or self.wants_vector or self.sampling.max_tokens == 0
+
+    @property
     def num_output_tokens(self) -> int:
-        """Tokens sampled so far, those in flight included."""
+        """Number of sampled tokens, including those in flight."""
         return len(self.output_token_ids) + self.num_tokens_in_flight
 
     @property
@@ -193,39 +201,27 @@ class Request:
         return self.num_tokens_known + self.num_tokens_in_flight
 
     @property
-    def max_num_tokens(self) -> int:
-        """Most tokens it can ever have."""
-        return len(self.prompt_token_ids) + self.sampling.max_tokens
-
-    @property
     def num_uncomputed_tokens(self) -> int:
         return self.num_tokens - self.num_computed_tokens
 
     @property
-    def has_prompt_results(self) -> bool:
-        """Whether anything but a token comes of it, or nothing at all but that its prompt is computed."""
-        return self.num_prompt_logprobs_wanted > 0 or self.wants_vector or self.sampling.max_tokens == 0
-
-    @property
     def max_prefix_hit_tokens(self) -> int:
-        """Most tokens at its beginning that need not be computed for it, if others have computed them.
+        """Maximum length of the prefix that it may take from other requests instead of computing it.
 
-        What gives a result is computed for it; so a token is taken from others only if its results have come.
+        A token that gives a result must be computed for this request. So the prefix ends before the first token whose
+        log-probabilities are missing, and before the newest token.
         """
-        return (
-            self.num_prompt_logprobs_received
-            if self.num_prompt_logprobs_received < self.num_prompt_logprobs_wanted
-            else self.num_tokens_known - 1
-        )
+        received = self.num_prompt_logprobs_received
+        return received if received < self.num_prompt_logprobs_wanted else self.num_tokens_known - 1
 
     @property
     def is_decoding(self) -> bool:
-        """Whether just the newest token is left to compute."""
+        """Whether only the newest token is left to compute."""
         return self.num_uncomputed_tokens == 1 and self.num_output_tokens > 0
 
     @property
     def has_run(self) -> bool:
-        """Whether it has been admitted before, or begins as a beam where one that has been was."""
+        """Whether it was admitted before, or is a beam that continues an admitted one."""
         return self.num_steps_waited is not None or self.last_scheduled_step >= 0
 
     @property
@@ -233,10 +229,39 @@ class Request:
         return self.status is FINISHED
 
     def known_token_ids(self, start: int, end: int) -> list[int]:
-        """Tokens [start, end) of prompt and known output."""
+        """Return tokens [start, end) of prompt and known output."""
         split = len(self.prompt_token_ids)
         if end <= split:
             return self.prompt_token_ids[start:end]
         if start >= split:
             return self.output_token_ids[start - split : end - split]
         return self.prompt_token_ids[start:] + self.output_token_ids[: end - split]
+
+
+@dataclass(eq=False, slots=True)
+class Request(ScheduledRequest):
+    """A request with the state that the engine keeps of it."""
+
+    sink: OutputSink | None = None
+    """Receives its results; set when the engine accepts it."""
+    matcher: ConstraintMatcher | None = None
+    """Tells which tokens `constraint` allows after its output."""
+    http_timings: HttpTimings | None = None
+    """Times of the HTTP request that it answers, alone or with other requests."""
+    num_lost_steps: int = 0
+    """Steps that computed it and failed, since its progress last exceeded `num_tokens_at_loss`."""
+    num_tokens_at_loss: int = 0
+    """The most tokens that were computed before a failed step."""
+
+    def __post_init__(self) -> None:
+        self.needs_known_output = self.needs_known_output or self.sampling.needs_known_output
+        assert (self.constraint is None) == (self.sampling.constraint is None), "a constraint must be compiled"
+        if self.constraint is not None:
+            self.matcher = self.constraint.create_matcher()
+        if self.sampling.prompt_logprobs is not None:
+            self.num_prompt_logprobs_wanted = len(self.prompt_token_ids) - 1
+
+    @property
+    def root_request(self) -> Request:
+        """The request that the client sent: itself, or the one whose beam it is."""
+        return self if self.sink is None else self.sink.request
