@@ -18,7 +18,7 @@ from llm_serving.executor.model_files import SameFiles
 from llm_serving.executor.placement import Placement
 from llm_serving.executor.restart_status import StartCancellation
 from llm_serving.executor.supervisor import SupervisedExecutor, WorkAgentProcess, start_work_agent
-from llm_serving.hub.base import Progress
+from llm_serving.hub.base import DownloadProgress
 from llm_serving.log import get_logger
 from llm_serving.models.spec import ModelSpec
 from llm_serving.observability.metrics import Metrics
@@ -51,7 +51,7 @@ def run_batch(config: ServingConfig, source: Path, target: Path) -> RequestCount
     Raises:
         LLMServingError: As `run`, or the files cannot be used.
     """
-    with Progress(unit="line") as bar:
+    with DownloadProgress(unit="line") as bar:
 
         def show(counts: RequestCounts) -> None:
             bar.total = counts.total or None

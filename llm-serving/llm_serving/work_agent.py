@@ -184,7 +184,7 @@ def serve(
         with contextlib.nullcontext(transfer_fd) if blocks is None else transfer_memory() as memory:
             load = load if memory is None else partial(load, transfer_fd=memory)
             runner, notice = load(settings, on_progress=lambda text: channel.send(Progress(text)))
-        sketch = weight_fingerprint(Path(settings.model_path)) if memory_fd is None else ""
+        fingerprint = weight_fingerprint(Path(settings.model_path)) if memory_fd is None else ""
     except RankLostError:
         raise
     except LLMServingError as error:
@@ -204,7 +204,7 @@ def serve(
         blocks.max_frame_bytes = max_frame_bytes(tensors.block_bytes)
         arguments = blocks, tensors.transfer, channel, throttle
         threading.Thread(target=_serve_blocks, args=arguments, name="blocks", daemon=True).start()
-    channel.send(Loaded(*sizes, notice, runner.computed_by, tensors.block_bytes, sketch))
+    channel.send(Loaded(*sizes, notice, runner.computed_by, tensors.block_bytes, fingerprint))
     buffers: SharedBuffers | InlineArrays
     if memory_fd is not None:
         buffers = SharedBuffers(memory_fd, settings.num_buffers, settings.buffer_bytes)

@@ -15,7 +15,7 @@ from llm_serving.config import load_config
 from llm_serving.config.schema import ServingConfig
 from llm_serving.errors import ConfigError, ReceiptError
 from llm_serving.executor.model_files import ModelFiles, content_hashes
-from llm_serving.hub.base import Progress
+from llm_serving.hub.base import DownloadProgress
 from llm_serving.log import configure_logging
 
 from llm_serving_receipts.digest import response_texts
@@ -103,11 +103,11 @@ def _verify(
     assert model.model_path is not None
     files = ModelFiles.served(model)
     on_progress(f"hashing {files.num_bytes / 2**20:,.0f} MiB of {model.model_path.name}")
-    with Progress(total=files.num_bytes, unit="B", unit_scale=True) as bar:
+    with DownloadProgress(total=files.num_bytes, unit="B", unit_scale=True) as bar:
         hashes = content_hashes(files, bar.update)
     verifier, num_equal = Verifier(load, hashes, on_progress, [each.receipt for _, each in receipts]), 0
     try:
-        with Progress(total=len(receipts), unit="receipt") as bar:
+        with DownloadProgress(total=len(receipts), unit="receipt") as bar:
             for source, each in receipts:
                 verdict = verifier.verify(each)
                 num_equal += verdict.equal

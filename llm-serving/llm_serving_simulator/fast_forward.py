@@ -16,7 +16,7 @@ from llm_serving.core.request import FINISHED, FinishReason, Request
 from llm_serving.core.request_output import PromptLogprobs, RequestOutput
 from llm_serving.core.step import Float32Array, StepOutput
 from llm_serving.engine.engine import Engine
-from llm_serving.engine.sinks import Desk, OneSequence
+from llm_serving.engine.sinks import SequenceSink, SinkContext
 from llm_serving.scheduler.orders import OUTPUT_TOKEN_WEIGHT
 from llm_serving.scheduler.policies import PolicyInput
 from llm_serving.scheduler.schedule import Schedule, ScheduledRow
@@ -45,7 +45,7 @@ TokensAt = Callable[[Request, int, int], list[int]]
 
 
 class TokenCounter:
-    """The receiver of a simulated request, in place of `OneSequence`.
+    """The receiver of a simulated request, in place of `SequenceSink`.
 
     A token that is neither the first nor the last of an answer is reported by this object itself, without a
     `RequestOutput`.
@@ -53,7 +53,7 @@ class TokenCounter:
 
     __slots__ = ("_desk", "_tell", "active_requests", "outcome", "request", "request_id")
 
-    def __init__(self, request: Request, desk: Desk, outcome: Outcome) -> None:
+    def __init__(self, request: Request, desk: SinkContext, outcome: Outcome) -> None:
         self.request, self.request_id = request, request.request_id
         self.active_requests = (request,)
         self.outcome = outcome
@@ -393,5 +393,5 @@ def num_uniform_steps(running: Sequence[Request], num_output: Callable[[Request]
 
 def _gets_one_token(request: Request) -> bool:
     """Whether the request has a token already, and its receiver handles the next one without other state."""
-    is_simple = type(request.sink) in (TokenCounter, OneSequence) and request.transfer is None
+    is_simple = type(request.sink) in (TokenCounter, SequenceSink) and request.transfer is None
     return is_simple and bool(request.output_token_ids)

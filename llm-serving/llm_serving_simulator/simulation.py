@@ -21,7 +21,7 @@ from llm_serving.core.request_class import Caller, class_of
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.engine.engine import Engine, Publish
-from llm_serving.engine.fleet.migration import Departure
+from llm_serving.engine.fleet.migration import MigratingRequest
 from llm_serving.engine.listener import EngineListener
 from llm_serving.errors import CapacityError, ConfigError, LLMServingError, RequestError
 from llm_serving.models.spec import ModelSpec
@@ -408,7 +408,7 @@ class _ReplicaWaker(EngineListener):
     def __init__(self, wake: Callable[[], object]) -> None:
         self._wake = wake
 
-    def on_departures(self, departures: list[Departure]) -> None:
+    def on_departures(self, departures: list[MigratingRequest]) -> None:
         self._wake()
 
     def on_woken(self) -> None:

@@ -15,7 +15,7 @@ from llm_serving.core.request import Request
 from llm_serving.engine.engine import Engine, Publish
 from llm_serving.engine.inbox import Inbox
 from llm_serving.engine.replica import build_engine
-from llm_serving.engine.sinks import Desk, receive
+from llm_serving.engine.sinks import SinkContext, receive
 from llm_serving.errors import ConfigError, WorkerDiedError
 from llm_serving.scheduler.schedule import Blocked, Schedule
 
@@ -204,7 +204,7 @@ class VirtualReplica:
         self._newest = schedule
         return virtual_step(schedule, number)
 
-    def _receive(self, request: Request, desk: Desk) -> None:
+    def _receive(self, request: Request, desk: SinkContext) -> None:
         """Give a request a `TokenCounter`, unless its outputs must be complete."""
         if request.wants_migration or self.engine.audits(request):
             receive(request, desk)

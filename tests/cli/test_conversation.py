@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from llm_serving.cli import main
 from llm_serving.cli.chat import COMMANDS, Chat, ChatClient
-from llm_serving.cli.server_call import Refusal
+from llm_serving.cli.server_call import ServerRefusal
 from llm_serving.config.tables import ApiKey
 from llm_serving.core.request import FinishReason
 from llm_serving.errors import UnavailableError
@@ -139,7 +139,7 @@ def test_a_refusal_is_told_in_the_words_of_the_server(client: ChatClient) -> Non
 def test_keys() -> None:
     engine = FakeEngine(api_keys=(ApiKey(name="t", key_sha256=hash_key(KEY)),))
     with serving(engine) as url:
-        with pytest.raises(Refusal, match="401"):
+        with pytest.raises(ServerRefusal, match="401"):
             ChatClient(url).served_models()
         assert ChatClient(url, KEY).served_models() == ["demo"]
 

@@ -18,7 +18,7 @@ from llm_serving.engine import request_lookup
 from llm_serving.engine.engine import Engine
 from llm_serving.engine.replicas import EngineHealth, Events, Replicas
 from llm_serving.engine.request_stream import RequestStream
-from llm_serving.engine.sinks import Desk
+from llm_serving.engine.sinks import SinkContext
 from llm_serving.errors import (
     CapacityError,
     ContextLengthError,
@@ -138,7 +138,7 @@ def test_a_request_by_which_an_engine_ends_ends_too_whatever_came_of_it() -> Non
         async with setup.running() as engine:
             (replica,) = engine.replicas.engines.values()
 
-            def receive(request: Request, desk: Desk) -> object:
+            def receive(request: Request, desk: SinkContext) -> object:
                 if request.prompt_token_ids == [13]:
                     raise ValueError("a fault of ours")
                 return known(request, desk)

@@ -15,7 +15,7 @@ from llm_serving.core.request_output import RequestOutput
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.core.timings import HttpTimings
 from llm_serving.engine import open_requests
-from llm_serving.engine.coalescing import SharedAnswers, Sharing
+from llm_serving.engine.coalescing import CoalescedResponses, Sharing
 from llm_serving.engine.open_requests import OpenRequests
 from llm_serving.engine.request_stream import TAKEN_AT_ONCE
 from llm_serving.errors import RequestNotFoundError
@@ -40,7 +40,7 @@ class Clock:
 class Store:
     def __init__(self, max_bytes=2**20, kept_s=10.0):
         self.clock, self.aborted, self.put_off = Clock(), [], []
-        self.answers = SharedAnswers(max_bytes, kept_s, self.clock)
+        self.answers = CoalescedResponses(max_bytes, kept_s, self.clock)
 
     def open(self, key=b"k", **fields):
         def put_off(request_id, deadline):

@@ -9,7 +9,7 @@ from llm_serving.core.enums import Proposer
 from llm_serving.core.request_class import RequestClass
 from llm_serving.core.step import MAX_CONTINUATIONS, WINDOW
 from llm_serving.errors import WorkerDiedError
-from llm_serving.observability.event_log import Journal
+from llm_serving.observability.event_log import EventLog
 from llm_serving.speculation import DraftModelProposer, NgramProposer, SpeculationController
 from llm_serving.speculation.draft_model import MAX_WORKER_DEATHS
 from support.engine_harness import Harness, bytes_of
@@ -79,7 +79,7 @@ def run(harness, requests) -> list[str]:
 
 
 def test_proposals_that_are_right_save_steps_and_are_counted_for_who_made_them() -> None:
-    harness = proposing(journal=Journal(16, 0))
+    harness = proposing(journal=EventLog(16, 0))
     (told,) = run(harness, [create_request(4, request_id="a", max_tokens=64)])
     assert [told] == run(Harness(block_size=16), [create_request(4, request_id="a", max_tokens=64)])
     assert 2 * len(harness.runner.steps) < 64

@@ -12,7 +12,7 @@ from llm_serving.core.request import FinishReason
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.engine.fleet import migration
-from llm_serving.engine.fleet.migration import Departure
+from llm_serving.engine.fleet.migration import MigratingRequest
 from llm_serving.errors import WorkerError
 from llm_serving.transport.messages import BlockContents, ReadBlocks
 from llm_serving.transport.shared_memory import MAX_FRAMES_IN_FLIGHT
@@ -212,7 +212,7 @@ def test_another_priority_finds_a_request_whose_blocks_are_on_their_way(goes_on_
         next_one = engine.replicas.engines[goes_on_at]
         take_over, taken = next_one.take_over, []
 
-        def note(departure: Departure, **options: Any) -> None:
+        def note(departure: MigratingRequest, **options: Any) -> None:
             taken.append(departure.request.priority)
             take_over(departure, **options)
 
@@ -264,7 +264,7 @@ def test_blocks_of_a_request_that_ends_are_not_brought(leaves: bool) -> None:
         stream = engine.generate(PROMPT, SamplingParams(temperature=0.0, max_tokens=20), request_id="asked")
         handed_over = asyncio.Event()
 
-        def end_and_hand_over(departure: Departure) -> None:
+        def end_and_hand_over(departure: MigratingRequest) -> None:
             if leaves:
                 engine._abort(stream.request_id)
             else:

@@ -10,7 +10,7 @@ from llm_serving.core.request import FinishReason, RequestStatus
 from llm_serving.core.request_output import TokenLogprobs
 from llm_serving.core.step import StepOutput
 from llm_serving.engine.output_processor import OutputProcessor
-from llm_serving.observability.event_log import Journal
+from llm_serving.observability.event_log import EventLog
 from llm_serving.observability.metrics import Metrics
 from support.factories import create_request
 from support.step_factories import top_tokens
@@ -33,7 +33,7 @@ def step_output(*token_ids, num_top=None):
 @pytest.fixture
 def processor():
     ticks = count()
-    return OutputProcessor(WordTokenizer(), Metrics(), Journal(), lambda: float(next(ticks)))
+    return OutputProcessor(WordTokenizer(), Metrics(), EventLog(), lambda: float(next(ticks)))
 
 
 def start(processor, **fields):
@@ -153,7 +153,7 @@ def test_the_time_in_the_queue_is_that_until_the_first_step(processor):
 
 def test_the_phases_of_a_request_reach_the_metrics():
     ticks, metrics = count(), Metrics()
-    processor = OutputProcessor(WordTokenizer(), metrics, Journal(), lambda: float(next(ticks)))
+    processor = OutputProcessor(WordTokenizer(), metrics, EventLog(), lambda: float(next(ticks)))
     request = start(processor, num_prompt_tokens=3, arrival_time=-10.0)
     request.first_scheduled_time = -4.0
     for token_id in (5, 6):  # at 0 and 1

@@ -9,7 +9,7 @@ import pytest
 from llm_serving.core.request import FinishReason, Request
 from llm_serving.core.sampling_params import BeamSearchParams
 from llm_serving.core.step import StepInput, StepOutput
-from llm_serving.engine.sinks import OUTPUT_SINKS, Desk, OneSequence
+from llm_serving.engine.sinks import OUTPUT_SINKS, SequenceSink, SinkContext
 from llm_serving.executor.executor import StepFailedError
 from support.engine_harness import Harness
 from support.factories import create_request
@@ -20,10 +20,10 @@ class Form:
     """Of answers that no room but the table knows."""
 
 
-class Noting(OneSequence):
+class Noting(SequenceSink):
     """Answers as usual and notes what it is told to do."""
 
-    def __init__(self, request: Request, desk: Desk) -> None:
+    def __init__(self, request: Request, desk: SinkContext) -> None:
         super().__init__(request, desk)
         self.noted: list[object] = []
 

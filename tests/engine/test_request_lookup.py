@@ -9,7 +9,7 @@ import pytest
 from llm_serving.config.schema import ServingConfig
 from llm_serving.core.timings import monotonic
 from llm_serving.engine.open_requests import OpenRequests
-from llm_serving.engine.request_lookup import Lookup
+from llm_serving.engine.request_lookup import RequestLookup
 from llm_serving.errors import RequestNotFoundError
 
 
@@ -23,4 +23,4 @@ def test_another_replica_may_begin_to_serve_while_a_request_is_looked_for() -> N
     engine = engines[0] = SimpleNamespace(journal=SimpleNamespace(lives=lives))
     replicas: Any = SimpleNamespace(engines=engines)
     with pytest.raises(RequestNotFoundError):
-        Lookup(ServingConfig(), replicas, OpenRequests(), monotonic).find("r", None)
+        RequestLookup(ServingConfig(), replicas, OpenRequests(), monotonic).find("r", None)

@@ -13,7 +13,7 @@ from llm_serving.core.request import FinishReason
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.engine.engine import Engine
-from llm_serving.engine.fleet.migration import Departure
+from llm_serving.engine.fleet.migration import MigratingRequest
 from support.async_engine_setup import Setup
 from support.fake_runner import expected_output
 from support.listeners import FunctionListener
@@ -52,7 +52,7 @@ def test_a_cancel_finds_a_request_that_is_on_its_way() -> None:
         async with setup.running() as engine:
             hand_over = engine._hand_one_over
 
-            def cancel_and_hand_over(departure: Departure) -> None:
+            def cancel_and_hand_over(departure: MigratingRequest) -> None:
                 engine.control.cancel("asked")
                 hand_over(departure)
 
@@ -70,7 +70,7 @@ def test_another_priority_finds_a_request_that_is_on_its_way() -> None:
             loop, hand_over, changing = asyncio.get_running_loop(), engine._hand_one_over, asyncio.Event()
             tasks: list[asyncio.Task[Any]] = []
 
-            def ask_and_hand_over(departure: Departure) -> None:
+            def ask_and_hand_over(departure: MigratingRequest) -> None:
                 tasks.append(loop.create_task(engine.control.reprioritise("asked", 1)))
                 loop.call_soon(hand_over, departure)  # when the first replica has been asked
 
@@ -110,11 +110,11 @@ def test_another_priority_finds_a_request_that_comes_back_to_where_it_was() -> N
                     asked_again.set()
                 return answer
 
-            def back(departure: Departure) -> None:
+            def back(departure: MigratingRequest) -> None:
                 really_ask(asked_again.wait)  # no step is formed with it before
                 hand_over(departure)
 
-            def ask_and_hand_over(departure: Departure) -> None:
+            def ask_and_hand_over(departure: MigratingRequest) -> None:
                 tasks.append(loop.create_task(engine.control.reprioritise("asked", 1)))
                 tasks[0].add_done_callback(lambda _: asked_again.set())
                 loop.call_soon(back, departure)  # when the replica has been asked, which knows it no more
@@ -149,9 +149,9 @@ def test_a_request_that_cannot_be_handed_over_ends_and_those_behind_it_go_on(blo
                 return next_of(preferred)
 
             engine._router.next_of = fail_once  # type: ignore[method-assign]
-            hand_over, departures = engine._hand_over, list[Departure]()
+            hand_over, departures = engine._hand_over, list[MigratingRequest]()
 
-            def gather(come: list[Departure]) -> None:
+            def gather(come: list[MigratingRequest]) -> None:
                 departures.extend(come)
                 if len(departures) == 2:
                     hand_over(departures)
@@ -193,7 +193,7 @@ def test_who_is_too_long_for_the_other_cache_goes_on_where_its_prompt_was_comput
         async with setup.running() as engine:
             hand_over = engine._hand_one_over
 
-            def shrink_and_hand_over(departure: Departure) -> None:
+            def shrink_and_hand_over(departure: MigratingRequest) -> None:
                 """As if the other one had been loaded again meanwhile, with less memory left."""
                 engine.replicas.engines[1].scheduler.blocks.can_ever_fit = lambda num_tokens: False  # type: ignore[method-assign]
                 hand_over(departure)

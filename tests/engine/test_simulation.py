@@ -5,7 +5,7 @@ from unittest.mock import patch
 
 import pytest
 from llm_serving.engine import replica
-from llm_serving.engine.fleet.accounting import Ledger
+from llm_serving.engine.fleet.accounting import FleetAccounting
 from support.simulated_agent import FATES
 from support.simulated_client import STATES
 from support.simulated_network import EVENTS
@@ -39,7 +39,7 @@ def test_a_place_is_free_when_the_request_that_had_it_has_ended_and_not_when_its
 
 def test_a_replica_that_has_left_and_still_counts_is_noticed() -> None:
     with (
-        patch.object(Ledger, "leave", lambda ledger, index: None),
+        patch.object(FleetAccounting, "leave", lambda ledger, index: None),
         pytest.raises(AssertionError, match="one counts that has left"),
     ):
         run_seeds(0, MOST_SEEDS, 3)

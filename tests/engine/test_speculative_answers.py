@@ -82,9 +82,7 @@ def requests_of(place: int, asked: Asked) -> list[Request]:
         ends = frozenset({END} if bound else sampling.stop_token_ids)
         fork_of = f"{place}-0" if choice else None
         requests.append(
-            Request(
-                f"{place}-{choice}", prompt, sampling, ends, fork_of=fork_of, constraint=bound, priority=priority
-            )
+            Request(f"{place}-{choice}", prompt, sampling, ends, fork_of=fork_of, constraint=bound, priority=priority)
         )
     return requests
 

@@ -13,7 +13,7 @@ from llm_serving.core.timings import HttpTimings
 from llm_serving.errors import LLMServingError, WorkerDiedError
 from llm_serving.executor.executor import LocalExecutor, StepFailedError
 from llm_serving.kvcache import BlockManager
-from llm_serving.observability.event_log import Journal, Life
+from llm_serving.observability.event_log import EventLog, RequestRecord
 from llm_serving.observability.latency_breakdown import Part, Span, attribute, explain, nanoseconds, own_rows
 from llm_serving.scheduler import PreemptionMode
 from support.engine_harness import Harness
@@ -59,7 +59,7 @@ class TimedHarness(Harness):
 
     def __init__(self, seed: int = 0, *, num_steps: int = 10000, ahead: bool = True, **arguments) -> None:
         self.clock = Clock(seed)
-        super().__init__(journal=Journal(1000, num_steps), clock=self.clock, **arguments)
+        super().__init__(journal=EventLog(1000, num_steps), clock=self.clock, **arguments)
         self.failing = FailingExecutor(self.scheduler.blocks, 2 if ahead else 1)
         self.engine._executor, self.engine._max_steps_in_flight = self.failing, self.failing.max_steps_in_flight
         self.engine._recovery._executor = self.failing
@@ -68,7 +68,7 @@ class TimedHarness(Harness):
         self.engine.submit(create_request(num_prompt_tokens, arrival_time=self.clock(), **arguments))
 
 
-def life_of(harness: TimedHarness, request_id: str) -> Life:
+def life_of(harness: TimedHarness, request_id: str) -> RequestRecord:
     return next(life for life in harness.engine.journal.lives() if life.request_id == request_id)
 
 
@@ -84,7 +84,7 @@ def parts_of(harness: TimedHarness, request_id: str) -> dict[str, set[str]]:
     return found
 
 
-def check_whole(harness: TimedHarness, life: Life) -> None:
+def check_whole(harness: TimedHarness, life: RequestRecord) -> None:
     """The spans follow each other from the arrival to the end, and the parts add up exactly."""
     record = harness.engine.journal.record(harness.clock.now)
     spans = attribute(life, record)

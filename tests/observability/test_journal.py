@@ -6,12 +6,12 @@ import math
 
 from llm_serving.core.request_class import STANDARD
 from llm_serving.core.timings import HttpTimings
-from llm_serving.observability.event_log import Journal, Outage
+from llm_serving.observability.event_log import EventLog, Outage
 from support.engine_harness import Harness
 from support.factories import create_request
 
 
-def journal_of(harness: Harness) -> Journal:
+def journal_of(harness: Harness) -> EventLog:
     return harness.engine.journal
 
 
@@ -24,7 +24,7 @@ def test_a_journal_that_is_off_keeps_nothing():
 
 
 def test_steps_tell_prompts_from_single_tokens():
-    harness = Harness(ahead=False, journal=Journal(10, 100))
+    harness = Harness(ahead=False, journal=EventLog(10, 100))
     first, second = create_request(4, max_tokens=3), create_request(1, max_tokens=2)
     harness.engine.submit(first)
     harness.engine.submit(second)
@@ -39,7 +39,7 @@ def test_steps_tell_prompts_from_single_tokens():
 
 
 def test_steps_of_an_unchanged_batch_share_one_tuple():
-    harness = Harness(journal=Journal(10, 100))
+    harness = Harness(journal=EventLog(10, 100))
     for _ in range(3):
         harness.engine.submit(create_request(max_tokens=6))
     harness.run()
@@ -48,7 +48,7 @@ def test_steps_of_an_unchanged_batch_share_one_tuple():
 
 
 def test_only_the_newest_requests_and_steps_are_kept():
-    harness = Harness(journal=Journal(2, 5))
+    harness = Harness(journal=EventLog(2, 5))
     requests = [create_request(max_tokens=3) for _ in range(4)]
     for request in requests:
         harness.engine.submit(request)
@@ -61,7 +61,7 @@ def test_only_the_newest_requests_and_steps_are_kept():
 
 
 def test_an_ended_request_leaves_its_tokens():
-    harness = Harness(journal=Journal(2, 5))
+    harness = Harness(journal=EventLog(2, 5))
     request = create_request(6, max_tokens=3)
     harness.engine.submit(request)
     [life] = journal_of(harness).lives()
@@ -72,7 +72,7 @@ def test_an_ended_request_leaves_its_tokens():
 
 
 def test_a_request_that_was_not_taken_is_forgotten():
-    journal, request = Journal(2, 5), create_request()
+    journal, request = EventLog(2, 5), create_request()
     request.http_timings = HttpTimings(0.0)
     journal.submitted(request, request.request_class)
     assert request.http_timings.unfinished_request_ids == {request.request_id}
@@ -81,7 +81,7 @@ def test_a_request_that_was_not_taken_is_forgotten():
 
 
 def test_an_outage_begins_with_the_oldest_step_that_is_lost():
-    harness = Harness(journal=Journal(2, 5))
+    harness = Harness(journal=EventLog(2, 5))
     harness.engine.submit(create_request())
     harness.engine._inbox.take()
     schedule = harness.scheduler.schedule(3.0)
@@ -98,7 +98,7 @@ def test_an_outage_begins_with_the_oldest_step_that_is_lost():
 
 
 def test_decisions_are_kept_where_they_change():
-    journal = Journal(2, 5)
+    journal = EventLog(2, 5)
     harness = Harness(max_num_seqs=1, journal=journal)
     for number in range(3):
         harness.engine.submit(create_request(max_tokens=4, request_id=f"request-{number}"))
@@ -112,7 +112,7 @@ def test_decisions_are_kept_where_they_change():
 
 
 def test_a_request_that_left_and_came_back_is_kept_as_long_as_it_lives():
-    journal = Journal(2, 5)
+    journal = EventLog(2, 5)
     moving, *others = (create_request() for _ in range(4))
     for each in (moving, *others):
         journal.submitted(each, STANDARD)

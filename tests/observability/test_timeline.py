@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from llm_serving.core.timings import HttpTimings
-from llm_serving.observability.event_log import Journal
+from llm_serving.observability.event_log import EventLog
 from llm_serving.observability.timeline import STEPS_ROW, ReplicaTrace, trace
 from support.engine_harness import Harness
 from support.factories import create_request
@@ -26,7 +26,7 @@ def busy_harness(seed: int) -> Harness:
         return now
 
     harness = Harness(
-        journal=Journal(100, 1000),
+        journal=EventLog(100, 1000),
         clock=clock,
         num_blocks=12,
         max_num_batched_tokens=16,
@@ -120,11 +120,11 @@ def test_every_replica_is_a_process():
 
 
 def test_an_empty_trace_is_one():
-    assert check_format(trace_of(Harness(journal=Journal(5, 5)))) == {}
+    assert check_format(trace_of(Harness(journal=EventLog(5, 5)))) == {}
 
 
 def test_a_tenant_sees_its_own_rows_of_steps_alone():
-    harness = Harness(journal=Journal(100, 1000), num_blocks=40, max_num_batched_tokens=64)
+    harness = Harness(journal=EventLog(100, 1000), num_blocks=40, max_num_batched_tokens=64)
     for number, tenant in enumerate(("theirs", "mine", "theirs")):
         request = create_request(4 + number, request_id=f"r-{number}", max_tokens=3 if tenant == "mine" else 9)
         request.tenant = tenant
@@ -146,7 +146,7 @@ def test_a_tenant_sees_its_own_rows_of_steps_alone():
 
 
 def test_a_replica_is_named_with_its_machine_to_those_who_may_see_everything():
-    record = Journal(0, 8).record(1e9)
+    record = EventLog(0, 8).record(1e9)
     names = [
         ReplicaTrace(1, record, (), own_steps_only=of_one, machine=machine).name
         for machine, of_one in (("", False), ("10.0.0.2", False), ("10.0.0.2", True))

@@ -10,7 +10,7 @@ import pytest
 from llm_serving.core.kv_transfer import Transfer
 from llm_serving.core.request import FinishReason
 from llm_serving.core.sampling_params import BeamSearchParams
-from llm_serving.observability.event_log import Journal
+from llm_serving.observability.event_log import EventLog
 from llm_serving.recording.report import describe_state
 from llm_serving.scheduler.components import SchedulingRules
 from llm_serving.scheduler.schedule import WaitReason
@@ -194,7 +194,7 @@ def test_whoever_is_kept_apart_can_be_ended_and_moved():
 
 
 def test_a_beam_search_runs_whatever_the_limit():
-    harness = Harness(max_running_per_tenant=1, journal=Journal(10, 1000))
+    harness = Harness(max_running_per_tenant=1, journal=EventLog(10, 1000))
     request = create_request(request_id="beams", tenant="a", max_tokens=12, logprobs=0)
     request.beam_search = BeamSearchParams(width=3)
     harness.engine.submit(request)

@@ -11,7 +11,7 @@ import pytest
 from llm_serving.config.tables import ApiKey
 from llm_serving.core.request import FinishReason
 from llm_serving.core.timings import HttpTimings
-from llm_serving.observability.event_log import Journal, Life, client_ids
+from llm_serving.observability.event_log import EventLog, RequestRecord, client_ids
 from llm_serving.observability.latency_breakdown import answers_to, explain
 from llm_serving.server.admin import explanations
 from llm_serving.server.app import create_app
@@ -28,7 +28,7 @@ KEYS = (ApiKey(name="team-a", key_sha256=hash_key(KEY)),)
 
 
 def an_explanation(*, with_tenant: bool = False):
-    harness = Harness(journal=Journal(10, 100))
+    harness = Harness(journal=EventLog(10, 100))
     asked = create_request(request_id="abc-0", tenant="team-a", max_tokens=3)
     asked.http_timings = HttpTimings(0.0, predicted_ttft_s=1.5)
     harness.engine.submit(asked)
@@ -152,7 +152,7 @@ def test_nothing_is_looked_up_for_whoever_has_left(path, monkeypatch):
 )
 def test_ids_are_found_as_clients_know_them(request_id, engine_id, expected):
     known = create_request(request_id=engine_id)
-    assert answers_to(Life(known, known.request_class, 1), client_ids(request_id)) is expected
+    assert answers_to(RequestRecord(known, known.request_class, 1), client_ids(request_id)) is expected
 
 
 def test_the_routes_are_documented():

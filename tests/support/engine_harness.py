@@ -11,7 +11,7 @@ from llm_serving.core.step import StepInput
 from llm_serving.core.timings import Clock
 from llm_serving.engine.engine import Engine
 from llm_serving.executor.executor import LocalExecutor
-from llm_serving.observability.event_log import Journal
+from llm_serving.observability.event_log import EventLog
 from llm_serving.observability.metrics import Metrics
 from llm_serving.speculation import SpeculationController
 from support.factories import create_scheduler
@@ -37,7 +37,7 @@ class Harness:
         self,
         *,
         ahead: bool = True,
-        journal: Journal | None = None,
+        journal: EventLog | None = None,
         clock: Clock | None = None,
         runner: type[FakeRunner] = FakeRunner,
         drafter: SpeculationController | None = None,

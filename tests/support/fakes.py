@@ -24,9 +24,9 @@ from llm_serving.core.request_output import FAILURES, PromptLogprobs, RequestOut
 from llm_serving.core.sampling_params import BeamSearchParams, SamplingParams
 from llm_serving.core.timings import HttpTimings
 from llm_serving.engine.async_engine import Admission
-from llm_serving.engine.coalescing import SharedAnswers, Sharing
+from llm_serving.engine.coalescing import CoalescedResponses, Sharing
 from llm_serving.engine.control import ReplicaRow
-from llm_serving.engine.fleet.reload import Reloading
+from llm_serving.engine.fleet.reload import ConfigReloader
 from llm_serving.engine.replicas import EngineHealth
 from llm_serving.errors import CapacityError, LLMServingError, RequestError
 from llm_serving.models.pooling import Pooling
@@ -229,9 +229,9 @@ class FakeEngine:
         self.tokenizer = DEMO_TOKENIZER
         self.sampling_defaults: dict[str, object] = {}
         self.metrics = Metrics("demo")
-        self.reloading = Reloading(self.config, _NO_REPLICAS, self.metrics)
+        self.reloading = ConfigReloader(self.config, _NO_REPLICAS, self.metrics)
         self.max_model_len = MAX_MODEL_LEN
-        self.shared = SharedAnswers(2**20, 60.0, lambda: 0.0)
+        self.shared = CoalescedResponses(2**20, 60.0, lambda: 0.0)
         self.computed_by = ComputeFingerprint(kernels="program", instruction_set="plain")
         self.end_token_ids = frozenset({2})
         self.constraints = DEMO_CONSTRAINTS

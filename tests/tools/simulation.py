@@ -41,7 +41,7 @@ from llm_serving.core.request_output import RequestOutput
 from llm_serving.core.step import BlockMoveKind
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.engine.engine import Engine
-from llm_serving.engine.fleet.migration import Departure
+from llm_serving.engine.fleet.migration import MigratingRequest
 from llm_serving.engine.replica import open_exports
 from llm_serving.errors import CapacityError, ContextLengthError, UnavailableError, WorkerDiedError
 from llm_serving.executor.restart_status import StartCancellation
@@ -432,7 +432,7 @@ class Simulation:
             client.engine = engine
         self._master.replicas._publish(pieces)
 
-    def _depart(self, departures: list[Departure]) -> None:
+    def _depart(self, departures: list[MigratingRequest]) -> None:
         """What engines call with requests that another replica is to go on with."""
         for request_id, block in [(each.request.request_id, block) for each in departures for block in each.blocks]:
             owner = self._handed_over.setdefault(block, request_id)

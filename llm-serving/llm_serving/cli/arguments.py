@@ -31,7 +31,7 @@ TENANT: Final = "default"
 """Whose the key of `--api-key` is."""
 
 
-class Flag(NamedTuple):
+class CommandFlag(NamedTuple):
     """One that stands for a key."""
 
     name: str
@@ -42,7 +42,7 @@ class Flag(NamedTuple):
     """The same flag's other name."""
 
 
-class Refused(NamedTuple):
+class RefusedFlag(NamedTuple):
     """One that is known and not served; `accepted` asks for nothing that is not so anyhow."""
 
     name: str
@@ -51,30 +51,36 @@ class Refused(NamedTuple):
 
 
 FLAGS: Final = (
-    Flag("--host", "serving_config.server_ip", "ADDRESS", "address the HTTP server binds to"),
-    Flag("--port", "serving_config.server_port", "N", "port of the HTTP server"),
-    Flag("--served-model-name", "model_config.model_name", "NAME", "name of the model in the HTTP routes"),
-    Flag("--revision", "model_config.model_revision", "NAME", "branch, tag or commit of a model given by name"),
-    Flag("--tokenizer", "model_config.tokenizer_path", "PATH", "tokenizer file or folder"),
-    Flag("--dtype", "model_config.model_dtype", "TYPE", ", ".join(MODEL_DTYPES)),
-    Flag("--quantization", "quant_config.quantization", "NAME", ", ".join(QuantizationName)),
-    Flag("--kv-cache-dtype", "quant_config.kv_cache_dtype", "NAME", ", ".join(KVCacheDtypeName)),
-    Flag("--max-model-len", "model_config.max_generate_length", "TOKENS", "most tokens of prompt and answer together"),
-    Flag("--max-num-seqs", "model_config.decode_batch_size", "N", "most requests that run at once"),
-    Flag("--max-num-batched-tokens", "scheduler_config.max_prefill_tokens", "N", "most tokens one step computes"),
-    Flag("--block-size", "pa_config.block_size", "TOKENS", "tokens of one block of the KV cache"),
-    Flag("--num-gpu-blocks-override", "pa_config.num_blocks", "N", "blocks of the KV cache of each WorkAgent"),
-    Flag(
+    CommandFlag("--host", "serving_config.server_ip", "ADDRESS", "address the HTTP server binds to"),
+    CommandFlag("--port", "serving_config.server_port", "N", "port of the HTTP server"),
+    CommandFlag("--served-model-name", "model_config.model_name", "NAME", "name of the model in the HTTP routes"),
+    CommandFlag("--revision", "model_config.model_revision", "NAME", "branch, tag or commit of a model given by name"),
+    CommandFlag("--tokenizer", "model_config.tokenizer_path", "PATH", "tokenizer file or folder"),
+    CommandFlag("--dtype", "model_config.model_dtype", "TYPE", ", ".join(MODEL_DTYPES)),
+    CommandFlag("--quantization", "quant_config.quantization", "NAME", ", ".join(QuantizationName)),
+    CommandFlag("--kv-cache-dtype", "quant_config.kv_cache_dtype", "NAME", ", ".join(KVCacheDtypeName)),
+    CommandFlag(
+        "--max-model-len", "model_config.max_generate_length", "TOKENS", "most tokens of prompt and answer together"
+    ),
+    CommandFlag("--max-num-seqs", "model_config.decode_batch_size", "N", "most requests that run at once"),
+    CommandFlag(
+        "--max-num-batched-tokens", "scheduler_config.max_prefill_tokens", "N", "most tokens one step computes"
+    ),
+    CommandFlag("--block-size", "pa_config.block_size", "TOKENS", "tokens of one block of the KV cache"),
+    CommandFlag("--num-gpu-blocks-override", "pa_config.num_blocks", "N", "blocks of the KV cache of each WorkAgent"),
+    CommandFlag(
         "--tensor-parallel-size",
         "cluster_config.tensor_parallel",
         "N",
         "processes that compute one replica together",
         "-tp",
     ),
-    Flag("--data-parallel-size", "cluster_config.replicas", "N", "copies of the model, each with a WorkAgent", "-dp"),
-    Flag("--ssl-certfile", "serving_config.ssl_certfile", "FILE", "certificate chain: HTTPS instead of HTTP"),
-    Flag("--ssl-keyfile", "serving_config.ssl_keyfile", "FILE", "its private key"),
-    Flag("--log-level", "serving_config.log_level", "LEVEL", "least level of the log lines"),
+    CommandFlag(
+        "--data-parallel-size", "cluster_config.replicas", "N", "copies of the model, each with a WorkAgent", "-dp"
+    ),
+    CommandFlag("--ssl-certfile", "serving_config.ssl_certfile", "FILE", "certificate chain: HTTPS instead of HTTP"),
+    CommandFlag("--ssl-keyfile", "serving_config.ssl_keyfile", "FILE", "its private key"),
+    CommandFlag("--log-level", "serving_config.log_level", "LEVEL", "least level of the log lines"),
 )
 """Flag -> key; `--set` with the key means the same, and the flag wins."""
 
@@ -83,20 +89,22 @@ _NO_PIPELINE: Final = (
 )
 
 REFUSED: Final = (
-    Refused("--pipeline-parallel-size", _NO_PIPELINE, ("1",)),
-    Refused("-pp", _NO_PIPELINE, ("1",)),
-    Refused("--gpu-memory-utilization", "say how much: `--set device_config.max_device_memory=8GB`"),
-    Refused("--kv-cache-memory-bytes", "give blocks: `--set pa_config.num_blocks=N`"),
-    Refused("--swap-space", "give blocks: `--set pa_config.num_swap_blocks=N`"),
-    Refused("--device", "`--set device_config.device_target=CPU` (or Ascend)", ("cpu", "auto")),
-    Refused("--enable-prefix-caching", "it is on unless `--set scheduler_config.prefix_caching=False`", ("",)),
-    Refused("--no-enable-prefix-caching", "`--set scheduler_config.prefix_caching=False`"),
-    Refused("--enable-chunked-prefill", "it is always on; `--set scheduler_config.max_prefill_tokens=N` sizes", ("",)),
-    Refused("--scheduling-policy", "`--set scheduler_config.policy=NAME`"),
-    Refused("--max-waiting", "`--set scheduler_config.max_waiting_queue=N`"),
-    Refused("--load-format", "weights are read from *.safetensors", ("auto", "safetensors")),
-    Refused("--trust-remote-code", "no code of a model folder is ever run"),
-    Refused("--chat-template", "it stands in the model folder's tokenizer_config.json"),
+    RefusedFlag("--pipeline-parallel-size", _NO_PIPELINE, ("1",)),
+    RefusedFlag("-pp", _NO_PIPELINE, ("1",)),
+    RefusedFlag("--gpu-memory-utilization", "say how much: `--set device_config.max_device_memory=8GB`"),
+    RefusedFlag("--kv-cache-memory-bytes", "give blocks: `--set pa_config.num_blocks=N`"),
+    RefusedFlag("--swap-space", "give blocks: `--set pa_config.num_swap_blocks=N`"),
+    RefusedFlag("--device", "`--set device_config.device_target=CPU` (or Ascend)", ("cpu", "auto")),
+    RefusedFlag("--enable-prefix-caching", "it is on unless `--set scheduler_config.prefix_caching=False`", ("",)),
+    RefusedFlag("--no-enable-prefix-caching", "`--set scheduler_config.prefix_caching=False`"),
+    RefusedFlag(
+        "--enable-chunked-prefill", "it is always on; `--set scheduler_config.max_prefill_tokens=N` sizes", ("",)
+    ),
+    RefusedFlag("--scheduling-policy", "`--set scheduler_config.policy=NAME`"),
+    RefusedFlag("--max-waiting", "`--set scheduler_config.max_waiting_queue=N`"),
+    RefusedFlag("--load-format", "weights are read from *.safetensors", ("auto", "safetensors")),
+    RefusedFlag("--trust-remote-code", "no code of a model folder is ever run"),
+    RefusedFlag("--chat-template", "it stands in the model folder's tokenizer_config.json"),
 )
 
 _NUMBERS: Final = ("N", "TOKENS")

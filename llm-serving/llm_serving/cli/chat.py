@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple, TextIO
 
 from llm_serving.cli.arguments import Subcommands, add_server_arguments, api_key_of
-from llm_serving.cli.server_call import Refusal, opened
+from llm_serving.cli.server_call import ServerRefusal, opened
 from llm_serving.errors import ConfigError, LLMServingError, UnavailableError, shorten
 
 
@@ -116,7 +116,7 @@ class ChatClient:
             try:
                 return [str(card["id"]) for card in json.loads(response.read())["data"]]
             except (ValueError, KeyError, TypeError):
-                raise Refusal(f"{self.url} does not answer as a server of language models") from None
+                raise ServerRefusal(f"{self.url} does not answer as a server of language models") from None
 
     def _ask(self, messages: list[Message]) -> Iterator[Piece]:
         system = [{"role": "system", "content": self.system}] if self.system else []
@@ -142,7 +142,7 @@ def _piece(data: bytes) -> Piece:
     try:
         event = json.loads(data)
         if "error" in event:
-            raise Refusal(str(event["error"]["message"]))
+            raise ServerRefusal(str(event["error"]["message"]))
         usage = event.get("usage")
         if not event["choices"]:
             return Piece(usage=usage)
@@ -151,7 +151,9 @@ def _piece(data: bytes) -> Piece:
         text, reasoning = delta.get("content") or "", delta.get("reasoning_content") or ""
         return Piece(text, reasoning, choice.get("finish_reason"), usage)
     except (ValueError, LookupError, TypeError, AttributeError):
-        raise Refusal(f"the server answers with something else: {shorten(data.decode('utf-8', 'replace'))}") from None
+        raise ServerRefusal(
+            f"the server answers with something else: {shorten(data.decode('utf-8', 'replace'))}"
+        ) from None
 
 
 PROMPT: Final = "> "

@@ -44,7 +44,7 @@ def run_status(arguments: argparse.Namespace) -> int:
 
 
 def run_replicas(arguments: argparse.Namespace) -> int:
-    from llm_serving.cli.server_call import Refusal, opened
+    from llm_serving.cli.server_call import ServerRefusal, opened
 
     path, method = "/v1/replicas", "GET"
     if arguments.order is not None:
@@ -56,7 +56,7 @@ def run_replicas(arguments: argparse.Namespace) -> int:
                 for each in json.load(response)["replicas"]
             ]
         except (ValueError, LookupError, TypeError):
-            raise Refusal(f"{arguments.url} does not answer as this server does") from None
+            raise ServerRefusal(f"{arguments.url} does not answer as this server does") from None
     for replica, state, num_unfinished, machine in rows:
         where = f"  at {machine}" if machine else ""
         print(f"{replica:>4}  {state:<10}  {num_unfinished} unfinished{where}", flush=True)

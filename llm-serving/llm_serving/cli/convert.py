@@ -30,7 +30,7 @@ from llm_serving.formats.mindformers_names import (
 )
 from llm_serving.formats.stored_tensor import NUMPY_DTYPES, Array, StoredTensor
 from llm_serving.formats.writer import TensorSource, write_checkpoint, write_safetensors
-from llm_serving.hub.base import Progress
+from llm_serving.hub.base import DownloadProgress
 from llm_serving.models.gguf import is_gguf
 from llm_serving.models.spec import CONFIG_NAME, ModelSpec
 from llm_serving.models.weight_reader import optional_tensors
@@ -77,7 +77,7 @@ def convert(
     if form == "mindformers":
         tensors = [tensor._replace(name=mindformers_name(tensor.name)) for tensor in tensors]
     num_bytes = sum(tensor.num_bytes for tensor in tensors)
-    with new_folder(target, num_bytes) as folder, Progress(total=num_bytes, unit="B", unit_scale=True) as bar:
+    with new_folder(target, num_bytes) as folder, DownloadProgress(total=num_bytes, unit="B", unit_scale=True) as bar:
         if files == "ckpt":
             write_checkpoint(folder / "model.ckpt", tensors, bar.update)
         else:

@@ -21,7 +21,7 @@ from llm_serving.formats.compressed_tensors import PACKED, SCALE, SHAPE, parts_o
 from llm_serving.formats.quantized_tensor import QuantizedTensor, quantize_w4, quantize_w8, values_per_word
 from llm_serving.formats.stored_tensor import Array
 from llm_serving.formats.writer import TensorSource, write_safetensors
-from llm_serving.hub.base import Progress
+from llm_serving.hub.base import DownloadProgress
 from llm_serving.models.spec import CONFIG_NAME, ModelSpec
 from llm_serving.models.weight_reader import WeightReader, check_folder, optional_tensors
 
@@ -92,7 +92,7 @@ def quantize(source: Path, target: Path, name: str, group_size: int | None = Non
     multiplied = _multiplied(spec)
     tensors = list(_tensors(spec, reader, multiplied, form, size))
     num_bytes = sum(tensor.num_bytes for tensor in tensors)
-    with new_folder(target, num_bytes) as folder, Progress(total=num_bytes, unit="B", unit_scale=True) as bar:
+    with new_folder(target, num_bytes) as folder, DownloadProgress(total=num_bytes, unit="B", unit_scale=True) as bar:
         copy_small_files(source, folder)
         write_safetensors(folder, tensors, bar.update)
         config = {**spec.config, "quantization_config": form.config(size, _ignored(spec, multiplied))}

@@ -19,14 +19,14 @@ def add_to(commands: Subcommands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from llm_serving.cli.server_call import Refusal, opened
+    from llm_serving.cli.server_call import ServerRefusal, opened
 
     with opened(arguments.url, "/v1/reload", api_key_of(arguments), method="POST") as response:
         try:
             answer = json.load(response)
             changed, late = list(map(str, answer["changed"])), list(map(int, answer["late"]))
         except (ValueError, LookupError, TypeError):
-            raise Refusal(f"{arguments.url} does not answer as this server does") from None
+            raise ServerRefusal(f"{arguments.url} does not answer as this server does") from None
     print("\n".join(changed) or "nothing has changed", flush=True)
     if late:
         print(f"replicas {', '.join(map(str, late))} follow when their WorkAgents are there again", flush=True)

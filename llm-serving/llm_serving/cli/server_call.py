@@ -17,7 +17,7 @@ TIMEOUT_S: Final = 600.0
 MAX_ERROR_BYTES: Final = 4096
 
 
-class Refusal(LLMServingError):  # noqa: N818  what a server says is not our error
+class ServerRefusal(LLMServingError):  # noqa: N818  what a server says is not our error
     """The server answers that it will not."""
 
 
@@ -51,7 +51,7 @@ def opened(
         with _sent(url, path, data, headers, method) as response:
             yield response
     except urllib.error.HTTPError as error:
-        raise Refusal(_told(error.code, error.read(MAX_ERROR_BYTES))) from None
+        raise ServerRefusal(_told(error.code, error.read(MAX_ERROR_BYTES))) from None
     except urllib.error.URLError as error:
         raise UnavailableError(f"no server answers at {url}: {error.reason}") from None
     except (OSError, HTTPException) as error:

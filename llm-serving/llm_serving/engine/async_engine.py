@@ -21,15 +21,15 @@ from llm_serving.core.request_class import ANONYMOUS, Caller, class_of
 from llm_serving.core.request_output import RequestOutput
 from llm_serving.core.sampling_params import BeamSearchParams, SamplingParams
 from llm_serving.core.timings import Clock, monotonic
-from llm_serving.engine.coalescing import SharedAnswer, SharedAnswers, Sharing
+from llm_serving.engine.coalescing import CoalescedResponse, CoalescedResponses, Sharing
 from llm_serving.engine.control import Control
 from llm_serving.engine.engine import Engine
-from llm_serving.engine.fleet.migration import Departure, last_piece
-from llm_serving.engine.fleet.reload import Reloading
+from llm_serving.engine.fleet.migration import MigratingRequest, last_piece
+from llm_serving.engine.fleet.reload import ConfigReloader
 from llm_serving.engine.fleet.router import Placed, Router
 from llm_serving.engine.open_requests import OpenRequest, OpenRequests
 from llm_serving.engine.replicas import EngineHealth, Events, OpenReplica, Replicas
-from llm_serving.engine.request_lookup import Lookup
+from llm_serving.engine.request_lookup import RequestLookup
 from llm_serving.engine.request_stream import RequestStream
 from llm_serving.errors import (
     ContextLengthError,
@@ -96,14 +96,16 @@ class AsyncEngine:
         self._queue = AdmissionQueue(config, clock)
         self._admission = AdmissionControl(config, self._queue, metrics.classes, clock)
         self._router = Router(config, self.replicas, self._requests, self._queue, self._admission, clock)
-        self.shared = SharedAnswers(config.serving.coalesced_response_bytes, config.serving.request_log_age_s, clock)
+        self.shared = CoalescedResponses(
+            config.serving.coalesced_response_bytes, config.serving.request_log_age_s, clock
+        )
         """Answers that are given to all who ask for the same."""
         metrics.classes.load = self._class_load
         metrics.classes.predicted_s = self._class_wait
         metrics.replicas = self.replicas.counts
-        self.lookup = Lookup(config, self.replicas, self._requests, clock)
+        self.lookup = RequestLookup(config, self.replicas, self._requests, clock)
         self.control = Control(config, self.lookup, self.replicas, self._queue, self._requests)
-        self.reloading = Reloading(config, self.replicas, metrics)
+        self.reloading = ConfigReloader(config, self.replicas, metrics)
         self.reloading.followers.append(self._follow)
         self.end_token_ids = end_token_ids(config.model, model_spec, tokenizer)
         """By which the model ends a text."""
@@ -293,7 +295,7 @@ class AsyncEngine:
             self._forget_shared(self._forget(request.request_id))
             raise UnavailableError(str(error)) from error
 
-    def _join(self, shared: SharedAnswer, client_id: str, caller: Caller) -> RequestStream:
+    def _join(self, shared: CoalescedResponse, client_id: str, caller: Caller) -> RequestStream:
         self.metrics.shared()
         self._requests.join(client_id, shared.request_id)
         opened = self._requests.get(shared.request_id)
@@ -394,7 +396,7 @@ class AsyncEngine:
 
     def _forget_shared(self, opened: OpenRequest | None) -> None:
         """Nobody else gets an answer that is not computed to its end."""
-        if opened is not None and isinstance(opened.stream, SharedAnswer):
+        if opened is not None and isinstance(opened.stream, CoalescedResponse):
             self.shared.forget(opened.stream)
 
     def _follow(self, config: ServingConfig) -> None:
@@ -415,7 +417,7 @@ class AsyncEngine:
         """It was drained while it was loaded: it leaves, unless it has been given something."""
         self.control.ended_at(engine)
 
-    def _hand_over(self, departures: list[Departure]) -> None:
+    def _hand_over(self, departures: list[MigratingRequest]) -> None:
         """Gives requests whose prompts have been computed to replicas that decode."""
         for departure in departures:
             try:
@@ -424,7 +426,7 @@ class AsyncEngine:
                 logger.exception("request %s does not go on", departure.request.request_id)
                 self._let_go(departure, error)
 
-    def _hand_one_over(self, departure: Departure) -> None:
+    def _hand_one_over(self, departure: MigratingRequest) -> None:
         request = departure.request
         opened = self._requests.get(request.request_id)
         is_cancelled = opened is None or opened.is_cancelled
@@ -453,7 +455,7 @@ class AsyncEngine:
                 return
         self._end(request, FinishReason.UNAVAILABLE, "no WorkAgent is left that could go on with it")
 
-    def _let_go(self, departure: Departure, error: Exception) -> None:
+    def _let_go(self, departure: MigratingRequest, error: Exception) -> None:
         """Nobody goes on with it, unless that one has it already, who is told to end it."""
         request_id = departure.request.request_id
         opened = self._requests.get(request_id)

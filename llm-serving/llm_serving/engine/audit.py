@@ -13,9 +13,9 @@ from llm_serving.core.request_output import RequestOutput, join_pieces
 from llm_serving.core.sampling_params import MAX_LOGPROBS
 from llm_serving.core.timings import Clock
 from llm_serving.engine.output_processor import OutputProcessor
-from llm_serving.engine.sinks import Desk, receive
+from llm_serving.engine.sinks import SinkContext, receive
 from llm_serving.log import get_logger
-from llm_serving.observability.event_log import Journal
+from llm_serving.observability.event_log import EventLog
 from llm_serving.observability.metrics import Metrics
 from llm_serving.scheduler import Scheduler
 from llm_serving.text.tokenizer.tokenizer import Tokenizer
@@ -76,7 +76,7 @@ class Auditor:
         """Audits nothing with `every` 0."""
         self._every = every
         self._metrics = metrics
-        self._desk = Desk(scheduler, OutputProcessor(tokenizer, None, Journal(), clock), self._told_again)
+        self._desk = SinkContext(scheduler, OutputProcessor(tokenizer, None, EventLog(), clock), self._told_again)
         self._num_seen = 0
         self._watched: dict[str, Answer] = {}
         self._waiting: deque[Answer] = deque(maxlen=MAX_WAITING)

@@ -48,7 +48,7 @@ class _Reader:
             self.timer.cancel()
 
 
-class SharedAnswer:
+class CoalescedResponse:
     """The pieces of one answer so far, for all who read it now or later.
 
     It is computed until the latest deadline of those who have asked for it, and each of them waits until its own.
@@ -60,7 +60,7 @@ class SharedAnswer:
         request_id: str,
         abort: Callable[[str], None],
         put_off: PutOff,
-        grew: Callable[[SharedAnswer, int], None],
+        grew: Callable[[CoalescedResponse, int], None],
         clock: Clock,
     ) -> None:
         """
@@ -236,7 +236,7 @@ class SharedAnswer:
         )
 
 
-class SharedAnswers:
+class CoalescedResponses:
     """Those in flight and those that are kept, by their keys, up to a number of bytes. It belongs to the event loop.
 
     Beyond it those are forgotten that ended longest ago, then the longest of those in flight: whoever reads them reads
@@ -254,8 +254,8 @@ class SharedAnswers:
         self._kept_s = kept_s
         self._clock = clock
         self._num_bytes = 0
-        self._in_flight: dict[bytes, SharedAnswer] = {}
-        self._kept: dict[bytes, SharedAnswer] = {}
+        self._in_flight: dict[bytes, CoalescedResponse] = {}
+        self._kept: dict[bytes, CoalescedResponse] = {}
         """In the order of their ends."""
 
     def __len__(self) -> int:
@@ -274,7 +274,7 @@ class SharedAnswers:
         """Of those in flight."""
         return sum(answer.num_readers for answer in self._in_flight.values())
 
-    def find(self, key: bytes) -> SharedAnswer | None:
+    def find(self, key: bytes) -> CoalescedResponse | None:
         """The answer that whoever asks by this key gets; None: it must be computed."""
         self._expire()
         found = self._in_flight.get(key)
@@ -287,15 +287,17 @@ class SharedAnswers:
         """Whether there is something, and all of it."""
         return bool(keys) and all(self.find(key) is not None for key in keys)
 
-    def open(self, sharing: Sharing, request_id: str, abort: Callable[[str], None], put_off: PutOff) -> SharedAnswer:
-        """An answer that is computed from now on by this request of the engine; see `SharedAnswer`."""
-        answer = SharedAnswer(sharing, request_id, abort, put_off, self._grew, self._clock)
+    def open(
+        self, sharing: Sharing, request_id: str, abort: Callable[[str], None], put_off: PutOff
+    ) -> CoalescedResponse:
+        """An answer that is computed from now on by this request of the engine; see `CoalescedResponse`."""
+        answer = CoalescedResponse(sharing, request_id, abort, put_off, self._grew, self._clock)
         if (before := self.find(sharing.key)) is not None:
             self.forget(before)
         self._in_flight[sharing.key] = answer
         return answer
 
-    def forget(self, answer: SharedAnswer) -> None:
+    def forget(self, answer: CoalescedResponse) -> None:
         """Gives it to nobody any more."""
         for table in (self._in_flight, self._kept):
             if table.get(answer.key) is answer:
@@ -303,7 +305,7 @@ class SharedAnswers:
                 self._num_bytes -= answer.num_bytes
         answer.drop()
 
-    def _grew(self, answer: SharedAnswer, num_bytes: int) -> None:
+    def _grew(self, answer: CoalescedResponse, num_bytes: int) -> None:
         self._num_bytes += num_bytes
         if answer.finished:
             if answer.keeps and answer.is_answer:

@@ -14,11 +14,11 @@ from llm_serving.config.schema import ServingConfig
 from llm_serving.core.request import Request
 from llm_serving.core.request_class import RequestClass, class_of
 from llm_serving.engine import request_lookup
-from llm_serving.engine.coalescing import SharedAnswer
+from llm_serving.engine.coalescing import CoalescedResponse
 from llm_serving.engine.engine import Engine
 from llm_serving.engine.open_requests import OpenRequest, OpenRequests
 from llm_serving.engine.replicas import Replicas, ReplicaState
-from llm_serving.engine.request_lookup import Lookup
+from llm_serving.engine.request_lookup import RequestLookup
 from llm_serving.errors import UnavailableError, WorkerDiedError
 from llm_serving.observability.event_log import client_ids
 
@@ -42,7 +42,12 @@ class Control:
     """
 
     def __init__(
-        self, config: ServingConfig, known: Lookup, replicas: Replicas, queue: AdmissionQueue, requests: OpenRequests
+        self,
+        config: ServingConfig,
+        known: RequestLookup,
+        replicas: Replicas,
+        queue: AdmissionQueue,
+        requests: OpenRequests,
     ) -> None:
         self._config = config
         self._known = known
@@ -65,7 +70,7 @@ class Control:
         """
         found = self._known.find(request_id, tenant)
         for each in found:
-            shared = each.stream if isinstance(each.stream, SharedAnswer) else None
+            shared = each.stream if isinstance(each.stream, CoalescedResponse) else None
             if shared is None or not shared.cancel(client_ids(request_id)):
                 each.is_cancelled = True
                 each.engine.abort(each.request.request_id)

@@ -81,7 +81,7 @@ MAX_LOOKED_AT: Final = 16
 """At a time; those with the earliest deadlines."""
 
 
-class Overdue:
+class DeadlineEnforcer:
     """Looks at the requests of one scheduler; times are on the clock of the engine.
 
     Args:

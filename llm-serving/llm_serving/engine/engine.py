@@ -11,7 +11,7 @@ from llm_serving.core.request import FinishReason
 from llm_serving.core.request_output import RequestOutput
 from llm_serving.core.step import StepInput
 from llm_serving.core.timings import Clock, monotonic
-from llm_serving.engine.deadlines import Overdue
+from llm_serving.engine.deadlines import DeadlineEnforcer
 from llm_serving.engine.delivery import deliver, end
 from llm_serving.engine.engine_requests import AttachSink, EngineRequests
 from llm_serving.engine.observers import EventLogObserver, MetricsObserver, SpeculationObserver, accepted_drafts
@@ -21,7 +21,7 @@ from llm_serving.errors import LLMServingError, WorkerError
 from llm_serving.executor.executor import Executor, StepFailedError
 from llm_serving.executor.step_builder import StepBuilder
 from llm_serving.log import get_logger
-from llm_serving.observability.event_log import Journal
+from llm_serving.observability.event_log import EventLog
 from llm_serving.observability.metrics import Metrics
 from llm_serving.observability.step_observer import CompletedStep, StepObserver
 from llm_serving.scheduler import Schedule, Scheduler
@@ -57,7 +57,7 @@ class Engine(EngineRequests):
         index: int = 0,
         max_steps_in_flight: int = 2,
         audit_every: int = 0,
-        journal: Journal | None = None,
+        journal: EventLog | None = None,
         restart_wait_s: float = 300.0,
         drafter: SpeculationController | None = None,
         clock: Clock = monotonic,
@@ -80,7 +80,7 @@ class Engine(EngineRequests):
         self._build_step: BuildStep = self._builder.build if build_step is None else build_step
         self._publish_outputs = publish
         self._max_steps_in_flight = min(max_steps_in_flight, executor.max_steps_in_flight)
-        self._overdue = Overdue(self._deadlines, scheduler)
+        self._overdue = DeadlineEnforcer(self._deadlines, scheduler)
         self._in_flight: deque[Schedule] = deque()
         """Submitted steps without a reply, the oldest first."""
         self._step_metrics = MetricsObserver(metrics, scheduler, index)

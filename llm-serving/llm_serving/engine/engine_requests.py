@@ -11,17 +11,17 @@ from llm_serving.core.timings import Clock
 from llm_serving.engine.audit import Auditor
 from llm_serving.engine.deadlines import Deadlines
 from llm_serving.engine.delivery import end
-from llm_serving.engine.fleet.accounting import Peers
-from llm_serving.engine.fleet.migration import Departure, Moves
+from llm_serving.engine.fleet.accounting import ReplicaSync
+from llm_serving.engine.fleet.migration import MigratingRequest, RequestMigration
 from llm_serving.engine.load_reports import LoadReports, StepTimes
 from llm_serving.engine.output_processor import OutputProcessor
-from llm_serving.engine.sinks import Desk, receive
+from llm_serving.engine.sinks import SinkContext, receive
 from llm_serving.engine.thread_safe_calls import ThreadSafeCalls
 from llm_serving.executor.executor import Executor
 from llm_serving.log import get_logger
-from llm_serving.observability.event_log import Journal
+from llm_serving.observability.event_log import EventLog
 from llm_serving.observability.metrics import Metrics
-from llm_serving.observability.snapshot import Glance, SchedulerState, glance, scheduler_state
+from llm_serving.observability.snapshot import EngineSnapshot, SchedulerState, scheduler_state, take_snapshot
 from llm_serving.scheduler import Scheduler
 from llm_serving.scheduler.bounds import longest_waits
 from llm_serving.scheduler.components import SchedulingRules
@@ -30,7 +30,7 @@ from llm_serving.text.tokenizer.tokenizer import Tokenizer
 
 logger = get_logger(__name__)
 
-AttachSink = Callable[[Request, Desk], object]
+AttachSink = Callable[[Request, SinkContext], object]
 
 
 class EngineRequests(ThreadSafeCalls):
@@ -57,12 +57,12 @@ class EngineRequests(ThreadSafeCalls):
         metrics: Metrics,
         index: int,
         audit_every: int,
-        journal: Journal | None,
+        journal: EventLog | None,
         drafter: SpeculationController | None,
         clock: Clock,
         attach_sink: AttachSink = receive,
     ) -> None:
-        super().__init__(scheduler, executor, Journal() if journal is None else journal)
+        super().__init__(scheduler, executor, EventLog() if journal is None else journal)
         self.index = index
         self._clock = clock
         self._metrics = metrics
@@ -72,13 +72,13 @@ class EngineRequests(ThreadSafeCalls):
         self._reports = LoadReports(scheduler, self._times)
         self.ttft_predictor = self._reports.predictor
         """Read by admission control, from any thread."""
-        self.peers = Peers(index, scheduler, metrics)
+        self.peers = ReplicaSync(index, scheduler, metrics)
         self._deadlines = Deadlines()
         self._outputs: list[RequestOutput] = []
         self._processor = OutputProcessor(tokenizer, metrics, self.journal, clock)
-        self._desk = Desk(scheduler, self._processor, self._outputs_append)
+        self._desk = SinkContext(scheduler, self._processor, self._outputs_append)
         self._auditor = Auditor(audit_every, scheduler, tokenizer, metrics, clock)
-        self.moves = Moves(
+        self.moves = RequestMigration(
             scheduler, self._processor, self._auditor, self._desk, self.journal, metrics, self._listeners
         )
         """Migration of requests between replicas."""
@@ -127,9 +127,9 @@ class EngineRequests(ThreadSafeCalls):
     def state(self) -> SchedulerState:
         return scheduler_state(self.scheduler, self._clock(), self._times.mean_s)
 
-    def glance(self, since: float) -> Glance:
+    def take_snapshot(self, since: float) -> EngineSnapshot:
         """Return the same, with the events since a time."""
-        return glance(self.scheduler, self.journal, self._clock(), self.mean_step_s, since)
+        return take_snapshot(self.scheduler, self.journal, self._clock(), self.mean_step_s, since)
 
     @property
     def mean_step_s(self) -> float | None:
@@ -144,7 +144,7 @@ class EngineRequests(ThreadSafeCalls):
         self._attach_sink(request, self._desk)
         self.journal.queued(request, self._clock())
 
-    def _arrive(self, departure: Departure, is_cancelled: bool) -> None:
+    def _arrive(self, departure: MigratingRequest, is_cancelled: bool) -> None:
         self.peers.arrived(departure.request)
         self._expect(departure.request)
         self.moves.arrive(departure)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from llm_serving.kvcache.transfer_pool import TransferBlock
 
 if TYPE_CHECKING:
-    from llm_serving.engine.fleet.migration import Departure
+    from llm_serving.engine.fleet.migration import MigratingRequest
 
 
 class EngineListener:
@@ -25,7 +25,7 @@ class EngineListener:
     def on_woken(self) -> None:
         """Another replica has changed what both share: the engine looks at it before its next step. From any thread."""
 
-    def on_departures(self, departures: list[Departure]) -> None:
+    def on_departures(self, departures: list[MigratingRequest]) -> None:
         """Other replicas are to continue these requests; their clients have got everything that was produced here."""
 
     def on_blocks_released(self, blocks: list[TransferBlock]) -> None:

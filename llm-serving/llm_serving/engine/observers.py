@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from llm_serving.core.request import Request
 from llm_serving.engine.load_reports import StepTimes
-from llm_serving.observability.event_log import NO_DRAFTS, Journal
+from llm_serving.observability.event_log import NO_DRAFTS, EventLog
 from llm_serving.observability.metrics import Metrics
 from llm_serving.observability.step_observer import CompletedStep, StepObserver
 from llm_serving.observability.transfer_metrics import SwapLoad
@@ -17,7 +17,7 @@ from llm_serving.speculation import SpeculationController
 class EventLogObserver(StepObserver):
     """Writes the steps of an engine into its event log."""
 
-    def __init__(self, journal: Journal, scheduler: Scheduler) -> None:
+    def __init__(self, journal: EventLog, scheduler: Scheduler) -> None:
         self._journal, self._scheduler = journal, scheduler
 
     def on_scheduled(self, schedule: Schedule | None, in_flight: Sequence[Schedule], now: float) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from llm_serving.core.request import Request
-from llm_serving.engine.coalescing import SharedAnswer
+from llm_serving.engine.coalescing import CoalescedResponse
 from llm_serving.engine.engine import Engine
 from llm_serving.engine.request_stream import RequestStream
 from llm_serving.observability.event_log import LiveRequests, client_ids
@@ -21,7 +21,7 @@ MAX_JOINED: Final = 4096
 @dataclass(eq=False, slots=True)
 class OpenRequest:
     request: Request
-    stream: RequestStream | SharedAnswer
+    stream: RequestStream | CoalescedResponse
     """Gets its pieces."""
     engine: Engine
     """Which has it."""

@@ -9,7 +9,7 @@ from llm_serving.core.request_output import PromptLogprobs, RequestOutput, Token
 from llm_serving.core.step import Float32Array, StepOutput
 from llm_serving.core.timings import Clock
 from llm_serving.log import get_logger
-from llm_serving.observability.event_log import Journal
+from llm_serving.observability.event_log import EventLog
 from llm_serving.observability.metrics import Metrics
 from llm_serving.text.tokenizer.detokenizer import SILENT, Detokenizer, IncrementalDetokenizer
 from llm_serving.text.tokenizer.tokenizer import Tokenizer
@@ -18,7 +18,7 @@ logger = get_logger(__name__)
 
 
 @dataclass(slots=True)
-class Produced:
+class ProducedOutput:
     """What a request has produced so far, and what of it has not been sent."""
 
     request: Request
@@ -37,25 +37,25 @@ class Produced:
 class OutputProcessor:
     """Keeps what each live request has produced and not yet sent."""
 
-    def __init__(self, tokenizer: Tokenizer, metrics: Metrics | None, journal: Journal, clock: Clock) -> None:
+    def __init__(self, tokenizer: Tokenizer, metrics: Metrics | None, journal: EventLog, clock: Clock) -> None:
         """With `metrics` None nobody learns of its requests but who asks for their pieces."""
         self._tokenizer = tokenizer
         self._metrics = metrics
         self._journal = journal
         self._clock = clock
-        self._states: dict[str, Produced] = {}
+        self._states: dict[str, ProducedOutput] = {}
         self._max_token_len = 0
         self._gaps: list[float] = []
         """Seconds between tokens, not yet told to the metrics."""
 
     def start(self, request: Request) -> None:
-        self._states[request.request_id] = Produced(request, self._detokenizer(request))
+        self._states[request.request_id] = ProducedOutput(request, self._detokenizer(request))
 
-    def leave(self, request: Request) -> Produced:
+    def leave(self, request: Request) -> ProducedOutput:
         """Another processor goes on with the request."""
         return self._states.pop(request.request_id)
 
-    def resume(self, request: Request, produced: Produced) -> None:
+    def resume(self, request: Request, produced: ProducedOutput) -> None:
         """Goes on where another processor was."""
         produced.request = request
         self._states[request.request_id] = produced
@@ -173,7 +173,7 @@ class OutputProcessor:
             self._metrics.inter_tokens(self._gaps)
             self._gaps = []
 
-    def _record_end(self, state: Produced) -> None:
+    def _record_end(self, state: ProducedOutput) -> None:
         if self._metrics is None:
             return
         request = state.request

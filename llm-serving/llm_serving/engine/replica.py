@@ -17,7 +17,7 @@ from llm_serving.executor.executor import Executor
 from llm_serving.kvcache import BlockManager
 from llm_serving.kvcache.transfer_pool import TransferPool
 from llm_serving.log import get_logger
-from llm_serving.observability.event_log import Journal
+from llm_serving.observability.event_log import EventLog
 from llm_serving.observability.metrics import Metrics
 from llm_serving.recording.record_files import RecordFiles
 from llm_serving.recording.recorder import RecordedScheduler, Recorder
@@ -167,7 +167,7 @@ def build_engine(
     scheduler = build_scheduler(config, num_blocks, num_swap_blocks, index, window, clock)
     context = _context(config, scheduler.blocks)
     logger.info("replica %d: %d blocks of %d tokens; %s", index, num_blocks, config.pa.block_size, context)
-    journal = Journal(config.serving.explain_requests, config.serving.timeline_steps)
+    journal = EventLog(config.serving.explain_requests, config.serving.timeline_steps)
     engine = Engine(
         scheduler,
         executor,

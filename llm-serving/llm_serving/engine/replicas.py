@@ -19,8 +19,8 @@ from typing import Literal, Protocol, TypeVar
 from llm_serving.config.schema import ServingConfig
 from llm_serving.core.request_output import RequestOutput
 from llm_serving.engine.engine import Engine, Publish
-from llm_serving.engine.fleet.accounting import Ledger
-from llm_serving.engine.fleet.migration import Brought, Carrier, Departure, Pace
+from llm_serving.engine.fleet.accounting import FleetAccounting
+from llm_serving.engine.fleet.migration import BlockTransferrer, MigratingRequest, TransferredBlocks, TransferThrottle
 from llm_serving.engine.listener import EngineListener
 from llm_serving.engine.replica import build_rules
 from llm_serving.errors import LLMServingError, NoWorkAgentsError, RequestError, WorkerDiedError
@@ -100,7 +100,7 @@ class Events:
     """What a step brought."""
     on_started: Callable[[list[str]], None]
     """Ids of requests that are scheduled for the first time; before anything of them is told."""
-    on_departures: Callable[[list[Departure]], None]
+    on_departures: Callable[[list[MigratingRequest]], None]
     """Requests that another replica is to go on with."""
     on_failure: Callable[[LLMServingError], None]
     """Why the server cannot serve and shall end."""
@@ -116,9 +116,9 @@ class Replicas(EngineListener):
     def __init__(self, config: ServingConfig, open_replica: OpenReplica, events: Events) -> None:
         self.engines: dict[int, Engine] = {}
         """Those that have been loaded, dead ones included until they are loaded again."""
-        self.ledger = Ledger()
+        self.ledger = FleetAccounting()
         """What they tell each other."""
-        self._carrier = Carrier(Pace(self._has_steps).rest)
+        self._carrier = BlockTransferrer(TransferThrottle(self._has_steps).rest)
         self._reloaded: tuple[int, ServingConfig] | None = None
         """What engines go by, where it is not what they are opened with; the first time, the second time, .."""
         self._opening = threading.Lock()
@@ -254,7 +254,7 @@ class Replicas(EngineListener):
         for index, given in blocks_of.items():
             self.engines[index].give_back(given)
 
-    def bring(self, departure: Departure, index: int) -> int | None:
+    def bring(self, departure: MigratingRequest, index: int) -> int | None:
         """The replica that goes on with a request which a certain one shall go on with; None: it is not known yet.
 
         What it takes along has to be brought there first, then. It comes back with the next departures: with its blocks
@@ -271,7 +271,7 @@ class Replicas(EngineListener):
         def done(there: bool) -> None:
             if not there:
                 self.give_back(departure.leave_blocks())
-            self.on_departures([departure._replace(brought=Brought(index, target) if there else None)])
+            self.on_departures([departure._replace(brought=TransferredBlocks(index, target) if there else None)])
 
         if self._carrier.carry(begun, blocks, source, target, done):
             return None
@@ -400,7 +400,7 @@ class Replicas(EngineListener):
     def on_started(self, request_ids: list[str]) -> None:
         self._call_soon(self._events.on_started, request_ids)
 
-    def on_departures(self, departures: list[Departure]) -> None:
+    def on_departures(self, departures: list[MigratingRequest]) -> None:
         for each in departures:
             self.ledger.places.depart(each.request.request_id, each.request.tenant)
         self._call_soon(self._events.on_departures, departures)

@@ -14,9 +14,9 @@ from llm_serving.engine.engine import Engine
 from llm_serving.engine.open_requests import OpenRequest, OpenRequests
 from llm_serving.engine.replicas import Replicas
 from llm_serving.errors import RequestNotFoundError, WorkerDiedError
-from llm_serving.observability.event_log import Life, client_ids
+from llm_serving.observability.event_log import RequestRecord, client_ids
 from llm_serving.observability.latency_breakdown import Explanation, answers_to, explain
-from llm_serving.observability.snapshot import Glance, SchedulerState
+from llm_serving.observability.snapshot import EngineSnapshot, SchedulerState
 from llm_serving.observability.timeline import JsonObject, ReplicaTrace, trace
 
 T = TypeVar("T")
@@ -25,7 +25,7 @@ STATE_TIMEOUT_S: Final = 5.0
 """How long an engine is waited for; one whose WorkAgent is started again answers later."""
 
 
-class Lookup:
+class RequestLookup:
     """Answers from the journals of all replicas, and from their schedulers.
 
     A `tenant` is who asks and sees its own requests only; None sees everybody's. A `request_id` is the client's, alone
@@ -39,7 +39,7 @@ class Lookup:
         self._clock = clock
         self._states: dict[int, asyncio.Future[SchedulerState]] = {}
         """The newest question to each replica."""
-        self._glances: dict[int, asyncio.Future[Glance]] = {}
+        self._glances: dict[int, asyncio.Future[EngineSnapshot]] = {}
 
     def find(self, request_id: str, tenant: str | None) -> list[OpenRequest]:
         """The requests that live and are meant by an id; none when all have ended. Call it on the event loop.
@@ -61,9 +61,9 @@ class Lookup:
         """
         return await self._ask_all(self._states, lambda engine: engine.state, STATE_TIMEOUT_S)
 
-    async def glances(self, since: float, timeout_s: float) -> dict[int, Glance | None]:
+    async def glances(self, since: float, timeout_s: float) -> dict[int, EngineSnapshot | None]:
         """The same, with what has happened since a time; for one who watches, and asks again and again."""
-        return await self._ask_all(self._glances, lambda engine: partial(engine.glance, since), timeout_s)
+        return await self._ask_all(self._glances, lambda engine: partial(engine.take_snapshot, since), timeout_s)
 
     async def _ask_all(
         self, asked: dict[int, asyncio.Future[T]], question: Callable[[Engine], Callable[[], T]], timeout_s: float
@@ -127,6 +127,6 @@ class Lookup:
         return [request_id, *self._requests.joined(request_id)]
 
 
-def _lives(engine: Engine, ids: Sequence[str], tenant: str | None) -> list[Life]:
+def _lives(engine: Engine, ids: Sequence[str], tenant: str | None) -> list[RequestRecord]:
     names = frozenset(name for each in ids for name in client_ids(each))
     return [life for life in engine.journal.lives() if tenant in (None, life.tenant) and answers_to(life, names)]

@@ -23,7 +23,7 @@ from llm_serving.scheduler import Scheduler
 
 
 @dataclass(frozen=True, slots=True)
-class Desk:
+class SinkContext:
     """What receivers share: those who compute, those who make text of tokens, those who are told."""
 
     scheduler: Scheduler
@@ -32,10 +32,10 @@ class Desk:
     """Gets every piece of every answer."""
 
 
-class OneSequence:
+class SequenceSink:
     """Answers a request by what is computed for it; a stop string found in the text ends it."""
 
-    def __init__(self, request: Request, desk: Desk) -> None:
+    def __init__(self, request: Request, desk: SinkContext) -> None:
         self.request = request
         self.active_requests = (request,)
         self._desk = desk
@@ -95,7 +95,7 @@ class Beams:
     beam without continuation ends. The scheduler never sees the request they are computed for.
     """
 
-    def __init__(self, request: Request, desk: Desk) -> None:
+    def __init__(self, request: Request, desk: SinkContext) -> None:
         assert request.beam_search is not None
         self.request = request
         self._desk = desk
@@ -247,20 +247,20 @@ def _token_logprobs(token: Hypothesis, count: int) -> TokenLogprobs:
     return TokenLogprobs(token.token_id, token.logprob, tuple(likely.token_ids[:count]), tuple(likely.logprobs[:count]))
 
 
-__all__ = ["OUTPUT_SINKS", "Desk", "OneSequence", "receive"]
+__all__ = ["OUTPUT_SINKS", "SequenceSink", "SinkContext", "receive"]
 
 
 class _Create(Protocol):
-    def __call__(self, request: Request, desk: Desk) -> OutputSink: ...
+    def __call__(self, request: Request, desk: SinkContext) -> OutputSink: ...
 
 
 OUTPUT_SINKS: Final[dict[type, _Create]] = {
-    type(None): OneSequence,
+    type(None): SequenceSink,
     BeamSearchParams: Beams,
 }
 
 
-def receive(request: Request, desk: Desk) -> OutputSink:
+def receive(request: Request, desk: SinkContext) -> OutputSink:
     """Gives a request who answers it, and begins."""
     receiver = request.sink = OUTPUT_SINKS[type(request.beam_search)](request, desk)
     receiver.start()

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from llm_serving.core.request import Request
 from llm_serving.core.request_class import class_of
-from llm_serving.engine.fleet.migration import Departure
+from llm_serving.engine.fleet.migration import MigratingRequest
 from llm_serving.engine.inbox import Inbox
 from llm_serving.engine.listener import EngineListener
 from llm_serving.errors import WorkerDiedError
@@ -17,7 +17,7 @@ from llm_serving.executor.cluster.block_link import BlockLink
 from llm_serving.executor.executor import Executor
 from llm_serving.executor.restart_status import RestartStatus
 from llm_serving.kvcache.transfer_pool import TransferBlock
-from llm_serving.observability.event_log import Journal
+from llm_serving.observability.event_log import EventLog
 from llm_serving.scheduler import Scheduler
 
 T = TypeVar("T")
@@ -32,7 +32,7 @@ class ThreadSafeCalls:
         journal: Its event log.
     """
 
-    def __init__(self, scheduler: Scheduler, executor: Executor, journal: Journal) -> None:
+    def __init__(self, scheduler: Scheduler, executor: Executor, journal: EventLog) -> None:
         self.scheduler = scheduler
         self._executor = executor
         self.journal = journal
@@ -64,7 +64,7 @@ class ThreadSafeCalls:
         with contextlib.suppress(WorkerDiedError):  # then it has ended with everything else
             self._inbox.post(lambda: self._abort(request_id))
 
-    def take_over(self, departure: Departure, *, is_cancelled: bool = False) -> None:
+    def take_over(self, departure: MigratingRequest, *, is_cancelled: bool = False) -> None:
         """Continue a request that another replica has begun; end it if it was cancelled during the transfer.
 
         Raises:
@@ -175,7 +175,7 @@ class ThreadSafeCalls:
     def _add(self, request: Request) -> None:
         raise NotImplementedError
 
-    def _arrive(self, departure: Departure, is_cancelled: bool) -> None:
+    def _arrive(self, departure: MigratingRequest, is_cancelled: bool) -> None:
         raise NotImplementedError
 
     def _abort(self, request_id: str) -> None:

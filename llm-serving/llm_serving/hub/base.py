@@ -176,7 +176,7 @@ def is_revision(text: str) -> bool:
 LOG_INTERVAL_S: Final = 10.0
 
 
-class Progress(tqdm):
+class DownloadProgress(tqdm):
     """A tqdm bar that is on whatever the environment says of bars, and that a log can take."""
 
     def __init__(self, *args: Any, **options: Any) -> None:

@@ -90,7 +90,7 @@ class HuggingFace:
     def _fill(self, part: BufferedRandom, blob: Path, url: str, file: str, size: int | None, listing: Listing) -> None:
         from huggingface_hub.file_download import http_get
 
-        from llm_serving.hub.base import Progress
+        from llm_serving.hub.base import DownloadProgress
 
         library = _library()
         there = part.seek(0, os.SEEK_END)
@@ -106,7 +106,7 @@ class HuggingFace:
                     headers=headers,
                     expected_size=size,
                     displayed_filename=file,
-                    tqdm_class=Progress,
+                    tqdm_class=DownloadProgress,
                 )
         finally:
             part.flush()

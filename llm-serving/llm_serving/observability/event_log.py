@@ -66,7 +66,7 @@ class Outage(NamedTuple):
     """Infinite while it lasts."""
 
 
-class Facts(NamedTuple):
+class RequestFacts(NamedTuple):
     """What a request tells of itself."""
 
     status: str
@@ -80,7 +80,7 @@ class Facts(NamedTuple):
     first_scheduled_time: float | None
 
 
-class Life:
+class RequestRecord:
     """What is kept of one request: its own record, without its texts and tokens once it has ended."""
 
     __slots__ = (
@@ -117,15 +117,15 @@ class Life:
         """`Request.sequence` of what is computed for it: its own, or those of its beams."""
         self.preemptions: tuple[Preempted, ...] = ()
         self._request: Request | None = request
-        self._facts: Facts | None = None
+        self._facts: RequestFacts | None = None
 
     @property
-    def facts(self) -> Facts:
+    def facts(self) -> RequestFacts:
         request = self._request
         if request is None:
             assert self._facts is not None
             return self._facts
-        return Facts(
+        return RequestFacts(
             request.status.value,
             request.finish_reason,
             request.num_prompt_tokens,
@@ -181,7 +181,7 @@ class Record:
         return [step.formed for step in self.steps]
 
 
-class Journal:
+class EventLog:
     """The journal of one engine. Its thread writes; any thread may take a `record` or look for a request.
 
     Args:
@@ -193,8 +193,8 @@ class Journal:
         self.enabled = num_requests > 0
         self._num_requests = num_requests
         self._num_lives = 0
-        self._lives: dict[str, Life] = {}
-        self._ended: deque[Life] = deque()
+        self._lives: dict[str, RequestRecord] = {}
+        self._ended: deque[RequestRecord] = deque()
         self._steps: deque[Step] = deque(maxlen=num_steps)
         self._in_flight: deque[Step] = deque()
         self._decisions: deque[Decision] = deque(maxlen=num_steps)
@@ -209,7 +209,7 @@ class Journal:
         if not self.enabled:
             return
         self._num_lives += 1
-        self._lives[request.request_id] = Life(request, request_class, self._num_lives)
+        self._lives[request.request_id] = RequestRecord(request, request_class, self._num_lives)
         if request.http_timings is not None:
             request.http_timings.unfinished_request_ids.add(request.request_id)
 
@@ -314,7 +314,7 @@ class Journal:
             exchange.unfinished_request_ids.discard(life.request_id)
         self._keep(life)
 
-    def _keep(self, life: Life) -> None:
+    def _keep(self, life: RequestRecord) -> None:
         self._ended.append(life)
         if len(self._ended) > self._num_requests:
             oldest = self._ended.popleft()
@@ -323,7 +323,7 @@ class Journal:
 
     # --- what others may know; from any thread ----------------------------------------------------------------------
 
-    def lives(self) -> list[Life]:
+    def lives(self) -> list[RequestRecord]:
         """Of the requests that live and of the newest that ended."""
         return list(self._lives.values())
 
@@ -338,7 +338,7 @@ class Journal:
         found = [each for each in zip(began, newest, strict=True) if each[1].ended > time]
         return found[:most][::-1]
 
-    def ended_since(self, time: float, most: int) -> list[Life]:
+    def ended_since(self, time: float, most: int) -> list[RequestRecord]:
         """Requests that ended after a time, the newest so many, in order. To be called by the engine's thread."""
         newest = takewhile(lambda life: life.ended_time is not None and life.ended_time > time, reversed(self._ended))
         return list(islice(newest, most))[::-1]

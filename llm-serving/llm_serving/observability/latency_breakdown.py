@@ -15,7 +15,7 @@ from typing import NamedTuple
 from msgspec import Struct
 
 from llm_serving.core.request import FinishReason
-from llm_serving.observability.event_log import Decision, Life, Preempted, Record, Step, client_id_of
+from llm_serving.observability.event_log import Decision, Preempted, Record, RequestRecord, Step, client_id_of
 from llm_serving.scheduler.bounds import ClassBounds
 from llm_serving.scheduler.schedule import Blocked, WaitReason
 
@@ -70,12 +70,12 @@ def nanoseconds(seconds: float) -> int:
     return round(seconds * 1e9)
 
 
-def attribute(life: Life, record: Record) -> list[Span]:
+def attribute(life: RequestRecord, record: Record) -> list[Span]:
     """The spans of a request without gaps, from its arrival to the end of its answer or to now."""
     return _Walk(life, record).spans()
 
 
-def own_rows(life: Life, record: Record) -> list[OwnRow]:
+def own_rows(life: RequestRecord, record: Record) -> list[OwnRow]:
     """The kept steps that computed the request, in order."""
     facts = life.facts
     missed = _is_missed(life, record)
@@ -101,12 +101,12 @@ def own_rows(life: Life, record: Record) -> list[OwnRow]:
     return rows
 
 
-def num_accepted_drafts(step: Step, life: Life) -> int:
+def num_accepted_drafts(step: Step, life: RequestRecord) -> int:
     """Return the request's accepted draft tokens in a step: tokens without a step of their own."""
     return sum(accepted for sequence, _, accepted in step.drafts if sequence in life.sequences)
 
 
-def largest_decode_gap(life: Life, record: Record, rows: Sequence[OwnRow]) -> int:
+def largest_decode_gap(life: RequestRecord, record: Record, rows: Sequence[OwnRow]) -> int:
     """Most steps in a row that left it out between two of its tokens, while it had its place."""
     breaks = [each.time for each in life.preemptions] + [outage.ended for outage in record.outages]
     gaps = [
@@ -130,7 +130,7 @@ class _State(NamedTuple):
 class _Walk:
     """Goes through the life once; `_cursor` is how far it has come."""
 
-    def __init__(self, life: Life, record: Record) -> None:
+    def __init__(self, life: RequestRecord, record: Record) -> None:
         self._life = life
         self._record = record
         self._facts = life.facts
@@ -243,7 +243,7 @@ class _Walk:
             self._cursor = end
 
 
-def why_queued(life: Life, blocked: Blocked | None) -> str:
+def why_queued(life: RequestRecord, blocked: Blocked | None) -> str:
     """What a waiting request waits behind, from what the scheduler said of whom it left waiting."""
     own = life.request_class
     if blocked is None:
@@ -267,13 +267,13 @@ def _way(preempted: Preempted) -> str:
     return "swap" if preempted.swapped else "recompute"
 
 
-def _is_missed(life: Life, record: Record) -> bool:
+def _is_missed(life: RequestRecord, record: Record) -> bool:
     """Whether it ran in steps that are no longer kept."""
     first = life.facts.first_scheduled_time
     return first is not None and first < record.kept_since
 
 
-def _end_of(life: Life, record: Record) -> float:
+def _end_of(life: RequestRecord, record: Record) -> float:
     return record.now if life.ended_time is None else life.ended_time
 
 
@@ -360,14 +360,14 @@ class Explanation(Struct, kw_only=True):
     bounds: ExplainedBounds
 
 
-def answers_to(life: Life, names: Collection[str]) -> bool:
+def answers_to(life: RequestRecord, names: Collection[str]) -> bool:
     """Whether a client means this request by one of `names`, which are `client_ids`: its own id, that of the answer, or
     the engine's."""
     return life.request_id in names or client_id_of(life.request_id) in names
 
 
 def explain(
-    life: Life,
+    life: RequestRecord,
     record: Record,
     bounds: ClassBounds,
     replica: int,
@@ -411,7 +411,7 @@ def explain(
     )
 
 
-def _first_token(life: Life) -> ExplainedFirstToken:
+def _first_token(life: RequestRecord) -> ExplainedFirstToken:
     predicted_s = None if life.exchange is None else life.exchange.predicted_ttft_s
     came = life.first_token_time
     began = life.arrival_time if life.exchange is None else life.exchange.received_time

@@ -20,7 +20,7 @@ from llm_serving.core.request import Request
 from llm_serving.core.request_class import RequestClass
 from llm_serving.core.timings import Clock
 from llm_serving.kvcache import BlockManager
-from llm_serving.observability.event_log import Journal, Life, Step
+from llm_serving.observability.event_log import EventLog, RequestRecord, Step
 from llm_serving.scheduler import Scheduler
 
 
@@ -116,7 +116,7 @@ class WaitingRequest(Struct, kw_only=True):
         )
 
 
-class ClassQueue(Struct, kw_only=True):
+class ClassQueueState(Struct, kw_only=True):
     """A class: its queue, and what it holds."""
 
     request_class: str
@@ -131,7 +131,9 @@ class ClassQueue(Struct, kw_only=True):
     """What holds for each of its requests."""
 
     @classmethod
-    def of(cls, each: RequestClass, scheduler: Scheduler, waiting: Sequence[WaitingRequest], bounds: str) -> ClassQueue:
+    def of(
+        cls, each: RequestClass, scheduler: Scheduler, waiting: Sequence[WaitingRequest], bounds: str
+    ) -> ClassQueueState:
         waits = [request.seconds for request in waiting if request.request_class == each.name]
         return cls(
             request_class=each.name,
@@ -145,7 +147,7 @@ class ClassQueue(Struct, kw_only=True):
         )
 
 
-class Blocks(Struct, kw_only=True):
+class BlockUsage(Struct, kw_only=True):
     """The key/value cache, and the host pool beside it."""
 
     tokens: int
@@ -160,7 +162,7 @@ class Blocks(Struct, kw_only=True):
     host_used: int
 
     @classmethod
-    def of(cls, blocks: BlockManager) -> Blocks:
+    def of(cls, blocks: BlockManager) -> BlockUsage:
         pool, host = blocks.pool, blocks.host_pool
         return cls(
             tokens=blocks.block_size,
@@ -191,11 +193,11 @@ class SchedulerState(NamedTuple):
     """The same of those that were looked at, in no particular order."""
     num_waiting: int
     """All of them, those included that wait for others of their own request."""
-    classes: list[ClassQueue]
+    classes: list[ClassQueueState]
     """By rank."""
     served: dict[str, dict[str, int]]
     """Class -> tenant -> service it has got, as fairness among tenants counts it; of tenants that are known here."""
-    blocks: Blocks
+    blocks: BlockUsage
 
 
 def scheduler_state(
@@ -226,14 +228,14 @@ def scheduler_state(
         waiting=waiting,
         num_waiting=scheduler.num_waiting,
         classes=[
-            ClassQueue.of(each, scheduler, rows, bounds.describe(step_s))
+            ClassQueueState.of(each, scheduler, rows, bounds.describe(step_s))
             for each, bounds in zip(scheduler.classes, scheduler.bounds, strict=True)
         ],
         served={
             name: {tenant: queue.token_counters.served(tenant) for tenant in tenants}
             for name, queue in scheduler.waiting.queues.items()
         },
-        blocks=Blocks.of(scheduler.blocks),
+        blocks=BlockUsage.of(scheduler.blocks),
     )
 
 
@@ -245,7 +247,7 @@ MAX_ENDED: Final = 64
 """The same of requests that ended."""
 
 
-class Glance(NamedTuple):
+class EngineSnapshot(NamedTuple):
     """Nothing of it changes any more, but for a life that is not over."""
 
     state: SchedulerState
@@ -255,21 +257,23 @@ class Glance(NamedTuple):
     """Seconds a step takes, of late."""
     steps: list[tuple[float, Step]]
     """When the WorkAgent began it, and the step."""
-    ended: list[Life]
+    ended: list[RequestRecord]
     cpu_s: float
     """Seconds of processor time that it took."""
 
 
-def glance(
+def take_snapshot(
     scheduler: Scheduler,
-    journal: Journal,
+    journal: EventLog,
     now: float,
     step_s: float | None,
     since: float,
     cpu_clock: Clock = time.thread_time,
-) -> Glance:
+) -> EngineSnapshot:
     """To be called by the thread that owns the scheduler; `since` is `state.now` of the time before."""
     began = cpu_clock()
     state = scheduler_state(scheduler, now, step_s, MAX_SNAPSHOT_WAITING)
     steps, ended = journal.steps_since(since, MAX_STEPS), journal.ended_since(since, MAX_ENDED)
-    return Glance(state, scheduler.limits.max_num_batched_tokens, step_s, steps, ended, cpu_s=cpu_clock() - began)
+    return EngineSnapshot(
+        state, scheduler.limits.max_num_batched_tokens, step_s, steps, ended, cpu_s=cpu_clock() - began
+    )

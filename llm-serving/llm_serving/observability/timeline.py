@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Final
 
-from llm_serving.observability.event_log import Life, Record, Step
+from llm_serving.observability.event_log import Record, RequestRecord, Step
 from llm_serving.observability.latency_breakdown import Span, attribute, nanoseconds
 
 STEPS_ROW: Final = 0
@@ -25,7 +25,7 @@ class ReplicaTrace:
 
     replica: int
     record: Record
-    lives: Sequence[Life]
+    lives: Sequence[RequestRecord]
     own_steps_only: bool = False
     """Show the rows of these requests alone, and no step without one: who asks may not see what others do."""
     machine: str = ""
@@ -63,7 +63,7 @@ def trace(replicas: Sequence[ReplicaTrace], num_steps: int) -> JsonObject:
 
 def _shown(
     replica: ReplicaTrace, num_steps: int
-) -> tuple[list[tuple[Step, int, int]], list[tuple[Life, list[Span]]], int | None]:
+) -> tuple[list[tuple[Step, int, int]], list[tuple[RequestRecord, list[Span]]], int | None]:
     """Steps with begin and end, requests with their spans, and the first time of all."""
     record = replica.record
     steps: list[tuple[Step, int, int]] = []
@@ -128,7 +128,7 @@ def _step_events(
 
 
 def _request_events(
-    pid: int, tid: int, life: Life, spans: Sequence[Span], microseconds: Callable[[int], float]
+    pid: int, tid: int, life: RequestRecord, spans: Sequence[Span], microseconds: Callable[[int], float]
 ) -> Iterator[JsonObject]:
     for start, end, span, num_steps in _joined(spans):
         args: JsonObject = {"steps": num_steps, "class": life.request_class.name}

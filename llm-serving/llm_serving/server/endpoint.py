@@ -22,7 +22,7 @@ from llm_serving.server.parsing.errors import kind_of, openai_error_response
 from llm_serving.server.parsing.headers import check_headers, check_no_body, check_query, ignored_headers
 from llm_serving.server.parsing.identity import REQUEST_ID_HEADER, request_id_of
 from llm_serving.server.parsing.parameters import IGNORED_HEADER, ignored_parameters
-from llm_serving.server.request_context import note_of
+from llm_serving.server.request_context import request_context_of
 
 logger = get_logger(__name__)
 
@@ -89,7 +89,7 @@ class Endpoint:
             return self.error_response(internal_error())
 
     def _refuse(self, request: Request, error: LLMServingError) -> Response:
-        note = note_of(request)
+        note = request_context_of(request)
         request_id = note.request_id if note is not None and note.request_id else request_id_of(request)
         if note is not None:
             note.error, note.request_id = kind_of(error), request_id
@@ -119,7 +119,7 @@ class _Application:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive, send)
-        if (note := note_of(request)) is not None:
+        if (note := request_context_of(request)) is not None:
             note.route = self._endpoint.path
         response = await self._endpoint.respond(self._engine, request)
         if (quota := quota_of(request)) is not None:

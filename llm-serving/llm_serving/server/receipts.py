@@ -24,7 +24,7 @@ DISABLED, AT_START = "none", "at_start"
 """Values of `serving_config.receipts`."""
 
 
-class ReceiptDraft(Protocol):
+class ReceiptDraftProtocol(Protocol):
     """The receipt of one response while it is generated."""
 
     def begin(self, prompts: Sequence[list[int]], sampling: SamplingParams, choices: Choices) -> None: ...
@@ -34,12 +34,12 @@ class ReceiptDraft(Protocol):
     def sealed(self) -> Raw: ...
 
 
-class ReceiptIssuer(Protocol):
+class ReceiptIssuerProtocol(Protocol):
     """What the server uses of `llm_serving_receipts.issuer`."""
 
     def start_hashing(self) -> None: ...
 
-    async def start_receipt(self, engine: AsyncEngine, response_id: str, created: int) -> ReceiptDraft: ...
+    async def start_receipt(self, engine: AsyncEngine, response_id: str, created: int) -> ReceiptDraftProtocol: ...
 
 
 class ReceiptHook:
@@ -70,7 +70,7 @@ class ReceiptHook:
         if self._hashes_at_start and self._files is not None:
             self._issuer.start_hashing()
 
-    async def start_receipt(self, engine: AsyncEngine, response_id: str, created: int) -> ReceiptDraft:
+    async def start_receipt(self, engine: AsyncEngine, response_id: str, created: int) -> ReceiptDraftProtocol:
         """Start the receipt of a response; the first one waits until the model's files are hashed.
 
         Raises:
@@ -86,7 +86,7 @@ class ReceiptHook:
         return await issuer.start_receipt(engine, response_id, created)
 
     @cached_property
-    def _issuer(self) -> ReceiptIssuer:
+    def _issuer(self) -> ReceiptIssuerProtocol:
         if self._files is None:
             raise ConfigError(self._failure)
         try:
@@ -98,13 +98,13 @@ class ReceiptHook:
                 f"`serving_config.receipts` needs the package {PACKAGE}, which is not installed: install it, or set "
                 f"the key to `{DISABLED}`"
             ) from None
-        issuer: ReceiptIssuer = module.ReceiptIssuer(self._files)
+        issuer: ReceiptIssuerProtocol = module.ReceiptIssuerProtocol(self._files)
         return issuer
 
 
 async def begin_receipt(
     engine: AsyncEngine, http_request: Request, request: GenerationRequest, response_id: str, created: int
-) -> ReceiptDraft | None:
+) -> ReceiptDraftProtocol | None:
     """Start the receipt that a request asks for; return None if it asks for none.
 
     Raises:

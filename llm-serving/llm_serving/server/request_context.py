@@ -15,7 +15,7 @@ SCOPE_KEY: Final = "llm_serving.note"
 
 
 @dataclass(eq=False, slots=True)
-class Note:
+class RequestContext:
     """Begun by `Accounting` and filled on the way; it never holds a text of the request or the answer."""
 
     exchange: HttpTimings
@@ -44,8 +44,8 @@ class Note:
         return [max(lens[i : i + self.streams_per_prompt]) for i in range(0, len(lens), self.streams_per_prompt)]
 
 
-def note_of(connection: HTTPConnection) -> Note | None:
+def request_context_of(connection: HTTPConnection) -> RequestContext | None:
     """The note of a request; None where nobody took one."""
     note = connection.scope.get(SCOPE_KEY)
-    assert note is None or isinstance(note, Note)
+    assert note is None or isinstance(note, RequestContext)
     return note

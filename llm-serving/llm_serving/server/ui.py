@@ -20,7 +20,7 @@ from starlette.routing import Route
 
 from llm_serving.errors import ConfigError
 from llm_serving.recording.report import ToldStory
-from llm_serving.server.request_context import note_of
+from llm_serving.server.request_context import request_context_of
 
 PATH: Final = "/ui"
 FOLDER: Final = Path(__file__).parent / "ui"
@@ -73,7 +73,7 @@ def _route(path: Path, shown_at: str) -> Route:
     headers = {**HEADERS, "etag": etag}
 
     async def send(request: Request) -> Response:
-        if (note := note_of(request)) is not None:
+        if (note := request_context_of(request)) is not None:
             note.route = PATH
         if request.headers.get("if-none-match") == etag:
             return Response(status_code=HTTPStatus.NOT_MODIFIED, headers=headers)

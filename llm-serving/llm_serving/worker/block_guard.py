@@ -58,7 +58,7 @@ class BlockGuard:
             self._memories[target].num_written[move.target] = move.num_tokens
 
     def start_exports(self, exports: Int32Array) -> None:
-        """Check moves to the transfer pool before they are done. Their targets are unreadable until `finish_exports`."""
+        """Check moves to the transfer pool before they are done; `finish_exports` makes their targets readable."""
         num_written = self._memories[BlockLocation.TRANSFER].num_written
         for move in map(BlockMove._make, exports.tolist()):
             self._check_source(self._cache, move)

@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from llm_serving.cli.server_call import Refusal, opened
+    from llm_serving.cli.server_call import ServerRefusal, opened
 
     say("playing the last minutes; this takes up to four minutes")
     path = f"/v1/scheduler/advice?minutes={arguments.minutes}"
@@ -25,7 +25,7 @@ def run(arguments: argparse.Namespace) -> int:
         try:
             lines = list(described(json.load(response)))
         except (ValueError, LookupError, TypeError):
-            raise Refusal(f"{arguments.url} does not answer as this server does") from None
+            raise ServerRefusal(f"{arguments.url} does not answer as this server does") from None
     print("\n".join(lines), flush=True)
     return 0
 

@@ -17,7 +17,7 @@ from llm_serving.cli.arguments import add_config_arguments, check_out, load_serv
 from llm_serving.cli.launcher import StartError
 from llm_serving.config import ServingConfig
 from llm_serving.errors import ConfigError, RecordingError
-from llm_serving.hub.base import Progress
+from llm_serving.hub.base import DownloadProgress
 from llm_serving.models.spec import ModelSpec
 
 from llm_serving_simulator.calibration import Calibration, calibrate
@@ -218,7 +218,7 @@ def _play(
     with temporary_server(arguments.config, [*arguments.overrides, *settings], arguments.model, folder) as config:
         assert config.model.model_path is not None
         planned = plan(_limits(config, ModelSpec.from_folder(config.model.model_path).vocab_size))
-        with Progress(total=len(planned), unit="phase") as bar:
+        with DownloadProgress(total=len(planned), unit="phase") as bar:
             for number, phase in enumerate(planned):
                 bar.set_postfix_str(phase.name)
                 for attempt in range(MAX_ATTEMPTS):

@@ -11,7 +11,7 @@ from typing import Final
 from llm_serving.cli.arguments import EXIT_FAILED, check_out, say
 from llm_serving.config import ServingConfig
 from llm_serving.errors import ConfigError
-from llm_serving.hub.base import Progress
+from llm_serving.hub.base import DownloadProgress
 
 from llm_serving_simulator.commands.whatif import add_workload_arguments, check_servable, read_with
 from llm_serving_simulator.files import write_file
@@ -92,7 +92,7 @@ class _Configure:
         return read_with(self.path, as_overrides(changes), self.model)
 
 
-class _Bar(Progress):
+class _Bar(DownloadProgress):
     """The progress bar of the search, with the figures of the best trial."""
 
     def __init__(self, objective: TuningObjective, num_trials: int) -> None:

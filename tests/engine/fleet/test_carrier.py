@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from llm_serving.engine.fleet import migration as module
-from llm_serving.engine.fleet.migration import SHARE, Carrier, Pace, carried
+from llm_serving.engine.fleet.migration import SHARE, BlockTransferrer, TransferThrottle, carried
 from llm_serving.errors import WorkerDiedError
 from llm_serving.kvcache.transfer_pool import TransferBlock
 from llm_serving.transport.messages import BlockContents
@@ -49,7 +49,7 @@ def a_pool() -> FakeTransferPool:
 
 @pytest.mark.parametrize("error", [WorkerDiedError("gone"), MemoryError(), ValueError("a fault of ours")], ids=repr)
 def test_what_cannot_be_brought_is_told(error: Exception) -> None:
-    carrier, told = Carrier(), Future[bool]()
+    carrier, told = BlockTransferrer(), Future[bool]()
     link = FailingLink(error)
     carrier.carry(0, BLOCKS, link, link, told.set_result)
     assert told.result(timeout=60) is False
@@ -82,7 +82,7 @@ def test_two_replicas_that_bring_each_other_blocks_do_not_wait_for_each_other() 
     for pool, part in zip(pools, parts, strict=True):
         ids, epochs = map(list, zip(*part, strict=True))
         pool.write(ids, epochs, [4] * 8, bytes(8 * 4 * tokens))
-    carrier, told = Carrier(), [Future[bool]() for _ in range(2)]
+    carrier, told = BlockTransferrer(), [Future[bool]() for _ in range(2)]
     with linked(pools[0], 4 * tokens) as first, linked(pools[1], 4 * tokens) as second:
         carrier.carry(0, parts[0], first, second, told[0].set_result)
         carrier.carry(1, parts[1], second, first, told[1].set_result)
@@ -112,7 +112,7 @@ def test_what_is_taken_from_one_replica_at_a_time_is_bounded(
 ) -> None:
     monkeypatch.setattr(module, "MAX_REQUESTS", most_requests)
     monkeypatch.setattr(module, "MAX_BYTES", most_bytes)
-    carrier, link, told = Carrier(), WaitingLink(), [Future[bool]() for _ in range(4)]
+    carrier, link, told = BlockTransferrer(), WaitingLink(), [Future[bool]() for _ in range(4)]
     taken = [carrier.carry(0, BLOCKS, link, link, each.set_result) for each in told[:3]]
     assert taken == [True, True, False]
     assert carrier.carry(1, BLOCKS, link, link, told[2].set_result), "others' blocks are not in the way"
@@ -124,7 +124,7 @@ def test_what_is_taken_from_one_replica_at_a_time_is_bounded(
 
 def test_a_request_that_is_larger_than_all_may_be_goes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_BYTES", 1)
-    carrier, link, told = Carrier(), WaitingLink(), Future[bool]()
+    carrier, link, told = BlockTransferrer(), WaitingLink(), Future[bool]()
     assert carrier.carry(0, BLOCKS, link, link, told.set_result)
     assert not carrier.carry(0, BLOCKS[:1], link, link, told.set_result)
     link.may_go_on.set()
@@ -135,7 +135,7 @@ def test_where_no_thread_can_be_had_nothing_is_brought_and_later_is_again(monkey
     def start(thread: Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    carrier, link, told = Carrier(), FailingLink(WorkerDiedError("gone")), Future[bool]()
+    carrier, link, told = BlockTransferrer(), FailingLink(WorkerDiedError("gone")), Future[bool]()
     with monkeypatch.context() as without_threads:
         without_threads.setattr(Thread, "start", start)
         for _ in range(module.MAX_REQUESTS + 1):
@@ -149,7 +149,7 @@ def test_where_no_thread_can_be_had_nothing_is_brought_and_later_is_again(monkey
 def test_the_time_that_blocks_may_take_begins_when_they_come() -> None:
     """What is before them takes longer than that: they are not even asked for."""
     now = 0.0
-    carrier, before, told = Carrier(clock=lambda: now), WaitingLink(), Future[bool]()
+    carrier, before, told = BlockTransferrer(clock=lambda: now), WaitingLink(), Future[bool]()
     carrier.carry(0, BLOCKS, before, before, lambda there: None)
     with linked(a_pool(), 16) as here, linked(FakeTransferPool(len(BLOCKS)), 16) as there:
         carrier.carry(0, BLOCKS, here, there, told.set_result)
@@ -168,7 +168,7 @@ def test_whoever_waits_for_a_link_does_not_wait_for_ever() -> None:
 
 def test_whoever_brings_blocks_rests_before_each_frame_and_after_the_last() -> None:
     rested: list[int] = []
-    carrier, told = Carrier(lambda: rested.append(get_ident())), Future[bool]()
+    carrier, told = BlockTransferrer(lambda: rested.append(get_ident())), Future[bool]()
     with linked(a_pool(), 16) as here, linked(FakeTransferPool(len(BLOCKS)), 16) as there:
         carrier.carry(0, BLOCKS, here, there, told.set_result)
         assert told.result(timeout=60)
@@ -238,7 +238,7 @@ class WorkingLink(FailingLink):
 def test_all_that_bring_blocks_reach_their_share_of_a_core_and_do_not_exceed_it(count: int, has_steps: bool) -> None:
     """While no step is under way each has a core."""
     time, num_brought = VirtualTime(count), Counter[int]()
-    pace = Pace(lambda: has_steps, lambda: time.now, time.own, time.pause)
+    pace = TransferThrottle(lambda: has_steps, lambda: time.now, time.own, time.pause)
 
     def rest() -> None:
         pace.rest()
@@ -249,7 +249,7 @@ def test_all_that_bring_blocks_reach_their_share_of_a_core_and_do_not_exceed_it(
         assert there
         num_brought[get_ident()] += 1
 
-    carrier, link = Carrier(rest, lambda: time.now), WorkingLink(time)
+    carrier, link = BlockTransferrer(rest, lambda: time.now), WorkingLink(time)
     for replica, _ in itertools.product(range(count), range(NUM_REQUESTS)):
         assert carrier.carry(replica, BLOCKS, link, link, done)
     carrier.close()

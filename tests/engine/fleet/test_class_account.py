@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 from llm_serving.core.request_class import RequestClass
-from llm_serving.engine.fleet.accounting import Ledger
-from llm_serving.engine.fleet.class_shares import MOST_TURNS, ClassAccount, Wanting
+from llm_serving.engine.fleet.accounting import FleetAccounting
+from llm_serving.engine.fleet.class_shares import MOST_TURNS, ClassDemand, FleetClassUsage
 from llm_serving.scheduler.fair_sharing import ClassUsage
 from support.factories import create_classes, create_request
 from support.recordings import MemoryFiles, create_recorded, replay, seal
@@ -26,7 +26,7 @@ class Replicas:
 
     def __init__(self, wanted: Sequence[Sequence[str]], classes: Sequence[RequestClass], shared: bool = True) -> None:
         """Of each replica the classes that come there."""
-        self.wanted, self.ledger, self.shared = wanted, Ledger(), shared
+        self.wanted, self.ledger, self.shared = wanted, FleetAccounting(), shared
         self.files = [MemoryFiles() for _ in wanted]
         self.served: list[Mapping[str, int]] = []
         """Of each step of each replica, the places that classes have."""
@@ -105,7 +105,7 @@ def test_without_it_a_class_at_two_replicas_takes_what_is_due_to_one_at_one_of_t
 
 
 def test_a_class_that_is_ahead_here_is_told_until_the_others_have_caught_up() -> None:
-    account = ClassAccount()
+    account = FleetClassUsage()
     account.charge(0, {"a": ClassUsage(12, 10, True), "b": ClassUsage(0, 20, True)})
     assert account.take_ahead(0) == {"a"}
     assert account.take_ahead(0) is None
@@ -117,7 +117,7 @@ def test_a_class_that_is_ahead_here_is_told_until_the_others_have_caught_up() ->
 
 
 def test_what_a_class_had_because_nobody_wanted_it_is_forgotten() -> None:
-    account = ClassAccount()
+    account = FleetClassUsage()
     for _ in range(100):
         account.charge(0, {"a": ClassUsage(30, 10, True), "b": ClassUsage(0, 10, False)})
     assert account.take_ahead(0) is None
@@ -130,7 +130,7 @@ def test_what_a_class_had_because_nobody_wanted_it_is_forgotten() -> None:
 
 def test_a_class_wants_more_as_long_as_it_does_so_at_any_replica() -> None:
     rng = random.Random(0)
-    wanting, by_replica = Wanting(), dict[int, set[str]]()
+    wanting, by_replica = ClassDemand(), dict[int, set[str]]()
     for _ in range(500):
         replica = rng.randrange(4)
         if rng.random() < 0.1:

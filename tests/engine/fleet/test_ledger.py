@@ -11,7 +11,7 @@ import pytest
 from llm_serving.core.request_class import Caller, class_of
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.engine.fleet import accounting as module
-from llm_serving.engine.fleet.accounting import Ledger, Service
+from llm_serving.engine.fleet.accounting import FleetAccounting, Service
 from llm_serving.scheduler.orders import OUTPUT_TOKEN_WEIGHT
 from support.async_engine_setup import Setup
 from support.factories import create_classes, create_request, create_scheduler
@@ -21,7 +21,7 @@ from support.scheduler_run import SchedulerRun
 STANDARD = "standard"
 
 
-def told(ledger: Ledger, replica: int) -> Service:
+def told(ledger: FleetAccounting, replica: int) -> Service:
     """What a replica is told that looks at this moment."""
     ledger.hear(replica)
     return ledger.take(replica)
@@ -32,7 +32,7 @@ class Replicas:
 
     def __init__(self, tenants: Sequence[str], shared: bool = True, num_slots: int = 2) -> None:
         """Of each replica the tenants that send requests there, a letter each."""
-        self.ledger = Ledger()
+        self.ledger = FleetAccounting()
         self.tenants = tenants
         self.num_slots = num_slots
         self.served = dict.fromkeys("".join(tenants), 0)
@@ -95,7 +95,7 @@ def test_without_it_a_tenant_at_two_replicas_would_get_three_times_as_much_as_on
 
 
 def test_what_replicas_were_told_is_replayed() -> None:
-    files, other = MemoryFiles(), Ledger()
+    files, other = MemoryFiles(), FleetAccounting()
     other.join(0)
     other.join(1)
     run = SchedulerRun(create_recorded(files, max_overtakes=100, max_num_seqs=1))
@@ -114,7 +114,7 @@ def test_what_replicas_were_told_is_replayed() -> None:
 
 
 def test_a_replica_that_comes_later_is_told_what_comes_later() -> None:
-    ledger = Ledger()
+    ledger = FleetAccounting()
     ledger.join(0)
     ledger.served(0, {(STANDARD, "a"): 5})
     ledger.join(1)
@@ -130,7 +130,7 @@ def test_a_replica_that_comes_later_is_told_what_comes_later() -> None:
 
 def test_one_that_sleeps_remembers_only_so_many_tenants(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_TENANTS", 10)
-    ledger = Ledger()
+    ledger = FleetAccounting()
     ledger.join(0)
     ledger.join(1)
     for number in range(100):
@@ -141,7 +141,11 @@ def test_one_that_sleeps_remembers_only_so_many_tenants(monkeypatch: pytest.Monk
 def test_each_is_told_what_all_the_others_had_served_when_it_looked() -> None:
     """Whoever comes and goes, however often one looks before it asks, and however long it does neither."""
     rng = random.Random(0)
-    ledger, pending, heard = Ledger(), dict[int, Counter[tuple[str, str]]](), dict[int, Counter[tuple[str, str]]]()
+    ledger, pending, heard = (
+        FleetAccounting(),
+        dict[int, Counter[tuple[str, str]]](),
+        dict[int, Counter[tuple[str, str]]](),
+    )
     for _ in range(9000):
         replica, act = rng.randrange(6), rng.random()
         if replica not in pending or act < 0.02:

@@ -8,7 +8,7 @@ import pytest
 from llm_serving.core.request import FinishReason, Request
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.core.step import StepInput, StepOutput
-from llm_serving.engine.fleet.migration import Departure
+from llm_serving.engine.fleet.migration import MigratingRequest
 from llm_serving.errors import LLMServingError, WorkerDiedError
 from llm_serving.executor.executor import StepFailedError
 from llm_serving.kvcache.transfer_pool import TransferPool
@@ -38,7 +38,7 @@ class Pair:
 
     def __init__(self, num_blocks: int = NUM_BLOCKS, **scheduler: Any) -> None:
         self.pool = FakeTransferPool(2 * num_blocks)
-        self.departures: list[Departure] = []
+        self.departures: list[MigratingRequest] = []
         self.first, self.second = (
             self._harness(TransferPool(num_blocks, index * num_blocks), **scheduler) for index in range(2)
         )

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import pytest
-from llm_serving.engine.fleet.migration import SHARE, Pace
+from llm_serving.engine.fleet.migration import SHARE, TransferThrottle
 
 NUM_PIECES = 60
 
@@ -23,7 +23,9 @@ class Threads:
         self.computed = [0.0] * count
         self.now = 0.0
         self._thread = 0
-        self.pace = Pace(lambda: has_steps, lambda: self.now, lambda: self.computed[self._thread], self._pause)
+        self.pace = TransferThrottle(
+            lambda: has_steps, lambda: self.now, lambda: self.computed[self._thread], self._pause
+        )
 
     def work(self, seconds: float) -> None:
         """The first that is free does a piece that takes so long, and rests."""

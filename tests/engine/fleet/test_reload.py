@@ -134,14 +134,14 @@ def test_a_replica_that_is_loaded_later_follows(tmp_path: Path) -> None:
 
 def test_from_a_terminal(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     from llm_serving.config import load_config
-    from llm_serving.engine.fleet.reload import Reloading
+    from llm_serving.engine.fleet.reload import ConfigReloader
     from support.fakes import FakeEngine
     from support.http_serving import serving
 
     path = tmp_path / "my.yaml"
     path.write_text("scheduler_config: {quantum_steps: 8}")
     engine = FakeEngine()
-    engine.reloading = Reloading(load_config(path), engine.reloading._replicas, engine.metrics)
+    engine.reloading = ConfigReloader(load_config(path), engine.reloading._replicas, engine.metrics)
     path.write_text("scheduler_config: {quantum_steps: 9}")
     with serving(engine) as url:
         assert main(["reload", "--url", url]) == 0

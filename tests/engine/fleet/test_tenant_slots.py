@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 from llm_serving.core.request import FinishReason, Request, RequestStatus
-from llm_serving.engine.fleet.accounting import Ledger
+from llm_serving.engine.fleet.accounting import FleetAccounting
 from llm_serving.engine.fleet.migration import as_it_goes_on
 from llm_serving.engine.fleet.monitors import MIN_TENANTS, LimitMonitor
-from llm_serving.engine.fleet.tenant_slots import TenantPlaces
+from llm_serving.engine.fleet.tenant_slots import TenantSlots
 from llm_serving.kvcache.transfer_pool import TransferPool
 from llm_serving.scheduler.tenant_limits import SlotDemand
 from llm_serving_simulator.simulation import Simulation
@@ -28,7 +28,7 @@ class Places:
     """Replicas that need places of tenant `a`, and take what they are dealt."""
 
     def __init__(self, limit: int, num_replicas: int) -> None:
-        self.places, self.limit = TenantPlaces(), limit
+        self.places, self.limit = TenantSlots(), limit
         self.held = [0] * num_replicas
         self.nudged: list[int] = []
         for index in range(num_replicas):
@@ -146,7 +146,7 @@ class Replicas:
     """Schedulers of one master that step in turns, recorded."""
 
     def __init__(self, num_replicas: int, limit: int, **options: object) -> None:
-        self.limit, self.ledger = limit, Ledger()
+        self.limit, self.ledger = limit, FleetAccounting()
         self.files = [MemoryFiles() for _ in range(num_replicas)]
         self.runs = [
             SchedulerRun(
@@ -285,10 +285,10 @@ def test_a_server_keeps_to_it_while_clients_come_and_go(replicas: int, monkeypat
 
 
 def test_places_that_are_dealt_twice_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    def wanted(self: TenantPlaces, replica: int, needs: Mapping[str, SlotDemand]) -> Mapping[str, int]:
+    def wanted(self: TenantSlots, replica: int, needs: Mapping[str, SlotDemand]) -> Mapping[str, int]:
         return {name: need.num_active + need.num_waiting - need.num_leased for name, need in needs.items()}
 
-    monkeypatch.setattr(TenantPlaces, "settle", wanted)
+    monkeypatch.setattr(TenantSlots, "settle", wanted)
     simulation = server(2)
     simulation.run()
     assert simulation._counters.num_shares_broken["tenant_limit"] > 0

@@ -6,8 +6,8 @@ import random
 from collections.abc import Collection, Mapping
 
 import pytest
-from llm_serving.engine.fleet.accounting import Ledger
-from llm_serving.engine.fleet.monitors import Standing, WeightMonitor, held_in, service_of
+from llm_serving.engine.fleet.accounting import FleetAccounting
+from llm_serving.engine.fleet.monitors import ClassStanding, WeightMonitor, held_in, service_of
 from llm_serving.scheduler import Scheduler
 from llm_serving.scheduler.fair_sharing import SCALE, ClassUsage, WeightedFairSharing
 from support.factories import create_classes, create_request, create_scheduler
@@ -36,7 +36,7 @@ def num_broken(*wanted: list[str], num_steps: int = LONG) -> int:
         )
         for _ in wanted
     ]
-    ledger, monitors = Ledger(), [WeightMonitor(each) for each in schedulers]
+    ledger, monitors = FleetAccounting(), [WeightMonitor(each) for each in schedulers]
     for index in range(len(wanted)):
         ledger.join(index)
     return sum(
@@ -46,7 +46,7 @@ def num_broken(*wanted: list[str], num_steps: int = LONG) -> int:
     )
 
 
-def _step(ledger: Ledger, index: int, scheduler: Scheduler, monitor: WeightMonitor, wanted: list[str]) -> int:
+def _step(ledger: FleetAccounting, index: int, scheduler: Scheduler, monitor: WeightMonitor, wanted: list[str]) -> int:
     for name in wanted:
         for _ in range(len(scheduler.waiting.queues[name]), NUM_PLACES):
             scheduler.add(create_request(2, max_tokens=4, priority=PRIORITIES[name]))
@@ -85,7 +85,7 @@ def test_whoever_is_told_of_nobody_ahead_is_counted(monkeypatch: pytest.MonkeyPa
 
 def test_a_replica_is_told_the_least_and_the_most_of_each_lead_since_it_asked_before() -> None:
     rng = random.Random(0)
-    standing, leads, asked = Standing(), list[dict[str, int]](), dict[int, int]()
+    standing, leads, asked = ClassStanding(), list[dict[str, int]](), dict[int, int]()
     for _ in range(3000):
         replica = rng.randrange(5)
         if rng.random() < 0.02:

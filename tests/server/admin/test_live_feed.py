@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 from llm_serving.errors import CapacityError
-from llm_serving.observability.event_log import Journal
+from llm_serving.observability.event_log import EventLog
 from llm_serving.observability.metrics import Metrics
-from llm_serving.observability.snapshot import Glance, glance
+from llm_serving.observability.snapshot import EngineSnapshot, take_snapshot
 from llm_serving.server.admin.live import LEAST_PAUSE_S, MOST_PAUSE_S, SEND_S, SHARE, LiveFeed, pause_s
 from support.factories import create_request, create_scheduler, run_step
 
@@ -33,10 +33,10 @@ class Engines:
         self.cpu_s = 0.0
         self.asked: list[float] = []
 
-    async def glances(self, since: float, timeout_s: float) -> dict[int, Glance | None]:
+    async def glances(self, since: float, timeout_s: float) -> dict[int, EngineSnapshot | None]:
         self.asked.append(since)
         times: Iterator[float] = iter((0.0, self.cpu_s))
-        return {0: glance(self.scheduler, Journal(), 7.0, None, since, lambda: next(times))}
+        return {0: take_snapshot(self.scheduler, EventLog(), 7.0, None, since, lambda: next(times))}
 
 
 class Pauses:
@@ -181,7 +181,7 @@ def test_the_end_of_the_server_is_that_of_every_stream():
 
 def test_a_picture_that_fails_is_not_the_last():
     class Failing(Engines):
-        async def glances(self, since: float, timeout_s: float) -> dict[int, Glance | None]:
+        async def glances(self, since: float, timeout_s: float) -> dict[int, EngineSnapshot | None]:
             found = await super().glances(since, timeout_s)
             if len(self.asked) == 1:
                 raise ValueError("of the engine")
@@ -202,6 +202,6 @@ def test_a_request_that_waits_is_shown_with_its_bound():
     for _ in range(2):
         scheduler.add(create_request())
     run_step(scheduler)
-    [waiting] = glance(scheduler, Journal(), 1.0, None, 0.0).state.waiting.values()
+    [waiting] = take_snapshot(scheduler, EventLog(), 1.0, None, 0.0).state.waiting.values()
     assert waiting.bound is not None
     assert waiting.waited == 1

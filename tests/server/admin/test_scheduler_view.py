@@ -11,7 +11,7 @@ import pytest
 from llm_serving.config.tables import ApiKey
 from llm_serving.engine import request_lookup
 from llm_serving.observability.event_log import client_id_of
-from llm_serving.observability.snapshot import MAX_WAITING, Blocks, scheduler_state
+from llm_serving.observability.snapshot import MAX_WAITING, BlockUsage, scheduler_state
 from llm_serving.server.admin.live import ROWS
 from llm_serving.server.admin.scheduler_view import MAX_ROWS, Replica, view_of
 from llm_serving.server.middleware.authentication import hash_key
@@ -187,7 +187,7 @@ def test_what_the_documentation_shows_is_what_there_is():
     for kind, given in rows:
         for row in given:
             assert set(row) <= set(kind.__struct_fields__)
-    assert set(shown["replicas"][0]["blocks"]) == set(Blocks.__struct_fields__)
+    assert set(shown["replicas"][0]["blocks"]) == set(BlockUsage.__struct_fields__)
 
 
 def test_the_route_is_documented():

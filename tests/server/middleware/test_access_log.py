@@ -21,7 +21,7 @@ from llm_serving.server.middleware import access_log
 from llm_serving.server.middleware import access_log as accounting
 from llm_serving.server.middleware.access_log import AccessLine, AccessLog, LineBudget, open_access_log
 from llm_serving.server.middleware.authentication import hash_key
-from llm_serving.server.request_context import Note
+from llm_serving.server.request_context import RequestContext
 from support.fakes import FULL_QUEUE, FakeEngine, Script
 from support.server_client import RawClient
 
@@ -126,7 +126,7 @@ def test_choices_are_summed_and_their_prompt_is_counted_once():
 
 
 def test_the_longest_answer_to_each_prompt_is_counted():
-    note = Note(HttpTimings(0.0), "POST", "/v1/completions", streams_per_prompt=2)
+    note = RequestContext(HttpTimings(0.0), "POST", "/v1/completions", streams_per_prompt=2)
     assert note.longest_answers == []
     note.outputs = [answer(7), answer(2), None, answer(3)]
     assert note.longest_answers == [7, 3]

@@ -21,7 +21,7 @@ from llm_serving.errors import ConfigError
 from llm_serving.server.app import build_site
 from llm_serving.server.middleware import tracing
 from llm_serving.server.middleware.tracing import TraceContext, Tracer, context_of, send_to, spans_of
-from llm_serving.server.request_context import Note
+from llm_serving.server.request_context import RequestContext
 from support.fakes import FULL_QUEUE, FakeEngine
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -67,12 +67,14 @@ def test_who_does_not_want_a_trace_gets_none() -> None:
     assert contexts(f"00-{TRACE}-{PARENT}-00".encode()) is None
 
 
-def noted(**times: float) -> Note:
+def noted(**times: float) -> RequestContext:
     exchange = HttpTimings(10.0, last_finished_time=15.0, arrival_time=10.5)
     for name, value in times.items():
         setattr(exchange, name, value)
     output = RequestOutput("r", "", (), (), 7, 3, 5, FinishReason.STOP, queued_s=1.5)
-    return Note(exchange, "POST", "/v1/completions", request_id="r", tenant="t", num_prompt_tokens=7, outputs=[output])
+    return RequestContext(
+        exchange, "POST", "/v1/completions", request_id="r", tenant="t", num_prompt_tokens=7, outputs=[output]
+    )
 
 
 def times_of(spans: list[dict[str, Any]]) -> dict[str, tuple[float, float]]:
@@ -100,7 +102,7 @@ def test_the_spans_of_a_request() -> None:
 
 
 def test_a_request_that_was_never_computed_has_no_spans_within() -> None:
-    refused = Note(HttpTimings(10.0), "POST", "/v1/completions", error="CapacityError")
+    refused = RequestContext(HttpTimings(10.0), "POST", "/v1/completions", error="CapacityError")
     [root] = spans_of(TraceContext(TRACE, "a" * 16), refused, 503, 11.0, 0.0)
     assert "parentSpanId" not in root
     assert root["status"] == {"code": 2, "message": "CapacityError"}

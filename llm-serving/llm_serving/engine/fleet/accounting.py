@@ -11,9 +11,9 @@ import threading
 from collections.abc import Callable, Mapping
 
 from llm_serving.core.request import Request
-from llm_serving.engine.fleet.class_shares import ClassAccount
-from llm_serving.engine.fleet.monitors import Lead, LimitMonitor, Standing, WeightMonitor, held_in, service_of
-from llm_serving.engine.fleet.tenant_slots import TenantPlaces
+from llm_serving.engine.fleet.class_shares import FleetClassUsage
+from llm_serving.engine.fleet.monitors import ClassLead, ClassStanding, LimitMonitor, WeightMonitor, held_in, service_of
+from llm_serving.engine.fleet.tenant_slots import TenantSlots
 from llm_serving.observability.metrics import Metrics
 from llm_serving.scheduler import Schedule, Scheduler
 from llm_serving.scheduler.fair_sharing import ClassUsage
@@ -23,7 +23,7 @@ Service = Mapping[tuple[str, str], int]
 """(class, tenant) -> tokens, as virtual token counters count them."""
 
 
-class Served:
+class ServedTokens:
     """Sums over all replicas, so that telling takes no longer where these are many; not to be called by two at once.
 
     A replica hears at every step how far all sums are, which is one copy of numbers, and is told what that means for
@@ -101,7 +101,7 @@ class Served:
             each.clear()
 
 
-class Ledger:
+class FleetAccounting:
     """One for all replicas of a master; each engine's thread tells and takes once a step.
 
     A scheduler is told between two steps and records it, so its decisions follow from what it was told as before. What
@@ -110,16 +110,16 @@ class Ledger:
     """
 
     def __init__(self) -> None:
-        self.places = TenantPlaces()
+        self.places = TenantSlots()
         """That tenants with a limit may take."""
-        self.classes = ClassAccount()
+        self.classes = FleetClassUsage()
         self.limits = LimitMonitor()
         """Watches what `places` sees to."""
-        self._standing = Standing()
+        self._standing = ClassStanding()
         """The same of `classes`."""
         self._charging = threading.Lock()
         self._lock = threading.Lock()
-        self._served = Served()
+        self._served = ServedTokens()
 
     @property
     def replicas(self) -> set[int]:
@@ -155,7 +155,9 @@ class Ledger:
             with self._lock:
                 self._served.add(replica, service)
 
-    def charge(self, replica: int, paid: Mapping[str, ClassUsage], service: Mapping[str, int]) -> Mapping[str, Lead]:
+    def charge(
+        self, replica: int, paid: Mapping[str, ClassUsage], service: Mapping[str, int]
+    ) -> Mapping[str, ClassLead]:
         """A replica has formed a step, or has nothing to form one of.
 
         Args:
@@ -187,7 +189,7 @@ class Ledger:
             return self._served.take(replica)
 
 
-class Peers:
+class ReplicaSync:
     """The others, as an engine sees them; belongs to the engine's thread.
 
     Args:
@@ -197,7 +199,7 @@ class Peers:
     """
 
     def __init__(self, index: int, scheduler: Scheduler, metrics: Metrics) -> None:
-        self.ledger = Ledger()
+        self.ledger = FleetAccounting()
         """Shared with the other replicas."""
         self.num_reloads = 0
         """Of the server, until there were the rules that it goes by."""
@@ -231,7 +233,7 @@ class Peers:
         """
         scheduler, ledger, held = self._scheduler, self.ledger, None
         ledger.served(self._index, scheduler.pop_service())
-        leads: Mapping[str, Lead] = {}
+        leads: Mapping[str, ClassLead] = {}
         if scheduler.limits.num_schedulers > 1 and (paid := scheduler.pop_class_usage()) is not None:
             if schedule is None:
                 service = {name: each.service for name, each in paid.items()}

@@ -18,7 +18,7 @@ from llm_serving.scheduler.fair_sharing import ClassUsage
 _NOBODY: Final[frozenset[str]] = frozenset()
 
 
-class Wanting:
+class ClassDemand:
     """Counts the replicas at which each class wants more, so that nobody has to look at all of them."""
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ MOST_TURNS: Final = 4
 """That a class can be ahead: what it had because nobody else could take it is not held against it for ever."""
 
 
-class ClassAccount:
+class FleetClassUsage:
     """One for all replicas of a master; each engine's thread tells and asks once a step.
 
     As in a replica, service is paid in parts of a step over the weight, and counts against those who want more: the
@@ -71,7 +71,7 @@ class ClassAccount:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._paid: Counter[str] = Counter()
-        self._wanting = Wanting()
+        self._wanting = ClassDemand()
         self._ahead: frozenset[str] = frozenset()
         self._told: dict[int, frozenset[str]] = {}
 

@@ -26,20 +26,20 @@ from llm_serving.core.request_output import RequestOutput
 from llm_serving.core.timings import Clock, monotonic
 from llm_serving.engine.audit import Answer, Auditor
 from llm_serving.engine.listener import EngineListener
-from llm_serving.engine.output_processor import OutputProcessor, Produced
-from llm_serving.engine.sinks import Desk, OneSequence
+from llm_serving.engine.output_processor import OutputProcessor, ProducedOutput
+from llm_serving.engine.sinks import SequenceSink, SinkContext
 from llm_serving.errors import WorkerError
 from llm_serving.executor.cluster.block_link import BlockLink
 from llm_serving.kvcache.transfer_pool import TransferBlock
 from llm_serving.log import get_logger
-from llm_serving.observability.event_log import Journal
+from llm_serving.observability.event_log import EventLog
 from llm_serving.observability.metrics import Metrics
 from llm_serving.scheduler import Schedule, Scheduler
 from llm_serving.transport.messages import BlockContents
 
 
 @dataclass(frozen=True, slots=True)
-class Brought:
+class TransferredBlocks:
     """That what a request takes along has been brought to another machine."""
 
     replica: int
@@ -47,18 +47,18 @@ class Brought:
     """To the WorkAgent that has it, as long as this is not closed."""
 
 
-class Departure(NamedTuple):
+class MigratingRequest(NamedTuple):
     """What an engine lets go of and another one takes, or nobody, if it is not wanted any more."""
 
     request: Request
     """As it goes on; what the engine knew it by has ended."""
-    produced: Produced
+    produced: ProducedOutput
     """Its text so far."""
     audited: Answer | None
     """What its client was told, where that is to be compared."""
     time: float
     """When its last step at that engine was replied to."""
-    brought: Brought | None = None
+    brought: TransferredBlocks | None = None
     """None: what it takes along is where it was handed over."""
 
     @property
@@ -113,7 +113,7 @@ def as_it_goes_on(request: Request, transfer: Transfer) -> Request:
     )
 
 
-class Moves:
+class RequestMigration:
     """What one engine has to do with other replicas' requests and blocks; belongs to the engine's thread.
 
     A request departs when the step that hands its blocks over is replied to, and after all that its client was told
@@ -125,8 +125,8 @@ class Moves:
         scheduler: Scheduler,
         processor: OutputProcessor,
         auditor: Auditor,
-        desk: Desk,
-        journal: Journal,
+        desk: SinkContext,
+        journal: EventLog,
         metrics: Metrics,
         listeners: Sequence[EngineListener],
     ) -> None:
@@ -144,7 +144,7 @@ class Moves:
         self._arrived: dict[Request, float] = {}
         """Requests of other replicas that no step has been formed with, and when these let go of them."""
 
-    def arrive(self, departure: Departure) -> None:
+    def arrive(self, departure: MigratingRequest) -> None:
         """Goes on with a request that another replica has begun."""
         request = departure.request
         if departure.brought is not None and departure.brought.link.is_closed:
@@ -152,7 +152,7 @@ class Moves:
         self._auditor.resume(request, departure.audited)
         self._processor.resume(request, departure.produced)
         self._journal.arrived(request, class_of(request.priority, self._scheduler.classes), departure.time)
-        receiver = request.sink = OneSequence(request, self._desk)
+        receiver = request.sink = SequenceSink(request, self._desk)
         receiver.resume()
         self._arrived[request] = departure.time
 
@@ -195,7 +195,7 @@ class Moves:
             produced, audited = self._processor.leave(request), self._auditor.leave(request.request_id)
             request.sink = None
             self._journal.departed(request, departed_at)
-            departures.append(Departure(as_it_goes_on(request, transfer), produced, audited, departed_at))
+            departures.append(MigratingRequest(as_it_goes_on(request, transfer), produced, audited, departed_at))
         self._departing = []
         if departures:
             for listener in self._listeners:
@@ -245,7 +245,7 @@ class Link(Protocol):
     def write(self, frames: Iterable[BlockContents]) -> None: ...
 
 
-class Carrier:
+class BlockTransferrer:
     """Through the master, frame by frame: read from one WorkAgent, written to the other.
 
     There is a thread for each replica that blocks are read from, which brings one request's after another's. So frames
@@ -370,7 +370,7 @@ class _Computed(threading.local):
     seconds = 0.0
 
 
-class Pace:
+class TransferThrottle:
     """Of threads that bring blocks in pieces: after each they wait as long as all of them together computed, so that
     blocks never take more than `SHARE` of one core from who forms steps. While no step is under way nobody waits.
 

@@ -13,21 +13,21 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Final, NamedTuple
 
 from llm_serving.core.request import Request
-from llm_serving.engine.fleet.class_shares import MOST_TURNS, Extremes, Wanting
+from llm_serving.engine.fleet.class_shares import MOST_TURNS, ClassDemand, Extremes
 from llm_serving.scheduler import Schedule, Scheduler
 from llm_serving.scheduler.fair_sharing import SCALE, WHOLE, ClassUsage
 from llm_serving.scheduler.limits import SchedulerLimits
 from llm_serving.scheduler.orders import OUTPUT_TOKEN_WEIGHT
 
 
-class Lead(NamedTuple):
+class ClassLead(NamedTuple):
     """By how much a class has been ahead of its share of all replicas since a replica asked before."""
 
     least: float
     most: float
 
 
-_UNKNOWN: Final = Lead(0, math.inf)
+_UNKNOWN: Final = ClassLead(0, math.inf)
 """It may be ahead, and need not."""
 
 
@@ -61,7 +61,7 @@ def service_of(held: Mapping[str, Held], scheduler: Scheduler) -> dict[str, int]
     return {name: max(parts) * scales[name] for name, parts in held.items()}
 
 
-class Standing:
+class ClassStanding:
     """What classes have had of all replicas, summed up from what their steps hold. One for all replicas of a master.
 
     `ClassAccount`, which schedulers go by, sums up what they say that they have charged.
@@ -69,7 +69,7 @@ class Standing:
 
     def __init__(self) -> None:
         self._leads: Counter[str] = Counter()
-        self._wanting = Wanting()
+        self._wanting = ClassDemand()
         self._history: defaultdict[str, Extremes] = defaultdict(Extremes)
         """By class, its leads after each call of `tell`."""
         self._num_told = 0
@@ -86,7 +86,7 @@ class Standing:
         self._wanting.leave(replica)
         self._told_at.pop(replica, None)
 
-    def tell(self, replica: int, service: Mapping[str, int], paid: Mapping[str, ClassUsage]) -> Mapping[str, Lead]:
+    def tell(self, replica: int, service: Mapping[str, int], paid: Mapping[str, ClassUsage]) -> Mapping[str, ClassLead]:
         """A replica has formed a step, or has nothing to form one of; returns what it may have gone by meanwhile.
 
         Args:
@@ -106,7 +106,7 @@ class Standing:
             self._history[name].add(now, lead)
         since, names = self._told_at.get(replica, (now, ()))
         self._told_at[replica] = now, tuple(paid)
-        return {name: Lead(*self._history[name].since(since)) for name in names}
+        return {name: ClassLead(*self._history[name].since(since)) for name in names}
 
 
 class WeightMonitor:
@@ -124,7 +124,7 @@ class WeightMonitor:
         self._more: dict[tuple[str, str], list[int]] = {}
         """(class, one that waits) -> places, tokens, blocks that the former has had more, over weights."""
 
-    def formed(self, schedule: Schedule, leads: Mapping[str, Lead], held: Mapping[str, Held] | None = None) -> int:
+    def formed(self, schedule: Schedule, leads: Mapping[str, ClassLead], held: Mapping[str, Held] | None = None) -> int:
         """How many pairs of classes a step shows this of; `held`: what is held in it, if that is known already."""
         scheduler = self._scheduler
         if scheduler.waiting is not self._queue:  # it goes on by other rules
@@ -158,7 +158,7 @@ class WeightMonitor:
         queue = self._queue.queues[name]
         return len(queue) > 0 and name not in self._scheduler.closed_classes and queue.arrival_clock() is not None
 
-    def _was_due(self, one: str, other: str, leads: Mapping[str, Lead]) -> bool:
+    def _was_due(self, one: str, other: str, leads: Mapping[str, ClassLead]) -> bool:
         """Whether the latter should have had the place that the former was given."""
         scheduler, limits = self._scheduler, self._scheduler.limits
         weights = {each.name: each.weight for each in scheduler.classes}

@@ -21,7 +21,7 @@ TIMEOUT_S: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Reloaded:
+class ReloadResult:
     """What came of it."""
 
     changes: list[Change]
@@ -29,7 +29,7 @@ class Reloaded:
     """Replicas that follow later."""
 
 
-class Reloading:
+class ConfigReloader:
     """Lives on the event loop; all of the new configuration counts there from one moment on, or none of it.
 
     Each engine follows between two of its steps. What has been let in stays, and goes on by the new rules.
@@ -43,7 +43,7 @@ class Reloading:
         self._metrics = metrics
         self._lock = asyncio.Lock()
 
-    async def reload(self) -> Reloaded:
+    async def reload(self) -> ReloadResult:
         """Reads the YAML again.
 
         Raises:
@@ -60,10 +60,10 @@ class Reloading:
             if not changes:
                 self._metrics.reloaded("unchanged")
                 logger.info("reload: nothing has changed")
-                return Reloaded([], [])
+                return ReloadResult([], [])
             return await self._follow(read, changes)
 
-    async def _follow(self, read: ServingConfig, changes: list[Change]) -> Reloaded:
+    async def _follow(self, read: ServingConfig, changes: list[Change]) -> ReloadResult:
         self._running = read
         for follow in self.followers:
             follow(read)
@@ -72,4 +72,4 @@ class Reloading:
         asked = {index: asyncio.wrap_future(answer) for index, answer in self._replicas.reload(read).items()}
         if asked:
             await asyncio.wait(asked.values(), timeout=TIMEOUT_S)
-        return Reloaded(changes, [index for index, answer in asked.items() if not answer.done()])
+        return ReloadResult(changes, [index for index, answer in asked.items() if not answer.done()])

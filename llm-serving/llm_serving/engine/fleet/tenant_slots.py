@@ -35,7 +35,7 @@ class _Tenant:
         return need.num_active + need.num_waiting - self.held(replica)
 
 
-class TenantPlaces:
+class TenantSlots:
     """One for all replicas of a master; each engine's thread asks between two steps.
 
     All that replicas hold never comes to more than the limit. A scheduler gives a place back when a request leaves it.

@@ -28,9 +28,9 @@ from llm_serving.core.timings import Clock
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import CapacityError
 from llm_serving.log import get_logger
-from llm_serving.observability.event_log import Life, Step
+from llm_serving.observability.event_log import RequestRecord, Step
 from llm_serving.observability.metrics import Metrics
-from llm_serving.observability.snapshot import ClassQueue, Glance, RunningRequest, WaitingRequest
+from llm_serving.observability.snapshot import ClassQueueState, EngineSnapshot, RunningRequest, WaitingRequest
 from llm_serving.server.admin.scheduler_view import Replica, SchedulerView, Tenant, view_of
 from llm_serving.server.endpoint import Endpoint
 from llm_serving.server.generation.streaming import (
@@ -76,7 +76,7 @@ class ComputedStep(Struct, kw_only=True):
 
 
 ROWS: Final[Mapping[str, type[Struct]]] = {
-    "classes": ClassQueue,
+    "classes": ClassQueueState,
     "tenants": Tenant,
     "running_requests": RunningRequest,
     "waiting_requests": WaitingRequest,
@@ -93,7 +93,12 @@ def columns_event() -> bytes:
 
 
 def picture_event(
-    number: int, time: float, glances: Mapping[int, Glance | None], policy: str, tenant: str | None, metrics: Metrics
+    number: int,
+    time: float,
+    glances: Mapping[int, EngineSnapshot | None],
+    policy: str,
+    tenant: str | None,
+    metrics: Metrics,
 ) -> bytes:
     """The picture with this number, as far as a tenant may see it; all of it with None."""
     known = {index: each for index, each in glances.items() if each is not None}
@@ -115,7 +120,7 @@ def picture_event(
     )
 
 
-def _replica(view: Replica, seen: Glance, tenant: str | None) -> dict[str, Any]:
+def _replica(view: Replica, seen: EngineSnapshot, tenant: str | None) -> dict[str, Any]:
     told: dict[str, Any] = {
         "replica": view.replica,
         "step": view.step,
@@ -149,7 +154,7 @@ def _values(row: Struct) -> list[Any]:
     return [round(value, DIGITS) if isinstance(value, float) else value for value in msgspec.structs.astuple(row)]
 
 
-def _sequences(seen: Glance, tenant: str | None) -> frozenset[int] | None:
+def _sequences(seen: EngineSnapshot, tenant: str | None) -> frozenset[int] | None:
     """`Request.sequence` of what a tenant has, or had until just now; None: of everybody's."""
     if tenant is None:
         return None
@@ -158,7 +163,7 @@ def _sequences(seen: Glance, tenant: str | None) -> frozenset[int] | None:
     return frozenset(running + waiting).union(*(life.sequences for life in seen.ended if life.tenant == tenant))
 
 
-def _ended(life: Life) -> EndedRequest:
+def _ended(life: RequestRecord) -> EndedRequest:
     facts, came = life.facts, life.first_token_time
     ended = life.arrival_time if life.ended_time is None else life.ended_time
     return EndedRequest(
@@ -210,7 +215,7 @@ RETRY_AFTER_S: Final = 10.0
 class Watched(Protocol):
     """Of an engine, what is watched."""
 
-    async def glances(self, since: float, timeout_s: float) -> dict[int, Glance | None]: ...
+    async def glances(self, since: float, timeout_s: float) -> dict[int, EngineSnapshot | None]: ...
 
 
 class Viewer:
@@ -323,7 +328,7 @@ class LiveFeed:
                 spent_s = MOST_PAUSE_S
             await self._sleep(pause_s(spent_s))
 
-    async def _show(self, glances: Mapping[int, Glance | None]) -> float:
+    async def _show(self, glances: Mapping[int, EngineSnapshot | None]) -> float:
         """Gives every viewer what it may see; returns the seconds of processor time it has taken."""
         self._number += 1
         now = self._clock()

@@ -9,7 +9,13 @@ from typing import Final
 from msgspec import Struct
 from msgspec.structs import replace
 
-from llm_serving.observability.snapshot import Blocks, ClassQueue, RunningRequest, SchedulerState, WaitingRequest
+from llm_serving.observability.snapshot import (
+    BlockUsage,
+    ClassQueueState,
+    RunningRequest,
+    SchedulerState,
+    WaitingRequest,
+)
 
 MAX_ROWS: Final = 256
 """Requests and tenants shown one by one; the others are counted."""
@@ -34,8 +40,8 @@ class Replica(Struct, kw_only=True):
     slots: int
     running: int
     waiting: int
-    blocks: Blocks
-    classes: list[ClassQueue]
+    blocks: BlockUsage
+    classes: list[ClassQueueState]
     tenants: list[Tenant]
     """With API keys, only the caller's own, unless it is an administrator; so are the lists below."""
     running_requests: list[RunningRequest]

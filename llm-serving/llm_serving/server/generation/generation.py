@@ -18,10 +18,10 @@ from llm_serving.errors import RequestCancelledError, TimedOutError, Unavailable
 from llm_serving.server.generation.choices import ONE_CHOICE, ChoiceOutput, Choices, select_beams, select_best
 from llm_serving.server.generation.precheck import NO_RENAMES
 from llm_serving.server.generation.sampling import sequences_of
-from llm_serving.server.idempotency.request import Turn
+from llm_serving.server.idempotency.request import IdempotentRequest
 from llm_serving.server.parsing.caller import HttpCaller
 from llm_serving.server.parsing.errors import PREDICTED_TTFT_HEADER
-from llm_serving.server.receipts import ReceiptDraft
+from llm_serving.server.receipts import ReceiptDraftProtocol
 
 SUBMITTED_AT_ONCE: Final = 16
 """Sequences of one HTTP request that are submitted before the event loop serves other requests."""
@@ -175,8 +175,8 @@ async def submit(
     request_id: str,
     choices: Choices = ONE_CHOICE,
     field_names: Mapping[str, str] = NO_RENAMES,
-    turn: Turn | None = None,
-    receipt: ReceiptDraft | None = None,
+    turn: IdempotentRequest | None = None,
+    receipt: ReceiptDraftProtocol | None = None,
 ) -> Generation:
     """Submit `choices.best_of` sequences for each prompt to the engine, all or none; a beam search is one sequence.
 

@@ -23,15 +23,15 @@ from llm_serving.server.generation.choices import ONE_CHOICE, Choices
 from llm_serving.server.generation.generation import EngineInput, Generation, submit
 from llm_serving.server.generation.precheck import PrecheckInput, precheck, within_deadline
 from llm_serving.server.generation.structured_output import StructuredOutput, compile_constraint
-from llm_serving.server.idempotency.lookup import Arrival, arrival
-from llm_serving.server.idempotency.request import SharingRules, Turn
+from llm_serving.server.idempotency.lookup import ClaimedRequest, arrival
+from llm_serving.server.idempotency.request import IdempotentRequest, SharingRules
 from llm_serving.server.parsing.caller import HttpCaller, caller_of
 from llm_serving.server.parsing.identity import ResponseIdentity, identify
 from llm_serving.server.protocols.openai.schemas import CallerFields, GenerationRequest
-from llm_serving.server.receipts import ReceiptDraft, begin_receipt
+from llm_serving.server.receipts import ReceiptDraftProtocol, begin_receipt
 from llm_serving.text.structured_output import TokenConstraint
 
-_NOT_REPEATABLE: Final = Turn(SharingRules(joins_identical=False, grace_s=0.0), seeded=False)
+_NOT_REPEATABLE: Final = IdempotentRequest(SharingRules(joins_identical=False, grace_s=0.0), seeded=False)
 """The turn of a request that can be neither retried by its key nor resumed nor shared."""
 
 
@@ -86,10 +86,10 @@ class StartedGeneration(NamedTuple):
 
     generation: Generation
     identity: ResponseIdentity
-    turn: Turn
+    turn: IdempotentRequest
     prompts: Sequence[list[int]]
     """Token ids."""
-    receipt: ReceiptDraft | None
+    receipt: ReceiptDraftProtocol | None
 
 
 async def start_generation(request: ProtocolRequest) -> StartedGeneration:
@@ -121,11 +121,11 @@ async def start_generation(request: ProtocolRequest) -> StartedGeneration:
 
 
 @asynccontextmanager
-async def _identified(request: ProtocolRequest) -> AsyncIterator[Arrival]:
+async def _identified(request: ProtocolRequest) -> AsyncIterator[ClaimedRequest]:
     """Yield the identity of the response; no other request gets the same Idempotency-Key until the context ends."""
     engine, http_request, body, prefix = request.engine, request.http_request, request.body, request.id_prefix
     if not (request.route and isinstance(body, GenerationRequest)):
-        yield Arrival(identify(engine, http_request, getattr(body, "request_id", None), prefix), _NOT_REPEATABLE)
+        yield ClaimedRequest(identify(engine, http_request, getattr(body, "request_id", None), prefix), _NOT_REPEATABLE)
         return
     num_streams = request.choices.n * request.num_prompts
     async with arrival(
@@ -134,7 +134,7 @@ async def _identified(request: ProtocolRequest) -> AsyncIterator[Arrival]:
         yield arrived
 
 
-async def _receipt(request: ProtocolRequest, identity: ResponseIdentity) -> ReceiptDraft | None:
+async def _receipt(request: ProtocolRequest, identity: ResponseIdentity) -> ReceiptDraftProtocol | None:
     if not isinstance(request.body, GenerationRequest):
         return None
     return await begin_receipt(request.engine, request.http_request, request.body, identity.id, identity.created)

@@ -16,7 +16,7 @@ from uvicorn.server import ServerState
 
 from llm_serving.config.sections.server import ServerConfig
 from llm_serving.server.http.connection_limits import ConnectionLimits
-from llm_serving.server.http.request import Request
+from llm_serving.server.http.request import HttpRequest
 from llm_serving.server.http.request_head import BLANK_LINE, Refusal, RefusedError, check_limits, parse_head
 
 BODY_GRACE_S: Final = 5.0
@@ -68,7 +68,7 @@ class Connection(asyncio.Protocol):
         self.handshake: asyncio.Task[Any] | None = None
         """Until `connection_made`."""
         self.write: Callable[[bytes], None] = _discard
-        self.request: Request | None = None
+        self.request: HttpRequest | None = None
         self._config, self._state = config, state
         self._limits, self._registry = limits, registry
         self._socket = client
@@ -206,7 +206,7 @@ class Connection(asyncio.Protocol):
         if is_complete:
             head = parse_head(self._held[:end])
             self._held, self._num_searched, self._is_head_begun = self._held[end:], 0, False
-            self.request = Request(head, self._limits, self)
+            self.request = HttpRequest(head, self._limits, self)
             if head.is_http_1_0:
                 self.write = self._write_old_head
             self._stop_timer()

@@ -23,7 +23,7 @@ MAX_WEIGHT_KEY: Final = "llm_serving.max_weight"
 UNSENT_KEY: Final = "llm_serving.unsent"
 """Scope: a function that adds to the bytes of the response that are produced and not yet sent."""
 WRITE_KEY: Final = "llm_serving.write"
-"""Scope: `Request.write_chunk`."""
+"""Scope: `HttpRequest.write_chunk`."""
 SLICE_BYTES: Final = 16 * 1024
 """Bytes of a chunked body that are parsed before the limit of its framing is checked."""
 BODY_PER_FRAMING: Final = 4
@@ -47,7 +47,7 @@ class _Chunks:
         self.is_complete = True
 
 
-class Request:
+class HttpRequest:
     """A request that uvicorn has got.
 
     Args:

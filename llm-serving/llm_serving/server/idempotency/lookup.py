@@ -19,9 +19,9 @@ from llm_serving.server.generation.precheck import within_deadline
 from llm_serving.server.idempotency.request import (
     BEGINNING,
     MAX_NUMBERED_CHOICES,
+    IdempotentRequest,
     Position,
     SharingRules,
-    Turn,
     digest_of,
 )
 from llm_serving.server.idempotency.store import AcceptedRequest, AcceptedRequests, Claim
@@ -31,7 +31,7 @@ from llm_serving.server.parsing.headers import read_header
 from llm_serving.server.parsing.identity import ResponseIdentity, identify
 from llm_serving.server.parsing.offload import INLINE_BYTES, off_loop
 from llm_serving.server.protocols.openai.schemas import GenerationRequest
-from llm_serving.server.request_context import note_of
+from llm_serving.server.request_context import request_context_of
 
 KEY_HEADER: Final = "idempotency-key"
 EVENT_HEADER: Final = "last-event-id"
@@ -41,17 +41,17 @@ _RESUMABLE: Final = f"stream: true, serving_config.resume_streams, at most {MAX_
 _encode_json: Final = msgspec.json.Encoder().encode
 
 
-class Resumed(NamedTuple):
+class ResumedStream(NamedTuple):
     """What a client that comes again wants the rest of."""
 
     record: AcceptedRequest
     position: Position
 
 
-class Arrival(NamedTuple):
+class ClaimedRequest(NamedTuple):
     identity: ResponseIdentity
     """Of the answer."""
-    turn: Turn
+    turn: IdempotentRequest
 
 
 @asynccontextmanager
@@ -64,7 +64,7 @@ async def arrival(
     route: str,
     prefix: str,
     num_streams: int,
-) -> AsyncIterator[Arrival]:
+) -> AsyncIterator[ClaimedRequest]:
     """Who a request is; until the end of the context nobody else gets its key.
 
     A request that can come again has a seed from here on. That of a key follows from the key, its tenant and the body,
@@ -90,12 +90,14 @@ async def arrival(
     seeded = request.seed is not None
     key = _key(http_request) if accepted.keeps else ""
     streams = bool(serving.resume_streams and accepted.keeps and request.stream and num_streams <= MAX_NUMBERED_CHOICES)
-    resumed: Resumed | None = getattr(http_request.state, "resumed", None)
+    resumed: ResumedStream | None = getattr(http_request.state, "resumed", None)
     event_id = read_header(http_request, EVENT_HEADER) or ""
     if resumed is None and event_id and not streams:
         raise RequestError("Last-Event-ID", f"must be given with a stream that can be resumed only: {_RESUMABLE}")
     if resumed is None and not key and not streams:
-        yield Arrival(identify(engine, http_request, request.request_id, prefix), Turn(rules, seeded=seeded))
+        yield ClaimedRequest(
+            identify(engine, http_request, request.request_id, prefix), IdempotentRequest(rules, seeded=seeded)
+        )
         return
     claim: Claim | None = None
     digest, size = b"", 0
@@ -135,7 +137,7 @@ async def arrival(
             accepted_at=time.time(),
         )
         add = partial(_add, accepted, claim)
-        yield Arrival(identity, Turn(rules, seeded=seeded, record=record, add=add))
+        yield ClaimedRequest(identity, IdempotentRequest(rules, seeded=seeded, record=record, add=add))
     finally:
         if claim is not None:
             accepted.settle(claim)
@@ -150,15 +152,17 @@ def _again(
     prefix: str,
     rules: SharingRules,
     state: bytes,
-) -> Arrival:
+) -> ClaimedRequest:
     if record.model != state:
         raise GoneError("it was accepted by another model, or by one that is computed otherwise")
     request.seed = record.seed
-    if (note := note_of(http_request)) is not None:
+    if (note := request_context_of(http_request)) is not None:
         note.request_id = record.request_id
     name = engine.config.model.model_name
     identity = ResponseIdentity(f"{prefix}-{record.request_id}", record.request_id, record.created, name)
-    return Arrival(identity, Turn(rules, seeded=record.seeded, record=record, known=True, position=position))
+    return ClaimedRequest(
+        identity, IdempotentRequest(rules, seeded=record.seeded, record=record, known=True, position=position)
+    )
 
 
 async def _add(accepted: AcceptedRequests, claim: Claim | None, record: AcceptedRequest) -> None:
@@ -180,17 +184,17 @@ def _key(http_request: Request) -> str:
     return key
 
 
-def _by_event(accepted: AcceptedRequests, http_request: Request, event_id: str, digest: bytes) -> Resumed:
+def _by_event(accepted: AcceptedRequests, http_request: Request, event_id: str, digest: bytes) -> ResumedStream:
     """What a repeated request goes on with."""
     record, position = resumed_by(accepted, http_request, "Last-Event-ID", event_id)
     if record.digest != digest:
         raise IdempotencyError("Last-Event-ID", "must be that of an event of the same request", event_id)
-    return Resumed(record, position)
+    return ResumedStream(record, position)
 
 
 def resumed_by(
     accepted: AcceptedRequests, http_request: Request, field: str, event_id: str, stream_id: str | None = None
-) -> Resumed:
+) -> ResumedStream:
     """The request and the place that the id of an event means.
 
     Args:
@@ -209,4 +213,4 @@ def resumed_by(
         raise RequestError(field, "must be the id of an event of this stream, or what follows its colon", event_id)
     key = api_key_of(http_request)
     record = accepted.find(field, stream_id or named, None if key is None else key.name)
-    return Resumed(record, Position.read(field, text) if text else BEGINNING)
+    return ResumedStream(record, Position.read(field, text) if text else BEGINNING)

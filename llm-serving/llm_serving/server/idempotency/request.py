@@ -77,7 +77,7 @@ class SharingRules(NamedTuple):
     grace_s: float
 
 
-class Turn:
+class IdempotentRequest:
     """What is known of a request besides its body.
 
     Args:

@@ -27,7 +27,7 @@ from llm_serving.log import LogWriter, RotatingFile, get_logger
 from llm_serving.observability.transfer_metrics import HttpMetrics
 from llm_serving.server.http.request import ARRIVED_KEY
 from llm_serving.server.middleware.tracing import HEADER, Tracer, context_of
-from llm_serving.server.request_context import SCOPE_KEY, Note
+from llm_serving.server.request_context import SCOPE_KEY, RequestContext
 
 
 class LineBudget:
@@ -115,7 +115,7 @@ class AccessLog:
         self._wall_clock = wall_clock
         self._refusals = LineBudget(REFUSED_BURST, REFUSED_PER_SECOND)
 
-    def write(self, note: Note, status: int, now: float) -> None:
+    def write(self, note: RequestContext, status: int, now: float) -> None:
         """Writes the line of a request that was answered with `status` at `now`, on the engine's clock."""
         suppressed: int | None = 0
         if 400 <= status < 499 or status == HTTPStatus.SERVICE_UNAVAILABLE:
@@ -170,7 +170,7 @@ class _StandardOutput(logging.StreamHandler):  # type: ignore[type-arg]
         raise
 
 
-def _add_usage(line: AccessLine, note: Note, outputs: Sequence[RequestOutput | None]) -> None:
+def _add_usage(line: AccessLine, note: RequestContext, outputs: Sequence[RequestOutput | None]) -> None:
     known = [output for output in outputs if output is not None]
     line.prompt_tokens = note.num_prompt_tokens
     line.cached_tokens = sum(output.num_cached_tokens for output in outputs[:: note.streams_per_prompt] if output)
@@ -233,7 +233,7 @@ class Accounting:
         path, method, client = scope["path"], scope["method"], scope.get("client")
         if client and not _may_be_address(client[0]):
             scope["client"] = client = None
-        note = Note(exchange, method if method in METHODS else OTHER, path if path in self._paths else OTHER)
+        note = RequestContext(exchange, method if method in METHODS else OTHER, path if path in self._paths else OTHER)
         note.client = client[0] if client else ""
         scope[SCOPE_KEY] = note
         context = None if self._tracer is None or path in PROBES else context_of(scope["headers"])
@@ -268,10 +268,10 @@ class Accounting:
     def refused(self, address: str, status: int) -> None:
         """Notes what was answered before it had become a request: no place, no HTTP, beyond a limit, too late."""
         now = self._clock()
-        note = Note(HttpTimings(now), OTHER, OTHER, client=address, error="connection limits")
+        note = RequestContext(HttpTimings(now), OTHER, OTHER, client=address, error="connection limits")
         self._tell(note, int(status), now)
 
-    def _tell(self, note: Note, status: int, now: float) -> None:
+    def _tell(self, note: RequestContext, status: int, now: float) -> None:
         self._metrics.answered(note.method, note.route, status, note.longest_answers)
         if note.route in PROBES and status in (HTTPStatus.OK, HTTPStatus.SERVICE_UNAVAILABLE):
             return

@@ -22,7 +22,7 @@ from llm_serving.server.http.connection_limits import network_of
 from llm_serving.server.middleware.rate_limits import SCOPE_KEY as QUOTA_SCOPE_KEY
 from llm_serving.server.middleware.rate_limits import Quota, TokenBucket
 from llm_serving.server.parsing.errors import openai_error_response
-from llm_serving.server.request_context import note_of
+from llm_serving.server.request_context import request_context_of
 
 logger = get_logger(__name__)
 
@@ -139,11 +139,11 @@ class ApiKeyAuthentication:
         try:
             key = self._find(_shown_keys(scope["headers"]), (scope.get("client") or ("", 0))[0])
         except (AuthenticationError, RateLimitError) as error:
-            if (note := note_of(HTTPConnection(scope))) is not None:
+            if (note := request_context_of(HTTPConnection(scope))) is not None:
                 note.error = type(error).__name__
             await openai_error_response(error)(scope, receive, send)
             return
-        if (note := note_of(HTTPConnection(scope))) is not None:
+        if (note := request_context_of(HTTPConnection(scope))) is not None:
             note.tenant = key.name
         await self._app({**scope, SCOPE_KEY: key, QUOTA_SCOPE_KEY: self._quotas.get(key.name)}, receive, send)
 

@@ -25,7 +25,7 @@ from llm_serving.server.parsing.errors import (
     openai_error_response,
 )
 from llm_serving.server.parsing.parameters import IGNORED_HEADER
-from llm_serving.server.request_context import note_of
+from llm_serving.server.request_context import request_context_of
 
 FOREIGN_SITES: Final = (b"cross-site", b"same-site")
 """Whose page asks, as browsers tell; the same site is another port, or another machine of the same domain."""
@@ -92,7 +92,7 @@ class BrowserGuard:
             elif origin is None:
                 self._check_site(fetched)
         except PermissionDeniedError as error:
-            if (note := note_of(HTTPConnection(scope))) is not None:
+            if (note := request_context_of(HTTPConnection(scope))) is not None:
                 note.error = kind_of(error)
             await openai_error_response(error)(scope, receive, send)
             return

@@ -20,7 +20,7 @@ from typing import Any, Final, NamedTuple
 
 from llm_serving import __version__
 from llm_serving.log import get_logger
-from llm_serving.server.request_context import Note
+from llm_serving.server.request_context import RequestContext
 
 logger = get_logger(__name__)
 
@@ -69,7 +69,7 @@ def context_of(headers: Iterable[tuple[bytes, bytes]]) -> TraceContext | None:
     return TraceContext(found[1], secrets.token_hex(8), found[2])
 
 
-def spans_of(context: TraceContext, note: Note, status: int, now: float, epoch: float) -> Iterator[Span]:
+def spans_of(context: TraceContext, note: RequestContext, status: int, now: float, epoch: float) -> Iterator[Span]:
     """The spans of an answered request.
 
     Args:
@@ -128,7 +128,7 @@ class Tracer:
         self._thread = threading.Thread(target=self._run, name="traces", daemon=True)
         self._thread.start()
 
-    def answered(self, context: TraceContext, note: Note, status: int, now: float) -> None:
+    def answered(self, context: TraceContext, note: RequestContext, status: int, now: float) -> None:
         """Takes a request that was answered with `status` at `now`, on the engine's clock."""
         spans = list(spans_of(context, note, status, now, self._wall_clock() - now))
         with self._wake:
@@ -187,7 +187,7 @@ def send_to(endpoint: str) -> Send:
     return send
 
 
-def _attributes(note: Note, status: int) -> list[dict[str, Any]]:
+def _attributes(note: RequestContext, status: int) -> list[dict[str, Any]]:
     """By the names of OpenTelemetry's conventions where it has one."""
     outputs = [output for output in note.outputs or () if output is not None]
     values: dict[str, str | int] = {

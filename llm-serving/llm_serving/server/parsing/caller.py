@@ -19,7 +19,7 @@ from llm_serving.server.middleware.rate_limits import Quota, quota_of
 from llm_serving.server.parsing.headers import read_header
 from llm_serving.server.parsing.parameters import note_ignored
 from llm_serving.server.protocols.openai.schemas import CallerFields
-from llm_serving.server.request_context import Note, note_of
+from llm_serving.server.request_context import RequestContext, request_context_of
 
 MAX_NAME_CHARS: Final = 256
 TIMEOUT_HEADER: Final = "x-request-timeout-s"
@@ -30,7 +30,7 @@ SECONDS: Final = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
 class HttpCaller(Caller):
     """The caller with what only the HTTP server needs."""
 
-    note: Note | None = field(default=None, compare=False)
+    note: RequestContext | None = field(default=None, compare=False)
     """The access log record of the HTTP request."""
     quota: Quota | None = field(default=None, compare=False)
     """The quota of its API key; None: there is no limit."""
@@ -54,7 +54,7 @@ def caller_of(config: ServingConfig, http_request: Request, *bodies: CallerField
     priority = requested_priority(config, ceiling, _given("priority", bodies), _given("priority_class", bodies))
     if priority is None:  # without a given priority, the highest one that is allowed, up to 0
         priority = 0 if ceiling is None else max(0, ceiling.rank)
-    note, timeout_s = note_of(http_request), _timeout(config, http_request, bodies)
+    note, timeout_s = request_context_of(http_request), _timeout(config, http_request, bodies)
     deadline = None if timeout_s is None or note is None else note.exchange.received_time + timeout_s
     tenant = user if key is None else key.name
     if user not in ("", tenant):

@@ -12,7 +12,7 @@ from starlette.requests import Request
 
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import ModelNotFoundError, RequestError
-from llm_serving.server.request_context import note_of
+from llm_serving.server.request_context import request_context_of
 
 ANY_MODEL: Final = "*"
 """The alias that matches every name."""
@@ -51,7 +51,7 @@ def identify(engine: AsyncEngine, http_request: Request, request_id: str | None,
         raise RequestError("request_id", "must be 1 to 128 letters, digits or any of . _ : -", request_id)
     if request_id is None:
         request_id = request_id_of(http_request)
-    if (note := note_of(http_request)) is not None:
+    if (note := request_context_of(http_request)) is not None:
         note.request_id = request_id
     return ResponseIdentity(f"{prefix}-{request_id}", request_id, int(time.time()), engine.config.model.model_name)
 

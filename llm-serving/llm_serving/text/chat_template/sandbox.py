@@ -45,13 +45,13 @@ class Rendered(msgspec.Struct, tag="rendered"):
     text: str
 
 
-class Refused(msgspec.Struct, tag="refused"):
+class RefusedTemplate(msgspec.Struct, tag="refused"):
     rule: str
     """What must hold, worded to follow the name of the field."""
 
 
 Question = Compile | Render
-Answer = Rendered | Refused
+Answer = Rendered | RefusedTemplate
 
 
 class GenerationBlock(Extension):
@@ -116,7 +116,7 @@ def _compile(source: str) -> tuple[jinja2.Template | None, Answer]:
         return sandbox().from_string(source), Rendered("")
     except (jinja2.TemplateError, SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError) as error:
         why = escaped(str(error)[:200])
-        return None, Refused(f"cannot be rendered: the model's chat template cannot be compiled: {why}")
+        return None, RefusedTemplate(f"cannot be rendered: the model's chat template cannot be compiled: {why}")
 
 
 def _render(template: jinja2.Template, question: Render) -> Answer:
@@ -126,14 +126,14 @@ def _render(template: jinja2.Template, question: Render) -> Answer:
         for piece in template.generate(messages=question.messages, **question.variables):
             num_chars += len(piece)
             if num_chars > MAX_RENDERED_CHARS:
-                return Refused(f"must render to at most {MAX_RENDERED_CHARS} characters")
+                return RefusedTemplate(f"must render to at most {MAX_RENDERED_CHARS} characters")
             pieces.append(piece)
         text = "".join(pieces)
         text.encode()  # lone surrogates have no UTF-8
     except jinja2.TemplateError as error:
-        return Refused(f"do not fit the model's chat template: {escaped(str(error)[:200])}")
+        return RefusedTemplate(f"do not fit the model's chat template: {escaped(str(error)[:200])}")
     except Exception as error:  # noqa: BLE001  whatever a template does is its own
-        return Refused(f"do not fit the model's chat template: {type(error).__name__}")
+        return RefusedTemplate(f"do not fit the model's chat template: {type(error).__name__}")
     return Rendered(text)
 
 

@@ -19,7 +19,7 @@ import msgspec
 from llm_serving.core.files import is_unicode, json_of, read_regular
 from llm_serving.errors import ModelError, RequestError, TransportError, shorten
 from llm_serving.log import get_logger
-from llm_serving.text.chat_template.sandbox import Answer, Compile, Refused, Render, sandbox
+from llm_serving.text.chat_template.sandbox import Answer, Compile, RefusedTemplate, Render, sandbox
 from llm_serving.text.sandbox import ConfinedProcess
 
 logger = get_logger(__name__)
@@ -79,7 +79,7 @@ class ChatTemplate:
                 raise RequestError(_overflowing(question), "must hold integers of 64 bits only") from None
         finally:
             self._free.put(process)
-        if isinstance(answer, Refused):
+        if isinstance(answer, RefusedTemplate):
             raise RequestError("messages", answer.rule)
         return answer.text
 
@@ -107,7 +107,7 @@ def _started(source: str) -> ConfinedProcess[Answer]:
     except TransportError:
         process.end()
         raise
-    if isinstance(answer, Refused):
+    if isinstance(answer, RefusedTemplate):
         process.end()
         raise RequestError("messages", answer.rule)
     return process
