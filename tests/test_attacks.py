@@ -77,7 +77,7 @@ def test_an_attack_on_tls_ends_as_it_should(secure_url, name, ends):
 
 @pytest.mark.parametrize(
     ("growth", "health_s", "num_not_ok", "is_good"),
-    [(150_000_000, 0.1, 0, True), (150_000_001, 0.1, 0, False), (0, 0.11, 0, False), (0, 0.1, 1, False)],
+    [(150_000_000, 0.25, 0, True), (150_000_001, 0.1, 0, False), (0, 0.26, 0, False), (0, 0.25, 1, False)],
 )
 def test_what_counts_as_good(growth, health_s, num_not_ok, is_good):
     assert Row("x", 0, {}, growth, health_s, 0.0, 0.0, 10, num_not_ok).is_good == is_good

@@ -9,7 +9,7 @@ from pathlib import Path
 CHILD = """
 import json, os, signal, subprocess, sys
 sys.path.insert(0, sys.argv[1])
-from inherited_state import reset_inherited_state
+from support.inherited_state import reset_inherited_state
 reset_inherited_state()
 child = '''
 import json, os, signal, sys, time

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 CONFTEST = """
-from processes import run_in_processes
+from support.processes import run_in_processes
 
 def pytest_runtestloop(session):
     run_in_processes(session, 2)

@@ -307,7 +307,7 @@ class TestOnAnEngine:
         async with setup.running() as engine:
             runner = setup.runners[0]
             runner.gate.clear()
-            streams = [self.generate(engine, client, sharing, exchange=HttpTimings(0.0)) for client in "abc"]
+            streams = [self.generate(engine, client, sharing, http_timings=HttpTimings(0.0)) for client in "abc"]
             await act(engine, streams)
             runner.gate.set()
             return [[token for each in [p async for p in s] for token in each.token_ids] for s in streams], runner
@@ -339,7 +339,7 @@ class TestOnAnEngine:
                 soon = engine.clock() + 0.01
                 both_have_come = Event()
                 engine.replicas.engines[0].ask(both_have_come.wait)  # as the engine ends the first one when it is late
-                hurried = self.generate(engine, "a", sharing, exchange=HttpTimings(engine.clock()), deadline=soon)
+                hurried = self.generate(engine, "a", sharing, http_timings=HttpTimings(engine.clock()), deadline=soon)
                 patient = self.generate(engine, "b", sharing)
                 both_have_come.set()
                 late = [each async for each in hurried][-1]

@@ -129,7 +129,7 @@ def test_a_waiting_request_ends_as_soon_as_its_deadline_cannot_be_met(form):
     harness = Harness(clock=clock, max_num_seqs=1)
     running = create_request(request_id="running", max_tokens=30)
     hopeless = create_timed(104.0, request_id="hopeless", arrival_time=100.0, logprobs=0)
-    hopeless.form = form
+    hopeless.beam_search = form
     hopeful = create_timed(109.0, request_id="hopeful", arrival_time=100.0, max_tokens=4)
     for request in (running, hopeless, hopeful):
         harness.engine.submit(request)

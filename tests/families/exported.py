@@ -121,7 +121,7 @@ def differences(spec: ModelSpec, networks: Lowered, folder: Path) -> list[str]:
         for index, (computed_by, inputs) in enumerate(steps(spec)):
             if computed_by != graph:
                 continue
-            arrays = (inputs if num_rows is None else inputs.with_rows(num_rows)).arrays()
+            arrays = (inputs if num_rows is None else inputs.padded_to(num_rows)).arrays()
             states = [network(arrays).copy() for network in both]
             logits, again = (
                 head((rows, *step_inputs_for_rows(len(rows)))).copy() for head, rows in zip(heads, states, strict=True)

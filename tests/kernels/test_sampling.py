@@ -65,7 +65,7 @@ def batch(seed, vocab_size, kind, num_samples=6):
 
 
 def assert_equal_choices(ours, expected):
-    for field in fields(sampling_reference.SampledChoices):
+    for field in fields(sampling_reference.SampledTokens):
         np.testing.assert_array_equal(getattr(ours, field.name), getattr(expected, field.name), field.name)
 
 

@@ -29,7 +29,7 @@ TESTS = Path(__file__).parents[1]
 SERVE = """
 import asyncio, resource, sys, threading
 from pathlib import Path
-from fakes import FakeEngine, Script
+from support.fakes import FakeEngine, Script
 from llm_serving.log import configure_logging
 from llm_serving.server.app import serve
 

@@ -20,6 +20,14 @@ def test_output_that_repeats_itself_gets_drafts() -> None:
     assert controller.propose(1, synchronous=True) == [(request, AGAIN[:4])]
 
 
+def test_no_drafts_are_proposed_while_no_request_runs() -> None:
+    """A static batch has ended, and the requests of the next one wait with a step's time already measured."""
+    controller = SpeculationController(4, NgramProposer(3), clock=itertools.count().__next__)
+    predictable(controller, rounds=3)
+    controller.record_step_time(1, 0.01, 0.0)
+    assert controller.propose(0, synchronous=True) == []
+
+
 def test_new_output_gets_no_drafts() -> None:
     controller = SpeculationController(4, NgramProposer(3))
     request = create_request(4, max_tokens=200)

@@ -74,6 +74,13 @@ def linked(pool: FakeTransferPool, block_bytes: int) -> Iterator[BlockLink]:
     thread.join()
 
 
+class SettableExecutor(LocalExecutor):
+    """A local executor whose state a test sets."""
+
+    restarts_exhausted = False
+    block_link: BlockLink | None = None
+
+
 class Setup:
     """An AsyncEngine over fake replicas; `open_replica` may be told to fail or to wait."""
 
@@ -133,7 +140,7 @@ class Setup:
         blocks = scheduler.blocks
         runner = self.runners[index] = GatedRunner(blocks.pool.num_blocks, blocks.block_size, self.pools[index])
         tokenizer: Any = WordTokenizer()
-        executor = LocalExecutor(runner)
+        executor = SettableExecutor(runner)
         engine = Engine(scheduler, executor, tokenizer, self.metrics, publish, index=index)
         if self._share_memory:
             yield engine

@@ -123,7 +123,7 @@ class SimulatedNetwork:
             self._come(token, partial(make, Place(self, self._rng.choice(self._machines)), [*answers]))
 
     def _come(self, token: str, make: Any) -> None:
-        if not self._arrivals.come(token, make):
+        if not self._arrivals.deliver(token, make):
             self.counts["connections turned away"] += 1
 
     def place(self) -> Place:

@@ -228,4 +228,4 @@ def any_token_is_shown() -> Any:
         self._expected.popitem()[1].put(channel)
         return True
 
-    return patch.object(PendingStarts, "come", come_first)
+    return patch.object(PendingStarts, "deliver", come_first)

@@ -98,7 +98,7 @@ class ReceiptHook:
                 f"`serving_config.receipts` needs the package {PACKAGE}, which is not installed: install it, or set "
                 f"the key to `{DISABLED}`"
             ) from None
-        issuer: ReceiptIssuerProtocol = module.ReceiptIssuerProtocol(self._files)
+        issuer: ReceiptIssuerProtocol = module.ReceiptIssuer(self._files)
         return issuer
 
 

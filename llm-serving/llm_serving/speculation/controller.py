@@ -269,7 +269,7 @@ class SpeculationController:
         else:
             wanted = self._constrained.keys() | self._predictable.keys() if self._waiting else ()
             candidates = {request: drafts for request, drafts in self._waiting.items() if request in wanted}
-        if not candidates:
+        if not candidates or not num_running:  # requests that wait may be known, but only running ones get drafts
             return []
         self._gain.prepare(num_running, self._max_drafted)
         model_drafts = self._propose_by_model(model)

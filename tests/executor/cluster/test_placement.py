@@ -325,5 +325,7 @@ def test_the_first_start_has_a_connect_timeout(
     program = tmp_path / "program.py"
     program.write_text("import signal; signal.pause()")
     starter.program = str(program)
-    with pytest.raises(WorkerDiedError, match=r"was not ready within 0\.1 s: it has not come to the cluster's port"):
+    with pytest.raises(
+        WorkerDiedError, match=r"was not ready within 0\.1 s: it has not connected to the cluster's port"
+    ):
         start(placement)

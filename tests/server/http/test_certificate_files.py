@@ -123,11 +123,15 @@ class TestConfiguration:
         [
             ("    ssl_certfile: cert.pem\n    ssl_keyfile: other.pem\n", 3, "is not the key of the certificate"),
             ("    ssl_keyfile: key.pem\n    ssl_certfile: empty.pem\n", 3, "must hold a certificate in PEM form"),
-            ("    ssl_keyfile: key.pem\n", 2, "`serving_config.ssl_keyfile` must be that of a certificate"),
+            (
+                "    ssl_keyfile: key.pem\n",
+                2,
+                "`serving_config.ssl_keyfile` must come with `serving_config.ssl_certfile`",
+            ),
             (
                 "    ssl_keyfile_password_file: password\n",
                 2,
-                "`serving_config.ssl_keyfile_password_file` must be that of a certificate",
+                "`serving_config.ssl_keyfile_password_file` must come with `serving_config.ssl_certfile`",
             ),
             (
                 "    ssl_certfile: cert.pem\n    ssl_keyfile: locked.pem\n    ssl_keyfile_password_file: wrong\n",
