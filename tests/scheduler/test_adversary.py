@@ -13,17 +13,17 @@ from llm_serving.core.request_class import MAX_PRIORITY
 from support.factories import create_request, run_step
 from tools.adversary import CLASSES, SETTINGS, SPREAD, Attack, Liar, Move, Strategy, create_attacked, moves, search
 
-LONG, HALF, WHOLE = (1, 15), (8, 8), (15, 1)
+LONG, HALF, FULL_STEP = (1, 15), (8, 8), (15, 1)
 WORST = [
     ("one class, 1 place", "standard", Move(LONG), 1.3),
     ("one class, 4 places", "standard", Move(LONG), 1.8),
-    ("three classes, 1 place", "interactive", Move(LONG, (LONG, WHOLE)), 1.2),
+    ("three classes, 1 place", "interactive", Move(LONG, (LONG, FULL_STEP)), 1.2),
     ("three classes, 4 places", "interactive", Move(LONG, (LONG, LONG)), 2.0),
     ("three classes, 4 places", "standard", Move(LONG, (HALF, HALF)), 3.7),
     ("three classes, 8 places", "interactive", Move(LONG, (LONG, LONG), 6), 2.7),
-    ("three classes, 8 places", "standard", Move(LONG, (WHOLE, WHOLE)), 3.7),
+    ("three classes, 8 places", "standard", Move(LONG, (FULL_STEP, FULL_STEP)), 3.7),
     ("three classes, 8 places, small cache", "interactive", Move(LONG, (LONG, LONG), 6), 4.6),
-    ("three classes, 8 places, small cache", "standard", Move(LONG, (LONG, WHOLE)), 6.4),
+    ("three classes, 8 places, small cache", "standard", Move(LONG, (LONG, FULL_STEP)), 6.4),
     ("three classes, 4 places, one of 2 replicas", "interactive", Move(LONG, (LONG, LONG)), 2.8),
     ("three classes, 4 places, one of 2 replicas", "standard", Move(LONG, (HALF, HALF)), 4.3),
     ("mixed, three classes, 4 places", "interactive", Move(LONG, (LONG, LONG)), 2.0),
@@ -50,7 +50,7 @@ def test_the_search_begins_with_a_move_for_each_term_and_keeps_the_worst() -> No
     options: dict[str, Any] = SETTINGS["one class, 4 places"]
     (victim,) = options["classes"]
     first = moves(options["classes"], victim)
-    assert first == [Move(own).strategy(options["classes"], victim) for own in (LONG, HALF, WHOLE)]
+    assert first == [Move(own).strategy(options["classes"], victim) for own in (LONG, HALF, FULL_STEP)]
     assert search(options, victim, num_rounds=0, seed=1).strategy == first[0]
 
 

@@ -276,7 +276,7 @@ def test_what_is_promised_reckons_with_forks_that_are_held_back() -> None:
 
 def test_a_running_prompt_that_is_left_out_too_long_breaks_a_bound_once() -> None:
     scheduler = create_scheduler(max_num_batched_tokens=8)
-    scheduler._max_prompt_gaps = dict.fromkeys(scheduler.slots_by_class, 3)
+    scheduler.decode._max_prompt_gaps = dict.fromkeys(scheduler.slots_by_class, 3)
     scheduler.add(create_request(40, max_tokens=1))
     last = create_request(4, max_tokens=1)
     scheduler.add(last)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from llm_serving.core.request import FinishReason, Request, RequestStatus
 from llm_serving.scheduler import Scheduler, SchedulerLimits
-from llm_serving.scheduler.fair_sharing import SCALE, WHOLE, WeightedFairSharing
+from llm_serving.scheduler.fair_sharing import FULL_STEP, SCALE, WeightedFairSharing
 from support.factories import create_classes, create_request, create_scheduler, run_step
 
 NAMES = ("high", "normal", "low")
@@ -80,17 +80,17 @@ def test_a_class_pays_for_what_it_has_more_of_places_or_tokens() -> None:
     turns = create_turns()
     turns.update_contenders(NAMES, ["normal", "low"], held())
     turns.charge(held(high=1), {"high": 64}, held(), NAMES, NAMES)
-    assert turns._virtual_time("high") == WHOLE * SCALE // 4
+    assert turns._virtual_time("high") == FULL_STEP * SCALE // 4
     turns.charge(held(high=7), {"high": 1}, held(), NAMES, NAMES)
-    assert turns._virtual_time("high") == (WHOLE + WHOLE // 64) * SCALE // 4
+    assert turns._virtual_time("high") == (FULL_STEP + FULL_STEP // 64) * SCALE // 4
 
 
 def test_a_class_pays_for_its_blocks_where_they_are_the_largest_share() -> None:
     turns = create_turns()
     turns.update_contenders(NAMES, ["normal", "low"], held())
     turns.charge(held(high=1, low=7), {}, held(high=NUM_BLOCKS, low=1), NAMES, NAMES)
-    assert turns._virtual_time("high") == WHOLE * SCALE // 4
-    assert turns._virtual_time("low") == WHOLE // 2 * SCALE
+    assert turns._virtual_time("high") == FULL_STEP * SCALE // 4
+    assert turns._virtual_time("low") == FULL_STEP // 2 * SCALE
 
 
 def test_who_holds_its_share_of_the_blocks_is_not_next_though_it_has_places_left() -> None:
@@ -111,7 +111,7 @@ def test_those_are_covered_that_fit_into_the_share_of_places_and_of_blocks() -> 
     for _ in range(3):
         turns.charge(held(low=1), {}, held(low=40), ["low"], ())
         turns._usage["high"] = (0, 0, 0)
-    turns._usage["low"] = (0, 0, 3 * WHOLE * SCALE)
+    turns._usage["low"] = (0, 0, 3 * FULL_STEP * SCALE)
     assert turns.num_entitled("low", "high", [1, 1, 1, 1]) == 2
     assert turns.num_entitled("low", "high", [14, 14, 14]) == 2
     assert turns.num_entitled("low", "high", [20, 20, 20]) == 1
@@ -187,7 +187,7 @@ def test_what_was_not_needed_of_the_one_is_not_had_for_nothing_much_later() -> N
     turns.update_contenders(["high", "low"], ["low"], held(high=1, low=1))
     for _ in range(1000):
         turns.charge(held(high=1, low=1), {"high": 64}, held(), NAMES, NAMES)
-    assert min(turns._usage["high"]) == turns._virtual_time("high") - 8 * WHOLE * SCALE // 4
+    assert min(turns._usage["high"]) == turns._virtual_time("high") - 8 * FULL_STEP * SCALE // 4
 
 
 def test_of_a_fraction_of_a_place_a_class_has_the_whole_for_a_turn() -> None:

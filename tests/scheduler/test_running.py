@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 from llm_serving.core.request import Request
-from llm_serving.scheduler.prefill import RunningSnapshot
+from llm_serving.scheduler.running import RunningSnapshot
 from support.factories import create_request
 
 requests = st.builds(

@@ -21,7 +21,7 @@ from llm_serving.scheduler import Scheduler
 from llm_serving.scheduler import scheduler as scheduler_module
 from llm_serving.scheduler.preemption import Preemptor
 from llm_serving.scheduler.schedule import PromptResults, ScheduledRow
-from llm_serving.scheduler.step_results import collect_prompt_results
+from llm_serving.scheduler.step_extras import collect_prompt_results
 from llm_serving.transport.messages import StepDone
 from llm_serving.worker.block_guard import BlockGuard
 from support.simulated_agent import SimulatedAgent

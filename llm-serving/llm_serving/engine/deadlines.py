@@ -131,7 +131,7 @@ class DeadlineEnforcer:
             num_before = sum(scheduler.slots_by_class[each.name] for each in scheduler.classes if each.rank <= rank)
             queue = QueueAhead(
                 1,
-                scheduler.estimate_prefill_tokens(first),
+                scheduler.prefill.estimate_tokens(first),
                 num_before,
                 num_running,
                 in_flight=predictor.in_flight,

@@ -247,7 +247,7 @@ class Engine(EngineRequests):
     def idle_s(self) -> float | None:
         """Seconds after which there may be work although no message comes; None: never."""
         now = self._clock()
-        timeouts_s = [self.scheduler.batch_wait_s(now)] if len(self.scheduler.waiting) else []
+        timeouts_s = [self.scheduler.prefill.batch_wait_s(now)] if len(self.scheduler.waiting) else []
         if (deadline := self._deadlines.next) is not None:
             timeouts_s.append(max(0.0, deadline - now))
         return min(timeouts_s, default=None)

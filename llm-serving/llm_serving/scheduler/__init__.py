@@ -1,4 +1,4 @@
-"""Who computes what in the next step: a pure state machine, no clock, no I/O."""
+"""The scheduler of one replica: a pure state machine without clock and I/O."""
 
 from llm_serving.scheduler.limits import PreemptionMode, SchedulerLimits
 from llm_serving.scheduler.schedule import Schedule, ScheduledRow

@@ -1,7 +1,4 @@
-"""How long a request can be made to wait, computed from the limits.
-
-Watches, while the server runs, that nobody waits longer than was promised.
-"""
+"""Bounds on waiting: how long a request of each class waits at most, and a monitor that counts broken bounds."""
 
 from __future__ import annotations
 
@@ -22,28 +19,27 @@ from llm_serving.scheduler.policies import Policy
 
 @dataclass(frozen=True, slots=True)
 class ClassBounds:
-    """What holds for every request of a class, whatever clients send; each test of the scheduler checks it."""
+    """Guarantees for every request of a class under any load. Every test of the scheduler checks them."""
 
     name: str
     max_decode_gap: int
-    """Steps in a row that leave out a running request which decodes."""
+    """Maximum number of consecutive steps that leave out a decoding request."""
     max_preemptions: int
-    """Times it may lose its place."""
     first_steps: int
-    """From its arrival until its class has had its turn, and the places of its share have become free once."""
+    """Steps from arrival until the class is next and the slots of its share have been freed once."""
     steps_per_admission: float
-    """For each request of its class that is admitted before it."""
+    """Steps for each request of the class that is admitted before it."""
     max_overtakes: int
-    """Requests that may be admitted before each that came earlier, and before it."""
+    """Maximum number of later requests that are admitted before each request."""
     max_prompt_gap: int
-    """Steps in a row that leave out a running request whose prompt is not computed yet."""
+    """Maximum number of consecutive steps that leave out a running request with an incomplete prompt."""
 
     def max_wait_steps(self, num_ahead: int, num_returning: int = 0) -> int:
-        """From its arrival to its first admission.
+        """Return the maximum number of steps from arrival to first admission.
 
         Args:
-            num_ahead: Requests of its class that wait to be admitted first when it comes.
-            num_returning: Those that have been admitted, and lose their places perhaps, or have lost them.
+            num_ahead: Requests of the class that wait for their first admission when this one arrives.
+            num_returning: Requests of the class that were admitted before and may be admitted again.
         """
         num_admissions = (num_ahead + 1) * (self.max_overtakes + 1) + num_returning
         return self.first_steps + math.ceil(num_admissions * self.steps_per_admission)
@@ -80,97 +76,95 @@ def class_bounds(
     window: Window | None = None,
     num_running: int = 0,
 ) -> list[ClassBounds]:
-    """The bounds of each class.
+    """Return the bounds of each class.
 
-    A request that has a place makes progress of at least one token in every step but those that are full of others'
-    prompts, so it ends after at most as many steps as it can have tokens, and those. Prompts of `n` tokens fill at most
-    `n` times the steps of `_steps_a_prompt_token`; those of other classes leave out what decodes of a class that
-    contends in `max_decode_gap` steps for each of its tokens, of the policy or of its weight, whichever is less.
+    Progress: a running request computes at least one token in every step that is not full of other requests' prompts.
+    So it finishes after at most as many steps as it can have tokens, plus the full ones. Prompts of `n` tokens fill at
+    most `n * _steps_per_prompt_token` steps. For each of its tokens, prompts of other classes leave out a contending
+    class for `max_decode_gap` steps: the policy's or that of its weight, whichever is less.
 
-    Of what becomes free, a class that contends gets its weight's part, in service: as many of its requests side by side
-    as that part of the places and of the cache holds at full length, or, where that is less than one, one request for
-    that part of the time. At first those that run have to end, and what its class had more than its part before may be
-    paid back.
+    Share: a contending class gets its weight's part of what becomes free, in service. That is as many of its requests
+    side by side as this part of slots and cache holds at full length, or, if it is less than one, one request for this
+    part of the time. Before that, running requests finish and the class pays back what it had above its part.
 
-    Neither is paid twice. While its tokens are computed, `a` steps for each, a class that has the share `d` of the
-    places or of the cache pays `d` in every step. The others pay for a whole step in a - 1 of these, which their
-    prompts fill, and in the last for what is left beside it, 1 - d. By its weight `w` of a sum `s` their service comes
-    to (s - w) / w of its own: a - d = a * d * (s - w) / w. So a token takes a / d = a * (s - w) / w + 1 times the steps
-    that it took if all places were of its class.
+    Both costs are not paid twice. While a token is computed in `a` steps, a class with the share `d` of the slots or of
+    the cache is charged `d` in every step. The other classes are charged for a whole step in the a - 1 steps that their
+    prompts fill, and for the rest, 1 - d, in the last one. By the weight `w` of a sum `s` their service is (s - w) / w
+    times its own: a - d = a * d * (s - w) / w. So a token takes a / d = a * (s - w) / w + 1 times the steps that it
+    takes if the class has all slots.
 
-    Of the tokens that a request can have, each is computed once in its prompt or by itself, the first in its prompt;
-    and all of them in a prompt for each time that it loses its place.
+    Computed tokens: each token that a request can have is computed once, in its prompt or alone; after each preemption
+    all of them are computed again as a prompt. A request that needs known output computes nothing while its newest
+    token is in flight, which is up to `max_steps_in_flight` steps.
 
-    A request whose next token depends on more than its newest one gets none while that is on its way, which is so for
-    all the steps that are formed ahead.
+    Several schedulers: a class that exceeds its share of all of them counts with 1/`weight_divisor` of its weight, and
+    the others with theirs, so that is its guaranteed part here. Afterwards it may have to let other classes catch up
+    with a quantum that is as many times longer.
 
-    Where several schedulers serve, a class that is ahead of its share of all counts here with a `least_part` of its
-    weight while the others count with theirs. So that is its part here; it pays for service as many times as much then,
-    and when it is no longer ahead it may have to let others catch up with a turn of that.
+    Order within a class: of `max_overtakes` + 1 admissions, one is the oldest request's. So with `n` ahead,
+    (n + 1) * (max_overtakes + 1) admissions are enough, plus one for each request that was admitted before: preempted
+    requests return ahead of their class and bypass nothing.
 
-    Who goes first within the class is up to the order but for one of `max_overtakes` + 1 admissions, which is the
-    oldest's. So with `n` ahead, (n + 1) * (max_overtakes + 1) admissions bring its turn, and one for each that has been
-    admitted before: whoever loses its place comes back ahead of its class and overtakes nobody.
+    Prompts: a running prompt continues in order of admission once its class has aged and is next. Before it come the
+    running prompts of its class and at most as many tokens as the cache holds.
 
-    A prompt that has a place goes on in the order of admission once its class has aged and has had its turn: before it
-    are those of its class that have places too, and at most as many tokens as the cache holds.
+    Reload: if more requests run than there are slots now, none is admitted until enough have finished. Until then each
+    step has room for a token of each, and the room for prompts may be less.
 
-    Where more run than there are places, as there were more when they were admitted, nobody is admitted until so many
-    have ended. Until then each step has room for a token of each, and what that leaves for prompts may be less.
-
-    Where windows slide, a request holds no more than its window and a step, so more of the longest run side by side,
-    and those that run have more tokens than the cache; where it has no room for a whole step, steps are shorter.
+    Sliding windows: a request holds at most its window and a step, so more of the longest requests run side by side,
+    with more tokens than the cache holds; steps are shorter if the cache has no room for a whole one.
 
     Args:
         limits: Of the scheduler.
-        classes: All of them, in ascending order of rank.
+        classes: All classes, in ascending order of rank.
         num_blocks: Blocks of the cache.
         block_size: Tokens of a block.
-        policy: What steps begin with.
-        window: What a request needs of the cache; None: all of it.
-        num_running: Requests that have places already.
+        policy: Of the scheduler.
+        window: The model's sliding window; None: every layer sees all tokens.
+        num_running: Requests that run already, at a reload.
     """
     window = Window() if window is None else window
     longest = min(limits.max_model_len, window.max_request_tokens(block_size, num_blocks))
     longest_blocks = window.max_blocks_of(longest, block_size, num_blocks)
     # One block is kept free for each running request when another is admitted.
     num_side_by_side = (num_blocks + 1) // (longest_blocks + 1)
-    num_places = max(1, min(limits.max_num_seqs, num_side_by_side))
-    # Tokens of all that run: a block stands for those it holds, or for its part of a sequence that slides.
-    a_block, chunk = Fraction(block_size), limits.max_num_batched_tokens
+    num_slots = max(1, min(limits.max_num_seqs, num_side_by_side))
+    # Tokens of all running requests; with a sliding window, a block stands for its part of the whole sequence.
+    tokens_per_block, chunk = Fraction(block_size), limits.max_num_batched_tokens
     if longest > longest_blocks * block_size:
-        a_block = Fraction(longest, longest_blocks)
+        tokens_per_block = Fraction(longest, longest_blocks)
         chunk = min(chunk, window.min_chunk(block_size, num_blocks))
-    cache_tokens = num_blocks * a_block
-    a_prompt_token = _steps_a_prompt_token(limits, policy, chunk)
-    crowded = replace(
+    cache_tokens = num_blocks * tokens_per_block
+    steps_per_prompt_token = _steps_per_prompt_token(limits, policy, chunk)
+    limits_now = replace(
         limits,
         max_num_seqs=max(limits.max_num_seqs, num_running),
         max_num_batched_tokens=max(limits.max_num_batched_tokens, num_running),
     )
-    a_token_now = max(a_prompt_token, _steps_a_prompt_token(crowded, policy, chunk))
+    first_prompt_token = max(steps_per_prompt_token, _steps_per_prompt_token(limits_now, policy, chunk))
     sum_of_weights = sum(each.weight for each in classes)
     bounds = []
     for each in classes:
         is_highest = each is classes[0]
         part = Fraction(each.weight, each.weight + limits.weight_divisor * (sum_of_weights - each.weight))
-        a_token = limits.max_steps_in_flight
-        if crowded.max_num_seqs > 1 and each.weight < sum_of_weights:
-            # Prompts of others leave out what decodes only where they have places beside it.
-            a_token += min(policy.max_decode_gap, max_decode_gap(each.weight, sum_of_weights))
-        # Whoever loses its place is computed again.
-        num_again = 0 if is_highest and num_places == limits.max_num_seqs else limits.max_preemptions
-        as_prompt = a_prompt_token / part
-        decoding = (a_token * (1 / part - 1) + limits.max_steps_in_flight) / num_places
+        steps_per_token = limits.max_steps_in_flight
+        if limits_now.max_num_seqs > 1 and each.weight < sum_of_weights:
+            # Prompts leave out decoding requests only if other requests have slots.
+            steps_per_token += min(policy.max_decode_gap, max_decode_gap(each.weight, sum_of_weights))
+        num_again = 0 if is_highest and num_slots == limits.max_num_seqs else limits.max_preemptions
+        as_prompt = steps_per_prompt_token / part
+        decoding = (steps_per_token * (1 / part - 1) + limits.max_steps_in_flight) / num_slots
         service = as_prompt + (longest - 1) * max(as_prompt, decoding)
-        service += num_again * longest * as_prompt + (1 + num_again) * _steps_a_prompt(limits) / part
-        until_free = longest * a_token + cache_tokens * a_token_now + crowded.max_num_seqs * _steps_a_prompt(limits)
-        turns = (len(classes) - 1) * limits.quantum_steps * limits.weight_divisor
+        service += num_again * longest * as_prompt + (1 + num_again) * _steps_per_prompt(limits) / part
+        until_free = longest * steps_per_token + cache_tokens * first_prompt_token
+        until_free += limits_now.max_num_seqs * _steps_per_prompt(limits)
+        quanta = (len(classes) - 1) * limits.quantum_steps * limits.weight_divisor
         ageing = 0 if is_highest else each.ageing_steps
-        first = ageing + math.ceil((until_free + turns) / part)
-        num_others = crowded.max_num_seqs - 1
+        first = ageing + math.ceil((until_free + quanta) / part)
+        num_others = limits_now.max_num_seqs - 1
         tokens_before = min(Fraction(num_others * longest), cache_tokens)
-        prompts = tokens_before * a_token_now + num_others * _steps_a_prompt(limits) + _prompt_gap(limits, policy) + 2
+        prompts = tokens_before * first_prompt_token + num_others * _steps_per_prompt(limits)
+        prompts += _prompt_gap(limits, policy) + 2
         bounds.append(
             ClassBounds(
                 each.name,
@@ -179,14 +173,14 @@ def class_bounds(
                 first,
                 float(service),
                 limits.max_overtakes,
-                ageing + math.ceil((prompts + turns) / part),
+                ageing + math.ceil((prompts + quanta) / part),
             )
         )
     return bounds
 
 
-def _steps_a_prompt_token(limits: SchedulerLimits, policy: Policy, chunk: int) -> Fraction:
-    """Steps that one token of a prompt can take from those that decode, or from other prompts.
+def _steps_per_prompt_token(limits: SchedulerLimits, policy: Policy, chunk: int) -> Fraction:
+    """Return the maximum number of steps that one prompt token takes from decoding requests or other prompts.
 
     `chunk`: tokens of a prompt that a step always has room for.
     """
@@ -199,46 +193,53 @@ def _steps_a_prompt_token(limits: SchedulerLimits, policy: Policy, chunk: int) -
 
 
 def _prompt_gap(limits: SchedulerLimits, policy: Policy) -> int:
-    """Steps in a row that begin with decoding although prompts wait."""
+    """Return the maximum number of consecutive steps that begin with decoding although prompts wait."""
     return limits.max_prefill_gap if policy.max_prompt_gap is None else policy.max_prompt_gap
 
 
-def _steps_a_prompt(limits: SchedulerLimits) -> Fraction:
-    """Steps that a prompt can take however short it is: a step has room for few, or for nothing else."""
+def _steps_per_prompt(limits: SchedulerLimits) -> Fraction:
+    """Return the steps that even the shortest prompt takes, as a step has room for few prompts."""
     return Fraction(1, 1 if limits.separate else limits.max_prefill_seqs)
 
 
 MIN_HEAP: Final = 64
-"""Entries of a heap that are not worth tidying up."""
+"""Heaps up to this size are not cleaned of outdated entries."""
 
 
 class _Due(NamedTuple):
-    """A wait that breaks its bound; told from others of the same request by identity."""
+    """The moment at which a wait exceeds its bound; entries of one request differ by identity."""
 
     clock: int
-    """Of its class, when that happens."""
+    """Clock of the class at that moment."""
     sequence: int
     since: int
-    """What the clock of its class showed when it began to wait."""
+    """Clock of the class when the wait began."""
 
 
 class WaitMonitor:
-    """Counts the requests that wait longer to be admitted than they were promised.
+    """Counts the requests whose wait for admission exceeds its bound.
 
-    It has a clock for each class, which counts the steps the class could take part in. No step counts in which a beam
-    of a search is under way: beams wait for each other, and how long that takes no limit says.
+    A clock for each class counts the steps in which the class could be scheduled. Steps do not count while a beam
+    search is running: no limit bounds how long beams wait for each other.
     """
 
     def __init__(self, bounds: Sequence[ClassBounds]) -> None:
         self._bounds = {each.name: each for each in bounds}
         self._clocks = dict.fromkeys(self._bounds, 0)
         self._due: dict[str, list[_Due]] = {each.name: [] for each in bounds}
-        """Heaps; of those that wait no longer some linger."""
+        """Heaps, with some outdated entries."""
         self._waits: dict[int, _Due] = {}
-        """The newest of each that waits, by its sequence."""
+        """The valid entry of each waiting request, by its sequence."""
 
     def start_wait(self, request: Request, num_ahead: int, num_returning: int = 0, num_waited: int = 0) -> None:
-        """The request waits from now on, behind so many of its class, and has waited so many steps in another."""
+        """Set and watch the wait bound of a request.
+
+        Args:
+            request: It starts to wait.
+            num_ahead: See `ClassBounds.max_wait_steps`.
+            num_returning: See `ClassBounds.max_wait_steps`.
+            num_waited: Steps that it has waited already, in another class or under other rules.
+        """
         name = request.request_class.name
         clock, bound = self._clocks[name], self._bounds[name].max_wait_steps(num_ahead, num_returning)
         if not request.has_run:
@@ -251,25 +252,25 @@ class WaitMonitor:
         heapq.heappush(due, wait)
 
     def record_admission(self, request: Request) -> None:
-        """The request waits no longer."""
+        """Stop watching an admitted request."""
         wait = self._waits.pop(request.sequence)
         if not request.has_run:
             request.num_steps_waited = self._clocks[request.request_class.name] - wait.since
 
     def is_watching(self, request: Request) -> bool:
-        """Whether it waits and was promised something."""
+        """Whether the request waits with a bound."""
         return request.sequence in self._waits
 
     def num_steps_waited(self, request: Request) -> int:
-        """Steps that have been counted since it began to wait."""
+        """Return the steps counted since the request began to wait."""
         return self._clocks[request.request_class.name] - self._waits[request.sequence].since
 
     def forget(self, request: Request) -> None:
-        """The request has ended, wherever it was."""
+        """Stop watching a request, if it is watched."""
         self._waits.pop(request.sequence, None)
 
     def tick(self, closed: Collection[str]) -> int:
-        """A step has been formed, and classes in `closed` took no part; returns how many bounds it broke."""
+        """Advance the clocks of classes that are not in `closed`; return the number of bounds that this breaks."""
         violations = 0
         for name, due in self._due.items():
             if name not in closed:
@@ -279,5 +280,4 @@ class WaitMonitor:
         return violations
 
     def _is_current(self, due: _Due) -> bool:
-        """Whether it has waited all the time."""
         return self._waits.get(due.sequence) is due

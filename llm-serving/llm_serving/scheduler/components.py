@@ -1,7 +1,4 @@
-"""All that decides by rules, and how it changes hands when a scheduler goes on by other rules.
-
-What a scheduler decides by: all that an operator may change of it while it runs.
-"""
+"""The parts of a scheduler that follow from its rules, and their replacement when an operator changes the rules."""
 
 from __future__ import annotations
 
@@ -12,6 +9,7 @@ from llm_serving.core.request import Request
 from llm_serving.core.request_class import RequestClass, class_of
 from llm_serving.kvcache import BlockManager
 from llm_serving.scheduler.bounds import WaitMonitor, class_bounds
+from llm_serving.scheduler.decode import DecodeStage
 from llm_serving.scheduler.limits import SchedulerLimits
 from llm_serving.scheduler.orders import Order
 from llm_serving.scheduler.policies import Policy
@@ -21,10 +19,13 @@ from llm_serving.scheduler.priority import PriorityChanger
 from llm_serving.scheduler.queues import QueueKeys, WaitingQueue
 from llm_serving.scheduler.running import RunningSlots
 from llm_serving.scheduler.tenant_limits import TenantLimiter
+from llm_serving.scheduler.usage import ServiceAccounting
 from llm_serving.scheduler.waiting import WaitingRequests
 
 
 class SchedulingRules(NamedTuple):
+    """Everything that an operator can change of a running scheduler."""
+
     limits: SchedulerLimits
     policy: Policy
     classes: Sequence[RequestClass]
@@ -32,16 +33,15 @@ class SchedulingRules(NamedTuple):
     order: Order
     """Within each class."""
     prefix_caching: bool
-    """Whether requests find blocks that others have computed."""
 
 
 class SchedulerComponents:
-    """Made with nobody in it, for rules that hold as long as it is used."""
+    """The parts of a scheduler, built for one set of rules."""
 
     def __init__(
         self, rules: SchedulingRules, blocks: BlockManager, requests: Mapping[str, Request], num_running: int = 0
     ) -> None:
-        """Of all `requests` that have not ended, by id, `num_running` are to have places from the beginning."""
+        """`requests`: all unfinished requests by id; `num_running` of them get slots by `reload`."""
         limits, policy, order = rules.limits, rules.policy, rules.order
         classes = tuple(rules.classes)
         blocks.prefix_caching = rules.prefix_caching
@@ -51,37 +51,41 @@ class SchedulerComponents:
         self.bounds = class_bounds(
             limits, classes, blocks.pool.num_blocks, blocks.block_size, policy, blocks.window, num_running
         )
-        gate = TenantLimiter(limits, classes, self.waiting.clocks)
-        self.waiting_requests = WaitingRequests(self.waiting, gate, WaitMonitor(self.bounds), self.slots)
+        limiter = TenantLimiter(limits, classes, self.waiting.clocks)
+        self.waiting_requests = WaitingRequests(self.waiting, limiter, WaitMonitor(self.bounds), self.slots)
         self.keys = QueueKeys(policy, order, limits)
         self.priority_changer = PriorityChanger(classes, self.keys, self.slots, self.waiting_requests)
         self.preemptor = Preemptor(limits, classes, blocks, self.slots, self.waiting_requests)
         self.prefill = PrefillStage(limits, blocks, self.slots, self.waiting_requests, self.preemptor, requests)
+        self.decode = DecodeStage(limits, policy, blocks, self.waiting.sharing, self.preemptor, self.bounds)
+        self.usage = ServiceAccounting(self.waiting, self.slots, order)
         self._blocks = blocks
         self._requests = requests
 
     def reload(self, rules: SchedulingRules, step: int) -> SchedulerComponents:
-        """What decides by other rules, with all who run or wait here: see `Scheduler.reload`.
+        """Return components for other rules that take over all requests, see `Scheduler.reload`.
 
         Args:
-            rules: Of an order that is of the same kind as before, what that has learned stays.
-            step: The next one to be formed.
+            rules: The new rules. If their order is of the same kind as before, the old object is kept.
+            step: The next step to be formed.
         """
         assert rules.limits.max_preemptions == self.rules.limits.max_preemptions
         if type(rules.order) is type(self.rules.order):
             rules = rules._replace(order=self.rules.order)
         running = self.slots.running
         num_waited = self.waiting_requests.num_steps_waited()
-        after = SchedulerComponents(rules, self._blocks, self._requests, len(running))
-        after.preemptor.adopt(self.preemptor)
-        after.waiting.sharing.deprioritized = self.waiting.sharing.deprioritized
+        new = SchedulerComponents(rules, self._blocks, self._requests, len(running))
+        new.preemptor.adopt(self.preemptor)
+        new.usage.adopt(self.usage)
+        new.decode.num_steps_without_prefill = self.decode.num_steps_without_prefill
+        new.waiting.sharing.deprioritized = self.waiting.sharing.deprioritized
         clocks = self.waiting.clocks
         for request in self._requests.values():
             age = clocks[request.request_class.name] - request.arrival_clock
-            request.request_class = class_of(request.priority, after.rules.classes)
+            request.request_class = class_of(request.priority, new.rules.classes)
             request.arrival_clock = -age
-            request.queue_key = after.keys.key_of(request)
+            request.queue_key = new.keys.key_of(request)
             request.class_change_step = step
-        after.slots.adopt(running)
-        after.waiting_requests.adopt(self.waiting_requests, num_waited, self._requests.values())
-        return after
+        new.slots.adopt(running)
+        new.waiting_requests.adopt(self.waiting_requests, num_waited, self._requests.values())
+        return new

@@ -1,12 +1,12 @@
-"""The share of each class while several contend: weights, paid in service.
+"""Weighted fair sharing among request classes.
 
-A class pays for what it gets of the machine: of the places that requests run in, of the tokens of a step and of the
-blocks of the cache, whichever is the largest share (dominant resource, Ghodsi et al. 2011). Whoever has paid least for
-its weight is next (stride scheduling, Waldspurger and Weihl 1995). Whose prompts come first in a step is decided by
-tokens alone: who holds a place and gets no tokens would otherwise pay for the place, and never be first.
+While several classes contend, each is charged for its dominant resource (Ghodsi et al. 2011): the largest of its shares
+of the running slots, of the tokens of a step and of the KV blocks. The class with the least charge for its weight is
+next (stride scheduling, Waldspurger and Weihl 1995). The order of prefills within a step counts tokens alone: otherwise
+a class that holds slots without getting tokens would be charged for the slots and never come first.
 
-Where several schedulers serve, shares are those of the whole: a class that has had more than its share of all of them
-counts here with a part of its weight, until it has not. So it never gets less than that part here.
+If several schedulers serve, shares hold for all of them together. A class that exceeds its share across all schedulers
+counts here with a part of its weight (`SchedulerLimits.weight_divisor`), so it never gets less than that part.
 """
 
 from __future__ import annotations
@@ -17,34 +17,34 @@ from typing import Final, NamedTuple
 from llm_serving.core.request_class import RequestClass
 from llm_serving.scheduler.limits import SchedulerLimits
 
-WHOLE: Final = 2**16
-"""Service of a whole step."""
+FULL_STEP: Final = 2**16
+"""Service of a step that a class has to itself."""
 SCALE: Final = 2**23
-"""Several times the largest weight, so that large ones are told apart; what is paid has 63 bits all the same."""
+"""Several times the largest weight, so that charges for large weights differ; charges still fit into 63 bits."""
 _NOTHING: Final[tuple[int, ...]] = (0, 0, 0)
 
 
 class ClassUsage(NamedTuple):
-    """What a class has had of one scheduler since that was last told."""
+    """Usage of a class at one scheduler since the last report."""
 
     service: int
-    """Over its weight."""
+    """Service divided by weight."""
     quantum: int
-    """That of a turn: `turn_steps` whole steps."""
+    """Service of `quantum_steps` full steps, divided by weight."""
     has_demand: bool
-    """Whether it contends and has somebody who waits."""
+    """Whether the class contends and has a waiting request."""
 
 
 class WeightedFairSharing:
-    """Who contends, what they have paid, which places and blocks are theirs.
+    """Decides which classes contend, which is next, and which slots and blocks each is entitled to.
 
-    The highest class that is present contends always. One below it begins to when its oldest waiting request has waited
-    `ageing_steps`, or a prompt of it has not been computed so long after it was given a place, and goes on until it
-    holds no place or has nobody above it.
+    The highest class that is present always contends. A lower class starts to contend when its oldest waiting request
+    has waited `ageing_steps`, or when a prompt of it is still incomplete so long after its admission. It contends until
+    it holds no slot or no higher class is present.
     """
 
     def __init__(self, classes: Sequence[RequestClass], limits: SchedulerLimits, num_blocks: int) -> None:
-        """Classes in ascending order of rank; `num_blocks` of the cache."""
+        """`classes`: in ascending order of rank; `num_blocks`: of the cache."""
         self._names = [each.name for each in classes]
         self._weights = {each.name: each.weight for each in classes}
         self._num_slots = limits.max_num_seqs
@@ -54,29 +54,29 @@ class WeightedFairSharing:
         self._is_shared = limits.num_schedulers > 1
         self._weight_divisor = limits.weight_divisor
         self.deprioritized: frozenset[str] = frozenset()
-        """Classes that have had more than their share of all schedulers."""
+        """Classes that exceed their share across all schedulers."""
         self._service = dict.fromkeys(self._names, 0)
-        """Over weight, since it was told."""
+        """Service divided by weight, since the last `pop_usage`."""
         self._with_demand: set[str] = set()
-        """Classes that contended in the newest step and had somebody who waited."""
+        """Classes that contended in the newest step and had a waiting request."""
         self._usage = dict.fromkeys(self._names, _NOTHING)
-        """Service over weight, in places, tokens and blocks; only differences count."""
+        """Charges for slots, tokens and blocks, divided by weight; only differences between classes count."""
         self._prefill_usage = dict.fromkeys(self._names, 0)
-        """Tokens over weight, beyond those of whoever got least of the classes that wanted more."""
+        """Charges for tokens, beyond those of the unserved class with the least."""
         self._aged: set[str] = set()
         self.contenders: list[str] = []
         """By rank."""
 
     def update_contenders(self, waiting: Collection[str], aged: Collection[str], held: Mapping[str, int]) -> None:
-        """Who contends from now on.
+        """Determine which classes contend from now on.
 
         Args:
-            waiting: Classes with somebody who waits and may be admitted.
-            aged: Those in which somebody has waited long enough for a place or for its prompt.
-            held: Places of each class.
+            waiting: Classes with a request that waits and may be admitted.
+            aged: Classes with a request that has waited `ageing_steps` for its admission or its prefill.
+            held: Running slots of each class.
         """
         contenders: list[str] = []
-        nobody_above_waits = True
+        no_higher_class_waits = True
         for name in self._names:
             if name in aged:
                 self._aged.add(name)
@@ -86,16 +86,22 @@ class WeightedFairSharing:
                 continue
             if not contenders:
                 self._aged.discard(name)
-            if not contenders or name in self._aged or (nobody_above_waits and name in waiting):
+            if not contenders or name in self._aged or (no_higher_class_waits and name in waiting):
                 contenders.append(name)
-            nobody_above_waits = nobody_above_waits and name not in waiting
+            no_higher_class_waits = no_higher_class_waits and name not in waiting
         self.contenders = contenders
 
     def next_class(self, waiting: Collection[str], held: Mapping[str, int], blocks: Mapping[str, int]) -> str | None:
-        """The class to be admitted next, of those with somebody who waits and may be; None: there is none.
+        """Return the class whose request is admitted next; None if no contender waits.
 
-        Of those that hold less than their places and their blocks the one that has paid least, else the highest. But
-        who has had a turn more than another that waits, by tokens perhaps, lets that have more than its places.
+        Of the contenders below their share of slots and blocks it is the one with the least charge; without any, the
+        highest contender. But if another waiting class is behind it by more than a quantum, for tokens perhaps, that
+        class may exceed its share of slots.
+
+        Args:
+            waiting: Classes with a request that waits and may be admitted.
+            held: Running slots of each class.
+            blocks: Blocks of each class.
         """
         contenders = [name for name in self.contenders if name in waiting]
         if not contenders:
@@ -110,45 +116,51 @@ class WeightedFairSharing:
         ]
         if not entitled:
             return contenders[0]
-        name, least = (
-            min(each, key=self._virtual_time) for each in (entitled, contenders)
-        )  # of equals the highest class
-        turn = self._quantum_steps * (WHOLE // self._num_slots) * self._scale(name)
-        return name if self._virtual_time(name) <= self._virtual_time(least) + turn else least
+        # min returns the first, which is the highest class, if several are equal.
+        name, least = (min(each, key=self._virtual_time) for each in (entitled, contenders))
+        quantum = self._quantum_steps * (FULL_STEP // self._num_slots) * self._scale(name)
+        return name if self._virtual_time(name) <= self._virtual_time(least) + quantum else least
 
     def next_prefill_class(self, among: Collection[str]) -> str | None:
-        """Whose prompts come first in a step, of classes that have any; None: no two have."""
+        """Return the class whose prompts come first in a step; None if fewer than two classes have any."""
         if len(among) < 2:
             return None
         contenders = [name for name in self.contenders if name in among]
         return min(contenders or [name for name in self._names if name in among], key=self._prefill_usage.__getitem__)
 
     def max_decode_gap(self, name: str) -> int | None:
-        """Steps in a row in which prompts may leave out what decodes of a class, by its weight; None: as many as may.
+        """Return how many consecutive steps prefills may leave out decoding requests of a class; None: no limit.
 
-        One at least: where a step has no room for both, each has every other.
+        It is at least one: if a step has no room for both, they alternate.
         """
         if len(self.contenders) < 2 or name not in self.contenders:
             return None
         return max_decode_gap(self._weights[name], self._sum_of_weights())
 
     def num_entitled(self, name: str, by: str, blocks: Iterable[int]) -> int:
-        """How many of the class's running requests, which hold so many blocks each, a higher one may not displace.
+        """Return how many running requests of a class may not be preempted by a higher class.
 
-        Those that fit into what its weight gives it of places and of blocks. Of one that goes beyond it has the whole
-        for a turn, which ends when it has had `turn_steps` more of it than is its due.
+        These are the requests that fit into the class's share of slots and blocks. A request that exceeds the share in
+        part is protected for a quantum, which ends when the class has had `quantum_steps` more of it than its due.
+
+        Args:
+            name: The class.
+            by: The higher class.
+            blocks: Blocks of each of its requests.
         """
         if name not in self.contenders:
             return 0
         total, weight = self._sum_of_weights(), self._weights[name]
-        places, rest = self._num_slots * weight, self._num_blocks * weight
+        slots_left, blocks_left = self._num_slots * weight, self._num_blocks * weight
         count = 0
         for num_blocks in blocks:
-            places, before, rest = places - total, (places, rest), rest - num_blocks * total
-            if places < 0 or rest < 0:
-                service = max(WHOLE // self._num_slots, WHOLE * num_blocks // self._num_blocks)
+            before = slots_left, blocks_left
+            slots_left, blocks_left = slots_left - total, blocks_left - num_blocks * total
+            if slots_left < 0 or blocks_left < 0:
+                service = max(FULL_STEP // self._num_slots, FULL_STEP * num_blocks // self._num_blocks)
                 tolerance = self._quantum_steps * service * self._scale(name)
-                return count + (min(before) > 0 and self._virtual_time(name) <= self._virtual_time(by) + tolerance)
+                is_protected = self._virtual_time(name) <= self._virtual_time(by) + tolerance
+                return count + (min(before) > 0 and is_protected)
             count += 1
         return count
 
@@ -160,55 +172,55 @@ class WeightedFairSharing:
         backlogged: Collection[str],
         unserved: Collection[str],
     ) -> None:
-        """A step was formed.
+        """Charge the classes for a formed step.
 
         Args:
-            held: Places of each class.
-            num_tokens: Tokens that the step computes of each; none of those left out.
-            blocks: Blocks that the requests in those places hold.
-            backlogged: Classes with somebody who waits, or with a prompt to compute.
+            held: Running slots of each class.
+            num_tokens: Tokens that the step computes for each class that it computes any for.
+            blocks: Blocks of each class's running requests.
+            backlogged: Classes with a waiting request or a prompt to compute.
             unserved: Classes with a prompt for which the step had too few tokens.
         """
         if self._is_shared:
             self._record_service(held, num_tokens, blocks, backlogged)
-        paid = {name: self._usage_after(name, held, num_tokens, blocks) for name in self.contenders}
-        alone = self.contenders[0] if len(paid) == 1 else None
-        if alone is not None and alone not in unserved:  # as in most steps: what follows comes down to this
-            places, tokens, stored = paid[alone]
-            most = max(places, tokens, stored)
+        usage = {name: self._usage_after(name, held, num_tokens, blocks) for name in self.contenders}
+        alone = self.contenders[0] if len(usage) == 1 else None
+        if alone is not None and alone not in unserved:  # most steps: the general case below reduces to this
+            slots, tokens, stored = usage[alone]
+            most = max(slots, tokens, stored)
             self._usage = dict.fromkeys(self._names, _NOTHING)
-            self._usage[alone] = places - most, tokens - most, stored - most
+            self._usage[alone] = slots - most, tokens - most, stored - most
             self._prefill_usage = dict.fromkeys(self._names, 0)
             return
-        # Who has all it wants, or does not contend, saves up no turns either; and all have it where nobody wants more.
-        wanting = [name for name in self.contenders if name in backlogged]
-        passes = [max(paid[name]) for name in wanting]
-        least = min(passes, default=max(map(max, paid.values()), default=0))
+        # A class without demand, or one that does not contend, saves up no credit. Without any demand, none does.
+        with_demand = [name for name in self.contenders if name in backlogged]
+        times = [max(usage[name]) for name in with_demand]
+        least = min(times, default=max(map(max, usage.values()), default=0))
         for name in self._names:
-            if (before := paid.get(name)) is None:
+            if (before := usage.get(name)) is None:
                 self._usage[name] = _NOTHING
             else:
                 common = min(least, max(before))
                 self._usage[name] = before[0] - common, before[1] - common, before[2] - common
-        # Likewise in tokens: who wanted no more is as far as the one that got least, or further, but never behind.
+        # The same for tokens: a class that was served is never behind the unserved class with the least usage.
         lacking = [name for name in self.contenders if name in unserved]
         if not lacking:
             self._prefill_usage = dict.fromkeys(self._names, 0)
             return
         for name, count in num_tokens.items():
-            self._prefill_usage[name] += WHOLE * count // self._budget * self._scale(name)
+            self._prefill_usage[name] += FULL_STEP * count // self._budget * self._scale(name)
         fewest = min([self._prefill_usage[name] for name in lacking])
         for name, computed in self._prefill_usage.items():
             self._prefill_usage[name] = max(0, computed - fewest)
 
     def pop_usage(self) -> dict[str, ClassUsage]:
-        """What each class has had since the last call, and whether it wants more."""
-        paid = {}
+        """Return the usage of each class since the last call."""
+        usage = {}
         for name, service in self._service.items():
-            turn = self._quantum_steps * WHOLE * (SCALE // self._weights[name])
-            paid[name] = ClassUsage(service, turn, name in self._with_demand)
+            quantum = self._quantum_steps * FULL_STEP * (SCALE // self._weights[name])
+            usage[name] = ClassUsage(service, quantum, name in self._with_demand)
             self._service[name] = 0
-        return paid
+        return usage
 
     def _record_service(
         self,
@@ -218,40 +230,40 @@ class WeightedFairSharing:
         backlogged: Collection[str],
     ) -> None:
         for name in self._names:
-            if held[name] or name in num_tokens:  # otherwise it has nothing of the step
+            if held[name] or name in num_tokens:  # otherwise it gets nothing of the step
                 served = max(self._service_of_step(name, held, num_tokens, blocks))
                 self._service[name] += served * (SCALE // self._weights[name])
         self._with_demand = {name for name in self.contenders if name in backlogged}
 
     def _effective_weight(self, name: str) -> int:
-        """What of the machine it is due here, against the others."""
+        """Return the weight of a class here, relative to the other classes."""
         return self._weights[name] if name in self.deprioritized else self._weights[name] * self._weight_divisor
 
     def _scale(self, name: str) -> int:
-        """What it pays for service."""
+        """Return the charge of a class for a unit of service."""
         scale = SCALE // self._weights[name]
         return scale * self._weight_divisor if name in self.deprioritized else scale
 
     def _service_of_step(
         self, name: str, held: Mapping[str, int], num_tokens: Mapping[str, int], blocks: Mapping[str, int]
     ) -> tuple[int, int, int]:
-        """What a class has of a step: parts of all places, of the budget and of all blocks, of `WHOLE` each."""
+        """Return a class's shares of all slots, of the token budget and of all blocks, in units of `FULL_STEP`."""
         return (
-            WHOLE * held[name] // self._num_slots,
-            WHOLE * num_tokens.get(name, 0) // self._budget,
-            WHOLE * blocks[name] // self._num_blocks,
+            FULL_STEP * held[name] // self._num_slots,
+            FULL_STEP * num_tokens.get(name, 0) // self._budget,
+            FULL_STEP * blocks[name] // self._num_blocks,
         )
 
     def _usage_after(
         self, name: str, held: Mapping[str, int], num_tokens: Mapping[str, int], blocks: Mapping[str, int]
     ) -> tuple[int, int, int]:
-        """What a class has paid after a step."""
+        """Return the charges of a class after a step."""
         scale = self._scale(name)
         served = self._service_of_step(name, held, num_tokens, blocks)
-        places, tokens, stored = [paid + part * scale for paid, part in zip(self._usage[name], served, strict=True)]
-        # What it did not need of the one may not be had for nothing much later.
-        least = max(places, tokens, stored) - self._quantum_steps * WHOLE * scale
-        return max(places, least), max(tokens, least), max(stored, least)
+        slots, tokens, stored = [used + part * scale for used, part in zip(self._usage[name], served, strict=True)]
+        # A resource that it did not use earns at most a quantum of credit.
+        least = max(slots, tokens, stored) - self._quantum_steps * FULL_STEP * scale
+        return max(slots, least), max(tokens, least), max(stored, least)
 
     def _virtual_time(self, name: str) -> int:
         return max(self._usage[name])
@@ -261,5 +273,5 @@ class WeightedFairSharing:
 
 
 def max_decode_gap(weight: int, sum_of_weights: int) -> int:
-    """Steps in a row in which others' prompts leave out what decodes of a class that contends, at most."""
+    """Return the maximum number of consecutive steps in which prefills leave out a contending class's decodes."""
     return max(1, sum_of_weights // weight - 1)

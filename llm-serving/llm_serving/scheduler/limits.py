@@ -1,4 +1,4 @@
-"""What one step and one batch may hold."""
+"""Limits of steps, of the running batch and of the bounds on waiting."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ from dataclasses import dataclass, field
 from typing import Final
 
 MAX_WEIGHT_DIVISOR: Final = 8
-"""Bounds on waiting grow with it, so it does not grow with the number of schedulers for ever."""
+"""Wait bounds grow with the divisor, so it does not grow with the number of schedulers without limit."""
 
 
 class PreemptionMode(enum.StrEnum):
-    """What becomes of what a preempted request has computed."""
+    """What happens to the KV cache of a preempted request."""
 
     RECOMPUTE = "recompute"
-    """It is computed again."""
     SWAP = "swap"
-    """It waits in host memory, where there is room."""
+    """It is swapped out to host memory, if there is room."""
     AUTO = "auto"
     """Whichever costs less."""
 
@@ -24,48 +23,49 @@ class PreemptionMode(enum.StrEnum):
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
     max_num_batched_tokens: int
-    """Token budget of a step, prompts and decoding together; at least `max_num_seqs`."""
+    """Token budget of a step, for prefill and decode together; at least `max_num_seqs`."""
     max_num_seqs: int
-    """Most running requests."""
+    """Number of running slots."""
     max_prefill_seqs: int
-    """Most prompts (or parts of prompts) in one step."""
+    """Maximum number of prompts (or chunks of prompts) in one step."""
     max_model_len: int
-    """Most tokens of a request."""
+    """Maximum number of tokens of a request."""
     max_prefill_gap: int = 16
-    """Most steps in a row that may leave out prompts which could run."""
+    """Maximum number of consecutive steps that leave out prompts which could run."""
     max_preemptions: int = 8
-    """Times a request may lose its place; after that it is admitted with all it can ever need, and keeps it."""
+    """Maximum number of preemptions of a request. After them it is admitted with all blocks that it can ever need."""
     max_overtakes: int = 0
-    """Times the oldest request of a class may be overtaken by those the order prefers; 0: by nobody."""
+    """Maximum number of times that the order admits later requests before the oldest request of a class."""
     max_head_start_steps: int = 256
-    """Steps by which a priority moves a request forward or back in its class, at most."""
+    """Maximum number of steps by which a priority shifts a request within its class."""
     quantum_steps: int = 64
-    """Steps that a lower class may have more of a place than its weight gives it, before a higher one takes it back."""
+    """Steps by which a lower class may exceed its share of a slot before a higher class preempts it."""
     max_steps_in_flight: int = 1
-    """Steps that are formed before the result of the first of them is known, at most."""
+    """Maximum number of steps that are formed before the reply to the first of them."""
     max_long_prefill_tokens: int | None = None
-    """Most tokens of a step for one prompt while others wait for some; None: no limit."""
+    """Maximum number of tokens of one prompt in a step while other prompts wait; None: no limit."""
     separate: bool = False
-    """A step computes prompts or decodes, never both."""
+    """Whether a step computes either prompts or decoding requests, never both."""
     preemption_mode: PreemptionMode = PreemptionMode.RECOMPUTE
     swap_block_cost_tokens: float = 4.0
-    """Tokens computed in the time that one block is moved out and in."""
+    """Tokens computed in the time that swapping one block out and in takes."""
     static_batching: bool = False
-    """Admit a new batch only when the one before it has ended: the baseline for comparisons."""
+    """Whether a new batch is admitted only after the previous one has finished; a baseline for comparisons."""
     max_running_per_tenant: int | None = None
-    """Most requests of a tenant that have a place or had one, but for further beams of a search; None: no limit."""
+    """Maximum number of requests of a tenant that hold a slot or held one; None: no limit. Beams of a search that
+    has a slot are exempt."""
     max_running_of_tenant: dict[str, int] = field(default_factory=dict)
     """The same for single tenants."""
     num_schedulers: int = 1
-    """That classes and tenants share: weights, and what limits a tenant, hold for all of them together."""
+    """Schedulers (one per replica) that share class weights and tenant limits."""
     batch_waiting_time: float = 0.0
     """Seconds to wait after the first arrival for a batch to fill."""
 
     @property
     def weight_divisor(self) -> int:
-        """By what the weight of a class is divided here while it is ahead of its share of all schedulers.
+        """Divisor of a class's weight here while the class exceeds its share across all schedulers.
 
-        So it can have all of the others to itself and come to its share of the whole all the same, if that is no more
-        than half of what it has there.
+        With twice the number of schedulers, a class that has all other schedulers to itself still comes to its share of
+        the whole, if that share is at most half of what it gets there.
         """
         return min(2 * self.num_schedulers, MAX_WEIGHT_DIVISOR) if self.num_schedulers > 1 else 1

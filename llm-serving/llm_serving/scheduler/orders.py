@@ -1,19 +1,4 @@
-"""What an order is: numbers.
-
-First come, first served; `priority` moves a request by a limited number of steps.
-
-The tenant served least goes next; its requests in order of arrival.
-
-Shortest job first, by predicted length: the least mean wait.
-
-Earliest deadline first (Liu and Layland 1973).
-
-Who of a class goes next: one file an order, one line here.
-
-Service received by each tenant of a class: whoever got least goes next.
-
-The virtual token counter of Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024).
-"""
+"""Orders: which request of a class is admitted next, and the virtual token counters of fair sharing among tenants."""
 
 from __future__ import annotations
 
@@ -25,21 +10,27 @@ from llm_serving.core.request import Request
 
 
 class Order(Protocol):
-    """A key over numbers. It decides who goes next, never for how long somebody waits: of `max_overtakes` + 1 requests
-    of a class that are admitted, one is the oldest, whatever the keys say."""
+    """Sorts the waiting requests of a class.
+
+    An order never affects a bound on waiting: of `max_overtakes` + 1 admissions of a class, one is its oldest request.
+    """
 
     shares_fairly: bool
-    """Whether the tenant that was served least goes before the others; the key orders the requests of one tenant."""
+    """Whether the tenant with the least service goes first; the sort key then orders the requests of one tenant."""
 
     def sort_key(self, request: Request) -> float:
-        """Smaller goes first; of equals the one that came first, moved by its priority. Asked on arrival, and
-        again when the rules of the scheduler change."""
+        """Return the sort key, smaller first; ties are broken by arrival, shifted by priority.
+
+        The scheduler asks on arrival, and again after a reload.
+        """
 
     def record_finished(self, request: Request) -> None:
-        """A request has ended: what there is to learn from its length."""
+        """Learn from the length of a finished request."""
 
 
 class ArrivalOrder:
+    """First come, first served."""
+
     shares_fairly = False
 
     def sort_key(self, request: Request) -> float:
@@ -51,29 +42,31 @@ class ArrivalOrder:
 
 
 class FairOrder:
+    """The tenant with the least service first; its requests in order of arrival."""
+
     shares_fairly = True
     sort_key = ArrivalOrder.sort_key
     record_finished = ArrivalOrder.record_finished
 
 
 MEMORY: Final = 16
-"""Ended requests of a tenant after which an earlier one counts 1/e."""
+"""Finished requests of a tenant after which an earlier one has the weight 1/e."""
 MAX_TENANTS: Final = 10_000
 PROMPT_TOKENS_A_STEP: Final = 64
-"""Prompt tokens that delay others as much as one step of decoding does; prompts are computed many at a time."""
+"""Prompt tokens that delay other requests as much as one decode step; prompts are computed many tokens at a time."""
 
 
 class ShortestOrder:
-    """Predicts that a request is as long as those of its tenant and class were, and never longer than it may be.
+    """Shortest job first: the least mean wait.
 
-    A client that names a small `max_tokens` is believed, since it is held to it.
+    A request's predicted length is the mean of its tenant and class, at most its `max_tokens`.
     """
 
     shares_fairly = False
 
     def __init__(self) -> None:
         self._mean_lengths: dict[tuple[str, str], float] = {}
-        """Output tokens, by class and tenant; those that were heard of last are kept."""
+        """Output tokens by class and tenant; the most recently updated `MAX_TENANTS` are kept."""
 
     def sort_key(self, request: Request) -> float:
         most = request.sampling.max_tokens
@@ -91,20 +84,20 @@ class ShortestOrder:
             del self._mean_lengths[next(iter(self._mean_lengths))]
 
 
-LONG_S: Final = 86_400.0
-"""Seconds from its arrival to the deadline of a request without any, whose class promises nothing."""
+NO_DEADLINE_S: Final = 86_400.0
+"""Seconds from arrival to the assumed deadline of a request without one whose class has no SLO."""
 
 
 class DeadlineOrder:
-    """By the deadline a request names, else by the time to a first token that its class was promised."""
+    """Earliest deadline first (Liu and Layland 1973): the request's own deadline, else its class's SLO for the TTFT."""
 
     shares_fairly = False
 
     def sort_key(self, request: Request) -> float:
         if request.deadline is not None:
             return request.deadline
-        promised = request.request_class.ttft_slo_s
-        return request.arrival_time + (LONG_S if promised is None else promised)
+        slo_s = request.request_class.ttft_slo_s
+        return request.arrival_time + (NO_DEADLINE_S if slo_s is None else slo_s)
 
     def record_finished(self, request: Request) -> None:
         del request
@@ -119,34 +112,39 @@ ORDERS: Final[dict[str, Callable[[], Order]]] = {
 
 
 OUTPUT_TOKEN_WEIGHT: Final = 2
-"""What a generated token counts, against one for a computed prompt token; the paper's choice."""
+"""Service of a generated token, relative to a computed prompt token; the paper's choice."""
 
 
 class TenantTokenCounters:
-    """One counter a tenant; tokens that are computed again after a preemption count again.
+    """Virtual token counters of the tenants of a class (Sheng et al., "Fairness in Serving Large Language Models",
+    OSDI 2024). The waiting tenant with the smallest counter goes next.
 
-    Whoever has had least is forgotten where there are too many: it gains the least by starting anew.
+    Tokens that are computed again after a preemption count again. Above `MAX_TENANTS`, the tenants with the least
+    service are dropped, because they gain least from starting anew.
     """
 
     def __init__(self) -> None:
         self._served: dict[str, int] = {}
         self._floor = 0
-        """What a tenant that comes back is lifted to: idle time is no credit."""
+        """Least counter of a tenant that begins to wait, so that idle time earns no credit."""
         self._last_to_leave: str | None = None
 
     def served(self, tenant: str) -> int:
         return self._served.get(tenant, self._floor)
 
     def charge(self, tenant: str, num_tokens: int) -> None:
-        served = self._served  # nothing is called: a step of one of many replicas charges all who were served elsewhere
+        served = self._served  # no method call: one step may charge the service of many replicas
         served[tenant] = served.get(tenant, self._floor) + num_tokens
         if len(served) > MAX_TENANTS:
             self._evict()
 
     def join(self, tenant: str, least_waiting: int | None) -> None:
-        """The tenant begins to wait; `least_waiting` is the least counter among those that wait already.
+        """Lift the counter of a tenant that begins to wait.
 
-        Where nobody does, it starts from the counter of the last one that did.
+        Args:
+            tenant: Its name.
+            least_waiting: Least counter among waiting tenants. None if there are none: then the counter of the tenant
+                that stopped waiting last is used.
         """
         if least_waiting is None and self._last_to_leave is not None:
             least_waiting = self.served(self._last_to_leave)
@@ -156,11 +154,11 @@ class TenantTokenCounters:
             self._evict()
 
     def leave(self, tenant: str) -> None:
-        """The tenant waits no longer."""
+        """Record that the tenant has no waiting request any more."""
         self._last_to_leave = tenant
 
     def _evict(self) -> None:
-        """Half of them go at once, so that it is seldom."""
+        """Drop half of the tenants at once, so that it is rarely needed."""
         most_last = sorted(self._served, key=self._served.__getitem__)
         kept = most_last[-(MAX_TENANTS // 2) :]
         self._served = {name: self._served[name] for name in kept if self._served[name] > self._floor}

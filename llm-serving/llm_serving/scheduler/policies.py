@@ -1,4 +1,4 @@
-"""Which stage a step begins with: prompts or decoding. What a policy prefers holds within the scheduler's bounds."""
+"""Policies: the stage that a step begins with, prefill or decode, within the scheduler's bounds."""
 
 from __future__ import annotations
 
@@ -11,41 +11,41 @@ from llm_serving.core.enums import PolicyName
 
 
 class Preference(enum.Enum):
-    """What gets the token budget of a step; what is left goes to the other."""
+    """The stage that gets the token budget of a step first; the other stage gets the rest."""
 
     PREFILL_FIRST = enum.auto()
     DECODE_FIRST = enum.auto()
     DECODE_ONLY = enum.auto()
-    """Prompts run only where nothing can decode."""
+    """Prompts are computed only if no request can decode."""
 
 
 class PolicyInput(NamedTuple):
-    """What a policy may know of the moment before a step."""
+    """The state before a step, as far as policies may depend on it."""
 
     num_decoding: int
-    """Running requests that have their prompt behind them."""
+    """Running requests past their prompt."""
     prompts_wait: bool
     """Whether a prompt, or a part of one, is still to be computed."""
 
 
 class Policy(Protocol):
     max_decode_gap: int
-    """Most steps in a row that may leave a decoding request out for the sake of prompts."""
+    """Maximum number of consecutive steps in which prefills leave out a decoding request."""
     max_prompt_gap: int | None
-    """Most steps in a row that begin with decoding although prompts wait; None: as many as the limits allow."""
+    """Maximum number of consecutive steps that begin with decoding although prompts wait; None: `max_prefill_gap`."""
     fills_steps: bool
-    """Whether prompts get what decoding leaves of every step."""
+    """Whether prefills get what decoding leaves of every step."""
     honours_classes: bool
     """Whether classes and priorities order requests; otherwise they run in order of arrival."""
 
     def prefer(self, load: PolicyInput) -> Preference:
-        """What the next step begins with. Called once a step, in order: a policy may count."""
+        """Return what the next step begins with. The scheduler calls it once a step, so a policy may count steps."""
 
 
 class PrefillFirst:
-    """Prompts before decoding, so that first tokens come early and the decoding batch fills quickly.
+    """Prefill before decode: first tokens come early and the decoding batch fills quickly.
 
-    A decoding request is left out of at most `max_consecutive_prefill_steps` steps in a row.
+    A decoding request is left out of at most `max_consecutive_prefill_steps` consecutive steps.
     """
 
     honours_classes = True
@@ -61,9 +61,9 @@ class PrefillFirst:
 
 
 class DecodeFirst:
-    """Running requests before prompts: the smoothest streams, the latest first tokens.
+    """Decode before prefill: the smoothest streams, the latest first tokens.
 
-    Prompts run when nothing decodes, and at least every `max_consecutive_decode_steps`.
+    Prompts are computed when no request decodes, and at least every `max_consecutive_decode_steps` steps.
     """
 
     honours_classes = True
@@ -80,7 +80,7 @@ class DecodeFirst:
 
 
 class Mixed:
-    """Every running request in every step; chunks of prompts fill what that leaves of the token budget.
+    """Every running request in every step; chunked prefills fill the rest of the token budget.
 
     As Sarathi-Serve does (Agrawal et al. 2024).
     """
@@ -99,7 +99,7 @@ class Mixed:
 
 
 class Throughput:
-    """Prompts when the slots that decoding leaves empty have cost as much as stopping to fill them.
+    """Prefill once the empty slots of decode steps have cost as much as a prefill step delays decoding requests.
 
     MindIE's rule: a prefill step delays every decoding request by the time of a prompt; a decode step while prompts
     wait wastes its time on every empty slot.

@@ -1,4 +1,4 @@
-"""Another priority for a request that is on its way, and with it perhaps another class."""
+"""Changes of a request's priority after its arrival, and with it perhaps of its class."""
 
 from __future__ import annotations
 
@@ -12,59 +12,66 @@ from llm_serving.scheduler.waiting import WaitingRequests
 
 
 class PriorityChanger:
-    """Moves requests within and between classes, so that nobody who waits is promised less for it."""
+    """Moves requests within and between classes without breaking the wait bound of any other request."""
 
     def __init__(
-        self, classes: Sequence[RequestClass], keys: QueueKeys, places: RunningSlots, waits: WaitingRequests
+        self,
+        classes: Sequence[RequestClass],
+        keys: QueueKeys,
+        slots: RunningSlots,
+        waiting_requests: WaitingRequests,
     ) -> None:
         self._classes = tuple(classes)
         self._keys = keys
-        self._slots = places
-        self._waiting_requests = waits
+        self._slots = slots
+        self._waiting_requests = waiting_requests
 
     def set_priority(self, request: Request, priority: int, step: int) -> bool:
-        """As `Scheduler.reprioritise`; `step` is the next one to be formed."""
-        after = class_of(priority, self._classes)
-        is_apart = self._waiting_requests.tenant_limiter.is_held(request)
-        if is_apart:
-            self._waiting_requests.apply_limiter_changes(self._waiting_requests.tenant_limiter.remove(request))
-        if request.request_class is after:
-            self._move_within(request, priority, is_apart)
+        """See `Scheduler.set_priority`; `step` is the next one to be formed."""
+        new_class, limiter = class_of(priority, self._classes), self._waiting_requests.tenant_limiter
+        was_held = limiter.is_held(request)
+        if was_held:
+            self._waiting_requests.apply_limiter_changes(limiter.remove(request))
+        if request.request_class is new_class:
+            self._change_within_class(request, priority, was_held)
             return True
-        return self._move_to(request, priority, after, step, is_apart)
+        return self._change_class(request, priority, new_class, step, was_held)
 
-    def _move_within(self, request: Request, priority: int, is_apart: bool) -> None:
+    def _change_within_class(self, request: Request, priority: int, was_held: bool) -> None:
         queue = self._waiting_requests.queue.queues[request.request_class.name]
-        waits = request in queue
+        is_queued = request in queue
         with self._slots.reinserting(request):
             request.queue_key = self._keys.with_priority(request, priority)
-        if is_apart:
+        if was_held:
             self._waiting_requests.enqueue(request)
-        elif waits:
+        elif is_queued:
             queue.reorder(request)
 
-    def _move_to(self, request: Request, priority: int, after: RequestClass, step: int, is_apart: bool) -> bool:
-        queue, entered = (self._waiting_requests.queue.queues[each.name] for each in (request.request_class, after))
-        waits, runs = request in queue, request.status is RUNNING
+    def _change_class(
+        self, request: Request, priority: int, new_class: RequestClass, step: int, was_held: bool
+    ) -> bool:
+        waiting = self._waiting_requests
+        old_queue, new_queue = (waiting.queue.queues[each.name] for each in (request.request_class, new_class))
+        is_queued, runs = request in old_queue, request.status is RUNNING
         if request.has_run:
-            if not entered.can_be_bypassed or self._slots.is_at_limit(request, after):
+            if not new_queue.can_be_bypassed or self._slots.is_at_limit(request, new_class):
                 return False
-            entered.record_bypass()
-        num_waited = self._waiting_requests.monitor.num_steps_waited(request) if waits else 0
-        if waits:
-            queue.discard(request)
-            if not self._waiting_requests.tenant_limiter.holds_slot(request):
-                self._waiting_requests.apply_limiter_changes(self._waiting_requests.tenant_limiter.remove(request))
+            new_queue.record_bypass()
+        num_waited = waiting.monitor.num_steps_waited(request) if is_queued else 0
+        if is_queued:
+            old_queue.discard(request)
+            if not waiting.tenant_limiter.holds_slot(request):
+                waiting.apply_limiter_changes(waiting.tenant_limiter.remove(request))
         with self._slots.reinserting(request):
-            self._set_class(request, priority, after, step)
+            self._set_class(request, priority, new_class, step)
         if runs:
             request.class_change_step = step
-        if waits or is_apart:
-            self._waiting_requests.enqueue(request, num_waited)
+        if is_queued or was_held:
+            waiting.enqueue(request, num_waited)
         return True
 
     def _set_class(self, request: Request, priority: int, request_class: RequestClass, step: int) -> None:
-        """It comes into the class now; its age goes with it."""
+        """Let the request enter the class now; its age is kept."""
         clocks = self._waiting_requests.queue.clocks
         age = clocks[request.request_class.name] - request.arrival_clock
         request.priority, request.request_class = priority, request_class

@@ -1,9 +1,4 @@
-"""All waiting requests: which class is next, and who within it.
-
-The waiting requests of one class.
-
-The key of a request: its place among all others, waiting or running.
-"""
+"""The waiting queues: which class is next, which request within it, and the sort keys of requests."""
 
 from __future__ import annotations
 
@@ -22,23 +17,21 @@ from llm_serving.scheduler.policies import Policy
 _Key = tuple[float, ...]
 
 MIN_HEAP: Final = 64
-"""Entries that are not worth sweeping."""
+"""Heaps up to this size are not cleaned of outdated entries."""
 
 
 class _Entry(NamedTuple):
-    """One stay of a request in the queue; entries of earlier stays may linger in the heaps and are told by identity."""
+    """One stay of a request in the queue. Entries of earlier stays may remain in the heaps until they are cleaned."""
 
     key: _Key
     stay: int
     request: Request
 
 
-class _Offer(NamedTuple):
-    """A tenant's place among the others."""
-
+class _TenantEntry(NamedTuple):
     served: int
     key: _Key
-    """Of its first request."""
+    """Key of the tenant's first request."""
     tenant: str
 
 
@@ -46,9 +39,10 @@ _Heap = list[_Entry]
 
 
 class ClassQueue:
-    """Requests that have run before first; then by the order, which may put others before the oldest.
+    """Waiting requests of one class: requests that ran before go first, then the order decides.
 
-    The oldest is never overtaken more than `max_overtakes` times in a row. Heaps drop lazily what has left.
+    The order may bypass the oldest request at most `max_overtakes` consecutive times. Heaps drop outdated entries
+    lazily.
     """
 
     def __init__(self, request_class: RequestClass, max_overtakes: int, order: Order) -> None:
@@ -57,19 +51,19 @@ class ClassQueue:
         self._order = order
         self._max_overtakes = max_overtakes
         self._num_bypasses = 0
-        """Of the oldest, since it became that."""
+        """Times that the oldest request was bypassed."""
         self._members: dict[str, _Entry] = {}
         self._num_stays = 0
         self._returning: _Heap = []
         self.num_returning = 0
-        """Members that have run before."""
+        """Members that ran before."""
         self._by_arrival: _Heap = []
         self._by_tenant: dict[str, _Heap] = {}
-        """All under one name where the order does not share among tenants."""
-        self._tenants: list[_Offer] = []
-        """Heap of the tenants that wait; entries may be out of date."""
-        self._tenant_entries: dict[str, _Offer] = {}
-        """The entry of each of them that counts."""
+        """All under one name if the order does not share among tenants."""
+        self._tenants: list[_TenantEntry] = []
+        """Heap of waiting tenants; entries may be outdated."""
+        self._tenant_entries: dict[str, _TenantEntry] = {}
+        """The valid entry of each tenant."""
 
     def __len__(self) -> int:
         return len(self._members)
@@ -82,11 +76,11 @@ class ClassQueue:
 
     @property
     def can_be_bypassed(self) -> bool:
-        """Whether somebody may go before the oldest that came earlier than it."""
+        """Whether a request may be admitted before the oldest one."""
         return not self._members or self._num_bypasses < self._max_overtakes
 
     def record_bypass(self) -> None:
-        """Somebody has a place of the class that goes before those who wait, though it came later."""
+        """Count a running request that entered the class ahead of the waiting ones."""
         if self._members:
             self._num_bypasses += 1
 
@@ -109,7 +103,7 @@ class ClassQueue:
             heapq.heappush(self._tenants, self._update_entry(tenant))
 
     def reorder(self, request: Request) -> None:
-        """A member's `queue_key` is another one; when it came, and how often the oldest was overtaken, is not."""
+        """Sort a member in again after its `queue_key` changed; its arrival and the bypass count stay."""
         tenant, entry = self._tenant_of(request), self._members[request.request_id]._replace(key=request.queue_key)
         self._members[request.request_id] = entry
         heap = self._returning if request.has_run else self._by_tenant[tenant]
@@ -122,10 +116,10 @@ class ClassQueue:
             heapq.heapify(self._tenants)
 
     def peek(self) -> Request | None:
-        """Who goes next; it stays."""
-        displaced, oldest = self._first(self._returning), self._first(self._by_arrival)
-        if displaced is not None:
-            return displaced
+        """Return the next request without removing it."""
+        returning, oldest = self._first(self._returning), self._first(self._by_arrival)
+        if returning is not None:
+            return returning
         if oldest is None or self._num_bypasses >= self._max_overtakes:
             return oldest
         tenant = self._least_served_tenant()
@@ -133,7 +127,7 @@ class ClassQueue:
         return self._first(self._by_tenant[tenant])
 
     def arrival_clock(self) -> int | None:
-        """When the one came that has waited longest, of the first to return and the first that came; None: nobody."""
+        """Return the arrival of the request that has waited longest, of the first returning and the oldest new one."""
         returning, oldest = self._first(self._returning), self._first(self._by_arrival)
         if returning is None or oldest is None:
             first = returning or oldest
@@ -141,18 +135,18 @@ class ClassQueue:
         return min(returning.arrival_clock, oldest.arrival_clock)
 
     def pop(self, request: Request) -> None:
-        """The request has been admitted."""
+        """Remove an admitted request."""
         if not request.has_run and request is not self._first(self._by_arrival):
             self._num_bypasses += 1
         self.discard(request)
 
     def charge(self, tenant: str, num_tokens: int) -> None:
-        """A tenant has been served."""
+        """Charge a tenant for service."""
         if self._order.shares_fairly:
             self.token_counters.charge(tenant, num_tokens)
 
     def discard(self, request: Request) -> None:
-        """Takes the request out wherever it stands; none of it is fine."""
+        """Remove a request, if it is a member."""
         if request.request_id not in self._members:
             return
         if request is self._first(self._by_arrival):
@@ -183,26 +177,26 @@ class ClassQueue:
         return member is not None and member.stay == entry.stay
 
     def _push(self, heap: _Heap, entry: _Entry) -> None:
-        """Adds an entry; those that have left are swept out before they are the most."""
+        """Add an entry; remove outdated entries before they are the majority."""
         if len(heap) > 2 * len(self._members) + MIN_HEAP:
             heap[:] = [each for each in heap if self._is_current(each)]
             heapq.heapify(heap)
         heapq.heappush(heap, entry)
 
-    def _update_entry(self, tenant: str) -> _Offer:
+    def _update_entry(self, tenant: str) -> _TenantEntry:
         first = self._first(self._by_tenant[tenant])
         assert first is not None
-        offer = self._tenant_entries[tenant] = _Offer(self.token_counters.served(tenant), first.queue_key, tenant)
-        return offer
+        entry = self._tenant_entries[tenant] = _TenantEntry(self.token_counters.served(tenant), first.queue_key, tenant)
+        return entry
 
     def _least_served_tenant(self) -> str | None:
         while self._tenants:
-            offer = self._tenants[0]
-            if self._tenant_entries.get(offer.tenant) is offer:
-                first = self._first(self._by_tenant[offer.tenant])
-                if first is not None and offer[:2] == (self.token_counters.served(offer.tenant), first.queue_key):
-                    return offer.tenant
-                heapq.heapreplace(self._tenants, self._update_entry(offer.tenant))
+            entry = self._tenants[0]
+            if self._tenant_entries.get(entry.tenant) is entry:
+                first = self._first(self._by_tenant[entry.tenant])
+                if first is not None and entry[:2] == (self.token_counters.served(entry.tenant), first.queue_key):
+                    return entry.tenant
+                heapq.heapreplace(self._tenants, self._update_entry(entry.tenant))
             else:
                 heapq.heappop(self._tenants)
         return None
@@ -213,15 +207,17 @@ class ClassQueue:
 
 
 class WaitingQueue:
-    """Higher classes first, but none starves: a class whose oldest request has waited `ageing_steps` takes turns with
-    the higher ones by weight. An ageing that only adds to a priority would end in first come, first served as soon as
-    the backlog is older than the ageing; shares stay shares.
+    """The queues of all classes: higher classes first, but none starves.
 
-    Each class has a clock, which counts the steps it could take part in. Waits are read off it.
+    A class whose oldest request has waited `ageing_steps` shares with higher classes by weight. Shares keep their
+    meaning under overload, while an age that raises the priority would lead to first come, first served as soon as the
+    backlog is older than the ageing time.
+
+    Each class has a clock that counts the steps in which it could be scheduled. Waits are measured by it.
     """
 
     def __init__(self, classes: Sequence[RequestClass], limits: SchedulerLimits, order: Order, num_blocks: int) -> None:
-        """Classes in ascending order of rank; `num_blocks` of the cache."""
+        """`classes`: in ascending order of rank; `num_blocks`: of the cache."""
         self.queues = {each.name: ClassQueue(each, limits.max_overtakes, order) for each in classes}
         self.sharing = WeightedFairSharing(classes, limits, num_blocks)
         self.clocks = dict.fromkeys(self.queues, 0)
@@ -230,7 +226,7 @@ class WaitingQueue:
         return sum(map(len, self.queues.values()))
 
     def __iter__(self) -> Iterator[Request]:
-        """All members, in no particular order."""
+        """Yield all waiting requests, in no particular order."""
         return chain.from_iterable(self.queues.values())
 
     def push(self, request: Request) -> None:
@@ -240,19 +236,19 @@ class WaitingQueue:
         self.queues[request.request_class.name].discard(request)
 
     def update_contenders(
-        self, closed: Collection[str], held: Mapping[str, int], late: Collection[str] = ()
+        self, closed: Collection[str], held: Mapping[str, int], aged_prefills: Collection[str] = ()
     ) -> list[str]:
-        """Notes who contends; to be called before questions, whenever somebody came or went.
+        """Determine which classes contend. Call it after any change, before `sharing` is asked.
 
         Args:
-            closed: Classes that are passed over.
-            held: Places of each class.
-            late: Classes with a prompt that has had a place for `ageing_steps` and is not computed.
+            closed: Classes at their share limit.
+            held: Running slots of each class.
+            aged_prefills: Classes with a prompt that has been incomplete for `ageing_steps` since its admission.
 
         Returns:
-            Those with somebody who waits and may be admitted.
+            Classes with a request that waits and may be admitted.
         """
-        waiting, aged = [], [*late]
+        waiting, aged = [], [*aged_prefills]
         for name, queue in self.queues.items():
             if len(queue) and name not in closed and (arrival := queue.arrival_clock()) is not None:
                 waiting.append(name)
@@ -262,27 +258,27 @@ class WaitingQueue:
         return waiting
 
     def peek(self, closed: Collection[str], held: Mapping[str, int], blocks: Mapping[str, int]) -> Request | None:
-        """Who is to be admitted next; it stays. Classes hold so many places and blocks."""
+        """Return the request to admit next without removing it; see `WeightedFairSharing.next_class`."""
         name = self.sharing.next_class(self.update_contenders(closed, held), held, blocks)
         return None if name is None else self.queues[name].peek()
 
     def pop(self, request: Request) -> None:
-        """Takes out what `best` returned: it is admitted."""
+        """Remove the request that `peek` returned: it is admitted."""
         self.queues[request.request_class.name].pop(request)
 
     def tick(self, closed: Collection[str]) -> None:
-        """A step has been formed; classes in `closed` could not take part in it."""
+        """Advance the clocks of the classes that a formed step could schedule."""
         for name in self.clocks:
             if name not in closed:
                 self.clocks[name] += 1
 
 
 Key = tuple[int, float, int, int]
-"""Rank of the class, place by the order, step of arrival moved by the priority, sequence."""
+"""Rank of the class, key of the order, step of arrival shifted by the priority, sequence."""
 
 
 class QueueKeys:
-    """By class, then by the order, then by arrival, which a priority moves within its class."""
+    """Sort keys of requests: by class, then by the order, then by arrival shifted by the priority."""
 
     def __init__(self, policy: Policy, order: Order, limits: SchedulerLimits) -> None:
         self._honours_classes = policy.honours_classes
@@ -290,7 +286,7 @@ class QueueKeys:
         self._max_priority_boost = limits.max_head_start_steps
 
     def key_of(self, request: Request) -> Key:
-        """Of a request that is in its class."""
+        """Return the key of a request whose class is set."""
         rank = request.request_class.rank
         if not self._honours_classes:
             return rank, 0.0, 0, request.sequence
@@ -298,15 +294,15 @@ class QueueKeys:
         return rank, self._order.sort_key(request), step, request.sequence
 
     def with_priority(self, request: Request, priority: int) -> Key:
-        """Of the request had it come to its class with this priority; it has it from now on."""
-        rank, place, step, sequence = request.queue_key
+        """Set the priority of a request within its class, and return its new key."""
+        rank, order_key, step, sequence = request.queue_key
         step -= self._priority_boost(request)
         request.priority = priority
-        return rank, place, step + self._priority_boost(request), sequence
+        return rank, order_key, step + self._priority_boost(request), sequence
 
     def _priority_boost(self, request: Request) -> int:
-        """Steps by which its priority moves it within its class; negative ones forward."""
+        """Return the steps by which the priority shifts a request within its class; negative: forward."""
         if not self._honours_classes:
             return 0
-        head_start = (request.priority - request.request_class.rank) * request.request_class.ageing_steps
-        return max(-self._max_priority_boost, min(self._max_priority_boost, head_start))
+        boost = (request.priority - request.request_class.rank) * request.request_class.ageing_steps
+        return max(-self._max_priority_boost, min(self._max_priority_boost, boost))

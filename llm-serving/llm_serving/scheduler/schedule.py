@@ -1,9 +1,4 @@
-"""What the scheduler decides: the rows of one step.
-
-What the scheduler tells of those it left waiting, and of those it made wait again.
-
-Whom a step leaves waiting, and why.
-"""
+"""One step: its plan while it is being formed, the schedule that results, and the requests that it left waiting."""
 
 from __future__ import annotations
 
@@ -19,7 +14,7 @@ from llm_serving.scheduler.waiting import WaitingRequests
 
 
 class WaitReason(enum.StrEnum):
-    """Why a step was formed without the request that was to be admitted next."""
+    """Why a step did not admit the next waiting request."""
 
     SLOTS = "no free slot"
     BLOCKS = "no free block"
@@ -33,22 +28,22 @@ class WaitReason(enum.StrEnum):
 
 
 NO_ROOM: Final = (WaitReason.BUDGET, WaitReason.PROMPTS)
-"""Reasons that are the step's alone: with a smaller step before it, the request might have been admitted."""
+"""Reasons that concern this step only: a step with fewer tokens before it might have admitted the request."""
 
 
 class Blocked(NamedTuple):
-    """Who was to be admitted next and was not; everybody who waits and is not of a closed class is behind it."""
+    """The next request to admit, which had no room, so that all requests of classes that are not closed wait."""
 
     request_id: str | None
-    """None where the reason holds for all."""
+    """None if the reason concerns all requests."""
     class_name: str | None
     reason: WaitReason
     holding_class: str | None = None
-    """Another class, the one that holds most of the places the reason is about, if any does."""
+    """The other class that holds most slots, if any does."""
     closed_classes: tuple[str, ...] = ()
-    """Classes passed over, as they hold as many slots or blocks as they may."""
+    """Classes at their share limit, which were passed over."""
     full_tenants: tuple[str, ...] = ()
-    """Tenants that run as many requests as they may; their others are in nobody's way."""
+    """Tenants at their concurrency limit; their further requests block no other request."""
 
     @classmethod
     def of(cls, request: Request, reason: WaitReason) -> Blocked:
@@ -56,27 +51,25 @@ class Blocked(NamedTuple):
 
 
 class Preemption(NamedTuple):
-    """A running request that lost its place."""
-
     request_id: str
     by_class: str
-    """The class it was done for; its own where it gave way to others of its class."""
+    """Class of the request that needed the room."""
     swapped: bool
-    """Whether what it had computed was moved out; otherwise it is computed again."""
+    """Whether its KV cache was swapped out; otherwise it is recomputed."""
 
 
 class ScheduledRow(NamedTuple):
-    """One request's share of a step."""
+    """The part of a step that computes one request."""
 
     request: Request
     num_computed: int
     """Tokens in the cache before the step."""
     query_len: int
-    """Tokens this step computes."""
+    """Tokens that the step computes."""
     num_samples: int
-    """Tokens that are chosen: none as long as known ones are left to compute, then one, and one behind each draft."""
+    """Tokens that the step samples: 0 while known tokens remain to compute, then 1 and one after each draft token."""
     num_preemptions: int
-    """Of the request when the row was made; once it has lost its place since, the row's keys and values are gone."""
+    """`Request.num_preemptions` when the step was formed. If it has grown since, the row's KV cache is gone."""
 
     @property
     def end(self) -> int:
@@ -89,49 +82,47 @@ class ScheduledRow(NamedTuple):
 
 
 class PromptResults(NamedTuple):
-    """What a row tells of its request's prompt."""
+    """The results that a row gives for the prompt of its request."""
 
     row: int
-    """Its index."""
+    """Index of the row."""
     start: int
     end: int
-    """Log-probabilities are wanted of what may follow the tokens [start, end) of the prompt; none where these meet."""
+    """Log-probabilities are wanted after the prompt tokens [start, end)."""
     vector: bool
-    """Whether the hidden state of the last token of the prompt is wanted."""
+    """Whether the hidden state of the last prompt token is wanted."""
     ends: bool
-    """Whether that is all there is of the request."""
+    """Whether the request finishes with these results."""
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """What `schedule` decided; `update` takes it back with the tokens that came of it."""
+    """The decision of `Scheduler.schedule`; `Scheduler.update` takes it back with the sampled tokens."""
 
     step: int
     rows: list[ScheduledRow]
     block_moves: list[BlockMove] = field(default_factory=list)
-    """To be done in order before the rows are computed."""
+    """Executed in order before the rows are computed."""
     started: list[Request] = field(default_factory=list)
-    """Requests of the rows that are scheduled for the first time."""
+    """Requests that are scheduled for the first time."""
     preempted: list[Request] = field(default_factory=list)
-    """Requests that lost their place since the schedule before this one, once for each time."""
+    """Requests preempted since the previous schedule, once for each preemption."""
     preemptions: list[Preemption] = field(default_factory=list)
-    """What is to tell of each of `preempted`, in the same order."""
+    """One for each entry of `preempted`."""
     prompt_results: list[PromptResults] = field(default_factory=list)
-    """Of the rows that tell something of a prompt, in their order."""
+    """In the order of the rows."""
     has_draft_tokens: bool = False
-    """Whether rows verify draft tokens."""
     migrating: list[ScheduledRow] = field(default_factory=list)
-    """Rows whose requests leave for another replica when the reply has come, unless they end with it."""
+    """Rows whose requests migrate to another replica after the reply, unless they finish with it."""
     exports: list[BlockMove] = field(default_factory=list)
-    """Of their blocks, to be done when the rows are computed."""
+    """Moves of their blocks, executed after the rows are computed."""
     num_bound_violations: int = 0
-    """Requests that have just waited longer than a bound allows; 0 unless the scheduler has a fault."""
+    """Requests whose wait has just exceeded a bound; 0 unless the scheduler has a fault."""
     num_tokens: int = field(init=False)
     num_samples: int = field(init=False)
-    """Tokens that are chosen."""
 
     def __post_init__(self) -> None:
-        """Counts once what is asked several times a step; by index, as rows are many."""
+        """Sum once what is read several times a step; by index, which is fastest for many rows."""
         object.__setattr__(self, "num_tokens", sum([row[2] for row in self.rows]))
         object.__setattr__(self, "num_samples", sum([row[3] for row in self.rows]))
 
@@ -142,18 +133,19 @@ class StepPlan:
     def __init__(self, number: int, now: float, budget: int, max_prefills: int) -> None:
         self.number = number
         self.now = now
-        """When it is formed, in seconds on the clock of `Request.arrival_time`."""
+        """Seconds on the clock of `Request.arrival_time`."""
         self.budget = budget
+        """Tokens that can still be added."""
         self.closed_classes: set[str] = set()
-        """Classes that hold as many slots or blocks as they may."""
+        """Classes at their share limit."""
         self.first_class: str | None = None
-        """The class whose turn it is, where several contend."""
+        """The class whose prompts come first, if several contend."""
         self.blocked: Blocked | None = None
         self.changes_running = False
-        """Whether a request has been admitted or preempted."""
+        """Whether a request was admitted or preempted."""
         self.has_draft_tokens = False
         self.considers_prompts = False
-        """Whether prompts could get a share of the step."""
+        """Whether the prefill stage ran."""
         self._max_prefills = max_prefills
         self._prefills: set[str] = set()
         self._rows: dict[str, ScheduledRow] = {}
@@ -175,37 +167,37 @@ class StepPlan:
         return self.budget > 0 and len(self._prefills) < self._max_prefills
 
     def prefill_rank(self, request_class: RequestClass) -> tuple[bool, int]:
-        """Prompts of classes with smaller ones come first."""
+        """Return the sort key of a class's prompts, smaller first."""
         return request_class.name != self.first_class, request_class.rank
 
     def add_decode(self, request: Request) -> None:
-        """Gives a request that decodes its token; one that has a row already, as it was just admitted, keeps that."""
+        """Add one token of a decoding request; keep the row of one that was just admitted."""
         if request.request_id not in self._rows:
             row = (request, request.num_computed_tokens, 1, 1, request.num_preemptions)
-            self._rows[request.request_id] = tuple.__new__(ScheduledRow, row)  # half of what its own constructor takes
+            # Half the cost of calling ScheduledRow.
+            self._rows[request.request_id] = tuple.__new__(ScheduledRow, row)
             self.budget -= 1
 
-    def add(self, request: Request, num_tokens: int, *, prefill: bool = False) -> None:
+    def add_prefill(self, request: Request, num_tokens: int) -> None:
         self._set_row(request, min(num_tokens, self.budget))
-        if prefill:
-            self._prefills.add(request.request_id)
+        self._prefills.add(request.request_id)
+
+    def extend_prefill(self, request: Request, num_tokens: int) -> None:
+        """Extend a row to `num_tokens`, or as far as the budget allows."""
+        row = self._rows.get(request.request_id)
+        if row is not None:  # otherwise the request was preempted since
+            self._set_row(request, min(num_tokens, row.query_len + self.budget))
 
     def add_draft_tokens(self, request: Request, num_drafts: int) -> None:
-        """Has the row of a request that decodes compute so many of its drafts as well."""
+        """Add draft tokens to the row of a decoding request, as many as the budget allows."""
         row = self._rows[request.request_id]
         num_drafts = min(num_drafts, self.budget)
         self._rows[request.request_id] = row._replace(query_len=1 + num_drafts, num_samples=1 + num_drafts)
         self.budget -= num_drafts
         self.has_draft_tokens = self.has_draft_tokens or num_drafts > 0
 
-    def extend_row(self, request: Request, num_tokens: int) -> None:
-        """Gives a request that has a row what is left of the budget, up to so many tokens."""
-        row = self._rows.get(request.request_id)
-        if row is not None:  # otherwise it has lost its place since
-            self._set_row(request, min(num_tokens, row.query_len + self.budget))
-
     def remove_row(self, request: Request) -> None:
-        """Takes a preempted request's row out again, if it has one."""
+        """Remove the row of a preempted request, if it has one."""
         self.changes_running = True
         row = self._rows.pop(request.request_id, None)
         if row is not None:
@@ -220,33 +212,33 @@ class StepPlan:
         self._rows[request.request_id] = ScheduledRow(request, start, query_len, int(samples), request.num_preemptions)
 
 
-def find_blocked(draft: StepPlan, waits: WaitingRequests, places: RunningSlots) -> Blocked | None:
-    """Of a step that is formed; None: nobody waits, or nothing is in the way of those who do."""
-    full = waits.tenant_limiter.full_tenants()
-    if len(waits.queue) == 0:
+def find_blocked(plan: StepPlan, waiting_requests: WaitingRequests, slots: RunningSlots) -> Blocked | None:
+    """Return the request that a formed step could not admit, and why; None if no waiting request is blocked."""
+    full = waiting_requests.tenant_limiter.full_tenants()
+    if len(waiting_requests.queue) == 0:
         return Blocked(None, None, WaitReason.TENANT, full_tenants=full) if full else None
-    blocked = _left_in_queue(draft, waits, places)
+    blocked = _blocked_in_queue(plan, waiting_requests, slots)
     return blocked._replace(full_tenants=full) if blocked is not None and full else blocked
 
 
-def _left_in_queue(draft: StepPlan, waits: WaitingRequests, places: RunningSlots) -> Blocked | None:
-    if not draft.considers_prompts:
+def _blocked_in_queue(plan: StepPlan, waiting_requests: WaitingRequests, slots: RunningSlots) -> Blocked | None:
+    if not plan.considers_prompts:
         return Blocked(None, None, WaitReason.DECODING)
-    blocked = draft.blocked
+    blocked = plan.blocked
     if blocked is not None and blocked.reason is WaitReason.BATCH:
         return blocked
     if blocked is not None and blocked.reason in NO_ROOM:
-        blocked = _or_slots(blocked, waits, places)
-    if draft.closed_classes:
-        closed = tuple(sorted(draft.closed_classes))
+        blocked = _or_no_slot(blocked, waiting_requests, slots)
+    if plan.closed_classes:
+        closed = tuple(sorted(plan.closed_classes))
         return (blocked or Blocked(None, None, WaitReason.SHARE))._replace(closed_classes=closed)
     return blocked
 
 
-def _or_slots(blocked: Blocked, waits: WaitingRequests, places: RunningSlots) -> Blocked:
-    """Who would not have been admitted by a step with room either, as no slot is free for it, waits for a slot."""
+def _or_no_slot(blocked: Blocked, waiting_requests: WaitingRequests, slots: RunningSlots) -> Blocked:
+    """Return SLOTS as the reason if no slot is free either: then a step with room would not have admitted it."""
     assert blocked.class_name is not None
-    own = waits.queue.queues[blocked.class_name].request_class
-    if not places.is_full or places.has_lower_class(own):
+    own = waiting_requests.queue.queues[blocked.class_name].request_class
+    if not slots.is_full or slots.has_lower_class(own):
         return blocked
-    return blocked._replace(reason=WaitReason.SLOTS, holding_class=places.largest_other_class(own))
+    return blocked._replace(reason=WaitReason.SLOTS, holding_class=slots.largest_other_class(own))

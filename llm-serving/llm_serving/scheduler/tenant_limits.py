@@ -1,4 +1,4 @@
-"""Tenants that may have only so many requests running: their further ones are kept apart, in nobody's way."""
+"""Per-tenant concurrency limits: further requests of a tenant are held back and block no other request."""
 
 from __future__ import annotations
 
@@ -17,41 +17,41 @@ _Key = tuple[float, ...]
 
 
 class LimiterChanges(NamedTuple):
-    """What follows from an event for requests that have had no place."""
+    """What an event changes for requests that have not had a slot yet."""
 
     held: list[Request]
-    """They may wait for one no longer, and are kept apart."""
+    """Requests that must leave the queue."""
     released: list[Request]
-    """They may wait for one from now on."""
+    """Requests that enter the queue."""
 
 
 class SlotDemand(NamedTuple):
-    """What a tenant has here, and wants, of the places that its limit gives it at all schedulers together."""
+    """Use of and demand for a tenant's slots at one scheduler; its limit holds for all schedulers together."""
 
     limit: int
     num_leased: int
-    """Of these places, those that were dealt to this scheduler and have not been given back."""
+    """Slots of the limit that are leased to this scheduler."""
     num_active: int
-    """Places that are taken."""
+    """Leased slots in use."""
     num_waiting: int
-    """Requests that wait for one."""
+    """Requests that wait for a slot."""
 
 
 class _Tenant:
-    """One tenant with a limit and requests that have not ended."""
+    """A tenant with a limit and unfinished requests."""
 
     def __init__(self, name: str, limit: int, classes: Sequence[RequestClass], limits: SchedulerLimits) -> None:
         self.name = name
         self.limit = limit
         self.num_leased = 0 if limits.num_schedulers > 1 else limit
-        """Places that it may take here."""
+        """Slots that it may use here."""
         self.sharing = WeightedFairSharing(classes, replace(limits, max_num_seqs=max(1, limit), num_schedulers=1), 1)
         self.active: dict[int, Request] = {}
-        """By sequence: those that have been admitted and not ended, wherever they are now."""
+        """By sequence: requests that were admitted and have not finished, running or preempted."""
         self.released: dict[str, dict[int, Request]] = {}
-        """By class and sequence: those that may wait for a place."""
+        """By class and sequence: requests that may wait in the queue."""
         self.held: dict[str, list[tuple[_Key, Request]]] = {}
-        """By class: heaps of those that may not."""
+        """By class: heaps of requests that are held back."""
 
     @property
     def is_empty(self) -> bool:
@@ -63,42 +63,43 @@ class _Tenant:
 
     @property
     def demand(self) -> SlotDemand:
-        num_passed = sum(map(len, self.released.values()))
-        return SlotDemand(self.limit, self.num_leased, len(self.active), num_passed + sum(map(len, self.held.values())))
+        num_released = sum(map(len, self.released.values()))
+        num_waiting = num_released + sum(map(len, self.held.values()))
+        return SlotDemand(self.limit, self.num_leased, len(self.active), num_waiting)
 
 
 class TenantLimiter:
-    """Lets so many requests of a tenant wait for a place, in each class, as it may still run.
+    """Lets as many requests of a tenant into the queue, in each class, as the tenant may still run.
 
-    So nobody of a tenant at its limit stands in a queue, where others would be behind it, and the best of those kept
-    apart in each class come first when one of the tenant's ends. Whoever had a place once is not kept apart: it counts
-    until it ends.
+    So a tenant at its limit blocks no other request in the queue. When one of its requests finishes, the first held
+    request of each class is released. A request that had a slot counts until it finishes and is never held.
 
-    A tenant's classes share what it may run as all classes share the server: a lower one whose next request has waited
-    `ageing_steps` takes turns with the higher ones by weight. When it has its turn, the free places are kept for it,
-    and it pays for them as for those it has.
+    The classes of a tenant share its limit as all classes share the server: a lower class whose next request has waited
+    `ageing_steps` shares with higher ones by weight. When it is next, the free slots are reserved for it, and it is
+    charged for them as for slots in use.
 
-    Where several schedulers serve, a limit is that of all together: a tenant may take the places that have been dealt
-    to this one, and a place that a request leaves is given back.
+    If several schedulers serve, they share the limit of a tenant. A scheduler may use the slots that are leased to it,
+    and a slot that a request frees is given back.
     """
 
     def __init__(self, limits: SchedulerLimits, classes: Sequence[RequestClass], clocks: Mapping[str, int]) -> None:
-        """Classes in ascending order of rank; `clocks` count the steps each could take part in."""
+        """`classes`: in ascending order of rank; `clocks`: steps in which each class could be scheduled."""
         self._limits = limits
         self._classes = tuple(classes)
         self._clocks = clocks
         self._tenants: dict[str, _Tenant] = {}
         self._full: dict[str, _Tenant] = {}
-        """Those with somebody who is kept apart: few, where tenants are many."""
+        """Tenants with held requests: few, even if there are many tenants."""
         self._names_of_full: tuple[str, ...] = ()
         self._uses_leases = limits.num_schedulers > 1
         self._changed_tenants: dict[str, None] = {}
-        """Tenants whose needs are others since they were told, where several schedulers share the places."""
+        """Tenants whose demand changed since `pop_demand`; only with leases."""
 
     def add(self, request: Request) -> LimiterChanges | None:
-        """What becomes of the request, which has never had a place, and of others.
+        """Add a request that has not had a slot yet.
 
-        None: nothing limits its tenant, or it has taken its place along from another scheduler.
+        Returns:
+            None if its tenant has no limit, or the request brought a slot from another scheduler.
         """
         tenant = self._tenant(request.tenant)
         if tenant is None or request.sequence in tenant.active:
@@ -107,7 +108,7 @@ class TenantLimiter:
         return self._rebalance(tenant)
 
     def add_migrated(self, request: Request) -> LimiterChanges:
-        """The request has had a place at another scheduler, and takes it along."""
+        """Add a request that brings its slot from another scheduler."""
         tenant = self._tenant(request.tenant)
         if tenant is None:
             return LimiterChanges([], [])
@@ -116,18 +117,17 @@ class TenantLimiter:
         return self.record_admission(request)
 
     def record_admission(self, request: Request) -> LimiterChanges:
-        """The request has a place."""
         tenant = self._tenant(request.tenant)
         if tenant is None:
             return LimiterChanges([], [])
         tenant.active[request.sequence] = request
-        if self._uses_leases:  # further beams of a search have places whatever was dealt
+        if self._uses_leases:  # beams of a search get slots beyond the leases
             tenant.num_leased = max(tenant.num_leased, len(tenant.active))
         tenant.released.get(request.request_class.name, {}).pop(request.sequence, None)
         return self._rebalance(tenant)
 
     def remove(self, request: Request) -> LimiterChanges:
-        """The request has ended, or goes into another class."""
+        """Remove a request that has finished or leaves its class."""
         tenant = self._tenants.get(request.tenant)
         if tenant is None:
             return LimiterChanges([], [])
@@ -145,11 +145,11 @@ class TenantLimiter:
         return changes
 
     def adjust_leases(self, more: Mapping[str, int]) -> LimiterChanges:
-        """Tenants may take so many places more here, or less."""
+        """Add leased slots to tenants, or remove some (negative numbers); slots in use stay."""
         changes = LimiterChanges([], [])
         for name, number in more.items():
             tenant = self._tenant(name)
-            if tenant is None:  # it has no limit any more
+            if tenant is None:  # a reload removed its limit
                 continue
             tenant.num_leased = max(tenant.num_leased + number, len(tenant.active))
             for total, new in zip(changes, self._rebalance(tenant), strict=True):
@@ -159,7 +159,7 @@ class TenantLimiter:
         return changes
 
     def pop_demand(self) -> dict[str, SlotDemand]:
-        """Of the tenants where these are others than before; nothing where no other scheduler shares the places."""
+        """Return the demand of the tenants whose demand changed since the last call; nothing without leases."""
         if not self._changed_tenants:
             return {}
         changed, self._changed_tenants = self._changed_tenants, {}
@@ -167,32 +167,32 @@ class TenantLimiter:
 
     @property
     def has_changed_demand(self) -> bool:
-        """Whether `take_needs` has something to tell."""
         return bool(self._changed_tenants)
 
     def adopt(self, before: TenantLimiter) -> None:
-        """Who had a place by another gate, which decided until now, has it by this one, and what was dealt is dealt."""
+        """Take over slots in use and leases after a reload."""
         for name, tenant in before._tenants.items():
             if (mine := self._tenant(name)) is not None:
                 mine.active.update(tenant.active)
                 mine.num_leased = tenant.num_leased if self._uses_leases else mine.num_leased
         if self._uses_leases:
-            self._changed_tenants |= dict.fromkeys(before._tenants) | before._changed_tenants  # who has left, too
+            # Including tenants without requests.
+            self._changed_tenants |= dict.fromkeys(before._tenants) | before._changed_tenants
 
     def tick(self) -> LimiterChanges:
-        """A step has been formed: tenants with requests that are kept apart pay for the places they have."""
+        """Charge the classes of tenants with held requests for the slots that they use in a formed step."""
         changes = LimiterChanges([], [])
         for tenant in list(self._full.values()):
-            waiting, held = self._update_contenders(tenant)
+            waiting, slots = self._update_contenders(tenant)
             if (due := self._class_due(tenant)) is not None:
-                held[due] += min(tenant.num_free, len(tenant.released.get(due, ())))
-            tenant.sharing.charge(held, {}, dict.fromkeys(held, 0), waiting, ())
+                slots[due] += min(tenant.num_free, len(tenant.released.get(due, ())))
+            tenant.sharing.charge(slots, {}, dict.fromkeys(slots, 0), waiting, ())
             for total, new in zip(changes, self._rebalance(tenant), strict=True):
                 total += new
         return changes
 
     def holds_slot(self, request: Request) -> bool:
-        """Whether it has one of the places of its tenant, had one, or has taken it along from another scheduler."""
+        """Whether the request counts against the limit of its tenant."""
         tenant = self._tenants.get(request.tenant)
         return tenant is not None and request.sequence in tenant.active
 
@@ -203,30 +203,29 @@ class TenantLimiter:
         )
 
     def held_requests(self) -> Iterator[Request]:
-        """All that are kept apart."""
         for tenant in self._full.values():
             for heap in tenant.held.values():
                 yield from (request for _, request in heap)
 
     def full_tenants(self) -> tuple[str, ...]:
-        """The tenants that run as many requests as they may, and have more."""
+        """Return the names of the tenants with held requests."""
         return self._names_of_full
 
     def _rebalance(self, tenant: _Tenant) -> LimiterChanges:
-        """Keeps apart whoever may not wait for a place, and no other."""
+        """Release as many requests of each class as the tenant may still run, and hold the others."""
         due = self._class_due(tenant) if any(tenant.held.values()) else None
         changes = LimiterChanges([], [])
         for name in {**tenant.released, **tenant.held}:
-            passed, heap = tenant.released.setdefault(name, {}), tenant.held.setdefault(name, [])
+            released, heap = tenant.released.setdefault(name, {}), tenant.held.setdefault(name, [])
             most = tenant.num_free if due in (None, name) else 0
-            preemption_order = sorted(passed.values(), key=lambda each: each.queue_key, reverse=True)
-            for each in preemption_order[: max(0, len(passed) - most)]:
-                del passed[each.sequence]
+            worst_first = sorted(released.values(), key=lambda each: each.queue_key, reverse=True)
+            for each in worst_first[: max(0, len(released) - most)]:
+                del released[each.sequence]
                 heapq.heappush(heap, (each.queue_key, each))
                 changes.held.append(each)
-            while heap and len(passed) < most:
+            while heap and len(released) < most:
                 _, each = heapq.heappop(heap)
-                passed[each.sequence] = each
+                released[each.sequence] = each
                 changes.released.append(each)
         self._update_full(tenant)
         if self._uses_leases:
@@ -247,13 +246,13 @@ class TenantLimiter:
         self._names_of_full = tuple(sorted(self._full))
 
     def _class_due(self, tenant: _Tenant) -> str | None:
-        """The lower class whose turn it is; None: the higher ones go first as they do anyway."""
-        waiting, held = self._update_contenders(tenant)
-        name = tenant.sharing.next_class(waiting, held, dict.fromkeys(held, 0))
+        """Return the lower class that is next; None if the highest waiting one is."""
+        waiting, slots = self._update_contenders(tenant)
+        name = tenant.sharing.next_class(waiting, slots, dict.fromkeys(slots, 0))
         return None if not waiting or name == waiting[0] else name
 
     def _update_contenders(self, tenant: _Tenant) -> tuple[list[str], dict[str, int]]:
-        """Its classes with somebody who waits, by rank, and how many places each has."""
+        """Return the tenant's classes with waiting requests, by rank, and the slots that each class uses."""
         counts = Counter(each.request_class.name for each in tenant.active.values())
         waiting, aged = [], []
         for each in self._classes:
@@ -263,9 +262,9 @@ class TenantLimiter:
                 waiting.append(each.name)
                 if self._clocks[each.name] - min(first.arrival_clock for first in firsts) >= each.ageing_steps:
                     aged.append(each.name)
-        held = {each.name: counts[each.name] for each in self._classes}
-        tenant.sharing.update_contenders(waiting, aged, held)
-        return waiting, held
+        slots = {each.name: counts[each.name] for each in self._classes}
+        tenant.sharing.update_contenders(waiting, aged, slots)
+        return waiting, slots
 
     def _tenant(self, name: str) -> _Tenant | None:
         found = self._tenants.get(name)

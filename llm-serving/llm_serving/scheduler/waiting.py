@@ -1,4 +1,4 @@
-"""Everybody without a place: who queues for one, who may not yet, and how long each was promised to wait at most."""
+"""All requests without a running slot, and their wait bounds."""
 
 from __future__ import annotations
 
@@ -13,31 +13,32 @@ from llm_serving.scheduler.tenant_limits import LimiterChanges, TenantLimiter
 
 
 class WaitingRequests:
-    """A request without a place is in one of four: the queue, the gate of its tenant, behind its parent, or laid aside.
+    """Four places for a waiting request: the queue, its tenant's limiter, behind the parent of its fork, or paused.
 
-    Whoever comes into the queue is promised on that moment how many steps it waits at most; the monitor watches it.
+    A request that enters the queue gets its wait bound at that moment, and the monitor watches it.
     """
 
-    def __init__(self, queue: WaitingQueue, gate: TenantLimiter, monitor: WaitMonitor, places: RunningSlots) -> None:
+    def __init__(
+        self, queue: WaitingQueue, tenant_limiter: TenantLimiter, monitor: WaitMonitor, slots: RunningSlots
+    ) -> None:
         self.queue = queue
-        self.tenant_limiter = gate
+        self.tenant_limiter = tenant_limiter
         self.monitor = monitor
         self.forks: dict[str, list[Request]] = {}
-        """Requests that wait until the one they were forked from has computed its prompt, by the id of that."""
+        """Forks that wait until their parent has computed its prompt, by id of the parent."""
         self.paused: list[Request] = []
-        """Requests that gave way while they were paused: they do not wait for a place before they go on."""
+        """Requests that were preempted while paused; they wait for `resume`, not for a slot."""
         self.num_arrivals = 0
-        """Requests that have come so far."""
         self.num_admitted = 0
-        """Places that have been given so far."""
-        self._slots = places
+        """Number of admissions so far."""
+        self._slots = slots
 
     def __iter__(self) -> Iterator[Request]:
-        """All of them, in no particular order."""
+        """Yield all waiting requests, in no particular order."""
         return chain(self.queue, *self.forks.values(), self.tenant_limiter.held_requests(), self.paused)
 
     def add_fork(self, request: Request, parent: Request) -> None:
-        """The request waits for the prompt of its parent."""
+        """Let a request wait for the prompt of its parent."""
         self.forks.setdefault(parent.request_id, []).append(request)
 
     def release_forks(self, parent: Request) -> None:
@@ -45,23 +46,23 @@ class WaitingRequests:
             self.enqueue(fork)
 
     def num_steps_waited(self) -> dict[int, int]:
-        """`Request.sequence` -> steps that have been counted since it began to wait, of those that queue."""
+        """Return `Request.sequence` -> steps counted since its wait began, for each queued request."""
         return {request.sequence: self.monitor.num_steps_waited(request) for request in self.queue}
 
-    def adopt(self, before: WaitingRequests, num_waited: Mapping[int, int], everybody: Iterable[Request]) -> None:
-        """All that wait elsewhere wait here, as had they come in this moment, in the order in which they came.
+    def adopt(self, before: WaitingRequests, num_waited: Mapping[int, int], requests: Iterable[Request]) -> None:
+        """Take over all waiting requests after a reload, in order of arrival, as if they arrived now.
 
-        What was promised elsewhere is promised anew, and what they have waited is not forgotten.
+        They get new wait bounds; the steps that they have waited still count.
 
         Args:
-            before: Where they wait; they may be of other classes now.
-            num_waited: As it told.
-            everybody: All requests, those that run included.
+            before: Their old place; their classes may have changed.
+            num_waited: Result of `before.num_steps_waited` under the old rules.
+            requests: All unfinished requests, including running ones.
         """
         self.forks, self.paused = before.forks, before.paused
         self.num_arrivals, self.num_admitted = before.num_arrivals, before.num_admitted
         self.tenant_limiter.adopt(before.tenant_limiter)
-        for request in everybody:
+        for request in requests:
             if request.has_run or request.transfer is not None:
                 self.tenant_limiter.record_admission(request)
         waiting = [*before.queue, *before.tenant_limiter.held_requests()]
@@ -69,18 +70,21 @@ class WaitingRequests:
             self.enqueue(request, num_waited.get(request.sequence, 0))
 
     def pause(self, request: Request) -> None:
-        """A request that queues is paused: it waits for what is to follow, not for a place."""
+        """Move a queued request to the paused ones."""
         self.queue.discard(request)
         self.paused.append(request)
 
     def resume(self, request: Request) -> None:
-        """What follows is decided; it waits for a place if it was laid aside."""
+        """Queue a request again, if it was preempted while paused."""
         if request in self.paused:
             self.paused.remove(request)
             self.enqueue(request)
 
     def enqueue(self, request: Request, num_waited: int = 0) -> None:
-        """It waits from now on, and has waited so many steps already; or is kept apart, where nothing is promised."""
+        """Queue a request that has waited `num_waited` steps already, or hold it back if its tenant is at its limit.
+
+        A held request has no wait bound.
+        """
         changes = None if request.has_run else self.tenant_limiter.add(request)
         if changes is None or request in changes.released:
             self.set_wait_bound(request, num_waited)
@@ -91,12 +95,12 @@ class WaitingRequests:
             self.apply_limiter_changes(changes, request)
 
     def enqueue_migrated(self, request: Request, num_waited: int) -> None:
-        """A request that another scheduler has begun waits for a place; that of its tenant it has taken along."""
+        """Queue a request from another replica; it brings the slot of its tenant with it."""
         self.apply_limiter_changes(self.tenant_limiter.add_migrated(request))
         self.enqueue(request, num_waited)
 
     def requeue(self, request: Request) -> None:
-        """A request that ran waits for a place; a paused one first for what is to follow."""
+        """Queue a preempted request, or keep it aside while it is paused."""
         request.status = RequestStatus.WAITING
         if request.paused:
             self.paused.append(request)
@@ -104,7 +108,7 @@ class WaitingRequests:
             self.enqueue(request)
 
     def record_admission(self, request: Request) -> None:
-        """One that queued gets a place now."""
+        """Remove a request from the queue: it gets a slot."""
         request.admission_number = self.num_admitted
         self.num_admitted += 1
         self.queue.pop(request)
@@ -112,7 +116,7 @@ class WaitingRequests:
         self.apply_limiter_changes(self.tenant_limiter.record_admission(request))
 
     def remove(self, request: Request) -> None:
-        """It ends, wherever it waits."""
+        """Remove a finished request from wherever it waits."""
         if request in self.paused:
             self.paused.remove(request)
             return
@@ -122,12 +126,12 @@ class WaitingRequests:
             siblings.remove(request)
 
     def forget(self, request: Request) -> None:
-        """Nothing is promised to it any more, and its tenant may run another in its stead."""
+        """Drop the wait bound of a finished request and free the slot that it held of its tenant's limit."""
         self.monitor.forget(request)
         self.apply_limiter_changes(self.tenant_limiter.remove(request))
 
     def apply_limiter_changes(self, changes: LimiterChanges, but: Request | None = None) -> None:
-        """What the limits of tenants decided; those let in wait from now on, behind those who wait already."""
+        """Take held requests out of the queue, and queue released ones (except `but`) behind those that wait."""
         for request in changes.held:
             self.queue.discard(request)
             self.monitor.forget(request)
@@ -139,24 +143,26 @@ class WaitingRequests:
             self.queue.push(request)
 
     def set_wait_bound(self, request: Request, num_waited: int = 0) -> None:
-        """Whoever waits or runs in its class now, or is held back there, may be admitted before it."""
+        """Set the wait bound from the requests of the class that may be admitted before this one."""
         name = request.request_class.name
         queue = self.queue.queues[name]
-        held_back = sum([each.request_class.name == name for each in chain(*self.forks.values())])
-        returning = sum([each.request_class.name == name for each in self.paused])
-        returning += queue.num_returning + self._slots.slots_by_class[name]
-        self.monitor.start_wait(request, len(queue) - queue.num_returning + held_back, returning, num_waited)
+        num_forks = sum([each.request_class.name == name for each in chain(*self.forks.values())])
+        num_returning = sum([each.request_class.name == name for each in self.paused])
+        num_returning += queue.num_returning + self._slots.slots_by_class[name]
+        self.monitor.start_wait(request, len(queue) - queue.num_returning + num_forks, num_returning, num_waited)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when somebody waits where it cannot."""
+        """Raise AssertionError if a request waits in the wrong place."""
         assert all(request.paused for request in self.paused)
         assert not any(request.paused for request in chain(self.queue, *self.forks.values()))
         assert not any(request.has_run for request in self.tenant_limiter.held_requests())
 
     def tick(self, closed: Collection[str], uncounted: Collection[str]) -> int:
-        """A step has been formed without the classes in `closed`; returns how many promises are broken by it.
+        """Record a formed step; return the number of wait bounds that it breaks.
 
-        Steps of classes in `uncounted` are none for what was promised.
+        Args:
+            closed: Classes that the step could not schedule.
+            uncounted: Classes whose wait bounds do not count the step.
         """
         self.queue.tick(closed)
         return self.monitor.tick(uncounted)

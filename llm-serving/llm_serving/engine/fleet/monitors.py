@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 from llm_serving.core.request import Request
 from llm_serving.engine.fleet.class_shares import MOST_TURNS, ClassDemand, Extremes
 from llm_serving.scheduler import Schedule, Scheduler
-from llm_serving.scheduler.fair_sharing import SCALE, WHOLE, ClassUsage
+from llm_serving.scheduler.fair_sharing import FULL_STEP, SCALE, ClassUsage
 from llm_serving.scheduler.limits import SchedulerLimits
 from llm_serving.scheduler.orders import OUTPUT_TOKEN_WEIGHT
 
@@ -32,7 +32,7 @@ _UNKNOWN: Final = ClassLead(0, math.inf)
 
 
 class Held(NamedTuple):
-    """What a class has of a step: parts of all places, of the tokens and of all blocks, of `WHOLE` each."""
+    """What a class has of a step: parts of all places, of the tokens and of all blocks, in units of `FULL_STEP`."""
 
     places: int
     tokens: int
@@ -47,9 +47,9 @@ def held_in(schedule: Schedule, scheduler: Scheduler) -> dict[str, Held]:
         tokens[request.request_class.name] += query_len + (OUTPUT_TOKEN_WEIGHT - samples if samples else 0)
     return {
         name: Held(
-            WHOLE * num_places // limits.max_num_seqs,
-            WHOLE * tokens[name] // limits.max_num_batched_tokens,
-            WHOLE * scheduler.slots.blocks_by_class[name] // num_blocks,
+            FULL_STEP * num_places // limits.max_num_seqs,
+            FULL_STEP * tokens[name] // limits.max_num_batched_tokens,
+            FULL_STEP * scheduler.slots.blocks_by_class[name] // num_blocks,
         )
         for name, num_places in scheduler.slots_by_class.items()
     }
@@ -142,7 +142,7 @@ class WeightMonitor:
             num_broken = sum(one in admitted and self._was_due(one, other, leads) for one, other in pairs)
         held, limits = held_in(schedule, scheduler) if held is None else held, scheduler.limits
         weights = {each.name: each.weight for each in scheduler.classes}
-        turn = limits.quantum_steps * WHOLE
+        turn = limits.quantum_steps * FULL_STEP
         for one, other in pairs:
             mine, others = SCALE // weights[one], SCALE // weights[other]
             if leads.get(one, _UNKNOWN).least > turn * mine:
@@ -163,10 +163,10 @@ class WeightMonitor:
         scheduler, limits = self._scheduler, self._scheduler.limits
         weights = {each.name: each.weight for each in scheduler.classes}
         first_steps = next(each.first_steps for each in scheduler.bounds if each.name == other)
-        tolerance = first_steps * WHOLE * (SCALE // weights[one]) * limits.weight_divisor
+        tolerance = first_steps * FULL_STEP * (SCALE // weights[one]) * limits.weight_divisor
         if max(self._more[one, other]) <= tolerance:
             return False
-        is_ahead = 2 * leads.get(other, _UNKNOWN).most > limits.quantum_steps * WHOLE * (SCALE // weights[other])
+        is_ahead = 2 * leads.get(other, _UNKNOWN).most > limits.quantum_steps * FULL_STEP * (SCALE // weights[other])
         part = weights[other] * (1 if is_ahead else limits.weight_divisor)
         total = part + limits.weight_divisor * sum(
             weights[each] for each in self._queue.sharing.contenders if each != other
