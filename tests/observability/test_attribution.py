@@ -90,11 +90,11 @@ def check_whole(harness: TimedHarness, life: RequestRecord) -> None:
     spans = attribute(life, record)
     assert all(span.start < span.end for span in spans)
     assert all(before.end == after.start for before, after in pairwise(spans))
-    exchange = life.exchange
-    start = life.arrival_time if exchange is None else exchange.received_time
+    http_timings = life.http_timings
+    start = life.arrival_time if http_timings is None else http_timings.received_time
     end = record.now if life.ended_time is None else life.ended_time
-    if exchange is not None and life.ended_time is not None:
-        end = max(end, record.now if exchange.response_sent_time is None else exchange.response_sent_time)
+    if http_timings is not None and life.ended_time is not None:
+        end = max(end, record.now if http_timings.response_sent_time is None else http_timings.response_sent_time)
     assert (spans[0].start, spans[-1].end) == (nanoseconds(start), nanoseconds(end))
     bounds = {each.name: each for each in harness.scheduler.bounds}
     explanation = explain(life, record, bounds[life.request_class.name], 0, with_tenant=False)
@@ -123,7 +123,7 @@ def test_the_parts_of_every_request_add_up_exactly(seed):
     ids: list[str] = []
     for round_ in range(60):
         if choose.random() < 0.4:
-            exchange = HttpTimings(harness.clock())
+            http_timings = HttpTimings(harness.clock())
             for choice in range(choose.choice([1, 1, 2])):
                 request = create_request(
                     choose.randint(1, 24),
@@ -134,7 +134,7 @@ def test_the_parts_of_every_request_add_up_exactly(seed):
                 )
                 if choose.random() < 0.2:
                     request.beam_search = BeamSearchParams(width=choose.randint(1, 3))
-                request.http_timings = exchange if choose.random() < 0.8 else None
+                request.http_timings = http_timings if choose.random() < 0.8 else None
                 harness.engine.submit(request)
                 ids.append(request.request_id)
         if ids and choose.random() < 0.05:
@@ -150,8 +150,8 @@ def test_the_parts_of_every_request_add_up_exactly(seed):
     assert [life.request_id for life in lives] == ids
     for life in lives:
         check_whole(harness, life)
-        if life.exchange is not None and life.exchange.response_sent_time is None:
-            life.exchange.response_sent_time = harness.clock()
+        if life.http_timings is not None and life.http_timings.response_sent_time is None:
+            life.http_timings.response_sent_time = harness.clock()
     for life in lives:
         check_whole(harness, life)
         if life.facts.finish_reason is FinishReason.LENGTH and life.preemptions == ():
@@ -280,13 +280,13 @@ def test_time_without_a_work_agent_is_the_restarts():
 
 def test_an_answer_waits_for_its_other_choices_and_is_sent():
     harness = TimedHarness()
-    exchange = HttpTimings(harness.clock())
+    http_timings = HttpTimings(harness.clock())
     for name, max_tokens in (("short", 2), ("long", 6)):
         request = create_request(request_id=name, max_tokens=max_tokens, arrival_time=harness.clock())
-        request.http_timings = exchange
+        request.http_timings = http_timings
         harness.engine.submit(request)
     harness.run()
-    exchange.response_sent_time = harness.clock()
+    http_timings.response_sent_time = harness.clock()
     last = [span.part for span in spans_of(harness, "short")][-2:]
     assert last == [Part.OTHER_CHOICES, Part.SENDING]
     assert Part.OTHER_CHOICES not in {span.part for span in spans_of(harness, "long")}

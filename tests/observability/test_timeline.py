@@ -33,11 +33,11 @@ def busy_harness(seed: int) -> Harness:
         ahead=choose.random() < 0.5,
     )
     for number in range(12):
-        exchange = HttpTimings(clock())
+        http_timings = HttpTimings(clock())
         request = create_request(
             choose.randint(1, 20), request_id=f"r-{number}", priority=choose.randint(-1, 1), arrival_time=clock()
         )
-        request.http_timings = exchange
+        request.http_timings = http_timings
         harness.engine.submit(request)
         for _ in range(choose.randint(0, 4)):
             harness.engine.step()

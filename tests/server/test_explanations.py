@@ -168,7 +168,7 @@ def test_every_exchange_is_noted_from_its_headers_to_its_last_piece(stream):
     engine = FakeEngine()
     body = {"prompt": "Hello", "n": 2, "stream": stream}
     assert post(engine, "/v1/completions", body).status_code == 200
-    first, second = engine.exchanges
+    first, second = engine.http_timings
     assert first is second is not None
     assert first.response_sent_time is not None
     assert 0 < first.received_time < first.response_sent_time <= engine.clock()
@@ -186,15 +186,15 @@ def test_every_exchange_is_noted_from_its_headers_to_its_last_piece(stream):
 def test_every_protocol_notes_its_exchange(path, body):
     engine = FakeEngine()
     assert post(engine, path, body).status_code == 200
-    [exchange] = engine.exchanges
-    assert exchange is not None and exchange.response_sent_time is not None
+    [http_timings] = engine.http_timings
+    assert http_timings is not None and http_timings.response_sent_time is not None
 
 
 def test_a_failure_is_an_end_too():
     engine = FakeEngine(script=Script(finish_reason=FinishReason.ERROR, error="it failed"))
     assert post(engine, "/v1/completions", {"prompt": "Hello"}).status_code == 500
-    [exchange] = engine.exchanges
-    assert exchange is not None and exchange.response_sent_time is not None
+    [http_timings] = engine.http_timings
+    assert http_timings is not None and http_timings.response_sent_time is not None
 
 
 def test_the_last_piece_is_noted_before_it_is_handed_over():
@@ -203,7 +203,7 @@ def test_the_last_piece_is_noted_before_it_is_handed_over():
 
     class Client(RawClient):
         async def _send(self, message):
-            noted.append(engine.exchanges[0].response_sent_time)
+            noted.append(engine.http_timings[0].response_sent_time)
             await super()._send(message)
 
     asyncio.run(Client(engine, "/v1/completions", {"prompt": "Hello", "stream": True}).run())
@@ -215,5 +215,5 @@ def test_the_last_piece_is_noted_before_it_is_handed_over():
 def test_a_client_that_leaves_ends_its_exchange(stream):
     engine = FakeEngine(script=Script(hold_after=1))
     leave_while_held(engine, "/v1/completions", {"prompt": "Hello", "stream": stream})
-    [exchange] = engine.exchanges
-    assert exchange is not None and exchange.response_sent_time is not None
+    [http_timings] = engine.http_timings
+    assert http_timings is not None and http_timings.response_sent_time is not None

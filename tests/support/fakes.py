@@ -207,7 +207,7 @@ class FakeEngine:
     explanations: list[Explanation] = field(default_factory=list)
     asked: list[tuple[object, str | None]] = field(default_factory=list)
     """What explanations (by id) and timelines (by number of steps) were asked for, and by whom."""
-    exchanges: list[HttpTimings | None] = field(default_factory=list)
+    http_timings: list[HttpTimings | None] = field(default_factory=list)
     predicted_s: float | None = None
     """Seconds to the first token that its door predicts."""
     failure: LLMServingError | None = None
@@ -339,10 +339,10 @@ class FakeEngine:
             constraint,
         )
         self.submitted.append(submitted)
-        exchange = caller.http_timings
-        self.exchanges.append(exchange)
-        if exchange is not None and exchange.first_token_time is None:
-            exchange.first_token_time = self.clock()
+        http_timings = caller.http_timings
+        self.http_timings.append(http_timings)
+        if http_timings is not None and http_timings.first_token_time is None:
+            http_timings.first_token_time = self.clock()
         return FakeStream(self, submitted, self.script if self.script_for is None else self.script_for(submitted))
 
 

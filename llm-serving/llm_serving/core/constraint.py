@@ -1,4 +1,4 @@
-"""What the output of a request must keep to: which tokens may follow those it has."""
+"""Constraints on the output of a request (structured output): which tokens may follow."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from llm_serving.core.step import Int32Array
 
 
 class ConstraintMatcher(Protocol):
-    """One output on its way through a constraint; it belongs to one thread at a time."""
+    """Follows one output through a constraint. Only one thread uses it at a time."""
 
     def allowed_words(self, output_token_ids: Sequence[int]) -> Int32Array:
-        """The tokens that may come next, as one part of `SamplingInput.allowed_words`; none has a bit when all is lost.
+        """Return the bit mask of the tokens that may come next, a part of `SamplingInput.allowed_words`.
 
-        They follow from the output alone, whatever was asked before, so nothing is to be told when a request is
-        preempted or computed again. An output that begins with the one asked about last costs its new tokens only.
+        The mask depends on the output alone, not on earlier calls, so preemption needs no notification. An output that
+        extends the one of the last call costs only its new tokens. Tokens that end an output are allowed only if the
+        constraint is satisfied. If the matcher fails, no bit is set.
 
         Args:
-            output_token_ids: All tokens of the output so far. What ends an output may come only where the constraint is
-                fulfilled.
+            output_token_ids: All tokens of the output so far.
         """
 
     def allowed_words_after_drafts(
@@ -30,12 +30,12 @@ class ConstraintMatcher(Protocol):
     def constrain_draft(self, output_token_ids: Sequence[int], draft_token_ids: Sequence[int], count: int) -> list[int]:
         """Return the draft tokens up to the first forbidden one, then the tokens that must follow; at most `count`.
 
-        Where the same text may be written in several tokens, the longest of them is taken to follow.
+        If the same text can be written in several tokens, the longest token is used.
         """
 
 
 class Constraint(Protocol):
-    """Made ready once, then unchanging; requests share it."""
+    """A compiled constraint; immutable, shared by requests."""
 
     def create_matcher(self) -> ConstraintMatcher:
-        """A walk for one output."""
+        """Return a matcher for one output."""

@@ -1,8 +1,7 @@
-"""Reading files that somebody else made: a folder of weights may hold pipes, devices and files without end.
+"""Safe reading of untrusted files, lock files, and texts that UTF-8 can encode.
 
-A file that one process at a time has, so that what lies beside it is no other's.
-
-Texts that UTF-8 has a form for: an escape of JSON or YAML, or the name of a file, may hold half a character.
+A folder of weights may hold pipes, devices and files without end. An escape in JSON or YAML, or a file name, may hold
+half a surrogate pair, which UTF-8 cannot encode.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ from llm_serving.errors import ModelError
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """A regular file, open for reading without a buffer; a link to one is one.
+    """Open a regular file, or a link to one, for unbuffered reading.
 
     Raises:
-        ModelError: It is a folder, a device or a pipe (which is never waited for), or cannot be opened.
+        ModelError: It is a folder, a device or a pipe, or cannot be opened. A pipe does not block.
     """
     try:
-        # Without O_NONBLOCK, opening a pipe waits until somebody writes it; O_NOCTTY is for terminals.
+        # Without O_NONBLOCK, opening a pipe waits for a writer; without O_NOCTTY, a terminal could control the process.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     except OSError as error:
         raise ModelError(f"{path}: cannot be read: {error.strerror}") from None
@@ -35,10 +34,10 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_regular(path: Path, max_bytes: int) -> bytes:
-    """The bytes of a regular file.
+    """Return the content of a regular file.
 
     Raises:
-        ModelError: It is none, cannot be read, or has more than `max_bytes`, however many it seemed to have before.
+        ModelError: It is no regular file, cannot be read, or has more than `max_bytes` when it is read.
     """
     with open_regular(path) as file:
         parts, size = [], 0
@@ -53,13 +52,13 @@ def read_regular(path: Path, max_bytes: int) -> bytes:
     return b"".join(parts)
 
 
-def hold(path: Path) -> int | None:
-    """A descriptor that holds the file, which is made where it is missing; None: another holds it.
+def lock_file(path: Path) -> int | None:
+    """Lock a file, created if missing; return the descriptor that holds the lock, or None if it is locked already.
 
-    It is held until the descriptor is closed, and no longer than the process lives, in whatever way that ends.
+    The lock ends when the descriptor is closed or the process ends.
 
     Raises:
-        OSError: It cannot be opened.
+        OSError: The file cannot be opened.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
@@ -74,7 +73,7 @@ def hold(path: Path) -> int | None:
 
 
 def is_unicode(text: str) -> bool:
-    """Whether it can be sent to another process, written to a file or told to a client."""
+    """Whether UTF-8 can encode the text."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -82,11 +81,11 @@ def is_unicode(text: str) -> bool:
     return True
 
 
-def json_of(data: bytes) -> object:
-    """A JSON text whose strings are all Unicode.
+def parse_json(data: bytes) -> object:
+    """Parse JSON whose strings UTF-8 can encode.
 
     Raises:
-        ValueError: It is none.
+        ValueError: It is invalid JSON, or a string has half a surrogate pair.
         RecursionError: It is nested too deeply.
     """
     content: object = json.loads(data)
@@ -95,6 +94,6 @@ def json_of(data: bytes) -> object:
     return content
 
 
-def escaped(text: str) -> str:
-    r"""The same, with what is no Unicode as an escape such as \udc80."""
+def escape_surrogates(text: str) -> str:
+    r"""Return the text with characters that UTF-8 cannot encode as escapes such as \udc80."""
     return text.encode("utf-8", "backslashreplace").decode()

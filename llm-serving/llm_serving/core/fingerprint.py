@@ -1,7 +1,4 @@
-"""By what a process computes: all that bits of an answer may depend on, besides weights and configuration.
-
-Which code a process runs: a hash over the files of this package.
-"""
+"""Fingerprints of what the bits of an answer depend on beside weights and configuration: compute stack and code."""
 
 from __future__ import annotations
 
@@ -14,20 +11,20 @@ import msgspec
 
 
 class ComputeFingerprint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Told by a WorkAgent when it has loaded its model."""
+    """Reported by a WorkAgent after it has loaded its model."""
 
     kernels: str
-    """What `device_config.kernels` came to: program, primitives, plain; ascend, ascend_fast, ascend_invariant or ge."""
+    """Resolved `device_config.kernels`: program, primitives, plain; ascend, ascend_fast, ascend_invariant or ge."""
     instruction_set: str = ""
-    """That of the operator library, such as avx512_bf16; empty where it does not compute."""
+    """Of the operator library, such as avx512_bf16; empty if the library is not used."""
     sources: str = ""
-    """Names the library's sources and flags; empty where it does not compute."""
+    """Hash of the library's sources and flags; empty if the library is not used."""
     compiler: str = ""
-    """Names what compiled the library."""
+    """Compiler of the library."""
     framework: str = ""
-    """MindSpore's version, and MindFormers' where its network computes."""
+    """Version of MindSpore, and of MindFormers if its network is used."""
     ranks: int = 1
-    """Processes that computed it together: sums are added in another order than by one."""
+    """Number of tensor-parallel ranks; it affects the order of additions."""
 
 
 UNKNOWN_FINGERPRINT: Final = ComputeFingerprint(kernels="")
@@ -39,13 +36,13 @@ _CODE: Final = (".py", ".cc", ".h")
 
 @cache
 def code_fingerprint() -> str:
-    """SHA-256 over path and content of each source file, Python and C++, as it was when this was first asked for.
+    """Return the SHA-256 over path and content of each source file, Python and C++, at the time of the first call.
 
-    Processes of one server must have the same: an answer is a function of the code as well.
+    All processes of a server must have the same, because answers depend on the code as well.
     """
-    image = hashlib.sha256()
+    digest = hashlib.sha256()
     for path in sorted(each for each in _PACKAGE.rglob("*") if each.suffix in _CODE):
         content = path.read_bytes()
-        image.update(f"{path.relative_to(_PACKAGE).as_posix()} {len(content)}\n".encode())
-        image.update(content)
-    return image.hexdigest()
+        digest.update(f"{path.relative_to(_PACKAGE).as_posix()} {len(content)}\n".encode())
+        digest.update(content)
+    return digest.hexdigest()

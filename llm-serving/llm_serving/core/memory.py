@@ -1,9 +1,4 @@
-"""How the process gives memory that was freed back to the system: glibc keeps most of it unless it is told.
-
-What a system may have none of for the moment: descriptors, memory, processes, threads.
-
-How much memory the system lets a process map, and errors that come of too little.
-"""
+"""Memory of a process: return of freed memory to the system, resource shortages, and address space limits."""
 
 from __future__ import annotations
 
@@ -17,44 +12,44 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 M_MMAP_THRESHOLD: Final = -3
-"""Of glibc's `malloc.h`."""
+"""From glibc's `malloc.h`."""
 LARGE_BYTES: Final = 128 * 1024
-"""Blocks of as many bytes are mappings of their own; glibc's own first choice."""
+"""Allocations of this size are mappings of their own; glibc's initial threshold."""
 KEPT_BYTES: Final = 2**20
-"""Free bytes that are left at the top of the heap."""
+"""Free bytes to leave at the top of the heap."""
 PERIOD_S: Final = 1.0
-"""Seconds between two times that free pages are given back: the allocator is locked meanwhile, for some 0.3 ms for each
-MB there is to give back, and for 0.1 ms where there is none, so often means little at a time."""
+"""Seconds between two trims. A trim locks the allocator for 0.1 ms, and for 0.3 ms more for each MB that it returns, so
+frequent trims are short."""
 
 
 def return_large_blocks() -> bool:
-    """Has large blocks returned to the system as soon as they are freed; whether the allocator knows how.
+    """Let glibc return large allocations to the system when they are freed; return False if it is not glibc.
 
-    glibc raises its threshold to the size of each mapping that is freed, up to 32 MiB (mallopt(3), M_MMAP_THRESHOLD):
-    after the first body of 4 MiB, and the first connection with TLS, whose layer takes 256 KiB, such blocks come from
-    the heap, which a small one above them keeps from shrinking. A threshold that was set stays.
+    By default, glibc raises its threshold to the size of each mapping that is freed, up to 32 MiB (mallopt(3),
+    M_MMAP_THRESHOLD). After the first body of 4 MiB, or the first TLS connection with its 256 KiB, such allocations
+    come from the heap, which a small allocation above them keeps from shrinking. A threshold that was set stays.
     """
     mallopt = _of_allocator("mallopt")
     return mallopt is not None and bool(mallopt(M_MMAP_THRESHOLD, LARGE_BYTES))
 
 
 def trim_heap() -> None:
-    """Returns all pages of the heap that hold nothing, also those below what lives (malloc_trim(3))."""
+    """Return all free pages of the heap to the system, including those below live allocations (malloc_trim(3))."""
     malloc_trim = _of_allocator("malloc_trim")
     if malloc_trim is not None:
         malloc_trim(ctypes.c_size_t(KEPT_BYTES))
 
 
 @contextmanager
-def periodic_heap_trim(give: Callable[[], None] = trim_heap, period_s: float = PERIOD_S) -> Iterator[None]:
-    """Inside, pages that hold nothing are given back again and again, by a thread that holds no lock of Python's."""
+def periodic_heap_trim(trim: Callable[[], None] = trim_heap, period_s: float = PERIOD_S) -> Iterator[None]:
+    """Trim the heap periodically inside the context, in a thread that does not hold the GIL meanwhile."""
     over = threading.Event()
 
     def run() -> None:
         while not over.wait(period_s):
-            give()
+            trim()
 
-    thread = threading.Thread(target=run, name="giving-back", daemon=True)
+    thread = threading.Thread(target=run, name="heap-trim", daemon=True)
     thread.start()
     try:
         yield
@@ -64,7 +59,7 @@ def periodic_heap_trim(give: Callable[[], None] = trim_heap, period_s: float = P
 
 
 def _of_allocator(name: str) -> Any:
-    """A function of glibc's; None: the C library has none of this name."""
+    """Return a function of the C library, or None if there is none of this name."""
     try:
         return getattr(ctypes.CDLL(None), name)
     except (OSError, AttributeError):
@@ -72,13 +67,13 @@ def _of_allocator(name: str) -> Any:
 
 
 _NUMBERS: Final = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EAGAIN))
-"""The last one is that of processes."""
+"""EAGAIN: too many processes or threads."""
 _NO_THREAD: Final = "can't start new thread"
-"""Python says it by no number."""
+"""Python raises it without an errno."""
 
 
 def shortage(error: BaseException) -> str | None:
-    """What there was too little of, in the words of the system; None: it was something else."""
+    """Return the system's text for a shortage of descriptors, memory or threads; None for other errors."""
     if isinstance(error, OSError) and error.errno in _NUMBERS:
         return os.strerror(error.errno)
     if isinstance(error, MemoryError):
@@ -87,13 +82,13 @@ def shortage(error: BaseException) -> str | None:
 
 
 ENOUGH_GB: Final = 4
-"""For MindSpore and its threads, beside the weights and the blocks."""
+"""Address space for MindSpore and its threads, beside weights and KV blocks."""
 _WORDS: Final = ("allocate memory", "bad_alloc", "failed to map", "resource temporarily unavailable")
-"""Of errors of frameworks, which have no numbers; small letters."""
+"""Parts of messages of frameworks, whose errors have no errno; lower case."""
 
 
 def describe_address_space_limit() -> str | None:
-    """What a process may map and what to do, where the system sets a limit (`ulimit -v`); None: it sets none."""
+    """Return a text with the limit of the address space (`ulimit -v`) and the remedy; None without a limit."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit == resource.RLIM_INFINITY:
         return None
@@ -104,6 +99,6 @@ def describe_address_space_limit() -> str | None:
 
 
 def explain_address_space_limit(error: BaseException) -> str | None:
-    """The same, where an error that somebody else raised may come of that limit."""
+    """Return the same text if an error may be caused by the limit; otherwise None."""
     lacks_memory = shortage(error) is not None or any(each in str(error).lower() for each in _WORDS)
     return describe_address_space_limit() if lacks_memory else None

@@ -1,4 +1,4 @@
-"""How a process of this package is started beside another one, and ends with it."""
+"""Commands of subprocesses of this package, and their end with the parent."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ import sys
 from typing import Final
 
 _PR_SET_PDEATHSIG: Final = 1
-"""Of `prctl` (2)."""
+"""Option of prctl(2)."""
 
 
 def command_of(module: str, *arguments: str) -> list[str]:
-    """Runs a module of the package with the interpreter of this process.
+    """Return the command that runs a module of the package with this Python interpreter.
 
-    The folder the command is given in is no place for modules, as it would be with `-m` alone: a `random.py` that lies
-    there is not ours.
+    `-P` keeps the working directory out of the module search path, where a file such as `random.py` would be imported.
     """
     return [sys.executable, "-Pm", module, *arguments]
 
 
 def die_with_parent() -> None:
-    """Has the kernel kill this process when the thread that started it ends, even if it hangs then or is stopped. One
-    whose parent ended before that is not killed."""
+    """Let the kernel kill this process when the thread that started it ends, even if this process hangs or is stopped.
+
+    If the parent has ended before the call, this process lives on.
+    """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,7 +1,4 @@
-"""Classes of requests: who goes before whom, and what each may take.
-
-Who asks for an answer, and how urgently.
-"""
+"""Request classes, and the identity and urgency of a caller."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from typing import Final
 from llm_serving.core.timings import HttpTimings
 
 MAX_PRIORITY: Final = 1_000_000
-"""Priorities and ranks lie between its negative and it."""
+"""Bound on the absolute value of priorities and ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +48,7 @@ DEFAULT_CLASSES: Final = (
 
 
 def class_of(priority: int, classes: Sequence[RequestClass]) -> RequestClass:
-    """The class a priority falls into: the largest rank at or below it; the first class for priorities before all.
+    """Return the class with the largest rank at or below a priority, or the first class if there is none.
 
     Args:
         priority: Of the request, smaller first.
@@ -66,20 +63,19 @@ def class_of(priority: int, classes: Sequence[RequestClass]) -> RequestClass:
 
 @dataclass(frozen=True)
 class Caller:
-    """What the engine is told of who asks; nothing of it changes an answer."""
+    """Identity and urgency of the client of a request. They never change the answer."""
 
     priority: int = 0
-    """Smaller runs first; it also puts a request into its class."""
+    """Smaller runs first; it also selects the class."""
     tenant: str = ""
-    """Who shares fairly with others of the same class: the name of an API key, or the user a client names."""
+    """Name of the API key, or the user that the client names; tenants of a class share fairly."""
     cache_salt: str = ""
-    """Requests find each other's computed prefixes only where tenant and salt are the same."""
+    """Requests share computed prefixes only if tenant and salt are equal."""
     source: str = ""
-    """The name of the API key, or the network that the request came from."""
+    """Name of the API key, or the client's network."""
     deadline: float | None = None
-    """Seconds on the engine's clock after which the answer is of no more use; None: it waits for it."""
+    """Seconds on the engine's clock after which the client does not need the answer; None: never."""
     http_timings: HttpTimings | None = field(default=None, compare=False)
-    """The times of the HTTP request it came with."""
 
     @property
     def cache_namespace(self) -> str:
@@ -87,9 +83,9 @@ class Caller:
 
 
 def cache_namespace(tenant: str, cache_salt: str) -> str:
-    """Whose computed prefixes requests may find."""
+    """Return the namespace within which requests share computed prefixes."""
     return f"{tenant}\0{cache_salt}"
 
 
 ANONYMOUS: Final = Caller()
-"""Asks without any name or haste."""
+"""A caller without identity and urgency."""

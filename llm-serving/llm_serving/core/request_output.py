@@ -1,7 +1,4 @@
-"""What a client is told about its request, piece by piece.
-
-What a request is computed for: who gets its tokens and makes an answer of them.
-"""
+"""The output of a request, piece by piece, and the sink that turns sampled tokens into pieces."""
 
 from __future__ import annotations
 
@@ -19,13 +16,13 @@ if TYPE_CHECKING:
 
 
 PIECE_BYTES, TOKEN_BYTES, ALTERNATIVE_BYTES = 300, 150, 80
-"""Of memory that Python takes for a piece, for a token's log-probability, and for each likely token beside it."""
+"""Memory that Python uses for a piece, for a token's log-probability, and for each alternative token."""
 FAILURES: Final = frozenset({FinishReason.ERROR, FinishReason.TIMEOUT, FinishReason.UNAVAILABLE})
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """One token and the likeliest tokens at its place."""
+    """The log-probabilities of a token and of the most likely tokens at its position."""
 
     token_id: int
     logprob: float
@@ -36,7 +33,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptLogprobs:
-    """Log-probabilities of P tokens of a prompt that follow one another, each given all before it."""
+    """Log-probabilities of P consecutive tokens of a prompt, each given all tokens before it."""
 
     token_ids: Int32Array  # [P]
     logprobs: Float32Array  # [P]
@@ -48,39 +45,38 @@ class PromptLogprobs:
         return len(self.token_ids)
 
     def starting_at(self, start: int) -> PromptLogprobs:
-        """Those behind the first `start`."""
+        """Return the part after the first `start` tokens."""
         return self if start == 0 else PromptLogprobs(*(getattr(self, each.name)[start:] for each in fields(self)))
 
     def tokens(self, count: int) -> list[TokenLogprobs]:
-        """Each with `count` of its most likely tokens, as far as they are known."""
+        """Return each token with at most `count` of its most likely alternatives."""
         top_ids, top_logprobs = self.top_token_ids[:, :count].tolist(), self.top_logprobs[:, :count].tolist()
         rows = zip(self.token_ids.tolist(), self.logprobs.tolist(), top_ids, top_logprobs, strict=True)
         return [TokenLogprobs(token_id, logprob, tuple(ids), tuple(values)) for token_id, logprob, ids, values in rows]
 
     @classmethod
     def concatenate(cls, parts: Sequence[PromptLogprobs]) -> PromptLogprobs | None:
-        """Those of one prompt, in order; None of none."""
+        """Concatenate the parts of one prompt; None if there are none."""
         if len(parts) < 2:
             return parts[0] if parts else None
         return cls(*(np.concatenate([getattr(part, each.name) for part in parts]) for each in fields(cls)))
 
 
-@dataclass(slots=True)  # not frozen: one is made for each token, and that would cost four times as much
+@dataclass(slots=True)  # not frozen: one is created for each token, and that would take four times as long
 class RequestOutput:
-    """What one step added to a request. Joined in order, the pieces are the whole answer. Nobody changes one."""
+    """What one step added to a request. The concatenated pieces are the whole answer. Treat it as immutable."""
 
     request_id: str
     text: str
     """New text; empty while a character or a possible stop string is incomplete."""
     token_ids: tuple[int, ...]
-    """New token ids, also those whose text is still held back. The token that ended the output is included."""
+    """New token ids, including those whose text is still held back and the one that ended the output."""
     logprobs: tuple[TokenLogprobs, ...]
-    """One for each of `token_ids` where the request asked for them, otherwise empty."""
+    """One for each of `token_ids` if the request asked for them, otherwise empty."""
     num_prompt_tokens: int
     num_cached_tokens: int
-    """Prompt tokens found in the prefix cache."""
     num_output_tokens: int
-    """Tokens generated so far."""
+    """Number of tokens generated so far."""
     finish_reason: FinishReason | None = None
     """None until the last piece."""
     stop_reason: int | str | None = None
@@ -90,11 +86,11 @@ class RequestOutput:
     queued_s: float = 0.0
     """Seconds from arrival to first being scheduled."""
     prompt_logprobs: PromptLogprobs | None = None
-    """Of the next tokens of the prompt, where the request asked for them; the first one has none."""
+    """Of the next tokens of the prompt, if the request asked for them; the first token has none."""
     vector: Float32Array | None = None
-    """[hidden size], in the last piece of a request that asked for it: the last hidden state of its prompt."""
+    """Last hidden state of the prompt, [hidden size], in the last piece of a request that asked for it."""
     beams: tuple[RequestOutput, ...] = ()
-    """Only in the last piece of a beam search: its answers, each as one piece, best first. This piece is the best."""
+    """Answers of a beam search, each as one piece, best first; only in the last piece, which is the best one."""
 
     @property
     def finished(self) -> bool:
@@ -102,7 +98,7 @@ class RequestOutput:
 
     @property
     def num_bytes(self) -> int:
-        """What it takes in memory, about."""
+        """Approximate size in memory."""
         size = PIECE_BYTES + len(self.text)
         size += sum(TOKEN_BYTES + ALTERNATIVE_BYTES * len(each.top_token_ids) for each in self.logprobs)
         if (of_prompt := self.prompt_logprobs) is not None:
@@ -111,12 +107,12 @@ class RequestOutput:
 
     @property
     def failed(self) -> bool:
-        """Whether this is all there will be, and not an answer."""
+        """Whether the request failed and the answer is incomplete."""
         return self.finish_reason in FAILURES
 
 
 def join_pieces(pieces: Sequence[RequestOutput]) -> RequestOutput:
-    """The pieces of one answer as a single output."""
+    """Return the pieces of one answer as a single output."""
     last = pieces[-1]
     of_prompt = [each for piece in pieces if (each := piece.prompt_logprobs) is not None]
     return RequestOutput(
@@ -138,41 +134,41 @@ def join_pieces(pieces: Sequence[RequestOutput]) -> RequestOutput:
 
 
 class OutputSink(Protocol):
-    """One for each answer, carried by every request that is computed for it; scheduler and WorkAgent never look at it.
+    """Makes the answer to a client's request from the results of the requests that are computed for it.
 
-    It belongs to the engine's thread. It tells somebody each piece of the answer as it comes, the last one once.
+    The engine's thread owns it; scheduler and WorkAgent never use it. It publishes each piece of the answer once.
     """
 
     @property
     def request(self) -> Request:
-        """What was asked. The scheduler knows it only where it is among `computed`."""
+        """The client's request. The scheduler knows it only if it is one of `active_requests`."""
 
     @property
     def active_requests(self) -> Sequence[Request]:
-        """What the scheduler computes for the answer at present."""
+        """The requests that the scheduler computes for the answer at present."""
 
     def start(self) -> None:
-        """Has the scheduler queue what is to be computed first."""
+        """Add the first requests to the scheduler."""
 
     def add_tokens(self, request: Request, samples: range, output: StepOutput) -> None:
-        """A step has chosen tokens for one of `computed`: those that `output` has for these samples."""
+        """Record the tokens that a step sampled for an active request: these samples of `output`."""
 
     def add_prompt_result(
         self, request: Request, start: int, logprobs: PromptLogprobs | None, vector: Float32Array | None
     ) -> None:
-        """A step tells something of the prompt of one of `computed`, or just that all of it has been computed.
+        """Record results for the prompt of an active request, or only that the whole prompt is computed.
 
-        Whoever has lost what it had computed may be told again what it has been told.
+        After a recomputation, the same results may be recorded again.
 
         Args:
-            request: One of `computed`; it may have ended.
+            request: One of `active_requests`; it may have finished.
             start: A token of its prompt.
-            logprobs: Of the tokens that follow those from `start` on.
+            logprobs: Of the tokens after `start`.
             vector: The last hidden state of the prompt.
         """
 
     def finish(self, reason: FinishReason, error: str | None = None) -> None:
-        """Ends the answer wherever it is; its blocks are free at once. One that has ended is left alone."""
+        """Finish the answer and free its blocks at once, unless it has finished."""
 
     def set_priority(self, priority: int) -> bool:
-        """Gives all that is computed another priority, or changes nothing; returns whether it has it now."""
+        """Change the priority of all active requests, or of none; return whether they have it now."""

@@ -1,7 +1,4 @@
-"""The times of one HTTP request and its answer.
-
-Where time comes from: everything that needs it is given a clock.
-"""
+"""Clocks, and the times of one HTTP request."""
 
 from __future__ import annotations
 
@@ -12,28 +9,25 @@ from dataclasses import dataclass, field
 
 @dataclass(eq=False, slots=True)
 class HttpTimings:
-    """Shared by the server and the requests of the engine that answer one HTTP request.
+    """Times of one HTTP request and of the engine requests that answer it, in seconds on the engine's clock.
 
-    Times are seconds on the engine's clock. The server writes the first and the last, the engines the rest.
+    The server sets the first and the last time, the engines set the others.
     """
 
     received_time: float
-    """Its headers had come to the server, whatever they waited for there before they were looked at."""
+    """When its headers arrived, before any wait in the server."""
     arrival_time: float | None = None
-    """When the first of its requests came to an engine."""
+    """When its first engine request was submitted."""
     first_token_time: float | None = None
-    """When the first token of an answer came."""
     predicted_ttft_s: float | None = None
-    """Seconds from arrival to the first token of the last of its requests, as the door predicted; None: too little had
-    been measured."""
+    """Predicted TTFT of its last engine request at admission; None without a prediction."""
     unfinished_request_ids: set[str] = field(default_factory=set)
-    """Ids of the requests that answer it and have not ended."""
     last_finished_time: float = 0.0
-    """When the one that ended last did."""
+    """When its last engine request finished."""
     num_coalesced: int = 0
-    """Answers that others got without a computation of their own, because it computes them."""
+    """Identical requests that it answers as well, by request coalescing."""
     response_sent_time: float | None = None
-    """When the last bytes of the answer were handed to the socket, or the client had left."""
+    """When the last bytes of the response were written to the socket, or the client disconnected."""
 
 
 Clock = Callable[[], float]

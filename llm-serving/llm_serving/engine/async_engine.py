@@ -266,16 +266,16 @@ class AsyncEngine:
         sharing: Sharing | None,
     ) -> RequestStream:
         """The stream by which a request that was let in is read, by others too where its answer is shared."""
-        if (exchange := caller.http_timings) is not None:
-            exchange.predicted_ttft_s = admission.predicted_s
-            if exchange.arrival_time is None:
-                exchange.arrival_time = request.arrival_time
+        if (http_timings := caller.http_timings) is not None:
+            http_timings.predicted_ttft_s = admission.predicted_s
+            if http_timings.arrival_time is None:
+                http_timings.arrival_time = request.arrival_time
         if sharing is None:
             stream = RequestStream(request.request_id, self._abort, admission.predicted_s)
             self._requests.add(OpenRequest(request, stream, placed.engine))
             return stream
         shared = self.shared.open(sharing, request.request_id, self._abort, self._put_off)
-        stream = shared.read(client_id, exchange, admission.predicted_s, caller.deadline)
+        stream = shared.read(client_id, http_timings, admission.predicted_s, caller.deadline)
         self._requests.add(OpenRequest(request, shared, placed.engine))
         return stream
 

@@ -35,7 +35,7 @@ class Sharing(NamedTuple):
 class _Reader:
     stream: RequestStream
     client_id: str
-    exchange: HttpTimings | None
+    http_timings: HttpTimings | None
     began: float
     """Since when its own deadline is counted."""
     deadline: float | None
@@ -113,7 +113,7 @@ class CoalescedResponse:
     def read(
         self,
         client_id: str,
-        exchange: HttpTimings | None,
+        http_timings: HttpTimings | None,
         predicted_s: float | None = None,
         deadline: float | None = None,
     ) -> RequestStream:
@@ -121,15 +121,15 @@ class CoalescedResponse:
 
         Args:
             client_id: By which its client may cancel it.
-            exchange: Gets the time of its first token.
+            http_timings: Gets the time of its first token.
             predicted_s: Seconds to that, as the door predicted.
             deadline: On the clock of the engine. The first reader's is that of the engine's request too.
         """
         assert self._pieces is not None
         number = self._num_read = self._num_read + 1
         stream = RequestStream(self.request_id, lambda _: self._leave(number), predicted_s)
-        began = self._clock() if exchange is None else exchange.received_time
-        reader = self._readers[number] = _Reader(stream, client_id, exchange, began, deadline)
+        began = self._clock() if http_timings is None else http_timings.received_time
+        reader = self._readers[number] = _Reader(stream, client_id, http_timings, began, deadline)
         if self._grace is not None:
             self._grace.cancel()
             self._grace = None
@@ -180,9 +180,9 @@ class CoalescedResponse:
         self._pieces = None
 
     def _give(self, reader: _Reader, piece: RequestOutput) -> None:
-        exchange = reader.exchange
-        if exchange is not None and exchange.first_token_time is None and piece.token_ids:
-            exchange.first_token_time = self._clock()
+        http_timings = reader.http_timings
+        if http_timings is not None and http_timings.first_token_time is None and piece.token_ids:
+            http_timings.first_token_time = self._clock()
         reader.stream.put(piece)
 
     def _part_deadlines(self) -> None:

@@ -156,9 +156,9 @@ class OutputProcessor:
         state, now = self._states[request.request_id], self._clock()
         if state.first_token_time is None:
             state.first_token_time = now
-            exchange = request.http_timings
-            if exchange is not None and exchange.first_token_time is None:
-                exchange.first_token_time = now
+            http_timings = request.http_timings
+            if http_timings is not None and http_timings.first_token_time is None:
+                http_timings.first_token_time = now
             self._journal.first_token(state.request, now)
             ttft_s = now - state.request.arrival_time
             self._metrics.first_token(ttft_s)

@@ -1,4 +1,4 @@
-"""Which block of the key/value cache belongs to whom: plain bookkeeping, no tensors."""
+"""Bookkeeping of the KV cache: which request holds which block. It holds no tensors."""
 
 from llm_serving.kvcache.block_manager import BlockManager
 from llm_serving.kvcache.block_pool import BlockPool

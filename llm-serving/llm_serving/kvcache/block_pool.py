@@ -1,4 +1,4 @@
-"""The blocks of the key/value cache: which are free, how often each is used, which can be found by their content."""
+"""The blocks of the KV cache: free ones, reference counts, and the hashes by which full blocks are found."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ MAX_EPOCH: Final = 2**31 - 1
 
 
 class BlockPool:
-    """Hands out block ids 0 .. num_blocks - 1 and takes them back.
+    """Allocates and frees block ids 0 .. num_blocks - 1.
 
-    A block is free or has a reference count of at least one: free + used == all, at every moment. A free block may
-    still be found by the name of its content; it loses the name when it is handed out for something else. Nameless
-    blocks are handed out first, the latest freed before the others; then named ones, the longest unused first.
+    A block is free or has a reference count of at least one: free + used == all, at every moment. A free block can
+    still be found by its hash until it is allocated again. Blocks without a hash are allocated first, the latest freed
+    one before the others; then blocks with a hash, the least recently used one first.
     """
 
     def __init__(self, num_blocks: int, last_epoch: int = 0) -> None:
-        """Epochs go on behind `last_epoch`."""
+        """`last_epoch`: epochs start after it."""
         self.num_blocks = num_blocks
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
-        """In the order in which they are handed out."""
+        """In order of allocation."""
         self._ref_counts = [0] * num_blocks
         self._epochs = [0] * num_blocks
         self._num_allocations = last_epoch % MAX_EPOCH
@@ -38,39 +38,39 @@ class BlockPool:
 
     @property
     def num_cached_blocks(self) -> int:
-        """Blocks, free or used, that can be found by name."""
+        """Number of blocks, free or used, that can be found by hash."""
         return len(self._blocks_by_hash)
 
     def ref_count(self, block_id: int) -> int:
         return self._ref_counts[block_id]
 
     def epoch(self, block_id: int) -> int:
-        """Tells this owner of the block from those before it: no two that are near in time have the same."""
+        """Return the number of the block's latest allocation. It repeats only after `MAX_EPOCH` allocations."""
         return self._epochs[block_id]
 
     def allocate(self, count: int) -> list[int]:
-        """Takes `count` blocks, each with one reference; the caller has asked `num_free_blocks` before."""
+        """Allocate `count` blocks with one reference each; the caller has checked `num_free_blocks`."""
         assert count <= len(self._free), f"asked for {count} blocks, {len(self._free)} are free"
         block_ids = [self._free.popitem(last=False)[0] for _ in range(count)]
         for block_id in block_ids:
             self._ref_counts[block_id] = 1
             self._num_allocations = (self._num_allocations + 1) % MAX_EPOCH
             self._epochs[block_id] = self._num_allocations
-            name = self._hashes[block_id]
-            if name is not None:
-                del self._blocks_by_hash[name]
+            block_hash = self._hashes[block_id]
+            if block_hash is not None:
+                del self._blocks_by_hash[block_hash]
                 self._hashes[block_id] = None
         return block_ids
 
     def add_references(self, block_ids: Iterable[int]) -> None:
-        """Adds one reference to each block, free ones included."""
+        """Add one reference to each block, including free ones."""
         for block_id in block_ids:
             if self._ref_counts[block_id] == 0:
                 del self._free[block_id]
             self._ref_counts[block_id] += 1
 
     def free(self, block_ids: Iterable[int]) -> None:
-        """Drops one reference of each block; those without any are free again."""
+        """Drop one reference of each block; a block without references becomes free."""
         for block_id in block_ids:
             count = self._ref_counts[block_id]
             assert count > 0, f"block {block_id} freed twice"
@@ -80,38 +80,38 @@ class BlockPool:
                 if self._hashes[block_id] is None:
                     self._free.move_to_end(block_id, last=False)
 
-    def register_hash(self, block_id: int, epoch: int, name: bytes) -> None:
-        """Lets the block of an owner be found; where two have the same content, the first keeps the name."""
-        assert self._ref_counts[block_id] > 0, f"block {block_id} is free and cannot be named"
-        assert self._epochs[block_id] == epoch, f"block {block_id} belongs to somebody else"
-        if self._hashes[block_id] is None and name not in self._blocks_by_hash:
-            self._hashes[block_id] = name
-            self._blocks_by_hash[name] = block_id
+    def register_hash(self, block_id: int, epoch: int, block_hash: bytes) -> None:
+        """Let a block be found by its hash; if two blocks have the same content, the first keeps the hash."""
+        assert self._ref_counts[block_id] > 0, f"block {block_id} is free and cannot be cached"
+        assert self._epochs[block_id] == epoch, f"block {block_id} was allocated again"
+        if self._hashes[block_id] is None and block_hash not in self._blocks_by_hash:
+            self._hashes[block_id] = block_hash
+            self._blocks_by_hash[block_hash] = block_id
 
-    def find_cached(self, name: bytes) -> int | None:
-        """The block whose content has this name, free or used."""
-        return self._blocks_by_hash.get(name)
+    def find_cached(self, block_hash: bytes) -> int | None:
+        """Return the block with this hash, free or used."""
+        return self._blocks_by_hash.get(block_hash)
 
     @property
     def is_cached(self) -> Callable[[bytes], bool]:
-        """Tells whether there is a block of this name; good for as long as the pool is."""
+        """A function that tells whether a hash is cached; valid as long as the pool."""
         return self._blocks_by_hash.__contains__
 
     def clear_hashes(self) -> None:
-        """Takes all names away: what the blocks hold is no longer known."""
+        """Forget all hashes, because the content of the blocks was lost."""
         for block_id in self._blocks_by_hash.values():
             self._hashes[block_id] = None
         self._blocks_by_hash.clear()
 
     def check_integrity(self, references: Iterable[int]) -> None:
-        """Raises AssertionError unless free + used == all and `references` (one entry a use) match the counts."""
+        """Raise AssertionError unless free + used == all and `references` (one entry a use) match the counts."""
         expected = [0] * self.num_blocks
         for block_id in references:
             expected[block_id] += 1
         assert expected == self._ref_counts, "reference counts differ from the block tables"
         is_unused = len(self._free) == expected.count(0) and not any(expected[block_id] for block_id in self._free)
         assert is_unused, "a block is lost"
-        num_named = self.num_blocks - self._hashes.count(None)
-        assert num_named == len(self._blocks_by_hash), "a block has a name that is not found"
-        points_back = all(self._hashes[block_id] == name for name, block_id in self._blocks_by_hash.items())
-        assert points_back, "a name points elsewhere"
+        num_cached = self.num_blocks - self._hashes.count(None)
+        assert num_cached == len(self._blocks_by_hash), "a block has a hash that is not found"
+        points_back = all(self._hashes[block_id] == each for each, block_id in self._blocks_by_hash.items())
+        assert points_back, "a hash points to another block"

@@ -1,7 +1,4 @@
-"""The blocks of one request, in the order of its tokens.
-
-Names of full blocks: equal names, equal keys and values.
-"""
+"""The block table of a request, and the hashes of full blocks for prefix caching."""
 
 from __future__ import annotations
 
@@ -14,19 +11,18 @@ from llm_serving.kvcache.block_pool import BlockPool
 
 
 class BlockTable:
-    """Block ids, and beside each the epoch in which the block was given to whoever wrote it.
+    """Block ids in the order of the tokens, each with the epoch of its allocation.
 
-    A WorkAgent tags blocks with the epochs of those who write them. So a block that two requests hold by mistake, or
-    that somebody reads after it was given away, is noticed where it happens. Both are 32-bit arrays: the tables of a
-    step are put together without looking at single entries.
+    A WorkAgent tags each block with the epoch of its writer. So it notices at once if two requests write one block, or
+    a request reads a block that was allocated again. Both are 32-bit arrays, so the tables of a step are copied whole.
 
-    The first `start` entries name no block: what stood there lies behind the window, and was given back or never taken.
+    The first `start` entries have no block: they lie behind the sliding window.
     """
 
     __slots__ = ("epochs", "ids", "start")
 
     def __init__(self, ids: Iterable[int] = (), epochs: Iterable[int] = (), start: int = 0) -> None:
-        """Blocks for the entries from `start` on."""
+        """`ids`, `epochs`: of the entries from `start` on."""
         self.start = start
         self.ids = array("i", [NO_BLOCK]) * start
         self.epochs = array("i", [0]) * start
@@ -35,7 +31,7 @@ class BlockTable:
 
     @classmethod
     def of(cls, pool: BlockPool, block_ids: Collection[int], start: int = 0) -> BlockTable:
-        """Blocks as they are in the pool now, for the entries from `start` on."""
+        """Return a table of blocks with their present epochs, for the entries from `start` on."""
         return cls(block_ids, map(pool.epoch, block_ids), start)
 
     def extend(self, block_ids: Collection[int], pool: BlockPool) -> None:
@@ -43,7 +39,7 @@ class BlockTable:
         self.epochs.extend(map(pool.epoch, block_ids))
 
     def drop_before(self, start: int) -> list[int]:
-        """Leaves the entries before `start` without blocks; returns those that stood there."""
+        """Remove the blocks of the entries before `start`, and return them."""
         first, count = self.start, start - self.start
         if count <= 0:
             return []
@@ -55,15 +51,15 @@ class BlockTable:
 
     @property
     def end(self) -> int:
-        """Entries, with and without blocks."""
+        """Number of entries, with and without blocks."""
         return len(self.ids)
 
     def __len__(self) -> int:
-        """Blocks."""
+        """Return the number of blocks."""
         return len(self.ids) - self.start
 
     def __iter__(self) -> Iterator[int]:
-        """The ids of its blocks."""
+        """Yield the ids of its blocks."""
         return iter(self.ids[self.start :] if self.start else self.ids)
 
 
@@ -71,14 +67,14 @@ DIGEST_BYTES = 16
 
 
 def namespace_hash(namespace: str) -> bytes:
-    """Where the chain of a namespace starts; blocks of different namespaces never have the same name."""
+    """Return the hash that starts the chain of a namespace. Blocks of different namespaces never have equal hashes."""
     return blake2b(namespace.encode(), digest_size=DIGEST_BYTES, person=b"namespace").digest()
 
 
 def block_hash(previous: bytes, token_ids: Sequence[int]) -> bytes:
-    """Name of the block that holds `token_ids` after the block named `previous`.
+    """Return the hash of the block that holds `token_ids` after the block with the hash `previous`.
 
-    A key or value depends on all tokens before it, so the name of a block chains the names of those before it. A
-    cryptographic hash, since users choose the tokens: nobody can make two texts share a block.
+    Keys and values depend on all tokens before them, so the hashes of a sequence form a chain. The hash is
+    cryptographic, because clients choose the tokens: none can construct two texts that share a block.
     """
     return blake2b(previous + array("i", token_ids).tobytes(), digest_size=DIGEST_BYTES).digest()

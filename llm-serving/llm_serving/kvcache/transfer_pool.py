@@ -1,4 +1,4 @@
-"""The part of the transfer pool that one replica writes: blocks in which its requests go to others."""
+"""The blocks of the transfer pool through which one replica hands KV cache to other replicas."""
 
 from __future__ import annotations
 
@@ -10,64 +10,66 @@ from llm_serving.kvcache.block_pool import BlockPool
 from llm_serving.kvcache.block_table import BlockTable
 
 TransferBlock = tuple[int, int]
-"""A block of the transfer pool, as all replicas call it, and its epoch."""
+"""Id of a block in the transfer pool of all replicas, and its epoch."""
 
 
 class TransferPool:
-    """Only this replica's WorkAgent writes these blocks, in the order of its steps, so one may be given away as soon as
-    who read it says so: whatever was submitted before is done before the next owner's first write.
+    """Allocates the blocks of one replica's part of the transfer pool.
 
-    A block is free, or its request still has to leave, or another replica has it: that one gives it back.
+    Only this replica's WorkAgent writes them, in the order of its steps. So a block can be allocated again as soon as
+    its reader has reclaimed it: earlier steps are done before the next owner's first write.
+
+    A block is free, pending (its exporting step has not been replied to) or handed over to another replica.
 
     Args:
-        num_blocks: There are; 0: no request leaves.
-        first: Name of the first of them among those of all replicas.
-        last_epoch: Blocks have later ones. Another engine that has the same part begins elsewhere.
+        num_blocks: Number of blocks; 0: no request migrates.
+        first: Id of the first block in the transfer pool.
+        last_epoch: Epochs start after it. Engines that use the same part one after the other get different epochs.
     """
 
     def __init__(self, num_blocks: int = 0, first: int = 0, last_epoch: int = 0) -> None:
         self.pool = BlockPool(num_blocks, last_epoch)
         self._first = first
         self._pending: dict[str, tuple[BlockTable, int]] = {}
-        """Of requests whose last step here has been formed: their blocks, and whose tokens these hold."""
+        """By request: blocks, and the number of tokens that they will hold."""
         self._handed_over: dict[int, int] = {}
-        """Block -> epoch, of those that others have."""
+        """Block -> epoch, of blocks that other replicas have."""
 
     def allocate(self, request_id: str, start: int, end: int, num_tokens: int) -> BlockTable | None:
-        """Blocks for the entries [start, end) of a table, to hold `num_tokens`; None: there are not so many."""
+        """Allocate blocks for the entries [start, end) of a table, to hold `num_tokens`; None if there are too few."""
         count = end - start
         if count > self.pool.num_free_blocks:
             return None
-        taken = self.pool.allocate(count)
-        table = BlockTable([self._first + each for each in taken], map(self.pool.epoch, taken), start)
+        allocated = self.pool.allocate(count)
+        table = BlockTable([self._first + each for each in allocated], map(self.pool.epoch, allocated), start)
         self._pending[request_id] = table, num_tokens
         return table
 
     def hand_over(self, request_id: str) -> Transfer:
-        """The step that fills the request's blocks is done: another replica gets them."""
+        """Hand over the blocks of a request whose exporting step is done."""
         table, num_tokens = self._pending.pop(request_id)
         ids, epochs = tuple(table.ids[table.start :]), tuple(table.epochs[table.start :])
         self._handed_over.update(zip(ids, epochs, strict=True))
         return Transfer(ids, epochs, table.start, num_tokens)
 
     def cancel(self, request_id: str) -> None:
-        """The request ends, or is not to leave with these blocks."""
+        """Free the pending blocks of a request that does not migrate after all."""
         table, _ = self._pending.pop(request_id)
         self.pool.free(each - self._first for each in table)
 
     def reclaim(self, blocks: Iterable[TransferBlock]) -> None:
-        """Others need these no longer. What another engine gave away is none of ours."""
+        """Free blocks that other replicas have imported; ignore blocks that an earlier engine handed over."""
         for block_id, epoch in blocks:
             if self._handed_over.get(block_id) == epoch:
                 del self._handed_over[block_id]
                 self.pool.free([block_id - self._first])
 
     def cancel_all(self) -> None:
-        """What was to be written never will be; what others have is there."""
+        """Free all pending blocks, because their steps were lost."""
         for request_id in list(self._pending):
             self.cancel(request_id)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless every block is free, about to leave or away."""
-        leaving = chain.from_iterable(table for table, _ in self._pending.values())
-        self.pool.check_integrity(each - self._first for each in chain(leaving, self._handed_over))
+        """Raise AssertionError unless every block is free, pending or handed over."""
+        pending = chain.from_iterable(table for table, _ in self._pending.values())
+        self.pool.check_integrity(each - self._first for each in chain(pending, self._handed_over))

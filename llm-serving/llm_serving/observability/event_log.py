@@ -88,7 +88,7 @@ class RequestRecord:
         "_request",
         "arrival_time",
         "ended_time",
-        "exchange",
+        "http_timings",
         "first_token_time",
         "has_beams",
         "number",
@@ -106,7 +106,7 @@ class RequestRecord:
         self.request_class = request_class
         self.number = number
         """Order of arrival at the engine, from 1."""
-        self.exchange: HttpTimings | None = request.http_timings
+        self.http_timings: HttpTimings | None = request.http_timings
         self.arrival_time = request.arrival_time
         self.queued_time: float | None = None
         self.first_token_time: float | None = None
@@ -309,9 +309,9 @@ class EventLog:
         if (life := self._lives.get(request.request_id)) is None:
             return
         life.end(now)
-        if (exchange := life.exchange) is not None:
-            exchange.last_finished_time = max(exchange.last_finished_time, now)
-            exchange.unfinished_request_ids.discard(life.request_id)
+        if (http_timings := life.http_timings) is not None:
+            http_timings.last_finished_time = max(http_timings.last_finished_time, now)
+            http_timings.unfinished_request_ids.discard(life.request_id)
         self._keep(life)
 
     def _keep(self, life: RequestRecord) -> None:

@@ -26,7 +26,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from llm_serving.config.schema import ServingConfig
 from llm_serving.config.sections.server import ServerConfig
-from llm_serving.core.files import hold
+from llm_serving.core.files import lock_file
 from llm_serving.core.memory import describe_address_space_limit, periodic_heap_trim, return_large_blocks
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import ConfigError, RequestError
@@ -296,7 +296,7 @@ def recordings_held(folder: Path | None) -> Iterator[None]:
         return
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = hold(folder / "lock")
+        lock = lock_file(folder / "lock")
     except OSError as error:
         raise ConfigError(f"scheduler_config.record_path: {folder} cannot be used: {error.strerror}") from None
     if lock is None:

@@ -18,7 +18,7 @@ SCOPE_KEY: Final = "llm_serving.note"
 class RequestContext:
     """Begun by `Accounting` and filled on the way; it never holds a text of the request or the answer."""
 
-    exchange: HttpTimings
+    http_timings: HttpTimings
     method: str
     route: str
     """The path as the table of endpoints has it; "other" where it has none."""

@@ -10,7 +10,7 @@ from typing import Final, Generic, TypeVar
 
 import msgspec
 
-from llm_serving.core.files import escaped
+from llm_serving.core.files import escape_surrogates
 from llm_serving.errors import ChannelClosedError, DeadlineExceededError, ProtocolError
 
 MAX_FRAME_BYTES = 64 * 2**20
@@ -146,7 +146,9 @@ class Channel(Generic[Incoming]):
 
 def _escaped(message: msgspec.Struct) -> msgspec.Struct:
     values = ((name, getattr(message, name)) for name in message.__struct_fields__)
-    return msgspec.structs.replace(message, **{name: escaped(value) for name, value in values if type(value) is str})
+    return msgspec.structs.replace(
+        message, **{name: escape_surrogates(value) for name, value in values if type(value) is str}
+    )
 
 
 def enable_keepalive(sock: socket.socket) -> None:

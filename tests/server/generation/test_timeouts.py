@@ -30,15 +30,15 @@ def test_every_protocol_takes_the_field_and_the_header(path, fields, headers):
     short = {"parameters": {"max_new_tokens": 3}} if "inputs" in BODIES[path] else {"max_tokens": 3}
     body = BODIES[path] | short
     assert post(engine, path, body | fields, headers=headers).status_code == 200
-    [submitted], [exchange] = engine.submitted, engine.exchanges
-    assert submitted.deadline == exchange.received_time + 2.5
+    [submitted], [http_timings] = engine.submitted, engine.http_timings
+    assert submitted.deadline == http_timings.received_time + 2.5
 
 
 @pytest.mark.parametrize("path", [path for path, body in BODIES.items() if "inputs" in body])
 def test_the_field_may_stand_among_the_parameters(path):
     engine = FakeEngine()
     post(engine, path, {"inputs": "x", "parameters": {"max_new_tokens": 3, "timeout_s": 2}})
-    assert engine.submitted[0].deadline == engine.exchanges[0].received_time + 2
+    assert engine.submitted[0].deadline == engine.http_timings[0].received_time + 2
 
 
 def test_without_it_there_is_no_deadline():

@@ -13,7 +13,7 @@ from typing import Final, NamedTuple, TypeVar
 
 import msgspec
 
-from llm_serving.core.files import hold
+from llm_serving.core.files import lock_file
 from llm_serving.errors import ConfigError, RequestNotFoundError, RequestTooLargeError, StoreFullError
 from llm_serving.server.batches.schemas import AnsweredLine, Batch, Failure, FileObject, Line, LineAnswer, RequestCounts
 from llm_serving.server.tenant_quota import TenantQuota
@@ -359,7 +359,7 @@ def lock_of(path: Path) -> Path:
 
 def _locked(path: Path) -> int:
     """A file descriptor that holds the lock of a database; it ends with the process, in whatever way that ends."""
-    lock = hold(lock_of(path))
+    lock = lock_file(lock_of(path))
     if lock is None:
         raise ConfigError(f"serving_config.batch_path: {path} is used by another process")
     return lock

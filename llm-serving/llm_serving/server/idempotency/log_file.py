@@ -19,7 +19,7 @@ from typing import Final
 
 import msgspec
 
-from llm_serving.core.files import hold
+from llm_serving.core.files import lock_file
 from llm_serving.errors import ConfigError
 from llm_serving.log import get_logger
 from llm_serving.server.idempotency.store import AcceptedRequest
@@ -61,7 +61,7 @@ class LogFile:
         """Whether somebody has waited for the disk in vain, and nothing was written since."""
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            lock = hold(folder / "lock")
+            lock = lock_file(folder / "lock")
         except OSError as error:
             raise ConfigError(f"serving_config.request_log_path: {folder} cannot be used: {error.strerror}") from None
         if lock is None:

@@ -85,18 +85,20 @@ def spans_of(context: TraceContext, note: RequestContext, status: int, now: floa
         times = {"startTimeUnixNano": _nanoseconds(epoch + start), "endTimeUnixNano": _nanoseconds(epoch + end)}
         return {**ids, "name": name, "kind": kind, **times}
 
-    exchange = note.exchange
-    root = span(f"{note.method} {note.route}", _SERVER, exchange.received_time, now, context.span_id, context.parent_id)
+    http_timings = note.http_timings
+    root = span(
+        f"{note.method} {note.route}", _SERVER, http_timings.received_time, now, context.span_id, context.parent_id
+    )
     root["attributes"] = _attributes(note, status)
     if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
         root["status"] = {"code": _ERROR, "message": note.error}
     yield root
     known = [output for output in note.outputs or () if output is not None]
-    arrived, first = exchange.arrival_time, exchange.first_token_time
+    arrived, first = http_timings.arrival_time, http_timings.first_token_time
     if not known or arrived is None:
         return
     scheduled = arrived + known[0].queued_s
-    ended = max(scheduled, exchange.last_finished_time or now)
+    ended = max(scheduled, http_timings.last_finished_time or now)
     computed = ended if first is None else max(scheduled, first)
     phases = [("queue", arrived, scheduled), ("prefill", scheduled, computed)]
     if first is not None:

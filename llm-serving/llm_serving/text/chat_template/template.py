@@ -16,7 +16,7 @@ from typing import Any, Final
 import jinja2
 import msgspec
 
-from llm_serving.core.files import is_unicode, json_of, read_regular
+from llm_serving.core.files import is_unicode, parse_json, read_regular
 from llm_serving.errors import ModelError, RequestError, TransportError, shorten
 from llm_serving.log import get_logger
 from llm_serving.text.chat_template.sandbox import Answer, Compile, RefusedTemplate, Render, sandbox
@@ -169,7 +169,7 @@ def _of_files(folder: Path) -> dict[str, str]:
 
 def _of_processor(path: Path) -> dict[str, str]:
     try:
-        content = json_of(read_regular(path, MAX_FILE_BYTES))
+        content = parse_json(read_regular(path, MAX_FILE_BYTES))
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{path}: cannot be read: {error}") from None
     templates = templates_of(content.get("chat_template") if isinstance(content, dict) else None)

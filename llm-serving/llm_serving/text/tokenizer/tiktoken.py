@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from llm_serving.core.files import json_of
+from llm_serving.core.files import parse_json
 from llm_serving.errors import ModelError, RequestError, shorten
 from llm_serving.text.tokenizer.vocabulary import AddedToken, TokenSplitter, read_limited
 
@@ -213,7 +213,7 @@ def read_tekken(path: Path) -> RankedPairs:
         ModelError: It is none.
     """
     try:
-        content: Any = json_of(read_limited(path))
+        content: Any = parse_json(read_limited(path))
         config = content["config"]
         num_special = _count(config["default_num_special_tokens"], MAX_SPECIAL_TOKENS)
         num_text = _count(config["default_vocab_size"], 2**24) - num_special

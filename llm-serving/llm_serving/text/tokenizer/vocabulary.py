@@ -17,7 +17,7 @@ from typing import Any, Final, Protocol
 from tokenizers import AddedToken as LibraryToken
 from tokenizers import Tokenizer as TokenizersTokenizer
 
-from llm_serving.core.files import json_of, read_regular
+from llm_serving.core.files import parse_json, read_regular
 from llm_serving.errors import ModelError, shorten
 
 MAX_TOKEN_ID: Final = 2**24
@@ -262,7 +262,7 @@ def read_json(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        content = json_of(read_limited(path))
+        content = parse_json(read_limited(path))
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{path}: cannot be read: {error}") from None
     if not isinstance(content, dict):
