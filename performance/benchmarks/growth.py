@@ -105,7 +105,7 @@ def decode_step(number: int, running: int, context: int) -> StepInput:
         block_tables=tables,
         block_epochs=np.zeros_like(tables),
         wanted=np.array([(row, 0, ResultKind.TOKEN) for row in range(running)], np.int32),
-        sampling=SamplingInput.greedy(running, position=np.full(running, context, np.int32)),
+        sampling=SamplingInput.plain(running, position=np.full(running, context, np.int32)),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -217,6 +218,16 @@ def test_all_of_a_request_that_decisions_depend_on_is_recorded() -> None:
     assert {field.name for field in fields(Request)} == recorded | derived | irrelevant
 
 
+@pytest.mark.parametrize("path", sorted(Path(__file__).with_name("format_14").iterdir()), ids=lambda path: path.stem)
+def test_recording_of_format_14_replays_to_its_own_hash(path: Path) -> None:
+    """One is by the release before the renaming, the other one has tenant limits."""
+    data = path.read_bytes()
+    result = replay(data)
+    assert result.hash == seal(data)
+    assert result.num_decisions > 20
+    result.scheduler.check_integrity()
+
+
 # What is not the same
 
 
@@ -309,7 +320,7 @@ def test_another_format_and_another_state_are_refused() -> None:
     data = small_recording()
     reader = replay(data)._reader
     for changes, text in [
-        ({"format": 99}, f"has format 99; this version reads format {FORMAT}"),
+        ({"format": 99}, f"has format 99; this version reads formats 14 and {FORMAT}"),
         ({"nodes": [["scheduler.scheduler:Lost", []]]}, "does not fit this version"),
         ({"nodes": [["config.loader:Path", []]]}, "no part of a scheduler's state"),
         ({"nodes": []}, "does not fit this version"),

@@ -1,7 +1,4 @@
-"""The types of numbers that models are computed in and stored as.
-
-What a config.json says of quantised weights.
-"""
+"""Dtypes of models, and the description of quantized weights in a config.json."""
 
 from __future__ import annotations
 
@@ -17,14 +14,14 @@ from llm_serving.errors import shorten
 @dataclass(frozen=True)
 class ModelDtype:
     name: str
-    """As configurations, MindSpore and PyTorch have it."""
+    """Name in configurations, MindSpore and PyTorch."""
     numpy: type[np.generic]
-    """What an array of it has: NumPy knows no bfloat16, whose bits travel as those of a number."""
+    """Type of its arrays. NumPy has no bfloat16, so its bits are kept as uint16."""
     safetensors: str
     checkpoint: str
-    """Its name in MindSpore's `.ckpt` files."""
+    """Name in MindSpore's `.ckpt` files."""
     on_ascend: bool
-    """Whether the primitives of the device compute in it."""
+    """Whether Ascend's primitives compute in it."""
     aliases: tuple[str, ...]
     """Other names in configurations and flags."""
 
@@ -64,8 +61,8 @@ _BITS: Final = ("bits", "w_bit", "weight_bits", "num_bits", "nbits_per_codebook"
 _GROUPS: Final = ("group_size", "q_group_size")
 
 
-def describe_quantisation(config: Mapping[str, Any]) -> str | None:
-    """How the weights of a config.json were quantised, such as "GPTQ, 4 bits, groups of 128"; None: they were not."""
+def describe_quantization(config: Mapping[str, Any]) -> str | None:
+    """Return how the weights of a config.json are quantized, such as "GPTQ, 4 bits, groups of 128", or None."""
     given = config.get("quantization_config")
     if given is None:
         return None
@@ -75,19 +72,19 @@ def describe_quantisation(config: Mapping[str, Any]) -> str | None:
     known = method.lower() if isinstance(method, str) else ""
     parts = [_METHODS[known] if known in _METHODS else shorten(method) if method is not None else "an unnamed method"]
     weights = [row.get("weights") for row in groups_of(given)]
-    places = [given, *(each for each in weights if isinstance(each, Mapping))]
-    bits = _first(places, _BITS) or _BITS_OF_METHODS.get(known) or _bits_by_name(given)
+    sections = [given, *(each for each in weights if isinstance(each, Mapping))]
+    bits = _first(sections, _BITS) or _BITS_OF_METHODS.get(known) or _bits_by_name(given)
     if bits:
         parts.append(f"{bits} bits")
-    if (size := _first(places, _GROUPS)) and size > 0:
+    if (size := _first(sections, _GROUPS)) and size > 0:
         parts.append(f"groups of {size}")
     types = given.get("types")
     parts += [each for each in types if isinstance(each, str)] if isinstance(types, list) else []
     return ", ".join(parts)
 
 
-def _first(places: list[Mapping[str, Any]], keys: tuple[str, ...]) -> int | None:
-    found = (place.get(key) for place in places for key in keys)
+def _first(sections: list[Mapping[str, Any]], keys: tuple[str, ...]) -> int | None:
+    found = (section.get(key) for section in sections for key in keys)
     return next((each for each in found if isinstance(each, int) and not isinstance(each, bool)), None)
 
 
@@ -97,7 +94,7 @@ def _bits_by_name(given: Mapping[str, Any]) -> int | None:
 
 
 def groups_of(given: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Rows of `config_groups`: compressed-tensors says what it says of groups of modules."""
+    """Return the rows of `config_groups`, which compressed-tensors uses for groups of modules."""
     groups = given.get("config_groups")
     rows = list(groups.values()) if isinstance(groups, Mapping) else []
     return [row for row in rows if isinstance(row, Mapping)]

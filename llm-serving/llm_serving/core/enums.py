@@ -1,7 +1,4 @@
-"""What a configuration may choose by name and another room implements.
-
-Exit codes of WorkAgents: what one that came to no conversation with its master can still say, wherever it ran.
-"""
+"""Names that a configuration may choose, and exit codes of WorkAgents."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from enum import IntEnum
 
 
 class PolicyName(enum.StrEnum):
-    """What a step begins with: `scheduler.policy`."""
+    """Stage that a step begins with, see `scheduler.policies`."""
 
     PREFILL_FIRST = "prefill_first"
     DECODE_FIRST = "decode_first"
@@ -20,7 +17,7 @@ class PolicyName(enum.StrEnum):
 
 
 class OrderName(enum.StrEnum):
-    """Who of a class goes next: `scheduler.orders`."""
+    """Order of requests within a class, see `scheduler.orders`."""
 
     FAIR = "fair"
     ARRIVAL = "arrival"
@@ -29,7 +26,7 @@ class OrderName(enum.StrEnum):
 
 
 class RoutingName(enum.StrEnum):
-    """Which of several replicas gets a request: `engine.routing`."""
+    """Routing of requests to replicas, see `engine.fleet.routing_policies`."""
 
     PREDICTED_TTFT = "predicted_ttft"
     PREFIX_AFFINITY = "prefix_affinity"
@@ -39,7 +36,7 @@ class RoutingName(enum.StrEnum):
 
 
 class RoleName(enum.StrEnum):
-    """What a replica computes of requests: `engine.router`."""
+    """Role of a replica in prefill/decode disaggregation, see `engine.fleet.router`."""
 
     BOTH = "both"
     PREFILL = "prefill"
@@ -47,28 +44,28 @@ class RoleName(enum.StrEnum):
 
 
 class EngineName(enum.StrEnum):
-    """Who starts WorkAgents: `executor.placement`."""
+    """Launcher of WorkAgents, see `executor.placement`."""
 
     LOCAL = "local"
     RAY = "ray"
 
 
 class WeightsName(enum.StrEnum):
-    """Where the machines of a cluster have a model's weights from."""
+    """Source of the weights on the machines of a cluster."""
 
     PATH = "path"
     OBJECT_STORE = "object_store"
 
 
 class SpreadName(enum.StrEnum):
-    """How WorkAgents are put on the machines of a cluster."""
+    """Placement of WorkAgents on the machines of a cluster."""
 
     SPREAD = "spread"
     PACK = "pack"
 
 
 class QuantizationName(enum.StrEnum):
-    """In how many bits weights and the rows they multiply are kept: `network.coded`."""
+    """Number of bits of weights and activations."""
 
     W8A8 = "w8a8"
     W8A16 = "w8a16"
@@ -77,21 +74,21 @@ class QuantizationName(enum.StrEnum):
 
 
 class KVCacheDtypeName(enum.StrEnum):
-    """How keys and values are kept: `worker.kv_tensors`."""
+    """Type of the KV cache, see `worker.kv_cache`."""
 
     AUTO = "auto"
     INT8 = "int8"
 
 
 class ExactnessName(enum.StrEnum):
-    """Whether speed may cost the last bits of an answer: `worker.exactness` tells what each promises."""
+    """Whether the bits of an answer may depend on the batch, see `worker.exactness`."""
 
     EXACT = "exact"
     FAST = "fast"
 
 
 class ImplementationName(enum.StrEnum):
-    """Whose network a model is computed by: `lowering.lower`."""
+    """Implementation of a model's network, see `lowering.lower`."""
 
     NATIVE = "native"
     MINDFORMERS = "mindformers"
@@ -99,7 +96,7 @@ class ImplementationName(enum.StrEnum):
 
 
 class JsonWhitespaceName(enum.StrEnum):
-    """What may stand between the parts of JSON that an answer is bound to: `text.constraints.grammars`."""
+    """White space in JSON answers with a schema, see `text.structured_output.grammars`."""
 
     NONE = "none"
     SPACE = "space"
@@ -107,7 +104,7 @@ class JsonWhitespaceName(enum.StrEnum):
 
 
 class ToolFormatName(enum.StrEnum):
-    """How a model writes calls of tools: `text.tools`."""
+    """Syntax of a model's tool calls, see `text.tool_parsers`."""
 
     MISTRAL = "mistral"
     GLM = "glm"
@@ -117,7 +114,7 @@ class ToolFormatName(enum.StrEnum):
 
 
 class SpeculativeMethodName(enum.StrEnum):
-    """Method of speculative decoding: `speculation`."""
+    """Method of speculative decoding, see `speculation`."""
 
     NONE = "none"
     NGRAM = "ngram"
@@ -125,23 +122,23 @@ class SpeculativeMethodName(enum.StrEnum):
 
 
 class Proposer(enum.StrEnum):
-    """What proposes draft tokens."""
+    """Component that proposes draft tokens."""
 
     NGRAM = "ngram"
     """The tokens that followed the same n-gram earlier."""
     DRAFT_MODEL = "draft_model"
     """A small model."""
     FORCED = "forced"
-    """A constraint that leaves no choice."""
+    """A constraint that allows only one token."""
 
 
 class AgentExit(IntEnum):
-    """As a process ends with it; a signal is the negative of its number."""
+    """Exit code of a WorkAgent; the negative number of a signal if one ended it."""
 
     ENDED = 0
-    """Its master told it to, or is gone."""
+    """The master stopped it or is gone."""
     BROKEN = 1
-    """The channel, in the middle of a frame."""
+    """The channel broke in the middle of a frame."""
     NO_SECRET = 3
     UNREACHABLE = 4
     RANK_LOST = 5
@@ -155,6 +152,6 @@ _SAID = {
 
 
 def describe_exit(code: int | None) -> str:
-    """As in "code 4: it did not reach ..."."""
+    """Return an exit code with its meaning, such as "code 4: it did not reach ..."."""
     said = next((f": {text}" for known, text in _SAID.items() if known == code), "")
     return f"code {code}{said}"

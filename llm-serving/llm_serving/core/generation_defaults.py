@@ -1,4 +1,4 @@
-"""What a model folder says of generating: the defaults of requests that say nothing, and the ids that end a text."""
+"""The generation config of a model folder: default sampling parameters and end-of-sequence ids."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ PARAMETERS: Final[Mapping[str, str]] = {
     "repetition_penalty": "repetition_penalty",
     "max_new_tokens": "max_tokens",
 }
-"""Key of the file -> parameter. Others, `do_sample` among them, say how another library is called."""
+"""Key of the file -> parameter. Other keys, such as `do_sample`, configure another library."""
 
 AT_LEAST_ONE: Final = Whole(1)
-"""A request may ask for no token; a model whose requests all do is a mistake."""
+"""A request may ask for 0 tokens, but as a default it would be a mistake."""
 
 
 def generation_defaults(folder: Path | None) -> dict[str, Any]:
-    """Parameter -> default, of a model folder; empty where it has no file or says nothing.
+    """Return parameter -> default of a model folder; empty without a file.
 
     Raises:
-        ModelError: The file cannot be read, or holds a value that no request may have.
+        ModelError: The file cannot be read, or has a value outside the range of the parameter.
     """
     if folder is None:
         return {}
@@ -50,10 +50,10 @@ def generation_defaults(folder: Path | None) -> dict[str, Any]:
 
 
 def generation_end_ids(folder: Path) -> tuple[int, ...]:
-    """`eos_token_id` of a model folder's generation config: an id or several; negative ones stand for none.
+    """Return `eos_token_id` of a model folder's generation config, one id or several, without negative ones.
 
     Raises:
-        ModelError: The file cannot be read, or has something else there.
+        ModelError: The file cannot be read, or the value is neither an id nor a list of ids.
     """
     path = folder / GENERATION_CONFIG
     value = _read(path).get("eos_token_id")

@@ -1,14 +1,10 @@
-"""How the tokens of one request are chosen and when they end: the table of sampling parameters.
+"""Sampling parameters of a request, their ranges, and beam search parameters.
 
-Name, default, range and meaning of each stand here and nowhere else. Routes, the offline interface, step arrays and the
-WorkAgent's checks follow from it.
+Name, default, range and meaning of each parameter are defined here and nowhere else. Routes, the offline interface,
+step arrays and the checks of the WorkAgent are derived from this table.
 
-What the parameters of a request may be.
-
-A rule takes what a client gave and returns the value that is computed with: a real number is rounded to float32 before
-it is compared with its range, since float32 is what chooses tokens. What passes a rule can be used as it is.
-
-How a beam search goes on and when it ends.
+A rule checks a client's value and returns the value that is used. A real number is rounded to float32 before it is
+compared with its range, because tokens are sampled in float32.
 """
 
 from __future__ import annotations
@@ -25,7 +21,7 @@ MAX_INT32: Final = 2**31 - 1
 
 
 def as_float32(value: float) -> float:
-    """The nearest number of single precision; infinite beyond the largest one."""
+    """Round to single precision; infinite beyond the largest number."""
     try:
         return c_float(value).value
     except OverflowError:  # an integer beyond every float
@@ -33,16 +29,16 @@ def as_float32(value: float) -> float:
 
 
 class ParameterRule(Protocol):
-    """One rule; `text` is worded to follow the name of a field: "must be an integer from 0 to 20"."""
+    """Range of a parameter; `text` follows the name of a field, as in "must be an integer from 0 to 20"."""
 
     @property
     def text(self) -> str: ...
 
     def checked(self, field: str, value: Any) -> Any:
-        """The value as it is used.
+        """Return the value that is used.
 
         Raises:
-            RequestError: It breaks the rule; names `field`.
+            RequestError: The value of `field` is outside the range.
         """
         ...
 
@@ -52,7 +48,7 @@ class Whole:
     low: int
     high: int = MAX_INT32
     optional: bool = False
-    """Whether None, which stands for nothing, is allowed."""
+    """Whether None is allowed."""
 
     @property
     def text(self) -> str:
@@ -73,7 +69,7 @@ class Real:
     low: float
     high: float
     above_low: bool = False
-    """Whether `low` itself is outside."""
+    """Whether `low` itself is excluded."""
 
     @property
     def text(self) -> str:
@@ -91,7 +87,7 @@ class Real:
         return used
 
     def holds(self, value: float) -> bool:
-        """Whether the number lies in the range; NaN does not."""
+        """Whether the number is in the range; NaN is not."""
         low, high = as_float32(self.low), as_float32(self.high)
         return low <= value <= high and not (self.above_low and value == low)
 
@@ -110,7 +106,7 @@ class Flag:
 
 @dataclass(frozen=True, slots=True)
 class Texts:
-    """A tuple of short, not empty texts."""
+    """A tuple of short, non-empty strings."""
 
     max_count: int
     max_chars: int
@@ -130,7 +126,7 @@ class Texts:
 
 @dataclass(frozen=True, slots=True)
 class GrammarText:
-    """None, or a text. Whether it is a grammar is told by who compiles it."""
+    """None, or a non-empty string. The compiler checks later whether it is a grammar."""
 
     @property
     def text(self) -> str:
@@ -147,7 +143,7 @@ _TOKEN_ID: Final = Whole(0)
 
 @dataclass(frozen=True, slots=True)
 class TokenIds:
-    """A tuple of token ids. Whether the vocabulary has them is checked by those who know it."""
+    """A tuple of token ids. The admission check compares them with the vocabulary."""
 
     max_count: int
 
@@ -163,7 +159,7 @@ class TokenIds:
 
 @dataclass(frozen=True, slots=True)
 class SomeTokenIds:
-    """None, which stands for all tokens, or a tuple of at least one id."""
+    """None (all tokens), or a tuple of at least one token id."""
 
     max_count: int
 
@@ -181,7 +177,7 @@ class SomeTokenIds:
 
 @dataclass(frozen=True, slots=True)
 class TokenSequences:
-    """A tuple of short, not empty sequences of token ids."""
+    """A tuple of short, non-empty sequences of token ids."""
 
     max_count: int
     max_len: int
@@ -234,10 +230,10 @@ def _parameter(default: Any, rule: ParameterRule) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """The sampling half of a request; every field is checked on construction and then holds the value that is used.
+    """Sampling parameters of a request, checked on construction.
 
     Raises:
-        RequestError: A field is outside its range; names field, rule and value.
+        RequestError: A field is outside its range.
     """
 
     max_tokens: int = _parameter(16, Whole(0))
@@ -304,48 +300,48 @@ class SamplingParams:
 
     @property
     def needs_known_output(self) -> bool:
-        """Whether a step depends on all tokens that came before, so that it cannot be formed ahead.
+        """Whether a step depends on all earlier tokens, so that it cannot be formed before the last reply.
 
-        A constraint does, too, but is told later: `StepInput.allowed_follow`.
+        A constraint does as well, but its tokens are sent later: `StepInput.allowed_follow`.
         """
         return any(len(sequence) > 1 for sequence in self.bad_words)
 
     @property
     def has_penalties(self) -> bool:
-        """Whether the choice depends on the tokens that came before."""
+        """Whether sampling depends on earlier tokens."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
 RULES: Final[Mapping[str, ParameterRule]] = {each.name: each.metadata["rule"] for each in fields(SamplingParams)}
-"""Name of a parameter -> what it may be."""
+"""Name of a parameter -> its range."""
 DEFAULTS: Final[Mapping[str, Any]] = {each.name: each.default for each in fields(SamplingParams)}
-"""Name of a parameter -> what it is when nobody says."""
+"""Name of a parameter -> its default."""
 NOT_WITH_A_CONSTRAINT: Final = ("min_tokens", "ignore_eos", "bad_words", "allowed_token_ids")
-"""Parameters that decide as well which tokens may come."""
+"""Parameters that restrict tokens and could conflict with a constraint."""
 
 
 MAX_BEAM_WIDTH: Final = MAX_LOGPROBS // 2
-"""Every beam needs twice as many of its most likely tokens."""
+"""Each beam needs the log-probabilities of twice as many tokens as there are beams."""
 LENGTH_PENALTY: Final = Real(-10.0, 10.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeamSearchParams:
-    """What makes a request a beam search; checked on construction.
+    """Parameters of a beam search, checked on construction.
 
     Raises:
-        RequestError: A field is outside its range; names field, rule and value.
+        RequestError: A field is outside its range.
     """
 
     width: int
-    """Beams that go on after each step, and finished sequences that are kept; 1 to 10."""
+    """Number of beams, and of finished sequences that are kept; 1 to 10."""
     num_returned: int = 1
-    """Of the finished sequences, the best so many are the answer; 1 to `width`."""
+    """Number of best finished sequences that are returned; 1 to `width`."""
     length_penalty: float = 1.0
-    """A sequence's score is its log-probability divided by its number of generated tokens to this power: 0 compares
-    sums, 1 means, more prefers longer ones. -10 to 10."""
+    """A sequence's score is its log-probability divided by its number of generated tokens to this power, -10 to 10: 0
+    compares sums, 1 compares means, larger values prefer longer sequences."""
     early_stopping: bool = False
-    """End as soon as `width` sequences have finished, even if one that has not could still be better."""
+    """End as soon as `width` sequences have finished, even if an unfinished one could still be better."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.width <= MAX_BEAM_WIDTH:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from llm_serving.core.dtypes import describe_quantisation, groups_of
+from llm_serving.core.dtypes import describe_quantization, groups_of
 from llm_serving.errors import ModelError, shorten
 from llm_serving.formats.awq import Awq
 from llm_serving.formats.compressed_tensors import CompressedTensors
@@ -30,7 +30,7 @@ def scheme_of(config: Mapping[str, Any], where: str) -> Scheme | None:
     Raises:
         ModelError: The scheme is not supported; the text lists the supported ones.
     """
-    description = describe_quantisation(config)
+    description = describe_quantization(config)
     if description is None:
         return None
     given = config["quantization_config"]

@@ -50,7 +50,7 @@ def score(
     errors: dict[int, str] = {}
     for start, end in _row_ranges(count, vocab_size):
         logits = head(states[start:end])
-        sampling = SamplingInput.greedy(end - start, num_logprobs=scoring.num_logprobs[start:end])
+        sampling = SamplingInput.plain(end - start, num_logprobs=scoring.num_logprobs[start:end])
         choices = choose_tokens(logits, sampling, NO_TOKENS)
         for index in np.flatnonzero(choices.failures != SamplingFailure.NONE).tolist():
             largest = choices.largest[index]

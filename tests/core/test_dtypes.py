@@ -1,7 +1,7 @@
 """What a config.json says of quantised weights, in words."""
 
 import pytest
-from llm_serving.core.dtypes import describe_quantisation
+from llm_serving.core.dtypes import describe_quantization
 
 
 @pytest.mark.parametrize(
@@ -22,4 +22,4 @@ from llm_serving.core.dtypes import describe_quantisation
     ],
 )
 def test_quantised_weights_are_described_by_their_method(given, told):
-    assert describe_quantisation({"quantization_config": given}) == told
+    assert describe_quantization({"quantization_config": given}) == told
