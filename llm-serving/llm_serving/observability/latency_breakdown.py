@@ -145,8 +145,8 @@ class _Walk:
             (nanoseconds(each.began), self._end if each.ended == math.inf else nanoseconds(each.ended))
             for each in record.outages
         ]
-        exchange = life.exchange
-        self._cursor = nanoseconds(life.arrival_time if exchange is None else exchange.received_time)
+        http_timings = life.http_timings
+        self._cursor = nanoseconds(life.arrival_time if http_timings is None else http_timings.received_time)
         self._spans: list[Span] = []
 
     def spans(self) -> list[Span]:
@@ -174,12 +174,12 @@ class _Walk:
 
     def _finish(self) -> None:
         """What comes after the engine has ended the request."""
-        life, exchange, now = self._life, self._life.exchange, nanoseconds(self._record.now)
+        life, http_timings, now = self._life, self._life.http_timings, nanoseconds(self._record.now)
         self._until(self._end, Part.SENDING)
-        if life.ended_time is None or exchange is None:
+        if life.ended_time is None or http_timings is None:
             return
-        answered = exchange.response_sent_time
-        others_end = now if exchange.unfinished_request_ids else nanoseconds(exchange.last_finished_time)
+        answered = http_timings.response_sent_time
+        others_end = now if http_timings.unfinished_request_ids else nanoseconds(http_timings.last_finished_time)
         end = now if answered is None else nanoseconds(answered)
         self._until(min(others_end, end), Part.OTHER_CHOICES)
         self._until(end, Part.SENDING)
@@ -401,7 +401,7 @@ def explain(
             guessed=num_accepted,
         ),
         num_preemptions=facts.num_preemptions,
-        num_sharing=0 if life.exchange is None else life.exchange.num_coalesced,
+        num_sharing=0 if life.http_timings is None else life.http_timings.num_coalesced,
         bounds=ExplainedBounds(
             wait=BoundAndMet(bound=facts.wait_bound, met=facts.num_steps_waited),
             wait_bound_s=wait_bound_s,
@@ -412,9 +412,9 @@ def explain(
 
 
 def _first_token(life: RequestRecord) -> ExplainedFirstToken:
-    predicted_s = None if life.exchange is None else life.exchange.predicted_ttft_s
+    predicted_s = None if life.http_timings is None else life.http_timings.predicted_ttft_s
     came = life.first_token_time
-    began = life.arrival_time if life.exchange is None else life.exchange.received_time
+    began = life.arrival_time if life.http_timings is None else life.http_timings.received_time
     return ExplainedFirstToken(
         predicted_ms=None if predicted_s is None else 1000 * predicted_s,
         real_ms=None if came is None else 1000 * (came - began),

@@ -135,7 +135,7 @@ class DraftModel:
 
 def _sampling(continuations: Sequence[Continuation], positions: Sequence[int]) -> SamplingInput:
     """Return the sampling parameters of the requests, without penalties, biases and allowed tokens."""
-    return SamplingInput.greedy(
+    return SamplingInput.plain(
         len(continuations),
         temperature=np.array([each.temperature for each in continuations], np.float32),
         top_k=np.array([each.top_k for each in continuations], np.int32),

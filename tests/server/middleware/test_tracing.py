@@ -68,12 +68,12 @@ def test_who_does_not_want_a_trace_gets_none() -> None:
 
 
 def noted(**times: float) -> RequestContext:
-    exchange = HttpTimings(10.0, last_finished_time=15.0, arrival_time=10.5)
+    http_timings = HttpTimings(10.0, last_finished_time=15.0, arrival_time=10.5)
     for name, value in times.items():
-        setattr(exchange, name, value)
+        setattr(http_timings, name, value)
     output = RequestOutput("r", "", (), (), 7, 3, 5, FinishReason.STOP, queued_s=1.5)
     return RequestContext(
-        exchange, "POST", "/v1/completions", request_id="r", tenant="t", num_prompt_tokens=7, outputs=[output]
+        http_timings, "POST", "/v1/completions", request_id="r", tenant="t", num_prompt_tokens=7, outputs=[output]
     )
 
 

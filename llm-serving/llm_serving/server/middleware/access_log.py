@@ -122,7 +122,7 @@ class AccessLog:
             suppressed = self._refusals.take(now)
             if suppressed is None:
                 return
-        began = note.exchange.received_time
+        began = note.http_timings.received_time
         line = AccessLine(
             time=self._wall_clock().isoformat(timespec="milliseconds"),
             client=note.client,
@@ -138,7 +138,7 @@ class AccessLog:
         )
         if note.outputs is not None:
             _add_usage(line, note, note.outputs)
-            first = note.exchange.first_token_time
+            first = note.http_timings.first_token_time
             line.ttft_ms = None if first is None else _ms(first - began)
         self._put(_encode(line).decode())
 
@@ -229,11 +229,13 @@ class Accounting:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        exchange = HttpTimings(scope.get(ARRIVED_KEY) or self._clock())
+        http_timings = HttpTimings(scope.get(ARRIVED_KEY) or self._clock())
         path, method, client = scope["path"], scope["method"], scope.get("client")
         if client and not _may_be_address(client[0]):
             scope["client"] = client = None
-        note = RequestContext(exchange, method if method in METHODS else OTHER, path if path in self._paths else OTHER)
+        note = RequestContext(
+            http_timings, method if method in METHODS else OTHER, path if path in self._paths else OTHER
+        )
         note.client = client[0] if client else ""
         scope[SCOPE_KEY] = note
         context = None if self._tracer is None or path in PROBES else context_of(scope["headers"])
@@ -245,7 +247,7 @@ class Accounting:
                     message["headers"] = [*message.get("headers", ()), (HEADER, context.header)]
             elif not message.get("more_body", False):
                 # Just before: a client that has the whole answer never measures less than the server.
-                exchange.response_sent_time = self._clock()
+                http_timings.response_sent_time = self._clock()
             return send(message)
 
         failed = True
@@ -256,14 +258,14 @@ class Accounting:
             failed = False
             raise
         finally:
-            if exchange.response_sent_time is None:  # the client has left
-                exchange.response_sent_time = self._clock()
+            if http_timings.response_sent_time is None:  # the client has left
+                http_timings.response_sent_time = self._clock()
             status = note.status
             if status is None:
                 status = HTTPStatus.INTERNAL_SERVER_ERROR if failed else CLIENT_LEFT
-            self._tell(note, int(status), exchange.response_sent_time)
+            self._tell(note, int(status), http_timings.response_sent_time)
             if self._tracer is not None and context is not None:
-                self._tracer.answered(context, note, int(status), exchange.response_sent_time)
+                self._tracer.answered(context, note, int(status), http_timings.response_sent_time)
 
     def refused(self, address: str, status: int) -> None:
         """Notes what was answered before it had become a request: no place, no HTTP, beyond a limit, too late."""

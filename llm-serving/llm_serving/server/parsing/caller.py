@@ -55,7 +55,7 @@ def caller_of(config: ServingConfig, http_request: Request, *bodies: CallerField
     if priority is None:  # without a given priority, the highest one that is allowed, up to 0
         priority = 0 if ceiling is None else max(0, ceiling.rank)
     note, timeout_s = request_context_of(http_request), _timeout(config, http_request, bodies)
-    deadline = None if timeout_s is None or note is None else note.exchange.received_time + timeout_s
+    deadline = None if timeout_s is None or note is None else note.http_timings.received_time + timeout_s
     tenant = user if key is None else key.name
     if user not in ("", tenant):
         note_ignored(http_request, "user")
@@ -66,7 +66,7 @@ def caller_of(config: ServingConfig, http_request: Request, *bodies: CallerField
         tenant=tenant,
         cache_salt=cache_salt,
         deadline=deadline,
-        http_timings=None if note is None else note.exchange,
+        http_timings=None if note is None else note.http_timings,
         note=note,
         source=source_of(http_request),
         quota=quota_of(http_request),

@@ -21,7 +21,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from llm_serving.core.files import escaped
+from llm_serving.core.files import escape_surrogates
 from llm_serving.errors import ChannelClosedError, TransportError
 from llm_serving.text.sandbox import confine, within
 from llm_serving.transport.channel import Channel
@@ -115,7 +115,7 @@ def _compile(source: str) -> tuple[jinja2.Template | None, Answer]:
     try:
         return sandbox().from_string(source), Rendered("")
     except (jinja2.TemplateError, SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError) as error:
-        why = escaped(str(error)[:200])
+        why = escape_surrogates(str(error)[:200])
         return None, RefusedTemplate(f"cannot be rendered: the model's chat template cannot be compiled: {why}")
 
 
@@ -131,7 +131,7 @@ def _render(template: jinja2.Template, question: Render) -> Answer:
         text = "".join(pieces)
         text.encode()  # lone surrogates have no UTF-8
     except jinja2.TemplateError as error:
-        return RefusedTemplate(f"do not fit the model's chat template: {escaped(str(error)[:200])}")
+        return RefusedTemplate(f"do not fit the model's chat template: {escape_surrogates(str(error)[:200])}")
     except Exception as error:  # noqa: BLE001  whatever a template does is its own
         return RefusedTemplate(f"do not fit the model's chat template: {type(error).__name__}")
     return Rendered(text)
