@@ -21,5 +21,5 @@ from llm_serving.core.dtypes import describe_quantization
         (None, None),
     ],
 )
-def test_quantised_weights_are_described_by_their_method(given, told):
+def test_quantized_weights_are_described_by_their_method(given, told):
     assert describe_quantization({"quantization_config": given}) == told

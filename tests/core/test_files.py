@@ -26,7 +26,7 @@ def folder(path):
 
 @pytest.mark.parametrize("make", [pipe, device, folder])
 @pytest.mark.parametrize("name", [*DEMO_FILES, "chat_template.jinja"])
-def test_what_is_no_regular_file_is_refused_and_never_waited_for(tmp_path, name, make):
+def test_other_than_regular_files_are_refused_without_blocking(tmp_path, name, make):
     for each in DEMO_FILES:
         if each != name and (DEMO_FOLDER / each).exists():
             (tmp_path / each).symlink_to(DEMO_FOLDER / each)  # as the cache of Hugging Face has them
@@ -37,7 +37,7 @@ def test_what_is_no_regular_file_is_refused_and_never_waited_for(tmp_path, name,
         Tokenizer.load(tmp_path, tmp_path / name)  # the one that the folder does not need
 
 
-def test_a_file_that_is_longer_than_it_said_is_read_to_the_limit_only(tmp_path):
+def test_growing_file_is_read_only_to_the_limit(tmp_path):
     (tmp_path / "file").write_bytes(b"x" * 100)
     assert read_regular(tmp_path / "file", 100) == b"x" * 100
     with pytest.raises(ModelError, match="must be at most 99 bytes"):

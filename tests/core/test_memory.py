@@ -1,16 +1,23 @@
-"""Memory that was freed goes back to the system."""
+"""Memory of a process: return of freed memory, shortages, and address space limits."""
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
+import resource
 import subprocess
 import sys
 import threading
 from pathlib import Path
 
 import pytest
-from llm_serving.core.memory import periodic_heap_trim
+from llm_serving.core.memory import (
+    describe_address_space_limit,
+    explain_address_space_limit,
+    periodic_heap_trim,
+    shortage,
+)
 
 MEBI = 2**20
 HELPERS = """
@@ -48,7 +55,7 @@ def growth(program: str) -> int:
     return int(subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout)
 
 
-def test_blocks_of_connections_are_mappings_after_a_large_one_was_freed():
+def test_large_allocations_stay_mappings_after_a_larger_one_was_freed():
     """A body of 4 MiB, then a hundred connections that take 256 KiB each, of which the last stays."""
     kept = growth("""
 assert return_large_blocks()
@@ -60,7 +67,7 @@ print(resident() - before)
     assert kept < 4 * MEBI
 
 
-def test_pages_below_what_lives_are_given_back():
+def test_free_pages_below_live_allocations_are_returned():
     kept = growth("""
 before = resident()
 free_all_but_the_last([take(30_000) for _ in range(1000)])
@@ -70,7 +77,7 @@ print(resident() - before)
     assert kept < 4 * MEBI
 
 
-def test_it_happens_again_and_again_while_the_server_runs():
+def test_heap_is_trimmed_periodically():
     given, times = threading.Event(), []
 
     def give():
@@ -82,3 +89,56 @@ def test_it_happens_again_and_again_while_the_server_runs():
         assert given.wait(30)
     assert times[0] is not threading.current_thread()
     assert not times[0].is_alive()
+
+
+@pytest.fixture
+def limit(monkeypatch):
+    limit = [3_000_000_000]
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (limit[0], resource.RLIM_INFINITY))
+    return limit
+
+
+def test_address_space_limit_is_described_with_the_remedy(limit):
+    assert describe_address_space_limit() == (
+        "a process may map 3.0 GB (`ulimit -v`, LimitAS of systemd): a WorkAgent needs 4 GB beside its weights and "
+        "blocks; take the limit away (`ulimit -v unlimited`) or raise it"
+    )
+
+
+@pytest.mark.parametrize(
+    ("error", "may_come_of_it"),
+    [
+        (RuntimeError("Allocate memory failed"), True),
+        (RuntimeError("std::bad_alloc"), True),
+        (ImportError("x.so: failed to map segment from shared object"), True),
+        (RuntimeError("Resource temporarily unavailable"), True),
+        (OSError(errno.ENOMEM, "x"), True),
+        (MemoryError(), True),
+        (RuntimeError("compile failed"), False),
+    ],
+)
+def test_errors_that_the_address_space_limit_may_cause(limit, error, may_come_of_it):
+    assert explain_address_space_limit(error) == (describe_address_space_limit() if may_come_of_it else None)
+
+
+def test_no_error_is_explained_without_a_limit(limit):
+    limit[0] = resource.RLIM_INFINITY
+    assert describe_address_space_limit() is explain_address_space_limit(MemoryError()) is None
+
+
+@pytest.mark.parametrize(
+    ("error", "what"),
+    [
+        (OSError(errno.EMFILE, "x"), "Too many open files"),
+        (OSError(errno.ENOMEM, "x"), "Cannot allocate memory"),
+        (BlockingIOError(errno.EAGAIN, "x"), "Resource temporarily unavailable"),
+        (MemoryError(), "Cannot allocate memory"),
+        (RuntimeError("can't start new thread"), "can't start new thread"),
+        (OSError(errno.ENOENT, "x"), None),
+        (OSError("x"), None),
+        (RuntimeError("x"), None),
+        (ValueError(), None),
+    ],
+)
+def test_shortage_is_recognized(error, what):
+    assert shortage(error) == what

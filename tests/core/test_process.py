@@ -9,7 +9,7 @@ import psutil
 from llm_serving.core.process import command_of
 
 
-def test_files_of_the_folder_are_no_modules(tmp_path):
+def test_module_command_ignores_modules_in_the_working_directory(tmp_path):
     for name in ("logging.py", "signal.py", "yaml.py"):
         (tmp_path / name).write_text("raise SystemExit('this is not what was meant')\n")
     log = tmp_path / "server.log"
@@ -19,14 +19,14 @@ def test_files_of_the_folder_are_no_modules(tmp_path):
     assert log.read_text() == "a line\n"
 
 
-def test_nobody_starts_one_in_another_way():
+def test_only_core_process_uses_sys_executable():
     package = Path(llm_serving.__file__).parent
     assert [str(path) for path in package.rglob("*.py") if "sys.executable" in path.read_text()] == [
         str(package / "core" / "process.py")
     ]
 
 
-def test_one_that_hangs_ends_with_its_parent():
+def test_hanging_process_ends_with_its_parent():
     """In a call that does not let go of the interpreter, so that no thread of its own could notice."""
     child = "import ctypes, os; from llm_serving.core.process import die_with_parent; die_with_parent()"
     child += "; print(os.getpid(), flush=True); ctypes.PyDLL(None).pause()"

@@ -47,13 +47,13 @@ def test_growing_may_use_the_last_block() -> None:
     assert not blocks.can_grow("a", 9)
 
 
-def test_can_ever_hold_counts_whole_blocks() -> None:
+def test_can_ever_fit_counts_whole_blocks() -> None:
     blocks = BlockManager(num_blocks=2, block_size=4)
     assert blocks.can_ever_fit(8)
     assert not blocks.can_ever_fit(9)
 
 
-def test_full_blocks_of_an_equal_beginning_are_shared() -> None:
+def test_full_blocks_of_an_equal_prefix_are_shared() -> None:
     blocks = BlockManager(num_blocks=8, block_size=4)
     first, second = create_request(10, request_id="a"), create_request(11, request_id="b")
     assert admit(blocks, first) == 0
@@ -70,7 +70,7 @@ def test_the_newest_token_is_always_computed() -> None:
     assert blocks.admit(second, 8) == 4
 
 
-def test_blocks_are_found_after_their_owner_has_gone() -> None:
+def test_blocks_are_found_after_their_request_finished() -> None:
     blocks = BlockManager(num_blocks=8, block_size=4)
     admit(blocks, create_request(9, request_id="a"))
     blocks.free("a")
@@ -96,7 +96,7 @@ def test_nothing_is_shared_without_prefix_caching() -> None:
     assert admit(blocks, create_request(9, request_id="b")) == 0
 
 
-def test_a_fork_shares_full_blocks_and_copies_the_one_it_begins_in() -> None:
+def test_fork_shares_full_blocks_and_copies_the_one_in_which_it_starts() -> None:
     blocks = BlockManager(num_blocks=8, block_size=4, prefix_caching=False)
     parent = create_request(10, request_id="a")
     child = replace(parent, request_id="b")
@@ -119,19 +119,19 @@ def fork_after_a_block_was_given_away(index: int) -> BlockManager:
     return blocks
 
 
-def test_a_fork_names_the_epochs_of_its_parent_even_if_a_block_was_given_away_since() -> None:
+def test_fork_uses_the_parents_epochs_even_if_a_block_was_reallocated() -> None:
     blocks = fork_after_a_block_was_given_away(0)
     assert blocks.table("b").ids[:2] == blocks.table("a").ids[:2]
     assert blocks.table("b").epochs[:2] == blocks.table("a").epochs[:2]
 
 
-def test_a_copy_names_the_epoch_of_the_parent_even_if_the_block_was_given_away_since() -> None:
+def test_copy_uses_the_parents_epoch_even_if_the_block_was_reallocated() -> None:
     blocks = fork_after_a_block_was_given_away(2)
     (move,) = blocks.pop_block_moves()
     assert (move.source_epoch, move.target_epoch) == (blocks.table("a").epochs[2], blocks.table("b").epochs[2])
 
 
-def test_blocks_come_back_under_the_epochs_under_which_they_went() -> None:
+def test_swapped_blocks_keep_their_epochs() -> None:
     blocks = BlockManager(num_blocks=4, block_size=4, num_swap_blocks=3)
     request = create_request(10, request_id="a")
     admit(blocks, request)
@@ -162,7 +162,7 @@ def test_a_fork_shares_no_further_than_the_tokens_are_equal() -> None:
     assert [move.num_tokens for move in blocks.pop_block_moves()] == [2]
 
 
-def test_a_swapped_request_comes_back_with_all_it_had_computed() -> None:
+def test_swapped_request_returns_with_all_computed_tokens() -> None:
     blocks = BlockManager(num_blocks=4, block_size=4, num_swap_blocks=3)
     request = create_request(10, request_id="a")
     admit(blocks, request)

@@ -16,7 +16,7 @@ def test_the_latest_freed_block_is_reused_first() -> None:
     assert pool.allocate(3) == [3, 0, 2]
 
 
-def test_a_named_block_is_found_while_used_and_after() -> None:
+def test_cached_block_is_found_while_used_and_after() -> None:
     pool = BlockPool(2)
     (block_id,) = pool.allocate(1)
     pool.register_hash(block_id, pool.epoch(block_id), b"x")
@@ -28,7 +28,7 @@ def test_a_named_block_is_found_while_used_and_after() -> None:
     pool.check_integrity([block_id])
 
 
-def test_nameless_blocks_are_reused_first_then_the_longest_unused() -> None:
+def test_uncached_blocks_are_reused_first_then_the_least_recently_used() -> None:
     pool = BlockPool(4)
     pool.allocate(4)
     for block_id in (0, 1, 2):
@@ -40,7 +40,7 @@ def test_nameless_blocks_are_reused_first_then_the_longest_unused() -> None:
     pool.check_integrity(range(4))
 
 
-def test_of_two_blocks_with_one_name_the_first_keeps_it() -> None:
+def test_first_of_two_blocks_with_one_hash_keeps_it() -> None:
     pool = BlockPool(2)
     first, second = pool.allocate(2)
     pool.register_hash(first, pool.epoch(first), b"x")
@@ -49,7 +49,7 @@ def test_of_two_blocks_with_one_name_the_first_keeps_it() -> None:
     pool.check_integrity([first, second])
 
 
-def test_forgotten_names_are_not_found() -> None:
+def test_cleared_hashes_are_not_found() -> None:
     pool = BlockPool(1)
     (block_id,) = pool.allocate(1)
     pool.register_hash(block_id, pool.epoch(block_id), b"x")
@@ -71,7 +71,7 @@ def test_allocating_more_than_is_free_is_caught() -> None:
         BlockPool(2).allocate(3)
 
 
-def test_check_integrity_sees_a_block_nobody_holds() -> None:
+def test_check_integrity_sees_a_leaked_block() -> None:
     pool = BlockPool(3)
     block_ids = pool.allocate(2)
     pool.check_integrity(block_ids)

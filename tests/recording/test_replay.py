@@ -142,7 +142,7 @@ def test_the_loads_of_these_tests_have_drafts() -> None:
     assert sum(row.num_drafts for schedule in done for row in schedule.rows) >= 10
 
 
-def test_a_paused_request_goes_on_with_another_token() -> None:
+def test_replay_of_a_paused_request_that_continues_with_another_token() -> None:
     files = MemoryFiles()
     recorded = create_recorded(files, prefix_caching=True, **SMALL)
     parent = create_request(6, max_tokens=8)
@@ -169,7 +169,7 @@ def test_a_paused_request_goes_on_with_another_token() -> None:
     assert again.output_token_ids == [7, 7, 5]
 
 
-def test_a_deadline_that_was_put_off_counts_where_a_request_gets_another_place() -> None:
+def test_changed_deadline_counts_when_a_request_is_queued_again() -> None:
     files = MemoryFiles()
     recorded = create_recorded(files, order="deadline", max_num_seqs=1, max_overtakes=4)
     first, second = (create_request(4, request_id=name, max_tokens=1) for name in ("first", "second"))
@@ -290,7 +290,7 @@ def test_no_changed_byte_goes_unnoticed(place: int, bits: int) -> None:
 
 @settings(max_examples=60)
 @given(PLACES)
-def test_a_file_that_was_cut_off_is_replayed_as_far_as_it_goes(place: int) -> None:
+def test_truncated_file_is_replayed_to_its_last_complete_record(place: int) -> None:
     data = small_recording()
     entries = read(data)
     first = entries[0].offset
@@ -311,7 +311,7 @@ def test_a_file_that_was_cut_off_is_replayed_as_far_as_it_goes(place: int) -> No
         (MAGIC + b"\x10", "ends before its header does"),
     ],
 )
-def test_what_is_no_recording_is_refused(data: bytes, text: str) -> None:
+def test_other_files_are_refused(data: bytes, text: str) -> None:
     with pytest.raises(RecordingError, match=text):
         replay(data)
 

@@ -33,7 +33,7 @@ def told(data: bytes, until: int | None = None, **limits: int) -> ToldStory:
     return story.told("replica-0", "1.0")
 
 
-def test_each_step_tells_who_was_computed_and_who_waited_for_what():
+def test_story_lists_rows_and_waiting_requests_of_each_step():
     story = told(recorded())
     names = [each.id for each in story.requests]
     first = story.steps[0]
@@ -47,7 +47,7 @@ def test_each_step_tells_who_was_computed_and_who_waited_for_what():
     assert first.num_used_blocks == sum(blocks for _, blocks in first.running)
 
 
-def test_who_loses_a_place_is_told_with_the_class_it_was_for():
+def test_story_lists_preemptions_with_their_class():
     story = told(recorded())
     names = [each.id for each in story.requests]
     [step] = [each for each in story.steps if each.preempted]
@@ -67,7 +67,7 @@ def test_the_newest_steps_are_kept_and_name_their_requests_alone():
     assert told(recorded(), until=0).steps == told(recorded()).steps[:1]
 
 
-def test_of_many_that_wait_the_first_are_told():
+def test_story_lists_the_first_of_many_waiting_requests():
     files = MemoryFiles()
     scheduler = create_recorded(files, max_num_seqs=1)
     for number in range(MAX_WAITING + 9):

@@ -15,22 +15,22 @@ from tools.adversary import CLASSES, SETTINGS, SPREAD, Attack, Liar, Move, Strat
 
 LONG, HALF, FULL_STEP = (1, 15), (8, 8), (15, 1)
 WORST = [
-    ("one class, 1 place", "standard", Move(LONG), 1.3),
-    ("one class, 4 places", "standard", Move(LONG), 1.8),
-    ("three classes, 1 place", "interactive", Move(LONG, (LONG, FULL_STEP)), 1.2),
-    ("three classes, 4 places", "interactive", Move(LONG, (LONG, LONG)), 2.0),
-    ("three classes, 4 places", "standard", Move(LONG, (HALF, HALF)), 3.7),
-    ("three classes, 8 places", "interactive", Move(LONG, (LONG, LONG), 6), 2.7),
-    ("three classes, 8 places", "standard", Move(LONG, (FULL_STEP, FULL_STEP)), 3.7),
-    ("three classes, 8 places, small cache", "interactive", Move(LONG, (LONG, LONG), 6), 4.6),
-    ("three classes, 8 places, small cache", "standard", Move(LONG, (LONG, FULL_STEP)), 6.4),
-    ("three classes, 4 places, one of 2 replicas", "interactive", Move(LONG, (LONG, LONG)), 2.8),
-    ("three classes, 4 places, one of 2 replicas", "standard", Move(LONG, (HALF, HALF)), 4.3),
-    ("mixed, three classes, 4 places", "interactive", Move(LONG, (LONG, LONG)), 2.0),
-    ("mixed, three classes, 4 places", "standard", Move(LONG, (HALF, HALF)), 2.8),
-    ("mixed, three classes, 4 places", "batch", Move(LONG, (HALF, HALF)), 3.0),
-    ("shortest, three classes, 4 places", "interactive", Move(LONG, (LONG, LONG)), 2.0),
-    ("shortest, three classes, 4 places", "standard", Move(LONG, (HALF, HALF)), 3.7),
+    ("one class, 1 slot", "standard", Move(LONG), 1.3),
+    ("one class, 4 slots", "standard", Move(LONG), 1.8),
+    ("three classes, 1 slot", "interactive", Move(LONG, (LONG, FULL_STEP)), 1.2),
+    ("three classes, 4 slots", "interactive", Move(LONG, (LONG, LONG)), 2.0),
+    ("three classes, 4 slots", "standard", Move(LONG, (HALF, HALF)), 3.7),
+    ("three classes, 8 slots", "interactive", Move(LONG, (LONG, LONG), 6), 2.7),
+    ("three classes, 8 slots", "standard", Move(LONG, (FULL_STEP, FULL_STEP)), 3.7),
+    ("three classes, 8 slots, small cache", "interactive", Move(LONG, (LONG, LONG), 6), 4.6),
+    ("three classes, 8 slots, small cache", "standard", Move(LONG, (LONG, FULL_STEP)), 6.4),
+    ("three classes, 4 slots, one of 2 replicas", "interactive", Move(LONG, (LONG, LONG)), 2.8),
+    ("three classes, 4 slots, one of 2 replicas", "standard", Move(LONG, (HALF, HALF)), 4.3),
+    ("mixed, three classes, 4 slots", "interactive", Move(LONG, (LONG, LONG)), 2.0),
+    ("mixed, three classes, 4 slots", "standard", Move(LONG, (HALF, HALF)), 2.8),
+    ("mixed, three classes, 4 slots", "batch", Move(LONG, (HALF, HALF)), 3.0),
+    ("shortest, three classes, 4 slots", "interactive", Move(LONG, (LONG, LONG)), 2.0),
+    ("shortest, three classes, 4 slots", "standard", Move(LONG, (HALF, HALF)), 3.7),
 ]
 """Setting, class of the victim, the worst move that is soon played, and how far the bound may be from what it reaches.
 
@@ -38,7 +38,9 @@ The search climbs on from there, and comes nearer."""
 
 
 @pytest.mark.parametrize(("setting", "victim", "move", "most"), WORST)
-def test_a_bound_is_not_far_from_what_liars_reach(setting: str, victim: str, move: Move, most: float) -> None:
+def test_bound_is_close_to_the_worst_wait_that_an_adversary_reaches(
+    setting: str, victim: str, move: Move, most: float
+) -> None:
     options: dict[str, Any] = SETTINGS[setting]
     victim_class = next(each for each in options["classes"] if each.name == victim)
     strategy = move.strategy(options["classes"], victim_class)
@@ -46,15 +48,15 @@ def test_a_bound_is_not_far_from_what_liars_reach(setting: str, victim: str, mov
     assert waited <= bound <= most * waited
 
 
-def test_the_search_begins_with_a_move_for_each_term_and_keeps_the_worst() -> None:
-    options: dict[str, Any] = SETTINGS["one class, 4 places"]
+def test_adversary_search_starts_with_a_move_for_each_term_and_keeps_the_worst() -> None:
+    options: dict[str, Any] = SETTINGS["one class, 4 slots"]
     (victim,) = options["classes"]
     first = moves(options["classes"], victim)
     assert first == [Move(own).strategy(options["classes"], victim) for own in (LONG, HALF, FULL_STEP)]
     assert search(options, victim, num_rounds=0, seed=1).strategy == first[0]
 
 
-def test_prompts_that_leave_out_what_decodes_are_reckoned_with() -> None:
+def test_bound_includes_prompts_that_leave_out_decoding_requests() -> None:
     """Long answers of the lowest class, of which each token waits for prompts of the others."""
     batch = CLASSES[2]
     others = [Liar(each.rank, False, 15, 1, False, 6) for each in CLASSES[:2]]
@@ -63,30 +65,30 @@ def test_prompts_that_leave_out_what_decodes_are_reckoned_with() -> None:
     assert 100 < waited <= bound
 
 
-def test_no_weight_is_cheated_by_prompts_where_many_steps_in_a_row_may_leave_out_what_decodes() -> None:
+def test_class_keeps_its_weight_if_prompts_may_leave_out_decoding_for_many_steps() -> None:
     """Others paid for the tokens of their prompts, and long answers for places in which they got nothing."""
     standard = CLASSES[1]
     others = [Liar(each.rank, False, 12, 1, False, 20) for each in CLASSES if each is not standard]
     strategy = Strategy((Liar(standard.rank, True, 1, 15, True, 6), *others), 150, 1)
-    options = SETTINGS["three classes, 8 places, long decode gap"]
+    options = SETTINGS["three classes, 8 slots, long decode gap"]
     waited, bound = Attack(create_attacked(**options), strategy, standard).run()
     assert 0 < waited <= bound
 
 
-def test_no_priority_keeps_another_of_its_class_waiting_for_ever() -> None:
+def test_priority_never_starves_another_request_of_its_class() -> None:
     """64 clients that come again at once, each with the best priority there is, and one with the worst of its class."""
     scheduler = create_attacked(classes=CLASSES, max_num_seqs=16, max_head_start_steps=64)
     victim = create_request(4, max_tokens=4, priority=CLASSES[0].rank + SPREAD)
-    liars = [create_request(4, max_tokens=8, priority=-MAX_PRIORITY, tenant=str(number)) for number in range(64)]
-    for liar in liars[:48]:
-        scheduler.add(liar)
+    adversaries = [create_request(4, max_tokens=8, priority=-MAX_PRIORITY, tenant=str(number)) for number in range(64)]
+    for adversary in adversaries[:48]:
+        scheduler.add(adversary)
     scheduler.add(victim)
     num_steps = 0
     while victim.status is RequestStatus.WAITING:
-        for number, liar in enumerate(liars):
-            if liar.is_finished or (number >= 48 and num_steps == 0):
-                liars[number] = create_request(4, max_tokens=8, priority=-MAX_PRIORITY, tenant=str(number))
-                scheduler.add(liars[number])
+        for number, adversary in enumerate(adversaries):
+            if adversary.is_finished or (number >= 48 and num_steps == 0):
+                adversaries[number] = create_request(4, max_tokens=8, priority=-MAX_PRIORITY, tenant=str(number))
+                scheduler.add(adversaries[number])
         schedule = run_step(scheduler)
         assert schedule is not None and schedule.num_bound_violations == 0
         num_steps += 1

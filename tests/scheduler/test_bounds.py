@@ -39,7 +39,7 @@ def tiny(**options: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("policy", ["prefill_first", "decode_first", "mixed"])
 @pytest.mark.parametrize("max_overtakes", [0, 1])
-def test_no_order_of_few_arrivals_breaks_a_bound(policy: str, max_overtakes: int) -> None:
+def test_bound_holds_for_every_order_of_a_few_arrivals(policy: str, max_overtakes: int) -> None:
     """All of them, one a step: nobody, a high one, a low one of either of two tenants."""
     choices = [None, (-1, "x"), (1, "x"), (1, "y")]
     classes = create_classes(ageing_steps=1, high={"weight": 1}, low={"weight": 1})
@@ -99,7 +99,7 @@ def tiny_options(draw: st.DrawFn) -> dict[str, Any]:
     ),
     waits=st.sampled_from([False, False, True]),
 )
-def test_no_pattern_of_arrivals_that_goes_on_breaks_a_bound(
+def test_bound_holds_for_every_repeated_pattern_of_arrivals(
     options: dict[str, Any], pattern: list[list[tuple[int, int, str]]], waits: bool
 ) -> None:
     """The pattern repeats, so a backlog builds up; each request is as long as may be."""
@@ -113,16 +113,16 @@ def test_no_pattern_of_arrivals_that_goes_on_breaks_a_bound(
     run.finish()
 
 
-def promise(scheduler: Scheduler, num_steps: int) -> None:
-    """Makes the monitor expect everybody to be admitted within so many steps."""
+def set_bounds(scheduler: Scheduler, num_steps: int) -> None:
+    """Set every wait bound to `num_steps`."""
     scheduler.waiting_requests.monitor = WaitMonitor(
         [replace(each, first_steps=num_steps, steps_per_admission=0.0) for each in scheduler.bounds]
     )
 
 
-def test_the_monitor_counts_who_waits_longer_than_the_bound_once() -> None:
+def test_monitor_counts_a_wait_beyond_the_bound_once() -> None:
     scheduler = create_scheduler(max_num_seqs=1)
-    promise(scheduler, 3)
+    set_bounds(scheduler, 3)
     for _ in range(2):
         scheduler.add(create_request(max_tokens=12))
     counts = []
@@ -134,9 +134,9 @@ def test_the_monitor_counts_who_waits_longer_than_the_bound_once() -> None:
     assert counts == [0, 0, 0, 1, 0, 0, 0, 0]
 
 
-def test_the_monitor_counts_from_arrival_and_not_from_having_become_first() -> None:
+def test_monitor_counts_from_arrival_not_from_becoming_first() -> None:
     scheduler = create_scheduler(max_num_seqs=1, max_overtakes=16)
-    promise(scheduler, 20)
+    set_bounds(scheduler, 20)
     patient = create_request(priority=1, max_tokens=2)
     run = SchedulerRun(create_scheduler(max_num_seqs=1))
     run.scheduler = scheduler
@@ -152,7 +152,7 @@ def test_the_monitor_counts_from_arrival_and_not_from_having_become_first() -> N
     assert violations >= 1
 
 
-def test_only_the_newest_promise_to_a_request_counts() -> None:
+def test_monitor_checks_only_the_newest_bound_of_a_request() -> None:
     """It has been in another class in between, and came back behind others, with all it has waited."""
     scheduler = create_scheduler()
     monitor = WaitMonitor([replace(each, first_steps=3, steps_per_admission=10.0) for each in scheduler.bounds])
@@ -177,24 +177,24 @@ def run_beside(scheduler: Scheduler, request: Request, num_steps: int = 12) -> i
     return violations
 
 
-def test_a_request_that_waits_for_its_replies_does_not_stop_the_watch() -> None:
+def test_monitor_counts_steps_while_a_request_needs_known_output() -> None:
     """One with a bad word of two tokens did: every bound was off as long as it was there."""
     scheduler = create_scheduler(max_num_seqs=1)
-    promise(scheduler, 3)
+    set_bounds(scheduler, 3)
     request = create_request(max_tokens=12, bad_words=((1, 2),))
     assert request.needs_known_output
     assert run_beside(scheduler, request) == 1
 
 
-def test_beams_of_a_search_do_stop_the_watch() -> None:
+def test_monitor_counts_no_steps_during_a_beam_search() -> None:
     scheduler = create_scheduler(max_num_seqs=1)
-    promise(scheduler, 3)
+    set_bounds(scheduler, 3)
     request = create_request(max_tokens=12)
     request.is_beam = request.needs_known_output = True
     assert run_beside(scheduler, request) == 0
 
 
-def test_bounds_reckon_with_steps_formed_ahead_of_replies() -> None:
+def test_bounds_include_steps_in_flight() -> None:
     """Each token of whoever is ahead takes two steps; the promise to the one behind it holds."""
     waited = []
     for max_steps_in_flight in (1, 2):
@@ -212,9 +212,9 @@ def test_bounds_reckon_with_steps_formed_ahead_of_replies() -> None:
     assert ahead_of_replies.max_wait_steps(0) > tight.max_wait_steps(0)
 
 
-def test_a_promise_made_before_the_cache_was_lost_is_made_again() -> None:
+def test_wait_bound_is_set_again_after_the_cache_was_lost() -> None:
     scheduler = create_scheduler(max_num_seqs=1)
-    promise(scheduler, 5)
+    set_bounds(scheduler, 5)
     requests = [create_request(max_tokens=4) for _ in range(2)]
     for request in requests:
         scheduler.add(request)
@@ -230,18 +230,18 @@ def test_a_promise_made_before_the_cache_was_lost_is_made_again() -> None:
     assert violations == 0
 
 
-def test_waiting_at_the_limit_of_a_share_does_not_count() -> None:
+def test_monitor_counts_no_steps_while_a_class_is_at_its_share_limit() -> None:
     classes = create_classes(normal={"max_running_share": 0.5})
     scheduler = create_scheduler(max_num_seqs=2, classes=classes)
-    promise(scheduler, 3)
+    set_bounds(scheduler, 3)
     run = SchedulerRun(scheduler)
     run.add(create_request(max_tokens=20), create_request(max_tokens=20))
     run.finish()
 
 
-def test_waiting_for_a_batch_to_fill_does_not_count() -> None:
+def test_monitor_counts_no_steps_while_a_batch_fills() -> None:
     scheduler = create_scheduler(max_prefill_seqs=2, batch_waiting_time=100.0)
-    promise(scheduler, 3)
+    set_bounds(scheduler, 3)
     for _ in range(2):
         scheduler.add(create_request(max_tokens=20))
     run = SchedulerRun(scheduler)
@@ -252,7 +252,7 @@ def test_waiting_for_a_batch_to_fill_does_not_count() -> None:
     assert scheduler.num_waiting == 1
 
 
-def test_what_is_promised_grows_with_those_ahead() -> None:
+def test_wait_bound_grows_with_the_requests_ahead() -> None:
     scheduler = create_scheduler(max_num_seqs=1)
     requests = [create_request() for _ in range(3)]
     for request in requests:
@@ -262,7 +262,7 @@ def test_what_is_promised_grows_with_those_ahead() -> None:
     assert bounds.max_wait_steps(0) < bounds.max_wait_steps(1) < bounds.max_wait_steps(2)
 
 
-def test_what_is_promised_reckons_with_forks_that_are_held_back() -> None:
+def test_wait_bound_includes_forks_that_wait_for_their_parent() -> None:
     """They came earlier, so each of them may be admitted before whoever comes now."""
     scheduler = create_scheduler(max_num_seqs=1)
     parent = create_request()
@@ -274,7 +274,7 @@ def test_what_is_promised_reckons_with_forks_that_are_held_back() -> None:
     assert last.wait_bound == scheduler.bounds[1].max_wait_steps(1 + len(forks))
 
 
-def test_a_running_prompt_that_is_left_out_too_long_breaks_a_bound_once() -> None:
+def test_prompt_left_out_too_long_breaks_its_bound_once() -> None:
     scheduler = create_scheduler(max_num_batched_tokens=8)
     scheduler.decode._max_prompt_gaps = dict.fromkeys(scheduler.slots_by_class, 3)
     scheduler.add(create_request(40, max_tokens=1))
@@ -290,7 +290,7 @@ def test_a_running_prompt_that_is_left_out_too_long_breaks_a_bound_once() -> Non
     assert [schedule.num_bound_violations for schedule in schedules if schedule] == [0, 0, 0, 1, 0]
 
 
-def test_whoever_has_had_a_place_is_one_admission_more_for_those_behind() -> None:
+def test_wait_bound_includes_one_admission_for_each_request_that_ran_before() -> None:
     """It comes back ahead of its class if it loses its place, and overtakes nobody."""
     scheduler = create_scheduler(max_num_seqs=1, max_overtakes=3)
     scheduler.add(create_request())

@@ -31,7 +31,7 @@ def pop_all(queue: ClassQueue, cost: int = 0) -> list[str]:
     return names
 
 
-def test_requests_go_by_their_key() -> None:
+def test_class_queue_orders_requests_by_key() -> None:
     queue = create_queue()
     for name, key in (("b", 2), ("c", 3), ("a", 1)):
         queue.push(waiting(name, key))
@@ -39,7 +39,7 @@ def test_requests_go_by_their_key() -> None:
     assert pop_all(queue) == ["a", "b", "c"]
 
 
-def test_who_has_run_before_goes_first() -> None:
+def test_class_queue_puts_requests_that_ran_before_first() -> None:
     queue = create_queue()
     queue.push(waiting("new", 1))
     for name, key in (("later", 9), ("earlier", 5)):
@@ -49,7 +49,7 @@ def test_who_has_run_before_goes_first() -> None:
     assert pop_all(queue) == ["earlier", "later", "new"]
 
 
-def test_discarded_requests_are_passed_over() -> None:
+def test_class_queue_skips_discarded_requests() -> None:
     queue = create_queue(max_overtakes=1)
     requests = [waiting(name, key, tenant) for key, (name, tenant) in enumerate(["ax", "bx", "cy"])]
     for request in requests:
@@ -62,7 +62,7 @@ def test_discarded_requests_are_passed_over() -> None:
     assert queue.arrival_clock() is None
 
 
-def test_a_request_may_come_back_under_another_key() -> None:
+def test_class_queue_accepts_a_request_again_under_another_key() -> None:
     queue = create_queue()
     request, other = waiting("a", 1), waiting("b", 2)
     for each in (request, other):
@@ -73,7 +73,7 @@ def test_a_request_may_come_back_under_another_key() -> None:
     assert pop_all(queue) == ["b", "a"]
 
 
-def test_tenants_take_turns() -> None:
+def test_class_queue_alternates_between_tenants() -> None:
     queue = create_queue(max_overtakes=10)
     for key in range(3):
         queue.push(waiting(f"x{key}", key, "x"))
@@ -82,7 +82,7 @@ def test_tenants_take_turns() -> None:
     assert pop_all(queue, cost=10) == ["x0", "y3", "x1", "y4", "x2", "y5"]
 
 
-def test_the_first_is_overtaken_max_overtakes_times_and_no_more() -> None:
+def test_oldest_request_is_bypassed_at_most_max_overtakes_times() -> None:
     queue = create_queue(max_overtakes=2)
     queue.push(waiting("heavy", 0, "x"))
     for key in range(1, 5):
@@ -91,7 +91,7 @@ def test_the_first_is_overtaken_max_overtakes_times_and_no_more() -> None:
     assert pop_all(queue, cost=1) == ["y1", "y2", "heavy", "y3", "y4"]
 
 
-def test_each_first_has_its_own_count_of_overtakes() -> None:
+def test_bypasses_are_counted_for_each_oldest_request() -> None:
     queue = create_queue(max_overtakes=1)
     for key in range(2):
         queue.push(waiting(f"x{key}", key, "x"))
@@ -101,7 +101,7 @@ def test_each_first_has_its_own_count_of_overtakes() -> None:
     assert pop_all(queue, cost=1) == ["y2", "x0", "y3", "x1", "y4"]
 
 
-def test_an_order_without_shares_knows_no_tenants() -> None:
+def test_order_without_fair_sharing_ignores_tenants() -> None:
     queue = create_queue(order="arrival")
     queue.charge("x", 1000)
     queue.push(waiting("a", 0, "x"))
@@ -110,7 +110,7 @@ def test_an_order_without_shares_knows_no_tenants() -> None:
 
 
 @pytest.mark.parametrize("order", sorted(ORDERS))
-def test_the_oldest_goes_once_in_max_overtakes_and_one_whatever_the_keys(order: str) -> None:
+def test_oldest_request_is_one_of_max_overtakes_plus_one_under_any_keys(order: str) -> None:
     """Later ones have ever better keys, as clients do who choose the worst priorities."""
     queue = create_queue(max_overtakes=2, order=order)
     for sequence in range(6):
@@ -119,14 +119,14 @@ def test_the_oldest_goes_once_in_max_overtakes_and_one_whatever_the_keys(order: 
 
 
 @pytest.mark.parametrize("order", sorted(ORDERS))
-def test_without_overtaking_all_go_as_they_came(order: str) -> None:
+def test_requests_go_by_arrival_without_bypasses(order: str) -> None:
     queue = create_queue(max_overtakes=0, order=order)
     for sequence in range(4):
         queue.push(waiting(f"r{sequence}", -sequence, tenant=str(sequence % 2), sequence=sequence))
     assert pop_all(queue, cost=5) == ["r0", "r1", "r2", "r3"]
 
 
-def test_the_clock_of_the_one_that_has_waited_longest_is_told() -> None:
+def test_class_queue_returns_the_arrival_of_the_longest_wait() -> None:
     queue = create_queue()
     assert queue.arrival_clock() is None
     for name, clock, has_run in (("new", 7, False), ("newer", 9, False), ("back", 8, True)):
@@ -137,7 +137,7 @@ def test_the_clock_of_the_one_that_has_waited_longest_is_told() -> None:
     assert queue.arrival_clock() == 7
 
 
-def test_a_tenant_that_always_waits_leaves_nothing_behind_for_those_who_went() -> None:
+def test_tenant_entries_do_not_accumulate() -> None:
     queue = create_queue(max_overtakes=1)
     for key in range(500):
         queue.push(waiting(f"a{key}", key, "x"))

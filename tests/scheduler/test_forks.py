@@ -23,7 +23,7 @@ def create_family(prompt: int = 10, count: int = 2, **options: Any) -> tuple[Sch
     return scheduler, parent, forks
 
 
-def test_forks_wait_for_the_prompt_then_copy_the_block_they_begin_in() -> None:
+def test_forks_wait_for_the_prompt_and_copy_the_block_in_which_they_start() -> None:
     scheduler, _, forks = create_family(max_num_batched_tokens=8)
     assert rows(run_step(scheduler)) == [("parent", 0, 8, False)]
     assert rows(run_step(scheduler)) == [("parent", 8, 2, True)]
@@ -51,7 +51,7 @@ def test_forks_that_fit_only_by_sharing_run() -> None:
 
 @pytest.mark.parametrize("steps", range(3))
 @pytest.mark.parametrize("reason", [FinishReason.ABORT, FinishReason.ERROR])
-def test_forks_go_on_alone_when_their_parent_ends(steps: int, reason: FinishReason) -> None:
+def test_forks_run_alone_after_their_parent_has_finished(steps: int, reason: FinishReason) -> None:
     scheduler, parent, forks = create_family(max_num_batched_tokens=8)
     for _ in range(steps):
         run_step(scheduler)
@@ -70,7 +70,7 @@ def test_a_fork_that_is_held_can_be_aborted() -> None:
     assert [name for name, *_ in rows(run_step(scheduler))] == ["1", "parent"]
 
 
-def test_a_fork_that_comes_later_shares_at_once() -> None:
+def test_late_fork_shares_blocks_at_once() -> None:
     scheduler, parent, _ = create_family(count=0)
     run_step(scheduler)
     scheduler.add(replace(create_request(10, request_id="late"), fork_of="parent"))
@@ -78,13 +78,13 @@ def test_a_fork_that_comes_later_shares_at_once() -> None:
     assert parent.status is RequestStatus.RUNNING
 
 
-def test_a_fork_of_one_that_has_ended_is_a_request_like_others() -> None:
+def test_fork_of_a_finished_request_is_an_ordinary_request() -> None:
     scheduler = create_scheduler()
     scheduler.add(replace(create_request(10, request_id="orphan"), fork_of="unknown"))
     assert rows(run_step(scheduler)) == [("orphan", 0, 10, True)]
 
 
-def test_a_fork_whose_parent_has_lost_its_place_computes_for_itself() -> None:
+def test_fork_of_a_preempted_parent_computes_its_own_prompt() -> None:
     scheduler, parent, forks = create_family(count=1, max_num_seqs=1)
     run_step(scheduler)
     scheduler.add(create_request(4, request_id="high", priority=-1, max_tokens=1))

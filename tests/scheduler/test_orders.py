@@ -33,14 +33,14 @@ def named(name: str, priority: int = 0, **options: object) -> Request:
     return create_request(4, request_id=name, priority=priority, **options)  # type: ignore[arg-type]
 
 
-def test_by_arrival_priority_moves_a_request_by_a_limited_number_of_steps() -> None:
+def test_arrival_order_limits_the_shift_by_priority() -> None:
     for most, expected in ((1000, ["high", "first", "low"]), (0, ["first", "low", "high"])):
         scheduler = create("arrival", max_head_start_steps=most)
         first, low, high = named("first", 3), named("low", 5), named("high", 1)
         assert admitted(scheduler, first, low, high) == expected
 
 
-def test_a_head_start_lasts_as_long_as_it_says() -> None:
+def test_priority_boost_is_limited_to_max_head_start_steps() -> None:
     scheduler = create("arrival", max_head_start_steps=5)
     running, patient = named("running", max_tokens=30), named("patient", 9, max_tokens=1)
     for request in (running, patient):
@@ -53,12 +53,12 @@ def test_a_head_start_lasts_as_long_as_it_says() -> None:
     assert patient.is_finished, "whoever came more than the head start later goes behind"
 
 
-def test_the_shortest_goes_first_as_far_as_its_limit_tells() -> None:
+def test_shortest_order_uses_max_tokens() -> None:
     requests = [named(f"{length}", max_tokens=length) for length in (9, 2, 5)]
     assert admitted(create("shortest"), *requests) == ["2", "5", "9"]
 
 
-def test_lengths_are_predicted_from_what_the_tenant_needed() -> None:
+def test_shortest_order_predicts_length_from_the_tenant() -> None:
     scheduler = create("shortest")
     assert admitted(scheduler, named("done", max_tokens=20, tenant="brief", stop_token_ids=frozenset({7}))) == ["done"]
     while scheduler.has_unfinished_requests:
@@ -67,7 +67,7 @@ def test_lengths_are_predicted_from_what_the_tenant_needed() -> None:
     assert admitted(scheduler, *requests) == ["brief", "unknown"]
 
 
-def test_a_tenant_is_not_believed_to_need_more_than_it_asks_for() -> None:
+def test_predicted_length_is_at_most_max_tokens() -> None:
     order = ShortestOrder()
     long = named("long", max_tokens=50)
     long.output_token_ids = [1] * 50
@@ -75,7 +75,7 @@ def test_a_tenant_is_not_believed_to_need_more_than_it_asks_for() -> None:
     assert order.sort_key(named("short", max_tokens=3)) < order.sort_key(named("other", max_tokens=4))
 
 
-def test_what_is_remembered_of_lengths_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_predicted_lengths_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("llm_serving.scheduler.orders.MAX_TENANTS", 3)
     order = ShortestOrder()
     for number in range(10):
@@ -85,17 +85,17 @@ def test_what_is_remembered_of_lengths_is_bounded(monkeypatch: pytest.MonkeyPatc
     assert len(order._mean_lengths) == 3
 
 
-def test_the_earliest_deadline_goes_first_and_a_promise_of_the_class_is_one() -> None:
+def test_deadline_order_uses_deadlines_and_class_slos() -> None:
     late, early, none = named("late"), named("early"), named("none")
     late.deadline, early.deadline = 9.0, 3.0
     assert admitted(create("deadline"), late, none, early) == ["early", "late", "none"]
-    promised, unpromised = named("promised"), named("unpromised")
-    promised.request_class, unpromised.request_class = DEFAULT_CLASSES[0], RequestClass(name="none", rank=0)
-    assert DeadlineOrder().sort_key(promised) < DeadlineOrder().sort_key(unpromised)
+    with_slo, without_slo = named("with slo"), named("without slo")
+    with_slo.request_class, without_slo.request_class = DEFAULT_CLASSES[0], RequestClass(name="none", rank=0)
+    assert DeadlineOrder().sort_key(with_slo) < DeadlineOrder().sort_key(without_slo)
 
 
 @pytest.mark.parametrize("order", sorted(ORDERS))
-def test_every_order_lets_the_oldest_go_once_in_a_while(order: str) -> None:
+def test_every_order_admits_the_oldest_request_eventually(order: str) -> None:
     """Each of the later ones is shorter, has an earlier deadline and a better priority."""
     scheduler = create(order, max_overtakes=2, max_head_start_steps=10**6)
     oldest = named("oldest", 50, max_tokens=20)

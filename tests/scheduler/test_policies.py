@@ -6,7 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from llm_serving.core.enums import OrderName, PolicyName
 from llm_serving.scheduler import Schedule
+from llm_serving.scheduler.orders import ORDERS
 from llm_serving.scheduler.policies import POLICIES, PolicyInput, Preference, Throughput
 from support.factories import create_config, create_request, create_scheduler
 from support.scheduler_run import SchedulerRun
@@ -60,14 +62,14 @@ def test_without_prompts_every_step_decodes(policy: str, separate: bool) -> None
 
 @pytest.mark.parametrize("separate", [False, True])
 @pytest.mark.parametrize("policy", sorted(POLICIES))
-def test_where_nothing_decodes_prompts_run_at_once(policy: str, separate: bool) -> None:
+def test_prompts_run_at_once_if_no_request_decodes(policy: str, separate: bool) -> None:
     run = SchedulerRun(create_scheduler(policy=policy, separate=separate, max_num_batched_tokens=8))
     for _ in range(3):
         run.add(create_request(8, max_tokens=1))
     assert "".join(kind(run.step()) for _ in range(4)) == "PPP-"
 
 
-def test_throughput_fills_slots_when_their_emptiness_has_cost_as_much_as_filling_them() -> None:
+def test_throughput_policy_prefills_when_empty_slots_have_cost_as_much() -> None:
     config = create_config(max_num_seqs=8, prefill_time_ms_per_req=100, decode_time_ms_per_req=10)
     policy = Throughput(config)
     load = PolicyInput(num_decoding=4, prompts_wait=True)  # a prefill costs 400 ms, a step wastes 40 ms
@@ -76,7 +78,7 @@ def test_throughput_fills_slots_when_their_emptiness_has_cost_as_much_as_filling
     assert preferences.count(Preference.DECODE_ONLY) == 18
 
 
-def test_throughput_prefills_at_once_when_nothing_decodes() -> None:
+def test_throughput_policy_prefills_at_once_if_no_request_decodes() -> None:
     policy = Throughput(create_config())
     assert policy.prefer(PolicyInput(num_decoding=0, prompts_wait=True)) is Preference.PREFILL_FIRST
 
@@ -88,7 +90,7 @@ def test_static_batching_decodes_until_the_batch_has_ended() -> None:
     assert "".join(kind(run.step()) for _ in range(6)) == "PDDDP-"
 
 
-def test_prompts_after_decodes_get_what_is_left_of_the_budget() -> None:
+def test_prefills_get_the_rest_of_the_budget_after_decodes() -> None:
     run = SchedulerRun(create_scheduler(policy="mixed", max_num_batched_tokens=8))
     run.add(create_request(3, max_tokens=9), create_request(3, max_tokens=9))
     run.step()
@@ -98,7 +100,7 @@ def test_prompts_after_decodes_get_what_is_left_of_the_budget() -> None:
     assert [row.query_len for row in schedule.rows] == [1, 1, 6]
 
 
-def test_decodes_after_prompts_get_what_is_left_of_the_budget() -> None:
+def test_decodes_get_the_rest_of_the_budget_after_prefills() -> None:
     run = SchedulerRun(create_scheduler(policy="prefill_first", max_num_batched_tokens=8))
     run.add(create_request(3, max_tokens=9), create_request(3, max_tokens=9))
     run.step()
@@ -106,3 +108,8 @@ def test_decodes_after_prompts_get_what_is_left_of_the_budget() -> None:
     schedule = run.step()
     assert schedule is not None
     assert [row.query_len for row in schedule.rows] == [7, 1]
+
+
+def test_every_policy_and_order_of_the_configuration_is_implemented() -> None:
+    assert list(POLICIES) == list(PolicyName)
+    assert list(ORDERS) == list(OrderName)

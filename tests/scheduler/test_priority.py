@@ -25,7 +25,7 @@ def order_of_admission(scheduler, requests, max_steps=500):
     return started
 
 
-def test_a_waiting_request_goes_with_its_new_class():
+def test_waiting_request_moves_to_its_new_class():
     scheduler = create_scheduler(**ONE_SLOT)
     a, b, c = (create_request(request_id=name, priority=1, max_tokens=3) for name in "abc")
     for request in (a, b, c):
@@ -37,7 +37,7 @@ def test_a_waiting_request_goes_with_its_new_class():
     assert order_of_admission(scheduler, [a, b, c]) == ["c", "b"]
 
 
-def test_within_its_class_a_priority_moves_it_from_its_arrival():
+def test_priority_shifts_a_request_from_its_arrival():
     scheduler = create_scheduler(max_overtakes=16, max_head_start_steps=50, **ONE_SLOT)
     names = [create_request(request_id=name, priority=1, max_tokens=2) for name in "abcd"]
     for request in names:
@@ -51,7 +51,7 @@ def test_within_its_class_a_priority_moves_it_from_its_arrival():
     assert order_of_admission(scheduler, names) == ["c", "d", "b"]
 
 
-def test_it_comes_into_another_class_behind_those_who_wait_there():
+def test_request_enters_another_class_behind_waiting_ones():
     scheduler = create_scheduler(max_overtakes=16, **ONE_SLOT)
     low = create_request(request_id="low", priority=1, max_tokens=2)
     normal = [create_request(request_id=name, priority=0, max_tokens=2) for name in "abc"]
@@ -64,7 +64,7 @@ def test_it_comes_into_another_class_behind_those_who_wait_there():
     assert order_of_admission(scheduler, [low, *normal]) == ["a", "b", "c", "low"]
 
 
-def test_its_wait_counts_from_its_arrival():
+def test_wait_counts_from_arrival_after_a_change_of_class():
     scheduler = create_scheduler(**ONE_SLOT)
     scheduler.add(create_request(priority=-1, max_tokens=12))
     request = create_request(priority=1, max_tokens=2)
@@ -81,7 +81,7 @@ def test_its_wait_counts_from_its_arrival():
     assert request.wait_bound == bounds.max_wait_steps(0) + 9
 
 
-def test_a_running_request_that_rises_is_displaced_by_nobody_below_its_new_class():
+def test_raised_running_request_is_preempted_only_above_its_new_class():
     def run(rises):
         scheduler = create_scheduler(**ONE_SLOT)
         low, normal = create_request(request_id="low", priority=1), create_request(request_id="normal", priority=0)
@@ -97,7 +97,7 @@ def test_a_running_request_that_rises_is_displaced_by_nobody_below_its_new_class
     assert run(rises=True) == 0
 
 
-def test_a_running_request_does_not_go_before_those_who_wait_more_often_than_they_may_be_overtaken():
+def test_change_of_class_of_a_running_request_counts_as_bypass():
     scheduler = create_scheduler(max_num_seqs=4, max_overtakes=2, max_model_len=32, num_blocks=64)
     running = [create_request(request_id=f"low {i}", priority=1, max_tokens=20) for i in range(4)]
     for request in running:
@@ -116,7 +116,7 @@ def test_a_running_request_does_not_go_before_those_who_wait_more_often_than_the
     order_of_admission(scheduler, [*running, waiting])
 
 
-def test_a_class_that_holds_as_much_as_it_may_takes_nobody_in():
+def test_class_at_its_share_limit_accepts_no_running_request():
     classes = create_classes(high={"max_running_share": 0.25})
     scheduler = create_scheduler(max_num_seqs=4, classes=classes)
     high, low = create_request(priority=-1), create_request(priority=1)
@@ -129,7 +129,7 @@ def test_a_class_that_holds_as_much_as_it_may_takes_nobody_in():
     assert scheduler.set_priority(low, -1)
 
 
-def test_a_request_that_has_ended_stays_as_it_was():
+def test_priority_of_a_finished_request_does_not_change():
     scheduler = create_scheduler()
     request = create_request()
     scheduler.add(request)
@@ -138,7 +138,7 @@ def test_a_request_that_has_ended_stays_as_it_was():
     assert request.priority == 0
 
 
-def test_a_fork_that_waits_for_its_parent_changes_its_class_too():
+def test_waiting_fork_changes_its_class():
     scheduler = create_scheduler(max_num_batched_tokens=8, block_size=4)
     parent = create_request(24, max_tokens=4)
     fork = create_request(24, fork_of=parent.request_id, max_tokens=4)
@@ -150,22 +150,22 @@ def test_a_fork_that_waits_for_its_parent_changes_its_class_too():
     assert fork.request_class.name == "low"
 
 
-def test_asking_without_end_takes_no_memory():
+def test_repeated_priority_changes_use_no_memory():
     scheduler = create_scheduler(max_overtakes=4, **ONE_SLOT)
-    first, liar, victim = (create_request(request_id=name, priority=0, max_tokens=20) for name in ("f", "l", "v"))
-    for request in (first, liar, victim):
+    first, adversary, victim = (create_request(request_id=name, priority=0, max_tokens=20) for name in ("f", "l", "v"))
+    for request in (first, adversary, victim):
         scheduler.add(request)
     run_step(scheduler)
     for number in range(2000):
-        scheduler.set_priority(liar, (-1, 1, 5, 0)[number % 4])
+        scheduler.set_priority(adversary, (-1, 1, 5, 0)[number % 4])
     for queue in scheduler.waiting.queues.values():
         heaps = (queue._by_arrival, queue._tenants, *queue._by_tenant.values())
         assert max(map(len, heaps), default=0) <= 2 * len(queue) + MIN_HEAP + 1
-    order_of_admission(scheduler, [first, liar, victim])
+    order_of_admission(scheduler, [first, adversary, victim])
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_every_bound_holds_whatever_is_asked_for_and_a_replay_decides_the_same(seed):
+def test_bounds_hold_under_priority_changes_and_replays_are_equal(seed):
     rng = random.Random(seed)
     files = MemoryFiles()
     scheduler = create_recorded(
@@ -197,7 +197,7 @@ def test_every_bound_holds_whatever_is_asked_for_and_a_replay_decides_the_same(s
     assert replay(data).hash == seal(data)
 
 
-def test_a_replay_shows_who_was_moved():
+def test_replay_shows_priority_changes():
     files = MemoryFiles()
     scheduler = create_recorded(files, **ONE_SLOT)
     a, b = create_request(priority=0), create_request(priority=1)

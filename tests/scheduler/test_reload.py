@@ -30,7 +30,7 @@ def rules_of(scheduler: Scheduler, **limits: Any) -> SchedulingRules:
     options=scheduler_options(),
     others=st.lists(st.tuples(st.integers(0, 20), scheduler_options()), min_size=1, max_size=3),
 )
-def test_bounds_hold_whatever_the_rules_become(
+def test_bounds_hold_after_any_reload(
     arrivals: list[tuple[Any, ...]], options: dict[str, Any], others: list[tuple[int, dict[str, Any]]]
 ) -> None:
     run = SchedulerRun(create_scheduler(**options))
@@ -44,7 +44,7 @@ def test_bounds_hold_whatever_the_rules_become(
     run.finish()
 
 
-def test_who_has_a_place_that_is_there_no_more_keeps_it_in_another_class() -> None:
+def test_running_request_of_a_removed_class_keeps_its_slot() -> None:
     run = SchedulerRun(create_scheduler(max_num_seqs=3))
     run.add(*(create_request(3, max_tokens=6, seed=seed) for seed in range(3)))
     run.step()
@@ -55,7 +55,7 @@ def test_who_has_a_place_that_is_there_no_more_keeps_it_in_another_class() -> No
     run.finish()
 
 
-def test_who_has_a_place_keeps_it_where_there_are_fewer() -> None:
+def test_running_requests_keep_their_slots_after_a_reload_with_fewer() -> None:
     run = SchedulerRun(create_scheduler(max_num_seqs=3, max_num_batched_tokens=12))
     run.add(*(create_request(3, max_tokens=6, seed=seed) for seed in range(4)))
     run.step()
@@ -68,7 +68,7 @@ def test_who_has_a_place_keeps_it_where_there_are_fewer() -> None:
     assert [request.num_preemptions for request in run.requests] == [0, 0, 0, 0]
 
 
-def test_who_waits_comes_anew_in_the_order_of_arrival() -> None:
+def test_waiting_requests_are_queued_again_by_arrival() -> None:
     run = SchedulerRun(create_scheduler(max_num_seqs=1))
     first, *others = (create_request(3, max_tokens=4, seed=seed) for seed in range(4))
     run.add(first, *others)
@@ -84,7 +84,7 @@ def test_who_waits_comes_anew_in_the_order_of_arrival() -> None:
     assert others[0].num_steps_waited is not None and others[0].num_steps_waited > 2  # those before count
 
 
-def test_classes_and_order_are_the_new_ones() -> None:
+def test_reload_applies_classes_and_order() -> None:
     run = SchedulerRun(create_scheduler(max_num_seqs=1, order="arrival"))
     low, high = create_request(3, priority=1), create_request(3, priority=-1)
     run.add(low, high)
@@ -95,14 +95,14 @@ def test_classes_and_order_are_the_new_ones() -> None:
     assert isinstance(run.scheduler.order, ShortestOrder)
 
 
-def test_an_order_of_the_same_kind_stays_with_what_it_has_learned() -> None:
+def test_reload_keeps_an_order_of_the_same_kind() -> None:
     scheduler = create_scheduler(order="shortest")
     order = scheduler.order
     scheduler.reload(rules_of(scheduler)._replace(order=ShortestOrder()))
     assert scheduler.order is order
 
 
-def test_what_other_replicas_served_in_a_class_of_theirs_is_left_out() -> None:
+def test_remote_service_of_an_unknown_class_is_ignored() -> None:
     scheduler = create_scheduler()
     scheduler.charge_remote_service({("all", "tenant"): 3, ("high", "tenant"): 4})
     assert scheduler.waiting.queues["high"].token_counters.served("tenant") == 4

@@ -33,7 +33,7 @@ def _request(
 
 
 @given(st.lists(requests, max_size=6))
-def test_requests_are_told_apart_as_they_describe_themselves(requests):
+def test_running_snapshot_agrees_with_the_properties_of_requests(requests):
     running = RunningSnapshot(requests)
     decoding = [each for each in requests if each.is_decoding and not each.paused]
     can_decode = [

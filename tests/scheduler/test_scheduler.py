@@ -63,7 +63,7 @@ def test_smaller_priority_is_admitted_first() -> None:
     assert rows(run_step(scheduler))[0][0] == "high"
 
 
-def test_a_long_prompt_of_lower_priority_does_not_hold_up_a_higher_one() -> None:
+def test_long_prompt_does_not_delay_a_higher_class() -> None:
     scheduler = create_scheduler(max_num_batched_tokens=16)
     scheduler.add(create_request(100, request_id="low", priority=1))
     assert rows(run_step(scheduler)) == [("low", 0, 16, False)]
@@ -71,7 +71,7 @@ def test_a_long_prompt_of_lower_priority_does_not_hold_up_a_higher_one() -> None
     assert rows(run_step(scheduler)) == [("high", 0, 8, True), ("low", 16, 8, False)]
 
 
-def test_a_long_prompt_is_not_held_up_by_later_ones_of_its_priority() -> None:
+def test_long_prompt_is_not_delayed_by_later_prompts_of_its_class() -> None:
     scheduler = create_scheduler(max_num_batched_tokens=16)
     scheduler.add(create_request(40, request_id="first"))
     run_step(scheduler)
@@ -100,7 +100,7 @@ def test_fcfs_decodes_before_it_admits() -> None:
     assert rows(run_step(scheduler)) == [("a", 4, 1, True), ("b", 0, 7, False)]
 
 
-def test_the_worst_running_request_gives_its_blocks_and_is_computed_again() -> None:
+def test_scheduler_preempts_the_last_request_for_blocks_and_recomputes_it() -> None:
     scheduler = create_scheduler(num_blocks=4, block_size=4)
     old = create_request(4, request_id="old", max_tokens=9)
     young = create_request(4, request_id="young", max_tokens=3)
@@ -142,7 +142,7 @@ def test_schedule_ahead_counts_tokens_in_flight() -> None:
     assert scheduler.schedule(0.0) is None, "the length limit is known before the tokens are"
 
 
-def test_a_token_that_comes_after_the_end_is_thrown_away() -> None:
+def test_token_after_the_end_is_dropped() -> None:
     scheduler = create_scheduler()
     request = create_request(4, stop_token_ids=frozenset({2}))
     scheduler.add(request)
@@ -178,7 +178,7 @@ class _DiscardingStep:
 
 
 @pytest.mark.parametrize("status", [RequestStatus.WAITING, RequestStatus.RUNNING])
-def test_finish_is_legal_in_every_state(status: RequestStatus) -> None:
+def test_request_can_finish_in_every_state(status: RequestStatus) -> None:
     scheduler = create_scheduler()
     request = create_request(4)
     scheduler.add(request)
@@ -201,17 +201,17 @@ def test_static_batching_admits_nothing_until_the_batch_has_ended() -> None:
     assert steps == [["a", "b"], ["b"], ["b"], ["c"]]
 
 
-def test_who_is_admitted_in_the_first_step_and_gets_no_row_has_run() -> None:
+def test_request_admitted_without_a_row_counts_as_run() -> None:
     scheduler = create_scheduler(static_batching=True, max_num_batched_tokens=8, max_num_seqs=2)
     first, second = create_request(8), create_request(8)
     scheduler.add(first)
     scheduler.add(second)
-    promised = second.wait_bound
+    bound = second.wait_bound
     schedule = scheduler.schedule(0.0)
     assert schedule is not None and [row.request for row in schedule.rows] == [first]
     assert second in scheduler.running and second.has_run
     scheduler.reset_cache()
-    assert second.wait_bound == promised, "what it was promised has been kept already"
+    assert second.wait_bound == bound, "its bound was kept already"
 
 
 def test_static_batch_is_prefilled_over_several_steps() -> None:

@@ -34,7 +34,7 @@ def running(scheduler):
     return {request.request_id for request in scheduler.running}
 
 
-def test_a_tenant_runs_as_many_as_it_may_and_blocks_nobody():
+def test_tenant_at_its_limit_blocks_no_other_request():
     scheduler = create_scheduler(max_num_seqs=4, max_running_per_tenant=2)
     mine, others = of("a", 6), of("b", 2)
     add(scheduler, *mine, *others)
@@ -47,17 +47,17 @@ def test_a_tenant_runs_as_many_as_it_may_and_blocks_nobody():
     assert running(scheduler) == {"a1", "a2", "b0", "b1"}
 
 
-def test_other_rules_still_tell_that_a_place_is_given_back():
+def test_reload_reports_leases_that_were_given_back():
     limits = create_scheduler(max_running_per_tenant=1, num_schedulers=2).limits
-    gates = [TenantLimiter(limits, create_classes(), defaultdict(int)) for _ in range(2)]
+    limiters = [TenantLimiter(limits, create_classes(), defaultdict(int)) for _ in range(2)]
     (request,) = of("a", 1)
-    gates[0].add(request)
-    gates[0].adjust_leases({"a": 1})
-    gates[0].record_admission(request)
-    assert gates[0].pop_demand() == {"a": SlotDemand(1, 1, 1, 0)}
-    gates[0].remove(request)
-    gates[1].adopt(gates[0])
-    assert gates[1].pop_demand() == {"a": SlotDemand(1, 0, 0, 0)}
+    limiters[0].add(request)
+    limiters[0].adjust_leases({"a": 1})
+    limiters[0].record_admission(request)
+    assert limiters[0].pop_demand() == {"a": SlotDemand(1, 1, 1, 0)}
+    limiters[0].remove(request)
+    limiters[1].adopt(limiters[0])
+    assert limiters[1].pop_demand() == {"a": SlotDemand(1, 0, 0, 0)}
 
 
 class Unseen(dict):
@@ -69,27 +69,27 @@ class Unseen(dict):
     __iter__ = items = values = keys = _forbidden
 
 
-def test_a_step_looks_only_at_tenants_that_have_more_than_they_may_run():
+def test_step_examines_only_tenants_with_held_requests():
     scheduler = create_scheduler(max_num_seqs=8, max_running_per_tenant=1)
     add(scheduler, *(request for tenant in "abc" for request in of(tenant, 1, max_tokens=8)), *of("d", 3, max_tokens=2))
-    gate = scheduler.waiting_requests.tenant_limiter
-    gate._tenants = Unseen(gate._tenants)
+    limiter = scheduler.waiting_requests.tenant_limiter
+    limiter._tenants = Unseen(limiter._tenants)
     blocked = []
     for _ in range(9):
         run_step(scheduler)
         blocked.append(scheduler.blocked and scheduler.blocked.full_tenants)
-    assert gate.full_tenants() == () and blocked[0] == ("d",)
-    assert [each.request_id for each in gate.held_requests()] == []
+    assert limiter.full_tenants() == () and blocked[0] == ("d",)
+    assert [each.request_id for each in limiter.held_requests()] == []
 
 
-def test_single_tenants_may_have_limits_of_their_own():
+def test_single_tenants_can_have_their_own_limits():
     scheduler = create_scheduler(max_num_seqs=8, max_running_per_tenant=1, max_running_of_tenant={"b": 3})
     add(scheduler, *of("a", 3), *of("b", 5))
     run_step(scheduler)
     assert running(scheduler) == {"a0", "b0", "b1", "b2"}
 
 
-def test_the_better_class_of_a_tenant_comes_first_though_it_came_later():
+def test_higher_class_of_a_tenant_is_released_first():
     scheduler = create_scheduler(max_num_seqs=2, max_running_of_tenant={"a": 1})
     low, high = of("a", 3, priority=1), create_request(request_id="high", tenant="a", priority=-1)
     add(scheduler, *low)
@@ -102,12 +102,12 @@ def test_the_better_class_of_a_tenant_comes_first_though_it_came_later():
 
 
 @pytest.mark.parametrize("limit", [1, 3])
-def test_the_classes_of_a_tenant_share_what_it_may_run(limit):
+def test_classes_of_a_tenant_share_its_limit_by_weight(limit):
     """Its higher classes asked for all it might run, and its lower one was never served."""
     scheduler = create_scheduler(
         max_num_seqs=4, max_running_of_tenant={"a": limit}, quantum_steps=4, classes=create_classes(ageing_steps=20)
     )
-    places = dict.fromkeys(scheduler.slots_by_class, 0)
+    slots = dict.fromkeys(scheduler.slots_by_class, 0)
     requests = {-1: [], 1: []}
     for _ in range(1500):
         for priority, mine in requests.items():
@@ -118,12 +118,12 @@ def test_the_classes_of_a_tenant_share_what_it_may_run(limit):
         schedule = run_step(scheduler)
         assert schedule.num_bound_violations == 0
         for name, number in scheduler.slots_by_class.items():
-            places[name] += number
-    share = places["low"] / sum(places.values())
+            slots[name] += number
+    share = slots["low"] / sum(slots.values())
     assert 0.1 < share < 0.3, "weights of 4 and 1"
 
 
-def test_a_class_pays_for_a_place_that_is_kept_for_it():
+def test_class_is_charged_for_a_reserved_slot():
     """One batch request behind those of others stopped all else that its tenant asked for, for as long as it waited."""
     ended = {}
     for has_low in (False, True):
@@ -150,7 +150,7 @@ def test_a_class_pays_for_a_place_that_is_kept_for_it():
     assert beside > alone / 2 and low > 0, "weights of 4 and 1"
 
 
-def test_no_class_of_a_tenant_waits_for_another_before_it_has_aged():
+def test_class_of_a_tenant_yields_only_to_aged_classes():
     scheduler = create_scheduler(max_num_seqs=4, max_running_of_tenant={"a": 1}, classes=create_classes(500))
     add(scheduler, *of("a", 2, priority=1), *of("a-", 1))
     high = [create_request(request_id=f"high{i}", tenant="a", priority=-1) for i in range(5)]
@@ -161,7 +161,7 @@ def test_no_class_of_a_tenant_waits_for_another_before_it_has_aged():
     assert started[-2:] == ["a0", "a1"]
 
 
-def test_a_preempted_request_counts_until_it_ends():
+def test_preempted_request_counts_against_the_tenant_limit():
     scheduler = create_scheduler(max_num_seqs=1, max_model_len=32, max_running_of_tenant={"a": 1})
     first, second = of("a", 2, priority=1, max_tokens=4)
     add(scheduler, first, second)
@@ -176,7 +176,7 @@ def test_a_preempted_request_counts_until_it_ends():
         run_step(scheduler)
 
 
-def test_whoever_is_kept_apart_can_be_ended_and_moved():
+def test_held_request_can_finish_and_change_its_class():
     scheduler = create_scheduler(max_num_seqs=4, max_running_per_tenant=1)
     first, second, third, fourth = of("a", 4)
     add(scheduler, first, second, third, fourth)
@@ -193,7 +193,7 @@ def test_whoever_is_kept_apart_can_be_ended_and_moved():
     assert started == ["a2", "a3"]
 
 
-def test_a_beam_search_runs_whatever_the_limit():
+def test_beam_search_exceeds_the_tenant_limit():
     harness = Harness(max_running_per_tenant=1, journal=EventLog(10, 1000))
     request = create_request(request_id="beams", tenant="a", max_tokens=12, logprobs=0)
     request.beam_search = BeamSearchParams(width=3)
@@ -204,7 +204,7 @@ def test_a_beam_search_runs_whatever_the_limit():
     assert harness.last("other").finish_reason is FinishReason.LENGTH
 
 
-def test_it_is_told_what_they_wait_for():
+def test_blocked_names_full_tenants():
     scheduler = create_scheduler(max_running_per_tenant=1)
     add(scheduler, *of("a", 3))
     run_step(scheduler)
@@ -218,7 +218,7 @@ def test_it_is_told_what_they_wait_for():
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_no_limit_and_no_bound_is_broken_and_a_replay_decides_the_same(seed):
+def test_tenant_limits_and_bounds_hold_and_replays_are_equal(seed):
     rng = random.Random(seed)
     limits = {"a": rng.choice([1, 2, 3]), "b": rng.choice([1, 3])}
     files = MemoryFiles()
@@ -267,7 +267,7 @@ def brought(**limits):
     return scheduler, moved
 
 
-def test_a_place_that_was_taken_along_stays_where_its_request_gets_another_class():
+def test_migrated_slot_survives_a_change_of_class():
     scheduler, moved = brought(max_running_per_tenant=1)
     assert scheduler.pop_tenant_demand()["a"] == SlotDemand(1, 1, 1, 0)
     assert scheduler.set_priority(moved, -1)
@@ -275,7 +275,7 @@ def test_a_place_that_was_taken_along_stays_where_its_request_gets_another_class
     assert scheduler.pop_tenant_demand().get("a", SlotDemand(1, 1, 1, 0)) == SlotDemand(1, 1, 1, 0)
 
 
-def test_a_tenant_that_gets_a_limit_keeps_the_places_of_requests_that_another_scheduler_began():
+def test_reload_with_a_tenant_limit_counts_migrated_requests():
     scheduler, moved = brought()
     limits = replace(scheduler.limits, max_running_per_tenant=1)
     scheduler.reload(SchedulingRules(limits, scheduler.policy, scheduler.classes, scheduler.order, False))

@@ -52,14 +52,14 @@ class Arrivals:
             self.queue.tick(closed)
 
 
-def test_the_highest_class_goes_first_whatever_the_order_of_arrival() -> None:
+def test_highest_class_goes_first_for_any_arrival_order() -> None:
     arrivals = Arrivals()
     for name in ("low", "normal", "high"):
         arrivals.push(name)
     assert [arrivals.pop() for _ in range(4)] == ["high", "normal", "low", None]
 
 
-def test_within_a_class_the_first_to_come_goes_first() -> None:
+def test_class_is_served_by_arrival() -> None:
     arrivals = Arrivals()
     first, second = arrivals.push("low"), arrivals.push("low")
     assert arrivals.queue.peek((), arrivals.held, NO_BLOCKS) is first
@@ -67,7 +67,7 @@ def test_within_a_class_the_first_to_come_goes_first() -> None:
     assert arrivals.queue.peek((), arrivals.held, NO_BLOCKS) is second
 
 
-def test_a_class_that_has_aged_gets_the_places_of_its_weight() -> None:
+def test_aged_class_gets_slots_by_weight() -> None:
     arrivals = Arrivals(high={"weight": 6}, low={"weight": 1})
     for _ in range(20):
         arrivals.push("high")
@@ -79,7 +79,7 @@ def test_a_class_that_has_aged_gets_the_places_of_its_weight() -> None:
     assert (admitted.count("high"), admitted.count("low")) == (6, 1)
 
 
-def test_a_class_is_old_from_the_arrival_of_its_oldest_and_not_from_its_becoming_first() -> None:
+def test_age_of_a_class_counts_from_the_arrival_of_its_oldest_request() -> None:
     arrivals = Arrivals()
     arrivals.push("low")
     second = arrivals.push("low")
@@ -92,7 +92,7 @@ def test_a_class_is_old_from_the_arrival_of_its_oldest_and_not_from_its_becoming
     assert arrivals.queue.peek((), arrivals.held, NO_BLOCKS) is second
 
 
-def test_classes_at_their_limit_are_passed_over_and_do_not_age() -> None:
+def test_classes_at_their_share_limit_are_skipped_and_do_not_age() -> None:
     arrivals = Arrivals()
     arrivals.push("high")
     arrivals.push("low")

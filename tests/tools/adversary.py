@@ -39,18 +39,18 @@ CLASSES = (
     RequestClass(name="batch", rank=1000, weight=1, ageing_steps=64),
 )
 SETTINGS: dict[str, dict[str, Any]] = {
-    "one class, 1 place": {"classes": CLASSES[1:2], "max_num_seqs": 1},
-    "one class, 4 places": {"classes": CLASSES[1:2], "max_num_seqs": 4},
-    "three classes, 1 place": {"classes": CLASSES, "max_num_seqs": 1},
-    "three classes, 4 places": {"classes": CLASSES, "max_num_seqs": 4},
-    "three classes, 8 places": {"classes": CLASSES, "max_num_seqs": 8},
-    "three classes, 8 places, small cache": {"classes": CLASSES, "max_num_seqs": 8, "num_blocks": 20},
-    "three classes, 8 places, long decode gap": {"classes": CLASSES, "max_num_seqs": 8, "max_decode_gap": 64},
-    "three classes, 4 places, one of 2 replicas": {"classes": CLASSES, "max_num_seqs": 4, "num_schedulers": 2},
-    "three classes, 4 places, one of 3 replicas": {"classes": CLASSES, "max_num_seqs": 4, "num_schedulers": 3},
-    "three classes, 4 places, one of 4 replicas": {"classes": CLASSES, "max_num_seqs": 4, "num_schedulers": 4},
-    "mixed, three classes, 4 places": {"classes": CLASSES, "max_num_seqs": 4, "policy": "mixed"},
-    "shortest, three classes, 4 places": {"classes": CLASSES, "max_num_seqs": 4, "order": "shortest"},
+    "one class, 1 slot": {"classes": CLASSES[1:2], "max_num_seqs": 1},
+    "one class, 4 slots": {"classes": CLASSES[1:2], "max_num_seqs": 4},
+    "three classes, 1 slot": {"classes": CLASSES, "max_num_seqs": 1},
+    "three classes, 4 slots": {"classes": CLASSES, "max_num_seqs": 4},
+    "three classes, 8 slots": {"classes": CLASSES, "max_num_seqs": 8},
+    "three classes, 8 slots, small cache": {"classes": CLASSES, "max_num_seqs": 8, "num_blocks": 20},
+    "three classes, 8 slots, long decode gap": {"classes": CLASSES, "max_num_seqs": 8, "max_decode_gap": 64},
+    "three classes, 4 slots, one of 2 replicas": {"classes": CLASSES, "max_num_seqs": 4, "num_schedulers": 2},
+    "three classes, 4 slots, one of 3 replicas": {"classes": CLASSES, "max_num_seqs": 4, "num_schedulers": 3},
+    "three classes, 4 slots, one of 4 replicas": {"classes": CLASSES, "max_num_seqs": 4, "num_schedulers": 4},
+    "mixed, three classes, 4 slots": {"classes": CLASSES, "max_num_seqs": 4, "policy": "mixed"},
+    "shortest, three classes, 4 slots": {"classes": CLASSES, "max_num_seqs": 4, "order": "shortest"},
 }
 """Schedulers that are attacked; what is not named is `create_attacked`'s."""
 

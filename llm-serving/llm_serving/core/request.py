@@ -4,7 +4,7 @@ Three slotted dataclasses extend one another, one per owner, so every attribute 
 
 | Class            | Owner     | Written by                                                                           |
 | ---------------- | --------- | ------------------------------------------------------------------------------------ |
-| ClientRequest    | client    | nobody after construction: its fields are `Final`, which mypy checks                 |
+| ClientRequest    | client    | no code after construction: its fields are `Final`, which mypy checks                |
 | ScheduledRequest | scheduler | the scheduler; the engine sets the initial values before it calls `Scheduler.add`    |
 | Request          | engine    | the engine, in its own thread                                                        |
 """

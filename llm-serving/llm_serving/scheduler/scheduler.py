@@ -159,11 +159,10 @@ class Scheduler:
         )
 
     def update(self, schedule: Schedule, token_ids: list[int]) -> list[Request]:
-        """Apply the tokens that a step sampled, one for each of its sampling rows in order.
+        """Apply the tokens that a step sampled, in the order of its sampling rows.
 
-        Returns:
-            The requests that got a token, in row order, then those that finish with their prompt results. Requests that
-            finished before the reply are left out.
+        Return the requests that got a token, in row order, then those that finish with their prompt results, without
+        those that finished before the reply.
         """
         self._confirm(schedule.rows)
         sampled = [row for row in schedule.rows if row[3]]
@@ -187,8 +186,7 @@ class Scheduler:
         output = request.output_token_ids
         output.append(token_id)
         if token_id in request.stop_token_ids:
-            explicit = token_id in request.sampling.stop_token_ids
-            self.finish(request, FinishReason.STOP, token_id if explicit else None)
+            self.finish(request, FinishReason.STOP, token_id if token_id in request.sampling.stop_token_ids else None)
         elif len(output) >= request.sampling.max_tokens:
             self.finish(request, FinishReason.LENGTH)
 
@@ -353,7 +351,6 @@ class Scheduler:
 
     @property
     def num_steps(self) -> int:
-        """Number of steps formed."""
         return self._step
 
     @property
@@ -385,8 +382,6 @@ class Scheduler:
         is_whole = len(everywhere) == len(self._requests) and set(everywhere) == self._requests.keys()
         assert is_whole, "a request is both waiting and running, or neither"
 
-    # --- fast-forwarded decode steps (simulator) ---------------------------------------------------------------------
-
     @property
     def can_fast_forward(self) -> bool:
         """Whether all requests only decode, and no window, batch, beam or tenant limit affects the next step."""
@@ -396,7 +391,7 @@ class Scheduler:
         return not (special or limited or self.blocks.window.is_sliding or self.limits.static_batching)
 
     def fast_forward_step(self, charges: Mapping[tuple[str, str], int], tokens: Mapping[str, int]) -> None:
-        """Count a step that only decodes all requests: `charges` by class and tenant, `tokens` by class."""
+        """Count a step that only decodes (simulator): `charges` by class and tenant, `tokens` by class."""
         self.usage.charge_step(charges, tokens, (), ())
         self.decode.num_steps_without_prefill = 0
         self.waiting_requests.tick((), ())

@@ -13,7 +13,7 @@ from llm_serving.scheduler.tenant_limits import LimiterChanges, TenantLimiter
 
 
 class WaitingRequests:
-    """Four places for a waiting request: the queue, its tenant's limiter, behind the parent of its fork, or paused.
+    """Requests in the queue, held by the limiter of their tenant, behind the parent of their fork, or paused.
 
     A request that enters the queue gets its wait bound at that moment, and the monitor watches it.
     """
@@ -55,7 +55,7 @@ class WaitingRequests:
         They get new wait bounds; the steps that they have waited still count.
 
         Args:
-            before: Their old place; their classes may have changed.
+            before: The object that holds them; their classes may have changed.
             num_waited: Result of `before.num_steps_waited` under the old rules.
             requests: All unfinished requests, including running ones.
         """
@@ -152,7 +152,7 @@ class WaitingRequests:
         self.monitor.start_wait(request, len(queue) - queue.num_returning + num_forks, num_returning, num_waited)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError if a request waits in the wrong place."""
+        """Raise AssertionError if a request is in the wrong collection."""
         assert all(request.paused for request in self.paused)
         assert not any(request.paused for request in chain(self.queue, *self.forks.values()))
         assert not any(request.has_run for request in self.tenant_limiter.held_requests())

@@ -21,33 +21,33 @@ def steps(count: int, *sizes: int, **limits: Any) -> list[dict[str, int]]:
     return [lens(run_step(scheduler)) for _ in range(count)]
 
 
-def test_alone_it_takes_the_whole_step() -> None:
+def test_long_prompt_alone_fills_the_step() -> None:
     assert steps(2, 30, max_long_prefill_tokens=4) == [{"a": 12}, {"a": 12}]
 
 
-def test_beside_others_it_is_cut_and_they_are_not() -> None:
+def test_long_prompt_is_capped_beside_short_ones() -> None:
     assert steps(1, 30, 4, 3, max_long_prefill_tokens=4) == [{"a": 5, "b": 4, "c": 3}]
 
 
-def test_what_others_leave_goes_to_the_first_of_the_long_ones() -> None:
+def test_rest_of_the_budget_goes_to_the_first_long_prompt() -> None:
     assert steps(1, 30, 3, max_long_prefill_tokens=4) == [{"a": 9, "b": 3}]
     assert steps(1, 30, 30, max_long_prefill_tokens=4) == [{"a": 8, "b": 4}]
 
 
-def test_a_short_prompt_behind_a_long_one_does_not_wait_for_its_end() -> None:
+def test_short_prompt_does_not_wait_for_a_long_one() -> None:
     first = steps(2, 100, 6, max_long_prefill_tokens=6)
     assert first == [{"a": 6, "b": 6}, {"a": 12}]
 
 
-def test_without_the_cap_prompts_go_one_after_the_other() -> None:
+def test_prompts_run_one_after_the_other_without_the_cap() -> None:
     assert steps(3, 14, 14) == [{"a": 12}, {"a": 2, "b": 10}, {"b": 4}]
 
 
-def test_the_cap_leaves_the_number_of_prompts_in_a_step_alone() -> None:
+def test_cap_does_not_change_the_number_of_prompts_in_a_step() -> None:
     assert steps(1, 30, 30, 30, max_long_prefill_tokens=2, max_prefill_seqs=2) == [{"a": 10, "b": 2}]
 
 
-def test_a_running_long_prompt_is_cut_for_those_that_come_later() -> None:
+def test_running_long_prompt_is_capped_for_later_prompts() -> None:
     scheduler = create_scheduler(max_num_batched_tokens=12, max_long_prefill_tokens=4)
     scheduler.add(create_request(60, request_id="long"))
     assert lens(run_step(scheduler)) == {"long": 12}
@@ -57,7 +57,7 @@ def test_a_running_long_prompt_is_cut_for_those_that_come_later() -> None:
 
 
 @pytest.mark.parametrize("cap", [None, 1, 5])
-def test_only_the_last_part_samples(cap: int | None) -> None:
+def test_only_the_last_chunk_samples(cap: int | None) -> None:
     scheduler = create_scheduler(max_num_batched_tokens=8, max_long_prefill_tokens=cap)
     for name in "ab":
         scheduler.add(create_request(20, request_id=name, max_tokens=1))

@@ -33,7 +33,7 @@ def test_a_step_takes_no_more_of_a_prompt_than_the_cache_has_room_for() -> None:
     assert max(row[2] for step in steps[1:] for row in step) < 12
 
 
-def test_who_may_not_lose_its_place_again_never_lacks_a_block() -> None:
+def test_protected_request_never_lacks_a_block() -> None:
     scheduler = create_scheduler(
         window=8, num_blocks=10, max_num_batched_tokens=8, max_num_seqs=3, max_preemptions=0, prefix_caching=True
     )
@@ -43,7 +43,7 @@ def test_who_may_not_lose_its_place_again_never_lacks_a_block() -> None:
     assert not any(each.num_preemptions for each in run.requests)
 
 
-def test_bounds_reckon_with_what_windows_hold() -> None:
+def test_bounds_include_sliding_windows() -> None:
     """More places than whole sequences would have, so less waiting for each request ahead."""
     whole, sliding = (
         create_scheduler(window=window, num_blocks=64, max_num_batched_tokens=16, max_model_len=256)

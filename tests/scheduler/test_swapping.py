@@ -11,7 +11,7 @@ from llm_serving.scheduler import PreemptionMode, Schedule, Scheduler
 from support.factories import create_request, create_scheduler, rows, run_step
 
 
-def displaced(prompt: int = 10, **options: Any) -> tuple[Scheduler, Request, Schedule]:
+def preempted(prompt: int = 10, **options: Any) -> tuple[Scheduler, Request, Schedule]:
     """A request that gave its only slot to a higher one, and the step in which it did."""
     scheduler = create_scheduler(max_num_seqs=1, **{"preemption_mode": PreemptionMode.SWAP, **options})
     request = create_request(prompt, request_id="low", priority=1)
@@ -28,8 +28,8 @@ def kinds(schedule: Schedule) -> list[BlockMoveKind]:
     return [BlockMoveKind(move.kind) for move in schedule.block_moves]
 
 
-def test_it_is_swapped_out_with_the_step_that_takes_its_blocks_and_in_with_its_own() -> None:
-    scheduler, request, schedule = displaced(num_swap_blocks=4)
+def test_request_is_swapped_out_by_the_step_that_uses_its_blocks() -> None:
+    scheduler, request, schedule = preempted(num_swap_blocks=4)
     assert kinds(schedule) == [BlockMoveKind.SWAP_OUT] * 3
     assert scheduler.blocks.host_pool.num_used_blocks == 3
     run_step(scheduler)
@@ -41,8 +41,8 @@ def test_it_is_swapped_out_with_the_step_that_takes_its_blocks_and_in_with_its_o
     assert request.num_preemptions == 1
 
 
-def test_without_room_for_all_of_it_it_is_computed_again() -> None:
-    scheduler, _, schedule = displaced(num_swap_blocks=2)
+def test_request_is_recomputed_without_room_in_the_host_pool() -> None:
+    scheduler, _, schedule = preempted(num_swap_blocks=2)
     assert schedule.block_moves == []
     run_step(scheduler)
     assert rows(run_step(scheduler)) == [("low", 0, 11, True)]
@@ -52,30 +52,30 @@ def test_without_room_for_all_of_it_it_is_computed_again() -> None:
     ("cost", "swaps"),
     [(3.3, True), (3.4, False)],  # three blocks hold the 10 computed tokens
 )
-def test_auto_takes_what_costs_less(cost: float, swaps: bool) -> None:
-    _, _, schedule = displaced(num_swap_blocks=4, preemption_mode=PreemptionMode.AUTO, swap_block_cost_tokens=cost)
+def test_auto_mode_chooses_the_cheaper_of_swap_and_recompute(cost: float, swaps: bool) -> None:
+    _, _, schedule = preempted(num_swap_blocks=4, preemption_mode=PreemptionMode.AUTO, swap_block_cost_tokens=cost)
     assert bool(schedule.block_moves) is swaps
 
 
-def test_recompute_never_swaps() -> None:
-    _, _, schedule = displaced(num_swap_blocks=4, preemption_mode=PreemptionMode.RECOMPUTE)
+def test_recompute_mode_never_swaps() -> None:
+    _, _, schedule = preempted(num_swap_blocks=4, preemption_mode=PreemptionMode.RECOMPUTE)
     assert schedule.block_moves == []
 
 
-def test_recompute_finds_what_is_still_in_the_cache() -> None:
-    scheduler, _, _ = displaced(preemption_mode=PreemptionMode.RECOMPUTE, prefix_caching=True)
+def test_recompute_uses_the_prefix_cache() -> None:
+    scheduler, _, _ = preempted(preemption_mode=PreemptionMode.RECOMPUTE, prefix_caching=True)
     run_step(scheduler)
     assert rows(run_step(scheduler)) == [("low", 8, 3, True)]
 
 
-def test_a_swapped_request_that_ends_leaves_nothing_in_host_memory() -> None:
-    scheduler, request, _ = displaced(num_swap_blocks=4)
+def test_finished_swapped_request_frees_the_host_pool() -> None:
+    scheduler, request, _ = preempted(num_swap_blocks=4)
     scheduler.finish(request, "abort")  # type: ignore[arg-type]
     scheduler.check_integrity()
     assert scheduler.blocks.host_pool.num_used_blocks == 0
 
 
-def test_a_request_that_comes_back_has_not_been_left_out_while_it_waited() -> None:
+def test_wait_of_a_swapped_request_is_no_decode_gap() -> None:
     """The bound on decode gaps begins anew with each admission, even when the first step has no room for it."""
     scheduler = create_scheduler(
         preemption_mode=PreemptionMode.SWAP,

@@ -12,7 +12,9 @@ from support.scheduler_run import SchedulerRun
 
 @settings(max_examples=150)
 @given(arrivals=arrivals, options=scheduler_options())
-def test_every_request_ends_with_what_it_asked_for(arrivals: list[tuple[Any, ...]], options: dict[str, Any]) -> None:
+def test_every_request_finishes_with_its_tokens_under_random_loads(
+    arrivals: list[tuple[Any, ...]], options: dict[str, Any]
+) -> None:
     run = SchedulerRun(create_scheduler(**options))
     load = create_load(arrivals)
     for step in range(26):

@@ -19,22 +19,22 @@ def start(scheduler: Scheduler, *requests: Request) -> None:
     assert all(request.status is RequestStatus.RUNNING for request in requests)
 
 
-def is_displaced(request: Request) -> bool:
+def is_preempted(request: Request) -> bool:
     return request.status is RequestStatus.WAITING and request.num_preemptions == 1
 
 
 @pytest.mark.parametrize(("priority", "displaced"), [(-1, True), (0, False), (1, False)])
-def test_only_a_strictly_higher_class_displaces(priority: int, displaced: bool) -> None:
+def test_only_a_strictly_higher_class_preempts(priority: int, preempted: bool) -> None:
     scheduler = create_scheduler(max_num_seqs=1)
     running = create_request(request_id="running", max_tokens=20)
     start(scheduler, running)
     scheduler.add(create_request(request_id="new", priority=priority))
     names = [name for name, *_ in rows(run_step(scheduler))]
-    assert names == (["new"] if displaced else ["running"])
-    assert is_displaced(running) is displaced
+    assert names == (["new"] if preempted else ["running"])
+    assert is_preempted(running) is preempted
 
 
-def test_priorities_within_a_class_displace_nobody() -> None:
+def test_priorities_within_a_class_preempt_no_request() -> None:
     classes = create_classes()[1:2]
     scheduler = create_scheduler(max_num_seqs=1, classes=classes)
     running = create_request(max_tokens=20, priority=5)
@@ -44,27 +44,27 @@ def test_priorities_within_a_class_displace_nobody() -> None:
     assert running.status is RequestStatus.RUNNING
 
 
-def test_the_worst_is_displaced_when_only_slots_are_short() -> None:
+def test_scheduler_preempts_the_last_request_for_a_slot() -> None:
     scheduler = create_scheduler(max_num_seqs=3)
     requests = [create_request(priority=priority, max_tokens=20) for priority in (0, 1, 1)]
     start(scheduler, *requests)
     scheduler.add(create_request(priority=-1))
     run_step(scheduler)
-    assert [is_displaced(request) for request in requests] == [False, False, True]
+    assert [is_preempted(request) for request in requests] == [False, False, True]
 
 
-def test_no_more_are_displaced_than_needed_when_blocks_are_short() -> None:
+def test_scheduler_preempts_no_more_requests_than_blocks_require() -> None:
     scheduler = create_scheduler(num_blocks=12)
     small, large, tiny = (create_request(size, priority=1, max_tokens=9) for size in (6, 22, 2))
     start(scheduler, small, large, tiny)
     high = create_request(14, priority=-1)
     scheduler.add(high)
     run_step(scheduler)
-    assert [is_displaced(request) for request in (small, large, tiny)] == [False, True, False]
+    assert [is_preempted(request) for request in (small, large, tiny)] == [False, True, False]
     assert high.status is RequestStatus.RUNNING
 
 
-def test_nobody_is_displaced_where_it_would_not_help() -> None:
+def test_scheduler_preempts_no_request_if_it_does_not_make_room() -> None:
     scheduler = create_scheduler(num_blocks=12)
     high, low = create_request(20, priority=-1, max_tokens=9), create_request(6, priority=1, max_tokens=9)
     start(scheduler, high, low)
@@ -74,7 +74,7 @@ def test_nobody_is_displaced_where_it_would_not_help() -> None:
     assert low.num_preemptions == 0
 
 
-def test_blocks_shared_with_the_displaced_are_not_counted_twice() -> None:
+def test_blocks_shared_with_a_victim_are_not_counted_twice() -> None:
     """They are free once the lower request has gone, and taken again at once: two blocks do not hold three."""
     scheduler = create_scheduler(num_blocks=5, prefix_caching=True)
     other, low = create_request(8, priority=-1), create_request(8, priority=1)
@@ -88,10 +88,10 @@ def test_blocks_shared_with_the_displaced_are_not_counted_twice() -> None:
     assert high.status is RequestStatus.WAITING
 
 
-def test_the_displaced_re_enters_ahead_of_its_class() -> None:
+def test_preempted_request_waits_ahead_of_its_class() -> None:
     scheduler = create_scheduler(max_num_seqs=1)
-    displaced = create_request(request_id="displaced", max_tokens=20)
-    start(scheduler, displaced)
+    preempted = create_request(request_id="displaced", max_tokens=20)
+    start(scheduler, preempted)
     scheduler.add(create_request(request_id="earlier key", max_tokens=1))
     scheduler.waiting.queues["normal"].peek().queue_key = (0, -5, -5)  # type: ignore[union-attr]
     scheduler.add(create_request(request_id="high", priority=-1, max_tokens=1))
@@ -99,13 +99,13 @@ def test_the_displaced_re_enters_ahead_of_its_class() -> None:
     assert names == ["high", "displaced"]
 
 
-def test_after_max_preemptions_a_request_keeps_its_place_and_has_all_it_needs() -> None:
+def test_request_keeps_its_slot_after_max_preemptions() -> None:
     scheduler = create_scheduler(max_num_seqs=1, max_preemptions=1)
     low = create_request(4, priority=1, max_tokens=20)
     start(scheduler, low)
     scheduler.add(create_request(priority=-1, max_tokens=1))
     run_step(scheduler)
-    assert is_displaced(low)
+    assert is_preempted(low)
     run_step(scheduler)
     assert low.status is RequestStatus.RUNNING
     assert scheduler.blocks.num_blocks_held(low.request_id) == 6  # 24 tokens
@@ -114,7 +114,7 @@ def test_after_max_preemptions_a_request_keeps_its_place_and_has_all_it_needs() 
     assert low.status is RequestStatus.RUNNING
 
 
-def test_who_was_admitted_in_its_turn_is_not_displaced_by_those_it_went_before() -> None:
+def test_request_within_the_share_of_its_class_is_not_preempted() -> None:
     """Otherwise a share would be worth nothing: the class that had to wait would take the place at once."""
     scheduler = create_scheduler(max_num_seqs=1, classes=create_classes(ageing_steps=3))
     run = SchedulerRun(scheduler)
@@ -127,7 +127,7 @@ def test_who_was_admitted_in_its_turn_is_not_displaced_by_those_it_went_before()
     assert scheduler.num_waiting > 0
 
 
-def test_who_was_admitted_while_no_higher_class_waited_is_displaced_however_long_it_waited() -> None:
+def test_request_admitted_without_a_higher_class_waiting_is_preempted() -> None:
     scheduler = create_scheduler(max_num_seqs=1, classes=create_classes(ageing_steps=2))
     first, aged = (create_request(priority=1, max_tokens=8) for _ in range(2))
     start(scheduler, first)
@@ -136,10 +136,10 @@ def test_who_was_admitted_while_no_higher_class_waited_is_displaced_however_long
         run_step(scheduler)
     scheduler.add(create_request(priority=-1))
     run_step(scheduler)
-    assert is_displaced(aged)
+    assert is_preempted(aged)
 
 
-def test_growth_takes_from_the_worst_and_at_last_from_itself() -> None:
+def test_growth_preempts_the_last_request_and_finally_itself() -> None:
     scheduler = create_scheduler(num_blocks=6, policy="mixed", max_preemptions=1)
     high, low = create_request(8, priority=-1, max_tokens=16), create_request(4, priority=1, max_tokens=12)
     start(scheduler, high, low)
@@ -151,7 +151,7 @@ def test_growth_takes_from_the_worst_and_at_last_from_itself() -> None:
     assert high.is_finished
 
 
-def test_a_step_that_only_takes_the_place_of_the_one_that_decodes_still_computes_something() -> None:
+def test_step_that_preempts_the_only_decoding_request_computes_a_token() -> None:
     """A protected prompt holds the other blocks: the decoding request gives way to itself, and the prompt goes on."""
     scheduler = create_scheduler(
         policy="decode_first", num_blocks=8, max_num_batched_tokens=8, max_preemptions=1, max_long_prefill_tokens=4
@@ -165,7 +165,7 @@ def test_a_step_that_only_takes_the_place_of_the_one_that_decodes_still_computes
 
 
 @pytest.mark.parametrize("limits", [{"max_running_share": 0.5}, {"max_kv_share": 0.25}])
-def test_a_class_at_its_share_neither_enters_nor_displaces(limits: dict[str, Any]) -> None:
+def test_class_at_its_share_limit_neither_runs_more_nor_preempts(limits: dict[str, Any]) -> None:
     scheduler = create_scheduler(max_num_seqs=2, num_blocks=12, classes=create_classes(high=limits))
     high, low = create_request(8, priority=-1, max_tokens=20), create_request(priority=1, max_tokens=20)
     start(scheduler, high, low)
@@ -175,7 +175,7 @@ def test_a_class_at_its_share_neither_enters_nor_displaces(limits: dict[str, Any
     assert (low.status, waiting.status) == (RequestStatus.RUNNING, RequestStatus.WAITING)
 
 
-def test_a_class_may_always_have_one_request() -> None:
+def test_class_can_always_run_one_request() -> None:
     classes = create_classes(normal={"max_running_share": 0.01, "max_kv_share": 0.01})
     scheduler = create_scheduler(max_num_seqs=2, classes=classes)
     requests = [create_request(20, max_tokens=2) for _ in range(2)]

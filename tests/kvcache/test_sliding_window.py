@@ -88,7 +88,7 @@ def test_a_gap_in_what_the_window_sees_is_no_hit() -> None:
     assert blocks.table("again").start == 3
 
 
-def test_what_slides_out_of_one_window_stays_for_those_who_share_it() -> None:
+def test_block_behind_one_window_stays_for_requests_that_share_it() -> None:
     blocks = manager()
     first = started(blocks, 12, "a")
     compute(blocks, first, 12)
@@ -103,7 +103,7 @@ def test_what_slides_out_of_one_window_stays_for_those_who_share_it() -> None:
     assert {blocks.pool.ref_count(each) for each in shared} == {1}
 
 
-def test_who_keeps_its_blocks_shares_none_and_never_lacks_one() -> None:
+def test_request_that_keeps_its_blocks_shares_none_and_never_lacks_one() -> None:
     blocks = manager(num_blocks=10)
     compute(blocks, started(blocks, 20), 20)
     kept = create_request(60, request_id="kept")

@@ -11,7 +11,7 @@ from support.factories import create_classes, create_request, create_scheduler
 from support.scheduler_run import SchedulerRun
 
 
-def test_service_adds_up() -> None:
+def test_token_counter_adds_service() -> None:
     shares = TenantTokenCounters()
     shares.join("a", None)
     shares.charge("a", 3)
@@ -19,7 +19,7 @@ def test_service_adds_up() -> None:
     assert (shares.served("a"), shares.served("b")) == (7, 0)
 
 
-def test_who_joins_is_lifted_to_the_least_served_that_waits() -> None:
+def test_joining_tenant_is_lifted_to_the_least_waiting_counter() -> None:
     shares = TenantTokenCounters()
     shares.join("a", None)
     shares.charge("a", 50)
@@ -27,7 +27,7 @@ def test_who_joins_is_lifted_to_the_least_served_that_waits() -> None:
     assert shares.served("b") == 50
 
 
-def test_who_has_got_more_keeps_its_count() -> None:
+def test_tenant_above_the_floor_keeps_its_counter() -> None:
     shares = TenantTokenCounters()
     shares.join("a", None)
     shares.charge("a", 50)
@@ -35,7 +35,7 @@ def test_who_has_got_more_keeps_its_count() -> None:
     assert shares.served("a") == 50
 
 
-def test_a_heavy_tenant_that_leaves_does_not_lift_others_above_those_that_wait() -> None:
+def test_leaving_tenant_does_not_lift_others_above_waiting_ones() -> None:
     shares = TenantTokenCounters()
     shares.join("heavy", None)
     shares.charge("heavy", 1000)
@@ -45,7 +45,7 @@ def test_a_heavy_tenant_that_leaves_does_not_lift_others_above_those_that_wait()
     assert shares.served("new") == shares.served("light")
 
 
-def test_where_nobody_waits_who_joins_starts_from_the_last_to_leave() -> None:
+def test_joining_tenant_starts_from_the_last_to_leave_if_none_waits() -> None:
     shares = TenantTokenCounters()
     shares.join("a", None)
     shares.leave("a")
@@ -55,7 +55,7 @@ def test_where_nobody_waits_who_joins_starts_from_the_last_to_leave() -> None:
 
 
 @pytest.mark.parametrize("waits", [False, True])
-def test_tenants_without_number_are_forgotten(waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_token_counters_is_bounded(waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(orders, "MAX_TENANTS", 10)
     shares = TenantTokenCounters()
     for index in range(200):
@@ -66,7 +66,7 @@ def test_tenants_without_number_are_forgotten(waits: bool, monkeypatch: pytest.M
     assert shares.served("user-199") == 1000
 
 
-def test_tenants_that_were_served_are_forgotten_though_others_always_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_served_tenants_are_evicted_while_others_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """As long as somebody waits who has got nothing, whoever has got something has more than who comes next."""
     monkeypatch.setattr(orders, "MAX_TENANTS", 10)
     scheduler = create_scheduler(max_num_seqs=1, max_overtakes=1)
@@ -80,7 +80,7 @@ def test_tenants_that_were_served_are_forgotten_though_others_always_wait(monkey
     assert len(shares._served) <= 10
 
 
-def test_who_has_had_most_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tenant_with_the_most_service_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(orders, "MAX_TENANTS", 10)
     shares = TenantTokenCounters()
     for index in range(60):
@@ -96,7 +96,7 @@ def test_who_has_had_most_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None
     num_blocks=st.integers(6, 20),
     head_start=st.integers(0, 5),
 )
-def test_tenants_that_always_wait_get_the_same_service(
+def test_tenants_that_always_wait_get_equal_service(
     sizes: dict[str, tuple[int, int]], max_num_seqs: int, num_blocks: int, head_start: int
 ) -> None:
     """The difference stays below a constant (Sheng et al. 2024, theorem 4.4): 2 max(longest prompt, full cache).
@@ -129,7 +129,7 @@ def test_tenants_that_always_wait_get_the_same_service(
             assert abs(gained[0] - gained[1]) <= 2 * max(16, OUTPUT_TOKEN_WEIGHT * scheduler.blocks.num_kv_slots)
 
 
-def test_a_tenant_of_many_requests_does_not_hold_up_one_of_few() -> None:
+def test_tenant_with_many_requests_does_not_delay_one_with_few() -> None:
     scheduler = create_scheduler(max_num_seqs=1, max_overtakes=100)
     run = SchedulerRun(scheduler)
     run.add(*(create_request(tenant="many", max_tokens=1) for _ in range(20)))
