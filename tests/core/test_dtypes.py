@@ -1,11 +1,11 @@
-"""What a config.json says of quantised weights, in words."""
+"""Description of quantized weights in a config.json."""
 
 import pytest
 from llm_serving.core.dtypes import describe_quantization
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "description"),
     [
         ({"quant_method": "gptq", "bits": 4, "group_size": 128}, "GPTQ, 4 bits, groups of 128"),
         ({"quant_method": "awq", "w_bit": 4, "q_group_size": 64}, "AWQ, 4 bits, groups of 64"),
@@ -21,5 +21,5 @@ from llm_serving.core.dtypes import describe_quantization
         (None, None),
     ],
 )
-def test_quantized_weights_are_described_by_their_method(given, told):
-    assert describe_quantization({"quantization_config": given}) == told
+def test_quantized_weights_are_described_by_their_method(given, description):
+    assert describe_quantization({"quantization_config": given}) == description

@@ -1,4 +1,4 @@
-"""Files of folders that somebody else made."""
+"""Reading of untrusted files."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""What a model folder says of sampling."""
+"""The generation config of a model folder."""
 
 from __future__ import annotations
 

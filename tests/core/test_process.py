@@ -1,4 +1,4 @@
-"""Processes of this package import nothing from the folder that somebody is in, and end with their parent."""
+"""Subprocesses import nothing from the working directory, and end with their parent."""
 
 import subprocess
 import sys

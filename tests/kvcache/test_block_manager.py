@@ -1,4 +1,4 @@
-"""Tables grow, share, are copied and swapped; no block is lost or written by two."""
+"""Block tables grow, share, are copied and swapped; no block is lost or written by two requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where every layer has a window, a request holds the window and a step, whatever its length."""
+"""With a sliding window in every layer, a request of any length holds the window and a step."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_request_that_keeps_its_blocks_shares_none_and_never_lacks_one() -> None
     compute(blocks, kept, 60)
     blocks.free("kept")
     again = create_request(61, request_id="again")
-    assert blocks.admit(again, 61) <= 20, "what it computed is found by nobody"
+    assert blocks.admit(again, 61) <= 20, "a request that keeps its blocks caches none"
 
 
 def test_only_the_window_is_swapped() -> None:
@@ -142,7 +142,7 @@ def test_a_window_as_long_as_a_request_may_be_frees_nothing(window: int | None) 
 
 
 class SlidingMachine(RuleBasedStateMachine):
-    """Every operation in any order, over a memory of tokens: whoever computes a token reads what its window sees."""
+    """Every operation in any order, over a memory of tokens: each computed token reads what its window sees."""
 
     BLOCK_SIZE, NUM_BLOCKS, NUM_SWAP_BLOCKS = 4, 12, 6
 

@@ -1,4 +1,4 @@
-"""What was recorded is decided again; what is not the same is shown."""
+"""A replay makes the recorded decisions again, and shows differences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is told of a recording's steps: who was computed, who waited and for what, who lost a place."""
+"""The story of a recording: rows, waiting requests with reasons, and preemptions of each step."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_story_lists_preemptions_with_their_class():
     [step] = [each for each in story.steps if each.preempted]
     [(who, by_class, swapped)] = step.preempted
     assert (names[who], by_class, swapped) == ("low", "high", False)
-    assert names[step.waiting[0]] == "low", "whoever lost its place goes first"
+    assert names[step.waiting[0]] == "low", "a preempted request goes first"
     again = next(each for each in story.steps if each.number > step.number and names[each.rows[0][0]] == "low")
     assert again.rows[0][2] > 1, "it is computed again"
 

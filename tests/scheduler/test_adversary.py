@@ -66,7 +66,7 @@ def test_bound_includes_prompts_that_leave_out_decoding_requests() -> None:
 
 
 def test_class_keeps_its_weight_if_prompts_may_leave_out_decoding_for_many_steps() -> None:
-    """Others paid for the tokens of their prompts, and long answers for places in which they got nothing."""
+    """Earlier, other classes were charged for prompt tokens, and long answers for slots without tokens."""
     standard = CLASSES[1]
     others = [Liar(each.rank, False, 12, 1, False, 20) for each in CLASSES if each is not standard]
     strategy = Strategy((Liar(standard.rank, True, 1, 15, True, 6), *others), 150, 1)

@@ -40,7 +40,7 @@ def tiny(**options: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("policy", ["prefill_first", "decode_first", "mixed"])
 @pytest.mark.parametrize("max_overtakes", [0, 1])
 def test_bound_holds_for_every_order_of_a_few_arrivals(policy: str, max_overtakes: int) -> None:
-    """All of them, one a step: nobody, a high one, a low one of either of two tenants."""
+    """All sequences of one arrival a step: none, a high one, or a low one of either of two tenants."""
     choices = [None, (-1, "x"), (1, "x"), (1, "y")]
     classes = create_classes(ageing_steps=1, high={"weight": 1}, low={"weight": 1})
     for sequence in itertools.product(choices, repeat=4):
@@ -195,7 +195,7 @@ def test_monitor_counts_no_steps_during_a_beam_search() -> None:
 
 
 def test_bounds_include_steps_in_flight() -> None:
-    """Each token of whoever is ahead takes two steps; the promise to the one behind it holds."""
+    """Each token of the request ahead takes two steps; the bound of the request behind it holds."""
     waited = []
     for max_steps_in_flight in (1, 2):
         scheduler = create_scheduler(
@@ -263,7 +263,7 @@ def test_wait_bound_grows_with_the_requests_ahead() -> None:
 
 
 def test_wait_bound_includes_forks_that_wait_for_their_parent() -> None:
-    """They came earlier, so each of them may be admitted before whoever comes now."""
+    """The forks arrived earlier, so each may be admitted before a new request."""
     scheduler = create_scheduler(max_num_seqs=1)
     parent = create_request()
     forks = [create_request(fork_of=parent.request_id) for _ in range(3)]
@@ -291,7 +291,7 @@ def test_prompt_left_out_too_long_breaks_its_bound_once() -> None:
 
 
 def test_wait_bound_includes_one_admission_for_each_request_that_ran_before() -> None:
-    """It comes back ahead of its class if it loses its place, and overtakes nobody."""
+    """After a preemption it returns ahead of its class, which is no bypass."""
     scheduler = create_scheduler(max_num_seqs=1, max_overtakes=3)
     scheduler.add(create_request())
     run = SchedulerRun(scheduler)

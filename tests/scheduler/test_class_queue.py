@@ -1,4 +1,4 @@
-"""The order within a class: who has run before, then the key, then tenants by service, within the cap on overtaking."""
+"""The queue of a class: requests that ran before, then keys, then tenants by service, within the limit on bypasses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def create_queue(max_overtakes: int = 16, order: str = "fair") -> ClassQueue:
 
 
 def waiting(name: str, key: int, tenant: str = "", sequence: int | None = None) -> Request:
-    """A request whose place in the order is `key`; it came as number `sequence`, by default the same."""
+    """A request with the sort key `key` and the arrival number `sequence`, by default the same."""
     request = create_request(request_id=name, tenant=tenant)
     request.sequence = key if sequence is None else sequence
     request.queue_key = (0, key, 0, request.sequence)
@@ -111,7 +111,7 @@ def test_order_without_fair_sharing_ignores_tenants() -> None:
 
 @pytest.mark.parametrize("order", sorted(ORDERS))
 def test_oldest_request_is_one_of_max_overtakes_plus_one_under_any_keys(order: str) -> None:
-    """Later ones have ever better keys, as clients do who choose the worst priorities."""
+    """Later requests have ever better keys, as if clients chose the worst priorities."""
     queue = create_queue(max_overtakes=2, order=order)
     for sequence in range(6):
         queue.push(waiting(f"r{sequence}", -sequence, sequence=sequence))

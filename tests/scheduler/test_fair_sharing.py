@@ -1,4 +1,4 @@
-"""The share of each class: places and tokens by weight, paid in service, over any window."""
+"""Weighted fair sharing of classes: slots and tokens by weight, charged by service, over any period."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_highest_present_class_and_aged_classes_contend() -> None:
     sharing.update_contenders(["normal", "low"], ["low"], held())
     assert sharing.contenders == ["normal", "low"]
     sharing.update_contenders(["low"], [], held(high=1))
-    assert sharing.contenders == ["high", "low"], "whoever alone waits contends with those that run"
+    assert sharing.contenders == ["high", "low"], "the only waiting class contends with running ones"
 
 
 def test_aged_class_contends_while_it_holds_a_slot_below_another_class() -> None:
@@ -47,7 +47,7 @@ def test_aged_class_contends_while_it_holds_a_slot_below_another_class() -> None
     assert sharing.contenders == ["high", "low"]
     sharing.update_contenders([], [], held(low=1))
     sharing.update_contenders(["high"], [], held(low=1))
-    assert sharing.contenders == ["high"], "nobody was above it meanwhile"
+    assert sharing.contenders == ["high"], "no higher class was present meanwhile"
     sharing.update_contenders(["high", "low"], ["low"], held(low=1))
     sharing.update_contenders(["high"], [], held())
     assert sharing.contenders == ["high"]
@@ -102,10 +102,10 @@ def test_class_at_its_share_of_blocks_is_not_next() -> None:
 
 
 def test_class_is_entitled_to_requests_within_its_share_of_slots_and_blocks() -> None:
-    """Weights of 4 and 1: of 14 places and 140 blocks the lower class has 2.8 and 28."""
+    """Weights of 4 and 1: of 14 slots and 140 blocks the lower class has 2.8 and 28."""
     sharing = create_sharing(quantum_steps=1)
     sharing.update_contenders(["high", "low"], ["low"], held())
-    assert sharing.num_entitled("low", "high", [1, 1, 1, 1]) == 3, "a part of a place is the whole for a turn"
+    assert sharing.num_entitled("low", "high", [1, 1, 1, 1]) == 3, "a part of a slot is a whole slot for a quantum"
     assert sharing.num_entitled("low", "high", [14, 14, 14]) == 2
     assert sharing.num_entitled("low", "high", [20, 20, 20]) == 2, "a part of its blocks, too"
     for _ in range(3):
@@ -118,7 +118,7 @@ def test_class_is_entitled_to_requests_within_its_share_of_slots_and_blocks() ->
 
 
 def test_order_of_prefills_depends_on_tokens_alone() -> None:
-    """Whoever holds a place or blocks and gets no tokens pays for them, and would never be first."""
+    """A class that holds slots or blocks without tokens is charged for them, and would never come first."""
     sharing = create_sharing()
     sharing.update_contenders(NAMES, ["normal", "low"], held())
     for _ in range(100):
@@ -147,9 +147,9 @@ def test_class_a_quantum_behind_may_exceed_its_share_of_slots() -> None:
 
 def test_max_decode_gap_follows_the_weight_of_a_contending_class() -> None:
     sharing = create_sharing()
-    assert sharing.max_decode_gap("high") is None, "nobody contends"
+    assert sharing.max_decode_gap("high") is None, "no class contends"
     sharing.update_contenders(NAMES, [], held())
-    assert sharing.max_decode_gap("high") is None, "nobody contends with it"
+    assert sharing.max_decode_gap("high") is None, "no other class contends"
     sharing.update_contenders(NAMES, ["low"], held())
     assert [sharing.max_decode_gap(name) for name in NAMES] == [1, None, 4]  # of 4 + 1
     sharing.update_contenders(NAMES, ["normal", "low"], held())
@@ -204,7 +204,7 @@ def test_class_with_a_fraction_of_a_slot_keeps_it_for_a_quantum() -> None:
 
 
 class Crowd:
-    """Keeps so many requests of each kind waiting, and counts places and tokens of each class."""
+    """Keeps a number of requests of each kind waiting, and counts slots and tokens of each class."""
 
     def __init__(self, scheduler: Scheduler, *kinds: dict[str, Any]) -> None:
         self.scheduler = scheduler
@@ -237,7 +237,7 @@ class Crowd:
 
 
 def test_long_requests_of_an_aged_class_leave_the_higher_class_its_slots() -> None:
-    """Weights were paid in admissions: a few long requests then held all places, until they ended by themselves."""
+    """Regression: weights were charged by admissions, so a few long requests held all slots until they finished."""
     scheduler = create_scheduler(
         max_num_seqs=6, num_blocks=1000, max_model_len=800, classes=create_classes(ageing_steps=20)
     )
@@ -250,7 +250,7 @@ def test_long_requests_of_an_aged_class_leave_the_higher_class_its_slots() -> No
 
 
 def test_long_requests_with_few_slots_leave_the_higher_class_its_blocks() -> None:
-    """Of the cache they held nearly all: places and tokens were what classes paid for."""
+    """Regression: classes were charged for slots and tokens only, and held nearly the whole cache."""
     scheduler = create_scheduler(
         max_num_seqs=8,
         num_blocks=100,
@@ -267,7 +267,7 @@ def test_long_requests_with_few_slots_leave_the_higher_class_its_blocks() -> Non
     assert shares["high"] > 0.4, shares
 
 
-@pytest.mark.parametrize("num_places", [1, 2])
+@pytest.mark.parametrize("num_slots", [1, 2])
 def test_single_slot_is_shared_by_quanta(num_slots: int) -> None:
     scheduler = create_scheduler(
         max_num_seqs=num_slots,
@@ -303,7 +303,7 @@ def test_prompts_that_fill_every_step_leave_a_lower_class_its_share_of_slots() -
 
 @pytest.mark.parametrize("is_first", [True, False])
 def test_only_prompt_of_a_class_is_not_left_out_forever(is_first: bool) -> None:
-    """It has its place, and prompts of a higher class fill every step: it gets its share, whenever it was admitted."""
+    """A request with a slot gets its share although prompts of a higher class fill every step."""
     scheduler = create_scheduler(
         max_num_batched_tokens=16,
         max_num_seqs=8,
@@ -325,7 +325,7 @@ def test_only_prompt_of_a_class_is_not_left_out_forever(is_first: bool) -> None:
 
 
 def test_prompt_with_blocks_is_computed_although_higher_classes_fill_every_step() -> None:
-    """It paid for its blocks while it got no tokens, so that its class was never first, and nobody watched."""
+    """Regression: its class was charged for blocks while it got no tokens, so it never came first."""
     scheduler = create_scheduler(
         max_num_batched_tokens=32,
         max_num_seqs=8,

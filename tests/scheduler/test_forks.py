@@ -1,4 +1,4 @@
-"""Requests with the beginning of another one: they wait until it is computed, then share its blocks."""
+"""Forks wait until the prompt of their parent is computed, then share its blocks."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from support.factories import create_classes, create_request, create_scheduler, 
 
 
 def admitted(scheduler: Scheduler, *requests: Request) -> list[str]:
-    """The order in which requests that come together get the one place there is."""
+    """The order in which simultaneous requests get the only slot."""
     for request in requests:
         scheduler.add(request)
     order: list[str] = []
@@ -50,7 +50,7 @@ def test_priority_boost_is_limited_to_max_head_start_steps() -> None:
         run_step(scheduler)
     late = named("late", 0, max_tokens=1)
     assert admitted(scheduler, late) == ["late"]
-    assert patient.is_finished, "whoever came more than the head start later goes behind"
+    assert patient.is_finished, "a request that arrived later than the boost goes behind"
 
 
 def test_shortest_order_uses_max_tokens() -> None:

@@ -1,4 +1,4 @@
-"""The pattern of steps that each policy and composition makes of the same load."""
+"""The pattern of steps that each policy forms of the same load."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who gives way to whom: strictly higher classes only, only where it helps, never the protected."""
+"""Preemption: only by strictly higher classes, only if it makes room, and never of protected requests."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def is_preempted(request: Request) -> bool:
     return request.status is RequestStatus.WAITING and request.num_preemptions == 1
 
 
-@pytest.mark.parametrize(("priority", "displaced"), [(-1, True), (0, False), (1, False)])
+@pytest.mark.parametrize(("priority", "preempted"), [(-1, True), (0, False), (1, False)])
 def test_only_a_strictly_higher_class_preempts(priority: int, preempted: bool) -> None:
     scheduler = create_scheduler(max_num_seqs=1)
     running = create_request(request_id="running", max_tokens=20)
@@ -90,13 +90,13 @@ def test_blocks_shared_with_a_victim_are_not_counted_twice() -> None:
 
 def test_preempted_request_waits_ahead_of_its_class() -> None:
     scheduler = create_scheduler(max_num_seqs=1)
-    preempted = create_request(request_id="displaced", max_tokens=20)
+    preempted = create_request(request_id="preempted", max_tokens=20)
     start(scheduler, preempted)
     scheduler.add(create_request(request_id="earlier key", max_tokens=1))
     scheduler.waiting.queues["normal"].peek().queue_key = (0, -5, -5)  # type: ignore[union-attr]
     scheduler.add(create_request(request_id="high", priority=-1, max_tokens=1))
     names = [rows(run_step(scheduler))[0][0] for _ in range(2)]
-    assert names == ["high", "displaced"]
+    assert names == ["high", "preempted"]
 
 
 def test_request_keeps_its_slot_after_max_preemptions() -> None:
@@ -115,7 +115,7 @@ def test_request_keeps_its_slot_after_max_preemptions() -> None:
 
 
 def test_request_within_the_share_of_its_class_is_not_preempted() -> None:
-    """Otherwise a share would be worth nothing: the class that had to wait would take the place at once."""
+    """Otherwise a share would be worthless: the waiting class would take the slot back at once."""
     scheduler = create_scheduler(max_num_seqs=1, classes=create_classes(ageing_steps=3))
     run = SchedulerRun(scheduler)
     low = create_request(priority=1, max_tokens=8)

@@ -1,4 +1,4 @@
-"""Another priority for a request that is there: where it comes to stand, and that nobody's bound is touched."""
+"""Priority changes after arrival: the new position, and the bounds of other requests."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_priority_shifts_a_request_from_its_arrival():
     key = names[3].queue_key
     for priority in (9, 1, 5, 1):
         assert scheduler.set_priority(names[3], priority)
-    assert names[3].queue_key == key, "asking often has changed its place"
+    assert names[3].queue_key == key, "repeated changes moved it"
     scheduler.set_priority(names[1], 9)
     assert order_of_admission(scheduler, names) == ["c", "d", "b"]
 
@@ -103,7 +103,7 @@ def test_change_of_class_of_a_running_request_counts_as_bypass():
     for request in running:
         scheduler.add(request)
     run_step(scheduler)
-    assert all(scheduler.set_priority(request, 0) for request in running[:1]), "nobody waits there"
+    assert all(scheduler.set_priority(request, 0) for request in running[:1]), "no request waits there"
     for request in running:
         scheduler.set_priority(request, 0)
     waiting = create_request(priority=0)

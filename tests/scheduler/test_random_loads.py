@@ -1,4 +1,4 @@
-"""Random loads under every configuration: everybody gets what was asked for, within every limit and bound."""
+"""Random loads under every configuration: every request finishes within every limit and bound."""
 
 from __future__ import annotations
 

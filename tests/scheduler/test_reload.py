@@ -1,4 +1,4 @@
-"""A scheduler goes on by other rules: everybody gets what was asked for, and the new bounds hold from there on."""
+"""Reload of the rules of a running scheduler: every request finishes, and the new bounds hold from then on."""
 
 from __future__ import annotations
 
@@ -88,9 +88,9 @@ def test_reload_applies_classes_and_order() -> None:
     run = SchedulerRun(create_scheduler(max_num_seqs=1, order="arrival"))
     low, high = create_request(3, priority=1), create_request(3, priority=-1)
     run.add(low, high)
-    everybody = (RequestClass(name="all", rank=0),)
-    run.reload(rules_of(run.scheduler)._replace(classes=everybody, order=ShortestOrder()))
-    assert low.request_class is high.request_class is everybody[0]
+    all_classes = (RequestClass(name="all", rank=0),)
+    run.reload(rules_of(run.scheduler)._replace(classes=all_classes, order=ShortestOrder()))
+    assert low.request_class is high.request_class is all_classes[0]
     assert [each.name for each in run.scheduler.bounds] == ["all"]
     assert isinstance(run.scheduler.order, ShortestOrder)
 

@@ -1,4 +1,4 @@
-"""What one look at a request finds is what the request says of itself."""
+"""RunningSnapshot agrees with the properties of requests."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-"""Requests longer than the cache, where every layer of the model has a window."""
+"""Requests longer than the cache, with a sliding window in every layer."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_protected_request_never_lacks_a_block() -> None:
 
 
 def test_bounds_include_sliding_windows() -> None:
-    """More places than whole sequences would have, so less waiting for each request ahead."""
+    """More slots than for whole sequences, so less waiting for each request ahead."""
     whole, sliding = (
         create_scheduler(window=window, num_blocks=64, max_num_batched_tokens=16, max_model_len=256)
         for window in (None, 16)

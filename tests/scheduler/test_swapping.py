@@ -1,4 +1,4 @@
-"""What becomes of computed tokens when a request is preempted: computed again or swapped, whole or not at all."""
+"""KV cache of preempted requests: recomputed or swapped, entirely or not at all."""
 
 from __future__ import annotations
 

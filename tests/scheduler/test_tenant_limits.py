@@ -1,4 +1,4 @@
-"""Most running requests of a tenant: its others wait in nobody's way."""
+"""Per-tenant concurrency limits: held requests block no other request."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_reload_reports_leases_that_were_given_back():
 
 
 class Unseen(dict):
-    """Tenants of which nobody looks at all."""
+    """Tenants that must not be iterated."""
 
     def _forbidden(self):
         raise AssertionError("all tenants are gone through")
@@ -124,7 +124,7 @@ def test_classes_of_a_tenant_share_its_limit_by_weight(limit):
 
 
 def test_class_is_charged_for_a_reserved_slot():
-    """One batch request behind those of others stopped all else that its tenant asked for, for as long as it waited."""
+    """Regression: a waiting batch request stopped all other requests of its tenant."""
     ended = {}
     for has_low in (False, True):
         scheduler = create_scheduler(
@@ -256,7 +256,7 @@ def test_tenant_limits_and_bounds_hold_and_replays_are_equal(seed):
 
 
 def brought(**limits):
-    """A scheduler whose only place is taken, and a request of tenant `a` that waits and was begun by another one."""
+    """A scheduler whose only slot is in use, and a waiting request of tenant `a` that migrated from another one."""
     scheduler = create_scheduler(max_num_seqs=1, num_schedulers=2, **limits)
     moved = create_request(request_id="moved", tenant="a")
     moved.transfer = Transfer()

@@ -1,4 +1,4 @@
-"""Virtual token counters: what a tenant has got, and what it starts from when it comes."""
+"""Virtual token counters: the service of a tenant, and its counter when it joins."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_number_of_token_counters_is_bounded(waits: bool, monkeypatch: pytest.Mo
 
 
 def test_served_tenants_are_evicted_while_others_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As long as somebody waits who has got nothing, whoever has got something has more than who comes next."""
+    """While a tenant without service waits, every served tenant is above the floor of a new one."""
     monkeypatch.setattr(orders, "MAX_TENANTS", 10)
     scheduler = create_scheduler(max_num_seqs=1, max_overtakes=1)
     shares = scheduler.waiting.queues["normal"].token_counters

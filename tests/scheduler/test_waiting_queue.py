@@ -1,4 +1,4 @@
-"""Which class is next: the highest that waits, and those that have aged in their turn."""
+"""The next class: the highest that waits, and aged classes by weight."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Arrivals:
         return request
 
     def pop(self, closed: Collection[str] = ()) -> str | None:
-        """The class that is admitted; it holds a place from then on."""
+        """Admit the next request, and return its class."""
         request = self.queue.peek(closed, self.held, NO_BLOCKS)
         if request is None:
             return None

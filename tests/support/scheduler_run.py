@@ -26,10 +26,10 @@ class SchedulerRun:
         self._prompt_gaps: dict[str, int] = {}
         """By stay."""
         self._held_before: dict[str, int] = {}
-        """Places that classes had when the rules changed, as long as they have not become fewer."""
+        """Slots of each class at the last reload, while they have not become fewer."""
 
     def reload(self, rules: SchedulingRules) -> None:
-        """What was left out until now counts no more; places that somebody has are kept."""
+        """Apply other rules; earlier gaps do not count, slots are kept."""
         self.scheduler.reload(rules)
         self.scheduler.check_integrity()
         self.longest_decode_gap = 0
@@ -63,7 +63,7 @@ class SchedulerRun:
         return schedule
 
     def finish(self, max_steps: int = 3000) -> None:
-        """Steps until all have ended, and checks that they have got what they asked for and left nothing behind."""
+        """Step until all requests have finished; check their outputs and that nothing is left."""
         for _ in range(max_steps):
             if not self.scheduler.has_unfinished_requests and not self._in_flight:
                 break
@@ -78,7 +78,7 @@ class SchedulerRun:
                 assert len(request.output_token_ids) == request.sampling.max_tokens
 
     def _is_idle(self) -> bool:
-        """Whether nobody can move: others of a tenant run elsewhere, perhaps."""
+        """Whether no request can move, for example because its tenant runs others elsewhere."""
         scheduler = self.scheduler
         all_apart = scheduler.limits.num_schedulers > 1 and not scheduler.running and not len(scheduler.waiting)
         return all_apart or not scheduler.has_unfinished_requests
@@ -148,5 +148,5 @@ class SchedulerRun:
 
 
 def _stay(request: Request) -> str:
-    """A name for the time that a request has had its place, in its class."""
+    """A key for the time that a request has its slot, in its class."""
     return f"{request.request_id} {request.admission_number} {request.request_class.name}"
