@@ -99,7 +99,7 @@ def build(config: ServingConfig, placement: Placement) -> AsyncEngine:
                 loaded.num_swap_blocks,
                 spec.window,
                 notice=loaded.notice,
-                computed_by=loaded.computed_by,
+                compute_fingerprint=loaded.compute_fingerprint,
             )
             metrics.moves.block_bytes = loaded.block_bytes
             yield engine

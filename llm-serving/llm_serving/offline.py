@@ -59,7 +59,7 @@ class LLM:
         self.metrics = Metrics(config.model.model_name, config.request_classes)
         runner, _ = load_runner(load_settings(config, 0), logger.info)
         executor = LocalExecutor(runner, runner.draft_model)
-        self.computed_by = runner.computed_by
+        self.compute_fingerprint = runner.compute_fingerprint
         cache = runner.kv_tensors
         self.engine = build_engine(
             config,

@@ -204,7 +204,7 @@ def serve(
         blocks.max_frame_bytes = max_frame_bytes(tensors.block_bytes)
         arguments = blocks, tensors.transfer, channel, throttle
         threading.Thread(target=_serve_blocks, args=arguments, name="blocks", daemon=True).start()
-    channel.send(Loaded(*sizes, notice, runner.computed_by, tensors.block_bytes, fingerprint))
+    channel.send(Loaded(*sizes, notice, runner.compute_fingerprint, tensors.block_bytes, fingerprint))
     buffers: SharedBuffers | InlineArrays
     if memory_fd is not None:
         buffers = SharedBuffers(memory_fd, settings.num_buffers, settings.buffer_bytes)

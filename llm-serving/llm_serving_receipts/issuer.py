@@ -94,7 +94,7 @@ class ReceiptDraft:
             server=__version__,
             weights=self._hashes.weights,
             tokenizer=self._hashes.tokenizer,
-            computed_by=engine.computed_by,
+            computed_by=engine.compute_fingerprint,
             configuration=output_settings(engine.config),
             max_model_len=engine.config.model.max_generate_length,
             end_token_ids=sorted(engine.end_token_ids),

@@ -246,7 +246,10 @@ def _compare_options(verdict: Verdict, receipt: Receipt, llm: LLM) -> None:
     _compare(verdict.differences, "end_token_ids", receipt.end_token_ids, sorted(llm.end_token_ids))
     for each in ComputeFingerprint.__struct_fields__:
         _compare(
-            verdict.notes, f"computed_by.{each}", getattr(receipt.computed_by, each), getattr(llm.computed_by, each)
+            verdict.notes,
+            f"computed_by.{each}",
+            getattr(receipt.computed_by, each),
+            getattr(llm.compute_fingerprint, each),
         )
 
 

@@ -45,7 +45,7 @@ TokensAt = Callable[[Request, int, int], list[int]]
 
 
 class TokenCounter:
-    """The receiver of a simulated request, in place of `SequenceSink`.
+    """The output sink of a simulated request, in place of `SequenceSink`.
 
     A token that is neither the first nor the last of an answer is reported by this object itself, without a
     `RequestOutput`.
@@ -392,6 +392,6 @@ def num_uniform_steps(running: Sequence[Request], num_output: Callable[[Request]
 
 
 def _gets_one_token(request: Request) -> bool:
-    """Whether the request has a token already, and its receiver handles the next one without other state."""
+    """Whether the request has a token already, and its sink handles the next one without other state."""
     is_simple = type(request.sink) in (TokenCounter, SequenceSink) and request.transfer is None
     return is_simple and bool(request.output_token_ids)

@@ -17,9 +17,9 @@ WIDE = ComputeFingerprint(
 
 
 class Agent:
-    def __init__(self, index: int, computed_by: ComputeFingerprint) -> None:
+    def __init__(self, index: int, compute_fingerprint: ComputeFingerprint) -> None:
         self.index = index
-        self.loaded = Loaded(8, 0, "", computed_by)
+        self.loaded = Loaded(8, 0, "", compute_fingerprint)
         self.is_killed = False
 
     def kill(self) -> None:

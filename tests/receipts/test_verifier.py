@@ -96,7 +96,7 @@ def _receipt(llm, hashes, ids, sampling, choices, digest) -> Receipt:
         server="x",
         weights=hashes.weights,
         tokenizer=hashes.tokenizer,
-        computed_by=llm.computed_by,
+        computed_by=llm.compute_fingerprint,
         configuration=output_settings(llm.config),
         max_model_len=256,
         end_token_ids=sorted(llm.end_token_ids),

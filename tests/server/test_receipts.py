@@ -50,7 +50,7 @@ def test_it_has_what_was_computed_and_by_what(engine):
     assert receipt.id == answer["id"]
     assert receipt.prompts == [engine.submitted[0].prompt_token_ids, engine.submitted[2].prompt_token_ids]
     assert receipt.sampling == engine.submitted[0].sampling, "with the seed that the server drew"
-    assert receipt.computed_by == engine.computed_by
+    assert receipt.computed_by == engine.compute_fingerprint
     assert receipt.configuration["model_config.model_dtype"] == "bfloat16"
     assert (receipt.n, receipt.best_of, receipt.beam_search) == (2, 2, None)
     assert [choice.token_ids for choice in receipt.choices] == [[500, 501, 502]] * 4

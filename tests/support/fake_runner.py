@@ -88,7 +88,7 @@ class FakeRunner:
         known_window = window if window < NO_WINDOW else None
         self._guard = BlockGuard(num_blocks, num_swap_blocks, block_size, known_window, transfer.tags)
         self._previous: list[int] = []
-        self.computed_by = UNKNOWN_FINGERPRINT
+        self.compute_fingerprint = UNKNOWN_FINGERPRINT
 
     def announce_ending(self, tell: Callable[[], None] | None) -> bool:
         return False

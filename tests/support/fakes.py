@@ -232,7 +232,7 @@ class FakeEngine:
         self.reloading = ConfigReloader(self.config, _NO_REPLICAS, self.metrics)
         self.max_model_len = MAX_MODEL_LEN
         self.shared = CoalescedResponses(2**20, 60.0, lambda: 0.0)
-        self.computed_by = ComputeFingerprint(kernels="program", instruction_set="plain")
+        self.compute_fingerprint = ComputeFingerprint(kernels="program", instruction_set="plain")
         self.end_token_ids = frozenset({2})
         self.constraints = DEMO_CONSTRAINTS
 

@@ -64,7 +64,7 @@ def steps():
 
 def test_exported_graph_gives_the_tokens_of_the_compiled_one(folders, lite):
     runner, notice = load_runner(settings_of(folders, "serving_config.start_device_id=3"), lambda text: None)
-    assert (notice, runner.computed_by.kernels) == ("", "ge")
+    assert (notice, runner.compute_fingerprint.kernels) == ("", "ge")
     options = {"ascend_context": {"plugin_custom_ops": "All"}}
     assert [(each.name, each.device_id, each.rank_id, each.options) for each in lite.Model.built] == [
         ("states_graph.mindir", 3, 0, options),

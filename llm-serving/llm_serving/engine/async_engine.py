@@ -144,7 +144,7 @@ class AsyncEngine:
         return min([self.config.model.max_generate_length, *slots])
 
     @property
-    def computed_by(self) -> ComputeFingerprint:
+    def compute_fingerprint(self) -> ComputeFingerprint:
         """By what answers are computed; the same at every replica, as all are of this machine.
 
         Raises:
@@ -153,7 +153,7 @@ class AsyncEngine:
         living = self.replicas.living()
         if not living:
             raise UnavailableError(self.health().detail)
-        return next(iter(living.values())).computed_by
+        return next(iter(living.values())).compute_fingerprint
 
     @property
     def num_running(self) -> int:

@@ -144,9 +144,9 @@ class Auditor:
     def drop(self) -> None:
         """The copy, if one runs, ends without an answer: nothing can be said."""
         if self._running is not None:
-            receiver = self._running[1].request.sink
-            assert receiver is not None
-            receiver.finish(FinishReason.ABORT)
+            sink = self._running[1].request.sink
+            assert sink is not None
+            sink.finish(FinishReason.ABORT)
 
     def _told_again(self, piece: RequestOutput) -> None:
         """The copy's answer goes on; when it has come to its end, it is compared."""

@@ -62,7 +62,7 @@ def _logprobs(token_ids: list[int], scores: Scores, results: range) -> PromptLog
 
 
 def deliver(schedule: Schedule, updated: list[Request], output: StepOutput) -> None:
-    """Gives each result to the receiver of its request.
+    """Pass each result to the sink of its request.
 
     Args:
         schedule: The step.
@@ -77,13 +77,13 @@ def deliver(schedule: Schedule, updated: list[Request], output: StepOutput) -> N
         start, stop = stop, stop + samples
         if not samples or not (all_are_live or request in live):
             continue
-        receiver = request.sink
-        if receiver is None:
+        sink = request.sink
+        if sink is None:
             continue
         if start in output.row_errors:
-            receiver.finish(FinishReason.ERROR, output.row_errors[start])
+            sink.finish(FinishReason.ERROR, output.row_errors[start])
         else:
-            receiver.add_tokens(request, range(start, start + request.num_new_tokens), output)
+            sink.add_tokens(request, range(start, start + request.num_new_tokens), output)
 
 
 def end(request: Request, reason: FinishReason, error: str | None = None) -> None:
@@ -96,12 +96,12 @@ def _deliver_prompts(schedule: Schedule, output: StepOutput) -> set[Request]:
     """Returns the requests that end as a result of theirs cannot be given."""
     ended = set()
     for request, start, logprobs, vector, error in prompt_replies(schedule, output):
-        receiver = request.sink
-        if receiver is None:
+        sink = request.sink
+        if sink is None:
             continue
         if error is not None:
-            receiver.finish(FinishReason.ERROR, error)
+            sink.finish(FinishReason.ERROR, error)
             ended.add(request)
         else:
-            receiver.add_prompt_result(request, start, logprobs, vector)
+            sink.add_prompt_result(request, start, logprobs, vector)
     return ended

@@ -62,7 +62,7 @@ class Engine(EngineRequests):
         drafter: SpeculationController | None = None,
         clock: Clock = monotonic,
         notice: str = "",
-        computed_by: ComputeFingerprint = UNKNOWN_FINGERPRINT,
+        compute_fingerprint: ComputeFingerprint = UNKNOWN_FINGERPRINT,
         build_step: BuildStep | None = None,
         attach_sink: AttachSink = receive,
     ) -> None:
@@ -73,7 +73,7 @@ class Engine(EngineRequests):
         """Completed steps."""
         self.notice = notice
         """What an operator should know of the WorkAgent; usually empty."""
-        self.computed_by = computed_by
+        self.compute_fingerprint = compute_fingerprint
         self._recovery = Recovery(scheduler, executor, metrics, self._on_restart_attempt, self._on_bisection_step)
         self._restart_wait_s = restart_wait_s
         self._builder = StepBuilder(scheduler.blocks)

@@ -262,6 +262,6 @@ OUTPUT_SINKS: Final[dict[type, _Create]] = {
 
 def receive(request: Request, desk: SinkContext) -> OutputSink:
     """Gives a request who answers it, and begins."""
-    receiver = request.sink = OUTPUT_SINKS[type(request.beam_search)](request, desk)
-    receiver.start()
-    return receiver
+    sink = request.sink = OUTPUT_SINKS[type(request.beam_search)](request, desk)
+    sink.start()
+    return sink

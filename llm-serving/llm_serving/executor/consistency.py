@@ -20,9 +20,9 @@ class ConsistencyCheck:
         """Return the WorkAgent; kill it and raise WorkerDiedError if its fingerprint differs."""
         with self._lock:
             if self._reference is None:
-                self._reference = agent.index, agent.loaded.computed_by
+                self._reference = agent.index, agent.loaded.compute_fingerprint
             first, wanted = self._reference
-        found = agent.loaded.computed_by
+        found = agent.loaded.compute_fingerprint
         if found == wanted:
             return agent
         agent.kill()

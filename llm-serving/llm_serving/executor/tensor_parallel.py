@@ -110,7 +110,7 @@ def _compared(message: AgentMessage) -> object:
         case Welcome():
             return message.version, message.code_fingerprint
         case Loaded():
-            return message.num_blocks, message.num_swap_blocks, message.computed_by, message.model
+            return message.num_blocks, message.num_swap_blocks, message.compute_fingerprint, message.model
         case StepFailed():
             return message.step
         case StepDone():

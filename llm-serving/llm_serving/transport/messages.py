@@ -106,7 +106,7 @@ class Loaded(msgspec.Struct, tag="loaded", frozen=True):
     num_swap_blocks: int
     notice: str
     """Warning for the operator about this WorkAgent; usually empty."""
-    computed_by: ComputeFingerprint = UNKNOWN_FINGERPRINT
+    compute_fingerprint: ComputeFingerprint = UNKNOWN_FINGERPRINT
     block_bytes: int = 0
     """Of all layers; 0: unknown."""
     model: str = ""

@@ -138,7 +138,7 @@ def load_runner(
         transfer_fd=transfer_fd,
         num_transfer_blocks=settings.num_transfer_blocks,
     )
-    runner.computed_by = _computed_by(backend, device, framework, settings.num_ranks)
+    runner.compute_fingerprint = _compute_fingerprint(backend, device, framework, settings.num_ranks)
     on_progress("compiling the network")
     runner.warm_up()
     if settings.draft_model_path is not None:
@@ -193,7 +193,7 @@ def _load_exported(settings: LoadModel, folder: Path, on_progress: Callable[[str
     networks = load_networks(spec, folder, ini, settings.device_id)
     backend = create_backend("ascend", settings.dtype)
     runner = ModelRunner(spec, Path(settings.model_path), backend, *sizes, networks=networks)
-    runner.computed_by = ComputeFingerprint(kernels="ge", framework=ms.__version__)
+    runner.compute_fingerprint = ComputeFingerprint(kernels="ge", framework=ms.__version__)
     logger.info("device_config.exactness: %s: %s", settings.exactness, guarantee(settings.exactness, backend.name))
     runner.warm_up()
     return runner
@@ -208,7 +208,7 @@ def _join_ranks(ranks_fd: int, settings: LoadModel, backend: Backend) -> Ranks:
     return ranks
 
 
-def _computed_by(backend: Backend, device: DeviceConfig, framework: str, num_ranks: int) -> ComputeFingerprint:
+def _compute_fingerprint(backend: Backend, device: DeviceConfig, framework: str, num_ranks: int) -> ComputeFingerprint:
     if backend.name != "cpu":
         return ComputeFingerprint(kernels=backend.name, framework=framework, ranks=num_ranks)
     sources, compiler = library_path().stem.split("_")[-2:]

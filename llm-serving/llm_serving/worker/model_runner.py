@@ -79,7 +79,7 @@ class ModelRunner:
             ConfigError: The cache cannot be allocated.
         """
         self.spec = spec
-        self.computed_by: ComputeFingerprint = UNKNOWN_FINGERPRINT
+        self.compute_fingerprint: ComputeFingerprint = UNKNOWN_FINGERPRINT
         """Set by the caller."""
         self.draft_model: DraftModelClient | None = None
         """Set by the caller."""

@@ -152,8 +152,8 @@ class RequestMigration:
         self._auditor.resume(request, departure.audited)
         self._processor.resume(request, departure.produced)
         self._journal.arrived(request, class_of(request.priority, self._scheduler.classes), departure.time)
-        receiver = request.sink = SequenceSink(request, self._desk)
-        receiver.resume()
+        sink = request.sink = SequenceSink(request, self._desk)
+        sink.resume()
         self._arrived[request] = departure.time
 
     def formed(self, schedule: Schedule | None) -> None:

@@ -112,7 +112,7 @@ async def arrival(
             record, claim = (None, found) if isinstance(found, Claim) else (found, None)
     try:
         longest = engine.max_model_len, engine.config.model.max_input_len
-        state = http_request.app.model_state.digest(engine.computed_by, *longest)
+        state = http_request.app.model_state.digest(engine.compute_fingerprint, *longest)
         if record is not None:
             position.check(num_streams)
             yield _again(engine, http_request, request, record, position, prefix, rules, state)

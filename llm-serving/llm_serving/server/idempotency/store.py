@@ -218,7 +218,7 @@ class ModelState:
         facts = (files, sorted(output_settings(config).items()), model.generation_config, model.end_token)
         self._facts = msgspec.msgpack.encode(facts)
 
-    def digest(self, computed_by: ComputeFingerprint, max_model_len: int, max_input_len: int) -> bytes:
+    def digest(self, compute_fingerprint: ComputeFingerprint, max_model_len: int, max_input_len: int) -> bytes:
         """The same only for what gives the same answers."""
-        facts = self._facts + msgspec.msgpack.encode((computed_by, max_model_len, max_input_len))
+        facts = self._facts + msgspec.msgpack.encode((compute_fingerprint, max_model_len, max_input_len))
         return hashlib.blake2b(facts, digest_size=16).digest()
