@@ -55,7 +55,6 @@ class Scheduler:
         self._use_components(SchedulerComponents(rules, blocks, self._requests))
         self._num_beams = 0
         self._num_with_drafts = 0
-        """Requests that got draft tokens since the previous step."""
         self._num_with_prompt_results = 0
         self._num_migrating = 0
         self._step = 0
