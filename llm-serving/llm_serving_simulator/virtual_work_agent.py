@@ -262,26 +262,26 @@ class VirtualWorkAgent(Executor):
 # --- speculative decoding ---------------------------------------------------------------------------------------------
 
 UPDATE_S: Final = 4e-6
-"""Time that the master of two Zen 4 cores takes for an update of the drafts, without the following:"""
+"""CPU time of an update of the drafts, measured on Zen 4; the constants below come on top."""
 COMPARE_S: Final = 2.5e-6
-"""the comparison of a request's output with its draft,"""
+"""CPU time to compare the output of one request with its draft."""
 LOOKUP_S: Final = 8e-6
-"""a lookup,"""
+"""CPU time of one n-gram lookup."""
 EVALUATE_S: Final = 14e-6
-"""the decision whether drafts pay,"""
+"""CPU time to compute whether drafting pays off."""
 PROPOSE_S: Final = 4e-6
-"""and the draft of one request."""
+"""CPU time to propose draft tokens for one request."""
 
 
 class VirtualNgramProposer(NgramProposer):
-    """Counts the time that its work takes on a real master."""
+    """The n-gram proposer of a server, which counts the CPU time that its work takes on a real master."""
 
     def __init__(self, config: ServingConfig) -> None:
         length = config.scheduler.prompt_lookup_min
         self.worked_s = 0.0
-        """Time of all its work and of its controller's."""
+        """CPU time of the proposer and of its controller so far."""
         self.settle: Callable[[Request], None] = keep_state
-        """Brings a request that is about to be read up to date."""
+        """Called before the proposer reads a request, to apply fast-forwarded steps to it."""
         finished = FinishedAnswersIndex(length, FINISHED_TOKENS, table=SparseTable, salt=_salt_of)
         super().__init__(length, finished, lambda: self.worked_s)
 
@@ -298,10 +298,11 @@ class VirtualNgramProposer(NgramProposer):
 
 
 class VirtualSpeculationController(SpeculationController):
-    """Takes no virtual time, but counts its work, by which it decides how often it updates the drafts.
+    """The speculation controller of a server, whose work takes no virtual time.
 
-    Step times are those of a master that notices a reply at once and processes it then, where the virtual clock
-    advances before the engine reads it.
+    The CPU time of the work is counted, and decides how often the controller updates the drafts. Step times count as on
+    a master that notes the arrival of a reply when it comes, because the virtual clock advances before the engine reads
+    it.
     """
 
     def __init__(self, config: ServingConfig, agent: VirtualWorkAgent) -> None:
@@ -323,7 +324,7 @@ class VirtualSpeculationController(SpeculationController):
 
 
 class SparseTable:
-    """A slot table that stores only the slots that are not 0: a simulation has one for each of many replicas."""
+    """A slot table that stores only its nonzero slots, because each of many replicas has one."""
 
     def __init__(self, num_slots: int) -> None:
         self._values: dict[int, int] = {}

@@ -61,8 +61,8 @@ def test_of_steps_behind_which_nobody_went_on_at_once_a_profile_is_made(timings)
     assert profile.step.seconds(shape) == pytest.approx(STEP.seconds(shape), rel=0.01)
 
 
-def test_what_guesses_cost_in_a_step_is_measured():
-    """Steps of two rows that check up to eight guesses each, beside steps of more rows that check none."""
+def test_the_cost_of_draft_tokens_in_a_step_is_measured():
+    """Steps of two rows that verify up to eight draft tokens each, beside steps of more rows without drafts."""
     true = CostModel((CostTerm("step", 0.01), CostTerm("rows", 0.0005), CostTerm("tokens", 0.00002)))
     rng, timings, before = np.random.default_rng(1), Timings(num_blocks=7), 10.0
     for number in range(600):

@@ -53,7 +53,7 @@ def test_many_clients_are_asked_for_steps_that_only_decode_too():
         assert {each.num_output_tokens for each in stream.requests} == {128}
 
 
-def test_few_clients_are_given_the_same_answers_again_so_that_these_are_guessed():
+def test_few_clients_repeat_their_requests_so_that_answers_are_drafted():
     found = [each for each in phases(ServerLimits(4, 256, 1024, 50)) if each.name.endswith("the same again")]
     assert [each.name.split()[0] for each in found] == ["1", "2", "4"] * 2
     for phase in found:
