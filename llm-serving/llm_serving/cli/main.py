@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import errno
-import importlib
 import io
 import os
 import select
@@ -33,6 +32,7 @@ from llm_serving.cli import (
 )
 from llm_serving.cli.arguments import EXIT_FAILED, Subcommands
 from llm_serving.cli.launcher import StartError
+from llm_serving.core.optional_package import import_optional
 from llm_serving.errors import ConfigError, LLMServingError, NoWorkAgentsError
 
 SIMULATOR: Final = "llm_serving_simulator.commands"
@@ -55,15 +55,7 @@ class PackageCommand:
         Raises:
             ConfigError: The package is not installed.
         """
-        package = self.package.partition(".")[0]
-        try:
-            module = importlib.import_module(f"{self.package}.{self.name}")
-        except ModuleNotFoundError as error:
-            if error.name is None or error.name.partition(".")[0] != package:
-                raise
-            raise ConfigError(
-                f"`llm-serving {self.name}` needs the package {package}, which is not installed"
-            ) from None
+        module = import_optional(f"{self.package}.{self.name}", f"llm-serving {self.name}")
         parser = commands.add_parser(self.name, help=self.help, allow_abbrev=False)
         module.add_arguments(parser)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Final, Protocol
@@ -11,6 +10,7 @@ from msgspec import Raw
 from starlette.requests import Request
 
 from llm_serving.config.schema import ServingConfig
+from llm_serving.core.optional_package import import_optional
 from llm_serving.core.request_output import RequestOutput
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.engine.async_engine import AsyncEngine
@@ -89,15 +89,8 @@ class ReceiptHook:
     def _issuer(self) -> ReceiptIssuerProtocol:
         if self._files is None:
             raise ConfigError(self._failure)
-        try:
-            module = importlib.import_module(f"{PACKAGE}.issuer")
-        except ModuleNotFoundError as error:
-            if error.name is None or error.name.partition(".")[0] != PACKAGE:
-                raise
-            raise ConfigError(
-                f"`serving_config.receipts` needs the package {PACKAGE}, which is not installed: install it, or set "
-                f"the key to `{DISABLED}`"
-            ) from None
+        remedy = f": install it, or set the key to `{DISABLED}`"
+        module = import_optional(f"{PACKAGE}.issuer", "serving_config.receipts", remedy)
         issuer: ReceiptIssuerProtocol = module.ReceiptIssuer(self._files)
         return issuer
 
