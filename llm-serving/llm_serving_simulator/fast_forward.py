@@ -367,7 +367,8 @@ class FastForwardEngine:
         assert request.sink is not None
         self._steps.settle_one(request)
         request.sink.add_tokens(request, range(1), step_output(0, request.output_token_ids[-1:]))
-        outputs, self._engine._outputs = self._engine._outputs, []
+        outputs = self._engine._outputs.copy()
+        self._engine._outputs.clear()
         return outputs
 
     def _stop(self) -> None:

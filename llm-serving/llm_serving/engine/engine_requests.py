@@ -65,7 +65,6 @@ class EngineRequests(ThreadSafeCalls):
         super().__init__(scheduler, executor, EventLog() if journal is None else journal)
         self.index = index
         self._clock = clock
-        self._metrics = metrics
         self._drafter = drafter
         self._attach_sink = attach_sink
         self._times = StepTimes()
@@ -76,7 +75,7 @@ class EngineRequests(ThreadSafeCalls):
         self._deadlines = Deadlines()
         self._outputs: list[RequestOutput] = []
         self._processor = OutputProcessor(tokenizer, metrics, self.journal, clock)
-        self._desk = SinkContext(scheduler, self._processor, self._outputs_append)
+        self._desk = SinkContext(scheduler, self._processor, self._outputs.append)
         self._auditor = Auditor(audit_every, scheduler, tokenizer, metrics, clock)
         self.moves = RequestMigration(
             scheduler, self._processor, self._auditor, self._desk, self.journal, metrics, self._listeners
@@ -166,6 +165,3 @@ class EngineRequests(ThreadSafeCalls):
         self._auditor.drop()
         for request in self._processor.unfinished():
             end(request, kind, reason)
-
-    def _outputs_append(self, output: RequestOutput) -> None:
-        self._outputs.append(output)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from llm_serving.core.request import Request
 from llm_serving.engine.load_reports import StepTimes
@@ -95,10 +95,10 @@ class SpeculationObserver(StepObserver):
         drafter.record_step(step.finished, len(schedule.rows))
 
 
-def accepted_drafts(schedule: Schedule, updated: list[Request]) -> dict[int, int]:
+def accepted_drafts(schedule: Schedule, updated: list[Request]) -> Mapping[int, int]:
     """Return `Request.sequence` -> accepted draft tokens, for the rows with drafts of a step with a reply."""
     if not schedule.has_draft_tokens:
-        return dict(NO_DRAFTS)
+        return NO_DRAFTS
     got = set(updated)
     return {
         row.request.sequence: row.request.num_new_tokens - 1

@@ -7,21 +7,16 @@ from collections.abc import Awaitable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Final, NamedTuple, TypeVar
 
-import msgspec
-
 from llm_serving.core.timings import Clock
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import TimedOutError, renaming
 from llm_serving.server.generation.prompts import Prompt
 from llm_serving.server.parsing.caller import HttpCaller
-from llm_serving.server.parsing.offload import INLINE_BYTES, INLINE_ITEMS
 
 BYTES_PER_CHAR: Final = 4
-BYTES_PER_ID: Final = INLINE_BYTES // INLINE_ITEMS
 MAX_SPECIAL_TOKENS: Final = 4
 """Most tokens that a tokenizer adds to those of a text, before and behind it."""
 NO_RENAMES: Final[Mapping[str, str]] = MappingProxyType({})
-_encode: Final = msgspec.msgpack.Encoder().encode
 
 T = TypeVar("T")
 
