@@ -35,8 +35,8 @@ from llm_serving.observability.throughput_log import log_throughput
 from llm_serving.server.admin.advice import Advisor
 from llm_serving.server.admin.live import LiveFeed
 from llm_serving.server.batches import Ask, Batches, BatchStore
+from llm_serving.server.batches.file_run import UNFINISHED, answer_file
 from llm_serving.server.batches.internal_client import Inside
-from llm_serving.server.batches.runner import UNFINISHED, answer_file
 from llm_serving.server.batches.schemas import RequestCounts
 from llm_serving.server.batches.store import lock_of
 from llm_serving.server.generation.response_buffer import ResponseBuffers

@@ -1,12 +1,8 @@
-"""Runs batches: each line is one request to the server's own routes, in the least class, when there is room.
-
-One file of requests answered into another: a batch without a server.
-"""
+"""Runs batches: each line is one request to the server's own routes, in the lowest class, when there is room."""
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import math
 import sqlite3
 import time
@@ -17,15 +13,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar
 
 import msgspec
 
-from llm_serving.errors import ConfigError, LLMServingError, RequestError, UnavailableError
+from llm_serving.errors import RequestError, UnavailableError
 from llm_serving.log import get_logger
-from llm_serving.server.batches.schemas import Batch, Failure, FileObject, Line, LineError, LineErrors, RequestCounts
-from llm_serving.server.batches.store import CHUNK_BYTES, BatchStore, PendingLine, new_id
+from llm_serving.server.batches.schemas import Batch, Failure, FileObject, Line, LineError, LineErrors
+from llm_serving.server.batches.store import BatchStore, PendingLine
 from llm_serving.server.parsing.body import check_json_limits, malformed, repeated_name
 from llm_serving.server.parsing.offload import INLINE_BYTES, off_loop
 from llm_serving.server.tenant_quota import TenantQuota
@@ -445,99 +440,3 @@ def new_file(file_id: str, filename: str, purpose: str, now: float) -> FileObjec
     return FileObject(
         id=file_id, bytes=0, created_at=created, expires_at=created + KEPT_S, filename=filename, purpose=purpose
     )
-
-
-LOOK_EVERY_S: Final = 0.5
-NEVER: Final = 2**40
-"""When such a batch expires, in seconds since 1970."""
-UNFINISHED: Final = ".unfinished"
-"""Ending of the file beside the output that has what is done until now."""
-ERRORS: Final = ".errors"
-
-
-async def answer_file(
-    batches: Batches,
-    source: Path,
-    target: Path,
-    on_progress: Callable[[RequestCounts], None],
-    failure: Callable[[], LLMServingError | None],
-) -> RequestCounts:
-    """Answers the lines of a file, or goes on where an earlier run ended.
-
-    Args:
-        batches: Of the store that is kept for this output alone; started.
-        source: JSON lines, as batches have them.
-        target: Gets the answers, in the order of the lines; `TARGET.errors` those that are none.
-        on_progress: Told how far it is, now and then.
-        failure: Why nothing can be computed any more, once that is so.
-
-    Raises:
-        ConfigError: The input has faults, or an earlier run had another one.
-        LLMServingError: Nothing can be computed any more.
-    """
-    digest = await asyncio.to_thread(_digest, source)
-    batch = next(iter(await batches.stored(BatchStore.batches, None, 1, None)), None)
-    if batch is None:
-        batch = await _start_file_run(batches, source, digest)
-    elif (batch.metadata or {}).get("sha256") != digest:
-        raise ConfigError(f"{target}{UNFINISHED} has the answers to another input; delete it to begin anew")
-    while not (batch := await batches.stored(BatchStore.batch, batch.id, None)).has_ended:
-        on_progress(batch.request_counts)
-        if (error := failure() or batches.trouble) is not None:
-            raise error
-        await asyncio.wait([batches.task(batch.id)], timeout=LOOK_EVERY_S)
-    on_progress(batch.request_counts)
-    if batch.errors is not None:
-        await batches.stored(BatchStore.delete_batch, batch.id)  # the input can be mended
-        first = batch.errors.data[0]
-        raise ConfigError(f"{source}:{first.line or 1}: {first.message}; {len(batch.errors.data)} in all")
-    for file_id, path in ((batch.output_file_id, target), (batch.error_file_id, Path(f"{target}{ERRORS}"))):
-        await batches.stored(_write, file_id, path)
-    return batch.request_counts
-
-
-async def _start_file_run(batches: Batches, source: Path, digest: str) -> Batch:
-    # Of runs that ended before their batches began, or met a fault.
-    for each in await batches.stored(BatchStore.files, None, None, 100, None):
-        await batches.stored(BatchStore.delete_file, each.id)
-    now = batches.now()
-    about = new_file(new_id("file"), source.name, "batch", now)
-    about.expires_at = NEVER
-    await batches.stored(BatchStore.add_file, about, "", _pieces(source), now)
-    batch = Batch(
-        id=new_id("batch"),
-        endpoint=first_url(_pieces(source)),
-        input_file_id=about.id,
-        created_at=int(now),
-        expires_at=NEVER,
-        metadata={"sha256": digest},
-    )
-    await batches.create(batch, "")
-    return batch
-
-
-def _write(store: BatchStore, file_id: str | None, path: Path) -> None:
-    """A whole file or none."""
-    if file_id is None:
-        path.unlink(missing_ok=True)
-        return
-    beside = path.with_name(f".{path.name}.part")
-    try:
-        with beside.open("wb") as file:
-            for piece in store.chunks(file_id):
-                file.write(piece)
-        beside.replace(path)
-    except OSError as error:
-        beside.unlink(missing_ok=True)
-        raise ConfigError(f"{path} cannot be written: {error.strerror}; what was answered is kept") from None
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _pieces(path: Path) -> Iterator[bytes]:
-    with path.open("rb") as file:
-        while piece := file.read(CHUNK_BYTES):
-            yield piece
