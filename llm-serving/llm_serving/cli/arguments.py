@@ -1,9 +1,4 @@
-"""What several subcommands take and read alike.
-
-The flags that people type out of habit: those that stand for a key, and what to write in place of the others.
-
-Signals that end a command by an exception, so that it leaves nothing half done behind.
-"""
+"""Arguments and flags that several subcommands share, and signals as exceptions, so that a command cleans up."""
 
 from __future__ import annotations
 

@@ -1,10 +1,6 @@
-"""`llm-serving chat`: a conversation in the terminal.
+"""`llm-serving chat`: a conversation with a running server in the terminal, over its OpenAI route.
 
-Ctrl-C ends the answer that is being written, not the program; Ctrl-D or /quit ends the program.
-
-`llm-serving chat`: a conversation with a running server in the terminal.
-
-One conversation with a running server, over its OpenAI route.
+Ctrl-C ends the response that is being written, not the program; Ctrl-D or /quit ends the program.
 """
 
 from __future__ import annotations

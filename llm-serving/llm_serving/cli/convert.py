@@ -1,7 +1,4 @@
-"""`llm-serving convert`: a model from MindFormers' form into Hugging Face's, and back.
-
-`llm-serving convert`: a model from MindFormers' form into Hugging Face's, and back.
-"""
+"""`llm-serving convert`: convert a model from MindFormers' form to that of Hugging Face, and back."""
 
 from __future__ import annotations
 

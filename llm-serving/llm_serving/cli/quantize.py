@@ -1,7 +1,4 @@
-"""`llm-serving quantize`: a model with weights of 8 or 4 bits, in the form of compressed-tensors.
-
-`llm-serving quantize`: a model with weights of 8 or 4 bits.
-"""
+"""`llm-serving quantize`: write a model with weights of 8 or 4 bits, in the form of compressed-tensors."""
 
 from __future__ import annotations
 

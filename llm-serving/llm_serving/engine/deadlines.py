@@ -1,7 +1,4 @@
-"""Requests that are of no more use after a moment, the next one first.
-
-Ends requests whose time is over, and those whose first token would come only after it.
-"""
+"""Deadlines of requests, the earliest first, and ending the requests that pass or cannot meet theirs."""
 
 from __future__ import annotations
 

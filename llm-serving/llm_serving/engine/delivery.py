@@ -1,7 +1,4 @@
-"""The results of a step go to those they were computed for.
-
-What the reply to a step tells of prompts, a request at a time.
-"""
+"""Delivery of the results of a step to the sinks of their requests: tokens, prompt log-probabilities and vectors."""
 
 from __future__ import annotations
 

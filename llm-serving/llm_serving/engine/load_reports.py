@@ -1,6 +1,5 @@
-"""Reports of an engine to its TTFT predictor: running requests, steps in flight and step times.
-
-How long the steps of an engine take, and what of that is the master's.
+"""Reports of an engine to its TTFT predictor: running requests, steps in flight, and step times with the master's
+share.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""After a lost step: who made it fail, and how the others go on.
-
-Which of several suspects make something fail.
-"""
+"""Recovery after a failed step: find the request that makes it fail by bisection, and continue the others."""
 
 from __future__ import annotations
 

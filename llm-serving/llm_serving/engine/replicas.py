@@ -1,7 +1,4 @@
-"""The engine threads, one for each WorkAgent: loaded, served, and loaded again where that ends.
-
-Whether requests are served, and what people should know of it.
-"""
+"""The engine threads, one for each WorkAgent: load, serve, load again after a failure; and the health of them all."""
 
 from __future__ import annotations
 

@@ -1,10 +1,7 @@
-"""The usual answer: the tokens of the request itself, as they come.
+"""Output sinks: what turns the tokens of one or several requests into the response of a client.
 
-Where answers are made.
-
-The answer of a beam search: which requests are computed for it, and what they become after every reply.
-
-How requests are answered, each way a file of its own; a request names its own by the type of its `form`.
+`SequenceSink` serves a single sequence, `BeamSearchSink` a beam search; `OUTPUT_SINKS` maps the type of
+`Request.beam_search` to its sink.
 """
 
 from __future__ import annotations
@@ -87,7 +84,7 @@ class SequenceSink:
         self.request.finish_reason, self.request.stop_reason = reason, stop_reason
 
 
-class Beams:
+class BeamSearchSink:
     """Computes a request whose form is `BeamSearchParams` as a group of requests, one a beam.
 
     A beam that has got its reply is paused until all of its group have; then the search decides. The first continuation
@@ -256,7 +253,7 @@ class _Create(Protocol):
 
 OUTPUT_SINKS: Final[dict[type, _Create]] = {
     type(None): SequenceSink,
-    BeamSearchParams: Beams,
+    BeamSearchParams: BeamSearchSink,
 }
 
 

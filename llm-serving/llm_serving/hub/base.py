@@ -1,13 +1,4 @@
-"""What is asked of a hub, whichever it is.
-
-Where the local caches of the hubs keep a model; nothing here asks a network.
-
-What is the name of a model at a hub, and what is a path.
-
-How far a download is: a bar on a terminal, a line from time to time in a log.
-
-Which files of a model are wanted, and which of them a folder lacks.
-"""
+"""What all hubs share: their interface, local caches, model names, wanted files, and the progress of a download."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""From the name of a model to its folder: out of a local cache, or downloaded after everything else was checked.
-
-Every model that the local caches hold.
-"""
+"""From the name of a model to its folder, in a local cache or downloaded; and the list of all cached models."""
 
 from __future__ import annotations
 

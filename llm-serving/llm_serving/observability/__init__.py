@@ -1,1 +1,1 @@
-"""What happened and why: the journal of steps, its explanations, and the numbers of `/metrics`."""
+"""The event log of requests and steps, explanations, timeline, snapshots and `/metrics`."""

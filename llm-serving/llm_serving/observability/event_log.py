@@ -1,9 +1,8 @@
-"""What happened to requests and steps, written down as they happen and kept for a while.
+"""The event log: what happened to requests and steps, kept for a while.
 
-Nothing is written for a request at a step: a step keeps who was computed, a request the few times something changed for
-it. `attribution.py` puts the two together when somebody asks.
-
-Requests that were submitted and have not ended, as clients know them.
+Nothing is written for each request of a step: a step keeps which requests it computed, a request the few times when
+its state changed. `latency_breakdown.py` joins the two on demand. `LiveRequests` finds unfinished requests by the
+client's ids.
 """
 
 from __future__ import annotations

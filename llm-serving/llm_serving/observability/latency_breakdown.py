@@ -1,7 +1,4 @@
-"""Where the time of a request went: its life cut into spans, each with a reason.
-
-Why a request took as long as it did: its spans summed up, beside the bounds of its class.
-"""
+"""Where the time of a request went: spans with a reason each, their sums, and the bounds of its class."""
 
 from __future__ import annotations
 

@@ -1,10 +1,7 @@
-"""What one scheduler looks like at one moment, copied by the engine's thread so that others may read it.
+"""Snapshots of a scheduler and its engine, copied by the engine's thread for other threads to read.
 
-The rows in which a scheduler is told of: what each has, and what of it is read where. There is no other table of it.
-
-Made by the thread that owns the scheduler; nothing of them changes any more. Times are seconds until then.
-
-What one engine looks like, and what has happened there since somebody looked last: for those who watch it.
+`take_snapshot` adds what happened since a time, for viewers. A snapshot does not change; its times are seconds before
+it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""What preemption by swap moves between the cache and the host pool, and what waits there.
-
-Requests that went from the replica that computed their prompts to another one.
-
-HTTP requests by route and status, and how long their answers were.
-"""
+"""Metrics of swapped KV blocks, of migrated requests, and of HTTP requests by route and status."""
 
 from __future__ import annotations
 

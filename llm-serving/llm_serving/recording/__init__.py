@@ -1,1 +1,1 @@
-"""What a scheduler was told and decided, in files, and the same decisions made again from them."""
+"""Records the inputs and decisions of a scheduler in files, and replays them."""

@@ -1,7 +1,4 @@
-"""A scheduler's state and decision in words: who runs, who waits, who is next and what keeps them waiting.
-
-What a scheduler decided, step after step, in a form to be looked at: who ran, who waited, and what for.
-"""
+"""Reports of a recording: a scheduler's state and decisions in words, and step after step as data for the page."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The OpenAPI document, made from the table of endpoints.
-
-What the OpenAPI document says of values that have the right type and are refused all the same.
-"""
+"""The OpenAPI document, generated from the table of endpoints, with the limits that types do not express."""
 
 from __future__ import annotations
 

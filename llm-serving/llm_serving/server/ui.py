@@ -1,6 +1,7 @@
-"""The page at /ui: files of the package, sent as they are to whoever asks; what it shows comes from routes, by key.
+"""The page at /ui, and a recording as one HTML file.
 
-A recording as one file for a browser: the decisions of a scheduler, stepped through. It needs nothing else.
+The server sends the page's files as they are, without authentication; the page gets its data from routes, with the
+key.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""fleet."""
+"""What spans the replicas of a server: routing, migration, accounting of tenants and classes, reload."""

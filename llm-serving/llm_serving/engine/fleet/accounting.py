@@ -1,8 +1,7 @@
-"""What replicas tell each other of those they serve: so shares and limits are those of the whole.
+"""Accounting across replicas: limits of tenants and weights of classes hold for all replicas together.
 
-What each tenant was served by all replicas, and what of it each replica knows.
-
-What the engine of a replica and those of the others tell each other between two steps.
+`FleetAccounting` is shared by all engines; `ServedTokens` sums what each tenant was served. Each engine reports and
+reads between two steps, through its `ReplicaSync`.
 """
 
 from __future__ import annotations

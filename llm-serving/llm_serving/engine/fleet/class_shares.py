@@ -1,8 +1,6 @@
-"""What each class has had of all replicas: who is ahead of its share counts less until the others have caught up.
+"""What each class was served by all replicas, and which classes have unmet demand.
 
-Which classes want more, at any of the replicas.
-
-The least and the most of what a number has been since a moment.
+A class that is ahead of its share is deprioritized until the others have caught up.
 """
 
 from __future__ import annotations

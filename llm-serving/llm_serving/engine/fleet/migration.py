@@ -1,10 +1,8 @@
-"""Requests that begin at one replica and go on at another: how an engine takes them, and how it lets go of them.
+"""Migration of requests from the replica that computed their prompts to one that continues them.
 
-A request on its way from the replica that has computed its prompt to the one that goes on with it.
-
-Brings blocks of requests that move from one machine to another.
-
-How much of the master's time goes into blocks on their way, while its engines have steps to form.
+`RequestMigration` is the engine's part: it lets requests go and takes them over. `BlockTransferrer` copies KV blocks
+from one machine to another in threads of its own, and `TransferThrottle` limits the time of these threads while steps
+are in flight.
 """
 
 from __future__ import annotations

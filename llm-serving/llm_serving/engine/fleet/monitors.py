@@ -1,7 +1,4 @@
-"""Watches, while the server runs, that classes have their weights' shares of a replica, and of all of them together.
-
-Watches, while the server runs, that no tenant runs more requests at all replicas together than it may.
-"""
+"""Monitors that compare what was served with the rules: weights of classes, and limits of tenants across replicas."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""Which replica gets a request, asked on the event loop.
-
-Replicas that may be given a request, with what need not be looked up again as long as they are the same.
-
-How much of a prompt a replica has, or will have when its turn comes.
-"""
+"""The choice of a replica for each request, on the event loop: which replicas are open, and what each has cached."""
 
 from __future__ import annotations
 

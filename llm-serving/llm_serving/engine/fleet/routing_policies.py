@@ -1,27 +1,18 @@
-"""What a rule is: numbers of each replica in, one of them out.
+"""Routing policies: each takes figures of the replicas and returns one of them; `ROUTINGS` names them all.
 
-Fewest blocks to compute and to hold; the rule of NVIDIA Dynamo's KV router, both weighing the same, as by default.
-
-https://docs.nvidia.com/dynamo/design-docs/router-design
-
-Fewest unfinished requests.
-
-Most of the prompt computed already, as long as the load is even; the rule of Ray Serve's prefix-aware router.
-
-https://docs.ray.io/en/latest/serve/llm/prefix-aware-request-router.html
-
-Least predicted time to the first token, its own and that of others.
-
-By what was measured of steps and is known of queues and caches. What is computed of a prompt delays those who are at
-the replica, or come after them: it is worth little to an idle replica and much to a busy one, where a request that
-sought but its own advantage would have prefixes computed again and again. Most of those who are there decode, and have
-their first token: a delay of theirs counts less than one of the request itself. Of a prompt that no replica has a tenth
-of, about as much is computed wherever it goes: a delay of others counts little then. Where all that is the same, the
-one with fewer requests; where nothing has been measured yet, `prefix_affinity` decides.
-
-One after the other.
-
-Which replica gets a request: one file a rule, one line here.
+- `block_cost`: fewest blocks to compute and to hold, both weighted alike, as the KV router of NVIDIA Dynamo does by
+  default (https://docs.nvidia.com/dynamo/design-docs/router-design).
+- `least_loaded`: fewest unfinished requests.
+- `prefix_affinity`: the longest cached prefix of the prompt, as long as the load is even; the rule of Ray Serve's
+  prefix-aware router (https://docs.ray.io/en/latest/serve/llm/prefix-aware-request-router.html).
+- `predicted_ttft`: least predicted time to first token of the request and of others, from measured steps and known
+  queues and caches. Computing a prompt delays the other requests of the replica, so a cached prefix is worth little
+  at an idle replica and much at a busy one; otherwise every request would have prefixes computed again for its own
+  advantage. Most running requests decode and have their first token, so their delay counts less than that of the
+  request itself. If no replica has a tenth of the prompt, about as much is computed everywhere, and the delay of
+  others counts little. Of equal replicas the one with fewer requests is chosen; before anything was measured
+  `prefix_affinity` decides.
+- `round_robin`: one after the other.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""admin."""
+"""Routes for operators: health, metrics, live view, explanations, control, replicas, reload, advice."""

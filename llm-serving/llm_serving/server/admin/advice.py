@@ -1,6 +1,6 @@
-"""Has what neighbours of the configuration would have made of the last minutes worked out, by a process beside.
+"""GET /v1/scheduler/advice: what other values of a key would have made of the last minutes.
 
-GET /v1/scheduler/advice: what another value of a key would have made of the last minutes.
+The simulator works it out in a process of its own (`Advisor`).
 """
 
 from __future__ import annotations

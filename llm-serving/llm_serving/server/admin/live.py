@@ -1,12 +1,9 @@
-"""Pictures of the engines for those who watch: taken while somebody does, once for all of them, and never for much.
+"""GET /v1/live: snapshots of all schedulers as server-sent events.
 
-A picture is taken at most every `LEAST_PAUSE_S`, and so seldom that taking, writing and sending pictures takes
-`SHARE` of the time: what one takes is measured, and the pause before the next follows from it. A viewer that reads
-slowly gets the newest picture when it comes for one; those between are dropped.
-
-One picture of all engines as those who watch them get it: rows without names, whose columns are told once.
-
-GET /v1/live: the schedulers as they go, as server-sent events.
+A snapshot is taken while there are viewers, once for all of them. It is taken at most every `LEAST_PAUSE_S`, and so
+seldom that taking, writing and sending snapshots uses `SHARE` of the time: the cost of one decides the pause before
+the next. A viewer that reads slowly gets the newest snapshot when it is ready for one; those in between are dropped.
+Rows have no names: the columns are sent once.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Requests that were accepted and may come again: by an Idempotency-Key, or for the rest of a stream."""
+"""Idempotent retries by Idempotency-Key, and streams that a client may resume."""

@@ -1,10 +1,9 @@
-"""One request of completions or conversations on its way: a new one, or one that was accepted before.
+"""One generation request of a client: a new one, or one that was accepted before and is retried or resumed.
 
-How far a client has read a stream, as the id of an event tells it.
-
-An id is that of the stream, a colon, and the number of events that were told of each choice, joined by dots; behind a
-plus sign the number of those that follow all choices, or `end`. Choices come in an order that depends on the load, but
-each one's events do not, so this tells the rest whatever the order was.
+The id of an event tells how far the client has read. It is the id of the stream, a colon, and the number of events
+sent for each choice, joined by dots; after a plus sign the number of events that follow all choices, or `end`. The
+order of choices depends on the load, but the events of each choice do not, so the id determines the rest whatever the
+order was.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Accepted requests by their streams and keys, the newest ones, up to a number of bytes and an age.
+"""Accepted requests by stream and key: the newest, up to a number of bytes and an age.
 
-What is kept of a request that was accepted: from it the same answer follows again.
-
-By what a model, its configuration and what computes are known again, without reading the model.
+A record has all that is needed to compute the same response again. `ModelState` identifies the model, configuration
+and kernels without reading the weights.
 """
 
 from __future__ import annotations

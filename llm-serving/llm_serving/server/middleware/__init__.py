@@ -1,1 +1,1 @@
-"""middleware."""
+"""ASGI middleware: authentication, rate limits, origins of browsers, access log, tracing."""

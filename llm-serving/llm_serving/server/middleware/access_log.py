@@ -1,8 +1,6 @@
-"""Every request is noted: its times for the engine, a count for /metrics, a line for the logs.
+"""Accounts for every HTTP request: its timings, a count for /metrics, and one line of JSON in the access log.
 
-How many lines of a kind a log takes, whatever clients do.
-
-One line of JSON a request: who, what, how long and how much, never a text.
+A line has client, route, times and sizes, never a text. `LineBudget` bounds how many lines of a kind a log gets.
 """
 
 from __future__ import annotations

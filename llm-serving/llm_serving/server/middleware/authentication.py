@@ -1,6 +1,6 @@
-"""API keys: who may ask. Every path is closed unless it is named open.
+"""Authentication by API key: every path needs a key unless it is listed as open.
 
-Wrong API keys: each address may show a few, what comes after is not looked at, and the log says so now and then.
+An address may try a few wrong keys; further attempts are refused without a look, and logged now and then.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""How much one API key may ask for: requests and tokens a minute.
-
-So much a minute, in bursts of so much.
-"""
+"""Rate limits of API keys: requests and tokens per minute, by token buckets."""
 
 from __future__ import annotations
 

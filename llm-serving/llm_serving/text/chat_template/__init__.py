@@ -1,1 +1,1 @@
-"""chat_template."""
+"""Chat templates of models, rendered in a sandboxed process."""

@@ -1,9 +1,4 @@
-"""Chat templates of model folders, rendered in processes of their own.
-
-Where the chat templates of a model folder are, and which of several is taken.
-
-Conversations as prompt texts: which of a model's chat templates is taken, and what it is given.
-"""
+"""Chat templates: find them in a model folder, choose one, and render a conversation in a sandboxed process."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Grammars made ready for one tokenizer, within bounds; those asked for last are kept.
-
-The tokens of a tokenizer as llguidance reads them.
-"""
+"""Compiles grammars for one tokenizer, within bounds, and caches the most recently used."""
 
 from __future__ import annotations
 

@@ -1,16 +1,13 @@
-"""Forms of answers as grammars: what clients ask for in several languages, in the one that is compiled.
+"""Response formats as grammars: the languages in which clients ask, translated to that of llguidance.
 
-A grammar is a list of parts. The first is where an answer begins; in the language of llguidance (a Lark with
-extensions) it may name others as `@name`.
+A grammar is a list of parts. The first is where a response starts; in llguidance's language (a Lark with extensions)
+it may refer to others as `@name`.
 
-Any tokens whose texts keep to a grammar are allowed, also where the text that follows is certain: to find the tokens in
-which a tokenizer would write that takes time without bounds, as such a text may be a million characters long.
+All tokens whose texts match the grammar are allowed, also where the following text is certain. To find the tokens
+that a tokenizer would choose for such a text takes unbounded time, because the text may be a million characters long.
 
-Where in a JSON schema the part is that cannot be compiled.
-
-Formats of texts that are narrower than the compiler takes them: it has no leap years, and a second 60 in any minute.
-
-What it leaves open is closed by a pattern beside the format, so that no answer is refused by whoever checks it.
+Formats such as dates are narrowed by a pattern beside the format where the compiler accepts too much (it knows no
+leap years, and accepts a second 60 in any minute), so that a client that validates the response does not reject it.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""tokenizer."""
+"""Tokenizers of all vocabulary kinds, and incremental detokenization."""

@@ -1,7 +1,4 @@
-"""Token ids to text while they arrive.
-
-Finding stop strings in a text that arrives in pieces.
-"""
+"""Incremental detokenization, and the search for stop strings in the text that arrives."""
 
 from __future__ import annotations
 

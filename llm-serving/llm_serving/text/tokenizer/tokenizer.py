@@ -1,7 +1,4 @@
-"""Text to token ids and back.
-
-What the tokens of a tokenizer are to its model: which ones end a text, and which it does not know.
-"""
+"""The tokenizer: text to token ids and back, and the special tokens of its model."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""Tokenizer files read into one form: how to encode, and the bytes that each token adds to the text.
+"""Vocabularies: tokenizer files of all kinds in one form, with added tokens and `tokenizer_config.json`.
 
-Tokens that stand in a text as they are written: found before anything else is cut into pieces.
-
-`tokenizer_config.json` and the files that older folders have beside it.
+Added tokens are found in a text before it is split otherwise.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""What the parsers of all formats have in common: the calls, what reads one, and the text around them.
+"""What the parsers of all tool formats share: calls, the text around them, and their rules as a grammar.
 
-Calls as rules of a grammar: what the formats have in common.
-
-The rules of a format define `calls`, one call or several, and `free`, any answer whose calls keep to the rules. They
-name the arguments of tool i as `@args0`, `@args1`, ... In `free`, what begins as a call must go on as one.
+The rules of a format define `calls`, one or several calls, and `free`, any text whose calls match the rules. They
+name the arguments of tool i as `@args0`, `@args1`, ... In `free`, a text that starts like a call must continue as
+one.
 """
 
 from __future__ import annotations
