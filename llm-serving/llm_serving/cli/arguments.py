@@ -25,6 +25,17 @@ API_KEY_VARIABLE: Final = "LLM_SERVING_API_KEY"
 TENANT: Final = "default"
 """Whose the key of `--api-key` is."""
 
+_NO_PIPELINE: Final = (
+    "layers are not shared out; weights are by --tensor-parallel-size, requests by --data-parallel-size"
+)
+_NUMBERS: Final = ("N", "TOKENS")
+EXIT_FAILED: Final = 1
+MAX_SEED: Final = 2**32 - 1
+DEFAULT_URL: Final = "http://127.0.0.1:8835"
+"""Where a server listens unless told otherwise."""
+Subcommands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+_SIGNALS: Final = (signal.SIGTERM, signal.SIGHUP)
+
 
 class CommandFlag(NamedTuple):
     """One that stands for a key."""
@@ -79,9 +90,6 @@ FLAGS: Final = (
 )
 """Flag -> key; `--set` with the key means the same, and the flag wins."""
 
-_NO_PIPELINE: Final = (
-    "layers are not shared out; weights are by --tensor-parallel-size, requests by --data-parallel-size"
-)
 
 REFUSED: Final = (
     RefusedFlag("--pipeline-parallel-size", _NO_PIPELINE, ("1",)),
@@ -101,8 +109,6 @@ REFUSED: Final = (
     RefusedFlag("--trust-remote-code", "no code of a model folder is ever run"),
     RefusedFlag("--chat-template", "it stands in the model folder's tokenizer_config.json"),
 )
-
-_NUMBERS: Final = ("N", "TOKENS")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -161,14 +167,6 @@ def _key_override(key: str, source: str) -> str:
 def _value(arguments: argparse.Namespace, name: str) -> str | None:
     value: str | None = getattr(arguments, name.lstrip("-").replace("-", "_"))
     return value
-
-
-EXIT_FAILED: Final = 1
-MAX_SEED: Final = 2**32 - 1
-DEFAULT_URL: Final = "http://127.0.0.1:8835"
-"""Where a server listens unless told otherwise."""
-
-Subcommands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def check_out(path: Path, *read: Path) -> None:
@@ -251,9 +249,6 @@ def seed(written: str) -> int:
 def say(text: str) -> None:
     """Tells a person what goes on; what a program would read goes to standard output."""
     print(text, file=sys.stderr, flush=True)
-
-
-_SIGNALS: Final = (signal.SIGTERM, signal.SIGHUP)
 
 
 @contextmanager

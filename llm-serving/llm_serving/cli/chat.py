@@ -20,6 +20,11 @@ from llm_serving.cli.arguments import Subcommands, add_server_arguments, api_key
 from llm_serving.cli.server_call import ServerRefusal, opened
 from llm_serving.errors import ConfigError, LLMServingError, UnavailableError, shorten
 
+Message = dict[str, str]
+PROMPT: Final = "> "
+MORE: Final = ". "
+DIM, PLAIN = "\033[2m", "\033[0m"
+
 
 def add_to(commands: Subcommands) -> None:
     parser = commands.add_parser("chat", help="talk with a running server in the terminal", allow_abbrev=False)
@@ -42,9 +47,6 @@ def run(arguments: argparse.Namespace) -> int:
         parameters[name] = read_value(value)
     chat(ChatClient(arguments.url, api_key_of(arguments), arguments.model, arguments.system, parameters))
     return 0
-
-
-Message = dict[str, str]
 
 
 class Piece(NamedTuple):
@@ -152,9 +154,6 @@ def _piece(data: bytes) -> Piece:
         ) from None
 
 
-PROMPT: Final = "> "
-MORE: Final = ". "
-DIM, PLAIN = "\033[2m", "\033[0m"
 _CONTROL: Final = {code: "�" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 """What a model writes does not move the cursor, ring or change colours."""
 

@@ -21,6 +21,15 @@ PERIOD_S: Final = 1.0
 """Seconds between two trims. A trim locks the allocator for 0.1 ms, and for 0.3 ms more for each MB that it returns, so
 frequent trims are short."""
 
+_NUMBERS: Final = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EAGAIN))
+"""EAGAIN: too many processes or threads."""
+_NO_THREAD: Final = "can't start new thread"
+"""Python raises it without an errno."""
+ENOUGH_GB: Final = 4
+"""Address space for MindSpore and its threads, beside weights and KV blocks."""
+_WORDS: Final = ("allocate memory", "bad_alloc", "failed to map", "resource temporarily unavailable")
+"""Parts of messages of frameworks, whose errors have no errno; lower case."""
+
 
 def return_large_blocks() -> bool:
     """Let glibc return large allocations to the system when they are freed; return False if it is not glibc.
@@ -66,12 +75,6 @@ def _of_allocator(name: str) -> Any:
         return None
 
 
-_NUMBERS: Final = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EAGAIN))
-"""EAGAIN: too many processes or threads."""
-_NO_THREAD: Final = "can't start new thread"
-"""Python raises it without an errno."""
-
-
 def shortage(error: BaseException) -> str | None:
     """Return the system's text for a shortage of descriptors, memory or threads; None for other errors."""
     if isinstance(error, OSError) and error.errno in _NUMBERS:
@@ -79,12 +82,6 @@ def shortage(error: BaseException) -> str | None:
     if isinstance(error, MemoryError):
         return os.strerror(errno.ENOMEM)
     return _NO_THREAD if isinstance(error, RuntimeError) and str(error) == _NO_THREAD else None
-
-
-ENOUGH_GB: Final = 4
-"""Address space for MindSpore and its threads, beside weights and KV blocks."""
-_WORDS: Final = ("allocate memory", "bad_alloc", "failed to map", "resource temporarily unavailable")
-"""Parts of messages of frameworks, whose errors have no errno; lower case."""
 
 
 def describe_address_space_limit() -> str | None:

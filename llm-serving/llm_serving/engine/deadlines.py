@@ -18,6 +18,11 @@ SMALLEST_SWEEP: Final = 64
 _Entry = tuple[float, str, int, Request]
 """The third decides between entries of one id: a request may come back from another replica as another object."""
 
+LOOK_EVERY_S: Final = 0.1
+"""How often waiting requests are looked at whose deadline may have become too early."""
+MAX_LOOKED_AT: Final = 16
+"""At a time; those with the earliest deadlines."""
+
 
 class Deadlines:
     """Knows when the next one passes.
@@ -70,12 +75,6 @@ def timeout_of(request: Request) -> float:
     assert request.deadline is not None
     began = request.arrival_time if request.http_timings is None else request.http_timings.received_time
     return request.deadline - began
-
-
-LOOK_EVERY_S: Final = 0.1
-"""How often waiting requests are looked at whose deadline may have become too early."""
-MAX_LOOKED_AT: Final = 16
-"""At a time; those with the earliest deadlines."""
 
 
 class DeadlineEnforcer:

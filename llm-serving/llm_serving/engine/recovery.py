@@ -21,6 +21,12 @@ from llm_serving.scheduler.policies import Mixed
 
 T = TypeVar("T")
 
+logger = get_logger(__name__)
+DEATHS_TO_SUSPECT: Final = 2
+"""A WorkAgent may die of many things; a request that was computed both times it died is looked at."""
+MAX_LOST_STEPS: Final = 4
+"""A request whose steps are lost so often before it gets further ends, even if it is not shown to be the cause."""
+
 
 def find_culprits(suspects: Sequence[T], passes: Callable[[Sequence[T]], bool]) -> list[T]:
     """The suspects that fail alone, found by halving: about 2 log2(n) trials a culprit.
@@ -38,14 +44,6 @@ def find_culprits(suspects: Sequence[T], passes: Callable[[Sequence[T]], bool]) 
         return list(suspects)
     half = len(suspects) // 2
     return find_culprits(suspects[:half], passes) + find_culprits(suspects[half:], passes)
-
-
-logger = get_logger(__name__)
-
-DEATHS_TO_SUSPECT: Final = 2
-"""A WorkAgent may die of many things; a request that was computed both times it died is looked at."""
-MAX_LOST_STEPS: Final = 4
-"""A request whose steps are lost so often before it gets further ends, even if it is not shown to be the cause."""
 
 
 class Recovery:

@@ -26,6 +26,12 @@ from llm_serving.kvcache.transfer_pool import TransferBlock
 from llm_serving.log import get_logger
 from llm_serving.observability.metrics import ReplicaCounts
 
+logger = get_logger(__name__)
+T = TypeVar("T")
+OpenReplica = Callable[[int, Publish, Callable[[str], None]], AbstractContextManager[Engine]]
+"""(index, publish, on_progress) -> the replica's engine. Entering may take minutes; leaving ends its WorkAgent."""
+ReplicaState = Literal["loading", "serving", "restarting", "draining", "left"]
+
 
 @dataclass(frozen=True, slots=True)
 class EngineHealth:
@@ -70,17 +76,6 @@ def health_of(
     if loading:
         return EngineHealth(ready, progress, loading)
     return EngineHealth(ready, f"ready; {remarks}" if remarks else "ready")
-
-
-logger = get_logger(__name__)
-
-T = TypeVar("T")
-
-OpenReplica = Callable[[int, Publish, Callable[[str], None]], AbstractContextManager[Engine]]
-"""(index, publish, on_progress) -> the replica's engine. Entering may take minutes; leaving ends its WorkAgent."""
-
-
-ReplicaState = Literal["loading", "serving", "restarting", "draining", "left"]
 
 
 class CallsSoon(Protocol):

@@ -18,6 +18,22 @@ from llm_serving.formats.folder import INDEX_NAME, SINGLE_NAME, indexed_names
 from llm_serving.models.pooling import MODULES_NAME, POOLING_FILES
 from llm_serving.models.spec import CONFIG_NAME
 
+DEFAULT_REVISIONS: Final = {"huggingface": "main", "modelscope": "master"}
+"""Hub -> branch that counts where nobody names one."""
+_COMMIT: Final = re.compile(r"[0-9a-f]{40}")
+_FALSE: Final = ("", "0", "no", "off", "false")
+_PART: Final = r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]{0,94}[A-Za-z0-9_-])?"
+_NAME: Final = re.compile(rf"{_PART}/{_PART}")
+_FILE_ENDINGS: Final = (".safetensors", ".json", ".ckpt", ".bin", ".pt", ".pth", ".gguf", ".yaml", ".yml", ".git")
+_REVISION: Final = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_./-]{0,254}[A-Za-z0-9_-])?")
+NAME_FORM: Final = "the name of a model at a hub is owner/name, such as Qwen/Qwen3-0.6B"
+LOG_INTERVAL_S: Final = 10.0
+TOKENIZERS: Final = ("tokenizer.json", "tokenizer.model", "tekken.json", "*.tiktoken", "merges.txt")
+"""Patterns of files of which one is enough to read and write text."""
+_SMALL: Final = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
+_TEMPLATE: Final = re.compile(r"additional_chat_templates/[^/]+\.jinja")
+_MAX_SMALL_BYTES: Final = 2**27
+
 
 @dataclass(frozen=True)
 class Listing:
@@ -64,13 +80,6 @@ class Hub(Protocol):
     def settle(self, listing: Listing) -> None:
         """Everything is there: from now on the revision means this commit without asking."""
         ...
-
-
-DEFAULT_REVISIONS: Final = {"huggingface": "main", "modelscope": "master"}
-"""Hub -> branch that counts where nobody names one."""
-
-_COMMIT: Final = re.compile(r"[0-9a-f]{40}")
-_FALSE: Final = ("", "0", "no", "off", "false")
 
 
 def is_offline() -> bool:
@@ -132,14 +141,6 @@ def modelscope_snapshot(name: str, revision: str) -> Path | None:
     return next((folder for folder in folders if folder.is_dir()), None)
 
 
-_PART: Final = r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]{0,94}[A-Za-z0-9_-])?"
-_NAME: Final = re.compile(rf"{_PART}/{_PART}")
-_FILE_ENDINGS: Final = (".safetensors", ".json", ".ckpt", ".bin", ".pt", ".pth", ".gguf", ".yaml", ".yml", ".git")
-_REVISION: Final = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_./-]{0,254}[A-Za-z0-9_-])?")
-
-NAME_FORM: Final = "the name of a model at a hub is owner/name, such as Qwen/Qwen3-0.6B"
-
-
 def why_no_name(text: str, folders: Sequence[Path]) -> str | None:
     """Why a text that is no existing path is no name of a model at a hub either; None where it is one.
 
@@ -162,9 +163,6 @@ def why_no_name(text: str, folders: Sequence[Path]) -> str | None:
 def is_revision(text: str) -> bool:
     """Whether a hub may have a branch, tag or commit of this name; it becomes part of URLs and of paths."""
     return _REVISION.fullmatch(text) is not None and ".." not in text and "//" not in text
-
-
-LOG_INTERVAL_S: Final = 10.0
 
 
 class DownloadProgress(tqdm):
@@ -192,13 +190,6 @@ class _Lines:
 
     def flush(self) -> None:
         self._stream.flush()
-
-
-TOKENIZERS: Final = ("tokenizer.json", "tokenizer.model", "tekken.json", "*.tiktoken", "merges.txt")
-"""Patterns of files of which one is enough to read and write text."""
-_SMALL: Final = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
-_TEMPLATE: Final = re.compile(r"additional_chat_templates/[^/]+\.jinja")
-_MAX_SMALL_BYTES: Final = 2**27
 
 
 def small_files(sizes: Mapping[str, int]) -> list[str]:

@@ -24,6 +24,9 @@ from llm_serving.scheduler.schedule import Blocked
 
 NO_DRAFTS: Final[Mapping[int, int]] = MappingProxyType({})
 
+ID_PREFIXES: Final = ("cmpl-", "chatcmpl-")
+"""What answers put before the id of their request."""
+
 
 class Step(NamedTuple):
     """One step. The WorkAgent began it when it was formed or when the step before had ended, whichever came last."""
@@ -350,10 +353,6 @@ class EventLog:
         steps += [step._replace(ended=now) for step in in_flight if step.number > newest]
         kept_since = steps[0].formed if full else -math.inf
         return Record(now, steps, list(self._decisions), list(self._outages), kept_since)
-
-
-ID_PREFIXES: Final = ("cmpl-", "chatcmpl-")
-"""What answers put before the id of their request."""
 
 
 def client_ids(request_id: str) -> list[str]:

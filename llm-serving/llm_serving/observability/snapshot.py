@@ -20,6 +20,15 @@ from llm_serving.kvcache import BlockManager
 from llm_serving.observability.event_log import EventLog, RequestRecord, Step
 from llm_serving.scheduler import Scheduler
 
+MAX_WAITING: Final = 10_000
+"""Waiting requests that are looked at; the others are counted."""
+MAX_SNAPSHOT_WAITING: Final = 1024
+"""Waiting requests that are looked at; the others are counted."""
+MAX_STEPS: Final = 64
+"""The newest of those since the last time."""
+MAX_ENDED: Final = 64
+"""The same of requests that ended."""
+
 
 class RunningRequest(Struct, kw_only=True):
     """A request that holds a slot."""
@@ -172,10 +181,6 @@ class BlockUsage(Struct, kw_only=True):
         )
 
 
-MAX_WAITING: Final = 10_000
-"""Waiting requests that are looked at; the others are counted."""
-
-
 class SchedulerState(NamedTuple):
     """Everything is a copy: nothing of it changes any more."""
 
@@ -234,14 +239,6 @@ def scheduler_state(
         },
         blocks=BlockUsage.of(scheduler.blocks),
     )
-
-
-MAX_SNAPSHOT_WAITING: Final = 1024
-"""Waiting requests that are looked at; the others are counted."""
-MAX_STEPS: Final = 64
-"""The newest of those since the last time."""
-MAX_ENDED: Final = 64
-"""The same of requests that ended."""
 
 
 class EngineSnapshot(NamedTuple):

@@ -13,6 +13,8 @@ from llm_serving.core.step import BlockMove, BlockMoveKind
 from llm_serving.observability.histogram import LENGTH_BUCKETS, Histogram
 from llm_serving.scheduler.schedule import Preemption
 
+LONGEST: Final = "vllm:request_max_num_generation_tokens"
+
 
 class SwapLoad(NamedTuple):
     num_requests: int
@@ -118,9 +120,6 @@ class MoveMetrics:
             counter = CounterMetricFamily(name, text, labels=names)
             counter.add_metric(values, value)
             yield counter
-
-
-LONGEST: Final = "vllm:request_max_num_generation_tokens"
 
 
 class HttpMetrics:

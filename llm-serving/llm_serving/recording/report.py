@@ -19,6 +19,12 @@ from llm_serving.scheduler.scheduler import Scheduler
 MAX_SHOWN: Final = 20
 """Waiting requests of a class; the others are counted."""
 
+_HEADINGS: Final = ("request", "class", "computed", "of", "blocks", "preemptions")
+MAX_STEPS: Final = 2000
+"""The newest; a page of more is slow to open."""
+MAX_WAITING: Final = 64
+"""Waiting requests that are told of a step; the others are counted."""
+
 
 def describe_state(scheduler: Scheduler) -> str:
     """Everybody's place at this moment."""
@@ -137,9 +143,6 @@ def _next(scheduler: Scheduler) -> Request | None:
     return request
 
 
-_HEADINGS: Final = ("request", "class", "computed", "of", "blocks", "preemptions")
-
-
 def _cells(scheduler: Scheduler, request: Request) -> tuple[str, ...]:
     num_blocks = scheduler.blocks.num_blocks_held(request.request_id)
     in_flight = f" ({request.num_tokens_in_flight} in flight)" if request.num_tokens_in_flight else ""
@@ -163,12 +166,6 @@ def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
     lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (headings, *rows))
     return [f"  {line}".rstrip() for line in lines]
-
-
-MAX_STEPS: Final = 2000
-"""The newest; a page of more is slow to open."""
-MAX_WAITING: Final = 64
-"""Waiting requests that are told of a step; the others are counted."""
 
 
 class ToldRequest(msgspec.Struct, array_like=True):

@@ -16,6 +16,9 @@ from llm_serving.scheduler.fair_sharing import max_decode_gap
 from llm_serving.scheduler.limits import SchedulerLimits
 from llm_serving.scheduler.policies import Policy
 
+MIN_HEAP: Final = 64
+"""Heaps up to this size are not cleaned of outdated entries."""
+
 
 @dataclass(frozen=True, slots=True)
 class ClassBounds:
@@ -200,10 +203,6 @@ def _prompt_gap(limits: SchedulerLimits, policy: Policy) -> int:
 def _steps_per_prompt(limits: SchedulerLimits) -> Fraction:
     """Return the steps that even the shortest prompt takes, as a step has room for few prompts."""
     return Fraction(1, 1 if limits.separate else limits.max_prefill_seqs)
-
-
-MIN_HEAP: Final = 64
-"""Heaps up to this size are not cleaned of outdated entries."""
 
 
 class _Due(NamedTuple):

@@ -8,6 +8,16 @@ from typing import Final, Protocol
 from llm_serving.core.enums import OrderName
 from llm_serving.core.request import Request
 
+MEMORY: Final = 16
+"""Finished requests of a tenant after which an earlier one has the weight 1/e."""
+MAX_TENANTS: Final = 10_000
+PROMPT_TOKENS_A_STEP: Final = 64
+"""Prompt tokens that delay other requests as much as one decode step; prompts are computed many tokens at a time."""
+NO_DEADLINE_S: Final = 86_400.0
+"""Seconds from arrival to the assumed deadline of a request without one whose class has no SLO."""
+OUTPUT_TOKEN_WEIGHT: Final = 2
+"""Service of a generated token, relative to a computed prompt token; the paper's choice."""
+
 
 class Order(Protocol):
     """Sorts the waiting requests of a class.
@@ -49,13 +59,6 @@ class FairOrder:
     record_finished = ArrivalOrder.record_finished
 
 
-MEMORY: Final = 16
-"""Finished requests of a tenant after which an earlier one has the weight 1/e."""
-MAX_TENANTS: Final = 10_000
-PROMPT_TOKENS_A_STEP: Final = 64
-"""Prompt tokens that delay other requests as much as one decode step; prompts are computed many tokens at a time."""
-
-
 class ShortestOrder:
     """Shortest job first: the least mean wait.
 
@@ -84,10 +87,6 @@ class ShortestOrder:
             del self._mean_lengths[next(iter(self._mean_lengths))]
 
 
-NO_DEADLINE_S: Final = 86_400.0
-"""Seconds from arrival to the assumed deadline of a request without one whose class has no SLO."""
-
-
 class DeadlineOrder:
     """Earliest deadline first (Liu and Layland 1973): the request's own deadline, else its class's SLO for the TTFT."""
 
@@ -109,10 +108,6 @@ ORDERS: Final[dict[str, Callable[[], Order]]] = {
     OrderName.SHORTEST: ShortestOrder,
     OrderName.DEADLINE: DeadlineOrder,
 }
-
-
-OUTPUT_TOKEN_WEIGHT: Final = 2
-"""Service of a generated token, relative to a computed prompt token; the paper's choice."""
 
 
 class TenantTokenCounters:

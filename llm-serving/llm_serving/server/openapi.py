@@ -141,6 +141,19 @@ LIMITS: Final[dict[str, str]] = {
 }
 """Field, or parameter of a path or query -> when a value of the right type is refused."""
 
+DOCUMENT_PATH: Final = "/openapi.json"
+DOCUMENT_OPERATION: Final[JsonObject] = {
+    "summary": "This document",
+    "operationId": "get_openapi_json",
+    "responses": {
+        "200": {"description": "The answer", "content": {"application/json": {"schema": {"type": "object"}}}}
+    },
+}
+SECURITY_SCHEMES: Final = {
+    "bearer": {"type": "http", "scheme": "bearer"},
+    "api_key": {"type": "apiKey", "in": "header", "name": "X-API-Key"},
+}
+
 
 def with_limits(components: dict[str, JsonObject], bodies: set[str]) -> dict[str, JsonObject]:
     """Adds ranges and descriptions to the schemas of these bodies and of the structs inside them."""
@@ -195,20 +208,6 @@ def _add_range(about: JsonObject, limits: JsonObject) -> None:
     kinds |= {"minItems": {"array"}, "maxItems": {"array"}, "maxProperties": {"object"}}
     for branch in about.get("anyOf", [about]):
         branch.update({key: value for key, value in limits.items() if branch.get("type") in kinds[key]})
-
-
-DOCUMENT_PATH: Final = "/openapi.json"
-DOCUMENT_OPERATION: Final[JsonObject] = {
-    "summary": "This document",
-    "operationId": "get_openapi_json",
-    "responses": {
-        "200": {"description": "The answer", "content": {"application/json": {"schema": {"type": "object"}}}}
-    },
-}
-SECURITY_SCHEMES: Final = {
-    "bearer": {"type": "http", "scheme": "bearer"},
-    "api_key": {"type": "apiKey", "in": "header", "name": "X-API-Key"},
-}
 
 
 def openapi_document(endpoints: Sequence[Endpoint], *, with_keys: bool) -> JsonObject:

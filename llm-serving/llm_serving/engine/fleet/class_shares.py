@@ -15,6 +15,9 @@ from llm_serving.scheduler.fair_sharing import ClassUsage
 
 _NOBODY: Final[frozenset[str]] = frozenset()
 
+MOST_TURNS: Final = 4
+"""That a class can be ahead: what it had because nobody else could take it is not held against it for ever."""
+
 
 class ClassDemand:
     """Counts the replicas at which each class wants more, so that nobody has to look at all of them."""
@@ -52,10 +55,6 @@ class ClassDemand:
             self._counts[name] += change
             if not self._counts[name]:
                 del self._counts[name]
-
-
-MOST_TURNS: Final = 4
-"""That a class can be ahead: what it had because nobody else could take it is not held against it for ever."""
 
 
 class FleetClassUsage:

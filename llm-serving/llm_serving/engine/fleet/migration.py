@@ -35,6 +35,14 @@ from llm_serving.observability.metrics import Metrics
 from llm_serving.scheduler import Schedule, Scheduler
 from llm_serving.transport.messages import BlockContents
 
+logger = get_logger(__name__)
+MAX_REQUESTS: Final = 64
+"""Whose blocks are to be brought from one replica at a time."""
+MAX_BYTES: Final = 2**30
+"""Of all these blocks, but for one request's: what a link of 10 Gbit/s takes a second for."""
+SHARE: Final = 0.5
+"""Of one core's time, of all threads that bring blocks together, while a step is under way."""
+
 
 @dataclass(frozen=True, slots=True)
 class TransferredBlocks:
@@ -221,14 +229,6 @@ class RequestMigration:
             listener.on_blocks_released(blocks)
 
 
-logger = get_logger(__name__)
-
-MAX_REQUESTS: Final = 64
-"""Whose blocks are to be brought from one replica at a time."""
-MAX_BYTES: Final = 2**30
-"""Of all these blocks, but for one request's: what a link of 10 Gbit/s takes a second for."""
-
-
 class Link(Protocol):
     """As `BlockLink`."""
 
@@ -356,10 +356,6 @@ def _until(
         if clock() > deadline:
             raise WorkerError("it takes longer than a step may (serving_config.step_timeout_s)")
         yield piece
-
-
-SHARE: Final = 0.5
-"""Of one core's time, of all threads that bring blocks together, while a step is under way."""
 
 
 class _Computed(threading.local):

@@ -16,6 +16,9 @@ from llm_serving.scheduler.fair_sharing import FULL_STEP, SCALE, ClassUsage
 from llm_serving.scheduler.limits import SchedulerLimits
 from llm_serving.scheduler.orders import OUTPUT_TOKEN_WEIGHT
 
+MIN_TENANTS: Final = 64
+"""That are not worth looking through for those who have nobody left."""
+
 
 class ClassLead(NamedTuple):
     """By how much a class has been ahead of its share of all replicas since a replica asked before."""
@@ -173,10 +176,6 @@ class WeightMonitor:
             scheduler.slots_by_class[other] * total < limits.max_num_seqs * part
             and num_blocks * total < scheduler.blocks.pool.num_blocks * part
         )
-
-
-MIN_TENANTS: Final = 64
-"""That are not worth looking through for those who have nobody left."""
 
 
 class _Tenant(NamedTuple):

@@ -26,6 +26,9 @@ from llm_serving.errors import UnavailableError
 from llm_serving.kvcache import BlockManager, BlockPool
 from llm_serving.kvcache.block_table import block_hash, namespace_hash
 
+MAX_BLOCKS: Final = 1024
+"""Of a prompt that are looked at."""
+
 
 class Fleet:
     """
@@ -47,10 +50,6 @@ class Fleet:
     def present(self) -> int | None:
         """One of them whose WorkAgent is there; None: all are away."""
         return next((index for index, engine in self.engines.items() if engine.restart_status is None), None)
-
-
-MAX_BLOCKS: Final = 1024
-"""Of a prompt that are looked at."""
 
 
 def block_names(namespace: str, token_ids: Sequence[int], block_size: int) -> list[bytes]:

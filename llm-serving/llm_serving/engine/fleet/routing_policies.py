@@ -24,6 +24,21 @@ from typing import Final, NamedTuple, Protocol
 
 from llm_serving.core.enums import RoutingName
 
+LEAST_MATCH: Final = 0.1
+"""Share of a prompt that must be there for it to count; Ray Serve's."""
+MOST_UNEVEN: Final = 16
+"""Requests that one replica may have more than another while prefixes are looked at. Ray Serve asks for a number and
+has none of its own."""
+MAX_COMPARED: Final = 8
+"""Replicas for which the time is predicted, as that takes longer than to count: of many, the half of these that have
+most of the prompt, and otherwise those with the fewest requests."""
+OTHERS_WEIGHT: Final = 1 / 3
+"""What a delay of one of those who are there counts. As much as one's own, requests stay with a prefix until the queue
+before it is seconds longer than others, and the slowest ones are slower; nothing, and prefixes are computed
+everywhere, which makes all slower (docs/cluster.md)."""
+OTHERS_WEIGHT_OF_NEW: Final = 1 / 10
+"""The same of a prompt that has to be computed wherever it goes."""
+
 
 class Candidate(NamedTuple):
     """A replica that could get a request, as the event loop sees it at this moment."""
@@ -147,13 +162,6 @@ class LeastLoaded:
         del replica
 
 
-LEAST_MATCH: Final = 0.1
-"""Share of a prompt that must be there for it to count; Ray Serve's."""
-MOST_UNEVEN: Final = 16
-"""Requests that one replica may have more than another while prefixes are looked at. Ray Serve asks for a number and
-has none of its own."""
-
-
 class PrefixAffinity:
     needs_prefixes = True
 
@@ -167,19 +175,6 @@ class PrefixAffinity:
 
     def chosen(self, replica: int) -> None:
         del replica
-
-
-MAX_COMPARED: Final = 8
-"""Replicas for which the time is predicted, as that takes longer than to count: of many, the half of these that have
-most of the prompt, and otherwise those with the fewest requests."""
-
-
-OTHERS_WEIGHT: Final = 1 / 3
-"""What a delay of one of those who are there counts. As much as one's own, requests stay with a prefix until the queue
-before it is seconds longer than others, and the slowest ones are slower; nothing, and prefixes are computed
-everywhere, which makes all slower (docs/cluster.md)."""
-OTHERS_WEIGHT_OF_NEW: Final = 1 / 10
-"""The same of a prompt that has to be computed wherever it goes."""
 
 
 class PredictedTTFT:

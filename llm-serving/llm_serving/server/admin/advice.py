@@ -44,6 +44,9 @@ RETRY_AFTER_S: Final = 30.0
 MAX_SAID_CHARS: Final = 300
 """Of what a process that failed said last."""
 
+MINUTES: Final = 5
+MAX_MINUTES: Final = 60
+
 
 class Advisor:
     """Lives on the event loop; one process at a time, which several may wait for. It ends with the last of them.
@@ -149,10 +152,6 @@ class Advisor:
             rule = f"must be a time of which there is advice, and {minutes} is none"
             raise RequestError("minutes", f"{rule}: {told['error']}")
         return dict(told)
-
-
-MINUTES: Final = 5
-MAX_MINUTES: Final = 60
 
 
 class AdviceView(Struct):

@@ -39,6 +39,19 @@ from llm_serving.server.generation.streaming import (
 )
 from llm_serving.server.middleware.authentication import tenant_seen
 
+DIGITS: Final = 4
+"""Of seconds, behind the point."""
+logger = get_logger(__name__)
+LEAST_PAUSE_S: Final = 0.25
+MOST_PAUSE_S: Final = 10.0
+SHARE: Final = 0.01
+"""Of one core."""
+SEND_S: Final = 0.0002
+"""Seconds of processor time that sending one picture to one viewer takes, connection and encryption included."""
+TIMEOUT_S: Final = 1.0
+"""How long an engine is waited for; the picture then says that it is silent."""
+RETRY_AFTER_S: Final = 10.0
+
 
 class EndedRequest(Struct, kw_only=True):
     """A request that has ended since the picture before."""
@@ -80,8 +93,6 @@ ROWS: Final[Mapping[str, type[Struct]]] = {
     "ended": EndedRequest,
     "steps": ComputedStep,
 }
-DIGITS: Final = 4
-"""Of seconds, behind the point."""
 
 
 def columns_event() -> bytes:
@@ -194,19 +205,6 @@ def _steps(steps: Sequence[tuple[float, Step]], own: frozenset[int] | None) -> l
                 )
             )
     return found
-
-
-logger = get_logger(__name__)
-
-LEAST_PAUSE_S: Final = 0.25
-MOST_PAUSE_S: Final = 10.0
-SHARE: Final = 0.01
-"""Of one core."""
-SEND_S: Final = 0.0002
-"""Seconds of processor time that sending one picture to one viewer takes, connection and encryption included."""
-TIMEOUT_S: Final = 1.0
-"""How long an engine is waited for; the picture then says that it is silent."""
-RETRY_AFTER_S: Final = 10.0
 
 
 class Watched(Protocol):

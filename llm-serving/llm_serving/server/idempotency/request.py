@@ -31,6 +31,10 @@ END: Final = "end"
 _COUNT: Final = r"(?:0|[1-9][0-9]{0,8})"
 _POSITION: Final = re.compile(rf"({_COUNT}(?:\.{_COUNT}){{0,{MAX_NUMBERED_CHOICES - 1}}})(?:\+({_COUNT}|{END}))?")
 
+STREAM_ID_HEADER: Final = "x-stream-id"
+REPLAYED_HEADER: Final = "idempotent-replayed"
+_encode: Final = msgspec.msgpack.Encoder().encode
+
 
 class Position(NamedTuple):
     """What a client has been told; the beginning where there is nothing."""
@@ -58,11 +62,6 @@ class Position(NamedTuple):
 
 
 BEGINNING: Final = Position()
-
-
-STREAM_ID_HEADER: Final = "x-stream-id"
-REPLAYED_HEADER: Final = "idempotent-replayed"
-_encode: Final = msgspec.msgpack.Encoder().encode
 
 
 def digest_of(content: bytes) -> bytes:

@@ -27,6 +27,21 @@ from llm_serving.server.http.request import ARRIVED_KEY
 from llm_serving.server.middleware.tracing import HEADER, Tracer, context_of
 from llm_serving.server.request_context import SCOPE_KEY, RequestContext
 
+logger = get_logger(__name__)
+STANDARD_OUTPUT: Final = Path("-")
+REFUSED_BURST, REFUSED_PER_SECOND = 200, 20.0
+"""Lines of refusals (4xx, 503): a flood of them must not push the others out of the files."""
+_encode: Final = msgspec.json.Encoder().encode
+OTHER: Final = "other"
+"""Route and method of what the server does not know."""
+METHODS: Final = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"))
+PROBES: Final = frozenset(("/health", "/ping", "/metrics"))
+"""Asked again and again by machines: counted, and lines only where something is wrong."""
+CLIENT_LEFT: Final = 499
+MAX_ADDRESS_CHARS: Final = 64
+REFUSED_LOG_BURST, REFUSED_LOG_LINES_PER_SECOND = 10, 0.2
+"""Lines in the server's log for requests that were refused or failed; /metrics counts all of them."""
+
 
 class LineBudget:
     """Lets `burst` lines pass at once and `per_second` in the long run, and counts the others.
@@ -51,15 +66,6 @@ class LineBudget:
         self._left -= 1.0
         suppressed, self._num_suppressed = self._num_suppressed, 0
         return suppressed
-
-
-logger = get_logger(__name__)
-
-STANDARD_OUTPUT: Final = Path("-")
-REFUSED_BURST, REFUSED_PER_SECOND = 200, 20.0
-"""Lines of refusals (4xx, 503): a flood of them must not push the others out of the files."""
-
-_encode: Final = msgspec.json.Encoder().encode
 
 
 class AccessLine(msgspec.Struct, omit_defaults=True, kw_only=True):
@@ -181,17 +187,6 @@ def _add_usage(line: AccessLine, note: RequestContext, outputs: Sequence[Request
 
 def _ms(seconds: float) -> float:
     return round(1000 * seconds, 3)
-
-
-OTHER: Final = "other"
-"""Route and method of what the server does not know."""
-METHODS: Final = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"))
-PROBES: Final = frozenset(("/health", "/ping", "/metrics"))
-"""Asked again and again by machines: counted, and lines only where something is wrong."""
-CLIENT_LEFT: Final = 499
-MAX_ADDRESS_CHARS: Final = 64
-REFUSED_LOG_BURST, REFUSED_LOG_LINES_PER_SECOND = 10, 0.2
-"""Lines in the server's log for requests that were refused or failed; /metrics counts all of them."""
 
 
 class Accounting:

@@ -31,6 +31,10 @@ MAX_ADDRESSES: Final = 4096
 """Addresses that are remembered, the newest; of IPv6 the first half, which is one customer's."""
 LOG_INTERVAL_S: Final = 10.0
 
+K = TypeVar("K")
+V = TypeVar("V")
+SCOPE_KEY: Final = "llm_serving.api_key"
+
 
 class FailedKeys:
     """Counts on the event loop.
@@ -87,18 +91,11 @@ class FailedKeys:
             self._num_unlogged, self._logged_at = 0, now
 
 
-K = TypeVar("K")
-V = TypeVar("V")
-
-
 def _remember(table: OrderedDict[K, V], key: K, value: V) -> None:
     table[key] = value
     table.move_to_end(key)
     if len(table) > MAX_ADDRESSES:
         table.popitem(last=False)
-
-
-SCOPE_KEY: Final = "llm_serving.api_key"
 
 
 class ApiKeyAuthentication:

@@ -11,6 +11,8 @@ from llm_serving.config.tables import ApiKey
 from llm_serving.core.timings import Clock
 from llm_serving.errors import RateLimitError
 
+SCOPE_KEY: Final = "llm_serving.quota"
+
 
 class TokenBucket:
     """Holds `capacity` at most, is full at first, and gains that much a minute.
@@ -40,9 +42,6 @@ class TokenBucket:
     def take(self, amount: float, now: float) -> None:
         """Takes so much; a negative amount is given back."""
         self._level, self._at = self.level(now) - amount, now
-
-
-SCOPE_KEY: Final = "llm_serving.quota"
 
 
 class Quota:

@@ -26,6 +26,17 @@ MAX_CPU_S: Final = 2.0
 """For one text; the longest conversations take a tenth of it."""
 MODULE: Final = "llm_serving.text.chat_template.sandbox"
 
+TEMPLATE_FILE: Final = "chat_template.jinja"
+MORE_TEMPLATES: Final = "additional_chat_templates"
+"""Folder of templates beside `chat_template.jinja`, each named by its file."""
+PROCESSOR_FILE: Final = "chat_template.json"
+"""Of folders whose processor takes more than text: `{"chat_template": ...}`."""
+DEFAULT: Final = "default"
+TOOL_USE: Final = "tool_use"
+"""Template for conversations with tools."""
+MAX_FILE_BYTES: Final = 2**22
+MAX_TEMPLATES: Final = 64
+
 
 class ChatTemplate:
     """One template. Its processes are started when they are first needed, and again when one has ended.
@@ -106,18 +117,6 @@ def _started(source: str) -> ConfinedProcess[Answer]:
         process.end()
         raise RequestError("messages", answer.rule)
     return process
-
-
-TEMPLATE_FILE: Final = "chat_template.jinja"
-MORE_TEMPLATES: Final = "additional_chat_templates"
-"""Folder of templates beside `chat_template.jinja`, each named by its file."""
-PROCESSOR_FILE: Final = "chat_template.json"
-"""Of folders whose processor takes more than text: `{"chat_template": ...}`."""
-DEFAULT: Final = "default"
-TOOL_USE: Final = "tool_use"
-"""Template for conversations with tools."""
-MAX_FILE_BYTES: Final = 2**22
-MAX_TEMPLATES: Final = 64
 
 
 def read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:

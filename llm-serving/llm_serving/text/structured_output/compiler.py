@@ -22,6 +22,19 @@ from llm_serving.text.structured_output.grammars import Grammar, GrammarError
 from llm_serving.text.structured_output.matcher import TokenMatcher, matcher_of
 from llm_serving.text.tokenizer.tokenizer import Tokenizer
 
+logger = get_logger(__name__)
+T = TypeVar("T")
+MODULE: Final = "llm_serving.text.structured_output.grammar_process"
+NUM_PROCESSES: Final = 2
+"""So that one grammar which takes all its time does not hold up the others."""
+MAX_CPU_S: Final = 2.0
+"""For one grammar."""
+STACK_BYTES: Final = 2**25
+"""Of the threads that compile: beyond what a grammar can need that has passed its trial."""
+MAX_ERROR_CHARS: Final = 400
+_STARTING: Final = threading.Lock()
+"""Two that begin at once would put the other's size back, for good."""
+
 
 class _Tokens:
     """A tokenizer by the names that `TokenizerWrapper` asks for; any of ours will do, as all tell bytes of tokens."""
@@ -50,22 +63,6 @@ def token_table(tokenizer: Tokenizer, end_ids: Sequence[int], token_bytes: Seque
     known = [token_id for token_id in end_ids if token_id < len(token_bytes)]
     wrapped = TokenizerWrapper(_Tokens(tokenizer, known, token_bytes))
     return LLTokenizer(wrapped, n_vocab=len(token_bytes), eos_token=known)
-
-
-logger = get_logger(__name__)
-
-T = TypeVar("T")
-
-MODULE: Final = "llm_serving.text.structured_output.grammar_process"
-NUM_PROCESSES: Final = 2
-"""So that one grammar which takes all its time does not hold up the others."""
-MAX_CPU_S: Final = 2.0
-"""For one grammar."""
-STACK_BYTES: Final = 2**25
-"""Of the threads that compile: beyond what a grammar can need that has passed its trial."""
-MAX_ERROR_CHARS: Final = 400
-_STARTING: Final = threading.Lock()
-"""Two that begin at once would put the other's size back, for good."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,31 @@ _DEFINITIONS: Final = ("$defs", "definitions")
 
 Path = tuple[str | int, ...]
 
+_LEAP_DAY: Final = (
+    "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)-02-29"  # not in 1900, but in 2000
+)
+_DATE: Final = f"(?:[0-9]{{4}}-(?:[0-9]{{2}}-(?:[01][0-9]|2[0-8])|(?:0[13-9]|1[0-2])-(?:29|3[01]))|{_LEAP_DAY})"
+_SECOND: Final = "[0-9:]{6}[0-5]"
+_RULES: Final[Mapping[str, Mapping[str, Any]]] = {
+    "date": {"pattern": f"^{_DATE}$"},
+    "time": {"pattern": f"^{_SECOND}"},
+    "date-time": {"pattern": f"^{_DATE}[tT]{_SECOND}"},
+    "email": {"pattern": r"^[^@]{1,64}@[^@.]{1,63}(?:\.[^@.]{1,63})*$", "maxLength": 254},
+}
+WHITESPACES: Final[Mapping[str, str]] = {
+    JsonWhitespaceName.NONE: "",
+    JsonWhitespaceName.SPACE: " ",
+    JsonWhitespaceName.LINES: r"[\x20\x0A\x0D\x09]{1,32}",
+}
+"""What may stand between the parts of a JSON text, once at each place: bounded, as a model that begins with it may find
+no end."""
+MAX_INT: Final = 2**53
+MAX_INT_CHARS: Final = 20
+_OPTIONS: Final = '\n%llguidance {"no_forcing": true}\n'
+_LARK: Final = re.compile(r"(?m)^[^\S\n]*(?:%llguidance\b|start\s*:)")
+_BEGINNING: Final = "start: @answer"
+_Part = Mapping[str, Any]
+
 
 def fault_in(schema: Any, error: str, error_of: Callable[[Any], str | None]) -> str:
     """A JSON pointer to the innermost part that has the same error alone, with the definitions of the whole beside it.
@@ -78,19 +103,6 @@ def _pointer(path: Path) -> str:
     return "#" + "".join("/" + str(step).replace("~", "~0").replace("/", "~1") for step in path)
 
 
-_LEAP_DAY: Final = (
-    "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)-02-29"  # not in 1900, but in 2000
-)
-_DATE: Final = f"(?:[0-9]{{4}}-(?:[0-9]{{2}}-(?:[01][0-9]|2[0-8])|(?:0[13-9]|1[0-2])-(?:29|3[01]))|{_LEAP_DAY})"
-_SECOND: Final = "[0-9:]{6}[0-5]"
-_RULES: Final[Mapping[str, Mapping[str, Any]]] = {
-    "date": {"pattern": f"^{_DATE}$"},
-    "time": {"pattern": f"^{_SECOND}"},
-    "date-time": {"pattern": f"^{_DATE}[tT]{_SECOND}"},
-    "email": {"pattern": r"^[^@]{1,64}@[^@.]{1,63}(?:\.[^@.]{1,63})*$", "maxLength": 254},
-}
-
-
 def narrow_formats(schema: dict[str, Any]) -> None:
     """Adds to each part of a schema with such a format the rule that it lacks; a second time nothing."""
     parts = [schema]
@@ -101,22 +113,6 @@ def narrow_formats(schema: dict[str, Any]) -> None:
         rule = _RULES.get(name) if isinstance(name, str) else None
         if rule is not None and isinstance(others, list) and rule not in others:
             part["allOf"] = [*others, rule]
-
-
-WHITESPACES: Final[Mapping[str, str]] = {
-    JsonWhitespaceName.NONE: "",
-    JsonWhitespaceName.SPACE: " ",
-    JsonWhitespaceName.LINES: r"[\x20\x0A\x0D\x09]{1,32}",
-}
-"""What may stand between the parts of a JSON text, once at each place: bounded, as a model that begins with it may find
-no end."""
-
-MAX_INT: Final = 2**53
-MAX_INT_CHARS: Final = 20
-_OPTIONS: Final = '\n%llguidance {"no_forcing": true}\n'
-_LARK: Final = re.compile(r"(?m)^[^\S\n]*(?:%llguidance\b|start\s*:)")
-_BEGINNING: Final = "start: @answer"
-_Part = Mapping[str, Any]
 
 
 class GrammarError(LLMServingError):

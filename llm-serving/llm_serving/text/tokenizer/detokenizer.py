@@ -8,6 +8,10 @@ from typing import Final, NamedTuple, Protocol
 
 from llm_serving.text.tokenizer.tokenizer import Tokenizer
 
+_Utf8Decoder: Final = codecs.getincrementaldecoder("utf-8")
+CONTEXT_TOKENS: Final = 4
+"""A character of four bytes may be spread over four tokens of one byte."""
+
 
 class Release(NamedTuple):
     """Text that is certain to stay, and the stop string that ended it."""
@@ -69,12 +73,6 @@ def _fallback_table(text: str) -> list[int]:
         length += text[i] == text[length]
         table[i] = length
     return table
-
-
-_Utf8Decoder: Final = codecs.getincrementaldecoder("utf-8")
-
-CONTEXT_TOKENS: Final = 4
-"""A character of four bytes may be spread over four tokens of one byte."""
 
 
 class Detokenizer(Protocol):

@@ -20,6 +20,15 @@ from llm_serving.errors import ModelError, shorten
 
 MAX_TOKEN_ID: Final = 2**24
 
+SPACE_SYMBOL: Final = "▁"
+BYTE_PIECE: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+USUAL_NAMES: Final[Mapping[str, str]] = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+MAX_FILE_BYTES: Final = 256 * 2**20
+CONFIG_FILE: Final = "tokenizer_config.json"
+SPECIAL_FILE: Final = "special_tokens_map.json"
+ADDED_FILE: Final = "added_tokens.json"
+MORE_SPECIAL: Final = "additional_special_tokens"
+
 
 @dataclass(frozen=True)
 class AddedToken:
@@ -95,12 +104,6 @@ class TokenSplitter:
                 parts[i - 1], parts[i] = parts[i - 1] + part, ""
             elif token.single_word and right and not right.startswith(" "):
                 parts[i + 1], parts[i] = part + parts[i + 1], ""
-
-
-SPACE_SYMBOL: Final = "▁"
-BYTE_PIECE: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-USUAL_NAMES: Final[Mapping[str, str]] = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-MAX_FILE_BYTES: Final = 256 * 2**20
 
 
 class Vocabulary(Protocol):
@@ -244,11 +247,7 @@ def _byte_level_bytes(piece: str) -> bytes:
         return piece.encode()
 
 
-CONFIG_FILE: Final = "tokenizer_config.json"
-SPECIAL_FILE: Final = "special_tokens_map.json"
-ADDED_FILE: Final = "added_tokens.json"
 SPECIAL_NAMES: Final = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
-MORE_SPECIAL: Final = "additional_special_tokens"
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -20,6 +20,11 @@ MAX_CALL_CHARS: Final = 2**18
 MAX_FALSE_OPENINGS: Final = 64
 """After so many openings without a call, an answer is taken as text."""
 
+COMMON: Final = r"""
+WS: /[ \n]{1,2}/
+TEXT: /(?s:.+)/
+"""
+
 
 class Call(NamedTuple):
     """One call of a function, or its beginning, or with an empty name what goes on with the arguments of the last."""
@@ -196,12 +201,6 @@ def _joined(parts: list[Part]) -> list[Part]:
         else:
             joined.append(part)
     return joined
-
-
-COMMON: Final = r"""
-WS: /[ \n]{1,2}/
-TEXT: /(?s:.+)/
-"""
 
 
 @dataclass(frozen=True, slots=True)
