@@ -23,7 +23,7 @@ API_KEY: Final = re.compile(r"[!-~]{16,512}")
 """Keys that may be hashed; a shorter one could be found from its hash."""
 API_KEY_VARIABLE: Final = "LLM_SERVING_API_KEY"
 TENANT: Final = "default"
-"""Whose the key of `--api-key` is."""
+"""Tenant of the key that `--api-key` gives."""
 
 _NO_PIPELINE: Final = (
     "layers are not shared out; weights are by --tensor-parallel-size, requests by --data-parallel-size"
@@ -240,7 +240,7 @@ def load_servable(arguments: argparse.Namespace) -> ServingConfig:
 
 
 def seed(written: str) -> int:
-    """Of draws, for argparse: what every generator takes."""
+    """Parse the seed of random draws, for argparse."""
     if not written.isdecimal() or int(written) > MAX_SEED:
         raise argparse.ArgumentTypeError(f"must be an integer from 0 to {MAX_SEED}. Given: {written!r}")
     return int(written)

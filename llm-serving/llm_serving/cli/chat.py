@@ -60,10 +60,10 @@ class Piece(NamedTuple):
 
 @dataclass
 class ChatClient:
-    """What is said, and where.
+    """A client of one conversation: its server, key, model and parameters.
 
     Attributes:
-        url: Of the server, without a path.
+        url: URL of the server, without a path.
         key: API key; empty: none is shown.
         model: Name; empty: whatever is served.
         system: Said before the conversation; empty: nothing.
@@ -155,7 +155,7 @@ def _piece(data: bytes) -> Piece:
 
 
 _CONTROL: Final = {code: "�" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
-"""What a model writes does not move the cursor, ring or change colours."""
+"""Replaces control characters, so that the output of a model cannot move the cursor, ring or change colours."""
 
 
 class Command(NamedTuple):

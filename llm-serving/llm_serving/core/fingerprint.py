@@ -16,7 +16,7 @@ class ComputeFingerprint(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     kernels: str
     """Resolved `device_config.kernels`: program, primitives, plain; ascend, ascend_fast, ascend_invariant or ge."""
     instruction_set: str = ""
-    """Of the operator library, such as avx512_bf16; empty if the library is not used."""
+    """Instruction set of the operator library, such as avx512_bf16; empty if the library is not used."""
     sources: str = ""
     """Hash of the library's sources and flags; empty if the library is not used."""
     compiler: str = ""

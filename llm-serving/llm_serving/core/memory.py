@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 M_MMAP_THRESHOLD: Final = -3
-"""From glibc's `malloc.h`."""
+"""The constant of glibc's `malloc.h`."""
 LARGE_BYTES: Final = 128 * 1024
 """Allocations of this size are mappings of their own; glibc's initial threshold."""
 KEPT_BYTES: Final = 2**20

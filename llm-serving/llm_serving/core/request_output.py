@@ -86,7 +86,7 @@ class RequestOutput:
     queued_s: float = 0.0
     """Seconds from arrival to first being scheduled."""
     prompt_logprobs: PromptLogprobs | None = None
-    """Of the next tokens of the prompt, if the request asked for them; the first token has none."""
+    """Log-probabilities of the next prompt tokens, if the request asked for them; the first token has none."""
     vector: Float32Array | None = None
     """Last hidden state of the prompt, [hidden size], in the last piece of a request that asked for it."""
     beams: tuple[RequestOutput, ...] = ()

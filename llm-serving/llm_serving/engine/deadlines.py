@@ -19,7 +19,7 @@ _Entry = tuple[float, str, int, Request]
 """The third decides between entries of one id: a request may come back from another replica as another object."""
 
 LOOK_EVERY_S: Final = 0.1
-"""How often waiting requests are looked at whose deadline may have become too early."""
+"""Interval of the search for waiting requests that cannot meet their deadlines."""
 MAX_LOOKED_AT: Final = 16
 """At a time; those with the earliest deadlines."""
 

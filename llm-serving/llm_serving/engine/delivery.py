@@ -17,7 +17,7 @@ class PromptReply(NamedTuple):
     request: Request
     start: int
     logprobs: PromptLogprobs | None
-    """Of the tokens that follow those of the prompt from `start` on."""
+    """Log-probabilities of the prompt tokens that follow position `start`."""
     vector: Float32Array | None
     error: str | None
     """Why a result cannot be given, if one cannot."""

@@ -25,7 +25,7 @@ from llm_serving.scheduler.schedule import Blocked
 NO_DRAFTS: Final[Mapping[int, int]] = MappingProxyType({})
 
 ID_PREFIXES: Final = ("cmpl-", "chatcmpl-")
-"""What answers put before the id of their request."""
+"""Prefixes of the ids of responses, before the id of the request."""
 
 
 class Step(NamedTuple):

@@ -25,9 +25,9 @@ MAX_WAITING: Final = 10_000
 MAX_SNAPSHOT_WAITING: Final = 1024
 """Waiting requests that are looked at; the others are counted."""
 MAX_STEPS: Final = 64
-"""The newest of those since the last time."""
+"""Newest steps since the last snapshot."""
 MAX_ENDED: Final = 64
-"""The same of requests that ended."""
+"""Finished requests since the last snapshot."""
 
 
 class RunningRequest(Struct, kw_only=True):

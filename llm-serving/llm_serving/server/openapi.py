@@ -20,7 +20,7 @@ JsonObject = dict[str, Any]
 OTHER_RANGES: Final[dict[str, JsonObject]] = {
     "messages": {"minItems": 1, "maxItems": 4096},
 }
-"""Of fields that are no parameters of sampling."""
+"""Ranges of fields that are no sampling parameters."""
 
 _UNBOUND: Final = "Not with a field that asks for a form of answers."
 _FITS: Final = "With the answer it must fit the context of the model and the cache."

@@ -201,7 +201,7 @@ class ReplicaSync:
         self.ledger = FleetAccounting()
         """Shared with the other replicas."""
         self.num_reloads = 0
-        """Of the server, until there were the rules that it goes by."""
+        """Number of the reload that gave the scheduler its rules; 0: the configuration of the start."""
         self._index, self._scheduler, self._metrics = index, scheduler, metrics
         self._weights = WeightMonitor(scheduler)
 

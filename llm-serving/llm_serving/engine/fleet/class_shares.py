@@ -16,7 +16,8 @@ from llm_serving.scheduler.fair_sharing import ClassUsage
 _NOBODY: Final[frozenset[str]] = frozenset()
 
 MOST_TURNS: Final = 4
-"""That a class can be ahead: what it had because nobody else could take it is not held against it for ever."""
+"""Scheduling quanta that a class can be ahead at most: service that no other class could use does not count against it
+for ever."""
 
 
 class ClassDemand:

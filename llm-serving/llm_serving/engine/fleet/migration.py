@@ -37,11 +37,11 @@ from llm_serving.transport.messages import BlockContents
 
 logger = get_logger(__name__)
 MAX_REQUESTS: Final = 64
-"""Whose blocks are to be brought from one replica at a time."""
+"""Requests whose blocks may wait for their transfer from one replica."""
 MAX_BYTES: Final = 2**30
-"""Of all these blocks, but for one request's: what a link of 10 Gbit/s takes a second for."""
+"""Bytes of their blocks, unless it is one request: what a link of 10 Gbit/s transfers in about a second."""
 SHARE: Final = 0.5
-"""Of one core's time, of all threads that bring blocks together, while a step is under way."""
+"""Share of one core's time that all transfer threads together may use while a step is in flight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +146,7 @@ class RequestMigration:
         self._spent: deque[list[TransferBlock]] = deque()
         """For each step in flight, what nobody needs any more when it is done."""
         self._departing: list[tuple[Request, Transfer, float]] = []
-        """Whom the scheduler has let go of, with what, and when."""
+        """Requests that the scheduler has released for migration, with their blocks and the time."""
         self._arrived: dict[Request, float] = {}
         """Requests of other replicas that no step has been formed with, and when these let go of them."""
 

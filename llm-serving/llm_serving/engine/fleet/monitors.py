@@ -17,7 +17,7 @@ from llm_serving.scheduler.limits import SchedulerLimits
 from llm_serving.scheduler.orders import OUTPUT_TOKEN_WEIGHT
 
 MIN_TENANTS: Final = 64
-"""That are not worth looking through for those who have nobody left."""
+"""Tenants below which the table is not searched for tenants without requests."""
 
 
 class ClassLead(NamedTuple):

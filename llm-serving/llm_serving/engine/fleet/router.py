@@ -27,7 +27,7 @@ from llm_serving.kvcache import BlockManager, BlockPool
 from llm_serving.kvcache.block_table import block_hash, namespace_hash
 
 MAX_BLOCKS: Final = 1024
-"""Of a prompt that are looked at."""
+"""Blocks of a prompt that are looked up."""
 
 
 class Fleet:

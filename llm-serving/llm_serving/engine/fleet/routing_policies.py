@@ -37,7 +37,7 @@ OTHERS_WEIGHT: Final = 1 / 3
 before it is seconds longer than others, and the slowest ones are slower; nothing, and prefixes are computed
 everywhere, which makes all slower (docs/cluster.md)."""
 OTHERS_WEIGHT_OF_NEW: Final = 1 / 10
-"""The same of a prompt that has to be computed wherever it goes."""
+"""The same weight for a prompt that every replica has to compute."""
 
 
 class Candidate(NamedTuple):

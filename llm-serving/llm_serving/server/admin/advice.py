@@ -39,10 +39,10 @@ COMMAND: Final = tuple(command_of(f"{SIMULATOR}.advising"))
 BUDGET_S: Final = 120.0
 """Seconds in which neighbours are played: beside a server under load a process of the lowest priority gets little."""
 MOST_S: Final = 240.0
-"""Until it is ended, whatever it does."""
+"""Seconds after which the process is killed."""
 RETRY_AFTER_S: Final = 30.0
 MAX_SAID_CHARS: Final = 300
-"""Of what a process that failed said last."""
+"""Characters of the last output of a failed process that the error repeats."""
 
 MINUTES: Final = 5
 MAX_MINUTES: Final = 60

@@ -40,16 +40,16 @@ from llm_serving.server.generation.streaming import (
 from llm_serving.server.middleware.authentication import tenant_seen
 
 DIGITS: Final = 4
-"""Of seconds, behind the point."""
+"""Decimals of times in seconds."""
 logger = get_logger(__name__)
 LEAST_PAUSE_S: Final = 0.25
 MOST_PAUSE_S: Final = 10.0
 SHARE: Final = 0.01
-"""Of one core."""
+"""Share of one core that snapshots for viewers may use."""
 SEND_S: Final = 0.0002
 """Seconds of processor time that sending one picture to one viewer takes, connection and encryption included."""
 TIMEOUT_S: Final = 1.0
-"""How long an engine is waited for; the picture then says that it is silent."""
+"""Seconds to wait for an engine; the snapshot then reports that it does not reply."""
 RETRY_AFTER_S: Final = 10.0
 
 

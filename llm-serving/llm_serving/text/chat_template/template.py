@@ -21,16 +21,16 @@ logger = get_logger(__name__)
 
 MAX_TEMPLATE_CHARS: Final = 2**18
 NUM_PROCESSES: Final = 2
-"""So that one text which takes all its time does not hold up the others."""
+"""Two processes, so that one text that uses up its time does not block the others."""
 MAX_CPU_S: Final = 2.0
-"""For one text; the longest conversations take a tenth of it."""
+"""CPU seconds for one text; the longest conversations take a tenth of that."""
 MODULE: Final = "llm_serving.text.chat_template.sandbox"
 
 TEMPLATE_FILE: Final = "chat_template.jinja"
 MORE_TEMPLATES: Final = "additional_chat_templates"
 """Folder of templates beside `chat_template.jinja`, each named by its file."""
 PROCESSOR_FILE: Final = "chat_template.json"
-"""Of folders whose processor takes more than text: `{"chat_template": ...}`."""
+"""File of folders whose processor accepts more than text: `{"chat_template": ...}`."""
 DEFAULT: Final = "default"
 TOOL_USE: Final = "tool_use"
 """Template for conversations with tools."""

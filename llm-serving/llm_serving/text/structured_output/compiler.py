@@ -26,11 +26,11 @@ logger = get_logger(__name__)
 T = TypeVar("T")
 MODULE: Final = "llm_serving.text.structured_output.grammar_process"
 NUM_PROCESSES: Final = 2
-"""So that one grammar which takes all its time does not hold up the others."""
+"""Two processes, so that one grammar that uses up its time does not block the others."""
 MAX_CPU_S: Final = 2.0
-"""For one grammar."""
+"""CPU seconds for one grammar."""
 STACK_BYTES: Final = 2**25
-"""Of the threads that compile: beyond what a grammar can need that has passed its trial."""
+"""Stack of the threads that compile, more than a grammar needs that passed the trial in a process."""
 MAX_ERROR_CHARS: Final = 400
 _STARTING: Final = threading.Lock()
 """Two that begin at once would put the other's size back, for good."""

@@ -35,7 +35,7 @@ class Call(NamedTuple):
 
 
 Part = str | Call
-"""Of an answer: something said, or a call."""
+"""Part of a response: text, or a call of a tool."""
 
 
 class NotACallError(Exception):
