@@ -81,7 +81,7 @@ def _result(bench: Bench, num_jobs: int, capacity: float) -> Result:
 def _row(trial: Trial) -> Sequence[str | float]:
     summary = _summary(trial)
     gaps = Distribution.of(measures.gaps_ms(trial.records, max(record.end_s for record in trial.records)))
-    num_accepted = trial.counters.get("llm_serving:guesses_right_total", 0.0)
+    num_accepted = trial.counters.get("vllm:spec_decode_num_accepted_tokens_total", 0.0)
     return [
         trial.variant,
         summary.requests_per_s,

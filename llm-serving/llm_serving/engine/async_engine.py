@@ -49,7 +49,7 @@ from llm_serving.text.tokenizer.tokenizer import Tokenizer
 logger = get_logger(__name__)
 
 ID_BYTES: Final = 8
-"""Random ones at the end of an engine's id, which nobody guesses."""
+"""Random bytes at the end of an engine's id, so that it cannot be predicted."""
 
 
 @dataclass(frozen=True, slots=True)
