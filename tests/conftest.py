@@ -76,6 +76,13 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     return True
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print the measurements that tests record (`record_property`)."""
+    for report in [*terminalreporter.stats.get("passed", ()), *terminalreporter.stats.get("failed", ())]:
+        for name, value in report.user_properties:
+            terminalreporter.write_line(f"{name}: {value}")
+
+
 @cache  # of a file's tests all ask
 def lateness(path: Path) -> int:
     """Place in `LATE`, from 1 on; 0 for all others."""
