@@ -523,8 +523,8 @@ def test_a_replica_whose_work_agent_does_not_end_as_it_should_holds_no_places_of
     nobody = Events(*[lambda _: None] * 4)
     replicas = Replicas(ServingConfig(), opened, nobody)
     replicas._loop = MagicMock()
-    engine.run.side_effect = lambda: replicas.ledger.places.settle(0, {"a": SlotDemand(1, 0, 0, 1)})
+    engine.run.side_effect = lambda: replicas.accounting.tenant_slots.exchange(0, {"a": SlotDemand(1, 0, 0, 1)})
     with pytest.raises(OSError, match="its WorkAgent does not end"):
         replicas._serve(0)
-    replicas.ledger.join(1)
-    assert replicas.ledger.places.settle(1, {"a": SlotDemand(1, 0, 0, 1)}) == {"a": 1}
+    replicas.accounting.join(1)
+    assert replicas.accounting.tenant_slots.exchange(1, {"a": SlotDemand(1, 0, 0, 1)}) == {"a": 1}

@@ -225,7 +225,7 @@ def test_one_that_was_loaded_again_goes_by_the_rules_that_the_others_have_since(
             await reach(engine, "serving")
             rules = [each.scheduler.policy for each in engine.replicas.engines.values()]
             assert type(rules[0]) is type(rules[1])
-            assert engine.replicas.ledger.limits._rules == {0: 1, 1: 1}
+            assert engine.replicas.accounting.limit_monitor._reloads == {0: 1, 1: 1}
 
     asyncio.run(run())
 
@@ -252,7 +252,7 @@ def test_whatever_leaves_and_joins_requests_that_move_between_machines_are_answe
                 await asyncio.gather(*map(talk, range(8)))
             assert engine.num_running == engine.num_waiting == len(engine._requests) == 0
             assert not engine._requests._num_coming
-            assert not engine.replicas.ledger.places.on_way()
+            assert not engine.replicas.accounting.tenant_slots.migrating
 
     asyncio.run(run())
 

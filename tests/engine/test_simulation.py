@@ -39,8 +39,8 @@ def test_a_place_is_free_when_the_request_that_had_it_has_ended_and_not_when_its
 
 def test_a_replica_that_has_left_and_still_counts_is_noticed() -> None:
     with (
-        patch.object(FleetAccounting, "leave", lambda ledger, index: None),
-        pytest.raises(AssertionError, match="one counts that has left"),
+        patch.object(FleetAccounting, "leave", lambda accounting, index: None),
+        pytest.raises(AssertionError, match="a replica that left still counts"),
     ):
         run_seeds(0, MOST_SEEDS, 3)
 

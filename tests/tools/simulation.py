@@ -314,7 +314,7 @@ class Simulation:
         assert not any(self.metrics.num_shares_broken.values()), f"shares: {self.metrics.num_shares_broken}"
         self._check_limits_of_tenants()
         replicas = self._master.replicas
-        assert replicas.ledger.replicas == {*replicas.living()}, "one counts that has left, or one that serves does not"
+        assert replicas.accounting.replicas == {*replicas.living()}, "a replica that left still counts"
         # One may have been asked after its step, by clients that another's step let act.
         asked = any(replica.engine.dead is None and replica.engine._inbox for replica in self.replicas)
         return any(progressed) or asked or bool(self._to_come) or self._loop.has_calls or self._carrier.has_work
@@ -491,7 +491,7 @@ class Simulation:
         assert master.num_waiting == master.num_running == 0, "the waiting room is not empty"
         requests = master._requests
         assert not len(requests) and not requests._num_of and not requests._num_coming
-        assert not master.replicas.ledger.places.on_way(), "a place of a tenant is nobody's"
+        assert not master.replicas.accounting.tenant_slots.migrating, "a place of a tenant is nobody's"
         if not any(replica.stopped for replica in self.replicas):
             for index in range(len(self.replicas)):
                 state = "left" if master.replicas.is_drained(index) else "serving"

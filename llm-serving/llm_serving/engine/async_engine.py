@@ -463,7 +463,7 @@ class AsyncEngine:
         if opened is not None:
             self._break_off(opened, error)
         if is_nobodys:
-            self.replicas.ledger.places.forget(request_id)
+            self.replicas.accounting.tenant_slots.end_migration(request_id)
             with contextlib.suppress(Exception):  # it may be what could not be handed over
                 self.replicas.give_back(departure.leave_blocks())
 
@@ -474,7 +474,7 @@ class AsyncEngine:
 
     def _end(self, request: Request, reason: FinishReason, error: str) -> None:
         opened = self._forget(request.request_id)
-        self.replicas.ledger.places.forget(request.request_id)
+        self.replicas.accounting.tenant_slots.end_migration(request.request_id)
         if opened is not None:
             opened.stream.put(last_piece(request, reason, error))
 
@@ -496,7 +496,8 @@ class AsyncEngine:
     def _pass_on(self, opened: OpenRequest, piece: RequestOutput) -> None:
         if piece.finished:
             self._forget(piece.request_id)
-            self.replicas.ledger.places.forget(piece.request_id)
+            if piece.request_id in (slots := self.replicas.accounting.tenant_slots).migrating:
+                slots.end_migration(piece.request_id)
         opened.stream.put(piece)
 
     def _break_off(self, opened: OpenRequest, error: Exception) -> None:

@@ -128,7 +128,7 @@ class Engine(EngineRequests):
 
     def _advance(self) -> bool:
         if not self.scheduler.has_unfinished_requests:
-            self.peers.catch_up()
+            self.fleet.apply_remote_service()
             self._auditor.run_copy()
         replied = bool(self._in_flight) and self._waits_for_replies()
         if replied:
@@ -149,7 +149,7 @@ class Engine(EngineRequests):
     def _drain_inbox(self) -> None:
         """Handle the messages of other threads, and end requests whose deadline has passed."""
         if self._inbox:
-            self.peers.catch_up()
+            self.fleet.apply_remote_service()
             self._inbox.take()
         if self._deadlines.next is not None:
             now = self._clock()
@@ -166,10 +166,10 @@ class Engine(EngineRequests):
 
     def _schedule(self, now: float) -> Schedule | None:
         """Decide the next step; None: no request can move."""
-        self.peers.listen()
+        self.fleet.synchronize()
         schedule = self.scheduler.schedule(now)
         self.moves.formed(schedule)
-        self.peers.tell(schedule)
+        self.fleet.report(schedule)
         for observer in self._observers:
             observer.on_scheduled(schedule, self._in_flight, now)
         return schedule

@@ -11,7 +11,7 @@ from llm_serving.core.timings import Clock
 from llm_serving.engine.audit import Auditor
 from llm_serving.engine.deadlines import Deadlines
 from llm_serving.engine.delivery import end
-from llm_serving.engine.fleet.accounting import ReplicaSync
+from llm_serving.engine.fleet.accounting import FleetSync
 from llm_serving.engine.fleet.migration import MigratingRequest, RequestMigration
 from llm_serving.engine.load_reports import LoadReports, StepTimes
 from llm_serving.engine.output_processor import OutputProcessor
@@ -71,7 +71,7 @@ class EngineRequests(ThreadSafeCalls):
         self._reports = LoadReports(scheduler, self._times)
         self.ttft_predictor = self._reports.predictor
         """Read by admission control, from any thread."""
-        self.peers = ReplicaSync(index, scheduler, metrics)
+        self.fleet = FleetSync(index, scheduler, metrics)
         self._deadlines = Deadlines()
         self._outputs: list[RequestOutput] = []
         self._processor = OutputProcessor(tokenizer, metrics, self.journal, clock)
@@ -107,7 +107,7 @@ class EngineRequests(ThreadSafeCalls):
     def reload(self, rules: SchedulingRules, number: int) -> None:
         """Schedule by other rules, which are the server's reload with this number (from 1)."""
         self.scheduler.reload(rules)
-        self.peers.reloaded(number)
+        self.fleet.record_reload(number)
         self.ttft_predictor.limits = rules.limits
         self.log_bounds()
 
@@ -144,7 +144,7 @@ class EngineRequests(ThreadSafeCalls):
         self.journal.queued(request, self._clock())
 
     def _arrive(self, departure: MigratingRequest, is_cancelled: bool) -> None:
-        self.peers.arrived(departure.request)
+        self.fleet.record_migrated(departure.request)
         self._expect(departure.request)
         self.moves.arrive(departure)
         self.journal.queued(departure.request, self._clock())

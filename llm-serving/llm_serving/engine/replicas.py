@@ -108,7 +108,7 @@ class Replicas(EngineListener):
     def __init__(self, config: ServingConfig, open_replica: OpenReplica, events: Events) -> None:
         self.engines: dict[int, Engine] = {}
         """Those that have been loaded, dead ones included until they are loaded again."""
-        self.ledger = FleetAccounting()
+        self.accounting = FleetAccounting()
         """What they tell each other."""
         self._carrier = BlockTransferrer(TransferThrottle(self._has_steps).rest)
         self._reloaded: tuple[int, ServingConfig] | None = None
@@ -374,12 +374,12 @@ class Replicas(EngineListener):
 
     def _ends(self, index: int, engine: Engine) -> None:
         """Its engine has told all it had to tell."""
-        self.ledger.leave(index)
+        self.accounting.leave(index)
         self._call_soon(self._events.on_ended, engine)
 
     def _join(self, index: int, engine: Engine) -> None:
-        self.ledger.join(index, engine.nudge, engine.peers.num_reloads)
-        engine.peers.ledger = self.ledger
+        self.accounting.join(index, engine.wake, engine.fleet.num_reloads)
+        engine.fleet.accounting = self.accounting
 
     def _set_progress(self, text: str) -> None:
         self._progress = text
@@ -394,7 +394,7 @@ class Replicas(EngineListener):
 
     def on_departures(self, departures: list[MigratingRequest]) -> None:
         for each in departures:
-            self.ledger.places.depart(each.request.request_id, each.request.tenant)
+            self.accounting.tenant_slots.start_migration(each.request.request_id, each.request.tenant)
         self._call_soon(self._events.on_departures, departures)
 
     def on_restart_attempt(self) -> None:

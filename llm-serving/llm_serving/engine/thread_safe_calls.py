@@ -96,7 +96,7 @@ class ThreadSafeCalls:
         self._inbox.post(reply)
         return answer
 
-    def nudge(self) -> None:
+    def wake(self) -> None:
         """Wake the engine, so that it looks at what replicas share."""
         with contextlib.suppress(WorkerDiedError):
             self._inbox.post(lambda: None)

@@ -1,4 +1,4 @@
-"""A tenant's `max_running` is one of the whole, however many replicas it asks."""
+"""The `max_running` limit of a tenant holds for all replicas together."""
 
 from __future__ import annotations
 
@@ -24,129 +24,131 @@ from support.scheduler_run import SchedulerRun
 from support.simulator_workloads import config_with, create_profile
 
 
-class Places:
-    """Replicas that need places of tenant `a`, and take what they are dealt."""
+class Leases:
+    """Replicas that report their demand for slots of tenant `a` and apply the leases they get."""
 
     def __init__(self, limit: int, num_replicas: int) -> None:
-        self.places, self.limit = TenantSlots(), limit
+        self.slots, self.limit = TenantSlots(), limit
         self.held = [0] * num_replicas
-        self.nudged: list[int] = []
+        self.woken: list[int] = []
         for index in range(num_replicas):
-            self.places.join(index, lambda index=index: self.nudged.append(index))  # type: ignore[misc]
+            self.slots.join(index, lambda index=index: self.woken.append(index))  # type: ignore[misc]
 
-    def tell(self, replica: int, num_active: int, num_wanted: int, part: int | None = None) -> list[int]:
-        """What each holds after a replica has told its needs, and the nudged ones have asked what they got."""
-        need = SlotDemand(self.limit, self.held[replica] if part is None else part, num_active, num_wanted)
-        self.held[replica] = need.num_leased
-        self._take(replica, {"a": need})
-        while self.nudged:
-            self._take(self.nudged.pop(0), {})
+    def report(self, replica: int, num_active: int, num_waiting: int, num_leased: int | None = None) -> list[int]:
+        """Report a demand, let woken replicas exchange, and return the slots leased to each replica."""
+        demand = SlotDemand(
+            self.limit, self.held[replica] if num_leased is None else num_leased, num_active, num_waiting
+        )
+        self.held[replica] = demand.num_leased
+        self._apply(replica, {"a": demand})
+        while self.woken:
+            self._apply(self.woken.pop(0), {})
         return self.held
 
-    def _take(self, replica: int, needs: Mapping[str, SlotDemand]) -> None:
-        self.held[replica] += self.places.settle(replica, needs).get("a", 0)
-        for tenant in self.places._tenants.values():
-            assert tenant.num_held == sum(map(tenant.held, tenant.needs))
+    def _apply(self, replica: int, demands: Mapping[str, SlotDemand]) -> None:
+        self.held[replica] += self.slots.exchange(replica, demands).get("a", 0)
+        for tenant in self.slots._tenants.values():
+            assert tenant.num_leased == sum(map(tenant.leased_to, tenant.demands))
 
 
-def test_who_asks_first_gets_what_it_needs_and_others_what_is_left() -> None:
-    places = Places(limit=3, num_replicas=2)
-    assert places.tell(0, 0, 2) == [2, 0]
-    assert places.tell(1, 0, 5) == [2, 1]
+def test_the_first_replica_gets_what_it_needs_and_the_second_the_rest() -> None:
+    leases = Leases(limit=3, num_replicas=2)
+    assert leases.report(0, 0, 2) == [2, 0]
+    assert leases.report(1, 0, 5) == [2, 1]
 
 
-def test_a_place_that_is_given_back_goes_to_whoever_holds_the_fewest() -> None:
-    places = Places(limit=3, num_replicas=2)
-    assert places.tell(0, 0, 9) == [3, 0]
-    places.tell(0, 3, 6)
-    assert places.tell(1, 0, 9) == [3, 0]
-    assert places.tell(0, 2, 6, part=2) == [2, 1]
-    assert places.tell(0, 1, 6, part=1) == [2, 1], "whoever holds no more gets it back"
+def test_a_returned_slot_goes_to_the_replica_with_the_fewest() -> None:
+    leases = Leases(limit=3, num_replicas=2)
+    assert leases.report(0, 0, 9) == [3, 0]
+    leases.report(0, 3, 6)
+    assert leases.report(1, 0, 9) == [3, 0]
+    assert leases.report(0, 2, 6, num_leased=2) == [2, 1]
+    assert leases.report(0, 1, 6, num_leased=1) == [2, 1], "the replica with no more slots than the other gets it back"
 
 
-def test_a_single_place_goes_round() -> None:
-    places = Places(limit=1, num_replicas=3)
-    places.tell(0, 0, 5)
-    places.tell(0, 1, 4)
-    places.tell(1, 0, 5)
-    places.tell(2, 0, 5)
+def test_a_single_slot_rotates() -> None:
+    leases = Leases(limit=1, num_replicas=3)
+    leases.report(0, 0, 5)
+    leases.report(0, 1, 4)
+    leases.report(1, 0, 5)
+    leases.report(2, 0, 5)
     order = []
     for _ in range(6):
-        holder = places.held.index(1)
+        holder = leases.held.index(1)
         order.append(holder)
-        places.tell(holder, 1, 4)
-        places.tell(holder, 0, 4, part=0)
+        leases.report(holder, 1, 4)
+        leases.report(holder, 0, 4, num_leased=0)
     assert order == [0, 1, 2, 0, 1, 2]
 
 
-def test_what_nobody_needs_any_more_is_given_back() -> None:
-    places = Places(limit=2, num_replicas=2)
-    places.tell(0, 0, 2)
-    places.tell(1, 0, 1)
-    assert places.tell(0, 0, 1) == [1, 1]
-    assert places.tell(0, 0, 0) == [0, 1]
-    assert places.tell(1, 1, 0) == [0, 1]
-    assert places.tell(1, 0, 0, part=0) == [0, 0]
-    assert not places.places._tenants
+def test_slots_without_demand_are_returned() -> None:
+    leases = Leases(limit=2, num_replicas=2)
+    leases.report(0, 0, 2)
+    leases.report(1, 0, 1)
+    assert leases.report(0, 0, 1) == [1, 1]
+    assert leases.report(0, 0, 0) == [0, 1]
+    assert leases.report(1, 1, 0) == [0, 1]
+    assert leases.report(1, 0, 0, num_leased=0) == [0, 0]
+    assert not leases.slots._tenants
 
 
-def test_a_replica_that_leaves_gives_everything_back() -> None:
-    places = Places(limit=2, num_replicas=2)
-    places.tell(0, 0, 2)
-    places.tell(0, 2, 0)
-    assert places.tell(1, 0, 2) == [2, 0]
-    places.places.leave(0)
-    assert places.nudged == [1]
-    assert places.tell(1, 0, 2) == [2, 2]
+def test_a_replica_that_leaves_returns_its_slots() -> None:
+    leases = Leases(limit=2, num_replicas=2)
+    leases.report(0, 0, 2)
+    leases.report(0, 2, 0)
+    assert leases.report(1, 0, 2) == [2, 0]
+    leases.slots.leave(0)
+    assert leases.woken == [1]
+    assert leases.report(1, 0, 2) == [2, 2]
 
 
-def test_a_lower_limit_takes_back_what_is_not_used() -> None:
-    places = Places(limit=4, num_replicas=2)
-    places.tell(0, 0, 4)
-    places.tell(0, 2, 2)
-    places.limit = 1
-    assert places.tell(0, 2, 2)[0] == 2
-    places.tell(1, 0, 1)
-    assert places.tell(0, 1, 2, part=1) == [1, 0]
-    assert places.tell(0, 0, 2, part=0) == [0, 1]
+def test_a_lower_limit_revokes_unused_slots() -> None:
+    leases = Leases(limit=4, num_replicas=2)
+    leases.report(0, 0, 4)
+    leases.report(0, 2, 2)
+    leases.limit = 1
+    assert leases.report(0, 2, 2)[0] == 2
+    leases.report(1, 0, 1)
+    assert leases.report(0, 1, 2, num_leased=1) == [1, 0]
+    assert leases.report(0, 0, 2, num_leased=0) == [0, 1]
 
 
-def test_a_lower_limit_takes_back_what_another_replica_has_not_used_before_it_knows_of_it() -> None:
-    places = Places(limit=4, num_replicas=2)
-    places.tell(0, 0, 3)
-    places.limit = 1
-    places.tell(1, 0, 1)
-    places._take(0, {})
-    assert places.held == [1, 0]
+def test_a_lower_limit_revokes_unused_slots_of_another_replica_at_once() -> None:
+    leases = Leases(limit=4, num_replicas=2)
+    leases.report(0, 0, 3)
+    leases.limit = 1
+    leases.report(1, 0, 1)
+    leases._apply(0, {})
+    assert leases.held == [1, 0]
 
 
-def test_a_request_on_its_way_keeps_its_place() -> None:
-    places = Places(limit=1, num_replicas=2)
-    places.tell(0, 0, 2)
-    places.tell(0, 1, 1)
-    places.places.depart("r", "a")
-    assert places.tell(0, 0, 1, part=0) == [0, 0]
-    places.places.arrive(1, "r")
-    assert places.tell(1, 1, 0, part=1) == [0, 1]
-    assert places.tell(1, 0, 0, part=0) == [1, 0]
+def test_a_request_in_migration_keeps_its_slot() -> None:
+    leases = Leases(limit=1, num_replicas=2)
+    leases.report(0, 0, 2)
+    leases.report(0, 1, 1)
+    leases.slots.start_migration("r", "a")
+    assert leases.report(0, 0, 1, num_leased=0) == [0, 0]
+    leases.slots.finish_migration(1, "r")
+    assert leases.report(1, 1, 0, num_leased=1) == [0, 1]
+    assert leases.report(1, 0, 0, num_leased=0) == [1, 0]
 
 
-def test_a_request_that_ends_on_its_way_gives_its_place_back() -> None:
-    places = Places(limit=1, num_replicas=2)
-    places.tell(0, 0, 2)
-    places.tell(0, 1, 1)
-    places.places.depart("r", "a")
-    places.tell(0, 0, 1, part=0)
-    places.places.forget("r")
-    assert places.nudged == [0]
-    assert places.tell(0, 0, 1) == [1, 0]
+def test_a_request_that_ends_in_migration_returns_its_slot() -> None:
+    leases = Leases(limit=1, num_replicas=2)
+    leases.report(0, 0, 2)
+    leases.report(0, 1, 1)
+    leases.slots.start_migration("r", "a")
+    leases.report(0, 0, 1, num_leased=0)
+    leases.slots.end_migration("r")
+    assert leases.woken == [0]
+    assert leases.report(0, 0, 1) == [1, 0]
 
 
 class Replicas:
-    """Schedulers of one master that step in turns, recorded."""
+    """Recorded schedulers of one master, stepped one after the other."""
 
     def __init__(self, num_replicas: int, limit: int, **options: object) -> None:
-        self.limit, self.ledger = limit, FleetAccounting()
+        self.limit, self.accounting = limit, FleetAccounting()
         self.files = [MemoryFiles() for _ in range(num_replicas)]
         self.runs = [
             SchedulerRun(
@@ -161,12 +163,12 @@ class Replicas:
             for index, files in enumerate(self.files)
         ]
         for index in range(num_replicas):
-            self.ledger.join(index)
+            self.accounting.join(index)
 
     def step(self, index: int) -> None:
         scheduler = self.runs[index].scheduler
-        if places := self.ledger.places.settle(index, scheduler.pop_tenant_demand()):
-            scheduler.adjust_tenant_leases(places)
+        if leases := self.accounting.tenant_slots.exchange(index, scheduler.pop_tenant_demand()):
+            scheduler.adjust_tenant_leases(leases)
         self.runs[index].step()
         assert self.num_running("a") <= self.limit
 
@@ -187,7 +189,7 @@ class Replicas:
 
 
 @pytest.mark.parametrize("num_replicas", [2, 3])
-def test_a_tenant_runs_no_more_at_several_replicas_than_at_one(num_replicas: int) -> None:
+def test_a_tenant_runs_no_more_requests_on_several_replicas_than_on_one(num_replicas: int) -> None:
     replicas = Replicas(num_replicas, limit=2, max_num_seqs=4)
     for run in replicas.runs:
         run.add(*(create_request(4, tenant="a", max_tokens=3) for _ in range(4)))
@@ -202,7 +204,7 @@ def test_a_tenant_runs_no_more_at_several_replicas_than_at_one(num_replicas: int
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_whatever_comes_no_more_run_and_nobody_waits_for_ever(seed: int) -> None:
+def test_the_limit_holds_and_every_request_ends_under_random_load(seed: int) -> None:
     rng = random.Random(seed)
     num_replicas = rng.choice((2, 3))
     replicas = Replicas(
@@ -229,7 +231,7 @@ def test_whatever_comes_no_more_run_and_nobody_waits_for_ever(seed: int) -> None
     replicas.finish()
 
 
-def test_a_request_that_moves_counts_all_the_time() -> None:
+def test_a_migrating_request_counts_all_the_time() -> None:
     replicas = Replicas(2, limit=1, max_num_seqs=4)
     source, target = replicas.runs
     first, second = (create_request(6, request_id=name, tenant="a", max_tokens=6) for name in ("first", "second"))
@@ -238,10 +240,10 @@ def test_a_request_that_moves_counts_all_the_time() -> None:
     while not first.is_migrating:
         replicas.step(0)
     moved = as_it_goes_on(first, source.scheduler.migrate_out(first))
-    replicas.ledger.places.depart("first", "a")
+    replicas.accounting.tenant_slots.start_migration("first", "a")
     replicas.step(0)
-    assert not source.scheduler.running, "its place is on the way"
-    replicas.ledger.places.arrive(1, "first")
+    assert not source.scheduler.running, "its slot migrates with the request"
+    replicas.accounting.tenant_slots.finish_migration(1, "first")
     target.scheduler.add(moved)
     replicas.step(1)
     replicas.step(0)
@@ -253,7 +255,7 @@ def test_a_request_that_moves_counts_all_the_time() -> None:
 
 
 def server(replicas: int) -> Simulation:
-    """Of tenants who run two requests at most, and more of whose come and go."""
+    """Return a simulated server whose tenants may run two requests each and send more."""
     rng = random.Random(replicas)
     requests = [
         WorkloadRequest("s", rng.uniform(0, 2), [3 + rng.randrange(9)] * 20, 16, 16, tenant=rng.choice("aab"))
@@ -265,7 +267,7 @@ def server(replicas: int) -> Simulation:
 
 
 @pytest.mark.parametrize("replicas", [2, 3])
-def test_a_server_keeps_to_it_while_clients_come_and_go(replicas: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_keeps_the_limit_while_clients_come_and_go(replicas: int, monkeypatch: pytest.MonkeyPatch) -> None:
     simulation = server(replicas)
     step, most = VirtualReplica.step, dict.fromkeys("ab", 0)
 
@@ -284,23 +286,23 @@ def test_a_server_keeps_to_it_while_clients_come_and_go(replicas: int, monkeypat
     assert not any(simulation._counters.num_shares_broken.values())
 
 
-def test_places_that_are_dealt_twice_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    def wanted(self: TenantSlots, replica: int, needs: Mapping[str, SlotDemand]) -> Mapping[str, int]:
-        return {name: need.num_active + need.num_waiting - need.num_leased for name, need in needs.items()}
+def test_slots_that_are_leased_twice_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wanted(self: TenantSlots, replica: int, demands: Mapping[str, SlotDemand]) -> Mapping[str, int]:
+        return {name: each.num_active + each.num_waiting - each.num_leased for name, each in demands.items()}
 
-    monkeypatch.setattr(TenantSlots, "settle", wanted)
+    monkeypatch.setattr(TenantSlots, "exchange", wanted)
     simulation = server(2)
     simulation.run()
     assert simulation._counters.num_shares_broken["tenant_limit"] > 0
 
 
-def test_who_begins_beyond_a_limit_is_counted_and_whoever_had_begun_before_it_changed_is_not() -> None:
+def test_requests_beyond_a_limit_are_counted_and_those_started_under_another_limit_are_not() -> None:
     monitor = LimitMonitor()
 
     def begin(limit: int | None, count: int = 1) -> int:
         requests = [create_request(4, tenant="a") for _ in range(count)]
         begun.extend(requests)
-        return monitor.begun(requests, create_scheduler(max_running_per_tenant=limit).limits)
+        return monitor.record_started(requests, create_scheduler(max_running_per_tenant=limit).limits)
 
     begun: list[Request] = []
     assert begin(2, 3) == 1
@@ -312,40 +314,41 @@ def test_who_begins_beyond_a_limit_is_counted_and_whoever_had_begun_before_it_ch
     assert begin(None, 9) == 0
 
 
-def test_whoever_had_a_place_before_the_rules_changed_is_not_counted() -> None:
+def test_a_request_that_held_a_slot_before_a_reload_is_not_counted() -> None:
     monitor, limits = LimitMonitor(), create_scheduler(max_running_per_tenant=1).limits
-    first, on_way, other, late, last = (create_request(4, tenant="a") for _ in range(5))
+    first, migrating, other, late, last = (create_request(4, tenant="a") for _ in range(5))
     for replica in (0, 1):
         monitor.join(replica)
-    assert monitor.begun([first], limits) == 0
-    # No limit for a while, then the same as before; one has a place without a step, another one moves.
+    assert monitor.record_started([first], limits) == 0
+    # A reload removes the limit and a second one restores it; `other` holds a slot and has not started, `migrating`
+    # migrates.
     for number in (1, 2):
-        monitor.reloaded(0, [other.request_id, on_way.request_id], number)
-    assert monitor.begun([other], limits) == 0
-    assert monitor.arrived(late, limits) == 0, "the second replica goes by the older rules"
+        monitor.record_reload(0, [other.request_id, migrating.request_id], number)
+    assert monitor.record_started([other], limits) == 0
+    assert monitor.record_migrated(late, limits) == 0, "the second replica uses older rules"
     for number in (1, 2):
-        monitor.reloaded(1, [], number)
-    assert monitor.arrived(on_way, limits) == 0
-    assert monitor.begun([last], limits) == 0
-    assert monitor.begun([create_request(4, tenant="a")], limits) == 1
-    assert monitor.arrived(create_request(4, tenant="a"), limits) == 1
+        monitor.record_reload(1, [], number)
+    assert monitor.record_migrated(migrating, limits) == 0
+    assert monitor.record_started([last], limits) == 0
+    assert monitor.record_started([create_request(4, tenant="a")], limits) == 1
+    assert monitor.record_migrated(create_request(4, tenant="a"), limits) == 1
 
 
-def test_prompts_of_those_who_have_ended_are_not_kept() -> None:
+def test_finished_requests_are_not_kept_alive() -> None:
     monitor, request = LimitMonitor(), create_request(4, tenant="a")
-    monitor.begun([request], create_scheduler(max_running_per_tenant=1).limits)
+    monitor.record_started([request], create_scheduler(max_running_per_tenant=1).limits)
     request.status, kept = RequestStatus.FINISHED, weakref.ref(request)
     del request
     assert kept() is None
 
 
-def test_tenants_who_have_nobody_left_are_forgotten() -> None:
+def test_tenants_without_requests_are_dropped() -> None:
     monitor, limits = LimitMonitor(), create_scheduler(max_running_per_tenant=1).limits
     stays = create_request(4, tenant="stays")
-    assert monitor.begun([stays], limits) == 0
+    assert monitor.record_started([stays], limits) == 0
     for number in range(1000):
         request = create_request(4, tenant=str(number))
-        assert monitor.begun([request], limits) == 0
+        assert monitor.record_started([request], limits) == 0
         request.status = RequestStatus.FINISHED
         assert len(monitor._tenants) <= 2 * MIN_TENANTS
-    assert monitor.begun([create_request(4, tenant="stays")], limits) == 1
+    assert monitor.record_started([create_request(4, tenant="stays")], limits) == 1

@@ -104,7 +104,7 @@ class Late:
                 asking = asyncio.create_task(client.post(path, json=body | {"timeout_s": 600}))
                 await self.server.reach(lambda: len(self.server.replica.scheduler.waiting) > 0)
                 self.clock.go_on(599.95)
-                self.server.replica.nudge()
+                self.server.replica.wake()
                 answer = await asking
                 await self.server.reach(lambda: not self.server.replica.has_unfinished_requests)
                 assert self.server.replica.num_steps == 0

@@ -1,7 +1,8 @@
 """Accounting across replicas: limits of tenants and weights of classes hold for all replicas together.
 
-`FleetAccounting` is shared by all engines; `ServedTokens` sums what each tenant was served. Each engine reports and
-reads between two steps, through its `ReplicaSync`.
+The engines of a master share one `FleetAccounting`. Between two steps each engine reports what it served and applies
+what other replicas reported, through its `FleetSync`. The scheduler gets these reports as recorded calls, so its
+decisions can be replayed.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ import threading
 from collections.abc import Callable, Mapping
 
 from llm_serving.core.request import Request
-from llm_serving.engine.fleet.class_shares import FleetClassUsage
-from llm_serving.engine.fleet.monitors import ClassLead, ClassStanding, LimitMonitor, WeightMonitor, held_in, service_of
+from llm_serving.engine.fleet.class_usage import ClassLead, ClassLeadMonitor, FleetClassUsage
+from llm_serving.engine.fleet.monitors import LimitMonitor, WeightMonitor, step_shares, weighted_service
 from llm_serving.engine.fleet.tenant_slots import TenantSlots
 from llm_serving.observability.metrics import Metrics
 from llm_serving.scheduler import Schedule, Scheduler
@@ -19,238 +20,238 @@ from llm_serving.scheduler.fair_sharing import ClassUsage
 from llm_serving.scheduler.orders import MAX_TENANTS
 
 Service = Mapping[tuple[str, str], int]
-"""(class, tenant) -> tokens, as virtual token counters count them."""
+"""(class, tenant) -> virtual tokens."""
 
 
-class ServedTokens:
-    """Sums over all replicas, so that telling takes no longer where these are many; not to be called by two at once.
+class TenantUsage:
+    """Virtual tokens that all replicas served, by class and tenant. Not thread-safe.
 
-    A replica hears at every step how far all sums are, which is one copy of numbers, and is told what that means for
-    each tenant when it needs to know. Lists have a place for each class of a tenant, in the order in which they came
-    up; those of a replica may be shorter.
+    A snapshot is one copy of a list, so it can be taken at each step. Its difference to what a replica already knows is
+    computed only when the scheduler needs it. All lists have one index per (class, tenant), in order of first service;
+    the lists of a replica may be shorter than the list of totals.
     """
 
     def __init__(self) -> None:
-        self._places: dict[tuple[str, str], int] = {}
+        self._indices: dict[tuple[str, str], int] = {}
         self._totals: list[int] = []
-        self._num_changes = 0
-        self._heard_at: dict[int, int] = {}
-        """By replica: how many changes there had been when it heard last."""
-        self._heard: dict[int, list[int]] = {}
-        """By replica: the sums as they were then, and with what it has served itself since."""
+        self._version = 0
+        """Number of calls of `add`."""
+        self._snapshot_versions: dict[int, int] = {}
+        """Replica -> `_version` at its snapshot."""
+        self._snapshots: dict[int, list[int]] = {}
+        """Replica -> totals at its snapshot, plus its own service since."""
         self._known: dict[int, list[int]] = {}
-        """By replica: what of each sum it was told, or has served itself."""
+        """Replica -> the part of the totals that `pop_remote` returned to it or that it served itself."""
 
     @property
     def replicas(self) -> set[int]:
-        """That it knows of."""
-        return {*self._heard}
+        return {*self._snapshots}
 
     def join(self, replica: int) -> None:
-        """It is told what comes from here on."""
-        self._heard[replica], self._known[replica] = self._totals.copy(), self._totals.copy()
-        self._heard_at[replica] = self._num_changes
+        """Add a replica, which gets only what is served from now on."""
+        self._snapshots[replica], self._known[replica] = self._totals.copy(), self._totals.copy()
+        self._snapshot_versions[replica] = self._version
 
     def leave(self, replica: int) -> None:
-        for by_replica in (self._heard_at, self._heard, self._known):
+        for by_replica in (self._snapshot_versions, self._snapshots, self._known):
             by_replica.pop(replica, None)
 
     def add(self, replica: int, service: Service) -> None:
-        """A replica has served these."""
-        if len(self._heard) < 2:
+        """Add what a replica has served."""
+        if len(self._snapshots) < 2:
             return
         if len(self._totals) > MAX_TENANTS:
-            self._forget()
-        places, totals = self._places, self._totals
-        own = [self._heard[replica], self._known[replica]] if replica in self._heard else []
+            self._clear()
+        indices, totals = self._indices, self._totals
+        own = [self._snapshots[replica], self._known[replica]] if replica in self._snapshots else []
         for key, num_tokens in service.items():
-            if (place := places.get(key)) is None:
-                place = places[key] = len(totals)
+            if (index := indices.get(key)) is None:
+                index = indices[key] = len(totals)
                 totals.append(0)
-            totals[place] += num_tokens
+            totals[index] += num_tokens
             for each in own:
-                if place >= len(each):
-                    each += [0] * (place + 1 - len(each))
-                each[place] += num_tokens
-        self._num_changes += 1
+                if index >= len(each):
+                    each += [0] * (index + 1 - len(each))
+                each[index] += num_tokens
+        self._version += 1
 
-    def has_news(self, replica: int) -> bool:
-        """Whether anybody has served since the replica heard last; may be called while others are told."""
-        return self._heard_at.get(replica) not in (None, self._num_changes)
+    def has_changed(self, replica: int) -> bool:
+        """Return whether a replica served since this one's snapshot; safe without the lock."""
+        return self._snapshot_versions.get(replica) not in (None, self._version)
 
-    def hear(self, replica: int) -> None:
-        """The replica is to be told what all have served until now."""
-        self._heard[replica], self._heard_at[replica] = self._totals.copy(), self._num_changes
+    def take_snapshot(self, replica: int) -> None:
+        """Let the next `pop_remote` of the replica return the service until now."""
+        self._snapshots[replica], self._snapshot_versions[replica] = self._totals.copy(), self._version
 
-    def take(self, replica: int) -> dict[tuple[str, str], int]:
-        """What the others had served when the replica heard last, and it has not been told."""
-        heard, known = self._heard.get(replica), self._known.get(replica)
-        if heard is None or known is None or heard == known:
+    def pop_remote(self, replica: int) -> dict[tuple[str, str], int]:
+        """Return what other replicas had served at the last snapshot, without what was returned before."""
+        snapshot, known = self._snapshots.get(replica), self._known.get(replica)
+        if snapshot is None or known is None or snapshot == known:
             return {}
-        known += [0] * (len(heard) - len(known))
-        self._known[replica] = heard.copy()
-        told = zip(self._places, heard, known, strict=False)
-        return {key: total - before for key, total, before in told if total != before}
+        known += [0] * (len(snapshot) - len(known))
+        self._known[replica] = snapshot.copy()
+        rows = zip(self._indices, snapshot, known, strict=False)
+        return {key: total - before for key, total, before in rows if total != before}
 
-    def _forget(self) -> None:
-        """All goes at once, so that it is seldom; replicas that have not asked for long are not told any more."""
-        self._places.clear()
+    def _clear(self) -> None:
+        """Drop all counts at once, which is rare; a replica without a recent snapshot misses what it was not given."""
+        self._indices.clear()
         self._totals.clear()
-        for each in (*self._heard.values(), *self._known.values()):
+        for each in (*self._snapshots.values(), *self._known.values()):
             each.clear()
 
 
 class FleetAccounting:
-    """One for all replicas of a master; each engine's thread tells and takes once a step.
+    """Tenant usage, class usage and slot leases of all replicas of a master. Thread-safe.
 
-    A scheduler is told between two steps and records it, so its decisions follow from what it was told as before. What
-    others do during a step it learns for the next one: tenants that wait somewhere all the time differ by no more than
-    each replica alone allows, and what the others compute in two steps.
+    A replica learns what others serve during a step before its next step. So tenants with waiting requests at all times
+    differ by no more than each scheduler alone allows, plus what the other replicas compute in two steps.
     """
 
     def __init__(self) -> None:
-        self.places = TenantSlots()
-        """That tenants with a limit may take."""
-        self.classes = FleetClassUsage()
-        self.limits = LimitMonitor()
-        """Watches what `places` sees to."""
-        self._standing = ClassStanding()
-        """The same of `classes`."""
-        self._charging = threading.Lock()
-        self._lock = threading.Lock()
-        self._served = ServedTokens()
+        self.tenant_slots = TenantSlots()
+        self.class_usage = FleetClassUsage()
+        self.limit_monitor = LimitMonitor()
+        """Checks independently what `tenant_slots` enforces."""
+        self._lead_monitor = ClassLeadMonitor()
+        """Checks independently what `class_usage` determines."""
+        self._class_lock = threading.Lock()
+        self._usage_lock = threading.Lock()
+        self._tenant_usage = TenantUsage()
 
     @property
     def replicas(self) -> set[int]:
-        """That count in any part of it; to be asked while none of them tells it anything."""
-        parts = self.places.replicas, self.limits.replicas, self.classes.replicas, self._standing.replicas
-        return self._served.replicas.union(*parts)
+        """Replicas that any part knows; exact while no engine runs a step."""
+        parts = self.tenant_slots, self.limit_monitor, self.class_usage, self._lead_monitor
+        return self._tenant_usage.replicas.union(*(part.replicas for part in parts))
 
-    def join(self, replica: int, nudge: Callable[[], None] = lambda: None, num_reloads: int = 0) -> None:
-        """A replica begins to serve; what was before it is not told.
+    def join(self, replica: int, wake: Callable[[], None] = lambda: None, num_reloads: int = 0) -> None:
+        """Add a replica that begins to serve; earlier service is not reported to it.
 
         Args:
-            replica: Its index.
-            nudge: Has its thread look again at what is shared; may be called from any thread.
-            num_reloads: Of the server, until there were the rules that the replica goes by.
+            replica: Index of the replica.
+            wake: Wakes the engine's thread, so that it applies changed leases; may be called from any thread.
+            num_reloads: Number of the server's reload whose rules the replica uses; 0: those of the start.
         """
-        self.places.join(replica, nudge)
-        self.limits.join(replica, num_reloads)
+        self.tenant_slots.join(replica, wake)
+        self.limit_monitor.join(replica, num_reloads)
         self._leave_classes(replica)
-        with self._lock:
-            self._served.join(replica)
+        with self._usage_lock:
+            self._tenant_usage.join(replica)
 
     def leave(self, replica: int) -> None:
-        """A replica serves no longer."""
-        self.places.leave(replica)
-        self.limits.leave(replica)
+        """Remove a replica that serves no longer, and free its leases."""
+        self.tenant_slots.leave(replica)
+        self.limit_monitor.leave(replica)
         self._leave_classes(replica)
-        with self._lock:
-            self._served.leave(replica)
+        with self._usage_lock:
+            self._tenant_usage.leave(replica)
 
-    def served(self, replica: int, service: Service) -> None:
-        """A replica has formed a step."""
+    def add_service(self, replica: int, service: Service) -> None:
+        """Add what a replica served in a step."""
         if service:
-            with self._lock:
-                self._served.add(replica, service)
+            with self._usage_lock:
+                self._tenant_usage.add(replica, service)
 
-    def charge(
-        self, replica: int, paid: Mapping[str, ClassUsage], service: Mapping[str, int]
+    def charge_classes(
+        self, replica: int, usage: Mapping[str, ClassUsage], service: Mapping[str, int]
     ) -> Mapping[str, ClassLead]:
-        """A replica has formed a step, or has nothing to form one of.
+        """Add the class usage of a step, or of an idle replica.
 
         Args:
-            replica: Its index.
-            paid: What its scheduler says that classes have paid.
-            service: The same as a look at the step tells.
+            replica: Index of the replica.
+            usage: What its scheduler reports.
+            service: The service of the same step by class, divided by weight, as its contents show it.
 
         Returns:
-            By how much each class was ahead since the call before.
+            The range of the lead of each class since the previous call of this replica.
         """
-        with self._charging:  # both in one order
-            self.classes.charge(replica, paid)
-            return self._standing.tell(replica, service, paid)
+        with self._class_lock:  # both sums see the steps of all replicas in the same order
+            self.class_usage.charge(replica, usage)
+            return self._lead_monitor.record(replica, service, usage)
 
     def _leave_classes(self, replica: int) -> None:
-        with self._charging:
-            self.classes.leave(replica)
-            self._standing.leave(replica)
+        with self._class_lock:
+            self.class_usage.leave(replica)
+            self._lead_monitor.leave(replica)
 
-    def hear(self, replica: int) -> None:
-        """From now on `take` tells what the others have served until here."""
-        if self._served.has_news(replica):
-            with self._lock:
-                self._served.hear(replica)
+    def take_snapshot(self, replica: int) -> None:
+        """Let the next `pop_remote_service` of the replica return the service until now."""
+        if self._tenant_usage.has_changed(replica):
+            with self._usage_lock:
+                self._tenant_usage.take_snapshot(replica)
 
-    def take(self, replica: int) -> Service:
-        """What the others had served at the last `hear`, since the call before."""
-        with self._lock:
-            return self._served.take(replica)
+    def pop_remote_service(self, replica: int) -> Service:
+        """Return what other replicas had served at the last snapshot, without what was returned before."""
+        with self._usage_lock:
+            return self._tenant_usage.pop_remote(replica)
 
 
-class ReplicaSync:
-    """The others, as an engine sees them; belongs to the engine's thread.
+class FleetSync:
+    """Connects one engine's scheduler with the accounting of all replicas; belongs to the engine's thread.
 
     Args:
-        index: Of the engine's own replica.
-        scheduler: Its own.
-        metrics: Of the server.
+        index: Index of the engine's replica.
+        scheduler: Scheduler of the engine.
+        metrics: Counts violations of tenant limits and class weights.
     """
 
     def __init__(self, index: int, scheduler: Scheduler, metrics: Metrics) -> None:
-        self.ledger = FleetAccounting()
-        """Shared with the other replicas."""
+        self.accounting = FleetAccounting()
+        """Replaced by the one that all replicas share."""
         self.num_reloads = 0
         """Number of the reload that gave the scheduler its rules; 0: the configuration of the start."""
         self._index, self._scheduler, self._metrics = index, scheduler, metrics
         self._weights = WeightMonitor(scheduler)
 
-    def listen(self) -> None:
-        """Has the scheduler know what others have served, and which places of tenants are its own."""
-        scheduler, ledger = self._scheduler, self.ledger
-        ledger.hear(self._index)
+    def synchronize(self) -> None:
+        """Apply remote service, slot leases and exceeded shares to the scheduler, before it decides a step."""
+        scheduler, accounting = self._scheduler, self.accounting
+        accounting.take_snapshot(self._index)
         if scheduler.num_waiting:
-            self.catch_up()
-        if places := ledger.places.settle(self._index, scheduler.pop_tenant_demand()):
-            scheduler.adjust_tenant_leases(places)
-        if (ahead := ledger.classes.take_ahead(self._index)) is not None:
-            scheduler.deprioritize(ahead)
+            self.apply_remote_service()
+        if leases := accounting.tenant_slots.exchange(self._index, scheduler.pop_tenant_demand()):
+            scheduler.adjust_tenant_leases(leases)
+        if (exceeding := accounting.class_usage.pop_exceeding(self._index)) is not None:
+            scheduler.deprioritize(exceeding)
 
-    def catch_up(self) -> None:
-        """Has the scheduler know what it has heard of what others have served, before it depends on that.
+    def apply_remote_service(self) -> None:
+        """Charge the service of the last snapshot to the scheduler.
 
-        That is as long as somebody waits, and when somebody comes: nobody else goes before anybody for what tenants
-        have had.
+        Fair queueing reads it only while requests wait and when one arrives, so it is not applied at other steps.
         """
-        if service := self.ledger.take(self._index):
+        if service := self.accounting.pop_remote_service(self._index):
             self._scheduler.charge_remote_service(service)
 
-    def tell(self, schedule: Schedule | None = None) -> None:
-        """Has the others know what this one has served, and counts what shares and limits of all were broken.
+    def report(self, schedule: Schedule | None = None) -> None:
+        """Report the service of a step to the other replicas, and count violations of limits and weights.
 
-        `schedule`: what was formed; None: nothing, or again what was formed before.
+        Args:
+            schedule: The step; None if there is none, or if it repeats the step before.
         """
-        scheduler, ledger, held = self._scheduler, self.ledger, None
-        ledger.served(self._index, scheduler.pop_service())
+        scheduler, accounting, shares = self._scheduler, self.accounting, None
+        accounting.add_service(self._index, scheduler.pop_service())
         leads: Mapping[str, ClassLead] = {}
-        if scheduler.limits.num_schedulers > 1 and (paid := scheduler.pop_class_usage()) is not None:
+        if scheduler.limits.num_schedulers > 1 and (usage := scheduler.pop_class_usage()) is not None:
             if schedule is None:
-                service = {name: each.service for name, each in paid.items()}
+                service = {name: each.service for name, each in usage.items()}
             else:
-                held = held_in(schedule, scheduler)
-                service = service_of(held, scheduler)
-            leads = ledger.charge(self._index, paid, service)
+                shares = step_shares(schedule, scheduler)
+                service = weighted_service(shares, scheduler)
+            leads = accounting.charge_classes(self._index, usage, service)
         if schedule is not None:
-            num_beyond = ledger.limits.begun(schedule.started, scheduler.limits)
-            self._metrics.shares_broken(num_beyond, self._weights.formed(schedule, leads, held))
+            num_over_limit = accounting.limit_monitor.record_started(schedule.started, scheduler.limits)
+            self._metrics.shares_broken(num_over_limit, self._weights.count_violations(schedule, leads, shares))
 
-    def reloaded(self, number: int) -> None:
-        """The scheduler goes by the server's first, second, .. other rules; whoever has a place keeps it."""
-        limits, places = self.ledger.limits, self.ledger.places
+    def record_reload(self, number: int) -> None:
+        """Record that the scheduler uses the rules of the server's reload `number`; requests keep their slots."""
+        accounting = self.accounting
         self.num_reloads = number
-        limits.reloaded(self._index, [*self._scheduler.unstarted_slot_holders(), *places.on_way()], number)
+        kept = [*self._scheduler.unstarted_slot_holders(), *accounting.tenant_slots.migrating]
+        accounting.limit_monitor.record_reload(self._index, kept, number)
 
-    def arrived(self, request: Request) -> None:
-        """A request has come that another one has begun; it has brought its tenant's place along."""
-        self.ledger.places.arrive(self._index, request.request_id)
-        self._metrics.shares_broken(self.ledger.limits.arrived(request, self._scheduler.limits), 0)
+    def record_migrated(self, request: Request) -> None:
+        """Record that a request of another replica continues here and has brought its tenant's slot."""
+        accounting = self.accounting
+        accounting.tenant_slots.finish_migration(self._index, request.request_id)
+        self._metrics.shares_broken(accounting.limit_monitor.record_migrated(request, self._scheduler.limits), 0)

@@ -1,4 +1,4 @@
-"""Places that a tenant's `max_running` gives it, dealt out among the replicas: so the limit is one of the whole."""
+"""Leases of running slots: the `max_running` limit of a tenant is divided among the replicas."""
 
 from __future__ import annotations
 
@@ -9,187 +9,178 @@ from typing import Final
 
 from llm_serving.scheduler.tenant_limits import SlotDemand
 
-_NOTHING: Final[Mapping[str, int]] = {}
+_NO_CHANGES: Final[Mapping[str, int]] = {}
 
 
 class _Tenant:
-    """What the replicas need of one tenant's places."""
+    """Leases and demand of one tenant."""
 
     def __init__(self) -> None:
         self.limit = 0
-        self.needs: dict[int, SlotDemand] = {}
-        """By replica, as it told last."""
-        self.more: Counter[int] = Counter()
-        """By replica: places it has been dealt beyond that, or is to give back."""
-        self.dealt_at: Counter[int] = Counter()
-        """By replica: the number of the deal that gave it its newest place."""
-        self.num_held = 0
-        """Places that all replicas hold."""
+        self.demands: dict[int, SlotDemand] = {}
+        """Replica -> its last report."""
+        self.changes: Counter[int] = Counter()
+        """Replica -> slots that were leased to it since its report; negative: slots that it must return."""
+        self.last_leases: Counter[int] = Counter()
+        """Replica -> number of the lease that gave it its newest slot."""
+        self.num_leased = 0
+        """Slots leased to all replicas together."""
 
-    def held(self, replica: int) -> int:
-        return self.needs[replica].num_leased + self.more[replica]
+    def leased_to(self, replica: int) -> int:
+        return self.demands[replica].num_leased + self.changes[replica]
 
-    def num_lacking(self, replica: int) -> int:
-        """Places that it could use beyond those it holds."""
-        need = self.needs[replica]
-        return need.num_active + need.num_waiting - self.held(replica)
+    def num_missing(self, replica: int) -> int:
+        """Return how many more slots the replica could use."""
+        demand = self.demands[replica]
+        return demand.num_active + demand.num_waiting - self.leased_to(replica)
 
 
 class TenantSlots:
-    """One for all replicas of a master; each engine's thread asks between two steps.
+    """Leases the slots of each tenant to the replicas of a master. Thread-safe.
 
-    All that replicas hold never comes to more than the limit. A scheduler gives a place back when a request leaves it.
-    That goes to whoever holds the fewest, of those that lack one; of these to the one whose last deal is the oldest, so
-    a single place goes round. Requests that move from replica to replica keep theirs on the way.
+    All leases of a tenant together, with the slots of requests in migration, never exceed its limit. A scheduler
+    returns a slot when a request leaves it. A free slot goes to the replica with the fewest slots among those that miss
+    one; among equals, to the one whose last lease is the oldest, so a single slot rotates. A request that migrates
+    keeps its slot.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._nudges: dict[int, Callable[[], None]] = {}
+        self._wakes: dict[int, Callable[[], None]] = {}
         self._tenants: dict[str, _Tenant] = {}
-        self._told: dict[int, set[str]] = {}
-        """By replica: tenants of which it is to be told something."""
-        self._on_way: dict[str, str] = {}
-        """Requests between two replicas, and their tenants."""
-        self._num_on_way: Counter[str] = Counter()
+        self._pending: dict[int, set[str]] = {}
+        """Replica -> tenants whose changes it has not been given yet."""
+        self.migrating: dict[str, str] = {}
+        """Request that is in migration -> its tenant. Other classes only read it."""
+        self._num_migrating: Counter[str] = Counter()
+        """By tenant."""
         self._arrived: dict[int, list[str]] = {}
-        """By replica: those it has got since it told its needs."""
-        self._num_deals = 0
+        """Replica -> requests that have migrated to it since its last report."""
+        self._num_leases = 0
 
     @property
     def replicas(self) -> set[int]:
-        """That it knows of."""
-        needing = (replica for tenant in self._tenants.values() for replica in tenant.needs)
-        return {*self._nudges, *self._told, *self._arrived, *needing}
+        with_demand = (replica for tenant in self._tenants.values() for replica in tenant.demands)
+        return {*self._wakes, *self._pending, *self._arrived, *with_demand}
 
-    def join(self, replica: int, nudge: Callable[[], None]) -> None:
-        """A replica begins to serve.
-
-        Args:
-            nudge: Has its thread `settle`; may be called from any thread.
-        """
+    def join(self, replica: int, wake: Callable[[], None]) -> None:
+        """Add a replica. `wake` lets its thread call `exchange`; it may be called from any thread."""
         self.leave(replica)
         with self._lock:
-            self._nudges[replica] = nudge
+            self._wakes[replica] = wake
 
     def leave(self, replica: int) -> None:
-        """A replica serves no longer: what it held is free."""
+        """Remove a replica, and lease its slots to others."""
         with self._lock:
-            self._nudges.pop(replica, None)
-            self._told.pop(replica, None)
-            names = self._take_arrived(replica)
+            self._wakes.pop(replica, None)
+            self._pending.pop(replica, None)
+            names = self._pop_arrived(replica)
             for name, tenant in self._tenants.items():
-                if replica in tenant.needs:
+                if replica in tenant.demands:
                     names.add(name)
-                    tenant.num_held -= tenant.held(replica)
-                    del tenant.needs[replica], tenant.more[replica], tenant.dealt_at[replica]
-            self._tenants = {name: tenant for name, tenant in self._tenants.items() if tenant.needs}
-            nudges = self._deal(names)
-        for nudge in nudges:
-            nudge()
+                    tenant.num_leased -= tenant.leased_to(replica)
+                    del tenant.demands[replica], tenant.changes[replica], tenant.last_leases[replica]
+            self._tenants = {name: tenant for name, tenant in self._tenants.items() if tenant.demands}
+            wakes = self._lease(names)
+        for wake in wakes:
+            wake()
 
-    def depart(self, request_id: str, tenant: str) -> None:
-        """A request leaves a replica, for another one; its place goes along. Twice changes nothing."""
+    def start_migration(self, request_id: str, tenant: str) -> None:
+        """Let a request that leaves a replica keep its slot; a second call changes nothing."""
         with self._lock:
-            if request_id not in self._on_way:
-                self._on_way[request_id] = tenant
-                self._num_on_way[tenant] += 1
+            if request_id not in self.migrating:
+                self.migrating[request_id] = tenant
+                self._num_migrating[tenant] += 1
 
-    def arrive(self, replica: int, request_id: str) -> None:
-        """A replica goes on with it; its scheduler counts the place from now on."""
+    def finish_migration(self, replica: int, request_id: str) -> None:
+        """Record that a replica continues the request; the next report of that replica counts its slot."""
         with self._lock:
             self._arrived.setdefault(replica, []).append(request_id)
 
-    def on_way(self) -> list[str]:
-        """Requests that are between two replicas."""
+    def end_migration(self, request_id: str) -> None:
+        """Free the slot of a request that ended in migration; do nothing for other requests."""
         with self._lock:
-            return list(self._on_way)
+            tenant = self._pop_migrating(request_id)
+            wakes = [] if tenant is None else self._lease({tenant})
+        for wake in wakes:
+            wake()
 
-    def forget(self, request_id: str) -> None:
-        """A request has ended, perhaps on its way."""
-        if request_id not in self._on_way:
-            return
+    def exchange(self, replica: int, demands: Mapping[str, SlotDemand]) -> Mapping[str, int]:
+        """Report the changed demands of a replica; return the change of its leased slots by tenant."""
+        if not (demands or self._pending.get(replica) or self._arrived.get(replica)):
+            return _NO_CHANGES
         with self._lock:
-            nudges = self._deal({name} if (name := self._take_from_way(request_id)) is not None else set())
-        for nudge in nudges:
-            nudge()
-
-    def settle(self, replica: int, needs: Mapping[str, SlotDemand]) -> Mapping[str, int]:
-        """Tells what has changed at a replica; returns how many places more each tenant may take there, or less."""
-        if not (needs or self._told.get(replica) or self._arrived.get(replica)):
-            return _NOTHING
-        with self._lock:
-            names = self._take_arrived(replica)
-            for name, need in needs.items():
-                self._note(replica, name, need)
+            names = self._pop_arrived(replica)
+            for name, demand in demands.items():
+                self._update(replica, name, demand)
                 names.add(name)
-            nudges = self._deal(names, but=replica)
-            told = self._told.pop(replica, set())
-            more = {name: self._take_more(replica, name) for name in sorted(told | needs.keys())}
-        for nudge in nudges:
-            nudge()
-        return {name: number for name, number in more.items() if number}
+            wakes = self._lease(names, caller=replica)
+            pending = self._pending.pop(replica, set())
+            changes = {name: self._pop_change(replica, name) for name in sorted(pending | demands.keys())}
+        for wake in wakes:
+            wake()
+        return {name: number for name, number in changes.items() if number}
 
-    def _note(self, replica: int, name: str, need: SlotDemand) -> None:
-        """What it has and does not need it gives back; by a lower limit, others what they have not taken."""
+    def _update(self, replica: int, name: str, demand: SlotDemand) -> None:
+        """Store a demand. Slots beyond it become free; after a lower limit, also unused slots of other replicas."""
         tenant = self._tenants.setdefault(name, _Tenant())
-        is_lower = need.limit < tenant.limit
-        tenant.limit = need.limit
-        tenant.num_held -= tenant.held(replica) if replica in tenant.needs else 0
-        tenant.needs[replica] = need
-        tenant.more[replica] -= max(0, -tenant.num_lacking(replica))
-        tenant.num_held += tenant.held(replica)
-        for each in [replica, *(other for other in tenant.needs if is_lower and other != replica)]:
-            beyond = tenant.num_held + self._num_on_way[name] - tenant.limit
-            spare = min(beyond, tenant.held(each) - tenant.needs[each].num_active)
-            if spare > 0:
-                tenant.more[each] -= spare
-                tenant.num_held -= spare
-                self._told.setdefault(each, set()).add(name)
+        is_lower = demand.limit < tenant.limit
+        tenant.limit = demand.limit
+        tenant.num_leased -= tenant.leased_to(replica) if replica in tenant.demands else 0
+        tenant.demands[replica] = demand
+        tenant.changes[replica] -= max(0, -tenant.num_missing(replica))
+        tenant.num_leased += tenant.leased_to(replica)
+        for each in [replica, *(other for other in tenant.demands if is_lower and other != replica)]:
+            num_excess = tenant.num_leased + self._num_migrating[name] - tenant.limit
+            num_returned = min(num_excess, tenant.leased_to(each) - tenant.demands[each].num_active)
+            if num_returned > 0:
+                tenant.changes[each] -= num_returned
+                tenant.num_leased -= num_returned
+                self._pending.setdefault(each, set()).add(name)
 
-    def _take_more(self, replica: int, name: str) -> int:
-        """What the replica's scheduler is told now it has from now on."""
+    def _pop_change(self, replica: int, name: str) -> int:
+        """Return the change of the replica's leases, and count it as applied."""
         tenant = self._tenants.get(name)
-        if tenant is None or (need := tenant.needs.get(replica)) is None:
+        if tenant is None or (demand := tenant.demands.get(replica)) is None:
             return 0
-        more = tenant.more.pop(replica, 0)
-        part = need.num_leased + more
-        if part or need.num_active or need.num_waiting:
-            tenant.needs[replica] = need._replace(num_leased=part)
+        change = tenant.changes.pop(replica, 0)
+        num_leased = demand.num_leased + change
+        if num_leased or demand.num_active or demand.num_waiting:
+            tenant.demands[replica] = demand._replace(num_leased=num_leased)
         else:
-            del tenant.needs[replica], tenant.dealt_at[replica]
-            if not tenant.needs:
+            del tenant.demands[replica], tenant.last_leases[replica]
+            if not tenant.demands:
                 del self._tenants[name]
-        return more
+        return change
 
-    def _deal(self, names: set[str], but: int | None = None) -> list[Callable[[], None]]:
-        """Deals out what is free of these tenants' places; returns the nudges of those that got some."""
+    def _lease(self, names: set[str], caller: int | None = None) -> list[Callable[[], None]]:
+        """Lease the free slots of these tenants; return the `wake` of each replica that got one, except the caller."""
         got = set()
         for name in sorted(names):
             if (tenant := self._tenants.get(name)) is None:
                 continue
-            free = tenant.limit - self._num_on_way[name] - tenant.num_held
-            lacking = [each for each in tenant.needs if tenant.num_lacking(each) > 0] if free > 0 else []
-            while free > 0 and lacking:
-                best = min(lacking, key=lambda each: (tenant.held(each), tenant.dealt_at[each], each))
-                self._num_deals += 1
-                free, tenant.dealt_at[best] = free - 1, self._num_deals
-                tenant.more[best] += 1
-                tenant.num_held += 1
-                if tenant.num_lacking(best) == 0:
-                    lacking.remove(best)
+            num_free = tenant.limit - self._num_migrating[name] - tenant.num_leased
+            missing = [each for each in tenant.demands if tenant.num_missing(each) > 0] if num_free > 0 else []
+            while num_free > 0 and missing:
+                best = min(missing, key=lambda each: (tenant.leased_to(each), tenant.last_leases[each], each))
+                self._num_leases += 1
+                num_free, tenant.last_leases[best] = num_free - 1, self._num_leases
+                tenant.changes[best] += 1
+                tenant.num_leased += 1
+                if tenant.num_missing(best) == 0:
+                    missing.remove(best)
                 got.add(best)
-                self._told.setdefault(best, set()).add(name)
-        return [self._nudges[each] for each in sorted(got) if each != but and each in self._nudges]
+                self._pending.setdefault(best, set()).add(name)
+        return [self._wakes[each] for each in sorted(got) if each != caller and each in self._wakes]
 
-    def _take_arrived(self, replica: int) -> set[str]:
-        taken = [self._take_from_way(request_id) for request_id in self._arrived.pop(replica, ())]
-        return {name for name in taken if name is not None}
+    def _pop_arrived(self, replica: int) -> set[str]:
+        tenants = [self._pop_migrating(request_id) for request_id in self._arrived.pop(replica, ())]
+        return {name for name in tenants if name is not None}
 
-    def _take_from_way(self, request_id: str) -> str | None:
-        tenant = self._on_way.pop(request_id, None)
+    def _pop_migrating(self, request_id: str) -> str | None:
+        tenant = self.migrating.pop(request_id, None)
         if tenant is not None:
-            self._num_on_way[tenant] -= 1
-            if not self._num_on_way[tenant]:
-                del self._num_on_way[tenant]
+            self._num_migrating[tenant] -= 1
+            if not self._num_migrating[tenant]:
+                del self._num_migrating[tenant]
         return tenant

@@ -1,4 +1,4 @@
-"""Tenants that ask several replicas get the share of one."""
+"""A tenant with requests on several replicas gets the share of one tenant."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import pytest
 from llm_serving.core.request_class import Caller, class_of
 from llm_serving.core.sampling_params import SamplingParams
-from llm_serving.engine.fleet import accounting as module
+from llm_serving.engine.fleet import accounting as accounting_module
 from llm_serving.engine.fleet.accounting import FleetAccounting, Service
 from llm_serving.scheduler.orders import OUTPUT_TOKEN_WEIGHT
 from support.async_engine_setup import Setup
@@ -21,18 +21,18 @@ from support.scheduler_run import SchedulerRun
 STANDARD = "standard"
 
 
-def told(ledger: FleetAccounting, replica: int) -> Service:
-    """What a replica is told that looks at this moment."""
-    ledger.hear(replica)
-    return ledger.take(replica)
+def remote_service(accounting: FleetAccounting, replica: int) -> Service:
+    """Return what a replica is given if it takes its snapshot now."""
+    accounting.take_snapshot(replica)
+    return accounting.pop_remote_service(replica)
 
 
 class Replicas:
-    """Schedulers that step in turns, with tenants that always have more requests than there are places."""
+    """Schedulers stepped one after the other, whose tenants always have more requests than there are slots."""
 
     def __init__(self, tenants: Sequence[str], shared: bool = True, num_slots: int = 2) -> None:
-        """Of each replica the tenants that send requests there, a letter each."""
-        self.ledger = FleetAccounting()
+        """`tenants`: for each replica the tenants that send requests to it, one letter each."""
+        self.accounting = FleetAccounting()
         self.tenants = tenants
         self.num_slots = num_slots
         self.served = dict.fromkeys("".join(tenants), 0)
@@ -45,7 +45,7 @@ class Replicas:
             for _ in tenants
         ]
         for index in range(len(tenants) if shared else 0):
-            self.ledger.join(index)
+            self.accounting.join(index)
 
     def step(self, num_steps: int) -> None:
         for _ in range(num_steps):
@@ -56,10 +56,10 @@ class Replicas:
         for tenant in self.tenants[index]:
             waiting = sum(each.tenant == tenant for each in run.scheduler.waiting)
             run.add(*(create_request(4, max_tokens=4, tenant=tenant) for _ in range(waiting, self.num_slots + 1)))
-        run.scheduler.charge_remote_service(told(self.ledger, index))
+        run.scheduler.charge_remote_service(remote_service(self.accounting, index))
         schedule = run.step()
         service = run.scheduler.pop_service()
-        self.ledger.served(index, service)
+        self.accounting.add_service(index, service)
         assert schedule is not None
         for row in schedule.rows:
             self.served[row.request.tenant] += row.query_len + (OUTPUT_TOKEN_WEIGHT - 1) * row.num_samples
@@ -74,13 +74,13 @@ class Replicas:
         (["ab", "a"], {"a": 1, "b": 1}),
         (["ab", "bc", "c"], {"a": 1, "b": 1, "c": 1}),
         (["ab", "ab", "ab"], {"a": 1, "b": 1}),
-        # Nobody lies idle for the sake of shares: what one alone asks for it gets.
+        # No slot stays idle for the sake of shares: a tenant that is alone on a replica gets all of it.
         (["b", "a", "a"], {"a": 2, "b": 1}),
         (["abc", "a"], {"a": 2, "b": 1, "c": 1}),
     ],
 )
-def test_shares_are_those_of_the_whole(tenants: list[str], shares: dict[str, int]) -> None:
-    """Max-min fair: at no replica somebody is served who has got more than another that waits there."""
+def test_shares_hold_over_all_replicas(tenants: list[str], shares: dict[str, int]) -> None:
+    """Max-min fairness: no replica serves a tenant that has had more than another tenant waiting there."""
     replicas = Replicas(tenants)
     replicas.step(300)
     total = sum(replicas.served.values())
@@ -88,13 +88,13 @@ def test_shares_are_those_of_the_whole(tenants: list[str], shares: dict[str, int
     assert got == pytest.approx({name: share / sum(shares.values()) for name, share in shares.items()}, abs=0.02)
 
 
-def test_without_it_a_tenant_at_two_replicas_would_get_three_times_as_much_as_one_at_one_of_them() -> None:
+def test_without_accounting_a_tenant_on_two_replicas_gets_three_times_as_much() -> None:
     alone = Replicas(["ab", "a"], shared=False)
     alone.step(300)
     assert alone.served["a"] / alone.served["b"] == pytest.approx(3, rel=0.05)
 
 
-def test_what_replicas_were_told_is_replayed() -> None:
+def test_remote_service_is_replayed() -> None:
     files, other = MemoryFiles(), FleetAccounting()
     other.join(0)
     other.join(1)
@@ -102,8 +102,8 @@ def test_what_replicas_were_told_is_replayed() -> None:
     run.add(*(create_request(tenant=tenant, max_tokens=2) for tenant in "aabb"))
     name, order = run.requests[0].request_class.name, ""
     for _ in range(8):
-        other.served(1, {(name, "a"): 50})
-        run.scheduler.charge_remote_service(told(other, 0))
+        other.add_service(1, {(name, "a"): 50})
+        run.scheduler.charge_remote_service(remote_service(other, 0))
         schedule = run.step()
         assert schedule is not None
         order += "".join(request.tenant for request in schedule.started)
@@ -113,35 +113,35 @@ def test_what_replicas_were_told_is_replayed() -> None:
     assert replay(data).hash == seal(data)
 
 
-def test_a_replica_that_comes_later_is_told_what_comes_later() -> None:
-    ledger = FleetAccounting()
-    ledger.join(0)
-    ledger.served(0, {(STANDARD, "a"): 5})
-    ledger.join(1)
-    ledger.served(0, {(STANDARD, "a"): 7})
-    ledger.served(0, {(STANDARD, "a"): 1, (STANDARD, "b"): 2})
-    assert told(ledger, 1) == {(STANDARD, "a"): 8, (STANDARD, "b"): 2}
-    assert not told(ledger, 1)
-    assert not told(ledger, 0)
-    ledger.leave(1)
-    ledger.served(0, {(STANDARD, "a"): 7})
-    assert not told(ledger, 1)
+def test_a_replica_that_joins_later_gets_only_later_service() -> None:
+    accounting = FleetAccounting()
+    accounting.join(0)
+    accounting.add_service(0, {(STANDARD, "a"): 5})
+    accounting.join(1)
+    accounting.add_service(0, {(STANDARD, "a"): 7})
+    accounting.add_service(0, {(STANDARD, "a"): 1, (STANDARD, "b"): 2})
+    assert remote_service(accounting, 1) == {(STANDARD, "a"): 8, (STANDARD, "b"): 2}
+    assert not remote_service(accounting, 1)
+    assert not remote_service(accounting, 0)
+    accounting.leave(1)
+    accounting.add_service(0, {(STANDARD, "a"): 7})
+    assert not remote_service(accounting, 1)
 
 
-def test_one_that_sleeps_remembers_only_so_many_tenants(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MAX_TENANTS", 10)
-    ledger = FleetAccounting()
-    ledger.join(0)
-    ledger.join(1)
+def test_the_number_of_tenants_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accounting_module, "MAX_TENANTS", 10)
+    accounting = FleetAccounting()
+    accounting.join(0)
+    accounting.join(1)
     for number in range(100):
-        ledger.served(0, {(STANDARD, str(number)): 1})
-    assert len(told(ledger, 1)) <= 11
+        accounting.add_service(0, {(STANDARD, str(number)): 1})
+    assert len(remote_service(accounting, 1)) <= 11
 
 
-def test_each_is_told_what_all_the_others_had_served_when_it_looked() -> None:
-    """Whoever comes and goes, however often one looks before it asks, and however long it does neither."""
+def test_each_replica_gets_what_the_others_had_served_at_its_snapshot() -> None:
+    """Replicas join, leave, take snapshots and pop service in random order."""
     rng = random.Random(0)
-    ledger, pending, heard = (
+    accounting, pending, heard = (
         FleetAccounting(),
         dict[int, Counter[tuple[str, str]]](),
         dict[int, Counter[tuple[str, str]]](),
@@ -149,37 +149,37 @@ def test_each_is_told_what_all_the_others_had_served_when_it_looked() -> None:
     for _ in range(9000):
         replica, act = rng.randrange(6), rng.random()
         if replica not in pending or act < 0.02:
-            ledger.join(replica)
+            accounting.join(replica)
             pending[replica], heard[replica] = Counter(), Counter()
         elif act < 0.04:
-            ledger.leave(replica)
+            accounting.leave(replica)
             del pending[replica], heard[replica]
         elif act < 0.5:
             service = {(STANDARD, rng.choice("abcdef")): rng.randint(1, 9) for _ in range(rng.randint(0, 3))}
-            ledger.served(replica, service)
+            accounting.add_service(replica, service)
             for other in pending.keys() - {replica}:
                 pending[other].update(service)
         elif act < 0.75:
-            ledger.hear(replica)
+            accounting.take_snapshot(replica)
             heard[replica].update(pending.pop(replica))
             pending[replica] = Counter()
         else:
-            assert ledger.take(replica) == heard[replica]
+            assert accounting.pop_remote_service(replica) == heard[replica]
             heard[replica] = Counter()
 
 
-def test_engines_tell_each_other() -> None:
+def test_engines_exchange_service() -> None:
     async def run() -> None:
         setup = Setup(num_replicas=2)
         async with setup.running() as engine:
             sampling = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
             first = engine.generate([5] * 9, sampling, Caller(tenant="a"), request_id="a")
             assert [piece async for piece in first]
-            # They are kept in the order in which they came up; candidates stand in that of their numbers.
+            # `engines` is in order of loading; candidates are in order of index.
             schedulers = [each.scheduler for _, each in sorted(engine.replicas.engines.items())]
             served = [each.waiting.queues[class_of(0, each.classes).name].token_counters for each in schedulers]
             there = next(index for index, shares in enumerate(served) if shares.served("a"))
-            assert served[1 - there].served("a") == 0  # it has formed no step since
+            assert served[1 - there].served("a") == 0  # it has had no step since
             engine._router.rule.choose = lambda candidates, predict: [*candidates][1 - there]  # type: ignore[method-assign]
             assert [piece async for piece in engine.generate([6], sampling, Caller(tenant="b"), request_id="b")]
             assert served[1 - there].served("a") == served[there].served("a")

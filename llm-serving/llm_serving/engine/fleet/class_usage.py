@@ -1,0 +1,201 @@
+"""Usage of request classes summed over all replicas.
+
+`FleetClassUsage` decides which classes are deprioritized because they exceed their share. `ClassLeadMonitor` computes
+the same leads independently, from the contents of steps, for the monitors.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping
+from typing import Final, NamedTuple
+
+from llm_serving.scheduler.fair_sharing import ClassUsage
+
+_NO_CLASSES: Final[frozenset[str]] = frozenset()
+
+MAX_LEAD_QUANTA: Final = 4
+"""Most scheduling quanta by which a class can lead, so that service which no other class could use does not count
+against it for long."""
+
+
+class ClassDemand:
+    """Number of replicas on which each class has unmet demand, updated per replica so that no step scans them all."""
+
+    def __init__(self) -> None:
+        self._classes: dict[int, frozenset[str]] = {}
+        """Replica -> its classes with demand."""
+        self._counts: Counter[str] = Counter()
+
+    @property
+    def replicas(self) -> set[int]:
+        return {*self._classes}
+
+    @property
+    def classes(self) -> Collection[str]:
+        """Classes with demand on at least one replica."""
+        return self._counts.keys()
+
+    def update(self, replica: int, usage: Mapping[str, ClassUsage]) -> None:
+        """Replace what is known of the demand on a replica."""
+        names = frozenset([name for name, each in usage.items() if each.has_demand])
+        before = self._classes.get(replica, _NO_CLASSES)
+        self._classes[replica] = names
+        if names != before:
+            self._count(names - before, 1)
+            self._count(before - names, -1)
+
+    def leave(self, replica: int) -> None:
+        self._count(self._classes.pop(replica, _NO_CLASSES), -1)
+
+    def _count(self, names: Collection[str], change: int) -> None:
+        for name in names:
+            self._counts[name] += change
+            if not self._counts[name]:
+                del self._counts[name]
+
+
+class FleetClassUsage:
+    """Determines which classes exceed their share of all replicas, from the usage that schedulers report. Thread-safe.
+
+    Usage is the service of a step divided by the weight of the class. The lead of a class is its usage minus the least
+    usage of all classes with demand. A class whose lead exceeds a scheduling quantum is deprioritized until its lead is
+    at most half a quantum.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._leads: Counter[str] = Counter()
+        self._demand = ClassDemand()
+        self._exceeding = _NO_CLASSES
+        self._reported: dict[int, frozenset[str]] = {}
+        """Replica -> the result of its last `pop_exceeding`."""
+
+    @property
+    def replicas(self) -> set[int]:
+        return {*self._demand.replicas, *self._reported}
+
+    def leave(self, replica: int) -> None:
+        with self._lock:
+            self._demand.leave(replica)
+            self._reported.pop(replica, None)
+
+    def charge(self, replica: int, usage: Mapping[str, ClassUsage]) -> None:
+        """Add the usage of a step of a replica."""
+        with self._lock:
+            self._demand.update(replica, usage)
+            leads = self._leads
+            for name, each in usage.items():
+                leads[name] += each.service
+            least = min((leads[name] for name in self._demand.classes), default=None)
+            exceeding = set()
+            for name, each in usage.items():
+                lead = 0 if least is None else min(max(0, leads[name] - least), MAX_LEAD_QUANTA * each.quantum)
+                leads[name] = lead
+                if lead > each.quantum or (name in self._exceeding and 2 * lead > each.quantum):
+                    exceeding.add(name)
+            self._exceeding = frozenset(exceeding)
+
+    def pop_exceeding(self, replica: int) -> frozenset[str] | None:
+        """Return the classes that exceed their share; None if they are those of the last call of this replica."""
+        if self._reported.get(replica, _NO_CLASSES) == self._exceeding:
+            return None
+        with self._lock:
+            self._reported[replica] = self._exceeding
+            return self._exceeding
+
+
+class ClassLead(NamedTuple):
+    """Range of the lead of a class between two reports of a replica."""
+
+    lowest: float
+    highest: float
+
+
+class ClassLeadMonitor:
+    """Sums what the steps of all replicas contain per class; `FleetClassUsage` sums what schedulers say they charged.
+
+    Not thread-safe.
+    """
+
+    def __init__(self) -> None:
+        self._leads: Counter[str] = Counter()
+        self._demand = ClassDemand()
+        self._history: defaultdict[str, ExtremesSince] = defaultdict(ExtremesSince)
+        """Class -> its leads after each call of `record`."""
+        self._num_records = 0
+        self._last_records: dict[int, tuple[int, Collection[str]]] = {}
+        """Replica -> number of its newest call of `record`, and the classes in it."""
+
+    @property
+    def replicas(self) -> set[int]:
+        return {*self._demand.replicas, *self._last_records}
+
+    def leave(self, replica: int) -> None:
+        self._demand.leave(replica)
+        self._last_records.pop(replica, None)
+
+    def record(
+        self, replica: int, service: Mapping[str, int], usage: Mapping[str, ClassUsage]
+    ) -> Mapping[str, ClassLead]:
+        """Add a step of a replica, or one without rows.
+
+        Args:
+            replica: Index of the replica.
+            service: Service of the step by class, divided by weight.
+            usage: Demand and quantum of each class at the replica.
+
+        Returns:
+            The range of each lead since the previous call of this replica.
+        """
+        self._demand.update(replica, usage)
+        leads = self._leads
+        for name, served in service.items():
+            leads[name] += served
+        least = min([leads[name] for name in self._demand.classes], default=None)
+        self._num_records = now = self._num_records + 1
+        for name, each in usage.items():
+            lead = 0 if least is None else max(0, leads[name] - least)
+            leads[name] = lead = min(lead, MAX_LEAD_QUANTA * each.quantum)
+            self._history[name].add(now, lead)
+        since, names = self._last_records.get(replica, (now, ()))
+        self._last_records[replica] = now, tuple(usage)
+        return {name: ClassLead(*self._history[name].since(since)) for name in names}
+
+
+class ExtremesSince:
+    """Least and greatest value of a series since a given index, by binary search.
+
+    Kept are only the values below all later ones and those above all later ones. They are few, because a lead that
+    rises falls again.
+    """
+
+    def __init__(self) -> None:
+        self._min_indices: list[int] = []
+        self._minima: list[int] = []
+        """Ascending, as are their indices."""
+        self._max_indices: list[int] = []
+        self._maxima: list[int] = []
+        """Descending; their indices ascend."""
+
+    def add(self, index: int, value: int) -> None:
+        """Append a value with an index above all before."""
+        minima, maxima = self._minima, self._maxima
+        if minima and minima[-1] == value:  # the newest value is the last of both lists
+            self._min_indices[-1] = self._max_indices[-1] = index
+            return
+        while minima and minima[-1] >= value:
+            del self._min_indices[-1], minima[-1]
+        while maxima and maxima[-1] <= value:
+            del self._max_indices[-1], maxima[-1]
+        self._min_indices.append(index)
+        self._max_indices.append(index)
+        minima.append(value)
+        maxima.append(value)
+
+    def since(self, index: int) -> tuple[int, int]:
+        """Return the least and the greatest value since an index at which a value was added."""
+        least = self._minima[bisect_left(self._min_indices, index)]
+        return least, self._maxima[bisect_left(self._max_indices, index)]
