@@ -316,11 +316,13 @@ class FastForwardEngine:
         now = clock()
         if engine._inbox or engine._overdue.is_due(now) or (drafter is not None and drafter.pays):
             return False
-        engine.fleet.synchronize()
+        if engine.fleet is not None:
+            engine.fleet.synchronize()
         num_keys, num_rows = steps.num_keys, len(steps.rows)
         if not steps.schedule():
             return False
-        engine.fleet.report()
+        if engine.fleet is not None:
+            engine.fleet.report()
         if self._predicts:
             engine.ttft_predictor.record_running(num_rows)
         shape = StepShape(num_rows, num_rows, num_rows, num_keys, 0, 0)

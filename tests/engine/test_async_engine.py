@@ -164,7 +164,7 @@ def test_one_whose_piece_cannot_be_passed_on_ends_and_others_of_the_step_get_the
     async def run() -> None:
         setup = Setup()
         async with setup.running() as engine:
-            leave, faults = engine._router.leave, []
+            leave, faults = engine._router.record_finished, []
 
             def fail_at_first(request_id: str) -> None:
                 if len(faults) < num_faults:
@@ -172,7 +172,7 @@ def test_one_whose_piece_cannot_be_passed_on_ends_and_others_of_the_step_get_the
                     raise ValueError("a fault of ours")
                 leave(request_id)
 
-            engine._router.leave = fail_at_first  # type: ignore[method-assign]
+            engine._router.record_finished = fail_at_first  # type: ignore[method-assign]
             all_have_come = Event()
             engine.replicas.engines[0].ask(all_have_come.wait)
             streams = [engine.generate([5, 6 + i], GREEDY, request_id=str(i)) for i in range(3)]

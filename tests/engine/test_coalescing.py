@@ -113,17 +113,17 @@ def test_others_have_their_turn_while_a_whole_answer_is_read():
 
 
 def test_what_is_remembered_of_those_who_join_is_bounded_also_of_one_id(monkeypatch):
-    monkeypatch.setattr(open_requests, "MAX_JOINED", 3)
+    monkeypatch.setattr(open_requests, "MAX_COALESCED", 3)
     requests = OpenRequests()
     for number in range(5):
-        requests.join("a", f"r-{number}")
-        requests.join("a", f"r-{number}")
-    assert requests.joined("a") == ["r-2", "r-3", "r-4"]
-    requests.join("b", "r-5")
-    requests.join("c", "r-6")
-    assert [requests.joined(each) for each in "abc"] == [["r-4"], ["r-5"], ["r-6"]]
-    requests.join("c", "r-7")
-    assert requests.joined("a") == []
+        requests.record_coalesced("a", f"r-{number}")
+        requests.record_coalesced("a", f"r-{number}")
+    assert requests.coalesced_with("a") == ["r-2", "r-3", "r-4"]
+    requests.record_coalesced("b", "r-5")
+    requests.record_coalesced("c", "r-6")
+    assert [requests.coalesced_with(each) for each in "abc"] == [["r-4"], ["r-5"], ["r-6"]]
+    requests.record_coalesced("c", "r-7")
+    assert requests.coalesced_with("a") == []
 
 
 @pytest.mark.parametrize("reason", [FinishReason.ERROR, FinishReason.ABORT, FinishReason.TIMEOUT])

@@ -251,7 +251,7 @@ def test_whatever_leaves_and_joins_requests_that_move_between_machines_are_answe
             async with asyncio.timeout(60):
                 await asyncio.gather(*map(talk, range(8)))
             assert engine.num_running == engine.num_waiting == len(engine._requests) == 0
-            assert not engine._requests._num_coming
+            assert not engine._requests._num_migrating_to
             assert not engine.replicas.accounting.tenant_slots.migrating
 
     asyncio.run(run())

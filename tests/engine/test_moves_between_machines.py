@@ -239,7 +239,7 @@ def test_those_that_are_let_go_of_together_are_spread_although_none_has_come() -
             came, go_on = held(setup, 0, "read")
             asked = [asyncio.create_task(ask(engine, prompt)) for prompt in prompts]
             await asyncio.to_thread(came.wait)
-            coming = engine._requests._num_coming
+            coming = engine._requests._num_migrating_to
             while coming.total() < len(prompts):
                 await asyncio.sleep(0)
             numbers = [coming[engine.replicas.engines[index]] for index in range(3)]

@@ -133,7 +133,7 @@ def test_a_request_that_cannot_be_handed_over_ends_and_those_behind_it_go_on(blo
     async def run() -> None:
         setup = Setup(2, roles=ROLES)
         async with setup.running() as engine:
-            next_of, give_back, failed = engine._router.next_of, engine.replicas.give_back, []
+            next_of, give_back, failed = engine._router.migration_targets, engine.replicas.give_back, []
 
             def fail(blocks: object) -> None:
                 raise KeyError(0)
@@ -148,7 +148,7 @@ def test_a_request_that_cannot_be_handed_over_ends_and_those_behind_it_go_on(blo
                 engine.replicas.give_back = give_back  # type: ignore[method-assign]
                 return next_of(preferred)
 
-            engine._router.next_of = fail_once  # type: ignore[method-assign]
+            engine._router.migration_targets = fail_once  # type: ignore[method-assign]
             hand_over, departures = engine._hand_over, list[MigratingRequest]()
 
             def gather(come: list[MigratingRequest]) -> None:

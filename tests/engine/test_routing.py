@@ -1,4 +1,4 @@
-"""Which replica a rule chooses, by numbers alone."""
+"""Which replica a routing policy chooses, given figures only."""
 
 from __future__ import annotations
 
@@ -8,138 +8,138 @@ from collections.abc import Callable, Mapping, Sequence
 import pytest
 from llm_serving.core.enums import RoutingName
 from llm_serving.engine.fleet.routing_policies import (
-    LEAST_MATCH,
     MAX_COMPARED,
-    MOST_UNEVEN,
+    MAX_IMBALANCE,
+    MIN_MATCH,
     OTHERS_WEIGHT,
-    OTHERS_WEIGHT_OF_NEW,
-    ROUTINGS,
+    OTHERS_WEIGHT_UNMATCHED,
+    ROUTING_POLICIES,
     Candidate,
     Candidates,
-    Routing,
-    load_of,
+    RoutingPolicy,
+    load_key,
 )
 
 
 def candidate(
-    replica: int, num_unfinished: int = 0, num_cached: int = 0, owed: int = 0, used: int = 0, token_s: float = 0.0
+    replica: int, num_unfinished: int = 0, num_cached: int = 0, queued: int = 0, used: int = 0, token_s: float = 0.0
 ) -> Candidate:
-    return Candidate(replica, num_unfinished, 100, num_cached, owed, used, block_size=10, token_s=token_s)
+    return Candidate(replica, num_unfinished, 100, num_cached, queued, used, block_size=10, token_s=token_s)
 
 
 def among(candidates: Sequence[Candidate], away: Sequence[int] = ()) -> Candidates:
     """These, but for those that are `away`; each in the place that its index says."""
-    by_load = sorted(map(load_of, candidates))
+    by_load = sorted(map(load_key, candidates))
     by_index = {each.replica: each for each in candidates}
     cached = {index: by_index[index].num_cached_tokens for _, index in by_load if by_index[index].num_cached_tokens}
     return Candidates(sorted(by_index), by_load, cached, by_index.__getitem__, lambda index: index not in away)
 
 
-def chosen(rule: Routing, *candidates: Candidate, predicted: Mapping[int, float | None] | None = None) -> int:
-    return rule.choose(among(candidates), lambda each: (predicted or {}).get(each.replica)).replica
+def chosen(policy: RoutingPolicy, *candidates: Candidate, predicted: Mapping[int, float | None] | None = None) -> int:
+    return policy.choose(among(candidates), lambda each: (predicted or {}).get(each.replica)).replica
 
 
 def test_every_name_has_a_rule() -> None:
-    assert set(ROUTINGS) == set(RoutingName)
+    assert set(ROUTING_POLICIES) == set(RoutingName)
 
 
 @pytest.mark.parametrize("name", RoutingName)
 def test_asking_again_without_having_placed_anything_gives_the_same(name: RoutingName) -> None:
-    rule = ROUTINGS[name]()
+    policy = ROUTING_POLICIES[name]()
     candidates = [candidate(0, 2, used=30), candidate(1), candidate(2, 1)]
-    assert len({chosen(rule, *candidates) for _ in range(3)}) == 1
+    assert len({chosen(policy, *candidates) for _ in range(3)}) == 1
 
 
 def test_round_robin_goes_round_those_that_are_there() -> None:
-    rule, places = ROUTINGS[RoutingName.ROUND_ROBIN](), []
+    policy, places = ROUTING_POLICIES[RoutingName.ROUND_ROBIN](), []
     for living in ((0, 1, 2), (0, 1, 2), (0, 2), (0, 2), (0, 1, 2)):
-        places.append(chosen(rule, *map(candidate, living)))
-        rule.chosen(places[-1])
+        places.append(chosen(policy, *map(candidate, living)))
+        policy.record_routed(places[-1])
     assert places == [0, 1, 2, 0, 1]
 
 
 def test_least_loaded_counts_requests_alone() -> None:
-    rule = ROUTINGS[RoutingName.LEAST_LOADED]()
-    assert chosen(rule, candidate(0, 2, num_cached=90), candidate(1, 1), candidate(2, 1)) == 1
+    policy = ROUTING_POLICIES[RoutingName.LEAST_LOADED]()
+    assert chosen(policy, candidate(0, 2, num_cached=90), candidate(1, 1), candidate(2, 1)) == 1
 
 
 def test_prefix_affinity_holds_while_loads_are_even_and_a_tenth_of_the_prompt_is_there() -> None:
-    rule = ROUTINGS[RoutingName.PREFIX_AFFINITY]()
-    assert chosen(rule, candidate(0), candidate(1, MOST_UNEVEN, num_cached=10)) == 1
-    assert chosen(rule, candidate(0), candidate(1, MOST_UNEVEN, num_cached=9)) == 0
-    assert chosen(rule, candidate(0), candidate(1, MOST_UNEVEN + 1, num_cached=90)) == 0
+    policy = ROUTING_POLICIES[RoutingName.PREFIX_AFFINITY]()
+    assert chosen(policy, candidate(0), candidate(1, MAX_IMBALANCE, num_cached=10)) == 1
+    assert chosen(policy, candidate(0), candidate(1, MAX_IMBALANCE, num_cached=9)) == 0
+    assert chosen(policy, candidate(0), candidate(1, MAX_IMBALANCE + 1, num_cached=90)) == 0
 
 
 def test_block_cost_weighs_what_is_to_be_computed_against_what_is_held() -> None:
-    rule = ROUTINGS[RoutingName.BLOCK_COST]()
-    assert chosen(rule, candidate(0), candidate(1, used=9, num_cached=50)) == 1  # 2 * 10 against 2 * 5 + 9
-    assert chosen(rule, candidate(0), candidate(1, used=11, num_cached=50)) == 0
-    assert chosen(rule, candidate(0, owed=100), candidate(1, used=19)) == 1
+    policy = ROUTING_POLICIES[RoutingName.BLOCK_COST]()
+    assert chosen(policy, candidate(0), candidate(1, used=9, num_cached=50)) == 1  # 2 * 10 against 2 * 5 + 9
+    assert chosen(policy, candidate(0), candidate(1, used=11, num_cached=50)) == 0
+    assert chosen(policy, candidate(0, queued=100), candidate(1, used=19)) == 1
 
 
 def test_the_least_predicted_time_decides_then_load_and_load_alone_where_nothing_is_known() -> None:
-    rule = ROUTINGS[RoutingName.PREDICTED_TTFT]()
+    policy = ROUTING_POLICIES[RoutingName.PREDICTED_TTFT]()
     three = candidate(0), candidate(1, 5), candidate(2, 4)
-    assert chosen(rule, *three, predicted={0: 3.0, 1: 2.0, 2: 2.5}) == 1
-    assert chosen(rule, *three, predicted={0: 3.0, 1: 2.0, 2: 2.0}) == 2
-    assert chosen(rule, *three, predicted={1: 2.0}) == 1
-    assert chosen(rule, *three) == 0
+    assert chosen(policy, *three, predicted={0: 3.0, 1: 2.0, 2: 2.5}) == 1
+    assert chosen(policy, *three, predicted={0: 3.0, 1: 2.0, 2: 2.0}) == 2
+    assert chosen(policy, *three, predicted={1: 2.0}) == 1
+    assert chosen(policy, *three) == 0
 
 
 def test_of_many_replicas_the_likely_ones_are_compared() -> None:
-    rule, asked = ROUTINGS[RoutingName.PREDICTED_TTFT](), set[int]()
+    policy, asked = ROUTING_POLICIES[RoutingName.PREDICTED_TTFT](), set[int]()
     many = [candidate(each, each % 50, num_cached=10 if each in (77, 78) else 0) for each in range(100)]
 
     def predict(each: Candidate) -> float:
         asked.add(each.replica)
         return float(each.num_unfinished)
 
-    assert rule.choose(among(many), predict).replica == 0
+    assert policy.choose(among(many), predict).replica == 0
     assert len(asked) == MAX_COMPARED
     assert {77, 78, 0, 50, 1, 51} <= asked
 
 
 def test_a_delay_of_others_counts_less_than_ones_own() -> None:
     """To compute a prompt again takes 0.1 s, which 30 others wait for too; where it is cached, the queue is longer."""
-    rule = ROUTINGS[RoutingName.PREDICTED_TTFT]()
+    policy = ROUTING_POLICIES[RoutingName.PREDICTED_TTFT]()
     cached, free = candidate(0, 30, num_cached=90, token_s=0.001), candidate(1, 30, token_s=0.001)
-    assert chosen(rule, cached, free, predicted={0: 1.0, 1: 0.5}) == 0
-    assert chosen(rule, cached, free, predicted={0: 2.0, 1: 0.5}) == 1
+    assert chosen(policy, cached, free, predicted={0: 1.0, 1: 0.5}) == 0
+    assert chosen(policy, cached, free, predicted={0: 2.0, 1: 0.5}) == 1
 
 
 def test_where_nobody_has_anything_of_a_prompt_a_delay_of_others_counts_little() -> None:
     """To compute it takes 0.1 s anywhere, which 30 others wait for too, or one."""
-    rule = ROUTINGS[RoutingName.PREDICTED_TTFT]()
+    policy = ROUTING_POLICIES[RoutingName.PREDICTED_TTFT]()
     many, few = candidate(0, 30, num_cached=9, token_s=0.001), candidate(1, 1, num_cached=9, token_s=0.001)
-    assert chosen(rule, many, few, predicted={0: 1.0, 1: 1.4}) == 0
-    assert chosen(rule, many, few, predicted={0: 1.0, 1: 1.2}) == 1
-    assert chosen(rule, many._replace(num_cached_tokens=10), few, predicted={0: 1.0, 1: 1.4}) == 1
+    assert chosen(policy, many, few, predicted={0: 1.0, 1: 1.4}) == 0
+    assert chosen(policy, many, few, predicted={0: 1.0, 1: 1.2}) == 1
+    assert chosen(policy, many._replace(num_cached_tokens=10), few, predicted={0: 1.0, 1: 1.4}) == 1
 
 
 def by_all_numbers(
     name: RoutingName, candidates: Sequence[Candidate], predict: Callable[[Candidate], float | None], last: int
 ) -> int:
-    """What each rule says, by a look at every replica."""
-    least = min(candidates, key=load_of)
-    ranked = sorted(candidates, key=lambda each: (-each.num_cached_tokens, *load_of(each)))
+    """What each policy says, by a look at every replica."""
+    least = min(candidates, key=load_key)
+    ranked = sorted(candidates, key=lambda each: (-each.num_cached_tokens, *load_key(each)))
     if name is RoutingName.LEAST_LOADED:
         return least.replica
     if name is RoutingName.ROUND_ROBIN:
         return min(each.replica + 1000 * (each.replica <= last) for each in candidates) % 1000
     if name is RoutingName.BLOCK_COST:
-        new = [each.num_owed_tokens + 100 - each.num_cached_tokens for each in candidates]
+        new = [each.num_queued_tokens + 100 - each.num_cached_tokens for each in candidates]
         costs = [2 * tokens / 10 + each.num_used_blocks for tokens, each in zip(new, candidates, strict=True)]
-        return min((cost, *load_of(each)) for cost, each in zip(costs, candidates, strict=True))[2]
+        return min((cost, *load_key(each)) for cost, each in zip(costs, candidates, strict=True))[2]
     loads, most = [each.num_unfinished for each in candidates], ranked[0].num_cached_tokens
-    has_match = most >= 100 * LEAST_MATCH
-    at_first = ranked[0] if has_match and max(loads) - min(loads) <= MOST_UNEVEN else least
+    has_match = most >= 100 * MIN_MATCH
+    at_first = ranked[0] if has_match and max(loads) - min(loads) <= MAX_IMBALANCE else least
     if name is RoutingName.PREFIX_AFFINITY:
         return at_first.replica
     having = [each for each in ranked if each.num_cached_tokens][: MAX_COMPARED // 2]
-    likely = [*having, *(each for each in sorted(candidates, key=load_of) if each not in having)][:MAX_COMPARED]
-    weight = OTHERS_WEIGHT if has_match else OTHERS_WEIGHT_OF_NEW
+    likely = [*having, *(each for each in sorted(candidates, key=load_key) if each not in having)][:MAX_COMPARED]
+    weight = OTHERS_WEIGHT if has_match else OTHERS_WEIGHT_UNMATCHED
     told = [
-        (seconds + weight * each.num_unfinished * each.work_s, *load_of(each))
+        (seconds + weight * each.num_unfinished * each.prompt_s, *load_key(each))
         for each in (likely if len(candidates) > MAX_COMPARED else candidates)
         if (seconds := predict(each)) is not None
     ]
@@ -160,12 +160,12 @@ def test_looking_at_few_chooses_the_same_as_looking_at_all(name: RoutingName) ->
         ]
         away = rng.sample(range(few), rng.randrange(few))
         known = {each.replica: rng.choice((None, 0.5, 0.6)) for each in every} if rng.random() < 0.8 else {}
-        rule, last = ROUTINGS[name](), rng.randrange(few)
-        rule.chosen(last)
+        policy, last = ROUTING_POLICIES[name](), rng.randrange(few)
+        policy.record_routed(last)
 
         def predict(each: Candidate, known: dict[int, float | None] = known) -> float | None:
             return known.get(each.replica)
 
         present = [each for each in every if each.replica not in away]
         expected = by_all_numbers(name, present, predict, last)
-        assert rule.choose(among(every, away), predict).replica == expected
+        assert policy.choose(among(every, away), predict).replica == expected

@@ -136,7 +136,12 @@ class Setup:
         if index in self.failures:
             raise WorkerDiedError(self.failures[index])
         exports = open_exports(TRANSFER_BLOCKS, index)
-        scheduler = create_scheduler(max_num_seqs=self.max_num_seqs, prefix_caching=True, exports=exports)
+        scheduler = create_scheduler(
+            max_num_seqs=self.max_num_seqs,
+            prefix_caching=True,
+            exports=exports,
+            num_schedulers=self.engine.config.num_replicas,
+        )
         blocks = scheduler.blocks
         runner = self.runners[index] = GatedRunner(blocks.pool.num_blocks, blocks.block_size, self.pools[index])
         tokenizer: Any = WordTokenizer()

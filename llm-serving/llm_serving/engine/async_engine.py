@@ -26,7 +26,7 @@ from llm_serving.engine.control import Control
 from llm_serving.engine.engine import Engine
 from llm_serving.engine.fleet.migration import MigratingRequest, last_piece
 from llm_serving.engine.fleet.reload import ConfigReloader
-from llm_serving.engine.fleet.router import Placed, Router
+from llm_serving.engine.fleet.router import Route, Router
 from llm_serving.engine.open_requests import OpenRequest, OpenRequests
 from llm_serving.engine.replicas import EngineHealth, Events, OpenReplica, Replicas
 from llm_serving.engine.request_lookup import RequestLookup
@@ -208,10 +208,12 @@ class AsyncEngine:
             return self._join(found, request_id, caller)
         self._check_request(prompt_token_ids, sampling, caller)
         num_tokens = len(prompt_token_ids)
-        names = self._router.block_names(prompt_token_ids, sampling, caller)
-        placed = self._router.beside(fork_of) or self._router.place([num_tokens], caller, names)
+        hashes = self._router.block_hashes(prompt_token_ids, sampling, caller)
+        route = None if fork_of is None else self._router.route_of(fork_of)
+        if route is None:
+            route = self._router.route([num_tokens], caller, hashes)
         if admission is None:
-            admission = self._admit(placed, [num_tokens], caller)
+            admission = self._admit(route, [num_tokens], caller)
         if beam_search is not None:
             check_beam_search(self.config.model, sampling)
         static = self.config.model.batching_strategy == "static"
@@ -234,10 +236,12 @@ class AsyncEngine:
             wants_vector=wants_vector,
         )
         is_alone = not (has_siblings or fork_of is not None or beam_search is not None)
-        request.wants_migration = self._router.moves(placed.replica) and is_alone and not request.has_prompt_results
-        stream = self._open(request, request_id, placed, caller, admission, sharing)
-        self._router.enter(request.request_id, placed, names)
-        self._submit(request, placed, caller)
+        request.wants_migration = (
+            route.replica in self._router.prefill_replicas and is_alone and not request.has_prompt_results
+        )
+        stream = self._open(request, request_id, route, caller, admission, sharing)
+        self._router.record_submitted(request.request_id, route, hashes)
+        self._submit(request, route, caller)
         return stream
 
     def _check_request(self, prompt_token_ids: list[int], sampling: SamplingParams, caller: Caller) -> None:
@@ -260,7 +264,7 @@ class AsyncEngine:
         self,
         request: Request,
         client_id: str,
-        placed: Placed,
+        route: Route,
         caller: Caller,
         admission: Admission,
         sharing: Sharing | None,
@@ -272,32 +276,32 @@ class AsyncEngine:
                 http_timings.arrival_time = request.arrival_time
         if sharing is None:
             stream = RequestStream(request.request_id, self._abort, admission.predicted_s)
-            self._requests.add(OpenRequest(request, stream, placed.engine))
+            self._requests.add(OpenRequest(request, stream, route.engine, request.deadline))
             return stream
         shared = self.shared.open(sharing, request.request_id, self._abort, self._put_off)
         stream = shared.read(client_id, http_timings, admission.predicted_s, caller.deadline)
-        self._requests.add(OpenRequest(request, shared, placed.engine))
+        self._requests.add(OpenRequest(request, shared, route.engine, request.deadline))
         return stream
 
-    def _submit(self, request: Request, placed: Placed, caller: Caller) -> None:
+    def _submit(self, request: Request, route: Route, caller: Caller) -> None:
         """Raises UnavailableError where the engine has ended since it was chosen."""
         self._queue.add(
             request.request_id,
-            placed.replica,
+            route.replica,
             class_of(caller.priority, self.config.request_classes),
             caller.tenant,
             request.num_prompt_tokens,
-            placed.num_cached_tokens,
+            route.num_cached_tokens,
         )
         try:
-            placed.engine.submit(request)
+            route.engine.submit(request)
         except WorkerDiedError as error:
             self._forget_shared(self._forget(request.request_id))
             raise UnavailableError(str(error)) from error
 
     def _join(self, shared: CoalescedResponse, client_id: str, caller: Caller) -> RequestStream:
         self.metrics.shared()
-        self._requests.join(client_id, shared.request_id)
+        self._requests.record_coalesced(client_id, shared.request_id)
         opened = self._requests.get(shared.request_id)
         if opened is not None and opened.request.http_timings is not None:
             opened.request.http_timings.num_coalesced += 1
@@ -317,7 +321,7 @@ class AsyncEngine:
         """
         is_static = self.config.model.batching_strategy == "static"
         uncached = [1 if each % num_each and not is_static else count for each, count in enumerate(prompt_lens)]
-        return self._admit(self._router.place(prompt_lens, caller), prompt_lens, caller, uncached)
+        return self._admit(self._router.route(prompt_lens, caller), prompt_lens, caller, uncached)
 
     def precheck_capacity(self, min_lens: Sequence[int], caller: Caller = ANONYMOUS) -> None:
         """Refuse a group of requests before their texts are tokenized, if the least prompt lengths are enough for that.
@@ -327,22 +331,22 @@ class AsyncEngine:
         Raises:
             RequestError, CapacityError, UnavailableError: As in `check_capacity`.
         """
-        self._check(self._router.place(min_lens, caller), min_lens, caller, self._admission.min_uncached(min_lens))
+        self._check(self._router.route(min_lens, caller), min_lens, caller, self._admission.min_uncached(min_lens))
 
     def _admit(
-        self, placed: Placed, prompt_lens: Sequence[int], caller: Caller, uncached_lens: Sequence[int] | None = None
+        self, route: Route, prompt_lens: Sequence[int], caller: Caller, uncached_lens: Sequence[int] | None = None
     ) -> Admission:
-        predicted_s = self._check(placed, prompt_lens, caller, uncached_lens or prompt_lens)
+        predicted_s = self._check(route, prompt_lens, caller, uncached_lens or prompt_lens)
         received = None if caller.http_timings is None else caller.http_timings.received_time
         if predicted_s is not None and received is not None:
             predicted_s += max(0.0, self.clock() - received)
         return Admission(predicted_s)
 
     def _check(
-        self, placed: Placed, prompt_lens: Sequence[int], caller: Caller, uncached_lens: Sequence[int]
+        self, route: Route, prompt_lens: Sequence[int], caller: Caller, uncached_lens: Sequence[int]
     ) -> float | None:
         """Return the predicted seconds to the first token, or raise CapacityError."""
-        replica = self._router.seen(*placed)
+        replica = self._router.load_of(route)
         self._admission.check_deadline(uncached_lens, caller, replica)
         return self._admission.check(prompt_lens, caller, replica, uncached_lens)
 
@@ -353,8 +357,8 @@ class AsyncEngine:
             UnavailableError: No WorkAgent is ready.
         """
         request_class = class_of(priority, self.config.request_classes)
-        placed = self._router.place([num_prompt_tokens], Caller(priority=priority, tenant=tenant))
-        replica = self._router.seen(*placed)
+        route = self._router.route([num_prompt_tokens], Caller(priority=priority, tenant=tenant))
+        replica = self._router.load_of(route)
         return self._admission.predict_s([num_prompt_tokens], request_class, tenant, replica)
 
     def refused_since(self, time: float) -> list[RefusedRequests]:
@@ -388,7 +392,7 @@ class AsyncEngine:
 
     def _forget(self, request_id: str) -> OpenRequest | None:
         self._queue.remove(request_id)
-        self._router.leave(request_id)
+        self._router.record_finished(request_id)
         opened = self._requests.pop(request_id)
         if opened is not None:
             self.control.ended_at(opened.engine)
@@ -435,12 +439,12 @@ class AsyncEngine:
             if opened.priority is not None:
                 request.priority = opened.priority
         brought = departure.brought
-        for best, at_best in self._router.next_of(None if brought is None else brought.replica):
+        for best, at_best in self._router.migration_targets(None if brought is None else brought.replica):
             if not at_best.scheduler.blocks.can_ever_fit(request.max_num_tokens):
                 continue  # caches may differ in size; the one it comes from has room for it
             replica = best if is_cancelled else self.replicas.bring(departure, best)
             if replica is None:
-                self._requests.set_out(request.request_id, at_best)
+                self._requests.start_transfer(request.request_id, at_best)
                 return
             engine = self.replicas.engines[replica]
             with contextlib.suppress(WorkerDiedError):
@@ -448,9 +452,9 @@ class AsyncEngine:
                 engine.take_over(departure, is_cancelled=is_cancelled)
                 if opened is not None:  # its client is there
                     before = opened.engine
-                    self._requests.hand_over(request.request_id, request, engine)
+                    self._requests.finish_migration(request.request_id, request, engine)
                     self._queue.change_replica(request.request_id, replica)
-                    self._router.move(request.request_id, replica)
+                    self._router.record_migrated(request.request_id, replica)
                     self.control.ended_at(before)
                 return
         self._end(request, FinishReason.UNAVAILABLE, "no WorkAgent is left that could go on with it")
@@ -469,7 +473,7 @@ class AsyncEngine:
 
     def _end_rest(self, engine: Engine) -> None:
         """Ends what an engine has not: one that ends by a fault of ours may never have known who met it."""
-        for opened in self._requests.left_at(engine):
+        for opened in self._requests.of_engine(engine):
             self._end(opened.request, FinishReason.ERROR, f"its engine has ended: {engine.dead}")
 
     def _end(self, request: Request, reason: FinishReason, error: str) -> None:

@@ -100,13 +100,13 @@ class Control:
     async def _ask(self, requests: Sequence[OpenRequest], priority: int) -> dict[str, bool]:
         """Whether each has the priority now where it is; one that is on its way has it where it comes."""
         request_class = class_of(priority, self._config.request_classes)
-        on_way = [each for each in requests if each.is_on_way]
-        for each in on_way:
+        in_transfer = [each for each in requests if each.is_in_transfer]
+        for each in in_transfer:
             each.priority = priority
             self._queue.change_class(_id_of(each), request_class)
         asked: dict[str, asyncio.Future[bool]] = {}
         for each in requests:
-            if each.is_on_way:
+            if each.is_in_transfer:
                 continue
             question = functools.partial(each.engine.reprioritise, _id_of(each), priority)
             with contextlib.suppress(WorkerDiedError):
@@ -119,7 +119,7 @@ class Control:
             limit = f"{request_lookup.STATE_TIMEOUT_S:g} s"
             raise UnavailableError(f"the engine did not answer within {limit}; it may do so later")
         done = {engine_id: answer.result() for engine_id, answer in asked.items()}
-        return done | {_id_of(each): True for each in on_way}
+        return done | {_id_of(each): True for each in in_transfer}
 
     def replica_rows(self) -> list[ReplicaRow]:
         """Every replica: what it does, and how many requests it has."""
@@ -159,7 +159,7 @@ class Control:
 
     def _has_moved(self, opened: OpenRequest, record: Request) -> bool:
         """Since its engine knew it by this record, perhaps back to that engine."""
-        has_left = opened.is_on_way or opened.request is not record
+        has_left = opened.is_in_transfer or opened.request is not record
         return has_left and self._requests.get(_id_of(opened)) is opened
 
     def _answered(self, opened: OpenRequest, request_class: RequestClass, answer: asyncio.Future[bool]) -> None:

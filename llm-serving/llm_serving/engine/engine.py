@@ -84,7 +84,9 @@ class Engine(EngineRequests):
         self._in_flight: deque[Schedule] = deque()
         """Submitted steps without a reply, the oldest first."""
         self._step_metrics = MetricsObserver(metrics, scheduler, index)
-        self._observers: list[StepObserver] = [
+        self._observers: list[StepObserver] = [] if self.migration is None else [self.migration]
+        self._observers += [
+            self._fairness,
             self._reports,
             EventLogObserver(self.journal, scheduler),
             self._step_metrics,
@@ -128,7 +130,8 @@ class Engine(EngineRequests):
 
     def _advance(self) -> bool:
         if not self.scheduler.has_unfinished_requests:
-            self.fleet.apply_remote_service()
+            if self.fleet is not None:
+                self.fleet.apply_remote_service()
             self._auditor.run_copy()
         replied = bool(self._in_flight) and self._waits_for_replies()
         if replied:
@@ -149,7 +152,8 @@ class Engine(EngineRequests):
     def _drain_inbox(self) -> None:
         """Handle the messages of other threads, and end requests whose deadline has passed."""
         if self._inbox:
-            self.fleet.apply_remote_service()
+            if self.fleet is not None:
+                self.fleet.apply_remote_service()
             self._inbox.take()
         if self._deadlines.next is not None:
             now = self._clock()
@@ -166,10 +170,9 @@ class Engine(EngineRequests):
 
     def _schedule(self, now: float) -> Schedule | None:
         """Decide the next step; None: no request can move."""
-        self.fleet.synchronize()
+        if self.fleet is not None:
+            self.fleet.synchronize()
         schedule = self.scheduler.schedule(now)
-        self.moves.formed(schedule)
-        self.fleet.report(schedule)
         for observer in self._observers:
             observer.on_scheduled(schedule, self._in_flight, now)
         return schedule
@@ -180,7 +183,6 @@ class Engine(EngineRequests):
         self._times.submitted(now, self._clock(), follows=bool(self._in_flight))
         self._in_flight.append(schedule)
         self._send_allowed_tokens()
-        self.moves.submitted(schedule, now)
         for observer in self._observers:
             observer.on_submitted(schedule, now)
         if schedule.started:
@@ -193,14 +195,14 @@ class Engine(EngineRequests):
         output = self._executor.collect()
         self._times.replied(self._clock())
         schedule = self._in_flight.popleft()
-        self.moves.step_done()
         updated = self.scheduler.update(schedule, output.token_ids.tolist())
         self._send_allowed_tokens()
         now = self._clock()
         self._times.passed_on(now)
         deliver(schedule, updated, output)
         self._processor.report_times()
-        self.moves.delivered(schedule, now)
+        if self.migration is not None:
+            self.migration.complete_step(schedule, now)
         self.num_steps += 1
         finished = [request for request in updated if request.is_finished]
         accepted = accepted_drafts(schedule, updated)
@@ -218,7 +220,8 @@ class Engine(EngineRequests):
             self._outputs.clear()
             self._auditor.told(outputs)
             self._publish_outputs(outputs)
-        self.moves.published()
+        if self.migration is not None:
+            self.migration.hand_over()
 
     def _send_allowed_tokens(self) -> None:
         """Send the allowed tokens of the oldest step in flight, once all steps before it have their replies.
@@ -292,7 +295,8 @@ class Engine(EngineRequests):
         for observer in self._observers:
             observer.on_failed(now)
         culprits = self._recovery.culprits(error, lost)
-        self.moves.lost()
+        if self.migration is not None:
+            self.migration.release_imports()
         self.journal.recovered(self._clock())
         for request in culprits:
             end(request, FinishReason.ERROR, str(error))
@@ -317,6 +321,7 @@ class Engine(EngineRequests):
         self._inbox.end(reason)
         self._inbox.take()
         self._end_all(reason, kind)
-        self.moves.end()
+        if self.migration is not None:
+            self.migration.close()
         self._publish()
         self._step_metrics.record_load()

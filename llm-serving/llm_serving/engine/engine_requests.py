@@ -14,6 +14,7 @@ from llm_serving.engine.delivery import end
 from llm_serving.engine.fleet.accounting import FleetSync
 from llm_serving.engine.fleet.migration import MigratingRequest, RequestMigration
 from llm_serving.engine.load_reports import LoadReports, StepTimes
+from llm_serving.engine.observers import FairnessObserver
 from llm_serving.engine.output_processor import OutputProcessor
 from llm_serving.engine.sinks import SinkContext, receive
 from llm_serving.engine.thread_safe_calls import ThreadSafeCalls
@@ -71,16 +72,20 @@ class EngineRequests(ThreadSafeCalls):
         self._reports = LoadReports(scheduler, self._times)
         self.ttft_predictor = self._reports.predictor
         """Read by admission control, from any thread."""
-        self.fleet = FleetSync(index, scheduler, metrics)
+        self.fleet = FleetSync(index, scheduler, metrics) if scheduler.limits.num_schedulers > 1 else None
+        """Accounting across replicas; None: this is the only one."""
+        self._fairness = self.fleet or FairnessObserver(index, scheduler, metrics)
         self._deadlines = Deadlines()
         self._outputs: list[RequestOutput] = []
         self._processor = OutputProcessor(tokenizer, metrics, self.journal, clock)
         self._desk = SinkContext(scheduler, self._processor, self._outputs.append)
         self._auditor = Auditor(audit_every, scheduler, tokenizer, metrics, clock)
-        self.moves = RequestMigration(
-            scheduler, self._processor, self._auditor, self._desk, self.journal, metrics, self._listeners
-        )
-        """Migration of requests between replicas."""
+        self.migration: RequestMigration | None = None
+        """None: no request migrates."""
+        if scheduler.blocks.transfer_pool.pool.num_blocks:
+            self.migration = RequestMigration(
+                scheduler, self._processor, self._auditor, self._desk, self.journal, metrics, self._listeners
+            )
 
     def reprioritise(self, request_id: str, priority: int) -> bool:
         """Give a request another priority; return whether it has it now. A finished request keeps its own."""
@@ -107,7 +112,7 @@ class EngineRequests(ThreadSafeCalls):
     def reload(self, rules: SchedulingRules, number: int) -> None:
         """Schedule by other rules, which are the server's reload with this number (from 1)."""
         self.scheduler.reload(rules)
-        self.fleet.record_reload(number)
+        self._fairness.record_reload(number)
         self.ttft_predictor.limits = rules.limits
         self.log_bounds()
 
@@ -144,9 +149,11 @@ class EngineRequests(ThreadSafeCalls):
         self.journal.queued(request, self._clock())
 
     def _arrive(self, departure: MigratingRequest, is_cancelled: bool) -> None:
-        self.fleet.record_migrated(departure.request)
+        assert self.migration is not None
+        if self.fleet is not None:
+            self.fleet.record_migrated(departure.request)
         self._expect(departure.request)
-        self.moves.arrive(departure)
+        self.migration.accept(departure)
         self.journal.queued(departure.request, self._clock())
         if is_cancelled:
             end(departure.request, FinishReason.ABORT)

@@ -1,10 +1,12 @@
-"""The observers of one engine's steps: event log, metrics, speculation statistics."""
+"""The observers of one engine's steps: event log, metrics, fairness monitors, speculation statistics."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
 from llm_serving.core.request import Request
+from llm_serving.engine.fleet.class_usage import ClassLead
+from llm_serving.engine.fleet.monitors import LimitMonitor, StepShare, WeightMonitor
 from llm_serving.engine.load_reports import StepTimes
 from llm_serving.observability.event_log import NO_DRAFTS, EventLog
 from llm_serving.observability.metrics import Metrics
@@ -66,6 +68,37 @@ class MetricsObserver(StepObserver):
     def _swap_load(self) -> SwapLoad:
         blocks = self._scheduler.blocks
         return SwapLoad(blocks.num_swapped_requests, blocks.host_pool.num_used_blocks, blocks.host_pool.num_blocks)
+
+
+class FairnessObserver(StepObserver):
+    """Counts violations of tenant limits and class weights by replica `index`, as the only one or as one of several."""
+
+    def __init__(self, index: int, scheduler: Scheduler, metrics: Metrics) -> None:
+        self._index, self._scheduler, self._metrics = index, scheduler, metrics
+        self._limits, self._weights = LimitMonitor(), WeightMonitor(scheduler)
+
+    def on_scheduled(self, schedule: Schedule | None, in_flight: Sequence[Schedule], now: float) -> None:
+        if schedule is not None:
+            self._check(schedule)
+
+    def record_reload(self, number: int) -> None:
+        """Record that the scheduler uses the rules of the server's reload `number`; requests keep their slots."""
+        self._limits.record_reload(self._index, self._scheduler.unstarted_slot_holders(), number)
+
+    def _check(
+        self,
+        schedule: Schedule,
+        leads: Mapping[str, ClassLead] | None = None,
+        shares: Mapping[str, StepShare] | None = None,
+    ) -> None:
+        """Count violations, as far as tenants have limits and classes compete; see `WeightMonitor` for arguments."""
+        limits, num_over_limit, num_against_weight = self._scheduler.limits, 0, 0
+        if limits.max_running_per_tenant is not None or limits.max_running_of_tenant:
+            num_over_limit = self._limits.record_started(schedule.started, limits)
+        if len(self._scheduler.waiting.sharing.contenders) > 1 or self._weights.excess:
+            num_against_weight = self._weights.count_violations(schedule, leads or {}, shares)
+        if num_over_limit or num_against_weight:
+            self._metrics.shares_broken(num_over_limit, num_against_weight)
 
 
 class SpeculationObserver(StepObserver):

@@ -154,7 +154,7 @@ class Replicas(EngineListener):
         self._loop = loop
         engine = self.engines[index] = make(self._publish)
         self.watch(engine)
-        self._join(index, engine)
+        self._join(engine)
         self._changed()
         return engine
 
@@ -358,7 +358,7 @@ class Replicas(EngineListener):
         self.watch(engine)
         if (reloaded := self._reloaded) is not None:
             _reload(engine, *reloaded)
-        self._join(index, engine)
+        self._join(engine)
         with self._opening:  # whoever finds it in its place finds it among those, too
             self.engines[index] = engine
             self._changed()
@@ -377,9 +377,9 @@ class Replicas(EngineListener):
         self.accounting.leave(index)
         self._call_soon(self._events.on_ended, engine)
 
-    def _join(self, index: int, engine: Engine) -> None:
-        self.accounting.join(index, engine.wake, engine.fleet.num_reloads)
-        engine.fleet.accounting = self.accounting
+    def _join(self, engine: Engine) -> None:
+        if engine.fleet is not None:
+            engine.fleet.join(self.accounting, engine.wake)
 
     def _set_progress(self, text: str) -> None:
         self._progress = text

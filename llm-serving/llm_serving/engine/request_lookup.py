@@ -124,7 +124,7 @@ class RequestLookup:
 
     def _ids(self, request_id: str) -> list[str]:
         """What a client means by an id: its own requests, and those of others that its answers came from."""
-        return [request_id, *self._requests.joined(request_id)]
+        return [request_id, *self._requests.coalesced_with(request_id)]
 
 
 def _lives(engine: Engine, ids: Sequence[str], tenant: str | None) -> list[RequestRecord]:

@@ -67,6 +67,11 @@ class WeightedFairSharing:
         self.contenders: list[str] = []
         """By rank."""
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether several schedulers serve."""
+        return self._is_shared
+
     def update_contenders(self, waiting: Collection[str], aged: Collection[str], held: Mapping[str, int]) -> None:
         """Determine which classes contend from now on.
 

@@ -17,7 +17,7 @@ class ServiceAccounting:
         self._slots = slots
         self._order = order
         self._service: dict[tuple[str, str], int] = {}
-        """By class and tenant: service since the last `pop_service`."""
+        """By class and tenant: service since the last `pop_service`, if other schedulers need it."""
 
     def adopt(self, before: ServiceAccounting) -> None:
         """Continue with the service that was not popped before a reload."""
@@ -26,7 +26,7 @@ class ServiceAccounting:
     def charge(self, name: str, tenant: str, num_tokens: int) -> None:
         """Charge a tenant of a class for tokens, generated ones weighted by `OUTPUT_TOKEN_WEIGHT`."""
         self._waiting.queues[name].charge(tenant, num_tokens)
-        if self._order.shares_fairly:
+        if self._order.shares_fairly and self._waiting.sharing.is_shared:
             self._service[name, tenant] = self._service.get((name, tenant), 0) + num_tokens
 
     def charge_step(

@@ -39,7 +39,11 @@ class Replicas:
         self.runs = [
             SchedulerRun(
                 create_scheduler(
-                    policy="mixed", max_overtakes=10**6, max_num_seqs=num_slots, classes=create_classes()[:1]
+                    policy="mixed",
+                    max_overtakes=10**6,
+                    max_num_seqs=num_slots,
+                    classes=create_classes()[:1],
+                    num_schedulers=len(tenants),
                 )
             )
             for _ in tenants
@@ -180,7 +184,7 @@ def test_engines_exchange_service() -> None:
             served = [each.waiting.queues[class_of(0, each.classes).name].token_counters for each in schedulers]
             there = next(index for index, shares in enumerate(served) if shares.served("a"))
             assert served[1 - there].served("a") == 0  # it has had no step since
-            engine._router.rule.choose = lambda candidates, predict: [*candidates][1 - there]  # type: ignore[method-assign]
+            engine._router.policy.choose = lambda candidates, predict: [*candidates][1 - there]  # type: ignore[method-assign]
             assert [piece async for piece in engine.generate([6], sampling, Caller(tenant="b"), request_id="b")]
             assert served[1 - there].served("a") == served[there].served("a")
 

@@ -11,7 +11,7 @@ from llm_serving.admission.ttft_predictor import ReplicaSpeed
 from llm_serving.core.request_class import Caller
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.engine.async_engine import AsyncEngine
-from llm_serving.engine.fleet.router import PromptBlocks, block_names
+from llm_serving.engine.fleet.router import PromptBlocks, prompt_block_hashes
 from llm_serving.engine.request_stream import RequestStream
 from llm_serving.errors import CapacityError
 from llm_serving.executor.restart_status import RestartStatus
@@ -168,29 +168,29 @@ def test_the_rule_of_the_configuration_is_followed() -> None:
             for number in range(4):
                 await engine.generate([5, 6], GREEDY, request_id="x").aclose()
                 await engine.generate([5, 6], replace(GREEDY, max_tokens=1), request_id=str(number)).aclose()
-            assert engine._router.rule._last == 7 % 3
+            assert engine._router.policy._last == 7 % 3
             go_on(setup)
 
     asyncio.run(run())
 
 
 def test_names_are_those_that_the_cache_gives_and_never_cover_the_last_token() -> None:
-    assert len(block_names("a", range(9), 4)) == 2
-    assert len(block_names("a", range(8), 4)) == 1
-    assert block_names("a", range(9), 4)[0] != block_names("b", range(9), 4)[0]
+    assert len(prompt_block_hashes("a", range(9), 4)) == 2
+    assert len(prompt_block_hashes("a", range(8), 4)) == 1
+    assert prompt_block_hashes("a", range(9), 4)[0] != prompt_block_hashes("b", range(9), 4)[0]
 
 
 def test_a_prompt_on_its_way_counts_until_its_request_ends() -> None:
     prompts, pool = PromptBlocks(), BlockPool(4)
-    names = block_names("", range(13), 4)
-    prompts.enter("x", 0, names)
-    prompts.enter("y", 0, names[:2])
-    assert [prompts.num_found(replica, names, pool) for replica in (0, 1)] == [3, 0]
-    prompts.leave("x")
-    prompts.leave("x")
-    assert prompts.num_found(0, names, pool) == 2
-    prompts.leave("y")
-    assert prompts.num_found(0, names, pool) == 0
+    hashes = prompt_block_hashes("", range(13), 4)
+    prompts.add("x", 0, hashes)
+    prompts.add("y", 0, hashes[:2])
+    assert [prompts.num_found(replica, hashes, pool) for replica in (0, 1)] == [3, 0]
+    prompts.remove("x")
+    prompts.remove("x")
+    assert prompts.num_found(0, hashes, pool) == 2
+    prompts.remove("y")
+    assert prompts.num_found(0, hashes, pool) == 0
     assert not any(prompts._counts.values())
 
 

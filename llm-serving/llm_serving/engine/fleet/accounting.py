@@ -8,12 +8,13 @@ decisions can be replayed.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from llm_serving.core.request import Request
 from llm_serving.engine.fleet.class_usage import ClassLead, ClassLeadMonitor, FleetClassUsage
-from llm_serving.engine.fleet.monitors import LimitMonitor, WeightMonitor, step_shares, weighted_service
+from llm_serving.engine.fleet.monitors import LimitMonitor, step_shares, weighted_service
 from llm_serving.engine.fleet.tenant_slots import TenantSlots
+from llm_serving.engine.observers import FairnessObserver
 from llm_serving.observability.metrics import Metrics
 from llm_serving.scheduler import Schedule, Scheduler
 from llm_serving.scheduler.fair_sharing import ClassUsage
@@ -187,7 +188,7 @@ class FleetAccounting:
             return self._tenant_usage.pop_remote(replica)
 
 
-class FleetSync:
+class FleetSync(FairnessObserver):
     """Connects one engine's scheduler with the accounting of all replicas; belongs to the engine's thread.
 
     Args:
@@ -197,16 +198,20 @@ class FleetSync:
     """
 
     def __init__(self, index: int, scheduler: Scheduler, metrics: Metrics) -> None:
-        self.accounting = FleetAccounting()
+        super().__init__(index, scheduler, metrics)
+        self._accounting = FleetAccounting()
         """Replaced by the one that all replicas share."""
-        self.num_reloads = 0
+        self._num_reloads = 0
         """Number of the reload that gave the scheduler its rules; 0: the configuration of the start."""
-        self._index, self._scheduler, self._metrics = index, scheduler, metrics
-        self._weights = WeightMonitor(scheduler)
+
+    def join(self, accounting: FleetAccounting, wake: Callable[[], None]) -> None:
+        """Share this accounting with other replicas; `wake` is as in `FleetAccounting.join`."""
+        accounting.join(self._index, wake, self._num_reloads)
+        self._accounting, self._limits = accounting, accounting.limit_monitor
 
     def synchronize(self) -> None:
         """Apply remote service, slot leases and exceeded shares to the scheduler, before it decides a step."""
-        scheduler, accounting = self._scheduler, self.accounting
+        scheduler, accounting = self._scheduler, self._accounting
         accounting.take_snapshot(self._index)
         if scheduler.num_waiting:
             self.apply_remote_service()
@@ -220,8 +225,11 @@ class FleetSync:
 
         Fair queueing reads it only while requests wait and when one arrives, so it is not applied at other steps.
         """
-        if service := self.accounting.pop_remote_service(self._index):
+        if service := self._accounting.pop_remote_service(self._index):
             self._scheduler.charge_remote_service(service)
+
+    def on_scheduled(self, schedule: Schedule | None, in_flight: Sequence[Schedule], now: float) -> None:
+        self.report(schedule)
 
     def report(self, schedule: Schedule | None = None) -> None:
         """Report the service of a step to the other replicas, and count violations of limits and weights.
@@ -229,10 +237,9 @@ class FleetSync:
         Args:
             schedule: The step; None if there is none, or if it repeats the step before.
         """
-        scheduler, accounting, shares = self._scheduler, self.accounting, None
+        scheduler, accounting, leads, shares = self._scheduler, self._accounting, None, None
         accounting.add_service(self._index, scheduler.pop_service())
-        leads: Mapping[str, ClassLead] = {}
-        if scheduler.limits.num_schedulers > 1 and (usage := scheduler.pop_class_usage()) is not None:
+        if (usage := scheduler.pop_class_usage()) is not None:
             if schedule is None:
                 service = {name: each.service for name, each in usage.items()}
             else:
@@ -240,18 +247,14 @@ class FleetSync:
                 service = weighted_service(shares, scheduler)
             leads = accounting.charge_classes(self._index, usage, service)
         if schedule is not None:
-            num_over_limit = accounting.limit_monitor.record_started(schedule.started, scheduler.limits)
-            self._metrics.shares_broken(num_over_limit, self._weights.count_violations(schedule, leads, shares))
+            self._check(schedule, leads, shares)
 
     def record_reload(self, number: int) -> None:
-        """Record that the scheduler uses the rules of the server's reload `number`; requests keep their slots."""
-        accounting = self.accounting
-        self.num_reloads = number
-        kept = [*self._scheduler.unstarted_slot_holders(), *accounting.tenant_slots.migrating]
-        accounting.limit_monitor.record_reload(self._index, kept, number)
+        self._num_reloads = number
+        kept = [*self._scheduler.unstarted_slot_holders(), *self._accounting.tenant_slots.migrating]
+        self._limits.record_reload(self._index, kept, number)
 
     def record_migrated(self, request: Request) -> None:
         """Record that a request of another replica continues here and has brought its tenant's slot."""
-        accounting = self.accounting
-        accounting.tenant_slots.finish_migration(self._index, request.request_id)
-        self._metrics.shares_broken(accounting.limit_monitor.record_migrated(request, self._scheduler.limits), 0)
+        self._accounting.tenant_slots.finish_migration(self._index, request.request_id)
+        self._metrics.shares_broken(self._limits.record_migrated(request, self._scheduler.limits), 0)

@@ -32,6 +32,7 @@ from llm_serving.kvcache.transfer_pool import TransferBlock
 from llm_serving.log import get_logger
 from llm_serving.observability.event_log import EventLog
 from llm_serving.observability.metrics import Metrics
+from llm_serving.observability.step_observer import StepObserver
 from llm_serving.scheduler import Schedule, Scheduler
 from llm_serving.transport.messages import BlockContents
 
@@ -119,7 +120,7 @@ def as_it_goes_on(request: Request, transfer: Transfer) -> Request:
     )
 
 
-class RequestMigration:
+class RequestMigration(StepObserver):
     """What one engine has to do with other replicas' requests and blocks; belongs to the engine's thread.
 
     A request departs when the step that hands its blocks over is replied to, and after all that its client was told
@@ -150,7 +151,7 @@ class RequestMigration:
         self._arrived: dict[Request, float] = {}
         """Requests of other replicas that no step has been formed with, and when these let go of them."""
 
-    def arrive(self, departure: MigratingRequest) -> None:
+    def accept(self, departure: MigratingRequest) -> None:
         """Goes on with a request that another replica has begun."""
         request = departure.request
         if departure.brought is not None and departure.brought.link.is_closed:
@@ -162,15 +163,13 @@ class RequestMigration:
         sink.resume()
         self._arrived[request] = departure.time
 
-    def formed(self, schedule: Schedule | None) -> None:
-        """The next step was decided; None: there is nothing to compute."""
+    def on_scheduled(self, schedule: Schedule | None, in_flight: Sequence[Schedule], now: float) -> None:
         if schedule is not None:
             self._spent.append([])
         if spent := self._scheduler.blocks.pop_released_imports():
             self._spend(spent)
 
-    def submitted(self, schedule: Schedule, now: float) -> None:
-        """The WorkAgent was told of a step, which was formed at `now`."""
+    def on_submitted(self, schedule: Schedule, now: float) -> None:
         if not self._arrived:
             return
         seconds = [now - self._arrived.pop(row.request) for row in schedule.rows if row.request in self._arrived]
@@ -178,19 +177,19 @@ class RequestMigration:
             self._metrics.moves.arrived(seconds, schedule.block_moves)
         self._arrived = {request: time for request, time in self._arrived.items() if not request.is_finished}
 
-    def step_done(self) -> None:
-        """The oldest step in flight was replied to: what was read for it may be written over."""
+    def complete_step(self, schedule: Schedule, now: float) -> None:
+        """Release the blocks that the oldest step in flight has imported, and the requests whose blocks it exported.
+
+        Call it once the results are applied, and before they are counted.
+        """
         if spent := self._spent.popleft():
             self._release(spent)
-
-    def delivered(self, schedule: Schedule, now: float) -> None:
-        """The results of a step are on their way to the clients: whose blocks it handed over is let go of."""
         for row in schedule.migrating:
             if row.request.is_migrating and not row.request.is_finished:
                 self._departing.append((row.request, self._scheduler.migrate_out(row.request), now))
 
-    def published(self) -> None:
-        """The clients were told all that was to be told of those who depart."""
+    def hand_over(self) -> None:
+        """Give released requests to other replicas; call it when their clients have all output of this replica."""
         if not self._departing:
             return
         departures = []
@@ -207,15 +206,15 @@ class RequestMigration:
             for listener in self._listeners:
                 listener.on_departures(departures)
 
-    def lost(self) -> None:
-        """No step is in flight any more: what was is done, or its WorkAgent is gone."""
+    def release_imports(self) -> None:
+        """Release all imported blocks, because no step is in flight any more."""
         while self._spent:
             self._release(self._spent.popleft())
 
-    def end(self) -> None:
-        """No step will be formed any more."""
+    def close(self) -> None:
+        """Release all imported blocks, because no further step is scheduled."""
         self._spend(self._scheduler.blocks.pop_released_imports())
-        self.lost()
+        self.release_imports()
 
     def _spend(self, blocks: list[TransferBlock]) -> None:
         """Nobody needs these blocks any more when the steps in flight are done."""

@@ -1,4 +1,4 @@
-"""The choice of a replica for each request, on the event loop: which replicas are open, and what each has cached."""
+"""Routing: the replica that serves each request, chosen on the event loop."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from llm_serving.core.request_class import Caller, class_of
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.core.timings import Clock
 from llm_serving.engine.engine import Engine
-from llm_serving.engine.fleet.routing_policies import ROUTINGS, Candidate, Candidates
+from llm_serving.engine.fleet.routing_policies import ROUTING_POLICIES, Candidate, Candidates
 from llm_serving.engine.open_requests import OpenRequests
 from llm_serving.engine.replicas import Replicas
 from llm_serving.engine.request_stream import RequestStream
@@ -30,111 +30,117 @@ MAX_BLOCKS: Final = 1024
 """Blocks of a prompt that are looked up."""
 
 
-class Fleet:
-    """
-    Args:
-        engines: By index, in ascending order.
-    """
+class OpenReplicas:
+    """The engines that accept requests, by index in ascending order, and what follows from them."""
 
     def __init__(self, engines: Mapping[int, Engine]) -> None:
         self.engines = engines
-        self.indices = tuple(engines)
-        self.pools = [(index, engine.scheduler.blocks.pool.is_cached) for index, engine in engines.items()]
+
+    @cached_property
+    def indices(self) -> tuple[int, ...]:
+        return tuple(self.engines)
+
+    @cached_property
+    def caches(self) -> list[tuple[int, Callable[[bytes], bool]]]:
+        """(replica, `BlockPool.is_cached` of its KV cache)."""
+        return [(index, engine.scheduler.blocks.pool.is_cached) for index, engine in self.engines.items()]
 
     @cached_property
     def smallest_cache(self) -> BlockManager:
-        """What it can hold any of them can."""
+        """The KV cache that holds the fewest tokens of a request."""
         return min((each.scheduler.blocks for each in self.engines.values()), key=lambda each: each.max_request_tokens)
 
     @property
-    def present(self) -> int | None:
-        """One of them whose WorkAgent is there; None: all are away."""
+    def first_available(self) -> int | None:
+        """Index of the first replica whose WorkAgent is not being restarted; None if all are."""
         return next((index for index, engine in self.engines.items() if engine.restart_status is None), None)
 
 
-def block_names(namespace: str, token_ids: Sequence[int], block_size: int) -> list[bytes]:
-    """Names of the full blocks of a prompt that need not be computed where somebody has them: never its last token."""
-    names: list[bytes] = []
+def prompt_block_hashes(namespace: str, token_ids: Sequence[int], block_size: int) -> list[bytes]:
+    """Return the hashes of the full blocks of a prompt that a prefix cache can hold: never of its last token."""
+    hashes: list[bytes] = []
     previous = namespace_hash(namespace)
     for index in range(min(MAX_BLOCKS, (len(token_ids) - 1) // block_size)):
         previous = block_hash(previous, token_ids[index * block_size : (index + 1) * block_size])
-        names.append(previous)
-    return names
+        hashes.append(previous)
+    return hashes
 
 
 class PromptBlocks:
-    """Blocks of the prompts of unfinished requests, by replica.
+    """Prompt blocks of the unfinished requests of each replica.
 
-    What is not computed yet counts like what is: who comes behind the first request with a prefix finds it computed.
+    A block that is not computed yet counts as cached: requests that share a prefix with an earlier one on the same
+    replica will find it computed.
     """
 
     def __init__(self) -> None:
-        self._names: dict[str, tuple[int, Sequence[bytes]]] = {}
-        """By request: its replica and its blocks."""
+        self.requests: dict[str, tuple[int, Sequence[bytes]]] = {}
+        """Request -> its replica and the hashes of its prompt blocks. Other classes only read it."""
         self._counts: dict[int, Counter[bytes]] = {}
-        self._begun: dict[bytes, Counter[int]] = {}
-        """By a prompt's first block, how many requests of each replica begin with it."""
+        """Replica -> number of requests with each block."""
+        self._first_blocks: dict[bytes, Counter[int]] = {}
+        """First block of a prompt -> number of requests that begin with it, by replica."""
 
-    def enter(self, request_id: str, replica: int, names: Sequence[bytes]) -> None:
-        if names:
-            self._names[request_id] = replica, names
-            self._counts.setdefault(replica, Counter()).update(names)
-            self._begun.setdefault(names[0], Counter())[replica] += 1
+    def add(self, request_id: str, replica: int, hashes: Sequence[bytes]) -> None:
+        if hashes:
+            self.requests[request_id] = replica, hashes
+            self._counts.setdefault(replica, Counter()).update(hashes)
+            self._first_blocks.setdefault(hashes[0], Counter())[replica] += 1
 
-    def leave(self, request_id: str) -> None:
-        """The request has ended; one that is not known is left alone."""
-        replica, names = self._names.pop(request_id, (-1, ()))
-        counts = self._counts.get(replica)
-        if counts is not None:
-            for name in names:
-                counts[name] -= 1
-                if not counts[name]:
-                    del counts[name]
-        if names:
-            begun = self._begun[names[0]]
-            begun[replica] -= 1
-            if not begun[replica]:
-                del begun[replica]
-            if not begun:
-                del self._begun[names[0]]
+    def remove(self, request_id: str) -> None:
+        """Remove a request; do nothing if it was not added."""
+        replica, hashes = self.requests.pop(request_id, (-1, ()))
+        if not hashes:
+            return
+        counts = self._counts[replica]
+        for each in hashes:
+            counts[each] -= 1
+            if not counts[each]:
+                del counts[each]
+        by_replica = self._first_blocks[hashes[0]]
+        by_replica[replica] -= 1
+        if not by_replica[replica]:
+            del by_replica[replica]
+        if not by_replica:
+            del self._first_blocks[hashes[0]]
 
     def move(self, request_id: str, replica: int) -> None:
-        """Another replica has the request, and with it these blocks."""
-        _, names = self._names.get(request_id, (replica, ()))
-        self.leave(request_id)
-        self.enter(request_id, replica, names)
+        """Count the blocks of a request at the replica that it migrated to."""
+        _, hashes = self.requests.get(request_id, (replica, ()))
+        self.remove(request_id)
+        self.add(request_id, replica, hashes)
 
-    def having(self, name: bytes, pools: Iterable[tuple[int, Callable[[bytes], bool]]]) -> set[int]:
-        """Replicas that have the block with which a prompt begins, or are to compute it.
+    def replicas_with(self, first: bytes, caches: Iterable[tuple[int, Callable[[bytes], bool]]]) -> set[int]:
+        """Return the replicas that have the first block of a prompt, or will compute it.
 
         Args:
-            name: Of the block.
-            pools: (replica, `BlockPool.has` of its cache) of those that count.
+            first: Hash of the block.
+            caches: (replica, `BlockPool.is_cached` of its KV cache) of the replicas to be searched.
         """
-        return {replica for replica, has in pools if has(name)}.union(self._begun.get(name, ()))
+        return {replica for replica, is_cached in caches if is_cached(first)}.union(self._first_blocks.get(first, ()))
 
-    def num_found(self, replica: int, names: Sequence[bytes], pool: BlockPool) -> int:
-        """Of these blocks, from the first on, how many a replica has in its cache or is to compute."""
+    def num_found(self, replica: int, hashes: Sequence[bytes], pool: BlockPool) -> int:
+        """Return how many of these blocks, from the first on, a replica has in its cache or will compute."""
         counts = self._counts.get(replica, Counter())
-        for number, name in enumerate(names):
-            if name not in counts and pool.find_cached(name) is None:
+        for number, each in enumerate(hashes):
+            if each not in counts and pool.find_cached(each) is None:
                 return number
-        return len(names)
+        return len(hashes)
 
 
-class Placed(NamedTuple):
-    """The replica of a request."""
+class Route(NamedTuple):
+    """The replica that serves a request."""
 
     replica: int
     engine: Engine
     num_cached_tokens: int
-    """Of its prompt, that this replica has or is about to have."""
+    """Prompt tokens that this replica has computed or will compute for other requests."""
 
 
 class Router:
-    """Gives requests to living replicas by the rule of the configuration; a request stays where it is.
+    """Routes each request to a living replica by the configured policy; roles may let it migrate later.
 
-    Replicas whose WorkAgent is away get none while others serve, drained ones none at all.
+    Replicas whose WorkAgent is being restarted get requests only if no other accepts any. Drained replicas get none.
     """
 
     def __init__(
@@ -146,198 +152,194 @@ class Router:
         admission: AdmissionControl,
         clock: Clock,
     ) -> None:
-        self.rule = ROUTINGS[config.serving.routing]()
+        self.policy = ROUTING_POLICIES[config.serving.routing]()
+        self.prefill_replicas = {index for index, role in enumerate(config.roles) if role is RoleName.PREFILL}
+        """Replicas whose requests migrate once their prompts are computed."""
+        self._decode_replicas = {index for index, role in enumerate(config.roles) if role is RoleName.DECODE}
+        self._has_several = config.num_replicas > 1
         self._config = config
-        roles = config.roles
-        self._prefilling = {index for index, role in enumerate(roles) if role is RoleName.PREFILL}
-        self._decoding = {index for index, role in enumerate(roles) if role is RoleName.DECODE}
         self._replicas = replicas
         self._requests = requests
         self._queue = queue
         self._admission = admission
         self._clock = clock
         self._prompts = PromptBlocks()
-        self._open = self._beginning = Fleet({})
-        """Those that may be given requests, and of these those that may begin with one."""
+        self._open = self._prefilling = OpenReplicas({})
+        """All replicas that accept requests, and those of them that do not only decode."""
 
     def reload(self, config: ServingConfig) -> None:
-        """Another configuration counts; the rule stays."""
+        """Use another configuration, with the same policy and roles."""
         self._config = config
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
-    def block_names(self, prompt_token_ids: Sequence[int], sampling: SamplingParams, caller: Caller) -> list[bytes]:
-        """Names of the blocks by which it is told what a replica has of a prompt; none where nothing depends on it."""
-        fleet, scheduler = self._to_begin(), self._config.scheduler
-        if not fleet.engines or sampling.prompt_logprobs is not None or not scheduler.prefix_caching:
+    def block_hashes(self, prompt_token_ids: Sequence[int], sampling: SamplingParams, caller: Caller) -> list[bytes]:
+        """Return the hashes of the prompt's blocks; none where neither routing nor admission depends on them."""
+        scheduler = self._config.scheduler
+        if not scheduler.prefix_caching or sampling.prompt_logprobs is not None:
             return []
-        is_compared = len(fleet.engines) > 1 and self.rule.needs_prefixes
+        engines = self._first_stage().engines
+        is_compared = len(engines) > 1 and self.policy.needs_prefixes
         may_be_refused = caller.deadline is not None or scheduler.slo_refusal_factor is not None
-        if not (is_compared or may_be_refused):
+        if not engines or not (is_compared or may_be_refused):
             return []
-        block_size = next(iter(fleet.engines.values())).scheduler.blocks.block_size
-        return block_names(caller.cache_namespace, prompt_token_ids, block_size)
+        block_size = next(iter(engines.values())).scheduler.blocks.block_size
+        return prompt_block_hashes(caller.cache_namespace, prompt_token_ids, block_size)
 
-    def place(self, prompt_lens: Sequence[int], caller: Caller, names: Sequence[bytes] = ()) -> Placed:
-        """The replica that gets the next request; asking changes nothing.
+    def route(self, prompt_lens: Sequence[int], caller: Caller, hashes: Sequence[bytes] = ()) -> Route:
+        """Choose the replica for a group of requests, without any change.
 
         Args:
-            prompt_lens: Tokens of its prompt, and of those that belong together with it.
-            caller: Who asks.
-            names: Of the blocks of its prompt, as far as they are to be compared.
+            prompt_lens: Prompt tokens of each request.
+            caller: The client.
+            hashes: Hashes of the blocks of the first prompt.
 
         Raises:
-            UnavailableError: No WorkAgent is ready.
+            UnavailableError: No replica accepts requests, or its WorkAgent will not be restarted soon.
         """
-        fleet = self._to_begin()
-        engines = fleet.engines
-        if not engines:
+        fleet = self._first_stage()
+        if not fleet.engines:
             raise UnavailableError(self._replicas.health().detail)
-        by_load = self._requests.by_load(engines)
-        cached = self._cached(fleet, by_load, names)
-        present = fleet.present
-        speed_of = self._speeds()
-        candidates = Candidates(
-            fleet.indices,
-            by_load,
-            cached,
-            lambda index: self._candidate(
-                index, engines[index], prompt_lens[0], cached.get(index, 0), speed_of(engines[index])
-            ),
-            # A WorkAgent may be lost at any moment.
-            lambda index: present in (None, index) or engines[index].restart_status is None,
-        )
-        chosen, *others = islice(candidates.by_load(), 2)
-        if others:
-            request_class = class_of(caller.priority, self._config.request_classes)
+        if len(fleet.engines) > 1:
+            route = self._choose(fleet, prompt_lens, caller, hashes)
+        else:
+            [(index, engine)] = fleet.engines.items()
+            route = Route(index, engine, self._num_cached(index, engine, hashes) if hashes else 0)
+        if (status := route.engine.restart_status) is not None:
+            now = self._clock()
+            wait_s = status.predicted_s(now)
+            if wait_s is None or wait_s > self._config.serving.restart_wait_s:
+                raise UnavailableError(f"WorkAgent {route.replica} {status}", status.retry_after_s(now))
+        return route
 
-            def predict(candidate: Candidate) -> float | None:
-                index = candidate.replica
-                at = self._seen(index, engines[index], candidate.num_cached_tokens, speed_of)
-                return self._admission.predict_s(prompt_lens, request_class, caller.tenant, at)
+    def route_of(self, stream: RequestStream) -> Route | None:
+        """Return the route of an unfinished request, for one that shares its prompt; None if its replica is gone."""
+        opened = self._requests.get(stream.request_id)
+        if opened is None or opened.engine.dead is not None:
+            return None
+        index = self._replicas.index_of(opened.engine)
+        # A static batch computes the prompt of each of its requests.
+        num_shared = 0 if self._config.model.batching_strategy == "static" else opened.request.num_prompt_tokens - 1
+        return None if index is None else Route(index, opened.engine, num_shared)
 
-            chosen = self.rule.choose(candidates, predict)
-        engine = engines[chosen.replica]
-        self._check_away(chosen.replica, engine)
-        return Placed(chosen.replica, engine, chosen.num_cached_tokens)
+    def record_submitted(self, request_id: str, route: Route, hashes: Sequence[bytes]) -> None:
+        if hashes:
+            self._prompts.add(request_id, route.replica, hashes)
+        if self._has_several:
+            self.policy.record_routed(route.replica)
 
-    def moves(self, replica: int) -> bool:
-        """Whether requests that begin at a replica go on at another."""
-        return replica in self._prefilling
+    def record_migrated(self, request_id: str, replica: int) -> None:
+        self._prompts.move(request_id, replica)
 
-    def next_of(self, preferred: int | None = None) -> list[tuple[int, Engine]]:
-        """Living replicas that may go on with a request whose prompt is computed, the best first.
+    def record_finished(self, request_id: str) -> None:
+        """Stop counting the prompt of a request; a second call changes nothing."""
+        if request_id in self._prompts.requests:
+            self._prompts.remove(request_id)
 
-        Those that get requests before drained ones, those that are to decode before those that are not, those whose
-        WorkAgent is there before those where it is away; then the preferred one, and those with the fewest requests,
-        those whose blocks are on the way there included.
+    def migration_targets(self, preferred: int | None = None) -> list[tuple[int, Engine]]:
+        """Return the living replicas that may continue a request whose prompt is computed, the best first.
+
+        Not drained before drained, decoding before prefilling, and present before restarting WorkAgents; then the
+        preferred replica, and those with the fewest requests, including requests in migration to them.
         """
-        engines = self._replicas.living().items()
         return sorted(
-            engines,
+            self._replicas.living().items(),
             key=lambda each: (
                 self._replicas.is_drained(each[0]),
-                self.moves(each[0]),
+                each[0] in self.prefill_replicas,
                 each[1].restart_status is not None,
                 each[0] != preferred,
-                self._requests.num_of(each[1]) + self._requests.num_coming(each[1]),
+                self._requests.num_of(each[1]) + self._requests.num_migrating_to(each[1]),
                 each[0],
             ),
         )
 
-    def move(self, request_id: str, replica: int) -> None:
-        """Another replica has the request from now on."""
-        self._prompts.move(request_id, replica)
-
-    def beside(self, stream: RequestStream | None) -> Placed | None:
-        """The living replica that has the request of a stream, as long as that has not ended."""
-        opened = None if stream is None else self._requests.get(stream.request_id)
-        if opened is None or opened.engine.dead is not None:
-            return None
-        index = self._replicas.index_of(opened.engine)
-        # The prompt that both have is computed for the other one.
-        num_shared = 0 if self._config.model.batching_strategy == "static" else opened.request.num_prompt_tokens - 1
-        return None if index is None else Placed(index, opened.engine, num_shared)
-
-    def enter(self, request_id: str, placed: Placed, names: Sequence[bytes]) -> None:
-        """The request is given to this replica."""
-        self._prompts.enter(request_id, placed.replica, names)
-        self.rule.chosen(placed.replica)
-
-    def leave(self, request_id: str) -> None:
-        """The request has ended; twice changes nothing."""
-        self._prompts.leave(request_id)
-
     # --- replicas ---------------------------------------------------------------------------------------------------
 
-    def seen(self, index: int, engine: Engine, num_cached_tokens: int = 0) -> ReplicaLoad:
-        """Return what admission control needs of a replica; an unmeasured one counts as fast as another."""
-        return self._seen(index, engine, num_cached_tokens, self._speeds())
+    def load_of(self, route: Route, speed_of_another: Callable[[], ReplicaSpeed | None] | None = None) -> ReplicaLoad:
+        """Return what admission control needs of the replica.
 
-    def _seen(
-        self, index: int, engine: Engine, num_cached_tokens: int, speed_of: Callable[[Engine], ReplicaSpeed | None]
-    ) -> ReplicaLoad:
+        A replica that has measured too few steps is assumed to be as fast as another (`speed_of_another`). The speed of
+        one whose WorkAgent is being restarted is unknown.
+        """
+        index, engine, num_cached_tokens = route
+        speed = None
+        if engine.restarting is None:
+            speed = engine.ttft_predictor.speed
+            if speed is None and self._has_several:
+                speed = (speed_of_another or self._speed_of_another)()
         return ReplicaLoad(
             index,
             len(self._replicas.open()),
-            speed_of(engine) if engine.restarting is None else None,
+            speed,
             engine.scheduler.policy.honours_classes,
             engine.ttft_predictor.in_flight,
             num_cached_tokens,
         )
 
     def smallest_cache(self) -> BlockManager:
-        """Of all replicas that get requests: what it can hold any of them can.
+        """Return the KV cache that a request must fit to be served by any replica.
 
         Raises:
-            UnavailableError: There is none.
+            UnavailableError: No replica accepts requests.
         """
-        if not self._look().engines:
+        if not self._first_stage().engines:
             raise UnavailableError(self._replicas.health().detail)
         return self._open.smallest_cache
 
-    def _speeds(self) -> Callable[[Engine], ReplicaSpeed | None]:
-        """Return a function for the speed of a replica, or of the first measured other one if it has none yet."""
-
-        @cache
-        def of_another() -> ReplicaSpeed | None:
-            living = (each for each in list(self._replicas.engines.values()) if each.dead is None)
-            other = next((speed for each in living if (speed := each.ttft_predictor.speed) is not None), None)
-            return None if other is None else replace(other, num_slots=other.limits.max_num_seqs)
-
-        def speed_of(engine: Engine) -> ReplicaSpeed | None:
-            return of_another() if (speed := engine.ttft_predictor.speed) is None else speed
-
-        return speed_of
-
-    def _look(self) -> Fleet:
-        """The replicas that may be given requests."""
+    def _first_stage(self) -> OpenReplicas:
+        """Return the replicas that may begin a request: those that only decode if no other is available."""
         engines = self._replicas.open()
         if engines is not self._open.engines:
-            self._open = self._beginning = Fleet(engines)
-            if self._decoding:
-                self._beginning = Fleet({index: each for index, each in engines.items() if index not in self._decoding})
-        return self._open
+            self._open = self._prefilling = OpenReplicas(engines)
+            if self._decode_replicas:
+                others = {index: each for index, each in engines.items() if index not in self._decode_replicas}
+                self._prefilling = OpenReplicas(others)
+        if self._prefilling is not self._open and self._prefilling.first_available is None:
+            return self._open
+        return self._prefilling
 
-    def _to_begin(self) -> Fleet:
-        """Those where requests begin: where all others are away, also those that are to decode."""
-        opened = self._look()
-        return opened if self._beginning.present is None else self._beginning
+    def _choose(
+        self, fleet: OpenReplicas, prompt_lens: Sequence[int], caller: Caller, hashes: Sequence[bytes]
+    ) -> Route:
+        """Return the route that the policy chooses among several replicas."""
+        engines = fleet.engines
+        by_load = self._requests.by_load(engines)
+        cached = self._cached_tokens(fleet, by_load, hashes)
+        first_available = fleet.first_available
+        speed_of_another = cache(self._speed_of_another)
+        candidates = Candidates(
+            fleet.indices,
+            by_load,
+            cached,
+            lambda index: self._candidate(
+                index, engines[index], prompt_lens[0], cached.get(index, 0), speed_of_another
+            ),
+            # Any WorkAgent may be lost in the meantime.
+            lambda index: first_available in (None, index) or engines[index].restart_status is None,
+        )
+        chosen, *others = islice(candidates.by_load(), 2)
+        if others:
+            request_class = class_of(caller.priority, self._config.request_classes)
 
-    def _cached(self, fleet: Fleet, by_load: Sequence[tuple[int, int]], names: Sequence[bytes]) -> dict[int, int]:
-        """Of replicas that have any of a prompt with blocks of these names, how many tokens; least loaded first."""
-        having = self._prompts.having(names[0], fleet.pools) if names else ()
-        cached = {}
-        for index in [index for _, index in by_load if index in having] if having else ():
-            blocks = fleet.engines[index].scheduler.blocks
-            if num_blocks := self._prompts.num_found(index, names, blocks.pool):
-                cached[index] = num_blocks * blocks.block_size
-        return cached
+            def predict(candidate: Candidate) -> float | None:
+                route = Route(candidate.replica, engines[candidate.replica], candidate.num_cached_tokens)
+                load = self.load_of(route, speed_of_another)
+                return self._admission.predict_s(prompt_lens, request_class, caller.tenant, load)
+
+            chosen = self.policy.choose(candidates, predict)
+        return Route(chosen.replica, engines[chosen.replica], chosen.num_cached_tokens)
 
     def _candidate(
-        self, index: int, engine: Engine, num_prompt_tokens: int, num_cached_tokens: int, speed: ReplicaSpeed | None
+        self,
+        index: int,
+        engine: Engine,
+        num_prompt_tokens: int,
+        num_cached_tokens: int,
+        speed_of_another: Callable[[], ReplicaSpeed | None],
     ) -> Candidate:
         blocks = engine.scheduler.blocks
+        speed = engine.ttft_predictor.speed or speed_of_another()
         return Candidate(
             index,
             self._requests.num_of(engine),
@@ -349,9 +351,26 @@ class Router:
             0.0 if speed is None else speed.token_s,
         )
 
-    def _check_away(self, index: int, engine: Engine) -> None:
-        status, now = engine.restart_status, self._clock()
-        if status is not None:
-            wait_s = status.predicted_s(now)
-            if wait_s is None or wait_s > self._config.serving.restart_wait_s:
-                raise UnavailableError(f"WorkAgent {index} {status}", status.retry_after_s(now))
+    def _speed_of_another(self) -> ReplicaSpeed | None:
+        """Return the speed of the first living replica that was measured, as if its KV cache were not full."""
+        for engine in list(self._replicas.engines.values()):
+            if engine.dead is None and (speed := engine.ttft_predictor.speed) is not None:
+                return replace(speed, num_slots=speed.limits.max_num_seqs)
+        return None
+
+    def _num_cached(self, index: int, engine: Engine, hashes: Sequence[bytes]) -> int:
+        """Return how many tokens of a prompt a replica has computed or will compute."""
+        blocks = engine.scheduler.blocks
+        return self._prompts.num_found(index, hashes, blocks.pool) * blocks.block_size
+
+    def _cached_tokens(
+        self, fleet: OpenReplicas, by_load: Sequence[tuple[int, int]], hashes: Sequence[bytes]
+    ) -> dict[int, int]:
+        """Return the cached tokens of a prompt by replica, the least loaded replica first, without zeros."""
+        found = self._prompts.replicas_with(hashes[0], fleet.caches) if hashes else set()
+        if not found:
+            return {}
+        cached = {
+            index: self._num_cached(index, fleet.engines[index], hashes) for _, index in by_load if index in found
+        }
+        return {index: num_tokens for index, num_tokens in cached.items() if num_tokens}
