@@ -12,8 +12,8 @@ import numpy as np
 from llm_serving.errors import ConfigError, RecordingError
 from llm_serving.recording.records import Added, Asked, CacheLost, Decided, Drafted, Entry, Reader, Updated
 from llm_serving.recording.replay import Replay
+from llm_serving.scheduler.schedule import count_accepted_tokens
 from llm_serving.scheduler.scheduler import Scheduler
-from llm_serving.scheduler.step_extras import count_accepted_tokens
 
 from llm_serving_simulator.cost_model import StepShape, shape_of_rows
 from llm_serving_simulator.files import MAX_INTEGER, MAX_NUMBER

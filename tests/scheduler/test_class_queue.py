@@ -103,7 +103,7 @@ def test_bypasses_are_counted_for_each_oldest_request() -> None:
 
 def test_order_without_fair_sharing_ignores_tenants() -> None:
     queue = create_queue(order="arrival")
-    queue.charge("x", 1000)
+    queue.token_counters.charge("x", 1000)
     queue.push(waiting("a", 0, "x"))
     queue.push(waiting("b", 1, "y"))
     assert pop_all(queue) == ["a", "b"]

@@ -78,7 +78,7 @@ def test_step_examines_only_tenants_with_held_requests():
     for _ in range(9):
         run_step(scheduler)
         blocked.append(scheduler.blocked and scheduler.blocked.full_tenants)
-    assert limiter.full_tenants() == () and blocked[0] == ("d",)
+    assert limiter.full_tenants == () and blocked[0] == ("d",)
     assert [each.request_id for each in limiter.held_requests()] == []
 
 

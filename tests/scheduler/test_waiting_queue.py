@@ -33,7 +33,7 @@ class Arrivals:
         request.sequence = self._count
         request.queue_key = (request.priority, 0.0, self.queue.clocks[name], self._count)
         request.arrival_clock = self.queue.clocks[name]
-        self.queue.push(request)
+        self.queue.queues[name].push(request)
         return request
 
     def pop(self, closed: Collection[str] = ()) -> str | None:
@@ -41,9 +41,10 @@ class Arrivals:
         request = self.queue.peek(closed, self.held, NO_BLOCKS)
         if request is None:
             return None
-        self.queue.pop(request)
-        self.held[request.request_class.name] += 1
-        return request.request_class.name
+        name = request.request_class.name
+        self.queue.queues[name].pop(request)
+        self.held[name] += 1
+        return name
 
     def tick(self, num_steps: int, closed: Collection[str] = ()) -> None:
         for _ in range(num_steps):

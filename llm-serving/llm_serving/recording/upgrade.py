@@ -9,8 +9,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any, Final
 
-from llm_serving.scheduler.decode import DecodeStage
-from llm_serving.scheduler.usage import ServiceAccounting
+from llm_serving.scheduler.stages import DecodeStage
 
 OLD_FORMAT: Final = 14
 _PACKAGE: Final = __name__.partition(".")[0]
@@ -56,7 +55,7 @@ _ATTRIBUTES: Final[dict[str, dict[str, str]]] = {
         "shares": "token_counters",
     },
     "PrefillStage": _COMPONENTS,
-    "Preemptor": _COMPONENTS,
+    "Preemptor": {**_COMPONENTS, "_preempted": "preempted"},
     "PriorityChanger": _COMPONENTS,
     "QueueKeys": {"_max_head_start": "_max_priority_boost"},
     "Request": {
@@ -81,7 +80,7 @@ _ATTRIBUTES: Final[dict[str, dict[str, str]]] = {
         "waits": "waiting_requests",
     },
     "SchedulerLimits": {"turn_steps": "quantum_steps"},
-    "TenantLimiter": {"_changed": "_changed_tenants", "_is_dealt": "_uses_leases"},
+    "TenantLimiter": {"_changed": "_changed_tenants", "_is_dealt": "_uses_leases", "_names_of_full": "full_tenants"},
     "TransferPool": {"_away": "_handed_over", "_leaving": "_pending"},
     "WaitingQueue": {"turns": "sharing"},
     "WaitingRequests": {
@@ -121,9 +120,10 @@ def upgrade_scheduler(attributes: dict[str, Any]) -> dict[str, Any]:
         limits, policy, attributes["blocks"], components.waiting.sharing, components.preemptor, components.bounds
     )
     decode.num_steps_without_prefill = attributes.pop("_prefill_gap")
-    usage = ServiceAccounting(components.waiting, components.slots, order)
-    usage._service = attributes.pop("_service")
-    components.decode, components.usage = decode, usage
+    components.decode = decode
+    components.waiting.service = attributes.pop("_service")
+    components.waiting._shares_among_tenants = order.shares_fairly
+    components.waiting_requests.tenant_limiter.is_active = True
     del attributes["_max_prompt_gaps"]
     renamed = {
         "_closed": "_closed_classes",
@@ -137,7 +137,7 @@ def upgrade_scheduler(attributes: dict[str, Any]) -> dict[str, Any]:
         "waits": "waiting_requests",
     }
     new = {renamed.get(name, name): value for name, value in attributes.items()}
-    return new | {"_components": components, "decode": decode, "usage": usage}
+    return new | {"_components": components, "decode": decode, "running": components.slots.running}
 
 
 def _present_name(name: str) -> str:

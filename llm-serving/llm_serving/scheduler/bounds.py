@@ -274,7 +274,7 @@ class WaitMonitor:
         for name, due in self._due.items():
             if name not in closed:
                 self._clocks[name] += 1
-            while due and (due[0].clock <= self._clocks[name] or not self._is_current(due[0])):
+            while due and due[0].clock <= self._clocks[name]:
                 violations += self._is_current(heapq.heappop(due))
         return violations
 

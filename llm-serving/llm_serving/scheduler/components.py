@@ -9,17 +9,15 @@ from llm_serving.core.request import Request
 from llm_serving.core.request_class import RequestClass, class_of
 from llm_serving.kvcache import BlockManager
 from llm_serving.scheduler.bounds import WaitMonitor, class_bounds
-from llm_serving.scheduler.decode import DecodeStage
 from llm_serving.scheduler.limits import SchedulerLimits
 from llm_serving.scheduler.orders import Order
 from llm_serving.scheduler.policies import Policy
 from llm_serving.scheduler.preemption import Preemptor
-from llm_serving.scheduler.prefill import PrefillStage
 from llm_serving.scheduler.priority import PriorityChanger
 from llm_serving.scheduler.queues import QueueKeys, WaitingQueue
 from llm_serving.scheduler.running import RunningSlots
+from llm_serving.scheduler.stages import DecodeStage, PrefillStage
 from llm_serving.scheduler.tenant_limits import TenantLimiter
-from llm_serving.scheduler.usage import ServiceAccounting
 from llm_serving.scheduler.waiting import WaitingRequests
 
 
@@ -58,7 +56,6 @@ class SchedulerComponents:
         self.preemptor = Preemptor(limits, classes, blocks, self.slots, self.waiting_requests)
         self.prefill = PrefillStage(limits, blocks, self.slots, self.waiting_requests, self.preemptor, requests)
         self.decode = DecodeStage(limits, policy, blocks, self.waiting.sharing, self.preemptor, self.bounds)
-        self.usage = ServiceAccounting(self.waiting, self.slots, order)
         self._blocks = blocks
         self._requests = requests
 
@@ -76,7 +73,7 @@ class SchedulerComponents:
         num_waited = self.waiting_requests.num_steps_waited()
         new = SchedulerComponents(rules, self._blocks, self._requests, len(running))
         new.preemptor.adopt(self.preemptor)
-        new.usage.adopt(self.usage)
+        new.waiting.service = self.waiting.service
         new.decode.num_steps_without_prefill = self.decode.num_steps_without_prefill
         new.waiting.sharing.deprioritized = self.waiting.sharing.deprioritized
         clocks = self.waiting.clocks

@@ -109,8 +109,8 @@ class WeightedFairSharing:
             blocks: Blocks of each class.
         """
         contenders = [name for name in self.contenders if name in waiting]
-        if not contenders:
-            return None
+        if len(self.contenders) < 2 or not contenders:
+            return contenders[0] if contenders else None
         parts = {name: self._effective_weight(name) for name in self.contenders}
         total = sum(parts.values())
         entitled = [
@@ -188,13 +188,14 @@ class WeightedFairSharing:
         """
         if self._is_shared:
             self._record_service(held, num_tokens, blocks, backlogged)
-        usage = {name: self._usage_after(name, held, num_tokens, blocks) for name in self.contenders}
-        alone = self.contenders[0] if len(usage) == 1 else None
-        if alone is not None and alone not in unserved:  # most steps: the general case below reduces to this
-            slots, tokens, stored = usage[alone]
+        usage = {}
+        for name in self.contenders:
+            usage[name] = self._usage_after(name, held, num_tokens, blocks)
+        if len(usage) == 1 and name not in unserved:  # most steps: the general case below reduces to this
+            slots, tokens, stored = usage[name]
             most = max(slots, tokens, stored)
             self._usage = dict.fromkeys(self._names, _NOTHING)
-            self._usage[alone] = slots - most, tokens - most, stored - most
+            self._usage[name] = slots - most, tokens - most, stored - most
             self._prefill_usage = dict.fromkeys(self._names, 0)
             return
         # A class without demand, or one that does not contend, saves up no credit. Without any demand, none does.
@@ -264,8 +265,9 @@ class WeightedFairSharing:
     ) -> tuple[int, int, int]:
         """Return the charges of a class after a step."""
         scale = self._scale(name)
-        served = self._service_of_step(name, held, num_tokens, blocks)
-        slots, tokens, stored = [used + part * scale for used, part in zip(self._usage[name], served, strict=True)]
+        slots, tokens, stored = self._usage[name]
+        held_part, computed_part, stored_part = self._service_of_step(name, held, num_tokens, blocks)
+        slots, tokens, stored = slots + held_part * scale, tokens + computed_part * scale, stored + stored_part * scale
         # A resource that it did not use earns at most a quantum of credit.
         least = max(slots, tokens, stored) - self._quantum_steps * FULL_STEP * scale
         return max(slots, least), max(tokens, least), max(stored, least)

@@ -30,19 +30,20 @@ class Preemptor:
         self._blocks = blocks
         self._slots = slots
         self._waiting_requests = waiting_requests
-        self._preempted: list[Request] = []
+        self.preempted: list[Request] = []
+        """Requests preempted since the last `pop_preempted`, once for each preemption."""
         self._preemptions: list[Preemption] = []
-        """One for each entry of `_preempted`."""
+        """One for each entry of `preempted`."""
 
     def pop_preempted(self) -> tuple[list[Request], list[Preemption]]:
         """Return the requests preempted since the last call, once for each preemption, and the preemptions."""
-        taken = self._preempted, self._preemptions
-        self._preempted, self._preemptions = [], []
-        return taken
+        popped = self.preempted, self._preemptions
+        self.preempted, self._preemptions = [], []
+        return popped
 
     def adopt(self, other: Preemptor) -> None:
         """Report the preemptions that another preemptor has not reported."""
-        self._preempted, self._preemptions = other.pop_preempted()
+        self.preempted, self._preemptions = other.pop_preempted()
 
     def preempt_for(self, request: Request, parent: Request | None, plan: StepPlan) -> bool:
         """Preempt running requests so that a waiting one has room; return False if that is impossible."""
@@ -72,7 +73,7 @@ class Preemptor:
         self._slots.remove(request)
         plan.remove_row(request)
         swaps = self._prefers_swap(request) and self._blocks.can_swap_out(request)
-        self._preempted.append(request)
+        self.preempted.append(request)
         self._preemptions.append(Preemption(request.request_id, cause.request_class.name, swaps))
         if swaps:
             self._blocks.swap_out(request)

@@ -95,17 +95,20 @@ class ClassQueue:
             self._push(self._returning, entry)
             return
         self._push(self._by_arrival, _Entry((request.class_sequence,), self._num_stays, request))
-        tenant = self._tenant_of(request)
-        if self._first(self._by_tenant.setdefault(tenant, [])) is None:
-            self.token_counters.join(tenant, self._least_served())
+        tenant = request.tenant if self._order.shares_fairly else ""
+        if tenant not in self._by_tenant:
+            least = self._least_served_tenant()
+            self.token_counters.join(tenant, None if least is None else self.token_counters.served(least))
+            self._by_tenant[tenant] = []
         self._push(self._by_tenant[tenant], entry)
         if self._first(self._by_tenant[tenant]) is request:
             heapq.heappush(self._tenants, self._update_entry(tenant))
 
     def reorder(self, request: Request) -> None:
         """Sort a member in again after its `queue_key` changed; its arrival and the bypass count stay."""
-        tenant, entry = self._tenant_of(request), self._members[request.request_id]._replace(key=request.queue_key)
+        entry = self._members[request.request_id]._replace(key=request.queue_key)
         self._members[request.request_id] = entry
+        tenant = request.tenant if self._order.shares_fairly else ""
         heap = self._returning if request.has_run else self._by_tenant[tenant]
         heap[:] = [each for each in heap if each.request is not request and self._is_current(each)]
         heap.append(entry)
@@ -140,11 +143,6 @@ class ClassQueue:
             self._num_bypasses += 1
         self.discard(request)
 
-    def charge(self, tenant: str, num_tokens: int) -> None:
-        """Charge a tenant for service."""
-        if self._order.shares_fairly:
-            self.token_counters.charge(tenant, num_tokens)
-
     def discard(self, request: Request) -> None:
         """Remove a request, if it is a member."""
         if request.request_id not in self._members:
@@ -153,14 +151,11 @@ class ClassQueue:
             self._num_bypasses = 0
         del self._members[request.request_id]
         self.num_returning -= request.has_run
-        tenant = self._tenant_of(request)
+        tenant = request.tenant if self._order.shares_fairly else ""
         heap = self._by_tenant.get(tenant)
         if heap is not None and self._first(heap) is None:
             del self._by_tenant[tenant], self._tenant_entries[tenant]
             self.token_counters.leave(tenant)
-
-    def _tenant_of(self, request: Request) -> str:
-        return request.tenant if self._order.shares_fairly else ""
 
     def _first(self, heap: _Heap) -> Request | None:
         members = self._members
@@ -201,10 +196,6 @@ class ClassQueue:
                 heapq.heappop(self._tenants)
         return None
 
-    def _least_served(self) -> int | None:
-        tenant = self._least_served_tenant()
-        return None if tenant is None else self.token_counters.served(tenant)
-
 
 class WaitingQueue:
     """The queues of all classes: higher classes first, but none starves.
@@ -221,6 +212,9 @@ class WaitingQueue:
         self.queues = {each.name: ClassQueue(each, limits.max_overtakes, order) for each in classes}
         self.sharing = WeightedFairSharing(classes, limits, num_blocks)
         self.clocks = dict.fromkeys(self.queues, 0)
+        self.service: dict[tuple[str, str], int] = {}
+        """By class and tenant: service that has not been reported to other schedulers yet."""
+        self._shares_among_tenants = order.shares_fairly
 
     def __len__(self) -> int:
         return sum(map(len, self.queues.values()))
@@ -228,9 +222,6 @@ class WaitingQueue:
     def __iter__(self) -> Iterator[Request]:
         """Yield all waiting requests, in no particular order."""
         return chain.from_iterable(self.queues.values())
-
-    def push(self, request: Request) -> None:
-        self.queues[request.request_class.name].push(request)
 
     def discard(self, request: Request) -> None:
         self.queues[request.request_class.name].discard(request)
@@ -262,9 +253,22 @@ class WaitingQueue:
         name = self.sharing.next_class(self.update_contenders(closed, held), held, blocks)
         return None if name is None else self.queues[name].peek()
 
-    def pop(self, request: Request) -> None:
-        """Remove the request that `peek` returned: it is admitted."""
-        self.queues[request.request_class.name].pop(request)
+    def charge(self, charges: Mapping[tuple[str, str], int]) -> None:
+        """Charge tenants for tokens, by class and tenant; generated tokens are weighted by `OUTPUT_TOKEN_WEIGHT`."""
+        if not self._shares_among_tenants:
+            return
+        for (name, tenant), num_tokens in charges.items():
+            self.queues[name].token_counters.charge(tenant, num_tokens)
+            if self.sharing.is_shared:
+                self.service[name, tenant] = self.service.get((name, tenant), 0) + num_tokens
+
+    def charge_remote(self, service: Mapping[tuple[str, str], int]) -> None:
+        """Charge service that other replicas delivered, by class and tenant."""
+        if not self._shares_among_tenants:
+            return
+        for (name, tenant), num_tokens in service.items():
+            if (queue := self.queues.get(name)) is not None:  # another replica may have reloaded other classes already
+                queue.token_counters.charge(tenant, num_tokens)
 
     def tick(self, closed: Collection[str]) -> None:
         """Advance the clocks of the classes that a formed step could schedule."""
@@ -290,7 +294,9 @@ class QueueKeys:
         rank = request.request_class.rank
         if not self._honours_classes:
             return rank, 0.0, 0, request.sequence
-        step = request.class_entry_step + self._priority_boost(request)
+        step = request.class_entry_step
+        if request.priority != rank:
+            step += self._priority_boost(request)
         return rank, self._order.sort_key(request), step, request.sequence
 
     def with_priority(self, request: Request, priority: int) -> Key:

@@ -5,11 +5,16 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
+from typing import Final
 
 from llm_serving.core.request import RUNNING, Request
 from llm_serving.core.request_class import RequestClass
 from llm_serving.kvcache import BlockManager
 from llm_serving.scheduler.limits import SchedulerLimits
+
+QUEUE_KEY: Final = attrgetter("queue_key")
+ADMISSION_NUMBER: Final = attrgetter("admission_number")
 
 
 class RunningSlots:
@@ -37,7 +42,7 @@ class RunningSlots:
     def add(self, request: Request) -> None:
         """Give a slot to a request that has its blocks."""
         self._count(request, 1)
-        insort(self.running, request, key=_queue_key)
+        insort(self.running, request, key=QUEUE_KEY)
 
     def adopt(self, running: Sequence[Request]) -> None:
         """Keep requests running after a reload; their keys and classes may have changed."""
@@ -187,20 +192,13 @@ class RunningSnapshot:
             elif num_uncomputed > 0:
                 self.prefilling.append(request)
         if len(self.prefilling) > 1:
-            self.prefilling.sort(key=_admission_number)
-        if self.decoding:
-            self.least_scheduled_step = min([request.last_scheduled_step for request in self.decoding])
+            self.prefilling.sort(key=ADMISSION_NUMBER)
+        for request in self.decoding:
+            if self.least_scheduled_step is None or request.last_scheduled_step < self.least_scheduled_step:
+                self.least_scheduled_step = request.last_scheduled_step
 
 
 def preemption_order(running: Sequence[Request]) -> Iterator[Request]:
     """Yield running requests in the order in which they are preempted: paused ones first, then by descending key."""
     yield from [request for request in reversed(running) if request.paused]
     yield from [request for request in reversed(running) if not request.paused]
-
-
-def _queue_key(request: Request) -> tuple[int, float, int, int]:
-    return request.queue_key
-
-
-def _admission_number(request: Request) -> int:
-    return request.admission_number

@@ -17,11 +17,15 @@ from llm_serving.scheduler.limits import SchedulerLimits
 from llm_serving.scheduler.orders import OUTPUT_TOKEN_WEIGHT, ArrivalOrder, Order
 from llm_serving.scheduler.policies import Policy, Preference
 from llm_serving.scheduler.running import RunningSnapshot
-from llm_serving.scheduler.schedule import Blocked, Schedule, ScheduledRow, StepPlan, find_blocked
-from llm_serving.scheduler.step_extras import (
+from llm_serving.scheduler.schedule import (
+    Blocked,
+    Schedule,
+    ScheduledRow,
+    StepPlan,
     add_draft_tokens,
     collect_prompt_results,
     count_accepted_tokens,
+    find_blocked,
     plan_exports,
 )
 from llm_serving.scheduler.tenant_limits import SlotDemand
@@ -68,7 +72,9 @@ class Scheduler:
         rules = components.rules
         self.limits, self.policy, self.order, self.classes = rules.limits, rules.policy, rules.order, rules.classes
         self.waiting, self.slots, self.bounds = components.waiting, components.slots, components.bounds
-        self.waiting_requests, self.usage = components.waiting_requests, components.usage
+        self.waiting_requests = components.waiting_requests
+        self.running = self.slots.running
+        """Running requests, sorted by `queue_key`."""
         self.prefill, self.decode, self._preemptor = components.prefill, components.decode, components.preemptor
         self._closed_classes: set[str] = set()
         """Classes at their share limit when requests were last admitted."""
@@ -148,10 +154,13 @@ class Scheduler:
         started = self._advance(plan, running)
         if plan.considers_prompts:
             self._closed_classes = plan.closed_classes
-        violations = self._count_violations(plan, running, has_prompts)
+        uncounted = self.waiting.queues if self._num_beams else self._closed_classes
+        violations = self.decode.count_gap_violations(plan, running, has_prompts)
+        violations += self.waiting_requests.tick(self._closed_classes, uncounted)
         self._step += 1
-        self.waiting_requests.apply_limiter_changes(self.waiting_requests.tenant_limiter.tick())
-        preempted, preemptions = self._preemptor.pop_preempted()
+        if (limiter := self.waiting_requests.tenant_limiter).is_active:
+            self.waiting_requests.apply_limiter_changes(limiter.tick())
+        preempted, preemptions = self._preemptor.pop_preempted() if self._preemptor.preempted else ([], [])
         moves, drafts = self.blocks.pop_block_moves(), plan.has_draft_tokens
         return Schedule(
             plan.number, rows, moves, started, preempted, preemptions, results, drafts, migrating, exports, violations
@@ -199,13 +208,12 @@ class Scheduler:
         request.draft_token_ids = []
         num_accepted = len(request.output_token_ids) - num_before - 1
         request.num_new_tokens = 1 + num_accepted
-        self.usage.charge(request.request_class.name, request.tenant, OUTPUT_TOKEN_WEIGHT * num_accepted)
+        self.waiting.charge({(request.request_class.name, request.tenant): OUTPUT_TOKEN_WEIGHT * num_accepted})
         if num_accepted and not request.is_finished and row.num_preemptions == request.num_preemptions:
             request.num_computed_tokens += num_accepted  # later tokens overwrite the KV of rejected drafts
             self._confirm([row._replace(query_len=1 + num_accepted, num_samples=1)])
 
     def _record_prompt_results(self, schedule: Schedule) -> list[Request]:
-        """Return the requests that finish with them."""
         finished = []
         for row, start, end, _, ends in schedule.prompt_results:
             request = schedule.rows[row].request
@@ -248,7 +256,7 @@ class Scheduler:
         return self._components.priority_changer.set_priority(request, priority, self._step)
 
     def set_deadline(self, request: Request, deadline: float | None) -> None:
-        """Change the deadline of a request. Its position changes only when its queue key is next computed."""
+        """Change the deadline of a request; its queue key stays until it is next computed."""
         request.deadline = deadline
 
     def finish(self, request: Request, reason: FinishReason, stop_reason: int | str | None = None) -> None:
@@ -269,7 +277,6 @@ class Scheduler:
         return replace(transfer, num_waited=request.num_steps_waited or 0, num_preemptions=request.num_preemptions)
 
     def reclaim_exported_blocks(self, blocks: Sequence[TransferBlock]) -> None:
-        """Free transfer blocks that other replicas have imported."""
         self.blocks.transfer_pool.reclaim(blocks)
 
     def _remove(self, request: Request) -> None:
@@ -277,13 +284,15 @@ class Scheduler:
             self.slots.remove(request)
         else:
             self.waiting_requests.remove(request)
+        if (limiter := self.waiting_requests.tenant_limiter).is_active:
+            self.waiting_requests.apply_limiter_changes(limiter.remove(request))
         self.blocks.free(request.request_id)
-        self.waiting_requests.forget(request)
         del self._requests[request.request_id]
         self._num_beams -= request.is_beam
         self._num_with_prompt_results -= request.has_prompt_results
         self._num_migrating -= request.wants_migration
-        self.waiting_requests.release_forks(request)
+        if self.waiting_requests.forks:
+            self.waiting_requests.release_forks(request)
         request.status = RequestStatus.FINISHED
 
     def reset_cache(self) -> None:
@@ -307,11 +316,12 @@ class Scheduler:
 
     def charge_remote_service(self, service: Mapping[tuple[str, str], int]) -> None:
         """Charge service of other replicas, see `pop_service`. It affects the order within a class, never a bound."""
-        self.usage.charge_remote(service)
+        self.waiting.charge_remote(service)
 
     def pop_service(self) -> dict[tuple[str, str], int]:
         """Return the service since the last call: (class, tenant) -> virtual tokens."""
-        return self.usage.pop_service()
+        service, self.waiting.service = self.waiting.service, {}
+        return service
 
     def adjust_tenant_leases(self, leases: Mapping[str, int]) -> None:
         """Change the number of running slots that tenants may use here, of their limits for all replicas together."""
@@ -320,7 +330,8 @@ class Scheduler:
 
     def pop_tenant_demand(self) -> dict[str, SlotDemand]:
         """Return the slot demand of each tenant whose demand changed since the last call."""
-        return self.waiting_requests.tenant_limiter.pop_demand()
+        limiter = self.waiting_requests.tenant_limiter
+        return limiter.pop_demand() if limiter.is_active else {}
 
     def deprioritize(self, classes: Collection[str]) -> None:
         """Schedule other classes first: these classes have exceeded their share across all replicas."""
@@ -334,11 +345,6 @@ class Scheduler:
         return self.waiting.sharing.pop_usage()
 
     # --- state ------------------------------------------------------------------------------------------------------
-
-    @property
-    def running(self) -> list[Request]:
-        """Running requests, sorted by `queue_key`."""
-        return self.slots.running
 
     @property
     def slots_by_class(self) -> dict[str, int]:
@@ -367,8 +373,8 @@ class Scheduler:
     def unstarted_slot_holders(self) -> list[str]:
         """Return ids of requests that count against their tenant's limit and have not been computed yet."""
         limiter = self.waiting_requests.tenant_limiter
-        requests = self._requests.values()
-        return [each.request_id for each in requests if each.first_scheduled_time is None and limiter.holds_slot(each)]
+        unstarted = [each for each in self._requests.values() if each.first_scheduled_time is None]
+        return [each.request_id for each in unstarted if limiter.holds_slot(each)]
 
     def check_integrity(self) -> None:
         """Raise AssertionError if blocks, slots and queues contradict each other."""
@@ -386,18 +392,17 @@ class Scheduler:
         """Whether all requests only decode, and no window, batch, beam or tenant limit affects the next step."""
         special = self._num_beams or self._num_with_prompt_results or self._num_migrating or self._num_with_drafts
         limiter = self.waiting_requests.tenant_limiter
-        limited = self._closed_classes or limiter.full_tenants() or limiter.has_changed_demand
+        limited = self._closed_classes or limiter.full_tenants or limiter.has_changed_demand
         return not (special or limited or self.blocks.window.is_sliding or self.limits.static_batching)
 
     def fast_forward_step(self, charges: Mapping[tuple[str, str], int], tokens: Mapping[str, int]) -> None:
         """Count a step that only decodes (simulator): `charges` by class and tenant, `tokens` by class."""
-        self.usage.charge_step(charges, tokens, (), ())
+        self.waiting.charge(charges)
+        self.waiting.sharing.charge(self.slots.slots_by_class, tokens, self.slots.blocks_by_class, (), ())
         self.decode.num_steps_without_prefill = 0
         self.waiting_requests.tick((), ())
         self._step += 1
         self.blocked = None
-
-    # --- bookkeeping ------------------------------------------------------------------------------------------------
 
     def _advance(self, plan: StepPlan, running: RunningSnapshot) -> list[Request]:
         """Move the requests of a step forward and charge for it; return those scheduled for the first time."""
@@ -421,9 +426,13 @@ class Scheduler:
         tokens: dict[str, int] = defaultdict(int)
         for (name, _), num_tokens in charges.items():
             tokens[name] += num_tokens
-        backlogged = {*self.waiting.update_contenders(self._closed_classes, self.slots_by_class)}
-        backlogged.update([request.request_class.name for request in running.prefilling])
-        self.usage.charge_step(charges, tokens, backlogged, self.prefill.unserved_classes(plan))
+        backlogged = {*self.waiting.update_contenders(self._closed_classes, self.slots.slots_by_class)}
+        for request in running.prefilling:
+            backlogged.add(request.request_class.name)
+        unserved = () if plan.has_room_for_prefill else self.prefill.unserved_classes(plan)
+        self.waiting.charge(charges)
+        held, blocks = self.slots.slots_by_class, self.slots.blocks_by_class
+        self.waiting.sharing.charge(held, tokens, blocks, backlogged, unserved)
         return started
 
     def _confirm(self, rows: list[ScheduledRow]) -> None:
@@ -442,9 +451,3 @@ class Scheduler:
             request.num_confirmed_tokens = end
             if self.waiting_requests.forks and end >= len(request.prompt_token_ids):
                 self.waiting_requests.release_forks(request)
-
-    def _count_violations(self, plan: StepPlan, running: RunningSnapshot, has_prompts: bool) -> int:
-        """Count the bounds that this step breaks; `running`: before the step."""
-        uncounted = self.waiting.queues if self._num_beams else self._closed_classes
-        gaps = self.decode.count_gap_violations(plan, running, has_prompts)
-        return gaps + self.waiting_requests.tick(self._closed_classes, uncounted)

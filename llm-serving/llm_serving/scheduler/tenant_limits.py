@@ -90,7 +90,10 @@ class TenantLimiter:
         self._tenants: dict[str, _Tenant] = {}
         self._full: dict[str, _Tenant] = {}
         """Tenants with held requests: few, even if there are many tenants."""
-        self._names_of_full: tuple[str, ...] = ()
+        self.full_tenants: tuple[str, ...] = ()
+        """Names of the tenants with held requests."""
+        self.is_active = limits.max_running_per_tenant is not None or bool(limits.max_running_of_tenant)
+        """False: no tenant has a limit, so no event needs to be reported to the limiter."""
         self._uses_leases = limits.num_schedulers > 1
         self._changed_tenants: dict[str, None] = {}
         """Tenants whose demand changed since `pop_demand`; only with leases."""
@@ -178,6 +181,7 @@ class TenantLimiter:
         if self._uses_leases:
             # Including tenants without requests.
             self._changed_tenants |= dict.fromkeys(before._tenants) | before._changed_tenants
+            self.is_active = self.is_active or bool(self._changed_tenants)
 
     def tick(self) -> LimiterChanges:
         """Charge the classes of tenants with held requests for the slots that they use in a formed step."""
@@ -206,10 +210,6 @@ class TenantLimiter:
         for tenant in self._full.values():
             for heap in tenant.held.values():
                 yield from (request for _, request in heap)
-
-    def full_tenants(self) -> tuple[str, ...]:
-        """Return the names of the tenants with held requests."""
-        return self._names_of_full
 
     def _rebalance(self, tenant: _Tenant) -> LimiterChanges:
         """Release as many requests of each class as the tenant may still run, and hold the others."""
@@ -243,7 +243,7 @@ class TenantLimiter:
             del self._full[tenant.name]
         else:
             self._full[tenant.name] = tenant
-        self._names_of_full = tuple(sorted(self._full))
+        self.full_tenants = tuple(sorted(self._full))
 
     def _class_due(self, tenant: _Tenant) -> str | None:
         """Return the lower class that is next; None if the highest waiting one is."""

@@ -85,10 +85,11 @@ class WaitingRequests:
 
         A held request has no wait bound.
         """
-        changes = None if request.has_run else self.tenant_limiter.add(request)
+        is_limited = self.tenant_limiter.is_active and not request.has_run
+        changes = self.tenant_limiter.add(request) if is_limited else None
         if changes is None or request in changes.released:
             self.set_wait_bound(request, num_waited)
-            self.queue.push(request)
+            self.queue.queues[request.request_class.name].push(request)
         else:
             self.monitor.forget(request)
         if changes is not None:
@@ -111,12 +112,14 @@ class WaitingRequests:
         """Remove a request from the queue: it gets a slot."""
         request.admission_number = self.num_admitted
         self.num_admitted += 1
-        self.queue.pop(request)
+        self.queue.queues[request.request_class.name].pop(request)
         self.monitor.record_admission(request)
-        self.apply_limiter_changes(self.tenant_limiter.record_admission(request))
+        if self.tenant_limiter.is_active:
+            self.apply_limiter_changes(self.tenant_limiter.record_admission(request))
 
     def remove(self, request: Request) -> None:
-        """Remove a finished request from wherever it waits."""
+        """Remove a waiting request that has finished or migrates, and drop its wait bound."""
+        self.monitor.forget(request)
         if request in self.paused:
             self.paused.remove(request)
             return
@@ -124,11 +127,6 @@ class WaitingRequests:
         siblings = self.forks.get(request.fork_of or "", [])
         if request in siblings:
             siblings.remove(request)
-
-    def forget(self, request: Request) -> None:
-        """Drop the wait bound of a finished request and free the slot that it held of its tenant's limit."""
-        self.monitor.forget(request)
-        self.apply_limiter_changes(self.tenant_limiter.remove(request))
 
     def apply_limiter_changes(self, changes: LimiterChanges, but: Request | None = None) -> None:
         """Take held requests out of the queue, and queue released ones (except `but`) behind those that wait."""
@@ -140,16 +138,19 @@ class WaitingRequests:
                 continue
             request.class_sequence = self.num_arrivals
             self.set_wait_bound(request)
-            self.queue.push(request)
+            self.queue.queues[request.request_class.name].push(request)
 
     def set_wait_bound(self, request: Request, num_waited: int = 0) -> None:
         """Set the wait bound from the requests of the class that may be admitted before this one."""
         name = request.request_class.name
         queue = self.queue.queues[name]
-        num_forks = sum([each.request_class.name == name for each in chain(*self.forks.values())])
-        num_returning = sum([each.request_class.name == name for each in self.paused])
-        num_returning += queue.num_returning + self._slots.slots_by_class[name]
-        self.monitor.start_wait(request, len(queue) - queue.num_returning + num_forks, num_returning, num_waited)
+        num_ahead = len(queue) - queue.num_returning
+        for fork in chain(*self.forks.values()):
+            num_ahead += fork.request_class.name == name
+        num_returning = queue.num_returning + self._slots.slots_by_class[name]
+        for paused in self.paused:
+            num_returning += paused.request_class.name == name
+        self.monitor.start_wait(request, num_ahead, num_returning, num_waited)
 
     def check_integrity(self) -> None:
         """Raise AssertionError if a request is in the wrong collection."""

@@ -1,17 +1,99 @@
-"""The prefills of a step: which prompts continue, which requests are admitted, and how many tokens each computes."""
+"""The two stages of a step: prefill and decode; the choice of the first one, and the bounds on gaps between steps."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 from llm_serving.core.request import RUNNING, Request
 from llm_serving.core.request_class import RequestClass
 from llm_serving.kvcache import BlockManager
+from llm_serving.scheduler.bounds import ClassBounds
+from llm_serving.scheduler.fair_sharing import WeightedFairSharing
 from llm_serving.scheduler.limits import SchedulerLimits
+from llm_serving.scheduler.policies import Policy, PolicyInput, Preference
 from llm_serving.scheduler.preemption import Preemptor
 from llm_serving.scheduler.running import RunningSlots, RunningSnapshot
 from llm_serving.scheduler.schedule import NO_ROOM, Blocked, StepPlan, WaitReason
 from llm_serving.scheduler.waiting import WaitingRequests
+
+
+class DecodeStage:
+    """Gives running requests their next token, and decides whether decoding or prefill comes first in a step."""
+
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        policy: Policy,
+        blocks: BlockManager,
+        sharing: WeightedFairSharing,
+        preemptor: Preemptor,
+        bounds: Sequence[ClassBounds],
+    ) -> None:
+        self.num_steps_without_prefill = 0
+        """Consecutive steps in which prompts waited and none was computed."""
+        self._max_prefill_gap = limits.max_prefill_gap
+        self._policy = policy
+        self._blocks = blocks
+        self._sharing = sharing
+        self._preemptor = preemptor
+        self._max_prompt_gaps = {each.name: each.max_prompt_gap for each in bounds}
+
+    def schedule(self, plan: StepPlan, running: RunningSnapshot) -> None:
+        """Add a token for each decoding request while budget and cache last."""
+        block_size = self._blocks.block_size
+        for request in running.decoding:
+            if plan.budget == 0:
+                return
+            if request.status is not RUNNING:
+                continue
+            # A table always holds what is computed, so only the first token of a block may need a new block.
+            if request.num_computed_tokens % block_size or self._preemptor.ensure_blocks(request, plan):
+                plan.add_decode(request)
+
+    def preference(self, running: RunningSnapshot, has_prompts: bool, step: int) -> Preference:
+        """Return the policy's preference, overridden where a bound requires it.
+
+        Args:
+            running: Before the step.
+            has_prompts: Whether a prompt, or a part of one, is still to be computed.
+            step: Number of the step to form.
+        """
+        preference = self._policy.prefer(PolicyInput(running.num_decoding, has_prompts))
+        last = running.least_scheduled_step
+        gap = 0 if last is None else step - 1 - last
+        if gap >= self._policy.max_decode_gap or (gap > 0 and self._exceeds_class_gap(running.decoding, step - 1)):
+            return Preference.DECODE_FIRST
+        if has_prompts and self.num_steps_without_prefill >= self._max_prefill_gap:
+            return Preference.PREFILL_FIRST
+        return preference
+
+    def _exceeds_class_gap(self, decoding: Sequence[Request], last_step: int) -> bool:
+        """Whether prefills left out a contending class for as many steps as its weight allows."""
+        names = {request.request_class.name for request in decoding}
+        gaps = {name: self._sharing.max_decode_gap(name) for name in names}
+        return any(
+            (gap := gaps[each.request_class.name]) is not None and last_step - each.last_scheduled_step >= gap
+            for each in decoding
+        )
+
+    def count_gap_violations(self, plan: StepPlan, running: RunningSnapshot, has_prompts: bool) -> int:
+        """Record a formed step, and count the bounds on gaps that it breaks; `running`: before the step."""
+        self.num_steps_without_prefill = (
+            0 if plan.computes_prompts or not has_prompts else self.num_steps_without_prefill + 1
+        )
+        last = plan.number
+        for request in running.decoding:
+            if request.last_scheduled_step < last and request.status is RUNNING:
+                last = request.last_scheduled_step
+        num_violations = int(plan.number - last > self._policy.max_decode_gap)
+        for request in running.prefilling:
+            num_violations += request.status is RUNNING and self._breaks_prompt_gap(request, plan.number)
+        return num_violations
+
+    def _breaks_prompt_gap(self, prompt: Request, step: int) -> bool:
+        """Whether this step is the first that leaves out a running prompt for too long."""
+        since = max(prompt.last_scheduled_step, prompt.class_change_step)
+        return step - since == self._max_prompt_gaps[prompt.request_class.name] + 1
 
 
 class PrefillStage:
@@ -42,12 +124,15 @@ class PrefillStage:
         """Fill the step with prefills; `running`: before this stage."""
         plan.considers_prompts = True
         admits = not (self._limits.static_batching and self._slots.running)
-        waits_for_a_batch = self.batch_wait_s(plan.now) > 0.0
+        waits_for_a_batch = self._limits.batch_waiting_time > 0.0 and self.batch_wait_s(plan.now) > 0.0
         if waits_for_a_batch:
             plan.closed_classes.update(self._waiting_requests.queue.queues)
         capped: list[Request] = []
         plan.first_class = self._first_class(running.prefilling, plan)
-        for request in sorted(running.prefilling, key=lambda each: plan.prefill_rank(each.request_class)):
+        prompts = running.prefilling
+        if len(prompts) > 1:
+            prompts = sorted(prompts, key=lambda each: plan.prefill_rank(each.request_class))
+        for request in prompts:
             if admits:
                 self._admit(plan, capped, before=request.request_class)
             if not plan.has_room_for_prefill:
@@ -75,13 +160,13 @@ class PrefillStage:
 
     def parent_of(self, request: Request) -> Request | None:
         """Return the running request that this one was forked from, if any: it can share its blocks."""
-        parent = self._requests.get(request.fork_of or "")
+        if request.fork_of is None:
+            return None
+        parent = self._requests.get(request.fork_of)
         return parent if parent is not None and parent.status is RUNNING else None
 
     def unserved_classes(self, plan: StepPlan) -> set[str]:
-        """Return the classes with a prompt for which a formed step had too few tokens."""
-        if plan.has_room_for_prefill:
-            return set()
+        """Return the classes with a prompt for which a step without room for a prefill had too few tokens."""
         running = self._slots.running
         prompts = [request for request in running if request.num_uncomputed_tokens and not request.is_decoding]
         unserved = {request.request_class.name for request in prompts}
@@ -109,10 +194,15 @@ class PrefillStage:
     def _first_class(self, prompts: list[Request], plan: StepPlan) -> str | None:
         """Return the class whose prompts come first, if several contend: the one with the least prefill usage."""
         queue, closed = self._waiting_requests.queue, plan.closed_classes
-        names = {request.request_class.name for request in prompts}
-        names.update(name for name, each in queue.queues.items() if len(each) and name not in closed)
-        if len(names) > 1:
-            queue.update_contenders(closed, self._slots.slots_by_class, _aged_classes(prompts, plan.number))
+        names = set()
+        for request in prompts:
+            names.add(request.request_class.name)
+        for name, each in queue.queues.items():
+            if len(each) and name not in closed:
+                names.add(name)
+        if len(names) < 2:
+            return None
+        queue.update_contenders(closed, self._slots.slots_by_class, _aged_classes(prompts, plan.number))
         return queue.sharing.next_prefill_class(names)
 
     def _admit(self, plan: StepPlan, capped: list[Request], before: RequestClass | None = None) -> None:
