@@ -9,7 +9,7 @@ import msgspec
 from llm_serving.core.generation_defaults import PARAMETERS
 from llm_serving.core.sampling_params import DEFAULTS, RULES
 from llm_serving.server.generation.sampling import REQUEST_RULES
-from llm_serving.server.parsing.parameters import BODIES
+from llm_serving.server.parsing.body import BODIES
 from llm_serving.server.parsing.unsupported_fields import IgnoredField, RefusedField
 from llm_serving.server.protocols.anthropic.schemas import MessagesRequest
 from llm_serving.server.protocols.openai.models import meanings

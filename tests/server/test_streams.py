@@ -223,7 +223,7 @@ def test_another_model_or_configuration_goes_on_with_nothing():
         gated = server()
         async with gated.running() as client:
             answer = await client.post(PATH, json=BODY)
-            gated.site.routes.model_state._facts += b"x"
+            gated.site.routes.model_state._state += b"x"
             gone = await client.get(f"/v1/streams/{answer.headers['x-stream-id']}")
             assert (gone.status_code, error_of(gone)["code"]) == (410, "gone")
 

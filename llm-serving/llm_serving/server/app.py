@@ -34,12 +34,12 @@ from llm_serving.log import get_logger
 from llm_serving.observability.throughput_log import log_throughput
 from llm_serving.server.admin.advice import Advisor
 from llm_serving.server.admin.live import LiveFeed
-from llm_serving.server.batches import Ask, Batches, BatchStore
 from llm_serving.server.batches.file_run import UNFINISHED, answer_file
 from llm_serving.server.batches.internal_client import Inside
+from llm_serving.server.batches.runner import Ask, Batches
 from llm_serving.server.batches.schemas import RequestCounts
-from llm_serving.server.batches.store import lock_of
-from llm_serving.server.generation.response_buffer import ResponseBuffers
+from llm_serving.server.batches.store import BatchStore, lock_of
+from llm_serving.server.generation.response import ResponseBuffers
 from llm_serving.server.http.listener import OpenFiles, bind
 from llm_serving.server.http.server import HttpServer, check_variables
 from llm_serving.server.idempotency.log_file import LogFile
@@ -50,7 +50,7 @@ from llm_serving.server.middleware.browser_origins import BrowserGuard
 from llm_serving.server.middleware.rate_limits import quotas_of, reload_quotas
 from llm_serving.server.middleware.tracing import Tracer, send_to
 from llm_serving.server.openapi import openapi_document
-from llm_serving.server.parsing.errors import json_response
+from llm_serving.server.parsing.offload import json_response
 from llm_serving.server.protocols.openai.response_store import ResponseStore
 from llm_serving.server.protocols.openai.schemas import ErrorDetail, ErrorResponse
 from llm_serving.server.receipts import ReceiptHook

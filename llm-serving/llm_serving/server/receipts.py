@@ -7,7 +7,6 @@ from functools import cached_property
 from typing import Final, Protocol
 
 from msgspec import Raw
-from starlette.requests import Request
 
 from llm_serving.config.schema import ServingConfig
 from llm_serving.core.optional_package import import_optional
@@ -17,7 +16,6 @@ from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import ConfigError, ModelError, RequestError, UnavailableError
 from llm_serving.executor.model_files import ModelFiles
 from llm_serving.server.generation.choices import Choices
-from llm_serving.server.protocols.openai.schemas import GenerationRequest
 
 PACKAGE: Final = "llm_serving_receipts"
 DISABLED, AT_START = "none", "at_start"
@@ -93,18 +91,3 @@ class ReceiptHook:
         module = import_optional(f"{PACKAGE}.issuer", "serving_config.receipts", remedy)
         issuer: ReceiptIssuerProtocol = module.ReceiptIssuer(self._files)
         return issuer
-
-
-async def begin_receipt(
-    engine: AsyncEngine, http_request: Request, request: GenerationRequest, response_id: str, created: int
-) -> ReceiptDraftProtocol | None:
-    """Start the receipt that a request asks for; return None if it asks for none.
-
-    Raises:
-        RequestError: The configuration disables receipts.
-        UnavailableError: The package is not installed, or a file of the model has changed since the server started.
-    """
-    if not request.receipt:
-        return None
-    hook: ReceiptHook = http_request.app.receipts
-    return await hook.start_receipt(engine, response_id, created)

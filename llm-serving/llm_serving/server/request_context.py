@@ -1,4 +1,4 @@
-"""What is noted of one HTTP request while it is answered."""
+"""What the server attaches to the scope of one HTTP request: its log record, its API key and the quota of that key."""
 
 from __future__ import annotations
 
@@ -8,44 +8,67 @@ from typing import Final
 
 from starlette.requests import HTTPConnection
 
+from llm_serving.config.tables import ApiKey
 from llm_serving.core.request_output import RequestOutput
 from llm_serving.core.timings import HttpTimings
+from llm_serving.server.http.connection_limits import network_of
+from llm_serving.server.middleware.rate_limits import Quota
 
-SCOPE_KEY: Final = "llm_serving.note"
+CONTEXT_KEY: Final = "llm_serving.request_context"
+API_KEY_KEY: Final = "llm_serving.api_key"
+QUOTA_KEY: Final = "llm_serving.quota"
 
 
 @dataclass(eq=False, slots=True)
 class RequestContext:
-    """Begun by `Accounting` and filled on the way; it never holds a text of the request or the answer."""
+    """The log record of one request, which `Accounting` creates; it never holds a text of the request or response."""
 
     http_timings: HttpTimings
     method: str
     route: str
-    """The path as the table of endpoints has it; "other" where it has none."""
+    """Path of the endpoint, with the names of its parameters; "other" where no endpoint has the path."""
     client: str = ""
     """Address of the client."""
     status: int | None = None
-    """Of the answer, once it has begun."""
+    """Status of the response; None until the response begins."""
     error: str = ""
     """Kind of an error and, where a field was wrong, its name."""
     request_id: str = ""
     tenant: str = ""
     request_class: str = ""
     num_prompt_tokens: int = 0
-    """Of all prompts."""
+    """Tokens of all prompts."""
     streams_per_prompt: int = 1
     outputs: Sequence[RequestOutput | None] | None = None
-    """The newest piece of each stream that answers, in the order of the prompts; None: nothing was generated."""
+    """The latest output of each stream, in the order of the prompts; None: nothing was generated."""
 
     @property
     def longest_answers(self) -> list[int]:
-        """For each prompt the tokens of the longest answer to it, as far as it was told."""
+        """For each prompt, the number of tokens of its longest stream so far."""
         lens = [0 if output is None else output.num_output_tokens for output in self.outputs or ()]
         return [max(lens[i : i + self.streams_per_prompt]) for i in range(0, len(lens), self.streams_per_prompt)]
 
 
-def request_context_of(connection: HTTPConnection) -> RequestContext | None:
-    """The note of a request; None where nobody took one."""
-    note = connection.scope.get(SCOPE_KEY)
-    assert note is None or isinstance(note, RequestContext)
-    return note
+def request_context_of(connection: HTTPConnection) -> RequestContext:
+    """Return the log record of a request, which every request has behind `Accounting`."""
+    context: RequestContext = connection.scope[CONTEXT_KEY]
+    return context
+
+
+def api_key_of(connection: HTTPConnection) -> ApiKey | None:
+    """Return the API key of a request; None where the server needs no keys."""
+    key: ApiKey | None = connection.scope.get(API_KEY_KEY)
+    return key
+
+
+def quota_of(connection: HTTPConnection) -> Quota | None:
+    """Return the quota of the request's API key; None: there are no limits, or no keys."""
+    quota: Quota | None = connection.scope.get(QUOTA_KEY)
+    return quota
+
+
+def source_of(connection: HTTPConnection) -> str:
+    """Return the client that is charged for a request; of an IPv6 address its network, which one customer owns."""
+    if (key := api_key_of(connection)) is not None:
+        return key.name
+    return "" if connection.client is None else network_of(connection.client.host)

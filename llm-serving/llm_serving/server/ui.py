@@ -74,8 +74,7 @@ def _route(path: Path, shown_at: str) -> Route:
     headers = {**HEADERS, "etag": etag}
 
     async def send(request: Request) -> Response:
-        if (note := request_context_of(request)) is not None:
-            note.route = PATH
+        request_context_of(request).route = PATH
         if request.headers.get("if-none-match") == etag:
             return Response(status_code=HTTPStatus.NOT_MODIFIED, headers=headers)
         return Response(content, headers=headers, media_type=media_type)

@@ -6,9 +6,9 @@ import asyncio
 
 from llm_serving.config.tables import ApiKey
 from llm_serving.errors import UnavailableError
-from llm_serving.server.batches import BatchStore
 from llm_serving.server.batches import runner as module
 from llm_serving.server.batches.runner import Answered
+from llm_serving.server.batches.store import BatchStore
 from llm_serving.server.middleware.authentication import hash_key
 from support.batch_site import Site, jsonl, line, run
 from support.fakes import FakeEngine, Script

@@ -6,7 +6,7 @@ import asyncio
 
 import httpx
 import pytest
-from llm_serving.server.batches import BatchStore
+from llm_serving.server.batches.store import BatchStore
 from llm_serving.server.http.listener import bind
 from llm_serving.server.http.server import HttpServer
 from support.batch_site import FORM, Site, SlowForm, form_of, jsonl, line, run

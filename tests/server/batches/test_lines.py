@@ -9,11 +9,10 @@ from functools import partial
 import pytest
 from llm_serving.errors import CapacityError, TooLateError
 from llm_serving.server.app import build_site
-from llm_serving.server.batches import BatchStore
 from llm_serving.server.batches import runner as module
 from llm_serving.server.batches.runner import Answered
 from llm_serving.server.batches.schemas import Batch
-from llm_serving.server.batches.store import new_id
+from llm_serving.server.batches.store import BatchStore, new_id
 from llm_serving.server.tenant_quota import TenantQuota
 from support.batch_site import Site, jsonl, line, run
 from support.fakes import FakeEngine

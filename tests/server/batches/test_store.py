@@ -11,9 +11,9 @@ from llm_serving.errors import (
     RequestTooLargeError,
     StoreFullError,
 )
-from llm_serving.server.batches import BatchStore
 from llm_serving.server.batches import runner as module
 from llm_serving.server.batches.schemas import Batch
+from llm_serving.server.batches.store import BatchStore
 from llm_serving.server.tenant_quota import TenantQuota
 
 

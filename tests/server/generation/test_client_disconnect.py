@@ -6,8 +6,7 @@ import asyncio
 
 import pytest
 from llm_serving.core.sampling_params import SamplingParams
-from llm_serving.server.generation.generation import Generation
-from llm_serving.server.generation.streaming import ClientGoneError, run_until_client_leaves
+from llm_serving.server.generation.generation import ClientGoneError, Generation, run_until_client_leaves
 from support.fakes import FakeEngine, FakeStream, Script, Submitted
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from llm_serving.server.parsing.parameters import IGNORED_HEADER
+from llm_serving.server.parsing.body import IGNORED_HEADER
 from llm_serving.text.tokenizer.sentencepiece import SentencePieceVocabulary
 from llm_serving.text.tokenizer.tokenizer import Tokenizer
 from support.fakes import DEMO_FOLDER, DEMO_TOKENIZER, MAX_MODEL_LEN, FakeEngine

@@ -28,9 +28,9 @@ def test_every_protocol_goes_through_the_admission_precheck(path: str, monkeypat
     checked = []
     precheck = pipeline.precheck
 
-    async def recorded(engine, caller, request, *, known=False):
+    def recorded(engine, caller, request):
         checked.append(request.prompts)
-        return await precheck(engine, caller, request, known=known)
+        precheck(engine, caller, request)
 
     monkeypatch.setattr(pipeline, "precheck", recorded)
     assert post(FakeEngine(OUTPUTS), path, BODIES[path]).status_code == 200

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 from llm_serving.config.tables import ApiKey
 from llm_serving.server.middleware.authentication import hash_key
-from llm_serving.server.parsing.caller import source_of
-from llm_serving.server.parsing.parameters import IGNORED_HEADER
+from llm_serving.server.parsing.body import IGNORED_HEADER
+from llm_serving.server.request_context import source_of
 from starlette.requests import Request as HttpRequest
 from support.fakes import FakeEngine
 from support.server_client import error_of, post, request

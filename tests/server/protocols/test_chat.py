@@ -12,8 +12,8 @@ from llm_serving.core.request import FinishReason
 from llm_serving.server.app import create_app
 from llm_serving.server.generation import conversation
 from llm_serving.server.generation.conversation import template_role
+from llm_serving.server.parsing.body import IGNORED_HEADER
 from llm_serving.server.parsing.offload import FairThreads
-from llm_serving.server.parsing.parameters import IGNORED_HEADER
 from llm_serving.text.tokenizer.sentencepiece import SentencePieceVocabulary
 from llm_serving.text.tokenizer.tokenizer import Tokenizer
 from support.fakes import DEMO_FOLDER, DEMO_TOKENIZER, MAX_MODEL_LEN, FakeEngine, Script

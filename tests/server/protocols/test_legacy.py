@@ -8,7 +8,7 @@ import pytest
 from llm_serving.core.request import FinishReason
 from llm_serving.core.sampling_params import SamplingParams, as_float32
 from llm_serving.errors import ContextLengthError, WorkerDiedError
-from llm_serving.server.parsing.parameters import IGNORED_HEADER
+from llm_serving.server.parsing.body import IGNORED_HEADER
 from support.fakes import FULL_QUEUE, FakeEngine, Piece, Script
 from support.server_client import leave_while_held, post, request
 

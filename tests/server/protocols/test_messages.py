@@ -7,7 +7,7 @@ import copy
 import pytest
 from llm_serving.core.request import FinishReason
 from llm_serving.errors import UnavailableError
-from llm_serving.server.parsing.parameters import IGNORED_HEADER
+from llm_serving.server.parsing.body import IGNORED_HEADER
 from support.fakes import DEMO_TOKENIZER, FULL_QUEUE, FakeEngine, Piece, Script
 from support.server_client import leave_while_held, named_events, post
 

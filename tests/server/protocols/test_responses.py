@@ -9,7 +9,7 @@ import httpx
 import pytest
 from llm_serving.core.request import FinishReason
 from llm_serving.server.app import create_app
-from llm_serving.server.parsing.parameters import IGNORED_HEADER
+from llm_serving.server.parsing.body import IGNORED_HEADER
 from llm_serving.server.protocols.openai.response_store import ResponseStore, StoredResponse
 from llm_serving.server.protocols.openai.responses_schemas import ResponseObject
 from llm_serving.server.protocols.openai.schemas import ChatMessage

@@ -10,7 +10,7 @@ import httpx
 import pytest
 from llm_serving.core.request import FinishReason
 from llm_serving.server.app import create_app
-from llm_serving.server.parsing.parameters import IGNORED_HEADER
+from llm_serving.server.parsing.body import IGNORED_HEADER
 from support.fakes import FakeEngine, Piece, Script
 from support.server_client import error_of, events, named_events, post
 from support.tool_cases import ARGUMENTS, CALL, HERMES, prompt_of, tokenizer_with

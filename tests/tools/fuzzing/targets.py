@@ -17,8 +17,7 @@ from llm_serving.config.loader import load_config
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.errors import ChannelClosedError, ConfigError, ModelError, ProtocolError, RequestError
 from llm_serving.models.weight_reader import WeightReader
-from llm_serving.server.parsing.body import decode_body
-from llm_serving.server.parsing.parameters import BODIES, check_other_fields
+from llm_serving.server.parsing.body import BODIES, check_other_fields, decode_body
 from llm_serving.server.routes import ENDPOINTS
 from llm_serving.transport.channel import Channel
 from llm_serving.transport.codec import decode_output

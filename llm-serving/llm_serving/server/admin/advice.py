@@ -28,9 +28,9 @@ from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import CapacityError, RequestError, UnavailableError
 from llm_serving.log import get_logger
 from llm_serving.server.endpoint import Endpoint
-from llm_serving.server.generation.streaming import run_until_client_leaves
+from llm_serving.server.generation.generation import run_until_client_leaves
 from llm_serving.server.middleware.authentication import check_operator
-from llm_serving.server.parsing.errors import json_response
+from llm_serving.server.parsing.offload import json_response
 
 logger = get_logger(__name__)
 

@@ -14,11 +14,12 @@ from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import RequestError
 from llm_serving.server.admin.scheduler_view import SchedulerView, view_of
 from llm_serving.server.endpoint import Endpoint
-from llm_serving.server.middleware.authentication import api_key_of, tenant_seen
+from llm_serving.server.middleware.authentication import tenant_seen
+from llm_serving.server.parsing.body import read_fields
 from llm_serving.server.parsing.caller import ceiling_of, requested_priority
-from llm_serving.server.parsing.errors import json_response
-from llm_serving.server.parsing.parameters import read_fields
+from llm_serving.server.parsing.offload import json_response
 from llm_serving.server.protocols.openai.schemas import PriorityRequest
+from llm_serving.server.request_context import api_key_of
 
 
 class Cancelled(Struct):

@@ -13,10 +13,10 @@ from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import RequestError, RequestNotFoundError
 from llm_serving.observability.latency_breakdown import Explanation
 from llm_serving.server.endpoint import Endpoint
-from llm_serving.server.generation.streaming import run_until_client_leaves
+from llm_serving.server.generation.generation import run_until_client_leaves
 from llm_serving.server.middleware.authentication import tenant_seen
-from llm_serving.server.parsing.caller import source_of
 from llm_serving.server.parsing.offload import FairThreads, Long, large_json_response
+from llm_serving.server.request_context import source_of
 
 T = TypeVar("T")
 

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.server.endpoint import Endpoint
-from llm_serving.server.parsing.errors import json_response
+from llm_serving.server.parsing.offload import json_response
 from llm_serving.server.protocols.openai.schemas import HealthResponse
 
 

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.server.endpoint import Endpoint
 from llm_serving.server.middleware.authentication import check_operator
-from llm_serving.server.parsing.errors import json_response
+from llm_serving.server.parsing.offload import json_response
 
 
 class ReloadView(Struct):

@@ -24,17 +24,24 @@ from llm_serving.errors import (
     RequestTooLargeError,
     renaming,
 )
-from llm_serving.server.batches import ENDPOINTS_OF_LINES, Batch, Batches, BatchStore
-from llm_serving.server.batches.runner import KEPT_S, WINDOW_S, new_file
-from llm_serving.server.batches.schemas import BatchList, BatchRequest, DeletedFile, FileList, FileObject
-from llm_serving.server.batches.store import CHUNK_BYTES, new_id
+from llm_serving.server.batches.runner import KEPT_S, WINDOW_S, Batches, new_file
+from llm_serving.server.batches.schemas import (
+    ENDPOINTS_OF_LINES,
+    Batch,
+    BatchList,
+    BatchRequest,
+    DeletedFile,
+    FileList,
+    FileObject,
+)
+from llm_serving.server.batches.store import CHUNK_BYTES, BatchStore, new_id
 from llm_serving.server.endpoint import Endpoint
 from llm_serving.server.http.request import MAX_WEIGHT_KEY
-from llm_serving.server.middleware.authentication import api_key_of, tenant_seen
-from llm_serving.server.parsing.errors import json_response
-from llm_serving.server.parsing.offload import large_json_response
-from llm_serving.server.parsing.parameters import read_fields
+from llm_serving.server.middleware.authentication import tenant_seen
+from llm_serving.server.parsing.body import read_fields
+from llm_serving.server.parsing.offload import json_response, large_json_response
 from llm_serving.server.protocols.openai.requests import PAGE, check_metadata, page_of
+from llm_serving.server.request_context import api_key_of
 
 PURPOSE: Final = "batch"
 MAX_FILENAME_CHARS: Final = 256

@@ -11,11 +11,10 @@ from starlette.types import ASGIApp, Message
 from llm_serving.config.tables import ApiKey
 from llm_serving.errors import AuthenticationError
 from llm_serving.server.batches.runner import Answered
-from llm_serving.server.middleware.authentication import SCOPE_KEY
-from llm_serving.server.middleware.rate_limits import SCOPE_KEY as QUOTA_SCOPE_KEY
 from llm_serving.server.middleware.rate_limits import Quota
+from llm_serving.server.parsing.body import IGNORED_HEADER
 from llm_serving.server.parsing.errors import openai_error_response
-from llm_serving.server.parsing.parameters import IGNORED_HEADER
+from llm_serving.server.request_context import API_KEY_KEY, QUOTA_KEY
 
 READY_EVERY_S: Final = 0.5
 """Seconds between two looks at an engine that loads."""
@@ -64,8 +63,8 @@ class Inside:
             "headers": [(b"content-type", b"application/json")],
             "client": None,
             "server": None,
-            SCOPE_KEY: key,
-            QUOTA_SCOPE_KEY: self._quotas.get(tenant),
+            API_KEY_KEY: key,
+            QUOTA_KEY: self._quotas.get(tenant),
         }
         exchange = _Exchange(body)
         await self._app(scope, exchange.receive, exchange.send)

@@ -1,4 +1,4 @@
-"""The choices of a response: how many a request asks for, and selecting them from what was generated.
+"""Selecting the choices of a response from the generated sequences.
 
 Choices are sampled (`n`), the best of several samples (`best_of`), or the best sequences of a beam search.
 """
@@ -11,19 +11,12 @@ from dataclasses import replace
 from typing import Final, NamedTuple
 
 from llm_serving.core.request_output import RequestOutput, join_pieces
-from llm_serving.core.sampling_params import DEFAULTS, BeamSearchParams, Whole
-from llm_serving.errors import RequestError
-from llm_serving.server.protocols.openai.schemas import GenerationRequest
+from llm_serving.core.sampling_params import BeamSearchParams, Whole
 
 MAX_N: Final = 128
 MAX_CHOICES: Final = 512
 """Most sequences generated for one HTTP request: prompts times `best_of`."""
 COUNT: Final = Whole(1, MAX_N)
-_NEUTRAL: Final = {
-    "temperature": 0.0,
-    **{name: DEFAULTS[name] for name in ("min_tokens", "repetition_penalty", "presence_penalty", "frequency_penalty")},
-}
-"""The only value, besides null, that each field may have with beam search, which ranks by the model's own logprobs."""
 
 
 class Choices(NamedTuple):
@@ -47,50 +40,6 @@ class ChoiceOutput(NamedTuple):
     choice: int
     """Index of the prompt times n, plus the choice of that prompt."""
     output: RequestOutput
-
-
-def choices_of(request: GenerationRequest, num_prompts: int) -> Choices:
-    """Return the choices that a request asks for.
-
-    Raises:
-        RequestError: It asks for too many, or combines fields that exclude each other.
-    """
-    n = 1 if request.n is None else request.n
-    best_of = n if request.best_of is None else request.best_of
-    for name, value in (("n", n), ("best_of", best_of)):
-        COUNT.checked(name, value)
-        if num_prompts * value > MAX_CHOICES:
-            rule = f"times the number of prompts must be at most {MAX_CHOICES}"
-            raise RequestError(name, rule, num_prompts * value)
-    if best_of < n:
-        raise RequestError("best_of", f"must be at least n, which is {n}", best_of)
-    if request.use_beam_search:
-        return Choices(n, best_of, _beam_search(request, n, best_of))
-    for name, neutral in (("length_penalty", 1.0), ("early_stopping", False)):
-        value = getattr(request, name)
-        if value not in (None, neutral):
-            raise RequestError(name, "must be given with use_beam_search: true only", value)
-    if request.stream and best_of > n:
-        raise RequestError("best_of", f"must be n, which is {n}, with stream: true", best_of)
-    return Choices(n, best_of)
-
-
-def _beam_search(request: GenerationRequest, n: int, width: int) -> BeamSearchParams:
-    if request.stream:
-        raise RequestError("stream", "must be false with use_beam_search", True)
-    for name, neutral in _NEUTRAL.items():
-        value = getattr(request, name)
-        if value not in (None, neutral):
-            raise RequestError(name, f"must be {neutral:g} with use_beam_search", value)
-    for name in ("stop", "logit_bias", "bad_words", "allowed_token_ids"):
-        if getattr(request, name):
-            raise RequestError(name, "is not supported with use_beam_search")
-    return BeamSearchParams(
-        width=width,
-        num_returned=n,
-        length_penalty=1.0 if request.length_penalty is None else request.length_penalty,
-        early_stopping=bool(request.early_stopping),
-    )
 
 
 async def select_best(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace
+from random import SystemRandom
 from typing import Any, Final
 
 import msgspec
@@ -13,13 +14,11 @@ from starlette.requests import Request
 from llm_serving.core.sampling_params import Whole
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import ContextLengthError, RequestError
-from llm_serving.server.generation.choices import choices_of
 from llm_serving.server.generation.logprobs import check_prompt_logprobs, check_prompt_logprobs_size
 from llm_serving.server.generation.message import MessageParser
-from llm_serving.server.generation.pipeline import EncodedRequest, ProtocolRequest, StartedGeneration
-from llm_serving.server.generation.precheck import PrecheckInput
+from llm_serving.server.generation.pipeline import EncodedRequest, PrecheckInput, ProtocolRequest, StartedGeneration
 from llm_serving.server.generation.prompts import encode_text, truncate_prompt
-from llm_serving.server.generation.sampling import bad_words, sampling_params
+from llm_serving.server.generation.sampling import bad_words, choices_of, sampling_params
 from llm_serving.server.generation.structured_output import check_compatible, structured_output_of
 from llm_serving.server.generation.tools import (
     OfferedTools,
@@ -85,8 +84,7 @@ class ConversationRequest(ProtocolRequest):
         engine, chat = self.engine, self.chat
         logprobs = self.num_logprobs()
         self.offered = offered = offered_tools(engine, chat)
-        words = await off_loop(bool(chat.bad_words), lambda: bad_words(engine, chat.bad_words))
-        decided: dict[str, Any] = {"logprobs": logprobs, "bad_words": words}
+        decided: dict[str, Any] = {"logprobs": logprobs, "bad_words": await bad_words(engine, chat.bad_words)}
         limited_by, self._limit = _output_limit(chat)
         if offered is not None and offered.format.special_tokens:
             decided["skip_special_tokens"] = False
@@ -133,12 +131,12 @@ class ConversationRequest(ProtocolRequest):
 
     def message_parsers(self, started: StartedGeneration) -> list[MessageParser]:
         """Return the parser of each choice's message."""
-        [prompt], engine = started.prompts, self.engine
+        [prompt], engine, idempotent = started.prompts, self.engine, started.idempotent
         return [
             MessageParser(
                 output_parser(engine, self.chat, prompt, self.offered),
                 self.offered,
-                started.turn.chance(choice),
+                SystemRandom() if idempotent is None else idempotent.chance(choice),
                 reasoning_counter(engine, self.chat, prompt),
             )
             for choice in range(self.choices.n)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from functools import partial
-from typing import Final, NamedTuple
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple, TypeVar
+
+from starlette.types import Receive
 
 from llm_serving.core.constraint import Constraint
 from llm_serving.core.request import FinishReason
@@ -16,7 +19,6 @@ from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.engine.request_stream import RequestStream
 from llm_serving.errors import RequestCancelledError, TimedOutError, UnavailableError, WorkerError, renaming
 from llm_serving.server.generation.choices import ONE_CHOICE, ChoiceOutput, Choices, select_beams, select_best
-from llm_serving.server.generation.precheck import NO_RENAMES
 from llm_serving.server.generation.sampling import sequences_of
 from llm_serving.server.idempotency.request import IdempotentRequest
 from llm_serving.server.parsing.caller import HttpCaller
@@ -27,6 +29,9 @@ SUBMITTED_AT_ONCE: Final = 16
 """Sequences of one HTTP request that are submitted before the event loop serves other requests."""
 READ_AT_ONCE: Final = 16
 """Outputs of several choices that are read before the event loop serves other requests."""
+NO_RENAMES: Final[Mapping[str, str]] = MappingProxyType({})
+
+T = TypeVar("T")
 
 Select = Callable[[AsyncIterator[ChoiceOutput]], AsyncIterator[ChoiceOutput]]
 """Turns the outputs of all sequences into those of the choices."""
@@ -56,7 +61,8 @@ class Generation:
         self._select = select
         self._on_output = on_output
         self._on_close = on_close
-        self._on_read: Callable[[RequestOutput], None] | None = None
+        self.on_read: Callable[[RequestOutput], None] | None = None
+        """Called with each output that is read, also of sequences that are not selected in the end."""
         self._tasks: list[asyncio.Task[None]] = []
         self.latest: list[RequestOutput | None] = [None] * len(streams)
         """The latest output of each sequence."""
@@ -69,8 +75,11 @@ class Generation:
     @property
     def headers(self) -> dict[str, str]:
         """The predicted time to first token, counted from the request's arrival."""
-        predicted = [stream.predicted_s for stream in self._streams if stream.predicted_s is not None]
-        return {PREDICTED_TTFT_HEADER: str(math.ceil(1000 * max(predicted)))} if predicted else {}
+        predicted_s = -1.0
+        for stream in self._streams:
+            if stream.predicted_s is not None:
+                predicted_s = max(predicted_s, stream.predicted_s)
+        return {PREDICTED_TTFT_HEADER: str(math.ceil(1000 * predicted_s))} if predicted_s >= 0.0 else {}
 
     def outputs(self) -> AsyncIterator[ChoiceOutput]:
         """Return every output of every choice; iterate once."""
@@ -98,20 +107,13 @@ class Generation:
         for stream in self._streams:
             stream.tell_waiting(listener)
 
-    def report_reads(self, listener: Callable[[RequestOutput], None] | None) -> None:
-        """Call `listener` with each output that is read, also of sequences that are not selected in the end."""
-        self._on_read = listener
-
-    def _read(self, index: int, output: RequestOutput) -> ChoiceOutput:
-        self.latest[index] = output
-        if self._on_read is not None:
-            self._on_read(output)
-        return ChoiceOutput(index, output)
-
     async def _merged(self) -> AsyncIterator[ChoiceOutput]:
         if len(self._streams) == 1:
             async for output in self._streams[0]:
-                yield self._read(0, output)
+                self.latest[0] = output
+                if self.on_read is not None:
+                    self.on_read(output)
+                yield ChoiceOutput(0, output)
             return
         # The queue is short: further outputs wait in the streams, which count their bytes.
         queue: asyncio.Queue[ChoiceOutput | Exception | None] = asyncio.Queue(READ_AT_ONCE)
@@ -121,12 +123,16 @@ class Generation:
             while (item := await queue.get()) is not None:
                 if isinstance(item, Exception):
                     raise item
-                yield self._read(*item)
+                self.latest[item.choice] = item.output
+                if self.on_read is not None:
+                    self.on_read(item.output)
+                yield item
                 num_read += 1
                 if num_read % READ_AT_ONCE == 0:  # reading a queue that is not empty does not suspend
                     await asyncio.sleep(0)
 
     async def aclose(self) -> None:
+        """Abort the sequences that have not finished, and call `on_close`."""
         if self._on_close is not None:
             on_close, self._on_close = self._on_close, None
             on_close(sum(output.num_output_tokens for output in self.latest if output is not None))
@@ -175,7 +181,7 @@ async def submit(
     request_id: str,
     choices: Choices = ONE_CHOICE,
     field_names: Mapping[str, str] = NO_RENAMES,
-    turn: IdempotentRequest | None = None,
+    idempotent: IdempotentRequest | None = None,
     receipt: ReceiptDraftProtocol | None = None,
 ) -> Generation:
     """Submit `choices.best_of` sequences for each prompt to the engine, all or none; a beam search is one sequence.
@@ -189,27 +195,28 @@ async def submit(
         request_id: The id that the client sees.
         choices: Number of choices, and how they are found.
         field_names: Field in errors of the engine -> the protocol's name for it.
-        turn: Finds the requests that share this response, and stores the request for an idempotent retry.
+        idempotent: Finds the requests that share this response, and stores the request for an idempotent retry.
         receipt: Records prompts, sampling and outputs.
 
     Raises:
         LLMServingError: The engine refuses a sequence; none runs then.
     """
     prompts, sampling = inputs.prompts, inputs.sampling
+    num_prompt_tokens = sum(map(len, prompts))
     with renaming(field_names):
         if receipt is not None:
             receipt.begin(prompts, sampling, choices)
-        sharing = None if turn is None else await turn.sharing(prompts, sampling, choices, caller)
-        sequences = sequences_of(sampling, choices)
+        sharing = None if idempotent is None else await idempotent.sharing(prompts, sampling, choices, caller)
+        sequences = [sampling] if choices == ONE_CHOICE else sequences_of(sampling, choices)
         keys = [] if sharing is None else [sharing.key + i.to_bytes(4) for i in range(len(prompts) * len(sequences))]
-        prompt_lens = [len(prompt) for prompt in prompts for _ in range(choices.best_of)]
         admission = None
-        if len(prompt_lens) > 1 and not engine.shared.has(keys):
+        if len(prompts) * choices.best_of > 1 and not engine.shared.has(keys):
+            prompt_lens = [len(prompt) for prompt in prompts for _ in range(choices.best_of)]
             admission = engine.check_capacity(prompt_lens, caller, choices.best_of)
         refund: Callable[[int], None] | None = None
         if caller.quota is not None:
             num_output = choices.best_of * sampling.max_tokens * len(prompts)
-            refund = caller.quota.take_tokens(sum(map(len, prompts)), num_output)
+            refund = caller.quota.take_tokens(num_prompt_tokens, num_output)
         streams: list[RequestStream] = []
         try:
             for prompt in prompts:
@@ -232,31 +239,26 @@ async def submit(
                     streams.append(stream)
                     if len(streams) % SUBMITTED_AT_ONCE == 0:
                         await asyncio.sleep(0)  # let other requests run
-            if turn is not None:
-                await turn.accept()
+            if idempotent is not None:
+                await idempotent.accept()
         except BaseException:
             await Generation(streams).aclose()
             if refund is not None:
-                refund(-sum(map(len, prompts)))  # a refused request gets its prompt tokens back as well
+                refund(-num_prompt_tokens)  # a refused request gets its prompt tokens back as well
             raise
-    if refund is not None and choices.beams is not None:
-        refund = partial(_refund_beams, refund, choices.best_of)
-    select = _selector(choices, with_logprobs=sampling.logprobs is not None)
-    generation = Generation(streams, select, on_output=None if receipt is None else receipt.add, on_close=refund)
-    if (note := caller.note) is not None:
-        note.request_id = note.request_id or streams[0].request_id
-        note.num_prompt_tokens = sum(map(len, prompts))
-        note.streams_per_prompt = len(streams) // len(prompts)
-        note.outputs = generation.latest
-    return generation
-
-
-def _selector(choices: Choices, with_logprobs: bool) -> Select | None:
+    select: Select | None = None
     if choices.beams is not None:
-        return partial(select_beams, choices=choices)
-    if choices.best_of > choices.n:
-        return partial(select_best, choices=choices, with_logprobs=with_logprobs)
-    return None
+        select = partial(select_beams, choices=choices)
+        refund = None if refund is None else partial(_refund_beams, refund, choices.best_of)
+    elif choices.best_of > choices.n:
+        select = partial(select_best, choices=choices, with_logprobs=sampling.logprobs is not None)
+    generation = Generation(streams, select, on_output=None if receipt is None else receipt.add, on_close=refund)
+    if (context := caller.context) is not None:
+        context.request_id = context.request_id or streams[0].request_id
+        context.num_prompt_tokens = num_prompt_tokens
+        context.streams_per_prompt = len(streams) // len(prompts)
+        context.outputs = generation.latest
+    return generation
 
 
 def _refund_beams(refund: Callable[[int], None], width: int, num_generated: int) -> None:
@@ -285,3 +287,38 @@ def raise_unless_complete(output: RequestOutput) -> None:
     raise_on_failure(output)
     if output.finish_reason is FinishReason.ABORT:
         raise RequestCancelledError
+
+
+class ClientGoneError(Exception):
+    """The client closed the connection before its response was complete."""
+
+
+async def run_until_client_leaves(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Run `work` and cancel it when the client disconnects; the request's body must have been read.
+
+    Raises:
+        ClientGoneError: The client disconnected before; `work` was cancelled.
+    """
+    task = asyncio.current_task()
+    assert task is not None
+    has_left = has_ended = False
+
+    async def watch_client() -> None:
+        nonlocal has_left
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        await asyncio.sleep(0)  # work that has its result already may end
+        if not has_ended:
+            has_left = True
+            task.cancel()
+
+    watch = asyncio.ensure_future(watch_client())
+    try:
+        return await work
+    except asyncio.CancelledError:
+        if has_left and task.uncancel() == 0:
+            raise ClientGoneError from None
+        raise
+    finally:
+        has_ended = True
+        watch.cancel()

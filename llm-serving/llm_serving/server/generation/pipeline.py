@@ -2,15 +2,14 @@
 
     claim the idempotency key -> prepare -> begin the receipt -> admission pre-check -> encode -> compile -> submit
 
-Each protocol implements `ProtocolRequest`. Idempotent retries, resumed streams and request coalescing (`accepted`) and
-receipts (`begin_receipt`) hook in here and nowhere else.
+Each protocol implements `ProtocolRequest`. Idempotent retries, resumed streams and request coalescing (`claim_request`)
+and receipts (`ReceiptHook`) hook in here and nowhere else, for requests that ask for them.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import ClassVar, Final, NamedTuple
 
@@ -18,21 +17,37 @@ from starlette.requests import Request
 
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.engine.async_engine import AsyncEngine
-from llm_serving.errors import RequestError
+from llm_serving.errors import RequestError, renaming
 from llm_serving.server.generation.choices import ONE_CHOICE, Choices
-from llm_serving.server.generation.generation import EngineInput, Generation, submit
-from llm_serving.server.generation.precheck import PrecheckInput, precheck, within_deadline
+from llm_serving.server.generation.generation import NO_RENAMES, EngineInput, Generation, submit
+from llm_serving.server.generation.prompts import Prompt
 from llm_serving.server.generation.structured_output import StructuredOutput, compile_constraint
-from llm_serving.server.idempotency.lookup import ClaimedRequest, arrival
-from llm_serving.server.idempotency.request import IdempotentRequest, SharingRules
-from llm_serving.server.parsing.caller import HttpCaller, caller_of
-from llm_serving.server.parsing.identity import ResponseIdentity, identify
+from llm_serving.server.idempotency.lookup import EVENT_HEADER, KEY_HEADER, claim_request
+from llm_serving.server.idempotency.request import IdempotentRequest
+from llm_serving.server.parsing.caller import HttpCaller, caller_of, within_deadline
+from llm_serving.server.parsing.headers import ResponseIdentity, identify
 from llm_serving.server.protocols.openai.schemas import CallerFields, GenerationRequest
-from llm_serving.server.receipts import ReceiptDraftProtocol, begin_receipt
-from llm_serving.text.structured_output import TokenConstraint
+from llm_serving.server.receipts import ReceiptDraftProtocol, ReceiptHook
 
-_NOT_REPEATABLE: Final = IdempotentRequest(SharingRules(joins_identical=False, grace_s=0.0), seeded=False)
-"""The turn of a request that can be neither retried by its key nor resumed nor shared."""
+BYTES_PER_CHAR: Final = 4
+MAX_SPECIAL_TOKENS: Final = 4
+"""Most tokens that a tokenizer adds to those of a text, before and behind it."""
+
+
+class PrecheckInput(NamedTuple):
+    """What the admission pre-check reads of a request whose parameters have been validated."""
+
+    prompts: Sequence[Prompt]
+    max_tokens: int
+    """Tokens that each choice may generate, at least."""
+    field_names: Mapping[str, str] = NO_RENAMES
+    """Field in errors of the engine -> the protocol's name for it."""
+    num_choices: int = 1
+    """Sequences generated for each prompt."""
+    template_factor: int = 1
+    """Most times its own length that a text may have once the chat template has been applied."""
+    truncates: bool = False
+    """Whether the prompts will be cut to whatever fits."""
 
 
 class EncodedRequest(NamedTuple):
@@ -56,9 +71,9 @@ class ProtocolRequest(ABC):
     id_prefix = ""
     """Put before the request id to form the id of the response."""
     route: ClassVar[str] = ""
-    """Of a protocol whose requests can be retried, resumed and shared: its path. Others have none."""
+    """Path of a protocol whose requests can be retried, resumed and shared; empty for other protocols."""
     wants_vectors: ClassVar[bool] = False
-    """Whether the engine is to return the vectors of the prompts."""
+    """Whether the engine returns the vectors of the prompts."""
 
     def __init__(self, engine: AsyncEngine, http_request: Request, *bodies: CallerFields) -> None:
         self.engine = engine
@@ -70,7 +85,7 @@ class ProtocolRequest(ABC):
 
     @abstractmethod
     async def prepare(self) -> PrecheckInput:
-        """Check everything that needs no tokenizer. By now the body has the seed of the request that it repeats."""
+        """Check everything that needs no tokenizer. A repeated request has its seed in the body by then."""
 
     @abstractmethod
     async def encode(self) -> EncodedRequest:
@@ -86,7 +101,8 @@ class StartedGeneration(NamedTuple):
 
     generation: Generation
     identity: ResponseIdentity
-    turn: IdempotentRequest
+    idempotent: IdempotentRequest | None
+    """None: the request can be neither retried by its key nor resumed nor shared."""
     prompts: Sequence[list[int]]
     """Token ids."""
     receipt: ReceiptDraftProtocol | None
@@ -98,53 +114,97 @@ async def start_generation(request: ProtocolRequest) -> StartedGeneration:
     Raises:
         LLMServingError: The request breaks a rule, or the engine refuses it.
     """
-    engine, caller = request.engine, request.caller
+    engine, http_request, body = request.engine, request.http_request, request.body
+    serving, headers = engine.config.serving, http_request.headers
     try:
-        async with _identified(request) as (identity, turn):
-            check = await request.prepare()
-            receipt = await _receipt(request, identity)
-            await precheck(engine, caller, check, known=turn.known)
-            inputs = await within_deadline(caller.deadline, engine.clock, _engine_input(request))
-            generation = await submit(
-                engine,
-                caller,
-                inputs,
-                request_id=identity.request_id,
-                choices=request.choices,
-                field_names=check.field_names,
-                turn=turn,
-                receipt=receipt,
+        if (
+            request.route
+            and isinstance(body, GenerationRequest)
+            and (
+                serving.coalesce_identical_requests
+                or serving.resume_streams
+                or KEY_HEADER in headers
+                or EVENT_HEADER in headers
             )
+        ):
+            num_streams = request.choices.n * request.num_prompts
+            async with claim_request(
+                engine,
+                http_request,
+                body,
+                request.caller,
+                route=request.route,
+                prefix=request.id_prefix,
+                num_streams=num_streams,
+            ) as (identity, idempotent):
+                return await _start(request, identity, idempotent)
+        identity = identify(engine, http_request, getattr(body, "request_id", None), request.id_prefix)
+        return await _start(request, identity, None)
     except RequestError as error:
         raise request.translate_error(error) from None
-    return StartedGeneration(generation, identity, turn, inputs.prompts, receipt)
 
 
-@asynccontextmanager
-async def _identified(request: ProtocolRequest) -> AsyncIterator[ClaimedRequest]:
-    """Yield the identity of the response; no other request gets the same Idempotency-Key until the context ends."""
-    engine, http_request, body, prefix = request.engine, request.http_request, request.body, request.id_prefix
-    if not (request.route and isinstance(body, GenerationRequest)):
-        yield ClaimedRequest(identify(engine, http_request, getattr(body, "request_id", None), prefix), _NOT_REPEATABLE)
-        return
-    num_streams = request.choices.n * request.num_prompts
-    async with arrival(
-        engine, http_request, body, request.caller, route=request.route, prefix=prefix, num_streams=num_streams
-    ) as arrived:
-        yield arrived
+async def _start(
+    request: ProtocolRequest, identity: ResponseIdentity, idempotent: IdempotentRequest | None
+) -> StartedGeneration:
+    engine, caller, body = request.engine, request.caller, request.body
+    check = await request.prepare()
+    receipt: ReceiptDraftProtocol | None = None
+    if isinstance(body, GenerationRequest) and body.receipt:
+        hook: ReceiptHook = request.http_request.app.receipts
+        receipt = await hook.start_receipt(engine, identity.id, identity.created)
+    if idempotent is None or not idempotent.known:
+        precheck(engine, caller, check)
+    inputs = await within_deadline(caller.deadline, engine.clock, _engine_input(request))
+    generation = await submit(
+        engine,
+        caller,
+        inputs,
+        request_id=identity.request_id,
+        choices=request.choices,
+        field_names=check.field_names,
+        idempotent=idempotent,
+        receipt=receipt,
+    )
+    return StartedGeneration(generation, identity, idempotent, inputs.prompts, receipt)
 
 
-async def _receipt(request: ProtocolRequest, identity: ResponseIdentity) -> ReceiptDraftProtocol | None:
-    if not isinstance(request.body, GenerationRequest):
-        return None
-    return await begin_receipt(request.engine, request.http_request, request.body, identity.id, identity.created)
+def precheck(engine: AsyncEngine, caller: HttpCaller, request: PrecheckInput) -> None:
+    """Refuse a request that admission would refuse whatever the number of its tokens turns out to be.
+
+    Ask admission only where the lengths leave no doubt that the prompts fit the model, because a client that can never
+    be served must not be told to retry.
+
+    Args:
+        engine: Decides.
+        caller: The client.
+        request: Prompts and limits.
+
+    Raises:
+        RequestError: The request would be refused even if no request waited.
+        CapacityError: The request cannot be admitted now.
+        UnavailableError: No WorkAgent is ready.
+    """
+    max_prompt, max_total = engine.config.model.max_input_len, engine.max_model_len
+    min_lens = []
+    for prompt in request.prompts:
+        low = high = len(prompt)
+        if isinstance(prompt, str):
+            num_bytes = len(prompt) if prompt.isascii() else BYTES_PER_CHAR * len(prompt)
+            low = max(1, len(prompt) // engine.tokenizer.max_token_chars)
+            high = request.template_factor * num_bytes + MAX_SPECIAL_TOKENS
+        if not request.truncates and (high > max_prompt or high + request.max_tokens >= max_total):
+            return
+        min_lens.append(1 if request.truncates else low)
+    with renaming(request.field_names):
+        engine.precheck_capacity(min_lens * request.num_choices, caller)
 
 
 async def _engine_input(request: ProtocolRequest) -> EngineInput:
     encoded = await request.encode()
     sampling, output = encoded.sampling, encoded.structured_output
-    constraint: TokenConstraint | None = None
-    if output is not None:
-        constraint = await compile_constraint(request.engine, output, request.caller.source)
-        sampling = replace(sampling, constraint=constraint.grammar.text)
+    if output is None:
+        return EngineInput(encoded.prompts, sampling, None, request.wants_vectors)
+    constraint = await compile_constraint(request.engine, output, request.caller.source)
+    sampling = replace(sampling, constraint=constraint.grammar.text)
     return EngineInput(encoded.prompts, sampling, constraint, request.wants_vectors)

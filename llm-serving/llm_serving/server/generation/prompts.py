@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Final
 
@@ -11,6 +12,9 @@ from llm_serving.server.parsing.offload import INLINE_ITEMS, off_loop
 
 INLINE_CHARS: Final = 4096
 """Longest text that is tokenized on the event loop: for a shorter one a thread would cost more than it saves."""
+
+CALL_CHARS: Final = 64
+"""Characters that take as long to tokenize as one more call of the tokenizer."""
 
 PromptField = str | list[str | int | list[int]]
 Prompt = str | list[int]
@@ -29,12 +33,12 @@ async def read_prompts(value: PromptField, field: str, max_count: int, noun: str
     Raises:
         RequestError: The list is empty, mixes kinds or holds too many prompts.
     """
+    if isinstance(value, str):
+        return [value]
     return await off_loop(len(value) > INLINE_ITEMS, lambda: _split(value, field, max_count, noun))
 
 
-def _split(value: PromptField, field: str, max_count: int, noun: str) -> list[Prompt]:
-    if isinstance(value, str):
-        return [value]
+def _split(value: list[str | int | list[int]], field: str, max_count: int, noun: str) -> list[Prompt]:
     ids = [item for item in value if isinstance(item, int)]
     if len(ids) == len(value) > 0:
         return [ids]
@@ -47,32 +51,32 @@ def _split(value: PromptField, field: str, max_count: int, noun: str) -> list[Pr
 
 
 async def encode_text(engine: AsyncEngine, text: str, field: str, add_special_tokens: bool = True) -> list[int]:
-    """Return the token ids of a text; tokenize a long one off the event loop.
-
-    Raises:
-        ContextLengthError: The text has more characters than the longest prompt could have.
-    """
-    check_length(engine, text, field)
-    return await off_loop(len(text) > INLINE_CHARS, lambda: engine.tokenizer.encode(text, add_special_tokens))
+    """Return the token ids of a text; see `encode_prompts`."""
+    [token_ids] = await encode_prompts(engine, [text], field, add_special_tokens)
+    return token_ids
 
 
 async def encode_prompts(
-    engine: AsyncEngine, prompts: Sequence[Prompt], add_special_tokens: bool = True
+    engine: AsyncEngine, prompts: Sequence[Prompt], field: str, add_special_tokens: bool = True
 ) -> list[list[int]]:
     """Return the token ids of each prompt; tokenize off the event loop where the texts are long or many.
 
     Raises:
         ContextLengthError: A text has more characters than the longest prompt could have.
     """
-    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-    for text in texts:
-        check_length(engine, text, "prompt")
+    cost = 0
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            check_length(engine, prompt, field)
+            cost += len(prompt) + CALL_CHARS
+    if cost > INLINE_CHARS:
+        return await asyncio.to_thread(_encode_all, engine, prompts, add_special_tokens)
+    return _encode_all(engine, prompts, add_special_tokens)
 
-    def encode() -> list[list[int]]:
-        encode_one = engine.tokenizer.encode
-        return [encode_one(each, add_special_tokens) if isinstance(each, str) else each for each in prompts]
 
-    return await off_loop(sum(map(len, texts)) + INLINE_CHARS // 64 * len(texts) > INLINE_CHARS, encode)
+def _encode_all(engine: AsyncEngine, prompts: Sequence[Prompt], add_special_tokens: bool) -> list[list[int]]:
+    encode = engine.tokenizer.encode
+    return [encode(prompt, add_special_tokens) if isinstance(prompt, str) else prompt for prompt in prompts]
 
 
 def check_length(engine: AsyncEngine, text: str, field: str) -> None:

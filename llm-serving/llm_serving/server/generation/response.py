@@ -1,21 +1,36 @@
-"""Responses: each protocol builds its own from the outputs of a generation, as a stream or as a whole."""
+"""Responses: each protocol builds its own from the outputs of a generation, as a stream or as a whole.
+
+A stream sends its outputs and forgets them. A whole response is buffered until all of it has been generated: hundreds
+of choices with twenty top logprobs per token reach gigabytes, so `ResponseBuffers` bounds the memory of all of them.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from functools import partial
+from typing import Any, Final, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from llm_serving.core.request_output import RequestOutput
-from llm_serving.errors import LLMServingError
-from llm_serving.server.generation.generation import Generation, raise_unless_complete
+from llm_serving.errors import LLMServingError, RequestError, UnavailableError
+from llm_serving.server.generation.generation import Generation, raise_unless_complete, run_until_client_leaves
 from llm_serving.server.generation.pipeline import StartedGeneration
-from llm_serving.server.generation.response_buffer import complete_whole
 from llm_serving.server.generation.streaming import EVENT_STREAM, Chunks, StreamResponse
 from llm_serving.server.idempotency.resumable_stream import NumberedPieces
 from llm_serving.server.parsing.offload import INLINE_BYTES, INLINE_TOKENS
+from llm_serving.server.request_context import source_of
+
+KEY: Final = "serving_config.max_buffered_response_bytes"
+OUTPUT_BYTES, LOGPROB_BYTES = 128, 256
+"""Memory of an output beside its text, and of a logprob with its token, whose bytes most protocols hold in a list."""
+RETRY_AFTER_S: Final = 1.0
+
+T = TypeVar("T")
 
 
 class ResponseBuilder(ABC):
@@ -82,12 +97,145 @@ async def respond(
     Raises:
         ClientGoneError: The client left before the response was whole.
     """
-    generation, turn = started.generation, started.turn
-    if stream:
-        chunks: Chunks = builder
-        if turn.stream_id:
-            chunks = NumberedPieces(builder, turn.stream_id, generation.num_streams, turn.position)
-        headers = started.identity.headers | turn.headers
-        return StreamResponse(generation, chunks, builder.error_chunk, media_type=builder.media_type, headers=headers)
-    await complete_whole(http_request, generation, builder.collect(generation))
-    return await builder.response(started.identity.headers | generation.headers | turn.headers)
+    generation, idempotent, headers = started.generation, started.idempotent, started.identity.headers
+    if not stream:
+        await complete_whole(http_request, generation, builder.collect(generation))
+        headers |= generation.headers
+        return await builder.response(headers if idempotent is None else headers | idempotent.headers)
+    chunks: Chunks = builder
+    if idempotent is not None:
+        headers |= idempotent.headers
+        if idempotent.stream_id:
+            chunks = NumberedPieces(builder, idempotent.stream_id, generation.num_streams, idempotent.position)
+    return StreamResponse(generation, chunks, builder.error_chunk, media_type=builder.media_type, headers=headers)
+
+
+class BufferedResponse:
+    """The memory of one whole response while it is built.
+
+    Args:
+        source: The client that is charged for it.
+        cancel: Ends the work on the response.
+    """
+
+    def __init__(self, source: str, cancel: Callable[[], None]) -> None:
+        self.source = source
+        self.cancel = cancel
+        self.failure: LLMServingError | None = None
+        """Why the response was evicted."""
+        self.num_bytes = 0
+
+
+class ResponseBuffers:
+    """The memory of all responses that are being built. It belongs to the event loop.
+
+    When they exceed the limit, the largest response of the client that holds most is evicted.
+
+    Args:
+        max_bytes: Limit for all responses together.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self._responses: set[BufferedResponse] = set()
+        self._bytes_by_source: Counter[str] = Counter()
+        self.num_bytes = 0
+
+    def open(self, source: str, cancel: Callable[[], None]) -> BufferedResponse:
+        """Return an empty response; `release` it in the end."""
+        response = BufferedResponse(source, cancel)
+        self._responses.add(response)
+        return response
+
+    def release(self, response: BufferedResponse) -> None:
+        """Free the memory of a response; does nothing the second time."""
+        if response in self._responses:
+            self._responses.remove(response)
+            self.num_bytes -= response.num_bytes
+            self._bytes_by_source[response.source] -= response.num_bytes
+            if not self._bytes_by_source[response.source]:
+                del self._bytes_by_source[response.source]
+
+    def add(self, response: BufferedResponse, output: RequestOutput) -> None:
+        """Charge an output to a response. Raise LLMServingError where the response has been evicted, now or before."""
+        self.grow(response, buffered_bytes(output))
+        if response.failure is not None:
+            raise response.failure
+
+    def grow(self, response: BufferedResponse, num_bytes: int) -> None:
+        """Charge further bytes to a response, unless it has been released or evicted."""
+        if response not in self._responses:
+            return
+        response.num_bytes += num_bytes
+        self.num_bytes += num_bytes
+        self._bytes_by_source[response.source] += num_bytes
+        while self.num_bytes > self.max_bytes:
+            [(source, _)] = self._bytes_by_source.most_common(1)
+            own = [each for each in self._responses if each.source == source]
+            self._evict(max(own, key=lambda each: each.num_bytes))
+
+    def _evict(self, largest: BufferedResponse) -> None:
+        self.release(largest)
+        if largest.num_bytes > self.max_bytes:
+            rule = f"must ask for an answer that takes at most {self.max_bytes} bytes of memory ({KEY})"
+            largest.failure = RequestError("body", f"{rule}, or for a stream")
+        else:
+            held = f"answers in one piece hold more than {self.max_bytes} bytes ({KEY})"
+            largest.failure = UnavailableError(held, RETRY_AFTER_S)
+        largest.cancel()
+
+
+def buffered_bytes(output: RequestOutput) -> int:
+    """Return about how many bytes of a response an output becomes."""
+    size = OUTPUT_BYTES + len(output.text)
+    if output.beams:
+        size += sum(map(buffered_bytes, output.beams))
+    if output.logprobs:
+        size += LOGPROB_BYTES * sum(1 + len(token.top_token_ids) for token in output.logprobs)
+    if (of_prompt := output.prompt_logprobs) is not None:
+        size += LOGPROB_BYTES * (len(of_prompt) + of_prompt.top_token_ids.size)
+    return size if output.vector is None else size + output.vector.nbytes
+
+
+async def buffered(http_request: Request, generation: Generation, work: Coroutine[Any, Any, T]) -> T:
+    """Return the result of `work`, which builds a whole response from a generation, and charge its memory meanwhile.
+
+    Raises:
+        RequestError: The response alone exceeds the limit.
+        UnavailableError: All responses together exceed it, and this is the largest of the client that holds most.
+    """
+    buffers: ResponseBuffers = http_request.app.response_buffers
+    task = asyncio.current_task()
+    assert task is not None
+
+    def cancel() -> None:
+        if asyncio.current_task() is not task:
+            task.cancel()
+
+    response = buffers.open(source_of(http_request), cancel)
+    generation.on_read = partial(buffers.add, response)
+    try:
+        result = await work
+        if response.failure is not None:
+            await asyncio.sleep(0)  # it was evicted and has not been suspended since: be cancelled here
+        return result
+    except asyncio.CancelledError:
+        if response.failure is not None and task.uncancel() == 0:
+            raise response.failure from None
+        raise
+    finally:
+        response.failure = None  # break the cycle: the error's traceback refers to this frame
+        generation.on_read = None
+        buffers.release(response)
+
+
+async def complete_whole(http_request: Request, generation: Generation, work: Coroutine[Any, Any, T]) -> T:
+    """As `buffered`, and close the generation, however it ends.
+
+    Raises:
+        ClientGoneError: The client disconnected before; the work was cancelled.
+    """
+    try:
+        return await run_until_client_leaves(http_request.receive, buffered(http_request, generation, work))
+    finally:
+        await generation.aclose()

@@ -1,7 +1,8 @@
-"""The engine's `SamplingParams` from the fields of a request."""
+"""The engine's `SamplingParams`, and the number of choices, from the fields of a request."""
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import secrets
 from collections.abc import Callable, Mapping
@@ -9,6 +10,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from llm_serving.core.sampling_params import (
+    DEFAULTS,
     LENGTH_PENALTY,
     MAX_BAD_WORDS,
     MAX_LOGIT_BIAS,
@@ -16,6 +18,7 @@ from llm_serving.core.sampling_params import (
     MAX_STOP_STRING_CHARS,
     MAX_STOP_STRINGS,
     RULES,
+    BeamSearchParams,
     ParameterRule,
     SamplingParams,
     Texts,
@@ -23,11 +26,17 @@ from llm_serving.core.sampling_params import (
 )
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import RequestError, renaming
-from llm_serving.server.generation.choices import COUNT, Choices
+from llm_serving.server.generation.choices import COUNT, MAX_CHOICES, Choices
+from llm_serving.server.protocols.openai.schemas import GenerationRequest
 
 SEED_STRIDE: Final = 0x9E3779B97F4A7C15
 """2^64 divided by the golden ratio, which spreads the seeds of choices; odd, so that they all differ."""
 _BAD_WORDS: Final = Texts(MAX_BAD_WORDS // 2, MAX_STOP_STRING_CHARS)
+_NEUTRAL: Final = {
+    "temperature": 0.0,
+    **{name: DEFAULTS[name] for name in ("min_tokens", "repetition_penalty", "presence_penalty", "frequency_penalty")},
+}
+"""The only value, besides null, that each field may have with beam search, which ranks by the model's own logprobs."""
 
 
 def sampling_params(
@@ -53,25 +62,73 @@ def sampling_params(
         RequestError: A field is outside its range.
     """
     field_of = {name: name for name in RULES} | dict(names or {})
-    given = {
-        name: value
-        for name, field in field_of.items()
-        if name not in decided and (value := getattr(request, field, None)) is not None
-    }
+    values: dict[str, Any] = {"seed": None, **(defaults or {})}
     with renaming(field_of):
-        read = {name: _READERS[name](value) if name in _READERS else value for name, value in given.items()}
-        params = SamplingParams(**{"seed": secrets.randbits(64), **(defaults or {}), **read, **decided})
+        for name, field in field_of.items():
+            if name not in decided and (value := getattr(request, field, None)) is not None:
+                values[name] = _READERS[name](value) if name in _READERS else value
+        if values["seed"] is None:
+            values["seed"] = secrets.randbits(64)
+        params = SamplingParams(**{**values, **decided})
         Whole(least_tokens).checked("max_tokens", params.max_tokens)
         return params
 
 
-def bad_words(engine: AsyncEngine, words: list[str] | None) -> tuple[tuple[int, ...], ...]:
+def choices_of(request: GenerationRequest, num_prompts: int) -> Choices:
+    """Return the choices that a request asks for.
+
+    Raises:
+        RequestError: It asks for too many, or combines fields that exclude each other.
+    """
+    n = 1 if request.n is None else request.n
+    best_of = n if request.best_of is None else request.best_of
+    for name, value in (("n", n), ("best_of", best_of)):
+        COUNT.checked(name, value)
+        if num_prompts * value > MAX_CHOICES:
+            rule = f"times the number of prompts must be at most {MAX_CHOICES}"
+            raise RequestError(name, rule, num_prompts * value)
+    if best_of < n:
+        raise RequestError("best_of", f"must be at least n, which is {n}", best_of)
+    if request.use_beam_search:
+        return Choices(n, best_of, _beam_search(request, n, best_of))
+    for name, neutral in (("length_penalty", 1.0), ("early_stopping", False)):
+        value = getattr(request, name)
+        if value not in (None, neutral):
+            raise RequestError(name, "must be given with use_beam_search: true only", value)
+    if request.stream and best_of > n:
+        raise RequestError("best_of", f"must be n, which is {n}, with stream: true", best_of)
+    return Choices(n, best_of)
+
+
+def _beam_search(request: GenerationRequest, n: int, width: int) -> BeamSearchParams:
+    if request.stream:
+        raise RequestError("stream", "must be false with use_beam_search", True)
+    for name, neutral in _NEUTRAL.items():
+        value = getattr(request, name)
+        if value not in (None, neutral):
+            raise RequestError(name, f"must be {neutral:g} with use_beam_search", value)
+    for name in ("stop", "logit_bias", "bad_words", "allowed_token_ids"):
+        if getattr(request, name):
+            raise RequestError(name, "is not supported with use_beam_search")
+    return BeamSearchParams(
+        width=width,
+        num_returned=n,
+        length_penalty=1.0 if request.length_penalty is None else request.length_penalty,
+        early_stopping=bool(request.early_stopping),
+    )
+
+
+async def bad_words(engine: AsyncEngine, words: list[str] | None) -> tuple[tuple[int, ...], ...]:
     """Return the token sequences of texts, both at the beginning of a text and after a space.
 
     Raises:
         RequestError: There are too many, or one is empty or too long.
     """
-    texts = _BAD_WORDS.checked("bad_words", words or ())
+    return await asyncio.to_thread(_encode_words, engine, words) if words else ()
+
+
+def _encode_words(engine: AsyncEngine, words: list[str]) -> tuple[tuple[int, ...], ...]:
+    texts = _BAD_WORDS.checked("bad_words", words)
     encode = engine.tokenizer.encode
     sequences = [
         tuple(encode(text, add_special_tokens=False)) for word in texts for text in (word.lstrip(), f" {word.lstrip()}")

@@ -1,12 +1,11 @@
-"""Streamed responses (server-sent events), and cancelling work when the client disconnects."""
+"""Streamed responses: server-sent events."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
-from typing import Any, Final, Protocol, TypeVar
+from typing import Final, Protocol
 
 import msgspec
 from starlette.responses import Response
@@ -15,7 +14,7 @@ from starlette.types import Message, Receive, Scope, Send
 from llm_serving.core.request_output import RequestOutput
 from llm_serving.errors import LLMServingError, WorkerError
 from llm_serving.log import get_logger
-from llm_serving.server.generation.generation import Generation
+from llm_serving.server.generation.generation import ClientGoneError, Generation, run_until_client_leaves
 from llm_serving.server.http.request import UNSENT_KEY, WRITE_KEY
 
 logger = get_logger(__name__)
@@ -25,12 +24,6 @@ STREAM_HEADERS: Final = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 """Tell proxies to neither store nor buffer the response."""
 DONE: Final = b"data: [DONE]\n\n"
 _encode: Final = msgspec.json.Encoder().encode
-
-T = TypeVar("T")
-
-
-class ClientGoneError(Exception):
-    """The client closed the connection before its response was complete."""
 
 
 def event(content: object) -> bytes:
@@ -92,8 +85,9 @@ class StreamResponse(Response):
             self._generation.set_fast_path(partial(write, self._chunks.chunk))
         try:
             with contextlib.suppress(ClientGoneError):
-                await complete(receive, self._generation, self._send_all(send))
+                await run_until_client_leaves(receive, self._send_all(send))
         finally:
+            await self._generation.aclose()
             # Both refer to objects that refer to the generation: break the cycle.
             self._generation.report_unread_bytes(None)
             self._generation.set_fast_path(None)
@@ -122,46 +116,3 @@ class StreamResponse(Response):
 def internal_error() -> LLMServingError:
     """Return the error that a client gets for a defect of the server; the log has the details."""
     return WorkerError("internal error")
-
-
-async def complete(receive: Receive, generation: Generation, work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of `work` and close the generation, however it ends.
-
-    Raises:
-        ClientGoneError: The client disconnected before; `work` was cancelled.
-    """
-    try:
-        return await run_until_client_leaves(receive, work)
-    finally:
-        await generation.aclose()
-
-
-async def run_until_client_leaves(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Run `work` and cancel it when the client disconnects; the request's body must have been read."""
-    task = asyncio.current_task()
-    assert task is not None
-    left = ended = False
-
-    def cancel_work(watch: asyncio.Task[None]) -> None:
-        nonlocal left
-        # The event loop may have scheduled this call before the work ended: then there is nothing to cancel.
-        if not (ended or watch.cancelled()):
-            left = True
-            task.cancel()
-
-    watch = asyncio.ensure_future(_client_leaves(receive))
-    watch.add_done_callback(cancel_work)
-    try:
-        return await work
-    except asyncio.CancelledError:
-        if left and task.uncancel() == 0:
-            raise ClientGoneError from None
-        raise
-    finally:
-        ended = True
-        watch.cancel()
-
-
-async def _client_leaves(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

@@ -65,14 +65,15 @@ def structured_output_of(request: object, names: Mapping[str, str] | None = None
         RequestError: It asks for several, for a malformed one, or for something that excludes structured output.
     """
     whitespace = getattr(request, "guided_whitespace_pattern", None)
-    found = [
-        output
-        for name, read in _READERS.items()
-        if (value := getattr(request, name, None)) is not None and (output := read(name, value, whitespace)) is not None
-    ]
+    found = []
+    for name, read in _READERS.items():
+        value = getattr(request, name, None)
+        if value is not None and (output := read(name, value, whitespace)) is not None:
+            found.append(output)
     if len(found) > 1:
         raise RequestError(found[1].field, f"must not be given together with `{found[0].field}`")
-    _check_whitespace(whitespace, found, "guided_whitespace_pattern")
+    if whitespace is not None:
+        _check_whitespace(found, "guided_whitespace_pattern")
     if not found:
         return None
     check_compatible(request, found[0].field, names)
@@ -135,8 +136,8 @@ _Read = Callable[[str, Any, str | None], StructuredOutput | None]
 """Takes the field, its value and the whitespace that the request asks for."""
 
 
-def _check_whitespace(whitespace: str | None, found: Sequence[StructuredOutput], field: str) -> None:
-    if whitespace is not None and not any(output.is_json for output in found):
+def _check_whitespace(found: Sequence[StructuredOutput], field: str) -> None:
+    if not any(output.is_json for output in found):
         raise RequestError(field, "must be given with a form of JSON only")
 
 
@@ -236,7 +237,8 @@ def _structured_outputs(field: str, value: Any, _: str | None) -> StructuredOutp
     ]
     if len(found) != 1:
         raise RequestError(field, f"must have one of {', '.join(readers)}")
-    _check_whitespace(whitespace, found, f"{field}.whitespace_pattern")
+    if whitespace is not None:
+        _check_whitespace(found, f"{field}.whitespace_pattern")
     return found[0]
 
 

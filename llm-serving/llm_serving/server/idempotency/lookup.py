@@ -1,4 +1,4 @@
-"""A request arrives: it is new, or it has been accepted before and its client asks by its key or its stream."""
+"""Claiming a request: it is new, or it was accepted before and its client retries it by key or resumes its stream."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from starlette.requests import Request
 
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import GoneError, IdempotencyError, RequestError
-from llm_serving.server.generation.precheck import within_deadline
 from llm_serving.server.idempotency.request import (
     BEGINNING,
     MAX_NUMBERED_CHOICES,
@@ -25,13 +24,11 @@ from llm_serving.server.idempotency.request import (
     digest_of,
 )
 from llm_serving.server.idempotency.store import AcceptedRequest, AcceptedRequests, Claim
-from llm_serving.server.middleware.authentication import api_key_of
-from llm_serving.server.parsing.caller import HttpCaller
-from llm_serving.server.parsing.headers import read_header
-from llm_serving.server.parsing.identity import ResponseIdentity, identify
+from llm_serving.server.parsing.caller import HttpCaller, within_deadline
+from llm_serving.server.parsing.headers import ResponseIdentity, identify, read_header
 from llm_serving.server.parsing.offload import INLINE_BYTES, off_loop
 from llm_serving.server.protocols.openai.schemas import GenerationRequest
-from llm_serving.server.request_context import request_context_of
+from llm_serving.server.request_context import api_key_of, request_context_of
 
 KEY_HEADER: Final = "idempotency-key"
 EVENT_HEADER: Final = "last-event-id"
@@ -42,7 +39,7 @@ _encode_json: Final = msgspec.json.Encoder().encode
 
 
 class ResumedStream(NamedTuple):
-    """What a client that comes again wants the rest of."""
+    """An accepted request whose stream continues behind a position."""
 
     record: AcceptedRequest
     position: Position
@@ -50,12 +47,11 @@ class ResumedStream(NamedTuple):
 
 class ClaimedRequest(NamedTuple):
     identity: ResponseIdentity
-    """Of the answer."""
-    turn: IdempotentRequest
+    idempotent: IdempotentRequest
 
 
 @asynccontextmanager
-async def arrival(
+async def claim_request(
     engine: AsyncEngine,
     http_request: Request,
     request: GenerationRequest,
@@ -65,24 +61,24 @@ async def arrival(
     prefix: str,
     num_streams: int,
 ) -> AsyncIterator[ClaimedRequest]:
-    """Who a request is; until the end of the context nobody else gets its key.
+    """Yield a request with the identity of its response; no other request gets its key until the context ends.
 
-    A request that can come again has a seed from here on. That of a key follows from the key, its tenant and the body,
-    so that one whose record has made room for others still has the tokens it had.
+    A request that can be retried or resumed has a seed from here on. That of a key follows from the key, its tenant and
+    the body, so a request whose record has been evicted still generates the same tokens.
 
     Args:
-        engine: Answers it.
-        http_request: It came with.
+        engine: Generates the response.
+        http_request: The request as received.
         request: Its body.
-        caller: Who asks.
-        route: It asks.
-        prefix: Of the answer's id.
-        num_streams: Choices of all its prompts.
+        caller: The client.
+        route: Path of the endpoint.
+        prefix: Put before the request id to form the id of the response.
+        num_streams: Choices of all prompts.
 
     Raises:
-        RequestError: Its key or its event is malformed, or was another request's.
-        GoneError: It was accepted by another model.
-        TimedOutError: Another one had its key until its deadline.
+        RequestError: The key or the event id is malformed, or belongs to another request.
+        GoneError: The request was accepted by another model.
+        TimedOutError: Another request held the key until the deadline.
     """
     accepted: AcceptedRequests = http_request.app.accepted
     serving = engine.config.serving
@@ -115,7 +111,8 @@ async def arrival(
         state = http_request.app.model_state.digest(engine.compute_fingerprint, *longest)
         if record is not None:
             position.check(num_streams)
-            yield _again(engine, http_request, request, record, position, prefix, rules, state)
+            resumed = ResumedStream(record, position)
+            yield _known_request(engine, http_request, request, resumed, prefix, rules, state)
             return
         if request.seed is None:
             request.seed = seed_of(caller.tenant, key, digest) if key else secrets.randbits(64)
@@ -143,21 +140,20 @@ async def arrival(
             accepted.settle(claim)
 
 
-def _again(
+def _known_request(
     engine: AsyncEngine,
     http_request: Request,
     request: GenerationRequest,
-    record: AcceptedRequest,
-    position: Position,
+    resumed: ResumedStream,
     prefix: str,
     rules: SharingRules,
     state: bytes,
 ) -> ClaimedRequest:
+    record, position = resumed
     if record.model != state:
         raise GoneError("it was accepted by another model, or by one that is computed otherwise")
     request.seed = record.seed
-    if (note := request_context_of(http_request)) is not None:
-        note.request_id = record.request_id
+    request_context_of(http_request).request_id = record.request_id
     name = engine.config.model.model_name
     identity = ResponseIdentity(f"{prefix}-{record.request_id}", record.request_id, record.created, name)
     return ClaimedRequest(
@@ -172,7 +168,7 @@ async def _add(accepted: AcceptedRequests, claim: Claim | None, record: Accepted
 
 
 def seed_of(tenant: str, key: str, digest: bytes) -> int:
-    """The seed of a request that has a key and none of its own."""
+    """Return the seed of a request that has a key and no seed of its own."""
     hashed = hashlib.blake2b(_encode_json((tenant, key)) + digest, digest_size=SEED_BYTES, person=b"idempotency-key")
     return int.from_bytes(hashed.digest())
 
@@ -185,7 +181,7 @@ def _key(http_request: Request) -> str:
 
 
 def _by_event(accepted: AcceptedRequests, http_request: Request, event_id: str, digest: bytes) -> ResumedStream:
-    """What a repeated request goes on with."""
+    """Return the stream that a repeated request resumes behind an event."""
     record, position = resumed_by(accepted, http_request, "Last-Event-ID", event_id)
     if record.digest != digest:
         raise IdempotencyError("Last-Event-ID", "must be that of an event of the same request", event_id)
@@ -195,18 +191,18 @@ def _by_event(accepted: AcceptedRequests, http_request: Request, event_id: str, 
 def resumed_by(
     accepted: AcceptedRequests, http_request: Request, field: str, event_id: str, stream_id: str | None = None
 ) -> ResumedStream:
-    """The request and the place that the id of an event means.
+    """Return the accepted request and the position that the id of an event means.
 
     Args:
-        accepted: Those that are known.
-        http_request: Asks.
-        field: Has the id.
-        event_id: That of an event, or what follows its colon.
-        stream_id: The stream, if it is known.
+        accepted: The accepted requests.
+        http_request: The client's request; its API key must be that of the stream's tenant.
+        field: Field or header that holds the id.
+        event_id: Id of an event, or the part behind its colon.
+        stream_id: The stream, where the URL names it.
 
     Raises:
-        RequestNotFoundError: The stream is not known, or another tenant's.
-        RequestError: The id is none, or another stream's.
+        RequestNotFoundError: The stream is unknown, or belongs to another tenant.
+        RequestError: The id is malformed, or belongs to another stream.
     """
     named, colon, text = event_id.rpartition(":")
     if stream_id is not None and colon and named != stream_id:

@@ -1,9 +1,8 @@
 """One generation request of a client: a new one, or one that was accepted before and is retried or resumed.
 
-The id of an event tells how far the client has read. It is the id of the stream, a colon, and the number of events
+The id of an event says how far the client has read. It is the id of the stream, a colon, and the number of events
 sent for each choice, joined by dots; after a plus sign the number of events that follow all choices, or `end`. The
-order of choices depends on the load, but the events of each choice do not, so the id determines the rest whatever the
-order was.
+order of choices depends on the load, but the events of each choice do not, so the id determines the remaining events.
 """
 
 from __future__ import annotations
@@ -37,27 +36,27 @@ _encode: Final = msgspec.msgpack.Encoder().encode
 
 
 class Position(NamedTuple):
-    """What a client has been told; the beginning where there is nothing."""
+    """How far a client has read a stream."""
 
-    told: tuple[int, ...] = ()
-    """Events of each choice."""
-    closing: int = 0
+    num_read: tuple[int, ...] = ()
+    """Events of each choice; empty at the beginning."""
+    num_closing: int = 0
     """Events behind those of all choices."""
     is_end: bool = False
 
     @classmethod
     def read(cls, field: str, text: str) -> Position:
-        """Raises RequestError where the text is no position."""
+        """Return the position that a text means. Raise RequestError where the text is no position."""
         found = _POSITION.fullmatch(text)
         if found is None:
             raise RequestError(field, "must be the id of an event of this stream, or what follows its colon", text)
         counts, closing = found.groups()
-        told = tuple(map(int, counts.split(".")))
-        return cls(told, 0, True) if closing == END else cls(told, int(closing or 0))
+        num_read = tuple(map(int, counts.split(".")))
+        return cls(num_read, 0, True) if closing == END else cls(num_read, int(closing or 0))
 
     def check(self, num_choices: int) -> None:
-        """Raises RequestError where it is that of a stream with another number of choices."""
-        if self.told and len(self.told) != num_choices:
+        """Raise RequestError where it is that of a stream with another number of choices."""
+        if self.num_read and len(self.num_read) != num_choices:
             raise RequestError("Last-Event-ID", f"must have the numbers of {num_choices} choices")
 
 
@@ -69,22 +68,23 @@ def digest_of(content: bytes) -> bytes:
 
 
 class SharingRules(NamedTuple):
-    """What the configuration says of giving an answer to several."""
+    """Keys of the configuration for responses that several requests share."""
 
-    joins_identical: bool
+    coalesces_identical: bool
     grace_s: float
+    """Seconds for which a stream without a reader keeps running."""
 
 
 class IdempotentRequest:
-    """What is known of a request besides its body.
+    """A request that may be retried or resumed, or whose response identical requests share.
 
     Args:
-        rules: Of the configuration.
-        seeded: Whether its client gave a seed.
-        record: What it becomes, or became, so that it can come again; None: it cannot.
+        rules: From the configuration.
+        seeded: Whether the client gave a seed.
+        record: What is stored of the request; None: it can be neither retried nor resumed.
         known: Whether it was accepted before.
-        position: Of its stream, as far as its client has read it.
-        add: Keeps its record.
+        position: How far the client has read its stream.
+        add: Stores the record.
     """
 
     def __init__(
@@ -102,23 +102,22 @@ class IdempotentRequest:
         self._rules = rules
         self._seeded = seeded
         self.position = position
-        """What its client has been told."""
         self._add = add
         self._prompts = b""
         """Digest of the token ids of its prompts."""
 
     @property
     def stream_id(self) -> str:
-        """Of a stream that can be resumed; empty: it cannot."""
+        """Id of a stream that can be resumed; empty: it cannot."""
         return self.record.stream_id if self.record is not None and self.record.streams else ""
 
     def chance(self, choice: int) -> Random:
-        """What draws the ids of a choice: the same for a request that comes again, otherwise nobody can draw them."""
+        """Return the generator of a choice's ids: the same for a repeated request, otherwise unpredictable."""
         return SystemRandom() if self.record is None else Random(f"{self.record.stream_id} {choice}")
 
     @property
     def headers(self) -> dict[str, str]:
-        """What an answer tells of this."""
+        """Headers of the response."""
         headers = {STREAM_ID_HEADER: self.stream_id} if self.stream_id else {}
         if self.known and self.record is not None and self.record.key:
             headers[REPLAYED_HEADER] = "true"
@@ -127,33 +126,34 @@ class IdempotentRequest:
     async def sharing(
         self, prompts: Sequence[list[int]], sampling: SamplingParams, choices: Choices, caller: HttpCaller
     ) -> Sharing | None:
-        """How its answer is shared: with the same requests of the same tenant, or with itself when it comes again.
-
-        The number of a sequence is to be added to the key. None: it is not shared.
+        """Return how the response is shared, with identical requests of the tenant or with repetitions of this request.
 
         Args:
             prompts: Token ids of each prompt.
-            sampling: Of the first choice.
-            choices: How many answers, and how they are found.
-            caller: Who asks.
+            sampling: Sampling of the first choice.
+            choices: Number of choices, and how they are found.
+            caller: The client.
+
+        Returns:
+            Its key lacks the number of the sequence, which the caller appends. None: the response is not shared.
         """
-        if self._rules.joins_identical and caller.deadline is None and (self._seeded or sampling.greedy):
+        if self._rules.coalesces_identical and caller.deadline is None and (self._seeded or sampling.greedy):
             scope = ""
         elif self.record is not None:
             scope = self.record.stream_id
         else:
             return None
-        who = (scope, caller.tenant, caller.cache_salt, caller.priority)
+        owner = (scope, caller.tenant, caller.cache_salt, caller.priority)
         self._prompts = await off_loop(sum(map(len, prompts)) > INLINE_ITEMS, lambda: _digest_of_ids(prompts))
-        key = digest_of(_encode((who, self._prompts, _telling(sampling), choices)))
+        key = digest_of(_encode((owner, self._prompts, _distinctive(sampling), choices)))
         keeps = self.record is not None and bool(self.record.key)
         return Sharing(key, keeps, self._rules.grace_s if self.stream_id else 0.0)
 
     async def accept(self) -> None:
-        """It is computed from now on, by the prompts of which `sharing` was told: from now on it can come again.
+        """Store the record with the prompts given to `sharing`, so that the request can be repeated from now on.
 
         Raises:
-            GoneError: It was accepted before with other prompts.
+            GoneError: The request was accepted before with other prompts.
         """
         if self.record is None:
             return
@@ -168,12 +168,12 @@ class IdempotentRequest:
 def _digest_of_ids(prompts: Sequence[list[int]]) -> bytes:
     try:
         return digest_of(_encode(prompts))
-    except OverflowError:  # integers that are no token ids, as will be found out
+    except OverflowError:  # integers that are no token ids, which the engine refuses
         return b""
 
 
-def _telling(sampling: SamplingParams) -> object:
-    """What tells answers to a prompt apart: of greedy ones the seed does not."""
+def _distinctive(sampling: SamplingParams) -> object:
+    """Return the parameters that change a response; the seed does not change a greedy one."""
     content = msgspec.to_builtins(sampling)
     if sampling.greedy:
         del content["seed"]

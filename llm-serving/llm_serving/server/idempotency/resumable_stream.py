@@ -1,4 +1,4 @@
-"""Events of a stream with ids that say how far a client has read: enough to go on from there."""
+"""Events of a stream with ids that say how far a client has read, so that it can resume behind the last one."""
 
 from __future__ import annotations
 
@@ -12,18 +12,23 @@ _BLANK: Final = b"\n\n"
 
 
 class NumberedPieces:
-    """Pieces of a stream with their ids, behind those that were told before."""
+    """Chunks of a stream whose events have ids; events that the client has read are left out.
+
+    Args:
+        pieces: Writes the chunks without ids.
+        stream_id: Begins each id.
+        num_choices: Choices of the stream.
+        position: How far the client has read.
+    """
 
     def __init__(self, pieces: Chunks, stream_id: str, num_choices: int, position: Position) -> None:
-        """`position` is that of a stream of so many choices."""
-        assert len(position.told) in (0, num_choices)
+        assert len(position.num_read) in (0, num_choices)
         self._pieces = pieces
         self._prefix = f"id: {stream_id}:"
-        self._told_before = list(position.told or (0,) * num_choices)
-        self._closing_before = position.closing
-        self._made = [0] * num_choices
-        self._told = self._told_before.copy()
-        self._alone = num_choices == 1
+        self._num_read = list(position.num_read or (0,) * num_choices)
+        self._num_closing_read = position.num_closing
+        self._num_made = [0] * num_choices
+        self._num_sent = self._num_read.copy()
 
     def chunk(self, index: int, output: RequestOutput) -> bytes:
         events = self._pieces.chunk(index, output)
@@ -31,9 +36,9 @@ class NumberedPieces:
             return events
         numbered = []
         for event in events.split(_BLANK)[:-1]:
-            self._made[index] += 1
-            if self._made[index] > self._told_before[index]:
-                self._told[index] = self._made[index]
+            self._num_made[index] += 1
+            if self._num_made[index] > self._num_read[index]:
+                self._num_sent[index] = self._num_made[index]
                 numbered.append(self._with_id(event, ""))
         return b"".join(numbered)
 
@@ -41,11 +46,11 @@ class NumberedPieces:
         events = (await self._pieces.finish()).split(_BLANK)[:-1]
         numbered = []
         for number, event in enumerate(events, start=1):
-            if number > self._closing_before:
+            if number > self._num_closing_read:
                 is_last = event + _BLANK == DONE
                 numbered.append(self._with_id(event, f"+{END}" if is_last else f"+{number}"))
         return b"".join(numbered)
 
     def _with_id(self, event: bytes, closing: str) -> bytes:
-        counts = str(self._told[0]) if self._alone else ".".join(map(str, self._told))
+        counts = ".".join(map(str, self._num_sent))
         return f"{self._prefix}{counts}{closing}\n".encode() + event + _BLANK

@@ -23,32 +23,32 @@ from llm_serving.errors import IdempotencyError, RequestNotFoundError
 from llm_serving.server.tenant_quota import StoredSizes, TenantQuota
 
 OVERHEAD_BYTES: Final = 1024
-"""What a record takes beside the request and its names."""
+"""Memory of a record beside the request and its names."""
 
 
 class AcceptedRequest(msgspec.Struct, kw_only=True, frozen=True):
-    """A request of completions or conversations with all that the server added to it."""
+    """A request of completions or chat, with everything that is needed to compute its response again."""
 
     stream_id: str
     """Random, so that it cannot be predicted."""
     route: str
     tenant: str
     key: str
-    """Its Idempotency-Key; empty: it has none."""
+    """The `Idempotency-Key`; empty: there is none."""
     digest: bytes
-    """Of the request as it was sent."""
+    """Digest of the request as the client sent it."""
     request: bytes
     """The request as JSON, with its seed."""
     seed: int
     seeded: bool
     """Whether the client gave the seed."""
     streams: bool
-    """Whether its answer is a stream that can be resumed."""
+    """Whether its response is a stream that can be resumed."""
     request_id: str
     created: int
-    """Seconds since 1970, as answers tell it."""
+    """Seconds since 1970, as in the response."""
     model: bytes
-    """Of the model, its configuration and what computes: another one gives other answers."""
+    """Digest of the model, its configuration and kernels, on which the response depends."""
     prompts: bytes
     """Digest of the token ids of its prompts."""
     accepted_at: float
@@ -60,14 +60,14 @@ class AcceptedRequest(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class Log(Protocol):
-    """Where records go that shall outlive this process."""
+    """A file of records that outlives this process."""
 
     async def append(self, record: AcceptedRequest) -> None: ...
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Claim:
-    """That one request has a key; others that come by it wait."""
+    """The right of one request to a key, for which other requests with the key wait."""
 
     name: tuple[str, str]
     """Tenant and key."""
@@ -76,13 +76,13 @@ class Claim:
 
 
 class AcceptedRequests:
-    """It belongs to the event loop.
+    """The accepted requests that clients may repeat. The table belongs to the event loop.
 
     Args:
-        shares: Of all records; none is kept where there are no bytes for them.
-        kept_s: Seconds from a request's acceptance for which it is known.
-        wall_clock: Seconds since 1970: tells how old a request is that comes from a log.
-        clock: Tells how old it becomes, however the other one is set meanwhile.
+        shares: Memory for the records; with 0 bytes no record is kept.
+        kept_s: Seconds from a request's acceptance until its record expires.
+        wall_clock: Seconds since 1970; gives the age of a record that comes from a log.
+        clock: Seconds; records expire by it, whatever happens to the wall clock.
     """
 
     def __init__(
@@ -94,9 +94,9 @@ class AcceptedRequests:
         self._clock = clock
         self._kept = StoredSizes(shares)
         self._records: dict[str, AcceptedRequest] = {}
-        """By stream, oldest first."""
+        """Stream -> its record, oldest first."""
         self._known_until: dict[str, float] = {}
-        """The same, on `clock`."""
+        """Stream -> when its record expires, on `clock`."""
         self._by_key: dict[tuple[str, str], AcceptedRequest] = {}
         self._claims: dict[tuple[str, str], Claim] = {}
         self.log: Log | None = None
@@ -106,7 +106,7 @@ class AcceptedRequests:
 
     @property
     def keeps(self) -> bool:
-        """Whether it keeps anything at all."""
+        """Whether records are kept at all."""
         return self._max_bytes > 0
 
     @property
@@ -114,15 +114,15 @@ class AcceptedRequests:
         return self._kept.num_bytes
 
     def find(self, field: str, stream_id: str, tenant: str | None) -> AcceptedRequest:
-        """The request of a stream that can be resumed.
+        """Return the request of a stream that can be resumed.
 
         Args:
-            field: Which named it.
+            field: Field or header that names the stream.
             stream_id: The stream.
-            tenant: Who asks; None: keys are not needed, and who knows the id may.
+            tenant: Tenant of the client; None: the server has no API keys, and knowing the id is enough.
 
         Raises:
-            RequestNotFoundError: There is none, or it is another tenant's.
+            RequestNotFoundError: There is no such stream, or it belongs to another tenant.
         """
         self._expire()
         record = self._records.get(stream_id)
@@ -131,13 +131,13 @@ class AcceptedRequests:
         return record
 
     async def claim(self, tenant: str, key: str, digest: bytes) -> AcceptedRequest | Claim:
-        """The request that came by this key before; waits for one that is on its way, into the log as well.
+        """Return the accepted request of a key, after waiting for one that is being accepted or logged.
 
         Returns:
-            A claim where there is none: whoever asked has the key until it calls `settle`.
+            A claim where there is none: its owner holds the key until it calls `settle`.
 
         Raises:
-            IdempotencyError: It was another request.
+            IdempotencyError: The key belongs to a different request.
         """
         name = (tenant, key)
         while True:
@@ -153,20 +153,19 @@ class AcceptedRequests:
             return claim
 
     def settle(self, claim: Claim) -> None:
-        """Whoever claimed a key has added its request, or it was refused, and the next one may; twice is as once."""
+        """Release a claimed key, whose request was added or refused; does nothing the second time."""
         if self._claims.get(claim.name) is claim:
             del self._claims[claim.name]
             claim.settled.set_result(None)
 
     async def add(self, record: AcceptedRequest) -> None:
-        """Keeps a request, also beyond this process where there is a log; older ones make room, of several tenants
-        those of whoever has most."""
+        """Keep a record, and log it if there is a log; evict older records, first of the tenant that holds most."""
         self.restore(record)
         if self.log is not None and record.stream_id in self._records:
             await self.log.append(record)
 
     def restore(self, record: AcceptedRequest) -> None:
-        """Keeps a request that may come from a log."""
+        """Keep a record that may come from a log."""
         age_s = max(0.0, self._wall_clock() - record.accepted_at)
         if record.stream_id in self._records or age_s > self._kept_s:
             return
@@ -214,10 +213,10 @@ class ModelState:
                 except OSError:  # a link to nowhere
                     continue
                 files.append((path.name, found.st_size, found.st_mtime_ns))
-        facts = (files, sorted(output_settings(config).items()), model.generation_config, model.end_token)
-        self._facts = msgspec.msgpack.encode(facts)
+        state = (files, sorted(output_settings(config).items()), model.generation_config, model.end_token)
+        self._state = msgspec.msgpack.encode(state)
 
     def digest(self, compute_fingerprint: ComputeFingerprint, max_model_len: int, max_input_len: int) -> bytes:
-        """The same only for what gives the same answers."""
-        facts = self._facts + msgspec.msgpack.encode((compute_fingerprint, max_model_len, max_input_len))
-        return hashlib.blake2b(facts, digest_size=16).digest()
+        """Return a digest that is the same only for a model and configuration that give the same responses."""
+        state = self._state + msgspec.msgpack.encode((compute_fingerprint, max_model_len, max_input_len))
+        return hashlib.blake2b(state, digest_size=16).digest()

@@ -22,9 +22,9 @@ RESUME_FROM: Final = "resume_from"
 
 
 async def resume_stream(engine: AsyncEngine, http_request: Request) -> Response:
-    """Goes on behind the event that `Last-Event-ID` or `resume_from` names; with neither, from the beginning.
+    """Continue a stream behind the event that `Last-Event-ID` or `resume_from` names; without them from the beginning.
 
-    An `EventSource` that has lost its connection sends the header to the URL it began with, so that is what counts.
+    The header comes first: an `EventSource` that has lost its connection sends it to its first URL again.
     """
     if not engine.config.serving.resume_streams:
         raise RequestNotFoundError("stream_id", "cannot be resumed: serving_config.resume_streams is False")
@@ -34,7 +34,7 @@ async def resume_stream(engine: AsyncEngine, http_request: Request) -> Response:
     stream_id = http_request.path_params["stream_id"]
     resumed = resumed_by(http_request.app.accepted, http_request, field, event_id, stream_id)
     if resumed.position.is_end:
-        return Response(status_code=HTTPStatus.NO_CONTENT)  # tells a browser not to come again
+        return Response(status_code=HTTPStatus.NO_CONTENT)  # a browser does not reconnect after this status
     http_request.state.resumed = resumed
     body = resumed.record.request
     is_long = len(body) > INLINE_BYTES

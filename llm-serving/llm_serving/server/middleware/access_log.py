@@ -25,7 +25,7 @@ from llm_serving.log import LogWriter, RotatingFile, get_logger
 from llm_serving.observability.transfer_metrics import HttpMetrics
 from llm_serving.server.http.request import ARRIVED_KEY
 from llm_serving.server.middleware.tracing import HEADER, Tracer, context_of
-from llm_serving.server.request_context import SCOPE_KEY, RequestContext
+from llm_serving.server.request_context import CONTEXT_KEY, RequestContext
 
 logger = get_logger(__name__)
 STANDARD_OUTPUT: Final = Path("-")
@@ -230,7 +230,7 @@ class Accounting:
             http_timings, method if method in METHODS else OTHER, path if path in self._paths else OTHER
         )
         note.client = client[0] if client else ""
-        scope[SCOPE_KEY] = note
+        scope[CONTEXT_KEY] = note
         context = None if self._tracer is None or path in PROBES else context_of(scope["headers"])
 
         def send_and_note(message: Message) -> Awaitable[None]:

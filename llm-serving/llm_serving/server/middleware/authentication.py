@@ -19,10 +19,9 @@ from llm_serving.core.timings import Clock
 from llm_serving.errors import AuthenticationError, PermissionDeniedError, RateLimitError
 from llm_serving.log import get_logger
 from llm_serving.server.http.connection_limits import network_of
-from llm_serving.server.middleware.rate_limits import SCOPE_KEY as QUOTA_SCOPE_KEY
 from llm_serving.server.middleware.rate_limits import Quota, TokenBucket
 from llm_serving.server.parsing.errors import openai_error_response
-from llm_serving.server.request_context import request_context_of
+from llm_serving.server.request_context import API_KEY_KEY, QUOTA_KEY, api_key_of, request_context_of
 
 logger = get_logger(__name__)
 
@@ -33,7 +32,6 @@ LOG_INTERVAL_S: Final = 10.0
 
 K = TypeVar("K")
 V = TypeVar("V")
-SCOPE_KEY: Final = "llm_serving.api_key"
 
 
 class FailedKeys:
@@ -136,13 +134,11 @@ class ApiKeyAuthentication:
         try:
             key = self._find(_shown_keys(scope["headers"]), (scope.get("client") or ("", 0))[0])
         except (AuthenticationError, RateLimitError) as error:
-            if (note := request_context_of(HTTPConnection(scope))) is not None:
-                note.error = type(error).__name__
+            request_context_of(HTTPConnection(scope)).error = type(error).__name__
             await openai_error_response(error)(scope, receive, send)
             return
-        if (note := request_context_of(HTTPConnection(scope))) is not None:
-            note.tenant = key.name
-        await self._app({**scope, SCOPE_KEY: key, QUOTA_SCOPE_KEY: self._quotas.get(key.name)}, receive, send)
+        request_context_of(HTTPConnection(scope)).tenant = key.name
+        await self._app({**scope, API_KEY_KEY: key, QUOTA_KEY: self._quotas.get(key.name)}, receive, send)
 
     def _find(self, shown: Sequence[bytes], client: str) -> ApiKey:
         """The row of the one key that is shown.
@@ -161,13 +157,6 @@ class ApiKeyAuthentication:
             raise AuthenticationError("the API key is not known")
         self._failures.succeeded(client, digest)
         return found[0]
-
-
-def api_key_of(connection: HTTPConnection) -> ApiKey | None:
-    """The row of the request's API key; None where keys are not needed."""
-    key = connection.scope.get(SCOPE_KEY)
-    assert key is None or isinstance(key, ApiKey)
-    return key
 
 
 def tenant_seen(connection: HTTPConnection) -> str | None:

@@ -18,13 +18,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from llm_serving.config.sections.server import ServerConfig, is_loopback
 from llm_serving.errors import PermissionDeniedError
 from llm_serving.server.idempotency.request import REPLAYED_HEADER, STREAM_ID_HEADER
+from llm_serving.server.parsing.body import IGNORED_HEADER
 from llm_serving.server.parsing.errors import (
     PREDICTED_TTFT_HEADER,
     RETRY_AFTER_MS_HEADER,
     kind_of,
     openai_error_response,
 )
-from llm_serving.server.parsing.parameters import IGNORED_HEADER
 from llm_serving.server.request_context import request_context_of
 
 FOREIGN_SITES: Final = (b"cross-site", b"same-site")
@@ -92,8 +92,7 @@ class BrowserGuard:
             elif origin is None:
                 self._check_site(fetched)
         except PermissionDeniedError as error:
-            if (note := request_context_of(HTTPConnection(scope))) is not None:
-                note.error = kind_of(error)
+            request_context_of(HTTPConnection(scope)).error = kind_of(error)
             await openai_error_response(error)(scope, receive, send)
             return
         await (self._app if origin is None else self._cors)(scope, receive, send)

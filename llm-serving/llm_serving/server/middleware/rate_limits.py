@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Final
-
-from starlette.requests import HTTPConnection
 
 from llm_serving.config.tables import ApiKey
 from llm_serving.core.timings import Clock
 from llm_serving.errors import RateLimitError
-
-SCOPE_KEY: Final = "llm_serving.quota"
 
 
 class TokenBucket:
@@ -116,13 +111,6 @@ class Quota:
         """To the limit that counts by then."""
         if (bucket := self._buckets.get(what)) is not None:
             bucket.take(-amount, self._clock())
-
-
-def quota_of(connection: HTTPConnection) -> Quota | None:
-    """What the request's key may ask for; None: it has no limits, or there are no keys."""
-    quota = connection.scope.get(SCOPE_KEY)
-    assert quota is None or isinstance(quota, Quota)
-    return quota
 
 
 def reload_quotas(quotas: dict[str, Quota], keys: Iterable[ApiKey], clock: Clock) -> None:

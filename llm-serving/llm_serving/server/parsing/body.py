@@ -1,9 +1,14 @@
-"""Reading a request body: limit its size while it arrives, check limits on its JSON, decode it strictly, name the wrong
-field in errors.
+"""Reading a request body: limit its size, bound the cost of decoding it, decode it strictly, check unsupported fields.
 
 Decoding JSON is one uninterruptible call: while it runs, no other request is served. Its cost depends on the number of
 values rather than of bytes: an empty list costs as much as a hundred letters. So the values are counted first, in calls
 that are short for any input.
+
+Supported fields stand in the structs of the bodies, and rules of sampling parameters in `core.sampling_params`. An
+unsupported field that might change a response is refused by name; one that cannot is ignored and named in the header
+`x-ignored-parameters` of the response. An unknown field might change a response, so it is refused, as OpenAI does: a
+misspelt `temprature` must not pass for the default. Only the older routes, which never refused a field, ignore it. A
+field that is null counts as absent.
 """
 
 from __future__ import annotations
@@ -12,15 +17,23 @@ import asyncio
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from difflib import get_close_matches
 from typing import Any, Final, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 
 from llm_serving.config.sections.server import ServerConfig
-from llm_serving.errors import RequestError, RequestTimeoutError, RequestTooLargeError
-from llm_serving.server.parsing.offload import INLINE_BYTES, off_loop
+from llm_serving.engine.async_engine import AsyncEngine
+from llm_serving.errors import ModelNotFoundError, RequestError, RequestTimeoutError, RequestTooLargeError, shorten
+from llm_serving.server.batches.schemas import BatchRequest
+from llm_serving.server.parsing.offload import INLINE_BYTES
+from llm_serving.server.parsing.unsupported_fields import BodyFields, IgnoredField, RefusedField
+from llm_serving.server.protocols import text_schemas
+from llm_serving.server.protocols.anthropic import schemas as anthropic_schemas
+from llm_serving.server.protocols.openai import responses_schemas, vector_schemas
+from llm_serving.server.protocols.openai import unsupported_fields as openai_fields
 
 MAX_VALUES: Final = 2**19
 """Most values of any kind, enough for the token ids of a batch of long prompts. Decoding so many takes about 6 ms."""
@@ -30,8 +43,118 @@ MAX_CONTAINERS: Final = 2**15
 """Most lists, objects and names together, each at most about 0.5 microseconds; 4,096 messages in parts have fewer."""
 MAX_DIGITS: Final = 64
 """Most digits of a number: the time to decode an integer grows with their square."""
+MAX_ECHOED_BYTES: Final = 2**16
+"""Longest body whose errors report the wrong value, because that takes decoding it a second time."""
+IGNORED_HEADER: Final = "x-ignored-parameters"
+MAX_NAMED: Final = 20
+"""Most fields that the header names."""
+MAX_NEUTRAL_BYTES: Final = 64
+"""Longest value that may be neutral."""
+MAX_NAME_CHARS: Final = 60
+EMPTY_BODIES: Final = (b"", b"{}", b"null")
+ANY_MODEL: Final = "*"
+"""The alias that matches every name."""
+
+BODIES: Final[Mapping[type, BodyFields]] = {
+    **openai_fields.UNSUPPORTED,
+    **responses_schemas.UNSUPPORTED,
+    **vector_schemas.UNSUPPORTED,
+    **anthropic_schemas.UNSUPPORTED,
+    **text_schemas.UNSUPPORTED,
+    BatchRequest: BodyFields({"output_expires_after": RefusedField()}),
+}
+"""Struct of a body, or of a part of one -> its unsupported fields."""
 
 _DIGITS_TO_ZERO: Final = bytes.maketrans(b"123456789", b"000000000")
+_CUT_OFF: Final = "Input data was truncated"
+_HALF_PAIR: Final = re.compile(r"(?:surrogate pair|end of hex escape) \((byte \d+)\)")
+_STEP: Final = re.compile(r"([^.\[\]]+)|\[(\d+)\]")
+"""A step of a path: the name of a field, or the index of an item."""
+_HEADER_NAME: Final = re.compile(rf"[A-Za-z0-9_.\-]{{1,{MAX_NAME_CHARS}}}")
+
+T = TypeVar("T")
+_Object = dict[str, msgspec.Raw]
+_decode_object: Final = msgspec.json.Decoder(_Object).decode
+_decode_items: Final = msgspec.json.Decoder(list[msgspec.Raw]).decode
+_names: Final = {kind: frozenset(each.encode_name for each in msgspec.structs.fields(kind)) for kind in BODIES}
+
+
+async def read_fields(engine: AsyncEngine, http_request: Request, kind: type[T], *, strict: bool = True) -> T:
+    """Read the body of a request and check its unsupported fields; decode a long one off the event loop.
+
+    Args:
+        engine: Its configuration limits the size and the time.
+        http_request: The request; its state keeps the names of ignored fields.
+        kind: Struct of the body.
+        strict: Do not convert strings to numbers and booleans.
+
+    Raises:
+        RequestError: Names the field that is wrong or unsupported, or the limit that the body exceeds.
+        ClientDisconnect: The client disconnected.
+    """
+    body = await read_body(http_request, engine.config.serving)
+    if len(body) > INLINE_BYTES:
+        return await asyncio.to_thread(_decode_long, http_request, body, kind, strict)
+    content = decode_body(body, kind, strict=strict)
+    check_other_fields(http_request, kind, body)
+    return content
+
+
+def _decode_long(http_request: Request, body: bytes, kind: type[T], strict: bool) -> T:
+    check_json_limits(body)
+    content = decode_body(body, kind, strict=strict)
+    check_other_fields(http_request, kind, body)
+    return content
+
+
+async def read_body(request: Request, limits: ServerConfig) -> bytes:
+    """Return the whole body.
+
+    Raises:
+        RequestTooLargeError: It is longer than `max_request_body_bytes`; raised before all of it has been read.
+        RequestTimeoutError: It did not arrive within `body_timeout_s`.
+        ClientDisconnect: The client disconnected.
+    """
+    max_bytes = limits.max_request_body_bytes
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and (len(declared) > 18 or int(declared) > max_bytes):
+        raise RequestTooLargeError("body", f"must be at most {max_bytes} bytes")
+    body = bytearray()  # not a list of chunks: a chunk of one byte would take forty bytes
+    try:
+        async with asyncio.timeout(limits.body_timeout_s):
+            more = True
+            while more:
+                message = await request.receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientDisconnect
+                chunk, more = message.get("body", b""), message.get("more_body", False)
+                if len(body) + len(chunk) > max_bytes:
+                    raise RequestTooLargeError("body", f"must be at most {max_bytes} bytes")
+                body += chunk
+    except TimeoutError:
+        raise RequestTimeoutError("body", f"must arrive within {limits.body_timeout_s:g} seconds") from None
+    return bytes(body)
+
+
+async def check_no_body(request: Request, limits: ServerConfig) -> None:
+    """Raise RequestError for a body that is not empty, on a route that reads none."""
+    body = (await read_body(request, limits)).strip()
+    if body in EMPTY_BODIES:
+        return
+    try:
+        fields = _decode_object(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        raise RequestError("body", "must be empty: this route takes none") from None
+    for name, value in fields.items():
+        if bytes(value) != b"null":
+            raise RequestError(name[:64], "is not a parameter of this route, which takes no body")
+
+
+def check_model(engine: AsyncEngine, name: str | None) -> None:
+    """Raise ModelNotFoundError unless the field `model` is absent or means the served model."""
+    served, aliases = engine.config.model.model_name, engine.config.model.model_aliases
+    if name and name != served and name not in aliases and ANY_MODEL not in aliases:
+        raise ModelNotFoundError("model", f"must be {served}, the model that is served, or one of its aliases", name)
 
 
 def check_json_limits(body: bytes) -> None:
@@ -97,81 +220,6 @@ def _first_repeated(text: bytes, *, only_outermost: bool) -> str | None:
     except RecursionError:
         return None
     return repeated
-
-
-MAX_ECHOED_BYTES: Final = 2**16
-"""Longest body whose errors report the wrong value, because that takes decoding it a second time."""
-
-_CUT_OFF: Final = "Input data was truncated"
-_HALF_PAIR: Final = re.compile(r"(?:surrogate pair|end of hex escape) \((byte \d+)\)")
-_STEP: Final = re.compile(r"([^.\[\]]+)|\[(\d+)\]")
-"""A step of a path: the name of a field, or the index of an item."""
-
-T = TypeVar("T")
-
-
-async def read_body(request: Request, limits: ServerConfig) -> bytes:
-    """Return the whole body.
-
-    Raises:
-        RequestTooLargeError: It is longer than `max_request_body_bytes`; raised before all of it has been read.
-        RequestTimeoutError: It did not arrive within `body_timeout_s`.
-        ClientDisconnect: The client disconnected.
-    """
-    max_bytes = limits.max_request_body_bytes
-    declared = request.headers.get("content-length", "")
-    if declared.isdecimal() and (len(declared) > 18 or int(declared) > max_bytes):
-        raise RequestTooLargeError("body", f"must be at most {max_bytes} bytes")
-    body = bytearray()  # not a list of chunks: a chunk of one byte would take forty bytes
-    try:
-        async with asyncio.timeout(limits.body_timeout_s):
-            more = True
-            while more:
-                message = await request.receive()
-                if message["type"] == "http.disconnect":
-                    raise ClientDisconnect
-                chunk, more = message.get("body", b""), message.get("more_body", False)
-                if len(body) + len(chunk) > max_bytes:
-                    raise RequestTooLargeError("body", f"must be at most {max_bytes} bytes")
-                body += chunk
-    except TimeoutError:
-        raise RequestTimeoutError("body", f"must arrive within {limits.body_timeout_s:g} seconds") from None
-    return bytes(body)
-
-
-async def read_as(
-    request: Request,
-    limits: ServerConfig,
-    kind: type[T],
-    *,
-    strict: bool = True,
-    check: Callable[[bytes], None] | None = None,
-) -> T:
-    """Read and decode the body as a `kind`; decode a long one off the event loop.
-
-    Args:
-        request: The request.
-        limits: Limits of size and time.
-        kind: A msgspec Struct.
-        strict: Do not convert strings to numbers and booleans.
-        check: A further check of the body, once it has been decoded.
-
-    Raises:
-        RequestError: Names the field that is wrong, or the limit that the body exceeds.
-        ClientDisconnect: The client disconnected.
-    """
-    body = await read_body(request, limits)
-    is_long = len(body) > INLINE_BYTES
-
-    def decode() -> T:
-        if is_long:
-            check_json_limits(body)
-        content = decode_body(body, kind, strict=strict)
-        if check is not None:
-            check(body)
-        return content
-
-    return await off_loop(is_long, decode)
 
 
 def decode_body(body: bytes, kind: type[T], *, strict: bool = True) -> T:
@@ -257,3 +305,83 @@ def _within(kind: msgspec.inspect.Type, name: str) -> list[msgspec.inspect.Type]
 
 def _alternatives(kind: msgspec.inspect.Type) -> list[msgspec.inspect.Type]:
     return list(kind.types) if isinstance(kind, msgspec.inspect.UnionType) else [kind]
+
+
+def check_other_fields(http_request: Request, kind: type, body: bytes) -> None:
+    """Refuse the first unsupported field of a valid body that would change the response; note the ignored ones.
+
+    Raises:
+        RequestError: Names the field.
+    """
+    try:
+        ignored = list(dict.fromkeys(_ignored(body, kind, "")))
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:  # in an unsupported field
+        raise RequestError("body", f"must be valid JSON: {shorten(malformed(body, error))}") from None
+    if ignored:
+        shown = [name for name in ignored if _HEADER_NAME.fullmatch(name)][:MAX_NAMED]
+        others = [f"and {len(ignored) - len(shown)} more"] if len(shown) < len(ignored) else []
+        http_request.state.ignored_parameters = ", ".join([*shown, *others])
+
+
+def note_ignored(http_request: Request, name: str) -> None:
+    """Name a supported field too in the header of the response, because this request makes it ineffective."""
+    http_request.state.ignored_parameters = ", ".join(filter(None, [ignored_parameters(http_request), name]))
+
+
+def ignored_parameters(http_request: Request) -> str | None:
+    """Return the value of the header that names ignored fields; None: no field was ignored."""
+    return getattr(http_request.state, "ignored_parameters", None)
+
+
+def _ignored(text: bytes, kind: type, path: str) -> list[str]:
+    content = _decode_object(text)
+    if text.count(b":") > len(content) and (repeated := repeated_name(text, content)) is not None:
+        raise RequestError(path + repeated[:MAX_NAME_CHARS], "must be given once")
+    fields, ignored = BODIES[kind], []
+    for name, raw in content.items():
+        if name in fields.nested:
+            ignored += _ignored_within(raw, fields.nested[name], path + name)
+        elif name not in _names[kind]:
+            row = fields.rows.get(name, fields.unknown)
+            if _is_neutral(raw, row):
+                continue
+            if isinstance(row, RefusedField):
+                raise RequestError(path + name[:MAX_NAME_CHARS], row.why + _suggestion(name, kind, row))
+            ignored.append(name)
+        elif bytes(memoryview(raw)[:1]) == b"{" and (repeated := repeated_name_within(bytes(raw))) is not None:
+            raise RequestError(path + name, f"must not have the name {shorten(repeated)} twice")
+    return ignored
+
+
+def _ignored_within(raw: msgspec.Raw, kind: type, path: str) -> list[str]:
+    begin = bytes(memoryview(raw)[:1])
+    if begin == b"{":
+        return _ignored(bytes(raw), kind, "" if path == "parameters" else f"{path}.")
+    if begin == b"[":
+        items = enumerate(_decode_items(raw))
+        return [name for i, each in items for name in _ignored_within(each, kind, f"{path}[{i}]")]
+    return []
+
+
+def _is_neutral(raw: msgspec.Raw, row: RefusedField | IgnoredField) -> bool:
+    if len(raw) > MAX_NEUTRAL_BYTES:
+        return False
+    try:
+        value = msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return False  # valid JSON without a Python value, such as 1e400
+    if value is None:
+        return True
+    if value in ([], {}):
+        return isinstance(row, IgnoredField) or not row.empty_asks
+    # In Python, True == 1.
+    return isinstance(row, RefusedField) and any(
+        value == each and isinstance(value, bool) == isinstance(each, bool) for each in row.neutral
+    )
+
+
+def _suggestion(name: str, kind: type, row: RefusedField) -> str:
+    if row is not BODIES[kind].unknown:
+        return ""
+    close = get_close_matches(name[:MAX_NAME_CHARS], _names[kind], 1)
+    return f"; did you mean `{close[0]}`?" if close else ""

@@ -2,36 +2,38 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 from starlette.requests import Request
 
 from llm_serving.config.schema import ServingConfig
 from llm_serving.config.tables import ApiKey
 from llm_serving.core.request_class import Caller, class_of
-from llm_serving.errors import PermissionDeniedError, RequestError
-from llm_serving.server.http.connection_limits import network_of
-from llm_serving.server.middleware.authentication import api_key_of
-from llm_serving.server.middleware.rate_limits import Quota, quota_of
+from llm_serving.core.timings import Clock
+from llm_serving.errors import PermissionDeniedError, RequestError, TimedOutError
+from llm_serving.server.middleware.rate_limits import Quota
+from llm_serving.server.parsing.body import note_ignored
 from llm_serving.server.parsing.headers import read_header
-from llm_serving.server.parsing.parameters import note_ignored
 from llm_serving.server.protocols.openai.schemas import CallerFields
-from llm_serving.server.request_context import RequestContext, request_context_of
+from llm_serving.server.request_context import RequestContext, api_key_of, quota_of, request_context_of, source_of
 
 MAX_NAME_CHARS: Final = 256
 TIMEOUT_HEADER: Final = "x-request-timeout-s"
 SECONDS: Final = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class HttpCaller(Caller):
     """The caller with what only the HTTP server needs."""
 
-    note: RequestContext | None = field(default=None, compare=False)
-    """The access log record of the HTTP request."""
+    context: RequestContext | None = field(default=None, compare=False)
+    """The log record of the HTTP request; None outside of HTTP requests."""
     quota: Quota | None = field(default=None, compare=False)
     """The quota of its API key; None: there is no limit."""
 
@@ -48,36 +50,57 @@ def caller_of(config: ServingConfig, http_request: Request, *bodies: CallerField
         RequestError: A field breaks its rule, or is given twice with different values.
         PermissionDeniedError: The priority is higher than its API key allows.
     """
-    key = api_key_of(http_request)
-    user, cache_salt = _name("user", bodies), _name("cache_salt", bodies)
+    key, context = api_key_of(http_request), request_context_of(http_request)
+    names = {}
+    for name in ("user", "cache_salt"):
+        value = str(_given(name, bodies) or "")
+        if len(value) > MAX_NAME_CHARS:
+            raise RequestError(name, f"must be text of at most {MAX_NAME_CHARS} characters", len(value))
+        names[name] = value
     ceiling = ceiling_of(config, key)
-    priority = requested_priority(config, ceiling, _given("priority", bodies), _given("priority_class", bodies))
-    if priority is None:  # without a given priority, the highest one that is allowed, up to 0
+    priority, class_name = _given("priority", bodies), _given("priority_class", bodies)
+    if priority is not None or class_name is not None:
+        priority = requested_priority(config, ceiling, priority, class_name)
+    else:  # the highest priority that is allowed, up to 0
         priority = 0 if ceiling is None else max(0, ceiling.rank)
-    note, timeout_s = request_context_of(http_request), _timeout(config, http_request, bodies)
-    deadline = None if timeout_s is None or note is None else note.http_timings.received_time + timeout_s
+    timeout_s = _timeout(config, http_request, bodies)
+    user = names["user"]
     tenant = user if key is None else key.name
     if user not in ("", tenant):
         note_ignored(http_request, "user")
-    if note is not None:
-        note.tenant, note.request_class = tenant, class_of(priority, config.request_classes).name
+    context.tenant, context.request_class = tenant, class_of(priority, config.request_classes).name
     return HttpCaller(
         priority=priority,
         tenant=tenant,
-        cache_salt=cache_salt,
-        deadline=deadline,
-        http_timings=None if note is None else note.http_timings,
-        note=note,
+        cache_salt=names["cache_salt"],
+        deadline=None if timeout_s is None else context.http_timings.received_time + timeout_s,
+        http_timings=context.http_timings,
+        context=context,
         source=source_of(http_request),
         quota=quota_of(http_request),
     )
 
 
-def source_of(http_request: Request) -> str:
-    """Return the client that is charged for a request; of an IPv6 address its network, which one customer owns."""
-    if (key := api_key_of(http_request)) is not None:
-        return key.name
-    return "" if http_request.client is None else network_of(http_request.client.host)
+async def within_deadline(deadline: float | None, clock: Clock, work: Awaitable[T]) -> T:
+    """Return the result of work that precedes the engine, which enforces the deadline from then on.
+
+    Args:
+        deadline: Time on the clock; None: there is none.
+        clock: Seconds.
+        work: Cancelled when the deadline passes.
+
+    Raises:
+        TimedOutError: The deadline has passed.
+    """
+    if deadline is None:
+        return await work
+    try:
+        async with asyncio.timeout(max(0.0, deadline - clock())) as limit:
+            return await work
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        raise TimedOutError("the deadline of the request has passed") from None
 
 
 class PriorityCeiling(NamedTuple):
@@ -125,6 +148,8 @@ def _timeout(config: ServingConfig, http_request: Request, bodies: Sequence[Call
     """Return the timeout of the request in seconds, from the field or the header."""
     value: float | None = _given("timeout_s", bodies)
     header = read_header(http_request, TIMEOUT_HEADER)
+    if value is None and header is None:
+        return None
     most = config.serving.max_timeout_s
     rule = f"must be a number of seconds above 0 and at most {most:g} (serving_config.max_timeout_s)"
     if header is not None:
@@ -138,15 +163,13 @@ def _timeout(config: ServingConfig, http_request: Request, bodies: Sequence[Call
     return value
 
 
-def _name(field: str, bodies: Sequence[CallerFields]) -> str:
-    value = _given(field, bodies) or ""
-    if len(value) > MAX_NAME_CHARS:
-        raise RequestError(field, f"must be text of at most {MAX_NAME_CHARS} characters", len(value))
-    return str(value)
-
-
 def _given(field: str, bodies: Sequence[CallerFields]) -> Any:
-    values = {value for body in bodies if (value := getattr(body, field)) is not None}
-    if len(values) > 1:
-        raise RequestError(field, "must be given once, or with one value")
-    return next(iter(values), None)
+    """Return the value of a field that any of the bodies may have; None: none of them has it."""
+    found = None
+    for body in bodies:
+        value = getattr(body, field)
+        if value is not None:
+            if found is not None and value != found:
+                raise RequestError(field, "must be given once, or with one value")
+            found = value
+    return found

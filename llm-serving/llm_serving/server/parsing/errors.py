@@ -7,7 +7,6 @@ import re
 from http import HTTPStatus
 from typing import Final
 
-from msgspec import json
 from starlette.responses import Response
 
 from llm_serving.errors import (
@@ -28,6 +27,7 @@ from llm_serving.errors import (
     TooLateError,
     UnavailableError,
 )
+from llm_serving.server.parsing.offload import json_response
 from llm_serving.server.protocols.openai.schemas import ErrorDetail, ErrorResponse
 
 _CODES: tuple[tuple[type[LLMServingError], str, str | None], ...] = (
@@ -56,10 +56,6 @@ RETRY_AFTER_MS_HEADER = "retry-after-ms"
 PREDICTED_TTFT_HEADER = "x-predicted-ttft-ms"
 """Predicted milliseconds to the first token: of an admitted request from its arrival, of a refused one from now if the
 client retries after `Retry-After`."""
-
-
-def json_response(content: object, status: int = HTTPStatus.OK, headers: dict[str, str] | None = None) -> Response:
-    return Response(json.encode(content), status, headers, media_type="application/json")
 
 
 def openai_error(error: LLMServingError) -> ErrorResponse:

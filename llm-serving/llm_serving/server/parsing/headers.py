@@ -1,27 +1,30 @@
-"""Checks of query parameters, headers, and bodies of routes that read none.
+"""Query parameters, headers and the request id of a request.
 
-As with fields of bodies, an unsupported one is refused by name or, if it cannot change a response, ignored and named in
-a header of the response.
+As with fields of bodies, an unsupported query parameter or header is refused by name or, if it cannot change a
+response, ignored and named in a header of the response.
 """
 
 from __future__ import annotations
 
+import re
+import secrets
+import time
 from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Final
 
-import msgspec
 from starlette.requests import Request
 
-from llm_serving.config.sections.server import ServerConfig
+from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import RequestError
-from llm_serving.server.parsing.body import read_body
+from llm_serving.server.request_context import request_context_of
 
 IGNORED: Final = frozenset(("api-version", "beta"))
 """Query parameters that clients of other servers send with every request."""
 CHECKED_HEADERS: Final = frozenset((b"idempotency-key", b"last-event-id", b"x-request-timeout-s"))
 MAX_NAME_CHARS: Final = 64
-EMPTY_BODIES: Final = (b"", b"{}", b"null")
-_decode: Final = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+REQUEST_ID_HEADER: Final = "x-request-id"
+REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
 
 
 def check_query(request: Request, known: Collection[str]) -> list[str]:
@@ -30,8 +33,6 @@ def check_query(request: Request, known: Collection[str]) -> list[str]:
     Raises:
         RequestError: A parameter is unknown to the route, or given twice.
     """
-    if not request.scope.get("query_string"):
-        return []
     ignored, seen = [], set()
     for name, value in request.query_params.multi_items():
         if name in IGNORED:
@@ -44,43 +45,76 @@ def check_query(request: Request, known: Collection[str]) -> list[str]:
     return ignored
 
 
-def check_headers(request: Request) -> None:
-    """Raise RequestError where a checked header is given twice, or the body is compressed."""
-    given = _checked_headers(request)
+def check_headers(request: Request) -> list[str]:
+    """Return the names of the checked headers that a request has.
+
+    Raises:
+        RequestError: A checked header is given twice, or the body is compressed.
+    """
+    given: list[str] = []
+    encoding: str | None = None
+    for name, value in request.scope["headers"]:
+        if name in CHECKED_HEADERS:
+            given.append(name.decode())
+        elif name == b"content-encoding" and encoding is None:
+            encoding = value.decode("latin-1")
     if len(set(given)) < len(given):
         raise RequestError(max(given, key=given.count), "must be given once")
-    if (encoding := request.headers.get("content-encoding", "")) not in ("", "identity"):
+    if encoding not in (None, "", "identity"):
         raise RequestError("content-encoding", "must be identity: bodies are read as they come", encoding)
+    return given
 
 
 def read_header(request: Request, name: str) -> str | None:
     """Return a checked header for a route that supports it; None: it is absent."""
-    request.state.read_headers = (*_read_so_far(request), name)
-    return request.headers.get(name)
+    value = request.headers.get(name)
+    if value is not None:
+        request.state.read_headers = (*getattr(request.state, "read_headers", ()), name)
+    return value
 
 
-def ignored_headers(request: Request) -> list[str]:
-    """Return the names of the checked headers that the route has not read."""
-    return [name for name in _checked_headers(request) if name not in _read_so_far(request)]
+def ignored_headers(request: Request, given: Collection[str]) -> list[str]:
+    """Return those of the given checked headers that the route has not read."""
+    read = getattr(request.state, "read_headers", ())
+    return [name for name in given if name not in read]
 
 
-def _checked_headers(request: Request) -> list[str]:
-    return [name.decode() for name, _ in request.scope["headers"] if name in CHECKED_HEADERS]
+@dataclass(frozen=True)
+class ResponseIdentity:
+    """The fields that every chunk of one response repeats."""
+
+    id: str
+    request_id: str
+    created: int
+    """Seconds since 1970."""
+    model: str
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {REQUEST_ID_HEADER: self.request_id}
 
 
-def _read_so_far(request: Request) -> tuple[str, ...]:
-    return getattr(request.state, "read_headers", ())
+def identify(engine: AsyncEngine, http_request: Request, request_id: str | None, prefix: str) -> ResponseIdentity:
+    """Return the identity of a new response.
+
+    Args:
+        engine: Names the served model.
+        http_request: Its header `x-request-id` is used where the body has no id; without either the id is random.
+        request_id: The field `request_id` of the body.
+        prefix: Put before the request id to form the id of the response.
+
+    Raises:
+        RequestError: `request_id` is malformed.
+    """
+    if request_id is None:
+        request_id = request_id_of(http_request)
+    elif not REQUEST_ID.fullmatch(request_id):
+        raise RequestError("request_id", "must be 1 to 128 letters, digits or any of . _ : -", request_id)
+    request_context_of(http_request).request_id = request_id
+    return ResponseIdentity(f"{prefix}-{request_id}", request_id, int(time.time()), engine.config.model.model_name)
 
 
-async def check_no_body(request: Request, limits: ServerConfig) -> None:
-    """Raise RequestError for a body that is not empty, on a route that reads none."""
-    body = (await read_body(request, limits)).strip()
-    if body in EMPTY_BODIES:
-        return
-    try:
-        fields = _decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        raise RequestError("body", "must be empty: this route takes none") from None
-    for name, value in fields.items():
-        if bytes(value) != b"null":
-            raise RequestError(name[:MAX_NAME_CHARS], "is not a parameter of this route, which takes no body")
+def request_id_of(http_request: Request) -> str:
+    """Return the header `x-request-id` if it is a valid id, otherwise a random id."""
+    header = http_request.headers.get(REQUEST_ID_HEADER, "")
+    return header if REQUEST_ID.fullmatch(header) else secrets.token_hex(16)

@@ -49,6 +49,11 @@ def encode_in_parts(content: Any) -> bytes:
     return b"".join(_parts(content))
 
 
+def json_response(content: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """Return a JSON response, encoded on the event loop."""
+    return Response(_encode(content), status, headers, media_type="application/json")
+
+
 async def large_json_response(
     content: Long | dict[str, Any] | list[Any], headers: dict[str, str] | None = None
 ) -> Response:

@@ -53,16 +53,14 @@ from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import ContextLengthError, LLMServingError
 from llm_serving.server.endpoint import Endpoint
 from llm_serving.server.generation.logprobs import token_outputs
-from llm_serving.server.generation.pipeline import EncodedRequest, ProtocolRequest, start_generation
-from llm_serving.server.generation.precheck import PrecheckInput
+from llm_serving.server.generation.pipeline import EncodedRequest, PrecheckInput, ProtocolRequest, start_generation
 from llm_serving.server.generation.prompts import encode_text
 from llm_serving.server.generation.response import ResponseBuilder, respond
 from llm_serving.server.generation.sampling import sampling_params
 from llm_serving.server.generation.streaming import EVENT_STREAM
+from llm_serving.server.parsing.body import check_model, note_ignored, read_fields
 from llm_serving.server.parsing.errors import legacy_error_response
-from llm_serving.server.parsing.identity import check_model
 from llm_serving.server.parsing.offload import INLINE_TOKENS, off_loop
-from llm_serving.server.parsing.parameters import note_ignored, read_fields
 from llm_serving.server.protocols.text_schemas import LegacyParameters, LegacyRequest
 
 PROMPT_OUT_OF_RANGE: Final = "Error202: prompt out of range"

@@ -24,15 +24,14 @@ from llm_serving.errors import LLMServingError, RequestError
 from llm_serving.server.endpoint import Endpoint
 from llm_serving.server.generation.choices import MAX_CHOICES
 from llm_serving.server.generation.logprobs import MIN_LOGPROB, token_outputs
-from llm_serving.server.generation.pipeline import EncodedRequest, ProtocolRequest, start_generation
-from llm_serving.server.generation.precheck import PrecheckInput
+from llm_serving.server.generation.pipeline import EncodedRequest, PrecheckInput, ProtocolRequest, start_generation
 from llm_serving.server.generation.prompts import encode_text
 from llm_serving.server.generation.response import ResponseBuilder, respond
 from llm_serving.server.generation.sampling import sampling_params
 from llm_serving.server.generation.structured_output import structured_output_of
-from llm_serving.server.parsing.errors import json_response, tgi_error_content, tgi_error_response
-from llm_serving.server.parsing.offload import large_json_response
-from llm_serving.server.parsing.parameters import note_ignored, read_fields
+from llm_serving.server.parsing.body import note_ignored, read_fields
+from llm_serving.server.parsing.errors import tgi_error_content, tgi_error_response
+from llm_serving.server.parsing.offload import json_response, large_json_response
 from llm_serving.server.protocols.text_schemas import TGIParameters, TGIRequest
 from llm_serving.text.tokenizer.tokenizer import Tokenizer
 

@@ -36,10 +36,10 @@ from llm_serving.server.generation.prompts import encode_text
 from llm_serving.server.generation.response import ResponseBuilder, respond
 from llm_serving.server.generation.streaming import named_event
 from llm_serving.server.generation.tools import offered_tools, parses_reasoning
-from llm_serving.server.parsing.caller import source_of
-from llm_serving.server.parsing.errors import error_headers, json_response
-from llm_serving.server.parsing.identity import REQUEST_ID_HEADER, ResponseIdentity, check_model
-from llm_serving.server.parsing.parameters import read_fields
+from llm_serving.server.parsing.body import check_model, read_fields
+from llm_serving.server.parsing.errors import error_headers
+from llm_serving.server.parsing.headers import REQUEST_ID_HEADER, ResponseIdentity
+from llm_serving.server.parsing.offload import json_response
 from llm_serving.server.protocols.anthropic.conversation import (
     budget_of,
     choice_of,
@@ -68,6 +68,7 @@ from llm_serving.server.protocols.anthropic.schemas import (
     ToolUseBlock,
 )
 from llm_serving.server.protocols.openai.schemas import ChatCompletionRequest
+from llm_serving.server.request_context import source_of
 
 _ERROR_TYPES: Final[tuple[tuple[type[LLMServingError], str], ...]] = (
     (AuthenticationError, "authentication_error"),

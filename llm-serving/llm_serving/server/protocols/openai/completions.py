@@ -14,18 +14,23 @@ from llm_serving.core.request_output import PromptLogprobs, RequestOutput, Token
 from llm_serving.core.sampling_params import RULES
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.server.endpoint import Endpoint
-from llm_serving.server.generation.choices import MAX_CHOICES, choices_of
+from llm_serving.server.generation.choices import MAX_CHOICES
 from llm_serving.server.generation.logprobs import (
     MIN_LOGPROB,
     check_prompt_logprobs,
     check_prompt_logprobs_size,
     prompt_token_logprobs,
 )
-from llm_serving.server.generation.pipeline import EncodedRequest, ProtocolRequest, StartedGeneration, start_generation
-from llm_serving.server.generation.precheck import PrecheckInput
+from llm_serving.server.generation.pipeline import (
+    EncodedRequest,
+    PrecheckInput,
+    ProtocolRequest,
+    StartedGeneration,
+    start_generation,
+)
 from llm_serving.server.generation.prompts import Prompt, encode_prompts, read_prompts, truncate_prompt
 from llm_serving.server.generation.response import respond
-from llm_serving.server.generation.sampling import bad_words, sampling_params
+from llm_serving.server.generation.sampling import bad_words, choices_of, sampling_params
 from llm_serving.server.generation.streaming import event
 from llm_serving.server.generation.structured_output import structured_output_of
 from llm_serving.server.parsing.offload import INLINE_TOKENS, off_loop
@@ -60,7 +65,9 @@ async def respond_to_completion(engine: AsyncEngine, http_request: Request, body
     """Respond to a request that has just arrived, or to one that was accepted before and is resumed."""
     usage = streamed_usage(body)
     request = _CompletionRequest(engine, http_request, body)
-    await request.read_prompts()
+    request.prompts = await read_prompts(body.prompt, "prompt", MAX_CHOICES, "prompts")
+    request.num_prompts = len(request.prompts)
+    request.choices = choices_of(body, request.num_prompts)
     started = await start_generation(request)
     builder = CompletionBuilder(engine.tokenizer, body, usage, started, request.prompts, request.choices.n)
     return await respond(http_request, started, builder, stream=bool(body.stream))
@@ -77,26 +84,19 @@ class _CompletionRequest(ProtocolRequest):
         self.prompts: list[Prompt] = []
         """Texts or token ids; as token ids once they have been truncated."""
 
-    async def read_prompts(self) -> None:
-        """Read the prompts, which the number of choices depends on.
-
-        Raises:
-            RequestError: There are too many, or too many choices of them.
-        """
-        self.prompts = await read_prompts(self._body.prompt, "prompt", MAX_CHOICES, "prompts")
-        self.num_prompts = len(self.prompts)
-        self.choices = choices_of(self._body, self.num_prompts)
-
     async def prepare(self) -> PrecheckInput:
         engine, body, choices = self.engine, self._body, self.choices
-        words = await off_loop(bool(body.bad_words), lambda: bad_words(engine, body.bad_words))
-        self._prompt_field, prompt_logprobs = _prompt_logprobs_of(body)
+        self._prompt_field, prompt_logprobs = "prompt_logprobs", body.prompt_logprobs
+        if body.echo and body.logprobs is not None:  # asks for the logprobs of the echoed tokens too
+            RULES["logprobs"].checked("logprobs", body.logprobs)
+            self._prompt_field = "echo and logprobs"
+            prompt_logprobs = body.logprobs if prompt_logprobs is None else max(prompt_logprobs, body.logprobs)
         self._sampling = sampling_params(
             body,
             defaults=engine.sampling_defaults,
             least_tokens=1 if body.use_beam_search else 0,
             max_tokens=self._max_tokens,
-            bad_words=words,
+            bad_words=await bad_words(engine, body.bad_words) if body.bad_words else (),
             prompt_logprobs=prompt_logprobs,
         )
         self._output = structured_output_of(body)
@@ -112,26 +112,15 @@ class _CompletionRequest(ProtocolRequest):
 
     async def encode(self) -> EncodedRequest:
         engine, body = self.engine, self._body
-        whole = await encode_prompts(engine, self.prompts, body.add_special_tokens is not False)
-        prompts = [truncate_prompt(engine, each, body.truncate_prompt_tokens, self._max_tokens) for each in whole]
-        check_prompt_logprobs_size(prompts, self._sampling, self._prompt_field, self.choices.n)
-        self.prompts = [
-            given if len(prompt) == len(untruncated) else prompt
-            for given, prompt, untruncated in zip(self.prompts, prompts, whole, strict=True)
-        ]
+        prompts = await encode_prompts(engine, self.prompts, "prompt", body.add_special_tokens is not False)
+        if body.truncate_prompt_tokens is not None:
+            for index, whole in enumerate(prompts):
+                truncated = truncate_prompt(engine, whole, body.truncate_prompt_tokens, self._max_tokens)
+                if len(truncated) < len(whole):
+                    self.prompts[index] = prompts[index] = truncated
+        if self._sampling.prompt_logprobs is not None:
+            check_prompt_logprobs_size(prompts, self._sampling, self._prompt_field, self.choices.n)
         return EncodedRequest(prompts, self._sampling, self._output)
-
-
-def _prompt_logprobs_of(body: CompletionRequest) -> tuple[str, int | None]:
-    """Return the field that asks for logprobs of the prompts, and the number of most likely tokens.
-
-    `echo` with `logprobs` asks for those of the echoed tokens too.
-    """
-    own, echoed = body.prompt_logprobs, body.logprobs if body.echo else None
-    if echoed is None:
-        return "prompt_logprobs", own
-    RULES["logprobs"].checked("logprobs", echoed)
-    return "echo and logprobs", echoed if own is None else max(own, echoed)
 
 
 class _TextOffset:
@@ -173,9 +162,7 @@ class CompletionBuilder(OpenAIResponseBuilder):
         self._prompt_logprobs: dict[int, PromptLogprobs] = {}
 
     def _echo(self, index: int) -> str:
-        """Return the text of the prompt, where the response begins with it."""
-        if not self._body.echo:
-            return ""
+        """Return the text of the prompt, with which the response begins."""
         prompt = self._prompts[index // self._n]
         return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)
 
@@ -184,7 +171,7 @@ class CompletionBuilder(OpenAIResponseBuilder):
         body = self._body
         self._usage.add(index, output)
         is_first = index not in self._started
-        text = self._echo(index) + output.text if is_first else output.text
+        text = self._echo(index) + output.text if is_first and body.echo else output.text
         if not (text or self._sends_empty_deltas or output.finished):
             return None
         self._started.add(index)
@@ -223,16 +210,19 @@ class CompletionBuilder(OpenAIResponseBuilder):
             choice.logprobs = _joined(choice.logprobs, delta.logprobs)
 
     async def build(self, usage: Usage) -> Completion:
-        choices = [self._choices[index] for index in sorted(self._choices)]
-        for choice in choices:
-            choice.text = "".join(self._texts[choice.index])
-        for index, prompt in enumerate(self._prompt_ids):
-            add = partial(self._add_prompt_logprobs, choices[index * self._n : (index + 1) * self._n], index, prompt)
-            await off_loop(len(prompt) > INLINE_TOKENS, add)
+        choices, body = [], self._body
+        for index in sorted(self._choices):
+            choice = self._choices[index]
+            choice.text = "".join(self._texts[index])
+            choices.append(choice)
+        if body.prompt_logprobs is not None or (body.echo and body.logprobs is not None):
+            for index, prompt in enumerate(self._prompt_ids):
+                own = choices[index * self._n : (index + 1) * self._n]
+                await off_loop(len(prompt) > INLINE_TOKENS, partial(self._add_prompt_logprobs, own, index, prompt))
         return self._completion(choices, usage)
 
     def _add_prompt_logprobs(self, choices: Sequence[CompletionChoice], index: int, prompt: list[int]) -> None:
-        """Add to the choices of a prompt the logprobs of its tokens, where the request asks for them."""
+        """Add to the choices of a prompt the logprobs of its tokens that the request asks for."""
         body, logprobs = self._body, self._prompt_logprobs.get(index)
         if body.prompt_logprobs is not None:
             reported = prompt_token_logprobs(self._tokenizer, logprobs, body.prompt_logprobs)

@@ -23,13 +23,12 @@ from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import ContextLengthError, RequestError
 from llm_serving.server.endpoint import Endpoint
 from llm_serving.server.generation.generation import Generation, raise_unless_complete
-from llm_serving.server.generation.pipeline import EncodedRequest, ProtocolRequest, start_generation
-from llm_serving.server.generation.precheck import PrecheckInput
+from llm_serving.server.generation.pipeline import EncodedRequest, PrecheckInput, ProtocolRequest, start_generation
 from llm_serving.server.generation.prompts import INLINE_CHARS, Prompt, check_length, read_prompts
-from llm_serving.server.generation.response_buffer import complete_whole
-from llm_serving.server.parsing.identity import ResponseIdentity, check_model
+from llm_serving.server.generation.response import complete_whole
+from llm_serving.server.parsing.body import check_model, read_fields
+from llm_serving.server.parsing.headers import ResponseIdentity
 from llm_serving.server.parsing.offload import INLINE_ITEMS, large_json_response, off_loop
-from llm_serving.server.parsing.parameters import read_fields
 from llm_serving.server.protocols.openai.vector_schemas import (
     EmbeddingItem,
     Embeddings,

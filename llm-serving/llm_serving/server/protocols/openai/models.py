@@ -39,12 +39,9 @@ from llm_serving.server.generation.conversation import render_chat
 from llm_serving.server.generation.prompts import encode_text
 from llm_serving.server.generation.sampling import REQUEST_RULES
 from llm_serving.server.generation.tools import offered_tools
-from llm_serving.server.middleware.authentication import api_key_of
-from llm_serving.server.parsing.caller import ceiling_of, source_of
-from llm_serving.server.parsing.errors import json_response
-from llm_serving.server.parsing.identity import check_model
-from llm_serving.server.parsing.offload import INLINE_ITEMS, large_json_response, off_loop
-from llm_serving.server.parsing.parameters import read_fields
+from llm_serving.server.parsing.body import check_model, read_fields
+from llm_serving.server.parsing.caller import ceiling_of
+from llm_serving.server.parsing.offload import INLINE_ITEMS, json_response, large_json_response, off_loop
 from llm_serving.server.protocols.openai.schemas import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -57,6 +54,7 @@ from llm_serving.server.protocols.openai.schemas import (
     TokenizerInfo,
     VersionResponse,
 )
+from llm_serving.server.request_context import api_key_of, source_of
 
 
 class Parameter(Struct, kw_only=True):

@@ -18,10 +18,9 @@ from llm_serving.server.generation.generation import raise_on_failure
 from llm_serving.server.generation.pipeline import StartedGeneration
 from llm_serving.server.generation.response import ResponseBuilder
 from llm_serving.server.generation.streaming import DONE, event
-from llm_serving.server.parsing.errors import json_response, openai_error
-from llm_serving.server.parsing.identity import check_model
-from llm_serving.server.parsing.offload import large_json_response, off_loop
-from llm_serving.server.parsing.parameters import read_fields
+from llm_serving.server.parsing.body import check_model, read_fields
+from llm_serving.server.parsing.errors import openai_error
+from llm_serving.server.parsing.offload import json_response, large_json_response, off_loop
 from llm_serving.server.protocols.openai.schemas import (
     ChatCompletion,
     ChatCompletionChunk,
@@ -57,7 +56,7 @@ class StreamedUsage(NamedTuple):
     def of_output(self, output: RequestOutput) -> Usage | UnsetType | None:
         """Return the usage of a choice so far; null where only the end of the stream reports it."""
         if self.in_every_chunk:
-            return _usage(output.num_prompt_tokens, output.num_output_tokens, output.num_cached_tokens)
+            return usage_of(output.num_prompt_tokens, output.num_output_tokens, output.num_cached_tokens)
         return None if self.at_end else UNSET
 
 
@@ -119,25 +118,21 @@ class OpenAIResponseBuilder(ResponseBuilder):
             return DONE
         last = self.last_chunk(usage if at_end else UNSET)
         if receipt is not None:
-            last.receipt = await off_loop(_is_long(usage), receipt.sealed)
+            last.receipt = await off_loop(usage.total_tokens > MAX_INLINE_TOKENS, receipt.sealed)
         return event(last) + DONE
 
     async def complete(self) -> None:
         usage = self.total_usage()
         self._whole = await self.build(usage)
         if self._receipt is not None:
-            self._whole.receipt = await off_loop(_is_long(usage), self._receipt.sealed)
+            self._whole.receipt = await off_loop(usage.total_tokens > MAX_INLINE_TOKENS, self._receipt.sealed)
 
     async def response(self, headers: dict[str, str]) -> Response:
         whole = self._whole
         assert whole is not None
-        if isinstance(whole.usage, Usage) and _is_long(whole.usage) and self._reports_tokens:
+        if self._reports_tokens and isinstance(whole.usage, Usage) and whole.usage.total_tokens > MAX_INLINE_TOKENS:
             return await large_json_response(whole, headers)
         return json_response(whole, headers=headers)
-
-
-def _is_long(usage: Usage) -> bool:
-    return usage.total_tokens > MAX_INLINE_TOKENS
 
 
 def token_as_id(token_id: int) -> str:
@@ -158,11 +153,14 @@ class UsageCounter:
         self._outputs[index] = output.num_output_tokens
 
     def total(self) -> Usage:
-        num_prompt = sum(count for count, _ in self._prompts.values())
-        return _usage(num_prompt, sum(self._outputs.values()), sum(cached for _, cached in self._prompts.values()))
+        num_prompt = num_cached = 0
+        for prompt_tokens, cached_tokens in self._prompts.values():
+            num_prompt += prompt_tokens
+            num_cached += cached_tokens
+        return usage_of(num_prompt, sum(self._outputs.values()), num_cached)
 
 
-def _usage(num_prompt: int, num_output: int, num_cached: int) -> Usage:
+def usage_of(num_prompt: int, num_output: int, num_cached: int) -> Usage:
     return Usage(num_prompt, num_output, num_prompt + num_output, PromptTokensDetails(num_cached))
 
 

@@ -22,15 +22,13 @@ from llm_serving.server.generation.conversation import ConversationRequest, flat
 from llm_serving.server.generation.generation import Generation
 from llm_serving.server.generation.message import BlockDelta, BlockKind, MessageBlock, MessageBlocks
 from llm_serving.server.generation.pipeline import start_generation
-from llm_serving.server.generation.response import ResponseBuilder, respond
-from llm_serving.server.generation.response_buffer import buffered
+from llm_serving.server.generation.response import ResponseBuilder, buffered, respond
 from llm_serving.server.generation.streaming import internal_error, named_event
 from llm_serving.server.generation.tools import arguments_of
 from llm_serving.server.middleware.authentication import tenant_seen
-from llm_serving.server.parsing.errors import json_response, openai_error
-from llm_serving.server.parsing.identity import check_model
-from llm_serving.server.parsing.offload import large_json_response
-from llm_serving.server.parsing.parameters import read_fields
+from llm_serving.server.parsing.body import check_model, read_fields
+from llm_serving.server.parsing.errors import openai_error
+from llm_serving.server.parsing.offload import json_response, large_json_response
 from llm_serving.server.protocols.openai.requests import PAGE, check_metadata, page_of
 from llm_serving.server.protocols.openai.response_store import ResponseStore, StoredResponse
 from llm_serving.server.protocols.openai.responses_conversation import (

@@ -1,6 +1,6 @@
 """Bodies and responses of the OpenAI routes, and the fields that all generation routes share.
 
-These are the supported fields; `parsing/parameters.py` lists the others.
+These are the supported fields; `unsupported_fields.py` lists the others.
 """
 
 from __future__ import annotations

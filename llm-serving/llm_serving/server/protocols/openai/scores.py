@@ -14,8 +14,8 @@ from starlette.responses import Response
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import RequestError
 from llm_serving.server.endpoint import Endpoint
+from llm_serving.server.parsing.body import read_fields
 from llm_serving.server.parsing.offload import large_json_response, off_loop
-from llm_serving.server.parsing.parameters import read_fields
 from llm_serving.server.protocols.openai.embeddings import MAX_INPUTS, TextVectors, compute_vectors, cosine
 from llm_serving.server.protocols.openai.vector_schemas import (
     RankedDocument,

@@ -8,7 +8,7 @@ import httpx
 import pytest
 from llm_serving.errors import RequestError, UnavailableError
 from llm_serving.server.app import build_site
-from llm_serving.server.generation.response_buffer import LOGPROB_BYTES, OUTPUT_BYTES, ResponseBuffers
+from llm_serving.server.generation.response import LOGPROB_BYTES, OUTPUT_BYTES, ResponseBuffers
 from support.fakes import FakeEngine, Piece, Script
 from support.http_serving import serving
 from support.server_client import error_of, events, post
@@ -135,7 +135,7 @@ def test_where_all_together_hold_too_much_the_largest_ends_of_whoever_has_most()
     assert isinstance(alone.failure, RequestError)
     for each in several:
         answers.release(each)
-    assert (answers.num_bytes, answers._of_source, given_up) == (0, {}, ["a", "alone"])
+    assert (answers.num_bytes, answers._bytes_by_source, given_up) == (0, {}, ["a", "alone"])
 
 
 def test_an_answer_that_would_be_cut_off_is_refused_by_name():
