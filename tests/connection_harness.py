@@ -7,8 +7,8 @@ from contextlib import asynccontextmanager
 
 import uvicorn
 from llm_serving.config.sections.server import ServerConfig
+from llm_serving.server.http.acceptor import ConnectionLimits
 from llm_serving.server.http.connection import Connection, within_connection
-from llm_serving.server.http.connection_limits import ConnectionLimits
 from llm_serving.server.http.request import ARRIVED_KEY
 from uvicorn.server import ServerState
 

@@ -11,7 +11,7 @@ from starlette.requests import HTTPConnection
 from llm_serving.config.tables import ApiKey
 from llm_serving.core.request_output import RequestOutput
 from llm_serving.core.timings import HttpTimings
-from llm_serving.server.http.connection_limits import network_of
+from llm_serving.server.http.acceptor import network_of
 from llm_serving.server.middleware.rate_limits import Quota
 
 CONTEXT_KEY: Final = "llm_serving.request_context"

@@ -12,9 +12,9 @@ from collections import Counter
 
 import trustme
 import uvloop
+from llm_serving.config.sections.server import ServerConfig
 from llm_serving.server.http import acceptor
-from llm_serving.server.http.acceptor import HANDSHAKES_AT_ONCE, Acceptor
-from llm_serving.server.http.connection_limits import ConnectionLimits
+from llm_serving.server.http.acceptor import HANDSHAKES_AT_ONCE, Acceptor, ConnectionLimits
 from tools.attackers import client_hello
 
 
@@ -46,7 +46,7 @@ class Greeting(asyncio.Protocol):
     weight = 0
     handshake = None
 
-    def __init__(self, address, client):
+    def __init__(self, limits, registry, address, client):
         self.address = address
 
     def connection_lost(self, exc):
@@ -75,7 +75,7 @@ def test_connections_wait_until_there_are_file_descriptors(monkeypatch, caplog):
     async def main():
         with socket.create_server(("127.0.0.1", 0)) as listener:
             exhausted = Exhausted(listener, failures=5)
-            accepting = Acceptor(exhausted, limits_of(9), Greeting, None, 1.0)
+            accepting = Acceptor(exhausted, limits_of(9), Greeting, None, ServerConfig())
             reader, writer = await asyncio.open_connection(*listener.getsockname())
             assert await reader.read() == b"127.0.0.1"
             writer.close()
@@ -95,7 +95,7 @@ def test_none_is_accepted_after_the_end():
     async def main():
         with socket.create_server(("127.0.0.1", 0)) as listener:
             limits = limits_of(9)
-            accepting = Acceptor(listener, limits, Greeting, None, 1.0)
+            accepting = Acceptor(listener, limits, Greeting, None, ServerConfig())
             accepting.close()
             accepting.close()
             await accepting.wait_closed()
@@ -112,7 +112,7 @@ def test_a_refused_client_can_read_why():
         with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket() as client:
             client.connect(listener.getsockname())
             client.sendall(b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 4\r\n\r\nbody")
-            accepting = Acceptor(listener, limits_of(0, refused), Greeting, None, 1.0)
+            accepting = Acceptor(listener, limits_of(0, refused), Greeting, None, ServerConfig())
             while not refused:
                 await asyncio.sleep(0)
             answer = b"".join(iter(lambda: client.recv(4096), b""))  # without a reset
@@ -162,7 +162,7 @@ def begin_handshakes(sources, leaving=0):
                 client.sendall(client_hello())
                 if number < leaving:
                     client.close()
-            accepting = Acceptor(listener, limits_of(200), Silent, context, 30.0)
+            accepting = Acceptor(listener, limits_of(200), Silent, context, ServerConfig(header_timeout_s=30.0))
             establish = accepting._establish
 
             def note(connection, client):

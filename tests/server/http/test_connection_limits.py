@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from llm_serving.server.http.connection_limits import MAX_RETRY_AFTER_S, ConnectionLimits, address_of
+from llm_serving.server.http.acceptor import MAX_RETRY_AFTER_S, ConnectionLimits, address_of
 
 
 class Connection:

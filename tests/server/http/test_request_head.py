@@ -6,7 +6,7 @@ from http import HTTPStatus
 
 import pytest
 from llm_serving.config.sections.server import ServerConfig
-from llm_serving.server.http.request_head import RefusedError, check_limits, parse_head
+from llm_serving.server.http.request import RefusedError, check_limits, parse_head
 
 LIMITS = ServerConfig(max_url_bytes=256, max_header_bytes=1024, max_headers=8)
 GET = b"GET / HTTP/1.1\r\n"

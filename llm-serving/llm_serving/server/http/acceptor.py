@@ -1,19 +1,23 @@
-"""Accept connections, as many as the limits allow, and make their TLS handshakes."""
+"""Accept connections, as many as the limits allow, make their TLS handshakes, and count the bytes that they hold."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
+import random
 import socket
 import ssl
 from collections import deque
-from collections.abc import Callable
-from typing import Any, Final
+from collections.abc import Callable, Collection, Iterator
+from typing import TYPE_CHECKING, Any, Final
 
+from llm_serving.config.sections.server import ServerConfig
 from llm_serving.log import get_logger
-from llm_serving.server.http.connection import Connection
-from llm_serving.server.http.connection_limits import ConnectionLimits, address_of
-from llm_serving.server.http.request_head import TOO_MANY_CONNECTIONS
+from llm_serving.server.http.request import TOO_MANY_BYTES, TOO_MANY_CONNECTIONS
+
+if TYPE_CHECKING:
+    from llm_serving.server.http.connection import Connection
 
 logger = get_logger(__name__)
 
@@ -26,6 +30,97 @@ HANDSHAKES_AT_ONCE: Final = 2
 """TLS handshakes that begin in one iteration of the event loop; each costs a signature, about a millisecond."""
 ESTABLISHED: Final = 1
 """State of a TCP connection, of Linux's `tcp_states.h`."""
+MAX_RETRY_AFTER_S: Final = 8
+
+
+class ConnectionLimits:
+    """The number of connections and of the bytes that they hold, in all and by address.
+
+    Where a limit is reached, an idle, silent or slow connection is closed: one of the address that has most.
+
+    Args:
+        max_connections: Most connections in all.
+        max_per_address: Most connections of one address; of IPv6, of one network of 64 bits.
+        max_bytes: Bytes that all connections together may hold.
+        on_refused: Called with the address and status of every response to what never became a request.
+    """
+
+    def __init__(
+        self, max_connections: int, max_per_address: int, max_bytes: int, on_refused: Callable[[str, int], None]
+    ) -> None:
+        self.reload(max_connections, max_per_address, max_bytes)
+        self.on_refused = on_refused
+        self.num_bytes = 0
+        self._by_address: dict[str, dict[Connection, None]] = {}
+        self._num_connections = 0
+
+    def reload(self, max_connections: int, max_per_address: int, max_bytes: int) -> None:
+        """Change the limits; existing connections stay."""
+        self._max_connections = max_connections
+        self._max_per_address = max_per_address
+        self._max_bytes = max_bytes
+
+    def __len__(self) -> int:
+        return self._num_connections
+
+    def admit(self, connection: Connection) -> bool:
+        """Count a connection, unless a limit is reached and no other connection can be closed."""
+        own = self._by_address.get(connection.address, {})
+        if len(own) >= self._max_per_address and not self._close_one(own):
+            return False
+        if self._num_connections >= self._max_connections:
+            largest = sorted(self._by_address.values(), key=len, reverse=True)
+            larger = [group for group in largest if group is own or len(group) > len(own)]
+            if not any(map(self._close_one, larger)):
+                return False
+        self._by_address.setdefault(connection.address, own)[connection] = None
+        self._num_connections += 1
+        return True
+
+    def remove(self, connection: Connection) -> None:
+        """Forget a connection; does nothing if it is not counted."""
+        group = self._by_address.get(connection.address, {})
+        if connection not in group:
+            return
+        self.num_bytes -= connection.weight
+        connection.weight = 0
+        self._num_connections -= 1
+        del group[connection]
+        if not group:
+            del self._by_address[connection.address]
+
+    def weigh(self, connection: Connection, weight: int) -> None:
+        """Record how many bytes a connection holds; refuse the heaviest ones while all together hold too many."""
+        if connection not in self._by_address.get(connection.address, ()):
+            return
+        self.num_bytes += weight - connection.weight
+        connection.weight = weight
+        while self.num_bytes > self._max_bytes:
+            heaviest = max(self._all(), key=lambda each: each.weight)
+            self.num_bytes -= heaviest.weight
+            heaviest.weight = 0
+            heaviest.refuse(TOO_MANY_BYTES)
+
+    def abort_all(self) -> None:
+        """End all connections."""
+        for connection in list(self._all()):
+            connection.abort()
+
+    def _all(self) -> Iterator[Connection]:
+        return (connection for group in self._by_address.values() for connection in group)
+
+    def retry_after_s(self) -> int:
+        """Return after how many seconds a refused client may retry; random, so that retries are spread."""
+        return random.randint(1, MAX_RETRY_AFTER_S)
+
+    def _close_one(self, group: Collection[Connection]) -> bool:
+        """Close the oldest connection of a group that is idle and has no unread bytes; return whether there was one."""
+        for connection in group:
+            if not (connection.is_busy or connection.has_unread):
+                self.remove(connection)
+                connection.abort()
+                return True
+        return False
 
 
 class Acceptor:
@@ -37,25 +132,25 @@ class Acceptor:
 
     Args:
         listener: The caller closes it.
-        registry: Says which connections there may be.
-        new_connection: Makes the protocol of a connection from its address and socket.
+        registry: Admits connections.
+        new_connection: Makes the protocol of a connection from the limits, the registry, the address and the socket.
         context: For TLS; None: plain HTTP.
-        handshake_timeout_s: May be changed later.
+        limits: Section `serving_config`; may be replaced later, for new connections.
     """
 
     def __init__(
         self,
         listener: socket.socket,
         registry: ConnectionLimits,
-        new_connection: Callable[[str, socket.socket], Connection],
+        new_connection: Callable[[ServerConfig, ConnectionLimits, str, socket.socket], Connection],
         context: ssl.SSLContext | None,
-        handshake_timeout_s: float,
+        limits: ServerConfig,
     ) -> None:
         self._listener = listener
         self._registry = registry
         self._new_connection = new_connection
         self._context = context
-        self.handshake_timeout_s = handshake_timeout_s
+        self.limits = limits
         self._loop = asyncio.get_running_loop()
         self._handshakes: set[asyncio.Task[Any]] = set()
         self._waiting: dict[str, deque[tuple[Connection, socket.socket]]] = {}
@@ -105,7 +200,7 @@ class Acceptor:
             self._admit(client, address_of(peer))
 
     def _admit(self, client: socket.socket, address: str) -> None:
-        connection = self._new_connection(address, client)
+        connection = self._new_connection(self.limits, self._registry, address, client)
         if not self._registry.admit(connection):
             self._registry.on_refused(address, TOO_MANY_CONNECTIONS.status)
             connection.connection_lost(None)
@@ -140,7 +235,7 @@ class Acceptor:
     def _establish(self, connection: Connection, client: socket.socket) -> None:
         timeouts: dict[str, Any] = {}
         if self._context is not None:
-            timeouts = {"ssl_handshake_timeout": self.handshake_timeout_s, "ssl_shutdown_timeout": TLS_SHUTDOWN_S}
+            timeouts = {"ssl_handshake_timeout": self.limits.header_timeout_s, "ssl_shutdown_timeout": TLS_SHUTDOWN_S}
         handshake = self._loop.create_task(
             self._loop.connect_accepted_socket(lambda: connection, client, ssl=self._context, **timeouts)
         )
@@ -163,3 +258,21 @@ def _drop(connection: Connection, client: socket.socket) -> None:
     """End a connection that was not established."""
     connection.connection_lost(None)
     client.close()
+
+
+def address_of(peer: object) -> str:
+    """Return the address by which `ConnectionLimits` counts a peer, given its socket address."""
+    return network_of(str(peer[0]) if isinstance(peer, tuple) and peer else "")
+
+
+def network_of(host: str) -> str:
+    """Return an address of IPv4, or the network of 64 bits of an address of IPv6, which is one customer's."""
+    if ":" not in host:
+        return host
+    try:
+        address = ipaddress.IPv6Address(host.partition("%")[0])
+    except ValueError:
+        return host
+    if address.ipv4_mapped is not None:
+        return str(address.ipv4_mapped)
+    return str(ipaddress.IPv6Network((int(address) >> 64 << 64, 64)))

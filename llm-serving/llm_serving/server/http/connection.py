@@ -15,9 +15,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.server import ServerState
 
 from llm_serving.config.sections.server import ServerConfig
-from llm_serving.server.http.connection_limits import ConnectionLimits
-from llm_serving.server.http.request import HttpRequest
-from llm_serving.server.http.request_head import BLANK_LINE, Refusal, RefusedError, check_limits, parse_head
+from llm_serving.server.http.acceptor import ConnectionLimits
+from llm_serving.server.http.request import BLANK_LINE, HttpRequest, Refusal, RefusedError, check_limits, parse_head
 
 BODY_GRACE_S: Final = 5.0
 """Time after `body_timeout_s` in which the application may send its own 408."""
@@ -27,11 +26,10 @@ PROGRESS_BYTES: Final = 16 * 1024
 """A client must read so much in `write_timeout_s`."""
 TLS_BYTES: Final = 128 * 1024
 """Memory of TLS beside the bytes that a connection holds."""
-LINGER_S: Final = 2.0
-LINGER_LEAST_BYTES: Final = 64 * 1024
+LINGER_S: Final = 5.0
 LINGER_BYTES: Final = 4 * 2**20
-"""A refused client may still send for 2 s, for longer if it sends 64 KiB in that time, and 4 MiB at most: to close a
-socket with unread bytes may destroy the response."""
+"""A refused client may still send for 5 s, and 4 MiB at most: to close a socket with unread bytes may destroy the
+response."""
 STARTED_AT_ONCE: Final = 4
 """Requests that start in one iteration of the event loop."""
 PROBES: Final = frozenset(("/health", "/ping"))
@@ -40,14 +38,14 @@ _CONNECTION_KEY: Final = "connection"
 
 
 class Connection(asyncio.Protocol):
-    """Hands uvicorn one checked request at a time; uvicorn sees this object as its transport.
+    """The transport that uvicorn's protocol sees: it passes on one checked request at a time.
 
-    A head reaches uvicorn complete and rewritten, the next request when the response before it is complete. So a
-    connection runs one request at most, which notices its end.
+    uvicorn receives a head when it is complete and rewritten, and the next request when the response before it is
+    complete. So a connection runs one request at most, whose application learns when the client disconnects.
 
     Args:
-        config: Loaded; its application is wrapped by `within_connection`.
-        state: Connections and tasks of the server.
+        config: uvicorn's configuration, loaded; its application is wrapped by `within_connection`.
+        state: uvicorn's table of connections and tasks.
         limits: Section `serving_config`.
         registry: Counts connections and bytes.
         address: Address of the client, as the registry counts it.
@@ -66,7 +64,7 @@ class Connection(asyncio.Protocol):
         self.address = address
         self.weight = 0
         self.handshake: asyncio.Task[Any] | None = None
-        """Until `connection_made`."""
+        """The TLS handshake, until `connection_made`."""
         self.write: Callable[[bytes], None] = _discard
         self.request: HttpRequest | None = None
         self._config, self._state = config, state
@@ -83,7 +81,7 @@ class Connection(asyncio.Protocol):
         self._timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
 
-    # State that others ask for
+    # State that the registry and the request read
 
     @property
     def _is_running(self) -> bool:
@@ -95,7 +93,7 @@ class Connection(asyncio.Protocol):
 
     @property
     def is_busy(self) -> bool:
-        """Whether a complete request waits for its response, or a response for its reader."""
+        """Whether a complete request waits for its response, or a response waits to be read."""
         return (self._is_running and not self._in_body) or self._write_timer is not None
 
     @property
@@ -108,7 +106,7 @@ class Connection(asyncio.Protocol):
 
     @property
     def can_write(self) -> bool:
-        """Whether the client reads its response, and has not left."""
+        """Whether the client reads its response and has not disconnected."""
         return not (self._write_paused or self._is_closing)
 
     # Calls of the event loop
@@ -171,7 +169,7 @@ class Connection(asyncio.Protocol):
         self.write = _discard
 
     def _drop_protocol(self) -> None:
-        """Tell uvicorn that the client has left."""
+        """Report to uvicorn that the client has disconnected."""
         protocol, self._protocol = self._protocol, None
         if protocol is not None:
             protocol.connection_lost(None)
@@ -179,7 +177,7 @@ class Connection(asyncio.Protocol):
     # Reading
 
     def _advance(self) -> None:
-        """Hand uvicorn what it may have of the bytes held."""
+        """Pass the held bytes on to uvicorn, as far as the state of the request allows."""
         try:
             while self._held and not self._is_closing:
                 before = len(self._held)
@@ -231,7 +229,7 @@ class Connection(asyncio.Protocol):
             self._protocol.data_received(data)
 
     def on_response_complete(self) -> None:
-        """Go on with the next request."""
+        """Read the next request."""
         if self._is_closing:
             return
         if not self._in_body:
@@ -241,7 +239,7 @@ class Connection(asyncio.Protocol):
         self.update_weight()
 
     def _update_reading(self) -> None:
-        """Read no further while the application does not read the body, or the client is too far ahead."""
+        """Pause reading while the application does not read the body, or too many pipelined bytes are held."""
         is_ahead = not self._in_body and len(self._held) > self._limits.max_pipelined_bytes
         paused = (self._app_paused or is_ahead) and (self._is_running or self._write_paused) and not self._is_closing
         if paused != self._is_read_paused and self._transport is not None and not self._transport.is_closing():
@@ -249,7 +247,7 @@ class Connection(asyncio.Protocol):
             (self._transport.pause_reading if paused else self._transport.resume_reading)()
 
     def update_weight(self) -> None:
-        """Count again the bytes that the connection holds."""
+        """Report the bytes that the connection holds to the registry."""
         weight, request = len(self._held), None if self._is_closing else self.request
         if request is not None:
             weight += request.num_held
@@ -283,7 +281,7 @@ class Connection(asyncio.Protocol):
         self.refuse(Refusal(HTTPStatus.REQUEST_TIMEOUT, rule))
 
     def _watch_writing(self) -> None:
-        """Abort the connection if its client stops reading what was written."""
+        """Abort the connection if its client stops reading the response."""
         self._stop_watching()
         if self._transport is not None and (size := self._transport.get_write_buffer_size()):
             self._write_timer = self._loop.call_later(self._limits.write_timeout_s, self._check_writing, size)
@@ -300,7 +298,7 @@ class Connection(asyncio.Protocol):
             self.abort()
 
     def refuse(self, refusal: Refusal) -> None:
-        """End the connection, with a response where none has begun."""
+        """End the connection, with a response unless one has begun."""
         is_started = self._is_running and self.request is not None and self.request.is_started
         if self._transport is None or not self.can_write or is_started:
             self.abort()
@@ -332,21 +330,21 @@ class Connection(asyncio.Protocol):
         return value
 
     def is_closing(self) -> bool:
-        """Return whether the client has left, or no more is written."""
+        """Return whether the client has disconnected, or the connection is being closed."""
         return self._is_closing
 
     def pause_reading(self) -> None:
-        """Read no more of the body for now."""
+        """Pause the body: uvicorn's buffer is full."""
         self._app_paused = True
         self._update_reading()
 
     def resume_reading(self) -> None:
-        """Read on; later, because uvicorn is in the middle of something."""
+        """Resume the body in the next iteration of the event loop, because uvicorn is still in a call."""
         self._app_paused = False
         self._loop.call_soon(self._advance)
 
     def close(self) -> None:
-        """End the connection when everything written has been sent; a client that still sends may read it first."""
+        """Close the connection once everything written has been sent; a client that still sends can read it first."""
         if self._is_closing or self._transport is None:
             return
         self._is_closing = True
@@ -357,26 +355,21 @@ class Connection(asyncio.Protocol):
         if is_sending and self._transport.can_write_eof():
             self._transport.write_eof()
             self._update_reading()
-            self._linger()
+            self._set_timer(LINGER_S, self._end_lingering)
             return
         self._closes_when_sent = self._is_tls and self._write_paused
         self._watch_writing()
         if not self._closes_when_sent:
             self._transport.close()
 
-    def _linger(self) -> None:
-        self._set_timer(LINGER_S, partial(self._end_lingering, self._num_dropped))
-
-    def _end_lingering(self, num_dropped_before: int) -> None:
+    def _end_lingering(self) -> None:
         if self._transport is not None and self._transport.get_write_buffer_size():
             self._watch_writing()
-        elif self._num_dropped - num_dropped_before >= LINGER_LEAST_BYTES:
-            self._linger()
         else:
             self.abort()
 
     def _write_old_head(self, data: bytes) -> None:
-        """Write the head of a response of HTTP/1.0, which knows no chunks."""
+        """Write the head of a response to an HTTP/1.0 client, without chunked encoding."""
         assert self._transport is not None
         self.write = self._write_unframed if CHUNKED in data else self._transport.write
         self._transport.write(data.replace(CHUNKED, b""))
@@ -391,7 +384,7 @@ class Connection(asyncio.Protocol):
 
 
 def _write_in_pieces(transport: asyncio.Transport, data: bytes) -> None:
-    """Write through TLS, which takes a piece of any length before it reports that the client does not read."""
+    """Write through TLS in pieces, because one write of any length is buffered before `pause_writing` is called."""
     for begin in range(0, len(data), WRITE_BUFFER_BYTES):
         transport.write(data[begin : begin + WRITE_BUFFER_BYTES])
 
@@ -401,7 +394,7 @@ def _discard(data: bytes) -> None:
 
 
 class StartPacer:
-    """Lets a few requests start in one iteration of the event loop, so that hundreds at once do not delay a probe."""
+    """Starts a few requests in each iteration of the event loop, so that hundreds at once do not delay a probe."""
 
     def __init__(self) -> None:
         self._num_started = 0
@@ -438,7 +431,7 @@ def within_connection(app: ASGIApp) -> ASGIApp:
         request = connection.request
         if scope["path"] not in PROBES:
             await pacer.wait()
-        if request is not None and request is connection.request:  # the client has not left meanwhile
+        if request is not None and request is connection.request:  # the client is still connected
             await request.run(app, scope, receive, send)
 
     return run

@@ -1,21 +1,37 @@
-"""One request of a connection: where its body ends, and how far the application is with its response."""
+"""One request of a connection: checking its head (RFC 9112), the end of its body, and the progress of its response.
+
+The head is rewritten, so that this server and a proxy see the same request.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 import httptools
+from msgspec import json
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from llm_serving.config.sections.server import ServerConfig
 from llm_serving.core.timings import monotonic
-from llm_serving.server.http.request_head import BLANK_LINE, NOT_HTTP, Refusal, RefusedError, RequestHead
 
 if TYPE_CHECKING:
     from llm_serving.server.http.connection import Connection
 
+BLANK_LINE: Final = b"\n\r\n"
+"""The end of a head: the end of its last line and an empty line."""
+AROUND_URL: Final = 32
+"""Bytes of a request line besides its URL: method, spaces, version, CR and LF."""
+LENGTH_DIGITS: Final = 20
+_REQUEST_LINE: Final = re.compile(rb"[A-Z-]+ [!-~]+ HTTP/1\.[01]\r\n")
+"""The parser accepts more, in which a proxy may see another version or URL."""
+_UPGRADE: Final = re.compile(rb"\r\nupgrade:[^\r\n]*", re.IGNORECASE)
+"""Ignored (RFC 9110, 7.8). Java's client asks for HTTP/2 in every request, and the parser would stop at the body."""
+_AUTHORITY: Final = re.compile(rb"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._~!$&'()*+,;=%-]*)(:[0-9]*)?")
+_ABSOLUTE: Final = re.compile(rb"https?://([^/?#]+)", re.IGNORECASE)
 ARRIVED_KEY: Final = "llm_serving.arrived"
 """Scope: the time at which the head of the request had arrived, by `core.clock`."""
 MAX_WEIGHT_KEY: Final = "llm_serving.max_weight"
@@ -33,6 +49,148 @@ UNSENT_STEP_BYTES: Final = 16 * 1024
 T = TypeVar("T")
 
 
+@dataclass(frozen=True)
+class Refusal:
+    """The response to bytes that never become a request; it closes the connection."""
+
+    status: HTTPStatus
+    message: str
+
+    def to_bytes(self, retry_after_s: int = 1) -> bytes:
+        """Return the response, with an error body as in the OpenAI API."""
+        unavailable = self.status == HTTPStatus.SERVICE_UNAVAILABLE
+        kind = "service_unavailable_error" if unavailable else "invalid_request_error"
+        body = json.encode({"error": {"message": self.message, "type": kind, "param": None, "code": None}})
+        retry = f"retry-after: {retry_after_s}\r\n" if unavailable else ""
+        head = (
+            f"HTTP/1.1 {self.status.value} {self.status.phrase}\r\ncontent-type: application/json\r\n"
+            f"content-length: {len(body)}\r\n{retry}connection: close\r\n\r\n"
+        )
+        return head.encode() + body
+
+
+TOO_MANY_CONNECTIONS: Final = Refusal(HTTPStatus.SERVICE_UNAVAILABLE, "too many connections")
+TOO_MANY_BYTES: Final = Refusal(HTTPStatus.SERVICE_UNAVAILABLE, "the server holds too many unfinished requests")
+NOT_HTTP: Final = Refusal(HTTPStatus.BAD_REQUEST, "this is not a request of HTTP/1.1")
+BAD_HOST: Final = Refusal(
+    HTTPStatus.BAD_REQUEST, "`Host` must be given once, as a name or an address, with a port or without"
+)
+BAD_URL: Final = Refusal(HTTPStatus.BAD_REQUEST, "the URL must be a path, or begin with http:// or https://")
+BAD_LENGTH: Final = Refusal(HTTPStatus.BAD_REQUEST, "`Content-Length` must have at most 20 digits")
+BAD_EXPECT: Final = Refusal(HTTPStatus.EXPECTATION_FAILED, "`Expect` must be 100-continue")
+BAD_CODING: Final = Refusal(HTTPStatus.NOT_IMPLEMENTED, "`Transfer-Encoding` must be chunked and nothing else")
+
+
+class RefusedError(ValueError):
+    """The request breaks a rule."""
+
+    def __init__(self, refusal: Refusal) -> None:
+        super().__init__(refusal.message)
+        self.refusal = refusal
+
+
+class RequestHead(NamedTuple):
+    """A checked head."""
+
+    data: bytes
+    """The head as uvicorn gets it: with a path as URL, one `Host`, no `Upgrade`."""
+    is_http_1_0: bool
+    body_length: int | None
+    """None: the body is chunked."""
+    expects_continue: bool
+
+
+def check_limits(data: bytes, size: int, limits: ServerConfig) -> None:
+    """Raise RefusedError if the first `size` bytes, a head or its beginning, exceed a limit or begin no request."""
+    if not 65 <= data[0] <= 90:  # a method is in capital letters
+        raise RefusedError(NOT_HTTP)
+    max_line = limits.max_url_bytes + AROUND_URL
+    line = data.find(b"\n", 0, min(size, max_line))
+    if line < 0 and size >= max_line:
+        rule = f"the URL must be at most {limits.max_url_bytes} bytes"
+        raise RefusedError(Refusal(HTTPStatus.REQUEST_URI_TOO_LONG, rule))
+    if line >= 0 and not _REQUEST_LINE.fullmatch(data, 0, line + 1):
+        raise RefusedError(NOT_HTTP)
+    too_large = HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE
+    if data.count(b"\n", 0, size) > limits.max_headers + 2:  # with request line and blank line
+        raise RefusedError(Refusal(too_large, f"there must be at most {limits.max_headers} headers"))
+    if size > limits.max_header_bytes:
+        rule = f"request line and headers must be at most {limits.max_header_bytes} bytes"
+        raise RefusedError(Refusal(too_large, rule))
+
+
+class _Fields:
+    """Receives the parts of a head from the parser."""
+
+    def __init__(self) -> None:
+        self.url = b""
+        self.headers: list[tuple[bytes, bytes]] = []
+        self.is_complete = False
+
+    def on_url(self, url: bytes) -> None:
+        self.url += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self.headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        self.is_complete = True
+
+
+def parse_head(data: bytes) -> RequestHead:
+    """Return the checked head of a request.
+
+    Raises:
+        RefusedError: The head is not HTTP/1, or another reader could find another host or another end of the body.
+    """
+    fields, is_valid = _Fields(), True
+    parser = httptools.HttpRequestParser(fields)
+    try:
+        parser.feed_data(_UPGRADE.sub(b"", data) if b"\r\nupgrade:" in data.lower() else data)
+    except (httptools.HttpParserError, httptools.HttpParserUpgrade):
+        is_valid = False
+    if not fields.is_complete:
+        raise RefusedError(NOT_HTTP)
+    is_http_1_0 = parser.get_http_version() == "1.0"
+    length: int | None = 0
+    expects_continue, hosts = False, []
+    for name, value in fields.headers:
+        if name == b"host":
+            hosts.append(value)
+        elif name == b"content-length":
+            if len(value) > LENGTH_DIGITS:
+                raise RefusedError(BAD_LENGTH)
+            length = int(value)
+        elif name == b"transfer-encoding":
+            if is_http_1_0:
+                raise RefusedError(NOT_HTTP)
+            if value.lower() != b"chunked":
+                raise RefusedError(BAD_CODING)
+            length = None
+        elif name == b"expect":
+            if value.lower() != b"100-continue":
+                raise RefusedError(BAD_EXPECT)
+            expects_continue = not is_http_1_0
+    if not is_valid:
+        raise RefusedError(NOT_HTTP)
+    if len(hosts) != 1 and not (is_http_1_0 and not hosts):
+        raise RefusedError(BAD_HOST)
+    url, headers = fields.url, fields.headers
+    if (absolute := _ABSOLUTE.match(url)) is not None:  # its host replaces `Host` (RFC 9112, 3.2.2)
+        path, hosts = url[absolute.end() :], [absolute[1]]
+        url = path if path.startswith(b"/") else b"/" + path
+        headers = [(b"host", absolute[1]), *(header for header in headers if header[0] != b"host")]
+    elif not url.startswith((b"/", b"*")):
+        raise RefusedError(BAD_URL)
+    if hosts and not _AUTHORITY.fullmatch(hosts[0]):
+        raise RefusedError(BAD_HOST)
+    lines = [b"%b %b HTTP/%b" % (parser.get_method(), url, b"1.0" if is_http_1_0 else b"1.1")]
+    for name, value in headers:
+        if not (is_http_1_0 and name == b"expect"):
+            lines.append(b"%b: %b" % (name, value))
+    return RequestHead(b"\r\n".join([*lines, b"", b""]), is_http_1_0, length, expects_continue)
+
+
 class _Chunks:
     """Receives the content of a chunked body from the parser."""
 
@@ -48,7 +206,7 @@ class _Chunks:
 
 
 class HttpRequest:
-    """A request that uvicorn has got.
+    """A request whose head uvicorn has received.
 
     Args:
         head: Its head.
@@ -68,10 +226,12 @@ class HttpRequest:
         most = self._max_weight = limits.max_request_body_bytes
         self._must_close = head.expects_continue or head.body_length is None or head.body_length > most
         self._arrived = monotonic()
-        self._num_body = self._num_framing = self._num_unsent = 0
+        self.num_unsent = 0
+        """Bytes of the response that are produced and wait to be sent."""
+        self._num_body = self._num_framing = 0
         self._is_received = self._is_digested = self._is_chunked = False
-        self._chunks = _Chunks()
         if head.body_length is None:
+            self._chunks = _Chunks()
             self._parser = httptools.HttpRequestParser(self._chunks)
             self._parser.feed_data(b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n")
 
@@ -79,11 +239,6 @@ class HttpRequest:
     def num_held(self) -> int:
         """Bytes of the body that the application has not parsed yet."""
         return 0 if self._is_digested or self.is_complete else min(self._num_body, self._max_weight)
-
-    @property
-    def num_unsent(self) -> int:
-        """Bytes of the response that are produced and wait to be sent."""
-        return self._num_unsent
 
     def read_body(self, data: bytes) -> tuple[int, bytes]:
         """Read a piece of the body.
@@ -129,14 +284,14 @@ class HttpRequest:
         return num_read, framed + (b"0\r\n\r\n" if chunks.is_complete else b"")
 
     async def run(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run the application, and note how far it is."""
+        """Run the application, and record its progress."""
         scope[ARRIVED_KEY] = self._arrived
         scope[MAX_WEIGHT_KEY] = self._set_max_weight
         scope[UNSENT_KEY] = self._add_unsent
         scope[WRITE_KEY] = self.write_chunk
         has_chunks = not self._is_old and scope["method"] != "HEAD"
 
-        async def receive_and_note() -> Message:
+        async def receive_and_record() -> Message:
             if self._is_received and not self._is_digested:  # the application asks whether the client has left
                 self._is_digested = True
                 self._connection.update_weight()
@@ -144,18 +299,19 @@ class HttpRequest:
             self._is_received = not message.get("more_body", False)
             return message
 
-        def send_and_note(message: Message) -> Awaitable[None]:
+        def send_and_record(message: Message) -> Awaitable[None]:
             if message["type"] == "http.response.start":
                 return self._send_start(send, message, has_chunks=has_chunks)
             return send(message) if message.get("more_body") else self._send_last(send, message)
 
-        await app(scope, receive_and_note, send_and_note)
+        await app(scope, receive_and_record, send_and_record)
 
     async def _send_start(self, send: Send, message: Message, *, has_chunks: bool) -> None:
         self.is_started = True
-        headers = list(message.get("headers", ()))
-        has_length = any(name.lower() == b"content-length" for name, _ in headers)
-        is_chunked = has_chunks and not has_length and message["status"] not in (204, 304)
+        headers, is_chunked = list(message.get("headers", ())), has_chunks and message["status"] not in (204, 304)
+        for name, _ in headers:
+            if name.lower() == b"content-length":
+                is_chunked = False
         if is_chunked:
             headers.append((b"transfer-encoding", b"chunked"))
         if self.in_body and self._must_close:  # its client may not send the rest of the body
@@ -188,6 +344,6 @@ class HttpRequest:
         self._max_weight = num_bytes
 
     def _add_unsent(self, num_bytes: int) -> None:
-        before, self._num_unsent = self._num_unsent, self._num_unsent + num_bytes
-        if before // UNSENT_STEP_BYTES != self._num_unsent // UNSENT_STEP_BYTES:
+        before, self.num_unsent = self.num_unsent, self.num_unsent + num_bytes
+        if before // UNSENT_STEP_BYTES != self.num_unsent // UNSENT_STEP_BYTES:
             self._connection.update_weight()

@@ -12,6 +12,7 @@ import ssl
 import sys
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final
@@ -23,9 +24,8 @@ from llm_serving.config.sections.server import ServerConfig
 from llm_serving.config.tls import tls_context
 from llm_serving.errors import ConfigError, shorten
 from llm_serving.log import get_logger
-from llm_serving.server.http.acceptor import Acceptor
+from llm_serving.server.http.acceptor import Acceptor, ConnectionLimits
 from llm_serving.server.http.connection import Connection, within_connection
-from llm_serving.server.http.connection_limits import ConnectionLimits
 from llm_serving.server.http.listener import OpenFiles
 
 logger = get_logger(__name__)
@@ -157,16 +157,12 @@ class HttpServer(uvicorn.Server):
         """Accept connections, in place of uvicorn's own listening."""
         await self.lifespan.startup()
 
-        def new_connection(address: str, client: socket.socket) -> Connection:
-            return Connection(self.config, self.server_state, self._limits, self._registry, address, client)
-
         context = None
         if self._certificate is not None:
             context = self._certificate.context
             self._keep(self._certificate.watch())
-        self._acceptor = Acceptor(
-            self._listener, self._registry, new_connection, context, self._limits.header_timeout_s
-        )
+        new_connection = partial(Connection, self.config, self.server_state)
+        self._acceptor = Acceptor(self._listener, self._registry, new_connection, context, self._limits)
         self.servers = [self._acceptor]  # type: ignore[list-item]  # closed and waited for like one of asyncio's
         self.started = True
 
@@ -229,7 +225,7 @@ class HttpServer(uvicorn.Server):
         possible = self._files.possible_connections(limits)
         self._registry.reload(possible, limits.max_connections_per_address, limits.max_buffered_bytes)
         if self._acceptor is not None:
-            self._acceptor.handshake_timeout_s = limits.header_timeout_s
+            self._acceptor.limits = limits
 
     def _keep(self, work: Awaitable[None]) -> None:
         task = asyncio.ensure_future(work)

@@ -18,7 +18,7 @@ from llm_serving.config.tables import ApiKey
 from llm_serving.core.timings import Clock
 from llm_serving.errors import AuthenticationError, PermissionDeniedError, RateLimitError
 from llm_serving.log import get_logger
-from llm_serving.server.http.connection_limits import network_of
+from llm_serving.server.http.acceptor import network_of
 from llm_serving.server.middleware.rate_limits import Quota, TokenBucket
 from llm_serving.server.parsing.errors import openai_error_response
 from llm_serving.server.request_context import API_KEY_KEY, QUOTA_KEY, api_key_of, request_context_of
