@@ -213,6 +213,12 @@ def test_part_never_reaches_mindspore(part):
     assert [chain for start in starts if (chain := reaches(PACKAGE, start, "mindspore"))] == []
 
 
+@pytest.mark.parametrize("module", ["block_guard", "kv_transfer", "model_inputs"])
+def test_modules_of_the_worker_that_fake_runners_use_never_reach_mindspore(module):
+    """Tests start dozens of WorkAgents with a fake model; each would take seconds to import it."""
+    assert reaches(PACKAGE, f"{NAME}.worker.{module}", "mindspore") == []
+
+
 @pytest.mark.parametrize("package", ["mindspore", "starlette", "uvicorn"])
 def test_command_line_starts_without_what_computes_and_serves(package):
     assert reaches(PACKAGE, f"{NAME}.cli.main", package, at_top_only=True) == []

@@ -28,8 +28,7 @@ from llm_serving.core.step import (
 from llm_serving.core.window import NO_WINDOW
 from llm_serving.errors import WorkerError
 from llm_serving.worker import sampler
-from llm_serving.worker.block_guard import BlockGuard, BlockTags
-from llm_serving.worker.kv_cache import SOURCE_AND_TARGET, BlockLocation
+from llm_serving.worker.block_guard import SOURCE_AND_TARGET, BlockGuard, BlockLocation, BlockTags
 from support.step_factories import top_tokens
 
 VOCAB_SIZE = 1000

@@ -46,4 +46,5 @@ if __name__ == "__main__":
 
     from llm_serving.work_agent import main
 
+    assert "mindspore" not in sys.modules, "importing it takes seconds of every test that starts this process"
     sys.exit(main(sys.argv[3:]))

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from llm_serving.core.step import BlockMoveKind
 from llm_serving.errors import ConfigError, ModelError, WorkerError
-from llm_serving.worker.kv_cache import KVTensors, block_bytes, check_block_moves, group_by_kind, num_blocks_for
+from llm_serving.worker.block_guard import check_block_moves
+from llm_serving.worker.kv_cache import KVTensors, block_bytes, group_by_kind, num_blocks_for
 from support.graph_model import GraphModel, backend
 from support.model_factories import tiny_spec, write_model
 from support.step_factories import block_moves

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from llm_serving.errors import ChannelClosedError, WorkerError
 from llm_serving.transport.messages import MasterMessage, ReadBlocks
-from llm_serving.worker.kv_transfer import SHARE, BackgroundThrottle, TransferMemory, serve_blocks
+from llm_serving.worker.kv_cache import TransferMemory
+from llm_serving.worker.kv_transfer import SHARE, BackgroundThrottle, serve_blocks
 from support.fake_runner import FakeTransferPool
 
 SHAPES = ((4, 2, 3), (4, 6))

@@ -1,16 +1,78 @@
-"""Checks, in every step, that each row only reads KV blocks that were written for it."""
+"""Checks, in every step, that moves of KV blocks stay inside their memories and that each row only reads blocks that
+were written for it.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import enum
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from llm_serving.core.step import BlockMove, BlockMoveKind, Int32Array, StepInput
 from llm_serving.errors import WorkerError
-from llm_serving.worker.kv_cache import SOURCE_AND_TARGET, BlockLocation
 from llm_serving.worker.model_inputs import any_true, first_visible_blocks
+
+
+class BlockLocation(enum.StrEnum):
+    """Memories that hold KV blocks."""
+
+    CACHE = "cache"
+    HOST = "host pool"
+    TRANSFER = "transfer pool"
+
+
+SOURCE_AND_TARGET: Final = {
+    BlockMoveKind.COPY: (BlockLocation.CACHE, BlockLocation.CACHE),
+    BlockMoveKind.SWAP_OUT: (BlockLocation.CACHE, BlockLocation.HOST),
+    BlockMoveKind.SWAP_IN: (BlockLocation.HOST, BlockLocation.CACHE),
+    BlockMoveKind.EXPORT: (BlockLocation.CACHE, BlockLocation.TRANSFER),
+    BlockMoveKind.IMPORT: (BlockLocation.TRANSFER, BlockLocation.CACHE),
+}
+_SIZES: Final = {
+    BlockLocation.CACHE: "num_blocks",
+    BlockLocation.HOST: "num_swap_blocks",
+    BlockLocation.TRANSFER: "num_transfer_blocks",
+}
+
+
+def check_block_moves(
+    block_moves: Int32Array,
+    num_blocks: int,
+    num_swap_blocks: int,
+    num_transfer_blocks: int = 0,
+    *,
+    exports: bool = False,
+) -> None:
+    """Check that every move stays inside cache, host pool and transfer pool; raise WorkerError otherwise.
+
+    With `exports`, all moves must be of kind EXPORT; otherwise none may be.
+    """
+    if block_moves.ndim != 2 or block_moves.shape[1] != len(BlockMove._fields):
+        raise WorkerError(f"block_moves must be [N, {len(BlockMove._fields)}]. Given: {list(block_moves.shape)}")
+    if not len(block_moves):
+        return
+    kinds = block_moves[:, 0]
+    allowed = [kind for kind in BlockMoveKind if (kind is BlockMoveKind.EXPORT) == exports]
+    if (unknown := ~np.isin(kinds, allowed)).any():
+        known = ", ".join(f"{kind.value} {kind.name}" for kind in allowed)
+        raise WorkerError(f"block_moves must be of the kinds {known}. Given: {kinds[unknown][0]}")
+    sizes = {
+        BlockLocation.CACHE: num_blocks,
+        BlockLocation.HOST: num_swap_blocks,
+        BlockLocation.TRANSFER: num_transfer_blocks,
+    }
+    for kind in sorted(set(map(BlockMoveKind, kinds.tolist()))):
+        moves = block_moves[kinds == kind]
+        for column, end, memory in zip((1, 2), ("from", "to"), SOURCE_AND_TARGET[kind], strict=True):
+            ids, size = moves[:, column], sizes[memory]
+            outside = (ids < 0) | (ids >= size)
+            if outside.any():
+                raise WorkerError(
+                    f"block_moves: {kind.name} {end} a block of the {memory} must name one below `{_SIZES[memory]}` "
+                    f"{size}. Given: {ids[outside][0]}"
+                )
 
 
 class BlockTags(NamedTuple):

@@ -1,84 +1,31 @@
-"""The KV cache of a WorkAgent: one pair of block tensors per layer, a host pool, and moves of blocks between them."""
+"""The KV cache of a WorkAgent: one pair of block tensors per layer, a host pool, a pool through which WorkAgents hand
+blocks over to each other, and moves of blocks between them.
+"""
 
 from __future__ import annotations
 
-import enum
+import math
+import mmap
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Final
 
 import mindspore as ms
 import numpy as np
 from mindspore.common.dtype import type_size_in_bytes
 
 from llm_serving.backends.base import Array, Backend, BlockMemory
-from llm_serving.backends.parameters import bytes_of_block, host_blocks
-from llm_serving.core.step import BlockMove, BlockMoveKind, Int32Array
+from llm_serving.backends.parameters import bytes_of_block, host_blocks, storage_dtype
+from llm_serving.core.step import BlockMoveKind, Int32Array
 from llm_serving.errors import ConfigError, WorkerError
 from llm_serving.models.memory import MAX_SLOTS
 from llm_serving.models.spec import ModelSpec
-from llm_serving.worker.kv_transfer import TransferMemory
+from llm_serving.transport.shared_memory import MAX_TOKENS_PER_BLOCK
+from llm_serving.worker.block_guard import SOURCE_AND_TARGET, BlockLocation
 
-
-class BlockLocation(enum.StrEnum):
-    """Memories that hold KV blocks."""
-
-    CACHE = "cache"
-    HOST = "host pool"
-    TRANSFER = "transfer pool"
-
-
-SOURCE_AND_TARGET: Final = {
-    BlockMoveKind.COPY: (BlockLocation.CACHE, BlockLocation.CACHE),
-    BlockMoveKind.SWAP_OUT: (BlockLocation.CACHE, BlockLocation.HOST),
-    BlockMoveKind.SWAP_IN: (BlockLocation.HOST, BlockLocation.CACHE),
-    BlockMoveKind.EXPORT: (BlockLocation.CACHE, BlockLocation.TRANSFER),
-    BlockMoveKind.IMPORT: (BlockLocation.TRANSFER, BlockLocation.CACHE),
-}
-_SIZES: Final = {
-    BlockLocation.CACHE: "num_blocks",
-    BlockLocation.HOST: "num_swap_blocks",
-    BlockLocation.TRANSFER: "num_transfer_blocks",
-}
-
-
-def check_block_moves(
-    block_moves: Int32Array,
-    num_blocks: int,
-    num_swap_blocks: int,
-    num_transfer_blocks: int = 0,
-    *,
-    exports: bool = False,
-) -> None:
-    """Check that every move stays inside cache, host pool and transfer pool; raise WorkerError otherwise.
-
-    With `exports`, all moves must be of kind EXPORT; otherwise none may be.
-    """
-    if block_moves.ndim != 2 or block_moves.shape[1] != len(BlockMove._fields):
-        raise WorkerError(f"block_moves must be [N, {len(BlockMove._fields)}]. Given: {list(block_moves.shape)}")
-    if not len(block_moves):
-        return
-    kinds = block_moves[:, 0]
-    allowed = [kind for kind in BlockMoveKind if (kind is BlockMoveKind.EXPORT) == exports]
-    if (unknown := ~np.isin(kinds, allowed)).any():
-        known = ", ".join(f"{kind.value} {kind.name}" for kind in allowed)
-        raise WorkerError(f"block_moves must be of the kinds {known}. Given: {kinds[unknown][0]}")
-    sizes = {
-        BlockLocation.CACHE: num_blocks,
-        BlockLocation.HOST: num_swap_blocks,
-        BlockLocation.TRANSFER: num_transfer_blocks,
-    }
-    for kind in sorted(set(map(BlockMoveKind, kinds.tolist()))):
-        moves = block_moves[kinds == kind]
-        for column, end, memory in zip((1, 2), ("from", "to"), SOURCE_AND_TARGET[kind], strict=True):
-            ids, size = moves[:, column], sizes[memory]
-            outside = (ids < 0) | (ids >= size)
-            if outside.any():
-                raise WorkerError(
-                    f"block_moves: {kind.name} {end} a block of the {memory} must name one below `{_SIZES[memory]}` "
-                    f"{size}. Given: {ids[outside][0]}"
-                )
+_PAGE = 4096
+_MAX_EPOCH = 2**31 - 1
 
 
 def group_by_kind(block_moves: Int32Array) -> Iterator[tuple[BlockMoveKind, Int32Array]]:
@@ -88,6 +35,102 @@ def group_by_kind(block_moves: Int32Array) -> Iterator[tuple[BlockMoveKind, Int3
     kinds = block_moves[:, 0]
     for run in np.split(block_moves, np.flatnonzero(np.diff(kinds)) + 1):
         yield BlockMoveKind(run[0, 0]), run[:, 1:3]
+
+
+class TransferMemory:
+    """A pool of KV blocks in an anonymous file that the master created.
+
+    All WorkAgents of one machine inherit the same file. A WorkAgent of another machine has its own; the master copies
+    blocks between pools by `read` and `write`. All replicas have the same model and settings, so the layout is the
+    same. The first user sets the size; pages are allocated when first written.
+
+        | epoch, tokens written: int32 [num_blocks, 2] | keys of layer 0 [num_blocks, ...] | values of layer 0 | ...
+
+    The master decides which WorkAgent writes a block when; readers check the epoch.
+    """
+
+    def __init__(self, fd: int, num_blocks: int, layers: Sequence[tuple[ms.Parameter, ms.Parameter]]) -> None:
+        """Map the file behind `fd`, which the caller keeps, for blocks like those of `layers`."""
+        self.num_blocks = num_blocks
+        sizes = list(_sizes(num_blocks, layers))
+        length = _whole_pages(8 * num_blocks) + sum(sizes)
+        os.ftruncate(fd, length)
+        self._memory = memory = mmap.mmap(fd, length)
+        tags: Int32Array = np.frombuffer(memory, np.int32, 2 * num_blocks).reshape(num_blocks, 2)
+        self.epochs: Int32Array = tags[:, 0]
+        self.num_written: Int32Array = tags[:, 1]
+        offset, arrays = _whole_pages(8 * num_blocks), list[Array]()
+        for cache, size in zip((each for layer in layers for each in layer), sizes, strict=True):
+            shape = num_blocks, *cache.shape[1:]
+            elements = np.frombuffer(memory, storage_dtype(cache), math.prod(shape), offset)
+            arrays.append(elements.reshape(shape))
+            offset += size
+        self.layers: tuple[tuple[Array, Array], ...] = tuple(zip(arrays[::2], arrays[1::2], strict=True))
+        self._arrays = arrays
+
+    @property
+    def block_bytes(self) -> int:
+        return sum(array[0].nbytes for array in self._arrays)
+
+    def read(self, block_ids: Sequence[int], epochs: Sequence[int]) -> tuple[list[int], bytes]:
+        """Return the tokens written in each block, and the contents in the order of `transport.messages.BlockContents`.
+
+        Raises:
+            WorkerError: A block does not exist or has another epoch.
+        """
+        ids = self._ids(block_ids, epochs)
+        num_written = self.num_written[ids].tolist()
+        self._check_owners(ids, epochs)
+        content = b"".join([array[ids].tobytes() for array in self._arrays])
+        self._check_owners(ids, epochs)
+        return num_written, content
+
+    def write(
+        self, block_ids: Sequence[int], epochs: Sequence[int], num_written: Sequence[int], content: bytes
+    ) -> None:
+        """Write contents as `read` returns them. The blocks are unreadable until it is done.
+
+        Raises:
+            WorkerError: A block does not exist, or the contents or numbers are invalid.
+        """
+        ids = self._ids(block_ids, epochs)
+        if (len(num_written), len(content)) != (len(ids), len(ids) * self.block_bytes):
+            rule = f"{len(ids)} blocks must come with {len(ids) * self.block_bytes} bytes, each with its tokens"
+            raise WorkerError(f"{rule}. Given: {len(content)} bytes, tokens of {len(num_written)}")
+        if not all(0 < each <= MAX_TOKENS_PER_BLOCK for each in num_written) or max(epochs) > _MAX_EPOCH:
+            rule = f"blocks must have 1 to {MAX_TOKENS_PER_BLOCK} tokens each and epochs up to {_MAX_EPOCH}"
+            raise WorkerError(f"{rule}. Given: {list(num_written)}, epochs {list(epochs)}")
+        self.num_written[ids] = 0
+        offset = 0
+        for array in self._arrays:
+            shape = len(ids), *array.shape[1:]
+            given = np.frombuffer(content, array.dtype, math.prod(shape), offset)
+            array[ids] = given.reshape(shape)
+            offset += given.nbytes
+        self.epochs[ids] = epochs
+        self.num_written[ids] = num_written
+
+    def _ids(self, block_ids: Sequence[int], epochs: Sequence[int]) -> list[int]:
+        ids = list(block_ids)
+        if not ids or len(set(ids)) != len(ids) or len(epochs) != len(ids):
+            raise WorkerError(f"blocks must be named once, each with its epoch. Given: {ids}, epochs {list(epochs)}")
+        if not 0 <= min(ids) <= max(ids) < self.num_blocks:
+            raise WorkerError(f"blocks of the transfer pool must be from 0 to {self.num_blocks - 1}. Given: {ids}")
+        return ids
+
+    def _check_owners(self, ids: list[int], epochs: Sequence[int]) -> None:
+        others = (self.epochs[ids] != epochs) | (self.num_written[ids] <= 0)
+        if others.any():
+            raise WorkerError(f"block {ids[int(np.flatnonzero(others)[0])]} of the transfer pool has another owner")
+
+
+def _sizes(num_blocks: int, layers: Sequence[tuple[ms.Parameter, ms.Parameter]]) -> Iterator[int]:
+    for cache in (each for layer in layers for each in layer):
+        yield _whole_pages(num_blocks * bytes_of_block(cache))
+
+
+def _whole_pages(num_bytes: int) -> int:
+    return -(-num_bytes // _PAGE) * _PAGE
 
 
 @dataclass(frozen=True, slots=True)

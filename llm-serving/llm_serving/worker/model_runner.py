@@ -20,10 +20,9 @@ from llm_serving.lowering.step_inputs import step_inputs_for_rows
 from llm_serving.models.spec import ModelSpec
 from llm_serving.models.weight_reader import WeightReader
 from llm_serving.network.quantization import Quantization
-from llm_serving.worker.block_guard import BlockGuard, BlockTags
+from llm_serving.worker.block_guard import BlockGuard, BlockTags, check_block_moves
 from llm_serving.worker.compiled_graph import StepNetworks, compile_networks
-from llm_serving.worker.kv_cache import GraphOwnedCache, KVTensors, check_block_moves
-from llm_serving.worker.kv_transfer import TransferMemory
+from llm_serving.worker.kv_cache import GraphOwnedCache, KVTensors, TransferMemory
 from llm_serving.worker.model_inputs import NO_TOKENS, ModelInputs, ModelLimits, build_model_inputs
 from llm_serving.worker.rank_group import RankGroup
 from llm_serving.worker.sampler import check_allowed, check_sampling, choose_tokens_for, sample
