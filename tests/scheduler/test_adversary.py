@@ -1,6 +1,7 @@
-"""The worst that liars did to a request so far, played again: no bound is broken, and none is far from what was met.
+"""The worst waits that hostile clients have caused so far: no wait exceeds its bound, and each bound is close to the
+wait.
 
-`tests/tools/adversary.py` searches for worse.
+`tests/tools/adversary.py` searches for worse ones.
 """
 
 from __future__ import annotations
@@ -11,7 +12,18 @@ import pytest
 from llm_serving.core.request import RequestStatus
 from llm_serving.core.request_class import MAX_PRIORITY
 from support.factories import create_request, run_step
-from tools.adversary import CLASSES, SETTINGS, SPREAD, Attack, Liar, Move, Strategy, create_attacked, moves, search
+from tools.adversary import (
+    CLASSES,
+    NUM_PRIORITIES,
+    SETTINGS,
+    Attack,
+    HostileClient,
+    Move,
+    Strategy,
+    create_attacked,
+    moves,
+    search,
+)
 
 LONG, HALF, FULL_STEP = (1, 15), (8, 8), (15, 1)
 WORST = [
@@ -59,8 +71,8 @@ def test_adversary_search_starts_with_a_move_for_each_term_and_keeps_the_worst()
 def test_bound_includes_prompts_that_leave_out_decoding_requests() -> None:
     """Long answers of the lowest class, of which each token waits for prompts of the others."""
     batch = CLASSES[2]
-    others = [Liar(each.rank, False, 15, 1, False, 6) for each in CLASSES[:2]]
-    strategy = Strategy((Liar(batch.rank, True, 1, 15, True, 3), *others), 40, 1)
+    others = [HostileClient(each.rank, False, 15, 1, False, 6) for each in CLASSES[:2]]
+    strategy = Strategy((HostileClient(batch.rank, True, 1, 15, True, 3), *others), 40, 1)
     waited, bound = Attack(create_attacked(classes=CLASSES, max_num_seqs=4), strategy, batch).run()
     assert 100 < waited <= bound
 
@@ -68,8 +80,8 @@ def test_bound_includes_prompts_that_leave_out_decoding_requests() -> None:
 def test_class_keeps_its_weight_if_prompts_may_leave_out_decoding_for_many_steps() -> None:
     """Earlier, other classes were charged for prompt tokens, and long answers for slots without tokens."""
     standard = CLASSES[1]
-    others = [Liar(each.rank, False, 12, 1, False, 20) for each in CLASSES if each is not standard]
-    strategy = Strategy((Liar(standard.rank, True, 1, 15, True, 6), *others), 150, 1)
+    others = [HostileClient(each.rank, False, 12, 1, False, 20) for each in CLASSES if each is not standard]
+    strategy = Strategy((HostileClient(standard.rank, True, 1, 15, True, 6), *others), 150, 1)
     options = SETTINGS["three classes, 8 slots, long decode gap"]
     waited, bound = Attack(create_attacked(**options), strategy, standard).run()
     assert 0 < waited <= bound
@@ -78,7 +90,7 @@ def test_class_keeps_its_weight_if_prompts_may_leave_out_decoding_for_many_steps
 def test_priority_never_starves_another_request_of_its_class() -> None:
     """64 clients that come again at once, each with the best priority there is, and one with the worst of its class."""
     scheduler = create_attacked(classes=CLASSES, max_num_seqs=16, max_head_start_steps=64)
-    victim = create_request(4, max_tokens=4, priority=CLASSES[0].rank + SPREAD)
+    victim = create_request(4, max_tokens=4, priority=CLASSES[0].rank + NUM_PRIORITIES)
     adversaries = [create_request(4, max_tokens=8, priority=-MAX_PRIORITY, tenant=str(number)) for number in range(64)]
     for adversary in adversaries[:48]:
         scheduler.add(adversary)

@@ -1,9 +1,10 @@
-"""Clients that lie, and a search for the worst they can do to one honest request.
+"""Search for the clients that delay one honest request most, and compare its wait with its bound.
 
-The victim comes to a scheduler that liars keep full. They choose class, priority, tenant, the length of prompts and
-answers, how many of them wait and in which steps they come. What they choose is a strategy of a few numbers, which the
-search improves by hill climbing, from the worst that reading the code suggests. The longest wait of the victim is set
-beside the bound that it was promised on its arrival.
+The victim is a request that arrives at a scheduler kept full by hostile clients. These choose class, priority, tenant,
+the lengths of prompts and answers, how many of their requests wait, and the steps in which they send new ones. Such a
+choice is a strategy. The search improves strategies by hill climbing, starting from the worst ones that reading the
+scheduler's code suggests. The longest wait of the victim is compared with the bound that the scheduler gave it on
+arrival.
 
     python tests/tools/adversary.py --rounds 200
 """
@@ -27,12 +28,12 @@ from llm_serving.scheduler import Scheduler
 from support.factories import create_request, create_scheduler
 
 LONGEST = 16
-"""Tokens a request may have."""
+"""Maximum number of tokens of a request."""
 MANY = 60
-"""Requests that wait so long that the oldest of them have always aged."""
+"""Number of waiting requests at which the oldest has always reached its ageing limit."""
 MAX_STEPS = 100_000
-SPREAD = 900
-"""Priorities of a class that liars choose from."""
+NUM_PRIORITIES = 900
+"""Number of priorities of a class that hostile clients choose from."""
 CLASSES = (
     RequestClass(name="interactive", rank=-1000, weight=4, ageing_steps=16),
     RequestClass(name="standard", rank=0, weight=2, ageing_steps=32),
@@ -52,7 +53,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "mixed, three classes, 4 slots": {"classes": CLASSES, "max_num_seqs": 4, "policy": "mixed"},
     "shortest, three classes, 4 slots": {"classes": CLASSES, "max_num_seqs": 4, "order": "shortest"},
 }
-"""Schedulers that are attacked; what is not named is `create_attacked`'s."""
+"""Options of the attacked schedulers; `create_attacked` has the other options."""
 
 
 def create_attacked(**options: Any) -> Scheduler:
@@ -73,54 +74,54 @@ def create_attacked(**options: Any) -> Scheduler:
 
 
 @dataclass(frozen=True)
-class Liar:
-    """Asks for the same again and again, so that always some of its requests wait."""
+class HostileClient:
+    """A client that sends the same request repeatedly, so that some of its requests always wait."""
 
     rank: int
-    """Of its class."""
+    """Rank of its class."""
     last_first: bool
     """Whether each of its requests has a better priority than the one before it."""
     num_prompt_tokens: int
     max_tokens: int
     new_tenants: bool
-    """A name of its own for each request."""
+    """Whether each of its requests has a tenant of its own."""
     num_waiting: int
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """What all of them do together."""
+    """The choices of all hostile clients."""
 
-    liars: tuple[Liar, ...]
+    clients: tuple[HostileClient, ...]
     warmup_steps: int
-    """Before the victim comes."""
+    """Steps before the victim arrives."""
     burst_steps: int
-    """Between two moments in which they come."""
+    """Steps between two arrivals of hostile requests."""
     victim_tokens: tuple[int, int] = (1, LONGEST - 1)
-    """Of its prompt and of its answer: where the order goes by length, short ones are overtaken by few."""
+    """Tokens of the victim's prompt and answer. If the order depends on length, few requests bypass a short one."""
 
 
 class Attack:
-    """One strategy, played to the end of the victim."""
+    """One strategy, run until the victim has finished."""
 
     def __init__(self, scheduler: Scheduler, strategy: Strategy, victim_class: RequestClass) -> None:
         self._scheduler = scheduler
         self._strategy = strategy
         self._victim_class = victim_class
-        self._waiting: list[list[Request]] = [[] for _ in strategy.liars]
+        self._waiting: list[list[Request]] = [[] for _ in strategy.clients]
         self._num_sent = 0
-        if scheduler.limits.num_schedulers > 1:  # others of its class have another replica to themselves
+        if scheduler.limits.num_schedulers > 1:  # other requests of the victim's class have a replica of their own
             scheduler.deprioritize([victim_class.name])
         self.prompt_gap = self.longest_prompt_gap = 0
-        """Steps in a row that left out the victim's prompt when it had a place."""
+        """Consecutive steps without tokens of the victim's prompt while the victim had a running slot."""
 
     def run(self) -> tuple[int, int]:
-        """(steps the victim waited, steps it was promised)."""
+        """Return (steps the victim waited, its bound in steps)."""
         for step in range(self._strategy.warmup_steps):
             self._step(step)
         self._fill()
         num_tokens, max_tokens = self._strategy.victim_tokens
-        priority = self._victim_class.rank + SPREAD
+        priority = self._victim_class.rank + NUM_PRIORITIES
         victim = create_request(num_tokens, max_tokens=max_tokens, priority=priority, tenant="victim")
         self._scheduler.add(victim)
         assert victim.request_class is self._victim_class and victim.wait_bound is not None
@@ -145,16 +146,16 @@ class Attack:
             self._scheduler.update(schedule, [7] * sum(row.num_samples for row in schedule.rows))
 
     def _fill(self) -> None:
-        for liar, waiting in zip(self._strategy.liars, self._waiting, strict=True):
+        for client, waiting in zip(self._strategy.clients, self._waiting, strict=True):
             waiting[:] = [each for each in waiting if each.status is RequestStatus.WAITING]
-            while len(waiting) < liar.num_waiting:
+            while len(waiting) < client.num_waiting:
                 self._num_sent += 1
-                better = self._num_sent % SPREAD if liar.last_first else 0
+                better = self._num_sent % NUM_PRIORITIES if client.last_first else 0
                 request = create_request(
-                    liar.num_prompt_tokens,
-                    max_tokens=liar.max_tokens,
-                    priority=liar.rank + SPREAD - better,
-                    tenant=str(self._num_sent) if liar.new_tenants else "liar",
+                    client.num_prompt_tokens,
+                    max_tokens=client.max_tokens,
+                    priority=client.rank + NUM_PRIORITIES - better,
+                    tenant=str(self._num_sent) if client.new_tenants else "hostile",
                 )
                 self._scheduler.add(request)
                 waiting.append(request)
@@ -167,34 +168,37 @@ SHAPES = (
     (LONGEST // 2, LONGEST // 2),
     (1, LONGEST - 1),
 )
-"""Tokens of prompts and answers that others send: whole prompts, one token; full blocks; half of each; long answers."""
+"""Prompt and answer tokens of other classes: whole prompts, one token; full blocks; half of each; long answers."""
 
 
 @dataclass(frozen=True)
 class Move:
-    """Liars of the victim's own class, which go first as often as may be, and others that never stop contending."""
+    """Hostile clients of the victim's class with the best priorities, and of other classes that always have requests
+    waiting.
+    """
 
     own: tuple[int, int]
-    """Tokens of their prompts and answers."""
+    """Prompt and answer tokens of the victim's class."""
     others: tuple[tuple[int, int], ...] = ()
-    """The same for each other class, by rank."""
+    """Prompt and answer tokens of each other class, by rank."""
     num_others: int = MANY
-    """That wait, of each class."""
+    """Waiting requests of each other class."""
 
     def strategy(self, classes: tuple[RequestClass, ...], victim: RequestClass) -> Strategy:
         ranks = [each.rank for each in classes if each is not victim]
         others = [
-            Liar(rank, False, *shape, False, self.num_others) for rank, shape in zip(ranks, self.others, strict=True)
+            HostileClient(rank, False, *shape, False, self.num_others)
+            for rank, shape in zip(ranks, self.others, strict=True)
         ]
-        return Strategy((Liar(victim.rank, True, *self.own, True, 12), *others), 150, 1)
+        return Strategy((HostileClient(victim.rank, True, *self.own, True, 12), *others), 150, 1)
 
 
 def moves(classes: tuple[RequestClass, ...], victim: RequestClass) -> list[Strategy]:
-    """What the derivation of the bounds reckons with, one move for each of its terms.
+    """Return one strategy for each term of the derivation of the bounds.
 
-    Own requests that go first as often as the order allows and take a place for as long as they can; other classes that
-    never stop contending, since always some of theirs have aged, and that fill the places, the steps (whole prompts,
-    one token) or the cache (long answers that lose their places and are computed again).
+    Requests of the victim's class run first as often as the order allows, and keep a running slot as long as possible.
+    Some requests of the other classes have always aged. They fill the running slots, the steps (whole prompts, one
+    token) or the KV cache (long answers that are preempted and recomputed).
     """
     owns = ((1, LONGEST - 1), (LONGEST // 2, LONGEST // 2), (LONGEST - 1, 1))
     found = [
@@ -204,9 +208,9 @@ def moves(classes: tuple[RequestClass, ...], victim: RequestClass) -> list[Strat
     return list(dict.fromkeys(found))
 
 
-def draw_liar(rng: random.Random, classes: tuple[RequestClass, ...]) -> Liar:
+def draw_client(rng: random.Random, classes: tuple[RequestClass, ...]) -> HostileClient:
     num_prompt_tokens = rng.choice((1, 4, LONGEST // 2, 3 * LONGEST // 4, LONGEST - 1))
-    return Liar(
+    return HostileClient(
         rank=rng.choice(classes).rank,
         last_first=rng.random() < 0.5,
         num_prompt_tokens=num_prompt_tokens,
@@ -217,15 +221,15 @@ def draw_liar(rng: random.Random, classes: tuple[RequestClass, ...]) -> Liar:
 
 
 def changed(rng: random.Random, strategy: Strategy, classes: tuple[RequestClass, ...]) -> Strategy:
-    """A neighbour of a strategy."""
-    liars, place = list(strategy.liars), rng.randrange(len(strategy.liars))
+    """Return a neighbour of a strategy."""
+    clients, index = list(strategy.clients), rng.randrange(len(strategy.clients))
     match rng.randint(0, 5):
         case 0:
-            liars[place] = draw_liar(rng, classes)
-        case 1 if len(liars) < 5:
-            liars.append(draw_liar(rng, classes))
-        case 2 if len(liars) > 1:
-            del liars[place]
+            clients[index] = draw_client(rng, classes)
+        case 1 if len(clients) < 5:
+            clients.append(draw_client(rng, classes))
+        case 2 if len(clients) > 1:
+            del clients[index]
         case 3:
             return replace(strategy, warmup_steps=rng.choice((0, 10, 40, 100, 200)))
         case 4 if rng.random() < 0.5:
@@ -233,13 +237,13 @@ def changed(rng: random.Random, strategy: Strategy, classes: tuple[RequestClass,
         case 4:
             return replace(strategy, burst_steps=rng.choice((1, 2, 5, 20)))
         case _:
-            liars[place] = replace(liars[place], num_waiting=rng.choice((0, 1, 4, 12, MANY)))
-    return replace(strategy, liars=tuple(liars))
+            clients[index] = replace(clients[index], num_waiting=rng.choice((0, 1, 4, 12, MANY)))
+    return replace(strategy, clients=tuple(clients))
 
 
 @dataclass
 class Worst:
-    """The worst that was found for one class."""
+    """The worst strategy found for a victim's class."""
 
     waited: int
     bound: int
@@ -247,12 +251,12 @@ class Worst:
 
     @property
     def ratio(self) -> float:
-        """Of the bound to the wait; 1 is as tight as can be."""
+        """Ratio of the bound to the wait; at 1 the bound is tight."""
         return self.bound / max(1, self.waited)
 
 
 def search(options: dict[str, Any], victim: RequestClass, num_rounds: int, seed: int) -> Worst:
-    """The worst of `num_rounds` strategies against a victim of a class, measured by what it was promised."""
+    """Try `num_rounds` strategies against a victim of a class; return the one with the smallest ratio."""
     rng = random.Random(f"{seed} {victim.name}")
     classes, worst = options["classes"], None
     for strategy in moves(classes, victim):
@@ -270,13 +274,15 @@ def search(options: dict[str, Any], victim: RequestClass, num_rounds: int, seed:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=100, help="strategies tried for each class (default: 100)")
+    parser.add_argument("--rounds", type=int, default=100, help="strategies to try for each class (default: 100)")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--setting", action="append", choices=SETTINGS, help="only this scheduler; may come again")
+    parser.add_argument(
+        "--setting", action="append", choices=SETTINGS, help="only this scheduler; may be given several times"
+    )
     parser.add_argument("--show", action="store_true", help="print the worst strategy of each")
     args = parser.parse_args()
     write = sys.stdout.write
-    write("| scheduler | class | worst wait met, steps | its bound, steps | ratio |\n| --- | --- | --- | --- | --- |\n")
+    write("| scheduler | class | longest wait, steps | its bound, steps | ratio |\n| --- | --- | --- | --- | --- |\n")
     for name in args.setting or SETTINGS:
         options = SETTINGS[name]
         for victim in options["classes"]:

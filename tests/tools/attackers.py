@@ -1,6 +1,6 @@
-"""Clients that mean harm, by the hundred; `attacks.py` runs them against a server and measures it meanwhile.
+"""Hostile clients for `attacks.py`, which attacks a server with hundreds of them and measures it meanwhile.
 
-python tests/tools/attackers.py NAME PORT     # one attack; prints what it sent and how it ended, as JSON
+python tests/tools/attackers.py NAME PORT     # run one attack; print bytes sent and how connections ended, as JSON
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
-from tools.key_updates import SpiedContext
+from tools.key_updates import KeyLoggingContext
 
 MEBI = 2**20
 OPENED_AT_ONCE = 20
-"""Connections of an attack that are opened before those that are open go on."""
+"""Connections that an attack opens before it continues with the open ones."""
 RECORDS_AT_ONCE = 100
-"""That change the key; they are enciphered when they are sent."""
+"""Key updates that are encrypted at a time."""
 DRIP_S = 0.5
-"""Seconds between two bytes of those who are slow."""
+"""Seconds between two bytes of a slow client."""
 
 
 def get(path: str = "/health") -> bytes:
@@ -55,7 +55,7 @@ LONG_CONVERSATION = post(
 
 
 def client_hello() -> bytes:
-    """How a handshake begins; the server computes a signature for whoever sends it."""
+    """Return the first TLS message of a client, to which the server answers with a signature."""
     context = ssl.create_default_context()
     sent = ssl.MemoryBIO()
     with contextlib.suppress(ssl.SSLWantReadError):
@@ -65,37 +65,37 @@ def client_hello() -> bytes:
 
 @dataclass(frozen=True)
 class Attack:
-    """What each connection of an attack does: `begin`, then `unit` again and again, or `drip` now and then."""
+    """What each connection of an attack sends: `begin`, then `unit` repeatedly, or `drip` every `DRIP_S`."""
 
     begin: bytes = b""
     unit: bytes = b""
     drip: bytes = b""
     count: int = 8
-    """Connections."""
+    """Number of connections."""
     num_addresses: int = 1
     max_bytes: int = 64 * MEBI
-    """Bytes a connection sends at most."""
+    """Maximum number of bytes that a connection sends."""
     seconds: float = 4.0
     reads: bool = False
     returns: bool = False
-    """Whether a connection that ended is opened again."""
+    """Whether a closed connection is opened again."""
     tls: bool = False
     """Whether the server has a certificate."""
     num_records: int = 0
-    """Records of a byte that follow `begin` after a handshake; 0: there are none."""
+    """Number of one-byte TLS records that follow `begin` after a handshake."""
     changes_keys: bool = False
-    """Whether records without end follow these that change the key, and ask the server to."""
+    """Whether the connection then sends key updates without end, each of which asks the server for one."""
 
 
 def any_server() -> ssl.SSLContext:
-    """Of a client that trusts whoever answers."""
+    """Return the context of a client that accepts every certificate."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     return context
 
 
 HELLO = client_hello()
-ANY_SERVER = SpiedContext(any_server())
+ANY_SERVER = KeyLoggingContext(any_server())
 HEADER, TRAILERS = b"X-Aaaaaa: bbbbbb\r\n", CHUNKED + b"1\r\na\r\n0\r\n"
 ATTACKS = {
     "none": Attack(count=1),
@@ -143,11 +143,10 @@ ATTACKS = {
     ),
     "TLS: no handshake": Attack(b"\x16\x03\x01\x40\x00", b"\x00" * 65536, tls=True),
 }
-"""Name -> attack."""
 
 
 class Attacker:
-    """One connection."""
+    """One connection of an attack."""
 
     def __init__(self, attack: Attack, number: int, port: int) -> None:
         self._attack = attack
@@ -160,7 +159,7 @@ class Attacker:
     def open(self) -> None:
         self._left = self._attack.begin
         self._key_updates: Iterator[bytes] = iter(())
-        self._heard = b""
+        self._received = b""
         self.socket = socket.socket()
         if not self._attack.reads:
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -169,14 +168,14 @@ class Attacker:
         try:
             self.socket.connect(("127.0.0.1", self._port))
             if self._attack.num_records or self._attack.changes_keys:
-                self._left = self._enciphered()
+                self._left = self._encrypted()
         except OSError:
             self._end("no connection")
             return
         self.socket.setblocking(False)
 
-    def _enciphered(self) -> bytes:
-        """All that is to be sent after a handshake, which is made."""
+    def _encrypted(self) -> bytes:
+        """Do a handshake; return the encrypted bytes to send after it."""
         incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         session = ANY_SERVER.context.wrap_bio(incoming, outgoing)
         while True:
@@ -202,7 +201,7 @@ class Attacker:
         return self.socket.fileno() < 0
 
     def act(self) -> None:
-        """Sends and reads what is possible at this moment."""
+        """Send and read without blocking."""
         try:
             if not self._left and self._repeats and self.sent < self._attack.max_bytes:
                 self._left = self._attack.unit or b"".join(islice(self._key_updates, RECORDS_AT_ONCE))
@@ -213,42 +212,42 @@ class Attacker:
         except BlockingIOError:
             pass
         except OSError:
-            self._hear_out()
+            self._end_by_server()
             return
         if self._attack.reads or not self._left:
-            self._hear(65536 if self._attack.reads or self._attack.unit else 0)
+            self._receive(65536 if self._attack.reads or self._attack.unit else 0)
 
     def drip(self) -> None:
         self._left = self._left or self._attack.drip
 
     def close(self) -> None:
-        """Ends what the server has not."""
+        """Close the connection if the server has not closed it."""
         if not self.ended:
-            self._hear(4096)
+            self._receive(4096)
         if not self.ended:
             self._end("left open" + (f" after {self._status}" if self._status else ""))
 
     @property
     def _status(self) -> str:
-        return self._heard[9:12].decode("latin-1") if self._heard.startswith(b"HTTP/") else ""
+        return self._received[9:12].decode("latin-1") if self._received.startswith(b"HTTP/") else ""
 
-    def _hear(self, size: int) -> None:
-        """Reads; with size 0 it only looks whether the server has ended the connection."""
+    def _receive(self, size: int) -> None:
+        """Read up to `size` bytes; with size 0 only check whether the server has closed the connection."""
         try:
             data = self.socket.recv(size or 64, 0 if size else socket.MSG_PEEK)
         except BlockingIOError:
             return
         except OSError:
-            self._hear_out()
+            self._end_by_server()
             return
-        self._heard = self._heard or data[:64]
+        self._received = self._received or data[:64]
         if not data:
-            self._hear_out()
+            self._end_by_server()
 
-    def _hear_out(self) -> None:
-        """The server has ended the connection: what did it say?"""
+    def _end_by_server(self) -> None:
+        """Close the connection after the server has, with the status of its response."""
         with contextlib.suppress(OSError):
-            self._heard = self._heard or self.socket.recv(64)
+            self._received = self._received or self.socket.recv(64)
         self._end(f"ended with {self._status}" if self._status else "ended")
 
     def _end(self, how: str) -> None:
@@ -258,27 +257,27 @@ class Attacker:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What an attack came to."""
+    """Bytes sent and ends of connections of an attack."""
 
     sent: int
-    """Bytes."""
+    """Bytes sent by all connections."""
     ends: dict[str, int]
-    """How connections ended -> how many."""
+    """Number of connections by how they ended."""
 
 
 def run(attack: Attack, port: int) -> Outcome:
-    """Attacks the server on a port of 127.0.0.1."""
+    """Attack the server on a port of 127.0.0.1."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard if hard >= 0 else max(soft, 65536), hard))
     deadline = time.monotonic() + attack.seconds
     attackers: list[Attacker] = []
     next_drip = time.monotonic()
 
-    def goes_on() -> bool:
+    def is_active() -> bool:
         return len(attackers) < attack.count or attack.returns or not all(each.ended for each in attackers)
 
     with selectors.DefaultSelector() as idle:
-        while time.monotonic() < deadline and goes_on():
+        while time.monotonic() < deadline and is_active():
             for number in range(len(attackers), min(len(attackers) + OPENED_AT_ONCE, attack.count)):
                 attackers.append(Attacker(attack, number, port))
             if time.monotonic() >= next_drip:
@@ -303,14 +302,15 @@ def run(attack: Attack, port: int) -> Outcome:
 
 
 def smaller(attack: Attack) -> Attack:
-    """A form of it that takes less than a second."""
+    """Return the attack reduced to less than a second."""
     return replace(attack, count=min(attack.count, 6), seconds=min(attack.seconds, 0.5), max_bytes=8 * MEBI)
 
 
 def yield_processors() -> None:
-    """On machines of their own attackers would take nothing of the server's processors.
+    """Lower the scheduling priority of this process, because real attackers would not use the server's processors.
 
-    Where the kernel shares processors out among sessions first, priorities count within a session alone.
+    With autogroups the kernel shares processors between sessions, and priorities count only within a session. So this
+    process gets a session of its own.
     """
     os.setsid()
     os.nice(19)

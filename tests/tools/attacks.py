@@ -1,16 +1,16 @@
-"""A server under attack, before any key is checked: its memory, and what `/health` does meanwhile. Prints a table.
+"""Measure a server under attack, before any API key is checked: its memory and the time of `/health`.
 
-    python tests/tools/attacks.py                         # all of them: about six minutes
-    python tests/tools/attacks.py --only "endless URL"    # some
+    python tests/tools/attacks.py                         # all attacks: about six minutes
+    python tests/tools/attacks.py --only "endless URL"    # some attacks
 
-The server is the real one with the shipped model, started by the real script, its limits the default ones but for the
-times, which are shorter. An attack comes from other addresses of the loopback network than the probe, and from another
-process. Those of TLS go to a second server, whose probe makes a handshake each time. Exits with 1 where memory grew by
-more than 150 MB or `/health` took longer than 250 ms.
+The real script starts the real server with the shipped model. Its limits are the defaults, except for shorter times. An
+attack runs in a process of its own and comes from other addresses of the loopback network than the probe. Attacks on
+TLS go to a second server, whose probe makes a handshake for each request. The tool prints a table, and exits with 1 if
+memory grew by more than 150 MB or `/health` took longer than 250 ms.
 
-Attackers, probe and server share the machine, so two figures stand beside the longest wait for `/health`: the longest
-without the time in which the server's event loop could run and had no core, as the kernel tells it; and the longest
-wait for a server beside it that does nothing but answer (`plain_server.py`).
+Attackers, probe and server share the machine, so the table has two further figures beside the longest time of
+`/health`: the longest time without the seconds in which the server's event loop was runnable and waited for a core, as
+the kernel reports them; and the longest time of an idle server that only answers (`plain_server.py`).
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from support.server_process import Server, start_server, unwind_when_told_to_end
 from tools.attackers import ATTACKS, MEBI
 
 MAX_GROWTH = 150_000_000
-"""Bytes."""
+"""Maximum growth of the master, bytes."""
 MAX_HEALTH_S = 0.25
 TIMES = {"header_timeout_s": 8, "body_timeout_s": 5, "idle_timeout_s": 8, "write_timeout_s": 8}
 SAMPLE_S = 0.03
 AFTERMATH_S = 1.0
-"""Seconds the server is watched after the attackers have left."""
+"""Seconds for which the server is watched after the attack."""
 
 
 @dataclass
@@ -53,13 +53,13 @@ class Watch:
     port: int
     master: psutil.Process
     trust: ssl.SSLContext | None = None
-    """With which the probe asks; None: without TLS."""
+    """TLS context of the probe; None: without TLS."""
     floor_port: int | None = None
-    """Of a plain server, which is asked too."""
+    """Port of the plain server, which is probed as well."""
     sizes: list[int] = field(default_factory=list)
     health: list[float] = field(default_factory=list)
     without_wait: list[float] = field(default_factory=list)
-    """The same less what the event loop waited for a core."""
+    """Seconds of `/health` without the time that the event loop waited for a core."""
     floor: list[float] = field(default_factory=list)
     """Seconds of the plain server."""
     num_not_ok: int = 0
@@ -85,11 +85,11 @@ class Watch:
 
     def _ask(self) -> None:
         while not self._stop.wait(SAMPLE_S):
-            begin, waited = time.perf_counter(), waited_for_a_core(self.master.pid)
+            begin, waited = time.perf_counter(), core_wait_s(self.master.pid)
             self.num_not_ok += not is_ok(self.port, self.trust)
             took = time.perf_counter() - begin
             self.health.append(took)
-            self.without_wait.append(took - min(took, waited_for_a_core(self.master.pid) - waited))
+            self.without_wait.append(took - min(took, core_wait_s(self.master.pid) - waited))
 
     def _ask_floor(self) -> None:
         while self.floor_port is not None and not self._stop.wait(SAMPLE_S):
@@ -99,7 +99,7 @@ class Watch:
 
 
 def is_ok(port: int, trust: ssl.SSLContext | None = None) -> bool:
-    """Whether `/health` of a new connection is answered with 200."""
+    """Return whether `/health` on a new connection has status 200."""
     try:
         with contextlib.ExitStack() as stack:
             client = stack.enter_context(socket.create_connection(("127.0.0.1", port), 10.0))
@@ -111,8 +111,10 @@ def is_ok(port: int, trust: ssl.SSLContext | None = None) -> bool:
         return False
 
 
-def waited_for_a_core(pid: int) -> float:
-    """Seconds in which a process's first thread could run and others did, since it began; 0 where that is not told."""
+def core_wait_s(pid: int) -> float:
+    """Return the seconds for which a process's first thread was runnable and had no core; 0 if the kernel does not
+    report it.
+    """
     try:
         return int(Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()[1]) / 1e9
     except OSError:
@@ -121,13 +123,13 @@ def waited_for_a_core(pid: int) -> float:
 
 @dataclass(frozen=True)
 class Row:
-    """What an attack came to, and what it did to the server."""
+    """The outcome of an attack and its effect on the server."""
 
     name: str
     sent: int
     ends: dict[str, int]
     growth: int
-    """Bytes the master grew by, at its largest."""
+    """Maximum growth of the master, bytes."""
     worst_health_s: float
     worst_without_wait_s: float
     worst_floor_s: float
@@ -151,7 +153,7 @@ HEAD = """| attack | sent, MiB | memory, MB | worst, ms | without waits | plain 
 
 
 def measure(name: str, server: Server, trust: ssl.SSLContext | None = None, floor_port: int | None = None) -> Row:
-    """Runs an attack against a server and watches it."""
+    """Run an attack against a server and watch the server."""
     master = server.processes[0]
     before = master.memory_info().rss
     with Watch(server.port, master, trust, floor_port) as watch:
@@ -165,12 +167,12 @@ def measure(name: str, server: Server, trust: ssl.SSLContext | None = None, floo
 
 
 def measure_all(names: list[str], settings: list[str], trust: ssl.SSLContext | None) -> bool:
-    """Prints a row for each attack on one server; whether all are good."""
+    """Attack one server; print a row for each attack and return whether all rows are good."""
     limits = [text for each in settings for text in ("--set", f"serving_config.{each}")]
     server = start_server("--model", "demo", *limits)
     try:
         with Watch(server.port, server.processes[0], trust):
-            time.sleep(2.0)  # the first requests take memory that stays
+            time.sleep(2.0)  # memory allocated for the first requests stays
         begin = server.processes[0].memory_info().rss
         sys.stdout.write(HEAD + "\n")
         good = True

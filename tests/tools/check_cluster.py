@@ -1,17 +1,20 @@
-"""A server on a cluster of five machines, and what happens to clusters: machines and processes die, stop and lose time,
-the network is cut in both directions or in one, is slow, loses and repeats, Ray is without its head or its memory, the
-master dies. 32 streams run meanwhile; every answer is compared with the one given alone. Then the same with replicas
-that have roles, where the links break by which blocks move.
+"""Check a server on a cluster of five machines under failures of machines, processes and links.
 
-    python tests/tools/check_cluster.py                  # needs ray, root, `ip` and /dev/net/tun; some twenty minutes
-    python tests/tools/check_cluster.py --only 'cut|slow'    # cases whose names it matches (`cluster_cases.py`,
+Machines and processes die, are stopped and lose time; the network is cut in one or both directions, is slow, loses and
+duplicates packets; Ray loses its head or its memory; the master dies. Meanwhile 32 streams run, and every answer is
+compared with the reference answer (batch size 1). The same runs again with replicas that have roles, where the links
+that carry KV blocks break.
+
+    python tests/tools/check_cluster.py                  # needs ray, root, `ip` and /dev/net/tun; about twenty minutes
+    python tests/tools/check_cluster.py --only 'cut|slow'    # cases whose names match (`cluster_cases.py`,
                                                        # `cluster_block_cases.py`)
 
-The machines are network namespaces of this one, joined by a switch (`virtual_network.py`), so that TCP, its timers and
-Ray are real: a head, the master's, and three with room for a WorkAgent each, for two replicas. Prints a table in
-Markdown: the longest time that any stream told nothing, seconds until every replica served again, WorkAgents started
-again, and how many more tokens the master took from steps than its clients were told, which is how many it would have
-applied twice. After each case with roles a request has to move that takes the whole pool along: no block is kept.
+The machines are network namespaces of this machine, joined by a switch (`virtual_network.py`), so TCP, its timers and
+Ray are real. One machine has Ray's head, one the master, and three have room for one WorkAgent each; there are two
+replicas. The tool prints a table in Markdown: the longest time in which no stream received a token, the seconds until
+every replica served again, WorkAgent restarts, and how many more tokens the master took from steps than its clients
+received (tokens that it would have applied twice). After each case with roles, a request that needs the whole transfer
+pool has to migrate, which shows that no block was leaked.
 """
 
 from __future__ import annotations
@@ -54,7 +57,7 @@ QUICK: Final = {
     "RAY_health_check_timeout_ms": "2000",
     "RAY_health_check_failure_threshold": "3",
 }
-"""Of the head, so that Ray says of a machine sooner that it is gone. Both are what docs/cluster.md recommends."""
+"""Options of Ray's head that make Ray notice a lost machine sooner; docs/cluster.md recommends both."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,7 @@ HEADER: Final = (
 async def play(
     proof: Proof, case: str, disturb: Disturb, alone: Sequence[Answer], num_tokens: int, share: float
 ) -> Row:
-    """Runs the streams, disturbs when a share of their tokens have come, and waits until the cluster is whole."""
+    """Run the streams, cause the failure at a share of their tokens, and wait until all replicas serve."""
     generated, restarts = await proof.generated(), await proof.restarts()
     proof.num_masters = 1
     answers = [Answer() for _ in alone]
@@ -99,7 +102,8 @@ async def play(
         await proof.reading
         for name in MACHINES:
             proof.machines.network.mend(name)
-            if not proof.machines.raylets(name):  # Ray has given it up: on a busy machine a slow link is enough
+            # Ray has removed the node: on a busy machine a slow link is sufficient for that
+            if not proof.machines.raylets(name):
                 await proof.renew(name)
         await proof.until_whole()
         watching.cancel()
@@ -108,28 +112,28 @@ async def play(
     for answer, expected in zip(answers, alone, strict=True):
         if not answer.same_as(expected):
             sys.stderr.write(f"{case}: {answer.error or 'other bytes'}\n")
-    if proof.num_masters > 1:  # the newest one has computed all answers that had not ended, each from its beginning
+    if proof.num_masters > 1:  # the newest master has computed all unfinished answers from the start
         generated, restarts = 0, 0
     return Row(
         case,
         len(answers),
         sum(answer.same_as(expected) for answer, expected in zip(answers, alone, strict=True)),
         max(answer.silence_s(since) for answer in answers),
-        max(proof.not_whole_at - since, 0.0),
+        max(proof.not_serving_at - since, 0.0),
         await proof.restarts() - restarts + (proof.num_masters - 1) * NUM_REPLICAS,
         await proof.generated() - generated - sum(answer.num_tokens for answer in told),
     )
 
 
 async def _watch(proof: Proof) -> None:
-    """Notes when a replica was last seen not to serve, by any master."""
+    """Record when a replica was last seen not to serve, by any master."""
     while True:
         try:
             whole = await proof.is_whole()
         except httpx.HTTPError:
             whole = False
         if not whole:
-            proof.not_whole_at = time.monotonic()
+            proof.not_serving_at = time.monotonic()
         await asyncio.sleep(LOOK_EVERY_S)
 
 
@@ -194,7 +198,7 @@ def main() -> int:
     parser.add_argument("--log", type=Path, help="where the log of the newest master is kept")
     arguments = parser.parse_args()
     os.environ.update(ON_EVERY_MACHINE)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # what was started is ended
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # unwind, so that started processes end
     with tempfile.TemporaryDirectory(prefix="cluster-proof-") as name, virtual_network(*CORES) as network:
         folder = Path(name)
         environments = {each: dict(QUICK) if each == HEAD else {} for each in CORES}

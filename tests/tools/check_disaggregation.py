@@ -1,10 +1,10 @@
-"""Prompts are computed by one WorkAgent and answers by another, which are killed meanwhile: the bytes stay the same.
+"""Check that answers keep their bytes if one WorkAgent computes prompts, another one answers, and either is killed.
 
     python tests/tools/check_disaggregation.py                 # a real server and two WorkAgents: some minutes
-    python tests/tools/check_disaggregation.py --engine ray    # needs ray: blocks travel by TCP under TLS
+    python tests/tools/check_disaggregation.py --engine ray    # needs ray: blocks are sent by TCP under TLS
 
-Every request is asked for alone first, of a server where nothing moves. Then all come at once, to a server of each of
-these kinds; clients leave in between. What both replicas decided is decided again from their recordings.
+A server without migration first computes each request alone. Then a server of each of these kinds gets all requests at
+once, while some clients leave. The decisions of both replicas are replayed from their recordings.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ async def ask(client: httpx.AsyncClient, index: int) -> Any:
 
 
 async def leave(client: httpx.AsyncClient, index: int) -> None:
-    """Reads as many pieces of a stream as its number says, and is gone."""
+    """Read as many events of a stream as its index says, then disconnect."""
     async with client.stream("POST", "/v1/completions", json=body(2 * index) | {"stream": True}) as response:
         async for _ in response.aiter_lines():
             index -= 1
@@ -102,7 +102,7 @@ async def crowd(server: Server, case: Case, count: int) -> list[Any]:
         await asyncio.gather(*leaving)
         told = await asyncio.gather(*answers)
         while case.kill is not None and not await metric(client, "llm_serving:worker_restarts"):
-            await asyncio.sleep(0.1)  # the other one may have answered all meanwhile
+            await asyncio.sleep(0.1)  # the other replica may have finished all answers meanwhile
         return told
 
 
@@ -118,7 +118,7 @@ def start(settings: tuple[str, ...], num_agents: int) -> Server:
 
 
 def play(case: Case, expected: list[Any], folder: Path, engine: str) -> bool:
-    """Prints a line; whether all was as it must be."""
+    """Print the row of a case; return whether it passed."""
     roles = (ROLES, f"cluster_config.engine={engine}", f"scheduler_config.record_path={folder}")
     server = start((*SETTINGS, *roles, *case.settings), 2)
     try:

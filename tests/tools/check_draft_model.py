@@ -1,9 +1,11 @@
-"""A WorkAgent with a draft model, killed while it serves: python tests/tools/check_draft_model.py [--kills N]
+"""Check a WorkAgent with a draft model that is killed while it serves.
 
-The shipped model is its own draft model, so that all it proposes is right, of sampled answers too. Requests, half of
-them sampled, run together; the WorkAgent gets SIGKILL as it is asked for proposals, and is started again. Each answer,
-log-probabilities included, is compared with the one given alone by an engine without speculative decoding. Exits with 1
-if any differs, or if nothing was proposed. A minute for each kill on a busy machine.
+    python tests/tools/check_draft_model.py [--kills N]    # about a minute for each kill on a busy machine
+
+The shipped model is its own draft model, so every draft token is right, also for sampled answers. Requests, half of
+them sampled, run together. The WorkAgent gets SIGKILL while it is asked for draft tokens, and is restarted. Each
+answer, log-probabilities included, is compared with that of an engine which runs one request at a time without
+speculative decoding. The tool exits with 1 if any answer differs or no draft token was proposed.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ KILL_AFTER_S = 0.0005
 
 
 class KilledExecutor(SupervisedExecutor):
-    """Its WorkAgents are killed as they propose."""
+    """An executor that kills its WorkAgent while that proposes draft tokens."""
 
     kills_left = 0
     num_asked = 0
@@ -64,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     llm = LLM(load_config(None, SETTINGS, Path("demo")))
     alone = [told(llm.generate([prompt], each)[0]) for prompt, each in zip(PROMPTS, params, strict=True)]
     config = load_config(None, [*SETTINGS, *DRAFT], Path("demo"))
-    # A draft model as large as the served model never pays.
+    # The controller would not use a draft model that is as large as the served model.
     SpeculationController.pays = property(lambda self: True, lambda self, value: None)
     DraftModelProposer.pass_s = property(lambda self: 0.0)
     executor = KilledExecutor(

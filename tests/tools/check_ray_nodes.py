@@ -1,11 +1,12 @@
-"""A server on a Ray cluster of four nodes on this machine: three replicas, weights through the object store, and a node
-that is lost while streams are read.
+"""Check a server on a Ray cluster of four nodes on this machine that loses a node while streams are read.
 
-    python tests/tools/check_ray_nodes.py                # needs ray; some three minutes
+    python tests/tools/check_ray_nodes.py                # needs ray; about three minutes
 
-The nodes are those of `ray.cluster_utils.Cluster`: a head without room for WorkAgents, and three with room for one
-each. A fourth comes before the streams, and while they run one with a WorkAgent is lost, so that its replica goes on
-there. Every answer is compared with the one given alone. `cluster_proof.py` has machines with networks of their own.
+The server has three replicas and gets its weights through the object store. The nodes are those of
+`ray.cluster_utils.Cluster`: a head without room for WorkAgents, and three nodes with room for one each. A fourth node
+joins before the streams. While they run, a node with a WorkAgent is lost, so that its replica restarts on the fourth.
+Every answer is compared with the reference answer (batch size 1). `check_cluster.py` has machines with networks of
+their own.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ ATTEMPTS: Final = 3
 
 
 def nodes_with_agents(nodes: Sequence[Any]) -> list[Any]:
-    """Those on which a WorkAgent runs."""
+    """Return the nodes on which a WorkAgent runs."""
     raylets = {node: node.all_processes["raylet"][0].process.pid for node in nodes}
     return [node for node, pid in raylets.items() if num_agents_below(pid)]
 
@@ -101,7 +102,7 @@ async def prove(server: Server, cluster: Any, nodes: list[Any], num_streams: int
 
 
 def head_alone() -> Any:
-    """A `Cluster` whose head has no room for WorkAgents."""
+    """Return a `Cluster` whose head has no room for WorkAgents."""
     os.environ.setdefault("RAY_worker_niceness", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     from ray.cluster_utils import Cluster
@@ -115,7 +116,7 @@ def another_node(cluster: Any, num_cpus: int) -> Any:
 
 
 def come_up(start: Callable[[], Any]) -> Any:
-    """Ray gives its processes 15 s; on a busy machine it is asked again."""
+    """Retry until Ray has started: it allows its processes only 15 s, which is short on a busy machine."""
     for _ in range(ATTEMPTS - 1):
         with contextlib.suppress(Exception):
             return start()

@@ -1,12 +1,12 @@
-"""A replica of two ranks that Ray places: its answers are those of two ranks that the master starts itself, and stay so
-when a rank, both ranks or the machine is lost while streams are read.
+"""Check a replica of two ranks that Ray starts, also when a rank, both ranks or the machine is lost.
 
     python tests/tools/check_ray_ranks.py                      # needs ray; some minutes
     python tests/tools/check_ray_ranks.py --kernels program    # one way to compute
 
-The machines are nodes of a `ray.cluster_utils.Cluster` on this one: a head without room, and two with room for the
-replica. Both ways to add up are tried: programs, in memory that ranks share, and graphs, by MindSpore's collectives.
-Prints a table in Markdown.
+Its answers must equal those of two ranks that the master starts. The machines are nodes of a
+`ray.cluster_utils.Cluster` on this machine: a head without room, and two with room for the replica. Both kinds of
+all-reduce are checked: programs, in memory that ranks share, and graphs, with MindSpore's collectives. The tool prints
+a table in Markdown.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ HEADER: Final = (
 
 
 class Machines:
-    """Nodes with room for the replica; one that is lost is replaced."""
+    """Nodes with room for the replica; a lost one is replaced."""
 
     def __init__(self, cluster: Any) -> None:
         self.address = cluster.address
@@ -51,7 +51,7 @@ class Machines:
         self._nodes = [self._another() for _ in range(2)]
 
     def ranks(self) -> dict[int, int]:
-        """Process of each rank, once all are there."""
+        """Return the process of each rank once all have started."""
         while True:
             found = {}
             for node in nodes_with_agents(self._nodes):
@@ -109,7 +109,7 @@ def a_client(server: Server) -> httpx.AsyncClient:
 
 
 async def alone(server: Server, asked: Sequence[dict[str, Any]]) -> list[Answer]:
-    """One after the other."""
+    """Return the answers to the prompts, computed one at a time."""
     answers = [Answer() for _ in asked]
     async with a_client(server) as client:
         for body, answer in zip(asked, answers, strict=True):
@@ -133,7 +133,7 @@ async def prove(
                     await asyncio.sleep(0.005)
                 assert not any(answer.num_tokens for answer in answers), "a stream had ended when the case began"
                 since, serves_at = time.monotonic(), time.monotonic()
-                strike(machines)  # here, as Ray starts nodes in the main thread alone
+                strike(machines)  # in this thread, because Ray starts nodes only in the main thread
                 while not reading.done() or (struck and await metric(client, RESTARTS) == before):
                     if (await client.get("/health")).json()["loading"]:
                         serves_at = time.monotonic()

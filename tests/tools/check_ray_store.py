@@ -1,9 +1,9 @@
-"""A model that is larger than Ray's object store, with real Ray: where the store may spill to the disk its machines get
-it all the same; where it may not the server says so and ends.
+"""Check a model that is larger than Ray's object store, with real Ray.
 
-    python tests/tools/check_ray_store.py       # needs ray; some two minutes
+    python tests/tools/check_ray_store.py       # needs ray; about two minutes
 
-The model is the shipped one with a file beside it that nobody reads, but that belongs to the folder.
+If the store may spill to disk, machines get the model. If it may not, the server reports the error and exits. The model
+is the shipped one, with an unused file in its folder that makes it larger.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from support.server_process import ROOT, RUN_DIR, Server, free_ports, run_comman
 from tools.check_ray_nodes import come_up
 
 STORE_BYTES: Final = 80 * 2**20
-"""The least that Ray takes."""
+"""Smallest object store that Ray accepts."""
 FILE_BYTES: Final = 3 * STORE_BYTES
 DEMO_MODEL: Final = ROOT / "llm-serving" / "llm_serving" / "demo_model"
 CONFIG: Final = ROOT / "configs" / "demo_cpu.yaml"
 NO_DISK: Final = {"RAY_local_fs_capacity_threshold": "0.0"}
-"""Ray takes every disk for full."""
+"""Variable that makes Ray treat every disk as full."""
 
 
 def make_model(folder: Path) -> Path:
-    """The shipped model, and a file that makes it larger than the store."""
+    """Copy the shipped model and add a file that makes it larger than the object store."""
     shutil.copytree(DEMO_MODEL, folder, ignore=shutil.ignore_patterns("__pycache__"))
     with (folder / "original.bin").open("wb") as file:
         for _ in range(FILE_BYTES // 2**24):
@@ -67,7 +67,7 @@ def answer(server: Server) -> str:
 
 @contextlib.contextmanager
 def cluster(environment: Mapping[str, str]) -> Iterator[str]:
-    """The address of one with room for a WorkAgent, whose Ray has these variables."""
+    """Start a cluster with room for a WorkAgent, whose Ray has these variables; return its address."""
     from ray.cluster_utils import Cluster
 
     os.environ.update(environment)

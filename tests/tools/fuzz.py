@@ -1,11 +1,11 @@
-"""Fuzzes what reads bytes from outside, and tells of the first input that makes it fail by itself.
+"""Fuzz the readers of untrusted bytes, and print the first input that fails in an unexpected way.
 
     pip install atheris==3.0.0
-    python tests/tools/fuzz.py requests --minutes 60       # guided by coverage where atheris is installed
-    python tests/tools/fuzz.py all --minutes 1 --blind     # by chance
+    python tests/tools/fuzz.py requests --minutes 60       # guided by coverage if atheris is installed
+    python tests/tools/fuzz.py all --minutes 1 --blind     # random inputs
 
-Targets: connections, frames, requests, safetensors, yaml, all (one after the other). The exit code is 1 if something
-was found; the input is kept beside, in fuzz-TARGET.bin. An input may take `MOST_SECONDS` of processor time.
+Targets: connections, frames, requests, safetensors, yaml, all (one after the other). The exit code is 1 if an input
+failed; the input is written to fuzz-TARGET.bin. An input may take `MOST_SECONDS` of CPU time.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 MOST_SECONDS = 10
 HANGING_S = 1200
-"""Seconds on the clock after which an input counts as one without end: the process may have been stopped meanwhile."""
+"""Seconds of wall-clock time after which an input counts as endless; it is high because the process may be stopped."""
 
 
 def read_in_time(read: Callable[[bytes], None], data: bytes) -> None:
-    """Raises `AssertionError` where reading takes too much of the processor."""
+    """Raise `AssertionError` if reading takes too much CPU time."""
     began = time.process_time()
     read(data)
     took = time.process_time() - began
@@ -38,7 +38,7 @@ def read_in_time(read: Callable[[bytes], None], data: bytes) -> None:
 
 
 def blindly(name: str, seconds: float, seed: int) -> int:
-    """Changes the corpus by chance."""
+    """Read random changes of the corpus."""
     from tools.fuzzing import TARGETS, mutated
 
     target, rng = TARGETS[name], random.Random(seed)
@@ -48,7 +48,7 @@ def blindly(name: str, seconds: float, seed: int) -> int:
         count += 1
         try:
             read_in_time(target.read, data)
-        except Exception as error:  # noqa: BLE001  whatever it is, it was found
+        except Exception as error:  # noqa: BLE001  every exception is a finding
             kept = Path(f"fuzz-{name}.bin")
             kept.write_bytes(data)
             sys.stdout.write(f"{name}: {type(error).__name__}: {error} after {count:,} inputs; kept in {kept}\n")
@@ -58,13 +58,13 @@ def blindly(name: str, seconds: float, seed: int) -> int:
 
 
 def guided(name: str, seconds: float, seed: int) -> int:
-    """In a process of its own, which atheris ends."""
+    """Run atheris in a process of its own, which atheris ends."""
     with tempfile.TemporaryDirectory() as folder:
         command = [
             sys.executable,
             __file__,
             name,
-            "--inside",
+            "--run_atheris",
             folder,
             f"-seed={seed}",
             f"-max_total_time={int(seconds)}",
@@ -85,8 +85,8 @@ def guided(name: str, seconds: float, seed: int) -> int:
     return 1
 
 
-def inside(name: str, folder: str, options: list[str]) -> None:
-    """What the process of its own does."""
+def run_atheris(name: str, folder: str, options: list[str]) -> None:
+    """Run atheris; the code of the process that `guided` starts."""
     import atheris  # type: ignore[import-not-found, unused-ignore]
 
     with atheris.instrument_imports(include=["llm_serving", "yaml"]):
@@ -105,11 +105,11 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=1.0, help="for each target (default: 1)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--blind", action="store_true", help="by chance even where atheris is installed")
-    parser.add_argument("--inside", help=argparse.SUPPRESS)
+    parser.add_argument("--run_atheris", help=argparse.SUPPRESS)
     args, options = parser.parse_known_args()
     logging.disable(logging.CRITICAL)
-    if args.inside:
-        inside(args.target, args.inside, options)
+    if args.run_atheris:
+        run_atheris(args.target, args.run_atheris, options)
         return 0
     if options:
         parser.error(f"unknown arguments: {' '.join(options)}")

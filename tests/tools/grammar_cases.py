@@ -1,9 +1,9 @@
-"""Many schemas of mixed shapes: every answer that comes to its end must be JSON of its schema.
+"""Check many schemas of mixed shapes: every complete answer must be JSON that fits its schema.
 
     .venv/bin/python tests/tools/grammar_cases.py --schemas 1000    # a random model, under load and preemption
     .venv/bin/python tests/tools/grammar_cases.py --schemas 1000 --model demo    # the shipped model
 
-It ends with 1 where an answer breaks its schema, or ends with an error.
+The exit code is 1 if an answer breaks its schema or ends with an error.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ AT_ONCE = 50
 
 
 class Answered(NamedTuple):
-    """What came of one schema."""
+    """The answer to one schema."""
 
     schema: Schema
     text: str
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--schemas", type=int, default=1000, help="how many")
     parser.add_argument("--seed", type=int, default=0, help="of the first")
-    parser.add_argument("--model", choices=("random", "demo"), default="random", help="who answers")
+    parser.add_argument("--model", choices=("random", "demo"), default="random", help="model that answers")
     options = parser.parse_args(arguments)
     answer = random_answers if options.model == "random" else demo_answers
     counts, faults = checked(answer(random_schema(options.seed + i) for i in range(options.schemas)))
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def checked(answers: Iterable[Answered]) -> tuple[Counter[str], list[str]]:
-    """How answers ended, and those that break their schemas."""
+    """Return how many answers ended for each reason, and the answers that break their schemas."""
     counts, faults = Counter[str](), list[str]()
     for schema, text, reason in answers:
         counts[reason] += 1
@@ -67,7 +67,7 @@ def checked(answers: Iterable[Answered]) -> tuple[Counter[str], list[str]]:
 
 
 def random_answers(schemas: Iterable[Schema]) -> Iterator[Answered]:
-    """Those of a random model, many at once in a small cache, so that most lose their places at times."""
+    """Return answers of a random model, many at once in a small KV cache, so that most requests are preempted."""
     yield from _in_groups(schemas, _random_group)
 
 
@@ -98,7 +98,7 @@ def _random_group(schemas: Sequence[Schema], grammars: Sequence[Grammar]) -> Ite
 
 
 def demo_answers(schemas: Iterable[Schema]) -> Iterator[Answered]:
-    """Those of the shipped model, sampled."""
+    """Return sampled answers of the shipped model."""
     from llm_serving.config import load_config
     from llm_serving.offline import LLM
 
@@ -123,7 +123,7 @@ def _in_groups(
         grammar = json_grammar(json.dumps(schema), whitespace=" ")
         try:
             constraint_of(grammar)
-        except GrammarError:  # two alternatives that cannot be told apart, say
+        except GrammarError:  # for example two alternatives that cannot be distinguished
             yield Answered(schema, "", "not compiled")
             continue
         some.append((schema, grammar))

@@ -1,4 +1,4 @@
-"""What reads bytes from outside, each as a function for a fuzzer: it may raise nothing but the errors it promises."""
+"""The readers of untrusted bytes as functions for a fuzzer; each may raise only the errors that it documents."""
 
 from tools.fuzzing.mutation import mutated
 from tools.fuzzing.targets import TARGETS, Target

@@ -1,4 +1,4 @@
-"""The bytes of a connection, cut in two ways: who asks for what must not depend on how they arrive."""
+"""The HTTP server's input, cut into pieces in two ways: the requests it reads must not depend on the pieces."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ CONNECTIONS = (
 
 
 def read_connections(data: bytes) -> None:
-    """The first byte says how long the pieces are."""
+    """Read the bytes whole and in pieces; the first byte gives the length of the pieces."""
     whole, cut = _answered(data[1:], 1 + len(data)), _answered(data[1:], 1 + sum(data[:1]) % 64)
     assert whole == cut, f"in pieces {cut}"
 
 
 def _answered(data: bytes, size: int) -> tuple[list[int], list[str]]:
-    """Statuses, and the paths that the application was asked for."""
+    """Return statuses, and the paths that the application received."""
     faults: list[dict[str, Any]] = []
 
     async def run() -> tuple[list[int], list[str]]:

@@ -1,4 +1,4 @@
-"""Inputs near good ones, by chance: for where no coverage guides a fuzzer."""
+"""Random changes of valid inputs, for fuzzing without coverage."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PIECES = (
 
 
 def mutated(rng: random.Random, corpus: Sequence[bytes], max_bytes: int = 20_000) -> bytes:
-    """One of the corpus after a few changes: bytes, pieces put in, cut, doubled, or taken from another one."""
+    """Return an input of the corpus after a few changes: bytes replaced, pieces inserted, removed or copied."""
     data = bytearray(rng.choice(corpus))
     for _ in range(rng.choice((1, 1, 2, 4, 8))):
         at = rng.randint(0, len(data))

@@ -1,4 +1,4 @@
-"""The targets: bytes in, nothing out; whatever is raised but the errors they promise is a finding."""
+"""The targets: functions of bytes. Any exception except the documented errors is a finding."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ ROOT = Path(__file__).resolve().parents[3]
 
 @dataclass(frozen=True)
 class Target:
-    """One reader of bytes."""
+    """A reader of untrusted bytes."""
 
     read: Callable[[bytes], None]
     corpus: tuple[bytes, ...]
-    """Good inputs, from which others are made."""
+    """Valid inputs, which the fuzzer changes."""
     package: str
-    """Whose branches guide a fuzzer."""
+    """Package whose branches guide a fuzzer."""
 
 
 def read_frames(data: bytes) -> None:
-    """As both ends of a channel; the first byte says which."""
+    """Read the bytes at one end of a channel; the first byte selects the end."""
     incoming = MasterMessage if data[:1] < b"\x80" else AgentMessage
     ours, theirs = socket.socketpair()
     with theirs:
@@ -67,7 +67,7 @@ def read_yaml(data: bytes) -> None:
 
 
 def read_requests(data: bytes) -> None:
-    """As the body of every route; a body that has the fields of sampling parameters becomes those."""
+    """Read the bytes as the body of every route, and build sampling parameters from a body that has their fields."""
     for kind in {endpoint.body for endpoint in ENDPOINTS if endpoint.body is not None}:
         for strict in (True, False):
             try:
@@ -86,7 +86,7 @@ def read_requests(data: bytes) -> None:
 
 
 def read_safetensors(data: bytes) -> None:
-    """Every tensor that a header promises must be there to be taken."""
+    """Read every tensor that the header describes."""
     path = _folder() / "model.safetensors"
     path.write_bytes(data)
     try:
@@ -99,7 +99,7 @@ def read_safetensors(data: bytes) -> None:
 
 @cache
 def _folder() -> Path:
-    """One for the whole process, removed with it."""
+    """Return a folder that is removed when the process ends."""
     return Path(_FOLDER.name)
 
 
