@@ -1,4 +1,7 @@
-"""Writes docs/parameters.md from the tables of the code: `.venv/bin/python scripts/write_parameter_docs.py`."""
+"""Writes docs/reference/parameters.md from the tables of the code.
+
+Run `.venv/bin/python scripts/write_parameter_docs.py` after a change of a parameter.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ from llm_serving.server.protocols.openai.schemas import (
 from llm_serving.server.protocols.openai.vector_schemas import EmbeddingsRequest, RerankRequest, ScoreRequest
 from llm_serving.server.protocols.text_schemas import LegacyParameters, LegacyRequest, TGIParameters, TGIRequest
 
-FILE = Path(__file__).parents[1] / "docs" / "parameters.md"
+FILE = Path(__file__).parents[1] / "docs" / "reference" / "parameters.md"
 BEGINNING = f"""# Parameters of requests
 
 Written by `scripts/write_parameter_docs.py` from the tables of the code; a test compares them.
@@ -52,7 +55,7 @@ The order in which a token is chosen: penalties, `logit_bias` with `bad_words` a
 - `bad_words` forbids the last token of a word behind its other ones, in the tokens that the text has at a beginning and
   behind a space; the same text can still come about from other tokens. Such a request is not computed a step ahead.
 - `allowed_token_ids` and `bad_words` that may leave no token to choose are refused.
-- An answer may be bound to a form: [constraints.md](constraints.md).
+- An answer may be bound to a form: [structured_output.md](../guides/structured_output.md).
 - None of these goes with `use_beam_search`, which compares the model's own log-probabilities.
 - `prompt_logprobs: k` tells of each token of the prompt, in the form of vLLM, its log-probability, its rank and the `k`
   most likely tokens; `echo` with `logprobs` tells the same in the form of OpenAI, before what is generated. The first

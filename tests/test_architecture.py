@@ -26,4 +26,4 @@ def test_the_rooms_drawn_are_those_of_the_package() -> None:
 def test_the_drawing_is_small_and_shown() -> None:
     assert DRAWING.stat().st_size < 20_000
     assert "](docs/architecture.svg)" in (PROJECT / "README.md").read_text()
-    assert "](architecture.svg)" in (PROJECT / "docs" / "architecture.md").read_text()
+    assert "](../architecture.svg)" in (PROJECT / "docs" / "explanation" / "architecture.md").read_text()

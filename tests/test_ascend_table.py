@@ -1,9 +1,9 @@
-"""Every demand of a device in docs/ascend.md names a test that exists, and no such test needs a device."""
+"""Every demand of a device in docs/explanation/ascend.md names a test that exists, and no such test needs a device."""
 
 import pytest
 from support.tables import PROJECT, missing_tests, rows
 
-ROWS = rows((PROJECT / "docs" / "ascend.md").read_text(), "the device")
+ROWS = rows((PROJECT / "docs" / "explanation" / "ascend.md").read_text(), "the device")
 
 
 def test_there_are_rows():

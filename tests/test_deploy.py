@@ -195,7 +195,7 @@ def test_an_expression_that_would_find_nothing_is_noticed(text, problem, series)
 
 
 def test_every_series_is_in_the_table_of_operators(series):
-    table = (ROOT / "docs" / "operations.md").read_text().split("## Metrics")[1].split("## Traces")[0]
+    table = (ROOT / "docs" / "guides" / "operations.md").read_text().split("## Metrics")[1].split("## Traces")[0]
     told = {name.partition(":")[2] or name for name in re.findall(r"`([a-z0-9_:]+)`", table)}
     names = {re.sub(r"_(bucket|sum|count|created)$", "", name.partition(":")[2]) for name in series if ":" in name}
     ends = tuple(each for each in told if each.startswith("_"))
@@ -217,13 +217,13 @@ def test_an_alert_tells_how_bad_it_is_and_only_names_labels_that_it_has(series):
 
 
 def test_every_alert_is_explained_where_operators_look():
-    text = (ROOT / "docs" / "operations.md").read_text()
+    text = (ROOT / "docs" / "guides" / "operations.md").read_text()
     assert [name for name in alerts() if f"`{name}`" not in text] == []
 
 
 def test_every_reason_that_a_series_may_name_is_explained():
     reasons = [*FinishReason, *REFUSALS]
-    rows = re.findall(r"^\| (.*?) \|", (ROOT / "docs" / "operations.md").read_text(), re.MULTILINE)
+    rows = re.findall(r"^\| (.*?) \|", (ROOT / "docs" / "guides" / "operations.md").read_text(), re.MULTILINE)
     assert [reason for reason in reasons if not any(f"`{reason}`" in row for row in rows)] == []
 
 
@@ -295,7 +295,7 @@ def test_the_unit_starts_a_server_and_gives_it_time_to_end(tmp_path):
 
 
 def test_every_exit_code_is_in_the_table_of_operators():
-    table = (ROOT / "docs" / "operations.md").read_text().split("## Exit codes")[1].split("##")[0]
+    table = (ROOT / "docs" / "guides" / "operations.md").read_text().split("## Exit codes")[1].split("##")[0]
     told = {
         int(code)
         for line in table.splitlines()

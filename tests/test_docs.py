@@ -21,8 +21,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "llm-serving" / "llm_serving"
 DOCUMENTS = (
     ROOT / "README.md",
-    *sorted((ROOT / "docs").glob("*.md")),
-    *sorted((ROOT / "docs" / "reference").glob("*.md")),
+    *sorted(ROOT.glob("CONTRIBUTING.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
 )
 WRITTEN = (*DOCUMENTS, *sorted((ROOT / "docs" / "deploy").iterdir()), *sorted((ROOT / "configs").glob("*.yaml")))
 PLACES = (ROOT, ROOT / "docs", ROOT / "llm-serving", PACKAGE)

@@ -1,4 +1,4 @@
-"""Files that docs/tuning.md tells of: loads, and a plot with the command that draws it."""
+"""Files that docs/guides/tuning.md tells of: loads, and a plot with the command that draws it."""
 
 import argparse
 import re
@@ -26,8 +26,8 @@ def at_the_root(monkeypatch):
 
 
 def told_with(option: str) -> argparse.Namespace:
-    """The arguments of the command of docs/tuning.md that has an option."""
-    text = Path("docs/tuning.md").read_text().replace("\\\n", " ")
+    """The arguments of the command of docs/guides/tuning.md that has an option."""
+    text = Path("docs/guides/tuning.md").read_text().replace("\\\n", " ")
     (line,) = (each for each in text.splitlines() if each.startswith(".venv/bin/llm-serving") and option in each)
     return main._parser().parse_args(shlex.split(line)[1:])
 

@@ -57,7 +57,7 @@ QUICK: Final = {
     "RAY_health_check_timeout_ms": "2000",
     "RAY_health_check_failure_threshold": "3",
 }
-"""Options of Ray's head that make Ray notice a lost machine sooner; docs/cluster.md recommends both."""
+"""Options of Ray's head that make Ray notice a lost machine sooner; docs/guides/cluster.md recommends both."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """A real server for as long as one likes, with everything at once: honest clients, liars, clients that leave, slow
 readers, malformed requests, and WorkAgents killed or hung now and then.
 
-    python tests/tools/soak.py --minutes 30    # prints a section for docs/proofs.md; exit code 1 if a law is broken
+    python tests/tools/soak.py --minutes 30    # prints a section for docs/results/correctness.md
 
 Every answer that a client reads to its end is compared with the answer given alone. The memory of the master and of its
 WorkAgents is sampled; at the end the cache must be free, no bound broken, no process and no shared memory left.

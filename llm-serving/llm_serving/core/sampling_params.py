@@ -261,8 +261,8 @@ class SamplingParams:
     bad_words: tuple[tuple[int, ...], ...] = _parameter((), TokenSequences(MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS))
     """Token sequences: the last token of one cannot follow the others in the output."""
     constraint: str | None = _parameter(None, GrammarText())
-    """A grammar as llguidance reads it, of one of the forms of docs/constraints.md: the output keeps to it, and ends
-    only where it does."""
+    """A grammar as llguidance reads it (docs/guides/structured_output.md). The output conforms to it and ends only
+    where it is complete."""
     seed: int = _parameter(0, Whole(0, MAX_SEED))
     """With the position it keys the random numbers: same seed, same tokens."""
     stop: tuple[str, ...] = _parameter((), Texts(MAX_STOP_STRINGS, MAX_STOP_STRING_CHARS))

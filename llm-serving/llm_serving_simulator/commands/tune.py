@@ -39,7 +39,9 @@ NUM_TRIALS: Final = 100
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", type=Path, required=True, metavar="YAML", help="configuration to start from")
-    parser.add_argument("--goal", type=Path, required=True, metavar="FILE", help="the objective (docs/tuning.md)")
+    parser.add_argument(
+        "--goal", type=Path, required=True, metavar="FILE", help="the objective (docs/guides/tuning.md)"
+    )
     add_workload_arguments(parser)
     parser.add_argument("--out", type=Path, required=True, metavar="YAML", help="where the tuned configuration goes")
     parser.add_argument("--trials", type=int, default=NUM_TRIALS, metavar="N", help=f"default {NUM_TRIALS}")

@@ -131,7 +131,7 @@ class TuningObjective:
 
 
 def read_objective(path: Path) -> TuningObjective:
-    """Read an objective file; docs/tuning.md lists its keys.
+    """Read an objective file; docs/guides/tuning.md lists its keys.
 
     Raises:
         ConfigError: With file, line and rule.

@@ -179,7 +179,7 @@ def test_who_begins_alike_has_the_same_number_and_no_number_of_a_block():
 
 
 def test_what_the_documentation_shows_is_what_there_is():
-    text = (DOCS / "control.md").read_text(encoding="utf-8")
+    text = (DOCS / "guides" / "control.md").read_text(encoding="utf-8")
     example = "{" + text.partition("v1/scheduler\n{")[2].partition("```")[0]
     shown = json.loads(re.sub(r",\s*\.\.\.", "", example))
     rows = [(Replica, shown["replicas"])]

@@ -304,6 +304,6 @@ def test_without_a_log_requests_are_counted_all_the_same():
 
 
 def test_every_field_of_a_line_is_described_where_operators_look():
-    text = (Path(__file__).parents[3] / "docs/operations.md").read_text()
+    text = (Path(__file__).parents[3] / "docs/guides/operations.md").read_text()
     names = {AccessLine.__struct_encode_fields__[i] for i in range(len(AccessLine.__struct_fields__))}
     assert {name for name in names if f"`{name}`" not in text} == set()

@@ -118,7 +118,7 @@ CPU_STEP_OPERATIONS: Final = 1.2e12
 """About one second of a few cores."""
 CPU_STEP_TOKENS: Final = 512
 """Default on a CPU for every model: four times as many tokens are no faster for each token, and running streams wait
-four times as long beside a flood of prompts (docs/scheduling.md)."""
+four times as long beside a flood of prompts (docs/results/scheduling.md)."""
 MIN_PROMPT_TOKENS: Final = 128
 """Matrix products of this many rows reach 90 % of the speed of larger ones."""
 SEPARATE_PREFILL_STEPS: Final = 4

@@ -91,7 +91,7 @@ class ServerConfig:
     process supervisor can restart it. False: it keeps restarting them."""
     tool_call_parser: str = option("auto", choice(("auto", "none", *ToolFormatName)))
     """Format in which the model writes tool calls. `auto`: the format of its chat template. `none`: requests with
-    `tools` are refused with 400. The other formats are described in docs/tools.md."""
+    `tools` are refused with 400. The other formats are described in docs/guides/tools.md."""
     reasoning_parser: str = option("auto", choice(("auto", "none", "think")))
     """`think`: text between `<think>` and `</think>` becomes the `reasoning_content` of a chat response. `auto`: the
     same where the chat template contains these tags. `none`: it stays part of the text."""
