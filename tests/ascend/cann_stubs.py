@@ -32,8 +32,8 @@ LIBRARIES: Final = (
 """Names of CANN's shared objects. Each is empty and depends on the one that has all symbols."""
 
 SYSTEM_LIBRARIES: Final = ("c", "m", "stdc++", "gcc_s", "gomp", "dl", "pthread", "rt", "z")
-_LOOKED_UP: Final = re.compile(r"(acl|Hccl|hccl|hal|drv|rt|Msprof|aclprof)[A-Za-z0-9_]+")
-"""Symbols that the plugin looks up by name, which `nm` does not list."""
+_LOOKED_UP: Final = ("acl", "Hccl", "hccl", "hal", "drv", "rt", "Msprof")
+"""How symbols begin that the plugin looks up by name, which `nm` does not list."""
 
 _OPERATOR: Final = re.compile(r"aclnn[A-Za-z0-9]+")
 _NOT_OF_CANN: Final = re.compile(r"GOMP|omp_|__|_ITM_|_ZT[HW]|half_|_ZNK?9mindspore|hi_|rt_|rtswitch|_?Py")
@@ -41,7 +41,7 @@ _IDENTIFIER: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _REGISTERS: Final = ("rdi", "rsi", "rdx", "rcx", "r8", "r9")
 """Of the first six arguments of a call."""
 
-_TEXT: Final = re.compile(rb"[\x20-\x7e]{5,}")
+_TEXT: Final = re.compile(rb"[\x20-\x7e]+")
 
 
 def reason_not_to_build() -> str | None:
@@ -81,7 +81,7 @@ def build(folder: Path) -> dict[str, str]:
     texts = set().union(*map(_texts, plugins))
     operators = sorted({text.removesuffix("GetWorkspaceSize") for text in texts if _OPERATOR.fullmatch(text)})
     wanted = _symbols(plugins, "--dynamic", "--undefined-only") - _provided(plugins)
-    wanted |= {text for text in texts if _LOOKED_UP.fullmatch(text)}
+    wanted |= texts
     of_operators = {name for each in operators for name in (each, f"{each}GetWorkspaceSize")}
     empty = {name for name in wanted if _IDENTIFIER.fullmatch(name) and not _NOT_OF_CANN.match(name)}
     (folder / "generated.s").write_text(_assembly(sorted((empty | set(operators)) - own), operators, of_operators))
@@ -152,7 +152,21 @@ def _symbols(files: Iterable[Path], *options: str) -> set[str]:
 
 
 def _texts(file: Path) -> set[str]:
-    return {text.decode() for text in _TEXT.findall(file.read_bytes())}
+    """Return the texts of a file that may be names of `_LOOKED_UP`.
+
+    Each beginning is searched by itself: an expression for any text takes seconds for some hundred megabytes.
+    """
+    data, found = file.read_bytes(), set[str]()
+    for beginning in map(str.encode, _LOOKED_UP):
+        at = data.find(beginning)
+        while at >= 0:
+            text = _TEXT.match(data, at)
+            assert text is not None
+            whole = at == 0 or not _TEXT.match(data, at - 1, at)
+            if whole and len(text[0]) >= 5 and _IDENTIFIER.fullmatch(name := text[0].decode()):
+                found.add(name)
+            at = data.find(beginning, text.end())
+    return found
 
 
 def _assembly(empty: Iterable[str], operators: Iterable[str], of_operators: set[str]) -> str:

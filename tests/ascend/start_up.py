@@ -1,6 +1,6 @@
-"""Starts the shipped model on Ascend as a WorkAgent does, runs its warm-up, and prints what was found as JSON.
+"""Starts a model on Ascend as a WorkAgent does, runs its warm-up, and prints what was found as JSON.
 
-    python start_up.py [--dtype float16] [--exactness exact] [--block-size 16]
+    python start_up.py [FOLDER] [--dtype float16] [--exactness exact] [--block-size 16]
 
 Run in the environment that `cann_stubs.build` returns, in a process of its own.
 """
@@ -18,6 +18,7 @@ from llm_serving.core.mindspore_environment import DISABLED_KERNELS, set_mindspo
 
 def main() -> None:
     parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path, nargs="?", help="of the model (default: the shipped one)")
     parser.add_argument("--dtype", default="float16")
     parser.add_argument("--exactness", default="exact")
     parser.add_argument("--block-size", type=int, default=16)
@@ -29,11 +30,11 @@ def main() -> None:
     os.environ.pop(DISABLED_KERNELS, None)
     if not arguments.without_environment:
         set_mindspore_environment()
-    import llm_serving
     import mindspore as ms
     import psutil
     from llm_serving.backends.ascend import AscendBackend
     from llm_serving.backends.cpu import CpuBackend
+    from llm_serving.config.paths import DEMO_FOLDER
     from llm_serving.config.sections.device import DeviceConfig
     from llm_serving.models.weight_reader import check_folder
     from llm_serving.worker.device import backend_for, configure_device, free_npu_memory
@@ -48,7 +49,7 @@ def main() -> None:
     configure_device(device)
     free = free_npu_memory()
     backend, notice = backend_for(device, arguments.dtype)
-    folder = Path(llm_serving.__file__).parent / "demo_model"
+    folder = arguments.folder or DEMO_FOLDER
     num_prompt_rows = 4 if arguments.exactness == "fast" else 0
     before = psutil.Process().memory_info().rss
     runner = ModelRunner(
