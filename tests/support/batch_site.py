@@ -28,12 +28,12 @@ class Site:
         serving = replace(engine.config.serving, batch_path=folder / "batches.db")
         engine.config = replace(engine.config, serving=serving)
         self._site = build_site(engine)
-        self.outside = self._site.outside
-        transport = httpx.ASGITransport(self.outside)
+        self.public = self._site.public
+        transport = httpx.ASGITransport(self.public)
         self.client = httpx.AsyncClient(transport=transport, base_url="http://localhost", headers=headers)
 
     async def __aenter__(self):
-        self.batches = self._site.routes.batches = open_batches(self.engine, self._site.inside)
+        self.batches = self._site.routes.batches = open_batches(self.engine, self._site.internal)
         await self.batches.start()
         return self
 

@@ -113,7 +113,7 @@ class GatedServer:
         try:
             while not self.engine.health().ready:
                 await asyncio.sleep(0)
-            transport = httpx.ASGITransport(self.site.outside)
+            transport = httpx.ASGITransport(self.site.public)
             async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", headers=headers) as client:
                 yield client
         finally:

@@ -42,7 +42,7 @@ class PageServer(GatedServer):
         ready = threading.Event()
         with bind("127.0.0.1", 0) as listener:
             site, limits = build_site(self.engine), replace(self.engine.config.serving, shutdown_timeout_s=0.1)
-            http = HttpServer(site.outside, listener, limits, site.outside.refused, on_shutdown=site.routes.live.close)
+            http = HttpServer(site.public, listener, limits, site.public.refused, on_shutdown=site.routes.live.close)
 
             async def serve() -> None:
                 self.engine.start()

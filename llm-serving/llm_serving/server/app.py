@@ -1,4 +1,4 @@
-"""The application, and running it until it is told to stop."""
+"""The ASGI application of an engine, and the process that serves it until a signal ends it."""
 
 from __future__ import annotations
 
@@ -61,13 +61,12 @@ from llm_serving.server.ui import page_routes
 logger = get_logger(__name__)
 
 GARBAGE_THRESHOLDS: Final = (2_000, 1, 200)
-"""Objects that have become more before the newest are searched for unreachable cycles, and searches of a generation
-beyond which the next older one is searched. A search holds the event loop for one to two microseconds an object: of the
-two younger generations, 6,000 objects at most, it is some milliseconds; of all objects of a thousand connections it is
-a tenth of a second, so that is rare, and requests and connections leave no cycles behind."""
-SWITCH_S: Final = 0.0005
-"""Seconds for which another thread keeps Python's lock when the event loop wants it: with Python's own 5 ms, whenever
-the loop has waited for the network it may wait so long again, for each of its events."""
+"""Thresholds of the three generations of Python's garbage collector. A search holds the event loop for 1 to 2
+microseconds an object: some milliseconds for the two younger generations, a tenth of a second for all objects of a
+thousand connections. So a full search is rare; requests and connections leave no reference cycles behind."""
+SWITCH_INTERVAL_S: Final = 0.0005
+"""Seconds for which another thread keeps the GIL when the event loop wants it. With Python's default of 5 ms the loop
+could wait so long after each of its events."""
 
 OPENAPI_PATH: Final = "/openapi.json"
 
@@ -76,16 +75,16 @@ OPENAPI_PATH: Final = "/openapi.json"
 class Site:
     """The applications of an engine."""
 
-    outside: Accounting
-    """For clients."""
-    inside: Inside
-    """For requests that were kept."""
+    public: Accounting
+    """The application for clients."""
+    internal: Inside
+    """The client of the same routes for stored requests, such as lines of batches."""
     routes: Application
 
 
 def create_app(engine: AsyncEngine, access_log: AccessLog | None = None) -> Accounting:
-    """The ASGI application of an engine; it neither starts nor stops the engine, nor closes the log."""
-    return build_site(engine, access_log).outside
+    """Return the ASGI application of an engine; it neither starts nor stops the engine, nor closes the log."""
+    return build_site(engine, access_log).public
 
 
 def build_site(
@@ -94,7 +93,14 @@ def build_site(
     tracer: Tracer | None = None,
     accepted: AcceptedRequests | None = None,
 ) -> Site:
-    """As `create_app`, with what answers those that are no clients; `accepted` are requests that may come again."""
+    """Return all applications of an engine.
+
+    Args:
+        engine: Computes.
+        access_log: Gets a line for each request; None: there is no access log.
+        tracer: Gets the spans of requests; None: there is no tracing.
+        accepted: Requests that clients may repeat; None: an empty table.
+    """
     keys = engine.config.api_keys
     document = _encoded_document(with_keys=bool(keys))
     page = page_routes() if engine.config.serving.ui else []
@@ -105,7 +111,7 @@ def build_site(
 
     routes = Application(
         [*(endpoint.route(engine) for endpoint in ENDPOINTS), Route(OPENAPI_PATH, show_openapi), *page],
-        ResponseStore(shares_of(engine, "response_store_bytes")),
+        ResponseStore(tenant_quota_of(engine, "response_store_bytes")),
         ReceiptHook(engine.config),
         LiveFeed(
             engine.lookup,
@@ -121,7 +127,7 @@ def build_site(
     )
     paths = [OPENAPI_PATH, *(endpoint.path for endpoint in ENDPOINTS)]
     refused, quotas = engine.metrics.http.refused, quotas_of(keys, engine.clock)
-    inside = Accounting(routes, engine.clock, engine.metrics.http, access_log, paths, tracer)
+    internal = Accounting(routes, engine.clock, engine.metrics.http, access_log, paths, tracer)
     application: ASGIApp = routes
     authentication: ApiKeyAuthentication | None = None
     if keys:
@@ -129,10 +135,10 @@ def build_site(
             application, keys, open_paths, clock=engine.clock, quotas=quotas, refused=refused
         )
     application = BrowserGuard(application, engine.config.serving, needs_keys=bool(keys), refused=refused)
-    outside = Accounting(application, engine.clock, engine.metrics.http, access_log, paths, tracer)
-    client = Inside(inside, {key.name: key for key in keys}, quotas, lambda: engine.health().ready)
+    public = Accounting(application, engine.clock, engine.metrics.http, access_log, paths, tracer)
+    client = Inside(internal, {key.name: key for key in keys}, quotas, lambda: engine.health().ready)
 
-    def follow(config: ServingConfig) -> None:
+    def apply_config(config: ServingConfig) -> None:
         if authentication is not None:
             authentication.reload(config.api_keys)
         reload_quotas(quotas, config.api_keys, engine.clock)
@@ -140,8 +146,8 @@ def build_site(
         routes.live.policy = config.scheduler.policy
         routes.response_buffers.max_bytes = config.serving.max_buffered_response_bytes
 
-    engine.reloading.followers.append(follow)
-    return Site(outside, client, routes)
+    engine.reloading.followers.append(apply_config)
+    return Site(public, client, routes)
 
 
 @functools.cache
@@ -150,10 +156,10 @@ def _encoded_document(*, with_keys: bool) -> bytes:
 
 
 class Application:
-    """Hands a request to its route and answers itself where there is none.
+    """Passes each request to its route, and responds with 404 or 405 where there is none.
 
-    Nothing stands between a route and the socket: Starlette's own application wraps `send` three times, for each piece
-    of a stream. Routes answer their own errors; one that does not is logged by the server and gets status 500.
+    It does not wrap `send`, as Starlette's own application does three times, because each chunk of a stream would pay
+    for it. Endpoints respond to their own errors.
     """
 
     def __init__(
@@ -171,16 +177,16 @@ class Application:
         self.receipts = receipts
         self.live = live
         self.accepted = accepted
-        """Requests that may come again."""
+        """Requests that clients may repeat."""
         self.model_state = model_state
         self.advisor = advisor
         self.response_buffers = response_buffers
         self.batches: Batches | None = None
-        """While they are served."""
-        self._router = Router(routes, redirect_slashes=False)  # a redirect repeats the Host that the client sent
+        """None until the server runs, and where the configuration has no batches."""
+        self._router = Router(routes, redirect_slashes=False)  # a redirect would repeat the client's Host header
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope["app"] = self  # tells the router to raise what follows
+        scope["app"] = self  # makes the router raise HTTPException
         try:
             await self._router(scope, receive, send)
         except HTTPException as error:
@@ -188,17 +194,17 @@ class Application:
 
 
 def serve(engine: AsyncEngine) -> int:
-    """Serves an engine on the address of its configuration; starts it and stops it.
+    """Start an engine, serve it on the address of its configuration, and stop it.
 
-    The port is taken first, and `/health` answers 503 while the engine loads. The first SIGINT or SIGTERM lets running
-    requests finish within `shutdown_timeout_s`, the second one ends them.
+    The port is bound first, and `/health` responds with 503 while the engine loads. The first SIGINT or SIGTERM lets
+    running requests finish within `shutdown_timeout_s`, the second one ends them.
 
     Returns:
         The exit code: 0 after an orderly end.
 
     Raises:
         ConfigError: The address, the access log or the folder of recordings cannot be used, too few files can be open,
-            or the environment says what the configuration does.
+            or an environment variable is set that only the configuration may decide.
         LLMServingError: The engine has failed.
     """
     serving = engine.config.serving
@@ -208,11 +214,11 @@ def serve(engine: AsyncEngine) -> int:
     if (limit := describe_address_space_limit()) is not None:
         logger.warning("%s", limit)
     return_large_blocks()
-    collect_garbage_rarely()
-    hand_over_often()
+    reduce_garbage_collection()
+    shorten_switch_interval()
     with (
         bind(serving.server_ip, serving.server_port) as listener,
-        recordings_held(engine.config.scheduler.record_path),
+        lock_recordings(engine.config.scheduler.record_path),
     ):
         access_log, close_log = open_access_log(serving)
         endpoint = serving.otlp_endpoint
@@ -222,9 +228,9 @@ def serve(engine: AsyncEngine) -> int:
             request_log = open_request_log(serving)
             accepted = open_accepted(engine, request_log)
             site = build_site(engine, access_log, tracer, accepted)
-            reread = partial(_read_again, engine, access_log)
+            reload = partial(_reload_files, engine, access_log)
             end_live = site.routes.live.close
-            server = HttpServer(site.outside, listener, serving, site.outside.refused, reread, end_live, files)
+            server = HttpServer(site.public, listener, serving, site.public.refused, reload, end_live, files)
             engine.reloading.followers.append(lambda config: server.reload_limits(config.serving))
             engine.on_failure = server.end
             with periodic_heap_trim():
@@ -240,44 +246,44 @@ def serve(engine: AsyncEngine) -> int:
     return 0
 
 
-async def _read_again(engine: AsyncEngine, access_log: AccessLog | None) -> None:
-    """Whatever the YAML says now, the log is opened again."""
+async def _reload_files(engine: AsyncEngine, access_log: AccessLog | None) -> None:
+    """Reopen the access log and reload the YAML file."""
     if access_log is not None:
         access_log.reopen()
     if engine.config.origin is not None and engine.config.origin.path is not None:
-        with contextlib.suppress(RequestError):  # the log tells
+        with contextlib.suppress(RequestError):  # the reloader has logged it
             await engine.reloading.reload()
 
 
-def collect_garbage_rarely() -> None:
-    """Leaves what is loaded until now out of every search for unreachable cycles, and searches less often.
+def reduce_garbage_collection() -> None:
+    """Exclude all present objects from garbage collection, and search for reference cycles less often.
 
-    Requests come and go by the hundred without leaving cycles behind; Python's own threshold takes them for a reason
-    to search, which costs a tenth of a short request.
+    With Python's default thresholds the searches take a tenth of the time of a short request, though requests leave no
+    cycles behind.
     """
     gc.freeze()
     gc.set_threshold(*GARBAGE_THRESHOLDS)
 
 
-def hand_over_often() -> None:
-    """Lets the event loop have its way soon beside the threads of engines and of long bodies."""
-    sys.setswitchinterval(SWITCH_S)
+def shorten_switch_interval() -> None:
+    """Let the event loop get the GIL back soon from the threads of engines and of long bodies."""
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
 
 
 @asynccontextmanager
 async def _running(engine: AsyncEngine, site: Site) -> AsyncIterator[None]:
     engine.start()
-    batches = site.routes.batches = open_batches(engine, site.inside)
+    batches = site.routes.batches = open_batches(engine, site.internal)
     if batches is not None:
         await batches.start()
     site.routes.receipts.start()
     interval_s = engine.config.serving.throughput_interval_s
-    lines = asyncio.create_task(log_throughput(engine.metrics, engine.clock, interval_s)) if interval_s else None
+    throughput = asyncio.create_task(log_throughput(engine.metrics, engine.clock, interval_s)) if interval_s else None
     try:
         yield
     finally:
-        if lines is not None:
-            lines.cancel()
+        if throughput is not None:
+            throughput.cancel()
         if batches is not None:
             await batches.stop()
         await site.routes.advisor.close()
@@ -285,12 +291,9 @@ async def _running(engine: AsyncEngine, site: Site) -> AsyncIterator[None]:
 
 
 @contextmanager
-def recordings_held(folder: Path | None) -> Iterator[None]:
-    """No other server records into the folder meanwhile: each would delete the other's oldest files.
-
-    Raises:
-        ConfigError: The folder cannot be used, or another server uses it.
-    """
+def lock_recordings(folder: Path | None) -> Iterator[None]:
+    """Hold the lock of a folder of recordings: two servers would delete each other's oldest files. Raise ConfigError
+    where the folder cannot be used, or another server uses it."""
     if folder is None:
         yield
         return
@@ -308,28 +311,25 @@ def recordings_held(folder: Path | None) -> Iterator[None]:
 
 
 def open_request_log(serving: ServerConfig) -> LogFile | None:
-    """That of the configuration; None: requests are kept in memory alone, or not at all.
-
-    Raises:
-        ConfigError: Its folder cannot be used, or another server uses it.
-    """
+    """Return the log of accepted requests; None: they are kept in memory only, or not at all. Raise ConfigError where
+    its folder cannot be used, or another server uses it."""
     if serving.request_log != "disk" or serving.request_log_path is None:
         return None
     return LogFile(serving.request_log_path, serving.request_log_bytes)
 
 
-def shares_of(engine: AsyncEngine, key: str) -> TenantQuota:
-    """Of the room that a key of `serving_config` gives all tenants; there are as many as API keys."""
+def tenant_quota_of(engine: AsyncEngine, key: str) -> TenantQuota:
+    """Return the quota by which the tenants share a number of bytes, which a key of `serving_config` names."""
     limit = getattr(engine.config.serving, key)
     return TenantQuota(limit, lambda: len(engine.config.api_keys) > 1, f"serving_config.{key}")
 
 
 def open_accepted(engine: AsyncEngine, log: LogFile | None = None) -> AcceptedRequests:
-    """Accepted requests that may come again, with those of a log, which gets the next ones."""
-    serving, shares = engine.config.serving, shares_of(engine, "request_log_bytes")
+    """Return the table of accepted requests, filled from a log, to which it appends."""
+    serving, quota = engine.config.serving, tenant_quota_of(engine, "request_log_bytes")
     if serving.request_log == "none":
-        shares = replace(shares, num_bytes=0)
-    accepted = AcceptedRequests(shares, serving.request_log_age_s, time.time)
+        quota = replace(quota, num_bytes=0)
+    accepted = AcceptedRequests(quota, serving.request_log_age_s, time.time)
     if log is not None:
         for record in log.read():
             accepted.restore(record)
@@ -338,27 +338,27 @@ def open_accepted(engine: AsyncEngine, log: LogFile | None = None) -> AcceptedRe
 
 
 def open_batches(engine: AsyncEngine, ask: Ask, path: Path | None = None) -> Batches | None:
-    """Those of the configuration; None: it has none.
+    """Return the batches of the configuration; None: it has none.
 
     Args:
-        engine: Its configuration says how many lines are asked for at once, and what may be kept.
-        ask: Asks a route.
-        path: Of the database, in place of the configuration's; answers have as much room there as they need.
+        engine: Its configuration limits the concurrency and the bytes.
+        ask: Sends a request to a route.
+        path: Database in place of the configuration's; the size of its responses is not limited.
 
     Raises:
-        ConfigError: Their database cannot be used.
+        ConfigError: The database cannot be used.
     """
     config, serving = engine.config, engine.config.serving
-    place = path or serving.batch_path
-    if place is None:
+    database = path or serving.batch_path
+    if database is None:
         return None
-    shares = shares_of(engine, "batch_store_bytes")
+    quota = tenant_quota_of(engine, "batch_store_bytes")
     return Batches(
-        partial(BatchStore, place, shares),
+        partial(BatchStore, database, quota),
         ask,
         concurrency=serving.batch_concurrency or config.model.decode_batch_size,
         priority_class=config.request_classes[-1].name,
-        shares=shares,
+        shares=quota,
         bounds_answers=path is None,
     )
 
@@ -366,14 +366,14 @@ def open_batches(engine: AsyncEngine, ask: Ask, path: Path | None = None) -> Bat
 async def run_file(
     engine: AsyncEngine, source: Path, target: Path, on_progress: Callable[[RequestCounts], None]
 ) -> RequestCounts:
-    """Answers a file of requests with an engine that serves nobody else; starts it and stops it.
+    """Respond to a file of requests with an engine of its own; start it and stop it.
 
     Raises:
         ConfigError: The files cannot be used.
         LLMServingError: The engine has failed.
     """
     unfinished = Path(f"{target}{UNFINISHED}")
-    batches = open_batches(engine, build_site(engine).inside, unfinished)
+    batches = open_batches(engine, build_site(engine).internal, unfinished)
     assert batches is not None
     engine.start()
     try:

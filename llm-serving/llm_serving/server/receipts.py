@@ -33,7 +33,7 @@ class ReceiptDraftProtocol(Protocol):
 
 
 class ReceiptIssuerProtocol(Protocol):
-    """What the server uses of `llm_serving_receipts.issuer`."""
+    """The interface of `llm_serving_receipts.issuer` that the server uses."""
 
     def start_hashing(self) -> None: ...
 

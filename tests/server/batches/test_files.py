@@ -143,7 +143,7 @@ def test_a_file_may_be_longer_than_what_all_connections_may_hold(tmp_path):
     async def talking():
         async with Site(FakeEngine(limits={"max_buffered_bytes": 2**21}), tmp_path) as site:
             with bind("127.0.0.1", 0) as listener:
-                server = HttpServer(site.outside, listener, site.engine.config.serving)
+                server = HttpServer(site.public, listener, site.engine.config.serving)
                 serving = asyncio.ensure_future(server.serve([listener]))
                 while not server.started:
                     await asyncio.sleep(0)

@@ -263,7 +263,7 @@ def test_nothing_is_asked_of_an_engine_that_loads(tmp_path, monkeypatch):
         engine.ready = True
 
     monkeypatch.setattr("llm_serving.server.batches.internal_client.asyncio.sleep", look)
-    ask = build_site(engine).inside
+    ask = build_site(engine).internal
     assert asyncio.run(ask("/v1/completions", b'{"prompt": "hello"}', "")).status == 200
 
 

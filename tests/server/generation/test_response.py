@@ -29,7 +29,7 @@ def engine(**fields):
 
 
 def client_of(site):
-    return httpx.AsyncClient(transport=httpx.ASGITransport(site.outside), base_url="http://localhost")
+    return httpx.AsyncClient(transport=httpx.ASGITransport(site.public), base_url="http://localhost")
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
@@ -84,9 +84,7 @@ def test_what_was_answered_is_held_no_more():
     async def talking():
         site = build_site(served)
         answers = site.routes.response_buffers
-        async with httpx.AsyncClient(
-            transport=httpx.ASGITransport(site.outside), base_url="http://localhost"
-        ) as client:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(site.public), base_url="http://localhost") as client:
             asking = asyncio.ensure_future(client.post("/v1/completions", json={"prompt": "x", "logprobs": 3}))
             await served.held.wait()
             held = answers.num_bytes
@@ -100,9 +98,7 @@ def test_what_was_answered_is_held_no_more():
 def test_a_response_in_the_background_fails_by_name():
     async def talking():
         site = build_site(FakeEngine(Script([Piece("x" * 100)] * 100), limits={"max_buffered_response_bytes": 5_000}))
-        async with httpx.AsyncClient(
-            transport=httpx.ASGITransport(site.outside), base_url="http://localhost"
-        ) as client:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(site.public), base_url="http://localhost") as client:
             body = {"model": "demo", "input": "x", "background": True}
             begun = (await client.post("/v1/responses", json=body)).json()
             shown = begun
@@ -157,9 +153,7 @@ def test_whoever_is_not_the_largest_is_answered(caplog):
 
     async def talking():
         site = build_site(served)
-        async with httpx.AsyncClient(
-            transport=httpx.ASGITransport(site.outside), base_url="http://localhost"
-        ) as client:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(site.public), base_url="http://localhost") as client:
             small = asyncio.ensure_future(client.post("/v1/completions", json={"prompt": "x"}))
             await served.held.wait()
             large = await client.post("/v1/completions", json=LARGE["/v1/completions"])

@@ -139,7 +139,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def ask(tracer: Tracer, engine: FakeEngine, path: str, headers: dict[str, str] | None = None) -> httpx.Response:
     async def send() -> httpx.Response:
-        transport = httpx.ASGITransport(build_site(engine, tracer=tracer).outside)
+        transport = httpx.ASGITransport(build_site(engine, tracer=tracer).public)
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             if path == "/health":
                 return await client.get(path, headers=headers)

@@ -29,7 +29,7 @@ class Choices(NamedTuple):
 
     @property
     def counted_by(self) -> str:
-        """The field that asks for this number of sequences."""
+        """The field that sets the number of sequences."""
         return "best_of" if self.best_of > self.n else "n"
 
 
@@ -51,8 +51,7 @@ async def select_best(
 
     Args:
         outputs: Outputs with logprobs; their index is that of the prompt times `best_of`, plus the sequence.
-        choices: The numbers `n` and `best_of`.
-        with_logprobs: Whether the client asked for logprobs too.
+        with_logprobs: Whether the response has logprobs.
     """
     by_sequence: dict[int, list[RequestOutput]] = {}
     async for index, output in outputs:

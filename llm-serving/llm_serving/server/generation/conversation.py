@@ -44,18 +44,14 @@ MAX_TEMPLATE_FACTOR: Final = 2
 """Most times its own length that the JSON of a conversation may have once the chat template has been applied."""
 _LIMIT: Final = Whole(1)
 _RENDERING: Final = FairThreads(NUM_PROCESSES, "chat-template")
-"""Threads of their own that wait for templates, so that no other work waits behind them. Clients share them fairly:
-long conversations take long, also where their tokens are only counted."""
+"""Separate threads that wait for chat templates, so that no other work waits for them. Clients share them fairly,
+because long conversations take long, also where their tokens are only counted."""
 
 
 class ConversationRequest(ProtocolRequest):
     """A conversation in the form of chat completions, whichever protocol it came in.
 
     Args:
-        engine: Generates.
-        http_request: The request as received.
-        body: The body as received.
-        chat: The conversation and its parameters.
         translate: Returns an error by the field names of the protocol.
     """
 
@@ -149,10 +145,8 @@ async def render_chat(
     """Render the prompt of a conversation off the event loop.
 
     Args:
-        engine: Has the template.
         source: The client, as in `HttpCaller`.
         request: The conversation, and how its prompt ends.
-        offered: Tools that the model may call.
 
     Raises:
         RequestError: A message has no text or an unknown role, a variable has a reserved name, or the chat template
@@ -190,11 +184,8 @@ def template_role(template: str, role: str) -> str:
 
 
 def template_message(index: int, message: ChatMessage) -> dict[str, Any]:
-    """Return a message as chat templates read it.
-
-    Raises:
-        RequestError: It has an unknown role, a part that is not text, or a call with malformed arguments.
-    """
+    """Return a message as chat templates read it. Raise RequestError where it has an unknown role, a part that is not
+    text, or a call with malformed arguments."""
     if message.role not in ROLES:
         raise RequestError(f"messages[{index}].role", f"must be one of {', '.join(ROLES)}", message.role)
     content = message.content
@@ -226,7 +217,7 @@ def flat_error(error: RequestError, format_field: str) -> RequestError:
 
     Args:
         error: An error of chat.
-        format_field: What the protocol calls `response_format`.
+        format_field: The protocol's name for `response_format`.
     """
     if error.field.startswith("tools["):
         return error.renamed(error.field.replace(".function.", "."))
@@ -245,7 +236,7 @@ def _adds_generation_prompt(request: ChatCompletionRequest) -> bool:
 
 
 def _is_long(request: ChatCompletionRequest) -> bool:
-    """Return whether the conversation may be long; parts whose size no length tells count as long."""
+    """Return whether the conversation may be long; parts of unknown size count as long."""
     if request.tools or request.chat_template_kwargs or any(each.tool_calls for each in request.messages):
         return True
     texts = (text for each in request.messages for text in (each.content, each.reasoning_content) if text)

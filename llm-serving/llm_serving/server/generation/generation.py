@@ -161,7 +161,7 @@ async def _pump(index: int, stream: RequestStream, queue: asyncio.Queue[ChoiceOu
 
 
 class EngineInput(NamedTuple):
-    """What the engine computes for one HTTP request."""
+    """Input of the engine for one HTTP request."""
 
     prompts: Sequence[list[int]]
     """Token ids of each prompt."""
@@ -189,11 +189,6 @@ async def submit(
     All sequences of a prompt but the first are forks of it, so its KV blocks are computed and held once.
 
     Args:
-        engine: Computes.
-        caller: The client.
-        inputs: Prompts and sampling.
-        request_id: The id that the client sees.
-        choices: Number of choices, and how they are found.
         field_names: Field in errors of the engine -> the protocol's name for it.
         idempotent: Finds the requests that share this response, and stores the request for an idempotent retry.
         receipt: Records prompts, sampling and outputs.
@@ -262,8 +257,10 @@ async def submit(
 
 
 def _refund_beams(refund: Callable[[int], None], width: int, num_generated: int) -> None:
-    """Report the tokens of all beams: the search outputs only its best beam, at its end, and the others are about as
-    long. A client that disconnects before the end gets no refund."""
+    """Report the tokens of all beams to a quota: only the best beam is output, and the other beams are about as long.
+
+    A client that disconnects before the end gets no refund.
+    """
     if num_generated:
         refund(num_generated * width)
 
@@ -294,11 +291,8 @@ class ClientGoneError(Exception):
 
 
 async def run_until_client_leaves(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Run `work` and cancel it when the client disconnects; the request's body must have been read.
-
-    Raises:
-        ClientGoneError: The client disconnected before; `work` was cancelled.
-    """
+    """Run `work` and cancel it when the client disconnects; the request's body must have been read. Raise
+    ClientGoneError where the client disconnected before; `work` was cancelled."""
     task = asyncio.current_task()
     assert task is not None
     has_left = has_ended = False

@@ -59,7 +59,6 @@ def prompt_token_logprobs(tokenizer: Tokenizer, logprobs: PromptLogprobs | None,
     """Return a prompt's logprobs in vLLM's form.
 
     Args:
-        tokenizer: Names the tokens.
         logprobs: Those of all tokens but the first; None for a prompt of one token.
         count: Number of most likely tokens beside each.
     """

@@ -32,7 +32,6 @@ class MessageParser:
 
     Args:
         parser: Splits the text; None: all of it is content.
-        offered: The tools that the model may call.
         rng: Draws the ids of calls; None: from the system's entropy.
         counter: Counts reasoning tokens; None: they are not counted.
     """
@@ -84,7 +83,7 @@ class MessageParser:
 
     @property
     def num_reasoning_tokens(self) -> int | None:
-        """None: they are not counted."""
+        """Tokens of reasoning; None: they are not counted."""
         if self._counter is None:
             return None
         return self._counter.num_tokens if self._has_reasoning else 0
@@ -174,11 +173,7 @@ class BlockDelta(NamedTuple):
 
 
 class MessageBlocks:
-    """The message of one choice as a list of blocks, for protocols whose responses consist of them.
-
-    Args:
-        parser: Parses the outputs of the choice.
-    """
+    """The message of one choice as a list of blocks, for protocols whose responses consist of them."""
 
     def __init__(self, parser: MessageParser) -> None:
         self.parser = parser

@@ -63,8 +63,6 @@ class ProtocolRequest(ABC):
     """One request in the terms of its protocol: the steps of the pipeline in which protocols differ.
 
     Args:
-        engine: Generates.
-        http_request: The request as received.
         bodies: The body, and parts of it that may hold the fields of the caller too.
     """
 
@@ -109,11 +107,8 @@ class StartedGeneration(NamedTuple):
 
 
 async def start_generation(request: ProtocolRequest) -> StartedGeneration:
-    """Take a request through all steps of the pipeline.
-
-    Raises:
-        LLMServingError: The request breaks a rule, or the engine refuses it.
-    """
+    """Take a request through all steps of the pipeline. Raise LLMServingError where the request breaks a rule, or the
+    engine refuses it."""
     engine, http_request, body = request.engine, request.http_request, request.body
     serving, headers = engine.config.serving, http_request.headers
     try:
@@ -174,11 +169,6 @@ def precheck(engine: AsyncEngine, caller: HttpCaller, request: PrecheckInput) ->
 
     Ask admission only where the lengths leave no doubt that the prompts fit the model, because a client that can never
     be served must not be told to retry.
-
-    Args:
-        engine: Decides.
-        caller: The client.
-        request: Prompts and limits.
 
     Raises:
         RequestError: The request would be refused even if no request waited.

@@ -25,8 +25,6 @@ async def read_prompts(value: PromptField, field: str, max_count: int, noun: str
     """Return the prompts of a field that holds one prompt or a list of prompts.
 
     Args:
-        value: The field's value.
-        field: The field's name.
         max_count: Most prompts that the field may hold.
         noun: Plural noun for the prompts in error messages.
 
@@ -59,11 +57,8 @@ async def encode_text(engine: AsyncEngine, text: str, field: str, add_special_to
 async def encode_prompts(
     engine: AsyncEngine, prompts: Sequence[Prompt], field: str, add_special_tokens: bool = True
 ) -> list[list[int]]:
-    """Return the token ids of each prompt; tokenize off the event loop where the texts are long or many.
-
-    Raises:
-        ContextLengthError: A text has more characters than the longest prompt could have.
-    """
+    """Return the token ids of each prompt; tokenize off the event loop where the texts are long or many. Raise
+    ContextLengthError where a text has more characters than the longest prompt could have."""
     cost = 0
     for prompt in prompts:
         if isinstance(prompt, str):
@@ -91,10 +86,7 @@ def truncate_prompt(engine: AsyncEngine, prompt: list[int], count: int | None, m
     """Return the last `count` token ids of a prompt.
 
     Args:
-        engine: Its limits say what fits.
-        prompt: Token ids.
         count: `truncate_prompt_tokens` of the request; -1: as many as fit beside `max_tokens`, None: all.
-        max_tokens: Most tokens to generate.
 
     Raises:
         RequestError: `count` is neither -1 nor positive.

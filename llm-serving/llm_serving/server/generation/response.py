@@ -10,6 +10,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, TypeVar
 
@@ -92,11 +93,8 @@ class ResponseBuilder(ABC):
 async def respond(
     http_request: Request, started: StartedGeneration, builder: ResponseBuilder, *, stream: bool
 ) -> Response:
-    """Return the response as a stream or, once the generation has finished, as a whole.
-
-    Raises:
-        ClientGoneError: The client left before the response was whole.
-    """
+    """Return the response as a stream or, once the generation has finished, as a whole. Raise ClientGoneError where the
+    client left before the response was whole."""
     generation, idempotent, headers = started.generation, started.idempotent, started.identity.headers
     if not stream:
         await complete_whole(http_request, generation, builder.collect(generation))
@@ -110,29 +108,23 @@ async def respond(
     return StreamResponse(generation, chunks, builder.error_chunk, media_type=builder.media_type, headers=headers)
 
 
+@dataclass(eq=False, slots=True)
 class BufferedResponse:
-    """The memory of one whole response while it is built.
+    """The memory of one whole response while it is built."""
 
-    Args:
-        source: The client that is charged for it.
-        cancel: Ends the work on the response.
-    """
-
-    def __init__(self, source: str, cancel: Callable[[], None]) -> None:
-        self.source = source
-        self.cancel = cancel
-        self.failure: LLMServingError | None = None
-        """Why the response was evicted."""
-        self.num_bytes = 0
+    source: str
+    """The client that is charged for it."""
+    cancel: Callable[[], None]
+    """Ends the work on the response."""
+    failure: LLMServingError | None = None
+    """Why the response was evicted."""
+    num_bytes: int = 0
 
 
 class ResponseBuffers:
-    """The memory of all responses that are being built. It belongs to the event loop.
+    """The memory of all responses that are being built, up to `max_bytes`. It belongs to the event loop.
 
     When they exceed the limit, the largest response of the client that holds most is evicted.
-
-    Args:
-        max_bytes: Limit for all responses together.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -230,11 +222,8 @@ async def buffered(http_request: Request, generation: Generation, work: Coroutin
 
 
 async def complete_whole(http_request: Request, generation: Generation, work: Coroutine[Any, Any, T]) -> T:
-    """As `buffered`, and close the generation, however it ends.
-
-    Raises:
-        ClientGoneError: The client disconnected before; the work was cancelled.
-    """
+    """Do as `buffered`, and close the generation, however it ends. Raise ClientGoneError where the client disconnected
+    before; the work was cancelled."""
     try:
         return await run_until_client_leaves(http_request.receive, buffered(http_request, generation, work))
     finally:

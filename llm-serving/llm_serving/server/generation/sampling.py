@@ -52,7 +52,6 @@ def sampling_params(
     A parameter whose field is null or missing takes its default; a missing seed is drawn at random.
 
     Args:
-        request: Struct with the fields.
         names: Parameter -> field, where the protocol calls it something else.
         defaults: Parameter -> default, in place of those of `SamplingParams`.
         least_tokens: Minimum of `max_tokens`.
@@ -75,11 +74,8 @@ def sampling_params(
 
 
 def choices_of(request: GenerationRequest, num_prompts: int) -> Choices:
-    """Return the choices that a request asks for.
-
-    Raises:
-        RequestError: It asks for too many, or combines fields that exclude each other.
-    """
+    """Return how many choices a request wants, and how they are selected. Raise RequestError where there are too many,
+    or fields exclude each other."""
     n = 1 if request.n is None else request.n
     best_of = n if request.best_of is None else request.best_of
     for name, value in (("n", n), ("best_of", best_of)):
@@ -119,11 +115,8 @@ def _beam_search(request: GenerationRequest, n: int, width: int) -> BeamSearchPa
 
 
 async def bad_words(engine: AsyncEngine, words: list[str] | None) -> tuple[tuple[int, ...], ...]:
-    """Return the token sequences of texts, both at the beginning of a text and after a space.
-
-    Raises:
-        RequestError: There are too many, or one is empty or too long.
-    """
+    """Return the token sequences of texts, both at the beginning of a text and after a space. Raise RequestError where
+    there are too many, or one is empty or too long."""
     return await asyncio.to_thread(_encode_words, engine, words) if words else ()
 
 
@@ -137,12 +130,7 @@ def _encode_words(engine: AsyncEngine, words: list[str]) -> tuple[tuple[int, ...
 
 
 def sequences_of(sampling: SamplingParams, choices: Choices) -> list[SamplingParams]:
-    """Return the sampling of each sequence that is generated for a prompt; a beam search is one sequence.
-
-    Args:
-        sampling: Sampling of the first choice, as the request asks for it.
-        choices: Number of choices, and how they are found.
-    """
+    """Return the sampling of each sequence that is generated for a prompt; a beam search is one sequence."""
     if choices.beams is not None:
         return [replace(sampling, temperature=0.0)]
     if choices.best_of > choices.n:  # sequences are ranked by their logprobs
@@ -157,7 +145,7 @@ def with_choice_seed(sampling: SamplingParams, choice: int) -> SamplingParams:
     """
     if choice == 0:
         return sampling
-    own = copy.copy(sampling)  # skips the validation: all other values have passed it
+    own = copy.copy(sampling)  # skips the validation, which the original has passed
     object.__setattr__(own, "seed", (sampling.seed + choice * SEED_STRIDE) & MAX_SEED)
     object.__setattr__(own, "prompt_logprobs", None)
     return own
@@ -209,4 +197,4 @@ _READERS: Final[Mapping[str, Callable[[Any], Any]]] = {
     "stop": _stop_strings,
     "logit_bias": _logit_bias,
 }
-"""Parameter -> conversion of the value that requests give to that of `SamplingParams`."""
+"""Parameter -> conversion of a request's value to that of `SamplingParams`."""

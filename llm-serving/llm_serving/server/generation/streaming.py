@@ -40,11 +40,8 @@ class Chunks(Protocol):
     """Writes the outputs of a generation as the bytes of a stream."""
 
     def chunk(self, index: int, output: RequestOutput) -> bytes:
-        """Return the bytes for an output of a choice; may be empty.
-
-        Raises:
-            LLMServingError: The generation failed.
-        """
+        """Return the bytes for an output of a choice; may be empty. Raise LLMServingError where the generation
+        failed."""
 
     async def finish(self) -> bytes:
         """Return the bytes that follow the last output."""
@@ -57,8 +54,6 @@ class StreamResponse(Response):
         generation: Closed at the end, however it ends.
         chunks: Writes its outputs in the form of a protocol.
         error_chunk: Makes the last chunk when the generation fails, as the status has been sent by then.
-        media_type: Content type.
-        headers: Further headers.
     """
 
     def __init__(

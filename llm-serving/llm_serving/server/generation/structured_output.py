@@ -1,4 +1,4 @@
-"""Structured output: reading what a request asks for, in the fields of several protocols, and compiling it."""
+"""Structured output: reading it from the fields of several protocols, and compiling it to a constraint."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ NUM_COMPILERS: Final = 2
 MAX_WAIT_S: Final = 10.0
 """Seconds within which a grammar must have been compiled, waiting included."""
 _COMPILING: Final = FairThreads(NUM_COMPILERS, "grammar")
-"""Threads of their own, so that no other work beside the event loop waits behind a grammar."""
+"""Separate threads, so that no other work off the event loop waits for a grammar."""
 MAX_GUIDED_CHOICES: Final = 1024
 _ANY_OBJECT: Final = '{"type": "object"}'
 
 
 @dataclass(frozen=True, slots=True)
 class StructuredOutput:
-    """What the text of an output must match.
+    """A rule that the text of an output must match.
 
     Attributes:
-        field: The field that asks for it, as the client wrote it.
-        make: Makes the grammar from the whitespace that JSON may contain where the request does not say. May take long,
-            and raises GrammarError or RequestError.
-        parts: The structured outputs of which it consists. If compiling it fails, the error names the first part that
+        field: The field of the request that holds the rule.
+        make: Makes the grammar. Its argument is the whitespace that JSON may contain by default. May take long; raises
+            GrammarError or RequestError.
+        parts: The structured outputs that this one combines. If compiling it fails, the error names the first part that
             fails alone.
-        size: Returns a lower bound of the bytes or characters of the grammar's source; may take long, as `make`.
-        is_json: Whether it has whitespace that a request may choose.
+        size: Returns a lower bound of the bytes or characters of the grammar's source; may take long.
+        is_json: Whether a request may choose its whitespace.
     """
 
     field: str
@@ -62,7 +62,7 @@ def structured_output_of(request: object, names: Mapping[str, str] | None = None
         names: Parameter -> field, where the protocol calls it something else.
 
     Raises:
-        RequestError: It asks for several, for a malformed one, or for something that excludes structured output.
+        RequestError: There are several, one is malformed, or another parameter excludes structured output.
     """
     whitespace = getattr(request, "guided_whitespace_pattern", None)
     found = []
@@ -95,8 +95,6 @@ async def compile_constraint(engine: AsyncEngine, output: StructuredOutput, sour
     """Compile a structured output to a constraint on tokens, off the event loop.
 
     Args:
-        engine: Has the tokenizer and the compiler.
-        output: The structured output.
         source: The client, which gets a fair share of the compilers' time.
 
     Raises:
@@ -126,14 +124,14 @@ def _compile(engine: AsyncEngine, output: StructuredOutput) -> TokenConstraint:
 
 
 def json_whitespace(engine: AsyncEngine) -> str:
-    """Return the whitespace that JSON may contain where a request does not say, as a regular expression."""
+    """Return the whitespace that JSON may contain by default, as a regular expression."""
     return WHITESPACES[engine.config.serving.json_whitespace]
 
 
 # --- reading each field -----------------------------------------------------------------------------------------------
 
 _Read = Callable[[str, Any, str | None], StructuredOutput | None]
-"""Takes the field, its value and the whitespace that the request asks for."""
+"""Returns the structured output of a field, given its name, its value and the whitespace that the request chooses."""
 
 
 def _check_whitespace(found: Sequence[StructuredOutput], field: str) -> None:

@@ -57,7 +57,7 @@ class ReasoningTokenCounter:
 
 
 class ReasoningBudget(NamedTuple):
-    """Tokens of reasoning after which the model must go on to its response."""
+    """Tokens of reasoning after which the model must begin its response."""
 
     field: str
     """The field of the request that sets the budget."""
@@ -65,11 +65,8 @@ class ReasoningBudget(NamedTuple):
 
 
 def reasoning_budget(request: ChatCompletionRequest, config: ServerConfig) -> ReasoningBudget | None:
-    """Return the budget that a request sets; None: reasoning is not limited.
-
-    Raises:
-        RequestError: Several fields set a budget, or one breaks its rule.
-    """
+    """Return the budget that a request sets; None: reasoning is not limited. Raise RequestError where several fields
+    set a budget, or one breaks its rule."""
     given = [name for name in (*_BUDGETS, "reasoning_effort") if getattr(request, name) is not None]
     if not given:
         return None
@@ -114,7 +111,7 @@ class OfferedTools:
     must_call: bool = False
     """Whether the output must consist of calls alone."""
     max_calls: int | None = None
-    """None: any number."""
+    """Most calls; None: any number."""
 
     @property
     def constrained_by(self) -> str | None:
@@ -129,11 +126,8 @@ class OfferedTools:
 
 
 def offered_tools(engine: AsyncEngine, request: ChatCompletionRequest) -> OfferedTools | None:
-    """Return the tools that a request offers; None: none, or `tool_choice` is none.
-
-    Raises:
-        RequestError: A tool or the choice among them breaks a rule, or the model's call format is unknown.
-    """
+    """Return the tools that a request offers; None: none, or `tool_choice` is none. Raise RequestError where a tool or
+    the choice among them breaks a rule, or the model's call format is unknown."""
     choice, chosen = _tool_choice(request)
     if not request.tools:
         return None
@@ -170,12 +164,7 @@ def chat_output(
     """Return the structured output of a whole choice: reasoning within its budget, then calls of the tools, or content.
 
     Args:
-        engine: Has the tokenizer.
-        request: The conversation.
-        prompt: Its token ids.
-        content: The structured output that the request asks for its content.
-        offered: The tools that it offers.
-        budget: The reasoning budget that it sets.
+        content: The structured output of the content.
 
     Raises:
         RequestError: It sets a reasoning budget, and the model's reasoning cannot be recognised.
@@ -228,11 +217,8 @@ def reasoning_counter(
 
 
 def template_call(field: str, call: ToolCallOfMessage) -> dict[str, Any]:
-    """Return a message's call as chat templates read it.
-
-    Raises:
-        RequestError: It is not a function call, or its arguments are not a JSON object.
-    """
+    """Return a message's call as chat templates read it. Raise RequestError where it is not a function call, or its
+    arguments are not a JSON object."""
     if call.type != "function":
         raise RequestError(f"{field}.type", "must be function", call.type)
     arguments = arguments_of(f"{field}.function.arguments", call.function.arguments)
@@ -241,11 +227,8 @@ def template_call(field: str, call: ToolCallOfMessage) -> dict[str, Any]:
 
 
 def arguments_of(field: str, given: str | dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a message's call; an empty text means no arguments.
-
-    Raises:
-        RequestError: They are not a JSON object.
-    """
+    """Return the arguments of a message's call; an empty text means no arguments. Raise RequestError where they are not
+    a JSON object."""
     arguments: Any = given
     if isinstance(given, str):
         try:

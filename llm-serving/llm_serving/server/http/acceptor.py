@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 ACCEPTED_AT_ONCE: Final = 64
-"""Connections that are accepted before the event loop does other work."""
+"""Connections that are accepted in one iteration of the event loop."""
 EXHAUSTED_PAUSE_S: Final = 0.25
-"""Time until the next try when the system has no file descriptor for a connection."""
+"""Time until the next attempt when the system has no file descriptor for a connection."""
 TLS_SHUTDOWN_S: Final = 2.0
 HANDSHAKES_AT_ONCE: Final = 2
 """TLS handshakes that begin in one iteration of the event loop; each costs a signature, about a millisecond."""
@@ -124,11 +124,10 @@ class ConnectionLimits:
 
 
 class Acceptor:
-    """Accepts connections, with TLS where there is a certificate; closing it is like closing one of asyncio's servers.
+    """Accepts connections, with TLS if there is a certificate; has the interface of asyncio's servers.
 
-    A connection counts from before its TLS handshake. Handshakes begin a few at a time, one address after the other, so
-    that hundreds of one client delay no other client. When the process has no file descriptor left, connections wait in
-    the kernel.
+    A connection is counted before its TLS handshake. A few handshakes begin at a time, in turn between addresses, so
+    hundreds of one client do not delay other clients. Without free file descriptors connections wait in the kernel.
 
     Args:
         listener: The caller closes it.
@@ -154,7 +153,7 @@ class Acceptor:
         self._loop = asyncio.get_running_loop()
         self._handshakes: set[asyncio.Task[Any]] = set()
         self._waiting: dict[str, deque[tuple[Connection, socket.socket]]] = {}
-        """Connections whose handshake has not begun, by address; the address that is next comes first."""
+        """Address -> connections whose handshake has not begun; the next address comes first."""
         self._pause: asyncio.TimerHandle | None = None
         self._is_exhausted = False
         listener.setblocking(False)
@@ -182,9 +181,9 @@ class Acceptor:
                 client, peer = self._listener.accept()
             except (BlockingIOError, InterruptedError):
                 return
-            except ConnectionError:  # the client left before
+            except ConnectionError:  # the client has disconnected already
                 continue
-            except OSError as error:  # to try again at once would keep a core busy
+            except OSError as error:  # retrying at once would keep a core busy
                 if not self._is_exhausted:
                     logger.error("connections cannot be accepted: %s; they wait until they can", error.strerror)
                 self._is_exhausted = True

@@ -46,10 +46,7 @@ class Connection(asyncio.Protocol):
     Args:
         config: uvicorn's configuration, loaded; its application is wrapped by `within_connection`.
         state: uvicorn's table of connections and tasks.
-        limits: Section `serving_config`.
-        registry: Counts connections and bytes.
         address: Address of the client, as the registry counts it.
-        client: The socket.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The listening socket and the files that the process may open for its connections."""
+"""The listening socket, and the limit of open files."""
 
 from __future__ import annotations
 
@@ -14,36 +14,33 @@ from llm_serving.log import get_logger
 logger = get_logger(__name__)
 
 BACKLOG: Final = 2048
-"""Connections that the kernel keeps until they are accepted."""
+"""Most connections that wait in the kernel to be accepted."""
 UNSENT_BYTES: Final = 128 * 1024
-"""Bytes of a connection that the kernel buffers beyond what is on its way; by default it takes megabytes."""
+"""Bytes of a connection that the kernel buffers unsent; its default is megabytes."""
 MAX_OPEN_FILES: Final = 65536
 RESERVED_FILES: Final = 56
-"""Files that are kept for other things than connections and WorkAgents."""
+"""Files that the process needs beside those of connections and WorkAgents."""
 FILES_OF_A_WORK_AGENT: Final = 8
 RAISE_FILES: Final = "raise the limit to at least {} (LimitNOFILE of systemd; `ulimit -n`, as root beyond `ulimit -Hn`)"
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return a socket that listens on the address, before anything else is loaded.
-
-    Raises:
-        ConfigError: The port is taken, or the address is not of this machine.
-    """
+    """Return a socket that listens on the address. Raise ConfigError where another program uses the port, or the
+    address does not belong to this machine."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
     except OSError as error:
         raise ConfigError(f"serving_config.server_ip: {host} is not an address: {error.strerror}") from None
-    except UnicodeError as error:  # a label of a name that is empty or too long
+    except UnicodeError as error:  # a part of the name is empty or too long
         raise ConfigError(f"serving_config.server_ip: {host} is not an address: {error}") from None
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)  # connections inherit it
         listener.bind(address)
-        listener.listen(BACKLOG)  # with SO_REUSEADDR a taken port may show here only
+        listener.listen(BACKLOG)  # with SO_REUSEADDR a port in use may fail only here
     except OSError as error:
         listener.close()
         if error.errno == errno.EADDRINUSE:
@@ -54,17 +51,14 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 class OpenFiles:
-    """The process's limit of open files, and what it leaves for connections."""
+    """The limit of open files of the process, and the number of connections that it allows."""
 
     def __init__(self, num_work_agents: int = 1) -> None:
         self.reserved = RESERVED_FILES + FILES_OF_A_WORK_AGENT * num_work_agents
 
     def raise_limit(self, limits: ServerConfig) -> None:
-        """Raise the soft limit to `MAX_OPEN_FILES`, or to the hard limit where that is lower.
-
-        Raises:
-            ConfigError: The limit leaves no file for a connection.
-        """
+        """Raise the soft limit to `MAX_OPEN_FILES`, or to the hard limit where that is lower. Raise ConfigError where
+        the limit leaves no file for a connection."""
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
         if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -91,5 +85,5 @@ class OpenFiles:
         return possible
 
     def needed(self, num_connections: int) -> int:
-        """Return the least that the process must be able to open for so many connections."""
+        """Return the limit of open files that so many connections need."""
         return self.reserved + num_connections

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 BLANK_LINE: Final = b"\n\r\n"
 """The end of a head: the end of its last line and an empty line."""
 AROUND_URL: Final = 32
-"""Bytes of a request line besides its URL: method, spaces, version, CR and LF."""
+"""Bytes of a request line beside its URL: method, spaces, version, CR and LF."""
 LENGTH_DIGITS: Final = 20
 _REQUEST_LINE: Final = re.compile(rb"[A-Z-]+ [!-~]+ HTTP/1\.[01]\r\n")
 """The parser accepts more, in which a proxy may see another version or URL."""
@@ -43,7 +43,7 @@ WRITE_KEY: Final = "llm_serving.write"
 SLICE_BYTES: Final = 16 * 1024
 """Bytes of a chunked body that are parsed before the limit of its framing is checked."""
 BODY_PER_FRAMING: Final = 4
-"""Bytes of a chunked body that pay for one byte of framing: tiny chunks cost much time."""
+"""Bytes of content that a chunked body needs for each byte of framing, because tiny chunks cost much time."""
 UNSENT_STEP_BYTES: Final = 16 * 1024
 
 T = TypeVar("T")
@@ -51,7 +51,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Refusal:
-    """The response to bytes that never become a request; it closes the connection."""
+    """A response that refuses a request before the application sees it; it closes the connection."""
 
     status: HTTPStatus
     message: str
@@ -138,11 +138,8 @@ class _Fields:
 
 
 def parse_head(data: bytes) -> RequestHead:
-    """Return the checked head of a request.
-
-    Raises:
-        RefusedError: The head is not HTTP/1, or another reader could find another host or another end of the body.
-    """
+    """Return the checked head of a request. Raise RefusedError where the head is not HTTP/1, or another reader could
+    find another host or another end of the body."""
     fields, is_valid = _Fields(), True
     parser = httptools.HttpRequestParser(fields)
     try:
@@ -206,17 +203,11 @@ class _Chunks:
 
 
 class HttpRequest:
-    """A request whose head uvicorn has received.
-
-    Args:
-        head: Its head.
-        limits: Section `serving_config`.
-        connection: Its connection.
-    """
+    """A request whose head uvicorn has received."""
 
     def __init__(self, head: RequestHead, limits: ServerConfig, connection: Connection) -> None:
         self.in_body = head.body_length != 0
-        """Whether more of the body is to come."""
+        """Whether the body has not ended yet."""
         self.is_started = self.is_complete = False
         """Whether the response has begun, and whether it is complete."""
         self._left = head.body_length
@@ -241,14 +232,10 @@ class HttpRequest:
         return 0 if self._is_digested or self.is_complete else min(self._num_body, self._max_weight)
 
     def read_body(self, data: bytes) -> tuple[int, bytes]:
-        """Read a piece of the body.
+        """Read a piece of the body. Raise RefusedError where chunks are invalid or too small.
 
-        Returns:
-            How many bytes of `data` were read, and what uvicorn gets of them: of chunks their content alone, without
-            extensions and trailers.
-
-        Raises:
-            RefusedError: The chunks are not valid, or too small.
+        Return how many bytes of `data` were read, and what uvicorn receives: of chunks the content, without extensions
+        and trailers.
         """
         if self._left is None:
             return self._read_chunks(data[:SLICE_BYTES])
@@ -292,7 +279,7 @@ class HttpRequest:
         has_chunks = not self._is_old and scope["method"] != "HEAD"
 
         async def receive_and_record() -> Message:
-            if self._is_received and not self._is_digested:  # the application asks whether the client has left
+            if self._is_received and not self._is_digested:  # the application waits for the client to disconnect
                 self._is_digested = True
                 self._connection.update_weight()
             message = await receive()
@@ -328,10 +315,10 @@ class HttpRequest:
     def write_chunk(self, to_bytes: Callable[[int, T], bytes], index: int, piece: T) -> bool:
         """Write a piece of a streamed response at once, unless the client reads too slowly.
 
-        A piece that is sent through the application wakes a task, which costs more than the piece.
+        Sending a piece through the application would wake a task, which costs more than the piece.
 
         Returns:
-            False: nothing has been done, not even `to_bytes`.
+            Whether it was written; otherwise `to_bytes` was not called.
         """
         if not (self._is_chunked and self._connection.can_write):
             return False

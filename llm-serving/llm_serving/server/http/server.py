@@ -31,17 +31,17 @@ from llm_serving.server.http.listener import OpenFiles
 logger = get_logger(__name__)
 
 PROXIES_VARIABLE: Final = "FORWARDED_ALLOW_IPS"
-"""uvicorn reads it where it gets no other value."""
+"""The variable from which uvicorn would read the trusted proxies."""
 STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 RELOAD_SIGNAL: Final = signal.SIGHUP
 CERTIFICATE_PERIOD_S: Final = 5.0
-"""Time between two looks at the files of the certificate."""
+"""Interval at which the files of the certificate are checked for changes."""
 NO_TIMEOUT: Final = 10**6
-"""Seconds. `Connection` has the timeout of idle connections."""
+"""Seconds; uvicorn's keep-alive timeout is replaced by that of `Connection`."""
 
 
 def check_variables(limits: ServerConfig) -> None:
-    """Raise ConfigError where the environment names trusted proxies: the YAML does, and nothing else."""
+    """Raise ConfigError where an environment variable names trusted proxies, which only the YAML may do."""
     if (given := os.environ.get(PROXIES_VARIABLE)) is not None:
         key, proxies = "serving_config.trusted_proxies", ", ".join(map(json.dumps, limits.trusted_proxies))
         rule = f"must not be set: `{key}` says whose X-Forwarded-For is believed, now [{proxies}]"
@@ -63,14 +63,14 @@ class Certificate:
         self._versions = [_version(file) for file in self._files]
         self._current = tls_context(*self._files)
         self.context = tls_context(*self._files)
-        """Passes each handshake on to the current context."""
+        """The context of the listener, which replaces itself by the current one in each handshake."""
         self.context.sni_callback = self._on_hello
 
     def _on_hello(self, handshake: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
         handshake.context = self._current
 
     def reload_if_changed(self) -> bool:
-        """Return whether changed files are in use from now on."""
+        """Load the files if they have changed; return whether the new ones are in use."""
         versions = [_version(file) for file in self._files]
         if versions == self._versions:
             return False
@@ -84,14 +84,14 @@ class Certificate:
         return True
 
     async def watch(self) -> None:
-        """Look at the files until cancelled."""
+        """Check the files again and again until cancelled."""
         while True:
             await asyncio.sleep(CERTIFICATE_PERIOD_S)
             self.reload_if_changed()
 
 
 def _version(file: Path | None) -> tuple[int, int, int]:
-    """Return what differs once a file is written or replaced; links are followed."""
+    """Return a value that changes when a file is written or replaced; links are followed."""
     try:
         status = None if file is None else file.stat()
     except OSError:
@@ -100,16 +100,14 @@ def _version(file: Path | None) -> tuple[int, int, int]:
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn behind `Connection`; signals end it in order and do not end the process.
+    """uvicorn behind `Connection`, with an orderly shutdown on signals.
 
     Args:
-        app: ASGI application.
         listener: From `bind`.
-        limits: Section `serving_config`.
-        on_refused: Called with the address and status of each response to what never became a request.
-        on_reload: Reads other files again at SIGHUP.
-        on_shutdown: Called on the event loop before running requests are waited for.
-        files: Says how many connections there can be.
+        on_refused: Called with the address and status where a connection is refused before it is a request.
+        on_reload: Reloads other files on SIGHUP.
+        on_shutdown: Called on the event loop before the wait for running requests.
+        files: Limits the number of connections.
 
     Raises:
         ConfigError: The certificate cannot be used.
@@ -154,7 +152,7 @@ class HttpServer(uvicorn.Server):
         self._tasks: set[asyncio.Future[None]] = set()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept connections, in place of uvicorn's own listening."""
+        """Accept connections; replaces uvicorn's own listening."""
         await self.lifespan.startup()
 
         context = None
@@ -167,7 +165,7 @@ class HttpServer(uvicorn.Server):
         self.started = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Let running requests finish, then end all connections."""
+        """Wait for running requests, then end all connections."""
         self._on_shutdown()
         for task in self._tasks:
             task.cancel()
@@ -178,11 +176,11 @@ class HttpServer(uvicorn.Server):
     def run_within(self, surroundings: AbstractAsyncContextManager[object]) -> None:
         """Serve until SIGINT or SIGTERM; call it in the main thread.
 
-        The first signal lets running requests finish, the second ends them, the third ends the process. SIGHUP reads
-        files again, unless the server runs in a terminal, where the signal tells that the terminal closes.
+        The first signal lets running requests finish, the second ends them, the third ends the process. SIGHUP reloads
+        files, except in a terminal, where the signal means that the terminal closes.
 
         Args:
-            surroundings: Entered on the event loop before the first request and left after the last one.
+            surroundings: Entered on the event loop before the first request and exited after the last one.
         """
         before = {number: signal.signal(number, self._on_signal) for number in STOP_SIGNALS}
         if sys.stdin is None or not sys.stdin.isatty():
@@ -204,15 +202,15 @@ class HttpServer(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leave the signals to `run_within`."""
+        """Do nothing: `run_within` handles the signals."""
         yield
 
     def end(self) -> None:
-        """Stop as at the first signal; call it on the event loop."""
+        """Stop as after the first signal; call it on the event loop."""
         self.should_exit = True
 
     def reload(self) -> None:
-        """Read the certificate and other files again; call it on the event loop."""
+        """Reload the certificate and other files; call it on the event loop."""
         logger.info("%s: logs, certificates and the YAML are read again", RELOAD_SIGNAL.name)
         if self._certificate is not None:
             self._certificate.reload_if_changed()
@@ -220,7 +218,7 @@ class HttpServer(uvicorn.Server):
             self._keep(self._on_reload())
 
     def reload_limits(self, limits: ServerConfig) -> None:
-        """Change the limits: those over all connections at once, those of one connection for new connections."""
+        """Change the limits: those of all connections at once, those of each connection for new connections."""
         self._limits = limits
         possible = self._files.possible_connections(limits)
         self._registry.reload(possible, limits.max_connections_per_address, limits.max_buffered_bytes)
@@ -238,7 +236,7 @@ class HttpServer(uvicorn.Server):
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if not self.should_exit:
-            self.should_exit = True  # before the log line: who has read it may send the second signal
+            self.should_exit = True  # before the log line, after which a second signal may follow
             logger.info("%s: finishing %d requests", signal.Signals(number).name, len(self.server_state.tasks))
             return
         self.force_exit = True

@@ -1,8 +1,8 @@
-"""Records of accepted requests in files that a process which ends at any moment leaves readable.
+"""Records of accepted requests in files that stay readable, whenever the process ends.
 
-A folder holds `requests-N.log`, each a row of records: length and CRC-32 of the content as little-endian 32 bits, then
-the content as MessagePack. A record that is cut short or damaged ends its file; what follows it is cut off before more
-is written. The oldest files make room. One process has a folder at a time.
+A folder holds files `requests-N.log`. A file is a sequence of records: length and CRC-32 of the content as
+little-endian 32-bit integers, then the content as MessagePack. A truncated or damaged record ends its file, which is
+truncated there before it is appended to. The oldest files are deleted first. One process uses a folder at a time.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from llm_serving.server.idempotency.store import AcceptedRequest
 logger = get_logger(__name__)
 
 NUM_FILES: Final = 4
-"""Among which the bytes are divided: room is made by a fourth at a time."""
+"""Files of a full log; deleting one frees a fourth of the bytes."""
 WAIT_S: Final = 1.0
-"""A disk that takes longer is not waited for: answers begin without."""
+"""Longest time for which a response waits for the disk."""
 MAX_WAITING_BYTES: Final = 2**25
-"""Of records that a disk which hangs has not taken; what exceeds them is not logged."""
+"""Bytes of records that wait for a disk that hangs; further records are not logged."""
 _NAME: Final = re.compile(r"requests-(0|[1-9][0-9]{0,17})\.log")
 _HEAD: Final = struct.Struct("<II")
 _encode: Final = msgspec.msgpack.Encoder().encode
@@ -39,26 +39,25 @@ _decode: Final = msgspec.msgpack.Decoder(AcceptedRequest).decode
 
 
 class LogFile:
-    """Appends records; `append` may be called from the event loop alone.
+    """The log of accepted requests. `append` is called on the event loop.
 
-    What cannot be written ends the log with one line in the server's own, and nothing else. A disk that hangs delays
-    one request, and loses those that come when `MAX_WAITING_BYTES` wait for it; two lines tell that and how many.
+    A write error ends the log, with one line in the server's log. A disk that hangs delays one request; records that
+    exceed `MAX_WAITING_BYTES` meanwhile are lost, and the server's log reports their number.
+
+    Raises:
+        ConfigError: The folder cannot be used, or another process uses it.
     """
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
-        """
-        Raises:
-            ConfigError: The folder cannot be used, or another process uses it.
-        """
         self._folder = folder
         self._file_bytes = max(1, max_bytes // NUM_FILES)
         self._thread = ThreadPoolExecutor(1, "request-log")
         self._broken = False
         self._num_waiting_bytes = 0
         self._num_lost = 0
-        """Since the disk got behind."""
+        """Records lost since the disk fell behind."""
         self._is_late = False
-        """Whether somebody has waited for the disk in vain, and nothing was written since."""
+        """Whether a request has waited `WAIT_S` for the disk, and no record was written since."""
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             lock = lock_file(folder / "lock")
@@ -67,29 +66,32 @@ class LogFile:
         if lock is None:
             raise ConfigError(f"serving_config.request_log_path: {folder} is used by another server")
         self._lock = lock
-        names = (_NAME.fullmatch(path.name) for path in folder.iterdir())  # copies by other names stay as they are
+        names = (_NAME.fullmatch(path.name) for path in folder.iterdir())  # files with other names stay
         self._numbers = sorted(int(name[1]) for name in names if name is not None)
         self._file = -1
         self._size = 0
 
     def read(self) -> Iterator[AcceptedRequest]:
-        """All records that are whole, oldest first; to be read to the end before the first `append`."""
+        """Yield all valid records, oldest first; read to the end before the first `append`."""
         number, end = 0, 0
         for number in self._numbers:
-            data = _content(self._path(number))
-            end = 0
-            for record, place in _records(self._path(number), data or b""):
-                end = place
+            path, end = self._path(number), 0
+            try:
+                data = path.read_bytes()
+            except OSError as error:
+                logger.warning("%s: cannot be read: %s", path, error.strerror)
+                number += 1  # append to a new file, not to this one
+                continue
+            for record, record_end in _records(path, data):
+                end = record_end
                 yield record
-            if data is None:  # what it has is not to be cut off
-                number += 1
         try:
             self._open(number, end)
         except OSError as error:
             self._end(error)
 
     async def append(self, record: AcceptedRequest) -> None:
-        """Writes a record before it returns, unless that takes too long."""
+        """Write a record; return when it is written, or after `WAIT_S`."""
         if self._broken:
             return
         content = _encode(record)
@@ -113,7 +115,7 @@ class LogFile:
             self._num_lost = 0
 
     def close(self) -> None:
-        """Writes what is left and gives the folder to others."""
+        """Write the remaining records and unlock the folder."""
         self._thread.shutdown()
         if self._file >= 0:
             os.close(self._file)
@@ -123,7 +125,7 @@ class LogFile:
         if self._broken:
             return
         data = _HEAD.pack(len(content), zlib.crc32(content)) + content
-        if len(data) > self._file_bytes:  # it would push out all others
+        if len(data) > self._file_bytes:  # it would evict all other records
             return
         try:
             if self._size and self._size + len(data) > self._file_bytes:
@@ -157,28 +159,19 @@ class LogFile:
         return self._folder / f"requests-{number}.log"
 
 
-def _content(path: Path) -> bytes | None:
-    """None: it cannot be read."""
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        logger.warning("%s: cannot be read: %s", path, error.strerror)
-        return None
-
-
 def _records(path: Path, data: bytes) -> Iterator[tuple[AcceptedRequest, int]]:
-    """Each whole record of a file with the place where it ends."""
-    place = 0
-    while place + _HEAD.size <= len(data):
-        length, checksum = _HEAD.unpack_from(data, place)
-        content = data[place + _HEAD.size : place + _HEAD.size + length]
+    """Yield each valid record of a file with the offset of its end."""
+    offset = 0
+    while offset + _HEAD.size <= len(data):
+        length, checksum = _HEAD.unpack_from(data, offset)
+        content = data[offset + _HEAD.size : offset + _HEAD.size + length]
         if len(content) != length or zlib.crc32(content) != checksum:
             break
         try:
             record = _decode(content)
-        except (msgspec.DecodeError, UnicodeDecodeError):  # of another version
+        except (msgspec.DecodeError, UnicodeDecodeError):  # written by another version
             break
-        place += _HEAD.size + length
-        yield record, place
-    if place < len(data):
-        logger.warning("%s: what follows byte %d is no record and is left out", path, place)
+        offset += _HEAD.size + length
+        yield record, offset
+    if offset < len(data):
+        logger.warning("%s: what follows byte %d is no record and is left out", path, offset)

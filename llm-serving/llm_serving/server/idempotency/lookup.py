@@ -67,11 +67,6 @@ async def claim_request(
     the body, so a request whose record has been evicted still generates the same tokens.
 
     Args:
-        engine: Generates the response.
-        http_request: The request as received.
-        request: Its body.
-        caller: The client.
-        route: Path of the endpoint.
         prefix: Put before the request id to form the id of the response.
         num_streams: Choices of all prompts.
 
@@ -194,7 +189,6 @@ def resumed_by(
     """Return the accepted request and the position that the id of an event means.
 
     Args:
-        accepted: The accepted requests.
         http_request: The client's request; its API key must be that of the stream's tenant.
         field: Field or header that holds the id.
         event_id: Id of an event, or the part behind its colon.

@@ -128,12 +128,6 @@ class IdempotentRequest:
     ) -> Sharing | None:
         """Return how the response is shared, with identical requests of the tenant or with repetitions of this request.
 
-        Args:
-            prompts: Token ids of each prompt.
-            sampling: Sampling of the first choice.
-            choices: Number of choices, and how they are found.
-            caller: The client.
-
         Returns:
             Its key lacks the number of the sequence, which the caller appends. None: the response is not shared.
         """
@@ -150,11 +144,8 @@ class IdempotentRequest:
         return Sharing(key, keeps, self._rules.grace_s if self.stream_id else 0.0)
 
     async def accept(self) -> None:
-        """Store the record with the prompts given to `sharing`, so that the request can be repeated from now on.
-
-        Raises:
-            GoneError: The request was accepted before with other prompts.
-        """
+        """Store the record with the prompts given to `sharing`, so that the request can be repeated from now on. Raise
+        GoneError where the request was accepted before with other prompts."""
         if self.record is None:
             return
         if self.known:

@@ -18,7 +18,6 @@ class NumberedPieces:
         pieces: Writes the chunks without ids.
         stream_id: Begins each id.
         num_choices: Choices of the stream.
-        position: How far the client has read.
     """
 
     def __init__(self, pieces: Chunks, stream_id: str, num_choices: int, position: Position) -> None:

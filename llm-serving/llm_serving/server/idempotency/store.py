@@ -114,15 +114,9 @@ class AcceptedRequests:
         return self._kept.num_bytes
 
     def find(self, field: str, stream_id: str, tenant: str | None) -> AcceptedRequest:
-        """Return the request of a stream that can be resumed.
+        """Return the request of a stream that can be resumed. Raise RequestNotFoundError where the tenant has none.
 
-        Args:
-            field: Field or header that names the stream.
-            stream_id: The stream.
-            tenant: Tenant of the client; None: the server has no API keys, and knowing the id is enough.
-
-        Raises:
-            RequestNotFoundError: There is no such stream, or it belongs to another tenant.
+        `field` names the stream in the error. `tenant` is None where the server has no API keys: the id is enough.
         """
         self._expire()
         record = self._records.get(stream_id)
@@ -133,11 +127,8 @@ class AcceptedRequests:
     async def claim(self, tenant: str, key: str, digest: bytes) -> AcceptedRequest | Claim:
         """Return the accepted request of a key, after waiting for one that is being accepted or logged.
 
-        Returns:
-            A claim where there is none: its owner holds the key until it calls `settle`.
-
-        Raises:
-            IdempotencyError: The key belongs to a different request.
+        Without one, return a claim, whose owner holds the key until it calls `settle`. Raise IdempotencyError where the
+        key belongs to a different request.
         """
         name = (tenant, key)
         while True:

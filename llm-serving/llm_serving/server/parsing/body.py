@@ -83,9 +83,7 @@ async def read_fields(engine: AsyncEngine, http_request: Request, kind: type[T],
     """Read the body of a request and check its unsupported fields; decode a long one off the event loop.
 
     Args:
-        engine: Its configuration limits the size and the time.
         http_request: The request; its state keeps the names of ignored fields.
-        kind: Struct of the body.
         strict: Do not convert strings to numbers and booleans.
 
     Raises:
@@ -187,12 +185,7 @@ def _has_long_number(text: bytes) -> bool:
 
 
 def repeated_name(text: bytes, content: Mapping[str, msgspec.Raw]) -> str | None:
-    """Return a name that an object has twice, nested objects aside; None: there is none.
-
-    Args:
-        text: The object as JSON.
-        content: The decoded object.
-    """
+    """Return a name that an object has twice, nested objects aside; None: there is none."""
     # Each name is followed by a colon; all other colons are inside names and values.
     inside = sum(name.count(":") + bytes(value).count(b":") for name, value in content.items())
     if text.count(b":") <= len(content) + inside:
@@ -227,7 +220,6 @@ def decode_body(body: bytes, kind: type[T], *, strict: bool = True) -> T:
 
     Args:
         body: JSON. NaN, Infinity, invalid UTF-8, lone surrogates and deep nesting are refused.
-        kind: A msgspec Struct.
         strict: Do not convert strings to numbers and booleans.
 
     Raises:

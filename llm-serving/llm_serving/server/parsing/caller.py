@@ -42,8 +42,6 @@ def caller_of(config: ServingConfig, http_request: Request, *bodies: CallerField
     """Return the caller of a request.
 
     Args:
-        config: Has the request classes.
-        http_request: The request after authentication.
         bodies: The body, and parts of it that may hold the fields as well.
 
     Raises:
@@ -86,7 +84,6 @@ async def within_deadline(deadline: float | None, clock: Clock, work: Awaitable[
 
     Args:
         deadline: Time on the clock; None: there is none.
-        clock: Seconds.
         work: Cancelled when the deadline passes.
 
     Raises:

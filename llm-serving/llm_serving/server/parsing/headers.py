@@ -28,11 +28,8 @@ REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
 
 
 def check_query(request: Request, known: Collection[str]) -> list[str]:
-    """Return the names of the query parameters that are ignored.
-
-    Raises:
-        RequestError: A parameter is unknown to the route, or given twice.
-    """
+    """Return the names of the query parameters that are ignored. Raise RequestError where a parameter is unknown to the
+    route, or given twice."""
     ignored, seen = [], set()
     for name, value in request.query_params.multi_items():
         if name in IGNORED:
@@ -46,11 +43,8 @@ def check_query(request: Request, known: Collection[str]) -> list[str]:
 
 
 def check_headers(request: Request) -> list[str]:
-    """Return the names of the checked headers that a request has.
-
-    Raises:
-        RequestError: A checked header is given twice, or the body is compressed.
-    """
+    """Return the names of the checked headers that a request has. Raise RequestError where a checked header is given
+    twice, or the body is compressed."""
     given: list[str] = []
     encoding: str | None = None
     for name, value in request.scope["headers"]:
@@ -95,16 +89,10 @@ class ResponseIdentity:
 
 
 def identify(engine: AsyncEngine, http_request: Request, request_id: str | None, prefix: str) -> ResponseIdentity:
-    """Return the identity of a new response.
+    """Return the identity of a new response. Raise RequestError where the body's `request_id` is malformed.
 
-    Args:
-        engine: Names the served model.
-        http_request: Its header `x-request-id` is used where the body has no id; without either the id is random.
-        request_id: The field `request_id` of the body.
-        prefix: Put before the request id to form the id of the response.
-
-    Raises:
-        RequestError: `request_id` is malformed.
+    Without that field, the header `x-request-id` has the id; without either, the id is random. The id of the response
+    is the request id behind `prefix`.
     """
     if request_id is None:
         request_id = request_id_of(http_request)

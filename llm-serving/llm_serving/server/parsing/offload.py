@@ -40,11 +40,10 @@ class Long(msgspec.Struct):
 
 
 def encode_in_parts(content: Any) -> bytes:
-    """Return what `msgspec.json.encode` returns, made by many short calls, for a thread beside the event loop.
+    """Return the result of `msgspec.json.encode`, made by many short calls, for a thread beside the event loop.
 
-    Args:
-        content: `Long` structs and objects are encoded field by field, `Long` structs in lists one by one, and other
-            items of lists many at a time.
+    `Long` structs and objects are encoded field by field, `Long` structs in lists one by one, and other items of lists
+    many at a time.
     """
     return b"".join(_parts(content))
 
@@ -108,9 +107,7 @@ class FairThreads:
     a new client waits for the running work and for at most one piece of work of each other client.
 
     Args:
-        num_threads: Number of threads.
         name: Prefix of their names.
-        clock: Seconds.
     """
 
     def __init__(self, num_threads: int, name: str, clock: Callable[[], float] = time.monotonic) -> None:

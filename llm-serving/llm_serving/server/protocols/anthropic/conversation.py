@@ -42,11 +42,8 @@ _CHOICES: Final[dict[str, str]] = {"auto": "auto", "any": "required", "none": "n
 
 
 def messages_of(system: str | list[ContentBlock] | None, turns: list[ConversationTurn]) -> list[ChatMessage]:
-    """Return the conversation as messages of chat; an empty conversation stays empty, whatever `system` says.
-
-    Raises:
-        RequestError: A block stands where its type is not allowed.
-    """
+    """Return the conversation as messages of chat; an empty conversation stays empty, whatever `system` says. Raise
+    RequestError for a block whose type is not allowed there."""
     system_messages = [ChatMessage("system", _texts("system", system))] if system and turns else []
     messages = [message for i, turn in enumerate(turns) for message in _turn(f"messages[{i}].content", turn)]
     return system_messages + messages
@@ -63,11 +60,7 @@ def tools_of(tools: list[AnthropicTool] | None) -> list[Tool] | None:
 
 
 def choice_of(choice: ToolChoice | None) -> str | JsonObject | None:
-    """Return `tool_choice` of chat.
-
-    Raises:
-        RequestError: The choice breaks a rule of the protocol.
-    """
+    """Return `tool_choice` of chat. Raise RequestError where the choice breaks a rule of the protocol."""
     if choice is None:
         return None
     if choice.type == "tool":
@@ -87,11 +80,7 @@ def effort_of(thinking: Thinking | None) -> str | None:
 
 
 def budget_of(thinking: Thinking | None) -> int | None:
-    """Return `thinking_token_budget` of chat.
-
-    Raises:
-        RequestError: `thinking` breaks a rule of the protocol.
-    """
+    """Return `thinking_token_budget` of chat. Raise RequestError where `thinking` breaks a rule of the protocol."""
     if thinking is None:
         return None
     if thinking.type in _WITHOUT_BUDGET:
@@ -106,11 +95,7 @@ def budget_of(thinking: Thinking | None) -> int | None:
 
 
 def response_format_of(config: OutputConfig | None) -> JsonObject | None:
-    """Return `response_format` of chat.
-
-    Raises:
-        RequestError: The format is not a JSON schema.
-    """
+    """Return `response_format` of chat. Raise RequestError where the format is not a JSON schema."""
     given = None if config is None else config.format
     if given is None:
         return None

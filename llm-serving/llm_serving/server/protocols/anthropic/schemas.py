@@ -35,11 +35,11 @@ class ContentBlock(Struct, kw_only=True):
     type: str
     text: str | None = None
     id: str | None = None
-    """Of `tool_use`, as are name and input."""
+    """A field of `tool_use`, as are name and input."""
     name: str | None = None
     input: JsonObject | None = None
     tool_use_id: str | None = None
-    """Of `tool_result`, as is content: a text, or blocks of type text."""
+    """A field of `tool_result`, as is content: a text, or blocks of type text."""
     content: str | list[ResultBlock] | None = None
     thinking: str | None = None
 
@@ -57,7 +57,7 @@ class ToolChoice(Struct, kw_only=True):
     type: str
     """auto, any, tool or none."""
     name: str | None = None
-    """Of `tool`."""
+    """A field of `tool`."""
     disable_parallel_tool_use: bool | None = None
     """Return only the first of several calls."""
 
@@ -76,7 +76,7 @@ class Thinking(Struct, kw_only=True):
     type: str
     """enabled, adaptive or disabled."""
     budget_tokens: int | None = None
-    """Of `enabled`: most tokens of reasoning."""
+    """A field of `enabled`: most tokens of reasoning."""
 
 
 class CountTokensRequest(Struct, kw_only=True):
@@ -107,7 +107,7 @@ class MessagesRequest(CallerFields, kw_only=True):
     top_p: float | None = None
     stop_sequences: list[str] | None = None
     seed: int | None = None
-    """An extension: the same seed gives the same response."""
+    """An extension of the protocol: the same seed gives the same response."""
 
 
 class TextBlock(Struct, tag="text", tag_field="type"):

@@ -1,4 +1,4 @@
-"""POST /v1/embeddings, and the vectors of texts for other routes too.
+"""POST /v1/embeddings, and the vectors of texts, which other routes need too.
 
 Every number is rounded once from the exact value, so the result does not depend on the order of additions.
 """
@@ -72,13 +72,10 @@ async def compute_vectors(
     """Compute the vector of each text.
 
     Args:
-        engine: Computes.
         http_request: When its client disconnects, what has not been computed is aborted.
-        body: Names the caller and the truncation.
-        texts: Texts or token ids.
-        field_name: Their names, for errors.
+        field_name: Returns the name of a text in errors.
         prefix: Put before the request id to form the id of the response.
-        truncations: Most tokens of each text; None: what the body says.
+        truncations: Most tokens of each text; None: that of the body.
         add_special_tokens: Let the tokenizer add its special tokens to texts.
 
     Raises:

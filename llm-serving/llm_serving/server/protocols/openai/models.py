@@ -77,7 +77,7 @@ class Parameter(Struct, kw_only=True):
 
     @property
     def is_sent(self) -> bool:
-        """Whether a request may have it; other parameters follow from its other fields."""
+        """Whether a request may have the parameter as a field; some parameters follow from other fields."""
         return self.completions or self.chat
 
 

@@ -1,5 +1,4 @@
-"""What completions and chat share beside the pipeline: usage, the end of a stream, whole responses; and OpenAI's paging
-and metadata."""
+"""Usage, the end of a stream and whole responses of completions and chat; paging and metadata of OpenAI's routes."""
 
 from __future__ import annotations
 
@@ -71,13 +70,10 @@ def streamed_usage(request: GenerationRequest) -> StreamedUsage:
 
 
 class OpenAIResponseBuilder(ResponseBuilder):
-    """What the builders of completions and chat have in common.
+    """Base of the builders of completions and chat.
 
     Args:
-        request: The body.
         usage: Which chunks report the usage.
-        started: The generation.
-        n: Choices of each prompt.
     """
 
     def __init__(self, request: GenerationRequest, usage: StreamedUsage, started: StartedGeneration, n: int) -> None:

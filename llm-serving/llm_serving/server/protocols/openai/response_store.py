@@ -50,10 +50,9 @@ def _texts_of(call: ToolCallOfMessage) -> tuple[str, str]:
 
 
 class ResponseStore:
-    """Keeps the newest responses in memory, up to a number of bytes, and those in progress up to as many again.
+    """The newest responses, up to a number of bytes, and responses in progress, up to as many again.
 
-    To make room it removes the oldest ones, of several tenants those of the tenant that would have most. It belongs to
-    the event loop.
+    It evicts the oldest responses first, of the tenant that would have most. It belongs to the event loop.
     """
 
     def __init__(self, shares: TenantQuota) -> None:
@@ -97,14 +96,9 @@ class ResponseStore:
         return True
 
     def find(self, response_id: str, tenant: str | None) -> StoredResponse:
-        """Return a response.
+        """Return a response. Raise RequestNotFoundError where the tenant has no such response.
 
-        Args:
-            response_id: Its id.
-            tenant: The tenant that asks; None: keys are not needed, so any client may see it.
-
-        Raises:
-            RequestNotFoundError: This tenant has no such response.
+        `tenant` is None where the server has no API keys, so any client may see the response.
         """
         stored = self._stored.get(response_id)
         if stored is None or tenant not in (None, stored.tenant):

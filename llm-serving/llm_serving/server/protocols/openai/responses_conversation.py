@@ -44,11 +44,8 @@ _NAMES: Final = tuple(dict.fromkeys(name for names in _FIELDS.values() for name 
 
 
 def messages_of(items: str | list[InputItem]) -> list[ChatMessage]:
-    """Return the conversation as messages of chat; consecutive items of the assistant become one message.
-
-    Raises:
-        RequestError: An item lacks a field of its type, or has one of another type.
-    """
+    """Return the conversation as messages of chat; consecutive items of the assistant become one message. Raise
+    RequestError where an item lacks a field of its type, or has one of another type."""
     if isinstance(items, str):
         return [ChatMessage("user", items)]
     messages: list[ChatMessage] = []
@@ -83,7 +80,6 @@ def items_of(messages: list[ChatMessage], name: str) -> list[GivenItem]:
     """Return a conversation as items, the inverse of `messages_of`.
 
     Args:
-        messages: The conversation.
         name: Part of the items' ids.
     """
     items: list[GivenItem] = []
@@ -138,11 +134,7 @@ def choice_of(choice: str | JsonObject | None) -> str | JsonObject | None:
 
 
 def response_format_of(text: JsonObject | None) -> JsonObject | None:
-    """Return `response_format` of chat.
-
-    Raises:
-        RequestError: `text` has an option that is not supported.
-    """
+    """Return `response_format` of chat. Raise RequestError where `text` has an option that is not supported."""
     for name, value in (text or {}).items():
         if name == "verbosity" and value in (None, "medium"):
             continue

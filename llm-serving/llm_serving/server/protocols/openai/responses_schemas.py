@@ -33,15 +33,15 @@ class InputItem(Struct, kw_only=True):
     type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
     role: Literal["user", "assistant", "system", "developer"] | None = None
     content: str | list[InputPart] | None = None
-    """Of a message or of reasoning."""
+    """Content of a message or of reasoning."""
     call_id: str | None = None
-    """Of a call and of its output."""
+    """Id of a call, repeated in its output."""
     name: str | None = None
     arguments: str | None = None
-    """Of a call: a JSON object, as text."""
+    """Arguments of a call: a JSON object, as text."""
     output: str | list[InputPart] | None = None
     summary: list[InputPart] | None = None
-    """Of reasoning."""
+    """Summary of reasoning."""
 
 
 class FunctionTool(Struct, kw_only=True):
@@ -72,7 +72,7 @@ class ResponsesRequest(CallerFields, kw_only=True):
     top_p: float | None = None
     top_k: int | None = None
     seed: int | None = None
-    """An extension: the same seed gives the same response."""
+    """An extension of the protocol: the same seed gives the same response."""
     tools: list[FunctionTool] | None = None
     """Functions that the model may call."""
     tool_choice: str | JsonObject | None = None

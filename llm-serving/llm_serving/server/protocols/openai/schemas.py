@@ -70,7 +70,7 @@ class GenerationRequest(CallerFields, kw_only=True):
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     bad_words: list[str] | None = None
-    """Texts that are not generated, with or without a space before: their last token cannot follow the others."""
+    """Texts that are not generated, with or without a space before: their last token cannot follow the rest of them."""
     allowed_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None
@@ -142,11 +142,11 @@ class ChatMessage(Struct, omit_defaults=True):
     content: str | list[ContentPart] | None = None
     name: str | None = None
     tool_calls: list[ToolCallOfMessage] | None = None
-    """Of the assistant: its tool calls."""
+    """Tool calls of the assistant."""
     tool_call_id: str | None = None
-    """Of the role `tool`: the call whose result this is."""
+    """The call whose result a message of the role `tool` is."""
     reasoning_content: str | None = None
-    """Of the assistant: its reasoning, for chat templates that read it."""
+    """Reasoning of the assistant, for chat templates that read it."""
 
 
 class Function(Struct, omit_defaults=True):
@@ -198,7 +198,7 @@ class TokenizeRequest(Struct, kw_only=True):
     add_special_tokens: bool | None = None
     """Default: true for a prompt, false for messages."""
     add_generation_prompt: bool | None = None
-    """With messages only, as the three fields below; they mean what they mean in chat completions."""
+    """As in chat completions, and with messages only; so are the three fields below."""
     continue_final_message: bool | None = None
     tools: list[Tool] | None = None
     chat_template_kwargs: JsonObject | None = None
@@ -255,7 +255,7 @@ class CompletionChoice(Long, kw_only=True):
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: list[dict[str, PromptLogprob] | None] | UnsetType = UNSET
-    """For each token of the prompt: by token id, itself and the most likely ones."""
+    """For each token of the prompt, by token id: the token itself, then the most likely ones."""
 
 
 FINGERPRINT: Final = f"llm-serving-{__version__}"
