@@ -54,7 +54,7 @@ The order in which a token is chosen: penalties, `logit_bias` with `bad_words` a
 
 - `bad_words` forbids the last token of a word behind its other ones, in the tokens that the text has at a beginning and
   behind a space; the same text can still come about from other tokens. Such a request is not computed a step ahead.
-- `allowed_token_ids` and `bad_words` that may leave no token to choose are refused.
+- `allowed_token_ids` and `bad_words` that may leave no token to sample are refused.
 - An answer may be bound to a form: [structured_output.md](../guides/structured_output.md).
 - None of these goes with `use_beam_search`, which compares the model's own log-probabilities.
 - `prompt_logprobs: k` tells of each token of the prompt, in the form of vLLM, its log-probability, its rank and the `k`

@@ -328,13 +328,13 @@ class FastForwardEngine:
         shape = StepShape(num_rows, num_rows, num_rows, num_keys, 0, 0)
         self._newest = VirtualStep(agent.next_step, shape, [])
         agent.submit(self._newest, engine.forms_late)
-        engine._times.submitted(now, clock(), follows=self._num_in_flight > 0)
+        engine._times.record_submitted(now, clock(), follows=self._num_in_flight > 0)
         self._report_in_flight(self._num_in_flight + 1)
         agent.finish_oldest()
         replied = clock()
-        engine._times.replied(replied)
+        engine._times.record_reply(replied)
         steps.update()
-        engine._times.passed_on(replied)
+        engine._times.record_updated(replied)
         self._report_in_flight(self._num_in_flight)
         engine.num_steps += 1
         if drafter is not None:
@@ -345,7 +345,7 @@ class FastForwardEngine:
             engine.ttft_predictor.record_step(
                 num_tokens=num_rows, num_rows=num_rows, seconds=engine._times.step_s, num_finished=0
             )
-        engine._times.settled(clock())
+        engine._times.record_published(clock())
         return True
 
     def _publish(self) -> None:

@@ -261,7 +261,7 @@ class VirtualInbox(Inbox):
 class _NoPredictions(TtftPredictor):
     """The TTFT predictor of a simulation in which nothing depends on predictions."""
 
-    def record_running(self, num_running: int, blocked: Blocked | None = None) -> None:
+    def record_running(self, num_running: int, blocked: Blocked | None = None, has_room: bool = False) -> None:
         """Do nothing."""
 
     def record_step(self, *, num_tokens: int, num_rows: int, seconds: float, num_finished: int) -> None:

@@ -57,7 +57,7 @@ def test_control_admits_a_group_only_as_a_whole() -> None:
     setup = Setup()
     setup.fill(QUEUE_LIMIT - 2)
     setup.check(2)
-    assert str(setup.refused(3)).startswith("6 of 8 places in the queue are taken")
+    assert str(setup.refused(3)).startswith("6 of 8 requests wait in the queue")
 
 
 def test_control_admits_again_once_a_waiting_request_has_started() -> None:

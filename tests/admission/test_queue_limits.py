@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from llm_serving.admission.queue_limits import LIMITS, MIN_FINISHED, AdmissionQueue, DrainRate
 from llm_serving.config.schema import ServingConfig
 from llm_serving.config.sections.scheduler import SchedulerConfig
 from llm_serving.config.tables import ApiKey
 from llm_serving.core.request_class import STANDARD, RequestClass
-from llm_serving.errors import ContextLengthError, RequestError
 
 HIGH = RequestClass(name="high", rank=-1)
 LOW = RequestClass(name="low", rank=1, max_waiting=3)
@@ -73,9 +74,9 @@ def test_queue_follows_changes_of_class_and_replica() -> None:
 @pytest.mark.parametrize(
     ("waiting", "more", "limit", "text"),
     [
-        ([(HIGH, "")] * 5, (HIGH, ""), "max_waiting_queue", "5 of 5 places in the queue"),
-        ([(LOW, "")] * 3, (LOW, ""), "class_max_waiting", "3 of 3 places of class low in the queue"),
-        ([(HIGH, "a")] * 2, (LOW, "a"), "key_max_waiting", "2 of 2 places of a in the queue"),
+        ([(HIGH, "")] * 5, (HIGH, ""), "max_waiting_queue", "5 of 5 requests wait in the queue"),
+        ([(LOW, "")] * 3, (LOW, ""), "class_max_waiting", "3 of 3 requests of class low wait in the queue"),
+        ([(HIGH, "a")] * 2, (LOW, "a"), "key_max_waiting", "2 of 2 requests of a wait in the queue"),
         ([(HIGH, ""), (LOW, "a")], (HIGH, "a"), None, None),
     ],
 )
@@ -115,13 +116,17 @@ def test_queue_charges_a_group_at_once() -> None:
 
 def test_queue_refuses_for_good_what_exceeds_a_limit_of_an_empty_queue() -> None:
     queue = create_queue(max_waiting_tokens=100)
-    queue.check_group(3, 100, LOW, "")
-    with pytest.raises(RequestError, match=r"`n` must ask for at most 3 .*request_classes\.low\.max_waiting.*Given: 4"):
-        queue.check_group(4, 4, LOW, "")
-    with pytest.raises(RequestError, match=r"at most 2 answers at once \(api_keys\.a\.max_waiting\)"):
-        queue.check_group(3, 4, HIGH, "a")
-    with pytest.raises(ContextLengthError, match=r"at most 100 tokens \(scheduler_config\.max_waiting_tokens\)"):
-        queue.check_group(1, 101, HIGH, "")
+
+    def never_fits(*group: Any) -> list[str]:
+        return [str(each.never_fits) for each in queue.limits(*group) if each.amount > each.limit]
+
+    assert never_fits(3, 100, LOW, "") == []
+    [error] = never_fits(4, 4, LOW, "")
+    assert error == "`n` must ask for at most 3 answers at once (request_classes.low.max_waiting). Given: 4"
+    [error] = never_fits(3, 4, HIGH, "a")
+    assert "at most 2 answers at once (api_keys.a.max_waiting)" in error
+    [error] = never_fits(1, 101, HIGH, "")
+    assert "at most 100 tokens (scheduler_config.max_waiting_tokens)" in error
 
 
 def test_cached_prompt_tokens_count_as_waiting_and_delay_no_request() -> None:

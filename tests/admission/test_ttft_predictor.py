@@ -139,7 +139,7 @@ def test_cache_with_free_blocks_is_not_the_limit() -> None:
     predictor.record_running(3)
     decode(predictor, 3)
     assert speed_of(predictor).num_slots == 3
-    predictor.record_free_blocks()
+    predictor.record_running(3, has_room=True)
     decode(predictor, 3)
     assert speed_of(predictor).num_slots == LIMITS.max_num_seqs
 

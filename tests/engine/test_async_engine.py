@@ -71,7 +71,7 @@ def test_a_tenant_has_only_as_many_waiting_requests_as_its_key_allows() -> None:
         async with setup.running() as engine:
             setup.runners[0].gate.clear()
             streams = [engine.generate([5, 6], GREEDY, request_id="x", caller=Caller(tenant="a")) for _ in range(2)]
-            with pytest.raises(CapacityError, match=r"2 of 2 places of a in .*\(api_keys\.a\.max_waiting\)"):
+            with pytest.raises(CapacityError, match=r"2 of 2 requests of a wait in .*\(api_keys\.a\.max_waiting\)"):
                 engine.generate([5, 6], GREEDY, request_id="x", caller=Caller(tenant="a"))
             with pytest.raises(CapacityError):
                 engine.check_capacity([2], Caller(tenant="a"))
@@ -370,7 +370,7 @@ def test_a_full_queue_refuses_with_a_time_to_come_back() -> None:
             while engine.num_running == 0:
                 await asyncio.sleep(0)
             waiting = [engine.generate([5], GREEDY, request_id="b") for _ in range(2)]
-            with pytest.raises(CapacityError, match="2 of 2 places in the queue are taken") as refused:
+            with pytest.raises(CapacityError, match="2 of 2 requests wait in the queue") as refused:
                 engine.generate([5], GREEDY, request_id="c")
             assert refused.value.retry_after is not None
             setup.runners[0].gate.set()
@@ -387,7 +387,7 @@ def test_a_group_waits_as_a_whole_or_is_refused_as_a_whole() -> None:
             setup.runners[0].gate.clear()
             streams = [engine.generate([5] * 6, GREEDY, request_id="a")]
             engine.check_capacity([6, 6])
-            with pytest.raises(CapacityError, match=r"1 of 3 places in the queue are taken .*; 3 needed"):
+            with pytest.raises(CapacityError, match=r"1 of 3 requests wait in the queue .*; 3 needed"):
                 engine.check_capacity([1, 1, 1])
             with pytest.raises(CapacityError, match=r"6 of 20 prompt tokens wait in the queue .*; 15 needed"):
                 engine.check_capacity([15])

@@ -13,13 +13,13 @@ from llm_serving.admission.ttft_predictor import NO_STEPS, InFlightSteps, QueueA
 from llm_serving.config.schema import ServingConfig
 from llm_serving.core.request_class import Caller, RequestClass, class_of
 from llm_serving.core.timings import Clock, monotonic
-from llm_serving.errors import CapacityError, RequestError, TooLateError
+from llm_serving.errors import CapacityError, TooLateError
 from llm_serving.observability.class_metrics import ClassMetrics
 
 RETRY_SHARE: Final = 0.6
 """Share of the drain rate at which refused clients are asked to retry; new requests use the rest.
 
-A retry competes with new requests for a place in the queue. A smaller share lets more retries in at once, and makes
+A retry competes with new requests for admission. A smaller share lets more retries in at once, and makes
 clients wait longer. Of the clients that obey, 75 to 80 % get in at their first retry at twice the capacity.
 """
 MIN_RETRY_AFTER_S: Final = 1.0
@@ -146,17 +146,16 @@ class AdmissionControl:
             CapacityError: The group exceeds a limit now, or the first token would come too late for its class.
         """
         request_class = class_of(caller.priority, self._classes)
-        num_requests, num_tokens = len(prompt_lens), sum(prompt_lens)
-        try:
-            self._queue.check_group(num_requests, num_tokens, request_class, caller.tenant)
-        except RequestError:
-            self._metrics.refused(request_class, "never_fits", num_requests)
-            raise
+        limits = self._queue.limits(len(prompt_lens), sum(prompt_lens), request_class, caller.tenant)
+        for each in limits:
+            if each.amount > each.limit:
+                self._metrics.refused(request_class, "never_fits", len(prompt_lens))
+                raise each.never_fits
         predicted_s = self.predict_s(uncached_lens or prompt_lens, request_class, caller.tenant, replica)
-        limits = self._queue.limits(num_requests, num_tokens, request_class, caller.tenant)
-        if (full := next((each for each in limits if each.is_exceeded), None)) is not None:
-            self._record_refusal(full.name, request_class, prompt_lens, caller)
-            raise self._capacity_error(full.refusal, limits, caller, predicted_s)
+        for each in limits:
+            if each.used + each.amount > each.limit:
+                self._record_refusal(each.name, request_class, prompt_lens, caller)
+                raise self._capacity_error(each.refusal, limits, caller, predicted_s)
         slo_s = request_class.ttft_slo_s
         if predicted_s is None or slo_s is None or self._slo_factor is None or not self._is_current(replica):
             return predicted_s
@@ -170,8 +169,7 @@ class AdmissionControl:
 
     def check_deadline(self, prompt_lens: Sequence[int], caller: Caller, replica: ReplicaLoad) -> None:
         """Raise TooLateError if the first token of the last request would come after the client's deadline."""
-        if caller.deadline is None:
-            return
+        assert caller.deadline is not None
         request_class = class_of(caller.priority, self._classes)
         predicted_s = self.predict_s(prompt_lens, request_class, caller.tenant, replica)
         left_s = caller.deadline - self._clock()
@@ -246,7 +244,12 @@ class AdmissionControl:
         now = self._clock()
         delay_s = max(
             self._retries.delay_s(
-                each.key, caller.source, each.amount, each.rate or max(1.0, each.limit / 2), min_delay_s, now
+                each.key,
+                caller.source,
+                each.amount,
+                each.freed_per_second(now) or max(1.0, each.limit / 2),
+                min_delay_s,
+                now,
             )
             for each in [each for each in limits if each.is_exceeded] or limits
         )

@@ -1,4 +1,4 @@
-"""Requests that wait and run, as the event loop counts them, and the limits on what may wait."""
+"""Numbers of waiting and running requests, as the event loop counts them, and the limits on waiting requests."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ DRAIN_MEMORY: Final = 128
 MIN_FINISHED: Final = 16
 """Finished requests that a drain rate needs."""
 QUEUE_KEY: Final = "scheduler_config.max_waiting_queue"
+TOKENS_KEY: Final = "scheduler_config.max_waiting_tokens"
 
 
 @dataclass(slots=True)
 class QueueLoad:
-    """Numbers of requests and tokens, of one class at one replica or summed up."""
+    """Numbers of requests and tokens, of one class on one replica or summed."""
 
     num_waiting: int = 0
     """Admitted requests that were never scheduled."""
@@ -30,38 +31,7 @@ class QueueLoad:
     num_uncached_tokens: int = 0
     """Those of them that no prefix cache holds."""
     num_running: int = 0
-    """Requests that were scheduled and have not finished, also while they are preempted."""
-
-    def __iadd__(self, other: QueueLoad) -> QueueLoad:
-        self.num_waiting += other.num_waiting
-        self.num_waiting_tokens += other.num_waiting_tokens
-        self.num_uncached_tokens += other.num_uncached_tokens
-        self.num_running += other.num_running
-        return self
-
-
-class QueueLimit(NamedTuple):
-    """One limit as it applies to a group of requests that ask for admission."""
-
-    name: str
-    """One of `LIMITS`, the reason in the metric of refusals."""
-    key: str
-    """The YAML key, which also names the limit."""
-    used: int
-    limit: int
-    amount: int
-    """What the group needs of it."""
-    rate: float | None
-    """What becomes free in a second while requests wait; None: not measured yet."""
-    message: str
-
-    @property
-    def is_exceeded(self) -> bool:
-        return self.used + self.amount > self.limit
-
-    @property
-    def refusal(self) -> str:
-        return f"{self.message} ({self.key}); {self.amount} needed"
+    """Requests that were scheduled and have not finished, including preempted ones."""
 
 
 class DrainRate:
@@ -97,6 +67,46 @@ class DrainRate:
         return None if self._num_finished < MIN_FINISHED or seconds <= 0 else self._finished / seconds
 
 
+class QueueLimit(NamedTuple):
+    """One limit as it applies to a group of requests that ask for admission."""
+
+    name: str
+    """One of `LIMITS`, the reason in the metric of refusals."""
+    key: str
+    """The YAML key, which also names the limit."""
+    unit: str
+    """What the limit counts, such as "requests of class batch"."""
+    used: int
+    limit: int
+    amount: int
+    """What the group needs of it."""
+    drain_rate: DrainRate
+    """Rate of requests that finish and count against the limit."""
+    amount_per_request: float = 1.0
+    """What a finished request frees of it."""
+
+    @property
+    def is_exceeded(self) -> bool:
+        return self.used + self.amount > self.limit
+
+    @property
+    def refusal(self) -> str:
+        return f"{self.used} of {self.limit} {self.unit} wait in the queue ({self.key}); {self.amount} needed"
+
+    @property
+    def never_fits(self) -> RequestError:
+        """The error if the group exceeds the limit of an empty queue."""
+        if self.name == "max_waiting_tokens":
+            rule = f"must be, once for each answer, at most {self.limit} tokens ({self.key})"
+            return ContextLengthError("prompt", rule, self.amount)
+        return RequestError("n", f"must ask for at most {self.limit} answers at once ({self.key})", self.amount)
+
+    def freed_per_second(self, now: float) -> float | None:
+        """Return what becomes free in a second while requests wait; None if it was not measured yet."""
+        rate = self.drain_rate.per_second(now)
+        return None if rate is None else rate * self.amount_per_request
+
+
 class _Entry(NamedTuple):
     replica: int
     class_name: str
@@ -117,11 +127,14 @@ class AdmissionQueue:
         self._waiting: dict[str, _Entry] = {}
         self._running: dict[str, _Entry] = {}
         self._loads: dict[tuple[int | None, str], QueueLoad] = {}
-        """By replica and class; None: all replicas."""
+        """(replica, class) -> load; replica None: all."""
         self._waiting_of_tenant: Counter[str] = Counter()
         self._running_of_tenant: Counter[str] = Counter()
-        self._rates: dict[str, DrainRate] = {QUEUE_KEY: DrainRate()}
-        """By YAML key: of the whole queue, and of each class and API key that has a limit of its own."""
+        self._drain_rate = DrainRate()
+        self._drain_rate_of_class: dict[str, DrainRate] = {}
+        """Classes with a limit of their own."""
+        self._drain_rate_of_tenant: dict[str, DrainRate] = {}
+        """Tenants with a limit of their own."""
         self.reload(config)
 
     def reload(self, config: ServingConfig) -> None:
@@ -132,9 +145,10 @@ class AdmissionQueue:
         self._classes = config.request_classes
         self._max_running = config.scheduler.max_running_per_tenant
         self._max_running_of = {key.name: key.max_running for key in config.api_keys if key.max_running is not None}
-        classes = [_class_key(each.name) for each in config.request_classes if each.max_waiting is not None]
-        for key in (*classes, *map(_tenant_key, self._max_waiting_of)):
-            self._rates.setdefault(key, DrainRate())
+        for name in [each.name for each in config.request_classes if each.max_waiting is not None]:
+            self._drain_rate_of_class.setdefault(name, DrainRate())
+        for name in self._max_waiting_of:
+            self._drain_rate_of_tenant.setdefault(name, DrainRate())
 
     # --- events -----------------------------------------------------------------------------------------------------
 
@@ -150,70 +164,76 @@ class AdmissionQueue:
         """Count a request that was submitted to a replica, with so many prompt tokens, of which some are cached."""
         entry = _Entry(replica, request_class.name, tenant, num_tokens, num_tokens - num_cached_tokens)
         self._waiting[request_id] = entry
-        self._count_waiting(entry, 1)
+        self._count(entry, waiting=1)
 
     def start(self, request_id: str) -> None:
         """Count a waiting request as running; do nothing if it has finished."""
         if (entry := self._waiting.pop(request_id, None)) is not None:
-            self._count_waiting(entry, -1)
             self._running[request_id] = entry
-            self._count_running(entry, 1)
+            self._count(entry, waiting=-1, running=1)
 
     def remove(self, request_id: str) -> None:
         """Stop counting a request that finished or was aborted; do nothing the second time."""
         if (entry := self._waiting.pop(request_id, None)) is not None:
-            self._count_waiting(entry, -1)
+            self._count(entry, waiting=-1)
         if (entry := self._running.pop(request_id, None)) is not None:
-            self._count_running(entry, -1)
+            self._count(entry, running=-1)
             now = self._clock()
-            for key in (QUEUE_KEY, _class_key(entry.class_name), _tenant_key(entry.tenant)):
-                if (rate := self._rates.get(key)) is not None:
-                    rate.record_finished(now)
+            self._drain_rate.record_finished(now)
+            if (rate := self._drain_rate_of_class.get(entry.class_name)) is not None:
+                rate.record_finished(now)
+            if (rate := self._drain_rate_of_tenant.get(entry.tenant)) is not None:
+                rate.record_finished(now)
 
     def change_replica(self, request_id: str, replica: int) -> None:
         """Count a running request at the replica it migrated to; do nothing if it has finished."""
         if (before := self._running.get(request_id)) is not None:
             after = self._running[request_id] = before._replace(replica=replica)
-            self._count_running(before, -1)
-            self._count_running(after, 1)
+            self._count(before, running=-1)
+            self._count(after, running=1)
 
     def change_class(self, request_id: str, request_class: RequestClass) -> None:
         """Count a request in another class; do nothing if it has finished."""
-        for entries, count in ((self._waiting, self._count_waiting), (self._running, self._count_running)):
+        for entries, waiting, running in ((self._waiting, 1, 0), (self._running, 0, 1)):
             if (before := entries.get(request_id)) is not None:
                 after = entries[request_id] = before._replace(class_name=request_class.name)
-                count(before, -1)
-                count(after, 1)
+                self._count(before, waiting=-waiting, running=-running)
+                self._count(after, waiting=waiting, running=running)
 
-    def _count_waiting(self, entry: _Entry, change: int) -> None:
-        for load in self._loads_of(entry):
-            load.num_waiting += change
-            load.num_waiting_tokens += change * entry.num_tokens
-            load.num_uncached_tokens += change * entry.num_uncached
-        _add(self._waiting_of_tenant, entry.tenant, change)
-        now = self._clock()
-        self._rates[QUEUE_KEY].update(now, bool(self._waiting))
-        if (rate := self._rates.get(_class_key(entry.class_name))) is not None:
-            rate.update(now, self._loads[None, entry.class_name].num_waiting > 0)
-        if (rate := self._rates.get(_tenant_key(entry.tenant))) is not None:
-            rate.update(now, self._waiting_of_tenant[entry.tenant] > 0)
-
-    def _count_running(self, entry: _Entry, change: int) -> None:
-        for load in self._loads_of(entry):
-            load.num_running += change
-        _add(self._running_of_tenant, entry.tenant, change)
-
-    def _loads_of(self, entry: _Entry) -> list[QueueLoad]:
-        return [self._loads.setdefault((each, entry.class_name), QueueLoad()) for each in (entry.replica, None)]
+    def _count(self, entry: _Entry, *, waiting: int = 0, running: int = 0) -> None:
+        """Add these numbers to all counts of waiting and of running requests that include the request."""
+        name, tenant = entry.class_name, entry.tenant
+        for replica in (entry.replica, None):
+            if (load := self._loads.get((replica, name))) is None:
+                load = self._loads[replica, name] = QueueLoad()
+            load.num_waiting += waiting
+            load.num_waiting_tokens += waiting * entry.num_tokens
+            load.num_uncached_tokens += waiting * entry.num_uncached
+            load.num_running += running
+        for counts, change in ((self._waiting_of_tenant, waiting), (self._running_of_tenant, running)):
+            counts[tenant] += change
+            if not counts[tenant]:
+                del counts[tenant]
+        if waiting:
+            now = self._clock()
+            self._drain_rate.update(now, bool(self._waiting))
+            if (rate := self._drain_rate_of_class.get(name)) is not None:
+                rate.update(now, self._loads[None, name].num_waiting > 0)
+            if (rate := self._drain_rate_of_tenant.get(tenant)) is not None:
+                rate.update(now, self._waiting_of_tenant[tenant] > 0)
 
     # --- queries ----------------------------------------------------------------------------------------------------
 
     def load(self, replica: int | None = None, max_rank: int | None = None) -> QueueLoad:
         """Return the load of one replica (None: of all) in the classes up to a rank (None: in all)."""
         total = QueueLoad()
-        for each in self._classes:
-            if max_rank is None or each.rank <= max_rank:
-                total += self._loads.get((replica, each.name), _NO_LOAD)
+        for request_class in self._classes:
+            each = self._loads.get((replica, request_class.name))
+            if each is not None and (max_rank is None or request_class.rank <= max_rank):
+                total.num_waiting += each.num_waiting
+                total.num_waiting_tokens += each.num_waiting_tokens
+                total.num_uncached_tokens += each.num_uncached_tokens
+                total.num_running += each.num_running
         return total
 
     def class_load(self, name: str) -> QueueLoad:
@@ -247,78 +267,31 @@ class AdmissionQueue:
         """Return how many requests of the tenant wait or run."""
         return self._waiting_of_tenant[tenant] + self._running_of_tenant[tenant]
 
-    # --- limits -----------------------------------------------------------------------------------------------------
-
-    def check_group(self, num_requests: int, num_tokens: int, request_class: RequestClass, tenant: str) -> None:
-        """Raise RequestError if a group of requests exceeds a limit even when no other request waits."""
-        for limit in self._request_limits(num_requests, request_class, tenant):
-            if num_requests > limit.limit:
-                rule = f"must ask for at most {limit.limit} answers at once ({limit.key})"
-                raise RequestError("n", rule, num_requests)
-        if self._max_tokens is not None and num_tokens > self._max_tokens:
-            rule = f"must be, once for each answer, at most {self._max_tokens} tokens"
-            raise ContextLengthError("prompt", f"{rule} (scheduler_config.max_waiting_tokens)", num_tokens)
-
     def limits(self, num_requests: int, num_tokens: int, request_class: RequestClass, tenant: str) -> list[QueueLimit]:
-        """Return all limits that a group of requests with so many prompt tokens must keep."""
-        limits = self._request_limits(num_requests, request_class, tenant)
-        if (limit := self._max_tokens) is not None:
-            total, rate = self.load(), limits[0].rate
-            used = total.num_waiting_tokens
-            rate = None if rate is None or not used else rate * used / total.num_waiting
-            message = f"{used} of {limit} prompt tokens wait in the queue"
-            key = "scheduler_config.max_waiting_tokens"
-            limits.append(QueueLimit("max_waiting_tokens", key, used, limit, num_tokens, rate, message))
-        return limits
-
-    def _request_limits(self, num_requests: int, request_class: RequestClass, tenant: str) -> list[QueueLimit]:
-        name = request_class.name
-        rows = [
-            ("max_waiting_queue", QUEUE_KEY, len(self._waiting), self._max_requests, ""),
-            (
-                "class_max_waiting",
-                _class_key(name),
-                self._loads.get((None, name), _NO_LOAD).num_waiting,
-                request_class.max_waiting,
-                f" of class {name}",
-            ),
-            (
-                "key_max_waiting",
-                _tenant_key(tenant),
-                self._waiting_of_tenant[tenant],
-                self._max_waiting_of.get(tenant),
-                f" of {tenant}",
-            ),
-        ]
-        now = self._clock()
-        return [
+        """Return all limits that apply to a group of requests with so many prompt tokens, that of the queue first."""
+        num_waiting = len(self._waiting)
+        limits = [
             QueueLimit(
-                reason,
-                key,
-                used,
-                limit,
-                num_requests,
-                self._rates[key].per_second(now),
-                f"{used} of {limit} places{scope} in the queue are taken",
+                LIMITS[0], QUEUE_KEY, "requests", num_waiting, self._max_requests, num_requests, self._drain_rate
             )
-            for reason, key, used, limit, scope in rows
-            if limit is not None
         ]
+        if (limit := request_class.max_waiting) is not None:
+            name = request_class.name
+            key, unit = f"request_classes.{name}.max_waiting", f"requests of class {name}"
+            used = self._loads.get((None, name), _NO_LOAD).num_waiting
+            rate = self._drain_rate_of_class[name]
+            limits.append(QueueLimit("class_max_waiting", key, unit, used, limit, num_requests, rate))
+        if (limit := self._max_waiting_of.get(tenant)) is not None:
+            key, unit = f"api_keys.{tenant}.max_waiting", f"requests of {tenant}"
+            used, rate = self._waiting_of_tenant[tenant], self._drain_rate_of_tenant[tenant]
+            limits.append(QueueLimit("key_max_waiting", key, unit, used, limit, num_requests, rate))
+        if (limit := self._max_tokens) is not None:
+            total, unit = self.load(), "prompt tokens"
+            used, mean = total.num_waiting_tokens, total.num_waiting_tokens / max(1, total.num_waiting)
+            limits.append(
+                QueueLimit("max_waiting_tokens", TOKENS_KEY, unit, used, limit, num_tokens, self._drain_rate, mean)
+            )
+        return limits
 
 
 _NO_LOAD: Final = QueueLoad()
-
-
-def _class_key(name: str) -> str:
-    return f"request_classes.{name}.max_waiting"
-
-
-def _tenant_key(name: str) -> str:
-    return f"api_keys.{name}.max_waiting"
-
-
-def _add(counts: Counter[str], name: str, change: int) -> None:
-    """Change a count, and drop it when it is 0."""
-    counts[name] += change
-    if not counts[name]:
-        del counts[name]

@@ -120,16 +120,20 @@ class TtftPredictor:
         self._finished = 0.0
         self._rows = 0.0
 
-    def record_running(self, num_running: int, blocked: Blocked | None = None) -> None:
-        """Record how many requests run, and why the scheduler left a request waiting; None: it did not."""
+    def record_running(self, num_running: int, blocked: Blocked | None = None, has_room: bool = False) -> None:
+        """Record the running requests of a replica.
+
+        Args:
+            num_running: Their number.
+            blocked: Why the scheduler left a request waiting; None: it left none, or it was not asked.
+            has_room: Whether the KV cache has room for another request.
+        """
         if blocked is not None and blocked.reason in (WaitReason.SLOTS, WaitReason.BLOCKS):
             self._num_slots = num_running if blocked.reason is WaitReason.BLOCKS else None
         elif self._num_slots is not None:
             self._num_slots = max(self._num_slots, num_running)
-
-    def record_free_blocks(self) -> None:
-        """Record that the KV cache has room for another request."""
-        self._num_slots = None
+        if has_room:
+            self._num_slots = None
 
     def record_step(self, *, num_tokens: int, num_rows: int, seconds: float, num_finished: int) -> None:
         """Record a computed step, and how many requests it finished.

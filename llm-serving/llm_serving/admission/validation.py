@@ -38,11 +38,16 @@ def check_request(
         raise ContextLengthError("max_tokens", rule, sampling.max_tokens)
     check_priority(priority)
     check_token_ids("prompt", prompt_token_ids, vocab_size)
-    check_token_ids("stop_token_ids", sampling.stop_token_ids, vocab_size)
-    check_token_ids("logit_bias", [token_id for token_id, _ in sampling.logit_bias], vocab_size)
-    check_token_ids("allowed_token_ids", sampling.allowed_token_ids or (), vocab_size)
-    check_token_ids("bad_words", list(itertools.chain.from_iterable(sampling.bad_words)), vocab_size)
-    _check_token_remains(sampling, end_ids, vocab_size)
+    if sampling.stop_token_ids:
+        check_token_ids("stop_token_ids", sampling.stop_token_ids, vocab_size)
+    if sampling.logit_bias:
+        check_token_ids("logit_bias", [token_id for token_id, _ in sampling.logit_bias], vocab_size)
+    if sampling.allowed_token_ids:
+        check_token_ids("allowed_token_ids", sampling.allowed_token_ids, vocab_size)
+    if sampling.bad_words:
+        check_token_ids("bad_words", list(itertools.chain.from_iterable(sampling.bad_words)), vocab_size)
+    if sampling.bad_words or sampling.min_tokens:
+        _check_token_remains(sampling, end_ids, vocab_size)
 
 
 def check_priority(priority: int) -> None:
@@ -79,7 +84,7 @@ def stop_token_ids(sampling: SamplingParams, end_ids: frozenset[int]) -> frozens
 
 
 def _check_token_remains(sampling: SamplingParams, end_ids: frozenset[int], vocab_size: int) -> None:
-    """Raise RequestError if a step could be left without a token to sample, whatever was sampled before."""
+    """Raise RequestError if `bad_words` and `min_tokens` could leave a step without a token to sample."""
     allowed, forbidden = sampling.allowed_token_ids, {sequence[-1] for sequence in sampling.bad_words}
     if sampling.min_tokens:
         forbidden |= stop_token_ids(sampling, end_ids)
@@ -88,7 +93,7 @@ def _check_token_remains(sampling: SamplingParams, end_ids: frozenset[int], voca
     num_left = vocab_size - len(forbidden) if allowed is None else len(set(allowed) - forbidden)
     if num_left <= 0:
         field = "allowed_token_ids" if allowed is not None else "bad_words" if sampling.bad_words else "min_tokens"
-        raise RequestError(field, "may leave no token to choose: others end bad words or, below min_tokens, the output")
+        raise RequestError(field, "may leave no token to sample: bad_words or min_tokens forbid all others")
 
 
 def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> None:

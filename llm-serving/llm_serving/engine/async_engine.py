@@ -347,7 +347,8 @@ class AsyncEngine:
     ) -> float | None:
         """Return the predicted seconds to the first token, or raise CapacityError."""
         replica = self._router.load_of(route)
-        self._admission.check_deadline(uncached_lens, caller, replica)
+        if caller.deadline is not None:
+            self._admission.check_deadline(uncached_lens, caller, replica)
         return self._admission.check(prompt_lens, caller, replica, uncached_lens)
 
     def seconds_to_first_token(self, num_prompt_tokens: int, *, priority: int = 0, tenant: str = "") -> float | None:

@@ -180,7 +180,7 @@ class Engine(EngineRequests):
     def _submit(self, schedule: Schedule, now: float) -> None:
         """Hand a step that was decided at `now` to the WorkAgent."""
         self._executor.submit(self._build_step(schedule, self._executor.next_step), self.forms_late)
-        self._times.submitted(now, self._clock(), follows=bool(self._in_flight))
+        self._times.record_submitted(now, self._clock(), follows=bool(self._in_flight))
         self._in_flight.append(schedule)
         self._send_allowed_tokens()
         for observer in self._observers:
@@ -193,12 +193,12 @@ class Engine(EngineRequests):
     def _collect(self) -> None:
         """Wait for the reply to the oldest step, and update the scheduler and the requests with it."""
         output = self._executor.collect()
-        self._times.replied(self._clock())
+        self._times.record_reply(self._clock())
         schedule = self._in_flight.popleft()
         updated = self.scheduler.update(schedule, output.token_ids.tolist())
         self._send_allowed_tokens()
         now = self._clock()
-        self._times.passed_on(now)
+        self._times.record_updated(now)
         deliver(schedule, updated, output)
         self._processor.report_times()
         if self.migration is not None:
@@ -211,7 +211,7 @@ class Engine(EngineRequests):
             observer.on_completed(completed)
         if schedule.migrating:  # a migrated request takes its tenant's slot along before others get one
             self._publish()
-        self._times.settled(self._clock())
+        self._times.record_published(self._clock())
 
     def _publish(self) -> None:
         """Send the outputs since the last call to the clients, then let migrated requests go."""
@@ -279,7 +279,7 @@ class Engine(EngineRequests):
         """Return whether the next step probably computes prompts, and so verifies no draft tokens."""
         blocked = self.scheduler.blocked
         room = blocked is None or blocked.reason in NO_ROOM
-        return self._reports.num_left > 0 or (room and len(self.scheduler.waiting) > 0)
+        return self._reports.num_tokens_left > 0 or (room and len(self.scheduler.waiting) > 0)
 
     # --- failures and the end ---------------------------------------------------------------------------------------
 

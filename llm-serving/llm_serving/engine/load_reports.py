@@ -1,6 +1,4 @@
-"""Reports of an engine to its TTFT predictor: running requests, steps in flight, and step times with the master's
-share.
-"""
+"""What an engine reports to its TTFT predictor: running requests, steps in flight, and the times of steps."""
 
 from __future__ import annotations
 
@@ -16,75 +14,76 @@ STEP_MEMORY: Final = 128
 
 
 class StepTimes:
-    """Seconds; each method is told the time on the engine's clock.
+    """Durations of steps and of the master's work for them, in seconds.
 
-    ```
-    submitted ... replied ... begun_next ... settled
-    ```
+    The methods are called in this order for each step, with the time on the engine's clock:
+
+        record_submitted ... record_reply ... record_updated (the next step begins) ... record_published
     """
 
     def __init__(self) -> None:
         self.began = 0.0
-        """When the WorkAgent could begin with the oldest step in flight."""
+        """When the WorkAgent could begin the oldest step in flight."""
         self.step_s = 0.0
-        """That the latest step took, from when the WorkAgent could begin with it."""
+        """Duration of the newest step, since the WorkAgent could begin it."""
         self.mean_s: float | None = None
-        """The same, of late; None before the first."""
+        """Moving average of `step_s`; None before the first step."""
         self.computed_s = 0.0
-        """That the latest step took without the forming of it, where none was in flight meanwhile."""
+        """Duration of the newest step without scheduling, if no other step was in flight."""
         self.host_s = 0.0
-        """Of the master for a step: to take a reply, and to form the next step."""
-        self._settle_s = 0.0
-        """The former of them."""
+        """The master's time per step: to process a reply and to schedule the next step."""
+        self._reply_s = 0.0
+        """Time to process a reply."""
         self._replied = 0.0
-        """When the newest reply came, or a step was submitted behind which none was in flight."""
+        """When the newest reply came, or a step was submitted while none was in flight."""
 
-    def submitted(self, formed: float, now: float, *, follows: bool) -> None:
-        """A step has gone that the master began to form at `formed`; `follows`: one before it is in flight."""
-        self.host_s = self._settle_s + now - formed
+    def record_submitted(self, scheduled: float, now: float, *, follows: bool) -> None:
+        """Record a submitted step whose scheduling began at `scheduled`; `follows`: another step is in flight."""
+        self.host_s = self._reply_s + now - scheduled
         if not follows:
-            self.began, self._replied = formed, now
+            self.began, self._replied = scheduled, now
 
-    def replied(self, now: float) -> None:
-        """The reply to the oldest step has come."""
+    def record_reply(self, now: float) -> None:
+        """Record the reply to the oldest step."""
         self.computed_s, self._replied = now - self._replied, now
 
-    def passed_on(self, now: float) -> None:
-        """The scheduler knows what that reply says: the WorkAgent can go on with the next step."""
+    def record_updated(self, now: float) -> None:
+        """Record that the scheduler has applied the reply, so the WorkAgent can begin the next step."""
         self.step_s, self.began = now - self.began, now
         mean_s = self.step_s if self.mean_s is None else self.mean_s
         self.mean_s = mean_s + (self.step_s - mean_s) / STEP_MEMORY
 
-    def settled(self, now: float) -> None:
-        """All is done that the reply asks for."""
-        self._settle_s = now - self._replied
+    def record_published(self, now: float) -> None:
+        """Record that the reply is processed."""
+        self._reply_s = now - self._replied
 
 
 class LoadReports(StepObserver):
-    """Feeds the TTFT predictor on the engine's thread; other threads only read `predictor`.
-
-    Args:
-        scheduler: Of the engine.
-        times: Of its steps.
-    """
+    """Feeds the TTFT predictor in the engine's thread; other threads only read `predictor`."""
 
     def __init__(self, scheduler: Scheduler, times: StepTimes) -> None:
         self.predictor = TtftPredictor(scheduler.limits)
-        self.num_left = 0
+        self.num_tokens_left = 0
         """Tokens of prompts that the newest step begins and does not finish."""
         self._scheduler = scheduler
         self._times = times
 
     def on_scheduled(self, schedule: Schedule | None, in_flight: Sequence[Schedule], now: float) -> None:
+        scheduler = self._scheduler
         if schedule is not None:  # later requests cannot join it
-            self.num_left = sum([row.request.num_tokens - row.end for row in schedule.rows if not row[3]])
+            self.num_tokens_left = 0
+            for row in schedule.rows:
+                if not row.num_samples:
+                    self.num_tokens_left += row.request.num_tokens - row.end
             self._report_in_flight([*in_flight, schedule], self._times.began if in_flight else now)
-        self.predictor.record_running(len(self._scheduler.running), self._scheduler.blocked)
-        if self._has_room():
-            self.predictor.record_free_blocks()
+        # Room for another request: none waits, and one of mean size fits beside a block for each running request.
+        pool, num_running = scheduler.blocks.pool, len(scheduler.running)
+        num_free = pool.num_free_blocks - num_running
+        has_room = not len(scheduler.waiting) and num_free * num_running >= pool.num_used_blocks
+        self.predictor.record_running(num_running, scheduler.blocked, has_room)
 
     def on_completed(self, step: CompletedStep) -> None:
-        self._report_in_flight(step.in_flight, step.now)  # the oldest of them begins now
+        self._report_in_flight(step.in_flight, step.now)
         if step.finished:
             self.predictor.record_running(len(self._scheduler.running))
         self.predictor.record_step(
@@ -95,17 +94,12 @@ class LoadReports(StepObserver):
         )
 
     def on_failed(self, now: float) -> None:
-        self.num_left = 0
+        self.num_tokens_left = 0
         self._report_in_flight((), self._times.began)
 
     def _report_in_flight(self, steps: Collection[Schedule], began: float) -> None:
-        """Report these steps, the oldest of which began then."""
-        num_tokens = sum([each.num_tokens - len(each.rows) for each in steps])
-        self.predictor.in_flight = InFlightSteps(len(steps), num_tokens, self.num_left, began)
-
-    def _has_room(self) -> bool:
-        """Whether no request waits, and the KV cache has room for one more of the size of the running ones."""
-        scheduler = self._scheduler
-        pool, num_running = scheduler.blocks.pool, len(scheduler.running)
-        num_free = pool.num_free_blocks - num_running  # one of each is kept for those that run
-        return not len(scheduler.waiting) and num_free * num_running >= pool.num_used_blocks
+        """Report the steps in flight, the oldest of which began at `began`."""
+        num_tokens = 0
+        for each in steps:
+            num_tokens += each.num_tokens - len(each.rows)
+        self.predictor.in_flight = InFlightSteps(len(steps), num_tokens, self.num_tokens_left, began)

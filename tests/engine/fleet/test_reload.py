@@ -53,7 +53,7 @@ def test_requests_in_flight_go_on_by_other_rules_and_get_the_same(
             assert server.replica.scheduler.limits.max_num_seqs == 1
             assert server.replica.ttft_predictor.limits.max_num_seqs == 1
             refused = await client.post("/v1/completions", json=BODY)
-            assert refused.status_code == 429 and "of 1 places" in refused.text
+            assert refused.status_code == 429 and "of 1 requests" in refused.text
             server.runner.let()
             assert [text_of(answer) for answer in await asyncio.gather(*asked)] == [alone] * 6
             server.replica.scheduler.check_integrity()

@@ -19,13 +19,13 @@ def test_the_openai_client_gets_a_rate_limit_error_with_the_time_to_retry() -> N
     import openai  # late, as in test_http_server.py
 
     async def run() -> None:
-        engine = FakeEngine(refusal=CapacityError("5 of 5 places in the queue are taken", 2.2, 1500.5, 4.25))
+        engine = FakeEngine(refusal=CapacityError("5 of 5 requests wait in the queue", 2.2, 1500.5, 4.25))
         transport = httpx.ASGITransport(create_app(engine))
         async with httpx.AsyncClient(transport=transport) as http_client:
             client = openai.AsyncOpenAI(
                 api_key="none", base_url="http://localhost/v1", max_retries=0, http_client=http_client
             )
-            with pytest.raises(openai.RateLimitError, match="5 of 5 places") as refused:
+            with pytest.raises(openai.RateLimitError, match="5 of 5 requests") as refused:
                 await client.completions.create(model="demo", prompt="Hello")
         headers = refused.value.response.headers
         assert (headers["retry-after"], headers["retry-after-ms"]) == ("3", "2200")
@@ -123,7 +123,7 @@ def test_every_answer_tells_when_its_first_token_was_expected(path, body) -> Non
     assert "x-predicted-ttft-ms" not in post(FakeEngine(), path, body).headers
 
 
-FULL = CapacityError("5 of 5 places in the queue are taken", 2.2)
+FULL = CapacityError("5 of 5 requests wait in the queue", 2.2)
 
 
 @pytest.mark.parametrize(("path", "body"), ROUTES)
