@@ -408,7 +408,7 @@ class _ReplicaWaker(EngineListener):
     def __init__(self, wake: Callable[[], object]) -> None:
         self._wake = wake
 
-    def on_departures(self, departures: list[MigratingRequest]) -> None:
+    def on_migrating(self, requests: list[MigratingRequest]) -> None:
         self._wake()
 
     def on_woken(self) -> None:

@@ -275,7 +275,7 @@ def test_when_all_have_used_up_their_restarts_the_server_ends_if_it_shall(shall_
             await asyncio.sleep(0)
             assert failed.is_set() == shall_exit
             assert isinstance(engine.failure, NoWorkAgentsError) == shall_exit
-            assert "WorkAgent 1: was started again more than 5 times in a row without a step" in engine.health().detail
+            assert "WorkAgent 1: was restarted more than 5 times in a row without completing a step" in engine.health().detail
 
     asyncio.run(run())
 

@@ -1,4 +1,4 @@
-"""Replicas leave and join under load; every request is answered."""
+"""Replicas are drained and join again under load; every request is answered."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ async def token_ids(stream: RequestStream) -> list[int]:
 
 
 async def reach(engine: AsyncEngine, state: str) -> None:
-    """Waits until replica 1 is in this state."""
+    """Wait until replica 1 is in this state."""
     async with asyncio.timeout(30):
         while engine.replicas.state(1) != state:
             await asyncio.sleep(0)
@@ -34,7 +34,7 @@ def ask(engine: AsyncEngine, number: int) -> RequestStream:
     return engine.generate([5 + number, 6], SAMPLING, request_id=str(number))
 
 
-def test_a_drained_replica_finishes_what_it_has_gets_nothing_more_and_leaves() -> None:
+def test_a_drained_replica_finishes_its_requests_gets_no_further_ones_and_leaves() -> None:
     async def run() -> None:
         setup = Setup(num_replicas=2, max_num_seqs=2)
         async with setup.running() as engine:
@@ -57,11 +57,11 @@ def test_a_drained_replica_finishes_what_it_has_gets_nothing_more_and_leaves() -
     asyncio.run(run())
 
 
-def test_one_that_has_left_loads_and_serves_when_it_joins() -> None:
+def test_a_replica_that_has_left_loads_and_serves_after_join() -> None:
     async def run() -> None:
         setup = Setup(num_replicas=2)
         async with setup.running() as engine:
-            engine.control.drain(1)  # it has nothing to finish
+            engine.control.drain(1)  # it has no requests
             await reach(engine, "left")
             before = setup.runners[1]
             engine.control.join(1)
@@ -78,7 +78,7 @@ def test_one_that_has_left_loads_and_serves_when_it_joins() -> None:
     asyncio.run(run())
 
 
-def test_one_that_joins_before_it_has_left_goes_on() -> None:
+def test_a_replica_that_joins_before_it_has_left_continues() -> None:
     async def run() -> None:
         setup = Setup(num_replicas=2)
         async with setup.running() as engine:
@@ -98,7 +98,7 @@ def test_one_that_joins_before_it_has_left_goes_on() -> None:
 
 
 class NotedGate(Event):
-    """Closed, and tells when somebody waits before it."""
+    """A closed gate that sets an event when a thread waits for it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class NotedGate(Event):
         return super().wait(timeout)
 
 
-def test_one_that_joins_while_it_still_leaves_gets_nothing_that_would_end_with_it() -> None:
+def test_a_replica_that_joins_while_it_leaves_gets_no_request_until_it_has_loaded() -> None:
     async def run() -> None:
         setup = Setup(num_replicas=2)
         async with setup.running() as engine:
@@ -121,7 +121,7 @@ def test_one_that_joins_while_it_still_leaves_gets_nothing_that_would_end_with_i
                 assert await asyncio.to_thread(gate.reached.wait, 30)
             for stream in left:
                 await stream.aclose()
-            engine.control.drain(1)  # it has no requests any more, but a step under way
+            engine.control.drain(1)  # it has no requests, but a step in flight
             engine.control.join(1)
             streams = [ask(engine, number) for number in range(4)]
             for gate in gates:
@@ -132,13 +132,13 @@ def test_one_that_joins_while_it_still_leaves_gets_nothing_that_would_end_with_i
     asyncio.run(run())
 
 
-def test_one_that_is_drained_when_it_has_just_been_given_something_answers_that() -> None:
+def test_a_replica_that_is_drained_right_after_it_got_a_request_answers_it() -> None:
     async def run() -> None:
         setup, loop = Setup(num_replicas=2), asyncio.get_running_loop()
         streams: list[RequestStream] = []
 
         class Failures(dict[int, str]):
-            """Forgotten when requests may be given to a replica, before it looks whether it was drained."""
+            """Calls back when a replica accepts requests, before it checks whether it was drained."""
 
             def pop(self, *_: object) -> None:  # type: ignore[override]
                 asyncio.run_coroutine_threadsafe(give_and_drain(), loop).result(30)
@@ -163,7 +163,7 @@ def test_one_that_is_drained_when_it_has_just_been_given_something_answers_that(
     asyncio.run(run())
 
 
-def test_replicas_that_leave_and_join_in_turns_under_load_lose_nothing() -> None:
+def test_replicas_that_leave_and_join_alternately_under_load_lose_no_request() -> None:
     async def run() -> None:
         setup = Setup(num_replicas=2, max_num_seqs=2)
         async with setup.running() as engine:
@@ -182,7 +182,7 @@ def test_replicas_that_leave_and_join_in_turns_under_load_lose_nothing() -> None
     asyncio.run(run())
 
 
-def test_the_last_one_stays_and_what_is_not_there_is_no_replica() -> None:
+def test_the_last_replica_and_unknown_replicas_cannot_be_drained() -> None:
     async def run() -> None:
         setup = Setup(num_replicas=2)
         async with setup.running() as engine:
@@ -196,7 +196,7 @@ def test_the_last_one_stays_and_what_is_not_there_is_no_replica() -> None:
     asyncio.run(run())
 
 
-def test_the_last_one_that_serves_stays_while_others_are_started_again() -> None:
+def test_the_last_serving_replica_cannot_be_drained_while_others_restart() -> None:
     async def run() -> None:
         setup = Setup(num_replicas=3)
         async with setup.running() as engine:
@@ -204,15 +204,15 @@ def test_the_last_one_that_serves_stays_while_others_are_started_again() -> None
                 engine.replicas.engines[index]._recovery.restarting = "its machine is lost"
             with pytest.raises(RequestError, match="must not be the only one that serves"):
                 engine.control.drain(1)
-            engine.control.drain(2)  # it serves nobody
+            engine.control.drain(2)  # it is restarting
             assert [row.state for row in engine.control.replica_rows()][:2] == ["restarting", "serving"]
             assert engine.health().ready
 
     asyncio.run(run())
 
 
-def test_one_that_was_loaded_again_goes_by_the_rules_that_the_others_have_since() -> None:
-    """And that is known: where replicas go by other rules, whoever moves is not held to its tenant's limit."""
+def test_a_replica_that_was_loaded_again_uses_the_reloaded_rules() -> None:
+    """The limit monitor knows it: while replicas use different rules, it does not count migrated requests."""
 
     async def run() -> None:
         setup = Setup(num_replicas=2)
@@ -231,7 +231,7 @@ def test_one_that_was_loaded_again_goes_by_the_rules_that_the_others_have_since(
 
 
 @pytest.mark.parametrize("roles", [("prefill", "decode", "decode"), ("prefill", "prefill", "decode")], ids="-".join)
-def test_whatever_leaves_and_joins_requests_that_move_between_machines_are_answered(
+def test_requests_that_migrate_between_machines_are_answered_whichever_replica_is_drained(
     roles: tuple[str, ...],
 ) -> None:
     rng = random.Random("-".join(roles))
@@ -245,7 +245,7 @@ def test_whatever_leaves_and_joins_requests_that_move_between_machines_are_answe
                     prompt = [5 + number, *range(each, 7 * each + 2)]
                     stream = engine.generate(prompt, SAMPLING, request_id=f"{number}-{each}")
                     assert await token_ids(stream) == expected_output(prompt, 6)
-                    with contextlib.suppress(RequestError):  # no other would be left
+                    with contextlib.suppress(RequestError):  # it is the only one that serves
                         rng.choice((engine.control.drain, engine.control.join))(rng.randrange(len(roles)))
 
             async with asyncio.timeout(60):
@@ -257,7 +257,7 @@ def test_whatever_leaves_and_joins_requests_that_move_between_machines_are_answe
     asyncio.run(run())
 
 
-def test_who_may_be_given_requests_is_looked_for_again_only_when_that_may_be_others() -> None:
+def test_open_replicas_are_determined_again_only_after_a_change() -> None:
     async def run() -> None:
         setup = Setup(num_replicas=3)
         async with setup.running() as engine:

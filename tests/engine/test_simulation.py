@@ -48,7 +48,7 @@ def test_a_replica_that_has_left_and_still_counts_is_noticed() -> None:
 def test_epochs_that_are_given_again_are_noticed() -> None:
     """By a replica that leaves and is loaded again, to blocks that it hands over."""
     with (
-        patch.object(replica, "_OPENED", itertools.repeat(0)),
+        patch.object(replica, "_POOL_NUMBERS", itertools.repeat(0)),
         pytest.raises(AssertionError, match="an epoch of block"),
     ):
         run_seeds(0, MOST_SEEDS, 3)

@@ -21,7 +21,7 @@ from llm_serving.core.step import StepInput, StepOutput
 from llm_serving.core.timings import Clock, monotonic
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.engine.engine import Engine, Publish
-from llm_serving.engine.replica import open_exports
+from llm_serving.engine.replica import create_transfer_pool
 from llm_serving.errors import TransportError, WorkerDiedError
 from llm_serving.executor.cluster.block_link import BlockLink
 from llm_serving.executor.executor import LocalExecutor
@@ -135,7 +135,7 @@ class Setup:
             event.wait()
         if index in self.failures:
             raise WorkerDiedError(self.failures[index])
-        exports = open_exports(TRANSFER_BLOCKS, index)
+        exports = create_transfer_pool(TRANSFER_BLOCKS, index)
         scheduler = create_scheduler(
             max_num_seqs=self.max_num_seqs,
             prefix_caching=True,

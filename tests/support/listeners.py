@@ -9,7 +9,7 @@ from llm_serving.engine.listener import EngineListener
 
 
 class FunctionListener(EngineListener):
-    """Calls a function for each event that it has one for: `FunctionListener(on_departures=list.extend)`."""
+    """Calls a function for each event that it has one for: `FunctionListener(on_migrating=list.extend)`."""
 
     def __init__(self, **functions: Callable[..., Any]) -> None:
         for name, function in functions.items():

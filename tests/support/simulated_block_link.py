@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
-from llm_serving.engine.fleet.migration import carried
+from llm_serving.engine.fleet.migration import transfer_blocks
 from llm_serving.errors import WorkerDiedError
 from llm_serving.kvcache.transfer_pool import TransferBlock
 from llm_serving.transport.messages import BlockContents
@@ -60,7 +60,7 @@ class SimulatedCarrier:
         self._most = most
         self._asked: deque[Callable[[], None]] = deque()
 
-    def carry(
+    def start(
         self,
         replica: int,
         blocks: Sequence[TransferBlock],
@@ -70,7 +70,7 @@ class SimulatedCarrier:
     ) -> bool:
         if len(self._asked) == self._most:
             return False
-        self._asked.append(lambda: done(carried(blocks, source, target, math.inf)))
+        self._asked.append(lambda: done(transfer_blocks(blocks, source, target, math.inf)))
         return True
 
     @property

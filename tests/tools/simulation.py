@@ -42,7 +42,7 @@ from llm_serving.core.step import BlockMoveKind
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.engine.engine import Engine
 from llm_serving.engine.fleet.migration import MigratingRequest
-from llm_serving.engine.replica import open_exports
+from llm_serving.engine.replica import create_transfer_pool
 from llm_serving.errors import CapacityError, ContextLengthError, UnavailableError, WorkerDiedError
 from llm_serving.executor.restart_status import StartCancellation
 from llm_serving.executor.supervisor import SupervisedExecutor
@@ -112,7 +112,7 @@ class Replica:
         )
         max_steps_in_flight = rng.choice((1, 2))
         num_transfer = simulation.num_transfer_blocks
-        exports = open_exports(num_transfer, index) if num_transfer else None
+        exports = create_transfer_pool(num_transfer, index) if num_transfer else None
         self.scheduler = create_scheduler(**scheduler, max_steps_in_flight=max_steps_in_flight, exports=exports)
         self.stopped = False
         """With the master."""
@@ -250,12 +250,12 @@ class Simulation:
             config, MODEL, TOKENIZER, self.metrics, lambda *_: contextlib.nullcontext(), clock=self.clock
         )
         self._master.replicas._loop = self._loop  # type: ignore[assignment]
-        self._publish_departures = self._master.replicas.on_departures
-        self._master.replicas.on_departures = self._depart  # type: ignore[method-assign]
+        self._publish_migrating = self._master.replicas.on_migrating
+        self._master.replicas.on_migrating = self._depart  # type: ignore[method-assign]
         self._handed_over: dict[TransferBlock, str] = {}
         """Whose each block was, by its epoch."""
         self._carrier = SimulatedCarrier(random.Random(f"carrier {seed}").choice((1, 2, 100)))
-        self._master.replicas._carrier = self._carrier  # type: ignore[assignment]
+        self._master.replicas._transferrer = self._carrier  # type: ignore[assignment]
         self._shared = {"num_schedulers": num_replicas}
         self._scheduler = scheduler
         self._newest_rules: dict[str, Any] | None = None
@@ -438,7 +438,7 @@ class Simulation:
         for request_id, block in [(each.request.request_id, block) for each in departures for block in each.blocks]:
             owner = self._handed_over.setdefault(block, request_id)
             assert owner == request_id, f"an epoch of block {block[0]} is that of {owner} and of {request_id}"
-        self._publish_departures(departures)
+        self._publish_migrating(departures)
 
     # --- replicas that leave and join -------------------------------------------------------------------------------
 
@@ -454,7 +454,7 @@ class Simulation:
         replicas._ends(index, replica.engine)
         if not replica.stopped:
             self.totals.events["replicas that left"] += 1
-            self._may_load[index] = replicas._drained.get(index)
+            self._may_load[index] = replicas.drained.get(index)
 
     def _load(self, index: int) -> bool:
         """Again, as it has joined; that may take a while. True: there is something to do."""
@@ -463,7 +463,7 @@ class Simulation:
         try:
             replica = Replica(self, index, self._scheduler | self._shared)
         except WorkerDiedError:  # no machine is there
-            self._may_load[index] = self._master.replicas._drained.get(index)
+            self._may_load[index] = self._master.replicas.drained.get(index)
             return True
         del self._may_load[index]
         self.replicas[index] = replica

@@ -24,7 +24,7 @@ from llm_serving.core.timings import Clock, monotonic
 from llm_serving.engine.coalescing import CoalescedResponse, CoalescedResponses, Sharing
 from llm_serving.engine.control import Control
 from llm_serving.engine.engine import Engine
-from llm_serving.engine.fleet.migration import MigratingRequest, last_piece
+from llm_serving.engine.fleet.migration import MigratingRequest, failure_output
 from llm_serving.engine.fleet.reload import ConfigReloader
 from llm_serving.engine.fleet.router import Route, Router
 from llm_serving.engine.open_requests import OpenRequest, OpenRequests
@@ -140,8 +140,11 @@ class AsyncEngine:
     @property
     def max_model_len(self) -> int:
         """Most tokens of prompt and output together: what the configuration allows and the cache can hold."""
-        slots = [engine.scheduler.blocks.max_request_tokens for engine in self.replicas.living().values()]
-        return min([self.config.model.max_generate_length, *slots])
+        longest = self.config.model.max_generate_length
+        for engine in list(self.replicas.engines.values()):
+            if engine.dead is None:
+                longest = min(longest, engine.scheduler.blocks.max_request_tokens)
+        return longest
 
     @property
     def compute_fingerprint(self) -> ComputeFingerprint:
@@ -395,7 +398,7 @@ class AsyncEngine:
         self._queue.remove(request_id)
         self._router.record_finished(request_id)
         opened = self._requests.pop(request_id)
-        if opened is not None:
+        if opened is not None and self.replicas.drained:
             self.control.ended_at(opened.engine)
         return opened
 
@@ -422,35 +425,35 @@ class AsyncEngine:
         """It was drained while it was loaded: it leaves, unless it has been given something."""
         self.control.ended_at(engine)
 
-    def _hand_over(self, departures: list[MigratingRequest]) -> None:
+    def _hand_over(self, requests: list[MigratingRequest]) -> None:
         """Gives requests whose prompts have been computed to replicas that decode."""
-        for departure in departures:
+        for migrating in requests:
             try:
-                self._hand_one_over(departure)
+                self._hand_one_over(migrating)
             except Exception as error:  # whoever meets a fault of ours is alone with it
-                logger.exception("request %s does not go on", departure.request.request_id)
-                self._let_go(departure, error)
+                logger.exception("request %s does not go on", migrating.request.request_id)
+                self._let_go(migrating, error)
 
-    def _hand_one_over(self, departure: MigratingRequest) -> None:
-        request = departure.request
+    def _hand_one_over(self, migrating: MigratingRequest) -> None:
+        request = migrating.request
         opened = self._requests.get(request.request_id)
         is_cancelled = opened is None or opened.is_cancelled
         if opened is not None:
             request.deadline = opened.deadline
             if opened.priority is not None:
                 request.priority = opened.priority
-        brought = departure.brought
-        for best, at_best in self._router.migration_targets(None if brought is None else brought.replica):
+        transferred = migrating.transferred
+        for best, at_best in self._router.migration_targets(None if transferred is None else transferred.replica):
             if not at_best.scheduler.blocks.can_ever_fit(request.max_num_tokens):
                 continue  # caches may differ in size; the one it comes from has room for it
-            replica = best if is_cancelled else self.replicas.bring(departure, best)
+            replica = best if is_cancelled else self.replicas.transfer(migrating, best)
             if replica is None:
                 self._requests.start_transfer(request.request_id, at_best)
                 return
             engine = self.replicas.engines[replica]
             with contextlib.suppress(WorkerDiedError):
                 # In one message: the steps between two could finish it.
-                engine.take_over(departure, is_cancelled=is_cancelled)
+                engine.take_over(migrating, is_cancelled=is_cancelled)
                 if opened is not None:  # its client is there
                     before = opened.engine
                     self._requests.finish_migration(request.request_id, request, engine)
@@ -460,17 +463,17 @@ class AsyncEngine:
                 return
         self._end(request, FinishReason.UNAVAILABLE, "no WorkAgent is left that could go on with it")
 
-    def _let_go(self, departure: MigratingRequest, error: Exception) -> None:
+    def _let_go(self, migrating: MigratingRequest, error: Exception) -> None:
         """Nobody goes on with it, unless that one has it already, who is told to end it."""
-        request_id = departure.request.request_id
+        request_id = migrating.request.request_id
         opened = self._requests.get(request_id)
-        is_nobodys = opened is None or opened.request is not departure.request
+        is_nobodys = opened is None or opened.request is not migrating.request
         if opened is not None:
             self._break_off(opened, error)
         if is_nobodys:
             self.replicas.accounting.tenant_slots.end_migration(request_id)
             with contextlib.suppress(Exception):  # it may be what could not be handed over
-                self.replicas.give_back(departure.leave_blocks())
+                self.replicas.reclaim_blocks(migrating.drop_blocks())
 
     def _end_rest(self, engine: Engine) -> None:
         """Ends what an engine has not: one that ends by a fault of ours may never have known who met it."""
@@ -481,7 +484,7 @@ class AsyncEngine:
         opened = self._forget(request.request_id)
         self.replicas.accounting.tenant_slots.end_migration(request.request_id)
         if opened is not None:
-            opened.stream.put(last_piece(request, reason, error))
+            opened.stream.put(failure_output(request, reason, error))
 
     def _start_requests(self, request_ids: list[str]) -> None:
         for request_id in request_ids:
@@ -508,7 +511,7 @@ class AsyncEngine:
     def _break_off(self, opened: OpenRequest, error: Exception) -> None:
         """Ends it as far as that can be done; its client is told whatever else fails."""
         request_id = opened.request.request_id
-        piece = last_piece(opened.request, FinishReason.ERROR, f"internal error: {error}")
+        piece = failure_output(opened.request, FinishReason.ERROR, f"internal error: {error}")
         for forget in (
             partial(opened.engine.abort, request_id),
             partial(self._forget, request_id),

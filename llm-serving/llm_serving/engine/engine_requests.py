@@ -148,15 +148,15 @@ class EngineRequests(ThreadSafeCalls):
         self._attach_sink(request, self._desk)
         self.journal.queued(request, self._clock())
 
-    def _arrive(self, departure: MigratingRequest, is_cancelled: bool) -> None:
+    def _arrive(self, migrating: MigratingRequest, is_cancelled: bool) -> None:
         assert self.migration is not None
         if self.fleet is not None:
-            self.fleet.record_migrated(departure.request)
-        self._expect(departure.request)
-        self.migration.accept(departure)
-        self.journal.queued(departure.request, self._clock())
+            self.fleet.record_migrated(migrating.request)
+        self._expect(migrating.request)
+        self.migration.accept(migrating)
+        self.journal.queued(migrating.request, self._clock())
         if is_cancelled:
-            end(departure.request, FinishReason.ABORT)
+            end(migrating.request, FinishReason.ABORT)
 
     def _abort(self, request_id: str) -> None:
         request = self._processor.find(request_id)

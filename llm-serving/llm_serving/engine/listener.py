@@ -25,8 +25,8 @@ class EngineListener:
     def on_woken(self) -> None:
         """Another replica has changed what both share: the engine looks at it before its next step. From any thread."""
 
-    def on_departures(self, departures: list[MigratingRequest]) -> None:
-        """Other replicas are to continue these requests; their clients have got everything that was produced here."""
+    def on_migrating(self, requests: list[MigratingRequest]) -> None:
+        """Other replicas must continue these requests; their clients have all output of this engine."""
 
     def on_blocks_released(self, blocks: list[TransferBlock]) -> None:
         """This engine has read these blocks of other replicas and needs them no more."""

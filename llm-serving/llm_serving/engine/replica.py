@@ -1,4 +1,4 @@
-"""One replica put together: scheduler, blocks and engine around an executor."""
+"""Builds the parts of one replica: scheduler, KV cache blocks and engine, around an executor."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from llm_serving.text.tokenizer.tokenizer import Tokenizer
 
 logger = get_logger(__name__)
 
-EPOCHS_OF_ONE: Final = 2**22
-"""By which the epochs of two schedulers of one replica, one after the other, are apart: the memory that they write is
-the same, and what the first handed over must not pass for the second's."""
-_OPENED: Final = itertools.count()
+EPOCHS_PER_POOL: Final = 2**22
+"""Distance between the epochs of successive transfer pools. The schedulers of a replica, one after the other, write the
+same memory, and blocks that the first one exported must not be taken for blocks of the second."""
+_POOL_NUMBERS: Final = itertools.count()
 
 
 def build_scheduler(
@@ -44,21 +44,22 @@ def build_scheduler(
     window: int | None = None,
     clock: Clock = monotonic,
 ) -> Scheduler:
-    """The scheduler that the configuration asks for, over a cache of `num_blocks` and a host pool, of replica `index`.
+    """Create the scheduler of replica `index`, with a KV cache of `num_blocks` and a host pool of `num_swap_blocks`.
 
-    The model's layers see at most the `window` newest tokens; None: one of them sees all.
+    Its decisions are recorded if the configuration names a folder for that, until it is freed or the program ends.
 
-    It is recorded where the configuration names a folder, until it is dropped or the program ends.
+    Args:
+        window: Newest tokens that every layer of the model attends to; None: at least one layer attends to all.
     """
     scheduler = config.scheduler
-    sees = Window.from_model(window, scheduler.max_prefill_tokens, config.model.max_generate_length)
+    sliding_window = Window.from_model(window, scheduler.max_prefill_tokens, config.model.max_generate_length)
     blocks = BlockManager(
         num_blocks,
         config.pa.block_size,
         num_swap_blocks=num_swap_blocks,
         prefix_caching=scheduler.prefix_caching,
-        window=sees,
-        exports=open_exports(config.num_transfer_blocks, index),
+        window=sliding_window,
+        exports=create_transfer_pool(config.num_transfer_blocks, index),
     )
     limits, policy, classes, order, _ = build_rules(config, blocks.max_request_tokens)
     if scheduler.record_path is None:
@@ -72,21 +73,20 @@ def build_scheduler(
     return recorded
 
 
-def open_exports(num_transfer_blocks: int, index: int) -> TransferPool:
-    """The part of the transfer pool that an engine of replica `index` writes: as many blocks as each has, with epochs
-    of its own."""
-    return TransferPool(num_transfer_blocks, index * num_transfer_blocks, next(_OPENED) * EPOCHS_OF_ONE)
+def create_transfer_pool(num_transfer_blocks: int, index: int) -> TransferPool:
+    """Create replica `index`'s part of the transfer pool, with `num_transfer_blocks` blocks and new epochs."""
+    return TransferPool(num_transfer_blocks, index * num_transfer_blocks, next(_POOL_NUMBERS) * EPOCHS_PER_POOL)
 
 
-def build_rules(config: ServingConfig, longest: int) -> SchedulingRules:
-    """What a scheduler decides by; `longest`: tokens of the longest request that its cache has room for."""
+def build_rules(config: ServingConfig, max_request_tokens: int) -> SchedulingRules:
+    """Return the rules of a scheduler whose KV cache holds requests of up to `max_request_tokens`."""
     scheduler, model = config.scheduler, config.model
     policy = POLICIES[scheduler.policy](config)
     limits = SchedulerLimits(
         max_num_batched_tokens=scheduler.max_prefill_tokens,
         max_num_seqs=model.decode_batch_size,
         max_prefill_seqs=model.prefill_batch_size or model.decode_batch_size,
-        max_model_len=min(model.max_generate_length, longest),
+        max_model_len=min(model.max_generate_length, max_request_tokens),
         max_prefill_gap=scheduler.max_consecutive_decode_steps,
         max_preemptions=scheduler.max_preemptions_per_request,
         max_overtakes=scheduler.max_overtakes if policy.honours_classes else 0,
@@ -118,8 +118,8 @@ def _max_steps_in_flight(config: ServingConfig) -> int:
     return 2 if config.scheduler.async_scheduling else 1
 
 
-def _context(config: ServingConfig, blocks: BlockManager) -> str:
-    """Most tokens of a request, and why no more."""
+def _longest_request(config: ServingConfig, blocks: BlockManager) -> str:
+    """Return a text for the log: the longest request, and which setting limits it."""
     wanted = config.model.max_generate_length
     source = config.sources.get("model_config.max_generate_length", "default")
     if blocks.max_request_tokens < wanted:
@@ -133,7 +133,7 @@ def _context(config: ServingConfig, blocks: BlockManager) -> str:
 
 
 def build_drafter(config: ServingConfig, executor: Executor, clock: Clock) -> SpeculationController | None:
-    """Create the controller of speculative decoding; None: it is off."""
+    """Create the controller of speculative decoding; None if it is off."""
     scheduler = config.scheduler
     if scheduler.speculative_method == "none":
         return None
@@ -158,15 +158,15 @@ def build_engine(
     build_drafter: Callable[[ServingConfig, Executor, Clock], SpeculationController | None] = build_drafter,
     **options: Any,
 ) -> Engine:
-    """Return the engine of replica `index`; its executor's WorkAgent has a cache of `num_blocks` and a host pool.
+    """Create the engine of replica `index`, whose WorkAgent has `num_blocks` and a host pool of `num_swap_blocks`.
 
     Args:
-        window: Newest tokens that every layer of the model sees at most; None: at least one layer sees all.
+        window: As in `build_scheduler`.
         options: Further arguments of `Engine`.
     """
     scheduler = build_scheduler(config, num_blocks, num_swap_blocks, index, window, clock)
-    context = _context(config, scheduler.blocks)
-    logger.info("replica %d: %d blocks of %d tokens; %s", index, num_blocks, config.pa.block_size, context)
+    longest = _longest_request(config, scheduler.blocks)
+    logger.info("replica %d: %d blocks of %d tokens; %s", index, num_blocks, config.pa.block_size, longest)
     journal = EventLog(config.serving.explain_requests, config.serving.timeline_steps)
     engine = Engine(
         scheduler,

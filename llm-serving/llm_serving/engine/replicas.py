@@ -1,4 +1,4 @@
-"""The engine threads, one for each WorkAgent: load, serve, load again after a failure; and the health of them all."""
+"""The engine threads, one per WorkAgent: each loads, serves, and loads again after a failure; and their health."""
 
 from __future__ import annotations
 
@@ -38,22 +38,22 @@ class EngineHealth:
     ready: bool
     """Whether at least one WorkAgent serves."""
     detail: str
-    """For people: "ready", "WorkAgent 0: compiling the network", "no WorkAgent lives: ..."."""
+    """Text for an operator: "ready", "WorkAgent 0: compiling the network", "no WorkAgent lives: ..."."""
     loading: bool = False
-    """Whether a WorkAgent is still on its way, beside those that serve."""
+    """Whether a WorkAgent is loading or restarting."""
 
 
 def health_of(
     engines: Mapping[int, Engine], failures: Mapping[int, str], num_replicas: int, progress: str, max_restarts: int
 ) -> EngineHealth:
-    """What is to be told of the replicas of a server.
+    """Return the health of a server.
 
     Args:
-        engines: By index, those that have been loaded, dead ones included.
-        failures: By index, why one could not be loaded the last time.
-        num_replicas: That there shall be.
-        progress: Of what is being loaded.
-        max_restarts: Of a WorkAgent in a row, after which it is told that they go on and on.
+        engines: Loaded engines by index, including dead ones.
+        failures: Index -> why the last attempt to load the replica failed.
+        num_replicas: Configured number of replicas.
+        progress: Last progress of a replica that loads.
+        max_restarts: Restarts of a WorkAgent in a row without a completed step, after which the health mentions them.
     """
     failed = {**failures, **{index: engine.dead for index, engine in engines.items() if engine.dead is not None}}
     restarting = {
@@ -65,7 +65,7 @@ def health_of(
     ready = any(engine.dead is None and engine.restarting is None for engine in engines.values())
     loading = bool(restarting) or len(engines.keys() | failed.keys()) < num_replicas
     notices = {index: engine.notice for index, engine in engines.items() if engine.notice}
-    lasting = f"was started again more than {max_restarts} times in a row without a step"
+    lasting = f"was restarted more than {max_restarts} times in a row without completing a step"
     notices |= {index: lasting for index, engine in engines.items() if engine.restarts_exhausted}
     remarks = "; ".join(f"WorkAgent {index}: {remark}" for index, remark in sorted((notices | failed).items()))
     if not ready and not loading:
@@ -86,41 +86,41 @@ class CallsSoon(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Events:
-    """Who is told on the event loop of what happens in the engine threads."""
+    """Functions that are called on the event loop when something happens in an engine thread."""
 
     on_outputs: Callable[[list[RequestOutput]], None]
-    """What a step brought."""
+    """A step has produced outputs."""
     on_started: Callable[[list[str]], None]
-    """Ids of requests that are scheduled for the first time; before anything of them is told."""
-    on_departures: Callable[[list[MigratingRequest]], None]
-    """Requests that another replica is to go on with."""
+    """Requests with these ids were scheduled for the first time; their outputs come later."""
+    on_migrating: Callable[[list[MigratingRequest]], None]
+    """Another replica must continue these requests."""
     on_failure: Callable[[LLMServingError], None]
-    """Why the server cannot serve and shall end."""
+    """The server cannot serve and must end."""
     on_ended: Callable[[Engine], None] = lambda engine: None
-    """An engine that tells nothing any more, after all that it has told."""
+    """An engine has ended; no further event comes from it."""
     on_serving: Callable[[Engine], None] = lambda engine: None
-    """An engine that was drained while it was loaded; until it is told to leave it may be given requests."""
+    """An engine has loaded whose replica was drained meanwhile; it must leave once it has no requests."""
 
 
 class Replicas(EngineListener):
-    """Replicas of the model by index; each has an engine with a thread and a WorkAgent of its own."""
+    """The replicas of a server by index, each with an engine, its thread and a WorkAgent. Their number is fixed."""
 
     def __init__(self, config: ServingConfig, open_replica: OpenReplica, events: Events) -> None:
         self.engines: dict[int, Engine] = {}
-        """Those that have been loaded, dead ones included until they are loaded again."""
+        """Loaded engines; a dead one stays until its replica has loaded again."""
         self.accounting = FleetAccounting()
-        """What they tell each other."""
-        self._carrier = BlockTransferrer(TransferThrottle(self._has_steps).rest)
+        """Shared by all engines if there are several."""
+        self.drained: dict[int, threading.Event] = {}
+        """Replica that gets no requests -> what its thread waits for before it loads again. Others only read it."""
+        self._transferrer = BlockTransferrer(TransferThrottle(self._has_steps).wait)
         self._reloaded: tuple[int, ServingConfig] | None = None
-        """What engines go by, where it is not what they are opened with; the first time, the second time, .."""
+        """Number of the newest reload, from 1, and its configuration; None: that of the start."""
         self._opening = threading.Lock()
         self._changes = itertools.count(1)
         self._newest_change = 0
-        """Of what `open` tells."""
+        """Number of the newest change of what `open` returns."""
         self._open: tuple[int, Mapping[int, Engine]] = (-1, {})
-        """What it told last, behind the change after which it did."""
-        self._drained: dict[int, threading.Event] = {}
-        """Those that shall get no requests until they join again, each with what its thread waits for."""
+        """Result of the last `open`, after the number of the change that it includes."""
         self._config = config.serving
         self._num_replicas = config.num_replicas
         self._num_transfer_blocks = config.num_transfer_blocks
@@ -136,7 +136,7 @@ class Replicas(EngineListener):
         return self._num_replicas
 
     def start(self) -> None:
-        """Begins to load all of them; call it on the event loop. `health` tells how far it is."""
+        """Start to load all replicas; call it on the event loop. `health` shows the progress."""
         self._loop = asyncio.get_running_loop()
         for index in range(len(self)):
             thread = threading.Thread(target=self._run, args=(index,), name=f"engine-{index}", daemon=True)
@@ -144,12 +144,12 @@ class Replicas(EngineListener):
             thread.start()
 
     def drive(self, index: int, make: Callable[[Publish], Engine], loop: CallsSoon) -> Engine:
-        """Serves with an engine that its maker steps, in place of one with a thread and a WorkAgent of its own.
+        """Add an engine that the caller steps, instead of one with a thread and a WorkAgent.
 
         Args:
-            index: Of the replica.
-            make: Is given what the engine publishes to.
-            loop: Does what engines ask to be done on the event loop.
+            index: Index of the replica.
+            make: Creates the engine, given the function to which it publishes.
+            loop: Runs what engines call on the event loop.
         """
         self._loop = loop
         engine = self.engines[index] = make(self._publish)
@@ -159,32 +159,32 @@ class Replicas(EngineListener):
         return engine
 
     def watch(self, engine: Engine) -> None:
-        """Has an engine tell what happens."""
+        """Listen to the events of an engine."""
         engine.add_listener(self)
 
     async def stop(self) -> None:
-        """Ends those that serve; unfinished requests end with an error. One that still loads ends later."""
+        """End all serving engines; unfinished requests end with an error. A replica that loads ends later."""
         self._stopping.set()
-        for joined in self._drained.values():
+        for joined in self.drained.values():
             joined.set()
         living = self.living()
         for engine in living.values():
             engine.stop()
         for index in living:
             await asyncio.to_thread(self._threads[index].join)
-        await asyncio.to_thread(self._carrier.close)
+        await asyncio.to_thread(self._transferrer.close)
 
     def living(self) -> dict[int, Engine]:
         return {index: engine for index, engine in list(self.engines.items()) if engine.dead is None}
 
     def open(self) -> Mapping[int, Engine]:
-        """Those that requests may be given to, in ascending order; the same object as long as they are the same."""
+        """Return the engines that accept requests, in ascending order of index; the same object until that changes."""
         with self._opening:
             change, found = self._open
             if change != self._newest_change:
-                change = self._newest_change  # before they are looked at: they end at any time
+                change = self._newest_change  # read first, because an engine may end at any time
                 living = sorted(self.living().items())
-                found = {index: each for index, each in living if index not in self._drained and not each.is_stopping}
+                found = {index: each for index, each in living if index not in self.drained and not each.is_stopping}
                 self._open = change, found
         return found
 
@@ -192,44 +192,43 @@ class Replicas(EngineListener):
         self._changed()
 
     def on_blocks_released(self, blocks: list[TransferBlock]) -> None:
-        self.give_back(blocks)
+        self.reclaim_blocks(blocks)
 
     def _changed(self) -> None:
-        """Others than before may be given requests; from any thread."""
+        """Let the next `open` look again; may be called from any thread."""
         self._newest_change = next(self._changes)
 
     def drain(self, index: int) -> None:
-        """The replica gets no further requests; `leave` is to be called once it has none. Twice changes nothing.
+        """Give the replica no further requests; call `leave` once it has none. A second call changes nothing.
 
         Raises:
-            RequestError: There is no such replica, or no other would be left that serves.
+            RequestError: There is no such replica, or no other one serves.
         """
         self._check(index)
-        if index in self._drained:
+        if index in self.drained:
             return
         others = [engine for each, engine in self.open().items() if each != index]
         if self.state(index) == "serving":
             others = [engine for engine in others if engine.restarting is None]
         if not others:
             raise RequestError("replica", "must not be the only one that serves", index)
-        self._drained[index] = threading.Event()
+        self.drained[index] = threading.Event()
         self._changed()
 
     def is_drained(self, index: int) -> bool:
-        """Whether it gets no further requests."""
-        return index in self._drained
+        return index in self.drained
 
     def leave(self, index: int) -> None:
-        """Ends the WorkAgent of a drained replica that has no requests; its thread waits until it may join."""
+        """End the WorkAgent of a drained replica; its thread waits until `join`."""
         engine = self.engines.get(index)
-        if index in self._drained and engine is not None:
+        if index in self.drained and engine is not None:
             engine.stop()
 
     def reload(self, config: ServingConfig) -> dict[int, Future[None]]:
-        """Every engine goes on by the rules of another configuration, at its next step; later ones from the start.
+        """Let every living engine use the rules of another configuration, and every replica that loads later.
 
         Returns:
-            Done when an engine has; those that do not live are left out.
+            Index -> future that is done when the engine uses them.
         """
         self._reloaded = reloaded = (1 if self._reloaded is None else self._reloaded[0] + 1), config
         asked = {}
@@ -238,65 +237,65 @@ class Replicas(EngineListener):
                 asked[index] = engine.ask(partial(_reload, engine, *reloaded))
         return asked
 
-    def give_back(self, blocks: list[TransferBlock]) -> None:
-        """Blocks that replicas have handed over are not needed any more; from any thread."""
+    def reclaim_blocks(self, blocks: list[TransferBlock]) -> None:
+        """Let the replicas that exported these blocks reuse them; may be called from any thread."""
         blocks_of: dict[int, list[TransferBlock]] = {}
         for block in blocks:
             blocks_of.setdefault(block[0] // self._num_transfer_blocks, []).append(block)
         for index, given in blocks_of.items():
-            self.engines[index].give_back(given)
+            self.engines[index].reclaim_blocks(given)
 
-    def bring(self, departure: MigratingRequest, index: int) -> int | None:
-        """The replica that goes on with a request which a certain one shall go on with; None: it is not known yet.
+    def transfer(self, migrating: MigratingRequest, index: int) -> int | None:
+        """Return the replica that continues a request which replica `index` should continue; None: not known yet.
 
-        What it takes along has to be brought there first, then. It comes back with the next departures: with its blocks
-        there, or without any, if they were lost. Where too much is on its way, it goes on where its blocks are.
+        Then its blocks are transferred first, and it comes back with `on_migrating`: with its blocks there, or without
+        blocks if the transfer failed. If too many transfers wait, the replica that has the blocks continues it.
         """
-        blocks, brought = departure.blocks, departure.brought
-        if not blocks or (brought is not None and brought.replica == index):
+        blocks, transferred = migrating.blocks, migrating.transferred
+        if not blocks or (transferred is not None and transferred.replica == index):
             return index
-        begun = blocks[0][0] // self._num_transfer_blocks
-        source, target = self.engines[begun].block_link, self.engines[index].block_link
-        if begun == index or source is None or target is None or self._stopping.is_set():
+        exporter = blocks[0][0] // self._num_transfer_blocks
+        source, target = self.engines[exporter].block_link, self.engines[index].block_link
+        if exporter == index or source is None or target is None or self._stopping.is_set():
             return index
 
-        def done(there: bool) -> None:
-            if not there:
-                self.give_back(departure.leave_blocks())
-            self.on_departures([departure._replace(brought=TransferredBlocks(index, target) if there else None)])
+        def done(succeeded: bool) -> None:
+            if not succeeded:
+                self.reclaim_blocks(migrating.drop_blocks())
+            where = TransferredBlocks(index, target) if succeeded else None
+            self.on_migrating([migrating._replace(transferred=where)])
 
-        if self._carrier.carry(begun, blocks, source, target, done):
+        if self._transferrer.start(exporter, blocks, source, target, done):
             return None
-        if self.engines[begun].dead is None:
-            return begun
-        self.give_back(departure.leave_blocks())
+        if self.engines[exporter].dead is None:
+            return exporter
+        self.reclaim_blocks(migrating.drop_blocks())
         return index
 
     def join(self, index: int) -> None:
-        """A drained replica serves again, and loads if it has left. One that was not drained is left alone.
+        """Let a drained replica serve again, and load if it has left; do nothing for other replicas.
 
         Raises:
             RequestError: There is no such replica.
         """
         self._check(index)
-        joined = self._drained.pop(index, None)
+        joined = self.drained.pop(index, None)
         if joined is not None:
             self._changed()
             joined.set()
 
     def state(self, index: int) -> ReplicaState:
-        """What a replica does at this moment."""
         engine = self.engines.get(index)
         if engine is None or engine.dead is not None:
-            return "left" if index in self._drained else "loading"
-        if index in self._drained:
+            return "left" if index in self.drained else "loading"
+        if index in self.drained:
             return "draining"
-        if engine.is_stopping:  # it was drained, and loads again
+        if engine.is_stopping:  # it was drained and joined again
             return "loading"
         return "serving" if engine.restarting is None else "restarting"
 
     def _has_steps(self) -> bool:
-        """Whether one is under way at any of them; from any thread."""
+        """Return whether a step is in flight on any replica; may be called from any thread."""
         return any(engine.has_steps for engine in self.living().values())
 
     def _check(self, index: int) -> None:
@@ -304,14 +303,14 @@ class Replicas(EngineListener):
             raise RequestError("replica", f"must be an integer from 0 to {len(self) - 1}", index)
 
     def index_of(self, engine: Engine) -> int | None:
-        """None: another engine has taken its place."""
+        """Return the index of an engine's replica; None if the replica has a newer engine."""
         return engine.index if self.engines.get(engine.index) is engine else None
 
     def health(self) -> EngineHealth:
         return health_of(
-            {index: engine for index, engine in list(self.engines.items()) if index not in self._drained},
-            {index: failure for index, failure in list(self._failures.items()) if index not in self._drained},
-            len(self) - len(self._drained),
+            {index: engine for index, engine in list(self.engines.items()) if index not in self.drained},
+            {index: failure for index, failure in list(self._failures.items()) if index not in self.drained},
+            len(self) - len(self.drained),
             self._progress,
             self._config.max_worker_restarts,
         )
@@ -323,21 +322,21 @@ class Replicas(EngineListener):
     # --- in an engine's thread --------------------------------------------------------------------------------------
 
     def _run(self, index: int) -> None:
-        """Loads and serves, and again if that ends before the server does.
+        """Load and serve a replica, again and again until the server ends.
 
-        A server none of whose replicas could be loaded has failed; they are not tried again.
+        If no replica of the server could be loaded the first time, the server has failed and none is tried again.
         """
         for attempt in itertools.count(1):
             try:
                 self._serve(index)
-            except Exception as error:  # noqa: BLE001 - whatever it is, the other replicas go on and health tells
+            except Exception as error:  # noqa: BLE001 - the other replicas continue, and `health` shows the error
                 self._failures[index] = str(error)
                 logger.error("WorkAgent %d cannot serve: %s", index, error)
                 if not self.engines and len(self._failures) == len(self):
                     failure = error if isinstance(error, LLMServingError) else WorkerDiedError(str(error))
                     self._call_soon(self._events.on_failure, failure)
                     return
-            if (drained := self._drained.get(index)) is not None:
+            if (drained := self.drained.get(index)) is not None:
                 logger.info("WorkAgent %d has left", index)
                 drained.wait()
             elif self._stopping.wait(restart_delay_s(attempt)):
@@ -349,31 +348,31 @@ class Replicas(EngineListener):
         with self._open_replica(index, self._publish, self._set_progress) as engine:
             self._begins(index, engine)
             try:
-                engine.run()  # to its end at least: it may have been given requests
+                engine.run()  # even if it must stop, because it may have got requests
             finally:
                 self._ends(index, engine)
 
     def _begins(self, index: int, engine: Engine) -> None:
-        """A replica has been loaded: it may be given requests, unless it was drained meanwhile."""
+        """Let a loaded replica accept requests, unless it was drained meanwhile."""
         self.watch(engine)
         if (reloaded := self._reloaded) is not None:
             _reload(engine, *reloaded)
         self._join(engine)
-        with self._opening:  # whoever finds it in its place finds it among those, too
+        with self._opening:  # `engines` and `open` change together
             self.engines[index] = engine
             self._changed()
-        if (newest := self._reloaded) is not None and newest is not reloaded:  # since it looked
+        if (newest := self._reloaded) is not None and newest is not reloaded:  # a reload came meanwhile
             _reload(engine, *newest)
         self._failures.pop(index, None)
-        if self._stopping.is_set():  # since it began to load
+        if self._stopping.is_set():
             engine.stop()
-        elif index in self._drained:
+        elif index in self.drained:
             self._call_soon(self._events.on_serving, engine)
         else:
             logger.info("WorkAgent %d is ready", index)
 
     def _ends(self, index: int, engine: Engine) -> None:
-        """Its engine has told all it had to tell."""
+        """Remove an engine that has published its last output."""
         self.accounting.leave(index)
         self._call_soon(self._events.on_ended, engine)
 
@@ -386,37 +385,36 @@ class Replicas(EngineListener):
         logger.info("%s", text)
 
     def _publish(self, pieces: list[RequestOutput]) -> None:
-        """Once a step."""
         self._call_soon(self._events.on_outputs, pieces)
 
     def on_started(self, request_ids: list[str]) -> None:
         self._call_soon(self._events.on_started, request_ids)
 
-    def on_departures(self, departures: list[MigratingRequest]) -> None:
-        for each in departures:
+    def on_migrating(self, requests: list[MigratingRequest]) -> None:
+        for each in requests:
             self.accounting.tenant_slots.start_migration(each.request.request_id, each.request.tenant)
-        self._call_soon(self._events.on_departures, departures)
+        self._call_soon(self._events.on_migrating, requests)
 
     def on_restart_attempt(self) -> None:
         self._call_soon(self._check_restarts, None)
 
     def _call_soon(self, callback: Callable[[T], None], argument: T) -> None:
         assert self._loop is not None
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to read
+        with contextlib.suppress(RuntimeError):  # the loop is closed, so no client is connected
             self._loop.call_soon_threadsafe(callback, argument)
 
     # --- on the event loop ------------------------------------------------------------------------------------------
 
     def _check_restarts(self, _: None) -> None:
-        """Ends the server, if it shall end then, once every WorkAgent has used up its restarts."""
+        """End the server once every WorkAgent has used up its restarts, if it is configured to."""
         exhausted = any(engine.restarts_exhausted for engine in self.living().values())
         if self._config.exit_without_work_agents and exhausted and all(map(self._is_abandoned, range(len(self)))):
             self._events.on_failure(NoWorkAgentsError(self.health().detail))
 
     def _is_abandoned(self, index: int) -> bool:
-        """Whether nobody should count on a replica: it is drained, could not be loaded, or has used up its restarts."""
+        """Return whether a replica is drained, could not be loaded, or has used up its restarts."""
         engine = self.engines.get(index)
-        return index in self._drained or index in self._failures or (engine is not None and engine.restarts_exhausted)
+        return index in self.drained or index in self._failures or (engine is not None and engine.restarts_exhausted)
 
 
 def _reload(engine: Engine, number: int, config: ServingConfig) -> None:

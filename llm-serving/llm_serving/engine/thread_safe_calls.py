@@ -64,16 +64,16 @@ class ThreadSafeCalls:
         with contextlib.suppress(WorkerDiedError):  # then it has ended with everything else
             self._inbox.post(lambda: self._abort(request_id))
 
-    def take_over(self, departure: MigratingRequest, *, is_cancelled: bool = False) -> None:
+    def take_over(self, migrating: MigratingRequest, *, is_cancelled: bool = False) -> None:
         """Continue a request that another replica has begun; end it if it was cancelled during the transfer.
 
         Raises:
             WorkerDiedError: The engine has ended, or is about to.
         """
         self._check_open()
-        self._inbox.post(lambda: self._arrive(departure, is_cancelled))
+        self._inbox.post(lambda: self._arrive(migrating, is_cancelled))
 
-    def give_back(self, blocks: list[TransferBlock]) -> None:
+    def reclaim_blocks(self, blocks: list[TransferBlock]) -> None:
         """Free exported blocks that the importing replicas have read."""
         with contextlib.suppress(WorkerDiedError):  # the next owner of the memory starts without exports
             self._inbox.post(lambda: self.scheduler.reclaim_exported_blocks(blocks))
@@ -175,7 +175,7 @@ class ThreadSafeCalls:
     def _add(self, request: Request) -> None:
         raise NotImplementedError
 
-    def _arrive(self, departure: MigratingRequest, is_cancelled: bool) -> None:
+    def _arrive(self, migrating: MigratingRequest, is_cancelled: bool) -> None:
         raise NotImplementedError
 
     def _abort(self, request_id: str) -> None:

@@ -1,4 +1,4 @@
-"""Blocks on their way: whoever waits for them hears of their end, whatever it is, and is not kept waiting for ever."""
+"""Transfers of KV blocks between machines: each ends, successfully or not, and its result is reported."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from llm_serving.engine.fleet import migration as module
-from llm_serving.engine.fleet.migration import SHARE, BlockTransferrer, TransferThrottle, carried
+from llm_serving.engine.fleet.migration import CPU_SHARE, BlockTransferrer, TransferThrottle, transfer_blocks
 from llm_serving.errors import WorkerDiedError
 from llm_serving.kvcache.transfer_pool import TransferBlock
 from llm_serving.transport.messages import BlockContents
@@ -21,7 +21,7 @@ from support.async_engine_setup import linked
 from support.fake_runner import FakeTransferPool
 
 NUM_REQUESTS = 20
-"""That are brought from a replica, one after the other."""
+"""Requests of each replica, transferred one after the other."""
 BLOCKS = [(each, 1) for each in range(6)]
 
 
@@ -41,150 +41,149 @@ class FailingLink:
         raise AssertionError("nothing was read")
 
 
-def a_pool() -> FakeTransferPool:
+def create_pool() -> FakeTransferPool:
     pool = FakeTransferPool(len(BLOCKS))
     pool.write(*map(list, zip(*BLOCKS, strict=True)), [4] * len(BLOCKS), bytes(16 * len(BLOCKS)))
     return pool
 
 
-@pytest.mark.parametrize("error", [WorkerDiedError("gone"), MemoryError(), ValueError("a fault of ours")], ids=repr)
-def test_what_cannot_be_brought_is_told(error: Exception) -> None:
-    carrier, told = BlockTransferrer(), Future[bool]()
+@pytest.mark.parametrize("error", [WorkerDiedError("gone"), MemoryError(), ValueError("internal error")], ids=repr)
+def test_a_failed_transfer_is_reported(error: Exception) -> None:
+    transferrer, result = BlockTransferrer(), Future[bool]()
     link = FailingLink(error)
-    carrier.carry(0, BLOCKS, link, link, told.set_result)
-    assert told.result(timeout=60) is False
-    carrier.close()
+    transferrer.start(0, BLOCKS, link, link, result.set_result)
+    assert result.result(timeout=60) is False
+    transferrer.close()
 
 
-def test_whoever_answers_each_question_late_is_given_up_and_asked_again_next_time() -> None:
-    source, target = a_pool(), FakeTransferPool(len(BLOCKS))
+def test_a_transfer_with_slow_frames_fails_at_the_deadline_and_its_links_stay_open() -> None:
+    source, target = create_pool(), FakeTransferPool(len(BLOCKS))
     now, really = 0.0, source.read
 
     def slow(*args: Any) -> Any:
         nonlocal now
-        now += 25.0  # of the 60 s that an answer may take
+        now += 25.0  # seconds, of the 60 s that a reply may take
         return really(*args)
 
     with linked(source, 16) as here, linked(target, 16) as there:
         source.read = slow  # type: ignore[method-assign]
-        assert not carried(BLOCKS, here, there, 60.0, lambda: now)
+        assert not transfer_blocks(BLOCKS, here, there, 60.0, lambda: now)
         assert not (here.is_closed or there.is_closed)
         source.read = really  # type: ignore[method-assign]
-        assert carried(BLOCKS, here, there, now + 60.0, lambda: now)
+        assert transfer_blocks(BLOCKS, here, there, now + 60.0, lambda: now)
     assert target.blocks == source.blocks
 
 
-def test_two_replicas_that_bring_each_other_blocks_do_not_wait_for_each_other() -> None:
-    """Frames that no socket has room for: whoever sends one is read from at once."""
+def test_transfers_in_opposite_directions_do_not_deadlock() -> None:
+    """The frames are larger than the buffers of the sockets."""
     tokens = 2**16
     pools = [FakeTransferPool(2 * 8) for _ in range(2)]
     parts = [[(each, 1) for each in range(first, first + 8)] for first in (0, 8)]
     for pool, part in zip(pools, parts, strict=True):
         ids, epochs = map(list, zip(*part, strict=True))
         pool.write(ids, epochs, [4] * 8, bytes(8 * 4 * tokens))
-    carrier, told = BlockTransferrer(), [Future[bool]() for _ in range(2)]
+    transferrer, results = BlockTransferrer(), [Future[bool]() for _ in range(2)]
     with linked(pools[0], 4 * tokens) as first, linked(pools[1], 4 * tokens) as second:
-        carrier.carry(0, parts[0], first, second, told[0].set_result)
-        carrier.carry(1, parts[1], second, first, told[1].set_result)
-        assert all(each.result(timeout=60) for each in told)
-    carrier.close()
+        transferrer.start(0, parts[0], first, second, results[0].set_result)
+        transferrer.start(1, parts[1], second, first, results[1].set_result)
+        assert all(each.result(timeout=60) for each in results)
+    transferrer.close()
     assert pools[0].tags.epochs.tolist() == pools[1].tags.epochs.tolist() == [1] * 16
 
 
 class WaitingLink(FailingLink):
-    """Fails what it is asked for, as soon as it may."""
+    """Fails each read once `may_continue` is set."""
 
     def __init__(self) -> None:
         super().__init__(WorkerDiedError("gone"))
-        self.asked, self.may_go_on = Event(), Event()
+        self.asked, self.may_continue = Event(), Event()
 
     def read(self, pieces: Iterable[Sequence[TransferBlock]]) -> Generator[BlockContents, None, None]:
         self.asked.set()
-        assert self.may_go_on.wait(60)
+        assert self.may_continue.wait(60)
         return super().read(pieces)
 
 
 @pytest.mark.parametrize(
     ("most_requests", "most_bytes"), [(2, 10**6), (10, 2 * 16 * len(BLOCKS))], ids=["requests", "bytes"]
 )
-def test_what_is_taken_from_one_replica_at_a_time_is_bounded(
+def test_the_queue_of_a_replica_is_bounded(
     monkeypatch: pytest.MonkeyPatch, most_requests: int, most_bytes: int
 ) -> None:
     monkeypatch.setattr(module, "MAX_REQUESTS", most_requests)
     monkeypatch.setattr(module, "MAX_BYTES", most_bytes)
-    carrier, link, told = BlockTransferrer(), WaitingLink(), [Future[bool]() for _ in range(4)]
-    taken = [carrier.carry(0, BLOCKS, link, link, each.set_result) for each in told[:3]]
-    assert taken == [True, True, False]
-    assert carrier.carry(1, BLOCKS, link, link, told[2].set_result), "others' blocks are not in the way"
-    link.may_go_on.set()
-    assert [each.result(timeout=60) for each in told[:3]] == [False] * 3
-    assert carrier.carry(0, BLOCKS, link, link, told[3].set_result), "there is room again"
-    carrier.close()
+    transferrer, link, results = BlockTransferrer(), WaitingLink(), [Future[bool]() for _ in range(4)]
+    started = [transferrer.start(0, BLOCKS, link, link, each.set_result) for each in results[:3]]
+    assert started == [True, True, False]
+    assert transferrer.start(1, BLOCKS, link, link, results[2].set_result), "each replica has a queue of its own"
+    link.may_continue.set()
+    assert [each.result(timeout=60) for each in results[:3]] == [False] * 3
+    assert transferrer.start(0, BLOCKS, link, link, results[3].set_result), "the queue has room again"
+    transferrer.close()
 
 
-def test_a_request_that_is_larger_than_all_may_be_goes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_larger_than_the_bound_is_transferred_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_BYTES", 1)
-    carrier, link, told = BlockTransferrer(), WaitingLink(), Future[bool]()
-    assert carrier.carry(0, BLOCKS, link, link, told.set_result)
-    assert not carrier.carry(0, BLOCKS[:1], link, link, told.set_result)
-    link.may_go_on.set()
-    carrier.close()
+    transferrer, link, result = BlockTransferrer(), WaitingLink(), Future[bool]()
+    assert transferrer.start(0, BLOCKS, link, link, result.set_result)
+    assert not transferrer.start(0, BLOCKS[:1], link, link, result.set_result)
+    link.may_continue.set()
+    transferrer.close()
 
 
-def test_where_no_thread_can_be_had_nothing_is_brought_and_later_is_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_threads_no_transfer_starts_and_later_ones_do(monkeypatch: pytest.MonkeyPatch) -> None:
     def start(thread: Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    carrier, link, told = BlockTransferrer(), FailingLink(WorkerDiedError("gone")), Future[bool]()
+    transferrer, link, result = BlockTransferrer(), FailingLink(WorkerDiedError("gone")), Future[bool]()
     with monkeypatch.context() as without_threads:
         without_threads.setattr(Thread, "start", start)
         for _ in range(module.MAX_REQUESTS + 1):
-            assert not carrier.carry(0, BLOCKS, link, link, told.set_result)
-    assert carrier.carry(0, BLOCKS, link, link, told.set_result), "what was not brought is not counted"
-    assert told.result(timeout=60) is False
-    carrier.close()
-    assert not carrier.carry(0, BLOCKS, link, link, told.set_result)
+            assert not transferrer.start(0, BLOCKS, link, link, result.set_result)
+    assert transferrer.start(0, BLOCKS, link, link, result.set_result), "transfers that did not start are not counted"
+    assert result.result(timeout=60) is False
+    transferrer.close()
+    assert not transferrer.start(0, BLOCKS, link, link, result.set_result)
 
 
-def test_the_time_that_blocks_may_take_begins_when_they_come() -> None:
-    """What is before them takes longer than that: they are not even asked for."""
+def test_the_timeout_of_a_transfer_begins_when_it_is_queued() -> None:
+    """The transfer before it takes longer than the timeout, so no block of it is read."""
     now = 0.0
-    carrier, before, told = BlockTransferrer(clock=lambda: now), WaitingLink(), Future[bool]()
-    carrier.carry(0, BLOCKS, before, before, lambda there: None)
-    with linked(a_pool(), 16) as here, linked(FakeTransferPool(len(BLOCKS)), 16) as there:
-        carrier.carry(0, BLOCKS, here, there, told.set_result)
+    transferrer, before, result = BlockTransferrer(clock=lambda: now), WaitingLink(), Future[bool]()
+    transferrer.start(0, BLOCKS, before, before, lambda succeeded: None)
+    with linked(create_pool(), 16) as here, linked(FakeTransferPool(len(BLOCKS)), 16) as there:
+        transferrer.start(0, BLOCKS, here, there, result.set_result)
         assert before.asked.wait(60)
         now = 61.0
-        before.may_go_on.set()
-        assert told.result(timeout=60) is False
+        before.may_continue.set()
+        assert result.result(timeout=60) is False
         assert not (here.is_closed or there.is_closed)
-    carrier.close()
+    transferrer.close()
 
 
-def test_whoever_waits_for_a_link_does_not_wait_for_ever() -> None:
-    with linked(a_pool(), 16) as here, linked(FakeTransferPool(len(BLOCKS)), 16) as there, there.locked(0.0):
-        assert not carried(BLOCKS, here, there, 0.0, lambda: 0.0)
+def test_a_transfer_does_not_wait_for_a_link_beyond_its_deadline() -> None:
+    with linked(create_pool(), 16) as here, linked(FakeTransferPool(len(BLOCKS)), 16) as there, there.locked(0.0):
+        assert not transfer_blocks(BLOCKS, here, there, 0.0, lambda: 0.0)
 
 
-def test_whoever_brings_blocks_rests_before_each_frame_and_after_the_last() -> None:
-    rested: list[int] = []
-    carrier, told = BlockTransferrer(lambda: rested.append(get_ident())), Future[bool]()
-    with linked(a_pool(), 16) as here, linked(FakeTransferPool(len(BLOCKS)), 16) as there:
-        carrier.carry(0, BLOCKS, here, there, told.set_result)
-        assert told.result(timeout=60)
-    carrier.close()
-    assert len(rested) == len(BLOCKS) + 1
-    assert len({*rested} - {get_ident()}) == 1, "in one thread, which is not that of who asks"
+def test_a_transfer_is_throttled_before_each_frame_and_after_the_last() -> None:
+    throttled_in: list[int] = []
+    transferrer, result = BlockTransferrer(lambda: throttled_in.append(get_ident())), Future[bool]()
+    with linked(create_pool(), 16) as here, linked(FakeTransferPool(len(BLOCKS)), 16) as there:
+        transferrer.start(0, BLOCKS, here, there, result.set_result)
+        assert result.result(timeout=60)
+    transferrer.close()
+    assert len(throttled_in) == len(BLOCKS) + 1
+    assert len({*throttled_in} - {get_ident()}) == 1, "in one thread, which is not the caller's"
 
 
 class VirtualTime:
-    """Of so many threads that bring blocks beside each other, each on a core of its own: time goes on when all of them
-    wait for it."""
+    """Virtual time of transfer threads on a core each; it advances when all of them wait."""
 
     def __init__(self, num_threads: int) -> None:
         self.now = 0.0
         self.computed: Counter[int] = Counter()
-        """Seconds, by thread."""
+        """CPU seconds of each thread."""
         self._num_threads = num_threads
         self._woken_at: dict[int, float] = {}
         self._changed = Condition()
@@ -199,16 +198,16 @@ class VirtualTime:
     def pause(self, seconds: float) -> None:
         with self._changed:
             self._woken_at[get_ident()] = self.now + seconds
-            self._go_on()
+            self._advance()
             assert self._changed.wait_for(lambda: get_ident() not in self._woken_at, timeout=60)
 
     def end(self) -> None:
-        """The thread has nothing more to do."""
+        """Remove the calling thread."""
         with self._changed:
             self._num_threads -= 1
-            self._go_on()
+            self._advance()
 
-    def _go_on(self) -> None:
+    def _advance(self) -> None:
         if self._woken_at and len(self._woken_at) == self._num_threads:
             first = min(self._woken_at, key=lambda each: self._woken_at[each])
             self.now = self._woken_at.pop(first)
@@ -216,7 +215,7 @@ class VirtualTime:
 
 
 class WorkingLink(FailingLink):
-    """Each of its frames takes the thread a second."""
+    """Each frame takes one second of CPU time."""
 
     timeout_s = math.inf
 
@@ -235,25 +234,25 @@ class WorkingLink(FailingLink):
 
 @pytest.mark.parametrize("count", [1, 4])
 @pytest.mark.parametrize("has_steps", [True, False])
-def test_all_that_bring_blocks_reach_their_share_of_a_core_and_do_not_exceed_it(count: int, has_steps: bool) -> None:
-    """While no step is under way each has a core."""
-    time, num_brought = VirtualTime(count), Counter[int]()
-    pace = TransferThrottle(lambda: has_steps, lambda: time.now, time.own, time.pause)
+def test_all_transfer_threads_use_their_share_of_a_core_and_no_more(count: int, has_steps: bool) -> None:
+    """Without a step in flight each thread uses a core."""
+    time, num_transferred = VirtualTime(count), Counter[int]()
+    transfer_throttle = TransferThrottle(lambda: has_steps, lambda: time.now, time.own, time.pause)
 
-    def rest() -> None:
-        pace.rest()
-        if num_brought[get_ident()] == NUM_REQUESTS:
+    def throttle() -> None:
+        transfer_throttle.wait()
+        if num_transferred[get_ident()] == NUM_REQUESTS:
             time.end()
 
-    def done(there: bool) -> None:
-        assert there
-        num_brought[get_ident()] += 1
+    def done(succeeded: bool) -> None:
+        assert succeeded
+        num_transferred[get_ident()] += 1
 
-    carrier, link = BlockTransferrer(rest, lambda: time.now), WorkingLink(time)
+    transferrer, link = BlockTransferrer(throttle, lambda: time.now), WorkingLink(time)
     for replica, _ in itertools.product(range(count), range(NUM_REQUESTS)):
-        assert carrier.carry(replica, BLOCKS, link, link, done)
-    carrier.close()
+        assert transferrer.start(replica, BLOCKS, link, link, done)
+    transferrer.close()
     num_frames = count * NUM_REQUESTS * len(BLOCKS) // link.blocks_per_frame
     assert sum(time.computed.values()) == num_frames
-    cores = SHARE if has_steps else count
+    cores = CPU_SHARE if has_steps else count
     assert cores * time.now - count <= num_frames <= cores * time.now + count

@@ -1,4 +1,4 @@
-"""Two engines over fake models that share a transfer pool: requests begin at the first and go on at the second."""
+"""Migration between two engines with fake models and a shared transfer pool."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from support.listeners import FunctionListener
 BLOCK_SIZE = 4
 PROMPT = list(range(10))
 NUM_BLOCKS = 24
-"""Of each replica's part of the transfer pool."""
+"""Blocks of each replica's part of the transfer pool."""
 
 
 class Mortal(FakeRunner):
-    """Dies with the step that comes when it is told to."""
+    """Dies in the next step once `dies` is set."""
 
     dies = False
 
@@ -34,16 +34,16 @@ class Mortal(FakeRunner):
 
 
 class Pair:
-    """Run by hand; whoever is to move does so when `hand_over` is called."""
+    """Two engines that the test steps; requests migrate from the first to the second in `hand_over`."""
 
     def __init__(self, num_blocks: int = NUM_BLOCKS, **scheduler: Any) -> None:
         self.pool = FakeTransferPool(2 * num_blocks)
-        self.departures: list[MigratingRequest] = []
+        self.migrating: list[MigratingRequest] = []
         self.first, self.second = (
             self._harness(TransferPool(num_blocks, index * num_blocks), **scheduler) for index in range(2)
         )
-        self.first.engine.add_listener(FunctionListener(on_departures=self.departures.extend))
-        self.second.engine.add_listener(FunctionListener(on_blocks_released=self.first.engine.give_back))
+        self.first.engine.add_listener(FunctionListener(on_migrating=self.migrating.extend))
+        self.second.engine.add_listener(FunctionListener(on_blocks_released=self.first.engine.reclaim_blocks))
 
     def _harness(self, exports: TransferPool, **scheduler: Any) -> Harness:
         harness = Harness(runner=Mortal, exports=exports, **scheduler)
@@ -52,7 +52,7 @@ class Pair:
         return harness
 
     def _revive(self, harness: Harness) -> None:
-        """Another WorkAgent, with empty caches and the same transfer pool."""
+        """Start another WorkAgent, with empty caches and the same transfer pool."""
         blocks = harness.scheduler.blocks
         sizes = blocks.pool.num_blocks, blocks.block_size, blocks.host_pool.num_blocks, blocks.window.num_tokens
         harness.runner = Mortal(*sizes, self.pool)
@@ -66,19 +66,19 @@ class Pair:
             self.first.engine.submit(request)
 
     def hand_over(self) -> None:
-        for departure in self.departures:
-            self.second.engine.take_over(departure)
-        self.departures.clear()
+        for each in self.migrating:
+            self.second.engine.take_over(each)
+        self.migrating.clear()
 
     def run(self) -> None:
         for _ in range(300):
             progressed = [self.first.engine.step(), self.second.engine.step()]
             for each in (self.first, self.second):
                 each.scheduler.check_integrity()
-            if not any(progressed) and not self.departures:
+            if not any(progressed) and not self.migrating:
                 break
             self.hand_over()
-        self.first.engine.step()  # takes what it is given back
+        self.first.engine.step()  # reclaims the blocks
         assert self.first.scheduler.blocks.transfer_pool.pool.num_used_blocks == 0
 
     def token_ids(self, request_id: str) -> list[int]:
@@ -102,7 +102,7 @@ def num_computed(runner: FakeRunner) -> int:
 
 
 @pytest.mark.parametrize("window", [None, 6])
-def test_the_prompt_is_computed_at_one_replica_and_nothing_but_answers_at_the_other(window: int | None) -> None:
+def test_one_replica_computes_the_prompts_and_the_other_only_decodes(window: int | None) -> None:
     pair = Pair(window=window)
     pair.submit(*requests(3))
     pair.run()
@@ -111,12 +111,12 @@ def test_the_prompt_is_computed_at_one_replica_and_nothing_but_answers_at_the_ot
     assert num_computed(pair.first.runner) == 3 * 11
     assert num_computed(pair.second.runner) == 3 * 7
     assert [len(pair.first.token_ids(f"r{index}")) for index in range(3)] == [1, 1, 1]
-    told = {sample.name: sample.value for metric in pair.second.metrics.moves.collect() for sample in metric.samples}
-    assert told["llm_serving:moved_requests_total"] == 3
-    assert told["llm_serving:moved_blocks_total"] == (9 if window is None else 6)
+    values = {sample.name: sample.value for metric in pair.second.metrics.moves.collect() for sample in metric.samples}
+    assert values["llm_serving:moved_requests_total"] == 3
+    assert values["llm_serving:moved_blocks_total"] == (9 if window is None else 6)
 
 
-def test_what_ends_with_its_first_token_does_not_move() -> None:
+def test_a_request_that_ends_with_its_first_token_does_not_migrate() -> None:
     pair = Pair()
     pair.submit(*requests(1, max_tokens=1))
     pair.run()
@@ -124,7 +124,7 @@ def test_what_ends_with_its_first_token_does_not_move() -> None:
     assert not pair.second.runner.steps
 
 
-def test_while_there_is_no_room_to_hand_it_over_a_request_goes_on_where_it_is() -> None:
+def test_a_request_stays_while_the_transfer_pool_is_full() -> None:
     pair = Pair(num_blocks=4)
     pair.submit(*requests(3, max_tokens=6))
     pair.run()
@@ -138,7 +138,7 @@ def test_while_there_is_no_room_to_hand_it_over_a_request_goes_on_where_it_is() 
     assert not never.second.runner.steps
 
 
-def test_a_replica_that_dies_before_it_takes_blocks_over_takes_them_when_it_is_back() -> None:
+def test_a_replica_that_dies_before_the_import_imports_after_its_restart() -> None:
     pair = Pair()
     pair.submit(*requests(2))
     pair.first.run()
@@ -150,7 +150,7 @@ def test_a_replica_that_dies_before_it_takes_blocks_over_takes_them_when_it_is_b
     check_answers(pair, 2)
 
 
-def test_a_replica_that_dies_while_it_takes_blocks_over_computes_all_again() -> None:
+def test_a_replica_that_dies_during_the_import_recomputes() -> None:
     pair = Pair()
     pair.submit(*requests(2))
     pair.first.run()
@@ -161,7 +161,7 @@ def test_a_replica_that_dies_while_it_takes_blocks_over_computes_all_again() -> 
     assert num_computed(pair.second.runner) == 2 * (11 + 7)
 
 
-def test_a_replica_that_dies_while_it_hands_blocks_over_begins_anew() -> None:
+def test_a_replica_that_dies_during_the_export_starts_over() -> None:
     pair = Pair()
     pair.first.runner.dies = True
     pair.submit(*requests(2))
@@ -169,7 +169,7 @@ def test_a_replica_that_dies_while_it_hands_blocks_over_begins_anew() -> None:
     check_answers(pair, 2)
 
 
-def test_what_was_handed_over_is_there_when_its_replica_has_died() -> None:
+def test_exported_blocks_survive_the_death_of_their_replica() -> None:
     pair = Pair()
     pair.submit(*requests(2))
     pair.first.run()
@@ -181,31 +181,31 @@ def test_what_was_handed_over_is_there_when_its_replica_has_died() -> None:
     assert num_computed(pair.second.runner) == 2 * 7
 
 
-def test_where_nobody_else_decodes_a_request_goes_on_where_it_began_with_its_deadline() -> None:
+def test_a_request_can_migrate_to_its_own_replica_and_keeps_its_deadline() -> None:
     pair = Pair()
     timed = requests(6)
     for request in timed:
         request.deadline = 1e9
     pair.submit(*timed)
     pair.second = pair.first
-    pair.first.engine.add_listener(FunctionListener(on_blocks_released=pair.first.engine.give_back))
+    pair.first.engine.add_listener(FunctionListener(on_blocks_released=pair.first.engine.reclaim_blocks))
     pair.run()
     for index in range(6):
         assert pair.first.token_ids(f"r{index}") == expected_output([index, *PROMPT], 8, 3)
 
 
-@pytest.mark.parametrize("moment", ["in the step", "on its way", "before it is taken", "in the step that takes it"])
-def test_whoever_leaves_while_it_moves_leaves_no_block_behind(moment: str) -> None:
+@pytest.mark.parametrize("moment", ["during export", "in migration", "before import", "during import"])
+def test_a_request_aborted_during_migration_leaves_no_block_allocated(moment: str) -> None:
     pair = Pair()
     pair.submit(*requests(2))
-    if moment == "in the step":
+    if moment == "during export":
         pair.first.engine.step()
         pair.first.engine.abort("r0")
     pair.first.run()
     pair.hand_over()
-    if moment in ("on its way", "before it is taken"):
+    if moment in ("in migration", "before import"):
         pair.second.engine.abort("r0")
-    if moment == "in the step that takes it":
+    if moment == "during import":
         pair.second.engine.step()
         pair.second.engine.abort("r0")
     pair.run()
@@ -214,12 +214,12 @@ def test_whoever_leaves_while_it_moves_leaves_no_block_behind(moment: str) -> No
 
 
 def test_a_block_of_an_earlier_owner_is_never_used() -> None:
-    """Another engine with the same part of the pool wrote it: its epochs are others."""
+    """A later engine with the same part of the pool wrote it with another epoch."""
     pair = Pair()
     pair.submit(*requests(1))
     pair.first.run()
-    (departure,) = pair.departures
-    transfer = departure.request.transfer
+    (each,) = pair.migrating
+    transfer = each.request.transfer
     assert transfer is not None
     pair.pool.tags.epochs[list(transfer.block_ids)] += 1
     for block in transfer.block_ids:
@@ -241,12 +241,12 @@ def test_a_block_of_an_earlier_owner_is_never_used() -> None:
     assert num_computed(pair.second.runner) >= 11 + 7
 
 
-def test_blocks_of_a_replaced_engine_fail_one_step_however_many_wait_with_some() -> None:
-    """Each would fail a step of its own, and end whoever decodes meanwhile as the likely cause."""
+def test_blocks_of_a_replaced_engine_fail_one_step_for_all_waiting_requests() -> None:
+    """Otherwise each would fail a step, and the decoding request would be ended as the likely cause."""
     pair = Pair(max_prefill_seqs=1)
     pair.submit(*requests(6))
     pair.first.run()
-    pair.pool.tags.epochs[:NUM_BLOCKS] += 1  # another engine has the same part of the pool
+    pair.pool.tags.epochs[:NUM_BLOCKS] += 1  # as if another engine wrote this part of the pool
     pair.second.engine.submit(Request("decodes", PROMPT, SamplingParams(max_tokens=8, seed=3)))
     for _ in range(3):
         pair.second.engine.step()
@@ -263,13 +263,13 @@ def test_blocks_of_a_replaced_engine_fail_one_step_however_many_wait_with_some()
     assert pair.second.token_ids("decodes") == expected_output(PROMPT, 8, 3)
 
 
-def test_who_waits_at_the_second_replica_was_promised_something_from_its_arrival_at_the_first() -> None:
+def test_the_wait_bound_of_a_migrated_request_counts_from_its_arrival_at_the_first_replica() -> None:
     pair = Pair(max_num_seqs=1)
     pair.submit(*requests(3))
     pair.first.run()
-    waited = [each.request.transfer.num_waited for each in pair.departures if each.request.transfer is not None]
+    waited = [each.request.transfer.num_waited for each in pair.migrating if each.request.transfer is not None]
     assert waited[0] < waited[1] < waited[2]
-    moved = [each.request for each in pair.departures]
+    moved = [each.request for each in pair.migrating]
     pair.run()
     check_answers(pair, 3)
     for request, before in zip(moved, waited, strict=True):

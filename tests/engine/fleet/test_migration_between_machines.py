@@ -1,4 +1,4 @@
-"""Replicas that share no memory: what a request takes along is brought to where it goes on, or computed again there."""
+"""Migration between replicas that share no memory: KV blocks are transferred, or recomputed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def ask(engine: AsyncEngine, prompt: Sequence[int] = PROMPT) -> tuple[list
 
 
 def on_two_machines(talk: Callable[[Setup, AsyncEngine], Awaitable[None]]) -> Setup:
-    """A server of two replicas that share no memory, which has ended."""
+    """Run `talk` on a server of two replicas that share no memory; return the stopped server."""
 
     async def run() -> Setup:
         setup = Setup(2, roles=ROLES, share_memory=False)
@@ -47,7 +47,7 @@ def on_two_machines(talk: Callable[[Setup, AsyncEngine], Awaitable[None]]) -> Se
 
 
 async def is_answered(engine: AsyncEngine) -> None:
-    """As if nothing had happened, and nobody keeps a block."""
+    """Check that a request is answered and that no exported block stays allocated."""
     assert (await ask(engine))[0] == expected_output(PROMPT, 20)
     assert await num_handed_over(engine) == 0
 
@@ -57,13 +57,13 @@ def tokens_computed(setup: Setup) -> list[int]:
 
 
 async def num_handed_over(engine: AsyncEngine) -> int:
-    """Blocks of the first replica that nobody has given back."""
+    """Return the exported blocks of the first replica that were not reclaimed."""
     first = engine.replicas.engines[0]
     return await asyncio.wrap_future(first.ask(lambda: first.scheduler.blocks.transfer_pool.pool.num_used_blocks))
 
 
 def between(setup: Setup, index: int, name: str, happens: Callable[[], object]) -> None:
-    """Something happens when the pool of a replica has been asked to `read` or `write` once."""
+    """Call a function at the second `read` or `write` of the pool of a replica."""
     pool = setup.pools[index]
     really, calls = getattr(pool, name), []
 
@@ -77,7 +77,7 @@ def between(setup: Setup, index: int, name: str, happens: Callable[[], object]) 
 
 
 def held(setup: Setup, index: int, name: str) -> tuple[Event, Event]:
-    """As `between`: what happens sets the first event and waits for the second."""
+    """As `between`, with a function that sets the first event and waits for the second."""
     came, go_on = Event(), Event()
 
     def hold() -> None:
@@ -89,7 +89,7 @@ def held(setup: Setup, index: int, name: str) -> tuple[Event, Event]:
 
 
 def note_asked(setup: Setup, index: int, under_way: list[int]) -> None:
-    """How many frames are under way on the link to a replica whenever one is sent."""
+    """Append the number of frames in flight to `under_way` whenever a frame is sent to a replica."""
     channel, count = setup.links[index]._channel, 0
     send, receive = channel.send, channel.receive
 
@@ -107,7 +107,7 @@ def note_asked(setup: Setup, index: int, under_way: list[int]) -> None:
     channel.send, channel.receive = sent, received  # type: ignore[method-assign]
 
 
-def test_blocks_travel_and_nothing_is_computed_again() -> None:
+def test_blocks_are_transferred_and_no_token_is_recomputed() -> None:
     under_way: tuple[list[int], list[int]] = ([], [])
 
     async def talk(setup: Setup, engine: AsyncEngine) -> None:
@@ -124,7 +124,7 @@ def test_blocks_travel_and_nothing_is_computed_again() -> None:
 
 
 @pytest.mark.parametrize(("lost", "index", "name"), [(0, 0, "read"), (0, 1, "write"), (1, 0, "read"), (1, 1, "write")])
-def test_whoever_is_lost_in_the_middle_all_is_computed_again_where_it_goes_on(lost: int, index: int, name: str) -> None:
+def test_a_lost_work_agent_makes_the_next_replica_recompute(lost: int, index: int, name: str) -> None:
     async def talk(setup: Setup, engine: AsyncEngine) -> None:
         between(setup, index, name, setup.links[lost].close)
         await is_answered(engine)
@@ -134,7 +134,7 @@ def test_whoever_is_lost_in_the_middle_all_is_computed_again_where_it_goes_on(lo
     assert tokens_computed(on_two_machines(talk)) == [len(PROMPT), ALL_AGAIN]
 
 
-def test_blocks_of_somebody_else_do_not_travel() -> None:
+def test_blocks_with_another_epoch_are_not_transferred() -> None:
     async def talk(setup: Setup, engine: AsyncEngine) -> None:
         def belong_to_another() -> None:
             setup.pools[0].tags.epochs[:] += 1
@@ -146,7 +146,7 @@ def test_blocks_of_somebody_else_do_not_travel() -> None:
     assert tokens_computed(on_two_machines(talk))[1] == ALL_AGAIN
 
 
-def test_a_work_agent_without_room_for_them_computes_all_again_and_takes_those_of_the_next_one() -> None:
+def test_a_work_agent_without_memory_for_blocks_recomputes_and_receives_the_next_ones() -> None:
     async def talk(setup: Setup, engine: AsyncEngine) -> None:
         def refuse() -> None:
             raise WorkerError("no")
@@ -158,7 +158,7 @@ def test_a_work_agent_without_room_for_them_computes_all_again_and_takes_those_o
     assert tokens_computed(on_two_machines(talk))[1] == ALL_AGAIN + 19
 
 
-def test_a_work_agent_that_is_replaced_before_the_request_comes_fails_no_step() -> None:
+def test_a_work_agent_replaced_after_the_transfer_fails_no_step() -> None:
     async def talk(setup: Setup, engine: AsyncEngine) -> None:
         second = engine.replicas.engines[1]
         take_over, failed = second.take_over, []
@@ -175,7 +175,7 @@ def test_a_work_agent_that_is_replaced_before_the_request_comes_fails_no_step() 
     assert tokens_computed(on_two_machines(talk))[1] == ALL_AGAIN
 
 
-def test_where_the_other_is_drained_on_the_way_a_request_goes_on_with_its_blocks_where_it_was() -> None:
+def test_a_request_continues_where_it_began_if_the_other_replica_is_drained_during_the_transfer() -> None:
     async def talk(setup: Setup, engine: AsyncEngine) -> None:
         def drain() -> None:
             engine.replicas.is_drained = lambda index: index == 1  # type: ignore[method-assign]
@@ -186,7 +186,7 @@ def test_where_the_other_is_drained_on_the_way_a_request_goes_on_with_its_blocks
     assert tokens_computed(on_two_machines(talk)) == [ALL_AGAIN, 0]
 
 
-def test_a_cancel_finds_a_request_whose_blocks_are_on_their_way() -> None:
+def test_a_request_can_be_cancelled_during_the_transfer() -> None:
     async def talk(setup: Setup, engine: AsyncEngine) -> None:
         loop, done = asyncio.get_running_loop(), Event()
 
@@ -206,15 +206,15 @@ def test_a_cancel_finds_a_request_whose_blocks_are_on_their_way() -> None:
 
 
 @pytest.mark.parametrize("goes_on_at", [1, 0], ids=["where it was to go on", "where it was, as the other is drained"])
-def test_another_priority_finds_a_request_whose_blocks_are_on_their_way(goes_on_at: int) -> None:
+def test_a_request_can_get_another_priority_during_the_transfer(goes_on_at: int) -> None:
     async def talk(setup: Setup, engine: AsyncEngine) -> None:
         came, go_on = held(setup, 1, "write")
         next_one = engine.replicas.engines[goes_on_at]
         take_over, taken = next_one.take_over, []
 
-        def note(departure: MigratingRequest, **options: Any) -> None:
-            taken.append(departure.request.priority)
-            take_over(departure, **options)
+        def note(migrating: MigratingRequest, **options: Any) -> None:
+            taken.append(migrating.request.priority)
+            take_over(migrating, **options)
 
         next_one.take_over = note  # type: ignore[method-assign]
         asked = asyncio.create_task(ask(engine))
@@ -230,7 +230,7 @@ def test_another_priority_finds_a_request_whose_blocks_are_on_their_way(goes_on_
     on_two_machines(talk)
 
 
-def test_those_that_are_let_go_of_together_are_spread_although_none_has_come() -> None:
+def test_requests_released_together_are_spread_over_replicas() -> None:
     prompts = [[each, *PROMPT] for each in range(4)]
 
     async def run() -> None:
@@ -252,7 +252,7 @@ def test_those_that_are_let_go_of_together_are_spread_although_none_has_come() -
 
 
 @pytest.mark.parametrize("leaves", [False, True], ids=["cancelled", "its client is gone"])
-def test_blocks_of_a_request_that_ends_are_not_brought(leaves: bool) -> None:
+def test_blocks_of_a_finished_request_are_not_transferred(leaves: bool) -> None:
     async def talk(setup: Setup, engine: AsyncEngine) -> None:
         hand_over, really_read, read = engine._hand_one_over, setup.pools[0].read, list[object]()
 
@@ -264,12 +264,12 @@ def test_blocks_of_a_request_that_ends_are_not_brought(leaves: bool) -> None:
         stream = engine.generate(PROMPT, SamplingParams(temperature=0.0, max_tokens=20), request_id="asked")
         handed_over = asyncio.Event()
 
-        def end_and_hand_over(departure: MigratingRequest) -> None:
+        def end_and_hand_over(migrating: MigratingRequest) -> None:
             if leaves:
                 engine._abort(stream.request_id)
             else:
                 engine.control.cancel("asked")
-            hand_over(departure)
+            hand_over(migrating)
             handed_over.set()
 
         engine._hand_one_over = end_and_hand_over  # type: ignore[method-assign]
@@ -284,7 +284,7 @@ def test_blocks_of_a_request_that_ends_are_not_brought(leaves: bool) -> None:
     assert tokens_computed(on_two_machines(talk)) == [len(PROMPT), 0]
 
 
-def test_a_server_that_ends_tells_those_whose_blocks_are_on_their_way() -> None:
+def test_a_server_that_stops_ends_requests_in_transfer() -> None:
     async def talk(setup: Setup, engine: AsyncEngine) -> None:
         came, go_on = held(setup, 0, "read")
         asked = asyncio.create_task(ask(engine))
@@ -299,7 +299,7 @@ def test_a_server_that_ends_tells_those_whose_blocks_are_on_their_way() -> None:
     on_two_machines(talk)
 
 
-def test_where_too_much_is_on_its_way_a_request_goes_on_with_its_blocks_where_it_was(
+def test_a_request_continues_where_it_began_if_too_many_transfers_wait(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(migration, "MAX_REQUESTS", 1)

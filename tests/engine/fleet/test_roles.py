@@ -1,4 +1,4 @@
-"""Replicas of different roles behind one door: where requests go on, and what those on their way are told."""
+"""Prefill/decode disaggregation: where requests continue, and cancellation and priorities during migration."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def tokens_computed(setup: Setup) -> list[int]:
     return [sum(step.num_tokens for step in setup.runners[index].steps) for index in range(2)]
 
 
-def test_a_prompt_is_computed_by_one_and_its_answer_by_the_other() -> None:
+def test_one_replica_computes_the_prompt_and_the_other_decodes() -> None:
     async def run() -> None:
         setup = Setup(2, roles=ROLES)
         async with setup.running() as engine:
@@ -46,15 +46,15 @@ def test_a_prompt_is_computed_by_one_and_its_answer_by_the_other() -> None:
     asyncio.run(run())
 
 
-def test_a_cancel_finds_a_request_that_is_on_its_way() -> None:
+def test_a_migrating_request_can_be_cancelled() -> None:
     async def run() -> None:
         setup = Setup(2, roles=ROLES)
         async with setup.running() as engine:
             hand_over = engine._hand_one_over
 
-            def cancel_and_hand_over(departure: MigratingRequest) -> None:
+            def cancel_and_hand_over(migrating: MigratingRequest) -> None:
                 engine.control.cancel("asked")
-                hand_over(departure)
+                hand_over(migrating)
 
             engine._hand_one_over = cancel_and_hand_over  # type: ignore[method-assign]
             token_ids, reason = await ask(engine)
@@ -63,16 +63,16 @@ def test_a_cancel_finds_a_request_that_is_on_its_way() -> None:
     asyncio.run(run())
 
 
-def test_another_priority_finds_a_request_that_is_on_its_way() -> None:
+def test_a_migrating_request_can_get_another_priority() -> None:
     async def run() -> None:
         setup = Setup(2, roles=ROLES)
         async with setup.running() as engine:
             loop, hand_over, changing = asyncio.get_running_loop(), engine._hand_one_over, asyncio.Event()
             tasks: list[asyncio.Task[Any]] = []
 
-            def ask_and_hand_over(departure: MigratingRequest) -> None:
+            def ask_and_hand_over(migrating: MigratingRequest) -> None:
                 tasks.append(loop.create_task(engine.control.reprioritise("asked", 1)))
-                loop.call_soon(hand_over, departure)  # when the first replica has been asked
+                loop.call_soon(hand_over, migrating)  # after the first replica was asked
 
             def asked_of_the_second(question: Callable[[], Any]) -> Future[Any]:
                 changing.set()
@@ -93,7 +93,7 @@ def test_another_priority_finds_a_request_that_is_on_its_way() -> None:
     asyncio.run(run())
 
 
-def test_another_priority_finds_a_request_that_comes_back_to_where_it_was() -> None:
+def test_a_request_that_migrates_back_can_get_another_priority() -> None:
     async def run() -> None:
         setup = Setup(2, roles=ROLES)
         async with setup.running() as engine:
@@ -110,14 +110,14 @@ def test_another_priority_finds_a_request_that_comes_back_to_where_it_was() -> N
                     asked_again.set()
                 return answer
 
-            def back(departure: MigratingRequest) -> None:
-                really_ask(asked_again.wait)  # no step is formed with it before
-                hand_over(departure)
+            def back(migrating: MigratingRequest) -> None:
+                really_ask(asked_again.wait)  # no step computes it before
+                hand_over(migrating)
 
-            def ask_and_hand_over(departure: MigratingRequest) -> None:
+            def ask_and_hand_over(migrating: MigratingRequest) -> None:
                 tasks.append(loop.create_task(engine.control.reprioritise("asked", 1)))
                 tasks[0].add_done_callback(lambda _: asked_again.set())
-                loop.call_soon(back, departure)  # when the replica has been asked, which knows it no more
+                loop.call_soon(back, migrating)  # after the replica was asked, which no longer has it
 
             first.ask = count  # type: ignore[method-assign]
             engine._hand_one_over = ask_and_hand_over  # type: ignore[method-assign]
@@ -129,38 +129,38 @@ def test_another_priority_finds_a_request_that_comes_back_to_where_it_was() -> N
 
 
 @pytest.mark.parametrize("blocks_stay", [False, True], ids=["", "nor can its blocks be given back"])
-def test_a_request_that_cannot_be_handed_over_ends_and_those_behind_it_go_on(blocks_stay: bool) -> None:
+def test_a_request_whose_migration_raises_ends_and_the_next_ones_continue(blocks_stay: bool) -> None:
     async def run() -> None:
         setup = Setup(2, roles=ROLES)
         async with setup.running() as engine:
-            next_of, give_back, failed = engine._router.migration_targets, engine.replicas.give_back, []
+            next_of, reclaim_blocks, failed = engine._router.migration_targets, engine.replicas.reclaim_blocks, []
 
             def fail(blocks: object) -> None:
                 raise KeyError(0)
 
             if blocks_stay:
-                engine.replicas.give_back = fail  # type: ignore[method-assign]
+                engine.replicas.reclaim_blocks = fail  # type: ignore[method-assign]
 
             def fail_once(preferred: int | None = None) -> list[tuple[int, Engine]]:
                 if not failed:
                     failed.append(preferred)
                     raise ValueError("a fault of ours")
-                engine.replicas.give_back = give_back  # type: ignore[method-assign]
+                engine.replicas.reclaim_blocks = reclaim_blocks  # type: ignore[method-assign]
                 return next_of(preferred)
 
             engine._router.migration_targets = fail_once  # type: ignore[method-assign]
-            hand_over, departures = engine._hand_over, list[MigratingRequest]()
+            hand_over, released = engine._hand_over, list[MigratingRequest]()
 
             def gather(come: list[MigratingRequest]) -> None:
-                departures.extend(come)
-                if len(departures) == 2:
-                    hand_over(departures)
+                released.extend(come)
+                if len(released) == 2:
+                    hand_over(released)
 
             for replica in engine.replicas.engines.values():
                 replica._listeners[:] = [
                     FunctionListener(
-                        on_departures=lambda come: loop.call_soon_threadsafe(gather, come),
-                        on_blocks_released=give_back,
+                        on_migrating=lambda come: loop.call_soon_threadsafe(gather, come),
+                        on_blocks_released=reclaim_blocks,
                     )
                 ]
             loop = asyncio.get_running_loop()
@@ -176,7 +176,7 @@ def test_a_request_that_cannot_be_handed_over_ends_and_those_behind_it_go_on(blo
     asyncio.run(run())
 
 
-def test_a_drained_replica_takes_nothing_over() -> None:
+def test_no_request_migrates_to_a_drained_replica() -> None:
     async def run() -> None:
         setup = Setup(2, roles=ROLES)
         async with setup.running() as engine:
@@ -187,16 +187,16 @@ def test_a_drained_replica_takes_nothing_over() -> None:
     asyncio.run(run())
 
 
-def test_who_is_too_long_for_the_other_cache_goes_on_where_its_prompt_was_computed() -> None:
+def test_a_request_too_long_for_the_other_cache_continues_where_it_began() -> None:
     async def run() -> None:
         setup = Setup(2, roles=ROLES)
         async with setup.running() as engine:
             hand_over = engine._hand_one_over
 
-            def shrink_and_hand_over(departure: MigratingRequest) -> None:
-                """As if the other one had been loaded again meanwhile, with less memory left."""
+            def shrink_and_hand_over(migrating: MigratingRequest) -> None:
+                """As if the other replica had been loaded again with a smaller cache."""
                 engine.replicas.engines[1].scheduler.blocks.can_ever_fit = lambda num_tokens: False  # type: ignore[method-assign]
-                hand_over(departure)
+                hand_over(migrating)
 
             engine._hand_one_over = shrink_and_hand_over  # type: ignore[method-assign]
             assert (await ask(engine))[0] == expected_output(PROMPT, 20)

@@ -1,4 +1,4 @@
-"""Where requests go when there are several replicas."""
+"""Routing of requests among several replicas."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ async def token_ids(stream: RequestStream) -> list[int]:
 
 
 def measure(engine: AsyncEngine, *step_s: float) -> None:
-    """Has each replica take so long for a step, and a second for ten tokens."""
+    """Set the measured speed of each replica: so many seconds per step, and 0.1 s per token."""
     for index, seconds in enumerate(step_s):
         each = engine.replicas.engines[index]
         each.ttft_predictor.speed = ReplicaSpeed(
@@ -37,8 +37,8 @@ def measure(engine: AsyncEngine, *step_s: float) -> None:
         )
 
 
-def places(engine: AsyncEngine) -> Counter[int]:
-    """Unfinished requests of each replica."""
+def num_unfinished(engine: AsyncEngine) -> Counter[int]:
+    """Return the number of unfinished requests of each replica."""
     return Counter({index: engine._requests.num_of(each) for index, each in engine.replicas.engines.items()})
 
 
@@ -47,12 +47,12 @@ def hold(setup: Setup) -> None:
         runner.gate.clear()
 
 
-def go_on(setup: Setup) -> None:
+def release(setup: Setup) -> None:
     for runner in setup.runners.values():
         runner.gate.set()
 
 
-def test_a_prompt_goes_where_its_beginning_is_cached_and_the_answer_is_the_same() -> None:
+def test_a_prompt_goes_to_the_replica_that_caches_its_prefix_and_the_output_is_the_same() -> None:
     async def run() -> None:
         setup = Setup(num_replicas=2)
         async with setup.running() as engine:
@@ -61,14 +61,14 @@ def test_a_prompt_goes_where_its_beginning_is_cached_and_the_answer_is_the_same(
             measure(engine, 0.1, 0.1)
             prompts = [[700], [*PREFIX, 501]]
             streams = [engine.generate(each, GREEDY, request_id="1") for each in prompts]
-            assert places(engine) == {0: 2, 1: 0}
-            go_on(setup)
+            assert num_unfinished(engine) == {0: 2, 1: 0}
+            release(setup)
             assert [await token_ids(each) for each in streams] == [expected_output(each, 4) for each in prompts]
 
     asyncio.run(run())
 
 
-def test_a_queue_that_takes_longer_than_computing_the_prefix_anew_sends_it_elsewhere() -> None:
+def test_a_prompt_goes_to_another_replica_if_the_queue_takes_longer_than_recomputing_the_prefix() -> None:
     async def run() -> None:
         setup = Setup(num_replicas=2, max_num_seqs=2)
         async with setup.running() as engine:
@@ -76,8 +76,8 @@ def test_a_queue_that_takes_longer_than_computing_the_prefix_anew_sends_it_elsew
             hold(setup)
             measure(engine, 1.0, 1.0)
             streams = [engine.generate([*PREFIX, 500 + i], GREEDY, request_id="1") for i in range(6)]
-            assert min(places(engine)[index] for index in (0, 1)) >= 2
-            go_on(setup)
+            assert min(num_unfinished(engine)[index] for index in (0, 1)) >= 2
+            release(setup)
             assert [await token_ids(each) for each in streams] == [
                 expected_output([*PREFIX, 500 + i], 4) for i in range(6)
             ]
@@ -85,21 +85,21 @@ def test_a_queue_that_takes_longer_than_computing_the_prefix_anew_sends_it_elsew
     asyncio.run(run())
 
 
-def test_the_quicker_of_two_replicas_gets_more() -> None:
+def test_the_faster_of_two_replicas_gets_more_requests() -> None:
     async def run() -> None:
         setup = Setup(num_replicas=2)
         async with setup.running() as engine:
             hold(setup)
             measure(engine, 0.1, 2.0)
             streams = [engine.generate([i, 6], GREEDY, request_id=str(i)) for i in range(6)]
-            assert places(engine)[0] > places(engine)[1]
-            go_on(setup)
+            assert num_unfinished(engine)[0] > num_unfinished(engine)[1]
+            release(setup)
             await asyncio.gather(*map(token_ids, streams))
 
     asyncio.run(run())
 
 
-def test_what_each_class_would_wait_is_a_metric() -> None:
+def test_the_predicted_ttft_of_each_class_is_a_metric() -> None:
     async def run() -> None:
         setup = Setup(num_replicas=2)
         async with setup.running() as engine:
@@ -112,7 +112,7 @@ def test_what_each_class_would_wait_is_a_metric() -> None:
     asyncio.run(run())
 
 
-def test_another_tenants_cache_attracts_nobody() -> None:
+def test_cached_prefixes_of_another_tenant_do_not_count() -> None:
     async def run() -> None:
         setup = Setup(num_replicas=2)
         async with setup.running() as engine:
@@ -121,28 +121,28 @@ def test_another_tenants_cache_attracts_nobody() -> None:
             streams = [
                 engine.generate(PREFIX, GREEDY, Caller(tenant=tenant), request_id=tenant) for tenant in ("a", "b")
             ]
-            assert places(engine) == {0: 1, 1: 1}
-            go_on(setup)
+            assert num_unfinished(engine) == {0: 1, 1: 1}
+            release(setup)
             await asyncio.gather(*map(token_ids, streams))
 
     asyncio.run(run())
 
 
-def test_one_that_has_measured_nothing_is_expected_to_be_as_quick_as_another() -> None:
+def test_an_unmeasured_replica_counts_as_fast_as_another() -> None:
     async def run() -> None:
         setup = Setup(num_replicas=2)
         async with setup.running() as engine:
             hold(setup)
             measure(engine, 0.1)
             streams = [engine.generate([i, 6], GREEDY, request_id=str(i)) for i in range(6)]
-            assert places(engine) == {0: 3, 1: 3}
-            go_on(setup)
+            assert num_unfinished(engine) == {0: 3, 1: 3}
+            release(setup)
             await asyncio.gather(*map(token_ids, streams))
 
     asyncio.run(run())
 
 
-def test_a_replica_whose_work_agent_is_away_gets_nothing_while_another_serves() -> None:
+def test_a_replica_whose_work_agent_restarts_gets_no_request_while_another_serves() -> None:
     async def run() -> None:
         setup = Setup(num_replicas=2, clock=lambda: 5.0)
         async with setup.running() as engine:
@@ -152,15 +152,15 @@ def test_a_replica_whose_work_agent_is_away_gets_nothing_while_another_serves() 
             engine.replicas.engines[0]._executor.restart_status = away
             hold(setup)
             streams = [engine.generate([5, 6], GREEDY, request_id="x") for _ in range(4)]
-            assert places(engine) == {0: 0, 1: 4}
+            assert num_unfinished(engine) == {0: 0, 1: 4}
             engine.replicas.engines[0]._executor.restart_status = None
-            go_on(setup)
+            release(setup)
             await asyncio.gather(*map(token_ids, streams))
 
     asyncio.run(run())
 
 
-def test_the_rule_of_the_configuration_is_followed() -> None:
+def test_the_configured_policy_is_used() -> None:
     async def run() -> None:
         setup = Setup(num_replicas=3, routing="round_robin")
         async with setup.running() as engine:
@@ -169,18 +169,18 @@ def test_the_rule_of_the_configuration_is_followed() -> None:
                 await engine.generate([5, 6], GREEDY, request_id="x").aclose()
                 await engine.generate([5, 6], replace(GREEDY, max_tokens=1), request_id=str(number)).aclose()
             assert engine._router.policy._last == 7 % 3
-            go_on(setup)
+            release(setup)
 
     asyncio.run(run())
 
 
-def test_names_are_those_that_the_cache_gives_and_never_cover_the_last_token() -> None:
+def test_block_hashes_depend_on_the_namespace_and_never_cover_the_last_token() -> None:
     assert len(prompt_block_hashes("a", range(9), 4)) == 2
     assert len(prompt_block_hashes("a", range(8), 4)) == 1
     assert prompt_block_hashes("a", range(9), 4)[0] != prompt_block_hashes("b", range(9), 4)[0]
 
 
-def test_a_prompt_on_its_way_counts_until_its_request_ends() -> None:
+def test_the_prompt_of_an_unfinished_request_counts_as_cached() -> None:
     prompts, pool = PromptBlocks(), BlockPool(4)
     hashes = prompt_block_hashes("", range(13), 4)
     prompts.add("x", 0, hashes)
@@ -194,7 +194,7 @@ def test_a_prompt_on_its_way_counts_until_its_request_ends() -> None:
     assert not any(prompts._counts.values())
 
 
-def test_what_one_replica_alone_has_of_a_prompt_is_known_where_somebody_may_be_refused_for_it() -> None:
+def test_a_single_replica_looks_up_cached_prefixes_if_a_deadline_depends_on_them() -> None:
     async def run() -> None:
         setup = Setup()
         async with setup.running() as engine:
@@ -212,7 +212,7 @@ def test_what_one_replica_alone_has_of_a_prompt_is_known_where_somebody_may_be_r
     asyncio.run(run())
 
 
-def test_the_prompt_of_forks_is_owed_once() -> None:
+def test_the_prompt_of_forks_counts_once() -> None:
     async def run() -> None:
         setup = Setup()
         async with setup.running() as engine:
@@ -222,7 +222,7 @@ def test_the_prompt_of_forks_is_owed_once() -> None:
                 engine.generate(PREFIX, replace(GREEDY, seed=seed), request_id="a", fork_of=parent) for seed in (1, 2)
             ]
             assert engine._queue.load().num_uncached_tokens == len(PREFIX) + len(forks)
-            go_on(setup)
+            release(setup)
             for stream in (parent, *forks):
                 assert len(await token_ids(stream)) == GREEDY.max_tokens
 

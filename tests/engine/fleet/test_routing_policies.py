@@ -1,4 +1,4 @@
-"""Which replica a routing policy chooses, given figures only."""
+"""Which replica a routing policy chooses, from figures only."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def candidate(
 
 
 def among(candidates: Sequence[Candidate], away: Sequence[int] = ()) -> Candidates:
-    """These, but for those that are `away`; each in the place that its index says."""
+    """Return these candidates, without those in `away`."""
     by_load = sorted(map(load_key, candidates))
     by_index = {each.replica: each for each in candidates}
     cached = {index: by_index[index].num_cached_tokens for _, index in by_load if by_index[index].num_cached_tokens}
@@ -39,45 +39,45 @@ def chosen(policy: RoutingPolicy, *candidates: Candidate, predicted: Mapping[int
     return policy.choose(among(candidates), lambda each: (predicted or {}).get(each.replica)).replica
 
 
-def test_every_name_has_a_rule() -> None:
+def test_every_name_has_a_policy() -> None:
     assert set(ROUTING_POLICIES) == set(RoutingName)
 
 
 @pytest.mark.parametrize("name", RoutingName)
-def test_asking_again_without_having_placed_anything_gives_the_same(name: RoutingName) -> None:
+def test_choosing_again_gives_the_same_replica(name: RoutingName) -> None:
     policy = ROUTING_POLICIES[name]()
     candidates = [candidate(0, 2, used=30), candidate(1), candidate(2, 1)]
     assert len({chosen(policy, *candidates) for _ in range(3)}) == 1
 
 
-def test_round_robin_goes_round_those_that_are_there() -> None:
-    policy, places = ROUTING_POLICIES[RoutingName.ROUND_ROBIN](), []
+def test_round_robin_cycles_through_the_available_replicas() -> None:
+    policy, routed = ROUTING_POLICIES[RoutingName.ROUND_ROBIN](), []
     for living in ((0, 1, 2), (0, 1, 2), (0, 2), (0, 2), (0, 1, 2)):
-        places.append(chosen(policy, *map(candidate, living)))
-        policy.record_routed(places[-1])
-    assert places == [0, 1, 2, 0, 1]
+        routed.append(chosen(policy, *map(candidate, living)))
+        policy.record_routed(routed[-1])
+    assert routed == [0, 1, 2, 0, 1]
 
 
-def test_least_loaded_counts_requests_alone() -> None:
+def test_least_loaded_counts_only_requests() -> None:
     policy = ROUTING_POLICIES[RoutingName.LEAST_LOADED]()
     assert chosen(policy, candidate(0, 2, num_cached=90), candidate(1, 1), candidate(2, 1)) == 1
 
 
-def test_prefix_affinity_holds_while_loads_are_even_and_a_tenth_of_the_prompt_is_there() -> None:
+def test_prefix_affinity_needs_balanced_loads_and_a_tenth_of_the_prompt() -> None:
     policy = ROUTING_POLICIES[RoutingName.PREFIX_AFFINITY]()
     assert chosen(policy, candidate(0), candidate(1, MAX_IMBALANCE, num_cached=10)) == 1
     assert chosen(policy, candidate(0), candidate(1, MAX_IMBALANCE, num_cached=9)) == 0
     assert chosen(policy, candidate(0), candidate(1, MAX_IMBALANCE + 1, num_cached=90)) == 0
 
 
-def test_block_cost_weighs_what_is_to_be_computed_against_what_is_held() -> None:
+def test_block_cost_weighs_blocks_to_compute_against_held_blocks() -> None:
     policy = ROUTING_POLICIES[RoutingName.BLOCK_COST]()
     assert chosen(policy, candidate(0), candidate(1, used=9, num_cached=50)) == 1  # 2 * 10 against 2 * 5 + 9
     assert chosen(policy, candidate(0), candidate(1, used=11, num_cached=50)) == 0
     assert chosen(policy, candidate(0, queued=100), candidate(1, used=19)) == 1
 
 
-def test_the_least_predicted_time_decides_then_load_and_load_alone_where_nothing_is_known() -> None:
+def test_the_least_predicted_ttft_decides_then_the_load() -> None:
     policy = ROUTING_POLICIES[RoutingName.PREDICTED_TTFT]()
     three = candidate(0), candidate(1, 5), candidate(2, 4)
     assert chosen(policy, *three, predicted={0: 3.0, 1: 2.0, 2: 2.5}) == 1
@@ -86,7 +86,7 @@ def test_the_least_predicted_time_decides_then_load_and_load_alone_where_nothing
     assert chosen(policy, *three) == 0
 
 
-def test_of_many_replicas_the_likely_ones_are_compared() -> None:
+def test_of_many_replicas_only_the_likely_ones_are_compared() -> None:
     policy, asked = ROUTING_POLICIES[RoutingName.PREDICTED_TTFT](), set[int]()
     many = [candidate(each, each % 50, num_cached=10 if each in (77, 78) else 0) for each in range(100)]
 
@@ -99,16 +99,16 @@ def test_of_many_replicas_the_likely_ones_are_compared() -> None:
     assert {77, 78, 0, 50, 1, 51} <= asked
 
 
-def test_a_delay_of_others_counts_less_than_ones_own() -> None:
-    """To compute a prompt again takes 0.1 s, which 30 others wait for too; where it is cached, the queue is longer."""
+def test_the_delay_of_other_requests_counts_less() -> None:
+    """Recomputing the prompt takes 0.1 s and delays 30 requests; the replica that caches it has a longer queue."""
     policy = ROUTING_POLICIES[RoutingName.PREDICTED_TTFT]()
     cached, free = candidate(0, 30, num_cached=90, token_s=0.001), candidate(1, 30, token_s=0.001)
     assert chosen(policy, cached, free, predicted={0: 1.0, 1: 0.5}) == 0
     assert chosen(policy, cached, free, predicted={0: 2.0, 1: 0.5}) == 1
 
 
-def test_where_nobody_has_anything_of_a_prompt_a_delay_of_others_counts_little() -> None:
-    """To compute it takes 0.1 s anywhere, which 30 others wait for too, or one."""
+def test_without_a_cached_prefix_the_delay_of_other_requests_counts_little() -> None:
+    """Computing the prompt takes 0.1 s on any replica and delays 30 requests or one."""
     policy = ROUTING_POLICIES[RoutingName.PREDICTED_TTFT]()
     many, few = candidate(0, 30, num_cached=9, token_s=0.001), candidate(1, 1, num_cached=9, token_s=0.001)
     assert chosen(policy, many, few, predicted={0: 1.0, 1: 1.4}) == 0
@@ -119,7 +119,7 @@ def test_where_nobody_has_anything_of_a_prompt_a_delay_of_others_counts_little()
 def by_all_numbers(
     name: RoutingName, candidates: Sequence[Candidate], predict: Callable[[Candidate], float | None], last: int
 ) -> int:
-    """What each policy says, by a look at every replica."""
+    """Return what a policy should choose, from the figures of every replica."""
     least = min(candidates, key=load_key)
     ranked = sorted(candidates, key=lambda each: (-each.num_cached_tokens, *load_key(each)))
     if name is RoutingName.LEAST_LOADED:
@@ -132,22 +132,22 @@ def by_all_numbers(
         return min((cost, *load_key(each)) for cost, each in zip(costs, candidates, strict=True))[2]
     loads, most = [each.num_unfinished for each in candidates], ranked[0].num_cached_tokens
     has_match = most >= 100 * MIN_MATCH
-    at_first = ranked[0] if has_match and max(loads) - min(loads) <= MAX_IMBALANCE else least
+    unmeasured = ranked[0] if has_match and max(loads) - min(loads) <= MAX_IMBALANCE else least
     if name is RoutingName.PREFIX_AFFINITY:
-        return at_first.replica
+        return unmeasured.replica
     having = [each for each in ranked if each.num_cached_tokens][: MAX_COMPARED // 2]
     likely = [*having, *(each for each in sorted(candidates, key=load_key) if each not in having)][:MAX_COMPARED]
     weight = OTHERS_WEIGHT if has_match else OTHERS_WEIGHT_UNMATCHED
-    told = [
+    costs = [
         (seconds + weight * each.num_unfinished * each.prompt_s, *load_key(each))
         for each in (likely if len(candidates) > MAX_COMPARED else candidates)
         if (seconds := predict(each)) is not None
     ]
-    return min(told)[2] if told else at_first.replica
+    return min(costs)[2] if costs else unmeasured.replica
 
 
 @pytest.mark.parametrize("name", RoutingName)
-def test_looking_at_few_chooses_the_same_as_looking_at_all(name: RoutingName) -> None:
+def test_lazy_candidates_give_the_same_choice_as_all_figures(name: RoutingName) -> None:
     rng = random.Random(name)
     for _ in range(300):
         few = rng.choice((2, 12, 40))

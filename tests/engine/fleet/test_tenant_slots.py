@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from llm_serving.core.request import FinishReason, Request, RequestStatus
 from llm_serving.engine.fleet.accounting import FleetAccounting
-from llm_serving.engine.fleet.migration import as_it_goes_on
+from llm_serving.engine.fleet.migration import continuation_of
 from llm_serving.engine.fleet.monitors import MIN_TENANTS, LimitMonitor
 from llm_serving.engine.fleet.tenant_slots import TenantSlots
 from llm_serving.kvcache.transfer_pool import TransferPool
@@ -239,7 +239,7 @@ def test_a_migrating_request_counts_all_the_time() -> None:
     source.add(first, second)
     while not first.is_migrating:
         replicas.step(0)
-    moved = as_it_goes_on(first, source.scheduler.migrate_out(first))
+    moved = continuation_of(first, source.scheduler.migrate_out(first))
     replicas.accounting.tenant_slots.start_migration("first", "a")
     replicas.step(0)
     assert not source.scheduler.running, "its slot migrates with the request"

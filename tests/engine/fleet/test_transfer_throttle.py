@@ -1,4 +1,4 @@
-"""Blocks on their way take no more than their share of a core from who forms steps, however many threads bring them."""
+"""Transfer threads together use no more than their share of a core while steps are in flight."""
 
 from __future__ import annotations
 
@@ -7,33 +7,32 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import pytest
-from llm_serving.engine.fleet.migration import SHARE, TransferThrottle
+from llm_serving.engine.fleet.migration import CPU_SHARE, TransferThrottle
 
 NUM_PIECES = 60
 
 
 class Threads:
-    """Real ones, of which one runs at a time, and time that the test makes: each works on pieces and rests after them,
-    all beside each other."""
+    """Real threads, of which one runs at a time, in virtual time: each processes pieces and waits after each piece."""
 
     def __init__(self, stack: ExitStack, count: int, has_steps: bool) -> None:
         self._pools = [stack.enter_context(ThreadPoolExecutor(1)) for _ in range(count)]
         self.free_at = [0.0] * count
-        """When each begins its next piece."""
+        """Virtual time at which each thread begins its next piece."""
         self.computed = [0.0] * count
         self.now = 0.0
         self._thread = 0
-        self.pace = TransferThrottle(
+        self.throttle = TransferThrottle(
             lambda: has_steps, lambda: self.now, lambda: self.computed[self._thread], self._pause
         )
 
     def work(self, seconds: float) -> None:
-        """The first that is free does a piece that takes so long, and rests."""
+        """Let the first free thread process a piece of so many seconds, and wait."""
         self._thread = min(range(len(self._pools)), key=lambda each: self.free_at[each])
         self.now = self.free_at[self._thread] + seconds
         self.computed[self._thread] += seconds
         self.free_at[self._thread] = self.now
-        self._pools[self._thread].submit(self.pace.rest).result()
+        self._pools[self._thread].submit(self.throttle.wait).result()
 
     def _pause(self, seconds: float) -> None:
         self.free_at[self._thread] += seconds
@@ -46,23 +45,23 @@ def stack() -> Iterator[ExitStack]:
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])
-def test_all_threads_together_have_their_share_and_no_more(stack: ExitStack, count: int) -> None:
+def test_all_threads_together_use_their_share_and_no_more(stack: ExitStack, count: int) -> None:
     threads = Threads(stack, count, has_steps=True)
     for _ in range(NUM_PIECES):
         threads.work(1.0)
-        assert sum(threads.computed) <= SHARE * threads.now + count
-    assert sum(threads.computed) >= SHARE * threads.now
+        assert sum(threads.computed) <= CPU_SHARE * threads.now + count
+    assert sum(threads.computed) >= CPU_SHARE * threads.now
 
 
-def test_what_was_not_used_is_not_saved_up(stack: ExitStack) -> None:
+def test_unused_time_does_not_accumulate(stack: ExitStack) -> None:
     threads = Threads(stack, 1, has_steps=True)
     threads.work(1.0)
     threads.free_at[0] = 1000.0
     threads.work(1.0)
-    assert threads.free_at[0] == 1001.0 + 1 / SHARE - 1
+    assert threads.free_at[0] == 1001.0 + 1 / CPU_SHARE - 1
 
 
-def test_nobody_waits_while_no_step_is_under_way(stack: ExitStack) -> None:
+def test_no_thread_waits_while_no_step_is_in_flight(stack: ExitStack) -> None:
     threads = Threads(stack, 2, has_steps=False)
     for _ in range(NUM_PIECES):
         threads.work(1.0)

@@ -1,8 +1,7 @@
-"""Migration of requests from the replica that computed their prompts to one that continues them.
+"""Migration of requests: a decode replica continues what a prefill replica began, and gets its KV cache blocks.
 
-`RequestMigration` is the engine's part: it lets requests go and takes them over. `BlockTransferrer` copies KV blocks
-from one machine to another in threads of its own, and `TransferThrottle` limits the time of these threads while steps
-are in flight.
+`RequestMigration` is the engine's part. `BlockTransferrer` copies blocks between machines in threads of its own, whose
+CPU time `TransferThrottle` limits while steps are in flight.
 """
 
 from __future__ import annotations
@@ -38,51 +37,51 @@ from llm_serving.transport.messages import BlockContents
 
 logger = get_logger(__name__)
 MAX_REQUESTS: Final = 64
-"""Requests whose blocks may wait for their transfer from one replica."""
+"""Most requests of one replica whose blocks may wait for their transfer."""
 MAX_BYTES: Final = 2**30
-"""Bytes of their blocks, unless it is one request: what a link of 10 Gbit/s transfers in about a second."""
-SHARE: Final = 0.5
+"""Most bytes of their blocks, except for a single request: a link of 10 Gbit/s transfers them in about a second."""
+CPU_SHARE: Final = 0.5
 """Share of one core's time that all transfer threads together may use while a step is in flight."""
 
 
 @dataclass(frozen=True, slots=True)
 class TransferredBlocks:
-    """That what a request takes along has been brought to another machine."""
+    """Where the blocks of a migrating request have been transferred."""
 
     replica: int
     link: BlockLink
-    """To the WorkAgent that has it, as long as this is not closed."""
+    """Connection to the WorkAgent that holds them; when it is closed, they are lost."""
 
 
 class MigratingRequest(NamedTuple):
-    """What an engine lets go of and another one takes, or nobody, if it is not wanted any more."""
+    """A request between two engines."""
 
     request: Request
-    """As it goes on; what the engine knew it by has ended."""
+    """The record for the next engine; the first engine has finished its own."""
     produced: ProducedOutput
-    """Its text so far."""
+    """Output that its client has."""
     audited: Answer | None
-    """What its client was told, where that is to be compared."""
-    time: float
-    """When its last step at that engine was replied to."""
-    brought: TransferredBlocks | None = None
-    """None: what it takes along is where it was handed over."""
+    """What the client got, if the audit will compare it."""
+    exported_at: float
+    """Engine time of the reply to its last step."""
+    transferred: TransferredBlocks | None = None
+    """None: its blocks are in the transfer pool of the first engine's machine."""
 
     @property
     def blocks(self) -> list[TransferBlock]:
-        """What it takes along."""
+        """Blocks of the transfer pool with its KV cache; none if the next engine recomputes it."""
         return [] if self.request.transfer is None else self.request.transfer.blocks
 
-    def leave_blocks(self) -> list[TransferBlock]:
-        """Has everything computed again; nobody needs these any more."""
+    def drop_blocks(self) -> list[TransferBlock]:
+        """Let the next engine recompute the KV cache; return the blocks, which can be reclaimed."""
         blocks = self.blocks
         if self.request.transfer is not None:
             self.request.transfer = self.request.transfer.without_blocks()
         return blocks
 
 
-def last_piece(request: Request, reason: FinishReason, error: str) -> RequestOutput:
-    """What a client is told where nobody goes on with it."""
+def failure_output(request: Request, reason: FinishReason, error: str) -> RequestOutput:
+    """Return the last output of a request that no engine continues."""
     if request.http_timings is not None:
         request.http_timings.unfinished_request_ids.discard(request.request_id)
     return RequestOutput(
@@ -98,8 +97,8 @@ def last_piece(request: Request, reason: FinishReason, error: str) -> RequestOut
     )
 
 
-def as_it_goes_on(request: Request, transfer: Transfer) -> Request:
-    """Another record of the same request, that no engine has yet."""
+def continuation_of(request: Request, transfer: Transfer) -> Request:
+    """Return a new record of a request for the engine that continues it."""
     return Request(
         request_id=request.request_id,
         prompt_token_ids=request.prompt_token_ids,
@@ -121,10 +120,10 @@ def as_it_goes_on(request: Request, transfer: Transfer) -> Request:
 
 
 class RequestMigration(StepObserver):
-    """What one engine has to do with other replicas' requests and blocks; belongs to the engine's thread.
+    """Releases and accepts migrating requests of one engine; belongs to the engine's thread.
 
-    A request departs when the step that hands its blocks over is replied to, and after all that its client was told
-    here. Where it goes on, its blocks are brought in with its first step, and given back when that step is done.
+    A request is released when the step that exports its blocks is replied to and its client has all output. The engine
+    that accepts it imports the blocks in its first step, and they are reclaimed when that step is done.
     """
 
     def __init__(
@@ -144,92 +143,92 @@ class RequestMigration(StepObserver):
         self._desk = desk
         self._journal = journal
         self._metrics = metrics
-        self._spent: deque[list[TransferBlock]] = deque()
-        """For each step in flight, what nobody needs any more when it is done."""
-        self._departing: list[tuple[Request, Transfer, float]] = []
-        """Requests that the scheduler has released for migration, with their blocks and the time."""
-        self._arrived: dict[Request, float] = {}
-        """Requests of other replicas that no step has been formed with, and when these let go of them."""
+        self._imported: deque[list[TransferBlock]] = deque()
+        """For each step in flight, the blocks that can be reclaimed when it is done."""
+        self._exported: list[tuple[Request, Transfer, float]] = []
+        """Requests that left the scheduler, with their blocks and the engine time."""
+        self._accepted: dict[Request, float] = {}
+        """Accepted request before its first step -> `MigratingRequest.exported_at`."""
 
-    def accept(self, departure: MigratingRequest) -> None:
-        """Goes on with a request that another replica has begun."""
-        request = departure.request
-        if departure.brought is not None and departure.brought.link.is_closed:
-            self._release(departure.leave_blocks())
-        self._auditor.resume(request, departure.audited)
-        self._processor.resume(request, departure.produced)
-        self._journal.arrived(request, class_of(request.priority, self._scheduler.classes), departure.time)
+    def accept(self, migrating: MigratingRequest) -> None:
+        """Continue a request of another engine."""
+        request = migrating.request
+        if migrating.transferred is not None and migrating.transferred.link.is_closed:
+            self._reclaim(migrating.drop_blocks())
+        self._auditor.resume(request, migrating.audited)
+        self._processor.resume(request, migrating.produced)
+        self._journal.arrived(request, class_of(request.priority, self._scheduler.classes), migrating.exported_at)
         sink = request.sink = SequenceSink(request, self._desk)
         sink.resume()
-        self._arrived[request] = departure.time
+        self._accepted[request] = migrating.exported_at
 
     def on_scheduled(self, schedule: Schedule | None, in_flight: Sequence[Schedule], now: float) -> None:
         if schedule is not None:
-            self._spent.append([])
-        if spent := self._scheduler.blocks.pop_released_imports():
-            self._spend(spent)
+            self._imported.append([])
+        if blocks := self._scheduler.blocks.pop_released_imports():
+            self._reclaim_after_steps(blocks)
 
     def on_submitted(self, schedule: Schedule, now: float) -> None:
-        if not self._arrived:
+        if not self._accepted:
             return
-        seconds = [now - self._arrived.pop(row.request) for row in schedule.rows if row.request in self._arrived]
+        seconds = [now - self._accepted.pop(row.request) for row in schedule.rows if row.request in self._accepted]
         if seconds:
             self._metrics.moves.arrived(seconds, schedule.block_moves)
-        self._arrived = {request: time for request, time in self._arrived.items() if not request.is_finished}
+        self._accepted = {request: time for request, time in self._accepted.items() if not request.is_finished}
 
     def complete_step(self, schedule: Schedule, now: float) -> None:
-        """Release the blocks that the oldest step in flight has imported, and the requests whose blocks it exported.
+        """Reclaim the blocks that the oldest step in flight imported; remove the requests whose blocks it exported.
 
-        Call it once the results are applied, and before they are counted.
+        Call it after the results are applied and before they are counted.
         """
-        if spent := self._spent.popleft():
-            self._release(spent)
+        if blocks := self._imported.popleft():
+            self._reclaim(blocks)
         for row in schedule.migrating:
             if row.request.is_migrating and not row.request.is_finished:
-                self._departing.append((row.request, self._scheduler.migrate_out(row.request), now))
+                self._exported.append((row.request, self._scheduler.migrate_out(row.request), now))
 
     def hand_over(self) -> None:
-        """Give released requests to other replicas; call it when their clients have all output of this replica."""
-        if not self._departing:
+        """Give the removed requests to the listeners; call it when their clients have all output of this engine."""
+        if not self._exported:
             return
-        departures = []
-        for request, transfer, departed_at in self._departing:
+        migrating = []
+        for request, transfer, exported_at in self._exported:
             if not self._processor.knows(request):  # it has ended since
                 self._scheduler.reclaim_exported_blocks(transfer.blocks)
                 continue
             produced, audited = self._processor.leave(request), self._auditor.leave(request.request_id)
             request.sink = None
-            self._journal.departed(request, departed_at)
-            departures.append(MigratingRequest(as_it_goes_on(request, transfer), produced, audited, departed_at))
-        self._departing = []
-        if departures:
+            self._journal.departed(request, exported_at)
+            migrating.append(MigratingRequest(continuation_of(request, transfer), produced, audited, exported_at))
+        self._exported = []
+        if migrating:
             for listener in self._listeners:
-                listener.on_departures(departures)
+                listener.on_migrating(migrating)
 
     def release_imports(self) -> None:
-        """Release all imported blocks, because no step is in flight any more."""
-        while self._spent:
-            self._release(self._spent.popleft())
+        """Reclaim the blocks of all steps, because no step is in flight any more."""
+        while self._imported:
+            self._reclaim(self._imported.popleft())
 
     def close(self) -> None:
-        """Release all imported blocks, because no further step is scheduled."""
-        self._spend(self._scheduler.blocks.pop_released_imports())
+        """Reclaim all blocks, because no further step is scheduled."""
+        self._reclaim_after_steps(self._scheduler.blocks.pop_released_imports())
         self.release_imports()
 
-    def _spend(self, blocks: list[TransferBlock]) -> None:
-        """Nobody needs these blocks any more when the steps in flight are done."""
-        if self._spent:
-            self._spent[-1] += blocks
+    def _reclaim_after_steps(self, blocks: list[TransferBlock]) -> None:
+        """Reclaim blocks when the steps in flight are done."""
+        if self._imported:
+            self._imported[-1] += blocks
         else:
-            self._release(blocks)
+            self._reclaim(blocks)
 
-    def _release(self, blocks: list[TransferBlock]) -> None:
+    def _reclaim(self, blocks: list[TransferBlock]) -> None:
         for listener in self._listeners:
             listener.on_blocks_released(blocks)
 
 
 class Link(Protocol):
-    """As `BlockLink`."""
+    """The part of `BlockLink` that a transfer needs."""
 
     blocks_per_frame: int
     block_bytes: int
@@ -243,29 +242,29 @@ class Link(Protocol):
 
 
 class BlockTransferrer:
-    """Through the master, frame by frame: read from one WorkAgent, written to the other.
+    """Transfers blocks between WorkAgents through the master, in frames.
 
-    There is a thread for each replica that blocks are read from, which brings one request's after another's. So frames
-    on their way are a few for each such replica (`MAX_FRAMES_IN_FLIGHT`), however much is to be moved; and they have
-    connections of their own, so none is before a step's. What a thread has before it is bounded too, in requests and
-    bytes; and in time, since each request is given up `Link.timeout_s` after it came.
+    One thread per source replica transfers one request after the other. So the frames in flight are few
+    (`MAX_FRAMES_IN_FLIGHT` per source replica), whatever is to be transferred. They have connections of their own, so
+    they delay no step's messages. The queue of a thread is bounded in requests and in bytes, and each request has
+    `Link.timeout_s` from its arrival.
 
     Args:
-        rest: Is called by these threads before each frame, and after each request: gives way to who forms steps.
-        clock: For the time that requests may take.
+        throttle: Called by the threads before each frame and after each request, see `TransferThrottle.wait`.
+        clock: Clock of the timeouts.
     """
 
-    def __init__(self, rest: Callable[[], None] = lambda: None, clock: Clock = monotonic) -> None:
-        self._rest = rest
+    def __init__(self, throttle: Callable[[], None] = lambda: None, clock: Clock = monotonic) -> None:
+        self._throttle = throttle
         self._clock = clock
         self._threads: dict[int, ThreadPoolExecutor] = {}
         self._lock = threading.Lock()
         self._num_requests: Counter[int] = Counter()
-        """By replica: whose blocks have not been brought."""
+        """Source replica -> requests whose transfer has not ended."""
         self._num_bytes: Counter[int] = Counter()
-        """Of these blocks."""
+        """Source replica -> bytes of their blocks."""
 
-    def carry(
+    def start(
         self,
         replica: int,
         blocks: Sequence[TransferBlock],
@@ -273,10 +272,14 @@ class BlockTransferrer:
         target: Link,
         done: Callable[[bool], None],
     ) -> bool:
-        """Begins to bring blocks of a replica to the pool behind `target`, unless there is too much before them, or no
-        thread to be had.
+        """Start the transfer of the blocks of a request; return False if the queue is full or no thread can start.
 
-        `done` is called in another thread: whether all of them are there.
+        Args:
+            replica: Index of the source replica.
+            blocks: The blocks.
+            source: Link to the WorkAgent that holds them.
+            target: Link to the WorkAgent that receives them.
+            done: Called in another thread with the result: whether all blocks were transferred.
         """
         num_bytes = len(blocks) * source.block_bytes
         with self._lock:
@@ -287,56 +290,56 @@ class BlockTransferrer:
             self._num_bytes[replica] += num_bytes
         deadline = self._clock() + source.timeout_s
 
-        def bring() -> None:
-            there = carried(blocks, source, target, deadline, self._clock, self._rest)
-            self._done(replica, num_bytes)
-            done(there)
-            self._rest()
+        def run() -> None:
+            succeeded = transfer_blocks(blocks, source, target, deadline, self._clock, self._throttle)
+            self._remove(replica, num_bytes)
+            done(succeeded)
+            self._throttle()
 
         thread = self._threads.get(replica) or ThreadPoolExecutor(1, f"carrier-{replica}")
         try:
-            thread.submit(bring)
-        except RuntimeError:  # none can be had now, or it is closed
-            self._done(replica, num_bytes)
+            thread.submit(run)
+        except RuntimeError:  # the system has no further thread, or the executor is shut down
+            self._remove(replica, num_bytes)
             return False
         self._threads[replica] = thread
         return True
 
     def close(self) -> None:
-        """Waits for what is under way, which ends when its WorkAgents do."""
+        """Wait for the transfers in progress, which fail once their WorkAgents have ended."""
         for thread in self._threads.values():
             thread.shutdown()
 
-    def _done(self, replica: int, num_bytes: int) -> None:
+    def _remove(self, replica: int, num_bytes: int) -> None:
         with self._lock:
             self._num_requests[replica] -= 1
             self._num_bytes[replica] -= num_bytes
 
 
-def carried(
+def transfer_blocks(
     blocks: Sequence[TransferBlock],
     source: Link,
     target: Link,
     deadline: float,
     clock: Clock = monotonic,
-    rest: Callable[[], None] = lambda: None,
+    throttle: Callable[[], None] = lambda: None,
 ) -> bool:
-    """Whether all of them are where they shall be. Returns when nothing is under way any more.
+    """Transfer blocks and return whether all arrived; no frame is in flight when this returns.
 
-    No frame is begun after the deadline; the answer to one that was has its own. Before each it may `rest`.
+    No frame is started after the deadline; a started one has a timeout of its own. `throttle` is called before each.
     """
     try:
         with contextlib.ExitStack() as both:
-            for link in sorted((source, target), key=id):  # in one order, so that no two wait for each other
+            for link in sorted((source, target), key=id):  # one order for all threads, so no two block each other
                 both.enter_context(link.locked(max(0.0, deadline - clock())))
             pieces = _pieces(blocks, min(source.blocks_per_frame, target.blocks_per_frame))
-            with contextlib.closing(source.read(_until(clock, deadline, pieces, rest))) as frames:
+            with contextlib.closing(source.read(_until(clock, deadline, pieces, throttle))) as frames:
                 target.write(frames)
     except WorkerError as error:
-        logger.warning("what a request takes along is lost on its way, and is computed again: %s", error)
+        logger.warning("KV blocks of a request were not transferred and are recomputed: %s", error)
         return False
-    except Exception:  # whoever waits for them is told all the same
-        logger.exception("blocks were not brought; what they hold is computed again")
+    except Exception:  # the caller gets a result in any case
+        logger.exception("KV blocks of a request were not transferred and are recomputed")
         return False
     return True
 
@@ -347,54 +350,57 @@ def _pieces(blocks: Sequence[TransferBlock], count: int) -> Iterator[Sequence[Tr
 
 
 def _until(
-    clock: Clock, deadline: float, pieces: Iterable[Sequence[TransferBlock]], rest: Callable[[], None]
+    clock: Clock, deadline: float, pieces: Iterable[Sequence[TransferBlock]], throttle: Callable[[], None]
 ) -> Iterator[Sequence[TransferBlock]]:
-    """Whoever answers each question late, and none too late, does not keep a request waiting for ever."""
+    """Yield pieces until the deadline: a WorkAgent that answers each frame just in time could otherwise take for ever.
+
+    Raises:
+        WorkerError: The deadline has passed.
+    """
     for piece in pieces:
-        rest()
+        throttle()
         if clock() > deadline:
-            raise WorkerError("it takes longer than a step may (serving_config.step_timeout_s)")
+            raise WorkerError("the transfer takes longer than serving_config.step_timeout_s")
         yield piece
 
 
-class _Computed(threading.local):
-    """By a thread, when it rested last."""
+class _CpuTime(threading.local):
+    """CPU time of the calling thread at its last `TransferThrottle.wait`."""
 
     seconds = 0.0
 
 
 class TransferThrottle:
-    """Of threads that bring blocks in pieces: after each they wait as long as all of them together computed, so that
-    blocks never take more than `SHARE` of one core from who forms steps. While no step is under way nobody waits.
+    """Limits all transfer threads together to `CPU_SHARE` of one core while any engine has a step in flight.
 
     Args:
-        has_steps: Whether a step is under way anywhere.
-        clock: Of the time that goes by.
-        own_time: What the calling thread has computed.
-        pause: Waits so many seconds.
+        has_steps: Returns whether an engine has a step in flight.
+        clock: Clock of the elapsed time.
+        cpu_time: Returns the CPU time of the calling thread.
+        sleep: Waits so many seconds.
     """
 
     def __init__(
         self,
         has_steps: Callable[[], bool],
         clock: Clock = monotonic,
-        own_time: Clock = time.thread_time,
-        pause: Callable[[float], object] = time.sleep,
+        cpu_time: Clock = time.thread_time,
+        sleep: Callable[[float], object] = time.sleep,
     ) -> None:
-        self._has_steps, self._clock, self._own_time, self._pause = has_steps, clock, own_time, pause
+        self._has_steps, self._clock, self._cpu_time, self._sleep = has_steps, clock, cpu_time, sleep
         self._lock = threading.Lock()
-        self._computed = _Computed()
-        self._even_at = 0.0
-        """When what was computed so far is `SHARE` of the time since."""
+        self._last = _CpuTime()
+        self._balanced_at = 0.0
+        """When the CPU time used so far is `CPU_SHARE` of the elapsed time."""
 
-    def rest(self) -> None:
-        """To be called between two pieces: waits until what was computed is `SHARE` of the time gone by."""
-        computed = self._own_time()
-        took_s, self._computed.seconds = computed - self._computed.seconds, computed
+    def wait(self) -> None:
+        """Wait until the CPU time of all threads is at most `CPU_SHARE` of the elapsed time; call it between pieces."""
+        cpu_time = self._cpu_time()
+        used_s, self._last.seconds = cpu_time - self._last.seconds, cpu_time
         if not self._has_steps():
             return
         with self._lock:
             now = self._clock()
-            self._even_at = max(self._even_at, now - took_s) + took_s / SHARE
-            wait_s = self._even_at - now
-        self._pause(wait_s)
+            self._balanced_at = max(self._balanced_at, now - used_s) + used_s / CPU_SHARE
+            wait_s = self._balanced_at - now
+        self._sleep(wait_s)

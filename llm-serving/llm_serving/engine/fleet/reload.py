@@ -1,4 +1,4 @@
-"""A running server takes over what its YAML says now, as far as that needs no restart."""
+"""Reload of the configuration by a running server, as far as that needs no restart."""
 
 from __future__ import annotations
 
@@ -17,37 +17,35 @@ from llm_serving.observability.metrics import Metrics
 logger = get_logger(__name__)
 
 TIMEOUT_S: Final = 5.0
-"""Seconds that engines are waited for; one that starts its WorkAgent again takes longer, and follows then."""
+"""Seconds to wait for the engines. One whose WorkAgent is being restarted takes longer and follows later."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReloadResult:
-    """What came of it."""
-
     changes: list[Change]
     late: list[int]
-    """Replicas that follow later."""
+    """Replicas that will follow later."""
 
 
 class ConfigReloader:
-    """Lives on the event loop; all of the new configuration counts there from one moment on, or none of it.
+    """Applies a changed YAML file; runs on the event loop, where all of the new configuration holds at once, or none.
 
-    Each engine follows between two of its steps. What has been let in stays, and goes on by the new rules.
+    Each engine follows between two of its steps. Admitted requests stay and continue by the new rules.
     """
 
     def __init__(self, config: ServingConfig, replicas: Replicas, metrics: Metrics) -> None:
         self.followers: list[Callable[[ServingConfig], None]] = []
-        """Told of the new configuration; they raise nothing."""
+        """Functions that are called with the new configuration; they must not raise."""
         self._started = self._running = config
         self._replicas = replicas
         self._metrics = metrics
         self._lock = asyncio.Lock()
 
     async def reload(self) -> ReloadResult:
-        """Reads the YAML again.
+        """Read the YAML file again and apply its changes.
 
         Raises:
-            RequestError: It breaks a rule, or changes what only a restart does. Then nothing is changed.
+            RequestError: It breaks a rule, or changes a key that needs a restart. Then nothing has changed.
         """
         async with self._lock:
             try:
@@ -61,15 +59,12 @@ class ConfigReloader:
                 self._metrics.reloaded("unchanged")
                 logger.info("reload: nothing has changed")
                 return ReloadResult([], [])
-            return await self._follow(read, changes)
-
-    async def _follow(self, read: ServingConfig, changes: list[Change]) -> ReloadResult:
-        self._running = read
-        for follow in self.followers:
-            follow(read)
-        logger.info("reload: %s", "; ".join(map(str, changes)))
-        self._metrics.reloaded("applied")
-        asked = {index: asyncio.wrap_future(answer) for index, answer in self._replicas.reload(read).items()}
-        if asked:
-            await asyncio.wait(asked.values(), timeout=TIMEOUT_S)
-        return ReloadResult(changes, [index for index, answer in asked.items() if not answer.done()])
+            self._running = read
+            for follow in self.followers:
+                follow(read)
+            logger.info("reload: %s", "; ".join(map(str, changes)))
+            self._metrics.reloaded("applied")
+            replies = {index: asyncio.wrap_future(reply) for index, reply in self._replicas.reload(read).items()}
+            if replies:
+                await asyncio.wait(replies.values(), timeout=TIMEOUT_S)
+            return ReloadResult(changes, [index for index, reply in replies.items() if not reply.done()])
