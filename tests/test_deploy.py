@@ -64,12 +64,14 @@ def series() -> dict[str, list[Labels]]:
         metrics.http.answered("POST", "/v1/completions", status)
     metrics.replicas = lambda: ReplicaCounts(1, 1)
     metrics.watch_agent(0, lambda: 1)
-    metrics.step(1, 0, 0.5, 8)
-    metrics.first_token(0.1)
-    metrics.classes.first_token(0, 0.1)
+    metrics.record_step(1, 0, 0.5, 8)
+    metrics.record_first_token(0.1)
+    metrics.classes.record_first_token(0, 0.1)
     metrics.classes.refused(STANDARD, "slo")
     metrics.classes.predicted_s = lambda name: 0.5
-    metrics.finished(FinishReason.STOP, e2e_s=1.0, ttft_s=0.5, num_prompt=4, num_output=2, queued_s=0.25, decode_s=0.5)
+    metrics.record_finished(
+        FinishReason.STOP, e2e_s=1.0, ttft_s=0.5, num_prompt=4, num_output=2, queued_s=0.25, decode_s=0.5
+    )
     found: dict[str, list[Labels]] = {name: [{}] for name in OF_PROMETHEUS}
     for family in text_string_to_metric_families(request(engine, "GET", "/metrics").text):
         for sample in family.samples:

@@ -51,26 +51,26 @@ class TokenCounter:
     `RequestOutput`.
     """
 
-    __slots__ = ("_desk", "_tell", "active_requests", "outcome", "request", "request_id")
+    __slots__ = ("_context", "_emit", "active_requests", "outcome", "request", "request_id")
 
-    def __init__(self, request: Request, desk: SinkContext, outcome: Outcome) -> None:
+    def __init__(self, request: Request, context: SinkContext, outcome: Outcome) -> None:
         self.request, self.request_id = request, request.request_id
         self.active_requests = (request,)
         self.outcome = outcome
-        self._desk: Any = desk
-        self._tell: Any = desk.tell  # looked up once, because it is called for each token
+        self._context: Any = context
+        self._emit: Any = context.emit  # looked up once, because it is called for each token
 
     def start(self) -> None:
-        self._desk.scheduler.add(self.request)
+        self._context.scheduler.add(self.request)
 
     def add_tokens(self, request: Request, samples: range, output: StepOutput) -> None:
         if request.status is not FINISHED and len(request.output_token_ids) > 1:
             for _ in samples:
-                self._tell(self)
+                self._emit(self)
             return
         for _ in samples[1:]:
-            self._tell(self)
-        self._tell(self._output(_ONE_TOKEN))
+            self._emit(self)
+        self._emit(self._output(_ONE_TOKEN))
         if request.is_finished:
             request.sink = None
 
@@ -83,12 +83,12 @@ class TokenCounter:
         request = self.request
         if request.sink is None:
             return
-        self._desk.scheduler.finish(request, reason)
+        self._context.scheduler.finish(request, reason)
         request.finish_reason, request.sink = reason, None
-        self._tell(self._output((), error))
+        self._emit(self._output((), error))
 
     def set_priority(self, priority: int) -> bool:
-        return bool(self._desk.scheduler.reprioritise(self.request, priority))
+        return bool(self._context.scheduler.set_priority(self.request, priority))
 
     def _output(self, token_ids: tuple[int, ...], error: str | None = None) -> RequestOutput:
         request = self.request
@@ -273,7 +273,7 @@ class FastForwardEngine:
         if num_in_flight != engine._max_steps_in_flight - 1 or (drafter is not None and drafter.pays):
             return None
         scheduler = engine.scheduler
-        if engine._inbox or not FastForwardScheduler.is_uniform(scheduler, newest, num_in_flight):
+        if engine._inbox.messages or not FastForwardScheduler.is_uniform(scheduler, newest, num_in_flight):
             return None
         running = scheduler.running
         if not all(map(_gets_one_token, running)):
@@ -314,7 +314,7 @@ class FastForwardEngine:
         drafter = self._drafter
         agent.await_ending()
         now = clock()
-        if engine._inbox or engine._overdue.is_due(now) or (drafter is not None and drafter.pays):
+        if engine._inbox.messages or engine._deadlines.is_due(now) or (drafter is not None and drafter.pays):
             return False
         if engine.fleet is not None:
             engine.fleet.synchronize()
@@ -359,8 +359,8 @@ class FastForwardEngine:
                     outputs.append(request.sink)
                 else:
                     outputs += self._outputs_of(request)
-            engine._processor.report_times()
-            engine._auditor.told(outputs)  # type: ignore[arg-type]
+            engine._processor.flush_token_gaps()
+            engine._auditor.record(outputs)  # type: ignore[arg-type]
         if outputs:
             engine._publish_outputs(outputs)  # type: ignore[arg-type]
 

@@ -106,14 +106,16 @@ class StepCounters(Metrics):
         self.block_use: list[tuple[float, float]] = []
         self._clock = clock
 
-    def step(self, num_running: int, num_waiting: int, kv_usage: float, num_tokens: int, *, replica: int = 0) -> None:
+    def record_step(
+        self, num_running: int, num_waiting: int, kv_usage: float, num_tokens: int, *, replica: int = 0
+    ) -> None:
         self.num_tokens += num_tokens
         self.block_use.append((self._clock(), kv_usage))
 
-    def first_token(self, seconds: float) -> None:
+    def record_first_token(self, seconds: float, priority: int = 0) -> None:
         """Do nothing: `Outcome` has the time."""
 
-    def inter_tokens(self, seconds: Sequence[float]) -> None:
+    def record_inter_tokens(self, seconds: Sequence[float]) -> None:
         """Do nothing: `Outcome` has the times."""
 
     def record_verified_drafts(self, verified: Iterable[tuple[str, int, int]]) -> None:
@@ -121,10 +123,10 @@ class StepCounters(Metrics):
             self.num_draft_tokens += num_draft_tokens
             self.num_accepted_tokens += num_accepted
 
-    def preempted(self, n: int = 1) -> None:
-        self.num_preempted += n
+    def record_preempted(self, priorities: Sequence[int]) -> None:
+        self.num_preempted += len(priorities)
 
-    def bound_violated(self, n: int = 1) -> None:
+    def record_bound_violations(self, count: int) -> None:
         """Raise AssertionError: the scheduler broke a guaranteed maximum wait."""
-        self.num_violations += n
+        self.num_violations += count
         raise AssertionError(f"a bound on waiting is broken at {self._clock():.6g} s")

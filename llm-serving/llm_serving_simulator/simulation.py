@@ -22,7 +22,7 @@ from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.engine.engine import Engine, Publish
 from llm_serving.engine.fleet.migration import MigratingRequest
-from llm_serving.engine.listener import EngineListener
+from llm_serving.engine.observers import EngineListener
 from llm_serving.errors import CapacityError, ConfigError, LLMServingError, RequestError
 from llm_serving.models.spec import ModelSpec
 

@@ -15,7 +15,7 @@ from llm_serving.core.request import Request
 from llm_serving.engine.engine import Engine, Publish
 from llm_serving.engine.inbox import Inbox
 from llm_serving.engine.replica import build_engine
-from llm_serving.engine.sinks import SinkContext, receive
+from llm_serving.engine.sinks import SinkContext, attach_sink
 from llm_serving.errors import ConfigError, WorkerDiedError
 from llm_serving.scheduler.schedule import Blocked, Schedule
 
@@ -137,7 +137,7 @@ class VirtualReplica:
                 clock=self.clock,
                 build_drafter=lambda config, executor, clock: self._drafter,
                 build_step=self._build_step,
-                attach_sink=self._receive,
+                attach_sink=self._attach_sink,
             )
 
         self.engine = world.drive(index, make)
@@ -204,12 +204,12 @@ class VirtualReplica:
         self._newest = schedule
         return virtual_step(schedule, number)
 
-    def _receive(self, request: Request, desk: SinkContext) -> None:
+    def _attach_sink(self, request: Request, context: SinkContext) -> None:
         """Give a request a `TokenCounter`, unless its outputs must be complete."""
         if request.wants_migration or self.engine.audits(request):
-            receive(request, desk)
+            attach_sink(request, context)
             return
-        request.sink = counter = TokenCounter(request, desk, self._world.outcome_of(request.request_id))
+        request.sink = counter = TokenCounter(request, context, self._world.outcome_of(request.request_id))
         counter.start()
 
     def check(self) -> None:
@@ -238,13 +238,13 @@ class VirtualInbox(Inbox):
     def __init__(self, on_post: Callable[[], None]) -> None:
         self.ended: str | None = None
         self.on_end: Callable[[], None] = lambda: None
-        self._messages: deque[Callable[[], None]] = deque()
+        self.messages: deque[Callable[[], None]] = deque()
         self._on_post = on_post
 
     def post(self, message: Callable[[], None]) -> None:
         if self.ended is not None:
             raise WorkerDiedError(self.ended)
-        self._messages.append(message)
+        self.messages.append(message)
         self._on_post()
 
     def wake(self) -> None:

@@ -113,7 +113,7 @@ def step_parts(config: ServingConfig, num_blocks: int, num_waiting: int, num_ste
     table = {name: parts[name] for name in names}
     table["scheduling and taking tokens into account"] = _sums(parts, "scheduling", "taking tokens into account")
     if RECORDER in parts:
-        table["journal and recorder"] = _sums(parts, "journal", RECORDER)
+        table["event log and recorder"] = _sums(parts, "event log", RECORDER)
     table["whole step"] = _sums(parts, *names)
     return [
         figure
@@ -179,7 +179,10 @@ def _places(engine: Engine, agent: RandomAgent) -> list[tuple[Any, str, str]]:
         (executor, "collect", "reading the reply"),
         (agent, "receive", AGENT),
         (engine_loop, "deliver", "text and pieces"),
-        *((engine.journal, event, "journal") for event in ("decided", "formed", "replied", "ended")),
+        *(
+            (engine.event_log, event, "event log")
+            for event in ("on_scheduled", "on_submitted", "on_completed", "ended")
+        ),
         (engine._step_metrics, "on_completed", "metrics of the step"),
         (engine._reports, "on_completed", "estimate of the load"),
     ]

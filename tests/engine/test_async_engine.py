@@ -40,7 +40,7 @@ async def token_ids(stream: RequestStream) -> list[int]:
     return [token async for piece in stream for token in piece.token_ids]
 
 
-def test_streams_carry_the_answers_of_many_requests() -> None:
+def test_async_engine_streams_the_answers_of_many_requests() -> None:
     async def run() -> None:
         async with Setup().running() as engine:
             prompts = [list(range(3, 8 + i)) for i in range(20)]
@@ -51,7 +51,7 @@ def test_streams_carry_the_answers_of_many_requests() -> None:
     asyncio.run(run())
 
 
-def test_what_a_scheduler_said_before_its_engine_ended_is_not_said_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_request_lookup_does_not_reuse_the_state_of_an_ended_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     def has_ended(question: object) -> None:
         raise WorkerDiedError("since it was found living")
 
@@ -64,7 +64,7 @@ def test_what_a_scheduler_said_before_its_engine_ended_is_not_said_again(monkeyp
     asyncio.run(run())
 
 
-def test_a_tenant_has_only_as_many_waiting_requests_as_its_key_allows() -> None:
+def test_admission_limits_the_waiting_requests_of_a_tenant() -> None:
     async def run() -> None:
         keys = (ApiKey(name="a", key_sha256="0a" * 32, max_waiting=2), ApiKey(name="b", key_sha256="0b" * 32))
         setup = Setup(api_keys=keys)
@@ -87,7 +87,7 @@ def test_a_tenant_has_only_as_many_waiting_requests_as_its_key_allows() -> None:
     asyncio.run(run())
 
 
-def test_requests_are_spread_over_replicas() -> None:
+def test_router_spreads_requests_over_replicas() -> None:
     async def run() -> None:
         setup = Setup(num_replicas=2)
         async with setup.running() as engine:
@@ -103,7 +103,7 @@ def test_requests_are_spread_over_replicas() -> None:
     asyncio.run(run())
 
 
-def test_one_replica_dies_and_the_other_serves_on() -> None:
+def test_async_engine_serves_with_the_other_replica_after_one_dies() -> None:
     async def run() -> None:
         setup = Setup(num_replicas=2)
         async with setup.running() as engine:
@@ -132,7 +132,7 @@ def test_one_replica_dies_and_the_other_serves_on() -> None:
     asyncio.run(run())
 
 
-def test_a_request_by_which_an_engine_ends_ends_too_whatever_came_of_it() -> None:
+def test_dispatcher_ends_a_request_whose_engine_ends_by_an_exception() -> None:
     async def run() -> None:
         setup = Setup()
         async with setup.running() as engine:
@@ -160,7 +160,7 @@ def test_a_request_by_which_an_engine_ends_ends_too_whatever_came_of_it() -> Non
 
 
 @pytest.mark.parametrize("num_faults", [1, 2])
-def test_one_whose_piece_cannot_be_passed_on_ends_and_others_of_the_step_get_theirs(num_faults: int) -> None:
+def test_dispatcher_ends_only_the_request_whose_output_cannot_be_delivered(num_faults: int) -> None:
     async def run() -> None:
         setup = Setup()
         async with setup.running() as engine:
@@ -186,7 +186,7 @@ def test_one_whose_piece_cannot_be_passed_on_ends_and_others_of_the_step_get_the
     asyncio.run(run())
 
 
-def test_an_engine_that_has_ended_is_not_kept_for_its_count() -> None:
+def test_open_requests_do_not_keep_an_ended_engine() -> None:
     async def run() -> None:
         setup = Setup()
         async with setup.running() as engine:
@@ -203,7 +203,7 @@ def test_an_engine_that_has_ended_is_not_kept_for_its_count() -> None:
     asyncio.run(run())
 
 
-def test_a_new_priority_that_comes_late_is_counted_at_the_door_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control_updates_the_admission_queue_when_a_priority_change_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(request_lookup, "STATE_TIMEOUT_S", 0.01)
 
     async def run() -> None:
@@ -218,7 +218,7 @@ def test_a_new_priority_that_comes_late_is_counted_at_the_door_all_the_same(monk
             move = engine._queue.change_class
             engine._queue.change_class = lambda *change: (move(*change), moved.set())  # type: ignore[method-assign]
             with pytest.raises(UnavailableError, match=r"did not answer within 0\.01 s"):
-                await engine.control.reprioritise("b", 1)
+                await engine.control.set_priority("b", 1)
             setup.runners[0].gate.set()
             async with asyncio.timeout(30):
                 await moved.wait()
@@ -231,7 +231,7 @@ def test_a_new_priority_that_comes_late_is_counted_at_the_door_all_the_same(monk
 AWAY = RestartStatus("killed", lost_at=0.0, attempt_at=8.0, load_s=4.0, num_failed=1, num_restarts=2, max_restarts=5)
 
 
-def test_while_a_restart_is_not_in_sight_requests_are_refused_with_a_time_to_come_back() -> None:
+def test_async_engine_refuses_with_retry_after_during_a_long_restart() -> None:
     async def run() -> None:
         setup = Setup(clock=lambda: 5.0)
         async with setup.running() as engine:
@@ -248,7 +248,7 @@ def test_while_a_restart_is_not_in_sight_requests_are_refused_with_a_time_to_com
     asyncio.run(run())
 
 
-def test_requests_go_to_the_replica_that_is_there() -> None:
+def test_router_prefers_a_replica_whose_worker_is_not_restarting() -> None:
     async def run() -> None:
         setup = Setup(num_replicas=2)
         async with setup.running() as engine:
@@ -261,7 +261,7 @@ def test_requests_go_to_the_replica_that_is_there() -> None:
 
 
 @pytest.mark.parametrize("shall_exit", [False, True])
-def test_when_all_have_used_up_their_restarts_the_server_ends_if_it_shall(shall_exit: bool) -> None:
+def test_server_ends_when_all_replicas_exhausted_their_restarts_if_configured(shall_exit: bool) -> None:
     async def run() -> None:
         setup = Setup(num_replicas=2, exit_without_work_agents=shall_exit)
         failed = asyncio.Event()
@@ -275,12 +275,15 @@ def test_when_all_have_used_up_their_restarts_the_server_ends_if_it_shall(shall_
             await asyncio.sleep(0)
             assert failed.is_set() == shall_exit
             assert isinstance(engine.failure, NoWorkAgentsError) == shall_exit
-            assert "WorkAgent 1: was restarted more than 5 times in a row without completing a step" in engine.health().detail
+            assert (
+                "WorkAgent 1: was restarted more than 5 times in a row without completing a step"
+                in engine.health().detail
+            )
 
     asyncio.run(run())
 
 
-def test_a_server_does_not_end_while_one_of_its_replicas_is_still_loaded() -> None:
+def test_server_does_not_end_while_a_replica_loads() -> None:
     async def run() -> None:
         setup = Setup(num_replicas=2, exit_without_work_agents=True)
         setup.slow[1] = Event()
@@ -301,7 +304,7 @@ def test_a_server_does_not_end_while_one_of_its_replicas_is_still_loaded() -> No
     asyncio.run(run())
 
 
-def test_without_a_living_replica_requests_are_refused_with_the_reason() -> None:
+def test_async_engine_without_a_replica_refuses_with_the_reason() -> None:
     async def run() -> None:
         setup = Setup()
         setup.failures[0] = "out of luck"
@@ -317,7 +320,7 @@ def test_without_a_living_replica_requests_are_refused_with_the_reason() -> None
     asyncio.run(run())
 
 
-def test_one_that_cannot_be_loaded_is_tried_again_beside_one_that_serves() -> None:
+def test_replicas_retry_loading_beside_a_replica_that_serves() -> None:
     async def run() -> None:
         setup = Setup(num_replicas=2)
         setup.failures[0] = "out of luck"
@@ -331,7 +334,7 @@ def test_one_that_cannot_be_loaded_is_tried_again_beside_one_that_serves() -> No
     asyncio.run(run())
 
 
-def test_health_passes_on_what_the_operator_should_know() -> None:
+def test_health_includes_the_notice_for_operators() -> None:
     async def run() -> None:
         setup = Setup()
         async with setup.running() as engine:
@@ -341,7 +344,7 @@ def test_health_passes_on_what_the_operator_should_know() -> None:
     asyncio.run(run())
 
 
-def test_health_tells_the_progress_of_loading() -> None:
+def test_health_reports_the_progress_of_loading() -> None:
     async def run() -> None:
         setup = Setup()
         setup.may_load.clear()
@@ -361,7 +364,7 @@ def test_health_tells_the_progress_of_loading() -> None:
     asyncio.run(run())
 
 
-def test_a_full_queue_refuses_with_a_time_to_come_back() -> None:
+def test_full_admission_queue_refuses_with_retry_after() -> None:
     async def run() -> None:
         setup = Setup(max_waiting_queue=2, max_num_seqs=1)
         async with setup.running() as engine:
@@ -380,7 +383,7 @@ def test_a_full_queue_refuses_with_a_time_to_come_back() -> None:
     asyncio.run(run())
 
 
-def test_a_group_waits_as_a_whole_or_is_refused_as_a_whole() -> None:
+def test_admission_admits_or_refuses_a_group_as_a_whole() -> None:
     async def run() -> None:
         setup = Setup(max_waiting_queue=3, max_waiting_tokens=20)
         async with setup.running() as engine:
@@ -402,7 +405,7 @@ def test_a_group_waits_as_a_whole_or_is_refused_as_a_whole() -> None:
     asyncio.run(run())
 
 
-def test_a_request_that_would_wait_much_longer_than_promised_is_refused_with_the_estimate() -> None:
+def test_admission_refuses_a_request_far_beyond_its_target_with_the_prediction() -> None:
     async def run() -> None:
         setup = Setup(slo_refusal_factor=2.0)
         async with setup.running() as engine:
@@ -433,7 +436,7 @@ def test_a_request_that_would_wait_much_longer_than_promised_is_refused_with_the
     asyncio.run(run())
 
 
-def test_a_closed_stream_aborts_its_request() -> None:
+def test_closing_a_stream_aborts_its_request() -> None:
     async def run() -> None:
         setup = Setup()
         async with setup.running() as engine:
@@ -449,7 +452,7 @@ def test_a_closed_stream_aborts_its_request() -> None:
     asyncio.run(run())
 
 
-def test_stopping_ends_open_streams_with_an_error() -> None:
+def test_stopping_the_engine_ends_open_streams_with_an_error() -> None:
     async def run() -> None:
         setup = Setup()
         async with setup.running() as engine:
@@ -465,8 +468,8 @@ def test_stopping_ends_open_streams_with_an_error() -> None:
     asyncio.run(run())
 
 
-def test_requests_given_to_an_engine_that_has_not_begun_end_when_the_server_does() -> None:
-    """Its thread is held between the moment it may be given requests and its first step."""
+def test_requests_of_an_engine_that_has_not_started_end_with_the_server() -> None:
+    """The engine thread is stopped after requests may be submitted and before its first step."""
     may_begin = Event()
 
     class Held(dict[int, str]):
@@ -503,7 +506,7 @@ def test_requests_given_to_an_engine_that_has_not_begun_end_when_the_server_does
         ([5], SamplingParams(logit_bias=((VOCAB_SIZE, 1.0),)), RequestError, "logit_bias"),
     ],
 )
-def test_what_can_never_be_served_is_refused_at_once(prompt, sampling, error, message) -> None:
+def test_async_engine_refuses_requests_that_can_never_be_served(prompt, sampling, error, message) -> None:
     async def run() -> None:
         async with Setup().running() as engine:
             with pytest.raises(error, match=message):
@@ -512,7 +515,7 @@ def test_what_can_never_be_served_is_refused_at_once(prompt, sampling, error, me
     asyncio.run(run())
 
 
-def test_a_replica_whose_work_agent_does_not_end_as_it_should_holds_no_places_of_tenants() -> None:
+def test_replica_whose_worker_fails_to_end_holds_no_tenant_slots() -> None:
     engine = MagicMock()
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""Answers are computed once more when the engine is idle; a single wrong bit is noticed."""
+"""Audits: answers are computed again while the engine is idle, and a single wrong bit is detected."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def counts(harness: Harness) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(("every", "audits"), [(0, 0), (1, 6), (2, 3), (7, 0)])
-def test_one_in_so_many_requests_is_audited(every: int, audits: int) -> None:
+def test_auditor_audits_one_in_n_requests(every: int, audits: int) -> None:
     harness = audited(every, prefix_caching=True, num_blocks=14)
     requests = [create_request(3 + i, max_tokens=5, seed=i, logprobs=i % 2 or None) for i in range(6)]
     for request in requests:
@@ -45,7 +45,7 @@ def test_one_in_so_many_requests_is_audited(every: int, audits: int) -> None:
     assert harness.scheduler.blocks.pool.num_used_blocks == 0
 
 
-def test_answers_that_end_by_a_token_or_a_string_are_audited_to_their_end() -> None:
+def test_auditor_audits_answers_with_stop_tokens_and_stop_strings() -> None:
     harness = audited()
     tokens = expected_output(list(range(100, 104)), 8)
     by_token = create_request(4, stop_token_ids=frozenset({tokens[3]}))
@@ -56,7 +56,7 @@ def test_answers_that_end_by_a_token_or_a_string_are_audited_to_their_end() -> N
     assert counts(harness) == (2, 0)
 
 
-def test_what_was_aborted_is_not_audited() -> None:
+def test_auditor_skips_aborted_requests() -> None:
     harness = audited()
     request = create_request(4, max_tokens=20)
     harness.engine.submit(request)
@@ -67,7 +67,7 @@ def test_what_was_aborted_is_not_audited() -> None:
 
 
 @pytest.mark.parametrize("what", ["token", "logprob"])
-def test_a_difference_is_counted_and_told(what: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_auditor_counts_and_logs_a_difference(what: str, caplog: pytest.LogCaptureFixture) -> None:
     harness = audited()
     execute = harness.runner.execute
 
@@ -87,7 +87,7 @@ def test_a_difference_is_counted_and_told(what: str, caplog: pytest.LogCaptureFi
     assert f"audit: token 2 of request {request.request_id} differs" in caplog.text
 
 
-def test_a_request_that_comes_during_an_audit_is_answered() -> None:
+def test_request_that_arrives_during_an_audit_is_answered() -> None:
     harness = audited()
     first, second = create_request(4, max_tokens=6), create_request(5, max_tokens=6, priority=-1)
     harness.engine.submit(first)
@@ -101,7 +101,7 @@ def test_a_request_that_comes_during_an_audit_is_answered() -> None:
 
 
 def busy_with_an_audit(**scheduler: Any) -> Harness:
-    """Of a request of tenant `a`; nothing else runs."""
+    """Return an engine that runs only the audit of a request of tenant `a`."""
     harness = audited(**scheduler)
     first = create_request(4, max_tokens=20, tenant="a", priority=-1)
     harness.engine.submit(first)
@@ -119,19 +119,19 @@ def check_goes_before_the_audit(harness: Harness, request: Request) -> None:
     assert counts(harness) == (2, 0)
 
 
-def test_an_audit_takes_no_place_that_its_client_s_tenant_may_have() -> None:
+def test_audit_uses_no_slot_of_the_client_s_tenant() -> None:
     harness = busy_with_an_audit(max_running_per_tenant=1)
     second = create_request(4, max_tokens=2, tenant="a", priority=-1)
     check_goes_before_the_audit(harness, second)
 
 
-def test_whoever_comes_during_an_audit_goes_before_it() -> None:
+def test_request_that_arrives_during_an_audit_is_scheduled_first() -> None:
     harness = busy_with_an_audit(max_num_seqs=1)
     second = create_request(4, max_tokens=2, tenant="b")
     check_goes_before_the_audit(harness, second)
 
 
-def test_audits_find_nothing_in_the_prefix_cache() -> None:
+def test_audit_has_no_prefix_cache_hits() -> None:
     harness = audited(prefix_caching=True)
     added = []
     add = harness.scheduler.add
@@ -143,17 +143,17 @@ def test_audits_find_nothing_in_the_prefix_cache() -> None:
     assert (first, second, copies) == (0, 0, [0, 0])
 
 
-def test_an_answer_that_takes_much_memory_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auditor_drops_answers_above_the_size_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     harness = audited()
     monkeypatch.setattr(audit, "MAX_BYTES", 4000)
     for num_tokens in (5, 40):
         harness.engine.submit(create_request(4, max_tokens=num_tokens))
     harness.run()
     assert counts(harness) == (1, 0)
-    assert not harness.engine._auditor._watched
+    assert not harness.engine._auditor.watched
 
 
-def test_a_vector_that_differs_is_noticed(caplog: pytest.LogCaptureFixture) -> None:
+def test_auditor_detects_a_vector_that_differs(caplog: pytest.LogCaptureFixture) -> None:
     harness = audited()
     execute = harness.runner.execute
 
@@ -177,7 +177,7 @@ def search(num_prompt: int = 5, **options: object) -> Request:
 
 
 @pytest.mark.parametrize("logprobs", [None, 2])
-def test_a_beam_search_is_audited_as_a_whole(logprobs: int | None) -> None:
+def test_auditor_audits_a_beam_search_as_a_whole(logprobs: int | None) -> None:
     harness = audited(num_blocks=24, num_swap_blocks=12, preemption_mode="swap", max_num_batched_tokens=12)
     requests = [search(5 + 6 * i, logprobs=logprobs, stop_token_ids=frozenset(range(i, 1000, 9))) for i in range(3)]
     for request in requests:
@@ -188,8 +188,8 @@ def test_a_beam_search_is_audited_as_a_whole(logprobs: int | None) -> None:
     assert harness.scheduler.blocks.pool.num_used_blocks == 0
 
 
-def test_a_beam_that_differs_is_noticed(caplog: pytest.LogCaptureFixture) -> None:
-    """Only of the second best answer, only in what else was likely there."""
+def test_auditor_detects_a_beam_that_differs(caplog: pytest.LogCaptureFixture) -> None:
+    """Only one alternative token of the second best answer differs."""
     harness = audited()
     request = search(logprobs=2)
     publish = harness.engine._publish_outputs
@@ -210,7 +210,7 @@ def test_a_beam_that_differs_is_noticed(caplog: pytest.LogCaptureFixture) -> Non
 
 
 @pytest.mark.parametrize("beams", [False, True])
-def test_an_audit_that_fails_says_nothing_and_leaves_nothing(beams: bool) -> None:
+def test_failed_audit_counts_nothing_and_frees_its_blocks(beams: bool) -> None:
     harness = audited()
     execute, request = harness.runner.execute, search() if beams else create_request(5, max_tokens=7)
 
@@ -229,7 +229,7 @@ def test_an_audit_that_fails_says_nothing_and_leaves_nothing(beams: bool) -> Non
     assert harness.scheduler.blocks.pool.num_used_blocks == 0
 
 
-def test_an_audit_under_way_ends_with_its_engine() -> None:
+def test_running_audit_ends_with_its_engine() -> None:
     harness = audited()
     request = search()
     harness.engine.submit(request)
@@ -243,7 +243,7 @@ def test_an_audit_under_way_ends_with_its_engine() -> None:
     assert join_pieces(harness.pieces[request.request_id]).beams
 
 
-def test_an_audit_counts_as_no_request() -> None:
+def test_audit_is_not_counted_in_request_metrics() -> None:
     harness = audited()
     for request in (create_request(4, stop=("no such text",)), search()):
         harness.engine.submit(request)

@@ -1,4 +1,4 @@
-"""The search against a reference that looks at every sequence there is."""
+"""Beam search against a reference implementation and an exhaustive search."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class TinyModel:
         return LikelyTokens(ranked, [logprobs[token_id] for token_id in ranked])
 
     def sequences(self, max_tokens: int) -> dict[tuple[int, ...], float]:
-        """Log-probability of every sequence that ends by STOP or is `max_tokens` long."""
+        """Return the log-probability of every sequence that ends by STOP or has `max_tokens` tokens."""
         found = {}
         for length in range(1, max_tokens + 1):
             for tokens in itertools.product(range(self.vocab_size), repeat=length):
@@ -42,7 +42,7 @@ class TinyModel:
 
 
 def run(model: TinyModel, params: BeamSearchParams, max_tokens: int) -> tuple[BeamSearch, int]:
-    """The search at its end, and the number of steps it took."""
+    """Run a search to its end; return it with the number of its steps."""
     search, steps = BeamSearch(params, max_tokens, {STOP}), 0
     while not search.has_ended:
         before = [_ids(beam) for beam in search.live]
@@ -61,7 +61,7 @@ def answers(search: BeamSearch) -> list[tuple[int, ...]]:
 
 
 def beam_search(model: TinyModel, params: BeamSearchParams, max_tokens: int) -> list[tuple[tuple[int, ...], float]]:
-    """The rule written down with plain lists, never ending early."""
+    """A reference implementation with plain lists and without early stopping."""
     live, finished = [((), 0.0)], []
     for _ in range(max_tokens):
         grown = []
@@ -78,7 +78,7 @@ def beam_search(model: TinyModel, params: BeamSearchParams, max_tokens: int) -> 
 
 @pytest.mark.parametrize("length_penalty", [-1.0, 0.0, 0.7, 1.0, 2.0])
 @pytest.mark.parametrize("width", [1, 2, 3, 10])
-def test_the_search_follows_its_rule_and_ending_early_changes_nothing(width, length_penalty):
+def test_beam_search_equals_an_exhaustive_implementation_and_early_stopping_changes_nothing(width, length_penalty):
     params = BeamSearchParams(width=width, num_returned=width, length_penalty=length_penalty)
     num_early = 0
     for seed in range(30):
@@ -92,7 +92,7 @@ def test_the_search_follows_its_rule_and_ending_early_changes_nothing(width, len
 
 
 @pytest.mark.parametrize("length_penalty", [0.0, 1.0])
-def test_a_search_wide_enough_finds_the_best_of_all_sequences(length_penalty):
+def test_beam_search_wide_enough_finds_the_best_sequence(length_penalty):
     # Of three tokens besides the stop id nine sequences of two can be made: all of them go on.
     for seed in range(20):
         model = TinyModel(seed, vocab_size=4)
@@ -103,7 +103,7 @@ def test_a_search_wide_enough_finds_the_best_of_all_sequences(length_penalty):
         assert answers(search) == best
 
 
-def test_width_one_is_greedy():
+def test_beam_search_of_width_one_is_greedy():
     for seed in range(20):
         model, tokens = TinyModel(seed), ()
         while len(tokens) < 6 and STOP not in tokens:
@@ -114,7 +114,7 @@ def test_width_one_is_greedy():
         assert answers(search) == [tokens]
 
 
-def test_equal_likelihoods_go_by_beam_and_rank():
+def test_beam_search_breaks_ties_by_beam_and_rank():
     half = math.log(0.5)
     search = BeamSearch(BeamSearchParams(width=2, num_returned=2), 2, {STOP})
     assert search.advance([LikelyTokens([7, 5], [half, half])]) == [0, 0]
@@ -123,7 +123,7 @@ def test_equal_likelihoods_go_by_beam_and_rank():
     assert [beam.finish_reason for beam in search.best()] == [FinishReason.LENGTH] * 2
 
 
-def test_early_stopping_ends_with_the_first_finished_sequences():
+def test_beam_search_early_stopping_ends_with_the_first_finished_sequences():
     lazy = BeamSearchParams(width=1, early_stopping=True)
     search = BeamSearch(lazy, 10, {STOP})
     search.advance([LikelyTokens([0, STOP], [-0.1, -3.0])])
@@ -132,7 +132,7 @@ def test_early_stopping_ends_with_the_first_finished_sequences():
     assert patient.advance([LikelyTokens([0, STOP], [-0.1, -3.0])]) == [0]
 
 
-def test_a_vocabulary_of_stop_ids_ends_the_search():
+def test_beam_search_ends_when_all_candidates_are_stop_tokens():
     search = BeamSearch(BeamSearchParams(width=2, num_returned=2), 10, {3, 4})
     assert search.advance([LikelyTokens([3, 4], [-0.5, -1.0])]) == []
     assert [beam.finish_reason for beam in search.best()] == [FinishReason.STOP] * 2
@@ -149,6 +149,6 @@ def test_a_vocabulary_of_stop_ids_ends_the_search():
         ("length_penalty", {"length_penalty": -11.0}),
     ],
 )
-def test_params_out_of_range_are_refused(field, changes):
+def test_beam_search_params_out_of_range_are_refused(field, changes):
     with pytest.raises(RequestError, match=f"{field}.*Given: {next(iter(changes.values()))}"):
         BeamSearchParams(**{"width": 3, **changes})

@@ -37,7 +37,7 @@ def token_ids(last: RequestOutput) -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("width", [1, 2, 4, 10])
-def test_beams_equal_the_search_on_the_model_itself(width: int, ahead: bool) -> None:
+def test_beam_search_sink_equals_the_search_on_the_model_itself(width: int, ahead: bool) -> None:
     harness = Harness(ahead=ahead, max_num_seqs=10)
     request = create_beams(9, width, logprobs=3)
     harness.engine.submit(request)
@@ -86,7 +86,7 @@ searches = st.lists(
     prefix_caching=st.booleans(),
     separate=st.booleans(),
 )
-def test_answers_do_not_depend_on_load_chunks_places_or_preemption(
+def test_beam_search_answers_do_not_depend_on_load_chunks_slots_or_preemption(
     searches, ahead, budget, num_blocks, num_swap_blocks, max_num_seqs, policy, prefix_caching, separate
 ) -> None:
     harness = Harness(
@@ -133,7 +133,7 @@ def test_beams_share_the_blocks_of_their_prompt() -> None:
 
 
 @pytest.mark.parametrize("num_steps", range(8))
-def test_abort_is_legal_at_every_moment_and_frees_all_beams(num_steps: int) -> None:
+def test_abort_at_any_moment_frees_all_beams(num_steps: int) -> None:
     harness = Harness(max_num_batched_tokens=8, max_num_seqs=3)
     request, other = create_beams(12, 4), create_request(3, max_tokens=12)
     harness.engine.submit(request)
@@ -148,21 +148,21 @@ def test_abort_is_legal_at_every_moment_and_frees_all_beams(num_steps: int) -> N
     assert not harness.scheduler.has_unfinished_requests
 
 
-def test_beams_that_cannot_all_have_another_priority_keep_theirs() -> None:
-    """One fits into the higher class, which may hold a tenth of the places; no later one comes into it either."""
+def test_beams_keep_their_priority_unless_all_can_change() -> None:
+    """The higher class may hold a tenth of the slots: one beam would fit, further beams would not."""
     harness = Harness(max_num_seqs=10, classes=create_classes(high={"max_running_share": 0.1}))
     request = create_beams(12, 4, max_tokens=12)
     harness.engine.submit(request)
     while len(harness.scheduler.running) < 4:
         harness.engine.step()
-    assert not harness.engine.reprioritise(request.request_id, -1)
+    assert not harness.engine.set_priority(request.request_id, -1)
     assert request.priority == 0
     while harness.engine.step():
         assert harness.scheduler.slots_by_class["high"] == 0
     assert token_ids(harness.last(request.request_id)) == answer_alone(request)
 
 
-def test_a_lost_step_changes_nothing() -> None:
+def test_beam_search_is_unchanged_by_a_lost_step() -> None:
     harness = Harness(max_num_seqs=3)
     request = create_beams(12, 4)
     harness.engine.submit(request)
@@ -182,7 +182,7 @@ def test_a_lost_step_changes_nothing() -> None:
     assert token_ids(harness.last(request.request_id)) == answer_alone(request)
 
 
-def test_the_first_piece_comes_with_the_first_token_and_is_empty() -> None:
+def test_beam_search_emits_an_empty_output_with_the_first_token() -> None:
     harness = Harness()
     request = create_beams(5, 2, max_tokens=3)
     harness.engine.submit(request)

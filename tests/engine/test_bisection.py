@@ -4,7 +4,7 @@ from llm_serving.engine.recovery import find_culprits
 
 
 @given(st.integers(1, 200), st.sets(st.integers(0, 199), max_size=4))
-def test_all_culprits_are_found_and_nobody_else(count: int, bad: set[int]) -> None:
+def test_find_culprits_returns_exactly_the_culprits(count: int, bad: set[int]) -> None:
     trials = []
 
     def passes(group: list[int]) -> bool:
@@ -16,5 +16,5 @@ def test_all_culprits_are_found_and_nobody_else(count: int, bad: set[int]) -> No
     assert len(trials) <= 1 + 2 * len(guilty) * count.bit_length()
 
 
-def test_a_failure_that_only_comes_of_a_combination_has_no_culprit() -> None:
+def test_find_culprits_returns_none_for_a_failure_of_a_combination() -> None:
     assert find_culprits([1, 2, 3, 4], lambda group: not {1, 4} <= set(group)) == []

@@ -1,4 +1,4 @@
-"""Several answers to a prompt on a real network: each equals the one given alone, to the last bit of its logprobs."""
+"""Several answers to a prompt on a real network: each equals the reference answer to the last bit of its logprobs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Answer = tuple[tuple[int, ...], tuple[TokenLogprobs, ...]]
 
 
 class ModelHarness(Harness):
-    """A harness over a network; tells which blocks were moved."""
+    """A harness over a real network that records block moves."""
 
     def __init__(self, runner: ModelRunner, **scheduler: Any) -> None:
         super().__init__(block_size=BLOCK_SIZE, **scheduler)
@@ -70,7 +70,7 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
 
 
 def choices() -> list[Request]:
-    """What an HTTP request with n = 4 submits."""
+    """Return the requests that an HTTP request with n = 4 submits."""
     requests: list[Request] = []
     for choice in range(4):
         request = create_request(max_tokens=MAX_TOKENS, temperature=1.2, seed=5, logprobs=2)
@@ -105,7 +105,7 @@ def expected_choices(runner: ModelRunner) -> list[Answer]:
 
 @pytest.fixture(scope="module")
 def expected_beams(runner: ModelRunner) -> list[Answer]:
-    """The search over plain requests for one token each."""
+    """Return the result of a beam search computed by plain requests for one token each."""
     search = BeamSearch(SEARCH, MAX_TOKENS, STOPS)
     while not search.has_ended:
         likely = []
@@ -132,7 +132,7 @@ def expected_beams(runner: ModelRunner) -> list[Answer]:
     ("num_blocks", "preemption_mode"),
     [(32, PreemptionMode.RECOMPUTE), (TINY_CACHE, PreemptionMode.RECOMPUTE), (TINY_CACHE, PreemptionMode.SWAP)],
 )
-def test_forks_and_beams_give_the_answers_given_alone(
+def test_forks_and_beams_equal_the_reference_answers(
     runner: ModelRunner,
     expected_choices: list[Answer],
     expected_beams: list[Answer],

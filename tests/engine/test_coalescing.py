@@ -1,4 +1,4 @@
-"""Answers that several get: computed once, whoever leaves."""
+"""Request coalescing: identical requests are computed once, whichever client disconnects."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from llm_serving.core.timings import HttpTimings
 from llm_serving.engine import open_requests
 from llm_serving.engine.coalescing import CoalescedResponses, Sharing
 from llm_serving.engine.open_requests import OpenRequests
-from llm_serving.engine.request_stream import TAKEN_AT_ONCE
+from llm_serving.engine.request_stream import MAX_READ_AT_ONCE
 from llm_serving.errors import RequestNotFoundError
 from support.async_engine_setup import Setup
 from support.fake_runner import expected_output
@@ -39,21 +39,21 @@ class Clock:
 
 class Store:
     def __init__(self, max_bytes=2**20, kept_s=10.0):
-        self.clock, self.aborted, self.put_off = Clock(), [], []
+        self.clock, self.aborted, self.extended = Clock(), [], []
         self.answers = CoalescedResponses(max_bytes, kept_s, self.clock)
 
     def open(self, key=b"k", **fields):
-        def put_off(request_id, deadline):
-            self.put_off.append(deadline)
+        def extend(request_id, deadline):
+            self.extended.append(deadline)
 
-        return self.answers.open(Sharing(key, **fields), f"request-{key.decode()}", self.aborted.append, put_off)
+        return self.answers.open(Sharing(key, **fields), f"request-{key.decode()}", self.aborted.append, extend)
 
 
 async def all_of(stream) -> list[str]:
     return [each.text async for each in stream]
 
 
-def test_who_comes_late_gets_all_pieces_in_order():
+def test_late_reader_of_a_coalesced_response_gets_all_outputs_in_order():
     async def run():
         store = Store()
         shared = store.open()
@@ -67,8 +67,8 @@ def test_who_comes_late_gets_all_pieces_in_order():
     asyncio.run(run())
 
 
-def test_one_that_is_overdue_is_computed_anew_for_whoever_asks_now():
-    """The engine may have ended it, and nobody can give it more time then."""
+def test_expired_coalesced_response_is_computed_again_for_new_requests():
+    """The engine may have ended the request, so its deadline cannot be extended."""
 
     async def run():
         store = Store()
@@ -89,11 +89,11 @@ def test_one_that_is_overdue_is_computed_anew_for_whoever_asks_now():
     asyncio.run(run())
 
 
-def test_others_have_their_turn_while_a_whole_answer_is_read():
+def test_reading_a_whole_answer_yields_to_other_tasks():
     async def run():
         store = Store()
         shared = store.open(keeps=True)
-        for _ in range(4 * TAKEN_AT_ONCE):
+        for _ in range(4 * MAX_READ_AT_ONCE):
             shared.put(piece("x"))
         shared.put(piece("y", FinishReason.STOP))
         turns = 0
@@ -105,7 +105,7 @@ def test_others_have_their_turn_while_a_whole_answer_is_read():
                 await asyncio.sleep(0)
 
         task = asyncio.create_task(other())
-        assert len(await all_of(shared.read("a", None))) == 4 * TAKEN_AT_ONCE + 1
+        assert len(await all_of(shared.read("a", None))) == 4 * MAX_READ_AT_ONCE + 1
         task.cancel()
         assert turns == 4
 
@@ -127,13 +127,13 @@ def test_what_is_remembered_of_those_who_join_is_bounded_also_of_one_id(monkeypa
 
 
 @pytest.mark.parametrize("reason", [FinishReason.ERROR, FinishReason.ABORT, FinishReason.TIMEOUT])
-def test_what_is_no_answer_is_given_to_nobody_else(reason):
+def test_failed_or_aborted_response_is_not_shared(reason):
     store = Store()
     store.open(keeps=True).put(piece("1", reason, "broken"))
     assert store.answers.find(b"k") is None
 
 
-def test_a_kept_answer_lives_as_long_as_it_may():
+def test_kept_response_expires():
     async def run():
         store = Store(kept_s=10.0)
         store.open(keeps=True).put(piece("1", FinishReason.STOP))
@@ -146,7 +146,7 @@ def test_a_kept_answer_lives_as_long_as_it_may():
     asyncio.run(run())
 
 
-def test_memory_is_bounded_by_what_ended_first_and_then_by_the_longest():
+def test_coalesced_responses_evict_the_oldest_kept_then_the_largest_in_flight():
     async def run():
         store = Store(max_bytes=1700)
         store.open(b"old", keeps=True).put(piece("1", FinishReason.STOP))
@@ -169,7 +169,7 @@ def test_memory_is_bounded_by_what_ended_first_and_then_by_the_longest():
     asyncio.run(run())
 
 
-def test_only_the_last_that_leaves_ends_it():
+def test_coalesced_response_is_aborted_when_its_last_reader_leaves():
     async def run():
         store = Store()
         shared = store.open()
@@ -183,7 +183,7 @@ def test_only_the_last_that_leaves_ends_it():
     asyncio.run(run())
 
 
-def test_grace_ends_it_later_unless_somebody_comes():
+def test_coalesced_response_is_aborted_after_its_grace_unless_a_reader_comes():
     async def run():
         store = Store()
         ended = asyncio.Event()
@@ -197,7 +197,7 @@ def test_grace_ends_it_later_unless_somebody_comes():
     asyncio.run(run())
 
 
-def test_who_cancels_ends_it_for_itself():
+def test_cancelling_a_coalesced_response_ends_it_for_that_client():
     async def run():
         store = Store()
         shared = store.open()
@@ -215,7 +215,7 @@ def test_who_cancels_ends_it_for_itself():
 
 
 @pytest.mark.parametrize(
-    ("deadlines", "put_off"),
+    ("deadlines", "extended"),
     [
         ([9e9, None], [None]),
         ([9e9, 8e9], []),
@@ -224,19 +224,19 @@ def test_who_cancels_ends_it_for_itself():
         ([None, None], []),
     ],
 )
-def test_it_is_computed_until_the_latest_deadline_of_those_who_asked(deadlines, put_off):
+def test_coalesced_response_is_computed_until_its_latest_deadline(deadlines, extended):
     async def run():
         store = Store()
         shared = store.open()
         streams = [shared.read("a", None, deadline=each) for each in deadlines]
-        assert store.put_off == put_off
+        assert store.extended == extended
         shared.put(piece("1", FinishReason.STOP))
         assert [await all_of(each) for each in streams] == [["1"]] * len(deadlines)
 
     asyncio.run(run())
 
 
-def test_the_time_of_each_is_up_by_its_own_deadline():
+def test_each_reader_of_a_coalesced_response_times_out_by_its_own_deadline():
     async def run():
         store = Store()
         shared, hurried = store.open(), HttpTimings(-2.0)
@@ -251,12 +251,12 @@ def test_the_time_of_each_is_up_by_its_own_deadline():
     asyncio.run(run())
 
 
-def test_when_nobody_has_time_left_it_ends():
+def test_coalesced_response_ends_when_all_deadlines_have_passed():
     async def run():
         store = Store()
         shared = store.open()
         streams = [shared.read(name, None, deadline=deadline) for name, deadline in (("a", 0.001), ("b", 0.002))]
-        assert store.put_off == [0.002]
+        assert store.extended == [0.002]
         for stream in streams:
             assert [each.finish_reason async for each in stream] == [FinishReason.TIMEOUT]
         assert store.aborted == ["request-k"]
@@ -264,7 +264,7 @@ def test_when_nobody_has_time_left_it_ends():
     asyncio.run(run())
 
 
-def test_each_reader_has_the_time_of_its_first_token():
+def test_each_reader_of_a_coalesced_response_records_its_first_token_time():
     store = Store()
     shared, first, late = store.open(), HttpTimings(0.0), HttpTimings(0.0)
     shared.read("a", first)
@@ -275,7 +275,7 @@ def test_each_reader_has_the_time_of_its_first_token():
     assert (first.first_token_time, late.first_token_time) == (1.0, 2.0)
 
 
-def test_an_answer_that_ended_leaves_no_cycle_behind():
+def test_finished_coalesced_response_leaves_no_reference_cycle():
     async def run():
         store = Store()
         gc.collect()
@@ -302,7 +302,7 @@ class TestOnAnEngine:
         return engine.generate(PROMPT, GREEDY, Caller(**caller), request_id=client, sharing=sharing)
 
     async def run_three(self, setup, act):
-        """Three that ask for the same while nothing is computed; `act` does something to them."""
+        """Submit three identical requests while no step runs; `act` then acts on their streams."""
         sharing = Sharing(secrets.token_bytes(4))
         async with setup.running() as engine:
             runner = setup.runners[0]
@@ -312,7 +312,7 @@ class TestOnAnEngine:
             runner.gate.set()
             return [[token for each in [p async for p in s] for token in each.token_ids] for s in streams], runner
 
-    def test_the_same_is_computed_once(self):
+    def test_identical_requests_are_computed_once(self):
         setup = Setup()
 
         async def act(engine, streams):
@@ -324,14 +324,14 @@ class TestOnAnEngine:
         counts = {each.name: each.value for family in setup.metrics.registry.collect() for each in family.samples}
         assert counts["llm_serving:shared_answers_total"] == 2
 
-    def test_a_leaver_takes_nothing_from_the_others(self):
+    def test_client_that_disconnects_does_not_affect_other_readers(self):
         async def act(engine, streams):
             await streams[0].aclose()
 
         answers, _ = asyncio.run(self.run_three(Setup(), act))
         assert answers[1:] == [expected_output(PROMPT, 4)] * 2
 
-    def test_whoever_joins_a_hurried_one_gets_the_whole_answer(self):
+    def test_request_that_joins_one_with_a_short_deadline_gets_the_whole_answer(self):
         async def run():
             setup, sharing = Setup(), Sharing(b"k")
             async with setup.running() as engine:
@@ -350,7 +350,7 @@ class TestOnAnEngine:
         assert late.finish_reason is FinishReason.TIMEOUT
         assert tokens == expected_output(PROMPT, 4)
 
-    def test_each_is_found_cancelled_and_explained_by_its_own_id(self):
+    def test_coalesced_requests_are_found_cancelled_and_explained_by_their_own_ids(self):
         async def act(engine, streams):
             assert len(engine.control.cancel("cmpl-b", None)) == 1
             with pytest.raises(RequestNotFoundError):

@@ -1,4 +1,4 @@
-"""Constraints hold in every answer, and an answer under load is still the one given alone."""
+"""Constraints hold in every answer, and answers under load equal the reference answers."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ OBJECTS = constraint_of(
 GRAMMARS = [OBJECTS.grammar.text, choice_grammar(["on", "off"]).text, regex_grammar("[a-c]{2,9}").text]
 
 
-def test_a_bad_word_of_one_token_never_comes():
+def test_bad_word_of_one_token_is_never_sampled():
     tokens = greedy_tokens(bad_words=((PLAIN[2],),))
     assert tokens[:2] == PLAIN[:2]
     assert PLAIN[2] not in tokens
@@ -64,27 +64,27 @@ def test_a_bad_word_of_one_token_never_comes():
 
 
 @pytest.mark.parametrize("length", [2, 3, 5])
-def test_a_bad_word_of_several_tokens_is_broken_at_its_last(length):
+def test_bad_word_of_several_tokens_is_excluded_at_its_last_token(length):
     tokens = greedy_tokens(bad_words=(tuple(PLAIN[1 : 1 + length]),))
     assert tokens[:length] == PLAIN[:length]
     assert tokens[length] == most_likely([*PROMPT, *PLAIN[:length]])[1]
 
 
-def test_only_allowed_tokens_come():
+def test_only_allowed_tokens_are_sampled():
     allowed = (*range(40, 80), 999)
     assert set(greedy_tokens(allowed_token_ids=allowed)) <= {*allowed}
     assert greedy_tokens(allowed_token_ids=(7,)) == [7] * MAX_TOKENS
     assert greedy_tokens(allowed_token_ids=tuple(range(VOCAB_SIZE))) == PLAIN
 
 
-def test_an_answer_keeps_to_its_constraint_and_ends_with_it():
+def test_constrained_answer_matches_and_ends_with_its_constraint():
     for seed in range(8):
         tokens = run_alone(SamplingParams(max_tokens=60, seed=seed, constraint=OBJECTS.grammar.text))
         assert tokens[-1] == END
         assert {*json.loads(text_of(tokens))["a"]} <= {1, 20}
 
 
-def test_an_answer_that_is_cut_off_says_so():
+def test_truncated_constrained_answer_has_finish_reason_length():
     harness = Harness(runner=SamplingRunner)
     request = create(SamplingParams(max_tokens=3, constraint=OBJECTS.grammar.text), PROMPT)
     harness.engine.submit(request)
@@ -93,8 +93,8 @@ def test_an_answer_that_is_cut_off_says_so():
 
 
 @pytest.mark.parametrize("mode", PreemptionMode)
-def test_answers_over_kills_are_those_given_alone(mode):
-    """The WorkAgent dies at every third step, with two on their way; rows of the new one begin with nothing."""
+def test_constrained_answers_equal_the_reference_after_worker_kills(mode):
+    """The WorkAgent dies at every third step with two steps in flight; a new one has no state."""
     harness = FragileHarness(
         new_runner=lambda: SamplingRunner(24, 4, 8),
         runner=SamplingRunner,
@@ -120,7 +120,7 @@ def test_answers_over_kills_are_those_given_alone(mode):
 
 @pytest.mark.parametrize("known", [True, False])
 def test_drafts_save_steps_of_constrained_answers(known):
-    """Right ones, and what the form leaves no choice of where nobody knows the answer."""
+    """Drafts are correct proposals, or tokens that the grammar forces."""
     num_steps = num_tokens = 0
     for seed in range(6):
         sampling = SamplingParams(max_tokens=60, seed=seed, constraint=OBJECTS.grammar.text)
@@ -140,7 +140,7 @@ class NeverPays(SpeculationController):
     pays = property(lambda self: False, lambda self, value: None)
 
 
-def test_a_constrained_answer_takes_part_in_every_step_where_drafts_do_not_pay():
+def test_constrained_answer_is_in_every_step_while_drafts_do_not_pay():
     num_steps = []
     for drafter in (None, NeverPays(8, NgramProposer(3))):
         harness = Harness(runner=SamplingRunner, block_size=16, drafter=drafter)
@@ -155,7 +155,7 @@ def test_a_constrained_answer_takes_part_in_every_step_where_drafts_do_not_pay()
 
 
 def constraints() -> st.SearchStrategy[dict[str, Any]]:
-    """Few tokens, so that bad words begin often."""
+    """Draw constraints over few tokens, so that bad words start often."""
     few = st.integers(0, 5)
     words = st.lists(st.lists(few, min_size=1, max_size=3).map(tuple), max_size=4).map(tuple)
     usual = {
@@ -181,7 +181,7 @@ def constraints() -> st.SearchStrategy[dict[str, Any]]:
     draft_seed=st.none() | st.integers(0),
 )
 def test_answers_under_load_are_those_given_alone(load, mode, ahead, draft_seed):
-    """Drafts, allowed or not, change no answer."""
+    """Drafts, whether allowed or not, change no answer."""
     answers = {}
     harness = Harness(
         runner=SamplingRunner,

@@ -1,4 +1,4 @@
-"""Deadlines: what has passed ends with an error wherever it is, and nothing else notices."""
+"""Deadlines: a request whose deadline has passed ends with an error, and other requests are unaffected."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from llm_serving.admission.ttft_predictor import ReplicaSpeed
 from llm_serving.core.request import FinishReason
 from llm_serving.core.sampling_params import BeamSearchParams
 from llm_serving.core.timings import HttpTimings
-from llm_serving.engine.deadlines import LOOK_EVERY_S, SMALLEST_SWEEP, Deadlines, timeout_of
+from llm_serving.engine.deadlines import CHECK_INTERVAL_S, MIN_CLEANUP_SIZE, Deadlines, timeout_of
 from support.engine_harness import Harness
 from support.factories import create_request
 from support.fake_runner import expected_output
@@ -27,54 +27,56 @@ def create_timed(deadline, **arguments):
     return request
 
 
-def test_they_pass_in_their_order_and_once():
-    deadlines = Deadlines()
-    late, soon, never = create_timed(9.0), create_timed(3.0), create_timed(None)
-    for request in (late, soon, never):
+@pytest.fixture
+def deadlines():
+    return Deadlines(Harness().scheduler)
+
+
+def test_requests_expire_in_the_order_of_their_deadlines_and_once(deadlines):
+    late, soon = create_timed(9.0), create_timed(3.0)
+    for request in (late, soon):
         deadlines.add(request)
     assert deadlines.next == 3.0
-    assert deadlines.not_begun(9) == [soon, late]
-    assert deadlines.not_begun(1) == [soon]
+    assert deadlines.unscheduled(9) == [soon, late]
+    assert deadlines.unscheduled(1) == [soon]
     soon.first_scheduled_time = 1.0
-    assert deadlines.not_begun(1) == [late]
-    assert deadlines.take_passed(2.9) == []
-    assert deadlines.take_passed(3.0) == [soon]
-    assert deadlines.take_passed(99.0) == [late]
-    assert (deadlines.next, deadlines.take_passed(1e9)) == (None, [])
+    assert deadlines.unscheduled(1) == [late]
+    assert deadlines.pop_expired(2.9) == []
+    assert deadlines.pop_expired(3.0) == [soon]
+    assert deadlines.pop_expired(99.0) == [late]
+    assert (deadlines.next, deadlines.pop_expired(1e9)) == (None, [])
 
 
-def test_requests_that_have_ended_are_forgotten():
-    harness, deadlines = Harness(), Deadlines()
-    for _ in range(10 * SMALLEST_SWEEP):
+def test_deadlines_of_finished_requests_are_removed():
+    harness = Harness()
+    deadlines = Deadlines(harness.scheduler)
+    for _ in range(10 * MIN_CLEANUP_SIZE):
         request = create_timed(5.0)
         deadlines.add(request)
         harness.scheduler.add(request)
         harness.scheduler.finish(request, FinishReason.ABORT)
-    assert len(deadlines._heap) <= SMALLEST_SWEEP + 1
+    assert len(deadlines.heap) <= MIN_CLEANUP_SIZE + 1
     assert deadlines.next is None
-    assert deadlines.take_passed(9.0) == []
+    assert deadlines.pop_expired(9.0) == []
 
 
-def test_a_request_may_come_back_as_another_object_with_the_same_id_and_deadline():
-    deadlines = Deadlines()
+def test_a_migrated_request_may_return_as_another_object_with_the_same_id_and_deadline(deadlines):
     first, again = (create_timed(5.0, request_id="r") for _ in range(2))
     for request in (create_timed(1.0), first, again, create_timed(5.0)):
         deadlines.add(request)
-    assert len(deadlines.take_passed(9.0)) == 4
+    assert len(deadlines.pop_expired(9.0)) == 4
 
 
-def test_of_deadlines_of_one_request_the_newest_counts():
-    deadlines = Deadlines()
+def test_the_newest_deadline_of_a_request_replaces_earlier_ones(deadlines):
     request, other = create_timed(3.0), create_timed(3.0)
     for each in (request, other):
         deadlines.add(each)
     request.deadline = 9.0
     deadlines.add(request)
     other.deadline = None
-    deadlines.add(other)
     assert deadlines.next == 9.0
-    assert deadlines.take_passed(8.0) == []
-    assert deadlines.take_passed(9.0) == [request]
+    assert deadlines.pop_expired(8.0) == []
+    assert deadlines.pop_expired(9.0) == [request]
     assert deadlines.next is None
 
 
@@ -137,7 +139,7 @@ def test_a_waiting_request_ends_as_soon_as_its_deadline_cannot_be_met(form):
     assert not hopeless.is_finished
     # A step takes 1 s; one row in four ends, so a slot is free after 4 steps.
     harness.engine.ttft_predictor.speed = ReplicaSpeed(harness.scheduler.limits, 1.0, 0.0, 0.25, 1)
-    clock.now += LOOK_EVERY_S
+    clock.now += CHECK_INTERVAL_S
     harness.engine.step()
     last = harness.last("hopeless")
     assert last.finish_reason is FinishReason.TIMEOUT
@@ -148,7 +150,7 @@ def test_a_waiting_request_ends_as_soon_as_its_deadline_cannot_be_met(form):
     assert harness.token_ids("running") == expected_output(running.prompt_token_ids, 30)
 
 
-def test_who_is_done_in_time_is_left_alone():
+def test_request_that_meets_its_deadline_is_unaffected():
     clock = HandClock()
     harness = Harness(clock=clock)
     harness.engine.submit(create_timed(200.0, request_id="timed"))
@@ -159,8 +161,7 @@ def test_who_is_done_in_time_is_left_alone():
 
 
 def waiting_behind_one(first, last, **scheduler):
-    """An engine in which `first` is done, one request has the only place and `last` waits; steps take no time and
-    tokens a second."""
+    """Return an engine whose only slot is occupied while `last` waits; `first` has finished; a token takes 1 s."""
     clock = HandClock()
     harness = Harness(clock=clock, max_num_seqs=1, prefix_caching=True, **scheduler)
     harness.engine.submit(first)
@@ -169,20 +170,20 @@ def waiting_behind_one(first, last, **scheduler):
         harness.engine.submit(request)
     harness.engine.step()
     harness.engine.ttft_predictor.speed = ReplicaSpeed(harness.scheduler.limits, 0.0, 1.0, 1.0, 1)
-    clock.now += LOOK_EVERY_S
+    clock.now += CHECK_INTERVAL_S
     harness.engine.step()
     return harness
 
 
 @pytest.mark.parametrize(("cache_salt", "is_hopeless"), [("", False), ("another", True)])
-def test_what_a_request_finds_computed_does_not_make_it_hopeless(cache_salt, is_hopeless):
+def test_prefix_cache_hits_count_in_the_prediction_for_a_deadline(cache_salt, is_hopeless):
     last = create_timed(112.0, num_prompt_tokens=20, request_id="last")
     last.cache_salt = cache_salt
     waiting_behind_one(create_request(20, request_id="first", max_tokens=1), last)
     assert last.is_finished == is_hopeless
 
 
-def test_the_prompt_of_a_fork_is_that_of_its_parent():
+def test_deadline_of_a_fork_counts_the_rest_of_its_parent_s_prompt():
     clock = HandClock()
     harness = Harness(clock=clock, max_num_seqs=2, max_num_batched_tokens=8, max_long_prefill_tokens=8)
     parent = create_request(24, request_id="parent", max_tokens=30)
@@ -200,7 +201,7 @@ def test_the_prompt_of_a_fork_is_that_of_its_parent():
     assert harness.token_ids("fork") == expected_output(fork.prompt_token_ids, 8)
 
 
-def test_where_nothing_runs_nobody_is_hopeless():
+def test_no_request_ends_before_its_deadline_while_none_runs():
     clock = HandClock()
     harness = Harness(clock=clock)
     harness.engine.ttft_predictor.speed = ReplicaSpeed(harness.scheduler.limits, 0.0, 1.0, None, 8)

@@ -1,4 +1,4 @@
-"""A draft model that proposes while no step is under way: right, wrong, dying."""
+"""A draft model that proposes while no step is in flight, correctly or not, or that dies."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from support.fragile_harness import FragileHarness
 
 
 class FakeDraftModel:
-    """Knows what the fake model says; now and then it says something else, or dies."""
+    """A draft model that knows the output of the fake model; it is sometimes wrong, or dies."""
 
     def __init__(self, rng: random.Random, wrong: float = 0.0, dies: float = 0.0) -> None:
         self._rng, self._wrong, self._dies = rng, wrong, dies
@@ -44,7 +44,7 @@ class FakeDraftModel:
 
 
 class EagerController(SpeculationController):
-    """Pays, or not, as the test has it; not by the clock of a harness, which counts calls."""
+    """A controller whose drafts pay as the test decides, because the harness clock only counts calls."""
 
     share = 1.0
     rng = random.Random(0)
@@ -59,7 +59,7 @@ class EagerController(SpeculationController):
 
 
 def proposing(rng=None, wrong=0.0, dies=0.0, harness=Harness, share=1.0, **options):
-    """An engine whose executor has a draft model."""
+    """Return an engine whose executor has a draft model."""
     rng = rng or random.Random(1)
     fake = FakeDraftModel(rng, wrong, dies)
     drafter = EagerController(
@@ -78,8 +78,8 @@ def run(harness, requests) -> list[str]:
     return [bytes_of(harness.answer(request.request_id)) for request in requests]
 
 
-def test_proposals_that_are_right_save_steps_and_are_counted_for_who_made_them() -> None:
-    harness = proposing(journal=EventLog(16, 0))
+def test_accepted_draft_model_tokens_save_steps_and_are_counted_by_proposer() -> None:
+    harness = proposing(event_log=EventLog(16, 0))
     (told,) = run(harness, [create_request(4, request_id="a", max_tokens=64)])
     assert [told] == run(Harness(block_size=16), [create_request(4, request_id="a", max_tokens=64)])
     assert 2 * len(harness.runner.steps) < 64
@@ -95,21 +95,21 @@ def told_of(harness) -> str:
     return harness.metrics.render()[0].decode()
 
 
-def test_wrong_proposals_end_it_for_a_while() -> None:
+def test_draft_model_pauses_after_rejected_drafts() -> None:
     harness = proposing(wrong=1.0)
     run(harness, [create_request(4, request_id="a", max_tokens=200)])
     assert 2 <= len(harness.fake.asked) <= 6  # of 200 tokens: tried again after 32 tokens, then after 64
     assert sum(harness.metrics.draft_tokens["vllm:spec_decode_num_accepted_tokens_total"].values()) == 0
 
 
-def test_one_that_proposes_nothing_is_hardly_asked() -> None:
+def test_draft_model_without_proposals_is_rarely_asked() -> None:
     harness = proposing()
     harness.fake._go_on = lambda asked: []
     run(harness, [create_request(max_tokens=200, request_id="r")])
     assert 0 < len(harness.fake.asked) <= 16
 
 
-def test_nobody_is_asked_while_a_prompt_waits_or_is_computed() -> None:
+def test_draft_model_is_not_asked_while_a_prompt_waits_or_is_computed() -> None:
     harness = proposing(max_num_batched_tokens=16)
     harness.engine.submit(create_request(4, request_id="a", max_tokens=60))
     for _ in range(4):
@@ -125,7 +125,7 @@ def test_nobody_is_asked_while_a_prompt_waits_or_is_computed() -> None:
     assert len(harness.fake.asked) > num_asked
 
 
-def test_of_many_the_higher_classes_are_gone_on_with() -> None:
+def test_draft_model_prefers_requests_of_higher_classes() -> None:
     drafter = SpeculationController(8, NgramProposer(3), DraftModelProposer(lambda asked: [], 16))
     requests = [create_request(4, priority=index % 2) for index in range(40)]
     for index, request in enumerate(requests):
@@ -150,8 +150,8 @@ def mixed_load(rng):
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_answers_do_not_depend_on_proposals(seed: int) -> None:
-    """Nor in a small cache, where requests lose their places, nor where the WorkAgent dies as it proposes."""
+def test_answers_do_not_depend_on_draft_model_proposals(seed: int) -> None:
+    """Also with a small cache and preemptions, and with a WorkAgent that dies while it proposes."""
     rng = random.Random(seed)
     cache = {"num_blocks": rng.choice([8, 64]), "preemption_mode": rng.choice(["recompute", "swap"])}
     cache["num_swap_blocks"] = 8 if cache["preemption_mode"] == "swap" else 0
@@ -162,7 +162,7 @@ def test_answers_do_not_depend_on_proposals(seed: int) -> None:
     assert harness.scheduler.blocks.pool.num_used_blocks == 0
 
 
-def test_a_draft_model_that_kills_its_work_agents_is_asked_no_more() -> None:
+def test_draft_model_that_kills_its_workers_is_disabled() -> None:
     harness = proposing(dies=1.0, harness=FragileHarness)
     requests = [create_request(4, request_id="a", max_tokens=30)]
     harness.submit(*requests)

@@ -35,7 +35,7 @@ def test_accepted_drafts_save_steps() -> None:
     assert num_draft_tokens >= num_accepted > 32
 
 
-def test_everything_told_is_the_same() -> None:
+def test_drafts_change_no_field_of_an_answer() -> None:
     def requests():
         return [create_request(5, request_id=str(seed), seed=seed, logprobs=2, max_tokens=40) for seed in range(5)]
 
@@ -62,7 +62,7 @@ def test_a_stop_string_within_a_draft_ends_the_answer() -> None:
         assert answers[0] == answers[1]
 
 
-def test_every_token_is_a_delta_of_its_own_drafted_or_not() -> None:
+def test_every_token_is_a_separate_output_with_and_without_drafts() -> None:
     pieces = []
     for harness in (with_drafts(), Harness(block_size=16)):
         run(harness, create_request(4, request_id="a", logprobs=1, max_tokens=30))
@@ -77,7 +77,7 @@ class PayingDrafts(RandomDrafts):
     pays = property(lambda self: True, lambda self, value: None)
 
 
-def test_a_step_with_a_prompt_is_formed_ahead_because_it_verifies_no_drafts() -> None:
+def test_step_with_a_prompt_is_scheduled_ahead_because_it_verifies_no_drafts() -> None:
     harness = Harness(drafter=PayingDrafts(random.Random(3)), block_size=16, max_num_batched_tokens=8)
     harness.engine.submit(create_request(4, request_id="a", max_tokens=200))
     for _ in range(10):
@@ -106,7 +106,7 @@ class MeasuredDrafts(PayingDrafts):
         self.told.append((seconds, host_s))
 
 
-def test_to_form_a_step_is_time_of_the_master_and_not_of_the_step() -> None:
+def test_time_to_schedule_a_step_counts_for_the_master_and_not_for_the_step() -> None:
     now = 0.0
 
     def slowly(seconds, call):
@@ -125,7 +125,7 @@ def test_to_form_a_step_is_time_of_the_master_and_not_of_the_step() -> None:
     assert set(drafter.told) == {(1.0, 0.25)}
 
 
-def test_where_replies_are_waited_for_clients_are_told_when_the_next_step_is_under_way() -> None:
+def test_outputs_are_published_after_the_next_step_is_submitted() -> None:
     harness = Harness(drafter=PayingDrafts(random.Random(3)), block_size=16)
     request, submit, num_untold = create_request(4, request_id="a", max_tokens=60), harness.executor.submit, []
 
@@ -139,7 +139,7 @@ def test_where_replies_are_waited_for_clients_are_told_when_the_next_step_is_und
     assert min(num_untold[1:]) > 0
 
 
-def test_drafts_of_one_do_not_hold_a_prompt_of_another() -> None:
+def test_drafts_of_one_request_do_not_delay_a_prompt_of_another() -> None:
     harness = with_drafts()
     harness.engine.submit(create_request(4, request_id="a", max_tokens=60))
     for _ in range(6):

@@ -14,7 +14,7 @@ from support.fake_runner import expected_output
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_one_request_gets_the_model_s_answer(ahead: bool) -> None:
+def test_engine_returns_the_model_s_answer_for_one_request(ahead: bool) -> None:
     harness = Harness(ahead=ahead)
     request = create_request(6, max_tokens=5)
     harness.engine.submit(request)
@@ -25,7 +25,7 @@ def test_one_request_gets_the_model_s_answer(ahead: bool) -> None:
     assert harness.last(request.request_id).finish_reason is FinishReason.LENGTH
 
 
-def test_a_stop_token_ends_the_text_before_it() -> None:
+def test_stop_token_is_not_part_of_the_text() -> None:
     harness = Harness()
     prompt = create_request(4).prompt_token_ids
     answer = expected_output(prompt, 4)
@@ -38,7 +38,7 @@ def test_a_stop_token_ends_the_text_before_it() -> None:
     assert harness.text(request.request_id) == f"{answer[0]} {answer[1]} "
 
 
-def test_a_stop_string_ends_the_request_and_frees_its_blocks() -> None:
+def test_stop_string_finishes_the_request_and_frees_its_blocks() -> None:
     harness = Harness()
     answer = expected_output(create_request(4).prompt_token_ids, 4)
     request = create_request(4, max_tokens=10, stop=(f" {answer[2]} ",))
@@ -50,7 +50,7 @@ def test_a_stop_string_ends_the_request_and_frees_its_blocks() -> None:
     assert harness.scheduler.blocks.pool.num_used_blocks == 0
 
 
-def test_who_comes_while_a_step_runs_is_in_the_next_one() -> None:
+def test_request_that_arrives_during_a_step_is_in_the_next_one() -> None:
     harness = Harness()
     first, second = create_request(4, max_tokens=8), create_request(5, max_tokens=2)
     harness.engine.submit(first)
@@ -69,7 +69,7 @@ def test_who_comes_while_a_step_runs_is_in_the_next_one() -> None:
         assert harness.token_ids(request.request_id) == expected
 
 
-def test_it_tells_whether_a_step_is_under_way() -> None:
+def test_engine_has_steps_while_a_step_is_in_flight() -> None:
     harness = Harness()
     assert not harness.engine.has_steps
     harness.engine.submit(create_request(4, max_tokens=2))
@@ -99,7 +99,7 @@ def test_predictor_counts_a_step_as_in_flight_once_no_request_can_join_it() -> N
 
 
 class Timed:
-    """A harness in which only steps take time; notes for which of them the end was to be announced."""
+    """A harness in which only steps take time; it records for which steps an announcement was requested."""
 
     def __init__(self, *seconds: float, ahead: bool = True) -> None:
         self.now = 0.0
@@ -125,13 +125,13 @@ class Timed:
 LONG, SHORT = 2 * SHORT_STEP_S, 0.5 * SHORT_STEP_S
 
 
-def test_a_step_is_formed_late_if_the_newest_that_ended_was_long() -> None:
+def test_engine_schedules_late_after_a_long_step() -> None:
     timed = Timed(SHORT, LONG, SHORT, LONG, LONG, SHORT)
     timed.answer(6)
     assert timed.announced == [False, False, False, True, False, True]
 
 
-def test_time_without_a_step_is_part_of_none() -> None:
+def test_idle_time_belongs_to_no_step() -> None:
     timed = Timed(*[SHORT] * 5)
     timed.answer(2)
     timed.now += 10.0
@@ -139,14 +139,14 @@ def test_time_without_a_step_is_part_of_none() -> None:
     assert timed.announced == [False] * 5
 
 
-def test_nothing_is_announced_where_no_step_is_formed_ahead() -> None:
+def test_engine_without_lookahead_requests_no_announcement() -> None:
     timed = Timed(*[LONG] * 3, ahead=False)
     timed.answer(3)
     assert timed.announced == [False] * 3
 
 
 @pytest.mark.parametrize("steps", range(4))
-def test_abort_is_legal_at_every_moment(steps: int) -> None:
+def test_abort_is_legal_at_any_moment(steps: int) -> None:
     harness = Harness(max_num_batched_tokens=8)
     request, other = create_request(12, max_tokens=6), create_request(3, max_tokens=6)
     harness.engine.submit(request)
@@ -160,7 +160,7 @@ def test_abort_is_legal_at_every_moment(steps: int) -> None:
     assert harness.token_ids(other.request_id) == expected_output(other.prompt_token_ids, 6)
 
 
-def test_metrics_show_what_was_swapped_and_what_waits_in_host_memory() -> None:
+def test_metrics_count_swapped_blocks_and_requests_in_host_memory() -> None:
     swap = PreemptionMode.SWAP
     harness = Harness(num_blocks=7, num_swap_blocks=16, preemption_mode=swap, classes=create_classes())
     harness.engine.submit(create_request(8, request_id="low", priority=1, max_tokens=10))
@@ -182,7 +182,7 @@ def swaps_of(harness: Harness) -> dict[str, float]:
     return {sample.name: sample.value for metric in harness.metrics.swaps.collect() for sample in metric.samples}
 
 
-def test_a_dead_work_agent_ends_every_request_and_refuses_more() -> None:
+def test_engine_ends_all_requests_and_refuses_more_after_its_worker_died() -> None:
     harness = Harness(max_num_seqs=1)
     requests = [create_request(4) for _ in range(3)]
     for request in requests:
@@ -201,7 +201,7 @@ def test_a_dead_work_agent_ends_every_request_and_refuses_more() -> None:
     harness.engine.abort(requests[0].request_id)
 
 
-def test_an_engine_that_has_ended_gives_its_descriptor_back_and_uses_it_no_more() -> None:
+def test_ended_engine_closes_its_file_descriptor() -> None:
     harness = Harness()
     own = harness.engine._inbox._wake_fd
     harness.engine.stop()
@@ -221,10 +221,10 @@ def test_an_engine_that_has_ended_gives_its_descriptor_back_and_uses_it_no_more(
 
 
 class Panic(BaseException):
-    """As libraries written in Rust raise it: no Exception."""
+    """The panic of a library written in Rust, which is no Exception."""
 
 
-def test_a_panic_in_a_library_leaves_nobody_waiting() -> None:
+def test_panic_in_a_library_ends_all_requests() -> None:
     harness = Harness()
     request = create_request(4)
     harness.engine.submit(request)
@@ -241,7 +241,7 @@ def test_a_panic_in_a_library_leaves_nobody_waiting() -> None:
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_a_row_without_a_token_fails_alone(ahead: bool) -> None:
+def test_row_without_a_token_fails_alone(ahead: bool) -> None:
     harness = Harness(ahead=ahead)
     bad, good = create_request(4), create_request(5)
     execute = harness.runner.execute
@@ -264,7 +264,7 @@ def test_a_row_without_a_token_fails_alone(ahead: bool) -> None:
     assert harness.token_ids(good.request_id) == expected_output(good.prompt_token_ids, 8)
 
 
-def test_a_batch_is_waited_for_from_its_first_request_on():
+def test_static_batch_waits_from_its_first_request_on():
     now = 100.0
     harness = Harness(clock=lambda: now, batch_waiting_time=10.0)
     harness.engine.submit(create_request(request_id="first", arrival_time=100.0))
@@ -280,7 +280,7 @@ def test_a_batch_is_waited_for_from_its_first_request_on():
     assert harness.last("second").finished
 
 
-def test_the_cache_is_known_to_have_room_again_once_nobody_waits_for_it() -> None:
+def test_predictor_knows_of_free_blocks_once_no_request_waits() -> None:
     harness = Harness(num_blocks=8, max_num_seqs=8)
     for num_prompt_tokens in (28, 4):
         harness.engine.submit(create_request(num_prompt_tokens, max_tokens=4))

@@ -1,4 +1,4 @@
-"""The inbox: messages in their order, a reader that is woken, and an end after which nothing is taken."""
+"""The inbox: order of messages, waking the reader, and the end after which no message is accepted."""
 
 import os
 
@@ -14,23 +14,23 @@ def inbox():
     inbox.close("the test is over")
 
 
-def test_messages_are_taken_in_their_order_those_included_that_come_meanwhile(inbox):
+def test_inbox_handles_messages_in_order_including_new_ones(inbox):
     taken: list[str] = []
     inbox.post(lambda: (taken.append("first"), inbox.post(lambda: taken.append("third"))))
     inbox.post(lambda: taken.append("second"))
-    assert len(inbox) == 2
-    inbox.take()
-    assert (taken, len(inbox)) == (["first", "second", "third"], 0)
+    assert len(inbox.messages) == 2
+    inbox.handle()
+    assert (taken, len(inbox.messages)) == (["first", "second", "third"], 0)
 
 
 @pytest.mark.parametrize("wake", [lambda inbox: inbox.post(lambda: None), lambda inbox: inbox.wake()])
-def test_whoever_wakes_the_reader_ends_its_next_wait_once(inbox, wake):
+def test_inbox_wake_or_post_ends_one_wait(inbox, wake):
     wake(inbox)
     assert not inbox.wait(None, None)
     assert not inbox.wait(None, 0.0)
 
 
-def test_another_descriptor_is_told_of_only_where_nobody_woke_the_reader(inbox):
+def test_inbox_wait_reports_another_descriptor_only_if_not_woken(inbox):
     other = os.eventfd(1)
     try:
         assert inbox.wait(other, None)
@@ -40,7 +40,7 @@ def test_another_descriptor_is_told_of_only_where_nobody_woke_the_reader(inbox):
         os.close(other)
 
 
-def test_after_its_end_it_takes_what_has_come_and_no_more(inbox):
+def test_ended_inbox_handles_earlier_messages_and_accepts_no_more(inbox):
     taken: list[str] = []
     inbox.post(lambda: taken.append("in time"))
     inbox.end("enough")
@@ -48,5 +48,5 @@ def test_after_its_end_it_takes_what_has_come_and_no_more(inbox):
     with pytest.raises(WorkerDiedError, match="enough"):
         inbox.post(lambda: taken.append("late"))
     inbox.wake()
-    inbox.take()
+    inbox.handle()
     assert (taken, inbox.ended) == (["in time"], "enough")

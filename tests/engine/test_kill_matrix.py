@@ -1,11 +1,11 @@
-"""A WorkAgent is lost in each step in turn; `python tests/tools/kill_matrix.py` prints this table and others."""
+"""A WorkAgent is killed at each step in turn; `python tests/tools/kill_matrix.py` prints this table and others."""
 
 from support.fragile_harness import FragileHarness
 from support.kills import LATE, MOMENTS, play, streams
 from tools.kill_matrix import NEVER, simulated_table
 
 
-def test_every_stream_goes_on_with_the_bytes_it_would_have_had() -> None:
+def test_streams_are_unchanged_after_worker_kills() -> None:
     table = simulated_table()
     assert table.all_equal, str(table)
     assert table.num_restarts == table.num_kills > 300
@@ -13,7 +13,7 @@ def test_every_stream_goes_on_with_the_bytes_it_would_have_had() -> None:
     assert met == set(MOMENTS), "the streams do not meet every moment"
 
 
-def test_the_late_ones_find_what_the_early_ones_computed() -> None:
+def test_later_requests_hit_the_prefix_cache() -> None:
     harness, asked = FragileHarness(prefix_caching=True), streams(8)
     play(harness.engine, asked, lambda: None, NEVER)
     (hit,) = asked["prefix hit"]

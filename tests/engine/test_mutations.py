@@ -1,11 +1,11 @@
-"""Every guard against garbled text is missed when it is gone; `python tests/tools/mutations.py` prints the list."""
+"""Each guard against garbled text is necessary; `python tests/tools/mutations.py` lists the faults."""
 
 import pytest
 from tools.mutations import MOST_SEEDS, MUTATIONS, NUM_SEEDS, Mutation, Verdict, play
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=str)
-def test_the_guard_catches_the_fault_and_nothing_else_would(mutation: Mutation) -> None:
+def test_guard_catches_the_injected_fault(mutation: Mutation) -> None:
     guarded = play(mutation, guarded=True)
     assert guarded.num_garbled == guarded.num_audited == 0
     if mutation.fault is not None:

@@ -1,4 +1,4 @@
-"""From sampled tokens to pieces, token by token."""
+"""The output processor: from sampled tokens to outputs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from support.word_tokenizer import WordTokenizer
 
 
 def step_output(*token_ids, num_top=None):
-    """Sample s chose `token_ids[s]`; it tells of `num_top[s]` likely tokens, 10 s, 10 s + 1, ..."""
+    """Return an output in which sample s is `token_ids[s]` with `num_top[s]` alternatives 10 s, 10 s + 1, ..."""
     counts = num_top or [0] * len(token_ids)
     top = top_tokens(
         [
@@ -43,115 +43,115 @@ def start(processor, **fields):
 
 
 def take(processor, request, token_id, reason=None, **output):
-    """Gives the request a token, with which it ends if `reason` says so."""
+    """Add a token to the request, which finishes with it if a `reason` is given."""
     request.output_token_ids.append(token_id)
     if reason is not None:
         end(request, reason)
-    return processor.take(request, 0, step_output(token_id, **output))
+    return processor.add_token(request, 0, step_output(token_id, **output))
 
 
 def end(request, reason):
     request.status, request.finish_reason = RequestStatus.FINISHED, reason
 
 
-def test_a_piece_has_what_came_since_the_last_one(processor):
+def test_output_processor_returns_the_output_since_the_last_call(processor):
     request = start(processor, num_prompt_tokens=3, request_id="r")
     take(processor, request, 5)
     take(processor, request, 6)
-    piece = processor.piece(request)
+    piece = processor.pop_output(request)
     assert (piece.request_id, piece.text, piece.token_ids, piece.logprobs) == ("r", "5 6 ", (5, 6), ())
     assert (piece.num_prompt_tokens, piece.num_output_tokens, piece.finish_reason) == (3, 2, None)
     take(processor, request, 7, FinishReason.LENGTH)
-    piece = processor.piece(request)
+    piece = processor.pop_output(request)
     assert (piece.text, piece.token_ids) == ("7 ", (7,))
     assert (piece.num_output_tokens, piece.finish_reason) == (3, FinishReason.LENGTH)
 
 
-def test_each_request_is_told_the_logprobs_of_its_own_sample(processor):
+def test_output_processor_assigns_logprobs_by_sample(processor):
     requests = [start(processor, logprobs=number) for number in (2, 0, None)]
     output = step_output(5, 6, 7, num_top=[2, 0, 0])
     for sample, request in enumerate(requests):
         request.output_token_ids.append(5 + sample)
-        processor.take(request, sample, output)
-    assert [processor.piece(request).logprobs for request in requests] == [
+        processor.add_token(request, sample, output)
+    assert [processor.pop_output(request).logprobs for request in requests] == [
         (TokenLogprobs(5, -0.5, (0, 1), (-1.0, -2.0)),),
         (TokenLogprobs(6, -1.5, (), ()),),
         (),
     ]
 
 
-def test_logprobs_belong_to_their_piece(processor):
+def test_output_processor_returns_logprobs_once(processor):
     request = start(processor, logprobs=1)
     take(processor, request, 5, num_top=[1])
-    assert [token.token_id for token in processor.piece(request).logprobs] == [5]
+    assert [token.token_id for token in processor.pop_output(request).logprobs] == [5]
     take(processor, request, 6, num_top=[1])
-    assert [token.token_id for token in processor.piece(request).logprobs] == [6]
+    assert [token.token_id for token in processor.pop_output(request).logprobs] == [6]
 
 
-def test_the_token_that_ends_the_output_is_sent_without_its_text(processor):
+def test_output_processor_sends_a_stop_token_without_text(processor):
     request = start(processor, stop_token_ids=frozenset({2}))
     take(processor, request, 5)
     take(processor, request, 2, FinishReason.STOP)
-    piece = processor.piece(request)
+    piece = processor.pop_output(request)
     assert (piece.text, piece.token_ids, piece.num_output_tokens) == ("5 ", (5, 2), 2)
 
 
-def test_the_token_that_reaches_the_limit_keeps_its_text(processor):
+def test_output_processor_keeps_the_text_of_the_last_token_at_the_limit(processor):
     request = start(processor, stop_token_ids=frozenset({2}))
     take(processor, request, 5, FinishReason.LENGTH)
-    assert processor.piece(request).text == "5 "
+    assert processor.pop_output(request).text == "5 "
 
 
-def test_a_stop_string_is_reported_and_cut(processor):
+def test_output_processor_reports_and_removes_a_stop_string(processor):
     request = start(processor, stop=("6 7",))
     assert take(processor, request, 5) is None
     assert take(processor, request, 6) is None
-    assert processor.piece(request).text == "5 "
+    assert processor.pop_output(request).text == "5 "
     assert take(processor, request, 7) == "6 7"
     end(request, FinishReason.STOP)
-    piece = processor.piece(request)
+    piece = processor.pop_output(request)
     assert (piece.text, piece.token_ids) == ("", (7,))
 
 
-def test_text_held_back_for_a_stop_string_comes_with_the_last_piece(processor):
+def test_output_processor_flushes_held_text_with_the_last_output(processor):
     request = start(processor, stop=("6 7",))
     take(processor, request, 6)
-    assert processor.piece(request).text == ""
+    assert processor.pop_output(request).text == ""
     end(request, FinishReason.ABORT)
-    assert processor.piece(request).text == "6 "
+    assert processor.pop_output(request).text == "6 "
 
 
-def test_an_error_ends_the_answer_after_what_has_come(processor):
+def test_output_processor_sends_pending_output_with_an_error(processor):
     request = start(processor)
     take(processor, request, 5)
     end(request, FinishReason.ERROR)
-    piece = processor.piece(request, "the WorkAgent is gone")
+    piece = processor.pop_output(request, "the WorkAgent is gone")
     assert (piece.text, piece.token_ids) == ("5 ", (5,))
     assert (piece.finish_reason, piece.error) == (FinishReason.ERROR, "the WorkAgent is gone")
 
 
-def test_a_request_is_known_until_its_last_piece(processor):
+def test_output_processor_knows_a_request_until_its_last_output(processor):
     request, other = start(processor, request_id="r"), start(processor)
     take(processor, request, 5)
-    processor.piece(request)
+    processor.pop_output(request)
     assert processor.knows(request)
     assert processor.find("r") is request
     assert processor.unfinished() == [request, other]
     end(request, FinishReason.ABORT)
-    processor.piece(request)
+    processor.pop_output(request)
     assert not processor.knows(request)
     assert processor.find("r") is None
     assert processor.unfinished() == [other]
 
 
-def test_the_time_in_the_queue_is_that_until_the_first_step(processor):
+def test_output_reports_the_time_from_arrival_to_first_step(processor):
     request = start(processor, arrival_time=10.0)
-    assert processor.piece(request).queued_s == 0.0
+    assert processor.pop_output(request).queued_s == 0.0
     request.first_scheduled_time = 12.5
-    assert processor.piece(request).queued_s == 2.5
+    assert processor.pop_output(request).queued_s == 2.5
 
 
-def test_the_phases_of_a_request_reach_the_metrics():
+def test_output_processor_records_the_phases_of_a_request():
     ticks, metrics = count(), Metrics()
     processor = OutputProcessor(WordTokenizer(), metrics, EventLog(), lambda: float(next(ticks)))
     request = start(processor, num_prompt_tokens=3, arrival_time=-10.0)
@@ -159,7 +159,7 @@ def test_the_phases_of_a_request_reach_the_metrics():
     for token_id in (5, 6):  # at 0 and 1
         take(processor, request, token_id)
     take(processor, request, 7, FinishReason.LENGTH)  # at 2
-    processor.piece(request)
+    processor.pop_output(request)
     samples = {sample.name: sample.value for metric in metrics.collect() for sample in metric.samples}
     seconds = [
         samples[f"vllm:request_{phase}_time_seconds_sum"] for phase in ("queue", "prefill", "decode", "inference")
@@ -168,10 +168,10 @@ def test_the_phases_of_a_request_reach_the_metrics():
     assert (samples["vllm:request_prompt_tokens_sum"], samples["vllm:request_generation_tokens_sum"]) == (3, 3)
 
 
-def test_a_request_that_wants_no_text_gets_its_tokens_alone(processor):
+def test_request_without_detokenization_gets_tokens_only(processor):
     request = start(processor, detokenize=False)
     take(processor, request, 5)
     take(processor, request, 6, FinishReason.LENGTH)
-    piece = processor.piece(request)
+    piece = processor.pop_output(request)
     assert (piece.text, piece.token_ids) == ("", (5, 6))
     assert processor.text_of(request, [5, 6]) == ""

@@ -1,4 +1,4 @@
-"""What is told of prompts is what the model says of them, whatever happens on the way, and it is told once."""
+"""Prompt log-probabilities and vectors equal the model's, are sent once, and do not depend on load or faults."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from support.fragile_harness import FragileHarness
 
 
 def assert_told(harness: Harness, request: Request) -> None:
-    """All tokens of the prompt but the first have been told of, and the tokens behind it are right."""
+    """Check that log-probabilities of all prompt tokens except the first were sent, and that the output is correct."""
     answer = join_pieces(harness.pieces[request.request_id])
     assert answer.finish_reason is FinishReason.LENGTH
     prompt, count = request.prompt_token_ids, request.sampling.prompt_logprobs
@@ -51,25 +51,25 @@ def run(*requests: Request, **settings: object) -> Harness:
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("budget", [64, 5, 1])
 @pytest.mark.parametrize("max_tokens", [0, 1, 3])
-def test_a_prompt_is_told_of_in_whatever_chunks(ahead, budget, max_tokens):
+def test_prompt_logprobs_do_not_depend_on_chunks(ahead, budget, max_tokens):
     run(create_request(11, prompt_logprobs=2, max_tokens=max_tokens), ahead=ahead, max_num_batched_tokens=budget)
 
 
-def test_only_who_asks_is_told():
+def test_prompt_logprobs_are_sent_only_on_request():
     requests = [create_request(9, prompt_logprobs=0), create_request(7), create_request(1, prompt_logprobs=1)]
     harness = run(*requests)
     # Two of the seven tokens that follow one another in a step give no result.
     assert sum((step.wanted[:, 2] == ResultKind.LOGPROBS).sum() for step in harness.runner.steps) == 8
 
 
-def test_a_request_without_tokens_ends_with_its_prompt():
+def test_request_without_output_tokens_finishes_with_its_prompt():
     request = create_request(9, max_tokens=0)
     harness = run(request, max_num_batched_tokens=4)
     assert harness.last(request.request_id).token_ids == ()
     assert [len(step.wanted) for step in harness.runner.steps] == [0, 0, 0]
 
 
-def test_computed_prefixes_are_taken_only_as_far_as_their_results_have_come():
+def test_prefix_cache_hits_end_where_prompt_logprobs_are_missing():
     first, scored = create_request(12, max_tokens=1), create_request(12, max_tokens=1, prompt_logprobs=1)
     again = create_request(12, max_tokens=1)
     harness = Harness(prefix_caching=True)
@@ -81,8 +81,8 @@ def test_computed_prefixes_are_taken_only_as_far_as_their_results_have_come():
     assert cached == [0, 0, 8]
 
 
-def test_a_preempted_prompt_goes_on_behind_what_it_has_been_told():
-    """Two prompts share too little room; the one that gives way takes from the cache what it has been told of."""
+def test_preempted_prompt_sends_no_prompt_logprobs_twice():
+    """Two prompts need more blocks than there are; the preempted one reuses cached blocks whose results were sent."""
     low = create_request(24, max_tokens=8, prompt_logprobs=1, priority=1)
     low.prompt_token_ids[0] = 7
     high = create_request(24, max_tokens=8, priority=-1)
@@ -98,7 +98,7 @@ def test_a_preempted_prompt_goes_on_behind_what_it_has_been_told():
 
 
 class TestVectors:
-    def test_the_vector_of_a_prompt_is_that_of_its_last_token(self):
+    def test_vector_is_the_hidden_state_of_the_last_prompt_token(self):
         requests = [wanting_vector(9), wanting_vector(6), wanting_vector(14)]
         harness = run(*requests, max_num_batched_tokens=10)
         for request in requests:
@@ -106,7 +106,7 @@ class TestVectors:
             assert vector is not None
             assert vector.tolist() == vector_of(request.prompt_token_ids).tolist()
 
-    def test_a_computed_prefix_serves(self):
+    def test_vector_with_prefix_cache_hits(self):
         harness = Harness(prefix_caching=True)
         for _ in range(2):
             request = wanting_vector(9)
@@ -117,14 +117,14 @@ class TestVectors:
         assert last.vector is not None
         assert last.vector.tolist() == vector_of(request.prompt_token_ids).tolist()
 
-    def test_it_may_come_with_log_probabilities_and_tokens(self):
+    def test_vector_with_logprobs_and_output_tokens(self):
         request = wanting_vector(9, max_tokens=2, prompt_logprobs=1)
         harness = run(request, max_num_batched_tokens=4)
         vector = next(piece.vector for piece in harness.pieces[request.request_id] if piece.vector is not None)
         assert vector.tolist() == vector_of(request.prompt_token_ids).tolist()
 
-    def test_it_is_that_of_the_prompt_when_its_answer_is_computed_again(self):
-        """The row that completes the prompt then goes on with tokens of the answer."""
+    def test_vector_is_unchanged_by_recomputation(self):
+        """After the recomputation, the row that completes the prompt continues with output tokens."""
         request, high = wanting_vector(8, max_tokens=16), create_request(24, max_tokens=8, priority=-1)
         high.prompt_token_ids[0] = 7
         harness = Harness(num_blocks=9, max_num_batched_tokens=40, ahead=True)
@@ -145,7 +145,7 @@ def wanting_vector(num_prompt_tokens: int, max_tokens: int = 0, **sampling: int)
 
 
 class _Spoilt(FakeRunner):
-    """One result of a kind cannot be given, in every step that has one."""
+    """A model runner that fails to produce one result of a kind in each step that has one."""
 
     kind = ResultKind.LOGPROBS
 
@@ -161,7 +161,7 @@ class _WithoutVectors(_Spoilt):
 
 
 @pytest.mark.parametrize("runner", [_Spoilt, _WithoutVectors])
-def test_a_result_that_cannot_be_given_ends_its_request_alone(runner):
+def test_missing_prompt_result_fails_its_request_alone(runner):
     fine = [create_request(6, max_tokens=3), create_request(9, prompt_logprobs=1, max_tokens=2)]
     spoilt = wanting_vector(9, prompt_logprobs=1)  # the last row of its step
     if runner is _Spoilt:
@@ -177,7 +177,7 @@ def test_a_result_that_cannot_be_given_ends_its_request_alone(runner):
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_what_is_told_does_not_depend_on_load_or_on_lost_steps(seed):
+def test_prompt_results_do_not_depend_on_load_or_lost_steps(seed):
     rng = random.Random(seed)
     harness = FragileHarness(
         num_blocks=rng.randint(14, 24),

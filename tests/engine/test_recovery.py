@@ -1,4 +1,4 @@
-"""A WorkAgent is killed, hangs or fails at any moment: every stream goes on with the bytes it would have had."""
+"""A WorkAgent is killed, hangs or fails at any moment: every stream continues with the same bytes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from support.fragile_harness import FragileHarness
 
 
 def requests_of_all_kinds() -> list[Request]:
-    """Short and long, early and late in their class, one forked from another, one that needs penalties' history."""
+    """Return short and long requests of several classes, one a fork, one with penalties."""
     plain = [create_request(3 + 5 * i, max_tokens=6 + i, seed=i, priority=i % 3 - 1) for i in range(5)]
     fork = create_request(23, max_tokens=7, seed=9, fork_of=plain[4].request_id)
     return [*plain, fork]
@@ -29,7 +29,7 @@ def requests_of_all_kinds() -> list[Request]:
 
 @settings(max_examples=40)
 @given(st.lists(st.tuples(st.integers(8, 20), st.sampled_from([WorkerDiedError, StepFailedError])), max_size=8))
-def test_bad_luck_now_and_then_ends_nobody(mishaps: list[tuple[int, type[Exception]]]) -> None:
+def test_recovery_from_occasional_failures_ends_no_request(mishaps: list[tuple[int, type[Exception]]]) -> None:
     harness = FragileHarness(num_blocks=18, max_num_batched_tokens=16)
     num_good = 0
 
@@ -53,7 +53,7 @@ def poisoned(step: StepInput) -> bool:
 
 @pytest.mark.parametrize("error", [StepFailedError("poison"), WorkerDiedError("poison")])
 @pytest.mark.parametrize("place", [0, 3])
-def test_only_the_request_that_makes_it_happen_ends(error: Exception, place: int) -> None:
+def test_recovery_ends_only_the_culprit(error: Exception, place: int) -> None:
     harness = FragileHarness()
     requests = [create_request(4 + i, max_tokens=6, seed=i) for i in range(7)]
     poison = create_request(5, max_tokens=6)
@@ -71,8 +71,8 @@ def test_only_the_request_that_makes_it_happen_ends(error: Exception, place: int
     harness.assert_exact(*requests)
 
 
-def test_poison_that_is_met_late_is_found_too() -> None:
-    """The token that kills is one the request generated itself."""
+def test_recovery_finds_a_culprit_that_fails_late() -> None:
+    """The fatal token is one that the request generated."""
     harness = FragileHarness()
     poison, other = create_request(4, max_tokens=12, seed=5), create_request(9, max_tokens=12)
     deadly = expected_output(poison.prompt_token_ids, 12, 5)[6]
@@ -90,8 +90,8 @@ def test_poison_that_is_met_late_is_found_too() -> None:
     harness.assert_exact(other)
 
 
-def test_poison_in_a_late_chunk_of_a_prompt_is_found_too() -> None:
-    """Each chunk before it is computed again after each death: that is no progress."""
+def test_recovery_finds_a_culprit_in_a_late_prompt_chunk() -> None:
+    """Earlier chunks are recomputed after each death, which must not count as progress."""
     harness = FragileHarness(max_restarts=20, max_num_batched_tokens=8)
     poison, other = create_request(40, max_tokens=6), create_request(5, max_tokens=12)
     poison.prompt_token_ids[37] = 666
@@ -108,8 +108,8 @@ def test_poison_in_a_late_chunk_of_a_prompt_is_found_too() -> None:
     harness.assert_exact(other)
 
 
-def test_chunks_of_another_length_before_the_poison_are_no_progress() -> None:
-    """Who was computed beside it would end instead: what is lost that often without a culprit ends with it."""
+def test_recovery_counts_other_chunk_lengths_as_no_progress() -> None:
+    """Otherwise requests in the same steps would end, because their steps are lost too often without a culprit."""
     harness = FragileHarness(max_num_batched_tokens=8)
     poison = create_request(20, max_tokens=6)
     poison.prompt_token_ids[18] = 666
@@ -130,7 +130,7 @@ def test_chunks_of_another_length_before_the_poison_are_no_progress() -> None:
     assert harness.last(poison.request_id).finish_reason is FinishReason.ERROR
 
 
-def test_a_request_that_gets_further_between_deaths_is_not_suspected() -> None:
+def test_recovery_does_not_suspect_a_request_that_progresses() -> None:
     harness = FragileHarness(max_num_batched_tokens=8)
     request = create_request(40, max_tokens=6)
     num_lost: list[int] = []
@@ -149,8 +149,8 @@ def test_a_request_that_gets_further_between_deaths_is_not_suspected() -> None:
 
 
 @pytest.mark.parametrize("error", [StepFailedError("poison"), WorkerDiedError("poison")])
-def test_nobody_ends_for_what_others_are_found_to_have_done(error: Exception) -> None:
-    """One poisoned request after the other shares each step of a prompt, which so never gets further."""
+def test_recovery_ends_no_request_for_failures_of_a_culprit(error: Exception) -> None:
+    """A prompt shares each step with another poisoned request, and so never progresses."""
     harness = FragileHarness(max_num_seqs=2)
     innocent = create_request(6, max_tokens=5)
     poisons = [create_request(5, max_tokens=6, seed=i) for i in range(MAX_LOST_STEPS + 1)]
@@ -168,7 +168,7 @@ def test_nobody_ends_for_what_others_are_found_to_have_done(error: Exception) ->
     assert {harness.last(poison.request_id).finish_reason for poison in poisons} == {FinishReason.ERROR}
 
 
-def test_poison_that_only_a_vector_meets_is_found_too() -> None:
+def test_recovery_finds_a_culprit_that_fails_by_its_vector() -> None:
     harness = FragileHarness()
     requests = [create_request(4 + i, max_tokens=6, seed=i) for i in range(3)]
     poison = create_request(5, max_tokens=0)
@@ -185,7 +185,7 @@ def test_poison_that_only_a_vector_meets_is_found_too() -> None:
     harness.assert_exact(*requests)
 
 
-def test_a_failure_that_comes_of_no_single_request_ends_after_a_few() -> None:
+def test_recovery_ends_all_suspects_after_repeated_failures_of_a_combination() -> None:
     harness = FragileHarness()
     requests = [create_request(4, max_tokens=3) for _ in range(3)]
 
@@ -199,7 +199,7 @@ def test_a_failure_that_comes_of_no_single_request_ends_after_a_few() -> None:
     assert {harness.last(request.request_id).error for request in requests} == {"three are too many"}
 
 
-def test_when_no_work_agent_can_be_had_everything_ends_and_says_why() -> None:
+def test_engine_ends_all_requests_when_no_worker_can_be_started() -> None:
     harness = FragileHarness(max_restarts=2)
 
     def spoil(step: StepInput) -> None:
@@ -215,7 +215,7 @@ def test_when_no_work_agent_can_be_had_everything_ends_and_says_why() -> None:
         harness.engine.submit(create_request(4))
 
 
-def test_an_abort_while_the_work_agent_is_away_is_heeded() -> None:
+def test_abort_during_a_worker_outage_takes_effect() -> None:
     harness = FragileHarness()
     gone, other = create_request(4, max_tokens=20), create_request(4, max_tokens=20)
 
@@ -231,7 +231,7 @@ def test_an_abort_while_the_work_agent_is_away_is_heeded() -> None:
     harness.assert_exact(other)
 
 
-def test_an_abort_while_it_is_looked_for_who_makes_steps_fail_is_heeded_at_once() -> None:
+def test_abort_during_a_bisection_takes_effect_at_once() -> None:
     harness = FragileHarness()
     gone, poison = create_request(4, max_tokens=20), create_request(5, max_tokens=6)
     poison.prompt_token_ids[2] = 666
@@ -256,7 +256,7 @@ def test_an_abort_while_it_is_looked_for_who_makes_steps_fail_is_heeded_at_once(
 
 
 class Absence:
-    """Restarts fail so many times, each after so many seconds; meanwhile something may happen."""
+    """An outage: restarts fail a number of times, each after some seconds, and a function may be called meanwhile."""
 
     def __init__(self, harness: FragileHarness, num_failures: int, attempt_s: float) -> None:
         self.now = 0.0
@@ -278,7 +278,7 @@ class Absence:
         self._executor.restart_status = None
 
 
-def test_a_short_absence_ends_nobody_however_many_attempts_it_takes() -> None:
+def test_short_outage_ends_no_request_whatever_the_restart_attempts() -> None:
     harness = FragileHarness()
     absence = Absence(harness, num_failures=20, attempt_s=14.0)
     requests = requests_of_all_kinds()
@@ -289,7 +289,7 @@ def test_a_short_absence_ends_nobody_however_many_attempts_it_takes() -> None:
     harness.assert_exact(*requests)
 
 
-def test_who_has_no_time_left_does_not_wait_for_a_work_agent() -> None:
+def test_deadline_passes_during_a_worker_outage() -> None:
     harness = FragileHarness()
     absence = Absence(harness, num_failures=3, attempt_s=14.0)
     hurried, other = create_request(4, max_tokens=20), create_request(4, max_tokens=20)
@@ -304,7 +304,7 @@ def test_who_has_no_time_left_does_not_wait_for_a_work_agent() -> None:
     harness.assert_exact(other)
 
 
-def test_nobody_waits_longer_than_allowed_for_a_work_agent() -> None:
+def test_requests_end_after_the_maximum_outage() -> None:
     harness = FragileHarness()
     absence = Absence(harness, num_failures=30, attempt_s=14.0)
     early, late = requests_of_all_kinds(), create_request(4, max_tokens=5)
@@ -330,7 +330,7 @@ def test_nobody_waits_longer_than_allowed_for_a_work_agent() -> None:
     harness.assert_exact(late)
 
 
-def test_an_abort_is_heeded_between_two_attempts() -> None:
+def test_abort_takes_effect_between_restart_attempts() -> None:
     harness = FragileHarness()
     absence = Absence(harness, num_failures=5, attempt_s=1.0)
     gone, other = create_request(4, max_tokens=20), create_request(4, max_tokens=20)
@@ -350,7 +350,7 @@ def test_an_abort_is_heeded_between_two_attempts() -> None:
 
 
 def dies_at(harness: FragileHarness, number: int) -> Callable[[StepInput], None]:
-    """The WorkAgent dies once, with the step whose reply has the number."""
+    """Let the WorkAgent die once, at the step with this number."""
 
     def spoil(step: StepInput) -> None:
         if harness.executor.num_collected == number:

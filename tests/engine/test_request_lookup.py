@@ -1,4 +1,4 @@
-"""Looking for what is known of requests."""
+"""Request lookup."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from llm_serving.engine.request_lookup import RequestLookup
 from llm_serving.errors import RequestNotFoundError
 
 
-def test_another_replica_may_begin_to_serve_while_a_request_is_looked_for() -> None:
+def test_request_lookup_while_a_replica_starts_to_serve() -> None:
     engines: dict[int, Any] = {}
 
-    def lives() -> list[Any]:
+    def records() -> list[Any]:
         engines[len(engines)] = engine  # as the thread of a replica does that has loaded its model
         return []
 
-    engine = engines[0] = SimpleNamespace(journal=SimpleNamespace(lives=lives))
+    engine = engines[0] = SimpleNamespace(event_log=SimpleNamespace(records=records))
     replicas: Any = SimpleNamespace(engines=engines)
     with pytest.raises(RequestNotFoundError):
         RequestLookup(ServingConfig(), replicas, OpenRequests(), monotonic).find("r", None)

@@ -1,4 +1,4 @@
-"""The answer of a request is the one it gets alone, whatever the scheduler does with it and with others."""
+"""Batch invariance: an answer equals the reference answer, whatever the scheduler does."""
 
 from __future__ import annotations
 
@@ -52,10 +52,8 @@ def test_answers_do_not_depend_on_load_or_configuration(
 @pytest.mark.parametrize("mode", PreemptionMode)
 @pytest.mark.parametrize("separate", [False, True])
 @pytest.mark.parametrize("policy", sorted(set(POLICIES) - {"fcfs"}))
-def test_answers_do_not_depend_on_when_a_request_is_displaced(
-    policy: str, separate: bool, mode: PreemptionMode
-) -> None:
-    """Every `period` steps a higher request takes the only place of the lower one; prompts come in chunks."""
+def test_answers_do_not_depend_on_the_moment_of_preemption(policy: str, separate: bool, mode: PreemptionMode) -> None:
+    """Every `period` steps, a request of a higher class preempts the only running one; prefill is chunked."""
     for period in range(2, 7):
         for prefix_caching in (False, True):
             harness = Harness(

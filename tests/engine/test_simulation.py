@@ -18,7 +18,7 @@ RARE = {"preempted", "swapped", "lost"}
 """States in which a client leaves in less than one seed of a hundred: these seeds may happen to have none."""
 
 
-def test_no_law_is_broken_whatever_goes_wrong() -> None:
+def test_simulated_faults_break_no_invariant() -> None:
     totals = run_seeds(0, NUM_SEEDS)
     assert totals.events["seeds"] == NUM_SEEDS
     assert min(totals.events.values()) > 10, f"something hardly happens:\n{totals}"
@@ -32,12 +32,12 @@ def test_no_law_is_broken_whatever_goes_wrong() -> None:
     assert totals.ends["timeout"] > 10
 
 
-def test_a_place_is_free_when_the_request_that_had_it_has_ended_and_not_when_its_client_leaves() -> None:
-    """Here a client leaves between two replicas, when the second has its request but has not looked at it."""
+def test_tenant_slot_is_freed_when_its_request_ends_and_not_when_its_client_disconnects() -> None:
+    """The client disconnects during a migration, while the request is in the inbox of the second replica."""
     run_seeds(71_017_825, 1)
 
 
-def test_a_replica_that_has_left_and_still_counts_is_noticed() -> None:
+def test_simulation_detects_a_replica_that_left_and_still_counts() -> None:
     with (
         patch.object(FleetAccounting, "leave", lambda accounting, index: None),
         pytest.raises(AssertionError, match="a replica that left still counts"),
@@ -45,8 +45,8 @@ def test_a_replica_that_has_left_and_still_counts_is_noticed() -> None:
         run_seeds(0, MOST_SEEDS, 3)
 
 
-def test_epochs_that_are_given_again_are_noticed() -> None:
-    """By a replica that leaves and is loaded again, to blocks that it hands over."""
+def test_simulation_detects_reused_epochs() -> None:
+    """The epochs of exported blocks of a replica that is drained and loaded again."""
     with (
         patch.object(replica, "_POOL_NUMBERS", itertools.repeat(0)),
         pytest.raises(AssertionError, match="an epoch of block"),

@@ -1,4 +1,4 @@
-"""What a request is computed for: another way to answer is one receiver and one line of a table."""
+"""Output sinks: another kind of answer is one sink class and one line of `OUTPUT_SINKS`."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from support.fake_runner import expected_output
 
 
 class Form:
-    """Of answers that no room but the table knows."""
+    """A kind of answer that only the table knows."""
 
 
 class Noting(SequenceSink):
-    """Answers as usual and notes what it is told to do."""
+    """A sequence sink that records its calls."""
 
-    def __init__(self, request: Request, desk: SinkContext) -> None:
-        super().__init__(request, desk)
+    def __init__(self, request: Request, context: SinkContext) -> None:
+        super().__init__(request, context)
         self.noted: list[object] = []
 
     def add_tokens(self, request: Request, samples: range, output: StepOutput) -> None:
@@ -47,7 +47,7 @@ def harness(monkeypatch: pytest.MonkeyPatch) -> Harness:
 
 
 def submit(harness: Harness) -> tuple[Request, list[object]]:
-    """A request with that form, of which two steps are under way, and what its receiver notes."""
+    """Submit a request with the recording sink, and run a step; return it with the recorded calls."""
     request = create_request(4, max_tokens=5, request_id="r")
     request.beam_search = Form()  # type: ignore[assignment]
     harness.engine.submit(request)
@@ -56,7 +56,7 @@ def submit(harness: Harness) -> tuple[Request, list[object]]:
     return request, request.sink.noted
 
 
-def test_tokens_go_to_the_receiver_that_the_form_names(harness: Harness) -> None:
+def test_output_sinks_table_selects_the_sink(harness: Harness) -> None:
     request, noted = submit(harness)
     other = create_request(6, max_tokens=3, request_id="other")
     harness.engine.submit(other)
@@ -65,14 +65,14 @@ def test_tokens_go_to_the_receiver_that_the_form_names(harness: Harness) -> None
     assert harness.token_ids("other") == expected_output(other.prompt_token_ids, 3)
 
 
-def test_it_is_told_of_another_priority(harness: Harness) -> None:
+def test_output_sink_gets_a_priority_change(harness: Harness) -> None:
     request, noted = submit(harness)
-    assert harness.engine.reprioritise("r", 1)
+    assert harness.engine.set_priority("r", 1)
     assert (noted[-1], request.priority) == (1, 1)
-    assert not harness.engine.reprioritise("nobody", 1)
+    assert not harness.engine.set_priority("nobody", 1)
 
 
-def test_it_is_told_to_end(harness: Harness) -> None:
+def test_output_sink_gets_an_abort(harness: Harness) -> None:
     _, noted = submit(harness)
     harness.engine.abort("r")
     harness.run()
@@ -80,7 +80,7 @@ def test_it_is_told_to_end(harness: Harness) -> None:
     assert harness.last("r").finish_reason is FinishReason.ABORT
 
 
-def test_it_is_told_that_no_token_could_be_chosen(harness: Harness) -> None:
+def test_output_sink_gets_a_row_error(harness: Harness) -> None:
     execute = harness.runner.execute
     harness.runner.execute = lambda step: replace(execute(step), row_errors={0: "no number"})  # type: ignore[method-assign]
     _, noted = submit(harness)
@@ -89,7 +89,7 @@ def test_it_is_told_that_no_token_could_be_chosen(harness: Harness) -> None:
     assert harness.last("r").error == "no number"
 
 
-def test_it_is_told_that_its_step_fails(harness: Harness) -> None:
+def test_output_sink_gets_a_step_failure(harness: Harness) -> None:
     def fail(step: StepInput) -> StepOutput:
         raise StepFailedError("bad luck")
 
@@ -101,8 +101,8 @@ def test_it_is_told_that_its_step_fails(harness: Harness) -> None:
 
 
 @pytest.mark.parametrize("width", [None, 3])
-def test_nothing_of_a_request_waits_for_a_search_for_cycles(width: int | None) -> None:
-    """Such searches are rare, and what many requests leave behind is much by then."""
+def test_finished_request_leaves_no_reference_cycle(width: int | None) -> None:
+    """Garbage collections are rare, and reference cycles of many requests would use much memory until then."""
     harness = Harness(max_num_seqs=8)
 
     def ask(number: int) -> None:

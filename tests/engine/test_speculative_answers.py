@@ -1,4 +1,4 @@
-"""With drafts every answer has the bytes that it has without, under any load."""
+"""Answers with drafts are bit-identical to answers without, under any load."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def draw_sampling(rng: random.Random) -> dict[str, Any]:
 
 
 class Asked(NamedTuple):
-    """One of a load."""
+    """A request of a random load."""
 
     fields: dict[str, Any]
     num_prompt: int
@@ -106,7 +106,7 @@ def run(requests: Iterable[Request]) -> Harness:
 
 
 def given_without(load: list[Asked]) -> tuple[dict[str, Any], dict[str, list[int]]]:
-    """What is told of each request of a load without drafts, and the tokens that the drafts may use."""
+    """Return the answers of a load without drafts, and the tokens that drafts may propose."""
     expected: dict[str, Any] = {}
     known: dict[str, list[int]] = {}
     for place, asked in enumerate(load):
@@ -135,7 +135,7 @@ def with_drafts(rng: random.Random, known: dict[str, list[int]], ahead: bool) ->
 
 
 def submit(harness: Harness, load: list[Asked], step: int) -> list[Request]:
-    """Those that arrive at a step."""
+    """Submit the requests that arrive at a step."""
     arrived = [place for place, asked in enumerate(load) if asked.arrival == step]
     requests = [request for place in arrived for request in requests_of(place, load[place])]
     for request in requests:
@@ -144,7 +144,7 @@ def submit(harness: Harness, load: list[Asked], step: int) -> list[Request]:
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2, 3, 4, 6])
-def test_answers_with_drafts_are_those_without(seed: int) -> None:
+def test_answers_with_drafts_equal_those_without(seed: int) -> None:
     rng = random.Random(seed)
     load = draw_load(rng)
     expected, known = given_without(load)

@@ -1,10 +1,10 @@
-"""Times of steps, one at a time and one ahead."""
+"""Step times without and with a step scheduled ahead."""
 
 import pytest
 from llm_serving.engine.load_reports import STEP_MEMORY, StepTimes
 
 
-def test_one_at_a_time_the_master_s_part_is_no_part_of_what_is_computed():
+def test_step_times_without_lookahead_exclude_the_master_s_time():
     times = StepTimes()
     times.record_submitted(1.0, 1.25, follows=False)
     times.record_reply(3.25)
@@ -15,7 +15,7 @@ def test_one_at_a_time_the_master_s_part_is_no_part_of_what_is_computed():
     assert (times.host_s, times.began) == (1.5, 4.25)
 
 
-def test_one_ahead_a_step_begins_when_the_one_before_it_was_replied_to():
+def test_step_times_with_lookahead_begin_at_the_reply_before():
     times = StepTimes()
     times.record_submitted(0.0, 0.0, follows=False)
     times.record_submitted(0.5, 0.75, follows=True)

@@ -1,4 +1,4 @@
-"""What operators see of each class."""
+"""Metrics by request class."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def scrape(metrics: Metrics) -> dict[tuple[str, ...], float]:
     }
 
 
-def test_counts_stand_under_the_class_of_the_priority() -> None:
+def test_class_metrics_count_by_class_of_the_priority() -> None:
     metrics = Metrics("demo", (FAST, SLOW))
     metrics.classes.load = {"fast": ClassLoad(2, 1), "slow": ClassLoad(5, 0)}.__getitem__
     metrics.classes.refused(SLOW, "max_waiting_queue", 3)
-    metrics.classes.preempted(7)
-    metrics.classes.first_token(0, 0.3)
+    metrics.classes.record_preempted(7)
+    metrics.classes.record_first_token(0, 0.3)
     values = scrape(metrics)
     assert values["llm_serving:num_requests_waiting", "slow"] == 5
     assert values["llm_serving:num_requests_running", "fast"] == 1
@@ -50,9 +50,9 @@ def test_counts_stand_under_the_class_of_the_priority() -> None:
         (FinishReason.ABORT, 0.5, 0.05, 1.5, {"ttft": True, "tpot": True}),
     ],
 )
-def test_promises_kept_and_broken(reason, ttft_s, tpot_s, e2e_s, expected) -> None:
+def test_class_metrics_count_targets_met_and_missed(reason, ttft_s, tpot_s, e2e_s, expected) -> None:
     metrics = Metrics("demo", (FAST, SLOW))
-    metrics.classes.ended(0, reason, ttft_s, tpot_s, e2e_s)
+    metrics.classes.record_finished(0, reason, ttft_s, tpot_s, e2e_s)
     values = scrape(metrics)
     counted = {}
     for target in ("ttft", "tpot", "all"):
@@ -62,7 +62,7 @@ def test_promises_kept_and_broken(reason, ttft_s, tpot_s, e2e_s, expected) -> No
     assert counted == expected
 
 
-def test_a_class_without_promises_has_no_counters_for_them() -> None:
+def test_class_without_targets_has_no_target_counters() -> None:
     metrics = Metrics("demo", (FAST, SLOW))
-    metrics.classes.ended(1, FinishReason.STOP, 9.0, 9.0, 99.0)
+    metrics.classes.record_finished(1, FinishReason.STOP, 9.0, 9.0, 99.0)
     assert not [key for key in scrape(metrics) if "slo_requests" in key[0] and "slow" in key]

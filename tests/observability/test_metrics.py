@@ -1,4 +1,4 @@
-"""What a scrape shows."""
+"""The metrics of a scrape."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from llm_serving import __version__
 from llm_serving.core.request import FinishReason
 from llm_serving.core.step import BlockMove, BlockMoveKind
-from llm_serving.observability.histogram import Histogram
+from llm_serving.observability.metric_families import Histogram
 from llm_serving.observability.metrics import Metrics, ReplicaCounts
 from llm_serving.observability.transfer_metrics import SwapLoad
 from llm_serving.scheduler.schedule import Preemption
@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 
 def scrape(metrics):
-    """(name, labels without model_name) -> value."""
+    """Return (name, labels without model_name) -> value."""
     content, _ = metrics.render()
     return {
         (sample.name, *sorted(value for name, value in sample.labels.items() if name != "model_name")): sample.value
@@ -24,7 +24,7 @@ def scrape(metrics):
     }
 
 
-def test_names_that_dashboards_read_are_there_from_the_start():
+def test_metrics_of_dashboards_exist_from_the_start():
     names = {name for name, *_ in scrape(Metrics("demo"))}
     assert names >= {
         "vllm:num_requests_running",
@@ -56,7 +56,7 @@ def test_names_that_dashboards_read_are_there_from_the_start():
     }
 
 
-def test_graphs_compiled_are_asked_for_at_every_scrape():
+def test_graph_compilations_are_read_at_every_scrape():
     metrics, counts = Metrics("demo"), [1]
     metrics.watch_agent(3, lambda: counts[0])
     assert scrape(metrics)["llm_serving:graph_compilations", "3"] == 1
@@ -64,11 +64,11 @@ def test_graphs_compiled_are_asked_for_at_every_scrape():
     assert scrape(metrics)["llm_serving:graph_compilations", "3"] == 2
 
 
-def test_load_is_told_of_each_replica_and_the_machine_of_its_work_agent():
+def test_load_is_exported_by_replica_and_machine():
     metrics, machines = Metrics("demo"), ["10.0.0.2"]
     metrics.watch_agent(1, lambda: 1, lambda: machines[0])
-    metrics.step(3, 2, 0.5, 8, replica=1)
-    metrics.load(1, 0, 0.25, replica=0)
+    metrics.record_step(3, 2, 0.5, 8, replica=1)
+    metrics.record_load(1, 0, 0.25, replica=0)
     found = scrape(metrics)
     assert found["llm_serving:replica_requests_running", "1", "10.0.0.2"] == 3
     assert found["llm_serving:replica_requests_waiting", "1", "10.0.0.2"] == 2
@@ -77,7 +77,7 @@ def test_load_is_told_of_each_replica_and_the_machine_of_its_work_agent():
     assert scrape(metrics)["llm_serving:replica_requests_running", "1", "10.0.0.3"] == 3
 
 
-def test_what_the_master_itself_takes_is_shown():
+def test_metrics_include_the_master_process():
     before = scrape(Metrics("demo"))["process_cpu_seconds_total",]
     assert 0 < before <= time.process_time()
 
@@ -91,9 +91,9 @@ def test_every_metric_names_the_model():
 
 def test_load_is_summed_over_replicas():
     metrics = Metrics()
-    metrics.step(3, 2, 0.5, 70, replica=0)
-    metrics.step(1, 0, 0.25, 10, replica=1)
-    metrics.load(4, 1, 0.75, replica=0)
+    metrics.record_step(3, 2, 0.5, 70, replica=0)
+    metrics.record_step(1, 0, 0.25, 10, replica=1)
+    metrics.record_load(4, 1, 0.75, replica=0)
     values = scrape(metrics)
     assert values[("vllm:num_requests_running",)] == 5
     assert values[("vllm:num_requests_waiting",)] == 1
@@ -103,12 +103,12 @@ def test_load_is_summed_over_replicas():
     assert values[("vllm:iteration_tokens_total_bucket", "16.0")] == 1
 
 
-def test_tokens_and_times_of_a_request():
+def test_metrics_of_the_tokens_and_times_of_a_request():
     metrics = Metrics()
-    metrics.first_token(0.2)
+    metrics.record_first_token(0.2)
     for _ in range(4):
-        metrics.inter_tokens([0.1])
-    metrics.finished(FinishReason.LENGTH, e2e_s=0.6, ttft_s=0.2, num_prompt=7, num_output=5, queued_s=0.05)
+        metrics.record_inter_tokens([0.1])
+    metrics.record_finished(FinishReason.LENGTH, e2e_s=0.6, ttft_s=0.2, num_prompt=7, num_output=5, queued_s=0.05)
     values = scrape(metrics)
     assert values[("vllm:prompt_tokens_total",)] == 7
     assert values[("vllm:generation_tokens_total",)] == 5
@@ -121,9 +121,9 @@ def test_tokens_and_times_of_a_request():
     assert values[("vllm:request_queue_time_seconds_sum",)] == 0.05
 
 
-def test_lengths_and_phases_of_a_request():
+def test_metrics_of_the_lengths_and_phases_of_a_request():
     metrics = Metrics()
-    metrics.finished(
+    metrics.record_finished(
         FinishReason.STOP, e2e_s=0.7, ttft_s=0.25, num_prompt=30, num_output=3, queued_s=0.05, decode_s=0.4
     )
     values = scrape(metrics)
@@ -138,16 +138,16 @@ def test_lengths_and_phases_of_a_request():
     }
 
 
-def test_a_request_without_a_token_has_lengths_and_no_phases():
+def test_metrics_of_a_request_without_a_token_have_no_phases():
     metrics = Metrics()
-    metrics.finished(FinishReason.ABORT, e2e_s=0.7, ttft_s=None, num_prompt=30, num_output=0, queued_s=0.7)
+    metrics.record_finished(FinishReason.ABORT, e2e_s=0.7, ttft_s=None, num_prompt=30, num_output=0, queued_s=0.7)
     values = scrape(metrics)
     assert values[("vllm:request_generation_tokens_bucket", "1.0")] == 1
     assert values[("vllm:request_prefill_time_seconds_count",)] == 0
     assert values[("vllm:request_decode_time_seconds_count",)] == 0
 
 
-def test_the_build_and_the_replicas_are_shown():
+def test_metrics_show_the_build_and_the_replicas():
     metrics = Metrics()
     metrics.replicas = lambda: ReplicaCounts(3, 2)
     values = scrape(metrics)
@@ -156,7 +156,7 @@ def test_the_build_and_the_replicas_are_shown():
     assert values[("llm_serving:replicas_ready",)] == 2
 
 
-def test_http_requests_stand_under_route_and_status():
+def test_http_metrics_count_by_route_and_status():
     metrics = Metrics()
     for status in (200, 200, 429):
         metrics.http.answered("POST", "/v1/completions", status)
@@ -165,13 +165,13 @@ def test_http_requests_stand_under_route_and_status():
     assert values["llm_serving:http_requests_total", "/v1/completions", "429", "POST"] == 1
 
 
-def test_swaps_are_counted_and_what_waits_is_summed_over_replicas():
+def test_swap_metrics_count_blocks_and_sum_the_load_over_replicas():
     metrics = Metrics()
     out = [BlockMove(BlockMoveKind.SWAP_OUT, source, 0, 0, 0, 1) for source in (4, 5)]
     back = BlockMove(BlockMoveKind.SWAP_IN, 0, 6, 0, 0, 1)
     copy = BlockMove(BlockMoveKind.COPY, 1, 2, 0, 0, 1)
-    metrics.swaps.scheduled([*out, copy], [Preemption("a", "standard", True), Preemption("b", "standard", False)])
-    metrics.swaps.scheduled([back], [])
+    metrics.swaps.record([*out, copy], [Preemption("a", "standard", True), Preemption("b", "standard", False)])
+    metrics.swaps.record([back], [])
     metrics.swaps.watch(0, lambda: SwapLoad(1, 2, 8))
     metrics.swaps.watch(1, lambda: SwapLoad(2, 3, 8))
     values = scrape(metrics)
@@ -185,19 +185,21 @@ def test_swaps_are_counted_and_what_waits_is_summed_over_replicas():
 
 def test_a_request_with_one_token_has_no_time_per_output_token():
     metrics = Metrics()
-    metrics.finished("stop", e2e_s=1.0, ttft_s=1.0, num_prompt=1, num_output=1, queued_s=0.0)
-    metrics.finished("abort", e2e_s=1.0, ttft_s=None, num_prompt=1, num_output=0, queued_s=0.0)
+    metrics.record_finished(FinishReason.STOP, e2e_s=1.0, ttft_s=1.0, num_prompt=1, num_output=1, queued_s=0.0)
+    metrics.record_finished(FinishReason.ABORT, e2e_s=1.0, ttft_s=None, num_prompt=1, num_output=0, queued_s=0.0)
     assert scrape(metrics)[("vllm:request_time_per_output_token_seconds_count",)] == 0
 
 
-def test_counters():
+def test_metrics_counters():
     metrics = Metrics()
-    metrics.preempted(3)
-    metrics.prefix_cache(100, 60)
-    metrics.bound_violated()
+    metrics.record_preempted([0, 0, 0])
+    metrics.record_finished(
+        FinishReason.STOP, e2e_s=1.0, ttft_s=1.0, num_prompt=100, num_output=1, queued_s=0.0, num_cached=60
+    )
+    metrics.record_bound_violations(1)
     metrics.shares_broken(1, 2)
-    metrics.audited(differs=True)
-    metrics.worker_restarted()
+    metrics.record_audit(differs=True)
+    metrics.record_worker_restart()
     values = scrape(metrics)
     assert values[("vllm:num_preemptions_total",)] == 3
     assert values[("vllm:prefix_cache_queries_total",)] == 100
@@ -208,7 +210,7 @@ def test_counters():
     assert values[("llm_serving:worker_restarts_total",)] == 1
 
 
-def test_a_value_on_a_bound_belongs_to_its_bucket():
+def test_histogram_counts_a_value_on_a_bound_in_its_bucket():
     histogram = Histogram((1.0, 2.0))
     for value in (0.5, 1.0, 1.5, 2.0, 99.0):
         histogram.observe(value)

@@ -1,27 +1,30 @@
-"""The line that tells how busy the engines are."""
+"""The periodic throughput log line."""
 
 from __future__ import annotations
 
 import asyncio
 
+from llm_serving.core.request import FinishReason
 from llm_serving.observability import throughput_log
 from llm_serving.observability.metrics import Metrics
 from llm_serving.observability.throughput_log import ThroughputLine, log_throughput
 
 
 def busy(metrics: Metrics) -> None:
-    """Two prompts of 30 tokens, half of one found in the cache, and three steps of decoding."""
-    metrics.step(2, 1, 0.5, 45)
+    """Record two prompts of 30 tokens, half of one found in the prefix cache, and three decode steps."""
+    metrics.record_step(2, 1, 0.5, 45)
     for _ in range(2):
-        metrics.first_token(0.1)
+        metrics.record_first_token(0.1)
     for _ in range(3):
-        metrics.step(2, 1, 0.5, 2)
-        metrics.inter_tokens([0.1, 0.1])
-    metrics.prefix_cache(60, 15)
-    metrics.preempted()
+        metrics.record_step(2, 1, 0.5, 2)
+        metrics.record_inter_tokens([0.1, 0.1])
+    metrics.record_finished(
+        FinishReason.STOP, e2e_s=1.0, ttft_s=0.1, num_prompt=60, num_output=2, queued_s=0.0, num_cached=15
+    )
+    metrics.record_preempted([0])
 
 
-def test_a_line_has_the_rates_since_the_line_before():
+def test_throughput_line_has_the_rates_since_the_line_before():
     times = [0.0]
     metrics = Metrics()
     line = ThroughputLine(metrics, lambda: times[0])
@@ -34,7 +37,7 @@ def test_a_line_has_the_rates_since_the_line_before():
         )
 
 
-def test_there_is_no_line_without_a_step():
+def test_throughput_line_is_none_without_a_step():
     times = [0.0]
     metrics = Metrics()
     line = ThroughputLine(metrics, lambda: times[0])
@@ -42,22 +45,22 @@ def test_there_is_no_line_without_a_step():
     times[0] = 1.0
     assert line.next() is not None
     times[0] = 2.0
-    metrics.load(0, 0, 0.0)
+    metrics.record_load(0, 0, 0.0)
     assert line.next() is None
 
 
-def test_what_ended_no_prompt_has_no_hit_rate():
+def test_throughput_line_without_finished_prompt_has_no_hit_rate():
     times = [0.0]
     metrics = Metrics()
     line = ThroughputLine(metrics, lambda: times[0])
-    metrics.step(1, 0, 0.25, 10)
+    metrics.record_step(1, 0, 0.25, 10)
     times[0] = 1.0
     assert "prompt 10.0 tok/s, generation 0.0 tok/s; KV cache 25.0%, prefix hits -, 0 preemptions" in (
         line.next() or ""
     )
 
 
-def test_lines_are_logged_until_the_task_ends(monkeypatch):
+def test_throughput_is_logged_until_the_task_is_cancelled(monkeypatch):
     said: list[str] = []
 
     async def run() -> None:

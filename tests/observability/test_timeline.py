@@ -1,4 +1,4 @@
-"""The trace follows the Trace Event Format: complete events, in rows where they never overlap."""
+"""The timeline follows the Trace Event Format: complete events in rows without overlap."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def busy_harness(seed: int) -> Harness:
         return now
 
     harness = Harness(
-        journal=EventLog(100, 1000),
+        event_log=EventLog(100, 1000),
         clock=clock,
         num_blocks=12,
         max_num_batched_tokens=16,
@@ -45,13 +45,13 @@ def busy_harness(seed: int) -> Harness:
 
 
 def trace_of(harness: Harness, num_steps: int = 1000, replica: int = 0) -> dict[str, Any]:
-    journal = harness.engine.journal
-    each = ReplicaTrace(replica, journal.record(harness.engine._clock()), journal.lives())
+    event_log = harness.engine.event_log
+    each = ReplicaTrace(replica, event_log.snapshot(harness.engine._clock()), event_log.records())
     return json.loads(json.dumps(trace([each], num_steps)))
 
 
 def check_format(document: dict[str, Any]) -> dict[tuple[int, int], list[dict[str, Any]]]:
-    """Checks what the format asks for; returns the complete events of each row in order of time."""
+    """Check the rules of the format; return the complete events of each row in order of time."""
     assert document["displayTimeUnit"] in ("ms", "ns")
     rows: dict[tuple[int, int], list[dict[str, Any]]] = defaultdict(list)
     names: dict[tuple[int, int], str] = {}
@@ -79,7 +79,7 @@ def check_format(document: dict[str, Any]) -> dict[tuple[int, int], list[dict[st
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_spans_of_a_row_never_overlap(seed):
+def test_timeline_spans_of_a_row_never_overlap(seed):
     harness = busy_harness(seed)
     rows = check_format(trace_of(harness))
     assert len(rows) == 13
@@ -100,7 +100,7 @@ def test_spans_of_a_row_never_overlap(seed):
             assert {"prefill", "decode"} <= {event["name"] for event in events}
 
 
-def test_only_the_newest_steps_and_who_lived_meanwhile():
+def test_timeline_shows_the_newest_steps_and_their_requests():
     harness = busy_harness(1)
     harness.run()
     rows = check_format(trace_of(harness, 5))
@@ -109,22 +109,22 @@ def test_only_the_newest_steps_and_who_lived_meanwhile():
     assert 1 < len(rows) < 13
 
 
-def test_every_replica_is_a_process():
+def test_timeline_shows_each_replica_as_a_process():
     first, second = busy_harness(2), busy_harness(3)
     replicas = [
-        ReplicaTrace(index, each.engine.journal.record(each.engine._clock()), each.engine.journal.lives())
+        ReplicaTrace(index, each.engine.event_log.snapshot(each.engine._clock()), each.engine.event_log.records())
         for index, each in enumerate((first, second))
     ]
     rows = check_format(trace(replicas, 1000))
     assert {pid for pid, _ in rows} == {0, 1}
 
 
-def test_an_empty_trace_is_one():
-    assert check_format(trace_of(Harness(journal=EventLog(5, 5)))) == {}
+def test_timeline_without_steps_is_valid():
+    assert check_format(trace_of(Harness(event_log=EventLog(5, 5)))) == {}
 
 
-def test_a_tenant_sees_its_own_rows_of_steps_alone():
-    harness = Harness(journal=EventLog(100, 1000), num_blocks=40, max_num_batched_tokens=64)
+def test_timeline_of_a_tenant_shows_only_its_own_rows():
+    harness = Harness(event_log=EventLog(100, 1000), num_blocks=40, max_num_batched_tokens=64)
     for number, tenant in enumerate(("theirs", "mine", "theirs")):
         request = create_request(4 + number, request_id=f"r-{number}", max_tokens=3 if tenant == "mine" else 9)
         request.tenant = tenant
@@ -132,23 +132,23 @@ def test_a_tenant_sees_its_own_rows_of_steps_alone():
         harness.engine.step()
     for _ in range(12):
         harness.engine.step()
-    journal = harness.engine.journal
-    lives = [life for life in journal.lives() if life.tenant == "mine"]
-    document = trace([ReplicaTrace(0, journal.record(1e9), lives, own_steps_only=True)], 1000)
+    event_log = harness.engine.event_log
+    records = [each for each in event_log.records() if each.tenant == "mine"]
+    document = trace([ReplicaTrace(0, event_log.snapshot(1e9), records, own_steps_only=True)], 1000)
     rows = check_format(document)
     assert set(rows) == {(0, STEPS_ROW), (0, 1)}
     steps = [event["args"] for event in rows[0, STEPS_ROW]]
     assert [step["rows"] for step in steps] == [1] * len(steps)
     assert [step["tokens"] for step in steps] == [5, 1, 1]
     assert "r-0" not in json.dumps(document)
-    whole = check_format(trace([ReplicaTrace(0, journal.record(1e9), journal.lives())], 1000))
+    whole = check_format(trace([ReplicaTrace(0, event_log.snapshot(1e9), event_log.records())], 1000))
     assert len(whole[0, STEPS_ROW]) > 3
 
 
-def test_a_replica_is_named_with_its_machine_to_those_who_may_see_everything():
-    record = EventLog(0, 8).record(1e9)
+def test_timeline_of_all_tenants_names_the_machine():
+    events = EventLog(0, 8).snapshot(1e9)
     names = [
-        ReplicaTrace(1, record, (), own_steps_only=of_one, machine=machine).name
+        ReplicaTrace(1, events, (), own_steps_only=of_one, machine=machine).name
         for machine, of_one in (("", False), ("10.0.0.2", False), ("10.0.0.2", True))
     ]
     assert names == ["replica 1", "replica 1 at 10.0.0.2", "replica 1"]

@@ -194,7 +194,7 @@ def test_held_request_can_finish_and_change_its_class():
 
 
 def test_beam_search_exceeds_the_tenant_limit():
-    harness = Harness(max_running_per_tenant=1, journal=EventLog(10, 1000))
+    harness = Harness(max_running_per_tenant=1, event_log=EventLog(10, 1000))
     request = create_request(request_id="beams", tenant="a", max_tokens=12, logprobs=0)
     request.beam_search = BeamSearchParams(width=3)
     harness.engine.submit(request)

@@ -177,7 +177,7 @@ def test_a_request_that_waits_goes_before_others_with_its_new_priority():
                 await server.reach(lambda n=number: server.engine.num_waiting == n + 1)
             body = {"priority_class": "standard"}
             moving = asyncio.create_task(client.post("/v1/requests/c/priority", json=body))
-            await server.reach(lambda: len(server.replica._inbox) == 4)
+            await server.reach(lambda: len(server.replica._inbox.messages) == 4)
             server.runner.gate.set()
             answer = await moving
             told = answer.json()
@@ -208,7 +208,7 @@ def test_a_beam_search_changes_with_all_its_beams():
             asking = asyncio.create_task(client.post("/v1/completions", json=body))
             await server.reach(lambda: num_used_blocks(server) > 0)
             moving = asyncio.create_task(client.post("/v1/requests/beams/priority", json={"priority": 1}))
-            await server.reach(lambda: bool(server.replica._inbox))
+            await server.reach(lambda: bool(server.replica._inbox.messages))
             server.runner.gate.set()
             assert [client_id_of(each) for each in (await moving).json()["changed"]] == ["beams"]
             assert (await asking).status_code == 200

@@ -28,13 +28,15 @@ KEYS = (ApiKey(name="team-a", key_sha256=hash_key(KEY)),)
 
 
 def an_explanation(*, with_tenant: bool = False):
-    harness = Harness(journal=EventLog(10, 100))
+    harness = Harness(event_log=EventLog(10, 100))
     asked = create_request(request_id="abc-0", tenant="team-a", max_tokens=3)
     asked.http_timings = HttpTimings(0.0, predicted_ttft_s=1.5)
     harness.engine.submit(asked)
     harness.run()
-    [life] = harness.engine.journal.lives()
-    return explain(life, harness.engine.journal.record(99.0), harness.scheduler.bounds[1], 0, with_tenant=with_tenant)
+    [life] = harness.engine.event_log.records()
+    return explain(
+        life, harness.engine.event_log.snapshot(99.0), harness.scheduler.bounds[1], 0, with_tenant=with_tenant
+    )
 
 
 def test_an_explanation_is_told():

@@ -37,7 +37,7 @@ class Harness:
         self,
         *,
         ahead: bool = True,
-        journal: EventLog | None = None,
+        event_log: EventLog | None = None,
         clock: Clock | None = None,
         runner: type[FakeRunner] = FakeRunner,
         drafter: SpeculationController | None = None,
@@ -58,7 +58,7 @@ class Harness:
             WordTokenizer(),
             self.metrics,
             self._publish,
-            journal=journal,
+            event_log=event_log,
             drafter=drafter,
             clock=clock or (lambda: float(next(ticks))),
         )

@@ -101,7 +101,7 @@ class FakeStream:
     def __aiter__(self) -> FakeStream:
         return self
 
-    def tell_waiting(self, on_waiting: Callable[[int], None] | None) -> None:
+    def report_waiting(self, on_waiting: Callable[[int], None] | None) -> None:
         """Nothing ever does."""
 
     async def __anext__(self) -> RequestOutput:
@@ -231,7 +231,7 @@ class FakeEngine:
         self.metrics = Metrics("demo")
         self.reloading = ConfigReloader(self.config, _NO_REPLICAS, self.metrics)
         self.max_model_len = MAX_MODEL_LEN
-        self.shared = CoalescedResponses(2**20, 60.0, lambda: 0.0)
+        self.coalesced = CoalescedResponses(2**20, 60.0, lambda: 0.0)
         self.compute_fingerprint = ComputeFingerprint(kernels="program", instruction_set="plain")
         self.end_token_ids = frozenset({2})
         self.constraints = DEMO_CONSTRAINTS
@@ -285,7 +285,7 @@ class FakeEngine:
         """No replica answers in time."""
         return {0: None}
 
-    async def glances(self, since: float, timeout_s: float) -> dict[int, None]:
+    async def snapshots(self, since: float, timeout_s: float) -> dict[int, None]:
         """No replica answers in time."""
         return {0: None}
 
@@ -293,7 +293,7 @@ class FakeEngine:
         self.asked.append((num_steps, tenant))
         return {"traceEvents": [], "displayTimeUnit": "ms"}
 
-    async def reprioritise(self, request_id: str, priority: int, tenant: str | None = None) -> dict[str, bool]:
+    async def set_priority(self, request_id: str, priority: int, tenant: str | None = None) -> dict[str, bool]:
         self.asked.append((request_id, tenant))
         return {f"{request_id}-0": True}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from llm_serving.engine.listener import EngineListener
+from llm_serving.engine.observers import EngineListener
 
 
 class FunctionListener(EngineListener):

@@ -20,8 +20,7 @@ from llm_serving.kvcache.block_pool import BlockPool
 from llm_serving.scheduler import Scheduler
 from llm_serving.scheduler import scheduler as scheduler_module
 from llm_serving.scheduler.preemption import Preemptor
-from llm_serving.scheduler.schedule import PromptResults, ScheduledRow
-from llm_serving.scheduler.step_extras import collect_prompt_results
+from llm_serving.scheduler.schedule import PromptResults, ScheduledRow, collect_prompt_results
 from llm_serving.transport.messages import StepDone
 from llm_serving.worker.block_guard import BlockGuard
 from support.simulated_agent import SimulatedAgent
@@ -192,7 +191,7 @@ def nobody_is_blamed() -> Any:
 @contextmanager
 def told_of_prompts_again() -> Iterator[None]:
     """What is computed again of a prompt is asked for again, and counts as new."""
-    take_prompt = OutputProcessor.take_prompt
+    add_prompt_result = OutputProcessor.add_prompt_result
 
     def ask_again(rows: Sequence[ScheduledRow]) -> list[PromptResults]:
         told = [(row.request, row.request.num_prompt_logprobs_received) for row in rows]
@@ -205,11 +204,11 @@ def told_of_prompts_again() -> Iterator[None]:
 
     def take_any(self: OutputProcessor, request: Any, start: int, logprobs: Any, vector: Any) -> None:
         self._states[request.request_id].num_results = start
-        take_prompt(self, request, start, logprobs, vector)
+        add_prompt_result(self, request, start, logprobs, vector)
 
     with (
         patch.object(scheduler_module, "collect_prompt_results", ask_again),
-        patch.object(OutputProcessor, "take_prompt", take_any),
+        patch.object(OutputProcessor, "add_prompt_result", take_any),
     ):
         yield
 

@@ -317,7 +317,7 @@ class Simulation:
         expected = {*replicas.living()} if len(replicas) > 1 else set()
         assert replicas.accounting.replicas == expected, "a replica that left still counts"
         # One may have been asked after its step, by clients that another's step let act.
-        asked = any(replica.engine.dead is None and replica.engine._inbox for replica in self.replicas)
+        asked = any(replica.engine.dead is None and replica.engine._inbox.messages for replica in self.replicas)
         return any(progressed) or asked or bool(self._to_come) or self._loop.has_calls or self._carrier.has_work
 
     # --- the clients ------------------------------------------------------------------------------------------------
@@ -384,7 +384,7 @@ class Simulation:
         assert client.engine is not None and client.stream is not None
         if client.engine.dead is None and not client.has_ended:
             priority = self.rng.choice(PRIORITIES)
-            client.engine.ask(functools.partial(client.engine.reprioritise, client.stream.request_id, priority))
+            client.engine.ask(functools.partial(client.engine.set_priority, client.stream.request_id, priority))
 
     def _change_priorities_on_the_way(self) -> None:
         """As `Control` does, of requests that no engine has."""

@@ -1,4 +1,4 @@
-"""Answers given under load, computed once more alone and compared bit for bit."""
+"""Audits: answers given under load are computed again alone, and compared bit for bit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from llm_serving.core.request_output import RequestOutput, join_pieces
 from llm_serving.core.sampling_params import MAX_LOGPROBS
 from llm_serving.core.timings import Clock
 from llm_serving.engine.output_processor import OutputProcessor
-from llm_serving.engine.sinks import SinkContext, receive
+from llm_serving.engine.sinks import SinkContext, attach_sink
 from llm_serving.log import get_logger
 from llm_serving.observability.event_log import EventLog
 from llm_serving.observability.metrics import Metrics
@@ -23,107 +23,109 @@ from llm_serving.text.tokenizer.tokenizer import Tokenizer
 logger = get_logger(__name__)
 
 MAX_WAITING: Final = 16
-"""Answers that wait for an idle moment; newer ones replace older ones."""
+"""Answers that wait until the engine is idle; newer ones replace older ones."""
 MAX_BYTES: Final = 2**24
-"""Of the pieces of an answer; a longer one is not audited: on a busy server `MAX_WAITING` of them are kept for long."""
+"""Bytes of an answer's outputs; a longer answer is not audited, because up to `MAX_WAITING` answers stay in memory."""
 TENANT: Final = "(audits)"
-"""Of copies; the name of no API key."""
-ANSWERED: Final = frozenset({FinishReason.STOP, FinishReason.LENGTH})
+"""Tenant of the copies; no API key has this name."""
+AUDITED_REASONS: Final = frozenset({FinishReason.STOP, FinishReason.LENGTH})
 
 
 @dataclass(slots=True)
 class Answer:
-    """What was told of a request."""
+    """The outputs of one request so far."""
 
     request: Request
     pieces: list[RequestOutput] = field(default_factory=list)
     num_bytes: int = 0
-    """Of the pieces, about."""
+    """Approximate bytes of the outputs."""
 
     def add(self, piece: RequestOutput) -> None:
         self.pieces.append(piece)
         self.num_bytes += piece.num_bytes
 
-    def tokens(self) -> list[str]:
-        """Each token with its log-probabilities, of a search those of all its answers; their texts and ends come last.
+    def fields(self) -> list[str]:
+        """Return the answer as texts, two of which differ wherever a bit of the answer does.
 
-        Before them comes what was told of the prompt, its vector last.
-
-        Written down so that they differ wherever a bit does.
+        The order is: vector, prompt tokens, output tokens of all beams, each with log-probabilities; then checksums of
+        the texts with the finish reasons.
         """
         whole = join_pieces(self.pieces)
         parts = whole.beams or (whole,)
-        told = [repr(each) for part in parts for each in part.logprobs or part.token_ids]
+        found = [repr(each) for part in parts for each in part.logprobs or part.token_ids]
         if whole.vector is not None:
-            told = [f"vector {crc32(whole.vector.tobytes()):08x}", *told]
+            found = [f"vector {crc32(whole.vector.tobytes()):08x}", *found]
         if (of_prompt := whole.prompt_logprobs) is not None:
-            told = [
-                repr(each) for each in zip(of_prompt.tokens(MAX_LOGPROBS), of_prompt.ranks.tolist(), strict=True)
-            ] + told
-        return [*told, repr([(crc32(part.text.encode()), part.finish_reason, part.stop_reason) for part in parts])]
+            pairs = zip(of_prompt.tokens(MAX_LOGPROBS), of_prompt.ranks.tolist(), strict=True)
+            found = [repr(each) for each in pairs] + found
+        return [*found, repr([(crc32(part.text.encode()), part.finish_reason, part.stop_reason) for part in parts])]
 
 
 class Auditor:
-    """Chooses 1 in `every` requests; what its client was told is compared with the same request run alone, when idle.
+    """Audits 1 in `every` requests: while the engine is idle, a copy runs alone, and both answers must be equal.
 
-    An answer depends on the request alone, so any difference is a fault of this server: `audit_mismatch_total` counts
-    them. The copy is answered as its request was, at a desk of its own where nobody but the auditor is told. It finds
-    nothing in the prefix cache: it must not lean on what it is to check. Whoever comes meanwhile goes before it, as it
-    is of the lowest class; and it takes nothing of what the client's tenant may run.
+    Answers are batch-invariant, so any difference is a defect of this server; `audit_mismatch_total` counts them. The
+    copy's outputs go only to the auditor. The copy has a cache salt of its own, because an audit must not reuse cached
+    blocks that it is to verify. It has the lowest priority and a tenant of its own, so it delays no client.
+
+    Args:
+        every: 0: no audits.
+        scheduler: The engine's scheduler.
+        tokenizer: Decodes the copies' tokens.
+        metrics: Counts audits.
+        clock: Seconds.
     """
 
     def __init__(self, every: int, scheduler: Scheduler, tokenizer: Tokenizer, metrics: Metrics, clock: Clock) -> None:
-        """Audits nothing with `every` 0."""
+        self.watched: dict[str, Answer] = {}
+        """Outputs so far of the selected requests."""
+        self.waiting: deque[Answer] = deque(maxlen=MAX_WAITING)
+        """Finished answers that have not been compared."""
         self._every = every
         self._metrics = metrics
-        self._desk = SinkContext(scheduler, OutputProcessor(tokenizer, None, EventLog(), clock), self._told_again)
+        processor = OutputProcessor(tokenizer, None, EventLog(), clock)
+        self._context = SinkContext(scheduler, processor, self._add_copy_output)
         self._num_seen = 0
-        self._watched: dict[str, Answer] = {}
-        self._waiting: deque[Answer] = deque(maxlen=MAX_WAITING)
         self._running: tuple[Answer, Answer] | None = None
-        """What was answered, and what its copy has been answered so far."""
+        """The answer to a client, and the answer of its copy so far."""
 
-    def started(self, request: Request) -> None:
-        """A request of a client begins; perhaps it is chosen."""
-        if self._every == 0:
-            return
+    def start(self, request: Request) -> None:
+        """Count a request of a client, and record its outputs if it is selected."""
         self._num_seen += 1
-        if self._num_seen % self._every == 0:
-            self._watched[request.request_id] = Answer(request)
+        if self._every and self._num_seen % self._every == 0:
+            self.watched[request.request_id] = Answer(request)
 
     def watches(self, request_id: str) -> bool:
-        """Whether what its client is told is compared."""
-        return request_id in self._watched
+        """Return whether the outputs of a request are recorded."""
+        return request_id in self.watched
 
     def leave(self, request_id: str) -> Answer | None:
-        """Another replica goes on with a request: what its client was told, where that is to be compared."""
-        return self._watched.pop(request_id, None)
+        """Stop recording a request that another replica continues; return its outputs if it was selected."""
+        return self.watched.pop(request_id, None)
 
     def resume(self, request: Request, answer: Answer | None) -> None:
-        """Goes on where another auditor was."""
+        """Continue with what another replica's auditor recorded."""
         if answer is not None:
             answer.request = request
-            self._watched[request.request_id] = answer
+            self.watched[request.request_id] = answer
 
-    def told(self, pieces: list[RequestOutput]) -> None:
-        """Clients are told this."""
-        if not self._watched:
-            return
+    def record(self, pieces: list[RequestOutput]) -> None:
+        """Record outputs that clients get, where they belong to selected requests."""
         for piece in pieces:
-            answer = self._watched.get(piece.request_id)
+            answer = self.watched.get(piece.request_id)
             if answer is None:
                 continue
             answer.add(piece)
             if piece.finished or answer.num_bytes > MAX_BYTES:
-                del self._watched[piece.request_id]
-            if piece.finish_reason in ANSWERED and answer.num_bytes <= MAX_BYTES:
-                self._waiting.append(answer)
+                del self.watched[piece.request_id]
+            if piece.finish_reason in AUDITED_REASONS and answer.num_bytes <= MAX_BYTES:
+                self.waiting.append(answer)
 
     def run_copy(self) -> None:
-        """Nothing else runs: a copy begins, if there is something to audit."""
-        if self._running is not None or not self._waiting:
+        """Start the next copy, if one waits and none runs. Call it while the engine has no request."""
+        if self._running is not None or not self.waiting:
             return
-        answer = self._waiting.popleft()
+        answer = self.waiting.popleft()
         request = answer.request
         copy = Request(
             request_id=f"audit-{request.request_id}",
@@ -139,35 +141,35 @@ class Auditor:
             arrival_time=request.arrival_time,
         )
         self._running = answer, Answer(copy)
-        receive(copy, self._desk)
+        attach_sink(copy, self._context)
 
-    def drop(self) -> None:
-        """The copy, if one runs, ends without an answer: nothing can be said."""
+    def cancel_copy(self) -> None:
+        """End the running copy, if any, without a comparison."""
         if self._running is not None:
             sink = self._running[1].request.sink
             assert sink is not None
             sink.finish(FinishReason.ABORT)
 
-    def _told_again(self, piece: RequestOutput) -> None:
-        """The copy's answer goes on; when it has come to its end, it is compared."""
+    def _add_copy_output(self, piece: RequestOutput) -> None:
+        """Record an output of the copy; after the last one, compare the answers."""
         assert self._running is not None
-        answer, again = self._running
-        again.add(piece)
+        answer, copy = self._running
+        copy.add(piece)
         if piece.finished:
             self._running = None
-            if piece.finish_reason in ANSWERED:
-                self._compare(answer, again)
+            if piece.finish_reason in AUDITED_REASONS:
+                self._compare(answer, copy)
 
-    def _compare(self, answer: Answer, again: Answer) -> None:
-        told, alone = answer.tokens(), again.tokens()
-        self._metrics.audited(differs=told != alone)
-        if told == alone:
+    def _compare(self, answer: Answer, copy: Answer) -> None:
+        given, alone = answer.fields(), copy.fields()
+        self._metrics.record_audit(differs=given != alone)
+        if given == alone:
             return
-        index = next(index for index, pair in enumerate(zip(told, alone, strict=False)) if pair[0] != pair[1])
+        index = next(index for index, pair in enumerate(zip(given, alone, strict=False)) if pair[0] != pair[1])
         logger.error(
             "audit: token %d of request %s differs from its answer given alone: %s instead of %s",
             index,
             answer.request.request_id,
-            told[index],
+            given[index],
             alone[index],
         )

@@ -1,15 +1,18 @@
-"""Beam search as arithmetic over log-probabilities: which sequences go on, which have finished, when it ends."""
+"""Beam search: the arithmetic over log-probabilities, and the output sink that computes each beam as a request."""
 
 from __future__ import annotations
 
 import math
 from bisect import insort
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
-from llm_serving.core.request import FinishReason
+from llm_serving.core.request import FinishReason, Request, RequestStatus
+from llm_serving.core.request_output import PromptLogprobs, RequestOutput, TokenLogprobs
 from llm_serving.core.sampling_params import BeamSearchParams
+from llm_serving.core.step import Float32Array, StepOutput
+from llm_serving.engine.output_processor import SinkContext
 
 
 class LikelyTokens(NamedTuple):
@@ -24,13 +27,13 @@ NO_TOKENS: Final = LikelyTokens((), ())
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Hypothesis:
-    """Generated tokens, as the newest one and what came before it; the empty one has neither."""
+    """A sequence of generated tokens as a linked list: the newest token and the sequence before it."""
 
     before: Hypothesis | None = None
     token_id: int = -1
     logprob: float = 0.0
     likely: LikelyTokens = NO_TOKENS
-    """What the token was chosen from."""
+    """The candidates that the token was chosen from."""
     length: int = 0
     cumulative_logprob: float = 0.0
 
@@ -38,7 +41,7 @@ class Hypothesis:
         return Hypothesis(self, token_id, logprob, likely, self.length + 1, self.cumulative_logprob + logprob)
 
     def tokens(self) -> list[Hypothesis]:
-        """One for each token, in order."""
+        """Return one element for each token, the oldest first."""
         newest_first = []
         each = self
         while each.before is not None:
@@ -54,14 +57,14 @@ class FinishedBeam(NamedTuple):
 
 
 class BeamSearch:
-    """One prompt's search.
+    """The beam search of one prompt.
 
-    At each step every live sequence is continued by its `2 * width` most likely tokens. Continuations by a stop id have
-    finished; of the others the `width` likeliest go on. Among equals the earlier sequence comes first, then the more
-    likely token, so that the same log-probabilities always give the same answer.
+    Each step continues every live sequence by its `2 * width` most likely tokens. A continuation by a stop token has
+    finished; the `width` most likely of the others stay live. Ties prefer the earlier sequence, then the more likely
+    token, so that the same log-probabilities always give the same answer.
 
-    The finished ones are ranked by `cumulative_logprob / length ** length_penalty`, where the length counts generated
-    tokens, the stop id among them. At `max_tokens` whatever lives has finished too.
+    Finished sequences are ranked by `cumulative_logprob / length ** length_penalty`, where the length counts generated
+    tokens including the stop token. Live sequences finish at `max_tokens`.
     """
 
     def __init__(self, params: BeamSearchParams, max_tokens: int, stop_token_ids: Collection[int]) -> None:
@@ -71,20 +74,20 @@ class BeamSearch:
         self._max_tokens = max_tokens
         self._stop_token_ids = stop_token_ids
         self._finished: list[FinishedBeam] = []
-        """The best `width`, best first."""
+        """The best `width` finished sequences, best first."""
 
     @property
     def has_ended(self) -> bool:
         return not self.live
 
     def advance(self, choices: Sequence[LikelyTokens]) -> list[int]:
-        """Continues every live sequence.
+        """Continue every live sequence by one token.
 
         Args:
-            choices: For each of `live`, at least `2 * width` tokens, or all there are.
+            choices: For each of `live`, at least `2 * width` candidates, or the whole vocabulary.
 
         Returns:
-            For each of the new `live`, the index of the old one that it continues.
+            For each of the new `live`, the index of the sequence in the old `live` that it continues.
         """
         width = self._params.width
         continued: list[tuple[int, Hypothesis]] = []
@@ -95,18 +98,18 @@ class BeamSearch:
         for _, hypothesis in continued:
             if hypothesis.token_id in self._stop_token_ids:
                 self._finish(hypothesis, FinishReason.STOP)
-        going_on = [each for each in continued if each[1].token_id not in self._stop_token_ids][:width]
-        self.live = [hypothesis for _, hypothesis in going_on]
+        surviving = [each for each in continued if each[1].token_id not in self._stop_token_ids][:width]
+        self.live = [hypothesis for _, hypothesis in surviving]
         if self.live and self.live[0].length >= self._max_tokens:
             for hypothesis in self.live:
                 self._finish(hypothesis, FinishReason.LENGTH)
             self.live = []
         if self._cannot_improve():
             self.live = []
-        return [index for index, _ in going_on][: len(self.live)]
+        return [index for index, _ in surviving][: len(self.live)]
 
     def best(self) -> list[FinishedBeam]:
-        """The answers, best first."""
+        """Return the finished sequences to answer with, best first."""
         return self._finished[: self._params.num_returned]
 
     def _finish(self, hypothesis: Hypothesis, reason: FinishReason) -> None:
@@ -115,15 +118,15 @@ class BeamSearch:
         del self._finished[self._params.width :]
 
     def _cannot_improve(self) -> bool:
-        """Whether no continuation of what lives would get among the finished ones."""
+        """Return whether no continuation of a live sequence can rank among the finished ones."""
         if not self.live or len(self._finished) < self._params.width:
             return False
         return self._params.early_stopping or self._best_attainable() <= self._finished[-1].score
 
     def _best_attainable(self) -> float:
-        """The highest score that a live sequence could finish with: all its further tokens certain.
+        """Return the highest score that a live sequence could reach if all its further tokens had probability 1.
 
-        The score is monotonous in the length, so its maximum is at the shortest or the longest one.
+        The score is monotonic in the length, so its maximum is at the shortest or the longest one.
         """
         most_likely = self.live[0]
         lengths = (most_likely.length + 1, self._max_tokens)
@@ -131,3 +134,163 @@ class BeamSearch:
 
     def _score(self, cumulative_logprob: float, length: int) -> float:
         return cumulative_logprob / math.pow(length, self._params.length_penalty)
+
+
+class BeamSearchSink:
+    """The sink of a request with `BeamSearchParams`. The scheduler computes one request for each beam.
+
+    A beam whose token has arrived is paused until the tokens of all beams have. Then the search decides: the first
+    continuation of a beam stays in its request, further ones become forks that share its blocks, and a beam without
+    continuation finishes. The scheduler never sees the client's request itself.
+    """
+
+    def __init__(self, request: Request, context: SinkContext) -> None:
+        assert request.beam_search is not None
+        self.request = request
+        self._context = context
+        self._params = request.beam_search
+        self._search = BeamSearch(request.beam_search, request.sampling.max_tokens, request.stop_token_ids)
+        self._beams: list[Request] = []
+        """One request for each live sequence of the search, in the same order."""
+        self._candidates: dict[str, LikelyTokens] = {}
+        """Candidates that arrived for the present step, by id of the beam."""
+        self._num_forks = 0
+
+    @property
+    def active_requests(self) -> list[Request]:
+        return self._beams
+
+    def start(self) -> None:
+        self._context.processor.start(self.request)
+        self._context.scheduler.add(self._new_beam([]))
+
+    def add_tokens(self, request: Request, samples: range, output: StepOutput) -> None:
+        """Record the candidates of one beam; after the last beam, advance the search and emit an output.
+
+        The output is empty until the search ends; the last one has all answers.
+        """
+        if self.request.is_finished:  # by another beam of this step
+            return
+        (sample,) = samples  # beams have no draft tokens
+        self._candidates[request.request_id] = LikelyTokens(*output.top.of(sample))
+        if not request.is_finished:  # by its last token
+            self._context.scheduler.pause(request)
+        if len(self._candidates) < len(self._beams):
+            return
+        self._advance()
+        processor = self._context.processor
+        processor.record_token_time(self.request)
+        self._context.emit(self._final_output() if self._search.has_ended else processor.pop_output(self.request))
+
+    def add_prompt_result(
+        self, request: Request, start: int, logprobs: PromptLogprobs | None, vector: Float32Array | None
+    ) -> None:
+        """Do nothing: a beam search reports no prompt results."""
+
+    def finish(self, reason: FinishReason, error: str | None = None) -> None:
+        if not self.request.is_finished:
+            self._finish(reason)
+            self._context.emit(self._context.processor.pop_output(self.request, error))
+
+    def set_priority(self, priority: int) -> bool:
+        scheduler = self._context.scheduler
+        changed: list[Request] = []
+        for beam in self._beams:
+            if beam.is_finished:  # by its last token
+                continue
+            if not scheduler.set_priority(beam, priority):
+                for each in changed:
+                    scheduler.set_priority(each, self.request.priority)
+                return False
+            changed.append(beam)
+        self.request.priority = priority
+        return True
+
+    def _finish(self, reason: FinishReason) -> None:
+        for beam in self._beams:
+            self._context.scheduler.finish(beam, FinishReason.ABORT)
+        self._beams = []
+        self.request.status, self.request.finish_reason = RequestStatus.FINISHED, reason
+
+    def _advance(self) -> None:
+        beams, candidates = self._beams, self._candidates
+        self._beams, self._candidates = [], {}
+        self._copy_start(beams[0])
+        origins = self._search.advance([candidates[beam.request_id] for beam in beams])
+        scheduler = self._context.scheduler
+        continued: set[int] = set()
+        for origin, hypothesis in zip(origins, self._search.live, strict=True):
+            beam = beams[origin]
+            if origin in continued:
+                scheduler.add(self._new_beam([*beam.output_token_ids[:-1], hypothesis.token_id], beam))
+            else:
+                continued.add(origin)
+                self._beams.append(beam)
+                beam.output_token_ids[-1] = hypothesis.token_id
+                scheduler.resume(beam)
+        for index, beam in enumerate(beams):
+            if index not in continued:
+                scheduler.finish(beam, FinishReason.ABORT)
+
+    def _new_beam(self, output_token_ids: list[int], parent: Request | None = None) -> Request:
+        """Add a beam to the group; `parent` has computed all of its tokens except the newest."""
+        root = self.request
+        beam = Request(
+            request_id=f"{root.request_id}/{self._num_forks}",
+            prompt_token_ids=root.prompt_token_ids,
+            sampling=replace(
+                root.sampling, logprobs=max(2 * self._params.width, root.sampling.logprobs or 0), prompt_logprobs=None
+            ),
+            priority=root.priority,
+            tenant=root.tenant,
+            cache_salt=root.cache_salt,
+            fork_of=None if parent is None else parent.request_id,
+            needs_known_output=True,
+            is_beam=True,
+            sink=self,
+            arrival_time=root.arrival_time,
+            deadline=root.deadline,
+            output_token_ids=output_token_ids,
+        )
+        if parent is not None:  # it keeps its parent's position among running requests
+            beam.last_scheduled_step = parent.last_scheduled_step
+        self._num_forks += 1
+        self._beams.append(beam)
+        return beam
+
+    def _copy_start(self, beam: Request) -> None:
+        """Copy the start time and the prefix cache hits of the first beam to the request."""
+        if self.request.first_scheduled_time is None:
+            self.request.first_scheduled_time = beam.first_scheduled_time
+            self.request.num_cached_tokens = beam.num_cached_tokens
+
+    def _final_output(self) -> RequestOutput:
+        best = self._search.best()
+        self._finish(best[0].finish_reason)
+        self.request.output_token_ids = [token.token_id for token in best[0].hypothesis.tokens()]
+        output = self._context.processor.pop_output(self.request)
+        outputs = [self._answer(output, beam) for beam in best]
+        return replace(outputs[0], beams=tuple(outputs))
+
+    def _answer(self, output: RequestOutput, beam: FinishedBeam) -> RequestOutput:
+        """Return one answer of the search as an output."""
+        root = self.request
+        tokens = beam.hypothesis.tokens()
+        token_ids = [token.token_id for token in tokens]
+        stopped = beam.finish_reason is FinishReason.STOP
+        count = root.sampling.logprobs
+        return replace(
+            output,
+            # The token that ended the text is not part of the text.
+            text=self._context.processor.text_of(root, token_ids[:-1] if stopped else token_ids),
+            token_ids=tuple(token_ids),
+            logprobs=() if count is None else tuple(_token_logprobs(token, count) for token in tokens),
+            num_output_tokens=len(token_ids),
+            finish_reason=beam.finish_reason,
+            stop_reason=token_ids[-1] if stopped and token_ids[-1] in root.sampling.stop_token_ids else None,
+        )
+
+
+def _token_logprobs(token: Hypothesis, count: int) -> TokenLogprobs:
+    likely = token.likely
+    return TokenLogprobs(token.token_id, token.logprob, tuple(likely.token_ids[:count]), tuple(likely.logprobs[:count]))

@@ -1,4 +1,4 @@
-"""Answers that several clients get: computed once, since the same request has the same answer."""
+"""Request coalescing: identical requests have the same answer, which is computed once and sent to all their clients."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from llm_serving.core.timings import Clock, HttpTimings
 from llm_serving.engine.request_stream import RequestStream
 
 PIECE_BYTES: Final = 320
-"""What a piece takes beside its text and log-probabilities."""
+"""Approximate size of an output without its text and log-probabilities."""
 TOKEN_BYTES: Final = 160
-"""What the log-probabilities of a token take beside those of likely tokens, of which each takes half."""
+"""Approximate size of a token's log-probabilities; each of its alternatives takes half as much."""
 
-PutOff = Callable[[str, float | None], None]
+ExtendDeadline = Callable[[str, float | None], None]
 
 
 class Sharing(NamedTuple):
-    """That an answer may be given to others who ask for the same."""
+    """How the answer to a request may be shared with identical requests."""
 
     key: bytes
-    """The same for what has the same answer and may be shared: of one tenant, one class, one salt."""
+    """Equal for requests that may share an answer: identical, of one tenant, one class and one cache salt."""
     keeps: bool = False
-    """Whether it is kept when it has been computed."""
+    """Whether the answer is kept after it has been computed."""
     grace_s: float = 0.0
-    """Seconds for which it is computed on when its last reader has left."""
+    """Seconds that the computation continues after the last reader has closed its stream."""
 
 
 @dataclass(eq=False, slots=True)
@@ -37,21 +37,29 @@ class _Reader:
     client_id: str
     http_timings: HttpTimings | None
     began: float
-    """Since when its own deadline is counted."""
+    """When its request arrived."""
     deadline: float | None
-    """When the answer is of no more use to it; None: never."""
+    """When its stream ends with a timeout; None: never."""
     timer: asyncio.TimerHandle | None = None
-    """Ends it then, where the computation may go on for others."""
+    """Ends the stream at the deadline, if the computation may continue for other readers."""
 
-    def gone(self) -> None:
+    def cancel_timer(self) -> None:
         if self.timer is not None:
             self.timer.cancel()
 
 
 class CoalescedResponse:
-    """The pieces of one answer so far, for all who read it now or later.
+    """The outputs of one answer so far, for present and later readers.
 
-    It is computed until the latest deadline of those who have asked for it, and each of them waits until its own.
+    The computation ends at the latest deadline of all readers; each reader's stream ends at the reader's own deadline.
+
+    Args:
+        sharing: The key, and how the answer is shared.
+        request_id: The engine's request that computes the answer.
+        abort: Aborts that request.
+        extend_deadline: Gives that request a later deadline, or none.
+        grew: Called with the bytes of each new output.
+        clock: Seconds on the engine's clock.
     """
 
     def __init__(
@@ -59,31 +67,22 @@ class CoalescedResponse:
         sharing: Sharing,
         request_id: str,
         abort: Callable[[str], None],
-        put_off: PutOff,
+        extend_deadline: ExtendDeadline,
         grew: Callable[[CoalescedResponse, int], None],
         clock: Clock,
     ) -> None:
-        """
-        Args:
-            sharing: Its key, and what becomes of it.
-            request_id: Of the engine's request that computes it.
-            abort: Ends that.
-            put_off: Gives that time until a later deadline, or for ever.
-            grew: Told the bytes of each piece that came.
-            clock: Of the engine.
-        """
         self.key = sharing.key
         self.keeps = sharing.keeps
         self.request_id = request_id
         self.num_bytes = 0
-        """Of the pieces."""
+        """Bytes of the outputs."""
         self.last: RequestOutput | None = None
-        """The newest piece."""
+        """The newest output."""
         self.ended_time = 0.0
         self._abort = abort
-        self._put_off = put_off
+        self._extend_deadline = extend_deadline
         self._deadline: float | None = None
-        """Of the computation: the engine ends it then."""
+        """When the engine ends the computation; None: never."""
         self._grew = grew
         self._clock = clock
         self._grace_s = sharing.grace_s
@@ -101,13 +100,13 @@ class CoalescedResponse:
         return len(self._readers)
 
     @property
-    def is_overdue(self) -> bool:
-        """Whether the time of all who have asked is up: whoever asks now may come too late to give it more."""
+    def is_expired(self) -> bool:
+        """Whether the deadline has passed, so that it may be too late to extend it for a new reader."""
         return self._deadline is not None and self._clock() >= self._deadline
 
     @property
     def is_answer(self) -> bool:
-        """Whether it is, or may become, what another one who asks would get too."""
+        """Whether it is or may become the answer to an identical request: it has not failed and was not aborted."""
         return self.last is None or not (self.last.failed or self.last.finish_reason is FinishReason.ABORT)
 
     def read(
@@ -117,13 +116,13 @@ class CoalescedResponse:
         predicted_s: float | None = None,
         deadline: float | None = None,
     ) -> RequestStream:
-        """A stream of all pieces, from the first on; closing it ends the computation if nobody else reads.
+        """Return a stream of all outputs from the first on. Closing the last stream ends the computation.
 
         Args:
-            client_id: By which its client may cancel it.
-            http_timings: Gets the time of its first token.
-            predicted_s: Seconds to that, as the door predicted.
-            deadline: On the clock of the engine. The first reader's is that of the engine's request too.
+            client_id: The id by which the client may cancel its request.
+            http_timings: Get the time of the first token.
+            predicted_s: Predicted seconds to the first token.
+            deadline: Time on the engine's clock. The first reader's deadline is also that of the engine's request.
         """
         assert self._pieces is not None
         number = self._num_read = self._num_read + 1
@@ -134,28 +133,28 @@ class CoalescedResponse:
             self._grace.cancel()
             self._grace = None
         for piece in self._pieces:
-            self._give(reader, piece)
+            self._send(reader, piece)
         if self.finished:
             self._readers.clear()
         elif number == 1:
             self._deadline = deadline
         else:
-            self._part_deadlines()
+            self._apply_deadlines()
         return stream
 
     def put(self, piece: RequestOutput) -> None:
-        """The next piece has come."""
+        """Add the next output."""
         self.last = piece
         if piece.finished:
             self.ended_time = self._clock()
             if self._grace is not None:
                 self._grace.cancel()
         for reader in self._readers.values():
-            self._give(reader, piece)
+            self._send(reader, piece)
         if piece.finished:
             for reader in self._readers.values():
-                reader.gone()
-            self._readers.clear()  # each of them leads back to here: a cycle would wait for a search
+                reader.cancel_timer()
+            self._readers.clear()  # breaks reference cycles, which would stay in memory until a garbage collection
         if self._pieces is not None:
             self._pieces.append(piece)
             size = _bytes_of(piece)
@@ -163,53 +162,53 @@ class CoalescedResponse:
             self._grew(self, size)
 
     def cancel(self, client_ids: Sequence[str]) -> bool:
-        """Ends it for whoever asked by one of these ids.
+        """End the streams of readers with one of these ids, unless they are the only readers.
 
         Returns:
-            Whether others read on; otherwise nothing is done, and ending the computation ends all.
+            False if no other client reads: nothing was done, and the caller aborts the computation.
         """
         mine = [number for number, reader in self._readers.items() if reader.client_id in client_ids]
         if len(mine) == len(self._readers):
             return False
         for number in mine:
-            self._cut_off(self._readers.pop(number), FinishReason.ABORT)
+            self._end_stream(self._readers.pop(number), FinishReason.ABORT)
         return True
 
     def drop(self) -> None:
-        """Keeps no pieces any more; who reads already reads on."""
+        """Keep no more outputs; present readers get the rest of the answer."""
         self._pieces = None
 
-    def _give(self, reader: _Reader, piece: RequestOutput) -> None:
+    def _send(self, reader: _Reader, piece: RequestOutput) -> None:
         http_timings = reader.http_timings
         if http_timings is not None and http_timings.first_token_time is None and piece.token_ids:
             http_timings.first_token_time = self._clock()
         reader.stream.put(piece)
 
-    def _part_deadlines(self) -> None:
-        """Several have asked for it: the engine heeds the latest deadline, and the time of each is up by its own."""
+    def _apply_deadlines(self) -> None:
+        """Extend the engine's deadline to the latest of all readers, and start a timer for each reader's own."""
         for number, reader in self._readers.items():
             if reader.deadline is not None and reader.timer is None:
                 left_s = max(0.0, reader.deadline - self._clock())
-                reader.timer = asyncio.get_running_loop().call_later(left_s, self._end_overdue, number)
+                reader.timer = asyncio.get_running_loop().call_later(left_s, self._end_expired, number)
         if self._deadline is not None:
             wanted = [reader.deadline for reader in self._readers.values()]
             latest = None if None in wanted else max(each for each in wanted if each is not None)
             if latest is None or latest > self._deadline:
                 self._deadline = latest
-                self._put_off(self.request_id, latest)
+                self._extend_deadline(self.request_id, latest)
 
-    def _end_overdue(self, number: int) -> None:
+    def _end_expired(self, number: int) -> None:
         reader = self._readers[number]
         assert reader.deadline is not None
         error = f"the request was not done within its {reader.deadline - reader.began:g} s"
-        self._cut_off(reader, FinishReason.TIMEOUT, error)
+        self._end_stream(reader, FinishReason.TIMEOUT, error)
         self._leave(number)
 
     def _leave(self, number: int) -> None:
         reader = self._readers.pop(number, None)
         if reader is None:
             return
-        reader.gone()
+        reader.cancel_timer()
         if self._readers or self.finished:
             return
         if self._grace_s > 0.0 and self._pieces is not None:
@@ -217,10 +216,10 @@ class CoalescedResponse:
         else:
             self._abort(self.request_id)
 
-    def _cut_off(self, reader: _Reader, reason: FinishReason, error: str | None = None) -> None:
-        """Ends the answer for one reader; the others read on."""
+    def _end_stream(self, reader: _Reader, reason: FinishReason, error: str | None = None) -> None:
+        """Send a last output to one reader."""
         last = self.last
-        reader.gone()
+        reader.cancel_timer()
         reader.stream.put(
             RequestOutput(
                 request_id=self.request_id,
@@ -237,26 +236,25 @@ class CoalescedResponse:
 
 
 class CoalescedResponses:
-    """Those in flight and those that are kept, by their keys, up to a number of bytes. It belongs to the event loop.
+    """The coalesced responses of a server by key, in flight or kept. For the event loop only.
 
-    Beyond it those are forgotten that ended longest ago, then the longest of those in flight: whoever reads them reads
-    on, and whoever asks for the same later has it computed again.
+    When their size exceeds the limit, kept answers are removed first, the oldest first, then the largest in flight.
+    Present readers of a removed answer get the rest of it; later requests are computed again.
+
+    Args:
+        max_bytes: Maximum bytes of the outputs of all answers; 0: nothing is shared.
+        kept_s: Seconds for which an answer is kept after its end.
+        clock: Seconds on the engine's clock.
     """
 
     def __init__(self, max_bytes: int, kept_s: float, clock: Clock) -> None:
-        """
-        Args:
-            max_bytes: Of the pieces of all; 0: nothing is shared.
-            kept_s: Seconds for which an answer is kept after its end.
-            clock: Of the engine.
-        """
         self._max_bytes = max_bytes
         self._kept_s = kept_s
         self._clock = clock
         self._num_bytes = 0
         self._in_flight: dict[bytes, CoalescedResponse] = {}
         self._kept: dict[bytes, CoalescedResponse] = {}
-        """In the order of their ends."""
+        """The answer that ended first comes first."""
 
     def __len__(self) -> int:
         return len(self._in_flight) + len(self._kept)
@@ -271,34 +269,34 @@ class CoalescedResponses:
 
     @property
     def num_readers(self) -> int:
-        """Of those in flight."""
+        """Readers of answers in flight."""
         return sum(answer.num_readers for answer in self._in_flight.values())
 
     def find(self, key: bytes) -> CoalescedResponse | None:
-        """The answer that whoever asks by this key gets; None: it must be computed."""
+        """Return the answer to requests with a key; None: it must be computed."""
         self._expire()
         found = self._in_flight.get(key)
-        if found is not None and found.is_overdue:
+        if found is not None and found.is_expired:
             self.forget(found)
             found = None
         return found or self._kept.get(key)
 
     def has(self, keys: Sequence[bytes]) -> bool:
-        """Whether there is something, and all of it."""
+        """Return whether there is at least one key, and an answer for each."""
         return bool(keys) and all(self.find(key) is not None for key in keys)
 
     def open(
-        self, sharing: Sharing, request_id: str, abort: Callable[[str], None], put_off: PutOff
+        self, sharing: Sharing, request_id: str, abort: Callable[[str], None], extend_deadline: ExtendDeadline
     ) -> CoalescedResponse:
-        """An answer that is computed from now on by this request of the engine; see `CoalescedResponse`."""
-        answer = CoalescedResponse(sharing, request_id, abort, put_off, self._grew, self._clock)
+        """Add an answer that a request of the engine computes; for the arguments see `CoalescedResponse`."""
+        answer = CoalescedResponse(sharing, request_id, abort, extend_deadline, self._grew, self._clock)
         if (before := self.find(sharing.key)) is not None:
             self.forget(before)
         self._in_flight[sharing.key] = answer
         return answer
 
     def forget(self, answer: CoalescedResponse) -> None:
-        """Gives it to nobody any more."""
+        """Give an answer to no further reader."""
         for table in (self._in_flight, self._kept):
             if table.get(answer.key) is answer:
                 del table[answer.key]

@@ -1,4 +1,4 @@
-"""Deadlines of requests, the earliest first, and ending the requests that pass or cannot meet theirs."""
+"""Deadlines of requests, and ending the requests that pass or cannot meet theirs."""
 
 from __future__ import annotations
 
@@ -8,119 +8,95 @@ from typing import Final
 
 from llm_serving.admission.ttft_predictor import QueueAhead, TtftPredictor
 from llm_serving.core.request import FinishReason, Request
-from llm_serving.engine.delivery import end
+from llm_serving.engine.sinks import finish
 from llm_serving.scheduler import Scheduler
 
-SMALLEST_SWEEP: Final = 64
-"""Entries below which those of ended requests are left where they are."""
-
+MIN_CLEANUP_SIZE: Final = 64
+"""Heap entries below which stale entries are kept."""
+CHECK_INTERVAL_S: Final = 0.1
+"""Interval of the search for waiting requests that cannot meet their deadlines."""
+MAX_CHECKED: Final = 16
+"""Requests checked each time: those with the earliest deadlines."""
 
 _Entry = tuple[float, str, int, Request]
-"""The third decides between entries of one id: a request may come back from another replica as another object."""
-
-LOOK_EVERY_S: Final = 0.1
-"""Interval of the search for waiting requests that cannot meet their deadlines."""
-MAX_LOOKED_AT: Final = 16
-"""At a time; those with the earliest deadlines."""
+"""(deadline, request id, number, request). The number is unique: a migrated request returns as another object."""
 
 
 class Deadlines:
-    """Knows when the next one passes.
+    """The deadlines of one engine's requests; times are seconds on the engine's clock.
 
-    What no longer counts, as its request has ended or its deadline was put off, is forgotten sooner or later.
+    A heap entry is stale once its request has finished or has another deadline; stale entries are removed lazily.
+
+    Args:
+        scheduler: The engine's scheduler.
     """
 
-    def __init__(self) -> None:
-        self._heap: list[_Entry] = []
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.heap: list[_Entry] = []
+        """Empty: no request has a deadline."""
+        self._scheduler = scheduler
         self._numbers = itertools.count()
-        self._sweep_at = SMALLEST_SWEEP
+        self._cleanup_size = MIN_CLEANUP_SIZE
+        self._next_check = 0.0
 
     def add(self, request: Request) -> None:
-        """Of a request that has been added before the deadline counts that it has now; without one it is left out."""
-        if request.deadline is None:
-            return
-        heapq.heappush(self._heap, (request.deadline, request.request_id, next(self._numbers), request))
-        if len(self._heap) > self._sweep_at:
-            self._heap = [entry for entry in self._heap if _counts(entry)]
-            heapq.heapify(self._heap)
-            self._sweep_at = max(SMALLEST_SWEEP, 2 * len(self._heap))
+        """Add the deadline of a request, which must have one; it replaces an earlier one."""
+        assert request.deadline is not None
+        heapq.heappush(self.heap, (request.deadline, request.request_id, next(self._numbers), request))
+        if len(self.heap) > self._cleanup_size:
+            self.heap = [entry for entry in self.heap if _is_current(entry)]
+            heapq.heapify(self.heap)
+            self._cleanup_size = max(MIN_CLEANUP_SIZE, 2 * len(self.heap))
 
     @property
     def next(self) -> float | None:
-        """The earliest deadline of a request that has not ended."""
-        while self._heap and not _counts(self._heap[0]):
-            heapq.heappop(self._heap)
-        return self._heap[0][0] if self._heap else None
+        """The earliest deadline of an unfinished request."""
+        while self.heap and not _is_current(self.heap[0]):
+            heapq.heappop(self.heap)
+        return self.heap[0][0] if self.heap else None
 
-    def take_passed(self, now: float) -> list[Request]:
-        """Those whose deadline is not after `now`, once each."""
-        passed = []
+    def pop_expired(self, now: float) -> list[Request]:
+        """Remove and return each request whose deadline is not after `now`."""
+        expired = []
         while (deadline := self.next) is not None and deadline <= now:
-            passed.append(heapq.heappop(self._heap)[3])
-        return passed
+            expired.append(heapq.heappop(self.heap)[3])
+        return expired
 
-    def not_begun(self, count: int) -> list[Request]:
-        """So many of those that no step has computed, the earliest deadlines first."""
-        entries = (each for each in self._heap if each[3].first_scheduled_time is None and _counts(each))
+    def unscheduled(self, count: int) -> list[Request]:
+        """Return the `count` requests with the earliest deadlines of those that were never scheduled."""
+        entries = (each for each in self.heap if each[3].first_scheduled_time is None and _is_current(each))
         return [request for *_, request in heapq.nsmallest(count, entries)]
 
-
-def _counts(entry: _Entry) -> bool:
-    deadline, _, _, request = entry
-    return not request.is_finished and request.deadline == deadline
-
-
-def timeout_of(request: Request) -> float:
-    """Seconds that the client gave the request, from when its headers had come."""
-    assert request.deadline is not None
-    began = request.arrival_time if request.http_timings is None else request.http_timings.received_time
-    return request.deadline - began
-
-
-class DeadlineEnforcer:
-    """Looks at the requests of one scheduler; times are on the clock of the engine.
-
-    Args:
-        deadlines: Of all requests that have one.
-        scheduler: That computes them.
-    """
-
-    def __init__(self, deadlines: Deadlines, scheduler: Scheduler) -> None:
-        self._deadlines = deadlines
-        self._scheduler = scheduler
-        self._look_again = 0.0
-        """When deadlines that cannot be met are looked for again."""
-
     def is_due(self, now: float) -> bool:
-        """Whether `end` may end somebody."""
-        deadline = self._deadlines.next
-        return deadline is not None and (now >= deadline or now >= self._look_again)
+        """Return whether `end_expired` may end a request."""
+        deadline = self.next
+        return deadline is not None and (now >= deadline or now >= self._next_check)
 
-    def end(self, now: float, predictor: TtftPredictor, step_began: float) -> None:
-        """Ends whoever is too late, wherever it is.
+    def end_expired(self, now: float, predictor: TtftPredictor, step_began: float) -> None:
+        """End the requests whose deadline has passed, and waiting ones that cannot meet theirs.
 
         Args:
             now: The time.
-            predictor: Predicts when a first token is to be expected.
-            step_began: When the oldest step in flight did.
+            predictor: Predicts the time to a first token.
+            step_began: When the oldest step in flight began.
         """
-        for request in self._deadlines.take_passed(now):
-            end(request, FinishReason.TIMEOUT, f"the request was not done within its {timeout_of(request):g} s")
-        if now >= self._look_again:
-            self._look_again = now + LOOK_EVERY_S
+        for request in self.pop_expired(now):
+            finish(request, FinishReason.TIMEOUT, f"the request was not done within its {timeout_of(request):g} s")
+        if now >= self._next_check:
+            self._next_check = now + CHECK_INTERVAL_S
             self._end_hopeless(now, predictor, now - step_began)
 
     def _end_hopeless(self, now: float, predictor: TtftPredictor, elapsed_s: float) -> None:
-        """Ends requests that could not have a first token before their deadline even if they were next.
+        """End requests whose first token would miss the deadline even if they were the next of their class.
 
-        Where nothing runs they begin at once, and show whether what was measured still holds.
+        While no request runs, none is ended: the next one starts at once, and updates the predictor's measurements.
         """
         speed, scheduler = predictor.speed, self._scheduler
         if speed is None or not scheduler.running:
             return
         num_running = len(scheduler.running)
-        for request in self._deadlines.not_begun(MAX_LOOKED_AT):
-            first = _first_computed(request)
+        for request in self.unscheduled(MAX_CHECKED):
+            first = _first_to_compute(request)
             if first is None or request.deadline is None:
                 continue
             rank = first.request_class.rank
@@ -135,12 +111,24 @@ class DeadlineEnforcer:
             )
             seconds = speed.seconds_to_first_token(queue)
             if seconds is not None and now + seconds > request.deadline:
-                timeout = f"the request cannot be done within its {timeout_of(request):g} s"
-                end(request, FinishReason.TIMEOUT, f"{timeout}: its first token is expected in {seconds:.2f} s")
+                error = f"the request cannot be done within its {timeout_of(request):g} s"
+                finish(request, FinishReason.TIMEOUT, f"{error}: its first token is expected in {seconds:.2f} s")
 
 
-def _first_computed(request: Request) -> Request | None:
-    """What waits first of all that is computed for a request; None: something of it has been computed."""
+def timeout_of(request: Request) -> float:
+    """Return the seconds from the arrival of a request's HTTP headers to its deadline."""
+    assert request.deadline is not None
+    began = request.arrival_time if request.http_timings is None else request.http_timings.received_time
+    return request.deadline - began
+
+
+def _is_current(entry: _Entry) -> bool:
+    deadline, _, _, request = entry
+    return not request.is_finished and request.deadline == deadline
+
+
+def _first_to_compute(request: Request) -> Request | None:
+    """Return the first request that is computed for this one; None if any of them has been scheduled."""
     if request.sink is None:
         return None
     computed = request.sink.active_requests

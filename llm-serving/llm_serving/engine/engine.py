@@ -11,19 +11,17 @@ from llm_serving.core.request import FinishReason
 from llm_serving.core.request_output import RequestOutput
 from llm_serving.core.step import StepInput
 from llm_serving.core.timings import Clock, monotonic
-from llm_serving.engine.deadlines import DeadlineEnforcer
-from llm_serving.engine.delivery import deliver, end
 from llm_serving.engine.engine_requests import AttachSink, EngineRequests
-from llm_serving.engine.observers import EventLogObserver, MetricsObserver, SpeculationObserver, accepted_drafts
+from llm_serving.engine.observers import MetricsObserver, SpeculationObserver, accepted_drafts
 from llm_serving.engine.recovery import Recovery
-from llm_serving.engine.sinks import receive
+from llm_serving.engine.sinks import attach_sink, deliver, finish
 from llm_serving.errors import LLMServingError, WorkerError
 from llm_serving.executor.executor import Executor, StepFailedError
 from llm_serving.executor.step_builder import StepBuilder
 from llm_serving.log import get_logger
 from llm_serving.observability.event_log import EventLog
 from llm_serving.observability.metrics import Metrics
-from llm_serving.observability.step_observer import CompletedStep, StepObserver
+from llm_serving.observability.step_observer import NO_DRAFTS, CompletedStep, StepObserver, observers_by_event
 from llm_serving.scheduler import Schedule, Scheduler
 from llm_serving.scheduler.schedule import NO_ROOM
 from llm_serving.speculation import SpeculationController
@@ -41,9 +39,16 @@ SHORT_STEP_S: Final = 0.02
 class Engine(EngineRequests):
     """Runs steps: drain the inbox, propose drafts, schedule, submit, collect, update, publish.
 
-    One step is scheduled ahead of the WorkAgent where the executor allows it. What other threads may call is in
-    `ThreadSafeCalls`, what the engine's thread does with requests in `EngineRequests`. Observers watch the steps
-    (`StepObserver`), listeners get what concerns the owner of the replica (`EngineListener`).
+    One step is scheduled ahead of the WorkAgent where the executor allows it. Observers (`StepObserver`) watch the
+    steps; listeners (`EngineListener`) get what concerns the owner of the replica.
+
+    Args (for the others see `EngineRequests`):
+        publish: Called with the outputs of each step.
+        max_steps_in_flight: Steps in flight at a time; the executor may allow fewer.
+        restart_wait_s: Seconds that requests wait for a WorkAgent that restarts.
+        notice: What an operator should know about the WorkAgent; usually empty.
+        compute_fingerprint: What the WorkAgent computes with.
+        build_step: Builds the input of a step from a schedule and a step number; None: `StepBuilder.build`.
     """
 
     def __init__(
@@ -57,22 +62,21 @@ class Engine(EngineRequests):
         index: int = 0,
         max_steps_in_flight: int = 2,
         audit_every: int = 0,
-        journal: EventLog | None = None,
+        event_log: EventLog | None = None,
         restart_wait_s: float = 300.0,
         drafter: SpeculationController | None = None,
         clock: Clock = monotonic,
         notice: str = "",
         compute_fingerprint: ComputeFingerprint = UNKNOWN_FINGERPRINT,
         build_step: BuildStep | None = None,
-        attach_sink: AttachSink = receive,
+        attach_sink: AttachSink = attach_sink,
     ) -> None:
         super().__init__(
-            scheduler, executor, tokenizer, metrics, index, audit_every, journal, drafter, clock, attach_sink
+            scheduler, executor, tokenizer, metrics, index, audit_every, event_log, drafter, clock, attach_sink
         )
         self.num_steps = 0
         """Completed steps."""
         self.notice = notice
-        """What an operator should know of the WorkAgent; usually empty."""
         self.compute_fingerprint = compute_fingerprint
         self._recovery = Recovery(scheduler, executor, metrics, self._on_restart_attempt, self._on_bisection_step)
         self._restart_wait_s = restart_wait_s
@@ -80,19 +84,16 @@ class Engine(EngineRequests):
         self._build_step: BuildStep = self._builder.build if build_step is None else build_step
         self._publish_outputs = publish
         self._max_steps_in_flight = min(max_steps_in_flight, executor.max_steps_in_flight)
-        self._overdue = DeadlineEnforcer(self._deadlines, scheduler)
         self._in_flight: deque[Schedule] = deque()
         """Submitted steps without a reply, the oldest first."""
         self._step_metrics = MetricsObserver(metrics, scheduler, index)
-        self._observers: list[StepObserver] = [] if self.migration is None else [self.migration]
-        self._observers += [
-            self._fairness,
-            self._reports,
-            EventLogObserver(self.journal, scheduler),
-            self._step_metrics,
-        ]
+        observers: list[StepObserver] = [] if self.migration is None else [self.migration]
+        observers += [self._fairness, self._reports, self._step_metrics]
+        if self.event_log.enabled:
+            observers.append(self.event_log)
         if drafter is not None:
-            self._observers.append(SpeculationObserver(drafter, self._times, metrics, self._max_steps_in_flight > 1))
+            observers.append(SpeculationObserver(drafter, self._times, metrics, self._max_steps_in_flight > 1))
+        self._observers = observers_by_event(observers)
 
     # --- the loop ---------------------------------------------------------------------------------------------------
 
@@ -132,13 +133,15 @@ class Engine(EngineRequests):
         if not self.scheduler.has_unfinished_requests:
             if self.fleet is not None:
                 self.fleet.apply_remote_service()
-            self._auditor.run_copy()
+            if self._auditor.waiting:
+                self._auditor.run_copy()
         replied = bool(self._in_flight) and self._waits_for_replies()
         if replied:
             # Published after the next step is submitted: until then the master's time delays the WorkAgent.
             self._collect()
             self._drain_inbox()
-        self._propose_drafts()
+        if self._drafter is not None:
+            self._propose_drafts(self._drafter)
         now = self._clock()
         schedule = self._schedule(now)
         if schedule is not None:
@@ -151,39 +154,37 @@ class Engine(EngineRequests):
 
     def _drain_inbox(self) -> None:
         """Handle the messages of other threads, and end requests whose deadline has passed."""
-        if self._inbox:
+        if self._inbox.messages:
             if self.fleet is not None:
                 self.fleet.apply_remote_service()
-            self._inbox.take()
-        if self._deadlines.next is not None:
+            self._inbox.handle()
+        if self._deadlines.heap:
             now = self._clock()
-            self._inbox.take()  # deadlines that were extended before `now`
-            self._overdue.end(now, self.ttft_predictor, self._times.began)
+            self._inbox.handle()  # deadlines that were extended before `now`
+            self._deadlines.end_expired(now, self.ttft_predictor, self._times.began)
 
-    def _propose_drafts(self) -> None:
+    def _propose_drafts(self, drafter: SpeculationController) -> None:
         """Give the scheduler draft tokens for the next step."""
-        if self._drafter is None:
-            return
         synchronous = not self._in_flight and self._waits_for_replies()
-        for request, token_ids in self._drafter.propose(len(self.scheduler.running), synchronous=synchronous):
+        for request, token_ids in drafter.propose(len(self.scheduler.running), synchronous=synchronous):
             self.scheduler.set_draft_tokens(request, token_ids)
 
     def _schedule(self, now: float) -> Schedule | None:
-        """Decide the next step; None: no request can move."""
+        """Decide the next step; None: no request can run."""
         if self.fleet is not None:
             self.fleet.synchronize()
         schedule = self.scheduler.schedule(now)
-        for observer in self._observers:
-            observer.on_scheduled(schedule, self._in_flight, now)
+        for observer in self._observers["on_scheduled"]:
+            observer.on_scheduled(schedule, self._in_flight, self.scheduler.blocked, now)
         return schedule
 
     def _submit(self, schedule: Schedule, now: float) -> None:
-        """Hand a step that was decided at `now` to the WorkAgent."""
+        """Send a step that was decided at `now` to the WorkAgent."""
         self._executor.submit(self._build_step(schedule, self._executor.next_step), self.forms_late)
         self._times.record_submitted(now, self._clock(), follows=bool(self._in_flight))
         self._in_flight.append(schedule)
         self._send_allowed_tokens()
-        for observer in self._observers:
+        for observer in self._observers["on_submitted"]:
             observer.on_submitted(schedule, now)
         if schedule.started:
             started = [request.root_request.request_id for request in schedule.started]
@@ -200,14 +201,14 @@ class Engine(EngineRequests):
         now = self._clock()
         self._times.record_updated(now)
         deliver(schedule, updated, output)
-        self._processor.report_times()
+        self._processor.flush_token_gaps()
         if self.migration is not None:
             self.migration.complete_step(schedule, now)
         self.num_steps += 1
         finished = [request for request in updated if request.is_finished]
-        accepted = accepted_drafts(schedule, updated)
+        accepted = accepted_drafts(schedule, updated) if schedule.has_draft_tokens else NO_DRAFTS
         completed = CompletedStep(schedule, schedule.num_tokens, finished, accepted, self._in_flight, now)
-        for observer in self._observers:
+        for observer in self._observers["on_completed"]:
             observer.on_completed(completed)
         if schedule.migrating:  # a migrated request takes its tenant's slot along before others get one
             self._publish()
@@ -218,7 +219,8 @@ class Engine(EngineRequests):
         if self._outputs:
             outputs = self._outputs.copy()
             self._outputs.clear()
-            self._auditor.told(outputs)
+            if self._auditor.watched:
+                self._auditor.record(outputs)
             self._publish_outputs(outputs)
         if self.migration is not None:
             self.migration.hand_over()
@@ -251,7 +253,7 @@ class Engine(EngineRequests):
         """Seconds after which there may be work although no message comes; None: never."""
         now = self._clock()
         timeouts_s = [self.scheduler.prefill.batch_wait_s(now)] if len(self.scheduler.waiting) else []
-        if (deadline := self._deadlines.next) is not None:
+        if self._deadlines.heap and (deadline := self._deadlines.next) is not None:
             timeouts_s.append(max(0.0, deadline - now))
         return min(timeouts_s, default=None)
 
@@ -285,21 +287,21 @@ class Engine(EngineRequests):
 
     @property
     def restarting(self) -> str | None:
-        """Why the WorkAgent is being restarted, while it is."""
+        """Why the WorkAgent is restarting, while it is."""
         return self._recovery.restarting
 
     def _recover(self, error: LLMServingError) -> None:
         """Continue after a step failed or the WorkAgent died; end only the requests that make it fail again."""
         now = self._clock()
         lost, self._in_flight = list(self._in_flight), deque()
-        for observer in self._observers:
+        for observer in self._observers["on_failed"]:
             observer.on_failed(now)
         culprits = self._recovery.culprits(error, lost)
         if self.migration is not None:
             self.migration.release_imports()
-        self.journal.recovered(self._clock())
+        self.event_log.recovered(self._clock())
         for request in culprits:
-            end(request, FinishReason.ERROR, str(error))
+            finish(request, FinishReason.ERROR, str(error))
 
     def _on_restart_attempt(self, reason: str) -> None:
         """End all requests if the WorkAgent has been away for longer than allowed."""
@@ -313,13 +315,13 @@ class Engine(EngineRequests):
             listener.on_restart_attempt()
 
     def _on_bisection_step(self) -> None:
-        """Keep deadlines between the steps that look for the request that makes them fail."""
+        """Handle messages and deadlines between the steps of a bisection."""
         self._drain_inbox()
         self._publish()
 
     def _shut(self, reason: str, kind: FinishReason) -> None:
         self._inbox.end(reason)
-        self._inbox.take()
+        self._inbox.handle()
         self._end_all(reason, kind)
         if self.migration is not None:
             self.migration.close()

@@ -1,8 +1,11 @@
-"""The requests of one engine and what is asked about them; everything here belongs to the engine's thread."""
+"""The requests of one engine: messages from other threads, and what the engine's thread does with requests."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
 
 from llm_serving.core.request import FinishReason, Request
 from llm_serving.core.request_class import class_of
@@ -10,15 +13,18 @@ from llm_serving.core.request_output import RequestOutput
 from llm_serving.core.timings import Clock
 from llm_serving.engine.audit import Auditor
 from llm_serving.engine.deadlines import Deadlines
-from llm_serving.engine.delivery import end
 from llm_serving.engine.fleet.accounting import FleetSync
 from llm_serving.engine.fleet.migration import MigratingRequest, RequestMigration
+from llm_serving.engine.inbox import Inbox
 from llm_serving.engine.load_reports import LoadReports, StepTimes
-from llm_serving.engine.observers import FairnessObserver
+from llm_serving.engine.observers import EngineListener, FairnessObserver
 from llm_serving.engine.output_processor import OutputProcessor
-from llm_serving.engine.sinks import SinkContext, receive
-from llm_serving.engine.thread_safe_calls import ThreadSafeCalls
+from llm_serving.engine.sinks import SinkContext, attach_sink, finish
+from llm_serving.errors import WorkerDiedError
+from llm_serving.executor.cluster.block_link import BlockLink
 from llm_serving.executor.executor import Executor
+from llm_serving.executor.restart_status import RestartStatus
+from llm_serving.kvcache.transfer_pool import TransferBlock
 from llm_serving.log import get_logger
 from llm_serving.observability.event_log import EventLog
 from llm_serving.observability.metrics import Metrics
@@ -29,25 +35,30 @@ from llm_serving.scheduler.components import SchedulingRules
 from llm_serving.speculation import SpeculationController
 from llm_serving.text.tokenizer.tokenizer import Tokenizer
 
+T = TypeVar("T")
+
 logger = get_logger(__name__)
 
-AttachSink = Callable[[Request, SinkContext], object]
+AttachSink = Callable[[Request, SinkContext], None]
 
 
-class EngineRequests(ThreadSafeCalls):
-    """Adds, finds, changes and ends the requests of one engine.
+class EngineRequests:
+    """The part of an engine that adds, changes and ends requests.
+
+    Any thread may call the first group of methods: each posts a message that the engine's thread handles between two
+    steps. The second group belongs to the engine's thread.
 
     Args:
-        scheduler: Schedules them.
+        scheduler: Schedules the requests.
         executor: Runs their steps.
-        tokenizer: Turns their output into text.
-        metrics: Of the server.
-        index: Of the replica.
-        audit_every: One of so many requests is computed again and compared; 0: none.
-        journal: Event log of requests and steps; None: one that keeps nothing.
-        drafter: Proposes draft tokens; None: no speculation.
-        clock: Of all times.
-        attach_sink: Gives a request the sink of its output and queues what is to be computed first.
+        tokenizer: Decodes their output.
+        metrics: The server's metrics.
+        index: Index of the replica.
+        audit_every: 1 in `audit_every` requests is audited; 0: none.
+        event_log: Records requests and steps; None: no event log.
+        drafter: Proposes draft tokens; None: no speculative decoding.
+        clock: Seconds.
+        attach_sink: Gives a request its output sink, and queues what is computed first.
     """
 
     def __init__(
@@ -58,16 +69,22 @@ class EngineRequests(ThreadSafeCalls):
         metrics: Metrics,
         index: int,
         audit_every: int,
-        journal: EventLog | None,
+        event_log: EventLog | None,
         drafter: SpeculationController | None,
         clock: Clock,
-        attach_sink: AttachSink = receive,
+        attach_sink: AttachSink = attach_sink,
     ) -> None:
-        super().__init__(scheduler, executor, EventLog() if journal is None else journal)
+        self.scheduler = scheduler
         self.index = index
+        self.event_log = EventLog() if event_log is None else event_log
+        self._executor = executor
         self._clock = clock
         self._drafter = drafter
         self._attach_sink = attach_sink
+        self._inbox = Inbox()
+        self._inbox.on_end = self._report_closing
+        self._listeners: list[EngineListener] = []
+        self._stopping = False
         self._times = StepTimes()
         self._reports = LoadReports(scheduler, self._times)
         self.ttft_predictor = self._reports.predictor
@@ -75,31 +92,169 @@ class EngineRequests(ThreadSafeCalls):
         self.fleet = FleetSync(index, scheduler, metrics) if scheduler.limits.num_schedulers > 1 else None
         """Accounting across replicas; None: this is the only one."""
         self._fairness = self.fleet or FairnessObserver(index, scheduler, metrics)
-        self._deadlines = Deadlines()
+        self._deadlines = Deadlines(scheduler)
         self._outputs: list[RequestOutput] = []
-        self._processor = OutputProcessor(tokenizer, metrics, self.journal, clock)
-        self._desk = SinkContext(scheduler, self._processor, self._outputs.append)
+        self._processor = OutputProcessor(tokenizer, metrics, self.event_log, clock)
+        self._sink_context = SinkContext(scheduler, self._processor, self._outputs.append)
         self._auditor = Auditor(audit_every, scheduler, tokenizer, metrics, clock)
         self.migration: RequestMigration | None = None
         """None: no request migrates."""
         if scheduler.blocks.transfer_pool.pool.num_blocks:
             self.migration = RequestMigration(
-                scheduler, self._processor, self._auditor, self._desk, self.journal, metrics, self._listeners
+                scheduler, self._processor, self._auditor, self._sink_context, self.event_log, metrics, self._listeners
             )
 
-    def reprioritise(self, request_id: str, priority: int) -> bool:
-        """Give a request another priority; return whether it has it now. A finished request keeps its own."""
+    # --- from any thread --------------------------------------------------------------------------------------------
+
+    def add_listener(self, listener: EngineListener) -> None:
+        """Report further events to this listener too. Call it before the engine serves."""
+        self._listeners.append(listener)
+
+    def submit(self, request: Request) -> None:
+        """Queue a request that passed admission control.
+
+        Raises:
+            WorkerDiedError: The engine has ended, or is about to.
+        """
+        if self._stopping:
+            raise WorkerDiedError("the engine is about to end")
+        self.event_log.submitted(request, class_of(request.priority, self.scheduler.classes))
+        try:
+            self._inbox.post(lambda: self._add(request))
+        except WorkerDiedError:
+            self.event_log.forget(request)
+            raise
+
+    def abort(self, request_id: str) -> None:
+        """End a request before the next step; a finished one stays as it is."""
+
+        def end() -> None:
+            request = self._processor.find(request_id)
+            if request is not None:
+                finish(request, FinishReason.ABORT)
+
+        with contextlib.suppress(WorkerDiedError):  # then all requests of the engine have ended
+            self._inbox.post(end)
+
+    def take_over(self, migrating: MigratingRequest, *, is_cancelled: bool = False) -> None:
+        """Continue a request of another replica; end it if it was cancelled during the transfer.
+
+        Raises:
+            WorkerDiedError: The engine has ended, or is about to.
+        """
+        if self._stopping:
+            raise WorkerDiedError("the engine is about to end")
+        self._inbox.post(lambda: self._arrive(migrating, is_cancelled))
+
+    def reclaim_blocks(self, blocks: list[TransferBlock]) -> None:
+        """Free exported blocks that the importing replicas have read."""
+        with contextlib.suppress(WorkerDiedError):  # the next owner of the memory starts without exports
+            self._inbox.post(lambda: self.scheduler.reclaim_exported_blocks(blocks))
+
+    def ask(self, question: Callable[[], T]) -> Future[T]:
+        """Call a function in the engine's thread between two steps, and return its result or exception.
+
+        Raises:
+            WorkerDiedError: The engine has ended.
+        """
+        answer: Future[T] = Future()
+
+        def reply() -> None:
+            if answer.set_running_or_notify_cancel():
+                try:
+                    answer.set_result(question())
+                except Exception as error:  # noqa: BLE001  raised to the caller
+                    answer.set_exception(error)
+
+        self._inbox.post(reply)
+        return answer
+
+    def wake(self) -> None:
+        """Wake the engine, so that it reads what other replicas have changed."""
+        with contextlib.suppress(WorkerDiedError):
+            self._inbox.post(lambda: None)
+        for listener in self._listeners:
+            listener.on_woken()
+
+    def stop(self) -> None:
+        """End the loop after the steps in flight; unfinished requests end with an error."""
+        self._stopping = True
+        self._report_closing()
+        self._inbox.wake()
+        self._executor.cancel_restarts()
+
+    def replace_inbox(self, inbox: Inbox) -> None:
+        """Use another inbox, before the first message."""
+        self._inbox.close("another inbox replaces this one")
+        self._inbox, inbox.on_end = inbox, self._report_closing
+
+    def close(self) -> None:
+        """Close the file descriptor of the inbox; the engine makes no further step."""
+        self._inbox.close("the engine is closed")
+
+    @property
+    def dead(self) -> str | None:
+        """Why the engine ended, once it has."""
+        return self._inbox.ended
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether the engine is about to end. A request submitted now would end with it."""
+        return self._stopping
+
+    @property
+    def num_running(self) -> int:
+        return len(self.scheduler.running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Waiting requests, those in the inbox included."""
+        return self.scheduler.num_waiting + len(self._inbox.messages)
+
+    @property
+    def has_unfinished_requests(self) -> bool:
+        return self.scheduler.has_unfinished_requests or bool(self._inbox.messages)
+
+    @property
+    def mean_step_s(self) -> float | None:
+        """Moving average of the seconds per step; None before the first."""
+        return self._times.mean_s
+
+    @property
+    def restart_status(self) -> RestartStatus | None:
+        """The state of the WorkAgent's restart, while it is restarted."""
+        return self._executor.restart_status
+
+    @property
+    def restarts_exhausted(self) -> bool:
+        """Whether the WorkAgent was restarted more often in a row than is allowed."""
+        return self._executor.restarts_exhausted
+
+    @property
+    def machine(self) -> str:
+        """Address of the WorkAgent's machine; empty: the master's own."""
+        return self._executor.machine
+
+    @property
+    def block_link(self) -> BlockLink | None:
+        """Transfers KV blocks from and to the WorkAgent; None: it shares memory with the other WorkAgents."""
+        return self._executor.block_link
+
+    def _report_closing(self) -> None:
+        for listener in self._listeners:
+            listener.on_closing()
+
+    # --- in the engine's thread -------------------------------------------------------------------------------------
+
+    def set_priority(self, request_id: str, priority: int) -> bool:
+        """Change a request's priority; return whether the request has it now. A finished request keeps its own."""
         request = self._processor.find(request_id)
         if request is None or request.sink is None or not request.sink.set_priority(priority):
             return False
-        self.journal.moved(request, class_of(priority, self.scheduler.classes))
+        self.event_log.class_changed(request, class_of(priority, self.scheduler.classes))
         return True
 
-    def audits(self, request: Request) -> bool:
-        """Return whether the output of the request is computed again and compared."""
-        return self._auditor.watches(request.request_id)
-
-    def put_off(self, request_id: str, deadline: float | None) -> None:
+    def extend_deadline(self, request_id: str, deadline: float | None) -> None:
         """Give a request a later deadline, or none."""
         request = self._processor.find(request_id)
         if request is None or request.sink is None:
@@ -107,10 +262,15 @@ class EngineRequests(ThreadSafeCalls):
         request.deadline = deadline
         for each in request.sink.active_requests:
             self.scheduler.set_deadline(each, deadline)
-        self._deadlines.add(request)
+        if deadline is not None:
+            self._deadlines.add(request)
+
+    def audits(self, request: Request) -> bool:
+        """Return whether the request was selected for an audit."""
+        return self._auditor.watches(request.request_id)
 
     def reload(self, rules: SchedulingRules, number: int) -> None:
-        """Schedule by other rules, which are the server's reload with this number (from 1)."""
+        """Schedule by other rules from now on; `number` counts the server's reloads, from 1."""
         self.scheduler.reload(rules)
         self._fairness.record_reload(number)
         self.ttft_predictor.limits = rules.limits
@@ -132,21 +292,14 @@ class EngineRequests(ThreadSafeCalls):
         return scheduler_state(self.scheduler, self._clock(), self._times.mean_s)
 
     def take_snapshot(self, since: float) -> EngineSnapshot:
-        """Return the same, with the events since a time."""
-        return take_snapshot(self.scheduler, self.journal, self._clock(), self.mean_step_s, since)
-
-    @property
-    def mean_step_s(self) -> float | None:
-        """Moving average of the seconds per step; None before the first. From any thread."""
-        return self._times.mean_s
-
-    # --- messages of other threads ----------------------------------------------------------------------------------
+        """Return the scheduler's state, with the events since a time."""
+        return take_snapshot(self.scheduler, self.event_log, self._clock(), self.mean_step_s, since)
 
     def _add(self, request: Request) -> None:
-        self._auditor.started(request)
+        self._auditor.start(request)
         self._expect(request)
-        self._attach_sink(request, self._desk)
-        self.journal.queued(request, self._clock())
+        self._attach_sink(request, self._sink_context)
+        self.event_log.queued(request, self._clock())
 
     def _arrive(self, migrating: MigratingRequest, is_cancelled: bool) -> None:
         assert self.migration is not None
@@ -154,21 +307,17 @@ class EngineRequests(ThreadSafeCalls):
             self.fleet.record_migrated(migrating.request)
         self._expect(migrating.request)
         self.migration.accept(migrating)
-        self.journal.queued(migrating.request, self._clock())
+        self.event_log.queued(migrating.request, self._clock())
         if is_cancelled:
-            end(migrating.request, FinishReason.ABORT)
-
-    def _abort(self, request_id: str) -> None:
-        request = self._processor.find(request_id)
-        if request is not None:
-            end(request, FinishReason.ABORT)
+            finish(migrating.request, FinishReason.ABORT)
 
     def _expect(self, request: Request) -> None:
         if self._drafter is not None:
             self._drafter.add_request(request)
-        self._deadlines.add(request)
+        if request.deadline is not None:
+            self._deadlines.add(request)
 
     def _end_all(self, reason: str, kind: FinishReason) -> None:
-        self._auditor.drop()
+        self._auditor.cancel_copy()
         for request in self._processor.unfinished():
-            end(request, kind, reason)
+            finish(request, kind, reason)

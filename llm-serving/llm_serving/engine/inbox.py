@@ -1,4 +1,4 @@
-"""What other threads ask of the one that reads, and what wakes it to listen."""
+"""The inbox of an engine: messages from other threads."""
 
 from __future__ import annotations
 
@@ -13,69 +13,68 @@ from llm_serving.errors import WorkerDiedError
 
 
 class Inbox:
-    """Messages in the order in which they came.
+    """A queue of functions that the engine's thread calls between two steps, in order of arrival.
 
-    `post`, `wake` and `len` are for any thread, all else belongs to the one that reads.
+    Any thread may call `post`, `wake` and `end`, and read `messages`; the rest belongs to the engine's thread.
     """
 
     def __init__(self) -> None:
+        self.messages: deque[Callable[[], None]] = deque()
+        """Messages that have not been handled."""
         self.ended: str | None = None
-        """Why nothing is taken any more, once that is so."""
+        """Why the inbox accepts no more messages, once that is so."""
         self.on_end: Callable[[], None] = lambda: None
-        """Told, by any thread, when that has become so."""
-        self._messages: deque[Callable[[], None]] = deque()
+        """Called when the inbox ends, from any thread."""
         self._lock = threading.Lock()
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
-    def __len__(self) -> int:
-        return len(self._messages)
-
     def post(self, message: Callable[[], None]) -> None:
-        """
+        """Add a message, and wake the reader.
+
         Raises:
-            WorkerDiedError: Nothing is taken any more.
+            WorkerDiedError: The inbox has ended.
         """
         with self._lock:
             if self.ended is not None:
                 raise WorkerDiedError(self.ended)
-            self._messages.append(message)
+            self.messages.append(message)
             os.eventfd_write(self._wake_fd, 1)
 
     def wake(self) -> None:
-        """Ends the `wait` of the reader, or its next one."""
+        """End the present `wait` of the reader, or its next one."""
         with self._lock:
-            if self.ended is None:  # later its descriptor may be somebody else's
+            if self.ended is None:  # after the end, the descriptor may belong to another file
                 os.eventfd_write(self._wake_fd, 1)
 
-    def take(self) -> None:
-        """Does what the messages say, those included that come meanwhile."""
-        while self._messages:
-            self._messages.popleft()()
+    def handle(self) -> None:
+        """Call all messages, including those that arrive meanwhile."""
+        while self.messages:
+            self.messages.popleft()()
 
     def wait(self, other_fd: int | None, timeout_s: float | None) -> bool:
-        """Sleeps until it is woken, another descriptor can be read or so much time has passed.
+        """Sleep until the reader is woken, another file descriptor is readable, or the time has passed.
 
         Returns:
-            Whether it is the other descriptor, and nothing else, that can be read.
+            Whether only the other descriptor is readable.
         """
         poll = select.poll()
         poll.register(self._wake_fd, select.POLLIN)
         if other_fd is not None:
             poll.register(other_fd, select.POLLIN)
-        ready = {fd for fd, _ in poll.poll(None if timeout_s is None else math.ceil(1000 * timeout_s))}
+        ready = dict(poll.poll(None if timeout_s is None else math.ceil(1000 * timeout_s)))
         if self._wake_fd in ready:
             os.eventfd_read(self._wake_fd)
             return False
         return other_fd in ready
 
     def end(self, reason: str) -> None:
-        """Takes no more messages; those that have come are left to `take`."""
+        """Accept no more messages; `handle` still calls those that have arrived."""
         with self._lock:
             self.ended = self.ended or reason
         self.on_end()
 
     def close(self, reason: str) -> None:
-        """As `end`, and gives back the descriptor it is woken by: nobody reads it any more."""
+        """End the inbox, and close its file descriptor."""
         self.end(reason)
         wake_fd, self._wake_fd = self._wake_fd, -1
         if wake_fd >= 0:

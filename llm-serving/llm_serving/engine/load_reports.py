@@ -8,6 +8,7 @@ from typing import Final
 from llm_serving.admission.ttft_predictor import InFlightSteps, TtftPredictor
 from llm_serving.observability.step_observer import CompletedStep, StepObserver
 from llm_serving.scheduler import Schedule, Scheduler
+from llm_serving.scheduler.schedule import Blocked
 
 STEP_MEMORY: Final = 128
 """Steps after which the time of one counts 1/e in their mean."""
@@ -68,8 +69,9 @@ class LoadReports(StepObserver):
         self._scheduler = scheduler
         self._times = times
 
-    def on_scheduled(self, schedule: Schedule | None, in_flight: Sequence[Schedule], now: float) -> None:
-        scheduler = self._scheduler
+    def on_scheduled(
+        self, schedule: Schedule | None, in_flight: Sequence[Schedule], blocked: Blocked | None, now: float
+    ) -> None:
         if schedule is not None:  # later requests cannot join it
             self.num_tokens_left = 0
             for row in schedule.rows:
@@ -77,10 +79,10 @@ class LoadReports(StepObserver):
                     self.num_tokens_left += row.request.num_tokens - row.end
             self._report_in_flight([*in_flight, schedule], self._times.began if in_flight else now)
         # Room for another request: none waits, and one of mean size fits beside a block for each running request.
-        pool, num_running = scheduler.blocks.pool, len(scheduler.running)
+        pool, num_running = self._scheduler.blocks.pool, len(self._scheduler.running)
         num_free = pool.num_free_blocks - num_running
-        has_room = not len(scheduler.waiting) and num_free * num_running >= pool.num_used_blocks
-        self.predictor.record_running(num_running, scheduler.blocked, has_room)
+        has_room = not len(self._scheduler.waiting) and num_free * num_running >= pool.num_used_blocks
+        self.predictor.record_running(num_running, blocked, has_room)
 
     def on_completed(self, step: CompletedStep) -> None:
         self._report_in_flight(step.in_flight, step.now)

@@ -1,42 +1,50 @@
-"""The observers of one engine's steps: event log, metrics, fairness monitors, speculation statistics."""
+"""The listener interface of an engine, and observers of its steps: metrics, fairness monitors, speculation."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from llm_serving.core.request import Request
 from llm_serving.engine.fleet.class_usage import ClassLead
 from llm_serving.engine.fleet.monitors import LimitMonitor, StepShare, WeightMonitor
 from llm_serving.engine.load_reports import StepTimes
-from llm_serving.observability.event_log import NO_DRAFTS, EventLog
+from llm_serving.kvcache.transfer_pool import TransferBlock
 from llm_serving.observability.metrics import Metrics
 from llm_serving.observability.step_observer import CompletedStep, StepObserver
 from llm_serving.observability.transfer_metrics import SwapLoad
 from llm_serving.scheduler import Schedule, Scheduler
+from llm_serving.scheduler.schedule import Blocked
 from llm_serving.speculation import SpeculationController
 
+if TYPE_CHECKING:
+    from llm_serving.engine.fleet.migration import MigratingRequest
 
-class EventLogObserver(StepObserver):
-    """Writes the steps of an engine into its event log."""
 
-    def __init__(self, journal: EventLog, scheduler: Scheduler) -> None:
-        self._journal, self._scheduler = journal, scheduler
+class EngineListener:
+    """Base class; each event does nothing. Events come in the engine's thread unless the event says otherwise."""
 
-    def on_scheduled(self, schedule: Schedule | None, in_flight: Sequence[Schedule], now: float) -> None:
-        self._journal.decided(now, self._scheduler.blocked)
+    def on_started(self, request_ids: list[str]) -> None:
+        """A step was submitted that computes these requests for the first time; none of its outputs is published."""
 
-    def on_submitted(self, schedule: Schedule, now: float) -> None:
-        self._journal.formed(now, schedule)
+    def on_restart_attempt(self) -> None:
+        """Another attempt to restart the WorkAgent was made."""
 
-    def on_completed(self, step: CompletedStep) -> None:
-        self._journal.replied(step.now, step.accepted)
+    def on_closing(self) -> None:
+        """The engine accepts no further requests: it has ended or is about to. From any thread."""
 
-    def on_failed(self, now: float) -> None:
-        self._journal.lost(now)
+    def on_woken(self) -> None:
+        """Another replica has changed what both share; the engine reads it before its next step. From any thread."""
+
+    def on_migrating(self, requests: list[MigratingRequest]) -> None:
+        """Other replicas must continue these requests, whose outputs of this engine are all published."""
+
+    def on_blocks_released(self, blocks: list[TransferBlock]) -> None:
+        """This engine has read these exported blocks of other replicas, which may reuse them."""
 
 
 class MetricsObserver(StepObserver):
-    """Counts steps, preemptions, swaps and broken bounds of replica `index`."""
+    """Counts steps, preemptions, swaps and bound violations of replica `index`."""
 
     def __init__(self, metrics: Metrics, scheduler: Scheduler, index: int) -> None:
         self._metrics, self._scheduler, self._index = metrics, scheduler, index
@@ -46,24 +54,25 @@ class MetricsObserver(StepObserver):
         metrics, schedule = self._metrics, step.schedule
         self.record_step(step.num_tokens)
         if schedule.preempted:
-            metrics.preempted(len(schedule.preempted))
-            for request in schedule.preempted:
-                metrics.classes.preempted(request.priority)
-        metrics.swaps.scheduled(schedule.block_moves, schedule.preemptions)
+            metrics.record_preempted([request.priority for request in schedule.preempted])
+        if schedule.block_moves or schedule.preemptions:
+            metrics.swaps.record(schedule.block_moves, schedule.preemptions)
         if schedule.num_bound_violations:
-            metrics.bound_violated(schedule.num_bound_violations)
+            metrics.record_bound_violations(schedule.num_bound_violations)
 
     def record_step(self, num_tokens: int) -> None:
-        """Count a step that computed so many tokens."""
-        self._metrics.step(*self._load(), num_tokens, replica=self._index)
+        """Count a step that computed `num_tokens`."""
+        scheduler = self._scheduler
+        self._metrics.record_step(
+            len(scheduler.running), scheduler.num_waiting, scheduler.blocks.usage, num_tokens, replica=self._index
+        )
 
     def record_load(self) -> None:
-        """Record the load between steps, where no step does."""
-        self._metrics.load(*self._load(), replica=self._index)
-
-    def _load(self) -> tuple[int, int, float]:
-        """Return running requests, waiting requests and the used share of the cache."""
-        return len(self._scheduler.running), self._scheduler.num_waiting, self._scheduler.blocks.usage
+        """Record the load while no step runs."""
+        scheduler = self._scheduler
+        self._metrics.record_load(
+            len(scheduler.running), scheduler.num_waiting, scheduler.blocks.usage, replica=self._index
+        )
 
     def _swap_load(self) -> SwapLoad:
         blocks = self._scheduler.blocks
@@ -77,7 +86,9 @@ class FairnessObserver(StepObserver):
         self._index, self._scheduler, self._metrics = index, scheduler, metrics
         self._limits, self._weights = LimitMonitor(), WeightMonitor(scheduler)
 
-    def on_scheduled(self, schedule: Schedule | None, in_flight: Sequence[Schedule], now: float) -> None:
+    def on_scheduled(
+        self, schedule: Schedule | None, in_flight: Sequence[Schedule], blocked: Blocked | None, now: float
+    ) -> None:
         if schedule is not None:
             self._check(schedule)
 
@@ -106,7 +117,7 @@ class SpeculationObserver(StepObserver):
 
     Args:
         drafter: The controller.
-        times: Of the engine's steps.
+        times: Times of the engine's steps.
         metrics: Counts verified and accepted draft tokens.
         runs_ahead: Whether the engine schedules a step while another is in flight.
     """
@@ -129,12 +140,10 @@ class SpeculationObserver(StepObserver):
 
 
 def accepted_drafts(schedule: Schedule, updated: list[Request]) -> Mapping[int, int]:
-    """Return `Request.sequence` -> accepted draft tokens, for the rows with drafts of a step with a reply."""
-    if not schedule.has_draft_tokens:
-        return NO_DRAFTS
-    got = set(updated)
+    """Return `Request.sequence` -> accepted draft tokens, for the rows with drafts of a completed step."""
+    live = set(updated)
     return {
         row.request.sequence: row.request.num_new_tokens - 1
         for row in schedule.rows
-        if row.num_drafts and row.request in got
+        if row.num_drafts and row.request in live
     }

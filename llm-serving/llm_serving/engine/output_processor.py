@@ -1,7 +1,8 @@
-"""From sampled tokens to the pieces a client gets."""
+"""From sampled tokens to the outputs that a client gets."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from llm_serving.core.request import Request
@@ -11,6 +12,7 @@ from llm_serving.core.timings import Clock
 from llm_serving.log import get_logger
 from llm_serving.observability.event_log import EventLog
 from llm_serving.observability.metrics import Metrics
+from llm_serving.scheduler import Scheduler
 from llm_serving.text.tokenizer.detokenizer import SILENT, Detokenizer, IncrementalDetokenizer
 from llm_serving.text.tokenizer.tokenizer import Tokenizer
 
@@ -19,7 +21,7 @@ logger = get_logger(__name__)
 
 @dataclass(slots=True)
 class ProducedOutput:
-    """What a request has produced so far, and what of it has not been sent."""
+    """The output of a live request that has not been sent, and the state of its detokenizer."""
 
     request: Request
     detokenizer: Detokenizer
@@ -28,40 +30,46 @@ class ProducedOutput:
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
     num_results: int = 0
-    """Tokens of the prompt behind which log-probabilities have come."""
+    """Prompt tokens whose log-probabilities have arrived."""
     vector: Float32Array | None = None
     first_token_time: float | None = None
     last_token_time: float = 0.0
 
 
 class OutputProcessor:
-    """Keeps what each live request has produced and not yet sent."""
+    """Collects the output of each live request until it is sent.
 
-    def __init__(self, tokenizer: Tokenizer, metrics: Metrics | None, journal: EventLog, clock: Clock) -> None:
-        """With `metrics` None nobody learns of its requests but who asks for their pieces."""
+    Args:
+        tokenizer: Decodes token ids.
+        metrics: Counts requests and tokens; None: neither metrics nor event log get these requests.
+        event_log: Gets the first token and the end of each request.
+        clock: Seconds.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, metrics: Metrics | None, event_log: EventLog, clock: Clock) -> None:
         self._tokenizer = tokenizer
         self._metrics = metrics
-        self._journal = journal
+        self._event_log = event_log
         self._clock = clock
         self._states: dict[str, ProducedOutput] = {}
         self._max_token_len = 0
         self._gaps: list[float] = []
-        """Seconds between tokens, not yet told to the metrics."""
+        """Seconds between consecutive tokens of a request that `flush_token_gaps` has not yet reported."""
 
     def start(self, request: Request) -> None:
         self._states[request.request_id] = ProducedOutput(request, self._detokenizer(request))
 
     def leave(self, request: Request) -> ProducedOutput:
-        """Another processor goes on with the request."""
+        """Remove a request that another replica continues, and return its output state."""
         return self._states.pop(request.request_id)
 
     def resume(self, request: Request, produced: ProducedOutput) -> None:
-        """Goes on where another processor was."""
+        """Continue a request with the output state that another replica's processor returned."""
         produced.request = request
         self._states[request.request_id] = produced
 
     def text_of(self, request: Request, output_token_ids: list[int]) -> str:
-        """The text of a whole output of the request."""
+        """Return the text of a whole output of the request."""
         detokenizer = self._detokenizer(request)
         return detokenizer.add(output_token_ids) + detokenizer.flush()
 
@@ -77,7 +85,7 @@ class OutputProcessor:
         )
 
     def knows(self, request: Request) -> bool:
-        """Whether the request still waits for its last piece."""
+        """Return whether the request's last output has not been sent."""
         return request.request_id in self._states
 
     def find(self, request_id: str) -> Request | None:
@@ -87,8 +95,8 @@ class OutputProcessor:
     def unfinished(self) -> list[Request]:
         return [state.request for state in self._states.values()]
 
-    def take(self, request: Request, sample: int, output: StepOutput) -> str | None:
-        """Adds the token that `output` has for the request; returns the stop string it completed, if any."""
+    def add_token(self, request: Request, sample: int, output: StepOutput) -> str | None:
+        """Add the token of a sample of `output` to a request; return the stop string that it completes, if any."""
         state = self._states[request.request_id]
         token_id: int = output.token_ids.item(sample)
         state.token_ids += (token_id,)
@@ -96,16 +104,16 @@ class OutputProcessor:
             top_ids, top_logprobs = output.top.of(sample)
             logprob = float(output.logprobs[sample])
             state.logprobs += (TokenLogprobs(token_id, logprob, tuple(top_ids), tuple(top_logprobs)),)
-        self.record_time(request)
-        # The end-of-sequence token ends the text; it is not part of it.
+        self.record_token_time(request)
+        # A stop token is not part of the text.
         if not (token_id in request.stop_token_ids and request.is_finished):
             state.text += state.detokenizer.add([token_id])
         return state.detokenizer.stop_string
 
-    def take_prompt(
+    def add_prompt_result(
         self, request: Request, start: int, logprobs: PromptLogprobs | None, vector: Float32Array | None
     ) -> None:
-        """Takes what a step tells of a prompt, as `Receiver.take_prompt`, but for what an earlier one has told."""
+        """Add results as `OutputSink.add_prompt_result` describes, except those that an earlier step has reported."""
         state = self._states[request.request_id]
         if logprobs is not None:
             assert start <= state.num_results, f"log-probabilities of {request.request_id} are missing"
@@ -116,41 +124,41 @@ class OutputProcessor:
         if vector is not None:
             state.vector = vector
 
-    def piece(self, request: Request, error: str | None = None, *, num_behind: int = 0) -> RequestOutput:
-        """What has come since the last piece; of a finished request it is the last one.
+    def pop_output(self, request: Request, error: str | None = None, *, num_pending: int = 0) -> RequestOutput:
+        """Return the output since the last call.
 
-        With `num_behind`, so many of its tokens are still to be taken: others follow.
+        It is the last output of a finished request, unless `num_pending` of its tokens are still to be added.
         """
         state = self._states[request.request_id]
-        ends = request.is_finished and not num_behind
-        if ends:
+        is_last = request.is_finished and not num_pending
+        if is_last:
             del self._states[request.request_id]
             state.text += state.detokenizer.flush()
-            self._record_end(state)
-            request.sink = None  # each refers to the other: they would stay until a search for such pairs
+            self._record_finished(state)
+            request.sink = None  # breaks a reference cycle, which would stay in memory until a garbage collection
         first = request.first_scheduled_time
-        piece = RequestOutput(
+        output = RequestOutput(
             request_id=request.request_id,
             text=state.text,
             token_ids=state.token_ids,
             logprobs=state.logprobs,
             num_prompt_tokens=len(request.prompt_token_ids),
             num_cached_tokens=request.num_cached_tokens,
-            num_output_tokens=len(request.output_token_ids) - num_behind,
-            finish_reason=request.finish_reason if ends else None,
-            stop_reason=request.stop_reason if ends else None,
+            num_output_tokens=len(request.output_token_ids) - num_pending,
+            finish_reason=request.finish_reason if is_last else None,
+            stop_reason=request.stop_reason if is_last else None,
             error=error,
             queued_s=0.0 if first is None else first - request.arrival_time,
         )
         if state.prompt_logprobs:
-            piece.prompt_logprobs = PromptLogprobs.concatenate(state.prompt_logprobs)
+            output.prompt_logprobs = PromptLogprobs.concatenate(state.prompt_logprobs)
             state.prompt_logprobs = []
-        piece.vector = state.vector
+        output.vector = state.vector
         state.text, state.token_ids, state.logprobs = "", (), ()
-        return piece
+        return output
 
-    def record_time(self, request: Request) -> None:
-        """The request has got a token now."""
+    def record_token_time(self, request: Request) -> None:
+        """Record that the request gets a token now."""
         if self._metrics is None:
             return
         state, now = self._states[request.request_id], self._clock()
@@ -159,43 +167,49 @@ class OutputProcessor:
             http_timings = request.http_timings
             if http_timings is not None and http_timings.first_token_time is None:
                 http_timings.first_token_time = now
-            self._journal.first_token(state.request, now)
-            ttft_s = now - state.request.arrival_time
-            self._metrics.first_token(ttft_s)
-            self._metrics.classes.first_token(state.request.priority, ttft_s)
+            self._event_log.first_token(request, now)
+            self._metrics.record_first_token(now - request.arrival_time, request.priority)
         else:
             self._gaps.append(now - state.last_token_time)
         state.last_token_time = now
 
-    def report_times(self) -> None:
-        """Tells the metrics what `record_time` has seen; once a step, as they are locked against scrapes."""
+    def flush_token_gaps(self) -> None:
+        """Report the recorded times between tokens to the metrics: once a step, because each report takes a lock."""
         if self._metrics is not None and self._gaps:
-            self._metrics.inter_tokens(self._gaps)
+            self._metrics.record_inter_tokens(self._gaps)
             self._gaps = []
 
-    def _record_end(self, state: ProducedOutput) -> None:
+    def _record_finished(self, state: ProducedOutput) -> None:
         if self._metrics is None:
             return
         request = state.request
         now = self._clock()
-        self._journal.ended(request, now)
+        self._event_log.ended(request, now)
+        arrived, first_token = request.arrival_time, state.first_token_time
         scheduled = now if request.first_scheduled_time is None else request.first_scheduled_time
         assert request.finish_reason is not None
         num_output = len(request.output_token_ids)
         if num_output > self._max_token_len:
             self._max_token_len = num_output
-            logger.info("{'max_token_len': %d}", num_output)  # the longest output so far; operators search for it
-        self._metrics.prefix_cache(request.num_prompt_tokens, request.num_cached_tokens)
-        e2e_s = now - request.arrival_time
-        ttft_s = None if state.first_token_time is None else state.first_token_time - request.arrival_time
-        tpot_s = None if ttft_s is None or num_output < 2 else (e2e_s - ttft_s) / (num_output - 1)
-        self._metrics.classes.ended(request.priority, request.finish_reason, ttft_s, tpot_s, e2e_s)
-        self._metrics.finished(
-            request.finish_reason.value,
-            e2e_s=e2e_s,
-            ttft_s=ttft_s,
+            logger.info("{'max_token_len': %d}", num_output)  # operators search the log for the longest output
+        self._metrics.record_finished(
+            request.finish_reason,
+            e2e_s=now - arrived,
+            ttft_s=None if first_token is None else first_token - arrived,
             num_prompt=request.num_prompt_tokens,
             num_output=num_output,
-            queued_s=scheduled - request.arrival_time,
-            decode_s=None if state.first_token_time is None else state.last_token_time - state.first_token_time,
+            queued_s=scheduled - arrived,
+            decode_s=None if first_token is None else state.last_token_time - first_token,
+            num_cached=request.num_cached_tokens,
+            priority=request.priority,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class SinkContext:
+    """What all output sinks of an engine share."""
+
+    scheduler: Scheduler
+    processor: OutputProcessor
+    emit: Callable[[RequestOutput], None]
+    """Called with each output of each request."""

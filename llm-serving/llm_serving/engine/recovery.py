@@ -23,20 +23,20 @@ T = TypeVar("T")
 
 logger = get_logger(__name__)
 DEATHS_TO_SUSPECT: Final = 2
-"""A WorkAgent may die of many things; a request that was computed both times it died is looked at."""
+"""Deaths of the WorkAgent after which the requests in both lost steps are tested as the cause."""
 MAX_LOST_STEPS: Final = 4
-"""A request whose steps are lost so often before it gets further ends, even if it is not shown to be the cause."""
+"""Consecutive lost steps after which a request ends, even if no test shows that it is the cause."""
 
 
 def find_culprits(suspects: Sequence[T], passes: Callable[[Sequence[T]], bool]) -> list[T]:
-    """The suspects that fail alone, found by halving: about 2 log2(n) trials a culprit.
+    """Return the suspects that fail alone, by bisection: about 2 log2(n) trials for each.
 
     Args:
-        suspects: Of something that failed when they took part in it together.
-        passes: Whether it goes well with these only.
+        suspects: Items of a trial that failed.
+        passes: Runs a trial with some of them; returns whether it succeeds.
 
     Returns:
-        In the order of `suspects`. Empty if the failure does not come again, or only comes of a combination.
+        The culprits in the order of `suspects`; none if the failure does not repeat, or only in a combination.
     """
     if passes(suspects):
         return []
@@ -47,9 +47,16 @@ def find_culprits(suspects: Sequence[T], passes: Callable[[Sequence[T]], bool]) 
 
 
 class Recovery:
-    """Brings a replica back after steps were lost.
+    """Restores a replica after steps were lost.
 
-    Nothing is lost but time: the tokens of every request are here, and computing them again gives the same bytes.
+    The master has the tokens of every request, so the WorkAgent recomputes the lost KV blocks with the same result.
+
+    Args:
+        scheduler: The replica's scheduler.
+        executor: The replica's executor.
+        metrics: Counts restarts.
+        on_restart_attempt: Called with the reason after each attempt to restart the WorkAgent.
+        on_trial_step: Called before each step of a trial.
     """
 
     def __init__(
@@ -57,56 +64,48 @@ class Recovery:
         scheduler: Scheduler,
         executor: Executor,
         metrics: Metrics,
-        meanwhile: Callable[[str], None] = lambda reason: None,
-        listen: Callable[[], None] = lambda: None,
+        on_restart_attempt: Callable[[str], None] = lambda reason: None,
+        on_trial_step: Callable[[], None] = lambda: None,
     ) -> None:
-        """
-        Args:
-            scheduler: Of the replica.
-            executor: As well.
-            metrics: Of the server.
-            meanwhile: Called with the reason after every attempt to start the WorkAgent again.
-            listen: Called before every step of a trial, which may have many.
-        """
         self.restarting: str | None = None
-        """Why the WorkAgent is being started again, while it is."""
+        """Why the WorkAgent is restarting, while it is."""
         self._scheduler = scheduler
         self._executor = executor
         self._metrics = metrics
-        self._meanwhile = meanwhile
-        self._listen = listen
+        self._on_restart_attempt = on_restart_attempt
+        self._on_trial_step = on_trial_step
 
     def culprits(self, error: LLMServingError, in_flight: Sequence[Schedule]) -> list[Request]:
-        """Makes everything ready to go on, however long it takes, and finds the requests that must not.
+        """Restart the WorkAgent if necessary, however long it takes; return the requests that made a step fail.
 
         Args:
-            error: What the oldest step in flight met, or a step that could not be submitted.
-            in_flight: The steps that were not replied to; none of them will be.
+            error: The error of the oldest step in flight, or of a step that could not be submitted.
+            in_flight: The steps without a reply; none of them will get one.
 
         Raises:
-            WorkerDiedError: There is no WorkAgent any more, and there shall be none.
+            WorkerDiedError: The WorkAgent has ended and is not restarted.
         """
-        logger.error("steps are lost: %s", error)
+        logger.error("steps lost: %s", error)
         failed = isinstance(error, StepFailedError) and self._survives(in_flight[1:])
         steps = in_flight[:1] if failed else in_flight
         lost = _requests_of(steps)
         for request in lost:
             request.num_lost_steps += 1
         for row in [row for schedule in steps for row in schedule.rows]:
-            # Only what reaches the end of the lost step has passed it: what is at fault may stand anywhere in a prompt,
-            # of which the next attempt may compute another part at first.
+            # The next attempt may compute another part of a prompt first, so a request has passed the lost step only
+            # when it has computed all tokens up to the end of that step.
             reached = row.end - row.num_drafts - 1
             row.request.num_tokens_at_loss = max(row.request.num_tokens_at_loss, reached)
         self._scheduler.reset_cache()
         if failed:
-            return self._guilty(lost)
+            return self._culprits_among(lost)
         self._restart(str(error))
-        return self._guilty(
+        return self._culprits_among(
             [each for each in lost if each.num_lost_steps >= DEATHS_TO_SUSPECT and not each.is_finished]
         )
 
     def _survives(self, further: Sequence[Schedule]) -> bool:
-        """Throws the replies to the steps after a failed one away; False if the WorkAgent is gone meanwhile."""
+        """Discard the replies to the steps after a failed one; return False if the WorkAgent dies meanwhile."""
         for schedule in further:
             if self._executor.needs_allowed_tokens:
                 self._executor.set_allowed_tokens(all_tokens_allowed(schedule.num_samples))
@@ -115,7 +114,7 @@ class Recovery:
             except StepFailedError:
                 pass
             except WorkerError as error:
-                logger.error("steps are lost: %s", error)
+                logger.error("steps lost: %s", error)
                 return False
         return True
 
@@ -127,28 +126,30 @@ class Recovery:
                 break
             except RestartFailedError as error:
                 self.restarting = reason = str(error)
-                logger.error("the WorkAgent cannot be started again: %s", reason)
-                self._meanwhile(reason)
+                logger.error("WorkAgent restart failed: %s", reason)
+                self._on_restart_attempt(reason)
         self.restarting = None
-        self._metrics.worker_restarted()
-        self._meanwhile(reason)
+        self._metrics.record_worker_restart()
+        self._on_restart_attempt(reason)
 
-    def _guilty(self, suspects: Sequence[Request]) -> list[Request]:
-        """Those that make a step fail again, or else were lost too often; the cache must be lost already."""
+    def _culprits_among(self, suspects: Sequence[Request]) -> list[Request]:
+        """Return the suspects that make a step fail again, or else those whose steps were lost too often.
+
+        The prefix cache must be reset already.
+        """
         if not suspects:
             return []
         guilty = find_culprits(suspects, self._passes)
         if not guilty:
             return [each for each in suspects if each.num_lost_steps >= MAX_LOST_STEPS]
-        for each in suspects:  # what the others lost is explained; each explanation ends a request, so this ends too
+        for each in suspects:  # the culprits caused these losses; each recovery ends a request, so recoveries end
             each.num_lost_steps = 0
         return guilty
 
     def _passes(self, group: Sequence[Request]) -> bool:
-        """Whether the WorkAgent can compute these requests up to their newest token and one further.
+        """Return whether the WorkAgent can compute copies of these requests up to their newest token and one further.
 
-        Answers are exact, so a copy of a request meets whatever the request met. The trial has the whole cache to
-        itself.
+        Answers are batch-invariant, so a copy causes the same failure as the request. The trial may use all blocks.
         """
         scheduler, executor = self._scheduler, self._executor
         pool = scheduler.blocks.pool
@@ -163,7 +164,7 @@ class Recovery:
             trial.add(_copy(request))
         try:
             while (schedule := trial.schedule(0.0)) is not None:
-                self._listen()
+                self._on_trial_step()
                 executor.submit(builder.build(schedule, executor.next_step))
                 if executor.needs_allowed_tokens:
                     executor.set_allowed_tokens(builder.allowed(schedule))
@@ -171,14 +172,14 @@ class Recovery:
         except StepFailedError:
             return False
         except WorkerError as error:
-            logger.error("the WorkAgent did not survive a trial of %d requests: %s", len(group), error)
+            logger.error("WorkAgent died in a trial of %d requests: %s", len(group), error)
             self._restart(str(error))
             return False
         return True
 
 
 def _requests_of(schedules: Sequence[Schedule]) -> list[Request]:
-    """Each request of these steps that has not ended, once."""
+    """Return each unfinished request of these steps once."""
     requests = {id(row.request): row.request for schedule in schedules for row in schedule.rows}
     return [request for request in requests.values() if not request.is_finished]
 

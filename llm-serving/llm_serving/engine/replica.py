@@ -167,7 +167,7 @@ def build_engine(
     scheduler = build_scheduler(config, num_blocks, num_swap_blocks, index, window, clock)
     longest = _longest_request(config, scheduler.blocks)
     logger.info("replica %d: %d blocks of %d tokens; %s", index, num_blocks, config.pa.block_size, longest)
-    journal = EventLog(config.serving.explain_requests, config.serving.timeline_steps)
+    event_log = EventLog(config.serving.explain_requests, config.serving.timeline_steps)
     engine = Engine(
         scheduler,
         executor,
@@ -177,7 +177,7 @@ def build_engine(
         index=index,
         max_steps_in_flight=_max_steps_in_flight(config),
         audit_every=config.serving.audit_every,
-        journal=journal,
+        event_log=event_log,
         restart_wait_s=config.serving.restart_wait_s,
         drafter=build_drafter(config, executor, clock),
         clock=clock,

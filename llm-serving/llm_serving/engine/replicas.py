@@ -18,7 +18,7 @@ from llm_serving.core.request_output import RequestOutput
 from llm_serving.engine.engine import Engine, Publish
 from llm_serving.engine.fleet.accounting import FleetAccounting
 from llm_serving.engine.fleet.migration import BlockTransferrer, MigratingRequest, TransferredBlocks, TransferThrottle
-from llm_serving.engine.listener import EngineListener
+from llm_serving.engine.observers import EngineListener
 from llm_serving.engine.replica import build_rules
 from llm_serving.errors import LLMServingError, NoWorkAgentsError, RequestError, WorkerDiedError
 from llm_serving.executor.supervisor import restart_delay_s

@@ -1,4 +1,4 @@
-"""What is known of requests and schedulers to those who ask."""
+"""Reading the state of requests and schedulers: explanations, timelines and snapshots."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from llm_serving.observability.timeline import JsonObject, ReplicaTrace, trace
 T = TypeVar("T")
 
 STATE_TIMEOUT_S: Final = 5.0
-"""How long an engine is waited for; one whose WorkAgent is started again answers later."""
+"""Maximum wait for an engine's answer; an engine whose WorkAgent restarts answers later."""
 
 
 class RequestLookup:
-    """Answers from the journals of all replicas, and from their schedulers.
+    """Reads the event logs and schedulers of all replicas.
 
-    A `tenant` is who asks and sees its own requests only; None sees everybody's. A `request_id` is the client's, alone
-    or as the id of an answer.
+    A `tenant` restricts a lookup to its own requests; None allows all requests. A `request_id` is the client's id of a
+    request, or the id of a response.
     """
 
     def __init__(self, config: ServingConfig, replicas: Replicas, requests: OpenRequests, clock: Clock) -> None:
@@ -38,37 +38,37 @@ class RequestLookup:
         self._requests = requests
         self._clock = clock
         self._states: dict[int, asyncio.Future[SchedulerState]] = {}
-        """The newest question to each replica."""
-        self._glances: dict[int, asyncio.Future[EngineSnapshot]] = {}
+        """The newest answer of each replica, perhaps pending."""
+        self._snapshots: dict[int, asyncio.Future[EngineSnapshot]] = {}
 
     def find(self, request_id: str, tenant: str | None) -> list[OpenRequest]:
-        """The requests that live and are meant by an id; none when all have ended. Call it on the event loop.
+        """Return the open requests with an id; none if all of them have ended. For the event loop only.
 
         Raises:
-            RequestNotFoundError: No request is known by it, or it is another tenant's.
+            RequestNotFoundError: No known request has this id, or it is another tenant's.
         """
         found, ids = self._requests.find(request_id, tenant), self._ids(request_id)
-        if not found and not any(_lives(engine, ids, tenant) for engine in list(self._replicas.engines.values())):
+        if not found and not any(_records(engine, ids, tenant) for engine in list(self._replicas.engines.values())):
             num_kept = self._config.serving.explain_requests
             rule = f"must be that of a request that lives or is among the newest {num_kept} that ended"
             raise RequestNotFoundError("request_id", f"{rule} (serving_config.explain_requests)", request_id)
         return found
 
     async def scheduler_states(self) -> dict[int, SchedulerState | None]:
-        """Every living replica's scheduler as it is between two steps; None: it did not answer in time.
+        """Return the scheduler state of each living replica between two steps; None: it did not answer in time.
 
-        However many ask at once, each replica answers once.
+        Concurrent calls share one answer of each replica.
         """
         return await self._ask_all(self._states, lambda engine: engine.state, STATE_TIMEOUT_S)
 
-    async def glances(self, since: float, timeout_s: float) -> dict[int, EngineSnapshot | None]:
-        """The same, with what has happened since a time; for one who watches, and asks again and again."""
-        return await self._ask_all(self._glances, lambda engine: partial(engine.take_snapshot, since), timeout_s)
+    async def snapshots(self, since: float, timeout_s: float) -> dict[int, EngineSnapshot | None]:
+        """Return the same with the events since a time, for clients that poll."""
+        return await self._ask_all(self._snapshots, lambda engine: partial(engine.take_snapshot, since), timeout_s)
 
     async def _ask_all(
         self, asked: dict[int, asyncio.Future[T]], question: Callable[[Engine], Callable[[], T]], timeout_s: float
     ) -> dict[int, T | None]:
-        """Answers of all living replicas; one that has not answered the question before is not asked another."""
+        """Return the answers of all living replicas; a replica with a pending answer gets no second question."""
         living = self._replicas.living()
         for index, engine in living.items():
             before = asked.get(index)
@@ -82,38 +82,38 @@ class RequestLookup:
         return {index: answer.result() if answer.done() else None for index, answer in asked_now.items()}
 
     def explain(self, request_id: str, tenant: str | None = None) -> list[Explanation]:
-        """Where the time of every request went that a client means by this id; call it from any thread."""
+        """Return the latency breakdown of each request with an id. May be called from any thread."""
         found, ids = [], self._ids(request_id)
         with_tenant = bool(self._config.api_keys)
         for index, engine in sorted(self._replicas.engines.items()):
-            lives = _lives(engine, ids, tenant)
-            if lives:
-                record = engine.journal.record(self._clock())
+            records = _records(engine, ids, tenant)
+            if records:
+                events = engine.event_log.snapshot(self._clock())
                 bounds = {each.name: each for each in engine.scheduler.bounds}
                 found += [
                     explain(
-                        life,
                         record,
-                        bounds[life.request_class.name],
+                        events,
+                        bounds[record.request_class.name],
                         index,
                         with_tenant=with_tenant,
                         step_s=engine.mean_step_s,
                     )
-                    for life in lives
+                    for record in records
                 ]
         return found
 
     def timeline(self, num_steps: int, tenant: str | None = None) -> JsonObject:
-        """A trace of the newest steps of each replica and of their requests, or of a tenant's part in both.
+        """Return a trace of the newest steps of each replica and of their requests, or of a tenant's part of both.
 
-        Call it from any thread.
+        May be called from any thread.
         """
         return trace(
             [
                 ReplicaTrace(
                     index,
-                    engine.journal.record(self._clock()),
-                    [life for life in engine.journal.lives() if tenant in (None, life.tenant)],
+                    engine.event_log.snapshot(self._clock()),
+                    [record for record in engine.event_log.records() if tenant in (None, record.tenant)],
                     own_steps_only=tenant is not None,
                     machine=engine.machine,
                 )
@@ -123,10 +123,10 @@ class RequestLookup:
         )
 
     def _ids(self, request_id: str) -> list[str]:
-        """What a client means by an id: its own requests, and those of others that its answers came from."""
+        """Return an id and the engine's ids of other clients' requests whose answers the client shared."""
         return [request_id, *self._requests.coalesced_with(request_id)]
 
 
-def _lives(engine: Engine, ids: Sequence[str], tenant: str | None) -> list[RequestRecord]:
+def _records(engine: Engine, ids: Sequence[str], tenant: str | None) -> list[RequestRecord]:
     names = frozenset(name for each in ids for name in client_ids(each))
-    return [life for life in engine.journal.lives() if tenant in (None, life.tenant) and answers_to(life, names)]
+    return [each for each in engine.event_log.records() if tenant in (None, each.tenant) and answers_to(each, names)]

@@ -1,4 +1,4 @@
-"""One answer as its reader gets it, piece by piece."""
+"""One answer as its reader gets it, output by output."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from typing import Final
 
 from llm_serving.core.request_output import RequestOutput
 
-TAKEN_AT_ONCE: Final = 16
-"""Pieces that are there already, before others have their turn: a whole answer may be."""
+MAX_READ_AT_ONCE: Final = 16
+"""Outputs that a reader may get without a wait before the event loop runs other tasks."""
 
 
 class RequestStream:
-    """The pieces of one answer, in order. Close it early to abort the request."""
+    """The outputs of one answer, in order, for at most one reader. Closing it early aborts the request."""
 
     def __init__(self, request_id: str, abort: Callable[[str], None], predicted_s: float | None = None) -> None:
         self.request_id = request_id
         self.predicted_s = predicted_s
-        """Seconds from the door to the first token, as predicted there; None: too little had been measured."""
+        """Seconds from arrival to the first token, as predicted at admission; None: too little was measured."""
         self._abort = abort
         self._pieces: deque[RequestOutput] = deque()
         self._reader: asyncio.Future[None] | None = None
-        """Who waits for the next piece; there is one reader at most."""
+        """Completes when the next output arrives, if the reader waits for it."""
         self.take: Callable[[RequestOutput], bool] | None = None
-        """Asked first whether it takes a piece that the reader waits for, unless it is the last one. What it raises is
-        raised to the reader."""
+        """Called first with an output that the reader waits for, unless it is the last one; returns whether it has
+        handled the output. Its exceptions are raised to the reader."""
         self._on_waiting: Callable[[int], None] | None = None
         self._finished = False
         self._num_at_once = 0
-        """Pieces that were taken without having been waited for."""
+        """Outputs that the reader got since its last wait."""
 
     def __aiter__(self) -> RequestStream:
         return self
@@ -39,7 +39,7 @@ class RequestStream:
         if self._finished:
             raise StopAsyncIteration
         self._num_at_once += 1
-        if self._num_at_once > TAKEN_AT_ONCE:
+        if self._num_at_once > MAX_READ_AT_ONCE:
             self._num_at_once = 1
             await asyncio.sleep(0)
         while not self._pieces:
@@ -52,8 +52,8 @@ class RequestStream:
         self._finished = piece.finished
         return piece
 
-    def tell_waiting(self, on_waiting: Callable[[int], None] | None) -> None:
-        """From now on `on_waiting` is told how many bytes more, or less, of pieces wait for the reader."""
+    def report_waiting(self, on_waiting: Callable[[int], None] | None) -> None:
+        """Call `on_waiting` with each change of the bytes of unread outputs; None: stop calling it."""
         self._on_waiting = on_waiting
         if on_waiting is not None and self._pieces:
             on_waiting(sum(piece.num_bytes for piece in self._pieces))
@@ -64,21 +64,17 @@ class RequestStream:
             self._abort(self.request_id)
 
     def put(self, piece: RequestOutput) -> None:
-        reader = self._reader
-        if reader is None or reader.done():
-            self._keep(piece)
-            return
-        if self.take is not None and piece.finish_reason is None:
+        """Add the next output."""
+        reader = self._reader if self._reader is not None and not self._reader.done() else None
+        if reader is not None and self.take is not None and piece.finish_reason is None:
             try:
                 if self.take(piece):
                     return
-            except Exception as error:  # noqa: BLE001  handed to the reader
+            except Exception as error:  # noqa: BLE001  raised to the reader
                 reader.set_exception(error)
                 return
-        self._keep(piece)
-        reader.set_result(None)
-
-    def _keep(self, piece: RequestOutput) -> None:
         self._pieces.append(piece)
         if self._on_waiting is not None:
             self._on_waiting(piece.num_bytes)
+        if reader is not None:
+            reader.set_result(None)

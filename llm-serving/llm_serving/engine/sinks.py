@@ -1,264 +1,165 @@
-"""Output sinks: what turns the tokens of one or several requests into the response of a client.
+"""Output sinks: what makes the answer to a client's request from the results of steps.
 
-`SequenceSink` serves a single sequence, `BeamSearchSink` a beam search; `OUTPUT_SINKS` maps the type of
-`Request.beam_search` to its sink.
+`deliver` passes the results of a step to the sinks. `OUTPUT_SINKS` maps the type of `Request.beam_search` to a sink.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
-from llm_serving.core.request import FinishReason, Request, RequestStatus
-from llm_serving.core.request_output import OutputSink, PromptLogprobs, RequestOutput, TokenLogprobs
+import numpy as np
+
+from llm_serving.core.request import FinishReason, Request
+from llm_serving.core.request_output import OutputSink, PromptLogprobs
 from llm_serving.core.sampling_params import BeamSearchParams
-from llm_serving.core.step import Float32Array, StepOutput
-from llm_serving.engine.beam_search import BeamSearch, FinishedBeam, Hypothesis, LikelyTokens
-from llm_serving.engine.output_processor import OutputProcessor
-from llm_serving.scheduler import Scheduler
+from llm_serving.core.step import Float32Array, Scores, StepOutput
+from llm_serving.engine.beam_search import BeamSearchSink
+from llm_serving.engine.output_processor import SinkContext
+from llm_serving.scheduler import Schedule
 
-
-@dataclass(frozen=True, slots=True)
-class SinkContext:
-    """What receivers share: those who compute, those who make text of tokens, those who are told."""
-
-    scheduler: Scheduler
-    processor: OutputProcessor
-    tell: Callable[[RequestOutput], None]
-    """Gets every piece of every answer."""
+__all__ = ["OUTPUT_SINKS", "SequenceSink", "SinkContext", "attach_sink", "deliver", "finish"]
 
 
 class SequenceSink:
-    """Answers a request by what is computed for it; a stop string found in the text ends it."""
+    """The sink of a request with one sequence. A stop string in the text finishes the request."""
 
-    def __init__(self, request: Request, desk: SinkContext) -> None:
+    def __init__(self, request: Request, context: SinkContext) -> None:
         self.request = request
         self.active_requests = (request,)
-        self._desk = desk
+        self._context = context
 
     def start(self) -> None:
-        self._desk.processor.start(self.request)
-        self._desk.scheduler.add(self.request)
+        self._context.processor.start(self.request)
+        self._context.scheduler.add(self.request)
 
     def resume(self) -> None:
-        """Begins with what another replica has begun; the processor knows how far that came."""
-        self._desk.scheduler.add(self.request)
+        """Queue a migrated request, whose output the processor already has."""
+        self._context.scheduler.add(self.request)
 
     def add_tokens(self, request: Request, samples: range, output: StepOutput) -> None:
-        desk = self._desk
+        context = self._context
         for sample in samples:
-            stop_string = desk.processor.take(request, sample, output)
-            num_behind = samples.stop - sample - 1
+            stop_string = context.processor.add_token(request, sample, output)
+            num_pending = samples.stop - sample - 1
             if stop_string is not None:
                 self._finish(FinishReason.STOP, stop_string)
-                del request.output_token_ids[len(request.output_token_ids) - num_behind :]
-                request.num_new_tokens -= num_behind
-                num_behind = 0
-            desk.tell(desk.processor.piece(request, num_behind=num_behind))
-            if not num_behind:
+                del request.output_token_ids[len(request.output_token_ids) - num_pending :]
+                request.num_new_tokens -= num_pending
+                num_pending = 0
+            context.emit(context.processor.pop_output(request, num_pending=num_pending))
+            if not num_pending:
                 break
 
     def add_prompt_result(
         self, request: Request, start: int, logprobs: PromptLogprobs | None, vector: Float32Array | None
     ) -> None:
-        desk = self._desk
-        if not desk.processor.knows(request):
+        context = self._context
+        if not context.processor.knows(request):
             return
-        desk.processor.take_prompt(request, start, logprobs, vector)
-        if request.is_finished and request.sampling.max_tokens == 0:  # otherwise its last token is still to be told
-            desk.tell(desk.processor.piece(request))
+        context.processor.add_prompt_result(request, start, logprobs, vector)
+        if request.is_finished and request.sampling.max_tokens == 0:  # otherwise the last token is emitted later
+            context.emit(context.processor.pop_output(request))
 
     def finish(self, reason: FinishReason, error: str | None = None) -> None:
-        processor = self._desk.processor
+        processor = self._context.processor
         if processor.knows(self.request):
             self._finish(reason)
-            self._desk.tell(processor.piece(self.request, error))
+            self._context.emit(processor.pop_output(self.request, error))
 
     def set_priority(self, priority: int) -> bool:
-        return self._desk.scheduler.set_priority(self.request, priority)
+        return self._context.scheduler.set_priority(self.request, priority)
 
     def _finish(self, reason: FinishReason, stop_reason: str | None = None) -> None:
-        """For this reason, whatever limit its newest token reached."""
-        self._desk.scheduler.finish(self.request, reason)
+        """Finish with this reason, even if the newest token also reached a limit."""
+        self._context.scheduler.finish(self.request, reason)
         self.request.finish_reason, self.request.stop_reason = reason, stop_reason
 
 
-class BeamSearchSink:
-    """Computes a request whose form is `BeamSearchParams` as a group of requests, one a beam.
-
-    A beam that has got its reply is paused until all of its group have; then the search decides. The first continuation
-    of a beam stays in its request, the others become forks of it, which share the blocks of what they have in common; a
-    beam without continuation ends. The scheduler never sees the request they are computed for.
-    """
-
-    def __init__(self, request: Request, desk: SinkContext) -> None:
-        assert request.beam_search is not None
-        self.request = request
-        self._desk = desk
-        self._params = request.beam_search
-        self._search = BeamSearch(request.beam_search, request.sampling.max_tokens, request.stop_token_ids)
-        self._beams: list[Request] = []
-        """One for each live sequence of the search, in its order."""
-        self._replies: dict[str, LikelyTokens] = {}
-        """What has come for the present step, by id of the beam."""
-        self._num_forks = 0
-
-    @property
-    def active_requests(self) -> list[Request]:
-        return self._beams
-
-    def start(self) -> None:
-        self._desk.processor.start(self.request)
-        self._desk.scheduler.add(self._new_beam([]))
-
-    def add_tokens(self, request: Request, samples: range, output: StepOutput) -> None:
-        """Takes the reply for one beam; when it was the last of its group, the group makes a step.
-
-        After a step it tells a piece: an empty one, or at the end the last one with all answers.
-        """
-        if self.request.is_finished:  # within this step
-            return
-        (sample,) = samples  # beams have no draft tokens
-        self._replies[request.request_id] = LikelyTokens(*output.top.of(sample))
-        if not request.is_finished:  # by its last token
-            self._desk.scheduler.pause(request)
-        if len(self._replies) < len(self._beams):
-            return
-        self._advance()
-        processor = self._desk.processor
-        processor.record_time(self.request)
-        self._desk.tell(self._last_piece() if self._search.has_ended else processor.piece(self.request))
-
-    def add_prompt_result(
-        self, request: Request, start: int, logprobs: PromptLogprobs | None, vector: Float32Array | None
-    ) -> None:
-        """Nothing is told of the prompt of a search."""
-
-    def finish(self, reason: FinishReason, error: str | None = None) -> None:
-        if not self.request.is_finished:
-            self._finish(reason)
-            self._desk.tell(self._desk.processor.piece(self.request, error))
-
-    def set_priority(self, priority: int) -> bool:
-        scheduler = self._desk.scheduler
-        moved: list[Request] = []
-        for beam in self._beams:
-            if beam.is_finished:  # by its last token
-                continue
-            if not scheduler.set_priority(beam, priority):
-                for each in moved:
-                    scheduler.set_priority(each, self.request.priority)
-                return False
-            moved.append(beam)
-        self.request.priority = priority
-        return True
-
-    def _finish(self, reason: FinishReason) -> None:
-        for beam in self._beams:
-            self._desk.scheduler.finish(beam, FinishReason.ABORT)
-        self._beams = []
-        self.request.status, self.request.finish_reason = RequestStatus.FINISHED, reason
-
-    def _advance(self) -> None:
-        beams, replies = self._beams, self._replies
-        self._beams, self._replies = [], {}
-        self._describe(beams[0])
-        origins = self._search.advance([replies[beam.request_id] for beam in beams])
-        scheduler = self._desk.scheduler
-        continued: set[int] = set()
-        for origin, hypothesis in zip(origins, self._search.live, strict=True):
-            beam = beams[origin]
-            if origin in continued:
-                scheduler.add(self._new_beam([*beam.output_token_ids[:-1], hypothesis.token_id], beam))
-            else:
-                continued.add(origin)
-                self._beams.append(beam)
-                beam.output_token_ids[-1] = hypothesis.token_id
-                scheduler.resume(beam)
-        for index, beam in enumerate(beams):
-            if index not in continued:
-                scheduler.finish(beam, FinishReason.ABORT)
-
-    def _new_beam(self, output_token_ids: list[int], parent: Request | None = None) -> Request:
-        """A beam of the group; `parent` has computed all but its newest token."""
-        root = self.request
-        beam = Request(
-            request_id=f"{root.request_id}/{self._num_forks}",
-            prompt_token_ids=root.prompt_token_ids,
-            sampling=replace(
-                root.sampling, logprobs=max(2 * self._params.width, root.sampling.logprobs or 0), prompt_logprobs=None
-            ),
-            priority=root.priority,
-            tenant=root.tenant,
-            cache_salt=root.cache_salt,
-            fork_of=None if parent is None else parent.request_id,
-            needs_known_output=True,
-            is_beam=True,
-            sink=self,
-            arrival_time=root.arrival_time,
-            deadline=root.deadline,
-            output_token_ids=output_token_ids,
-        )
-        if parent is not None:  # it goes ahead of its class, as what its parent did was done for it too
-            beam.last_scheduled_step = parent.last_scheduled_step
-        self._num_forks += 1
-        self._beams.append(beam)
-        return beam
-
-    def _describe(self, beam: Request) -> None:
-        """Lets the request tell what happened to its first beam when that began."""
-        if self.request.first_scheduled_time is None:
-            self.request.first_scheduled_time = beam.first_scheduled_time
-            self.request.num_cached_tokens = beam.num_cached_tokens
-
-    def _last_piece(self) -> RequestOutput:
-        best = self._search.best()
-        self._finish(best[0].finish_reason)
-        self.request.output_token_ids = [token.token_id for token in best[0].hypothesis.tokens()]
-        piece = self._desk.processor.piece(self.request)
-        outputs = [self._output(piece, beam) for beam in best]
-        return replace(outputs[0], beams=tuple(outputs))
-
-    def _output(self, piece: RequestOutput, beam: FinishedBeam) -> RequestOutput:
-        """One answer of the search as an output of its own."""
-        root = self.request
-        tokens = beam.hypothesis.tokens()
-        token_ids = [token.token_id for token in tokens]
-        stopped = beam.finish_reason is FinishReason.STOP
-        count = root.sampling.logprobs
-        return replace(
-            piece,
-            # The token that ended the text is not part of it.
-            text=self._desk.processor.text_of(root, token_ids[:-1] if stopped else token_ids),
-            token_ids=tuple(token_ids),
-            logprobs=() if count is None else tuple(_token_logprobs(token, count) for token in tokens),
-            num_output_tokens=len(token_ids),
-            finish_reason=beam.finish_reason,
-            stop_reason=token_ids[-1] if stopped and token_ids[-1] in root.sampling.stop_token_ids else None,
-        )
+class _CreateSink(Protocol):
+    def __call__(self, request: Request, context: SinkContext) -> OutputSink: ...
 
 
-def _token_logprobs(token: Hypothesis, count: int) -> TokenLogprobs:
-    likely = token.likely
-    return TokenLogprobs(token.token_id, token.logprob, tuple(likely.token_ids[:count]), tuple(likely.logprobs[:count]))
-
-
-__all__ = ["OUTPUT_SINKS", "SequenceSink", "SinkContext", "receive"]
-
-
-class _Create(Protocol):
-    def __call__(self, request: Request, desk: SinkContext) -> OutputSink: ...
-
-
-OUTPUT_SINKS: Final[dict[type, _Create]] = {
+OUTPUT_SINKS: Final[dict[type, _CreateSink]] = {
     type(None): SequenceSink,
     BeamSearchParams: BeamSearchSink,
 }
 
 
-def receive(request: Request, desk: SinkContext) -> OutputSink:
-    """Gives a request who answers it, and begins."""
-    sink = request.sink = OUTPUT_SINKS[type(request.beam_search)](request, desk)
-    sink.start()
-    return sink
+def attach_sink(request: Request, context: SinkContext) -> None:
+    """Give a request its output sink, and queue what is computed first."""
+    request.sink = OUTPUT_SINKS[type(request.beam_search)](request, context)
+    request.sink.start()
+
+
+def finish(request: Request, reason: FinishReason, error: str | None = None) -> None:
+    """Finish the answer that a request is computed for, unless the answer has finished."""
+    if request.sink is not None:
+        request.sink.finish(reason, error)
+
+
+def deliver(schedule: Schedule, updated: list[Request], output: StepOutput) -> None:
+    """Pass each result of a step to the sink of its request.
+
+    Args:
+        schedule: The step.
+        updated: The requests that `Scheduler.update` returned for the step.
+        output: The reply to the step.
+    """
+    failed = _deliver_prompt_results(schedule, output) if schedule.prompt_results else set()
+    all_are_live = len(updated) == len(schedule.rows) and not failed  # the usual case, without a set of many rows
+    live = set() if all_are_live else set(updated) - failed
+    stop = 0
+    for request, _, _, num_samples, _ in schedule.rows:
+        start, stop = stop, stop + num_samples
+        if not num_samples or not (all_are_live or request in live):
+            continue
+        sink = request.sink
+        if sink is None:
+            continue
+        if start in output.row_errors:
+            sink.finish(FinishReason.ERROR, output.row_errors[start])
+        else:
+            sink.add_tokens(request, range(start, start + request.num_new_tokens), output)
+
+
+def _deliver_prompt_results(schedule: Schedule, output: StepOutput) -> set[Request]:
+    """Deliver prompt log-probabilities and vectors; return the requests that fail because a result is missing."""
+    num_samples, num_scores = len(output.token_ids), output.scores.top.num_results
+    score = vector = 0
+    failed = set()
+    for row, start, end, wants_vector, _ in schedule.prompt_results:
+        request = schedule.rows[row].request
+        scores = range(score, score + end - start)
+        vectors = range(vector, vector + wants_vector)
+        score, vector = scores.stop, vectors.stop
+        sink = request.sink
+        if sink is None:
+            continue
+        results = (*(num_samples + each for each in scores), *(num_samples + num_scores + each for each in vectors))
+        error = next((output.row_errors[each] for each in results if each in output.row_errors), None)
+        if error is not None:
+            sink.finish(FinishReason.ERROR, error)
+            failed.add(request)
+            continue
+        token_ids = request.prompt_token_ids[start + 1 : end + 1]
+        sink.add_prompt_result(
+            request,
+            start,
+            _prompt_logprobs(token_ids, output.scores, scores) if scores else None,
+            output.vectors[vectors.start] if vectors else None,
+        )
+    return failed
+
+
+def _prompt_logprobs(token_ids: list[int], scores: Scores, results: range) -> PromptLogprobs:
+    """Return the results of one request: P tokens with the same number of alternatives for each."""
+    part = slice(results.start, results.stop)
+    first, last = scores.top.offsets[[results.start, results.stop]].tolist()
+    shape = len(results), (last - first) // len(results)
+    return PromptLogprobs(
+        np.array(token_ids, np.int32),
+        scores.logprobs[part],
+        scores.ranks[part],
+        scores.top.token_ids[first:last].reshape(shape),
+        scores.top.logprobs[first:last].reshape(shape),
+    )

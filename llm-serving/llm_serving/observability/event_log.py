@@ -1,8 +1,8 @@
-"""The event log: what happened to requests and steps, kept for a while.
+"""The event log: what happened to requests and steps, kept for a limited time.
 
-Nothing is written for each request of a step: a step keeps which requests it computed, a request the few times when
-its state changed. `latency_breakdown.py` joins the two on demand. `LiveRequests` finds unfinished requests by the
-client's ids.
+No step writes to each of its requests: a step keeps which requests it computed, and a request keeps the few times at
+which its state changed. `latency_breakdown.py` joins the two on demand. `LiveRequests` finds unfinished requests by
+client ids.
 """
 
 from __future__ import annotations
@@ -10,34 +10,36 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Sequence
 from functools import cached_property
 from itertools import islice, pairwise, takewhile
-from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from llm_serving.core.request import FinishReason, Request
 from llm_serving.core.request_class import RequestClass
 from llm_serving.core.timings import HttpTimings
+from llm_serving.observability.step_observer import CompletedStep, StepObserver
 from llm_serving.scheduler import Schedule
 from llm_serving.scheduler.schedule import Blocked
-
-NO_DRAFTS: Final[Mapping[int, int]] = MappingProxyType({})
 
 ID_PREFIXES: Final = ("cmpl-", "chatcmpl-")
 """Prefixes of the ids of responses, before the id of the request."""
 
 
 class Step(NamedTuple):
-    """One step. The WorkAgent began it when it was formed or when the step before had ended, whichever came last."""
+    """One step. The WorkAgent began it at `formed`, or when the step before it ended if that was later.
+
+    Times are seconds on the engine's clock.
+    """
 
     number: int
     formed: float
+    """When the scheduler decided the step."""
     ended: float
     singles: tuple[int, ...]
-    """`Request.sequence` of the rows that computed one token and chose the next."""
+    """`Request.sequence` of the rows that computed one token and sampled the next."""
     chunks: tuple[tuple[int, int, int], ...]
-    """(`Request.sequence`, first token, tokens) of all other rows: prompts, and what is computed again."""
+    """(`Request.sequence`, first token, number of tokens) of the other rows: prompts and recomputed tokens."""
     drafts: tuple[tuple[int, int, int], ...] = ()
     """(`Request.sequence`, draft tokens verified, draft tokens accepted) of the rows among `singles` with drafts."""
 
@@ -54,22 +56,22 @@ class Preempted(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """Why those who wait do so, from a time on."""
+    """Why requests have waited since `time`; None: no request waits."""
 
     time: float
     blocked: Blocked | None
 
 
 class Outage(NamedTuple):
-    """The WorkAgent did nothing that counted: its last steps were lost, or it was being started again."""
+    """A time without results: the steps in flight were lost, or the WorkAgent was restarting."""
 
     began: float
     ended: float
-    """Infinite while it lasts."""
+    """Infinite while the outage lasts."""
 
 
-class RequestFacts(NamedTuple):
-    """What a request tells of itself."""
+class RequestSummary(NamedTuple):
+    """The state of a request."""
 
     status: str
     finish_reason: FinishReason | None
@@ -83,11 +85,11 @@ class RequestFacts(NamedTuple):
 
 
 class RequestRecord:
-    """What is kept of one request: its own record, without its texts and tokens once it has ended."""
+    """The record of one request, which keeps no texts and tokens after the request has ended."""
 
     __slots__ = (
-        "_facts",
         "_request",
+        "_summary",
         "arrival_time",
         "ended_time",
         "first_token_time",
@@ -114,20 +116,21 @@ class RequestRecord:
         self.first_token_time: float | None = None
         self.ended_time: float | None = None
         self.has_beams = False
-        """Whether it waits for others between its tokens, so that no bound on gaps is its."""
+        """Whether it is a beam search. Its beams wait for each other, so the bound on decode gaps does not apply."""
         self.sequences: frozenset[int] = frozenset()
-        """`Request.sequence` of what is computed for it: its own, or those of its beams."""
+        """`Request.sequence` of the requests computed for it: itself, or its beams."""
         self.preemptions: tuple[Preempted, ...] = ()
         self._request: Request | None = request
-        self._facts: RequestFacts | None = None
+        self._summary: RequestSummary | None = None
 
     @property
-    def facts(self) -> RequestFacts:
+    def summary(self) -> RequestSummary:
+        """The present state, or the last one after the end."""
         request = self._request
         if request is None:
-            assert self._facts is not None
-            return self._facts
-        return RequestFacts(
+            assert self._summary is not None
+            return self._summary
+        return RequestSummary(
             request.status.value,
             request.finish_reason,
             request.num_prompt_tokens,
@@ -139,29 +142,36 @@ class RequestRecord:
             request.first_scheduled_time,
         )
 
-    def end(self, time: float, status: str = "finished") -> None:
-        self._facts = self.facts._replace(status=status)
+    def end(self, time: float, status: str) -> None:
+        """Keep the present state, and drop the request."""
+        self._summary = self.summary._replace(status=status)
         self._request = None
         self.ended_time = time
 
 
-class Record:
-    """A journal as it stands at one moment; it does not change while somebody reads it."""
+class EventSnapshot:
+    """The steps, decisions and outages of an event log at one moment. It does not change.
+
+    Args:
+        now: The moment.
+        steps: In order; the last two may be in flight, and then end at `now`.
+        decisions: In order.
+        outages: In order.
+        kept_since: Time before which steps are no longer kept.
+    """
 
     def __init__(
         self, now: float, steps: list[Step], decisions: list[Decision], outages: list[Outage], kept_since: float
     ) -> None:
         self.now = now
         self.steps = steps
-        """In order; the last two may be under way, they end now."""
         self.decisions = decisions
         self.outages = outages
         self.kept_since = kept_since
-        """Of what came before, the steps are gone."""
         self._members: dict[int, frozenset[int]] = {}
 
     def members(self, step: Step) -> frozenset[int]:
-        """`singles` as a set; steps in a row usually share one."""
+        """Return `singles` of a step as a set; consecutive steps usually share one tuple."""
         key = id(step.singles)
         found = self._members.get(key)
         if found is None:
@@ -169,7 +179,7 @@ class Record:
         return found
 
     def steps_between(self, start: float, end: float) -> list[Step]:
-        """Steps that ended after `start` and were formed before `end`."""
+        """Return the steps that ended after `start` and were decided before `end`."""
         first = bisect_left(self._ends, start)
         last = bisect_left(self._formed, end)
         return self.steps[first:last]
@@ -183,19 +193,20 @@ class Record:
         return [step.formed for step in self.steps]
 
 
-class EventLog:
-    """The journal of one engine. Its thread writes; any thread may take a `record` or look for a request.
+class EventLog(StepObserver):
+    """The event log of one engine. The engine's thread writes; any thread may read snapshots and records.
 
     Args:
-        num_requests: Ended requests to keep, the newest; 0 turns the journal off.
+        num_requests: Ended requests to keep, the newest; 0 turns the event log off.
         num_steps: Steps to keep, the newest.
     """
 
     def __init__(self, num_requests: int = 0, num_steps: int = 1) -> None:
         self.enabled = num_requests > 0
+        """Whether it keeps anything. An engine reports no steps to a disabled event log."""
         self._num_requests = num_requests
-        self._num_lives = 0
-        self._lives: dict[str, RequestRecord] = {}
+        self._num_submitted = 0
+        self._records: dict[str, RequestRecord] = {}
         self._ended: deque[RequestRecord] = deque()
         self._steps: deque[Step] = deque(maxlen=num_steps)
         self._in_flight: deque[Step] = deque()
@@ -204,97 +215,115 @@ class EventLog:
         self._blocked: Blocked | None = None
         self._singles: tuple[int, ...] = ()
 
-    # --- events -----------------------------------------------------------------------------------------------------
+    # --- events of requests -----------------------------------------------------------------------------------------
 
     def submitted(self, request: Request, request_class: RequestClass) -> None:
-        """A request is on its way to the engine. May be called from any thread."""
+        """Record that a request was posted to the engine's inbox. May be called from any thread."""
         if not self.enabled:
             return
-        self._num_lives += 1
-        self._lives[request.request_id] = RequestRecord(request, request_class, self._num_lives)
+        self._num_submitted += 1
+        self._records[request.request_id] = RequestRecord(request, request_class, self._num_submitted)
         if request.http_timings is not None:
             request.http_timings.unfinished_request_ids.add(request.request_id)
 
     def forget(self, request: Request) -> None:
-        """A request that was submitted has not got there."""
-        self._lives.pop(request.request_id, None)
+        """Remove a request that the engine did not accept."""
+        self._records.pop(request.request_id, None)
         if request.http_timings is not None:
             request.http_timings.unfinished_request_ids.discard(request.request_id)
 
     def departed(self, request: Request, now: float) -> None:
-        """Another replica goes on with it; what is kept here is how it came so far."""
-        if (life := self._lives.get(request.request_id)) is not None:
-            life.end(now, "moved")
-            self._keep(life)
+        """Record that another replica continues a request; the part until `now` is kept here."""
+        if (record := self._records.get(request.request_id)) is not None:
+            self._end(record, now, "moved")
 
     def arrived(self, request: Request, request_class: RequestClass, since: float) -> None:
-        """Another replica has begun with it, until `since`."""
+        """Record that this engine continues a request, which another replica computed until `since`."""
         self.submitted(request, request_class)
-        if (life := self._lives.get(request.request_id)) is not None:
-            life.arrival_time = since
+        if (record := self._records.get(request.request_id)) is not None:
+            record.arrival_time = since
 
     def queued(self, request: Request, now: float) -> None:
-        """The engine has taken it from its inbox; the scheduler knows it."""
-        if (life := self._lives.get(request.request_id)) is not None:
-            life.queued_time = now
-            computed = (request,) if request.sink is None else request.sink.active_requests
-            life.sequences = frozenset(each.sequence for each in computed)
-            life.has_beams = any(each.is_beam for each in computed)
+        """Record that the engine has given a request from its inbox to the scheduler."""
+        record = self._records.get(request.request_id)
+        if record is None:
+            return
+        record.queued_time = now
+        computed: Sequence[Request] = (request,) if request.sink is None else request.sink.active_requests
+        record.sequences = frozenset([each.sequence for each in computed])
+        record.has_beams = request.beam_search is not None
 
     def first_token(self, request: Request, now: float) -> None:
-        """The first token of the request's answer has come."""
-        if (life := self._lives.get(request.request_id)) is not None:
-            life.first_token_time = now
+        if (record := self._records.get(request.request_id)) is not None:
+            record.first_token_time = now
 
-    def moved(self, request: Request, request_class: RequestClass) -> None:
-        """The request is of another class now."""
-        if (life := self._lives.get(request.request_id)) is not None:
-            life.request_class = request_class
+    def class_changed(self, request: Request, request_class: RequestClass) -> None:
+        if (record := self._records.get(request.request_id)) is not None:
+            record.request_class = request_class
 
-    def decided(self, now: float, blocked: Blocked | None) -> None:
-        """The scheduler was asked for a step and left somebody waiting, or nobody."""
-        if self.enabled and blocked != self._blocked:
+    def ended(self, request: Request, now: float) -> None:
+        """Record that the last output of a request was produced."""
+        if (record := self._records.get(request.request_id)) is None:
+            return
+        self._end(record, now, "finished")
+        if (http_timings := record.http_timings) is not None:
+            http_timings.last_finished_time = max(http_timings.last_finished_time, now)
+            http_timings.unfinished_request_ids.discard(record.request_id)
+
+    def _end(self, record: RequestRecord, now: float, status: str) -> None:
+        """End a record, and remove the oldest ended one if there are too many."""
+        record.end(now, status)
+        self._ended.append(record)
+        if len(self._ended) > self._num_requests:
+            oldest = self._ended.popleft()
+            if self._records.get(oldest.request_id) is oldest:  # a request that departed may have returned
+                del self._records[oldest.request_id]
+
+    # --- events of steps --------------------------------------------------------------------------------------------
+
+    def on_scheduled(
+        self, schedule: Schedule | None, in_flight: Sequence[Schedule], blocked: Blocked | None, now: float
+    ) -> None:
+        if blocked != self._blocked:
             self._blocked = blocked
             self._decisions.append(Decision(now, blocked))
 
-    def formed(self, now: float, schedule: Schedule) -> None:
-        """A step goes to the WorkAgent."""
-        if not self.enabled:
-            return
+    def on_submitted(self, schedule: Schedule, now: float) -> None:
         rows = schedule.rows
         singles = tuple([row[0].sequence for row in rows if row[3] and row[2] == row[3]])  # by index: rows are many
         if singles == self._singles:
-            singles = self._singles  # the steps of a batch that only decodes share one tuple
+            singles = self._singles  # consecutive steps of the same decoding requests share one tuple
         self._singles = singles
         chunks: tuple[tuple[int, int, int], ...] = ()
         if len(singles) < len(rows):
             chunks = tuple(
-                (row.request.sequence, row.num_computed, row.query_len)
-                for row in rows
-                if row.query_len != row.num_samples
+                [
+                    (row.request.sequence, row.num_computed, row.query_len)
+                    for row in rows
+                    if row.query_len != row.num_samples
+                ]
             )
         drafts: tuple[tuple[int, int, int], ...] = ()
         if schedule.has_draft_tokens:
-            drafts = tuple((row.request.sequence, row.num_drafts, 0) for row in rows if row.num_drafts)
+            drafts = tuple([(row.request.sequence, row.num_drafts, 0) for row in rows if row.num_drafts])
         self._in_flight.append(Step(schedule.step, now, math.inf, singles, chunks, drafts))
         for request in schedule.started:
-            if (life := self._lives.get(request.root_request.request_id)) is not None:
-                life.sequences |= {request.sequence}
+            if (record := self._records.get(request.root_request.request_id)) is not None:
+                record.sequences |= {request.sequence}
         for request, preemption in zip(schedule.preempted, schedule.preemptions, strict=True):
-            if (life := self._lives.get(request.root_request.request_id)) is not None:
-                life.preemptions += (Preempted(now, preemption.by_class, preemption.swapped),)
+            if (record := self._records.get(request.root_request.request_id)) is not None:
+                record.preemptions += (Preempted(now, preemption.by_class, preemption.swapped),)
 
-    def replied(self, now: float, accepted_drafts: Mapping[int, int] = NO_DRAFTS) -> None:
-        """Record the reply to the oldest step; `accepted_drafts`: accepted draft tokens by `Request.sequence`."""
-        if self.enabled:
-            step = self._in_flight.popleft()
-            drafts = tuple((each, verified, accepted_drafts.get(each, 0)) for each, verified, _ in step.drafts)
-            self._steps.append(step._replace(ended=now, drafts=drafts))
+    def on_completed(self, step: CompletedStep) -> None:
+        ended = self._in_flight.popleft()._replace(ended=step.now)
+        if ended.drafts:
+            accepted = step.accepted
+            ended = ended._replace(
+                drafts=tuple([(each, verified, accepted.get(each, 0)) for each, verified, _ in ended.drafts])
+            )
+        self._steps.append(ended)
 
-    def lost(self, now: float) -> None:
-        """The steps in flight will never be replied to."""
-        if not self.enabled:
-            return
+    def on_failed(self, now: float) -> None:
         began = self._in_flight[0].formed if self._in_flight else now
         if self._steps:
             began = max(began, self._steps[-1].ended)
@@ -302,71 +331,55 @@ class EventLog:
         self._outages.append(Outage(began, math.inf))
 
     def recovered(self, now: float) -> None:
-        """Steps can be formed again."""
+        """Record that steps can be scheduled again after `on_failed`."""
         if self.enabled:
             self._outages[-1] = self._outages[-1]._replace(ended=now)
 
-    def ended(self, request: Request, now: float) -> None:
-        """The request has got its last piece."""
-        if (life := self._lives.get(request.request_id)) is None:
-            return
-        life.end(now)
-        if (http_timings := life.http_timings) is not None:
-            http_timings.last_finished_time = max(http_timings.last_finished_time, now)
-            http_timings.unfinished_request_ids.discard(life.request_id)
-        self._keep(life)
+    # --- reading ----------------------------------------------------------------------------------------------------
 
-    def _keep(self, life: RequestRecord) -> None:
-        self._ended.append(life)
-        if len(self._ended) > self._num_requests:
-            oldest = self._ended.popleft()
-            if self._lives.get(oldest.request_id) is oldest:  # one that left may have come back
-                del self._lives[oldest.request_id]
+    def records(self) -> list[RequestRecord]:
+        """Return the records of all unfinished requests and of the newest ended ones. From any thread."""
+        return list(self._records.values())
 
-    # --- what others may know; from any thread ----------------------------------------------------------------------
-
-    def lives(self) -> list[RequestRecord]:
-        """Of the requests that live and of the newest that ended."""
-        return list(self._lives.values())
-
-    def steps_since(self, time: float, most: int) -> list[tuple[float, Step]]:
-        """When the WorkAgent began it, and the step: of those that ended after a time the newest so many, in order.
-
-        To be called by the engine's thread.
-        """
-        newest = list(islice(reversed(self._steps), most + 1))
-        began = [max(step.formed, before.ended) for step, before in pairwise(newest)]
-        began += [step.formed for step in newest[len(began) :]]
-        found = [each for each in zip(began, newest, strict=True) if each[1].ended > time]
-        return found[:most][::-1]
-
-    def ended_since(self, time: float, most: int) -> list[RequestRecord]:
-        """Requests that ended after a time, the newest so many, in order. To be called by the engine's thread."""
-        newest = takewhile(lambda life: life.ended_time is not None and life.ended_time > time, reversed(self._ended))
-        return list(islice(newest, most))[::-1]
-
-    def record(self, now: float) -> Record:
+    def snapshot(self, now: float) -> EventSnapshot:
+        """Return the steps, decisions and outages until now. From any thread."""
         # In this order a step that ends meanwhile is seen twice, never missed.
         in_flight, steps = list(self._in_flight), list(self._steps)
         full = len(steps) == self._steps.maxlen
         newest = steps[-1].number if steps else -1
         steps += [step._replace(ended=now) for step in in_flight if step.number > newest]
         kept_since = steps[0].formed if full else -math.inf
-        return Record(now, steps, list(self._decisions), list(self._outages), kept_since)
+        return EventSnapshot(now, steps, list(self._decisions), list(self._outages), kept_since)
+
+    def steps_since(self, time: float, count: int) -> list[tuple[float, Step]]:
+        """Return the newest steps that ended after a time, at most `count`, in order, each with when it began.
+
+        For the engine's thread only.
+        """
+        newest = list(islice(reversed(self._steps), count + 1))
+        began = [max(step.formed, before.ended) for step, before in pairwise(newest)]
+        began += [step.formed for step in newest[len(began) :]]
+        found = [each for each in zip(began, newest, strict=True) if each[1].ended > time]
+        return found[:count][::-1]
+
+    def ended_since(self, time: float, count: int) -> list[RequestRecord]:
+        """Return the newest requests that ended after a time, at most `count`, in order. For the engine's thread."""
+        newest = takewhile(lambda each: each.ended_time is not None and each.ended_time > time, reversed(self._ended))
+        return list(islice(newest, count))[::-1]
 
 
 def client_ids(request_id: str) -> list[str]:
-    """What a client may mean by an id: that of its request, or that of the answer."""
+    """Return the ids that a client may mean: the given one, and without the prefix of a response id."""
     return [request_id, *(request_id.removeprefix(prefix) for prefix in ID_PREFIXES if request_id.startswith(prefix))]
 
 
 def client_id_of(engine_id: str) -> str:
-    """The client's part of an id of the engine, which ends with a random number that tells requests apart."""
+    """Return the client's part of an engine's request id, which ends with a random number."""
     return engine_id.rpartition("-")[0]
 
 
 class LiveRequests:
-    """Found by any of their ids without looking at the others; lives on the event loop alone."""
+    """Unfinished requests, indexed by the engine's and by the client's ids. For the event loop only."""
 
     def __init__(self) -> None:
         self._requests: dict[str, Request] = {}
@@ -377,7 +390,7 @@ class LiveRequests:
         self._by_client_id.setdefault(client_id_of(request.request_id), {})[request.request_id] = request
 
     def discard(self, engine_id: str) -> None:
-        """The request has ended or is given up; twice changes nothing."""
+        """Remove a request, if it is there."""
         if self._requests.pop(engine_id, None) is None:
             return
         client_id = client_id_of(engine_id)
@@ -387,7 +400,7 @@ class LiveRequests:
             del self._by_client_id[client_id]
 
     def find(self, request_id: str, tenant: str | None) -> list[Request]:
-        """All that a client means by an id, its own ones or, with None, everybody's; in order of arrival."""
+        """Return the requests that a client means by an id, in order of arrival; of one tenant, or of all with None."""
         found: dict[str, Request] = {}
         for client_id in client_ids(request_id):
             found |= self._by_client_id.get(client_id, {})

@@ -1,4 +1,4 @@
-"""Where the time of a request went: spans with a reason each, their sums, and the bounds of its class."""
+"""The latency breakdown of a request: spans of time with a reason each, their sums, and the bounds of its class."""
 
 from __future__ import annotations
 
@@ -12,46 +12,46 @@ from typing import NamedTuple
 from msgspec import Struct
 
 from llm_serving.core.request import FinishReason
-from llm_serving.observability.event_log import Decision, Preempted, Record, RequestRecord, Step, client_id_of
+from llm_serving.observability.event_log import Decision, EventSnapshot, Preempted, RequestRecord, Step, client_id_of
 from llm_serving.scheduler.bounds import ClassBounds
 from llm_serving.scheduler.schedule import Blocked, WaitReason
 
 
 class Part(enum.StrEnum):
     TOKENIZING = "tokenizing"
-    """From its headers to the engine's inbox: reading, checking and tokenizing it."""
+    """From its HTTP headers to the engine's inbox: reading, validation and tokenization."""
     INBOX = "inbox"
-    """The engine had not looked into its inbox."""
+    """It was in the engine's inbox."""
     QUEUED = "queued"
     PREFILL = "prefill"
-    """Steps that computed its prompt."""
+    """Steps that computed prompt tokens."""
     COMPUTED_AGAIN = "computed again"
-    """Steps that computed what had been computed before it lost its place."""
+    """Steps that recomputed tokens after a preemption."""
     SHARING = "sharing"
-    """It ran, but the step computed others and left it out."""
+    """It held a running slot, but the step computed other requests only."""
     DECODE = "decode"
     """Steps that computed its newest token."""
     DEVICE = "device"
-    """It had its place, and the step before its own still ran, or none did."""
+    """It held a running slot and waited for its own step: the step before still ran, or no step did."""
     PREEMPTED = "preempted"
     RESTART = "restart"
-    """Steps were lost with the WorkAgent, or it was being started again."""
+    """Steps were lost with the WorkAgent, or the WorkAgent was restarting."""
     OTHER_CHOICES = "other choices"
-    """It had ended, others that answer the same HTTP request had not."""
+    """It had ended, but other requests for the same HTTP request had not."""
     SENDING = "sending"
-    """From its last token to the last bytes handed to the socket."""
+    """From its last token to the last bytes given to the socket."""
     NOT_KEPT = "not kept"
-    """The steps of that time are no longer in the journal."""
+    """The event log no longer has the steps of that time."""
 
 
 class Span(NamedTuple):
     start: int
-    """Nanoseconds on the engine's clock: whole numbers, so that spans add up exactly."""
+    """Nanoseconds on the engine's clock, as integers, so that the spans add up exactly."""
     end: int
     part: Part
     detail: str = ""
     step: int | None = None
-    """The step that ran meanwhile."""
+    """Number of the step that ran meanwhile."""
 
 
 class OwnRow(NamedTuple):
@@ -60,52 +60,52 @@ class OwnRow(NamedTuple):
     step: Step
     part: Part
     samples_after_first: bool
-    """Whether the request had a token already."""
+    """Whether the request already had an output token."""
 
 
 def nanoseconds(seconds: float) -> int:
     return round(seconds * 1e9)
 
 
-def attribute(life: RequestRecord, record: Record) -> list[Span]:
-    """The spans of a request without gaps, from its arrival to the end of its answer or to now."""
-    return _Walk(life, record).spans()
+def attribute(record: RequestRecord, events: EventSnapshot) -> list[Span]:
+    """Return the spans of a request, without gaps, from its arrival to the end of its answer or to now."""
+    return _SpanBuilder(record, events).spans()
 
 
-def own_rows(life: RequestRecord, record: Record) -> list[OwnRow]:
-    """The kept steps that computed the request, in order."""
-    facts = life.facts
-    missed = _is_missed(life, record)
-    position = furthest = facts.num_prompt_tokens if missed else 0
+def own_rows(record: RequestRecord, events: EventSnapshot) -> list[OwnRow]:
+    """Return the kept steps that computed the request, in order."""
+    summary = record.summary
+    missed = _is_missed(record, events)
+    position = furthest = summary.num_prompt_tokens if missed else 0
     sampled = missed
     rows = []
-    for step in record.steps_between(life.arrival_time, _end_of(life, record)):
-        chunks = [chunk for chunk in step.chunks if chunk[0] in life.sequences]
-        single = not life.sequences.isdisjoint(record.members(step))
+    for step in events.steps_between(record.arrival_time, _end_of(record, events)):
+        chunks = [chunk for chunk in step.chunks if chunk[0] in record.sequences]
+        single = not record.sequences.isdisjoint(events.members(step))
         if chunks:
             _, start, count = max(chunks, key=lambda chunk: chunk[1] + chunk[2])
             position = start + count
             num_again = min(position, furthest) - start
             part = Part.COMPUTED_AGAIN if 2 * num_again >= count else Part.PREFILL
         elif single:
-            position += 1 + num_accepted_drafts(step, life)
-            part = Part.DECODE if sampled else Part.PREFILL  # one token was left of its prompt
+            position += 1 + num_accepted_drafts(step, record)
+            part = Part.DECODE if sampled else Part.PREFILL  # the last token of its prompt
         else:
             continue
         rows.append(OwnRow(step, part, sampled))
         furthest = max(furthest, position)
-        sampled = sampled or single or position >= facts.num_prompt_tokens
+        sampled = sampled or single or position >= summary.num_prompt_tokens
     return rows
 
 
-def num_accepted_drafts(step: Step, life: RequestRecord) -> int:
+def num_accepted_drafts(step: Step, record: RequestRecord) -> int:
     """Return the request's accepted draft tokens in a step: tokens without a step of their own."""
-    return sum(accepted for sequence, _, accepted in step.drafts if sequence in life.sequences)
+    return sum(accepted for sequence, _, accepted in step.drafts if sequence in record.sequences)
 
 
-def largest_decode_gap(life: RequestRecord, record: Record, rows: Sequence[OwnRow]) -> int:
-    """Most steps in a row that left it out between two of its tokens, while it had its place."""
-    breaks = [each.time for each in life.preemptions] + [outage.ended for outage in record.outages]
+def largest_decode_gap(record: RequestRecord, events: EventSnapshot, rows: Sequence[OwnRow]) -> int:
+    """Return the most consecutive steps without the request between two of its tokens, while it held a slot."""
+    breaks = [each.time for each in record.preemptions] + [outage.ended for outage in events.outages]
     gaps = [
         row.step.number - before.step.number - 1
         for before, row in pairwise(rows)
@@ -115,43 +115,43 @@ def largest_decode_gap(life: RequestRecord, record: Record, rows: Sequence[OwnRo
 
 
 class _State(NamedTuple):
-    """What a request is doing from `start` on, where no step computes it."""
+    """The state of a request from `start` on, where no step computes it."""
 
     start: int
     kind: str
     preempted: Preempted | None = None
     first_step: int = 0
-    """Of a request that has its place: the first step that computes it."""
+    """Number of the first step that computes it, if it holds a running slot."""
 
 
-class _Walk:
-    """Goes through the life once; `_cursor` is how far it has come."""
+class _SpanBuilder:
+    """Builds the spans of one request in order; `_cursor` is the end of the last span."""
 
-    def __init__(self, life: RequestRecord, record: Record) -> None:
-        self._life = life
+    def __init__(self, record: RequestRecord, events: EventSnapshot) -> None:
         self._record = record
-        self._facts = life.facts
-        self._rows = own_rows(life, record)
+        self._events = events
+        self._summary = record.summary
+        self._rows = own_rows(record, events)
         self._parts = {row.step.number: row.part for row in self._rows}
-        self._end = nanoseconds(_end_of(life, record))
+        self._end = nanoseconds(_end_of(record, events))
         self._states = self._find_states()
         self._state_starts = [state.start for state in self._states]
-        self._decisions: list[Decision] = record.decisions
+        self._decisions: list[Decision] = events.decisions
         self._decision_times = [nanoseconds(decision.time) for decision in self._decisions]
         self._outages = [
             (nanoseconds(each.began), self._end if each.ended == math.inf else nanoseconds(each.ended))
-            for each in record.outages
+            for each in events.outages
         ]
-        http_timings = life.http_timings
-        self._cursor = nanoseconds(life.arrival_time if http_timings is None else http_timings.received_time)
+        http_timings = record.http_timings
+        self._cursor = nanoseconds(record.arrival_time if http_timings is None else http_timings.received_time)
         self._spans: list[Span] = []
 
     def spans(self) -> list[Span]:
-        life, record, limit = self._life, self._record, self._limit()
-        self._until(nanoseconds(life.arrival_time), Part.TOKENIZING)
-        if record.kept_since > life.arrival_time:
-            self._until(min(limit, nanoseconds(record.kept_since)), Part.NOT_KEPT)
-        for step in record.steps_between(life.arrival_time, _end_of(life, record)):
+        record, events, limit = self._record, self._events, self._limit()
+        self._until(nanoseconds(record.arrival_time), Part.TOKENIZING)
+        if events.kept_since > record.arrival_time:
+            self._until(min(limit, nanoseconds(events.kept_since)), Part.NOT_KEPT)
+        for step in events.steps_between(record.arrival_time, _end_of(record, events)):
             self._fill(min(limit, nanoseconds(step.formed)))
             end = min(limit, nanoseconds(step.ended))
             part = self._parts.get(step.number)
@@ -164,16 +164,16 @@ class _Walk:
         return self._spans
 
     def _limit(self) -> int:
-        """Until when the request was in the hands of the scheduler: to its last token, if it was not broken off."""
+        """Return when the scheduler was done with the request: at its last token, or at its end if it was aborted."""
         replies = [end for row in self._rows if (end := nanoseconds(row.step.ended)) <= self._end]
-        complete = self._facts.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+        complete = self._summary.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
         return replies[-1] if complete and replies else self._end
 
     def _finish(self) -> None:
-        """What comes after the engine has ended the request."""
-        life, http_timings, now = self._life, self._life.http_timings, nanoseconds(self._record.now)
+        """Add the spans after the request has ended in the engine."""
+        record, http_timings, now = self._record, self._record.http_timings, nanoseconds(self._events.now)
         self._until(self._end, Part.SENDING)
-        if life.ended_time is None or http_timings is None:
+        if record.ended_time is None or http_timings is None:
             return
         answered = http_timings.response_sent_time
         others_end = now if http_timings.unfinished_request_ids else nanoseconds(http_timings.last_finished_time)
@@ -182,30 +182,30 @@ class _Walk:
         self._until(end, Part.SENDING)
 
     def _find_states(self) -> list[_State]:
-        """In order of time; the first is the inbox."""
-        life, record = self._life, self._record
+        """Return the states in order of time; the first is the inbox."""
+        record, events = self._record, self._events
         changes: list[_State] = []
-        if life.queued_time is not None:
-            changes.append(_State(nanoseconds(life.queued_time), "waiting"))
-        changes += [_State(nanoseconds(each.time), "preempted", each) for each in life.preemptions]
+        if record.queued_time is not None:
+            changes.append(_State(nanoseconds(record.queued_time), "waiting"))
+        changes += [_State(nanoseconds(each.time), "preempted", each) for each in record.preemptions]
         changes += [
             _State(nanoseconds(outage.ended), "waiting")
-            for outage in record.outages
-            if outage.ended < math.inf and life.queued_time is not None and outage.ended > life.queued_time
+            for outage in events.outages
+            if outage.ended < math.inf and record.queued_time is not None and outage.ended > record.queued_time
         ]
         changes += [_State(nanoseconds(row.step.formed), "running", first_step=row.step.number) for row in self._rows]
-        if _is_missed(life, record) and not any(each.time < record.kept_since for each in life.preemptions):
-            changes.append(_State(nanoseconds(record.kept_since), "running"))
-        # A step that is formed while a request loses its place cannot compute it: what makes it run comes after.
+        if _is_missed(record, events) and not any(each.time < events.kept_since for each in record.preemptions):
+            changes.append(_State(nanoseconds(events.kept_since), "running"))
+        # At the same time, a preemption comes first: the step decided with it cannot compute the request.
         changes.sort(key=lambda state: (state.start, state.kind == "running"))
-        states = [_State(nanoseconds(life.arrival_time), "inbox")]
+        states = [_State(nanoseconds(record.arrival_time), "inbox")]
         for change in changes:
             if change.kind != "running" or states[-1].kind != "running":
                 states.append(change)
         return states
 
     def _fill(self, end: int, step: Step | None = None) -> None:
-        """Goes to `end` through time in which the request is not computed; `step` runs meanwhile."""
+        """Add spans up to `end` for time in which the request is not computed; `step` runs meanwhile."""
         while self._cursor < end:
             outage_end = next((over for began, over in self._outages if began <= self._cursor < over), None)
             if outage_end is not None:
@@ -225,9 +225,9 @@ class _Walk:
         if state.kind == "inbox":
             return Part.INBOX, ""
         if state.kind == "waiting":
-            return Part.QUEUED, why_queued(self._life, self._decisions[decision].blocked if decision >= 0 else None)
+            return Part.QUEUED, why_queued(self._record, self._decisions[decision].blocked if decision >= 0 else None)
         if state.preempted is not None:
-            return Part.PREEMPTED, f"by class {state.preempted.by_class}, {_way(state.preempted)}"
+            return Part.PREEMPTED, f"by class {state.preempted.by_class}, {_preemption_mode(state.preempted)}"
         if step is None:
             return Part.DEVICE, "between steps"
         if step.number < state.first_step:
@@ -240,16 +240,16 @@ class _Walk:
             self._cursor = end
 
 
-def why_queued(life: RequestRecord, blocked: Blocked | None) -> str:
-    """What a waiting request waits behind, from what the scheduler said of whom it left waiting."""
-    own = life.request_class
+def why_queued(record: RequestRecord, blocked: Blocked | None) -> str:
+    """Return why a waiting request waits, given the request that the scheduler could not admit."""
+    own = record.request_class
     if blocked is None:
         return "the next step"
-    if life.tenant in blocked.full_tenants:
+    if record.tenant in blocked.full_tenants:
         return WaitReason.TENANT.value
     if own.name in blocked.closed_classes:
         return WaitReason.SHARE.value
-    if blocked.request_id is None or blocked.request_id.split("/")[0] == life.request_id:
+    if blocked.request_id is None or blocked.request_id.split("/")[0] == record.request_id:
         return (
             blocked.reason.value
             if blocked.holding_class is None
@@ -260,57 +260,56 @@ def why_queued(life: RequestRecord, blocked: Blocked | None) -> str:
     return f"class {blocked.class_name} ahead ({blocked.reason})"
 
 
-def _way(preempted: Preempted) -> str:
+def _preemption_mode(preempted: Preempted) -> str:
     return "swap" if preempted.swapped else "recompute"
 
 
-def _is_missed(life: RequestRecord, record: Record) -> bool:
-    """Whether it ran in steps that are no longer kept."""
-    first = life.facts.first_scheduled_time
-    return first is not None and first < record.kept_since
+def _is_missed(record: RequestRecord, events: EventSnapshot) -> bool:
+    """Return whether the request ran in steps that are no longer kept."""
+    first = record.summary.first_scheduled_time
+    return first is not None and first < events.kept_since
 
 
-def _end_of(life: RequestRecord, record: Record) -> float:
-    return record.now if life.ended_time is None else life.ended_time
+def _end_of(record: RequestRecord, events: EventSnapshot) -> float:
+    return events.now if record.ended_time is None else record.ended_time
 
 
 class ExplainedPart(Struct, kw_only=True):
-    """Time that went into one thing."""
+    """The total time of one reason."""
 
     what: str
     detail: str
     ms: float
     steps: int
-    """That ran meanwhile."""
+    """Number of steps that ran meanwhile."""
 
 
 class ExplainedSteps(Struct, kw_only=True):
-    """Steps from its arrival to its end."""
+    """Numbers of steps from the request's arrival to its end."""
 
     first: int | None
-    """Number of the first step that computed it; None: none did, or it is no longer kept."""
+    """Number of the first kept step that computed it; None: there is none."""
     last: int | None
     prefill: int
     computed_again: int
     decode: int
     left_out: int
-    """Steps it shared while it had its place."""
+    """Steps without the request while it held a running slot."""
 
 
 class ExplainedTokens(Struct, kw_only=True):
     prompt: int
     cached: int
-    """Of the prompt, found computed."""
+    """Prompt tokens found in the prefix cache."""
     output: int
     accepted_draft: int
-    """Output tokens that took no step of their own, because they were accepted draft tokens; of the steps still
-    known."""
+    """Accepted draft tokens in the kept steps: output tokens without a step of their own."""
     guessed: int
     """Deprecated name of `accepted_draft`."""
 
 
 class BoundAndMet(Struct, kw_only=True):
-    """What the request was promised, and what it met; in steps or times."""
+    """A bound of the request's class, and the request's actual value: a number of steps or of events."""
 
     bound: int | None
     met: int | None
@@ -318,11 +317,11 @@ class BoundAndMet(Struct, kw_only=True):
 
 class ExplainedBounds(Struct, kw_only=True):
     wait: BoundAndMet
-    """Steps from its arrival to its first admission."""
+    """Steps from arrival to first admission."""
     wait_bound_s: float | None
-    """Seconds that the bound comes to at the time a step takes of late."""
+    """The bound in seconds at the recent mean step time."""
     decode_gap: BoundAndMet
-    """Steps in a row that left it out between two of its tokens; null where its next step waits for more."""
+    """Consecutive steps without the request between two of its tokens; `met` is null for a beam search."""
     preemptions: BoundAndMet
 
 
@@ -330,19 +329,19 @@ class ExplainedFirstToken(Struct, kw_only=True):
     """Milliseconds from the arrival at the server to the first token."""
 
     predicted_ms: float | None
-    """Told to the client when it was let in; null: too little had been measured."""
+    """Predicted at admission and sent to the client; null: too little was measured."""
     real_ms: float | None
-    """Null: it has none yet."""
+    """Null: it has no token yet."""
 
 
 class Explanation(Struct, kw_only=True):
-    """Where the time of one request of the engine went; the parts add up to `wall_ms`."""
+    """The latency breakdown of one request of the engine; the parts add up to `wall_ms`."""
 
     id: str
-    """The client's id, and a number that tells choices apart."""
+    """The client's id and a suffix that distinguishes the choices of a request."""
     request_class: str
     tenant: str | None
-    """Only told where API keys say who asks."""
+    """Null unless API keys identify tenants."""
     replica: int
     status: str
     finish_reason: str | None
@@ -353,73 +352,81 @@ class Explanation(Struct, kw_only=True):
     tokens: ExplainedTokens
     num_preemptions: int
     num_sharing: int
-    """Answers that others got from the same computation as those of this HTTP request."""
+    """Other clients' answers that came from the same computation."""
     bounds: ExplainedBounds
 
 
-def answers_to(life: RequestRecord, names: Collection[str]) -> bool:
-    """Whether a client means this request by one of `names`, which are `client_ids`: its own id, that of the answer, or
-    the engine's."""
-    return life.request_id in names or client_id_of(life.request_id) in names
+def answers_to(record: RequestRecord, names: Collection[str]) -> bool:
+    """Return whether one of `names` identifies the request: the client's or the engine's id, see `client_ids`."""
+    return record.request_id in names or client_id_of(record.request_id) in names
 
 
 def explain(
-    life: RequestRecord,
-    record: Record,
+    record: RequestRecord,
+    events: EventSnapshot,
     bounds: ClassBounds,
     replica: int,
     *,
     with_tenant: bool,
     step_s: float | None = None,
 ) -> Explanation:
-    """The explanation of one request from a record of its engine's journal; `step_s` is how long a step takes."""
-    facts = life.facts
-    wait_bound_s = None if facts.wait_bound is None or step_s is None else facts.wait_bound * step_s
-    spans, rows = attribute(life, record), own_rows(life, record)
+    """Return the latency breakdown of one request.
+
+    Args:
+        record: The request's record.
+        events: A snapshot of its engine's event log.
+        bounds: The bounds of its class.
+        replica: Index of its replica.
+        with_tenant: Whether the tenant is included.
+        step_s: Mean seconds per step, if known.
+    """
+    summary = record.summary
+    wait_bound_s = None if summary.wait_bound is None or step_s is None else summary.wait_bound * step_s
+    spans, rows = attribute(record, events), own_rows(record, events)
     computed = {part: sum(row.part is part for row in rows) for part in Part}
-    num_accepted = sum(num_accepted_drafts(row.step, life) for row in rows)
-    gap = None if life.has_beams else largest_decode_gap(life, record, rows)
+    num_accepted = sum(num_accepted_drafts(row.step, record) for row in rows)
+    gap = None if record.has_beams else largest_decode_gap(record, events, rows)
     return Explanation(
-        id=life.request_id,
-        request_class=life.request_class.name,
-        tenant=life.tenant if with_tenant else None,
+        id=record.request_id,
+        request_class=record.request_class.name,
+        tenant=record.tenant if with_tenant else None,
         replica=replica,
-        status=facts.status,
-        finish_reason=facts.finish_reason,
+        status=summary.status,
+        finish_reason=summary.finish_reason,
         wall_ms=_ms(spans[-1].end - spans[0].start) if spans else 0.0,
-        first_token=_first_token(life),
+        first_token=_first_token(record),
         parts=_sum_up(spans),
         steps=_steps(rows, computed, spans),
         tokens=ExplainedTokens(
-            prompt=facts.num_prompt_tokens,
-            cached=facts.num_cached_tokens,
-            output=facts.num_output_tokens,
+            prompt=summary.num_prompt_tokens,
+            cached=summary.num_cached_tokens,
+            output=summary.num_output_tokens,
             accepted_draft=num_accepted,
             guessed=num_accepted,
         ),
-        num_preemptions=facts.num_preemptions,
-        num_sharing=0 if life.http_timings is None else life.http_timings.num_coalesced,
+        num_preemptions=summary.num_preemptions,
+        num_sharing=0 if record.http_timings is None else record.http_timings.num_coalesced,
         bounds=ExplainedBounds(
-            wait=BoundAndMet(bound=facts.wait_bound, met=facts.num_steps_waited),
+            wait=BoundAndMet(bound=summary.wait_bound, met=summary.num_steps_waited),
             wait_bound_s=wait_bound_s,
             decode_gap=BoundAndMet(bound=bounds.max_decode_gap, met=gap),
-            preemptions=BoundAndMet(bound=bounds.max_preemptions, met=facts.num_preemptions),
+            preemptions=BoundAndMet(bound=bounds.max_preemptions, met=summary.num_preemptions),
         ),
     )
 
 
-def _first_token(life: RequestRecord) -> ExplainedFirstToken:
-    predicted_s = None if life.http_timings is None else life.http_timings.predicted_ttft_s
-    came = life.first_token_time
-    began = life.arrival_time if life.http_timings is None else life.http_timings.received_time
+def _first_token(record: RequestRecord) -> ExplainedFirstToken:
+    predicted_s = None if record.http_timings is None else record.http_timings.predicted_ttft_s
+    first_token = record.first_token_time
+    began = record.arrival_time if record.http_timings is None else record.http_timings.received_time
     return ExplainedFirstToken(
         predicted_ms=None if predicted_s is None else 1000 * predicted_s,
-        real_ms=None if came is None else 1000 * (came - began),
+        real_ms=None if first_token is None else 1000 * (first_token - began),
     )
 
 
 def _sum_up(spans: Iterable[Span]) -> list[ExplainedPart]:
-    """One part for each reason, in the order in which they first came."""
+    """Return one part for each reason, in order of first occurrence."""
     sums: dict[tuple[Part, str], int] = {}
     steps: dict[tuple[Part, str], set[int]] = {}
     for span in spans:

@@ -1,8 +1,9 @@
-"""Counters, gauges and histograms of the engine, in the form Prometheus scrapes."""
+"""Counters, gauges and histograms of the engine, in the form that Prometheus scrapes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from threading import Lock
 from typing import Final, NamedTuple
 
@@ -15,16 +16,25 @@ from llm_serving.core.enums import Proposer
 from llm_serving.core.request import FinishReason
 from llm_serving.core.request_class import DEFAULT_CLASSES, RequestClass
 from llm_serving.observability.class_metrics import ClassMetrics
-from llm_serving.observability.histogram import LATENCY_BUCKETS, LENGTH_BUCKETS, TOKEN_BUCKETS, Histogram
-from llm_serving.observability.transfer_metrics import HttpMetrics, MoveMetrics, SwapMetrics
+from llm_serving.observability.metric_families import (
+    LATENCY_BUCKETS,
+    LENGTH_BUCKETS,
+    TOKEN_BUCKETS,
+    Histogram,
+    Labels,
+    counter,
+    counter_by,
+    gauge,
+)
+from llm_serving.observability.transfer_metrics import MoveMetrics, SwapMetrics
 
 
 class Totals(NamedTuple):
-    """What has been counted since the start."""
+    """Counts since the start."""
 
     steps: int
     prompt_tokens: int
-    """Tokens computed that no token was chosen for before: of prompts, and what was computed again."""
+    """Computed tokens of prompts, and recomputed tokens."""
     generation_tokens: int
     preemptions: int
     prefix_queries: int
@@ -32,35 +42,28 @@ class Totals(NamedTuple):
 
 
 class Load(NamedTuple):
-    """Requests summed over replicas, usage averaged."""
+    """The load of one replica, or of all: requests are summed over replicas, usage is averaged."""
 
     num_running: int
     num_waiting: int
     kv_usage: float
-
-
-_OF_A_REPLICA: Final = (
-    ("llm_serving:replica_requests_running", "Requests that are running, of each replica.", "num_running"),
-    ("llm_serving:replica_requests_waiting", "Requests that wait to be scheduled, of each replica.", "num_waiting"),
-    ("llm_serving:replica_kv_cache_usage", "Share of the KV cache in use, of each replica.", "kv_usage"),
-)
-"""Metric, its help and the field of `Load`."""
+    """Share of the KV cache in use, between 0.0 and 1.0."""
 
 
 class ReplicaCounts(NamedTuple):
     num_replicas: int
     num_ready: int
-    """Those that serve at this moment."""
+    """Replicas that serve now."""
 
 
 class Metrics(Collector):
-    """What the engine did. Names starting with `vllm:` are those that existing dashboards read.
+    """The metrics of a server. Names that start with `vllm:` are those that existing dashboards read.
 
-    Several engine loops may count; a scrape reads numbers that may be a step apart. Seconds are on the engine's clock.
+    Several engine threads may record; a scrape reads numbers that may be a step apart. Times are in seconds.
 
     Args:
         model_name: Value of the label `model_name` of every metric.
-        classes: Of requests, in ascending order of rank.
+        classes: Request classes, in ascending order of rank.
     """
 
     def __init__(self, model_name: str = "model", classes: Sequence[RequestClass] = DEFAULT_CLASSES) -> None:
@@ -70,7 +73,7 @@ class Metrics(Collector):
         self.moves = MoveMetrics(self._labels)
         self.http = HttpMetrics(self._labels)
         self.replicas: Callable[[], ReplicaCounts] = lambda: ReplicaCounts(0, 0)
-        """Asked when the numbers are read."""
+        """Called at each scrape."""
         self._lock = Lock()
         self._loads: dict[int, Load] = {}
         self._compilations: dict[int, Callable[[], int]] = {}
@@ -81,91 +84,96 @@ class Metrics(Collector):
         self._finished = dict.fromkeys(FinishReason, 0)
         self._reloads = dict.fromkeys(RELOADS, 0)
         self.num_shares_broken = dict.fromkeys(SHARES, 0)
-        """How often a limit or a weight, which hold for all replicas together, did not."""
+        """Violations of tenant limits and class weights, which hold for all replicas together."""
         self._histograms = {name: Histogram(bounds) for name, (_, bounds) in _HISTOGRAMS.items()}
         self._iteration_tokens = self._histograms["vllm:iteration_tokens_total"]
         self._inter_token = self._histograms["vllm:inter_token_latency_seconds"]
         self.registry = CollectorRegistry()
         self.registry.register(self)
-        # What the master itself takes: process_cpu_seconds_total, process_resident_memory_bytes and the like.
+        # Metrics of the master process: process_cpu_seconds_total, process_resident_memory_bytes and others.
         ProcessCollector(registry=self.registry)
 
-    def step(self, num_running: int, num_waiting: int, kv_usage: float, num_tokens: int, *, replica: int = 0) -> None:
-        """One step was scheduled.
+    # --- recording --------------------------------------------------------------------------------------------------
 
-        Args:
-            num_running: Requests running.
-            num_waiting: Requests waiting.
-            kv_usage: Share of the KV cache in use, between 0.0 and 1.0.
-            num_tokens: Tokens the step computes.
-            replica: Whose numbers these are; requests are summed over replicas, usage is averaged.
-        """
+    def record_step(
+        self, num_running: int, num_waiting: int, kv_usage: float, num_tokens: int, *, replica: int = 0
+    ) -> None:
+        """Count a step that computed `num_tokens`, and record the replica's load as `Load` describes it."""
         with self._lock:
             self._loads[replica] = Load(num_running, num_waiting, kv_usage)
             self._counts["llm_serving:steps_total"] += 1
             self._iteration_tokens.observe(num_tokens)
 
-    def load(self, num_running: int, num_waiting: int, kv_usage: float, *, replica: int = 0) -> None:
-        """The load without a step, such as when the engine falls idle."""
+    def record_load(self, num_running: int, num_waiting: int, kv_usage: float, *, replica: int = 0) -> None:
+        """Record a replica's load without a step, such as when its engine becomes idle."""
         with self._lock:
             self._loads[replica] = Load(num_running, num_waiting, kv_usage)
 
     def watch_agent(
         self, replica: int, num_compilations: Callable[[], int], machine: Callable[[], str] = lambda: ""
     ) -> None:
-        """Lets every scrape ask how many graphs the WorkAgent of a replica has compiled, and where it runs: the address
-        of its machine, or nothing for the master's own."""
+        """At each scrape, call these functions for the WorkAgent of a replica.
+
+        Args:
+            replica: Index of the replica.
+            num_compilations: Returns how many graphs the WorkAgent has compiled.
+            machine: Returns the address of its machine; empty: the master's own.
+        """
         self._compilations[replica] = num_compilations
         self._machines[replica] = machine
 
     def machine(self, replica: int) -> str:
-        """Where the WorkAgent of a replica runs, as `watch_agent` was told."""
+        """Return the address of the machine of a replica's WorkAgent; empty: the master's own."""
         return self._machines[replica]() if replica in self._machines else ""
 
-    def first_token(self, seconds: float) -> None:
-        """A request got its first token, `seconds` after it arrived."""
+    def record_first_token(self, seconds: float, priority: int = 0) -> None:
+        """Record the time from arrival to first token of a request."""
         with self._lock:
             self._counts["vllm:generation_tokens_total"] += 1
             self._histograms["vllm:time_to_first_token_seconds"].observe(seconds)
+        self.classes.record_first_token(priority, seconds)
 
-    def inter_tokens(self, seconds: Sequence[float]) -> None:
-        """Requests got further tokens, each of them so many seconds after its one before."""
+    def record_inter_tokens(self, seconds: Sequence[float]) -> None:
+        """Record tokens after the first of their requests: for each, the seconds since the token before."""
         observe = self._inter_token.observe
         with self._lock:
             self._counts["vllm:generation_tokens_total"] += len(seconds)
             for each in seconds:
                 observe(each)
 
-    def shared(self) -> None:
-        """An answer was given that another request computes, or had computed."""
-        with self._lock:
-            self._counts["llm_serving:shared_answers_total"] += 1
-
-    def finished(
+    def record_finished(
         self,
-        reason: str,
+        reason: FinishReason,
+        *,
         e2e_s: float,
         ttft_s: float | None,
         num_prompt: int,
         num_output: int,
         queued_s: float,
         decode_s: float | None = None,
+        num_cached: int = 0,
+        priority: int = 0,
     ) -> None:
-        """A request ended.
+        """Record a finished request.
 
         Args:
-            reason: A `FinishReason`.
+            reason: Why it finished.
             e2e_s: Seconds from its arrival to now.
-            ttft_s: Seconds from its arrival to its first token; None when it got none.
+            ttft_s: Seconds from its arrival to its first token; None: it has no token.
             num_prompt: Tokens of its prompt.
             num_output: Tokens generated.
-            queued_s: Seconds from its arrival to being scheduled for the first time.
-            decode_s: Seconds from its first token to its newest; None when it got none.
+            queued_s: Seconds from its arrival until it was first scheduled.
+            decode_s: Seconds from its first token to its last; None: it has no token.
+            num_cached: Tokens of its prompt that were found in the prefix cache.
+            priority: Its priority.
         """
-        histograms = self._histograms
+        counts, histograms = self._counts, self._histograms
+        tpot_s = None if ttft_s is None or num_output < 2 else (e2e_s - ttft_s) / (num_output - 1)
         with self._lock:
-            self._finished[FinishReason(reason)] += 1
-            self._counts["vllm:prompt_tokens_total"] += num_prompt
+            self._finished[reason] += 1
+            counts["vllm:prompt_tokens_total"] += num_prompt
+            counts["vllm:prefix_cache_queries_total"] += num_prompt
+            counts["vllm:prefix_cache_hits_total"] += num_cached
             histograms["vllm:e2e_request_latency_seconds"].observe(e2e_s)
             histograms["vllm:request_queue_time_seconds"].observe(queued_s)
             histograms["vllm:request_prompt_tokens"].observe(num_prompt)
@@ -174,17 +182,19 @@ class Metrics(Collector):
                 histograms["vllm:request_prefill_time_seconds"].observe(ttft_s - queued_s)
                 histograms["vllm:request_decode_time_seconds"].observe(decode_s)
                 histograms["vllm:request_inference_time_seconds"].observe(ttft_s - queued_s + decode_s)
-            if ttft_s is not None and num_output > 1:
-                per_token = (e2e_s - ttft_s) / (num_output - 1)
-                histograms["vllm:request_time_per_output_token_seconds"].observe(per_token)
+            if tpot_s is not None:
+                histograms["vllm:request_time_per_output_token_seconds"].observe(tpot_s)
+        self.classes.record_finished(priority, reason, ttft_s, tpot_s, e2e_s)
 
-    def preempted(self, n: int = 1) -> None:
-        self._add("vllm:num_preemptions_total", n)
+    def record_preempted(self, priorities: Sequence[int]) -> None:
+        """Count preempted requests, given the priority of each."""
+        self._add("vllm:num_preemptions_total", len(priorities))
+        for priority in priorities:
+            self.classes.record_preempted(priority)
 
-    def prefix_cache(self, num_queried: int, num_hit: int) -> None:
-        """Tokens looked up in the prefix cache, and how many of them were found."""
-        self._add("vllm:prefix_cache_queries_total", num_queried)
-        self._add("vllm:prefix_cache_hits_total", num_hit)
+    def record_coalesced(self) -> None:
+        """Count an answer that another request computes or has computed."""
+        self._add("llm_serving:shared_answers_total", 1)
 
     def record_verified_drafts(self, verified: Iterable[tuple[str, int, int]]) -> None:
         """Count the draft tokens of a request that a step verified: (proposer, draft tokens, accepted) of each."""
@@ -194,35 +204,37 @@ class Metrics(Collector):
                 for by_proposer, count in zip(self.draft_tokens.values(), counts, strict=True):
                     by_proposer[proposer] += count
 
-    def bound_violated(self, n: int = 1) -> None:
-        self._add("llm_serving:bound_violations_total", n)
+    def record_bound_violations(self, count: int) -> None:
+        self._add("llm_serving:bound_violations_total", count)
 
     def shares_broken(self, num_of_tenants: int, num_of_classes: int) -> None:
-        """Requests that run beyond the limit of their tenant; classes that were passed over against their weight."""
+        """Count running requests above their tenant's limit, and classes that were passed over against their weight."""
         if num_of_tenants or num_of_classes:
             with self._lock:
                 for name, number in zip(SHARES, (num_of_tenants, num_of_classes), strict=True):
                     self.num_shares_broken[name] += number
 
-    def audited(self, *, differs: bool) -> None:
-        """An answer was computed again, alone."""
+    def record_audit(self, *, differs: bool) -> None:
+        """Count an audited answer."""
         self._add("llm_serving:audits_total", 1)
         self._add("llm_serving:audit_mismatch_total", int(differs))
 
     def reloaded(self, outcome: str) -> None:
-        """The configuration was read again; one of `RELOADS`."""
+        """Count a reload of the configuration by its outcome, one of `RELOADS`."""
         with self._lock:
             self._reloads[outcome] += 1
 
-    def worker_restarted(self, n: int = 1) -> None:
-        self._add("llm_serving:worker_restarts_total", n)
+    def record_worker_restart(self) -> None:
+        self._add("llm_serving:worker_restarts_total", 1)
 
-    def _add(self, counter: str, n: int) -> None:
+    def _add(self, name: str, count: int) -> None:
         with self._lock:
-            self._counts[counter] += n
+            self._counts[name] += count
+
+    # --- reading ----------------------------------------------------------------------------------------------------
 
     def load_now(self) -> Load:
-        """The newest load of all replicas."""
+        """Return the newest load of all replicas."""
         loads = list(self._loads.values())
         return Load(
             sum(load.num_running for load in loads),
@@ -235,11 +247,10 @@ class Metrics(Collector):
         return self._counts["llm_serving:bound_violations_total"]
 
     def totals(self) -> Totals:
-        """What the line of throughput compares with what it was before."""
         with self._lock:
             counts = self._counts
             generated = counts["vllm:generation_tokens_total"]
-            # Each token but a request's first was chosen in a step that computed the one before it.
+            # Each token except a request's first was sampled in a step that computed the token before it.
             num_decoded = generated - self._histograms["vllm:time_to_first_token_seconds"].count
             return Totals(
                 counts["llm_serving:steps_total"],
@@ -251,99 +262,122 @@ class Metrics(Collector):
             )
 
     def render(self) -> tuple[bytes, str]:
-        """The text of a scrape and its content type."""
+        """Return the text of a scrape and its content type."""
         return generate_latest(self.registry), CONTENT_TYPE_LATEST
 
-    def _of_each_replica(self, names: Sequence[str], values: Sequence[str]) -> Iterator[Metric]:
-        loads = sorted(self._loads.items())
-        for name, text, field in _OF_A_REPLICA:
-            gauge = GaugeMetricFamily(name, text, labels=names)
-            for replica, load in loads:
-                gauge.add_metric([*values, str(replica), self.machine(replica)], getattr(load, field))
-            yield gauge
-
-    def _by_label(self, name: str, text: str, label: str, counts: Mapping[str, float]) -> Metric:
-        """A counter with one more label, by whose values there are counts."""
-        counter = CounterMetricFamily(name, text, labels=[*self._labels, label])
-        for value, count in counts.items():
-            counter.add_metric([*self._labels.values(), value], count)
-        return counter
-
     def collect(self) -> Iterator[Metric]:
-        names, values = list(self._labels), list(self._labels.values())
+        labels, names, values = self._labels, list(self._labels), list(self._labels.values())
         load, replicas = self.load_now(), self.replicas()
-        gauges = {
-            "vllm:num_requests_running": ("Requests that are running.", load.num_running),
-            "vllm:num_requests_waiting": ("Requests that wait to be scheduled.", load.num_waiting),
-            "vllm:kv_cache_usage_perc": ("Share of the KV cache in use; 1 is all of it.", load.kv_usage),
-            "llm_serving:replicas": ("WorkAgents that are configured, each a replica of the model.", replicas[0]),
-            "llm_serving:replicas_ready": ("WorkAgents that serve.", replicas[1]),
-        }
-        for name, (text, value) in gauges.items():
-            gauge = GaugeMetricFamily(name, text, labels=names)
-            gauge.add_metric(values, value)
-            yield gauge
-        build = GaugeMetricFamily("llm_serving:build_info", "1; the labels tell what runs.", labels=[*names, "version"])
-        build.add_metric([*values, __version__], 1)
-        yield build
+        yield gauge("vllm:num_requests_running", "Requests that are running.", labels, load.num_running)
+        yield gauge("vllm:num_requests_waiting", "Requests that wait to be scheduled.", labels, load.num_waiting)
+        yield gauge("vllm:kv_cache_usage_perc", "Share of the KV cache in use; 1 is all of it.", labels, load.kv_usage)
+        text = "WorkAgents that are configured, each a replica of the model."
+        yield gauge("llm_serving:replicas", text, labels, replicas.num_replicas)
+        yield gauge("llm_serving:replicas_ready", "WorkAgents that serve.", labels, replicas.num_ready)
+        build = {**labels, "version": __version__}
+        yield gauge("llm_serving:build_info", "1; the labels name the version.", build, 1)
         compiled = GaugeMetricFamily(
             "llm_serving:graph_compilations",
-            "Graphs a WorkAgent had compiled by its latest step; more than its warm-up's mean that steps waited.",
+            "Graphs that a WorkAgent has compiled; more than at its warm-up means that steps waited for a compilation.",
             labels=[*names, "replica"],
         )
         for replica, num_compilations in list(self._compilations.items()):
             compiled.add_metric([*values, str(replica)], num_compilations())
         yield compiled
-        yield from self._of_each_replica([*names, "replica", "machine"], values)
+        for name, text, field in _REPLICA_GAUGES:
+            family = GaugeMetricFamily(name, text, labels=[*names, "replica", "machine"])
+            for replica, of_replica in sorted(self._loads.items()):
+                family.add_metric([*values, str(replica), self.machine(replica)], getattr(of_replica, field))
+            yield family
         for name, text in _COUNTERS.items():
-            counter = CounterMetricFamily(name, text, labels=names)
-            counter.add_metric(values, self._counts[name])
-            yield counter
-        yield self._by_label(
-            "vllm:request_success_total",
-            "Requests that ended, by reason.",
-            "finished_reason",
-            {reason.value: count for reason, count in self._finished.items()},
-        )
-        yield self._by_label(
-            "llm_serving:config_reloads_total",
-            "Times the configuration was read again: applied, refused, or unchanged.",
-            "outcome",
-            self._reloads,
-        )
-        yield self._by_label(
-            "llm_serving:share_violations_total",
-            "Times a tenant's limit or a class's weight did not hold for all replicas together; stays 0.",
-            "of",
-            self.num_shares_broken,
-        )
+            yield counter(name, text, labels, self._counts[name])
+        finished = {reason.value: count for reason, count in self._finished.items()}
+        text = "Finished requests, by reason."
+        yield counter_by("vllm:request_success_total", text, labels, "finished_reason", finished)
+        text = "Reloads of the configuration by outcome: applied, refused, or unchanged."
+        yield counter_by("llm_serving:config_reloads_total", text, labels, "outcome", self._reloads)
+        text = "Violations of tenant limits and class weights across all replicas; stays 0."
+        yield counter_by("llm_serving:share_violations_total", text, labels, "of", self.num_shares_broken)
         for name, (text, deprecated_name) in _DRAFT_TOKENS.items():
             counts = self.draft_tokens[name]
-            yield self._by_label(name, text, "proposer", counts)
-            yield self._by_label(deprecated_name, f"Deprecated name of {name}.", "proposer", counts)
+            yield counter_by(name, text, labels, "proposer", counts)
+            yield counter_by(deprecated_name, f"Deprecated name of {name}.", labels, "proposer", counts)
         for name, histogram in self._histograms.items():
-            yield histogram.family(name, _HISTOGRAMS[name][0], self._labels)
+            yield histogram.family(name, _HISTOGRAMS[name][0], labels)
         yield from self.classes.collect()
         yield from self.swaps.collect()
         yield from self.moves.collect()
         yield from self.http.collect()
 
 
+class HttpMetrics:
+    """Metrics of HTTP requests by route and status, recorded on the event loop.
+
+    Args:
+        labels: Labels of every metric; `method`, `route` and `status` are added.
+    """
+
+    def __init__(self, labels: Labels) -> None:
+        self._labels = labels
+        self._counts: Counter[tuple[str, str, int]] = Counter()
+        self._refusals: Counter[str] = Counter()
+        self._longest = Histogram(LENGTH_BUCKETS)
+
+    def answered(self, method: str, route: str, status: int, longest: Sequence[int] = ()) -> None:
+        """Count an HTTP request that was answered.
+
+        Method and route must be from small sets, so that no client can create time series.
+
+        Args:
+            method: HTTP method.
+            route: Path template of the route.
+            status: HTTP status.
+            longest: For each prompt of the request, the tokens of the longest answer to it.
+        """
+        self._counts[method, route, status] += 1
+        for num_tokens in longest:
+            self._longest.observe(num_tokens)
+
+    def refused(self, reason: str) -> None:
+        """Count an HTTP request that was refused before a route got it. Reasons must be from a small set."""
+        self._refusals[reason] += 1
+
+    def collect(self) -> Iterator[Metric]:
+        answered = CounterMetricFamily(
+            "llm_serving:http_requests_total",
+            "HTTP requests that were answered, or whose client disconnected before (status 499).",
+            labels=[*self._labels, "method", "route", "status"],
+        )
+        for (method, route, status), count in self._counts.copy().items():
+            answered.add_metric([*self._labels.values(), method, route, str(status)], count)
+        yield answered
+        text = "HTTP requests refused before any route got them, such as for an unknown API key or a foreign web page."
+        yield counter_by("llm_serving:http_refusals_total", text, self._labels, "reason", self._refusals.copy())
+        text = "Tokens of the longest answer to a prompt."
+        yield self._longest.family("vllm:request_max_num_generation_tokens", text, self._labels)
+
+
+_REPLICA_GAUGES: Final = (
+    ("llm_serving:replica_requests_running", "Running requests of each replica.", "num_running"),
+    ("llm_serving:replica_requests_waiting", "Waiting requests of each replica.", "num_waiting"),
+    ("llm_serving:replica_kv_cache_usage", "Share of the KV cache in use, of each replica.", "kv_usage"),
+)
+"""Metric, its help and the field of `Load`."""
 RELOADS: Final = ("applied", "refused", "unchanged")
 SHARES: Final = ("tenant_limit", "class_weight")
 _COUNTERS: Final = {
     "vllm:num_preemptions_total": "Times a running request lost its blocks.",
-    "vllm:prompt_tokens_total": "Prompt tokens of requests that ended.",
+    "vllm:prompt_tokens_total": "Prompt tokens of finished requests.",
     "vllm:generation_tokens_total": "Tokens generated.",
     "vllm:prefix_cache_queries_total": "Tokens looked up in the prefix cache.",
     "vllm:prefix_cache_hits_total": "Tokens found in the prefix cache.",
     "llm_serving:steps_total": "Steps scheduled.",
     "vllm:spec_decode_num_drafts_total": "Drafts verified: once per request and step.",
-    "llm_serving:bound_violations_total": "Times a bound on waiting was broken; stays 0.",
-    "llm_serving:audits_total": "Answers computed again, alone, and compared.",
+    "llm_serving:bound_violations_total": "Violations of a bound on waiting; stays 0.",
+    "llm_serving:audits_total": "Answers that were computed again alone and compared.",
     "llm_serving:audit_mismatch_total": "Audited answers that differed; stays 0.",
-    "llm_serving:shared_answers_total": "Answers that were not computed, as the same request had one or was in flight.",
-    "llm_serving:worker_restarts_total": "WorkAgents started again after they ended.",
+    "llm_serving:shared_answers_total": "Answers shared with an identical request instead of computed.",
+    "llm_serving:worker_restarts_total": "Restarts of WorkAgents.",
 }
 _DRAFT_TOKENS: Final = {
     "vllm:spec_decode_num_draft_tokens_total": (

@@ -1,7 +1,6 @@
-"""Snapshots of a scheduler and its engine, copied by the engine's thread for other threads to read.
+"""Snapshots of a scheduler and its engine, which the engine's thread copies for other threads.
 
-`take_snapshot` adds what happened since a time, for viewers. A snapshot does not change; its times are seconds before
-it.
+`take_snapshot` adds the events since a time. Ages in a snapshot are seconds before it was taken.
 """
 
 from __future__ import annotations
@@ -21,30 +20,30 @@ from llm_serving.observability.event_log import EventLog, RequestRecord, Step
 from llm_serving.scheduler import Scheduler
 
 MAX_WAITING: Final = 10_000
-"""Waiting requests that are looked at; the others are counted."""
+"""Waiting requests in a scheduler state; further ones are only counted."""
 MAX_SNAPSHOT_WAITING: Final = 1024
-"""Waiting requests that are looked at; the others are counted."""
+"""Waiting requests in an engine snapshot; further ones are only counted."""
 MAX_STEPS: Final = 64
-"""Newest steps since the last snapshot."""
+"""Steps in an engine snapshot, the newest."""
 MAX_ENDED: Final = 64
-"""Finished requests since the last snapshot."""
+"""Finished requests in an engine snapshot, the newest."""
 
 
 class RunningRequest(Struct, kw_only=True):
-    """A request that holds a slot."""
+    """A request that holds a running slot."""
 
     id: str
     request_class: str
     tenant: str
     phase: str
-    """`prefill`, `decode`, or `paused`: a beam that waits for the others of its search."""
+    """`prefill`, `decode`, or `paused`: a beam that waits for the other beams of its search."""
     since_step: int
     seconds: float
-    """It has held its slot."""
+    """Seconds that it has held its slot."""
     tokens: int
-    """Of prompt and output."""
+    """Tokens of prompt and output."""
     computed: int
-    """Of these, in the cache or on their way there."""
+    """Tokens whose KV entries are computed or being computed."""
     blocks: int
     preemptions: int
     age: float
@@ -52,17 +51,17 @@ class RunningRequest(Struct, kw_only=True):
     prompt: int
     """Tokens of its prompt."""
     cached: int
-    """Of these, found computed when it first ran."""
+    """Prompt tokens found in the prefix cache at its first admission."""
     most: int
-    """Tokens that it can have at most, of prompt and output."""
+    """Maximum tokens of prompt and output."""
     shared: int
-    """Blocks at its beginning that others hold as well."""
+    """Leading blocks that other requests hold too."""
     group: int | None
-    """Requests of the same number begin with the same block; null: it shares none."""
+    """Equal for requests that share their first block; null: it shares none."""
 
     @classmethod
     def of(cls, request: Request, blocks: BlockManager, now: float) -> RunningRequest:
-        """Its group is the first block that it shares, which whoever shows it to others must name otherwise."""
+        """Return the row of a request. Its `group` is a block id, which must be replaced before clients see it."""
         since_step, since = request.running_since
         num_shared = blocks.num_blocks_shared(request.request_id)
         return cls(
@@ -90,23 +89,23 @@ class WaitingRequest(Struct, kw_only=True):
     request_class: str
     tenant: str
     seconds: float
-    """Since it arrived."""
+    """Seconds since it arrived."""
     tokens: int
     preemptions: int
     has_run: bool
-    """Whether it had a slot before and lost it."""
+    """Whether it was preempted."""
     tenant_limit: bool
-    """Whether it waits for others of its tenant, which runs as many as it may."""
+    """Whether it waits because its tenant is at its concurrency limit."""
     prompt: int
     waited: int | None
-    """Steps, of those that `bound` counts; null: nothing is promised, or it has been admitted before."""
+    """Steps that it has waited, counted as `bound` does; null: no bound applies, or it was admitted before."""
     bound: int | None
-    """Steps that it waits at most to be admitted for the first time."""
+    """Guaranteed maximum number of steps until its first admission."""
 
     @classmethod
-    def of(cls, request: Request, scheduler: Scheduler, now: float, *, is_apart: bool) -> WaitingRequest:
+    def of(cls, request: Request, scheduler: Scheduler, now: float, *, is_at_tenant_limit: bool) -> WaitingRequest:
         monitor = scheduler.waiting_requests.monitor
-        is_promised = not request.has_run and monitor.is_watching(request)
+        has_bound = not request.has_run and monitor.is_watching(request)
         return cls(
             id=request.request_id,
             request_class=request.request_class.name,
@@ -115,15 +114,15 @@ class WaitingRequest(Struct, kw_only=True):
             tokens=request.num_tokens,
             preemptions=request.num_preemptions,
             has_run=request.has_run,
-            tenant_limit=is_apart,
+            tenant_limit=is_at_tenant_limit,
             prompt=request.num_prompt_tokens,
-            waited=monitor.num_steps_waited(request) if is_promised else None,
-            bound=request.wait_bound if is_promised else None,
+            waited=monitor.num_steps_waited(request) if has_bound else None,
+            bound=request.wait_bound if has_bound else None,
         )
 
 
 class ClassQueueState(Struct, kw_only=True):
-    """A class: its queue, and what it holds."""
+    """The queue of a request class, and the slots and blocks that the class holds."""
 
     request_class: str
     rank: int
@@ -132,9 +131,9 @@ class ClassQueueState(Struct, kw_only=True):
     waiting: int
     blocks: int
     oldest_s: float | None
-    """Seconds since the one arrived that came first of those that wait; null: nobody does."""
+    """Seconds that its oldest waiting request has waited; null: no request waits."""
     bounds: str
-    """What holds for each of its requests."""
+    """The bounds of its requests, in words."""
 
     @classmethod
     def of(
@@ -154,16 +153,16 @@ class ClassQueueState(Struct, kw_only=True):
 
 
 class BlockUsage(Struct, kw_only=True):
-    """The key/value cache, and the host pool beside it."""
+    """Usage of the KV cache and of the host pool, in blocks."""
 
     tokens: int
-    """Of one block."""
+    """Tokens of one block."""
     total: int
     used: int
     cached: int
-    """Free, and hold prefixes that can be found."""
+    """Free blocks in the prefix cache."""
     free: int
-    """Those included."""
+    """Free blocks, cached ones included."""
     host_total: int
     host_used: int
 
@@ -182,44 +181,44 @@ class BlockUsage(Struct, kw_only=True):
 
 
 class SchedulerState(NamedTuple):
-    """Everything is a copy: nothing of it changes any more."""
+    """A copy of a scheduler's state, which does not change."""
 
     now: float
     """Seconds on the engine's clock."""
     step: int
-    """The next one."""
+    """Number of the next step."""
     num_slots: int
     running: dict[int, RunningRequest]
-    """`Request.sequence` -> its row, in the order in which they decode."""
+    """`Request.sequence` -> running request, in the order in which they decode."""
     waiting: dict[int, WaitingRequest]
-    """The same of those that were looked at, in no particular order."""
+    """`Request.sequence` -> waiting request, in no particular order, up to a limit."""
     num_waiting: int
-    """All of them, those included that wait for others of their own request."""
+    """All waiting requests, including forks that wait for their parent."""
     classes: list[ClassQueueState]
-    """By rank."""
+    """In ascending order of rank."""
     served: dict[str, dict[str, int]]
-    """Class -> tenant -> service it has got, as fairness among tenants counts it; of tenants that are known here."""
+    """Class -> tenant -> virtual token counter, for the tenants of the requests above."""
     blocks: BlockUsage
 
 
 def scheduler_state(
     scheduler: Scheduler, now: float, step_s: float | None = None, max_waiting: int = MAX_WAITING
 ) -> SchedulerState:
-    """To be called by the thread that owns the scheduler.
+    """Return the state of a scheduler; for the thread that owns it.
 
     Args:
-        scheduler: Is copied from.
+        scheduler: The scheduler.
         now: Seconds on the engine's clock.
-        step_s: Seconds a step takes, if that is known.
-        max_waiting: Waiting requests that are looked at.
+        step_s: Mean seconds per step, if known.
+        max_waiting: Maximum number of waiting requests to copy.
     """
     running = {each.sequence: RunningRequest.of(each, scheduler.blocks, now) for each in scheduler.running}
     waiting = {
-        each.sequence: WaitingRequest.of(each, scheduler, now, is_apart=False)
+        each.sequence: WaitingRequest.of(each, scheduler, now, is_at_tenant_limit=False)
         for each in islice(scheduler.waiting, max_waiting)
     }
     for each in islice(scheduler.held_by_tenant_limits(), max_waiting - len(waiting)):
-        waiting[each.sequence] = WaitingRequest.of(each, scheduler, now, is_apart=True)
+        waiting[each.sequence] = WaitingRequest.of(each, scheduler, now, is_at_tenant_limit=True)
     tenants = {each.tenant for each in running.values()} | {each.tenant for each in waiting.values()}
     rows = list(waiting.values())
     return SchedulerState(
@@ -242,32 +241,32 @@ def scheduler_state(
 
 
 class EngineSnapshot(NamedTuple):
-    """Nothing of it changes any more, but for a life that is not over."""
+    """A scheduler's state with recent events. It does not change, except the records of unfinished requests."""
 
     state: SchedulerState
     max_step_tokens: int
-    """The budget of a step."""
+    """Token budget of a step."""
     step_s: float | None
-    """Seconds a step takes, of late."""
+    """Recent mean seconds per step."""
     steps: list[tuple[float, Step]]
-    """When the WorkAgent began it, and the step."""
+    """Each step with the time at which the WorkAgent began it."""
     ended: list[RequestRecord]
     cpu_s: float
-    """Seconds of processor time that it took."""
+    """CPU seconds that this snapshot took."""
 
 
 def take_snapshot(
     scheduler: Scheduler,
-    journal: EventLog,
+    event_log: EventLog,
     now: float,
     step_s: float | None,
     since: float,
     cpu_clock: Clock = time.thread_time,
 ) -> EngineSnapshot:
-    """To be called by the thread that owns the scheduler; `since` is `state.now` of the time before."""
+    """Return a snapshot; for the engine's thread. `since` is `state.now` of the snapshot before."""
     began = cpu_clock()
     state = scheduler_state(scheduler, now, step_s, MAX_SNAPSHOT_WAITING)
-    steps, ended = journal.steps_since(since, MAX_STEPS), journal.ended_since(since, MAX_ENDED)
+    steps, ended = event_log.steps_since(since, MAX_STEPS), event_log.ended_since(since, MAX_ENDED)
     return EngineSnapshot(
         state, scheduler.limits.max_num_batched_tokens, step_s, steps, ended, cpu_s=cpu_clock() - began
     )

@@ -1,12 +1,16 @@
-"""What watches the steps of an engine without changing them: the events of one step, in the engine's thread."""
+"""Observers of an engine's steps: they watch a step and change nothing. Events come in the engine's thread."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
+from typing import Final, NamedTuple
 
 from llm_serving.core.request import Request
 from llm_serving.scheduler import Schedule
+from llm_serving.scheduler.schedule import Blocked
+
+NO_DRAFTS: Final[Mapping[int, int]] = MappingProxyType({})
 
 
 class CompletedStep(NamedTuple):
@@ -16,29 +20,44 @@ class CompletedStep(NamedTuple):
     num_tokens: int
     """Tokens that it computed, draft tokens included."""
     finished: list[Request]
-    """Requests that ended with it."""
+    """Requests that finished with it."""
     accepted: Mapping[int, int]
     """`Request.sequence` -> accepted draft tokens, of the rows that had drafts."""
     in_flight: Sequence[Schedule]
     """Steps submitted after it, the oldest first."""
     now: float
-    """When the scheduler had applied the results: the WorkAgent could begin with the next step."""
+    """When the scheduler had applied the results, so that the WorkAgent could begin the next step."""
 
 
 class StepObserver:
-    """Base class of observers; each event does nothing. Times are seconds on the engine's clock.
+    """Base class of observers; an engine calls only the events that a subclass overrides.
 
-    Events of one step come in this order: `on_scheduled`, `on_submitted`, then `on_completed` or `on_failed`.
+    Times are seconds on the engine's clock. The events of one step come in this order: `on_scheduled`, `on_submitted`,
+    then `on_completed` or `on_failed`.
     """
 
-    def on_scheduled(self, schedule: Schedule | None, in_flight: Sequence[Schedule], now: float) -> None:
-        """The scheduler has decided the step after those in flight; None: no request can move."""
+    def on_scheduled(
+        self, schedule: Schedule | None, in_flight: Sequence[Schedule], blocked: Blocked | None, now: float
+    ) -> None:
+        """The scheduler has decided the step after those in flight; None: no request can run.
+
+        `blocked` is the first request that it left waiting, with the reason.
+        """
 
     def on_submitted(self, schedule: Schedule, now: float) -> None:
-        """The executor has got the step, which was decided at `now`."""
+        """The executor has received the step, which was decided at `now`."""
 
     def on_completed(self, step: CompletedStep) -> None:
         """The results of the oldest step in flight have been applied."""
 
     def on_failed(self, now: float) -> None:
         """A step failed or the WorkAgent died: no step is in flight any more."""
+
+
+def observers_by_event(observers: Collection[StepObserver]) -> dict[str, list[StepObserver]]:
+    """Return for the name of each event the observers that override its method."""
+    events = [name for name in vars(StepObserver) if name.startswith("on_")]
+    return {
+        event: [each for each in observers if getattr(type(each), event) is not getattr(StepObserver, event)]
+        for event in events
+    }

@@ -1,4 +1,4 @@
-"""A line every few seconds that tells how busy the engines are."""
+"""A periodic log line with the load and the token rates of all engines."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class _Reading(NamedTuple):
 
 
 class ThroughputLine:
-    """Compares what the metrics count with what they counted before.
+    """Makes each line from the difference of the metrics since the line before.
 
     Args:
-        metrics: Of all engines.
+        metrics: Metrics of all engines.
         clock: Seconds.
     """
 
@@ -31,7 +31,7 @@ class ThroughputLine:
         self._before = self._read()
 
     def next(self) -> str | None:
-        """What happened since the last call; None when no step was made."""
+        """Return the line for the time since the last call; None if no step ran."""
         before, self._before = self._before, self._read()
         now = self._before
         seconds = now.time - before.time
@@ -52,7 +52,7 @@ class ThroughputLine:
 
 
 async def log_throughput(metrics: Metrics, clock: Clock, interval_s: float) -> None:
-    """Logs a line every `interval_s` while steps are made, until it is cancelled."""
+    """Log a line every `interval_s` seconds in which steps ran, until cancelled."""
     line = ThroughputLine(metrics, clock)
     while True:
         await asyncio.sleep(interval_s)

@@ -1,7 +1,7 @@
-"""The journal as a trace that Perfetto and Chrome's `about:tracing` show.
+"""The event log as a trace for Perfetto and Chrome's `about:tracing`.
 
-JSON object form of the Trace Event Format: complete events (`ph` X) with `ts` and `dur` in microseconds, metadata
-events (`ph` M) for names. Events of one row (`pid`, `tid`) must nest or follow each other; ours follow each other.
+The trace is in the JSON object form of the Trace Event Format: complete events (`ph` X) with `ts` and `dur` in
+microseconds, and metadata events (`ph` M) for names. Events of one row (`pid`, `tid`) do not overlap.
 """
 
 from __future__ import annotations
@@ -10,26 +10,26 @@ from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Final
 
-from llm_serving.observability.event_log import Record, RequestRecord, Step
+from llm_serving.observability.event_log import EventSnapshot, RequestRecord, Step
 from llm_serving.observability.latency_breakdown import Span, attribute, nanoseconds
 
 STEPS_ROW: Final = 0
-"""`tid` of the row of steps; the requests have theirs from 1 on."""
+"""`tid` of the row of steps; the rows of requests start at 1."""
 
 JsonObject = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class ReplicaTrace:
-    """What one replica shows: `pid` in the trace is its number."""
+    """The input of a trace from one replica; its index is the `pid` in the trace."""
 
     replica: int
-    record: Record
-    lives: Sequence[RequestRecord]
+    events: EventSnapshot
+    records: Sequence[RequestRecord]
     own_steps_only: bool = False
-    """Show the rows of these requests alone, and no step without one: who asks may not see what others do."""
+    """Show only the rows of these requests, and no step without one, because the client may see only its own tenant."""
     machine: str = ""
-    """On which its WorkAgent runs; told to those who may see everything."""
+    """Address of its WorkAgent's machine, shown unless `own_steps_only`."""
 
     @property
     def name(self) -> str:
@@ -38,9 +38,9 @@ class ReplicaTrace:
 
 
 def trace(replicas: Sequence[ReplicaTrace], num_steps: int) -> JsonObject:
-    """The newest `num_steps` steps of each replica, and the requests that lived meanwhile.
+    """Return a trace of the newest `num_steps` steps of each replica and of the requests open during them.
 
-    A request is shown from its arrival on, so it may begin before the first step.
+    A request is shown from its arrival, which may be before the first step.
     """
     events: list[JsonObject] = []
     spans = [(each, *_shown(each, num_steps)) for each in replicas]
@@ -53,41 +53,41 @@ def trace(replicas: Sequence[ReplicaTrace], num_steps: int) -> JsonObject:
     for each, steps, requests, _ in spans:
         events += _metadata(each.replica, STEPS_ROW, each.name, "steps")
         events += _step_events(each.replica, steps, microseconds)
-        for place, (life, life_spans) in enumerate(requests, STEPS_ROW + 1):
-            # The number of a request tells how many others there were.
-            row = place if each.own_steps_only else life.number
-            events += _metadata(each.replica, row, None, life.request_id)
-            events += _request_events(each.replica, row, life, life_spans, microseconds)
+        for position, (record, request_spans) in enumerate(requests, STEPS_ROW + 1):
+            # The number of a request would reveal how many requests other tenants sent.
+            row = position if each.own_steps_only else record.number
+            events += _metadata(each.replica, row, None, record.request_id)
+            events += _request_events(each.replica, row, record, request_spans, microseconds)
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
 def _shown(
     replica: ReplicaTrace, num_steps: int
 ) -> tuple[list[tuple[Step, int, int]], list[tuple[RequestRecord, list[Span]]], int | None]:
-    """Steps with begin and end, requests with their spans, and the first time of all."""
-    record = replica.record
+    """Return steps with begin and end, requests with their spans, and the earliest time of all."""
+    events = replica.events
     steps: list[tuple[Step, int, int]] = []
     end = 0
-    for step in record.steps:
+    for step in events.steps:
         began, end = max(nanoseconds(step.formed), end), nanoseconds(step.ended)
         steps.append((step, began, max(began, end)))
     if replica.own_steps_only:
-        own = frozenset[int]().union(*(life.sequences for life in replica.lives))
+        own = frozenset[int]().union(*(record.sequences for record in replica.records))
         steps = [(part, began, end) for step, began, end in steps if (part := _part(step, own)).num_tokens]
     steps = steps[-num_steps:]
     since = steps[0][1] if steps else 0
     requests = [
-        (life, spans)
-        for life in replica.lives
-        if life.ended_time is None or nanoseconds(life.ended_time) >= since
-        if (spans := attribute(life, record))
+        (record, spans)
+        for record in replica.records
+        if record.ended_time is None or nanoseconds(record.ended_time) >= since
+        if (spans := attribute(record, events))
     ]
     starts = [spans[0].start for _, spans in requests] + ([since] if steps else [])
     return steps, requests, min(starts, default=None)
 
 
 def _part(step: Step, sequences: Set[int]) -> Step:
-    """What of a step was computed for these sequences."""
+    """Return a step with only the rows of these sequences."""
     return step._replace(
         singles=tuple([each for each in step.singles if each in sequences]),
         chunks=tuple([chunk for chunk in step.chunks if chunk[0] in sequences]),
@@ -128,10 +128,10 @@ def _step_events(
 
 
 def _request_events(
-    pid: int, tid: int, life: RequestRecord, spans: Sequence[Span], microseconds: Callable[[int], float]
+    pid: int, tid: int, record: RequestRecord, spans: Sequence[Span], microseconds: Callable[[int], float]
 ) -> Iterator[JsonObject]:
     for start, end, span, num_steps in _joined(spans):
-        args: JsonObject = {"steps": num_steps, "class": life.request_class.name}
+        args: JsonObject = {"steps": num_steps, "class": record.request_class.name}
         yield {
             "ph": "X",
             "name": span.part.value,
@@ -145,7 +145,7 @@ def _request_events(
 
 
 def _joined(spans: Sequence[Span]) -> Iterator[tuple[int, int, Span, int]]:
-    """Spans in a row with one reason as one: start, end, the first of them, the number of steps."""
+    """Yield consecutive spans with the same reason as one: start, end, the first span, the number of steps."""
     index = 0
     while index < len(spans):
         first, numbers = spans[index], set()

@@ -219,7 +219,7 @@ def test_a_request_can_get_another_priority_during_the_transfer(goes_on_at: int)
         next_one.take_over = note  # type: ignore[method-assign]
         asked = asyncio.create_task(ask(engine))
         await asyncio.to_thread(came.wait)
-        changed = [await engine.control.reprioritise("asked", priority) for priority in (-1, 1)]
+        changed = [await engine.control.set_priority("asked", priority) for priority in (-1, 1)]
         running = [engine._queue.class_load(name).num_running for name in ("default", "batch")]
         engine.replicas.is_drained = lambda index: index != goes_on_at  # type: ignore[method-assign]
         go_on.set()
@@ -254,7 +254,7 @@ def test_requests_released_together_are_spread_over_replicas() -> None:
 @pytest.mark.parametrize("leaves", [False, True], ids=["cancelled", "its client is gone"])
 def test_blocks_of_a_finished_request_are_not_transferred(leaves: bool) -> None:
     async def talk(setup: Setup, engine: AsyncEngine) -> None:
-        hand_over, really_read, read = engine._hand_one_over, setup.pools[0].read, list[object]()
+        hand_over, really_read, read = engine._dispatcher._migrate_one, setup.pools[0].read, list[object]()
 
         def note(*names: Any) -> Any:
             read.append(names)
@@ -266,13 +266,13 @@ def test_blocks_of_a_finished_request_are_not_transferred(leaves: bool) -> None:
 
         def end_and_hand_over(migrating: MigratingRequest) -> None:
             if leaves:
-                engine._abort(stream.request_id)
+                engine._dispatcher.abort(stream.request_id)
             else:
                 engine.control.cancel("asked")
             hand_over(migrating)
             handed_over.set()
 
-        engine._hand_one_over = end_and_hand_over  # type: ignore[method-assign]
+        engine._dispatcher._migrate_one = end_and_hand_over  # type: ignore[method-assign]
         await handed_over.wait()
         if not leaves:
             assert [piece async for piece in stream][-1].finish_reason is FinishReason.ABORT

@@ -50,13 +50,13 @@ def test_a_migrating_request_can_be_cancelled() -> None:
     async def run() -> None:
         setup = Setup(2, roles=ROLES)
         async with setup.running() as engine:
-            hand_over = engine._hand_one_over
+            hand_over = engine._dispatcher._migrate_one
 
             def cancel_and_hand_over(migrating: MigratingRequest) -> None:
                 engine.control.cancel("asked")
                 hand_over(migrating)
 
-            engine._hand_one_over = cancel_and_hand_over  # type: ignore[method-assign]
+            engine._dispatcher._migrate_one = cancel_and_hand_over  # type: ignore[method-assign]
             token_ids, reason = await ask(engine)
             assert (len(token_ids) < 20, reason) == (True, FinishReason.ABORT)
 
@@ -67,18 +67,18 @@ def test_a_migrating_request_can_get_another_priority() -> None:
     async def run() -> None:
         setup = Setup(2, roles=ROLES)
         async with setup.running() as engine:
-            loop, hand_over, changing = asyncio.get_running_loop(), engine._hand_one_over, asyncio.Event()
+            loop, hand_over, changing = asyncio.get_running_loop(), engine._dispatcher._migrate_one, asyncio.Event()
             tasks: list[asyncio.Task[Any]] = []
 
             def ask_and_hand_over(migrating: MigratingRequest) -> None:
-                tasks.append(loop.create_task(engine.control.reprioritise("asked", 1)))
+                tasks.append(loop.create_task(engine.control.set_priority("asked", 1)))
                 loop.call_soon(hand_over, migrating)  # after the first replica was asked
 
             def asked_of_the_second(question: Callable[[], Any]) -> Future[Any]:
                 changing.set()
                 return really_ask(question)
 
-            engine._hand_one_over = ask_and_hand_over  # type: ignore[method-assign]
+            engine._dispatcher._migrate_one = ask_and_hand_over  # type: ignore[method-assign]
             second = engine.replicas.engines[1]
             really_ask, second.ask = second.ask, asked_of_the_second  # type: ignore[method-assign]
             setup.runners[1].gate.clear()
@@ -98,7 +98,7 @@ def test_a_request_that_migrates_back_can_get_another_priority() -> None:
         setup = Setup(2, roles=ROLES)
         async with setup.running() as engine:
             engine.replicas.is_drained = lambda index: index == 1  # type: ignore[method-assign]
-            loop, hand_over = asyncio.get_running_loop(), engine._hand_one_over
+            loop, hand_over = asyncio.get_running_loop(), engine._dispatcher._migrate_one
             tasks: list[asyncio.Task[Any]] = []
             first, asked, asked_again = engine.replicas.engines[0], [], Event()
             really_ask = first.ask
@@ -115,12 +115,12 @@ def test_a_request_that_migrates_back_can_get_another_priority() -> None:
                 hand_over(migrating)
 
             def ask_and_hand_over(migrating: MigratingRequest) -> None:
-                tasks.append(loop.create_task(engine.control.reprioritise("asked", 1)))
+                tasks.append(loop.create_task(engine.control.set_priority("asked", 1)))
                 tasks[0].add_done_callback(lambda _: asked_again.set())
                 loop.call_soon(back, migrating)  # after the replica was asked, which no longer has it
 
             first.ask = count  # type: ignore[method-assign]
-            engine._hand_one_over = ask_and_hand_over  # type: ignore[method-assign]
+            engine._dispatcher._migrate_one = ask_and_hand_over  # type: ignore[method-assign]
             assert (await ask(engine))[0] == expected_output(PROMPT, 20)
             (changed,) = await asyncio.gather(*tasks)
             assert list(changed.values()) == [True]
@@ -149,7 +149,7 @@ def test_a_request_whose_migration_raises_ends_and_the_next_ones_continue(blocks
                 return next_of(preferred)
 
             engine._router.migration_targets = fail_once  # type: ignore[method-assign]
-            hand_over, released = engine._hand_over, list[MigratingRequest]()
+            hand_over, released = engine._dispatcher.migrate, list[MigratingRequest]()
 
             def gather(come: list[MigratingRequest]) -> None:
                 released.extend(come)
@@ -191,14 +191,14 @@ def test_a_request_too_long_for_the_other_cache_continues_where_it_began() -> No
     async def run() -> None:
         setup = Setup(2, roles=ROLES)
         async with setup.running() as engine:
-            hand_over = engine._hand_one_over
+            hand_over = engine._dispatcher._migrate_one
 
             def shrink_and_hand_over(migrating: MigratingRequest) -> None:
                 """As if the other replica had been loaded again with a smaller cache."""
                 engine.replicas.engines[1].scheduler.blocks.can_ever_fit = lambda num_tokens: False  # type: ignore[method-assign]
                 hand_over(migrating)
 
-            engine._hand_one_over = shrink_and_hand_over  # type: ignore[method-assign]
+            engine._dispatcher._migrate_one = shrink_and_hand_over  # type: ignore[method-assign]
             assert (await ask(engine))[0] == expected_output(PROMPT, 20)
         assert tokens_computed(setup)[1] == 0
 

@@ -33,7 +33,7 @@ class Engines:
         self.cpu_s = 0.0
         self.asked: list[float] = []
 
-    async def glances(self, since: float, timeout_s: float) -> dict[int, EngineSnapshot | None]:
+    async def snapshots(self, since: float, timeout_s: float) -> dict[int, EngineSnapshot | None]:
         self.asked.append(since)
         times: Iterator[float] = iter((0.0, self.cpu_s))
         return {0: take_snapshot(self.scheduler, EventLog(), 7.0, None, since, lambda: next(times))}
@@ -181,8 +181,8 @@ def test_the_end_of_the_server_is_that_of_every_stream():
 
 def test_a_picture_that_fails_is_not_the_last():
     class Failing(Engines):
-        async def glances(self, since: float, timeout_s: float) -> dict[int, EngineSnapshot | None]:
-            found = await super().glances(since, timeout_s)
+        async def snapshots(self, since: float, timeout_s: float) -> dict[int, EngineSnapshot | None]:
+            found = await super().snapshots(since, timeout_s)
             if len(self.asked) == 1:
                 raise ValueError("of the engine")
             return found

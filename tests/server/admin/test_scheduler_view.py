@@ -31,7 +31,7 @@ DOCS = Path(__file__).resolve().parents[3] / "docs"
 async def ask(server, client, **headers):
     """The answer between two steps: the engine is busy with one until its gate opens."""
     asking = asyncio.create_task(client.get("/v1/scheduler", headers=headers))
-    await server.reach(lambda: bool(server.replica._inbox))
+    await server.reach(lambda: bool(server.replica._inbox.messages))
     server.runner.gate.set()
     return await asking
 
@@ -123,7 +123,7 @@ def test_a_replica_that_does_not_answer_is_named(monkeypatch):
             tasks = await load(server, client, ["ann"], with_keys=False)
             first, second = [(await client.get("/v1/scheduler")).json() for _ in range(2)]
             assert first == second == {"replicas": [], "silent": [0]}
-            assert len(server.replica._inbox) == 1, "each question waits for itself"
+            assert len(server.replica._inbox.messages) == 1, "each question waits for itself"
             server.runner.gate.set()
             await end(client, tasks)
 

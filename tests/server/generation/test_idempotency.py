@@ -128,8 +128,8 @@ def test_an_answer_that_was_forgotten_is_computed_again_with_the_same_seed_and_i
         server = GatedServer()
         async with server.running() as client:
             first = await client.post(PATH, json=BODY, headers=keyed())
-            for kept in list(server.engine.shared._kept.values()):
-                server.engine.shared.forget(kept)
+            for kept in list(server.engine.coalesced._kept.values()):
+                server.engine.coalesced.forget(kept)
             again = await client.post(PATH, json=BODY, headers=keyed())
             whole, repeated = first.json(), again.json()
             for each in (whole, repeated):
@@ -188,7 +188,7 @@ def test_the_same_seeded_request_in_flight_is_computed_once_where_the_configurat
             bodies = [body, body, body | {"cache_salt": "x"}, body | {"user": "bob"}, body | {"priority": 1}]
             server.runner.gate.clear()
             tasks = [asyncio.create_task(client.post(PATH, json=each)) for each in bodies]
-            await server.reach(lambda: server.engine.shared.num_readers == 5)
+            await server.reach(lambda: server.engine.coalesced.num_readers == 5)
             assert server.engine.num_waiting + server.engine.num_running == 4
             server.runner.gate.set()
             answers = [(await task).json() for task in tasks]

@@ -212,7 +212,7 @@ def test_a_running_request_ends_with_its_time_and_frees_its_blocks():
             asking = asyncio.create_task(client.post("/v1/completions", json=body))
             await server.reach(lambda: server.replica.scheduler.blocks.pool.num_used_blocks > 0)
             [request_id] = server.engine._requests._requests
-            server.engine._put_off(request_id, server.engine.clock())
+            server.engine._dispatcher.extend_deadline(request_id, server.engine.clock())
             server.runner.gate.set()
             assert '"code":"timeout"' in (await asking).text
             await server.reach(lambda: server.replica.scheduler.blocks.pool.num_used_blocks == 0)

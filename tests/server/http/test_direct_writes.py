@@ -131,14 +131,14 @@ def test_a_stream_tells_what_waits_in_it() -> None:
         logprobs = (TokenLogprobs(5, -1.0, (5, 6), (-1.0, -2.0)),)
         large = RequestOutput("r", "text", (5,), logprobs, 1, 0, 1)
         stream.put(piece(0))
-        stream.tell_waiting(told.append)
+        stream.report_waiting(told.append)
         stream.put(large)
         assert told == [piece(0).num_bytes, large.num_bytes]
         assert large.num_bytes == piece(0).num_bytes + len("text") + TOKEN_BYTES + 2 * ALTERNATIVE_BYTES
         await anext(stream)
         await anext(stream)
         assert sum(told) == 0
-        stream.tell_waiting(None)
+        stream.report_waiting(None)
         stream.put(piece(1))
         assert sum(told) == 0
 

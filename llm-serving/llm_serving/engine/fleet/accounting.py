@@ -19,6 +19,7 @@ from llm_serving.observability.metrics import Metrics
 from llm_serving.scheduler import Schedule, Scheduler
 from llm_serving.scheduler.fair_sharing import ClassUsage
 from llm_serving.scheduler.orders import MAX_TENANTS
+from llm_serving.scheduler.schedule import Blocked
 
 Service = Mapping[tuple[str, str], int]
 """(class, tenant) -> virtual tokens."""
@@ -228,7 +229,9 @@ class FleetSync(FairnessObserver):
         if service := self._accounting.pop_remote_service(self._index):
             self._scheduler.charge_remote_service(service)
 
-    def on_scheduled(self, schedule: Schedule | None, in_flight: Sequence[Schedule], now: float) -> None:
+    def on_scheduled(
+        self, schedule: Schedule | None, in_flight: Sequence[Schedule], blocked: Blocked | None, now: float
+    ) -> None:
         self.report(schedule)
 
     def report(self, schedule: Schedule | None = None) -> None:

@@ -22,7 +22,7 @@ from llm_serving.core.request_class import class_of
 from llm_serving.core.request_output import RequestOutput
 from llm_serving.core.timings import Clock, monotonic
 from llm_serving.engine.audit import Answer, Auditor
-from llm_serving.engine.listener import EngineListener
+from llm_serving.engine.observers import EngineListener
 from llm_serving.engine.output_processor import OutputProcessor, ProducedOutput
 from llm_serving.engine.sinks import SequenceSink, SinkContext
 from llm_serving.errors import WorkerError
@@ -33,6 +33,7 @@ from llm_serving.observability.event_log import EventLog
 from llm_serving.observability.metrics import Metrics
 from llm_serving.observability.step_observer import StepObserver
 from llm_serving.scheduler import Schedule, Scheduler
+from llm_serving.scheduler.schedule import Blocked
 from llm_serving.transport.messages import BlockContents
 
 logger = get_logger(__name__)
@@ -162,7 +163,9 @@ class RequestMigration(StepObserver):
         sink.resume()
         self._accepted[request] = migrating.exported_at
 
-    def on_scheduled(self, schedule: Schedule | None, in_flight: Sequence[Schedule], now: float) -> None:
+    def on_scheduled(
+        self, schedule: Schedule | None, in_flight: Sequence[Schedule], blocked: Blocked | None, now: float
+    ) -> None:
         if schedule is not None:
             self._imported.append([])
         if blocks := self._scheduler.blocks.pop_released_imports():

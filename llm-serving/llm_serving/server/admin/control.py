@@ -53,7 +53,7 @@ async def reprioritise_request(engine: AsyncEngine, http_request: Request) -> Re
     priority = requested_priority(config, ceiling, body.priority, body.priority_class)
     if priority is None:
         raise RequestError("priority", "or `priority_class` must be given")
-    done = await engine.control.reprioritise(request_id, priority, tenant_seen(http_request))
+    done = await engine.control.set_priority(request_id, priority, tenant_seen(http_request))
     changed = [engine_id for engine_id, is_changed in done.items() if is_changed]
     unchanged = [engine_id for engine_id, is_changed in done.items() if not is_changed]
     name = class_of(priority, config.request_classes).name

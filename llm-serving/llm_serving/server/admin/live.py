@@ -98,14 +98,14 @@ def columns_event() -> bytes:
 def picture_event(
     number: int,
     time: float,
-    glances: Mapping[int, EngineSnapshot | None],
+    snapshots: Mapping[int, EngineSnapshot | None],
     policy: str,
     tenant: str | None,
     metrics: Metrics,
 ) -> bytes:
     """The picture with this number, as far as a tenant may see it; all of it with None."""
-    known = {index: each for index, each in glances.items() if each is not None}
-    silent = [index for index, each in glances.items() if each is None]
+    known = {index: each for index, each in snapshots.items() if each is not None}
+    silent = [index for index, each in snapshots.items() if each is None]
     view: SchedulerView = view_of({index: each.state for index, each in known.items()}, silent, policy, tenant)
     return named_event(
         "picture",
@@ -113,7 +113,7 @@ def picture_event(
             "number": number,
             "time": round(time, DIGITS),
             "totals": {**metrics.totals()._asdict(), "bound_violations": metrics.num_bound_violations},
-            "kept": metrics.classes.kept(),
+            "kept": metrics.classes.targets_met(),
             "replicas": [
                 _replica(each, known[each.replica], tenant) | _where(metrics.machine(each.replica), tenant)
                 for each in view.replicas
@@ -167,7 +167,7 @@ def _sequences(seen: EngineSnapshot, tenant: str | None) -> frozenset[int] | Non
 
 
 def _ended(life: RequestRecord) -> EndedRequest:
-    facts, came = life.facts, life.first_token_time
+    facts, came = life.summary, life.first_token_time
     ended = life.arrival_time if life.ended_time is None else life.ended_time
     return EndedRequest(
         id=life.request_id,
@@ -205,7 +205,7 @@ def _steps(steps: Sequence[tuple[float, Step]], own: frozenset[int] | None) -> l
 class Watched(Protocol):
     """Of an engine, what is watched."""
 
-    async def glances(self, since: float, timeout_s: float) -> dict[int, EngineSnapshot | None]: ...
+    async def snapshots(self, since: float, timeout_s: float) -> dict[int, EngineSnapshot | None]: ...
 
 
 class Viewer:
@@ -310,22 +310,22 @@ class LiveFeed:
         since = self._clock()
         while True:
             try:
-                glances = await self._watched.glances(since, TIMEOUT_S)
-                since = min((each.state.now for each in glances.values() if each is not None), default=since)
-                spent_s = await self._show(glances)
+                snapshots = await self._watched.snapshots(since, TIMEOUT_S)
+                since = min((each.state.now for each in snapshots.values() if each is not None), default=since)
+                spent_s = await self._show(snapshots)
             except Exception:
                 logger.exception("a picture of the engines failed")
                 spent_s = MOST_PAUSE_S
             await self._sleep(pause_s(spent_s))
 
-    async def _show(self, glances: Mapping[int, EngineSnapshot | None]) -> float:
+    async def _show(self, snapshots: Mapping[int, EngineSnapshot | None]) -> float:
         """Gives every viewer what it may see; returns the seconds of processor time it has taken."""
         self._number += 1
         now = self._clock()
-        spent_s = sum(each.cpu_s for each in glances.values() if each is not None)
+        spent_s = sum(each.cpu_s for each in snapshots.values() if each is not None)
         for tenant in dict.fromkeys(each.tenant for each in self._viewers):
             began = self._cpu_clock()
-            picture = picture_event(self._number, now, glances, self.policy, tenant, self._metrics)
+            picture = picture_event(self._number, now, snapshots, self.policy, tenant, self._metrics)
             spent_s += self._cpu_clock() - began
             for viewer in self._viewers:
                 if viewer.tenant == tenant:

@@ -105,7 +105,7 @@ class Generation:
     def report_unread_bytes(self, listener: Callable[[int], None] | None) -> None:
         """Call `listener` with each change of the number of bytes that wait for the reader of `outputs`."""
         for stream in self._streams:
-            stream.tell_waiting(listener)
+            stream.report_waiting(listener)
 
     async def _merged(self) -> AsyncIterator[ChoiceOutput]:
         if len(self._streams) == 1:
@@ -205,7 +205,7 @@ async def submit(
         sequences = [sampling] if choices == ONE_CHOICE else sequences_of(sampling, choices)
         keys = [] if sharing is None else [sharing.key + i.to_bytes(4) for i in range(len(prompts) * len(sequences))]
         admission = None
-        if len(prompts) * choices.best_of > 1 and not engine.shared.has(keys):
+        if len(prompts) * choices.best_of > 1 and not engine.coalesced.has(keys):
             prompt_lens = [len(prompt) for prompt in prompts for _ in range(choices.best_of)]
             admission = engine.check_capacity(prompt_lens, caller, choices.best_of)
         refund: Callable[[int], None] | None = None

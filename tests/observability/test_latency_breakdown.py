@@ -1,4 +1,4 @@
-"""Every nanosecond of a request has one reason, and it is the right one."""
+"""The latency breakdown assigns each nanosecond of a request to the right reason."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from support.fake_runner import FakeRunner
 
 
 class Clock:
-    """Goes on by an uneven, seeded amount at every reading."""
+    """A clock that advances by a seeded random amount at every reading."""
 
     def __init__(self, seed: int = 0) -> None:
         self._random = random.Random(seed)
@@ -34,7 +34,7 @@ class Clock:
 
 
 class FailingExecutor(LocalExecutor):
-    """As a WorkAgent that can be started again; `failure` is what the next step ends with."""
+    """An executor whose WorkAgent can be restarted; `failure` is the error of the next step."""
 
     def __init__(self, blocks: BlockManager, max_steps_in_flight: int) -> None:
         self._new_runner = lambda: FakeRunner(blocks.pool.num_blocks, blocks.block_size, blocks.host_pool.num_blocks)
@@ -55,11 +55,11 @@ class FailingExecutor(LocalExecutor):
 
 
 class TimedHarness(Harness):
-    """A harness with a journal, whose clock and failures a test holds."""
+    """A harness with an event log, whose clock and failures a test controls."""
 
     def __init__(self, seed: int = 0, *, num_steps: int = 10000, ahead: bool = True, **arguments) -> None:
         self.clock = Clock(seed)
-        super().__init__(journal=EventLog(1000, num_steps), clock=self.clock, **arguments)
+        super().__init__(event_log=EventLog(1000, num_steps), clock=self.clock, **arguments)
         self.failing = FailingExecutor(self.scheduler.blocks, 2 if ahead else 1)
         self.engine._executor, self.engine._max_steps_in_flight = self.failing, self.failing.max_steps_in_flight
         self.engine._recovery._executor = self.failing
@@ -68,42 +68,42 @@ class TimedHarness(Harness):
         self.engine.submit(create_request(num_prompt_tokens, arrival_time=self.clock(), **arguments))
 
 
-def life_of(harness: TimedHarness, request_id: str) -> RequestRecord:
-    return next(life for life in harness.engine.journal.lives() if life.request_id == request_id)
+def record_of(harness: TimedHarness, request_id: str) -> RequestRecord:
+    return next(record for record in harness.engine.event_log.records() if record.request_id == request_id)
 
 
 def spans_of(harness: TimedHarness, request_id: str) -> list[Span]:
-    return attribute(life_of(harness, request_id), harness.engine.journal.record(harness.clock.now))
+    return attribute(record_of(harness, request_id), harness.engine.event_log.snapshot(harness.clock.now))
 
 
 def parts_of(harness: TimedHarness, request_id: str) -> dict[str, set[str]]:
-    """Details by part."""
+    """Return the details by part."""
     found: dict[str, set[str]] = {}
     for span in spans_of(harness, request_id):
         found.setdefault(span.part.value, set()).add(span.detail)
     return found
 
 
-def check_whole(harness: TimedHarness, life: RequestRecord) -> None:
-    """The spans follow each other from the arrival to the end, and the parts add up exactly."""
-    record = harness.engine.journal.record(harness.clock.now)
-    spans = attribute(life, record)
+def check_whole(harness: TimedHarness, record: RequestRecord) -> None:
+    """Check that the spans have no gaps from arrival to end, and that the parts add up exactly."""
+    events = harness.engine.event_log.snapshot(harness.clock.now)
+    spans = attribute(record, events)
     assert all(span.start < span.end for span in spans)
     assert all(before.end == after.start for before, after in pairwise(spans))
-    http_timings = life.http_timings
-    start = life.arrival_time if http_timings is None else http_timings.received_time
-    end = record.now if life.ended_time is None else life.ended_time
-    if http_timings is not None and life.ended_time is not None:
-        end = max(end, record.now if http_timings.response_sent_time is None else http_timings.response_sent_time)
+    http_timings = record.http_timings
+    start = record.arrival_time if http_timings is None else http_timings.received_time
+    end = events.now if record.ended_time is None else record.ended_time
+    if http_timings is not None and record.ended_time is not None:
+        end = max(end, events.now if http_timings.response_sent_time is None else http_timings.response_sent_time)
     assert (spans[0].start, spans[-1].end) == (nanoseconds(start), nanoseconds(end))
     bounds = {each.name: each for each in harness.scheduler.bounds}
-    explanation = explain(life, record, bounds[life.request_class.name], 0, with_tenant=False)
+    explanation = explain(record, events, bounds[record.request_class.name], 0, with_tenant=False)
     assert sum(round(part.ms * 1e6) for part in explanation.parts) == nanoseconds(end) - nanoseconds(start)
     assert explanation.wall_ms == (nanoseconds(end) - nanoseconds(start)) / 1e6
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_the_parts_of_every_request_add_up_exactly(seed):
+def test_latency_parts_of_every_request_add_up_exactly(seed):
     """Random loads with preemptions, swaps, aborts, lost steps and restarts; also while requests run."""
     choose = random.Random(seed)
     harness = TimedHarness(
@@ -143,23 +143,25 @@ def test_the_parts_of_every_request_add_up_exactly(seed):
             harness.failing.failure = choose.choice([StepFailedError("it fails"), WorkerDiedError("it died")])
         harness.engine.step()
         if choose.random() < 0.2:
-            for life in harness.engine.journal.lives():
-                check_whole(harness, life)
+            for record in harness.engine.event_log.records():
+                check_whole(harness, record)
     harness.run()
-    lives = harness.engine.journal.lives()
-    assert [life.request_id for life in lives] == ids
-    for life in lives:
-        check_whole(harness, life)
-        if life.http_timings is not None and life.http_timings.response_sent_time is None:
-            life.http_timings.response_sent_time = harness.clock()
-    for life in lives:
-        check_whole(harness, life)
-        if life.facts.finish_reason is FinishReason.LENGTH and life.preemptions == ():
-            rows = own_rows(life, harness.engine.journal.record(harness.clock.now))
-            assert harness.engine.journal.record(0.0).kept_since > life.arrival_time or rows[0].part is Part.PREFILL
+    records = harness.engine.event_log.records()
+    assert [record.request_id for record in records] == ids
+    for record in records:
+        check_whole(harness, record)
+        if record.http_timings is not None and record.http_timings.response_sent_time is None:
+            record.http_timings.response_sent_time = harness.clock()
+    for record in records:
+        check_whole(harness, record)
+        if record.summary.finish_reason is FinishReason.LENGTH and record.preemptions == ():
+            rows = own_rows(record, harness.engine.event_log.snapshot(harness.clock.now))
+            assert (
+                harness.engine.event_log.snapshot(0.0).kept_since > record.arrival_time or rows[0].part is Part.PREFILL
+            )
 
 
-def test_a_request_alone_is_computed_all_the_time():
+def test_latency_of_a_single_request_is_computation_only():
     harness = TimedHarness(ahead=False, max_num_batched_tokens=8)
     harness.submit(20, request_id="a", max_tokens=4)
     harness.run()
@@ -175,23 +177,23 @@ def test_a_request_alone_is_computed_all_the_time():
     assert set(parts_of(harness, "a")) <= {"inbox", "queued", "prefill", "device", "decode", "sending"}
 
 
-def test_a_beam_search_is_explained_as_the_request_it_is():
+def test_latency_of_a_beam_search_is_that_of_one_request():
     harness = TimedHarness(ahead=False, max_num_batched_tokens=8)
     request = create_request(20, request_id="a", max_tokens=4, arrival_time=harness.clock())
     request.beam_search = BeamSearchParams(width=3)
     harness.engine.submit(request)
     harness.run()
-    (life,) = harness.engine.journal.lives()
-    check_whole(harness, life)
-    record = harness.engine.journal.record(harness.clock.now)
-    assert [row.part for row in own_rows(life, record)] == 3 * [Part.PREFILL] + 3 * [Part.DECODE]
-    explanation = explain(life, record, harness.scheduler.bounds[0], 0, with_tenant=False)
+    (record,) = harness.engine.event_log.records()
+    check_whole(harness, record)
+    events = harness.engine.event_log.snapshot(harness.clock.now)
+    assert [row.part for row in own_rows(record, events)] == 3 * [Part.PREFILL] + 3 * [Part.DECODE]
+    explanation = explain(record, events, harness.scheduler.bounds[0], 0, with_tenant=False)
     assert (explanation.id, explanation.finish_reason) == ("a", "length")
     assert (explanation.tokens.prompt, explanation.tokens.output) == (20, 4)
     assert explanation.bounds.decode_gap.met is None
 
 
-def test_who_waits_is_told_behind_whom():
+def test_latency_breakdown_names_what_a_request_waits_for():
     harness = TimedHarness(max_num_seqs=1)
     for name, priority in (("running", -1), ("first", -1), ("second", -1), ("behind", 0)):
         harness.submit(request_id=name, priority=priority)
@@ -217,7 +219,7 @@ def test_who_waits_is_told_behind_whom():
         ("the step only decodes", {"policy": "decode_first", "num_blocks": 64}),
     ],
 )
-def test_the_scheduler_says_why_it_left_a_request_waiting(reason, arguments):
+def test_scheduler_reports_why_a_request_waits(reason, arguments):
     harness = TimedHarness(**arguments)
     harness.submit(11, request_id="running")
     harness.engine.step()
@@ -230,7 +232,7 @@ def test_the_scheduler_says_why_it_left_a_request_waiting(reason, arguments):
     assert any(reason in detail for detail in details), details
 
 
-def test_who_lacks_a_slot_as_well_as_tokens_of_the_step_waits_for_the_slot():
+def test_missing_slot_is_reported_before_a_missing_token_budget():
     harness = TimedHarness(max_num_seqs=1, max_prefill_seqs=1, max_num_batched_tokens=4, num_blocks=64)
     harness.submit(20, request_id="running")
     harness.engine.step()
@@ -242,7 +244,7 @@ def test_who_lacks_a_slot_as_well_as_tokens_of_the_step_waits_for_the_slot():
 
 
 @pytest.mark.parametrize(("num_swap_blocks", "way"), [(0, "recompute"), (16, "swap")])
-def test_a_preempted_request_is_told_by_whom_and_what_was_computed_again(num_swap_blocks, way):
+def test_latency_breakdown_names_the_preempting_class_and_recomputation(num_swap_blocks, way):
     mode = PreemptionMode.SWAP if num_swap_blocks else PreemptionMode.RECOMPUTE
     harness = TimedHarness(num_blocks=7, num_swap_blocks=num_swap_blocks, preemption_mode=mode)
     harness.submit(8, request_id="low", priority=1, max_tokens=10)
@@ -256,7 +258,7 @@ def test_a_preempted_request_is_told_by_whom_and_what_was_computed_again(num_swa
     assert "preempted" not in parts_of(harness, "high")
 
 
-def test_a_step_of_others_prompts_is_shared():
+def test_step_with_other_prompts_counts_as_sharing():
     harness = TimedHarness(ahead=False, separate=True)
     harness.submit(request_id="old", max_tokens=6)
     harness.engine.step()
@@ -265,7 +267,7 @@ def test_a_step_of_others_prompts_is_shared():
     assert parts_of(harness, "old")["sharing"] == {"others' prompts"}
 
 
-def test_time_without_a_work_agent_is_the_restarts():
+def test_time_without_a_worker_counts_as_restart():
     harness = TimedHarness()
     harness.submit(request_id="a", max_tokens=6)
     for _ in range(3):
@@ -273,12 +275,12 @@ def test_time_without_a_work_agent_is_the_restarts():
     harness.failing.failure = WorkerDiedError("it died")
     harness.run()
     assert {"restart", "computed again", "decode"} <= parts_of(harness, "a").keys()
-    [outage] = harness.engine.journal.record(0.0).outages
+    [outage] = harness.engine.event_log.snapshot(0.0).outages
     restarts = [span for span in spans_of(harness, "a") if span.part is Part.RESTART]
     assert sum(span.end - span.start for span in restarts) == nanoseconds(outage.ended) - nanoseconds(outage.began)
 
 
-def test_an_answer_waits_for_its_other_choices_and_is_sent():
+def test_latency_after_the_end_is_other_choices_and_sending():
     harness = TimedHarness()
     http_timings = HttpTimings(harness.clock())
     for name, max_tokens in (("short", 2), ("long", 6)):
@@ -293,7 +295,7 @@ def test_an_answer_waits_for_its_other_choices_and_is_sent():
     assert spans_of(harness, "short")[-1].end == spans_of(harness, "long")[-1].end
 
 
-def test_time_whose_steps_are_gone_is_named():
+def test_time_without_kept_steps_is_not_kept():
     harness = TimedHarness(num_steps=4)
     harness.submit(request_id="a", max_tokens=20)
     harness.run()

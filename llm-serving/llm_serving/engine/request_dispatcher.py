@@ -1,0 +1,201 @@
+"""Open requests on the event loop: outputs, starts, cancellations, migrations and failures that engines report."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from functools import partial
+
+from llm_serving.admission.admission_control import AdmissionControl
+from llm_serving.admission.queue_limits import AdmissionQueue
+from llm_serving.config.schema import ServingConfig
+from llm_serving.core.request import FinishReason, Request
+from llm_serving.core.request_output import RequestOutput
+from llm_serving.core.timings import Clock
+from llm_serving.engine.coalescing import CoalescedResponse, CoalescedResponses
+from llm_serving.engine.engine import Engine
+from llm_serving.engine.fleet.migration import MigratingRequest, failure_output
+from llm_serving.engine.fleet.router import Router
+from llm_serving.engine.open_requests import OpenRequest, OpenRequests
+from llm_serving.engine.replicas import Events, OpenReplica, Replicas
+from llm_serving.errors import LLMServingError, WorkerDiedError
+from llm_serving.log import get_logger
+from llm_serving.observability.metrics import Metrics
+
+logger = get_logger(__name__)
+
+
+class RequestDispatcher:
+    """Connects the open requests with the replicas that compute them.
+
+    An exception while one request is handled ends that request only. All methods belong to the event loop.
+
+    Args:
+        config: The server's configuration.
+        metrics: The server's metrics.
+        open_replica: Loads a replica.
+        clock: Seconds.
+        on_failure: Called when the server cannot serve any more.
+    """
+
+    def __init__(
+        self,
+        config: ServingConfig,
+        metrics: Metrics,
+        open_replica: OpenReplica,
+        clock: Clock,
+        on_failure: Callable[[LLMServingError], None],
+    ) -> None:
+        self.requests = OpenRequests()
+        events = Events(
+            on_outputs=self.dispatch,
+            on_started=self.start,
+            on_migrating=self.migrate,
+            on_failure=on_failure,
+            on_ended=self.end_requests_of,
+            on_serving=self.leave_if_idle,
+        )
+        self.replicas = Replicas(config, open_replica, events)
+        self.queue = AdmissionQueue(config, clock)
+        self.admission = AdmissionControl(config, self.queue, metrics.classes, clock)
+        self.router = Router(config, self.replicas, self.requests, self.queue, self.admission, clock)
+        serving = config.serving
+        self.coalesced = CoalescedResponses(serving.coalesced_response_bytes, serving.request_log_age_s, clock)
+
+    def reload(self, config: ServingConfig) -> None:
+        """Apply another configuration to admission control and routing."""
+        for each in (self.queue, self.admission, self.router):
+            each.reload(config)
+
+    # --- one request ------------------------------------------------------------------------------------------------
+
+    def close(self, request_id: str) -> OpenRequest | None:
+        """Remove a request that has finished or is aborted; return it if it was open."""
+        self.queue.remove(request_id)
+        self.router.record_finished(request_id)
+        opened = self.requests.pop(request_id)
+        if opened is not None and self.replicas.drained:
+            self.leave_if_idle(opened.engine)
+        return opened
+
+    def abort(self, request_id: str) -> None:
+        """Abort a request. Its tenant's slot stays occupied until the replica that has the request frees it."""
+        opened = self.close(request_id)
+        if opened is not None:
+            self.discard_coalesced(opened)
+            opened.engine.abort(request_id)
+
+    def extend_deadline(self, request_id: str, deadline: float | None) -> None:
+        """Give a request a later deadline, or none."""
+        opened = self.requests.get(request_id)
+        if opened is not None:
+            opened.deadline = deadline
+            with contextlib.suppress(WorkerDiedError):  # then all requests of the engine have ended
+                opened.engine.ask(partial(opened.engine.extend_deadline, request_id, deadline))
+
+    def discard_coalesced(self, opened: OpenRequest) -> None:
+        """Share the answer of a request, which stays incomplete, with no further client."""
+        if isinstance(opened.stream, CoalescedResponse):
+            self.coalesced.forget(opened.stream)
+
+    def _fail(self, opened: OpenRequest, error: Exception) -> None:
+        """End a request whose handling raised an exception; its client gets an error even if more of it fails."""
+        request_id = opened.request.request_id
+        piece = failure_output(opened.request, FinishReason.ERROR, f"internal error: {error}")
+        for call in (
+            partial(opened.engine.abort, request_id),
+            partial(self.close, request_id),
+            partial(self.discard_coalesced, opened),
+            partial(opened.stream.put, piece),
+        ):
+            with contextlib.suppress(Exception):
+                call()
+
+    # --- events of replicas -----------------------------------------------------------------------------------------
+
+    def start(self, request_ids: list[str]) -> None:
+        for request_id in request_ids:
+            self.queue.start(request_id)
+
+    def dispatch(self, pieces: list[RequestOutput]) -> None:
+        """Give outputs to the streams of their requests."""
+        for piece in pieces:
+            opened = self.requests.get(piece.request_id)
+            if opened is None:
+                continue
+            try:
+                if piece.finish_reason is not None:
+                    self.close(piece.request_id)
+                    if piece.request_id in (slots := self.replicas.accounting.tenant_slots).migrating:
+                        slots.end_migration(piece.request_id)
+                opened.stream.put(piece)
+            except Exception as error:
+                logger.exception("an output of request %s was not delivered", piece.request_id)
+                self._fail(opened, error)
+
+    def end_requests_of(self, engine: Engine) -> None:
+        """End the requests that an engine left behind: an engine that ends by an exception may not know them all."""
+        for opened in self.requests.of_engine(engine):
+            self._end(opened.request, FinishReason.ERROR, f"its engine has ended: {engine.dead}")
+
+    def leave_if_idle(self, engine: Engine) -> None:
+        """End the WorkAgent of a drained replica that has no request."""
+        if not self.requests.num_of(engine) and (replica := self.replicas.index_of(engine)) is not None:
+            self.replicas.leave(replica)
+
+    def migrate(self, requests: list[MigratingRequest]) -> None:
+        """Give requests whose prompts are computed to replicas that decode."""
+        for migrating in requests:
+            try:
+                self._migrate_one(migrating)
+            except Exception as error:
+                logger.exception("request %s was not migrated", migrating.request.request_id)
+                self._fail_migration(migrating, error)
+
+    def _migrate_one(self, migrating: MigratingRequest) -> None:
+        request = migrating.request
+        opened = self.requests.get(request.request_id)
+        is_cancelled = opened is None or opened.is_cancelled
+        if opened is not None:
+            request.deadline = opened.deadline
+            if opened.priority is not None:
+                request.priority = opened.priority
+        transferred = migrating.transferred
+        for best, at_best in self.router.migration_targets(None if transferred is None else transferred.replica):
+            if not at_best.scheduler.blocks.can_ever_fit(request.max_num_tokens):
+                continue  # cache sizes may differ; the replica that the request comes from has enough blocks
+            replica = best if is_cancelled else self.replicas.transfer(migrating, best)
+            if replica is None:
+                self.requests.start_transfer(request.request_id, at_best)
+                return
+            engine = self.replicas.engines[replica]
+            with contextlib.suppress(WorkerDiedError):
+                # One message with the cancellation: between two messages, steps could finish the request.
+                engine.take_over(migrating, is_cancelled=is_cancelled)
+                if opened is not None:
+                    before = opened.engine
+                    self.requests.finish_migration(request.request_id, request, engine)
+                    self.queue.change_replica(request.request_id, replica)
+                    self.router.record_migrated(request.request_id, replica)
+                    self.leave_if_idle(before)
+                return
+        self._end(request, FinishReason.UNAVAILABLE, "no WorkAgent is left that could go on with it")
+
+    def _fail_migration(self, migrating: MigratingRequest, error: Exception) -> None:
+        """End a request whose migration raised an exception, and free its blocks unless a replica has accepted it."""
+        request_id = migrating.request.request_id
+        opened = self.requests.get(request_id)
+        has_no_replica = opened is None or opened.request is not migrating.request
+        if opened is not None:
+            self._fail(opened, error)
+        if has_no_replica:
+            self.replicas.accounting.tenant_slots.end_migration(request_id)
+            with contextlib.suppress(Exception):  # the blocks may be what could not be transferred
+                self.replicas.reclaim_blocks(migrating.drop_blocks())
+
+    def _end(self, request: Request, reason: FinishReason, error: str) -> None:
+        """End a request that no replica has."""
+        opened = self.close(request.request_id)
+        self.replicas.accounting.tenant_slots.end_migration(request.request_id)
+        if opened is not None:
+            opened.stream.put(failure_output(request, reason, error))

@@ -1,0 +1,75 @@
+"""Histograms, counters and gauges in the form that Prometheus scrapes."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+
+LATENCY_BUCKETS: Final = (
+    0.001, 0.0025, 0.005, 0.0075, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75,
+    1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0,
+)  # fmt: skip
+"""Upper bounds in seconds."""
+TOKEN_BUCKETS: Final = tuple(2.0**power for power in range(15))
+"""Upper bounds of the tokens of a step."""
+LENGTH_BUCKETS: Final = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
+"""Upper bounds of the tokens of a request, up to half a million."""
+
+Labels = Mapping[str, str]
+
+
+class Histogram:
+    """Counts of values by bucket. Observing a value costs a bisection and two additions."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+        """Sum of all values."""
+
+    def observe(self, value: float) -> None:
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self.sum += value
+
+    @property
+    def count(self) -> int:
+        """Number of observed values."""
+        return sum(self._counts)
+
+    def buckets(self) -> tuple[list[tuple[str, float]], float]:
+        """Return (upper bound, number of values up to it) of each bucket, and the sum of all values."""
+        total, buckets = 0, []
+        for bound, count in zip((*map(repr, self._bounds), "+Inf"), self._counts, strict=True):
+            total += count
+            buckets.append((bound, float(total)))
+        return buckets, self.sum
+
+    def family(self, name: str, text: str, labels: Labels) -> HistogramMetricFamily:
+        family = HistogramMetricFamily(name, text, labels=list(labels))
+        family.add_metric(list(labels.values()), *self.buckets())
+        return family
+
+
+def counter(name: str, text: str, labels: Labels, value: float) -> CounterMetricFamily:
+    """Return a counter with one value."""
+    family = CounterMetricFamily(name, text, labels=list(labels))
+    family.add_metric(list(labels.values()), value)
+    return family
+
+
+def gauge(name: str, text: str, labels: Labels, value: float) -> GaugeMetricFamily:
+    """Return a gauge with one value."""
+    family = GaugeMetricFamily(name, text, labels=list(labels))
+    family.add_metric(list(labels.values()), value)
+    return family
+
+
+def counter_by(name: str, text: str, labels: Labels, label: str, counts: Mapping[str, float]) -> CounterMetricFamily:
+    """Return a counter with one more label, from the counts by value of that label."""
+    family = CounterMetricFamily(name, text, labels=[*labels, label])
+    for value, count in counts.items():
+        family.add_metric([*labels.values(), value], count)
+    return family
