@@ -28,7 +28,7 @@ PRIVATE_WORDS = {
     "beginnings": "prefix keys",
 }
 """Word that an identifier must not contain -> what to write in its place."""
-SAME_NAME = {"Blocks", "Flag", "Reprioritised", "Reloaded", "Resumed"}
+SAME_NAME = {"Blocks", "Flag", "Reloaded", "Resumed"}
 """Class names that two modules may have: messages and records, whose names are part of a format on disk or wire."""
 
 

@@ -10,7 +10,7 @@ from typing import Final
 
 import numpy as np
 from llm_serving.errors import ConfigError, RecordingError
-from llm_serving.recording.records import Added, Asked, CacheLost, Decided, Drafted, Entry, Reader, Updated
+from llm_serving.recording.records import Added, CacheReset, Decided, Drafted, Entry, Reader, ScheduleCalled, Updated
 from llm_serving.recording.replay import Replay
 from llm_serving.scheduler.schedule import count_accepted_tokens
 from llm_serving.scheduler.scheduler import Scheduler
@@ -126,7 +126,7 @@ def _read(entries: Iterator[Entry], timings: Timings, scheduler: Scheduler) -> N
                 arrival_s = time if arrival_s is None else arrival_s
             case Drafted():
                 drafts[entry.record.sequence] = entry.record.token_ids
-            case Asked(now=now):
+            case ScheduleCalled(now=now):
                 scheduled_s = now
                 if replied is not None:
                     is_short = max(replied.seconds, previous_seconds) < LONG_STEP_S
@@ -150,7 +150,7 @@ def _read(entries: Iterator[Entry], timings: Timings, scheduler: Scheduler) -> N
                 for number in replied.sampled:
                     if number in names:
                         timings.replies.setdefault(names[number], []).append(time)
-            case CacheLost():
+            case CacheReset():
                 in_flight.clear()
 
 

@@ -1,4 +1,4 @@
-"""An engine whose scheduler is recorded: beam searches, aborts, failed steps; each file comes to the same again."""
+"""Recordings of an engine with beam searches, aborts and failed steps replay to the same decisions."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def fail_sometimes(harness: Harness, places: set[int]) -> None:
     fails_at=st.sets(st.integers(1, 30), max_size=2),
     max_file_bytes=st.sampled_from([1, 2**24]),
 )
-def test_each_file_of_an_engine_is_decided_again(
+def test_each_recording_file_of_an_engine_replays(
     arrivals: list[tuple[int, int, int, int, int | None]],
     ahead: bool,
     num_swap_blocks: int,
@@ -96,10 +96,10 @@ def test_each_file_of_an_engine_is_decided_again(
     assert [each.hash for each in replays] == [seal(data) for data in files.files]
     assert replays[-1].next_step == harness.scheduler._step
     kinds = {type(entry.record).__name__ for data in files.files for entry in read(data)}
-    assert {"Added", "Asked", "Decided", "Updated"} <= kinds
+    assert {"Added", "ScheduleCalled", "Decided", "Updated"} <= kinds
 
 
-def test_the_configuration_names_the_folder(tmp_path, caplog) -> None:
+def test_record_path_is_configured(tmp_path, caplog) -> None:
     assert type(build_scheduler(create_config(), 8)) is Scheduler
     assert SchedulerConfig().record_path is None
     caplog.set_level("INFO")

@@ -1,4 +1,4 @@
-"""Recordings on a disk: numbered files, the oldest deleted, and a disk that takes no more."""
+"""Recording files: numbering, deletion of the oldest, and errors of the disk."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def run_load(scheduler: RecordedScheduler) -> None:
         run_step(scheduler)
 
 
-def test_a_file_holds_what_was_recorded_and_the_log_its_hash(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_record_file_has_the_records_and_the_log_its_hash(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     scheduler, recorder = create_recorded(RecordFiles(tmp_path / "made" / "here", "replica-0", 4))
     run_load(scheduler)
@@ -42,7 +42,7 @@ def test_a_file_holds_what_was_recorded_and_the_log_its_hash(tmp_path: Path, cap
     )
 
 
-def test_full_files_are_followed_by_others_and_the_oldest_deleted(tmp_path: Path) -> None:
+def test_record_files_rotate_and_delete_the_oldest(tmp_path: Path) -> None:
     (tmp_path / "replica-0-000041.rec").write_bytes(b"of an earlier run")
     (tmp_path / "replica-1-000050.rec").write_bytes(b"of another scheduler")
     (tmp_path / "replica-0-notes.txt").write_bytes(b"of somebody else")
@@ -61,7 +61,7 @@ def test_full_files_are_followed_by_others_and_the_oldest_deleted(tmp_path: Path
     assert [header.seal.hex() for header in headers[1:]] == [seal(data) for data in files[:-1]]
 
 
-def test_a_full_disk_ends_the_recording_with_one_error(
+def test_full_disk_stops_the_recording_with_one_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     failed = threading.Event()
@@ -85,11 +85,11 @@ def test_a_full_disk_ends_the_recording_with_one_error(
     assert not recorder.is_on
     recorder.close()
     errors = [record.message for record in caplog.records if record.levelname == "ERROR"]
-    assert errors == ["replica-0: recording ends, serving goes on: [Errno 28] No space left on device"]
+    assert errors == ["replica-0: recording stopped; serving continues: [Errno 28] No space left on device"]
     assert not any("hash" in message for message in caplog.messages)
 
 
-def test_a_folder_that_cannot_be_made_is_one_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_folder_that_cannot_be_created_is_one_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("in the way")
     scheduler, recorder = create_recorded(RecordFiles(tmp_path / "file" / "folder", "replica-0", 4))
     run_load(scheduler)
@@ -98,7 +98,7 @@ def test_a_folder_that_cannot_be_made_is_one_error(tmp_path: Path, caplog: pytes
     assert "Not a directory" in error
 
 
-def test_a_disk_that_hangs_is_not_waited_for(
+def test_recording_does_not_wait_for_a_disk_that_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     hangs, goes_on = threading.Event(), threading.Event()
@@ -121,4 +121,4 @@ def test_a_disk_that_hangs_is_not_waited_for(
     goes_on.set()
     recorder.close()
     errors = [record.message for record in caplog.records if record.levelname == "ERROR"]
-    assert errors == ["replica-0: recording ends, serving goes on: 20000 bytes wait to be written"]
+    assert errors == ["replica-0: recording stopped; serving continues: 20000 bytes wait to be written"]

@@ -1,4 +1,4 @@
-"""A replay makes the recorded decisions again, and shows differences."""
+"""Replay of recordings: equal decisions, and reports of differences."""
 
 from __future__ import annotations
 
@@ -12,7 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llm_serving.core.request import FinishReason, Request
 from llm_serving.errors import RecordingError
-from llm_serving.recording.records import FORMAT, MAGIC, Added, Asked, Chain, Decided, Ended, Updated, encode
+from llm_serving.recording.records import (
+    FORMAT,
+    MAGIC,
+    Added,
+    Chain,
+    Decided,
+    RequestFinished,
+    ScheduleCalled,
+    Updated,
+    encode,
+)
 from llm_serving.recording.replay import ReplayDiffersError
 from llm_serving.recording.snapshot import capture, restore
 from llm_serving.scheduler import Schedule, Scheduler
@@ -28,7 +38,7 @@ Load = list[tuple[int, int | None, Request]]
 def run_load(
     scheduler: Scheduler, load: Load, lost_at: int | None = None, reload: tuple[int, SchedulingRules] | None = None
 ) -> list[Schedule]:
-    """Runs all requests to their end as the engine does; at one step the WorkAgent and what it had is lost."""
+    """Run all requests to their end as the engine does; at one step the WorkAgent and its cache are lost."""
     done: list[Schedule] = []
     in_flight: list[Schedule] = []
     for step in range(3000):
@@ -89,7 +99,7 @@ def small_recording(**options: Any) -> bytes:
     others=scheduler_options(),
     reloaded_at=st.one_of(st.none(), st.integers(1, 20)),
 )
-def test_a_replay_decides_the_same(
+def test_replay_makes_the_same_decisions(
     arrivals: list[tuple[Any, ...]],
     options: dict[str, Any],
     lost_at: int | None,
@@ -97,7 +107,7 @@ def test_a_replay_decides_the_same(
     others: dict[str, Any],
     reloaded_at: int | None,
 ) -> None:
-    """Small files begin in the middle of everything, and each of them is replayed alone."""
+    """Small files start at arbitrary states, and each file is replayed separately."""
     files = MemoryFiles()
     recorded = create_recorded(files, max_file_bytes, **options)
     reload = None if reloaded_at is None else (reloaded_at, other_rules(options, others))
@@ -137,7 +147,7 @@ def test_every_policy_composition_and_preemption_mode(policy: str, separate: boo
     assert replay(data).hash == seal(data)
 
 
-def test_the_loads_of_these_tests_have_drafts() -> None:
+def test_loads_of_the_replay_tests_have_drafts() -> None:
     done = run_load(create_scheduler(**SMALL), small_load())
     assert sum(row.num_drafts for schedule in done for row in schedule.rows) >= 10
 
@@ -185,8 +195,8 @@ def test_changed_deadline_counts_when_a_request_is_queued_again() -> None:
     assert replay(data).hash == seal(data)
 
 
-def test_all_of_a_request_that_decisions_depend_on_is_recorded() -> None:
-    """A new field of `Request` belongs either into `Added` or into the second list here."""
+def test_recording_has_all_request_fields_that_decisions_depend_on() -> None:
+    """A new field of `Request` belongs either in `Added` or in the second list here."""
     derived = {"sequence", "request_class", "queue_key", "status", "paused", "num_computed_tokens", "admission_number"}
     derived |= {"num_confirmed_tokens", "num_cached_tokens", "num_tokens_in_flight", "num_preemptions"}
     derived |= {
@@ -220,7 +230,7 @@ def test_all_of_a_request_that_decisions_depend_on_is_recorded() -> None:
 
 @pytest.mark.parametrize("path", sorted(Path(__file__).with_name("format_14").iterdir()), ids=lambda path: path.stem)
 def test_recording_of_format_14_replays_to_its_own_hash(path: Path) -> None:
-    """One is by the release before the renaming, the other one has tenant limits."""
+    """One recording is of the release before the renaming, the other one has tenant limits."""
     data = path.read_bytes()
     result = replay(data)
     assert result.hash == seal(data)
@@ -231,7 +241,7 @@ def test_recording_of_format_14_replays_to_its_own_hash(path: Path) -> None:
 # What is not the same
 
 
-def test_a_changed_decision_is_shown_row_by_row() -> None:
+def test_replay_shows_a_changed_decision_row_by_row() -> None:
     data = small_recording()
     entry = next(each for each in read(data) if isinstance(each.record, Decided) and each.record.step == 4)
     assert isinstance(entry.record, Decided)
@@ -254,10 +264,10 @@ def test_a_changed_decision_is_shown_row_by_row() -> None:
         (Added, {"max_tokens": 2}),
         (Added, {"priority": 1}),
         (Updated, {"token_ids": []}),
-        (Ended, {"sequence": 99}),
+        (RequestFinished, {"sequence": 99}),
     ],
 )
-def test_a_changed_event_leads_to_a_difference(kind: type, changes: dict[str, Any]) -> None:
+def test_replay_detects_a_changed_event(kind: type, changes: dict[str, Any]) -> None:
     files = MemoryFiles()
     load = [(arrival, 4 if index == 1 else None, each) for index, (arrival, _, each) in enumerate(small_load())]
     run_load(create_recorded(files, **SMALL), load)
@@ -268,10 +278,10 @@ def test_a_changed_event_leads_to_a_difference(kind: type, changes: dict[str, An
         replay(changed)
 
 
-def test_a_changed_time_without_consequence_still_changes_the_hash() -> None:
+def test_changed_time_without_another_decision_changes_the_hash() -> None:
     data = small_recording()
-    entry = next(each for each in read(data) if isinstance(each.record, Asked))
-    assert replay(with_record(data, entry.number, Asked(0.001))).hash != seal(data)
+    entry = next(each for each in read(data) if isinstance(each.record, ScheduleCalled))
+    assert replay(with_record(data, entry.number, ScheduleCalled(0.001))).hash != seal(data)
 
 
 PLACES = st.integers(0, 2**20 - 1)
@@ -280,7 +290,7 @@ PLACES = st.integers(0, 2**20 - 1)
 
 @settings(max_examples=60)
 @given(PLACES, st.integers(1, 255))
-def test_no_changed_byte_goes_unnoticed(place: int, bits: int) -> None:
+def test_reader_detects_every_changed_byte(place: int, bits: int) -> None:
     data = small_recording()
     changed = bytearray(data)
     changed[place % len(data)] ^= bits
@@ -311,12 +321,12 @@ def test_truncated_file_is_replayed_to_its_last_complete_record(place: int) -> N
         (MAGIC + b"\x10", "ends before its header does"),
     ],
 )
-def test_other_files_are_refused(data: bytes, text: str) -> None:
+def test_reader_refuses_other_files(data: bytes, text: str) -> None:
     with pytest.raises(RecordingError, match=text):
         replay(data)
 
 
-def test_another_format_and_another_state_are_refused() -> None:
+def test_replay_refuses_another_format_and_another_state() -> None:
     data = small_recording()
     reader = replay(data)._reader
     for changes, text in [
@@ -333,7 +343,7 @@ def test_another_format_and_another_state_are_refused() -> None:
             replay(MAGIC + Chain().frame(encode(header)))
 
 
-def test_nonsense_under_a_right_seal_is_damage() -> None:
+def test_reader_refuses_an_invalid_record_with_a_valid_seal() -> None:
     reader, chain = replay(small_recording())._reader, Chain()
     for nonsense in (b"\x93\xa6finish\x01\xa1\xff", b"\x93\xa6finish\x01" + b"\x91" * 5000):
         with pytest.raises(RecordingError, match=r"record 1 at byte \d+ is damaged"):
@@ -341,12 +351,12 @@ def test_nonsense_under_a_right_seal_is_damage() -> None:
         chain = Chain()
 
 
-def test_a_step_that_is_not_there_is_named() -> None:
+def test_replay_names_the_steps_it_has() -> None:
     with pytest.raises(RecordingError, match=r"has steps 0 to \d+, not step 5000"):
         replay(small_recording(), until=5000)
 
 
-def test_a_scheduler_that_fails_is_recorded_up_to_there_and_fails_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replay_reproduces_a_scheduler_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     files = MemoryFiles()
     recorded = create_recorded(files, **SMALL)
     recorded.add(create_request(6))
@@ -372,13 +382,13 @@ def test_a_scheduler_that_fails_is_recorded_up_to_there_and_fails_again(monkeypa
         replay(files.files[0])
 
 
-def test_a_recorder_that_fails_ends_the_recording_and_not_the_scheduler(caplog: pytest.LogCaptureFixture) -> None:
+def test_recorder_failure_stops_only_the_recording(caplog: pytest.LogCaptureFixture) -> None:
     files = MemoryFiles()
     recorded = create_recorded(files, **SMALL)
     vars(recorded)["addition"] = object()  # a state that nobody knows how to write
     run_load(recorded, small_load())
     assert files.files == []
-    assert [record.message for record in caplog.records] == ["scheduler: recording ends, serving goes on"]
+    assert [record.message for record in caplog.records] == ["scheduler: recording stopped; serving continues"]
 
 
 # In words
@@ -393,7 +403,7 @@ def test_explanation_of_a_step() -> None:
     text = replay(files.files[0], 3, explain=True).explanation
     assert "before step 3: 2 of 2 slots run, 2 requests wait" in text
     assert "waiting in class normal: 2" in text
-    assert "next is r2; it waits: no free slot; 2 of 2 are taken" in text
+    assert "next is r2; it waits: no free slot; 2 of 2 are in use" in text
     assert "r3" in text
     assert "of 10 used" in text
 
@@ -409,13 +419,13 @@ def test_explanation_of_a_class_at_its_limit() -> None:
 # The state
 
 
-def test_equal_sets_are_written_alike_whatever_was_in_them_before() -> None:
+def test_snapshot_of_equal_sets_is_equal() -> None:
     grown, shrunk = {0, 8}, {8, 0}
     assert list(grown) != list(shrunk), "members that meet in the table keep the order in which they came"
     assert capture(grown) == capture(shrunk) == capture({*range(1000)} & {8, 0})
 
 
-def test_a_state_that_is_read_back_is_the_state() -> None:
+def test_snapshot_restores_the_state() -> None:
     scheduler = create_scheduler(prefix_caching=True, max_overtakes=2, **SMALL)
     for arrival, _, request in small_load():
         scheduler.add(request)

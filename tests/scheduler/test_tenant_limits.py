@@ -211,7 +211,7 @@ def test_blocked_names_full_tenants():
     assert scheduler.blocked is not None
     assert scheduler.blocked.reason is WaitReason.TENANT
     assert scheduler.blocked.full_tenants == ("a",)
-    assert "waiting for others of their tenant" in describe_state(scheduler)
+    assert "waiting because of their tenant's limit" in describe_state(scheduler)
     scheduler.add(create_request(tenant="b"))
     run_step(scheduler)
     assert scheduler.blocked.full_tenants == ("a",)

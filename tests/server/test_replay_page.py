@@ -8,16 +8,16 @@ import html
 import json
 import re
 
-from llm_serving.recording.report import ToldRequest, ToldStep, ToldStory
+from llm_serving.recording.report import ReplayedRequest, ReplayedStep, ReplayPageData
 from llm_serving.server.ui import FOLDER, MODULES, replay_page
 
 HOSTILE = "</script><script>window.hit = 1</script><!--<img src=x onerror=hit()>"
 
 
-def create_story(name: str = "replica-0") -> ToldStory:
-    request = ToldRequest(name, "standard", name, 4, 8, 0.0)
-    step = ToldStep(7, 1.5, [(0, 0, 4, True)], [(0, 1)], [], 0, [], None, "", None, (), 1)
-    return ToldStory(name, "1.0", 8, 2048, 64, 16, [request], [step], 3)
+def create_story(name: str = "replica-0") -> ReplayPageData:
+    request = ReplayedRequest(name, "standard", name, 4, 8, 0.0)
+    step = ReplayedStep(7, 1.5, [(0, 0, 4, True)], [(0, 1)], [], 0, [], None, "", None, (), 1)
+    return ReplayPageData(name, "1.0", 8, 2048, 64, 16, [request], [step], 3)
 
 
 def hash_of(text: str) -> str:

@@ -8,7 +8,17 @@ import struct
 import msgspec
 import pytest
 from llm_serving.cli.main import main
-from llm_serving.recording.records import MAGIC, SEAL_BYTES, Added, Asked, Chain, Decided, Reader, Updated, encode
+from llm_serving.recording.records import (
+    MAGIC,
+    SEAL_BYTES,
+    Added,
+    Chain,
+    Decided,
+    Reader,
+    ScheduleCalled,
+    Updated,
+    encode,
+)
 from llm_serving_simulator.figures import SHARES
 from llm_serving_simulator.profile import write_profile
 from support.recordings import record_steps
@@ -180,7 +190,7 @@ FORGED = [
     ("whatif", forged(Updated, token_ids=[-2]), "a.rec: request 'a' must have an answer of token ids from -1 to"),
     (
         "profile",
-        forged(Asked, now=float("nan")),
+        forged(ScheduleCalled, now=float("nan")),
         "must have a `now` of at most 1e+12 s. Given: nan",
     ),
     ("profile", forged(Updated, time=float("inf")), "must have a `time` of at most 1e+12 s. Given: inf"),

@@ -12,7 +12,7 @@ from llm_serving.errors import ConfigError, RecordingError
 
 if TYPE_CHECKING:
     from llm_serving.recording.records import Reader
-    from llm_serving.recording.report import Story
+    from llm_serving.recording.report import ReplayPageBuilder
 
 
 def add_to(commands: Subcommands) -> None:
@@ -34,15 +34,15 @@ def add_to(commands: Subcommands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from llm_serving.recording.records import Reader
     from llm_serving.recording.replay import Replay
-    from llm_serving.recording.report import Story
+    from llm_serving.recording.report import ReplayPageBuilder
 
     try:
         with arguments.file.open("rb") as file:
             reader = Reader(file)
             replay = Replay(reader)
-            story = Story(replay.scheduler)
+            page = ReplayPageBuilder(replay.scheduler)
             if arguments.html is not None:
-                replay.on_decision = story.decided
+                replay.on_decision = page.add_step
             began = time.perf_counter()
             replay.run(arguments.until, explain=arguments.explain)
             seconds = time.perf_counter() - began
@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
     except RecordingError as error:
         raise RecordingError(f"{arguments.file}: {error}") from error
     if arguments.html is not None:
-        _write_page(story, reader, arguments.html)
+        _write_page(page, reader, arguments.html)
     if replay.explanation:
         print(replay.explanation, end="\n\n")
     print(f"{reader.header.name}, recorded by version {reader.header.version}")
@@ -66,9 +66,9 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _write_page(story: Story, reader: Reader, path: Path) -> None:
+def _write_page(page: ReplayPageBuilder, reader: Reader, path: Path) -> None:
     from llm_serving.server.ui import write_replay_page
 
-    told = story.told(reader.header.name, reader.header.version)
-    write_replay_page(told, path)
-    say(f"{path}: {len(told.steps)} steps, {told.num_left_out} before them left out; open it in a browser")
+    data = page.page_data(reader.header.name, reader.header.version)
+    write_replay_page(data, path)
+    say(f"{path}: {len(data.steps)} steps, {data.num_left_out} before them left out; open it in a browser")

@@ -1,4 +1,4 @@
-"""Files that a recording is written to, by a thread of its own."""
+"""The files of a recording, written by a thread."""
 
 from __future__ import annotations
 
@@ -12,18 +12,22 @@ from llm_serving.log import get_logger
 logger = get_logger(__name__)
 
 MAX_PENDING_BYTES: Final = 64 * 2**20
-"""A disk that is so far behind is not waited for: the recording ends."""
+"""Unwritten bytes at which the recording stops, because the disk is too slow."""
 BATCH_S: Final = 0.1
-"""Records are collected for so long before they are written."""
+"""Seconds for which records are collected before they are written."""
 CLOSE_S: Final = 10.0
-"""The end of the server waits so long for the disk."""
+"""Maximum seconds that `close` waits for the disk."""
 
 
 class RecordFiles:
-    """Files `{name}-{number}.rec` in a folder, numbered on from those that are there; the oldest are deleted.
+    """Files `{name}-{number}.rec` in a folder; numbers continue after existing files, and the oldest are deleted.
 
-    Nothing here waits for the disk but the thread that writes and `close`. The first error ends the recording with one
-    line in the log.
+    Only the writing thread and `close` wait for the disk. The first error stops the recording with one log line.
+
+    Args:
+        folder: Folder of the files; it is created if necessary.
+        name: Name of the scheduler.
+        max_files: Number of files to keep.
     """
 
     def __init__(self, folder: Path, name: str, max_files: int) -> None:
@@ -34,7 +38,7 @@ class RecordFiles:
         self._is_open = True
         self._is_complete = False
         self._pending: list[tuple[bool, bytes]] = []
-        """(whether it begins a file, bytes)."""
+        """(whether the data start a file, data)."""
         self._pending_bytes = 0
         self._lock = threading.Lock()
         self._filled = threading.Event()
@@ -53,7 +57,7 @@ class RecordFiles:
         self._put(False, data)
 
     def close(self) -> bool:
-        """Takes no more; returns whether everything has been written."""
+        """Accept no more data; return whether everything was written."""
         self._closing.set()
         self._filled.set()
         self._thread.join(CLOSE_S)
@@ -100,7 +104,7 @@ class RecordFiles:
     def _write_all(self, data: bytes) -> None:
         if self._file is not None and data:
             view = memoryview(data)
-            while view:  # an unbuffered file may take less than all
+            while view:  # an unbuffered write may be partial
                 view = view[self._file.write(view) :]
 
     def _begin_file(self) -> None:
@@ -110,7 +114,7 @@ class RecordFiles:
         existing = self._existing()
         number = existing[-1][0] + 1 if existing else 1
         path = self._folder / f"{self._name}-{number:06}.rec"
-        path.touch(mode=0o600, exist_ok=False)  # it holds what users asked
+        path.touch(mode=0o600, exist_ok=False)  # it contains prompts of users
         self._file = path.open("ab", buffering=0)
         logger.info("%s: recording to %s", self._name, path)
         for _, old in existing[: max(0, len(existing) + 1 - self._max_files)]:
@@ -124,6 +128,6 @@ class RecordFiles:
     def _stop(self, reason: str) -> None:
         if self._is_open:
             self._is_open = False
-            logger.error("%s: recording ends, serving goes on: %s", self._name, reason)
+            logger.error("%s: recording stopped; serving continues: %s", self._name, reason)
         with self._lock:
             self._pending, self._pending_bytes = [], 0

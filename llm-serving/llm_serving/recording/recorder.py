@@ -1,4 +1,4 @@
-"""A scheduler that writes down what it is told and what it decides; `replay.py` is the other direction."""
+"""Recording of a scheduler: each call that changes its state, and each decision. `replay.py` reads a recording."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from llm_serving.recording.records import (
     FORMAT,
     MAGIC,
     Added,
-    Asked,
-    CacheLost,
+    BlocksReclaimed,
+    CacheReset,
     Chain,
-    Dealt,
+    ClassesDeprioritized,
+    DeadlineChanged,
     Decided,
-    Departed,
     Drafted,
-    Ended,
     Event,
-    GivenBack,
     Header,
+    MigratedOut,
     Paused,
-    PutAhead,
-    PutOff,
+    PriorityChanged,
     Reloaded,
-    Reprioritised,
+    RemoteServiceCharged,
+    RequestFinished,
     Resumed,
     Row,
-    ServedElsewhere,
+    ScheduleCalled,
+    TenantLeasesAdjusted,
     Updated,
     encode,
 )
@@ -54,50 +54,50 @@ _NO_BLOCKS: Final[list[int]] = []
 
 
 class Sink(Protocol):
-    """Where a recording goes; nothing waits for it but `close`, and it never raises."""
+    """The output of a recorder. Only `close` blocks, and no method raises."""
 
     @property
     def is_open(self) -> bool:
-        """Whether anything is still taken."""
+        """Whether data are still accepted."""
 
     def begin(self, data: bytes) -> None:
-        """Begins the next file with `data`."""
+        """Start the next file with `data`."""
 
     def append(self, data: bytes) -> None: ...
 
     def close(self) -> bool:
-        """Takes no more; returns whether everything has arrived."""
+        """Accept no more data; return whether everything was written."""
 
 
 class DecisionEncoder:
-    """Decisions as records. A block table is shown once: a row has the blocks that came to it since the row before.
+    """Encodes decisions as records. A row has only the blocks added to its table since the request's last row.
 
-    A table is one object from the moment a request is admitted until it is given up, and only grows. The encoders of a
-    recording and of its replay begin with the file and see the same decisions, so they leave out the same.
+    This works because a block table is one object from admission to the end of a request, and only grows. The encoders
+    of a recording and of its replay start with the file and see the same decisions, so they omit the same blocks.
     """
 
     def __init__(self, blocks: BlockManager) -> None:
         self._blocks = blocks
-        self._shown: dict[int, tuple[BlockTable, int]] = {}
-        """Request -> its table and how many blocks of it were shown."""
+        self._encoded: dict[int, tuple[BlockTable, int]] = {}
+        """`Request.sequence` -> (block table, number of its blocks that were encoded)."""
 
     def encode(self, schedule: Schedule | None) -> bytes:
         if schedule is None:
             return encode(Decided(None, [], [], [], [], []))
-        shown, tables = self._shown, self._blocks.tables
+        encoded, tables = self._encoded, self._blocks.tables
         rows: list[Row] = []
         for request, num_computed, query_len, samples, _ in schedule.rows:
             sequence, table = request.sequence, tables[request.request_id]
-            num_blocks, before, new = len(table.ids), shown.get(sequence), _NO_BLOCKS
+            num_blocks, before, new = len(table.ids), encoded.get(sequence), _NO_BLOCKS
             if before is None or before[0] is not table:
                 new = table.ids.tolist()
-                shown[sequence] = table, num_blocks
+                encoded[sequence] = table, num_blocks
             elif before[1] != num_blocks:
                 new = table.ids[before[1] :].tolist()
-                shown[sequence] = table, num_blocks
+                encoded[sequence] = table, num_blocks
             rows.append((sequence, num_computed, query_len, samples, num_blocks, new))
-        if len(shown) > 2 * len(rows) + 256:  # most of them have ended
-            self._shown = {row[0]: shown[row[0]] for row in rows}
+        if len(encoded) > 2 * len(rows) + 256:  # most of these requests have finished
+            self._encoded = {row[0]: encoded[row[0]] for row in rows}
         preempted = [request.sequence for request in schedule.preempted]
         return encode(
             Decided(schedule.step, rows, schedule.block_moves, preempted, schedule.prompt_results, schedule.exports)
@@ -105,16 +105,16 @@ class DecisionEncoder:
 
 
 class Recorder:
-    """Turns events and decisions into sealed records, and begins a new file when one is full.
+    """Writes events and decisions as sealed records, and starts a new file when one is full.
 
-    Each file begins with the whole state, so it can be replayed without those before it. Whatever goes wrong here ends
-    the recording, never the serving.
+    Each file begins with the scheduler's whole state, so it can be replayed without earlier files. An error ends the
+    recording and does not affect serving.
 
     Args:
-        sink: Where they go.
-        name: Of the scheduler among those of one server.
-        max_file_bytes: About which a file is full.
-        clock: That of the engine.
+        sink: Gets the data.
+        name: Name of the scheduler within its server.
+        max_file_bytes: Approximate size of a full file.
+        clock: The engine's clock.
     """
 
     def __init__(self, sink: Sink, name: str, max_file_bytes: int, clock: Clock = monotonic) -> None:
@@ -126,7 +126,7 @@ class Recorder:
         self._chain: Chain | None = None
         self._file_bytes = self._state_bytes = 0
         self._open: dict[int, Schedule] = {}
-        """By step: those whose results have not come."""
+        """Step -> schedule, of the steps without results."""
         self._num_events = self._num_decisions = 0
 
     @property
@@ -134,14 +134,14 @@ class Recorder:
         return self._sink.is_open and not self._failed
 
     def event(self, event: Event, scheduler: Scheduler) -> None:
-        """Call before the scheduler is told."""
+        """Record a call before the scheduler executes it."""
         self._guard(lambda: self._record_event(event, scheduler))
 
     def decision(self, schedule: Schedule | None) -> None:
         self._guard(lambda: self._record_decision(schedule))
 
     def close(self) -> None:
-        """Ends the recording and says what a replay of its last file must come to."""
+        """End the recording, and log the hash that a replay of its last file must reach."""
         if self._sink.close() and self._chain is not None and not self._failed:
             numbers = (self._name, self._num_events, self._num_decisions, self._chain.seal.hex())
             logger.info("%s: recorded %d events and %d decisions; hash %s", *numbers)
@@ -153,7 +153,7 @@ class Recorder:
             record()
         except Exception:
             self._failed = True
-            logger.exception("%s: recording ends, serving goes on", self._name)
+            logger.exception("%s: recording stopped; serving continues", self._name)
 
     def _record_event(self, event: Event, scheduler: Scheduler) -> None:
         if self._is_full():
@@ -162,7 +162,7 @@ class Recorder:
         self._num_events += 1
         if type(event) is Updated:
             self._open.pop(event.step, None)
-        elif type(event) is CacheLost:
+        elif type(event) is CacheReset:
             self._open.clear()
 
     def _record_decision(self, schedule: Schedule | None) -> None:
@@ -172,7 +172,7 @@ class Recorder:
             self._open[schedule.step] = schedule
 
     def _is_full(self) -> bool:
-        # A state larger than the file is to be must not be written at every event.
+        # Where the state is larger than a file may be, not every event must start a new file.
         return self._chain is None or self._file_bytes >= max(self._max_file_bytes, 2 * self._state_bytes)
 
     def _begin_file(self, scheduler: Scheduler) -> None:
@@ -193,7 +193,7 @@ class Recorder:
 
 
 class RecordedScheduler(Scheduler):
-    """Decides as `Scheduler` does; every event reaches the recorder first, every decision afterwards."""
+    """A scheduler that records each call before it executes it, and each decision after it."""
 
     def __init__(
         self,
@@ -239,7 +239,7 @@ class RecordedScheduler(Scheduler):
         super().set_draft_tokens(request, token_ids)
 
     def schedule(self, now: float) -> Schedule | None:
-        self._record(Asked(now))
+        self._record(ScheduleCalled(now))
         schedule = super().schedule(now)
         if self._recorder is not None:
             self._recorder.decision(schedule)
@@ -248,7 +248,7 @@ class RecordedScheduler(Scheduler):
     def update(self, schedule: Schedule, token_ids: list[int]) -> list[Request]:
         if self._recorder is not None:
             self._recorder.event(Updated(schedule.step, token_ids, self._recorder.clock()), self)
-        # What ends here is no event of its own: it follows from the tokens.
+        # Requests that finish here are not recorded: a replay derives them from the tokens.
         recorder, self._recorder = self._recorder, None
         try:
             return super().update(schedule, token_ids)
@@ -266,45 +266,45 @@ class RecordedScheduler(Scheduler):
 
     def set_priority(self, request: Request, priority: int) -> bool:
         if not request.is_finished:
-            self._record(Reprioritised(request.sequence, priority))
+            self._record(PriorityChanged(request.sequence, priority))
         return super().set_priority(request, priority)
 
     def set_deadline(self, request: Request, deadline: float | None) -> None:
         if not request.is_finished:
-            self._record(PutOff(request.sequence, deadline))
+            self._record(DeadlineChanged(request.sequence, deadline))
         super().set_deadline(request, deadline)
 
     def finish(self, request: Request, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         if not request.is_finished:
-            self._record(Ended(request.sequence, reason.value))
+            self._record(RequestFinished(request.sequence, reason.value))
         super().finish(request, reason, stop_reason)
 
     def migrate_out(self, request: Request) -> Transfer:
-        self._record(Departed(request.sequence))
+        self._record(MigratedOut(request.sequence))
         return super().migrate_out(request)
 
     def reclaim_exported_blocks(self, blocks: Sequence[TransferBlock]) -> None:
-        self._record(GivenBack(list(blocks)))
+        self._record(BlocksReclaimed(list(blocks)))
         super().reclaim_exported_blocks(blocks)
 
     def charge_remote_service(self, service: Mapping[tuple[str, str], int]) -> None:
-        self._record(ServedElsewhere([(name, tenant, num_tokens) for (name, tenant), num_tokens in service.items()]))
+        self._record(RemoteServiceCharged([(*key, num_tokens) for key, num_tokens in service.items()]))
         super().charge_remote_service(service)
 
-    def adjust_tenant_leases(self, places: Mapping[str, int]) -> None:
-        self._record(Dealt(dict(places)))
-        super().adjust_tenant_leases(places)
+    def adjust_tenant_leases(self, leases: Mapping[str, int]) -> None:
+        self._record(TenantLeasesAdjusted(dict(leases)))
+        super().adjust_tenant_leases(leases)
 
-    def deprioritize(self, names: Collection[str]) -> None:
-        self._record(PutAhead(sorted(names)))
-        super().deprioritize(names)
+    def deprioritize(self, classes: Collection[str]) -> None:
+        self._record(ClassesDeprioritized(sorted(classes)))
+        super().deprioritize(classes)
 
     def reload(self, rules: SchedulingRules) -> None:
         self._record(Reloaded(*capture(rules)))
         super().reload(rules)
 
     def reset_cache(self) -> None:
-        self._record(CacheLost())
+        self._record(CacheReset())
         super().reset_cache()
 
     def _record(self, event: Any) -> None:

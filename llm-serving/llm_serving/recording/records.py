@@ -1,8 +1,8 @@
-"""The form of a recording: what the scheduler was told and what it decided, as records sealed one to the next.
+"""The format of a recording: the scheduler's calls and decisions as a chain of sealed records.
 
-A file is `MAGIC`, a header, then records. A record is its length and the complement of that (two u32, little endian),
-its payload (msgpack), and the seal: the running hash of everything from the header to here. The header holds the seal
-that the file before it ended with, so the seals of all files of one run are one chain.
+A file is `MAGIC`, a header, then records. A record is its length and the complement of the length (two u32, little
+endian), its payload (msgpack), and the seal: the running hash of all payloads from the header to this one. The header
+has the last seal of the file before, so the seals of all files of one run form a chain.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ MAX_RECORD_BYTES: Final = 2**30
 
 
 class Header(msgspec.Struct, array_like=True, frozen=True, tag="header"):
-    """Begins each file with all that determines the decisions from there on."""
+    """The first record of a file, with the state that determines all later decisions."""
 
     format: int
     version: str
-    """Of the package that recorded."""
+    """Version of the package that recorded."""
     name: str
-    """Of the scheduler among those of one server."""
+    """Name of the scheduler within its server."""
     seal: bytes
-    """The last one of the file before; empty in the first."""
+    """Last seal of the file before; empty in the first file."""
     layouts: dict[str, list[str]]
     nodes: list[Any]
-    """With `layouts` the state, see `snapshot.py`."""
+    """With `layouts`, the scheduler's state; see `snapshot.py`."""
 
 
-# Requests are called by `Request.sequence`, which the scheduler gives in order.
+# Records identify requests by `Request.sequence`, which the scheduler assigns in order. Tags are part of the format.
 
 
 class Added(msgspec.Struct, array_like=True, frozen=True, tag="add"):
-    """`add`: of the request, all that a decision can depend on."""
+    """`Scheduler.add`, with the fields of the request that decisions depend on."""
 
     request_id: str
     prompt_token_ids: list[int]
@@ -68,31 +68,31 @@ class Added(msgspec.Struct, array_like=True, frozen=True, tag="add"):
     last_scheduled_step: int
     wants_migration: bool
     transfer: Transfer | None
-    """What it has come with from another replica."""
+    """KV blocks from another replica."""
     num_cached_tokens: int
     first_scheduled_time: float | None
 
 
 class Drafted(msgspec.Struct, array_like=True, frozen=True, tag="draft"):
-    """`draft`: draft tokens of a request."""
+    """`Scheduler.set_draft_tokens`."""
 
     sequence: int
     token_ids: list[int]
 
 
-class Asked(msgspec.Struct, array_like=True, frozen=True, tag="schedule"):
-    """`schedule`; a `Decided` follows, unless it raised."""
+class ScheduleCalled(msgspec.Struct, array_like=True, frozen=True, tag="schedule"):
+    """`Scheduler.schedule`; a `Decided` follows, unless it raised."""
 
     now: float
 
 
 class Updated(msgspec.Struct, array_like=True, frozen=True, tag="update"):
-    """`update` of the schedule of `step`."""
+    """`Scheduler.update` for the schedule of `step`."""
 
     step: int
     token_ids: list[int]
     time: float
-    """When the reply was there; nothing is decided by it, profiles are made of it."""
+    """When the reply arrived. No decision depends on it; the simulator's profiles do."""
 
 
 class Paused(msgspec.Struct, array_like=True, frozen=True, tag="pause"):
@@ -102,78 +102,78 @@ class Paused(msgspec.Struct, array_like=True, frozen=True, tag="pause"):
 class Resumed(msgspec.Struct, array_like=True, frozen=True, tag="resume"):
     sequence: int
     newest_token_id: int
-    """What its last token has become while it was paused."""
+    """The last token of the request, which may have changed during the pause."""
 
 
-class Ended(msgspec.Struct, array_like=True, frozen=True, tag="finish"):
-    """`finish`, asked for from outside; what `update` ends follows from its tokens."""
+class RequestFinished(msgspec.Struct, array_like=True, frozen=True, tag="finish"):
+    """`Scheduler.finish`, called by the engine. Requests that finish in `update` are not recorded."""
 
     sequence: int
     reason: str
 
 
-class Departed(msgspec.Struct, array_like=True, frozen=True, tag="depart"):
-    """`depart`: its last step here has been replied to."""
+class MigratedOut(msgspec.Struct, array_like=True, frozen=True, tag="depart"):
+    """`Scheduler.migrate_out`."""
 
     sequence: int
 
 
-class GivenBack(msgspec.Struct, array_like=True, frozen=True, tag="give_back"):
-    """`give_back`."""
+class BlocksReclaimed(msgspec.Struct, array_like=True, frozen=True, tag="give_back"):
+    """`Scheduler.reclaim_exported_blocks`."""
 
     blocks: list[TransferBlock]
 
 
-class Reprioritised(msgspec.Struct, array_like=True, frozen=True, tag="reprioritise"):
+class PriorityChanged(msgspec.Struct, array_like=True, frozen=True, tag="reprioritise"):
     sequence: int
     priority: int
 
 
-class PutOff(msgspec.Struct, array_like=True, frozen=True, tag="put_off"):
+class DeadlineChanged(msgspec.Struct, array_like=True, frozen=True, tag="put_off"):
     sequence: int
     deadline: float | None
 
 
-class ServedElsewhere(msgspec.Struct, array_like=True, frozen=True, tag="served_elsewhere"):
-    """What other replicas have served."""
+class RemoteServiceCharged(msgspec.Struct, array_like=True, frozen=True, tag="served_elsewhere"):
+    """`Scheduler.charge_remote_service`."""
 
     service: list[tuple[str, str, int]]
-    """Class, tenant, tokens."""
+    """(class, tenant, tokens) of each."""
 
 
-class Dealt(msgspec.Struct, array_like=True, frozen=True, tag="deal"):
-    """`deal`: places of tenants that all schedulers share."""
+class TenantLeasesAdjusted(msgspec.Struct, array_like=True, frozen=True, tag="deal"):
+    """`Scheduler.adjust_tenant_leases`."""
 
-    places: dict[str, int]
+    leases: dict[str, int]
 
 
-class PutAhead(msgspec.Struct, array_like=True, frozen=True, tag="put_ahead"):
-    """`put_ahead`: classes that have had more than their share of all schedulers."""
+class ClassesDeprioritized(msgspec.Struct, array_like=True, frozen=True, tag="put_ahead"):
+    """`Scheduler.deprioritize`."""
 
-    names: list[str]
+    classes: list[str]
 
 
 class Reloaded(msgspec.Struct, array_like=True, frozen=True, tag="reload"):
-    """`reload`: the rules, as `Header` has the state."""
+    """`Scheduler.reload`, with the rules in the form of the state in `Header`."""
 
     layouts: dict[str, list[str]]
     nodes: list[Any]
 
 
-class CacheLost(msgspec.Struct, array_like=True, frozen=True, tag="lose_cache"):
+class CacheReset(msgspec.Struct, array_like=True, frozen=True, tag="lose_cache"):
     pass
 
 
 Row = tuple[int, int, int, int, int, list[int]]
-"""Request, tokens in the cache before, tokens computed, tokens chosen, blocks of its table, the newest of these:
-those that an earlier row of this file has not shown."""
+"""(request, tokens in the cache before, tokens computed, samples, blocks of its table, those of these blocks that no
+earlier row of this file has)."""
 
 
 class Decided(msgspec.Struct, array_like=True, frozen=True, tag="decision"):
-    """What `schedule` returned."""
+    """The result of `Scheduler.schedule`."""
 
     step: int | None
-    """None: no request could move; the rest is empty then."""
+    """None: no request could run, and the other fields are empty."""
     rows: list[Row]
     block_moves: list[BlockMove]
     preempted: list[int]
@@ -184,20 +184,20 @@ class Decided(msgspec.Struct, array_like=True, frozen=True, tag="decision"):
 Event = (
     Added
     | Drafted
-    | Asked
+    | ScheduleCalled
     | Updated
     | Paused
     | Resumed
-    | Reprioritised
-    | PutOff
-    | Ended
-    | Departed
-    | GivenBack
-    | ServedElsewhere
-    | Dealt
-    | PutAhead
+    | PriorityChanged
+    | DeadlineChanged
+    | RequestFinished
+    | MigratedOut
+    | BlocksReclaimed
+    | RemoteServiceCharged
+    | TenantLeasesAdjusted
+    | ClassesDeprioritized
     | Reloaded
-    | CacheLost
+    | CacheReset
 )
 Record = Header | Event | Decided
 
@@ -206,7 +206,7 @@ _decode = msgspec.msgpack.Decoder(Record).decode
 
 
 class Chain:
-    """Frames payloads in order and seals each with the hash of all of them."""
+    """Frames payloads in order, each with the hash of all payloads so far."""
 
     def __init__(self) -> None:
         self._hash = blake2b(digest_size=SEAL_BYTES)
@@ -225,25 +225,31 @@ class Chain:
 
 
 class Entry(NamedTuple):
-    """A record as it stands in a file."""
+    """A record with its position in a file."""
 
     number: int
-    """From 0, the header."""
+    """Number of the record; the header is 0."""
     offset: int
-    """Bytes from the beginning of the file."""
+    """Bytes from the start of the file."""
     payload: bytes
     record: Record
 
 
 class Reader:
-    """The records of one file in order; stops at an incomplete last one, as a crash leaves it."""
+    """Reads the records of one file in order, up to an incomplete last record, which a crash may leave.
+
+    Args:
+        file: The file.
+
+    Raises:
+        RecordingError: The file does not begin as a recording.
+    """
 
     def __init__(self, file: BinaryIO) -> None:
-        """Raises RecordingError unless the file begins as a recording does."""
         self._file = file
         self._chain = Chain()
         self.torn_at: int | None = None
-        """Where the last record begins, if it is not complete."""
+        """Offset of the last record if it is incomplete."""
         if file.read(len(MAGIC)) != MAGIC:
             raise RecordingError("is not a recording of the scheduler")
         self._entries = self._read()
@@ -260,7 +266,7 @@ class Reader:
         self.header_payload = first.payload
 
     def __iter__(self) -> Iterator[Entry]:
-        """What follows the header. Raises RecordingError at a damaged record."""
+        """Yield the records after the header; raise RecordingError at a damaged record."""
         return self._entries
 
     def _read(self) -> Iterator[Entry]:

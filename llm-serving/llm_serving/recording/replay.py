@@ -1,4 +1,4 @@
-"""The shipping scheduler run on a recording: it must decide again what it decided then. No device, no clock."""
+"""Replay of a recording: the scheduler must make the recorded decisions again, without a device or a clock."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from llm_serving.errors import RecordingError
 from llm_serving.recording.recorder import DecisionEncoder
 from llm_serving.recording.records import (
     Added,
-    Asked,
-    CacheLost,
+    BlocksReclaimed,
+    CacheReset,
     Chain,
-    Dealt,
+    ClassesDeprioritized,
+    DeadlineChanged,
     Decided,
-    Departed,
     Drafted,
-    Ended,
     Entry,
     Event,
-    GivenBack,
+    MigratedOut,
     Paused,
-    PutAhead,
-    PutOff,
+    PriorityChanged,
     Reader,
     Reloaded,
-    Reprioritised,
+    RemoteServiceCharged,
+    RequestFinished,
     Resumed,
     Row,
-    ServedElsewhere,
+    ScheduleCalled,
+    TenantLeasesAdjusted,
     Updated,
 )
 from llm_serving.recording.report import describe_decision, describe_state, describe_waiting
@@ -45,21 +45,27 @@ from llm_serving.scheduler.scheduler import Scheduler
 
 
 class ReplayDiffersError(RecordingError):
-    """The scheduler decides something else than it did, or fails; the text says where and what."""
+    """The scheduler makes another decision than the recorded one, or fails; the text says where and how."""
 
 
 class Replay:
-    """One recording on its way through a scheduler."""
+    """Replays one recording.
+
+    Args:
+        reader: Reads the recording.
+
+    Raises:
+        RecordingError: The recorded state does not fit this version.
+    """
 
     def __init__(self, reader: Reader) -> None:
-        """Raises RecordingError when the state at the beginning of the recording does not fit this version."""
         self.num_events = self.num_decisions = 0
         self.explanation = ""
-        """After `run` with `explain`: the state and the decision it stopped at."""
+        """The state and the decision at which `run` with `explain` stopped."""
         self.on_decision: Callable[[Schedule, float], None] = lambda schedule, now: None
-        """Told of each schedule that is the recorded one, and of the time it was made at."""
+        """Called with each reproduced schedule and its time."""
         self.on_request: Callable[[Request], None] = lambda request: None
-        """Told of each request that comes, after those of `requests` at the beginning."""
+        """Called with each request that is added during the replay."""
         self._reader = reader
         state = self._restore(reader.header.layouts, reader.header.nodes)
         self.scheduler = object.__new__(Scheduler)
@@ -79,27 +85,31 @@ class Replay:
 
     @property
     def requests(self) -> list[Request]:
-        """Those that have come and not ended."""
+        """The unfinished requests."""
         return [*self._requests.values()]
 
     @property
     def hash(self) -> str:
-        """Of all events and of the decisions made here: equal to the recorded one as long as all of these are."""
+        """Hash of all events and reproduced decisions; equal to the recorded hash while all decisions are."""
         return self._chain.seal.hex()
 
     def run(self, until: int | None = None, *, explain: bool = False) -> None:
-        """Replays all records, or those up to the decision of step `until`.
+        """Replay all records, or those up to the decision of step `until`.
+
+        Args:
+            until: Number of the last step; None: all steps.
+            explain: Whether `explanation` describes the state and the decision at which the replay stops.
 
         Raises:
-            ReplayDiffersError: At the first decision that is not the recorded one.
+            ReplayDiffersError: A decision differs from the recorded one.
             RecordingError: A record is damaged, or there is no such step.
         """
         entries = iter(self._reader)
         for entry in entries:
             self._chain.add(entry.payload)
             self.num_events += 1
-            if not isinstance(entry.record, Asked):
-                self._tell(entry)
+            if not isinstance(entry.record, ScheduleCalled):
+                self._apply_entry(entry)
                 continue
             before = describe_state(self.scheduler) if explain and self.next_step == until else ""
             schedule = self._decide(entry, entry.record.now, entries)
@@ -121,7 +131,7 @@ class Replay:
             raise self._failed(entry, error) from error
         payload = self._encoder.encode(schedule)
         recorded = next(entries, None)
-        if recorded is None:  # the recording ends between question and answer
+        if recorded is None:  # the recording ends between call and decision
             return None
         if recorded.payload != payload:
             text = self._difference(recorded, msgspec.msgpack.decode(payload, type=Decided))
@@ -135,9 +145,9 @@ class Replay:
             self.next_step = schedule.step + 1
         return schedule
 
-    def _tell(self, entry: Entry) -> None:
+    def _apply_entry(self, entry: Entry) -> None:
         try:
-            self._apply(entry.record)  # type: ignore[arg-type]  # what is no event falls through
+            self._apply(entry.record)  # type: ignore[arg-type]  # `_apply` raises for other records
         except Exception as error:
             raise self._failed(entry, error) from error
 
@@ -156,11 +166,11 @@ class Replay:
                 self.on_request(request)
             case Drafted(sequence, token_ids):
                 scheduler.set_draft_tokens(self._requests[sequence], token_ids)
-            case Ended(sequence, reason):
+            case RequestFinished(sequence, reason):
                 scheduler.finish(self._requests.pop(sequence), FinishReason(reason))
-            case Departed(sequence):
+            case MigratedOut(sequence):
                 scheduler.migrate_out(self._requests.pop(sequence))
-            case GivenBack(blocks):
+            case BlocksReclaimed(blocks):
                 scheduler.reclaim_exported_blocks(blocks)
             case Paused(sequence):
                 scheduler.pause(self._requests[sequence])
@@ -168,23 +178,23 @@ class Replay:
                 request = self._requests[sequence]
                 request.output_token_ids[-1] = newest_token_id
                 scheduler.resume(request)
-            case Reprioritised(sequence, priority):
+            case PriorityChanged(sequence, priority):
                 scheduler.set_priority(self._requests[sequence], priority)
-            case PutOff(sequence, deadline):
+            case DeadlineChanged(sequence, deadline):
                 scheduler.set_deadline(self._requests[sequence], deadline)
-            case ServedElsewhere(service):
+            case RemoteServiceCharged(service):
                 scheduler.charge_remote_service({(name, tenant): num_tokens for name, tenant, num_tokens in service})
-            case Dealt(places):
-                scheduler.adjust_tenant_leases(places)
-            case PutAhead(names):
-                scheduler.deprioritize(names)
+            case TenantLeasesAdjusted(leases):
+                scheduler.adjust_tenant_leases(leases)
+            case ClassesDeprioritized(classes):
+                scheduler.deprioritize(classes)
             case Reloaded(layouts, nodes):
                 scheduler.reload(self._restore(layouts, nodes))
-            case CacheLost():
+            case CacheReset():
                 scheduler.reset_cache()
                 self._open.clear()
             case _:
-                raise ValueError("a record that is no event stands where one should")
+                raise ValueError("an event is expected, but the record is none")
 
     def _restore(self, layouts: Layouts, nodes: list[Any]) -> Any:
         if self._reader.header.format == OLD_FORMAT:
@@ -203,7 +213,7 @@ class Replay:
         if not isinstance(expected, Decided):
             return "\n  recorded: no decision; `schedule` failed\n  replayed: a decision"
         if all(getattr(expected, name) == getattr(got, name) for name in Decided.__struct_fields__):
-            return "\n  in its form only: it was written by another version"
+            return "\n  only in its encoding: another version wrote it"
         lines = []
         if expected.step != got.step:
             lines.append(_pair("step", _step(expected), _step(got)))
@@ -213,11 +223,11 @@ class Replay:
         if expected.block_moves != got.block_moves:
             lines.append(_pair("block moves", expected.block_moves, got.block_moves))
         if expected.exports != got.exports:
-            lines.append(_pair("blocks handed over", expected.exports, got.exports))
+            lines.append(_pair("exported blocks", expected.exports, got.exports))
         if expected.preempted != got.preempted:
             lines.append(_pair("preempted", self._names(expected.preempted), self._names(got.preempted)))
         if expected.prompt_results != got.prompt_results:
-            lines.append(_pair("results of prompts", expected.prompt_results, got.prompt_results))
+            lines.append(_pair("prompt results", expected.prompt_results, got.prompt_results))
         return "".join(lines)
 
     def _row(self, row: Row | None) -> str:
@@ -229,7 +239,7 @@ class Replay:
         return f"{self._name(sequence)}: tokens {num_computed} to {num_computed + query_len - 1}, {does}, {table}"
 
     def _names(self, sequences: list[int]) -> str:
-        return ", ".join(map(self._name, sequences)) or "nobody"
+        return ", ".join(map(self._name, sequences)) or "none"
 
     def _name(self, sequence: int) -> str:
         return self._ids.get(sequence, f"request number {sequence}")
@@ -240,7 +250,7 @@ def _pair(what: str, recorded: object, replayed: object) -> str:
 
 
 def _step(decided: Decided) -> str:
-    return "nothing can move" if decided.step is None else str(decided.step)
+    return "no request can run" if decided.step is None else str(decided.step)
 
 
 def _request(event: Added) -> Request:

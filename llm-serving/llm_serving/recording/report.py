@@ -1,4 +1,4 @@
-"""Reports of a recording: a scheduler's state and decisions in words, and step after step as data for the page."""
+"""Reports of a recording: a scheduler's state and decisions as text, and all steps as data for the replay page."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from llm_serving.scheduler.schedule import Schedule, WaitReason
 from llm_serving.scheduler.scheduler import Scheduler
 
 MAX_SHOWN: Final = 20
-"""Waiting requests of a class; the others are counted."""
+"""Waiting requests of a class in a text; further ones are only counted."""
 
 _HEADINGS: Final = ("request", "class", "computed", "of", "blocks", "preemptions")
 MAX_STEPS: Final = 2000
-"""The newest; a page of more is slow to open."""
+"""Steps on a page, the newest; a browser opens a larger page slowly."""
 MAX_WAITING: Final = 64
-"""Waiting requests that are told of a step; the others are counted."""
+"""Waiting requests of a step on a page; further ones are only counted."""
 
 
 def describe_state(scheduler: Scheduler) -> str:
-    """Everybody's place at this moment."""
+    """Return a table of all running and waiting requests."""
     pool, host_pool = scheduler.blocks.pool, scheduler.blocks.host_pool
     lines = [
         f"before step {scheduler._step}: {len(scheduler.running)} of {scheduler.limits.max_num_seqs} slots run,"
@@ -50,11 +50,11 @@ def describe_state(scheduler: Scheduler) -> str:
         if len(members) > MAX_SHOWN:
             lines.append(f"  and {len(members) - MAX_SHOWN} more")
     forks = [fork for forks in scheduler.waiting_requests.forks.values() for fork in forks]
-    apart = list(scheduler.held_by_tenant_limits())
+    held = list(scheduler.held_by_tenant_limits())
     others = (
         ("waiting for their parent's prompt", forks),
-        ("waiting for others of their tenant", apart[:MAX_SHOWN]),
-        ("laid aside", scheduler.waiting_requests.paused),
+        ("waiting because of their tenant's limit", held[:MAX_SHOWN]),
+        ("paused", scheduler.waiting_requests.paused),
     )
     for title, requests in others:
         if requests:
@@ -79,16 +79,16 @@ def describe_decision(schedule: Schedule) -> str:
             f"step {schedule.step} computes {schedule.num_tokens} tokens",
             *_table(("request", "tokens", "count", "", ""), cells),
             f"  block moves: {moves or 'none'}",
-            f"  preempted: {', '.join(request.request_id for request in schedule.preempted) or 'nobody'}",
+            f"  preempted: {', '.join(request.request_id for request in schedule.preempted) or 'none'}",
         ]
     )
 
 
 def describe_waiting(scheduler: Scheduler, schedule: Schedule) -> str:
-    """Why the step was formed without those that wait for admission; numbers as they are after it."""
+    """Return why the step admitted none of the waiting requests; numbers are those after the step."""
     blocked = scheduler.blocked
     if blocked is None:
-        return "nobody was kept waiting for admission"
+        return "no request waits for admission"
     heads = (scheduler.waiting.queues[name].peek() for name in blocked.closed_classes)
     lines = [f"{head.request_id} waits: {_share(scheduler, head)}" for head in heads if head is not None]
     request = scheduler._requests.get(blocked.request_id or "")
@@ -105,11 +105,11 @@ def _numbers(scheduler: Scheduler, request: Request, reason: WaitReason, schedul
     limits, num_running = scheduler.limits, len(scheduler.running)
     match reason:
         case WaitReason.SLOTS:
-            return f"; {num_running} of {limits.max_num_seqs} are taken"
+            return f"; {num_running} of {limits.max_num_seqs} are in use"
         case WaitReason.BLOCKS:
             num_needed = scheduler.slots.num_blocks_to_admit(request, scheduler.prefill.parent_of(request))
             num_free = scheduler.blocks.pool.num_free_blocks
-            return f"; it needs {num_needed}, {num_running} are kept for those that run, {num_free} are free"
+            return f"; it needs {num_needed}, {num_running} are reserved for running requests, {num_free} are free"
         case WaitReason.BUDGET | WaitReason.PROMPTS:
             num_prompts = sum(row.num_computed < row.request.num_prompt_tokens for row in schedule.rows)
             return (
@@ -132,10 +132,10 @@ def _share(scheduler: Scheduler, request: Request) -> str:
 
 
 def _next(scheduler: Scheduler) -> Request | None:
-    """Whoever admission would begin with."""
+    """Return the request that the scheduler would try to admit first."""
     closed: set[str] = set()
     waiting = copy.copy(scheduler.waiting)
-    waiting.sharing = copy.deepcopy(waiting.sharing)  # to look is to decide who contends
+    waiting.sharing = copy.deepcopy(waiting.sharing)  # `peek` changes the contenders
     while (request := waiting.peek(closed, scheduler.slots_by_class, scheduler.slots.blocks_by_class)) is not None:
         if not scheduler.slots.is_at_limit(request, request.request_class):
             break
@@ -168,7 +168,7 @@ def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     return [f"  {line}".rstrip() for line in lines]
 
 
-class ToldRequest(msgspec.Struct, array_like=True):
+class ReplayedRequest(msgspec.Struct, array_like=True):
     id: str
     request_class: str
     tenant: str
@@ -177,80 +177,81 @@ class ToldRequest(msgspec.Struct, array_like=True):
     arrival_time: float
 
 
-class ToldStep(msgspec.Struct, array_like=True):
-    """A decision, and everybody's place after it. Requests are called by their place in the list of all."""
+class ReplayedStep(msgspec.Struct, array_like=True):
+    """A decision, and the requests after it. Requests are indices into `ReplayPageData.requests`."""
 
     number: int
     time: float
     rows: list[tuple[int, int, int, int]]
-    """(request, first token computed, tokens computed, tokens chosen)."""
+    """(request, first token computed, tokens computed, tokens sampled)."""
     running: list[tuple[int, int]]
     """(request, blocks), in the order in which they decode."""
     waiting: list[int]
-    """Whoever goes first, first; at most `MAX_WAITING`."""
+    """In order of admission, at most `MAX_WAITING`."""
     num_waiting: int
     preempted: list[tuple[int, str, bool]]
-    """(request, the class it was done for, whether what it had computed was moved out)."""
+    """(request, class that needed its blocks, whether its blocks were swapped out)."""
     next: int | None
-    """Who was to be admitted next, and was not."""
+    """The next request to admit, which could not be admitted."""
     reason: str
-    """Why; empty: nobody was kept waiting."""
+    """Why it could not be admitted; empty: no request waits."""
     behind: str | None
-    """Class that holds most of the places the reason is about."""
+    """Class that holds most slots or blocks, depending on the reason."""
     closed: tuple[str, ...]
-    """Classes that hold as much as they may."""
+    """Classes at their share limit."""
     num_used_blocks: int
 
 
-class ToldStory(msgspec.Struct):
+class ReplayPageData(msgspec.Struct):
     name: str
     version: str
-    """Of the package that recorded."""
+    """Version of the package that recorded."""
     slots: int
     budget: int
-    """Tokens of a step."""
+    """Token budget of a step."""
     blocks: int
     block_size: int
-    requests: list[ToldRequest]
-    steps: list[ToldStep]
+    requests: list[ReplayedRequest]
+    steps: list[ReplayedStep]
     num_left_out: int
-    """Steps before these."""
+    """Earlier steps that are not included."""
 
 
-class Story:
-    """Listens to a replay: `decided` is told of each step.
+class ReplayPageBuilder:
+    """Collects the steps of a replay for the replay page.
 
     Args:
-        scheduler: That decides.
-        most_steps: That are kept, the newest.
+        scheduler: The replaying scheduler.
+        max_steps: Steps to keep, the newest.
     """
 
-    def __init__(self, scheduler: Scheduler, most_steps: int = MAX_STEPS) -> None:
+    def __init__(self, scheduler: Scheduler, max_steps: int = MAX_STEPS) -> None:
         self._scheduler = scheduler
-        self._steps: deque[ToldStep] = deque(maxlen=most_steps)
+        self._steps: deque[ReplayedStep] = deque(maxlen=max_steps)
         self._num_steps = 0
-        self._requests: dict[int, ToldRequest] = {}
+        self._requests: dict[int, ReplayedRequest] = {}
 
-    def decided(self, schedule: Schedule, now: float) -> None:
+    def add_step(self, schedule: Schedule, now: float) -> None:
+        """Add a step that the scheduler has just decided at time `now`."""
         scheduler, blocked = self._scheduler, self._scheduler.blocked
-        first = heapq.nsmallest(MAX_WAITING, scheduler.waiting, key=_place)
+        first = heapq.nsmallest(MAX_WAITING, scheduler.waiting, key=_admission_order)
         first += islice(scheduler.held_by_tenant_limits(), MAX_WAITING - len(first))
-        live = scheduler._requests
+        add, live = self._add_request, scheduler._requests
         ahead = live.get(blocked.request_id or "") if blocked is not None else None
         self._num_steps += 1
         self._steps.append(
-            ToldStep(
+            ReplayedStep(
                 schedule.step,
                 now,
-                [(self._who(row.request), row.num_computed, row.query_len, row.num_samples) for row in schedule.rows],
-                [(self._who(each), scheduler.blocks.num_blocks_held(each.request_id)) for each in scheduler.running],
-                [self._who(each) for each in first],
+                [(add(row.request), row.num_computed, row.query_len, row.num_samples) for row in schedule.rows],
+                [(add(each), scheduler.blocks.num_blocks_held(each.request_id)) for each in scheduler.running],
+                [add(each) for each in first],
                 scheduler.num_waiting,
                 [
-                    (self._who(request), each.by_class, each.swapped)
+                    (add(request), each.by_class, each.swapped)
                     for request, each in zip(schedule.preempted, schedule.preemptions, strict=True)
                 ],
-                None if ahead is None else self._who(ahead),
+                None if ahead is None else add(ahead),
                 "" if blocked is None else blocked.reason.value,
                 None if blocked is None else blocked.holding_class,
                 () if blocked is None else blocked.closed_classes,
@@ -258,26 +259,27 @@ class Story:
             )
         )
 
-    def told(self, name: str, version: str) -> ToldStory:
-        """All of it, with the requests that its steps name."""
+    def page_data(self, name: str, version: str) -> ReplayPageData:
+        """Return the kept steps with their requests; `name` and `version` are those of the recording's header."""
         pool = self._scheduler.blocks.pool
-        places: dict[int, int] = {}
-        steps = [_renumbered(step, places) for step in self._steps]
-        return ToldStory(
+        indices: dict[int, int] = {}
+        steps = [_renumbered(step, indices) for step in self._steps]
+        return ReplayPageData(
             name,
             version,
             self._scheduler.limits.max_num_seqs,
             self._scheduler.limits.max_num_batched_tokens,
             pool.num_blocks,
             self._scheduler.blocks.block_size,
-            [self._requests[sequence] for sequence in places],
+            [self._requests[sequence] for sequence in indices],
             steps,
             self._num_steps - len(steps),
         )
 
-    def _who(self, request: Request) -> int:
+    def _add_request(self, request: Request) -> int:
+        """Return `Request.sequence`, after remembering the request."""
         if request.sequence not in self._requests:
-            self._requests[request.sequence] = ToldRequest(
+            self._requests[request.sequence] = ReplayedRequest(
                 request.request_id,
                 request.request_class.name,
                 request.tenant,
@@ -288,21 +290,21 @@ class Story:
         return request.sequence
 
 
-def _place(request: Request) -> tuple[Any, ...]:
+def _admission_order(request: Request) -> tuple[Any, ...]:
     return request.request_class.rank, not request.has_run, request.queue_key
 
 
-def _renumbered(step: ToldStep, places: dict[int, int]) -> ToldStep:
-    """With places in the list of those that are named in place of `Request.sequence`."""
+def _renumbered(step: ReplayedStep, indices: dict[int, int]) -> ReplayedStep:
+    """Return a step in which each `Request.sequence` is replaced by an index; new requests are added to `indices`."""
 
-    def place(sequence: int) -> int:
-        return places.setdefault(sequence, len(places))
+    def index_of(sequence: int) -> int:
+        return indices.setdefault(sequence, len(indices))
 
     changes: Mapping[str, Any] = {
-        "rows": [(place(who), *rest) for who, *rest in step.rows],
-        "running": [(place(who), blocks) for who, blocks in step.running],
-        "waiting": [place(who) for who in step.waiting],
-        "preempted": [(place(who), *rest) for who, *rest in step.preempted],
-        "next": None if step.next is None else place(step.next),
+        "rows": [(index_of(sequence), *rest) for sequence, *rest in step.rows],
+        "running": [(index_of(sequence), blocks) for sequence, blocks in step.running],
+        "waiting": [index_of(sequence) for sequence in step.waiting],
+        "preempted": [(index_of(sequence), *rest) for sequence, *rest in step.preempted],
+        "next": None if step.next is None else index_of(step.next),
     }
     return msgspec.structs.replace(step, **changes)

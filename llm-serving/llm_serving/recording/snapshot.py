@@ -1,8 +1,8 @@
-"""The whole state of a scheduler as plain data, and back: it goes on from there as the original would.
+"""Serialization of a scheduler's state: a restored scheduler decides as the original would.
 
-The state is a graph of objects, some of them shared and told apart by identity, so it is written as one: a list of
-nodes, each after those it refers to. A node names its kind and has cells; a cell is a scalar, or `[index]` of a node.
-What is made again are the containers and our own classes named below; their constructors do not run.
+The state is a graph of objects, some of which are shared and compared by identity. It is written as a list of nodes,
+each after the nodes it refers to. A node has the name of its type and cells: scalars, or `[index]` of other nodes.
+Only containers and classes of the packages named below are restored; their constructors do not run.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.errors import RecordingError
 
 Layouts = dict[str, list[str]]
-"""Class -> its attributes, in the order of the cells."""
+"""Class -> names of its attributes, in the order of the cells."""
 
 _SCALARS: Final = frozenset({int, float, str, bytes, bool, type(None)})
 _SEQUENCES: Final[dict[str, type[Any]]] = {each.__name__: each for each in (list, tuple, set, frozenset)}
 _MAPPINGS: Final[dict[str, type[Any]]] = {each.__name__: each for each in (dict, OrderedDict)}
 _PACKAGE: Final = __name__.partition(".")[0]
 _PARTS: Final = ("core", "kvcache", "scheduler")
-"""Parts of the package whose classes make up the state."""
+"""Packages whose classes the state may contain."""
 _LEFT_OUT: Final[dict[type, frozenset[str]]] = {
     Request: frozenset({"constraint", "matcher", "beam_search", "sink", "http_timings"})
 }
-"""Attributes that no decision depends on; they come back as None."""
+"""Attributes that no decision depends on; they are restored as None."""
 
 
 def capture(value: object) -> tuple[Layouts, list[Any]]:
-    """Writes `value` and all it refers to; it is the last of the nodes.
+    """Return `value` and everything it refers to as (layouts, nodes); `value` is the last node.
 
     Raises:
-        TypeError: Something in it is neither a container nor of our classes.
+        TypeError: It contains an object that is neither a container nor of a class that a state may contain.
     """
     writer = _Writer()
     writer.cell(value)
@@ -46,10 +46,10 @@ def capture(value: object) -> tuple[Layouts, list[Any]]:
 
 
 def restore(layouts: Layouts, nodes: list[Any]) -> Any:
-    """The inverse of `capture`.
+    """Return the object that `capture` wrote.
 
     Raises:
-        RecordingError: The data are not such a graph, or of classes that are different now.
+        RecordingError: The data are malformed, or their classes have other attributes in this version.
     """
     made: list[Any] = []
     try:
@@ -65,8 +65,7 @@ class _Writer:
         self.layouts: Layouts = {}
         self.nodes: list[Any] = []
         self._indices: dict[object, int] = {}
-        """By identity: the graph holds the objects while it is written. Frozen sets by value, as Python makes as many
-        equal ones as it likes."""
+        """Identity of each object -> index of its node; for frozen sets the value, because Python may copy them."""
         self._names: dict[type, str] = {}
 
     def cell(self, value: Any) -> Any:
@@ -75,19 +74,19 @@ class _Writer:
         key = value if type(value) is frozenset else id(value)
         index = self._indices.get(key)
         if index is None:
-            node = self._node(value)  # what it refers to comes before it
+            node = self._node(value)  # adds the nodes it refers to
             index = self._indices[key] = len(self.nodes)
             self.nodes.append(node)
         return [index]
 
     def _cells(self, values: Iterable[Any]) -> list[Any]:
         values = list(values)
-        # The tables of blocks are long and hold numbers and names only.
+        # A fast path: block tables are long and contain scalars only.
         return values if _SCALARS.issuperset(map(type, values)) else [self.cell(value) for value in values]
 
     @staticmethod
     def _is_plain_set(value: Any) -> bool:
-        """Whether its order, which depends on what was in it before, can be that of its members: they are scalars."""
+        """Return whether a value is a set of scalars, which can be sorted: its own order depends on its history."""
         return isinstance(value, set | frozenset) and _SCALARS.issuperset(map(type, value))
 
     def _node(self, value: Any) -> list[Any]:
@@ -99,7 +98,7 @@ class _Writer:
             return [name, self._cells(value.keys()), self._cells(value.values())]
         if kind is array:
             return [name, value.tolist(), value.typecode]
-        if kind is SamplingParams:  # the rest says which token is chosen
+        if kind is SamplingParams:  # no decision depends on the other parameters
             return [name, value.max_tokens]
         name = self._names.get(kind) or self._names.setdefault(kind, _name_of(kind))
         if isinstance(value, enum.Enum):
@@ -113,7 +112,7 @@ class _Writer:
 
 
 def _name_of(kind: type) -> str:
-    """`part.module:Class` of one of our classes."""
+    """Return `package.module:Class` for a class that a state may contain."""
     name = f"{kind.__module__.removeprefix(_PACKAGE + '.')}:{kind.__name__}"
     if _class_of(name) is not kind:
         raise TypeError(f"{kind} is no part of a scheduler's state")
@@ -121,7 +120,7 @@ def _name_of(kind: type) -> str:
 
 
 def _class_of(name: str) -> type[Any]:
-    """The inverse of `_name_of`; looks only at modules that are loaded."""
+    """Return the class of a name from `_name_of`; only loaded modules are searched."""
     module, _, class_name = name.partition(":")
     if module.partition(".")[0] not in _PARTS:
         raise TypeError(f"{name} is no part of a scheduler's state")
@@ -137,7 +136,7 @@ def _attributes(value: Any) -> list[str]:
 
 
 def _declared(kind: type[Any]) -> list[str]:
-    """Attributes that every instance has, where the class says so."""
+    """Return the attributes that the class declares as fields or slots; empty: it declares none."""
     return [field.name for field in fields(kind)] if is_dataclass(kind) else list(getattr(kind, "__slots__", ()))
 
 
@@ -162,5 +161,5 @@ def _make(node: list[Any], layouts: Layouts, made: list[Any]) -> Any:
     if (declared := _declared(kind)) and attributes.keys() != set(declared):
         raise ValueError(f"{name} has other attributes now")
     for attribute, value in attributes.items():
-        object.__setattr__(instance, attribute, value)  # some of them are frozen
+        object.__setattr__(instance, attribute, value)  # works for frozen dataclasses, too
     return instance

@@ -1,6 +1,6 @@
 """Reads the scheduler state in recordings of format 14, whose classes and attributes had other names.
 
-This module goes with the release after the one that introduced format 15.
+Remove this module one release after the release that introduced format 15.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def upgrade_scheduler(attributes: dict[str, Any]) -> dict[str, Any]:
 
 
 def _present_name(name: str) -> str:
-    """Return `part.module:Class` of a class that had this name; other names are those of containers."""
+    """Return the present `package.module:Class` of a class name; return names of containers unchanged."""
     _, colon, class_name = name.partition(":")
     if not colon:
         return name

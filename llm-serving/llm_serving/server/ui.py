@@ -20,7 +20,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from llm_serving.errors import ConfigError
-from llm_serving.recording.report import ToldStory
+from llm_serving.recording.report import ReplayPageData
 from llm_serving.server.request_context import request_context_of
 
 PATH: Final = "/ui"
@@ -88,7 +88,7 @@ IMPORT: Final = re.compile(r"^import [^;]*;\n", re.MULTILINE)
 EXPORT: Final = re.compile(r"^export ", re.MULTILINE)
 
 
-def write_replay_page(story: ToldStory, target: Path) -> None:
+def write_replay_page(story: ReplayPageData, target: Path) -> None:
     """Raises ConfigError where the file cannot be written."""
     try:
         target.write_text(replay_page(story), encoding="utf-8")
@@ -96,7 +96,7 @@ def write_replay_page(story: ToldStory, target: Path) -> None:
         raise ConfigError(f"{target}: {error.strerror or error}") from None
 
 
-def replay_page(story: ToldStory) -> str:
+def replay_page(story: ReplayPageData) -> str:
     """The whole file. Texts of the recording are data in it, and become texts on the page, never code."""
     style = (FOLDER / "style.css").read_text(encoding="utf-8")
     code = "\n".join(_without_borders((FOLDER / name).read_text(encoding="utf-8")) for name in MODULES)
