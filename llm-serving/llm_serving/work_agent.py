@@ -21,7 +21,7 @@ from typing import Final
 
 if __name__ == "__main__":
     gc.disable()  # imports create no garbage
-    from llm_serving.core.mindspore_environment import set_mindspore_environment
+    from llm_serving.core.process import set_mindspore_environment
 
     set_mindspore_environment()
 

@@ -13,7 +13,7 @@ import os
 import sys
 from pathlib import Path
 
-from llm_serving.core.mindspore_environment import DISABLED_KERNELS, set_mindspore_environment
+from llm_serving.core.process import DISABLED_KERNELS, set_mindspore_environment
 
 
 def main() -> None:

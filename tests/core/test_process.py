@@ -1,4 +1,4 @@
-"""Subprocesses import nothing from the working directory, and end with their parent."""
+"""Subprocesses import nothing from the working directory, end with their parent, and set up MindSpore's environment."""
 
 import subprocess
 import sys
@@ -6,7 +6,10 @@ from pathlib import Path
 
 import llm_serving
 import psutil
-from llm_serving.core.process import command_of
+import pytest
+from llm_serving.core.process import command_of, set_mindspore_environment
+
+VARIABLE = "MS_INTERNAL_DISABLE_CUSTOM_KERNEL_LIST"
 
 
 def test_module_command_ignores_modules_in_the_working_directory(tmp_path):
@@ -35,3 +38,42 @@ def test_hanging_process_ends_with_its_parent():
         hanging = psutil.Process(int(process.stdout.readline()))
         process.kill()
     assert not psutil.wait_procs([hanging], timeout=60)[1]
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (None, "FlashAttentionScore,PagedAttention"),
+        ("", "FlashAttentionScore,PagedAttention"),
+        ("PagedAttention", "PagedAttention,FlashAttentionScore"),
+        (" MatMul , ", "MatMul,FlashAttentionScore,PagedAttention"),
+        ("FlashAttentionScore,PagedAttention", "FlashAttentionScore,PagedAttention"),
+    ],
+)
+def test_attention_kernels_join_what_the_operator_disabled(given, expected):
+    environment = {} if given is None else {VARIABLE: given}
+    set_mindspore_environment(environment)
+    assert environment[VARIABLE] == expected
+
+
+def test_log_levels_of_the_operator_stay():
+    environment = {"MS_SUBMODULE_LOG_v": "{ANALYZER:0}"}
+    set_mindspore_environment(environment)
+    assert environment["MS_SUBMODULE_LOG_v"] == "{ANALYZER:0}"
+
+
+def test_work_agent_sets_them_before_it_imports_mindspore():
+    """An importer that stands in front of all others looks at the variable when MindSpore is asked for."""
+    program = f"""
+import os, runpy, sys
+class Watch:
+    def find_spec(self, name, path=None, target=None):
+        if name == "mindspore":
+            print(os.environ.get({VARIABLE!r}))
+            os._exit(0)
+sys.meta_path.insert(0, Watch())
+sys.argv = ["work_agent"]
+runpy.run_module("llm_serving.work_agent", run_name="__main__")
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert ended.stdout.strip() == "FlashAttentionScore,PagedAttention", ended.stderr

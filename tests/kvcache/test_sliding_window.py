@@ -103,19 +103,19 @@ def test_block_behind_one_window_stays_for_requests_that_share_it() -> None:
     assert {blocks.pool.ref_count(each) for each in shared} == {1}
 
 
-def test_request_that_keeps_its_blocks_shares_none_and_never_lacks_one() -> None:
+def test_request_with_guaranteed_blocks_shares_none_and_never_lacks_one() -> None:
     blocks = manager(num_blocks=10)
     compute(blocks, started(blocks, 20), 20)
     kept = create_request(60, request_id="kept")
-    assert blocks.num_blocks_to_admit(kept, 80, keeps=True) == 4
-    assert blocks.admit(kept, 80, keeps=True) == 0, "the hit would not become free when it slides"
+    assert blocks.num_blocks_to_admit(kept, 80, guaranteed=True) == 4
+    assert blocks.admit(kept, 80, guaranteed=True) == 0, "the hit would not become free when it slides"
     for number in range(blocks.pool.num_free_blocks):
         started(blocks, 4, f"other {number}")
     assert not blocks.pool.num_free_blocks
     compute(blocks, kept, 60)
     blocks.free("kept")
     again = create_request(61, request_id="again")
-    assert blocks.admit(again, 61) <= 20, "a request that keeps its blocks caches none"
+    assert blocks.admit(again, 61) <= 20, "a request with guaranteed blocks caches none"
 
 
 def test_only_the_window_is_swapped() -> None:
@@ -161,13 +161,13 @@ class SlidingMachine(RuleBasedStateMachine):
             targets = self.host if kind == BlockMoveKind.SWAP_OUT else self.memory
             targets[target] = list(sources[source])
 
-    def start(self, request: Request, parent: Request | None, keeps: bool) -> None:
-        num_tokens = request.max_num_tokens if keeps else request.num_tokens
-        needed = self.blocks.num_blocks_to_admit(request, num_tokens, parent, keeps=keeps)
+    def start(self, request: Request, parent: Request | None, guaranteed: bool) -> None:
+        num_tokens = request.max_num_tokens if guaranteed else request.num_tokens
+        needed = self.blocks.num_blocks_to_admit(request, num_tokens, parent, guaranteed=guaranteed)
         free = self.blocks.pool.num_free_blocks
         if needed > free:
             return
-        found = self.blocks.admit(request, num_tokens, parent, keeps=keeps)
+        found = self.blocks.admit(request, num_tokens, parent, guaranteed=guaranteed)
         assert free - self.blocks.pool.num_free_blocks == needed
         assert found < request.num_tokens
         request.num_computed_tokens = request.num_confirmed_tokens = found
@@ -177,22 +177,22 @@ class SlidingMachine(RuleBasedStateMachine):
     def pick(self, data: st.DataObject, requests: dict[str, Request]) -> Request:
         return requests[data.draw(st.sampled_from(sorted(requests)))]
 
-    @rule(num_tokens=st.integers(1, 40), kind=st.integers(0, 1), keeps=st.booleans())
-    def admit(self, num_tokens: int, kind: int, keeps: bool) -> None:
+    @rule(num_tokens=st.integers(1, 40), kind=st.integers(0, 1), guaranteed=st.booleans())
+    def admit(self, num_tokens: int, kind: int, guaranteed: bool) -> None:
         self.count += 1
         request = create_request(num_tokens, request_id=f"{self.count:03}", max_tokens=20)
         request.prompt_token_ids = [token + kind * (index > 17) for index, token in enumerate(request.prompt_token_ids)]
-        self.start(request, None, keeps)
+        self.start(request, None, guaranteed)
 
     @precondition(lambda self: self.held)
-    @rule(data=st.data(), back=st.integers(0, 12), keeps=st.booleans())
-    def fork(self, data: st.DataObject, back: int, keeps: bool) -> None:
+    @rule(data=st.data(), back=st.integers(0, 12), guaranteed=st.booleans())
+    def fork(self, data: st.DataObject, back: int, guaranteed: bool) -> None:
         parent = self.pick(data, self.held)
         self.count += 1
         child = create_request(1, request_id=f"{self.count:03}", max_tokens=20)
         length = max(0, parent.num_tokens_known - back)
         child.prompt_token_ids = [*parent.known_token_ids(0, length), 500 + self.count]
-        self.start(child, parent, keeps)
+        self.start(child, parent, guaranteed)
 
     @precondition(lambda self: self.held)
     @rule(data=st.data(), most=st.integers(1, WINDOW.max_chunk))
@@ -204,10 +204,10 @@ class SlidingMachine(RuleBasedStateMachine):
                 return
             request.output_token_ids.append(900 + self.count)
         blocks.free_outside_window(name, request.num_computed_tokens)
-        keeps = name in blocks._unshared
-        num_tokens = request.max_num_tokens if keeps else request.num_tokens
+        guaranteed = name in blocks._unshared
+        num_tokens = request.max_num_tokens if guaranteed else request.num_tokens
         if not blocks.can_grow(name, num_tokens):
-            assert not keeps, "it takes no more than it gives back"
+            assert not guaranteed, "it takes no more than it gives back"
             return
         blocks.grow(name, num_tokens)
         start = request.num_computed_tokens

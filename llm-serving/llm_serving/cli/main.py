@@ -32,7 +32,7 @@ from llm_serving.cli import (
 )
 from llm_serving.cli.arguments import EXIT_FAILED, Subcommands
 from llm_serving.cli.launcher import StartError
-from llm_serving.core.optional_package import import_optional
+from llm_serving.core.process import import_optional
 from llm_serving.errors import ConfigError, LLMServingError, NoWorkAgentsError
 
 SIMULATOR: Final = "llm_serving_simulator.commands"

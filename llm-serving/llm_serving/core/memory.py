@@ -9,6 +9,7 @@ import resource
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, Final
 
 M_MMAP_THRESHOLD: Final = -3
@@ -67,6 +68,7 @@ def periodic_heap_trim(trim: Callable[[], None] = trim_heap, period_s: float = P
         thread.join()
 
 
+@cache
 def _of_allocator(name: str) -> Any:
     """Return a function of the C library, or None if there is none of this name."""
     try:

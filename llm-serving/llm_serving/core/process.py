@@ -1,14 +1,26 @@
-"""Commands of subprocesses of this package, and their end with the parent."""
+"""The start of processes: commands of subprocesses, their end with the parent, MindSpore's environment variables, and
+the import of packages that may be missing.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import importlib
+import os
 import signal
 import sys
+from collections.abc import MutableMapping
+from types import ModuleType
 from typing import Final
+
+from llm_serving.errors import ConfigError
 
 _PR_SET_PDEATHSIG: Final = 1
 """Option of prctl(2)."""
+DISABLED_KERNELS: Final = "MS_INTERNAL_DISABLE_CUSTOM_KERNEL_LIST"
+"""Comma-separated names of MindSpore's own Ascend kernels that ATB's kernels replace."""
+NEEDED_ATB_KERNELS: Final = ("FlashAttentionScore", "PagedAttention")
+"""MindSpore's own PagedAttention accepts no mask with two-dimensional queries, [tokens, hidden], which a step has."""
 
 
 def command_of(module: str, *arguments: str) -> list[str]:
@@ -22,6 +34,41 @@ def command_of(module: str, *arguments: str) -> list[str]:
 def die_with_parent() -> None:
     """Let the kernel kill this process when the thread that started it ends, even if this process hangs or is stopped.
 
-    If the parent has ended before the call, this process lives on.
+    If the parent has ended before the call, this process keeps running.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def set_mindspore_environment(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Set the variables that a serving process needs, before the first import of MindSpore.
+
+    Kernels that the operator disabled stay disabled. On a CPU the variables have no effect.
+
+    Args:
+        environment: The variables to change.
+    """
+    disabled = [name.strip() for name in environment.get(DISABLED_KERNELS, "").split(",") if name.strip()]
+    missing = [name for name in NEEDED_ATB_KERNELS if name not in disabled]
+    environment[DISABLED_KERNELS] = ",".join([*disabled, *missing])
+    # Otherwise ranks that wait for each other log two lines a second.
+    environment.setdefault("MS_SUBMODULE_LOG_v", "{DISTRIBUTED:3,DEVICE:3}")
+
+
+def import_optional(module: str, user: str, remedy: str = "") -> ModuleType:
+    """Import a module of the simulator or of the receipts, packages beside this one that may not be installed.
+
+    Args:
+        module: With its package, "llm_serving_receipts.issuer".
+        user: The command or key that needs it, for the error.
+        remedy: What to do about it, for the end of the error.
+
+    Raises:
+        ConfigError: The package is not installed. A module that the package itself lacks raises ModuleNotFoundError.
+    """
+    package = module.partition(".")[0]
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != package:
+            raise
+        raise ConfigError(f"`{user}` needs the package {package}, which is not installed{remedy}") from None

@@ -12,11 +12,10 @@ Three slotted dataclasses extend one another, one per owner, so every attribute 
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
 from llm_serving.core.constraint import Constraint, ConstraintMatcher
-from llm_serving.core.kv_transfer import Transfer
 from llm_serving.core.request_class import STANDARD, RequestClass, cache_namespace
 from llm_serving.core.sampling_params import BeamSearchParams, SamplingParams
 from llm_serving.core.timings import HttpTimings
@@ -54,9 +53,38 @@ FINISHED: Final = RequestStatus.FINISHED
 """Module-level names, because Python 3.11 takes five times as long to look up an enum member as to compare it."""
 
 
+@dataclass(frozen=True)
+class Transfer:
+    """Blocks of the transfer pool with the KV cache of the first tokens of a request, and its history.
+
+    The blocks stay unchanged until the importing replica lets them be reclaimed. The memory holds the epoch of each
+    block, and the reader checks it.
+    """
+
+    block_ids: tuple[int, ...] = ()
+    """In token order; empty: everything is computed again."""
+    epochs: tuple[int, ...] = ()
+    start: int = 0
+    """Number of blocks before these, which later tokens do not see."""
+    num_tokens: int = 0
+    """Number of computed tokens, including those before `start`."""
+    num_waited: int = 0
+    """Steps that it waited for its first admission."""
+    num_preemptions: int = 0
+
+    @property
+    def blocks(self) -> list[tuple[int, int]]:
+        """(block id, epoch) of each block."""
+        return list(zip(self.block_ids, self.epochs, strict=True))
+
+    def without_blocks(self) -> Transfer:
+        """Return a copy without blocks, so everything is computed again."""
+        return replace(self, block_ids=(), epochs=(), start=0, num_tokens=0)
+
+
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class ClientRequest:
-    """What the client asked. No field changes after construction."""
+    """What the client requested. No field changes after construction."""
 
     request_id: Final[str]
     prompt_token_ids: Final[list[int]]
@@ -198,7 +226,7 @@ class ScheduledRequest(ClientRequest):
 
     @property
     def num_tokens(self) -> int:
-        return self.num_tokens_known + self.num_tokens_in_flight
+        return len(self.prompt_token_ids) + len(self.output_token_ids) + self.num_tokens_in_flight
 
     @property
     def num_uncomputed_tokens(self) -> int:
@@ -206,7 +234,7 @@ class ScheduledRequest(ClientRequest):
 
     @property
     def max_prefix_hit_tokens(self) -> int:
-        """Maximum length of the prefix that it may take from other requests instead of computing it.
+        """Maximum length of the prefix that it may share with other requests instead of computing it.
 
         A token that gives a result must be computed for this request. So the prefix ends before the first token whose
         log-probabilities are missing, and before the newest token.
@@ -254,7 +282,8 @@ class Request(ScheduledRequest):
     """The most tokens that were computed before a failed step."""
 
     def __post_init__(self) -> None:
-        self.needs_known_output = self.needs_known_output or self.sampling.needs_known_output
+        if self.sampling.bad_words:
+            self.needs_known_output = self.needs_known_output or self.sampling.needs_known_output
         assert (self.constraint is None) == (self.sampling.constraint is None), "a constraint must be compiled"
         if self.constraint is not None:
             self.matcher = self.constraint.create_matcher()

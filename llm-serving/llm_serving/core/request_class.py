@@ -48,11 +48,9 @@ DEFAULT_CLASSES: Final = (
 
 
 def class_of(priority: int, classes: Sequence[RequestClass]) -> RequestClass:
-    """Return the class with the largest rank at or below a priority, or the first class if there is none.
+    """Return the class with the largest rank at or below a priority; if there is none, the first one.
 
-    Args:
-        priority: Of the request, smaller first.
-        classes: In ascending order of rank, at least one.
+    `classes`: in ascending order of rank, at least one.
     """
     best = classes[0]
     for each in classes:

@@ -141,7 +141,7 @@ class OutputSink(Protocol):
 
     @property
     def request(self) -> Request:
-        """The client's request. The scheduler knows it only if it is one of `active_requests`."""
+        """The client's request. The scheduler tracks it only if it is one of `active_requests`."""
 
     @property
     def active_requests(self) -> Sequence[Request]:

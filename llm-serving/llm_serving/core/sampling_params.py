@@ -272,7 +272,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = _parameter(False, Flag())
     """Keep the stop string at the end of the text."""
     ignore_eos: bool = _parameter(False, Flag())
-    """Go on past the model's end-of-sequence ids (explicit `stop_token_ids` still end)."""
+    """Continue past the model's end-of-sequence ids; `stop_token_ids` of the request still end the output."""
     logprobs: int | None = _parameter(None, Whole(0, MAX_LOGPROBS, optional=True))
     """None: none; n: the chosen token's log-probability and those of the n most likely."""
     prompt_logprobs: int | None = _parameter(None, Whole(0, MAX_LOGPROBS, optional=True))
@@ -284,7 +284,9 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         for name, rule in RULES.items():
-            object.__setattr__(self, name, rule.checked(name, getattr(self, name)))
+            value, default = getattr(self, name), DEFAULTS[name]
+            if type(value) is not type(default) or value != default:
+                object.__setattr__(self, name, rule.checked(name, value))
         if self.min_tokens > self.max_tokens:
             raise RequestError("min_tokens", f"must be an integer from 0 to {self.max_tokens}", self.min_tokens)
         if self.constraint is not None:

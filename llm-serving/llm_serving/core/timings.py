@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 class HttpTimings:
     """Times of one HTTP request and of the engine requests that answer it, in seconds on the engine's clock.
 
-    The server sets the first and the last time, the engines set the others.
+    The server sets the first and the last time, the engines set the rest.
     """
 
     received_time: float

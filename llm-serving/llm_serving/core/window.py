@@ -26,10 +26,8 @@ class Window:
     def from_model(cls, num_tokens: int | None, max_chunk: int, max_model_len: int) -> Window:
         """Return the window of a model.
 
-        Args:
-            num_tokens: The largest window of its layers; None if a layer sees all tokens.
-            max_chunk: Maximum number of tokens of one request in a step.
-            max_model_len: Maximum length of a request; a window as long as that does not slide.
+        `num_tokens`: the largest window of its layers; None if a layer sees all tokens. A window as long as
+        `max_model_len` never slides.
         """
         return cls() if num_tokens is None or num_tokens >= max_model_len else cls(num_tokens, max_chunk)
 

@@ -7,10 +7,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import chain
 
-from llm_serving.core.kv_transfer import Transfer
-from llm_serving.core.request import Request
+from llm_serving.core.request import Request, Transfer
 from llm_serving.core.step import NO_BLOCK, BlockMove, BlockMoveKind
-from llm_serving.core.window import Window
+from llm_serving.core.window import NO_WINDOW, Window
 from llm_serving.kvcache.block_pool import BlockPool
 from llm_serving.kvcache.block_table import BlockTable, block_hash, namespace_hash
 from llm_serving.kvcache.transfer_pool import TransferBlock, TransferPool
@@ -70,16 +69,15 @@ class BlockManager:
 
     @property
     def num_kv_slots(self) -> int:
-        """Number of tokens that the whole cache can hold."""
         return self.pool.num_blocks * self.block_size
 
     @property
     def max_request_tokens(self) -> int:
         """Length of the longest request that an empty cache has room for."""
-        return self.window.max_request_tokens(self.block_size, self.pool.num_blocks)
+        num_blocks = self.pool.num_blocks
+        return NO_WINDOW if self.max_blocks_per_request <= num_blocks else num_blocks * self.block_size
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Return the number of blocks that `num_tokens` occupy."""
         return -(-num_tokens // self.block_size)
 
     def max_blocks_of(self, num_tokens: int) -> int:
@@ -94,7 +92,7 @@ class BlockManager:
         return len(self._tables.get(request_id, ()))
 
     def num_blocks_shared(self, request_id: str) -> int:
-        """Return how many blocks at the start of the table other requests hold as well, up to the first they do not."""
+        """Return how many blocks at the start of the request's table other requests hold as well."""
         count, ref_count = 0, self.pool.ref_count
         for block_id in self._tables.get(request_id, ()):
             if ref_count(block_id) == 1:
@@ -108,12 +106,10 @@ class BlockManager:
 
     @property
     def num_swapped_requests(self) -> int:
-        """Number of requests in the host pool."""
         return len(self._host_tables)
 
     @property
     def tables(self) -> Mapping[str, BlockTable]:
-        """The table of each request that has blocks."""
         return self._tables
 
     def table(self, request_id: str) -> BlockTable:
@@ -133,43 +129,50 @@ class BlockManager:
         parent: Request | None = None,
         without: Sequence[Request] = (),
         *,
-        keeps: bool = False,
+        guaranteed: bool = False,
     ) -> int:
-        """Return the number of free blocks that `admit` takes; shared blocks that are in use count nothing.
+        """Return the number of free blocks that `admit` needs; shared blocks that are in use need none.
 
         With `without`, return how many must be free now if the tables of these requests are freed before `admit`.
         """
-        uses = Counter(block_id for other in without for block_id in self._tables.get(other.request_id, ()))
-        num_released = sum(self.pool.ref_count(block_id) == count for block_id, count in uses.items())
+        uses: Counter[int] = Counter()
+        num_free = 0
+        for other in without:
+            uses.update(self._tables.get(other.request_id, ()))
+        for block_id, count in uses.items():
+            num_free += self.pool.ref_count(block_id) == count
         outside = self._host_tables.get(request.request_id) or self._import_tables.get(request.request_id)
         if outside is not None:
             start = outside.start
-            return self._table_end(start, num_tokens) - start - num_released
-        shared = self._shared_blocks(
-            request, None if parent in without else parent, self._recycles_blocks(num_tokens, keeps)
-        )
-        num_in_use = sum(self.pool.ref_count(block_id) > uses[block_id] for block_id in shared)
-        return self._table_end(shared.start, num_tokens) - shared.start - num_released - num_in_use
+            return self._table_end(start, num_tokens) - start - num_free
+        if parent in without:
+            parent = None
+        shared = self._shared_blocks(request, parent, guaranteed and self._recycles_blocks(num_tokens))
+        for block_id in shared:
+            num_free += self.pool.ref_count(block_id) > uses[block_id]
+        return self._table_end(shared.start, num_tokens) - shared.start - num_free
 
-    def admit(self, request: Request, num_tokens: int, parent: Request | None = None, *, keeps: bool = False) -> int:
-        """Allocate the table of a request; the caller has checked `num_blocks_to_admit`.
+    def admit(
+        self, request: Request, num_tokens: int, parent: Request | None = None, *, guaranteed: bool = False
+    ) -> int:
+        """Allocate the table of a request that has none; the caller has checked `num_blocks_to_admit`.
 
         Args:
-            request: It has no table.
+            request: The request.
             num_tokens: Length of the table.
             parent: A running request whose computed prefix is shared.
-            keeps: Guarantee that the request never lacks a block up to `num_tokens`. If it recycles its own blocks for
-                that (sliding window), it shares none, because a shared block would not become free.
+            guaranteed: Whether the request must never lack a block up to `num_tokens`. If it has to recycle its own
+                blocks for that (sliding window), it shares none, because a shared block would not become free.
 
         Returns:
             The number of its tokens that are computed already, at most `Request.max_prefix_hit_tokens`.
         """
         request_id = request.request_id
         assert request_id not in self._tables, f"request {request_id} has blocks already"
-        unshared = self._recycles_blocks(num_tokens, keeps)
+        unshared = guaranteed and self._recycles_blocks(num_tokens)
         if unshared:
             self._unshared.add(request_id)
-        if self.is_swapped(request_id) or request_id in self._import_tables:
+        if request_id in self._host_tables or request_id in self._import_tables:
             self._load_swapped_or_imported(request, num_tokens)
             return request.num_computed_tokens
         table = self._shared_blocks(request, parent, unshared)
@@ -231,8 +234,10 @@ class BlockManager:
         """Free all blocks of a request, if it has any. The last block is freed first: it is the least likely reused."""
         if request_id in self._tables:
             self.pool.free(reversed(list(self._tables.pop(request_id))))
-        self.host_pool.free(self._host_tables.pop(request_id, ()))
-        self._release_import(self._import_tables.pop(request_id, BlockTable()))
+        if request_id in self._host_tables:
+            self.host_pool.free(self._host_tables.pop(request_id))
+        if request_id in self._import_tables:
+            self._release_import(self._import_tables.pop(request_id))
         self._block_hashes.pop(request_id, None)
         self._unshared.discard(request_id)
 
@@ -243,7 +248,6 @@ class BlockManager:
         return max(0, self.num_blocks_for(num_tokens) - start)
 
     def can_swap_out(self, request: Request) -> bool:
-        """Whether the host pool has room for the request."""
         return 0 < self.num_blocks_to_swap(request) <= self.host_pool.num_free_blocks
 
     def swap_out(self, request: Request) -> None:
@@ -281,6 +285,8 @@ class BlockManager:
 
     def pop_released_imports(self) -> list[TransferBlock]:
         """Return imported blocks that can be reclaimed once the steps formed so far are done, since the last call."""
+        if not self._released_imports:
+            return []
         released, self._released_imports = self._released_imports, []
         return released
 
@@ -304,7 +310,6 @@ class BlockManager:
     # --- integrity --------------------------------------------------------------------------------------------------
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless each block is in as many tables as its reference count says."""
         self.pool.check_integrity(chain.from_iterable(self._tables.values()))
         self.host_pool.check_integrity(chain.from_iterable(self._host_tables.values()))
         assert not self._tables.keys() & self._host_tables.keys(), "a request is both swapped and in the cache"
@@ -313,7 +318,7 @@ class BlockManager:
         most_held = max(map(len, self._tables.values()), default=0)
         assert most_held <= self.max_blocks_per_request, "a request holds more than the window and a step"
         counts = {self.pool.ref_count(each) for request_id in self._unshared for each in self._tables[request_id]}
-        assert counts <= {1}, "a request that keeps its blocks shares some"
+        assert counts <= {1}, "a request with guaranteed blocks shares some"
 
     def check_writable(self, request_id: str, start: int, end: int) -> None:
         """Raise AssertionError unless the blocks of the tokens [start, end) belong to this request alone."""
@@ -329,9 +334,9 @@ class BlockManager:
 
     # --- helpers ----------------------------------------------------------------------------------------------------
 
-    def _recycles_blocks(self, num_tokens: int, keeps: bool) -> bool:
-        """Whether a request that keeps its blocks frees one for each that it allocates."""
-        return keeps and self.num_blocks_for(num_tokens) > self.max_blocks_per_request
+    def _recycles_blocks(self, num_tokens: int) -> bool:
+        """Whether a request with guaranteed blocks frees one for each that it allocates."""
+        return self.num_blocks_for(num_tokens) > self.max_blocks_per_request
 
     def _table_end(self, start: int, num_tokens: int) -> int:
         """Return the number of entries of a table that starts at `start`, for a request of `num_tokens`."""

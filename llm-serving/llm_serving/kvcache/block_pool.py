@@ -51,8 +51,10 @@ class BlockPool:
     def allocate(self, count: int) -> list[int]:
         """Allocate `count` blocks with one reference each; the caller has checked `num_free_blocks`."""
         assert count <= len(self._free), f"asked for {count} blocks, {len(self._free)} are free"
-        block_ids = [self._free.popitem(last=False)[0] for _ in range(count)]
-        for block_id in block_ids:
+        block_ids = []
+        for _ in range(count):
+            block_id, _ = self._free.popitem(last=False)
+            block_ids.append(block_id)
             self._ref_counts[block_id] = 1
             self._num_allocations = (self._num_allocations + 1) % MAX_EPOCH
             self._epochs[block_id] = self._num_allocations
@@ -89,12 +91,11 @@ class BlockPool:
             self._blocks_by_hash[block_hash] = block_id
 
     def find_cached(self, block_hash: bytes) -> int | None:
-        """Return the block with this hash, free or used."""
         return self._blocks_by_hash.get(block_hash)
 
     @property
     def is_cached(self) -> Callable[[bytes], bool]:
-        """A function that tells whether a hash is cached; valid as long as the pool."""
+        """Function that returns whether a hash is cached; valid as long as the pool."""
         return self._blocks_by_hash.__contains__
 
     def clear_hashes(self) -> None:

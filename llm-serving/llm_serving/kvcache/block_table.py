@@ -55,11 +55,9 @@ class BlockTable:
         return len(self.ids)
 
     def __len__(self) -> int:
-        """Return the number of blocks."""
         return len(self.ids) - self.start
 
     def __iter__(self) -> Iterator[int]:
-        """Yield the ids of its blocks."""
         return iter(self.ids[self.start :] if self.start else self.ids)
 
 

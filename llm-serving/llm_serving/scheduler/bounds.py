@@ -84,38 +84,37 @@ def class_bounds(
     Progress: a running request computes at least one token in every step that is not full of other requests' prompts.
     So it finishes after at most as many steps as it can have tokens, plus the full ones. Prompts of `n` tokens fill at
     most `n * _steps_per_prompt_token` steps. For each of its tokens, prompts of other classes leave out a contending
-    class for `max_decode_gap` steps: the policy's or that of its weight, whichever is less.
+    class for `max_decode_gap` steps: the smaller one of the policy's gap and the gap of its weight.
 
-    Share: a contending class gets its weight's part of what becomes free, in service. That is as many of its requests
-    side by side as this part of slots and cache holds at full length, or, if it is less than one, one request for this
-    part of the time. Before that, running requests finish and the class pays back what it had above its part.
+    Share: a contending class gets its weight's part of the slots and blocks that become free. So many of its requests
+    run side by side as this part holds at full length. If that is less than one, one request runs for this part of the
+    time. Before that, running requests finish, and the class pays back what it had above its part.
 
-    Both costs are not paid twice. While a token is computed in `a` steps, a class with the share `d` of the slots or of
+    These two costs do not add up. While a token is computed in `a` steps, a class with the share `d` of the slots or of
     the cache is charged `d` in every step. The other classes are charged for a whole step in the a - 1 steps that their
     prompts fill, and for the rest, 1 - d, in the last one. By the weight `w` of a sum `s` their service is (s - w) / w
-    times its own: a - d = a * d * (s - w) / w. So a token takes a / d = a * (s - w) / w + 1 times the steps that it
-    takes if the class has all slots.
+    times its own: a - d = a * d * (s - w) / w. So a token needs a / d = a * (s - w) / w + 1 times the steps that it
+    needs if the class has all slots.
 
-    Computed tokens: each token that a request can have is computed once, in its prompt or alone; after each preemption
-    all of them are computed again as a prompt. A request that needs known output computes nothing while its newest
-    token is in flight, which is up to `max_steps_in_flight` steps.
+    Computed tokens: each token of a request is computed once, and again after each preemption, as part of a prompt. A
+    request that needs known output computes nothing while its newest token is in flight, up to `max_steps_in_flight`
+    steps.
 
     Several schedulers: a class that exceeds its share of all of them counts with 1/`weight_divisor` of its weight, and
-    the others with theirs, so that is its guaranteed part here. Afterwards it may have to let other classes catch up
-    with a quantum that is as many times longer.
+    the others with their whole weight. That is its guaranteed part. The quantum grows by the same factor.
 
-    Order within a class: of `max_overtakes` + 1 admissions, one is the oldest request's. So with `n` ahead,
-    (n + 1) * (max_overtakes + 1) admissions are enough, plus one for each request that was admitted before: preempted
-    requests return ahead of their class and bypass nothing.
+    Order within a class: one of `max_overtakes` + 1 admissions is the oldest request's. So with `n` requests ahead,
+    (n + 1) * (max_overtakes + 1) admissions are enough, plus one for each preempted request, which returns ahead of its
+    class.
 
     Prompts: a running prompt continues in order of admission once its class has aged and is next. Before it come the
     running prompts of its class and at most as many tokens as the cache holds.
 
-    Reload: if more requests run than there are slots now, none is admitted until enough have finished. Until then each
-    step has room for a token of each, and the room for prompts may be less.
+    Reload: if more requests run than there are slots, none is admitted until enough have finished. Until then each step
+    has room for a token of each, and may have less room for prompts.
 
     Sliding windows: a request holds at most its window and a step, so more of the longest requests run side by side,
-    with more tokens than the cache holds; steps are shorter if the cache has no room for a whole one.
+    with more tokens than the cache holds. Steps are shorter if the cache has no room for a whole one.
 
     Args:
         limits: Of the scheduler.
@@ -231,13 +230,10 @@ class WaitMonitor:
         """The valid entry of each waiting request, by its sequence."""
 
     def start_wait(self, request: Request, num_ahead: int, num_returning: int = 0, num_waited: int = 0) -> None:
-        """Set and watch the wait bound of a request.
+        """Set the wait bound of a request that starts to wait, and watch it.
 
-        Args:
-            request: It starts to wait.
-            num_ahead: See `ClassBounds.max_wait_steps`.
-            num_returning: See `ClassBounds.max_wait_steps`.
-            num_waited: Steps that it has waited already, in another class or under other rules.
+        `num_waited`: steps that it has waited already, in another class or under other rules. For the other arguments
+        see `ClassBounds.max_wait_steps`.
         """
         name = request.request_class.name
         clock, bound = self._clocks[name], self._bounds[name].max_wait_steps(num_ahead, num_returning)
@@ -251,7 +247,6 @@ class WaitMonitor:
         heapq.heappush(due, wait)
 
     def record_admission(self, request: Request) -> None:
-        """Stop watching an admitted request."""
         wait = self._waits.pop(request.sequence)
         if not request.has_run:
             request.num_steps_waited = self._clocks[request.request_class.name] - wait.since
@@ -261,11 +256,9 @@ class WaitMonitor:
         return request.sequence in self._waits
 
     def num_steps_waited(self, request: Request) -> int:
-        """Return the steps counted since the request began to wait."""
         return self._clocks[request.request_class.name] - self._waits[request.sequence].since
 
     def forget(self, request: Request) -> None:
-        """Stop watching a request, if it is watched."""
         self._waits.pop(request.sequence, None)
 
     def tick(self, closed: Collection[str]) -> int:

@@ -60,11 +60,9 @@ class SchedulerComponents:
         self._requests = requests
 
     def reload(self, rules: SchedulingRules, step: int) -> SchedulerComponents:
-        """Return components for other rules that take over all requests, see `Scheduler.reload`.
+        """Return components for other rules that adopt all requests, see `Scheduler.reload`.
 
-        Args:
-            rules: The new rules. If their order is of the same kind as before, the old object is kept.
-            step: The next step to be formed.
+        An order of the same kind as before is kept. `step` is the next one to form.
         """
         assert rules.limits.max_preemptions == self.rules.limits.max_preemptions
         if type(rules.order) is type(self.rules.order):

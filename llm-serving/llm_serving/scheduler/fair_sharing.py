@@ -76,7 +76,7 @@ class WeightedFairSharing:
         """Determine which classes contend from now on.
 
         Args:
-            waiting: Classes with a request that waits and may be admitted.
+            waiting: Classes with a waiting request that may be admitted.
             aged: Classes with a request that has waited `ageing_steps` for its admission or its prefill.
             held: Running slots of each class.
         """
@@ -99,18 +99,20 @@ class WeightedFairSharing:
     def next_class(self, waiting: Collection[str], held: Mapping[str, int], blocks: Mapping[str, int]) -> str | None:
         """Return the class whose request is admitted next; None if no contender waits.
 
-        Of the contenders below their share of slots and blocks it is the one with the least charge; without any, the
-        highest contender. But if another waiting class is behind it by more than a quantum, for tokens perhaps, that
-        class may exceed its share of slots.
+        It is the contender below its share of slots and blocks with the least charge; without any, the highest
+        contender. A class whose charge is lower by more than a quantum is next even above its share of slots.
 
         Args:
-            waiting: Classes with a request that waits and may be admitted.
+            waiting: Classes with a waiting request that may be admitted.
             held: Running slots of each class.
             blocks: Blocks of each class.
         """
+        if len(self.contenders) < 2:
+            alone = self.contenders[0] if self.contenders else None
+            return alone if alone in waiting else None
         contenders = [name for name in self.contenders if name in waiting]
-        if len(self.contenders) < 2 or not contenders:
-            return contenders[0] if contenders else None
+        if not contenders:
+            return None
         parts = {name: self._effective_weight(name) for name in self.contenders}
         total = sum(parts.values())
         entitled = [
@@ -143,15 +145,11 @@ class WeightedFairSharing:
         return max_decode_gap(self._weights[name], self._sum_of_weights())
 
     def num_entitled(self, name: str, by: str, blocks: Iterable[int]) -> int:
-        """Return how many running requests of a class may not be preempted by a higher class.
+        """Return how many running requests of the class `name` the higher class `by` may not preempt.
 
-        These are the requests that fit into the class's share of slots and blocks. A request that exceeds the share in
-        part is protected for a quantum, which ends when the class has had `quantum_steps` more of it than its due.
-
-        Args:
-            name: The class.
-            by: The higher class.
-            blocks: Blocks of each of its requests.
+        These are the requests that fit into the class's share of slots and blocks; `blocks` has the blocks of each
+        request. A request that exceeds the share in part is protected until the class has had `quantum_steps` more than
+        its share.
         """
         if name not in self.contenders:
             return 0
@@ -181,7 +179,7 @@ class WeightedFairSharing:
 
         Args:
             held: Running slots of each class.
-            num_tokens: Tokens that the step computes for each class that it computes any for.
+            num_tokens: Tokens that the step computes, by class.
             blocks: Blocks of each class's running requests.
             backlogged: Classes with a waiting request or a prompt to compute.
             unserved: Classes with a prompt for which the step had too few tokens.
@@ -220,7 +218,6 @@ class WeightedFairSharing:
             self._prefill_usage[name] = max(0, computed - fewest)
 
     def pop_usage(self) -> dict[str, ClassUsage]:
-        """Return the usage of each class since the last call."""
         usage = {}
         for name, service in self._service.items():
             quantum = self._quantum_steps * FULL_STEP * (SCALE // self._weights[name])
@@ -263,7 +260,6 @@ class WeightedFairSharing:
     def _usage_after(
         self, name: str, held: Mapping[str, int], num_tokens: Mapping[str, int], blocks: Mapping[str, int]
     ) -> tuple[int, int, int]:
-        """Return the charges of a class after a step."""
         scale = self._scale(name)
         slots, tokens, stored = self._usage[name]
         held_part, computed_part, stored_part = self._service_of_step(name, held, num_tokens, blocks)

@@ -31,7 +31,7 @@ class Order(Protocol):
     def sort_key(self, request: Request) -> float:
         """Return the sort key, smaller first; ties are broken by arrival, shifted by priority.
 
-        The scheduler asks on arrival, and again after a reload.
+        The scheduler calls it on arrival, and again after a reload.
         """
 
     def record_finished(self, request: Request) -> None:
@@ -134,12 +134,9 @@ class TenantTokenCounters:
             self._evict()
 
     def join(self, tenant: str, least_waiting: int | None) -> None:
-        """Lift the counter of a tenant that begins to wait.
+        """Lift the counter of a tenant that begins to wait to the least counter among waiting tenants.
 
-        Args:
-            tenant: Its name.
-            least_waiting: Least counter among waiting tenants. None if there are none: then the counter of the tenant
-                that stopped waiting last is used.
+        `least_waiting` is None if no tenant waits: then the counter of the tenant that stopped waiting last is used.
         """
         if least_waiting is None and self._last_to_leave is not None:
             least_waiting = self.served(self._last_to_leave)

@@ -15,7 +15,7 @@ from llm_serving.scheduler.waiting import WaitingRequests
 
 
 class Preemptor:
-    """Makes room for a request by preempting others, as few as possible."""
+    """Preempts as few running requests as possible to make room for another one."""
 
     def __init__(
         self,

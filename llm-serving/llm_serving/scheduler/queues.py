@@ -119,7 +119,6 @@ class ClassQueue:
             heapq.heapify(self._tenants)
 
     def peek(self) -> Request | None:
-        """Return the next request without removing it."""
         returning, oldest = self._first(self._returning), self._first(self._by_arrival)
         if returning is not None:
             return returning
@@ -130,7 +129,7 @@ class ClassQueue:
         return self._first(self._by_tenant[tenant])
 
     def arrival_clock(self) -> int | None:
-        """Return the arrival of the request that has waited longest, of the first returning and the oldest new one."""
+        """Return the earlier `arrival_clock` of the first returning and the oldest new request; None without either."""
         returning, oldest = self._first(self._returning), self._first(self._by_arrival)
         if returning is None or oldest is None:
             first = returning or oldest
@@ -144,7 +143,6 @@ class ClassQueue:
         self.discard(request)
 
     def discard(self, request: Request) -> None:
-        """Remove a request, if it is a member."""
         if request.request_id not in self._members:
             return
         if request is self._first(self._by_arrival):
@@ -220,7 +218,6 @@ class WaitingQueue:
         return sum(map(len, self.queues.values()))
 
     def __iter__(self) -> Iterator[Request]:
-        """Yield all waiting requests, in no particular order."""
         return chain.from_iterable(self.queues.values())
 
     def discard(self, request: Request) -> None:
@@ -229,7 +226,7 @@ class WaitingQueue:
     def update_contenders(
         self, closed: Collection[str], held: Mapping[str, int], aged_prefills: Collection[str] = ()
     ) -> list[str]:
-        """Determine which classes contend. Call it after any change, before `sharing` is asked.
+        """Determine which classes contend, after any change and before methods of `sharing` are called.
 
         Args:
             closed: Classes at their share limit.
@@ -237,7 +234,7 @@ class WaitingQueue:
             aged_prefills: Classes with a prompt that has been incomplete for `ageing_steps` since its admission.
 
         Returns:
-            Classes with a request that waits and may be admitted.
+            Classes with a waiting request that may be admitted.
         """
         waiting, aged = [], [*aged_prefills]
         for name, queue in self.queues.items():

@@ -79,7 +79,6 @@ class RunningSlots:
         self.blocks_by_class[request.request_class.name] += self.num_blocks_of(request) - before
 
     def free_outside_window(self, request: Request) -> None:
-        """Free the request's blocks that lie behind its sliding window."""
         before = self.num_blocks_of(request)
         self._blocks.free_outside_window(request.request_id, request.num_computed_tokens)
         self.blocks_by_class[request.request_class.name] += self.num_blocks_of(request) - before
@@ -89,13 +88,13 @@ class RunningSlots:
 
     def allocate_blocks(self, request: Request, parent: Request | None) -> int:
         """Allocate the blocks of a request that has room; return how many of its tokens they hold already."""
-        keeps = self.is_protected(request)
-        return self._blocks.admit(request, self.num_tokens_to_allocate(request), parent, keeps=keeps)
+        num_tokens, is_protected = self.num_tokens_to_allocate(request), self.is_protected(request)
+        return self._blocks.admit(request, num_tokens, parent, guaranteed=is_protected)
 
     def num_blocks_to_admit(self, request: Request, parent: Request | None, without: Sequence[Request] = ()) -> int:
-        """Return how many free blocks `allocate_blocks` takes, or would after the requests `without` were preempted."""
-        num_tokens, keeps = self.num_tokens_to_allocate(request), self.is_protected(request)
-        return self._blocks.num_blocks_to_admit(request, num_tokens, parent, without, keeps=keeps)
+        """Return how many free blocks `allocate_blocks` needs, or would after the requests `without` were preempted."""
+        num_tokens, is_protected = self.num_tokens_to_allocate(request), self.is_protected(request)
+        return self._blocks.num_blocks_to_admit(request, num_tokens, parent, without, guaranteed=is_protected)
 
     def has_room_for(self, request: Request, parent: Request | None, without: Sequence[Request] = ()) -> bool:
         """Whether slots and blocks are free for a request, or would be after the requests `without` were preempted.
@@ -122,19 +121,17 @@ class RunningSlots:
         )
 
     def largest_other_class(self, request_class: RequestClass) -> str | None:
-        """Return the class that holds most slots, other than this one."""
         others = {name: number for name, number in self.slots_by_class.items() if number and name != request_class.name}
         return max(others, key=others.__getitem__, default=None)
 
     def has_lower_class(self, request_class: RequestClass) -> bool:
-        """Whether a request of a lower class runs."""
         return any(number and self._ranks[name] > request_class.rank for name, number in self.slots_by_class.items())
 
     def num_blocks_of(self, request: Request) -> int:
         return self._blocks.num_blocks_held(request.request_id)
 
     def num_tokens_to_allocate(self, request: Request) -> int:
-        """Return the tokens that a request needs blocks for: all it can ever have once it is protected."""
+        """Return the number of tokens that need blocks; for a protected request, all that it can ever have."""
         return request.max_num_tokens if self.is_protected(request) else request.num_tokens
 
     def is_protected(self, request: Request) -> bool:
@@ -142,7 +139,6 @@ class RunningSlots:
         return request.num_preemptions >= self._limits.max_preemptions
 
     def check_integrity(self) -> None:
-        """Raise AssertionError if the counts differ from the running requests."""
         assert len(self.running) <= self._max_running
         assert all(request.status is RUNNING for request in self.running)
         keys = [request.queue_key for request in self.running]

@@ -34,7 +34,7 @@ NO_ROOM: Final = (WaitReason.BUDGET, WaitReason.PROMPTS)
 
 
 class Blocked(NamedTuple):
-    """The next request to admit, which had no room, so that all requests of classes that are not closed wait."""
+    """The next request to admit, for which a step had no room; it blocks all classes below their share limits."""
 
     request_id: str | None
     """None if the reason concerns all requests."""
@@ -90,16 +90,16 @@ class PromptResults(NamedTuple):
     """Index of the row."""
     start: int
     end: int
-    """Log-probabilities are wanted after the prompt tokens [start, end)."""
+    """The step gives log-probabilities after the prompt tokens [start, end)."""
     vector: bool
-    """Whether the hidden state of the last prompt token is wanted."""
+    """Whether the step gives the hidden state of the last prompt token."""
     ends: bool
     """Whether the request finishes with these results."""
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The decision of `Scheduler.schedule`; `Scheduler.update` takes it back with the sampled tokens."""
+    """A formed step: returned by `Scheduler.schedule`, passed to `Scheduler.update` with the sampled tokens."""
 
     step: int
     rows: list[ScheduledRow]
@@ -238,7 +238,7 @@ def _blocked_in_queue(plan: StepPlan, waiting_requests: WaitingRequests, slots: 
 
 
 def _or_no_slot(blocked: Blocked, waiting_requests: WaitingRequests, slots: RunningSlots) -> Blocked:
-    """Return SLOTS as the reason if no slot is free either: then a step with room would not have admitted it."""
+    """Replace the reason by SLOTS if no slot is free either: a step with more tokens would not have admitted it."""
     assert blocked.class_name is not None
     own = waiting_requests.queue.queues[blocked.class_name].request_class
     if not slots.is_full or slots.has_lower_class(own):
@@ -247,7 +247,7 @@ def _or_no_slot(blocked: Blocked, waiting_requests: WaitingRequests, slots: Runn
 
 
 def collect_prompt_results(rows: Sequence[ScheduledRow]) -> list[PromptResults]:
-    """Return the prompt results of these rows; log-probabilities that have come already are left out."""
+    """Return the prompt results of these rows, without log-probabilities that were received before."""
     results = []
     for index, (request, num_computed, query_len, _, _) in enumerate(rows):
         if not request.has_prompt_results or num_computed >= request.num_prompt_tokens:
@@ -298,14 +298,9 @@ def add_draft_tokens(plan: StepPlan, blocks: BlockManager) -> None:
 
 
 def count_accepted_tokens(draft_token_ids: Sequence[int], token_ids: Sequence[int]) -> int:
-    """Return how many tokens a reply adds to a request.
+    """Return how many tokens a reply adds to a request: the first token and one for each accepted draft token.
 
-    Args:
-        draft_token_ids: The draft tokens.
-        token_ids: The tokens chosen after the newest token and after each draft token; negative if none was possible.
-
-    Returns:
-        1 for the first token, plus the number of accepted draft tokens.
+    `token_ids` were chosen after the newest token and after each draft token; they are negative if none was possible.
     """
     count = 1
     for chosen, draft, following in zip(token_ids, draft_token_ids, token_ids[1:], strict=False):

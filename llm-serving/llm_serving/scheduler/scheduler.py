@@ -6,8 +6,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from llm_serving.core.kv_transfer import Transfer
-from llm_serving.core.request import FINISHED, RUNNING, FinishReason, Request, RequestStatus
+from llm_serving.core.request import FINISHED, RUNNING, FinishReason, Request, RequestStatus, Transfer
 from llm_serving.core.request_class import RequestClass, class_of
 from llm_serving.kvcache import BlockManager
 from llm_serving.kvcache.transfer_pool import TransferBlock
@@ -124,11 +123,7 @@ class Scheduler:
             self._num_with_drafts += 1
 
     def schedule(self, now: float) -> Schedule | None:
-        """Form the next step; return None if no request can be computed.
-
-        Args:
-            now: Seconds on the clock of `Request.arrival_time`.
-        """
+        """Form the next step at `now`, on the clock of `Request.arrival_time`; None if no request can be computed."""
         # A reload may have lowered the budget below the number of running requests; each gets one token.
         budget = max(self.limits.max_num_batched_tokens, len(self.running))
         plan = StepPlan(self._step, now, budget, self.limits.max_prefill_seqs)
@@ -173,13 +168,12 @@ class Scheduler:
         those that finished before the reply.
         """
         self._confirm(schedule.rows)
-        sampled = [row for row in schedule.rows if row[3]]
         assert schedule.num_samples == len(token_ids), f"{len(token_ids)} tokens for {schedule.num_samples} samples"
         updated, end = [], 0
-        for row in sampled:
+        for row in schedule.rows:
             request, num_samples = row[0], row[3]
             start, end = end, end + num_samples
-            if request.status is FINISHED:
+            if not num_samples or request.status is FINISHED:
                 continue
             request.num_tokens_in_flight -= 1
             if num_samples == 1:
@@ -329,7 +323,7 @@ class Scheduler:
         waiting_requests.apply_limiter_changes(waiting_requests.tenant_limiter.adjust_leases(leases))
 
     def pop_tenant_demand(self) -> dict[str, SlotDemand]:
-        """Return the slot demand of each tenant whose demand changed since the last call."""
+        """Return the slot demand of the tenants whose demand has changed since the last call."""
         limiter = self.waiting_requests.tenant_limiter
         return limiter.pop_demand() if limiter.is_active else {}
 
@@ -367,7 +361,7 @@ class Scheduler:
         return self._closed_classes
 
     def held_by_tenant_limits(self) -> Iterator[Request]:
-        """Yield requests that a tenant's limit holds back; they are not in `waiting`."""
+        """Yield requests that a tenant's limit keeps out of `waiting`."""
         return self.waiting_requests.tenant_limiter.held_requests()
 
     def unstarted_slot_holders(self) -> list[str]:
@@ -377,7 +371,6 @@ class Scheduler:
         return [each.request_id for each in unstarted if limiter.holds_slot(each)]
 
     def check_integrity(self) -> None:
-        """Raise AssertionError if blocks, slots and queues contradict each other."""
         self.blocks.check_integrity()
         self.slots.check_integrity()
         self.waiting_requests.check_integrity()

@@ -53,10 +53,7 @@ class DecodeStage:
     def preference(self, running: RunningSnapshot, has_prompts: bool, step: int) -> Preference:
         """Return the policy's preference, overridden where a bound requires it.
 
-        Args:
-            running: Before the step.
-            has_prompts: Whether a prompt, or a part of one, is still to be computed.
-            step: Number of the step to form.
+        `running` is the state before the step; `has_prompts`: whether a prompt, or a part of one, is to be computed.
         """
         preference = self._policy.prefer(PolicyInput(running.num_decoding, has_prompts))
         last = running.least_scheduled_step
@@ -208,10 +205,8 @@ class PrefillStage:
     def _admit(self, plan: StepPlan, capped: list[Request], before: RequestClass | None = None) -> None:
         """Admit waiting requests in order until the first one that has no room; no other request bypasses it.
 
-        Args:
-            plan: The step.
-            capped: Gets requests whose prefill was shortened by `max_long_prefill_tokens`.
-            before: Admit only requests of classes whose prompts come before this one.
+        `capped` gets requests whose prefill was shortened by `max_long_prefill_tokens`. With `before`, only requests of
+        classes whose prompts come before this class are admitted.
         """
         slots, queue = self._slots, self._waiting_requests.queue
         plan.blocked = None

@@ -212,7 +212,7 @@ class TenantLimiter:
                 yield from (request for _, request in heap)
 
     def _rebalance(self, tenant: _Tenant) -> LimiterChanges:
-        """Release as many requests of each class as the tenant may still run, and hold the others."""
+        """Release as many requests of each class as the tenant may still run, and hold the rest."""
         due = self._class_due(tenant) if any(tenant.held.values()) else None
         changes = LimiterChanges([], [])
         for name in {**tenant.released, **tenant.held}:

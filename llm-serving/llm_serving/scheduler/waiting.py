@@ -34,7 +34,6 @@ class WaitingRequests:
         self._slots = slots
 
     def __iter__(self) -> Iterator[Request]:
-        """Yield all waiting requests, in no particular order."""
         return chain(self.queue, *self.forks.values(), self.tenant_limiter.held_requests(), self.paused)
 
     def add_fork(self, request: Request, parent: Request) -> None:
@@ -50,14 +49,10 @@ class WaitingRequests:
         return {request.sequence: self.monitor.num_steps_waited(request) for request in self.queue}
 
     def adopt(self, before: WaitingRequests, num_waited: Mapping[int, int], requests: Iterable[Request]) -> None:
-        """Take over all waiting requests after a reload, in order of arrival, as if they arrived now.
+        """Adopt all waiting requests after a reload, in order of arrival, as if they arrived now.
 
-        They get new wait bounds; the steps that they have waited still count.
-
-        Args:
-            before: The object that holds them; their classes may have changed.
-            num_waited: Result of `before.num_steps_waited` under the old rules.
-            requests: All unfinished requests, including running ones.
+        They get new wait bounds, but the steps that they have waited count: `num_waited` is the result of
+        `before.num_steps_waited` under the old rules. `requests` are all unfinished ones, including running ones.
         """
         self.forks, self.paused = before.forks, before.paused
         self.num_arrivals, self.num_admitted = before.num_arrivals, before.num_admitted
@@ -129,7 +124,7 @@ class WaitingRequests:
             siblings.remove(request)
 
     def apply_limiter_changes(self, changes: LimiterChanges, but: Request | None = None) -> None:
-        """Take held requests out of the queue, and queue released ones (except `but`) behind those that wait."""
+        """Remove held requests from the queue, and queue released ones (except `but`) behind those that wait."""
         for request in changes.held:
             self.queue.discard(request)
             self.monitor.forget(request)
@@ -153,7 +148,6 @@ class WaitingRequests:
         self.monitor.start_wait(request, num_ahead, num_returning, num_waited)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError if a request is in the wrong collection."""
         assert all(request.paused for request in self.paused)
         assert not any(request.paused for request in chain(self.queue, *self.forks.values()))
         assert not any(request.has_run for request in self.tenant_limiter.held_requests())
@@ -161,9 +155,7 @@ class WaitingRequests:
     def tick(self, closed: Collection[str], uncounted: Collection[str]) -> int:
         """Record a formed step; return the number of wait bounds that it breaks.
 
-        Args:
-            closed: Classes that the step could not schedule.
-            uncounted: Classes whose wait bounds do not count the step.
+        The step could not schedule the classes in `closed`, and does not count for wait bounds of those in `uncounted`.
         """
         self.queue.tick(closed)
         return self.monitor.tick(uncounted)

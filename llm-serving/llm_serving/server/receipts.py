@@ -9,7 +9,7 @@ from typing import Final, Protocol
 from msgspec import Raw
 
 from llm_serving.config.schema import ServingConfig
-from llm_serving.core.optional_package import import_optional
+from llm_serving.core.process import import_optional
 from llm_serving.core.request_output import RequestOutput
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.engine.async_engine import AsyncEngine

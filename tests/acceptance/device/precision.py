@@ -67,7 +67,7 @@ def judge(told: Sequence[dict[str, object]], ending: Sequence[str] = ()) -> Outc
 
 def measure(device: str, name: str) -> dict[str, object]:
     """One model on the device."""
-    from llm_serving.core.mindspore_environment import set_mindspore_environment
+    from llm_serving.core.process import set_mindspore_environment
 
     set_mindspore_environment()
     import numpy as np
