@@ -18,7 +18,7 @@ from llm_serving.config.sections.model import ModelConfig
 from llm_serving.config.sections.scheduler import SchedulerConfig
 from llm_serving.core.fingerprint import code_fingerprint
 from llm_serving.core.memory import describe_address_space_limit
-from llm_serving.core.step import AllowedTokens, BlockMoveKind, Continuation
+from llm_serving.core.step import AllowedTokens, BlockMoveKind, DraftRequest
 from llm_serving.errors import ChannelClosedError, ConfigError, ProtocolError
 from llm_serving.executor.supervisor import load_settings
 from llm_serving.models.weight_reader import weight_fingerprint
@@ -394,7 +394,7 @@ class TestSteps:
 
 
 class TestProposals:
-    ASKED = Continuation(1, 0, [5, 6], 2, 0.0, 0, 1.0, 0.0, 0)
+    ASKED = DraftRequest(1, 0, [5, 6], 2, 0.0, 0, 1.0, 0.0, 0)
 
     def test_draft_model_proposes_between_steps(self, start):
         runner = Runner()

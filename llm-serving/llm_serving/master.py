@@ -13,11 +13,10 @@ from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.engine.engine import Engine, Publish
 from llm_serving.engine.replica import build_engine
 from llm_serving.executor.cluster.open_placement import open_placement
-from llm_serving.executor.consistency import ConsistencyCheck
 from llm_serving.executor.model_files import SameFiles
 from llm_serving.executor.placement import Placement
 from llm_serving.executor.restart_status import StartCancellation
-from llm_serving.executor.supervisor import SupervisedExecutor, WorkAgentProcess, start_work_agent
+from llm_serving.executor.supervisor import ConsistencyCheck, SupervisedExecutor, WorkAgentProcess, start_work_agent
 from llm_serving.hub.base import DownloadProgress
 from llm_serving.log import get_logger
 from llm_serving.models.spec import ModelSpec

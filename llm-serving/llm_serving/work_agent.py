@@ -279,7 +279,7 @@ def _propose(runner: ModelRunner, message: Propose) -> Proposed:
     try:
         if runner.draft_model is None:
             raise ConfigError("no draft model was loaded")
-        return Proposed(runner.draft_model.propose(message.continuations))
+        return Proposed(runner.draft_model.propose(message.requests))
     except Exception as error:
         logger.exception("the draft model failed")
         return Proposed([], f"{type(error).__name__}: {error}"[:2000])

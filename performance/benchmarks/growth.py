@@ -104,7 +104,7 @@ def decode_step(number: int, running: int, context: int) -> StepInput:
         num_computed=np.full(running, context - 1, np.int32),
         block_tables=tables,
         block_epochs=np.zeros_like(tables),
-        wanted=np.array([(row, 0, ResultKind.TOKEN) for row in range(running)], np.int32),
+        result_tokens=np.array([(row, 0, ResultKind.TOKEN) for row in range(running)], np.int32),
         sampling=SamplingInput.plain(running, position=np.full(running, context, np.int32)),
     )
 

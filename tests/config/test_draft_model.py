@@ -10,7 +10,13 @@ import pytest
 from llm_serving.cli.main import main
 from llm_serving.config import load_config
 from llm_serving.config.model_size import model_size
-from llm_serving.core.step import MAX_CONTINUATIONS, MAX_COUNT, WINDOW, blocks_of_continuation, window_start
+from llm_serving.core.step import (
+    DRAFT_WINDOW,
+    MAX_DRAFT_REQUESTS,
+    MAX_DRAFT_TOKENS,
+    blocks_per_draft_request,
+    draft_window_start,
+)
 from llm_serving.errors import ConfigError, ModelError
 from llm_serving.executor.supervisor import load_settings
 from llm_serving.models.memory import draft_model_bytes, kv_cache_bytes_left, weight_bytes
@@ -93,8 +99,8 @@ def test_draft_model_with_a_smaller_embedding_is_refused(other: Path) -> None:
 
 
 def test_draft_model_memory_is_taken_from_the_kv_cache() -> None:
-    tokens = MAX_CONTINUATIONS * blocks_of_continuation(16) * 16
-    assert tokens == MAX_CONTINUATIONS * (WINDOW + MAX_COUNT)
+    tokens = MAX_DRAFT_REQUESTS * blocks_per_draft_request(16) * 16
+    assert tokens == MAX_DRAFT_REQUESTS * (DRAFT_WINDOW + MAX_DRAFT_TOKENS)
     cache = tokens * DEMO_SPEC.kv_bytes_per_token(2)
     assert draft_model_bytes(DEMO_SPEC, 2, 16) > cache + weight_bytes(DEMO_SPEC, 2, None)
     limit = 2 * 10**9
@@ -109,12 +115,12 @@ def test_draft_model_memory_is_taken_from_the_kv_cache() -> None:
 
 
 def test_draft_window_moves_by_halves() -> None:
-    half = WINDOW // 2
-    assert [window_start(count) for count in (1, WINDOW, WINDOW + 1, 3 * half, 3 * half + 1)] == [
+    half = DRAFT_WINDOW // 2
+    assert [draft_window_start(count) for count in (1, DRAFT_WINDOW, DRAFT_WINDOW + 1, 3 * half, 3 * half + 1)] == [
         0,
         0,
         half,
         half,
         2 * half,
     ]
-    assert all(half < count - window_start(count) <= WINDOW for count in range(WINDOW + 1, 2000))
+    assert all(half < count - draft_window_start(count) <= DRAFT_WINDOW for count in range(DRAFT_WINDOW + 1, 2000))

@@ -7,7 +7,7 @@ import random
 import pytest
 from llm_serving.core.enums import Proposer
 from llm_serving.core.request_class import RequestClass
-from llm_serving.core.step import MAX_CONTINUATIONS, WINDOW
+from llm_serving.core.step import DRAFT_WINDOW, MAX_DRAFT_REQUESTS
 from llm_serving.errors import WorkerDiedError
 from llm_serving.observability.event_log import EventLog
 from llm_serving.speculation import DraftModelProposer, NgramProposer, SpeculationController
@@ -25,19 +25,19 @@ class FakeDraftModel:
         self._rng, self._wrong, self._dies = rng, wrong, dies
         self.asked: list[list[int]] = []
 
-    def propose(self, continuations):
-        assert 0 < len(continuations) <= MAX_CONTINUATIONS
-        assert len({each.key for each in continuations}) == len(continuations)
-        self.asked.append([each.num_wanted for each in continuations])
+    def propose(self, requests):
+        assert 0 < len(requests) <= MAX_DRAFT_REQUESTS
+        assert len({each.key for each in requests}) == len(requests)
+        self.asked.append([each.num_draft_tokens for each in requests])
         if self._rng.random() < self._dies:
             raise WorkerDiedError("killed")
-        return [self._go_on(each) for each in continuations]
+        return [self._go_on(each) for each in requests]
 
     def _go_on(self, asked) -> list[int]:
-        assert 0 < len(asked.token_ids) <= WINDOW
+        assert 0 < len(asked.token_ids) <= DRAFT_WINDOW
         assert asked.start == 0
         text = list(asked.token_ids)
-        for _ in range(asked.num_wanted):
+        for _ in range(asked.num_draft_tokens):
             right = self._rng.random() >= self._wrong
             text.append(next_token(text, asked.seed) if right else self._rng.randrange(VOCAB_SIZE))
         return text[len(asked.token_ids) : len(text) - (self._rng.random() < self._wrong)]

@@ -59,14 +59,14 @@ def test_prompt_logprobs_are_sent_only_on_request():
     requests = [create_request(9, prompt_logprobs=0), create_request(7), create_request(1, prompt_logprobs=1)]
     harness = run(*requests)
     # Two of the seven tokens that follow one another in a step give no result.
-    assert sum((step.wanted[:, 2] == ResultKind.LOGPROBS).sum() for step in harness.runner.steps) == 8
+    assert sum((step.result_tokens[:, 2] == ResultKind.LOGPROBS).sum() for step in harness.runner.steps) == 8
 
 
 def test_request_without_output_tokens_finishes_with_its_prompt():
     request = create_request(9, max_tokens=0)
     harness = run(request, max_num_batched_tokens=4)
     assert harness.last(request.request_id).token_ids == ()
-    assert [len(step.wanted) for step in harness.runner.steps] == [0, 0, 0]
+    assert [len(step.result_tokens) for step in harness.runner.steps] == [0, 0, 0]
 
 
 def test_prefix_cache_hits_end_where_prompt_logprobs_are_missing():
@@ -151,7 +151,7 @@ class _Spoilt(FakeRunner):
 
     def execute(self, step: StepInput) -> StepOutput:
         output = super().execute(step)
-        for index in np.flatnonzero(step.wanted[:, 2] == self.kind).tolist()[-1:]:
+        for index in np.flatnonzero(step.result_tokens[:, 2] == self.kind).tolist()[-1:]:
             output.row_errors[index] = "not a number"
         return output
 

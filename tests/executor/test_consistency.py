@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from llm_serving.core.fingerprint import ComputeFingerprint
 from llm_serving.errors import WorkerDiedError
-from llm_serving.executor.consistency import ConsistencyCheck
+from llm_serving.executor.supervisor import ConsistencyCheck
 from llm_serving.transport.messages import Loaded
 
 WIDE = ComputeFingerprint(

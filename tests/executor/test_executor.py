@@ -9,7 +9,7 @@ from dataclasses import fields, replace
 
 import numpy as np
 import pytest
-from llm_serving.core.step import NO_SCORES, AllowedTokens, Continuation, Scores, StepOutput, all_tokens_allowed
+from llm_serving.core.step import NO_SCORES, AllowedTokens, DraftRequest, Scores, StepOutput, all_tokens_allowed
 from llm_serving.engine.engine import Engine
 from llm_serving.errors import StepMismatchError, WorkerDiedError
 from llm_serving.executor.executor import LocalExecutor, RemoteExecutor, StepFailedError
@@ -122,7 +122,7 @@ class TestSubmit:
     def test_a_buffer_is_not_reused_before_the_reply_to_its_step(self, agent):
         agent.executor.submit(a_step(0, 5))
         agent.executor.submit(a_step(1, 6))
-        with pytest.raises(AssertionError, match=r"buffer 0 is still used by step \[0\]"):
+        with pytest.raises(AssertionError, match=r"buffer 0 is still used by step 0"):
             agent.executor.submit(a_step(2, 7))
         step, _ = agent.receive()
         assert step.token_ids.tolist() == [5]
@@ -407,8 +407,8 @@ def test_engine_publishes_no_tokens_of_an_invalid_reply(agent, reply):
 
 class TestProposals:
     ASKED = (
-        Continuation(3, 0, [5, 6], 2, 1.0, 0, 0.9, 0.0, 2**64 - 1),
-        Continuation(4, 128, [7], 1, 0.0, 0, 1.0, 0.0, 0),
+        DraftRequest(3, 0, [5, 6], 2, 1.0, 0, 0.9, 0.0, 2**64 - 1),
+        DraftRequest(4, 128, [7], 1, 0.0, 0, 1.0, 0.0, 0),
     )
 
     @pytest.fixture

@@ -56,7 +56,7 @@ def test_step_builder_batches_two_prompts():
     assert step.token_ids.tolist() == [100, 101, 102, 103, 104, 100, 101]
     assert step.query_lens.tolist() == [5, 2]
     assert step.num_computed.tolist() == [0, 0]
-    assert step.wanted[:, 0].tolist() == [0, 1]
+    assert step.result_tokens[:, 0].tolist() == [0, 1]
     assert step.sampling.position.tolist() == [5, 2]
 
 
@@ -81,10 +81,10 @@ def test_a_reference_is_the_index_of_the_sample_in_the_previous_step():
     steps = Steps(create_request(6), create_request(4), max_num_batched_tokens=8)
     step = steps.next()
     assert step.query_lens.tolist() == [6, 2]
-    assert step.wanted[:, 0].tolist() == [0]
+    assert step.result_tokens[:, 0].tolist() == [0]
     step = steps.next()  # what is left of the second prompt goes first
     assert step.token_ids.tolist() == [102, 103, -1]
-    assert step.wanted[:, 0].tolist() == [0, 1]
+    assert step.result_tokens[:, 0].tolist() == [0, 1]
     assert steps.next().token_ids.tolist() == [-2, -1]
 
 
@@ -150,7 +150,7 @@ def test_step_arrays_have_the_documented_dtypes():
     floats = {"temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"}
     assert {name for name, kind in kinds.items() if kind == "<f4"} == floats | {"bias_values"}
     assert {name for name, kind in kinds.items() if kind == "<u8"} == {"seed"}
-    for name in ("token_ids", "query_lens", "num_computed", "block_tables", "wanted"):
+    for name in ("token_ids", "query_lens", "num_computed", "block_tables", "result_tokens"):
         assert getattr(step, name).dtype == np.int32
 
 
@@ -253,7 +253,7 @@ def test_a_row_with_draft_tokens_has_a_sample_after_each():
     step = steps.next()
     assert step.token_ids.tolist() == [7, 7, 8, 3]
     assert step.query_lens.tolist() == [1, 3]
-    assert step.wanted.tolist() == [[0, 0, 0], [1, 0, 0], [1, 1, 0], [1, 2, 0]]
+    assert step.result_tokens.tolist() == [[0, 0, 0], [1, 0, 0], [1, 1, 0], [1, 2, 0]]
     assert step.sampling.position.tolist() == [4, 5, 6, 7]
     prompt = [100, 101, 102, 103]
     assert histories(step) == [[], [*prompt, 7], [*prompt, 7, 8], [*prompt, 7, 8, 3]]

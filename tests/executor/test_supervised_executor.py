@@ -7,11 +7,17 @@ from dataclasses import replace
 
 import pytest
 from llm_serving.errors import ConfigError, ProtocolError, WorkerDiedError
-from llm_serving.executor import supervisor
-from llm_serving.executor.executor import RestartFailedError
+from llm_serving.executor.executor import RemoteExecutor, RestartFailedError
 from llm_serving.executor.restart_status import RestartStatus, StartCancellation
-from llm_serving.executor.supervisor import SupervisedExecutor, restart_delay_s, restart_timeout_s
+from llm_serving.executor.supervisor import (
+    FIRST_DELAY_S,
+    MAX_DELAY_S,
+    SupervisedExecutor,
+    restart_delay_s,
+    restart_timeout_s,
+)
 from llm_serving.transport.messages import Loaded
+from llm_serving.transport.shared_memory import InlineArrays
 
 LOADED = Loaded(num_blocks=9, num_swap_blocks=2, notice="")
 
@@ -19,7 +25,7 @@ LOADED = Loaded(num_blocks=9, num_swap_blocks=2, notice="")
 class FakeAgent:
     def __init__(self) -> None:
         self.loaded = LOADED
-        self.channel = self.buffers = None
+        self.channel, self.buffers = None, InlineArrays(2)
         self.ended = ""
 
     def kill(self) -> None:
@@ -27,17 +33,6 @@ class FakeAgent:
 
     def stop(self) -> None:
         self.ended = self.ended or "stopped"
-
-
-class FakeRemoteExecutor:
-    max_steps_in_flight = 2
-    next_step = 0
-
-    def __init__(self, channel, buffers, step_timeout_s, clock) -> None:
-        pass
-
-    def collect(self) -> str:
-        return "output"
 
 
 class Starts:
@@ -76,8 +71,8 @@ class Pauses:
 
 
 @pytest.fixture(autouse=True)
-def no_processes(monkeypatch):
-    monkeypatch.setattr(supervisor, "RemoteExecutor", FakeRemoteExecutor)
+def no_steps(monkeypatch):
+    monkeypatch.setattr(RemoteExecutor, "collect", lambda executor: "output")
 
 
 @pytest.fixture
@@ -142,7 +137,7 @@ def test_a_completed_step_resets_the_restart_delay(pauses):
         executor.restart("it died")
         executor.restart("it died")
         executor.collect()
-    assert pauses.waited == [0.0, supervisor.FIRST_DELAY_S] * 3
+    assert pauses.waited == [0.0, FIRST_DELAY_S] * 3
 
 
 def test_no_restart_after_cancellation(pauses):
@@ -172,7 +167,7 @@ def test_restart_delays_double_up_to_a_limit():
     delays = [restart_delay_s(attempt) for attempt in range(5000)]
     assert delays[:4] == [0.0, 0.1, 0.2, 0.4]
     assert delays == sorted(delays)
-    assert delays[-1] == supervisor.MAX_DELAY_S
+    assert delays[-1] == MAX_DELAY_S
 
 
 def test_restart_timeouts_start_short_and_double(pauses):

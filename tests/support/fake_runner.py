@@ -132,7 +132,9 @@ class FakeRunner:
                 token_id = next(given)
                 token_id = token_id if token_id >= 0 else self._previous[-1 - token_id]
                 cache[table[place // block_size]][place % block_size] = token_id
-        return [self._context(tables[row], num_computed[row] + token + 1) for row, token, _ in step.wanted.tolist()]
+        return [
+            self._context(tables[row], num_computed[row] + token + 1) for row, token, _ in step.result_tokens.tolist()
+        ]
 
     def _context(self, table: list[int], end: int) -> list[int]:
         first, block_size = max(0, end - self.window), self.block_size

@@ -3,7 +3,7 @@
 from itertools import accumulate
 
 import numpy as np
-from llm_serving.core.step import BlockMove, ResultKind, SamplingInput, ScoringInput, StepInput, TopTokens, Wanted
+from llm_serving.core.step import BlockMove, ResultKind, ResultToken, SamplingInput, ScoringInput, StepInput, TopTokens
 
 _DEFAULTS = {
     "temperature": (np.float32, 0),
@@ -97,10 +97,10 @@ def step_input(rows, step=0, samples=None, sampling=None, moves=(), epochs=None,
     width = max(len(blocks) for _, _, blocks in rows)
     block_tables = np.array([list(blocks) + [0] * (width - len(blocks)) for _, _, blocks in rows], np.int32)
     sample_rows = range(len(rows)) if samples is None else samples
-    wanted = [
-        *(Wanted(row, len(rows[row][0]) - 1, ResultKind.TOKEN) for row in sample_rows),
-        *(Wanted(row, token, ResultKind.LOGPROBS) for row, token, _, _ in scores),
-        *(Wanted(row, token, ResultKind.VECTOR) for row, token in vectors),
+    result_tokens = [
+        *(ResultToken(row, len(rows[row][0]) - 1, ResultKind.TOKEN) for row in sample_rows),
+        *(ResultToken(row, token, ResultKind.LOGPROBS) for row, token, _, _ in scores),
+        *(ResultToken(row, token, ResultKind.VECTOR) for row, token in vectors),
     ]
     return StepInput(
         step=step,
@@ -109,7 +109,7 @@ def step_input(rows, step=0, samples=None, sampling=None, moves=(), epochs=None,
         num_computed=np.array([num_computed for _, num_computed, _ in rows], np.int32),
         block_tables=block_tables,
         block_epochs=np.zeros_like(block_tables) if epochs is None else np.array(epochs, np.int32),
-        wanted=np.array(wanted, np.int32).reshape(-1, len(Wanted._fields)),
+        result_tokens=np.array(result_tokens, np.int32).reshape(-1, len(ResultToken._fields)),
         sampling=sampling or sampling_input(len(sample_rows)),
         scoring=scoring_input(*(result for _, _, *result in scores)),
         block_moves=block_moves(*moves),

@@ -21,7 +21,7 @@ from pathlib import Path
 from llm_serving.config import load_config
 from llm_serving.core.request_output import RequestOutput
 from llm_serving.core.sampling_params import SamplingParams
-from llm_serving.core.step import Continuation
+from llm_serving.core.step import DraftRequest
 from llm_serving.engine.replica import build_engine
 from llm_serving.executor.supervisor import SupervisedExecutor, start_work_agent
 from llm_serving.offline import LLM
@@ -46,13 +46,13 @@ class KilledExecutor(SupervisedExecutor):
     kills_left = 0
     num_asked = 0
 
-    def propose(self, continuations: Sequence[Continuation]) -> list[list[int]]:
+    def propose(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
         self.num_asked += 1
         pid = self._agent.process.pid
         if self.kills_left and pid is not None and self.num_asked % ASKED_BETWEEN_KILLS == 0:
             self.kills_left -= 1
             threading.Timer(KILL_AFTER_S, os.kill, (pid, signal.SIGKILL)).start()
-        return super().propose(continuations)
+        return super().propose(requests)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -12,7 +12,6 @@ import support.simulated_agent
 from llm_serving.core.request import Request
 from llm_serving.core.step import BlockMove, BlockMoveKind
 from llm_serving.engine.output_processor import OutputProcessor
-from llm_serving.executor import executor as executor_module
 from llm_serving.executor.cluster.listener import PendingStarts
 from llm_serving.executor.executor import RemoteExecutor
 from llm_serving.kvcache.block_manager import BlockManager
@@ -53,7 +52,7 @@ def one_buffer_for_two_steps(*, owned: bool, numbered: bool) -> Iterator[None]:
 
     def start_with_one(self: RemoteExecutor, channel: Any, buffers: Any, *others: Any) -> None:
         start(self, channel, buffers, *others)
-        buffers.num_buffers = 1
+        self._num_buffers = 1
 
     from_arrays = support.simulated_agent.step_from_arrays
 
@@ -64,7 +63,7 @@ def one_buffer_for_two_steps(*, owned: bool, numbered: bool) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(patch.object(RemoteExecutor, "__init__", start_with_one))
         if not owned:
-            stack.enter_context(patch.object(executor_module, "_steps_using", lambda buffer, in_flight: []))
+            stack.enter_context(patch.object(RemoteExecutor, "_check_unused", lambda self, buffer: None))
         if not numbered:
             stack.enter_context(patch.object(support.simulated_agent, "step_from_arrays", unnumbered))
         yield

@@ -249,7 +249,7 @@ class _Device(LocalExecutor):
 
     def execute(self, step: StepInput) -> StepOutput:
         self._world.pass_time(self._due.pop(0))
-        tokens = (step.num_computed + step.query_lens)[step.wanted[:, 0]] % 1000
+        tokens = (step.num_computed + step.query_lens)[step.result_tokens[:, 0]] % 1000
         logprobs = np.zeros(len(tokens), np.float32)
         return StepOutput(step.step, tokens.astype(np.int32), logprobs, no_top_tokens(len(tokens)))
 

@@ -78,9 +78,9 @@ def test_the_largest_step_fits_its_buffer() -> None:
     # 8 rows of 4 blocks: all of them out, others in, and a copy a row.
     moves = np.zeros((8 * 4 * 2 + 8, 6), np.int32)
     # A score of every token, and of each row a token and a vector.
-    wanted, scoring = np.zeros((64 + 2 * 8, 3), np.int32), scoring_input(*(([0], 20) for _ in range(64)))
+    result_tokens, scoring = np.zeros((64 + 2 * 8, 3), np.int32), scoring_input(*(([0], 20) for _ in range(64)))
     step = StepBuilder(scheduler.blocks).build(schedule, schedule.step)
-    arrays = step_arrays(replace(step, block_moves=moves, wanted=wanted, scoring=scoring))
+    arrays = step_arrays(replace(step, block_moves=moves, result_tokens=result_tokens, scoring=scoring))
     assert sum(-(-array.nbytes // 64) * 64 for array in arrays) <= max_step_bytes(64, 8, 15, 4)
 
 

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from llm_serving.core.step import MAX_CONTINUATIONS, MAX_COUNT, WINDOW, Continuation, blocks_of_continuation
+from llm_serving.core.step import (
+    DRAFT_WINDOW,
+    MAX_DRAFT_REQUESTS,
+    MAX_DRAFT_TOKENS,
+    DraftRequest,
+    blocks_per_draft_request,
+)
 from llm_serving.worker.draft_model import DraftModel
 from llm_serving.worker.model_runner import ModelRunner
 from support.graph_model import backend
@@ -30,8 +36,8 @@ def cpu():
 
 @pytest.fixture(scope="module")
 def draft_runner(folder, cpu):
-    blocks = MAX_CONTINUATIONS * blocks_of_continuation(16)
-    return ModelRunner(SPEC, folder, cpu, blocks, 16, WINDOW + MAX_COUNT)
+    blocks = MAX_DRAFT_REQUESTS * blocks_per_draft_request(16)
+    return ModelRunner(SPEC, folder, cpu, blocks, 16, DRAFT_WINDOW + MAX_DRAFT_TOKENS)
 
 
 @pytest.fixture
@@ -59,7 +65,7 @@ def answer(folder, cpu):
 
 
 def asked(token_ids, count=4, key=1, start=0, temperature=0.0):
-    return Continuation(key, start, list(token_ids), count, temperature, 0, 1.0, 0.0, 9)
+    return DraftRequest(key, start, list(token_ids), count, temperature, 0, 1.0, 0.0, 9)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -87,7 +93,7 @@ def proposed_alone(model, token_ids, count):
 
 
 def test_proposals_in_a_batch_equal_those_alone(model) -> None:
-    texts = [PROMPT[: 1 + index % 6] + [index] * (index % 4) for index in range(MAX_CONTINUATIONS)]
+    texts = [PROMPT[: 1 + index % 6] + [index] * (index % 4) for index in range(MAX_DRAFT_REQUESTS)]
     alone = [proposed_alone(model, text, 1 + index % 5) for index, text in enumerate(texts)]
     together = [asked(text, 1 + index % 5, key=index) for index, text in enumerate(texts)]
     for _ in range(2):
@@ -109,9 +115,9 @@ def test_draft_model_only_computes_new_tokens(model, answer, monkeypatch) -> Non
 def test_continuations_above_the_limits_get_no_proposal(model) -> None:
     too_much = [
         asked([]),
-        asked([1] * (WINDOW + 1)),
+        asked([1] * (DRAFT_WINDOW + 1)),
         asked(PROMPT, 0),
-        asked(PROMPT, MAX_COUNT + 1),
+        asked(PROMPT, MAX_DRAFT_TOKENS + 1),
         asked([SPEC.vocab_size]),
         asked([-1]),
     ]
@@ -120,8 +126,8 @@ def test_continuations_above_the_limits_get_no_proposal(model) -> None:
     many = [asked([1 + key] * 200, 1, key=key) for key in range(6)]
     assert [len(each) for each in model.propose(many)] == [1, 1, 1, 1, 1, 0]  # 1,024 tokens at a time
     assert [len(each) for each in model.propose(many)] == [1] * 6
-    longest = [asked([1] * WINDOW, MAX_COUNT)]
-    assert [len(each) for each in model.propose(longest)] == [MAX_COUNT]
+    longest = [asked([1] * DRAFT_WINDOW, MAX_DRAFT_TOKENS)]
+    assert [len(each) for each in model.propose(longest)] == [MAX_DRAFT_TOKENS]
 
 
 def test_tokens_outside_the_large_vocabulary_are_not_proposed(draft_runner, answer) -> None:
@@ -144,4 +150,4 @@ def test_a_failure_drops_all_cached_tokens(model, answer, monkeypatch) -> None:
     monkeypatch.setattr(model._runner, "execute", execute)
     model._step = model._runner._next_step
     assert model.propose([asked(PROMPT, 4)]) == [answer[0.0][:4]]
-    assert len(model._free) + len(model._slots) == MAX_CONTINUATIONS
+    assert len(model._free) + len(model._slots) == MAX_DRAFT_REQUESTS

@@ -118,17 +118,50 @@ def test_out_of_range_indices_are_rejected(rows, message):
     [
         ({"query_lens": np.array([2, 2], np.int32)}, "3 together. Given: least 2, sum 4"),
         ({"num_computed": np.array([0], np.int32)}, "one entry a row. Given: 2, 1, 2"),
-        ({"wanted": np.array([[1, 0, 0], [0, 1, 0]], np.int32)}, "wanted must ascend by kind, row and token"),
-        ({"wanted": np.array([[0, 1, 0], [0, 1, 0]], np.int32)}, "wanted must ascend by kind, row and token"),
-        ({"wanted": np.array([[0, 1, 1], [1, 0, 0]], np.int32)}, "wanted must ascend by kind, row and token"),
-        ({"wanted": np.array([[0, 1, 0], [2, 0, 0]], np.int32)}, "wanted must be of rows 0 to 1. Given: 0 to 2"),
-        ({"wanted": np.array([[0, 2, 0], [1, 0, 0]], np.int32)}, "wanted must be of tokens that their rows run"),
-        ({"wanted": np.array([[0, -1, 0], [1, 0, 0]], np.int32)}, "wanted must be of tokens that their rows run"),
-        ({"wanted": np.array([[0, 1, 0], [1, 0, 3]], np.int32)}, "wanted must be of kinds 0 to 2. Given: 0 to 3"),
-        ({"wanted": np.array([[0, 1, -1], [1, 0, 0]], np.int32)}, "wanted must be of kinds 0 to 2. Given: -1 to 0"),
-        ({"wanted": np.array([[-1, 0, 0], [1, 0, 0]], np.int32)}, "wanted must be of rows 0 to 1. Given: -1 to 1"),
-        ({"wanted": np.array([[0, 1], [1, 0]], np.int32)}, r"wanted must be an array of row, token, kind"),
-        ({"wanted": np.array([[0, 1, 0], [1, 0, 1]], np.int32)}, r"must describe \[1, 1\] results. Given: \[2, 0\]"),
+        (
+            {"result_tokens": np.array([[1, 0, 0], [0, 1, 0]], np.int32)},
+            "result_tokens must ascend by kind, row and token",
+        ),
+        (
+            {"result_tokens": np.array([[0, 1, 0], [0, 1, 0]], np.int32)},
+            "result_tokens must ascend by kind, row and token",
+        ),
+        (
+            {"result_tokens": np.array([[0, 1, 1], [1, 0, 0]], np.int32)},
+            "result_tokens must ascend by kind, row and token",
+        ),
+        (
+            {"result_tokens": np.array([[0, 1, 0], [2, 0, 0]], np.int32)},
+            "result_tokens must be of rows 0 to 1. Given: 0 to 2",
+        ),
+        (
+            {"result_tokens": np.array([[0, 2, 0], [1, 0, 0]], np.int32)},
+            "result_tokens must be of tokens that their rows run",
+        ),
+        (
+            {"result_tokens": np.array([[0, -1, 0], [1, 0, 0]], np.int32)},
+            "result_tokens must be of tokens that their rows run",
+        ),
+        (
+            {"result_tokens": np.array([[0, 1, 0], [1, 0, 3]], np.int32)},
+            "result_tokens must be of kinds 0 to 2. Given: 0 to 3",
+        ),
+        (
+            {"result_tokens": np.array([[0, 1, -1], [1, 0, 0]], np.int32)},
+            "result_tokens must be of kinds 0 to 2. Given: -1 to 0",
+        ),
+        (
+            {"result_tokens": np.array([[-1, 0, 0], [1, 0, 0]], np.int32)},
+            "result_tokens must be of rows 0 to 1. Given: -1 to 1",
+        ),
+        (
+            {"result_tokens": np.array([[0, 1], [1, 0]], np.int32)},
+            r"result_tokens must be an array of row, token, kind",
+        ),
+        (
+            {"result_tokens": np.array([[0, 1, 0], [1, 0, 1]], np.int32)},
+            r"must describe \[1, 1\] results. Given: \[2, 0\]",
+        ),
         ({"sampling": sampling_input(1)}, r"must describe \[2, 0\] results. Given: \[1, 0\]"),
         ({"query_lens": np.array([], np.int32)}, "at least one row"),
     ],

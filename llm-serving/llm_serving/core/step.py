@@ -69,8 +69,8 @@ class ResultKind(enum.IntEnum):
     """Its last hidden state, the input of the LM head."""
 
 
-class Wanted(NamedTuple):
-    """A wanted result of a step."""
+class ResultToken(NamedTuple):
+    """A token of a step that gives a result."""
 
     row: int
     token: int
@@ -164,7 +164,6 @@ class SamplingInput:
         return len(self.temperature)
 
     def with_allowed_tokens(self, allowed: AllowedTokens) -> SamplingInput:
-        """Return a copy with other allowed tokens."""
         return replace(self, allowed_offsets=allowed.offsets, allowed_words=allowed.words)
 
 
@@ -210,7 +209,7 @@ class StepInput:
     num_computed: Int32Array  # [B]
     block_tables: Int32Array  # [B, W] block ids; unused columns are 0, columns behind the window NO_BLOCK
     block_epochs: Int32Array  # [B, W], for each entry of block_tables the epoch of its block
-    wanted: Int32Array  # [R, 3], each a `Wanted`; sorted by kind, row, token
+    result_tokens: Int32Array  # [R, 3], each a `ResultToken`; sorted by kind, row, token
     sampling: SamplingInput  # of the S results of kind TOKEN
     scoring: ScoringInput = field(default_factory=no_scoring)  # of the P results of kind LOGPROBS
     block_moves: Int32Array = field(default_factory=no_block_moves)
@@ -232,7 +231,7 @@ class StepInput:
     @property
     def num_vectors(self) -> int:
         """Number of results of kind VECTOR, in a consistent step."""
-        return len(self.wanted) - self.sampling.num_samples - self.scoring.num_results
+        return len(self.result_tokens) - self.sampling.num_samples - self.scoring.num_results
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,33 +271,31 @@ NO_VECTORS: Final[Float32Array] = np.empty((0, 0), np.float32)
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """The results of one step; results of one kind are in the order of `StepInput.wanted`."""
+    """The results of one step; results of one kind are in the order of `StepInput.result_tokens`."""
 
     step: int
     token_ids: Int32Array  # [S]
     logprobs: Float32Array  # [S]; meaningful where num_logprobs >= 0
     top: TopTokens  # of the S samples; none if num_logprobs is below 1 or no token could be chosen
     row_errors: dict[int, str] = field(default_factory=dict)
-    """Index in `wanted` -> why the result is impossible, for example because all logits are NaN; its token id is -1.
-
-    Only the first of several failed results of the same row and kind is listed.
-    """
+    """Index in `result_tokens` -> why the result is impossible, for example because all logits are NaN. Its token id is
+    -1. Only the first of several failed results of the same row and kind is listed."""
     scores: Scores = NO_SCORES
     vectors: Float32Array = field(default_factory=lambda: NO_VECTORS)  # [results of kind VECTOR, hidden size]
 
 
-WINDOW: Final = 256
+DRAFT_WINDOW: Final = 256
 """Maximum number of tokens of a request that a draft model sees. If there are more, the older half is dropped at once,
 so that its KV cache of the newer half stays valid for the next 128 tokens."""
-MAX_CONTINUATIONS: Final = 16
+MAX_DRAFT_REQUESTS: Final = 16
 """Maximum number of requests in one call of a draft model."""
-MAX_COUNT: Final = 64
+MAX_DRAFT_TOKENS: Final = 64
 """Maximum number of draft tokens of a request."""
 MAX_PROPOSED_TOKENS: Final = 1024
 """Maximum number of tokens that a draft model computes at once; requests that do not fit get no draft tokens."""
 
 
-class Continuation(NamedTuple):
+class DraftRequest(NamedTuple):
     """A request for which a draft model proposes tokens, and its sampling parameters."""
 
     key: int
@@ -306,9 +303,9 @@ class Continuation(NamedTuple):
     start: int
     """Index of the first of `token_ids` in the request."""
     token_ids: list[int]
-    """The newest tokens, at most `WINDOW`."""
-    num_wanted: int
-    """Number of draft tokens to propose, at most `MAX_COUNT`."""
+    """The newest tokens, at most `DRAFT_WINDOW`."""
+    num_draft_tokens: int
+    """Number of draft tokens to propose, at most `MAX_DRAFT_TOKENS`."""
     temperature: float
     top_k: int
     top_p: float
@@ -317,18 +314,16 @@ class Continuation(NamedTuple):
 
 
 class DraftModelClient(Protocol):
-    """Proposes draft tokens. They never change an answer, only how many tokens a step yields."""
-
-    def propose(self, continuations: Sequence[Continuation]) -> list[list[int]]:
-        """Return at most `num_wanted` draft tokens for each."""
+    def propose(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
+        """Return at most `num_draft_tokens` draft tokens for each."""
 
 
-def blocks_of_continuation(block_size: int) -> int:
-    """Return the blocks that a draft model's cache has for each of `MAX_CONTINUATIONS` requests."""
-    return -(-(WINDOW + MAX_COUNT) // block_size)
+def blocks_per_draft_request(block_size: int) -> int:
+    """Return the blocks that a draft model's cache has for each of `MAX_DRAFT_REQUESTS` requests."""
+    return -(-(DRAFT_WINDOW + MAX_DRAFT_TOKENS) // block_size)
 
 
-def window_start(num_tokens: int) -> int:
+def draft_window_start(num_tokens: int) -> int:
     """Return the index of the first of `num_tokens` tokens that a draft model sees."""
-    half = WINDOW // 2
-    return 0 if num_tokens <= WINDOW else ((num_tokens - 1) // half - 1) * half
+    half = DRAFT_WINDOW // 2
+    return 0 if num_tokens <= DRAFT_WINDOW else ((num_tokens - 1) // half - 1) * half

@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple, Protocol
 
-from llm_serving.core.step import AllowedTokens, Continuation, DraftModelClient, StepInput, StepOutput
+from llm_serving.core.step import AllowedTokens, DraftModelClient, DraftRequest, StepInput, StepOutput
 from llm_serving.core.timings import Clock, monotonic
 from llm_serving.errors import (
     ChannelClosedError,
@@ -41,7 +41,7 @@ logger = get_logger(__name__)
 
 
 class StepFailedError(LLMServingError):
-    """The WorkAgent could not run one step. The WorkAgent lives on; the KV cache of the step's requests is lost."""
+    """The WorkAgent could not run one step. It keeps running; the KV cache of the step's requests is lost."""
 
 
 class RestartFailedError(LLMServingError):
@@ -54,6 +54,10 @@ class Executor(ABC):
     The defaults suit an executor whose WorkAgent is never restarted and shares the master's memory.
     """
 
+    max_steps_in_flight: int
+    """Number of steps that may be submitted before one is collected."""
+    next_step: int
+    """The number that the next submitted step must have."""
     restart_status: RestartStatus | None = None
     """State of the restart, while the WorkAgent is being restarted."""
 
@@ -69,18 +73,8 @@ class Executor(ABC):
 
     @property
     def block_link(self) -> BlockLink | None:
-        """Connection that transfers KV blocks of the WorkAgent; None: it shares memory with the others."""
+        """Connection that transfers KV blocks of the WorkAgent; None: it shares memory with the other WorkAgents."""
         return None
-
-    @property
-    @abstractmethod
-    def max_steps_in_flight(self) -> int:
-        """Number of steps that may be submitted before one is collected."""
-
-    @property
-    @abstractmethod
-    def next_step(self) -> int:
-        """The number that the next submitted step must have."""
 
     @abstractmethod
     def submit(self, step: StepInput, announce_ending: bool = False) -> None:
@@ -113,7 +107,7 @@ class Executor(ABC):
             WorkerError: The WorkAgent is gone or sent an invalid message; no further output will come.
         """
 
-    def propose(self, continuations: Sequence[Continuation]) -> list[list[int]]:
+    def propose(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
         """Return draft tokens for each text, from the draft model. No step may be in flight.
 
         A list is empty where the draft model proposes nothing or fails.
@@ -121,7 +115,7 @@ class Executor(ABC):
         Raises:
             WorkerError: As for `collect`.
         """
-        return [[] for _ in continuations]
+        return [[] for _ in requests]
 
     def fileno(self) -> int | None:
         """Return a descriptor that becomes readable when an idle WorkAgent dies; None if that cannot happen."""
@@ -175,10 +169,10 @@ class LocalExecutor(Executor):
         except Exception as error:
             raise StepFailedError(f"{type(error).__name__}: {error}") from error
 
-    def propose(self, continuations: Sequence[Continuation]) -> list[list[int]]:
+    def propose(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
         assert self._draft_model is not None
         assert not self._submitted
-        return self._draft_model.propose(continuations)
+        return self._draft_model.propose(requests)
 
 
 class _ExpectedResults(NamedTuple):
@@ -191,8 +185,10 @@ class _ExpectedResults(NamedTuple):
 
     @classmethod
     def of(cls, step: StepInput) -> _ExpectedResults:
-        scoring = step.scoring
-        return cls(step.sampling.num_samples, scoring.num_results, len(scoring.token_ids), step.num_vectors)
+        num_samples, num_scores = len(step.sampling.temperature), len(step.scoring.num_logprobs)
+        return cls(
+            num_samples, num_scores, len(step.scoring.token_ids), len(step.result_tokens) - num_samples - num_scores
+        )
 
     def check(self, output: StepOutput) -> None:
         """Raise ProtocolError if the output has other counts, or token ids outside any vocabulary."""
@@ -218,8 +214,6 @@ class RemoteExecutor(Executor):
     the reply to the step that used it.
     """
 
-    next_step = 0
-
     def __init__(
         self,
         channel: AgentLink,
@@ -242,17 +236,13 @@ class RemoteExecutor(Executor):
         """Time spent waiting for the oldest step in flight."""
         self._allowed = -1
         """Newest step whose allowed tokens were sent."""
-        self._num_buffers = buffers.num_buffers
+        self.max_steps_in_flight = self._num_buffers = buffers.num_buffers
+        self.next_step = 0
         self.num_compilations = 0
-
-    @property
-    def max_steps_in_flight(self) -> int:
-        return self._num_buffers
 
     def submit(self, step: StepInput, announce_ending: bool = False) -> None:
         buffer = step.step % self._num_buffers
-        owners = _steps_using(buffer, self._in_flight)
-        assert not owners, f"buffer {buffer} is still used by step {owners}"
+        self._check_unused(buffer)
         written = self._buffers.write(buffer, step_arrays(step))
         message = RunStep(step.step, buffer, written.layout, announce_ending, step.allowed_follow, written.content)
         try:
@@ -276,7 +266,9 @@ class RemoteExecutor(Executor):
             self._channel.send(SetAllowedTokens(oldest.step, written.layout, written.content))
 
     def await_ending(self) -> None:
-        while self._in_flight and self._in_flight[-1].announce_ending and not self._newest_is_ending():
+        while self._in_flight and (newest := self._in_flight[-1]).announce_ending:
+            if self._ending == newest.step or len(self._replies) == len(self._in_flight):
+                return
             self._receive()
 
     def collect(self) -> StepOutput:
@@ -298,10 +290,10 @@ class RemoteExecutor(Executor):
             raise WorkerDiedError(str(error)) from error
         return output
 
-    def propose(self, continuations: Sequence[Continuation]) -> list[list[int]]:
+    def propose(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
         assert not self._in_flight
         try:
-            self._channel.send(Propose(list(continuations)))
+            self._channel.send(Propose(list(requests)))
         except ChannelClosedError as error:
             raise WorkerDiedError(str(error)) from error
         while not self._replies:
@@ -311,20 +303,21 @@ class RemoteExecutor(Executor):
             raise StepMismatchError(f"expected proposals, got {str(reply)[:100]}")
         if reply.error:
             logger.warning("the draft model failed: %s", reply.error)
-            return [[] for _ in continuations]
-        if len(reply.token_ids) != len(continuations):
-            raise WorkerDiedError(f"expected {len(continuations)} proposals, got {len(reply.token_ids)}")
-        for continuation, token_ids in zip(continuations, reply.token_ids, strict=True):
-            if len(token_ids) > continuation.num_wanted:
-                raise WorkerDiedError(f"expected at most {continuation.num_wanted} tokens, got {len(token_ids)}")
+            return [[] for _ in requests]
+        if len(reply.token_ids) != len(requests):
+            raise WorkerDiedError(f"expected {len(requests)} proposals, got {len(reply.token_ids)}")
+        for request, token_ids in zip(requests, reply.token_ids, strict=True):
+            if len(token_ids) > request.num_draft_tokens:
+                raise WorkerDiedError(f"expected at most {request.num_draft_tokens} tokens, got {len(token_ids)}")
         return reply.token_ids
 
     def fileno(self) -> int | None:
         return self._channel.fileno()
 
-    def _newest_is_ending(self) -> bool:
-        """Whether the end of the newest step was announced, or all steps were replied to."""
-        return self._ending == self._in_flight[-1].step or len(self._replies) == len(self._in_flight)
+    def _check_unused(self, buffer: int) -> None:
+        """Raise AssertionError if a step whose arrays are in the buffer may still be read."""
+        for each in self._in_flight:
+            assert each.buffer != buffer, f"buffer {buffer} is still used by step {each.step}"
 
     def _receive(self) -> None:
         began = self._clock()
@@ -337,15 +330,13 @@ class RemoteExecutor(Executor):
         except (ChannelClosedError, ProtocolError) as error:
             raise WorkerDiedError(str(error)) from error
         if isinstance(message, StepEnding):
-            if not any(each.step == message.step and each.announce_ending for each in self._in_flight):
+            for each in self._in_flight:
+                if each.step == message.step and each.announce_ending:
+                    break
+            else:
                 raise StepMismatchError(f"unexpected announcement of the end of step {message.step}")
             self._ending = message.step
             self._waited_s += self._clock() - began
             return
         self._replies.append(message)
         self._waited_s = 0.0
-
-
-def _steps_using(buffer: int, in_flight: Iterable[RunStep]) -> list[int]:
-    """Return the steps whose arrays are in the buffer and may still be read."""
-    return [message.step for message in in_flight if message.buffer == buffer]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, chain
 from typing import Any
@@ -15,19 +14,19 @@ from llm_serving.core.step import (
     SAMPLE_FIELDS,
     SAMPLING_DTYPES,
     AllowedTokens,
-    BlockMove,
     Float32Array,
     Int32Array,
     ResultKind,
+    ResultToken,
     SamplingInput,
     ScoringInput,
     StepInput,
-    Wanted,
     no_block_moves,
     no_scoring,
     reference_to_previous_step,
 )
 from llm_serving.kvcache import BlockManager
+from llm_serving.kvcache.block_table import BlockTable
 from llm_serving.scheduler import Schedule
 from llm_serving.scheduler.schedule import ScheduledRow
 
@@ -55,7 +54,7 @@ class StepBuilder:
         self._params = _SamplingParams([], {})
 
     def build(self, schedule: Schedule, number: int) -> StepInput:
-        """Build the input of step `number`. To be called once for every schedule, in order."""
+        """Build the input of step `number`; called once for every schedule, in order."""
         rows = schedule.rows
         tables = [self._blocks.table(row[0].request_id) for row in rows]
         token_ids: list[int] = []
@@ -69,13 +68,13 @@ class StepBuilder:
                 token_ids.append(reference_to_previous_step(self._previous_samples[request]))
         query_lens = np.array([row[2] for row in rows], np.int32)
         num_computed = np.array([row[1] for row in rows], np.int32)
-        wanted, positions = _chosen(rows)
+        result_tokens, positions = _chosen(rows)
         scoring = _NO_SCORING
         if schedule.prompt_results:
             of_prompts, scoring = _prompt_results(schedule)
-            wanted = np.concatenate([wanted, of_prompts])
+            result_tokens = np.concatenate([result_tokens, of_prompts])
         sampled = [(row[0], draft) for row in rows if row[3] for draft in range(row[3])]
-        block_tables, block_epochs = _packed([table.ids for table in tables], [table.epochs for table in tables])
+        block_tables, block_epochs = _packed(tables)
         step = StepInput(
             step=number,
             token_ids=np.array(token_ids, np.int32),
@@ -83,14 +82,16 @@ class StepBuilder:
             num_computed=num_computed,
             block_tables=block_tables,
             block_epochs=block_epochs,
-            wanted=wanted,
+            result_tokens=result_tokens,
             sampling=self._sampling(sampled, positions),
             scoring=scoring,
-            block_moves=_moves(schedule.block_moves),
-            exports=_moves(schedule.exports),
+            block_moves=np.array(schedule.block_moves, np.int32) if schedule.block_moves else _NO_MOVES,
+            exports=np.array(schedule.exports, np.int32) if schedule.exports else _NO_MOVES,
             allowed_follow=self._params.has_matchers,
         )
-        self._previous_samples = {request: index for index, (request, _) in enumerate(sampled)}
+        self._previous_samples = {}
+        for index, (request, _) in enumerate(sampled):
+            self._previous_samples[request] = index
         return step
 
     def allowed(self, schedule: Schedule) -> AllowedTokens:
@@ -107,7 +108,7 @@ class StepBuilder:
         return _joined(parts)
 
     def _sampling(self, samples: list[_Sample], positions: Int32Array) -> SamplingInput:
-        """`positions`: of the tokens to sample, each right behind the one whose logits are used."""
+        """`positions`: of the sampled tokens."""
         params = self._params
         requests = [request for request, _ in samples]
         if params.requests != requests:
@@ -130,7 +131,7 @@ class StepBuilder:
         )
 
     def _history(self, request: Request, num_drafts: int) -> list[int]:
-        """Return the tokens before the one being sampled, if penalties need them."""
+        """Return the tokens before the sampled one, if penalties need them."""
         if not request.sampling.has_penalties:
             return []
         history = request.prompt_token_ids + request.output_token_ids
@@ -139,63 +140,66 @@ class StepBuilder:
         return history + request.draft_token_ids[:num_drafts]
 
 
-def _moves(moves: Sequence[BlockMove]) -> Int32Array:
-    return np.array(moves, np.int32) if moves else _NO_MOVES
-
-
 def _chosen(rows: Sequence[ScheduledRow]) -> tuple[Int32Array, Int32Array]:
-    """Return the `Wanted` entries of the sampled tokens, and the positions the new tokens will have."""
-    wanted: list[int] = []
+    """Return the `ResultToken` entries of the sampled tokens, and the positions of these tokens."""
+    result_tokens: list[int] = []
     positions: list[int] = []
     kind = ResultKind.TOKEN.value  # np.array is twice as fast with plain integers
     for index, (_, start, query_len, samples, _) in enumerate(rows):
         for token in range(query_len - samples, query_len):
-            wanted += (index, token, kind)
+            result_tokens += (index, token, kind)
             positions.append(start + token + 1)
-    return np.array(wanted, np.int32).reshape(-1, len(Wanted._fields)), np.array(positions, np.int32)
+    return np.array(result_tokens, np.int32).reshape(-1, len(ResultToken._fields)), np.array(positions, np.int32)
 
 
 def _prompt_results(schedule: Schedule) -> tuple[Int32Array, ScoringInput]:
-    """Return the requested results about prompts: log-probabilities of their tokens, and vectors."""
-    scores: list[Wanted] = []
-    vectors: list[Wanted] = []
+    """Return the `ResultToken` entries of prompt log-probabilities and vectors, and the scoring parameters."""
+    scores: list[ResultToken] = []
+    vectors: list[ResultToken] = []
     token_ids: list[int] = []
     num_logprobs: list[int] = []
     for row, start, end, vector, _ in schedule.prompt_results:
         request, first, *_ = schedule.rows[row]
-        scores += [Wanted(row, token - first, ResultKind.LOGPROBS) for token in range(start, end)]
+        scores += [ResultToken(row, token - first, ResultKind.LOGPROBS) for token in range(start, end)]
         token_ids += request.prompt_token_ids[start + 1 : end + 1]
         num_logprobs += [request.sampling.prompt_logprobs or 0] * (end - start)
         if vector:
-            vectors.append(Wanted(row, request.num_prompt_tokens - 1 - first, ResultKind.VECTOR))
-    wanted = np.array(scores + vectors, np.int32).reshape(-1, len(Wanted._fields))
+            vectors.append(ResultToken(row, request.num_prompt_tokens - 1 - first, ResultKind.VECTOR))
+    result_tokens = np.array(scores + vectors, np.int32).reshape(-1, len(ResultToken._fields))
     offsets = np.arange(len(token_ids) + 1, dtype=np.int32)
-    return wanted, ScoringInput(np.array(num_logprobs, np.int32), offsets, np.array(token_ids, np.int32))
+    return result_tokens, ScoringInput(np.array(num_logprobs, np.int32), offsets, np.array(token_ids, np.int32))
 
 
 class _SamplingParams:
     """Sampling parameters of the sampled requests as arrays, reused while the requests stay the same."""
 
     def __init__(self, requests: list[Request], known: Mapping[Request, Int32Array]) -> None:
-        params = [request.sampling for request in requests]
         self.requests = requests
-        self.numbers: dict[str, Any] = {
-            name: np.array([getattr(each, name) for each in params], dtype) for name, dtype in _NUMBERS.items()
-        }
-        self.num_logprobs = np.array([-1 if p.logprobs is None else p.logprobs for p in params], np.int32)
-        penalized = [p.has_penalties for p in params]
-        self.has_penalties = any(penalized)
-        prompt_lens = [request.num_prompt_tokens for request in requests]
-        self.history_prompt_lens = np.where(penalized, prompt_lens, 0).astype(np.int32)
-        self.has_biases = any(p.logit_bias or p.min_tokens or p.bad_words for p in params)
-        self.allowed = {
-            request: known[request] if request in known else _bits(request.sampling.allowed_token_ids)
-            for request in requests
-            if request.sampling.allowed_token_ids is not None
-        }
+        self.has_penalties = self.has_biases = self.has_matchers = False
+        self.allowed: dict[Request, Int32Array] = {}
         """Bitmaps of requests whose allowed tokens never change."""
-        self.allowed_tokens = _joined([self.allowed.get(each, _NO_WORDS) for each in requests])
-        self.has_matchers = any(request.matcher is not None for request in requests)
+        num_logprobs, prompt_lens = [], []
+        for request in requests:
+            params, prompt_len = request.sampling, 0
+            if params.has_penalties:
+                self.has_penalties, prompt_len = True, len(request.prompt_token_ids)
+            if params.logit_bias or params.min_tokens or params.bad_words:
+                self.has_biases = True
+            if params.allowed_token_ids is not None:
+                self.allowed[request] = known[request] if request in known else _bits(params.allowed_token_ids)
+            if request.matcher is not None:
+                self.has_matchers = True
+            num_logprobs.append(-1 if params.logprobs is None else params.logprobs)
+            prompt_lens.append(prompt_len)
+        self.num_logprobs = np.array(num_logprobs, np.int32)
+        self.history_prompt_lens = np.array(prompt_lens, np.int32)
+        self.numbers: dict[str, Any] = {}
+        for name, dtype in _NUMBERS.items():
+            self.numbers[name] = np.array([getattr(request.sampling, name) for request in requests], dtype)
+        if self.allowed:
+            self.allowed_tokens = _joined([self.allowed.get(each, _NO_WORDS) for each in requests])
+        else:
+            self.allowed_tokens = AllowedTokens(np.zeros(len(requests) + 1, np.int32), _NO_WORDS)
 
 
 def _joined(parts: Sequence[Int32Array]) -> AllowedTokens:
@@ -227,18 +231,21 @@ def _bits(token_ids: Sequence[int]) -> Int32Array:
     return np.packbits(bits, bitorder="little").view("<i4").astype(np.int32)
 
 
-def _packed(*tables: Sequence[array[int]]) -> list[np.ndarray[tuple[int, int], np.dtype[np.int32]]]:
-    """Pack tables with rows of the same lengths into one array each, padded with zeros."""
-    lengths = [len(row) for row in tables[0]]
+def _packed(tables: Sequence[BlockTable]) -> tuple[Int32Array, Int32Array]:
+    """Return the block ids and the epochs of all tables, [tables, entries of the longest], padded with zeros."""
+    lengths, ids, epochs = [], [], []
+    for table in tables:
+        lengths.append(len(table.ids))
+        ids.append(table.ids)
+        epochs.append(table.epochs)
     shape = len(lengths), max(lengths)
-    contents = [np.frombuffer(b"".join(rows), np.int32) for rows in tables]
-    if len(contents[0]) == shape[0] * shape[1]:
-        return [content.reshape(shape) for content in contents]
-    is_content = np.arange(shape[1]) < np.array(lengths)[:, None]
-    packed = [np.zeros(shape, np.int32) for _ in tables]
-    for array_of, content in zip(packed, contents, strict=True):
-        array_of[is_content] = content
-    return packed
+    all_ids, all_epochs = np.frombuffer(b"".join(ids), np.int32), np.frombuffer(b"".join(epochs), np.int32)
+    if len(all_ids) == shape[0] * shape[1]:
+        return all_ids.reshape(shape), all_epochs.reshape(shape)
+    has_entry = np.arange(shape[1]) < np.array(lengths)[:, None]
+    block_tables, block_epochs = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
+    block_tables[has_entry], block_epochs[has_entry] = all_ids, all_epochs
+    return block_tables, block_epochs
 
 
 def _offsets(lengths: list[int]) -> np.ndarray[tuple[int], np.dtype[np.int32]]:

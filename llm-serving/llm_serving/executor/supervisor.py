@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -13,8 +14,8 @@ from typing import Final
 import msgspec
 
 from llm_serving.config.schema import ServingConfig
-from llm_serving.core.fingerprint import code_fingerprint
-from llm_serving.core.step import AllowedTokens, Continuation, StepInput, StepOutput
+from llm_serving.core.fingerprint import ComputeFingerprint, code_fingerprint
+from llm_serving.core.step import StepOutput
 from llm_serving.core.timings import Clock, monotonic
 from llm_serving.errors import (
     ChannelClosedError,
@@ -25,7 +26,7 @@ from llm_serving.errors import (
     WorkerDiedError,
 )
 from llm_serving.executor.cluster.block_link import BlockLink
-from llm_serving.executor.executor import Executor, RemoteExecutor, RestartFailedError
+from llm_serving.executor.executor import RemoteExecutor, RestartFailedError
 from llm_serving.executor.placement import LocalPlacement, Placement
 from llm_serving.executor.restart_status import RestartStatus, StartCancellation
 from llm_serving.executor.worker_process import AgentLink, AgentProcess
@@ -257,6 +258,34 @@ StartFunction = Callable[[Loaded | None, float | None], WorkAgentProcess]
 """(what the replaced WorkAgent had loaded, timeout in seconds) -> a WorkAgent that is ready."""
 
 
+class ConsistencyCheck:
+    """Checks that every WorkAgent has the compute fingerprint of the first one, so all give bit-identical answers.
+
+    Thread-safe.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._reference: tuple[int, ComputeFingerprint] | None = None
+
+    def check(self, agent: WorkAgentProcess) -> WorkAgentProcess:
+        """Return the WorkAgent; kill it and raise WorkerDiedError if its fingerprint differs."""
+        with self._lock:
+            if self._reference is None:
+                self._reference = agent.index, agent.loaded.compute_fingerprint
+            first, expected = self._reference
+        found = agent.loaded.compute_fingerprint
+        if found == expected:
+            return agent
+        agent.kill()
+        names = ", ".join(
+            f"{name} {ours} and {theirs}"
+            for name in ComputeFingerprint.__struct_fields__
+            if (ours := getattr(found, name)) != (theirs := getattr(expected, name))
+        )
+        raise WorkerDiedError(f"WorkAgent {agent.index} would give other answers than WorkAgent {first}: {names}")
+
+
 def restart_delay_s(attempt: int) -> float:
     """Return the delay before consecutive attempt 0, 1, ...: none, then doubling up to `MAX_DELAY_S`."""
     return 0.0 if attempt == 0 else min(FIRST_DELAY_S * 2.0 ** min(attempt - 1, 60), MAX_DELAY_S)
@@ -271,7 +300,7 @@ def restart_timeout_s(load_s: float, num_failed: int) -> float:
     return max(MIN_RESTART_TIMEOUT_S, RESTART_TIMEOUT_FACTOR * load_s) * 2.0 ** min(num_failed, 60)
 
 
-class SupervisedExecutor(Executor):
+class SupervisedExecutor(RemoteExecutor):
     """Runs steps on a WorkAgent that `restart` replaces when it dies.
 
     Args:
@@ -310,16 +339,8 @@ class SupervisedExecutor(Executor):
         self.loaded = self._agent.loaded
 
     @property
-    def max_steps_in_flight(self) -> int:
-        return self._executor.max_steps_in_flight
-
-    @property
     def restarts_exhausted(self) -> bool:
         return self._num_restarts > self._max_restarts
-
-    @property
-    def num_compilations(self) -> int:
-        return self._executor.num_compilations
 
     @property
     def machine(self) -> str:
@@ -329,33 +350,10 @@ class SupervisedExecutor(Executor):
     def block_link(self) -> BlockLink | None:
         return self._agent.block_link
 
-    @property
-    def next_step(self) -> int:
-        return self._executor.next_step
-
-    def submit(self, step: StepInput, announce_ending: bool = False) -> None:
-        self._executor.submit(step, announce_ending)
-
-    @property
-    def needs_allowed_tokens(self) -> bool:
-        return self._executor.needs_allowed_tokens
-
-    def set_allowed_tokens(self, allowed: AllowedTokens) -> None:
-        self._executor.set_allowed_tokens(allowed)
-
-    def await_ending(self) -> None:
-        self._executor.await_ending()
-
     def collect(self) -> StepOutput:
-        output = self._executor.collect()
+        output = super().collect()
         self._num_restarts = 0
         return output
-
-    def propose(self, continuations: Sequence[Continuation]) -> list[list[int]]:
-        return self._executor.propose(continuations)
-
-    def fileno(self) -> int | None:
-        return self._executor.fileno()
 
     def restart(self, reason: str) -> None:
         self._agent.kill()
@@ -390,7 +388,7 @@ class SupervisedExecutor(Executor):
 
     def _connect(self, agent: WorkAgentProcess) -> None:
         self._agent = agent
-        self._executor = RemoteExecutor(agent.channel, agent.buffers, self._step_timeout_s, self._clock)
+        super().__init__(agent.channel, agent.buffers, self._step_timeout_s, self._clock)
 
     def _start_first(self) -> WorkAgentProcess:
         """Start the first WorkAgent: retry if it dies while loading, but not if it reports why it cannot load."""

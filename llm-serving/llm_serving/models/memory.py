@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from llm_serving.core.step import MAX_CONTINUATIONS, MAX_PROPOSED_TOKENS, blocks_of_continuation
+from llm_serving.core.step import MAX_DRAFT_REQUESTS, MAX_PROPOSED_TOKENS, blocks_per_draft_request
 from llm_serving.models.spec import ModelSpec
 from llm_serving.network.quantization import Quantization, bytes_saved
 
@@ -67,8 +67,8 @@ def weight_bytes(spec: ModelSpec, dtype_bytes: int, quantization: Quantization |
 
 def draft_model_bytes(spec: ModelSpec, dtype_bytes: int, block_size: int) -> int:
     """Return the bytes of a draft model: weights, KV cache and its largest step."""
-    tokens = MAX_CONTINUATIONS * blocks_of_continuation(block_size) * block_size
-    step = working_bytes(spec, dtype_bytes, MAX_PROPOSED_TOKENS, MAX_CONTINUATIONS)
+    tokens = MAX_DRAFT_REQUESTS * blocks_per_draft_request(block_size) * block_size
+    step = working_bytes(spec, dtype_bytes, MAX_PROPOSED_TOKENS, MAX_DRAFT_REQUESTS)
     return weight_bytes(spec, dtype_bytes, None) + tokens * spec.kv_bytes_per_token(dtype_bytes) + step
 
 

@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 
 from llm_serving.core.enums import Proposer
 from llm_serving.core.request import FINISHED, RUNNING, Request
-from llm_serving.core.step import MAX_CONTINUATIONS
+from llm_serving.core.step import MAX_DRAFT_REQUESTS
 from llm_serving.core.timings import Clock
 from llm_serving.speculation.draft_model import DraftModelProposer
 from llm_serving.speculation.ngram import NgramProposer, RequestDrafts
@@ -399,7 +399,7 @@ class SpeculationController:
     def _max_drafted(self) -> int:
         """Number of requests that may get a draft, at most."""
         num_drafted = len(self._predictable) + len(self._constrained)
-        return num_drafted if self._model is None else num_drafted + MAX_CONTINUATIONS
+        return num_drafted if self._model is None else num_drafted + MAX_DRAFT_REQUESTS
 
     def _evaluate(self, num_rows: int, model: Mapping[Request, RequestDrafts]) -> bool:
         """Return whether drafts pay; `model`: the requests that the draft model would continue."""

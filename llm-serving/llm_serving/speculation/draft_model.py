@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from llm_serving.core.request import Request
-from llm_serving.core.step import MAX_CONTINUATIONS, Continuation, window_start
+from llm_serving.core.step import MAX_DRAFT_REQUESTS, DraftRequest, draft_window_start
 from llm_serving.core.timings import Clock, monotonic
 from llm_serving.errors import WorkerError
 from llm_serving.log import get_logger
@@ -27,7 +27,7 @@ MAX_WORKER_DEATHS: Final = 3
 class DraftModelProposer:
     """Has a WorkAgent's draft model propose tokens while no step is in flight.
 
-    The draft model sees the newest tokens of each request (`core.continuation.WINDOW`) and samples with the request's
+    The draft model sees the newest tokens of each request (`DRAFT_WINDOW`) and samples with the request's
     parameters. One pass of it computes one more token of every request of the proposal.
 
     Args:
@@ -38,7 +38,7 @@ class DraftModelProposer:
 
     def __init__(
         self,
-        propose: Callable[[Sequence[Continuation]], list[list[int]]],
+        propose: Callable[[Sequence[DraftRequest]], list[list[int]]],
         block_size: int,
         clock: Clock = monotonic,
     ) -> None:
@@ -52,14 +52,14 @@ class DraftModelProposer:
 
     @property
     def pass_s(self) -> float:
-        """Seconds that one more token per request takes; 0 before the first proposal."""
+        """Seconds that one more token of each request needs; 0 before the first proposal."""
         return self._pass.value
 
     def select(self, candidates: Sequence[Request]) -> list[Request]:
         """Return the candidates for one proposal: higher classes first, then in order of arrival."""
         if self._num_deaths >= MAX_WORKER_DEATHS:
             return []
-        return sorted(candidates, key=_rank)[:MAX_CONTINUATIONS]
+        return sorted(candidates, key=_rank)[:MAX_DRAFT_REQUESTS]
 
     def record_verified(
         self, statistics: RequestStatistics, request: Request, num_draft_tokens: int, num_accepted: int
@@ -71,7 +71,7 @@ class DraftModelProposer:
         )
 
     def propose(self, wanted: Sequence[tuple[Request, int]]) -> dict[Request, list[int]]:
-        """Return draft tokens for each request, at most the number given with it; omit requests that have no room.
+        """Return draft tokens for each request, at most the given number; omit requests without room for any.
 
         Raises:
             WorkerError: The WorkAgent is gone.
@@ -82,7 +82,7 @@ class DraftModelProposer:
             return {}
         began = self._clock()
         try:
-            drafts = self._propose([_continuation(*each) for each in counts])
+            drafts = self._propose([_draft_request(*each) for each in counts])
         except WorkerError:
             self._num_deaths += 1
             if self._num_deaths == MAX_WORKER_DEATHS:
@@ -102,13 +102,13 @@ def _rank(request: Request) -> tuple[int, int]:
     return request.request_class.rank, request.sequence
 
 
-def _continuation(request: Request, count: int) -> Continuation:
-    start, sampling = window_start(request.num_tokens_known), request.sampling
-    return Continuation(
+def _draft_request(request: Request, count: int) -> DraftRequest:
+    start, sampling = draft_window_start(request.num_tokens_known), request.sampling
+    return DraftRequest(
         key=request.sequence,
         start=start,
         token_ids=request.known_token_ids(start, request.num_tokens_known),
-        num_wanted=count,
+        num_draft_tokens=count,
         temperature=sampling.temperature,
         top_k=sampling.top_k,
         top_p=sampling.top_p,

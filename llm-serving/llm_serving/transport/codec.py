@@ -15,13 +15,13 @@ from llm_serving.core.step import (
     AllowedTokens,
     BlockMove,
     Int32Array,
+    ResultToken,
     SamplingInput,
     Scores,
     ScoringInput,
     StepInput,
     StepOutput,
     TopTokens,
-    Wanted,
     no_top_tokens,
 )
 from llm_serving.errors import ProtocolError
@@ -35,7 +35,7 @@ _SAMPLING_ARRAYS = tuple(f.name for f in fields(SamplingInput))
 _SCORING_ARRAYS = tuple(f.name for f in fields(ScoringInput))
 _NUM_ARRAYS = 1 + len(_STEP_ARRAYS) + len(_SAMPLING_ARRAYS) + len(_SCORING_ARRAYS) + 1
 _NUM_ALLOWED_ARRAYS = 1 + len(AllowedTokens._fields)
-_WANTED_BYTES = len(Wanted._fields) * 4
+_RESULT_BYTES = len(ResultToken._fields) * 4
 _MOVE_BYTES = len(BlockMove._fields) * 4
 _BIAS_BYTES: Final = 8 * 4096
 """Size of a full logit-bias table."""
@@ -49,12 +49,15 @@ def step_arrays(step: StepInput) -> list[NDArray[Any]]:
     The sampling history of a draft token is that of its row plus the draft tokens before it. If the history of a sample
     starts with the whole history of the sample before it, that prefix is not sent again.
     """
-    histories, num_shared = _drop_shared_prefixes(step.sampling.history_offsets, step.sampling.history_token_ids)
-    sampling = replace(step.sampling, history_token_ids=histories)
-    arrays = [np.array([step.step], np.uint64), *(getattr(step, name) for name in _STEP_ARRAYS)]
-    arrays += [getattr(sampling, name) for name in _SAMPLING_ARRAYS]
-    arrays += [getattr(step.scoring, name) for name in _SCORING_ARRAYS]
-    return [*arrays, num_shared]
+    sampling, num_shared = step.sampling, np.zeros(len(step.sampling.temperature), np.int32)
+    if len(sampling.history_token_ids):
+        histories, num_shared = _drop_shared_prefixes(sampling.history_offsets, sampling.history_token_ids)
+        sampling = replace(sampling, history_token_ids=histories)
+    arrays: list[NDArray[Any]] = [np.array([step.step], np.uint64)]
+    for owner, names in ((step, _STEP_ARRAYS), (sampling, _SAMPLING_ARRAYS), (step.scoring, _SCORING_ARRAYS)):
+        arrays += [getattr(owner, name) for name in names]
+    arrays.append(num_shared)
+    return arrays
 
 
 def step_from_arrays(step: int, arrays: list[NDArray[Any]], allowed_follow: bool = False) -> StepInput:
@@ -93,8 +96,6 @@ def _drop_shared_prefixes(offsets: Int32Array, token_ids: Int32Array) -> tuple[I
     prefixes.
     """
     num_shared = np.zeros(len(offsets) - 1, np.int32)
-    if not len(token_ids):
-        return token_ids, num_shared
     parts, before = [], token_ids[:0]
     for index, (start, end) in enumerate(pairwise(offsets.tolist())):
         history = token_ids[start:end]
@@ -146,8 +147,8 @@ def max_step_bytes(
     allowed_bytes = MAX_VOCAB_SIZE // 8 + 4
     sample_bytes = _SAMPLE_BYTES + _BIAS_BYTES
     per_row = (2 * 4 + 5 * _MOVE_BYTES) * max_row_blocks + 4 * max_model_len + sample_bytes
-    per_row += 2 * _WANTED_BYTES
-    per_token = 4 + _WANTED_BYTES + 3 * 4 + allowed_bytes  # each may be a draft token
+    per_row += 2 * _RESULT_BYTES
+    per_token = 4 + _RESULT_BYTES + 3 * 4 + allowed_bytes  # each may be a draft token
     num_bytes = per_token * max_tokens + max_rows * per_row + max_draft_tokens * (4 + sample_bytes)
     return num_bytes + 64 * (_NUM_ARRAYS + _NUM_ALLOWED_ARRAYS)
 

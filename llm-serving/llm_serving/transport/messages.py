@@ -11,7 +11,7 @@ master                                 WorkAgent
   |  -- SetAllowedTokens(step, layout) >  |   if RunStep has `allowed_follow`; before any later RunStep
   |  <- StepEnding(step) --------------  |   if RunStep has `announce_ending` and the step does not fail first
   |  <- StepDone(step, ...) -----------  |   or StepFailed(step, error)
-  |  -- Propose(continuations) ------->  |   if there is a draft model; only while no step is in flight
+  |  -- Propose(requests) ------->  |   if there is a draft model; only while no step is in flight
   |  <- Proposed(token_ids, error) ----  |
   |  -- Shutdown ---------------------->  |
 
@@ -31,7 +31,7 @@ from typing import Annotated
 import msgspec
 
 from llm_serving.core.fingerprint import UNKNOWN_FINGERPRINT, ComputeFingerprint
-from llm_serving.core.step import Continuation
+from llm_serving.core.step import DraftRequest
 
 PROTOCOL_VERSION = 22
 
@@ -180,7 +180,7 @@ class StepFailed(msgspec.Struct, tag="step_failed", frozen=True):
 
 
 class Propose(msgspec.Struct, tag="propose", frozen=True):
-    continuations: list[Continuation]
+    requests: list[DraftRequest]
 
 
 class Proposed(msgspec.Struct, tag="proposed", frozen=True):

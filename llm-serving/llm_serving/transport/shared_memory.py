@@ -47,10 +47,12 @@ class StoredArrays(NamedTuple):
 
 def layout_of(arrays: Sequence[AnyArray]) -> tuple[ArrayLayout, ...]:
     """Return the layout of a step's arrays; raise ProtocolError for a dtype that steps do not use."""
-    dtypes = [_NAMES.get(array.dtype) for array in arrays]
-    if None in dtypes:
-        raise ProtocolError(f"a step cannot contain an array of {arrays[dtypes.index(None)].dtype.str}")
-    return tuple([ArrayLayout(name, array.shape) for name, array in zip(dtypes, arrays, strict=True) if name])
+    layout = []
+    for array in arrays:
+        if (name := _NAMES.get(array.dtype)) is None:
+            raise ProtocolError(f"a step cannot contain an array of {array.dtype.str}")
+        layout.append(ArrayLayout(name, array.shape))
+    return tuple(layout)
 
 
 class SharedBuffers:
@@ -89,16 +91,13 @@ class SharedBuffers:
             ProtocolError: The arrays do not fit.
         """
         start = self._start(buffer)
-        offset = _length_of(behind)
+        offset = _length_of(behind) if behind else 0
         layout = layout_of(arrays)
-        content = b"".join(
-            [
-                part
-                for array in arrays
-                if (size := array.nbytes)
-                for part in (array.tobytes(), _PADDING[-size % _ALIGNMENT])
-            ]
-        )
+        parts: list[bytes] = []
+        for array in arrays:
+            if size := array.nbytes:
+                parts += (array.tobytes(), _PADDING[-size % _ALIGNMENT])
+        content = b"".join(parts)
         if offset + len(content) > self.buffer_bytes:
             raise ProtocolError(_too_long(self.buffer_bytes))
         self._memory[start + offset : start + offset + len(content)] = content

@@ -13,15 +13,15 @@ from collections.abc import Sequence
 import numpy as np
 
 from llm_serving.core.step import (
-    MAX_CONTINUATIONS,
-    MAX_COUNT,
+    DRAFT_WINDOW,
+    MAX_DRAFT_REQUESTS,
+    MAX_DRAFT_TOKENS,
     MAX_PROPOSED_TOKENS,
-    WINDOW,
-    Continuation,
+    DraftRequest,
     ResultKind,
     SamplingInput,
     StepInput,
-    blocks_of_continuation,
+    blocks_per_draft_request,
 )
 from llm_serving.worker.model_runner import ModelRunner
 
@@ -51,23 +51,23 @@ class DraftModel:
         """`vocab_size`: of the large model; tokens beyond it are not proposed."""
         self._runner = runner
         self._vocab_size = vocab_size
-        count = blocks_of_continuation(runner.kv_tensors.block_size)
-        self._free = [_Slot(range(index * count, (index + 1) * count)) for index in range(MAX_CONTINUATIONS)]
+        count = blocks_per_draft_request(runner.kv_tensors.block_size)
+        self._free = [_Slot(range(index * count, (index + 1) * count)) for index in range(MAX_DRAFT_REQUESTS)]
         self._slots: OrderedDict[int, _Slot] = OrderedDict()
-        """By continuation key, the least recently used first."""
+        """By request key, the least recently used first."""
         self._step = 0
 
-    def propose(self, continuations: Sequence[Continuation]) -> list[list[int]]:
-        """Return draft tokens for each continuation, at most `num_wanted`; none for one that exceeds a limit.
+    def propose(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
+        """Return draft tokens for each request, at most `num_draft_tokens`; none for one that exceeds a limit.
 
         Raises:
             WorkerError: The model failed. All cached tokens are dropped.
         """
-        proposed: list[list[int]] = [[] for _ in continuations]
+        proposed: list[list[int]] = [[] for _ in requests]
         try:
-            rows = self._rows(continuations)
+            rows = self._rows(requests)
             while rows:
-                rows = self._extend(continuations, rows, proposed)
+                rows = self._extend(requests, rows, proposed)
         except Exception:
             self._free += self._slots.values()
             self._slots.clear()
@@ -76,22 +76,22 @@ class DraftModel:
             raise
         return proposed
 
-    def _rows(self, continuations: Sequence[Continuation]) -> list[tuple[int, _Slot, int]]:
-        """Return index, slot and number of cached tokens of the continuations within the limits."""
+    def _rows(self, requests: Sequence[DraftRequest]) -> list[tuple[int, _Slot, int]]:
+        """Return index, slot and number of cached tokens of the requests within the limits."""
         rows, left = [], MAX_PROPOSED_TOKENS
-        for index, continuation in enumerate(continuations[:MAX_CONTINUATIONS]):
-            token_ids = continuation.token_ids
-            if not (0 < len(token_ids) <= WINDOW and 0 < continuation.num_wanted <= MAX_COUNT):
+        for index, request in enumerate(requests[:MAX_DRAFT_REQUESTS]):
+            token_ids = request.token_ids
+            if not (0 < len(token_ids) <= DRAFT_WINDOW and 0 < request.num_draft_tokens <= MAX_DRAFT_TOKENS):
                 continue
             if not 0 <= min(token_ids) <= max(token_ids) < self._runner.spec.vocab_size:
                 continue
-            slot = self._slots.pop(continuation.key, None)
+            slot = self._slots.pop(request.key, None)
             if slot is None:
                 slot = self._free.pop() if self._free else self._slots.popitem(last=False)[1]
                 slot.token_ids = []
-            self._slots[continuation.key] = slot
+            self._slots[request.key] = slot
             before = slot.start, slot.token_ids
-            known = slot.switch_to(continuation.start, token_ids)
+            known = slot.switch_to(request.start, token_ids)
             if len(token_ids) - known > left:
                 slot.start, slot.token_ids = before
                 continue
@@ -100,10 +100,10 @@ class DraftModel:
         return rows
 
     def _extend(
-        self, continuations: Sequence[Continuation], rows: list[tuple[int, _Slot, int]], proposed: list[list[int]]
+        self, requests: Sequence[DraftRequest], rows: list[tuple[int, _Slot, int]], proposed: list[list[int]]
     ) -> list[tuple[int, _Slot, int]]:
         """Add one draft token to each row; return the rows that need more."""
-        extended = [continuations[index] for index, _, _ in rows]
+        extended = [requests[index] for index, _, _ in rows]
         known = np.array([known for _, _, known in rows], np.int32)
         lens = np.array([len(slot.token_ids) for _, slot, _ in rows], np.int32)
         positions = [each.start + int(length) for each, length in zip(extended, lens, strict=True)]
@@ -115,7 +115,7 @@ class DraftModel:
             num_computed=known,
             block_tables=blocks[:, : -(-int(lens.max()) // self._runner.kv_tensors.block_size)],
             block_epochs=np.zeros_like(blocks)[:, : -(-int(lens.max()) // self._runner.kv_tensors.block_size)],
-            wanted=np.array(
+            result_tokens=np.array(
                 [(row, int(count) - 1, ResultKind.TOKEN) for row, count in enumerate(lens - known)], np.int32
             ),
             sampling=_sampling(extended, positions),
@@ -127,20 +127,20 @@ class DraftModel:
             if not 0 <= token_id < self._vocab_size:
                 continue
             proposed[index].append(token_id)
-            if len(proposed[index]) < continuations[index].num_wanted:
+            if len(proposed[index]) < requests[index].num_draft_tokens:
                 unfinished.append((index, slot, len(slot.token_ids)))
                 slot.token_ids.append(token_id)
         return unfinished
 
 
-def _sampling(continuations: Sequence[Continuation], positions: Sequence[int]) -> SamplingInput:
+def _sampling(requests: Sequence[DraftRequest], positions: Sequence[int]) -> SamplingInput:
     """Return the sampling parameters of the requests, without penalties, biases and allowed tokens."""
     return SamplingInput.plain(
-        len(continuations),
-        temperature=np.array([each.temperature for each in continuations], np.float32),
-        top_k=np.array([each.top_k for each in continuations], np.int32),
-        top_p=np.array([each.top_p for each in continuations], np.float32),
-        min_p=np.array([each.min_p for each in continuations], np.float32),
-        seed=np.array([each.seed for each in continuations], np.uint64),
+        len(requests),
+        temperature=np.array([each.temperature for each in requests], np.float32),
+        top_k=np.array([each.top_k for each in requests], np.int32),
+        top_p=np.array([each.top_p for each in requests], np.float32),
+        min_p=np.array([each.min_p for each in requests], np.float32),
+        seed=np.array([each.seed for each in requests], np.uint64),
         position=np.array(positions, np.int32),
     )

@@ -16,7 +16,7 @@ from llm_serving.backends import Backend, create_backend
 from llm_serving.config.sections.device import DeviceConfig
 from llm_serving.core.enums import ExactnessName, ImplementationName, KVCacheDtypeName, QuantizationName
 from llm_serving.core.fingerprint import ComputeFingerprint
-from llm_serving.core.step import MAX_CONTINUATIONS, MAX_COUNT, WINDOW, blocks_of_continuation
+from llm_serving.core.step import DRAFT_WINDOW, MAX_DRAFT_REQUESTS, MAX_DRAFT_TOKENS, blocks_per_draft_request
 from llm_serving.core.timings import Clock, monotonic
 from llm_serving.core.window import Window
 from llm_serving.errors import ConfigError, KernelError
@@ -155,9 +155,9 @@ def _draft_model(
     on_progress(f"reading {draft.num_weight_elements / 1e6:,.1f} M weights of the draft model from {folder.name}")
     size = settings.block_size
     as_program = device.kernels != "primitives"
-    blocks = MAX_CONTINUATIONS * blocks_of_continuation(size)
+    blocks = MAX_DRAFT_REQUESTS * blocks_per_draft_request(size)
     reported_at = limit_progress_reports(on_progress, folder.name)
-    length = WINDOW + MAX_COUNT
+    length = DRAFT_WINDOW + MAX_DRAFT_TOKENS
     runner = ModelRunner(draft, folder, backend, blocks, size, length, as_program=as_program, on_weights=reported_at)
     on_progress("compiling the draft model")
     runner.warm_up()

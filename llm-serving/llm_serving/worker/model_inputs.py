@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llm_serving.core.step import NO_BLOCK, Int32Array, ResultKind, StepInput, Wanted
+from llm_serving.core.step import NO_BLOCK, Int32Array, ResultKind, ResultToken, StepInput
 from llm_serving.errors import WorkerError
 
 
@@ -82,7 +82,7 @@ class ModelInputs:
     block_tables: Int32Array  # [B, W]; where a step names no block: 0, which is not read
     query_lens: Int32Array  # [B]
     context_lens: Int32Array  # [B], tokens attended to: those in the cache and those of this step
-    sample_indices: Int32Array  # [R], the tokens that give a result, in the order of `StepInput.wanted`
+    sample_indices: Int32Array  # [R], the tokens that give a result, in the order of `StepInput.result_tokens`
 
     @property
     def num_rows(self) -> int:
@@ -180,7 +180,7 @@ def build_model_inputs(step: StepInput, previous: Int32Array, limits: ModelLimit
         block_tables=block_tables,
         query_lens=query_lens,
         context_lens=context_lens,
-        sample_indices=first_tokens[step.wanted[:, 0]] + step.wanted[:, 1],
+        sample_indices=first_tokens[step.result_tokens[:, 0]] + step.result_tokens[:, 1],
     )
 
 
@@ -232,25 +232,30 @@ def _check_rows(step: StepInput, limits: ModelLimits) -> None:
             f"num_computed must be from 0 to {limits.max_positions}. "
             f"Given: {step.num_computed.min()} to {step.num_computed.max()}"
         )
-    _check_wanted(step)
+    _check_result_tokens(step)
 
 
-def _check_wanted(step: StepInput) -> None:
-    wanted, num_rows = step.wanted, step.num_rows
-    if wanted.ndim != 2 or wanted.shape[1] != len(Wanted._fields):
-        raise WorkerError(f"wanted must be an array of {', '.join(Wanted._fields)}. Given: the shape {wanted.shape}")
-    rows, tokens, kinds = wanted.T
+def _check_result_tokens(step: StepInput) -> None:
+    result_tokens, num_rows = step.result_tokens, step.num_rows
+    if result_tokens.ndim != 2 or result_tokens.shape[1] != len(ResultToken._fields):
+        raise WorkerError(
+            f"result_tokens must be an array of {', '.join(ResultToken._fields)}. "
+            f"Given: the shape {result_tokens.shape}"
+        )
+    rows, tokens, kinds = result_tokens.T
     if not all_in_range(rows, num_rows):
-        raise WorkerError(f"wanted must be of rows 0 to {num_rows - 1}. Given: {rows.min()} to {rows.max()}")
+        raise WorkerError(f"result_tokens must be of rows 0 to {num_rows - 1}. Given: {rows.min()} to {rows.max()}")
     # As unsigned numbers, negative ones are the largest.
     if not all_true(tokens.view(np.uint32) < step.query_lens[rows]):
-        raise WorkerError("wanted must be of tokens that their rows run")
+        raise WorkerError("result_tokens must be of tokens that their rows run")
     if not all_in_range(kinds, len(ResultKind)):
-        raise WorkerError(f"wanted must be of kinds 0 to {len(ResultKind) - 1}. Given: {kinds.min()} to {kinds.max()}")
-    if len(wanted) > 1:
+        raise WorkerError(
+            f"result_tokens must be of kinds 0 to {len(ResultKind) - 1}. Given: {kinds.min()} to {kinds.max()}"
+        )
+    if len(result_tokens) > 1:
         order = (kinds.astype(np.int64) * num_rows + rows) * step.num_tokens + tokens
         if (order[1:] <= order[:-1]).any():
-            raise WorkerError("wanted must ascend by kind, row and token")
+            raise WorkerError("result_tokens must ascend by kind, row and token")
     counts = np.bincount(kinds, minlength=len(ResultKind)).tolist()
     given = [step.sampling.num_samples, step.scoring.num_results]
     if counts[:2] != given:

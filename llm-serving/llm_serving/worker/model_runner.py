@@ -185,8 +185,8 @@ class ModelRunner:
         self._guard.check(step)
         tensors.move_blocks(step.block_moves)
         self._guard.check_imports(step.block_moves)
-        if len(step.wanted) == step.sampling.num_samples:
-            logits = self._forward(inputs)[: len(step.wanted)]
+        if len(step.result_tokens) == step.sampling.num_samples:
+            logits = self._forward(inputs)[: len(step.result_tokens)]
             self._export(step.exports)
             step = self._with_allowed_tokens(step, await_allowed)
             output = sample(step.step, logits, step.sampling, previous, self._choose_tokens)
@@ -212,7 +212,7 @@ class ModelRunner:
         return replace(step, sampling=sampling)
 
     def _results(self, step: StepInput, states: Float32Array, previous: Int32Array) -> StepOutput:
-        """Return the results of a step that wants more than sampled tokens, from the states [R, H] of `wanted`."""
+        """Return the results of a step that gives more than sampled tokens, from the states [R, H] of its results."""
         num_samples, num_scored = step.sampling.num_samples, step.scoring.num_results
         vectors = states[num_samples + num_scored :]
         logits = self._logits_of(states[: max(num_samples, 1)])[:num_samples]
@@ -223,7 +223,7 @@ class ModelRunner:
         errors = {num_samples + index: error for index, error in scored.errors.items()}
         for index in np.flatnonzero(~np.isfinite(vectors).all(axis=1)).tolist():
             errors[num_samples + num_scored + index] = "the model's last hidden state is not finite"
-        errors = _first_error_per_row(errors, step.wanted)
+        errors = _first_error_per_row(errors, step.result_tokens)
         return replace(output, row_errors=output.row_errors | errors, scores=scored.scores, vectors=vectors.copy())
 
     def _logits_of(self, states: Float32Array) -> Float32Array:
@@ -249,10 +249,10 @@ def _network_arguments(inputs: ModelInputs) -> tuple[Int32Array, ...]:
     return arrays if len(inputs.sample_indices) else (*arrays[:-1], np.zeros(1, np.int32))
 
 
-def _first_error_per_row(errors: dict[int, str], wanted: Int32Array) -> dict[int, str]:
+def _first_error_per_row(errors: dict[int, str], result_tokens: Int32Array) -> dict[int, str]:
     """Return the first error of each row and kind."""
     first: dict[tuple[int, int], int] = {}
     for index in sorted(errors):
-        row, _, kind = wanted[index].tolist()
+        row, _, kind = result_tokens[index].tolist()
         first.setdefault((row, kind), index)
     return {index: errors[index] for index in first.values()}
