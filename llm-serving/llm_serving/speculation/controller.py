@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Final, NamedTuple
 
 from llm_serving.core.enums import Proposer
@@ -23,6 +24,7 @@ from llm_serving.speculation.statistics import (
     MovingAverage,
     StepTimeModel,
     VerifiedDraft,
+    no_time,
 )
 
 MIN_NGRAM_RATE: Final = 0.25
@@ -30,6 +32,7 @@ MIN_NGRAM_RATE: Final = 0.25
 `MIN_ACCEPTANCE_RATE`."""
 MAX_RATE: Final = 0.98
 """Expected acceptance rate of a draft whose tokens were all accepted recently."""
+_BEST_ACCEPTANCE: Final = Acceptance(MAX_RATE, MAX_RATE)
 MIN_PRICE: Final = 1e-3
 """Lower bound for prices and rates whose logarithm is needed."""
 RATE_PARTS: Final = 64
@@ -41,12 +44,12 @@ HOST_MEMORY: Final = 16
 PROPOSAL_S: Final = 3e-6
 """Time to make the draft of a request, before one was measured."""
 MIN_SEARCH_STEP_S: Final = 0.004
-"""In shorter steps the search for the best draft length would take 1 % of the time."""
+"""In shorter steps, the search for the best draft length would need 1 % of the time."""
 MIN_CHECKED: Final = 32
-"""Requests with a draft beyond which the controller first asks whether drafts could pay, which takes as long as so many
+"""With more drafts than this, the controller first checks whether drafts could pay. The check costs as much as so many
 comparisons."""
 UPDATE_SHARE: Final = 0.005
-"""Share of the step time that updates of the n-gram drafts may take while drafts do not pay."""
+"""Share of the step time for updates of the n-gram drafts while drafts do not pay."""
 UPDATE_MEMORY: Final = 16
 """Updates after which the weight of a measured one has fallen to 1/e."""
 MAX_UPDATE_PERIOD: Final = 16
@@ -79,7 +82,7 @@ class GainModel:
         """`_max_length`: shorter if that yields more tokens per second or delays other requests less."""
         self._step_times = StepTimeModel()
         self._host = MovingAverage(HOST_MEMORY)
-        """What a step takes longer if it is not formed ahead."""
+        """Additional time of a step that is not formed ahead."""
         self._proposal = MovingAverage(HOST_MEMORY, PROPOSAL_S)
         """Time to make the draft of a request."""
         self._num_rows = 0
@@ -88,7 +91,7 @@ class GainModel:
         self._plans: dict[tuple[int, int], tuple[int, float]] = {}
 
     def record_step(self, num_tokens: int, seconds: float, host_s: float) -> None:
-        """Record a decode step; `host_s`: what it would take longer if it were not formed ahead."""
+        """Record a decode step; `host_s`: time that it would need in addition if it were not formed ahead."""
         self._step_times.add(num_tokens, seconds)
         self._num_rows = 0
         self.step_s = seconds
@@ -108,9 +111,7 @@ class GainModel:
     def draft_length(self, acceptance: Acceptance, proposing_s: float = 0.0) -> int:
         """Return the length at which the last draft token's expected gain still covers its cost.
 
-        Args:
-            acceptance: Expected acceptance rates.
-            proposing_s: Seconds that proposing one token takes.
+        `proposing_s`: seconds that proposing one token needs.
         """
         first, further = min(acceptance.first, MAX_RATE), min(max(acceptance.further, MIN_PRICE), MAX_RATE)
         price = self._num_rows * (self._token_s + proposing_s) / self._rows_s if self._rows_s else 0.0
@@ -136,7 +137,7 @@ class GainModel:
             num_rows: Rows of the step.
             num_drafted: As for `prepare`.
             candidates: The drafts that could be proposed.
-            num_unmatched: Requests that have lost their draft for a moment: their next drafts outweigh the delay.
+            num_unmatched: Requests that have just lost their draft. They do not count as delayed.
             pass_s: Duration of a pass of the draft model.
         """
         if not self.step_s or not num_rows:
@@ -164,17 +165,19 @@ class GainModel:
 
     def could_pay(self, num_rows: int) -> bool:
         """Return whether drafts would raise the throughput if all running requests had good ones."""
-        step_s = self._step_times.step_s(num_rows)
-        return not step_s or any(
-            expected_tokens(alike(MAX_RATE), length)
-            > (self._host_s(num_rows) + self._step_times.added_s(num_rows, length * num_rows)) / step_s
-            for length in {1, self._max_draft_tokens}
-        )
+        step_s, host_s = self._step_times.step_s(num_rows), self._host_s(num_rows)
+        if not step_s:
+            return True
+        for length in {1, self._max_draft_tokens}:
+            cost_s = host_s + self._step_times.added_s(num_rows, length * num_rows)
+            if expected_tokens(_BEST_ACCEPTANCE, length) > cost_s / step_s:
+                return True
+        return False
 
     def _balance(self, candidates: Sequence[DraftCandidate], pass_s: float) -> tuple[float, float]:
         """Return the expected number of accepted tokens, and the seconds that all drafts cost."""
         num_draft_tokens, gain, longest = 0.0, 0.0, 0
-        share_s = pass_s / max(1, sum(candidate.uses_model for candidate in candidates))
+        share_s = 0.0 if pass_s == 0.0 else pass_s / max(1, sum(candidate.uses_model for candidate in candidates))
         for acceptance, max_tokens, uses_model in candidates:
             if uses_model:
                 length = self.draft_length(acceptance, share_s)
@@ -186,7 +189,7 @@ class GainModel:
         return gain, longest * pass_s + self._step_times.added_s(self._num_rows, num_draft_tokens)
 
     def _host_s(self, num_drafted: int) -> float:
-        """Return what drafts for so many requests cost a step before it is computed."""
+        """Return the seconds by which drafts for so many requests delay the start of a step."""
         return self._host.value + num_drafted * self._proposal.value
 
 
@@ -196,7 +199,6 @@ def alike(rate: float) -> Acceptance:
 
 
 def expected_tokens(acceptance: Acceptance, length: int) -> float:
-    """Return the expected number of accepted tokens of a draft."""
     first, further = min(acceptance.first, MAX_RATE), min(acceptance.further, MAX_RATE)
     return first * (1 - further**length) / (1 - further)
 
@@ -218,7 +220,8 @@ class SpeculationController:
             draft_model: Proposes for the others; None: there is none.
             clock: Measures updates and proposals; None: they are assumed to take no time.
         """
-        self._clock = clock
+        self._is_timed = clock is not None
+        self._now: Clock = no_time if clock is None else clock
         self._model = draft_model
         self._ngram = ngram
         self._min_ngram_rate = MIN_NGRAM_RATE if draft_model is None else MIN_ACCEPTANCE_RATE
@@ -263,12 +266,14 @@ class SpeculationController:
             WorkerError: The WorkAgent whose draft model was asked is gone.
         """
         pays = synchronous and self.pays
-        model = self._model_requests() if pays else {}
+        model = self._model_requests() if pays and self._model is not None else {}
+        candidates = {}
         if pays:
             candidates = {**self._constrained, **self._predictable, **model}
         else:
-            wanted = self._constrained.keys() | self._predictable.keys() if self._waiting else ()
-            candidates = {request: drafts for request, drafts in self._waiting.items() if request in wanted}
+            for request, drafts in self._waiting.items():
+                if request in self._constrained or request in self._predictable:
+                    candidates[request] = drafts
         if not candidates or not num_running:  # requests that wait may be known, but only running ones get drafts
             return []
         self._gain.prepare(num_running, self._max_drafted)
@@ -280,7 +285,7 @@ class SpeculationController:
                 token_ids = self._propose_for(request, drafts, model_drafts.get(request, []))
                 if token_ids:
                     proposed.append((request, token_ids))
-        if self._clock is not None and pays and proposed:
+        if self._is_timed and pays and proposed:
             self._gain.record_proposal((self._now() - began) / len(proposed))
         return proposed
 
@@ -314,7 +319,7 @@ class SpeculationController:
             self._num_steps = 0
 
     def record_step_time(self, num_tokens: int, seconds: float, host_s: float) -> None:
-        """Record the duration of a step without prompts; `host_s`: what it would take longer, not formed ahead."""
+        """Record the duration of a step without prompts; for `host_s` see `GainModel.record_step`."""
         self._gain.record_step(num_tokens, seconds, host_s)
 
     def _update(self, num_rows: int) -> None:
@@ -324,13 +329,12 @@ class SpeculationController:
         if len(self._ngram.matched) >= MIN_CHECKED and not self._gain.could_pay(num_rows):
             self.pays, self._update_period = False, MAX_UPDATE_PERIOD
             return
-        is_promising = self._ngram.update(num_rows, self._num_steps, step_s, lambda: self._gain.could_pay(num_rows))
-        self._predictable = {
-            request: drafts
-            for request, drafts in self._ngram.matched.items()
-            if drafts.first_rate >= self._min_ngram_rate
-        }
-        model = self._model_requests()
+        is_promising = self._ngram.update(num_rows, self._num_steps, step_s, partial(self._gain.could_pay, num_rows))
+        self._predictable = {}
+        for request, drafts in self._ngram.matched.items():
+            if drafts.first_rate >= self._min_ngram_rate:
+                self._predictable[request] = drafts
+        model = {} if self._model is None else self._model_requests()
         self.pays = bool(self._predictable or self._constrained or model) and self._evaluate(num_rows, model)
         if self.pays or is_promising:
             self._update_period = 1
@@ -340,9 +344,8 @@ class SpeculationController:
             self._update_period = max(1, min(2 * self._update_period, round(period), MAX_UPDATE_PERIOD))
 
     def _model_requests(self) -> dict[Request, RequestDrafts]:
-        """Return the requests that the draft model is to continue; none while a prompt waits or is computed."""
-        if self._model is None:
-            return {}
+        """Return the requests for which the draft model proposes; none while a prompt waits or is computed."""
+        assert self._model is not None
         candidates = {}
         for request, drafts in self._ngram.requests.items():
             if request.status is not RUNNING or not request.is_decoding:
@@ -368,7 +371,7 @@ class SpeculationController:
         return proposed
 
     def _record_useless(self, request: Request, drafts: RequestDrafts) -> None:
-        """Count a proposal without usable tokens as rejected: otherwise the model would be asked in every step."""
+        """Count a proposal without usable tokens as rejected; otherwise the model would be called in every step."""
         assert self._model is not None
         self._model.record_verified(drafts, request, 1, 0)
 
@@ -397,40 +400,34 @@ class SpeculationController:
 
     @property
     def _max_drafted(self) -> int:
-        """Number of requests that may get a draft, at most."""
         num_drafted = len(self._predictable) + len(self._constrained)
         return num_drafted if self._model is None else num_drafted + MAX_DRAFT_REQUESTS
 
     def _evaluate(self, num_rows: int, model: Mapping[Request, RequestDrafts]) -> bool:
-        """Return whether drafts pay; `model`: the requests that the draft model would continue."""
+        """Return whether drafts pay; `model`: the requests for which the draft model would propose."""
         candidates = [DraftCandidate(drafts.acceptance) for drafts in self._predictable.values()]
         candidates += [DraftCandidate(alike(drafts.model_rate), uses_model=True) for drafts in model.values()]
-        candidates += [
-            DraftCandidate(alike(drafts.forced_rate), drafts.forced_tokens(len(request.output_token_ids)))
-            for request, drafts in self._constrained.items()
-            if request.status is RUNNING
-            and request not in self._predictable
-            and request not in model
-            and drafts.forced_rate >= MIN_ACCEPTANCE_RATE
-        ]
-        num_unmatched = sum(
-            drafts.match_rate >= MIN_ACCEPTANCE_RATE and request.status is RUNNING
-            for request, drafts in self._ngram.unmatched.items()
-        )
+        for request, drafts in self._constrained.items():
+            if request in self._predictable or request in model or request.status is not RUNNING:
+                continue
+            if drafts.forced_rate >= MIN_ACCEPTANCE_RATE:
+                num_forced = drafts.forced_tokens(len(request.output_token_ids))
+                candidates.append(DraftCandidate(alike(drafts.forced_rate), num_forced))
+        num_unmatched = 0
+        for request, drafts in self._ngram.unmatched.items():
+            num_unmatched += drafts.match_rate >= MIN_ACCEPTANCE_RATE and request.status is RUNNING
         pass_s = 0.0 if self._model is None else self._model.pass_s
         return self._gain.pays(num_rows, self._max_drafted, candidates, num_unmatched, pass_s)
 
     def _remove_aborted(self) -> None:
-        for request in [request for request in self._ngram.requests if request.status is FINISHED]:
-            self._remove(request)
+        for request in list(self._ngram.requests):
+            if request.status is FINISHED:
+                self._remove(request)
 
     def _remove(self, request: Request) -> None:
         self._ngram.remove_request(request)
         for requests in (self._predictable, self._constrained, self._waiting):
             requests.pop(request, None)
-
-    def _now(self) -> float:
-        return 0.0 if self._clock is None else self._clock()
 
 
 def _is_ready(request: Request) -> bool:

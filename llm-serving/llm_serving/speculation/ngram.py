@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from llm_serving.core.request import RUNNING, Request
 from llm_serving.core.timings import Clock
-from llm_serving.speculation.statistics import FIRST_TOKEN_RATE, RATE_DECAY, MovingAverage, RequestStatistics
+from llm_serving.speculation.statistics import FIRST_TOKEN_RATE, RATE_DECAY, MovingAverage, RequestStatistics, no_time
 
 FINISHED_TOKENS: Final = 2**18
 """Tokens of finished answers that are kept, over all tenants."""
@@ -31,7 +31,7 @@ FAILED_TOKEN: Final = -1
 MATCH_TOKENS: Final = 1.4
 """Tokens that a lookup is assumed to save if the next token of its match is right."""
 LOOKUP_SHARE: Final = 0.0025
-"""Share of the step time that lookups in turn may use."""
+"""Share of the step time for lookups in rotation."""
 LOOKUP_S: Final = 2.5e-6
 """Duration of a lookup before one was measured."""
 LOOKUP_MEMORY: Final = 16
@@ -107,26 +107,31 @@ class FinishedAnswersIndex:
 
     def add(self, answers: Sequence[tuple[str, Sequence[int]]]) -> None:
         """Add answers with their namespaces and remove the oldest ones; skip an answer longer than the capacity."""
-        answers = [each for each in answers if len(each[1]) <= self._max_tokens]
-        if not answers:
+        first, salts, texts, lengths = self._num_answers + 1, [], [], []
+        for answer in answers:
+            namespace, tokens = answer
+            if len(tokens) <= self._max_tokens:
+                self._num_answers += 1
+                self._answers[self._num_answers] = answer
+                salts.append(self._salt(namespace) & (1 << _BITS) - 1)
+                texts.append(tokens)
+                lengths.append(len(tokens))
+        if not texts:
             return
-        first = self._num_answers + 1
-        self._num_answers += len(answers)
-        self._answers.update(zip(range(first, self._num_answers + 1), answers, strict=True))
-        lengths = [len(tokens) for _, tokens in answers]
         self.num_tokens += sum(lengths)
         while self.num_tokens > self._max_tokens:
             self.num_tokens -= len(self._answers.pop(next(iter(self._answers)))[1])
-        self._store_slots(answers, lengths, first)
+        self._store_slots(first, salts, texts, lengths)
 
-    def _store_slots(self, answers: Sequence[tuple[str, Sequence[int]]], lengths: list[int], first: int) -> None:
-        """Store the n-gram before each token; `find` rejects those that span two answers."""
+    def _store_slots(self, first: int, salts: list[int], texts: list[Sequence[int]], lengths: list[int]) -> None:
+        """Store the n-gram before each token of the answers from number `first` on; `find` rejects those that span two
+        answers.
+        """
         num_tokens = sum(lengths)
-        tokens = np.fromiter(chain.from_iterable([tokens for _, tokens in answers]), np.uint64, num_tokens)
+        tokens = np.fromiter(chain.from_iterable(texts), np.uint64, num_tokens)
         starts = np.cumsum(lengths) - lengths
-        values = np.repeat((np.arange(first, first + len(answers)) << 32) - starts, lengths) + np.arange(num_tokens)
-        salts = np.array([self._salt(namespace) & (1 << _BITS) - 1 for namespace, _ in answers], np.uint64)
-        keys = np.repeat(salts, lengths)
+        values = np.repeat((np.arange(first, first + len(texts)) << 32) - starts, lengths) + np.arange(num_tokens)
+        keys = np.repeat(np.array(salts, np.uint64), lengths)
         for length, weight in enumerate(self._weights, 1):
             keys[length:] += tokens[:-length] * np.uint64(weight)
             if (slots := self._slots.get(length)) is not None:
@@ -164,7 +169,7 @@ class NgramLookup:
 
     @property
     def num_output_tokens(self) -> int:
-        """Output tokens that `advance` was given."""
+        """Number of output tokens that `advance` has received."""
         return len(self._tokens) - self._num_prompt
 
     def propose(self, count: int) -> list[int]:
@@ -256,23 +261,21 @@ class RequestDrafts(RequestStatistics):
 class NgramProposer:
     """The n-gram drafts of all requests of an engine, proposed or not.
 
-    Because each output token is compared with its request's draft, the acceptance rate is known before a draft costs
-    anything. A comparison is cheap. A lookup takes longer: a request without a draft gets one when its expected gain
-    exceeds the cost, and otherwise in turn, within a share of the step time.
+    Each output token is compared with its request's draft, so the acceptance rate is known before a draft costs
+    anything. A lookup costs more than a comparison. A request without a draft gets a lookup when its expected gain
+    exceeds the cost; otherwise requests are looked up in rotation, within a share of the step time.
     """
 
     def __init__(self, length: int, finished: FinishedAnswersIndex | None = None, clock: Clock | None = None) -> None:
-        """
-        Args:
-            length: Tokens of an n-gram.
-            finished: The finished answers to search; None: `FINISHED_TOKENS` of them, 64 bytes of memory for each.
-            clock: Measures lookups; None: they are assumed to take `LOOKUP_S`.
+        """`finished`: the finished answers to search; None: `FINISHED_TOKENS` of them, 64 bytes of memory for each.
+        `clock` measures lookups; None: they are assumed to need `LOOKUP_S`.
         """
         self._length = length
-        self._clock = clock
+        self._is_timed = clock is not None
+        self._now: Clock = no_time if clock is None else clock
         self.finished = FinishedAnswersIndex(length, FINISHED_TOKENS) if finished is None else finished
         self.requests: OrderedDict[Request, RequestDrafts] = OrderedDict()
-        """All requests; the turn of the first one to be looked up comes next."""
+        """All requests, in the order in which they are looked up in rotation."""
         self.matched: dict[Request, RequestDrafts] = {}
         """Requests with a draft."""
         self.unmatched: dict[Request, RequestDrafts] = {}
@@ -281,7 +284,7 @@ class NgramProposer:
         self._new_answers: list[tuple[str, tuple[int, ...]]] = []
         """Namespaces and tokens of finished answers that are not in the index yet."""
         self._credit = 0.0
-        """Lookups in turn that the time of past steps has room for."""
+        """Lookups in rotation for which past steps have left time."""
 
     def add_request(self, request: Request, model_rate: float) -> RequestDrafts:
         """Follow a request; `model_rate`: the acceptance rate to assume for the draft model."""
@@ -320,32 +323,32 @@ class NgramProposer:
             could_pay: Whether drafts would pay if all were accepted.
 
         Returns:
-            Whether there was a request whose lookup was expected to gain more than it cost.
+            Whether the lookup of a request was expected to gain more than it cost.
         """
         self._compare()
         promising = self._promising(num_rows, step_s)
         if promising and not could_pay():
             promising = []
-        chosen = list(dict.fromkeys(promising + self._next_in_turn(num_steps, step_s)))
+        chosen = list(dict.fromkeys(promising + self._next_in_rotation(num_steps, step_s)))
         began = self._now()
         for request in chosen:
             self._look_up(request)
-        if self._clock is not None and chosen:
+        if self._is_timed and chosen:
             self.lookup_time.add((self._now() - began) / len(chosen))
         return bool(promising)
 
     def _compare(self) -> None:
-        mismatched = [each for each in self.matched.items() if not each[1].compare(each[0].output_token_ids)]
-        for request, drafts in mismatched:
-            del self.matched[request]
-            self.unmatched[request] = drafts
-            self.requests.move_to_end(request, last=False)
+        for request, drafts in list(self.matched.items()):
+            if not drafts.compare(request.output_token_ids):
+                del self.matched[request]
+                self.unmatched[request] = drafts
+                self.requests.move_to_end(request, last=False)
 
     def _promising(self, num_rows: int, step_s: float) -> list[Request]:
-        """Return unmatched requests whose lookup is expected to gain more than it costs; forget the others.
+        """Return unmatched requests whose lookup is expected to gain more than it costs; drop the other ones.
 
-        The gain is the token that an accepted draft saves; the cost are the tokens that all rows of a step would
-        compute during the lookup.
+        The gain is the token that an accepted draft saves; the cost is the tokens that all rows of a step would compute
+        during the lookup.
         """
         cost_s = num_rows * self.lookup_time.value
         if cost_s >= step_s:
@@ -358,23 +361,22 @@ class NgramProposer:
                 promising.append(request)
         return promising
 
-    def _next_in_turn(self, num_steps: int, step_s: float) -> list[Request]:
-        """Return the next requests without a draft, as many as the steps have time for."""
+    def _next_in_rotation(self, num_steps: int, step_s: float) -> list[Request]:
+        """Return the next requests of the rotation that have no draft, as many as the steps have time for."""
         num_requests = float(len(self.requests))
         credit = self._credit + num_steps * LOOKUP_SHARE * step_s / self.lookup_time.value
         self._credit = min(num_requests, credit) if step_s else num_requests
         num_lookups = int(self._credit)
         self._credit -= num_lookups
-        chosen = list(islice(self.requests, num_lookups))
-        for request in chosen:
+        chosen = []
+        for request in list(islice(self.requests, num_lookups)):
             self.requests.move_to_end(request)
-        return [request for request in chosen if request not in self.matched]
+            if request not in self.matched:
+                chosen.append(request)
+        return chosen
 
     def _look_up(self, request: Request) -> None:
         drafts = self.requests[request]
         if request not in self.matched and drafts.search(request.output_token_ids):
             self.matched[request] = drafts
             self.unmatched.pop(request, None)
-
-    def _now(self) -> float:
-        return 0.0 if self._clock is None else self._clock()

@@ -36,7 +36,12 @@ SIZE_DECAY: Final = 1 / 1024
 SMALLEST_SIZE: Final = 7
 """Added to a number of tokens before its power of two is its size class."""
 MIN_VARIANCE: Final = 1e-6
-"""Relative variance of the numbers of tokens below which the steps tell nothing about the cost of a token."""
+"""Relative variance of the numbers of tokens below which the cost of a token cannot be estimated."""
+
+
+def no_time() -> float:
+    """A clock for components whose work is assumed to take no time."""
+    return 0.0
 
 
 class VerifiedDraft(NamedTuple):
@@ -63,11 +68,9 @@ def updated_rate(rate: float, num_accepted: int, is_rejected: bool, memory: int 
 
 
 class MovingAverage:
-    """Exponential moving average of durations in seconds, robust against outliers; 0 before the first.
+    """Exponential moving average of durations in seconds, robust against outliers.
 
-    Args:
-        memory: Measurements after which the weight of one has fallen to 1/e.
-        value: Assumed before any was measured.
+    `memory`: measurements after which the weight of one has fallen to 1/e; `value`: assumed before the first.
     """
 
     __slots__ = ("_memory", "value")
@@ -93,7 +96,7 @@ class RequestStatistics:
         self._is_confirmed = False
         """Whether the draft predicted the newest output token."""
         self.forced_rate = 1.0
-        """Acceptance rate of tokens that the constraint forces; only verification tells it."""
+        """Acceptance rate of tokens that the constraint forces, known only from verification."""
         self._forced_tokens = FIRST_FORCED_TOKENS
         self._forced_at = 0
         """Output tokens when `_forced_tokens` was updated."""
@@ -131,7 +134,7 @@ class RequestStatistics:
         self._is_confirmed = False
 
     def forced_tokens(self, num_output_tokens: int) -> float:
-        """Return how many forced tokens to expect in a step."""
+        """Return the expected number of forced tokens in a step."""
         known = (1 - 1 / FORCED_MEMORY_TOKENS) ** (num_output_tokens - self._forced_at)
         return FIRST_FORCED_TOKENS + known * (self._forced_tokens - FIRST_FORCED_TOKENS)
 
@@ -168,16 +171,15 @@ class StepTimeModel:
         self._classes: dict[int, _Sums] = {}
 
     def add(self, num_tokens: int, seconds: float) -> None:
-        """Record the duration of a step."""
         self._num_steps += 1
         self._classes.setdefault(_size_class(num_tokens), _Sums()).add(self._num_steps, num_tokens, seconds)
 
     def step_s(self, num_tokens: float) -> float:
         """Return the predicted duration of a step in seconds; 0 before the first step."""
         weight = tokens = seconds = squares = products = 0.0
-        wanted = _size_class(num_tokens)
+        own_size = _size_class(num_tokens)
         for size, sums in self._classes.items():
-            share = SIZE_DECAY ** abs(size - wanted) * STEP_DECAY ** (self._num_steps - sums.newest)
+            share = SIZE_DECAY ** abs(size - own_size) * STEP_DECAY ** (self._num_steps - sums.newest)
             weight += share * sums.weight
             tokens += share * sums.tokens
             seconds += share * sums.seconds
