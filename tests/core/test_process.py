@@ -62,7 +62,7 @@ def test_log_levels_of_the_operator_stay():
     assert environment["MS_SUBMODULE_LOG_v"] == "{ANALYZER:0}"
 
 
-def test_work_agent_sets_them_before_it_imports_mindspore():
+def test_work_agent_sets_the_environment_before_it_imports_mindspore():
     """An importer that stands in front of all others looks at the variable when MindSpore is asked for."""
     program = f"""
 import os, runpy, sys

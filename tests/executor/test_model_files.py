@@ -35,14 +35,14 @@ def hashes(folder, tokenizer=None):
     return content_hashes(ModelFiles.of(folder, tokenizer))
 
 
-def test_they_are_what_usual_tools_compute():
+def test_content_hashes_equal_those_of_sha256sum():
     command = "sha256sum config.json model.safetensors | LC_ALL=C sort | sha256sum"
     told = subprocess.run(command, shell=True, cwd=DEMO, capture_output=True, text=True, check=True).stdout
     assert hashes(DEMO).weights == told.split()[0]
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
-def test_every_file_of_the_weights_counts(folder, name):
+def test_weights_hash_changes_with_every_weight_file(folder, name):
     before = hashes(folder)
     (folder / name).write_text("{ }")
     after = hashes(folder)
@@ -50,7 +50,7 @@ def test_every_file_of_the_weights_counts(folder, name):
 
 
 @pytest.mark.parametrize("name", ["added_tokens.json", "special_tokens_map.json"])
-def test_every_file_of_the_tokenizer_counts_that_is_read(folder, name):
+def test_tokenizer_hash_changes_with_every_file_that_is_read(folder, name):
     before = hashes(folder)
     (folder / name).write_text("{}")
     after = hashes(folder)
@@ -61,7 +61,7 @@ def test_every_file_of_the_tokenizer_counts_that_is_read(folder, name):
     assert hashes(folder) == without, "the config has the tokens itself"
 
 
-def test_the_tokenizer_may_be_elsewhere(folder, tmp_path):
+def test_tokenizer_hash_covers_a_tokenizer_in_another_folder(folder, tmp_path):
     before = hashes(folder)
     other = tmp_path / "other"
     other.mkdir()
@@ -72,7 +72,7 @@ def test_the_tokenizer_may_be_elsewhere(folder, tmp_path):
     assert hashes(folder, other).tokenizer == only
 
 
-def test_a_file_of_its_own_is_weights_and_tokenizer(tmp_path, folder):
+def test_gguf_file_is_hashed_as_weights_and_tokenizer(tmp_path, folder):
     model = tmp_path / "model.gguf"
     model.write_text("all of it")
     only = hashlib.sha256(f"{hashlib.sha256(b'all of it').hexdigest()}  model.gguf\n".encode()).hexdigest()
@@ -80,7 +80,7 @@ def test_a_file_of_its_own_is_weights_and_tokenizer(tmp_path, folder):
     assert hashes(model, folder) == (only, hashes(folder).tokenizer)
 
 
-def test_merges_are_part_of_a_tokenizer(folder):
+def test_tokenizer_hash_covers_the_merges(folder):
     (folder / "tokenizer.model").unlink()
     for name in ("vocab.json", "merges.txt"):
         (folder / name).write_text(name)
@@ -89,13 +89,13 @@ def test_merges_are_part_of_a_tokenizer(folder):
     assert hashes(folder).tokenizer != before.tokenizer
 
 
-def test_progress_is_told_in_bytes(folder):
+def test_content_hashes_report_progress_in_bytes(folder):
     files, told = ModelFiles.of(folder, None), []
     content_hashes(files, told.append)
     assert sum(told) == files.num_bytes
 
 
-def test_a_file_that_changes_is_no_file_that_was_loaded(folder):
+def test_content_hashes_refuse_a_file_changed_since_loading(folder):
     files = ModelFiles.of(folder, None)
     files.check()
     (folder / "model.safetensors").write_text("weightz!")
@@ -108,7 +108,7 @@ def test_a_file_that_changes_is_no_file_that_was_loaded(folder):
         files.check()
 
 
-def test_graphs_that_hold_the_weights_are_hashed_with_them(folder, tmp_path_factory):
+def test_weights_hash_covers_exported_graphs(folder, tmp_path_factory):
     graphs = tmp_path_factory.mktemp("graphs")
     (graphs / "rank").mkdir()
     for path in (graphs / "facts.json", graphs / "rank" / "decode.mindir", graphs.parent / "options.ini"):
@@ -145,7 +145,7 @@ def change(path: Path) -> None:
     os.utime(path, (1.0, 1.0))
 
 
-def test_those_that_read_the_same_serve(folder: Path, same_files: SameFiles) -> None:
+def test_same_files_accepts_work_agents_with_equal_files(folder: Path, same_files: SameFiles) -> None:
     (folder / "tokenizer.json").write_text("of no WorkAgent")
     for _ in range(2):
         assert not same_files.start_checked(Agent).is_killed
@@ -153,7 +153,7 @@ def test_those_that_read_the_same_serve(folder: Path, same_files: SameFiles) -> 
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
-def test_none_is_started_that_would_read_something_else(folder: Path, same_files: SameFiles, name: str) -> None:
+def test_same_files_starts_no_work_agent_after_a_change(folder: Path, same_files: SameFiles, name: str) -> None:
     same_files.start_checked(Agent)
     before = (folder / name).stat()
     change(folder / name)
@@ -163,7 +163,7 @@ def test_none_is_started_that_would_read_something_else(folder: Path, same_files
     assert not same_files.start_checked(Agent).is_killed
 
 
-def test_one_that_reads_while_a_file_is_changed_is_ended(folder: Path, same_files: SameFiles) -> None:
+def test_same_files_kills_a_work_agent_that_read_during_a_change(folder: Path, same_files: SameFiles) -> None:
     agent = Agent()
 
     def start() -> Agent:
@@ -176,7 +176,7 @@ def test_one_that_reads_while_a_file_is_changed_is_ended(folder: Path, same_file
     assert not same_files.start_checked(Agent).is_killed, "the first one is the first that serves"
 
 
-def test_one_that_reads_another_model_on_another_machine_is_ended(folder: Path, same_files: SameFiles) -> None:
+def test_same_files_kills_a_work_agent_with_another_fingerprint(folder: Path, same_files: SameFiles) -> None:
     agents = [Agent(weight_fingerprint(folder)), Agent("of another")]
     assert not same_files.start_checked(lambda: agents[0]).is_killed
     with pytest.raises(
@@ -186,7 +186,7 @@ def test_one_that_reads_another_model_on_another_machine_is_ended(folder: Path, 
     assert agents[1].is_killed
 
 
-def test_a_model_that_is_gone_is_nobody_s(folder: Path, same_files: SameFiles) -> None:
+def test_same_files_reports_a_missing_model(folder: Path, same_files: SameFiles) -> None:
     same_files.start_checked(Agent)
     (folder / "model.safetensors").rename(folder / "elsewhere")
     with pytest.raises(ModelError, match="holds no"):

@@ -25,7 +25,7 @@ PARAMETERS: Final[Mapping[str, str]] = {
 """Key of the file -> parameter. Other keys, such as `do_sample`, configure another library."""
 
 AT_LEAST_ONE: Final = Whole(1)
-"""A request may ask for 0 tokens, but as a default it would be a mistake."""
+"""0 is valid in a request, but as a default it would be a mistake."""
 
 
 def generation_defaults(folder: Path | None) -> dict[str, Any]:

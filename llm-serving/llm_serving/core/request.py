@@ -1,6 +1,6 @@
-"""One request in the master: what the client asked, and what scheduler and engine track of it.
+"""One request in the master: what the client requested, and what scheduler and engine track of it.
 
-Three slotted dataclasses extend one another, one per owner, so every attribute stays one load away:
+Three slotted dataclasses extend one another, one per owner, so every attribute is one load away:
 
 | Class            | Owner     | Written by                                                                           |
 | ---------------- | --------- | ------------------------------------------------------------------------------------ |
@@ -273,7 +273,7 @@ class Request(ScheduledRequest):
     sink: OutputSink | None = None
     """Receives its results; set when the engine accepts it."""
     matcher: ConstraintMatcher | None = None
-    """Tells which tokens `constraint` allows after its output."""
+    """Computes which tokens `constraint` allows after its output."""
     http_timings: HttpTimings | None = None
     """Times of the HTTP request that it answers, alone or with other requests."""
     num_lost_steps: int = 0

@@ -72,7 +72,7 @@ class RequestOutput:
     token_ids: tuple[int, ...]
     """New token ids, including those whose text is still held back and the one that ended the output."""
     logprobs: tuple[TokenLogprobs, ...]
-    """One for each of `token_ids` if the request asked for them, otherwise empty."""
+    """One for each of `token_ids` if the client requested them, otherwise empty."""
     num_prompt_tokens: int
     num_cached_tokens: int
     num_output_tokens: int
@@ -86,9 +86,9 @@ class RequestOutput:
     queued_s: float = 0.0
     """Seconds from arrival to first being scheduled."""
     prompt_logprobs: PromptLogprobs | None = None
-    """Log-probabilities of the next prompt tokens, if the request asked for them; the first token has none."""
+    """Log-probabilities of the next prompt tokens, if the client requested them; the first token has none."""
     vector: Float32Array | None = None
-    """Last hidden state of the prompt, [hidden size], in the last piece of a request that asked for it."""
+    """Last hidden state of the prompt, [hidden size], in the last piece, if the client requested it."""
     beams: tuple[RequestOutput, ...] = ()
     """Answers of a beam search, each as one piece, best first; only in the last piece, which is the best one."""
 

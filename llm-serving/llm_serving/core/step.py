@@ -45,7 +45,7 @@ class BlockMove(NamedTuple):
     """A copy of one block's content to another block. For epochs see `kvcache.block_table`."""
 
     kind: int
-    """A `BlockMove`."""
+    """A `BlockMoveKind`."""
     source: int
     target: int
     source_epoch: int

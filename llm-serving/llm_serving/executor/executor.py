@@ -78,7 +78,7 @@ class Executor(ABC):
 
     @abstractmethod
     def submit(self, step: StepInput, announce_ending: bool = False) -> None:
-        """Hand a step over. `announce_ending`: `await_ending` will be called for it."""
+        """Submit a step. `announce_ending`: `await_ending` will be called for it."""
 
     @property
     def needs_allowed_tokens(self) -> bool:
@@ -108,7 +108,7 @@ class Executor(ABC):
         """
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
-        """Return draft tokens for each text, from the draft model. No step may be in flight.
+        """Return draft tokens for each request, from the draft model. No step may be in flight.
 
         A list is empty where the draft model proposes nothing or fails.
 
@@ -210,7 +210,7 @@ class _ExpectedResults(NamedTuple):
 class RemoteExecutor(Executor):
     """Sends steps to a WorkAgent: a small frame on the socket, the arrays in a shared buffer or inside the frame.
 
-    Steps use the buffers in turn. There are as many buffers as steps in flight, so a buffer is only rewritten after
+    Steps use the buffers cyclically. There are as many buffers as steps in flight, so a buffer is only rewritten after
     the reply to the step that used it.
     """
 

@@ -156,7 +156,7 @@ def _file_hash(state: FileState, on_progress: Callable[[int], None]) -> str:
 
 
 class LoadedAgent(Protocol):
-    """What is used of a `WorkAgentProcess`."""
+    """The part of `WorkAgentProcess` that `SameFiles` uses."""
 
     machine: str
     loaded: Loaded

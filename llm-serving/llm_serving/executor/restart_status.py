@@ -51,7 +51,7 @@ class RestartStatus:
 
 
 class StartCancellation:
-    """Tells threads that wait for a WorkAgent to start that no WorkAgent is wanted any more. Thread-safe."""
+    """Cancellation of all starts of WorkAgents: it ends waits and calls registered callbacks. Thread-safe."""
 
     def __init__(self) -> None:
         self._event = threading.Event()
@@ -70,7 +70,7 @@ class StartCancellation:
                 callback()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for the cancellation, at most `timeout_s` seconds; return whether it came."""
+        """Wait for the cancellation, at most `timeout_s` seconds; return whether it happened."""
         return self._event.wait(timeout_s)
 
     @contextmanager

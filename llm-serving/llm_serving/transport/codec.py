@@ -140,7 +140,7 @@ def max_step_bytes(
     Counted for each row: its whole history and a full bias table. For each token: a result and a bitmap of allowed
     tokens. Each draft token has its own bias table and one more history token than the one before it.
 
-    Block moves: one full batch swapped out, another in, one copied block per row, and a hand-over need at most four for
+    Block moves: one full batch swapped out, another in, one copied block per row, and an export need at most four for
     each block table entry. Space for five is reserved; pages are only allocated when first written.
     """
     max_row_blocks = -(-max_model_len // block_size)

@@ -11,7 +11,7 @@ master                                 WorkAgent
   |  -- SetAllowedTokens(step, layout) >  |   if RunStep has `allowed_follow`; before any later RunStep
   |  <- StepEnding(step) --------------  |   if RunStep has `announce_ending` and the step does not fail first
   |  <- StepDone(step, ...) -----------  |   or StepFailed(step, error)
-  |  -- Propose(requests) ------->  |   if there is a draft model; only while no step is in flight
+  |  -- Propose(requests) ------------>  |   if there is a draft model; only while no step is in flight
   |  <- Proposed(token_ids, error) ----  |
   |  -- Shutdown ---------------------->  |
 
@@ -138,7 +138,7 @@ class SetAllowedTokens(msgspec.Struct, tag="set_allowed_tokens", frozen=True):
 
 
 class StepEnding(msgspec.Struct, tag="step_ending", frozen=True):
-    """The step is about to end: time to schedule the next one. Sent at once if the backend cannot tell."""
+    """The step is about to end: time to schedule the next one. Sent immediately if the backend does not report it."""
 
     step: int
 

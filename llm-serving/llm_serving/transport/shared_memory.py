@@ -39,7 +39,7 @@ AnyArray = NDArray[Any]
 
 
 class StoredArrays(NamedTuple):
-    """Where a step's arrays are: their layout in a buffer, or the arrays themselves as `content`."""
+    """Location of a step's arrays: their layout in a buffer, or the arrays themselves as `content`."""
 
     layout: tuple[ArrayLayout, ...]
     content: bytes = b""

@@ -114,13 +114,13 @@ class LiteNetwork:
         self._lite = lite
         self._model = lite.Model()
         self._model.build_from_file(str(path), lite.ModelType.MINDIR, context, "" if ini is None else str(ini))
-        wanted = [
+        expected = [
             f"{name} {str(each.dtype).lower()} of {len(each.shape)}" for name, each in zip(names, inputs, strict=True)
         ]
         found = [_describe_argument(lite, each) for each in self._model.get_inputs()]
-        if found != wanted:
+        if found != expected:
             raise ConfigError(
-                f"{path} must have the arguments {', '.join(wanted)} dimensions, as `llm-serving export` writes it. "
+                f"{path} must have the arguments {', '.join(expected)} dimensions, as `llm-serving export` writes it. "
                 f"Found: {', '.join(found)}"
             )
 
@@ -132,7 +132,9 @@ class LiteNetwork:
 
 
 def _describe_argument(lite: Any, tensor: Any) -> str:
-    """Describe an argument as `wanted` does. In a file, the name of the graph precedes the name of the argument."""
+    """Return the name, type and number of dimensions of an argument; in a file, the name of the graph precedes its
+    name.
+    """
     types = {lite.DataType.INT32: "int32", lite.DataType.FLOAT32: "float32"}
     return f"{tensor.name.split(':')[-1]} {types.get(tensor.dtype, tensor.dtype)} of {len(tensor.shape)}"
 

@@ -33,7 +33,7 @@ class _Slot:
         self.token_ids: list[int] = []
 
     def switch_to(self, start: int, token_ids: list[int]) -> int:
-        """Make the slot hold other tokens; return how many of them are cached already, at most all but one."""
+        """Assign other tokens to the slot; return how many of them are cached already, at most all but one."""
         known = 0
         if start == self.start:
             for before, now in zip(self.token_ids, token_ids[:-1], strict=False):

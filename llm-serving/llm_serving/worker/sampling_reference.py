@@ -1,7 +1,7 @@
 """Sampling of tokens in NumPy: the reference, and the fallback without the operator library.
 
 Steps for one row, in this order: penalties, bias, allowed tokens, temperature, min_p, top_k, top_p, draw. The draw runs
-over the kept tokens in the order of ids, so a filter only decides which tokens take part.
+over the kept tokens in the order of ids, so a filter only decides which tokens are candidates.
 
 Random numbers come from a counter-based generator: Philox4x32-10 of Salmon, Moraes, Dror and Shaw, "Parallel random
 numbers: as easy as 1, 2, 3" (SC 2011), section 3.3, with the constants of that paper. The same (seed, position) gives

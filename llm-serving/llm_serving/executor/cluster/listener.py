@@ -41,7 +41,8 @@ class PendingHandshakes:
     """Connections that have not attached to a start yet, limited in number. Thread-safe.
 
     At the limit, a new connection drops one that has not authenticated: the oldest of the address with the most such
-    connections. So silent connections block nobody, and an address that connects repeatedly first drops its own ones.
+    connections. So silent connections block no other client, and an address that connects repeatedly first drops its
+    own ones.
     """
 
     def __init__(self, limit: int) -> None:

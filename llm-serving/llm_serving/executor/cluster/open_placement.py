@@ -1,4 +1,4 @@
-"""Creation of the placement that the configuration asks for."""
+"""Creation of the placement that the configuration selects."""
 
 from __future__ import annotations
 

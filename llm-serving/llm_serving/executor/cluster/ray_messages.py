@@ -42,7 +42,7 @@ class RayConnected(msgspec.Struct, tag="connected", frozen=True):
     """The cluster has reserved resources for all WorkAgents."""
 
     host: str
-    """Address by which the cluster knows the master's machine."""
+    """Address of the master's machine in the cluster."""
     resources: str
 
 

@@ -1,4 +1,4 @@
-"""Starts WorkAgents as Ray actors. Ray only places them; whether they live is decided by their own connections."""
+"""Starts WorkAgents as Ray actors. Ray only places them; their own connections show whether they are alive."""
 
 from __future__ import annotations
 

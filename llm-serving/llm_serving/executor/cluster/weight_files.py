@@ -92,7 +92,7 @@ def find_cached(cache: str, files: WeightFiles) -> Path | None:
 
 
 def store_in_cache(cache: str, files: WeightFiles, pieces: Iterable[bytes | memoryview]) -> Path:
-    """Write the files to the cache folder of this machine and verify them. Processes take turns.
+    """Write the files to the cache folder of this machine and verify them. Only one process writes at a time.
 
     Raises:
         ConfigError: The files cannot be stored, or do not match the description.
