@@ -20,6 +20,9 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+
 from tools.key_updates import KeyLoggingContext
 
 MEBI = 2**20
