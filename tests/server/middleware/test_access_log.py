@@ -64,7 +64,7 @@ def answer(num_output_tokens: int) -> RequestOutput:
 
 
 @pytest.mark.parametrize("address", ["x" * 65, "\x9b31m", "192.0.2.7\t", "\xe4"])
-def test_what_can_be_no_address_is_not_told(address, caplog):
+def test_invalid_client_address_is_not_logged(address, caplog):
     """`X-Forwarded-For` of a program of this machine."""
     site = Site(FakeEngine())
     assert site.send("GET", "/nowhere", address=address).status_code == 404
@@ -72,7 +72,7 @@ def test_what_can_be_no_address_is_not_told(address, caplog):
     assert address not in caplog.text
 
 
-def test_a_line_tells_who_what_how_much_and_how_long():
+def test_access_line_has_client_route_tokens_and_times():
     site = Site(FakeEngine())
     body = {"prompt": "Hello", "user": "ann", "priority": -1, "request_id": "mine"}
     site.send("POST", "/v1/completions", json=body)
@@ -108,7 +108,7 @@ def test_a_line_tells_who_what_how_much_and_how_long():
         ("/models/llama2", {"inputs": SECRET, "parameters": {"max_new_tokens": 4}}),
     ],
 )
-def test_every_protocol_tells_its_tokens_and_no_text(path, body, stream):
+def test_access_line_of_every_protocol_has_tokens_and_no_text(path, body, stream):
     site = Site(FakeEngine())
     site.send("POST", path, json=body | {"stream": stream})
     [line] = site.lines
@@ -118,14 +118,14 @@ def test_every_protocol_tells_its_tokens_and_no_text(path, body, stream):
     assert not any(word in site.texts[0] for word in (*SECRET.split()[2:], "Hello"))
 
 
-def test_choices_are_summed_and_their_prompt_is_counted_once():
+def test_access_line_sums_choices_and_counts_the_prompt_once():
     site = Site(FakeEngine())
     site.send("POST", "/v1/completions", json={"prompt": ["Hello", "Hello"], "n": 2, "best_of": 3, "temperature": 1})
     [line] = site.lines
     assert (line["prompt_tokens"], line["cached_tokens"], line["output_tokens"]) == (8, 4, 18)
 
 
-def test_the_longest_answer_to_each_prompt_is_counted():
+def test_metrics_count_the_longest_answer_of_each_prompt():
     note = RequestContext(HttpTimings(0.0), "POST", "/v1/completions", streams_per_prompt=2)
     assert note.longest_answers == []
     note.outputs = [answer(7), answer(2), None, answer(3)]
@@ -139,7 +139,7 @@ def test_the_longest_answer_to_each_prompt_is_counted():
 
 
 @pytest.mark.parametrize(("stream", "status"), [(True, 200), (False, 499)])
-def test_a_client_that_leaves_is_a_line_with_what_it_got(stream, status):
+def test_disconnected_client_has_an_access_line(stream, status):
     site = Site(FakeEngine(script=Script(hold_after=1)))
 
     async def run() -> None:
@@ -155,7 +155,7 @@ def test_a_client_that_leaves_is_a_line_with_what_it_got(stream, status):
     assert (line["status"], line["finish"], line["output_tokens"]) == (status, "abort", 1)
 
 
-def test_an_error_tells_its_kind_and_field_but_not_the_value():
+def test_access_line_of_an_error_has_kind_and_field_only():
     site = Site(FakeEngine())
     assert site.send("POST", "/v1/completions", json={"prompt": "x", "temperature": SECRET}).status_code == 400
     [line] = site.lines
@@ -164,7 +164,7 @@ def test_an_error_tells_its_kind_and_field_but_not_the_value():
     assert site.counts == {("POST", "/v1/completions", "400"): 1}
 
 
-def test_a_field_that_a_client_invents_writes_nothing_into_the_logs(monkeypatch):
+def test_unknown_field_name_is_not_logged(monkeypatch):
     said: list[str] = []
     monkeypatch.setattr(accounting.logger, "warning", lambda text, *values: said.append(text % values))
     site = Site(FakeEngine())
@@ -173,14 +173,14 @@ def test_a_field_that_a_client_invents_writes_nothing_into_the_logs(monkeypatch)
     assert "a word" not in site.texts[0]
 
 
-def test_a_failed_generation_is_an_error_line():
+def test_failed_generation_has_an_error_line():
     site = Site(FakeEngine(script=Script(finish_reason=FinishReason.ERROR, error=SECRET)))
     site.send("POST", "/v1/completions", json={"prompt": "x"})
     [line] = site.lines
     assert (line["status"], line["finish"], line["error"]) == (500, "error", "WorkerError")
 
 
-def test_paths_and_methods_of_clients_make_no_new_series():
+def test_unknown_paths_and_methods_create_no_metric_series():
     site = Site(FakeEngine())
     for path in ("/nowhere", f"/{SECRET}", "/v1/requests/one/explain", "/v1/requests/two/explain", "/health"):
         site.send("GET", path)
@@ -194,7 +194,7 @@ def test_paths_and_methods_of_clients_make_no_new_series():
     assert "a word" not in "".join(site.texts)
 
 
-def test_a_wrong_key_is_counted_under_its_route_and_a_right_one_names_its_tenant():
+def test_access_line_has_the_tenant_of_a_known_key():
     site = Site(FakeEngine(api_keys=(ApiKey(name="team-a", key_sha256=hash_key(KEY)),)))
     site.send("GET", "/v1/models", headers={"x-api-key": "wrong"})
     site.send("GET", "/v1/models", headers={"x-api-key": KEY})
@@ -205,7 +205,7 @@ def test_a_wrong_key_is_counted_under_its_route_and_a_right_one_names_its_tenant
     assert site.counts == {("GET", "/v1/models", "401"): 1, ("GET", "/v1/models", "200"): 1}
 
 
-def test_probes_are_counted_and_no_line_unless_something_is_wrong(monkeypatch):
+def test_successful_probes_are_counted_but_not_logged(monkeypatch):
     monkeypatch.setattr(accounting.logger, "warning", pytest.fail)
     site = Site(FakeEngine(ready=False))
     for path in ("/health", "/ping", "/metrics"):
@@ -217,14 +217,14 @@ def test_probes_are_counted_and_no_line_unless_something_is_wrong(monkeypatch):
     assert [line["status"] for line in site.lines] == [405]
 
 
-def test_a_foreign_page_is_a_line_with_the_reason():
+def test_refused_origin_has_an_access_line():
     site = Site(FakeEngine())
     site.send("GET", "/v1/models", headers={"host": "elsewhere.example.com"})
     [line] = site.lines
     assert (line["status"], line["route"], line["error"]) == (403, "/v1/models", "PermissionDeniedError Host")
 
 
-def test_an_application_that_fails_is_a_500(monkeypatch):
+def test_application_exception_is_logged_as_500(monkeypatch):
     site = Site(FakeEngine())
 
     async def fail(scope, receive, send):
@@ -235,7 +235,7 @@ def test_an_application_that_fails_is_a_500(monkeypatch):
     assert site.counts == {("GET", "/health", "500"): 1}
 
 
-def test_a_flood_of_refusals_is_counted_whole_and_logged_at_a_bounded_rate(monkeypatch):
+def test_refusals_are_counted_and_their_lines_rate_limited(monkeypatch):
     engine = FakeEngine(refusal=FULL_QUEUE)
     times = [100.0]
     engine.clock = lambda: times[0]
@@ -250,10 +250,10 @@ def test_a_flood_of_refusals_is_counted_whole_and_logged_at_a_bounded_rate(monke
     assert site.lines[-1]["suppressed"] == 50
     assert len(said) == accounting.REFUSED_LOG_BURST + 1
     assert said[0] == "POST /v1/completions from 192.0.2.7: status 429, CapacityError"
-    assert said[-1] == f"{said[0]}; 240 others were not shown"
+    assert said[-1] == f"{said[0]}; 240 more suppressed"
 
 
-def test_a_flood_for_which_there_is_no_place_is_logged_at_a_bounded_rate_too():
+def test_refused_connections_are_logged_at_a_limited_rate():
     engine = FakeEngine()
     engine.clock = lambda: 100.0
     site = Site(engine)
@@ -263,7 +263,7 @@ def test_a_flood_for_which_there_is_no_place_is_logged_at_a_bounded_rate_too():
     assert len(site.lines) == access_log.REFUSED_BURST
 
 
-def test_a_budget_lets_a_burst_pass_and_then_so_many_a_second():
+def test_line_budget_allows_a_burst_and_a_rate():
     budget = LineBudget(2, 0.5)
     assert [budget.take(10.0) for _ in range(4)] == [0, 0, None, None]
     assert budget.take(11.0) is None
@@ -271,7 +271,7 @@ def test_a_budget_lets_a_burst_pass_and_then_so_many_a_second():
     assert [budget.take(1000.0) for _ in range(3)] == [0, 0, None]
 
 
-def test_lines_reach_the_file_of_the_configuration(tmp_path):
+def test_access_log_is_written_to_the_configured_file(tmp_path):
     path = tmp_path / "access.log"
     log, close = open_access_log(ServerConfig(access_log=path))
     site = Site(FakeEngine())
@@ -281,7 +281,7 @@ def test_lines_reach_the_file_of_the_configuration(tmp_path):
     assert [json.loads(text)["route"] for text in path.read_text().splitlines()] == ["/version"] * 3
 
 
-def test_lines_reach_standard_output(capsys):
+def test_access_log_is_written_to_standard_output(capsys):
     log, close = open_access_log(ServerConfig(access_log=Path("-")))
     site = Site(FakeEngine())
     site.app._access_log = log
@@ -290,12 +290,12 @@ def test_lines_reach_standard_output(capsys):
     assert json.loads(capsys.readouterr().out)["route"] == "/version"
 
 
-def test_a_file_that_cannot_be_written_is_told_at_the_start(tmp_path):
+def test_unwritable_access_log_is_refused_at_start(tmp_path):
     with pytest.raises(ConfigError, match=r"serving_config\.access_log: .*/a/b cannot be written: No such file"):
         open_access_log(ServerConfig(access_log=tmp_path / "a" / "b"))
 
 
-def test_without_a_log_requests_are_counted_all_the_same():
+def test_requests_are_counted_without_an_access_log():
     engine = FakeEngine()
     site = Site(engine)
     site.app._access_log = None
@@ -303,7 +303,7 @@ def test_without_a_log_requests_are_counted_all_the_same():
     assert (site.lines, site.counts) == ([], {("GET", "/health", "200"): 1})
 
 
-def test_every_field_of_a_line_is_described_where_operators_look():
+def test_access_line_fields_are_documented():
     text = (Path(__file__).parents[3] / "docs/guides/operations.md").read_text()
     names = {AccessLine.__struct_encode_fields__[i] for i in range(len(AccessLine.__struct_fields__))}
     assert {name for name in names if f"`{name}`" not in text} == set()

@@ -35,7 +35,7 @@ def bearer(key: str = KEY) -> dict[str, str]:
     ("method", "path"),
     [*CLOSED, ("GET", "/openapi.json"), ("GET", "/nowhere"), ("GET", "/health/"), ("GET", "/HEALTH")],
 )
-def test_no_path_answers_without_a_key(method, path):
+def test_every_closed_path_requires_a_key(method, path):
     engine = locked_engine()
     response = request(engine, method, path, content=b'{"prompt": "x", "inputs": "x"}')
     assert response.status_code == 401
@@ -46,14 +46,14 @@ def test_no_path_answers_without_a_key(method, path):
     assert engine.submitted == []
 
 
-def test_the_table_of_closed_paths_holds_those_that_matter():
+def test_closed_paths_include_the_important_routes():
     paths = [path for _, path in CLOSED]
     assert {"/metrics", "/v1/completions", "/", "/models/demo", "/serving/get_bs", "/info", "/v1/models"} <= set(paths)
     assert len(CLOSED) == len(ENDPOINTS) - len(OPEN)
 
 
 @pytest.mark.parametrize("path", OPEN)
-def test_health_is_open(path):
+def test_health_requires_no_key(path):
     assert request(locked_engine(), "GET", path).status_code == 200
 
 
@@ -61,7 +61,7 @@ def test_health_is_open(path):
 @pytest.mark.parametrize(
     "headers", [bearer(), {"x-api-key": KEY}, {"Authorization": f"bearer {KEY}"}, {"x-api-key": KEY} | bearer()]
 )
-def test_a_known_key_opens_every_route(path, headers):
+def test_known_key_is_accepted_on_every_route(path, headers):
     assert request(locked_engine(), "GET", path, headers=headers).status_code == 200
 
 
@@ -77,18 +77,18 @@ def test_a_known_key_opens_every_route(path, headers):
         (bearer() | {"x-api-key": "b" * 20}, "one API key is needed, not several"),
     ],
 )
-def test_anything_else_does_not(headers, message):
+def test_other_credentials_are_refused(headers, message):
     response = request(locked_engine(), "GET", "/metrics", headers=headers)
     assert response.status_code == 401
     assert error_of(response)["message"].startswith(message)
     assert KEY not in response.text
 
 
-def test_without_keys_nothing_is_asked():
+def test_server_without_keys_requires_none():
     assert request(FakeEngine(), "GET", "/metrics", headers=bearer("anything")).status_code == 200
 
 
-def test_every_hash_is_compared_in_constant_time(monkeypatch):
+def test_key_hashes_are_compared_in_constant_time(monkeypatch):
     compared = []
 
     def compare(expected, digest):
@@ -102,7 +102,7 @@ def test_every_hash_is_compared_in_constant_time(monkeypatch):
     assert compared == [(bytes.fromhex(key.key_sha256), digest) for key in KEYS]
 
 
-def test_streams_pass_piece_by_piece():
+def test_authentication_does_not_buffer_streams():
     engine = locked_engine()
     response = post(engine, "/v1/completions", {"prompt": "x", "stream": True}, headers=bearer())
     assert events(response)[-1] == "[DONE]"
@@ -139,7 +139,7 @@ def test_streams_pass_piece_by_piece():
     asyncio.run(first_piece_before_the_last_is_made())
 
 
-def test_what_is_no_request_is_closed():
+def test_websockets_are_closed():
     async def connect() -> list[Any]:
         sent: list[Any] = []
 
@@ -155,7 +155,7 @@ def test_what_is_no_request_is_closed():
     assert asyncio.run(connect()) == [{"type": "websocket.close", "code": 1008}]
 
 
-def test_the_openapi_document_says_how_to_show_a_key():
+def test_openapi_document_describes_api_keys():
     document = request(locked_engine(), "GET", "/openapi.json", headers=bearer()).json()
     assert document["security"] == [{"bearer": []}, {"api_key": []}]
     assert set(document["components"]["securitySchemes"]) == {"bearer", "api_key"}

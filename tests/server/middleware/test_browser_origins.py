@@ -24,7 +24,7 @@ def form_of(origin: str, engine: FakeEngine, **headers: str):
 @pytest.mark.parametrize(
     "origin", [PAGE, "null", "http://localhost:3000", "https://localhost.evil.example", "http://evil/localhost", "x"]
 )
-def test_a_strangers_page_runs_nothing_on_a_server_without_keys(origin):
+def test_foreign_origin_is_refused_without_keys(origin):
     engine = FakeEngine()
     response = form_of(origin, engine)
     assert response.status_code == 403
@@ -35,7 +35,7 @@ def test_a_strangers_page_runs_nothing_on_a_server_without_keys(origin):
 
 
 @pytest.mark.parametrize("origin", ["null", "x", "http://"])
-def test_a_page_without_a_name_is_not_a_server_without_one(origin):
+def test_null_origin_does_not_match_a_missing_host(origin):
     assert form_of(origin, FakeEngine(limits={"server_ip": "0.0.0.0"}), host="").status_code == 403
 
 
@@ -59,7 +59,7 @@ def fetched(engine: FakeEngine, site: str, dest: str) -> int:
         ("none", "document", 200),
     ],
 )
-def test_a_strangers_page_shows_nothing_of_a_server_without_keys(server_ip, site, dest, status):
+def test_cross_site_resource_is_refused_without_keys(server_ip, site, dest, status):
     engine = FakeEngine(limits={"server_ip": server_ip})
     assert fetched(engine, site, dest) == status
     assert fetched(FakeEngine(limits={"cors_origins": ("*",)}), site, dest) == 200
@@ -69,7 +69,7 @@ def test_a_strangers_page_shows_nothing_of_a_server_without_keys(server_ip, site
 @pytest.mark.parametrize(
     ("origin", "host"), [("http://localhost:8835", "localhost:8835"), ("http://127.0.0.1:1", "127.0.0.1:1")]
 )
-def test_the_servers_own_pages_and_programs_may_ask(origin, host):
+def test_own_pages_and_programs_are_accepted(origin, host):
     engine = FakeEngine()
     assert form_of(origin, engine, host=host).status_code == 200
     assert post(engine, COMPLETIONS, FORM).status_code == 200
@@ -77,7 +77,7 @@ def test_the_servers_own_pages_and_programs_may_ask(origin, host):
 
 
 @pytest.mark.parametrize("host", ["evil.example", "evil.example:8835", "127.0.0.1.evil.example", "localhost.evil", ""])
-def test_a_name_that_was_made_to_resolve_to_this_machine_is_refused(host):
+def test_foreign_host_header_is_refused_on_loopback(host):
     """DNS rebinding: to the browser the page and the server are one site."""
     engine = FakeEngine()
     for response in (
@@ -93,12 +93,12 @@ def test_a_name_that_was_made_to_resolve_to_this_machine_is_refused(host):
     "host",
     ["localhost", "LOCALHOST:80", "localhost.", "127.0.0.1", "127.8.8.8:1", "[::1]:8835", "proxy.lan", "Proxy.lan:80"],
 )
-def test_names_of_this_machine_and_named_ones_are_known(host):
+def test_loopback_and_allowed_hosts_are_accepted(host):
     engine = FakeEngine(limits={"allowed_hosts": ("Proxy.lan",)})
     assert request(engine, "GET", "/version", headers={"host": host}).status_code == 200
 
 
-def test_a_server_that_others_reach_or_that_asks_for_keys_goes_by_any_name():
+def test_any_host_is_accepted_with_keys_or_a_public_address():
     public = FakeEngine(limits={"server_ip": "0.0.0.0"})
     assert request(public, "GET", "/version", headers={"host": "llm.example"}).status_code == 200
     assert form_of(PAGE, public, host="llm.example").status_code == 403
@@ -111,7 +111,7 @@ def test_a_server_that_others_reach_or_that_asks_for_keys_goes_by_any_name():
 
 @pytest.mark.parametrize("keys", [(), KEYS])
 @pytest.mark.parametrize("origins", [(PAGE, "null"), ("*",)])
-def test_a_named_page_may_ask_and_read(keys, origins):
+def test_configured_origin_may_send_and_read(keys, origins):
     engine = FakeEngine(api_keys=keys, limits={"cors_origins": origins})
     preflight = request(engine, "OPTIONS", COMPLETIONS, headers=PREFLIGHT)
     assert preflight.status_code == 200, "it carries no key"
@@ -127,21 +127,21 @@ def test_a_named_page_may_ask_and_read(keys, origins):
     assert "access-control-allow-credentials" not in asked.headers
 
 
-def test_errors_of_named_pages_can_be_read_too():
+def test_errors_are_readable_by_a_configured_origin():
     engine = FakeEngine(api_keys=KEYS, limits={"cors_origins": (PAGE,)})
     response = post(engine, COMPLETIONS, {"prompt": "x"}, headers={"origin": PAGE})
     assert (response.status_code, response.headers["access-control-allow-origin"]) == (401, PAGE)
 
 
 @pytest.mark.parametrize("keys", [(), KEYS])
-def test_other_pages_get_no_preflight(keys):
+def test_preflight_of_a_foreign_origin_is_refused(keys):
     engine = FakeEngine(api_keys=keys, limits={"cors_origins": ("https://other.example",)})
     response = request(engine, "OPTIONS", COMPLETIONS, headers=PREFLIGHT)
     assert response.status_code in (401, 403)
     assert "access-control-allow-origin" not in response.headers
 
 
-def test_a_stream_to_a_named_page_is_the_same_stream():
+def test_cors_does_not_change_streams():
     body = {"prompt": "x", "stream": True, "seed": 1, "request_id": "a"}
     engine = FakeEngine(script=Script(), limits={"cors_origins": (PAGE,)})
     response = post(engine, COMPLETIONS, body, headers={"origin": PAGE})

@@ -50,7 +50,7 @@ def fail(keys: FailedKeys, client: str, times: int = WRONG_KEYS_PER_MINUTE) -> N
         keys.failed(client, shown=True)
 
 
-def test_after_a_few_wrong_keys_no_further_one_is_tried_for_a_while(keys, clock, reasons):
+def test_unknown_keys_are_limited_per_address(keys, clock, reasons):
     fail(keys, "192.0.2.1")
     with pytest.raises(RateLimitError) as refused:
         keys.check("192.0.2.1", b"perhaps right")
@@ -63,7 +63,7 @@ def test_after_a_few_wrong_keys_no_further_one_is_tried_for_a_while(keys, clock,
         keys.check("192.0.2.1", b"wrong")
 
 
-def test_a_known_client_is_served_beside_one_that_tries_keys(keys):
+def test_known_key_works_beside_failed_attempts(keys):
     keys.succeeded("192.0.2.1", b"right")
     fail(keys, "192.0.2.1")
     keys.check("192.0.2.1", b"right")
@@ -73,7 +73,7 @@ def test_a_known_client_is_served_beside_one_that_tries_keys(keys):
         fail(keys, "192.0.2.9", WRONG_KEYS_PER_MINUTE + 1)
 
 
-def test_addresses_of_one_network_count_as_one(keys):
+def test_ipv6_addresses_of_one_network_count_as_one(keys):
     fail(keys, "2001:db8::1")
     with pytest.raises(RateLimitError):
         keys.check("2001:db8::ffff:1", b"wrong")
@@ -84,14 +84,14 @@ def test_addresses_of_one_network_count_as_one(keys):
     fail(keys, "testclient")
 
 
-def test_a_flood_of_addresses_takes_bounded_memory(keys):
+def test_failed_keys_memory_is_bounded(keys):
     for number in range(3 * MAX_ADDRESSES):
         keys.failed(f"10.0.{number // 256}.{number % 256}", shown=True)
         keys.succeeded(f"10.0.{number // 256}.{number % 256}", b"right")
-    assert len(keys._addresses) == len(keys._good) == MAX_ADDRESSES
+    assert len(keys._addresses) == len(keys._succeeded) == MAX_ADDRESSES
 
 
-def test_the_log_has_a_line_now_and_then(keys, clock, monkeypatch):
+def test_failed_keys_log_is_rate_limited(keys, clock, monkeypatch):
     lines = []
     monkeypatch.setattr(authentication.logger, "warning", lambda form, *values: lines.append(form % values))
     for _ in range(3000):
@@ -103,7 +103,7 @@ def test_the_log_has_a_line_now_and_then(keys, clock, monkeypatch):
     assert lines[1:] == ["3000 requests without a known API key were refused; the last one came from 192.0.2.7"]
 
 
-def test_a_client_that_tries_keys_gets_retry_after_and_is_counted(monkeypatch):
+def test_limited_address_gets_retry_after_and_is_counted(monkeypatch):
     engine = FakeEngine(api_keys=(ApiKey(name="team-a", key_sha256=hash_key(KEY)),))
     monkeypatch.setattr(engine, "clock", Clock())
     from llm_serving.server import app

@@ -51,7 +51,7 @@ def limited(monkeypatch):
     return make
 
 
-def test_a_bucket_refills_and_may_be_in_debt():
+def test_token_bucket_refills_and_may_be_negative():
     bucket = TokenBucket(60, 0.0)
     assert bucket.wait_s(60, 0.0) == 0.0
     bucket.take(90, 0.0)
@@ -62,7 +62,7 @@ def test_a_bucket_refills_and_may_be_in_debt():
     assert bucket.level(1000.0) == 60.0
 
 
-def test_what_was_not_generated_is_given_back_to_the_limit_that_counts_by_then():
+def test_unused_tokens_are_refunded_to_a_reloaded_limit():
     key, clock = ApiKey(name="a", key_sha256=hash_key(KEY), max_tokens_per_minute=60), Clock()
     quota = Quota(key, clock)
     on_end = quota.take_tokens(10, 5000)
@@ -76,7 +76,7 @@ def test_what_was_not_generated_is_given_back_to_the_limit_that_counts_by_then()
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_requests_beyond_the_limit_are_told_when_to_come_back(limited, path):
+def test_requests_beyond_the_limit_get_retry_after(limited, path):
     engine = limited(max_requests_per_minute=2)
     for left in (1, 0):
         response = post(engine, path, BODIES[path], headers=HEADERS)
@@ -95,7 +95,7 @@ def test_requests_beyond_the_limit_are_told_when_to_come_back(limited, path):
     assert request(engine, "GET", "/health", headers=HEADERS).status_code == 200
 
 
-def test_tokens_are_taken_at_the_door_and_given_back_at_the_end(limited):
+def test_tokens_are_withdrawn_at_admission_and_refunded_at_the_end(limited):
     engine = limited(max_tokens_per_minute=100)
     response = post(engine, "/v1/completions", BODIES["/v1/completions"], headers=HEADERS)
     assert response.status_code == 200
@@ -106,7 +106,7 @@ def test_tokens_are_taken_at_the_door_and_given_back_at_the_end(limited):
     assert len(engine.submitted) == 2
 
 
-def test_what_was_not_generated_is_given_back():
+def test_unused_tokens_are_refunded():
     clock = Clock()
     quota = Quota(ApiKey(name="a", key_sha256="", max_tokens_per_minute=100), clock)
     give_back = quota.take_tokens(20, 60)
@@ -126,7 +126,7 @@ def test_what_was_not_generated_is_given_back():
     assert quota.headers()["x-ratelimit-reset-tokens"] == "300.000s"
 
 
-def test_what_is_refused_takes_nothing(limited):
+def test_refused_request_withdraws_no_tokens(limited):
     engine = limited(max_tokens_per_minute=100)
     engine.refusal = FULL_QUEUE
     refused = post(engine, "/v1/completions", {"prompt": [1] * 60, "max_tokens": 30}, headers=HEADERS)
@@ -134,7 +134,7 @@ def test_what_is_refused_takes_nothing(limited):
     assert refused.headers["x-ratelimit-remaining-tokens"] == "100"
 
 
-def test_every_sequence_of_a_request_counts(limited):
+def test_every_sequence_counts_against_the_quota(limited):
     engine = limited(max_tokens_per_minute=100)
     body = {"prompt": [[1, 2], [3, 4]], "n": 3, "max_tokens": 30, "temperature": 1.0}
     assert post(engine, "/v1/completions", body, headers=HEADERS).status_code == 200, "larger than the limit: once"
@@ -146,7 +146,7 @@ def test_every_sequence_of_a_request_counts(limited):
     assert engine.aborted == []
 
 
-def test_every_beam_counts(limited):
+def test_every_beam_counts_against_the_quota(limited):
     limited(max_tokens_per_minute=100)
     body = {"prompt": [1, 2, 3, 4], "use_beam_search": True, "best_of": 8, "n": 1, "max_tokens": 10, "temperature": 0}
     response = post(None, "/v1/completions", body, headers=HEADERS)
@@ -154,7 +154,7 @@ def test_every_beam_counts(limited):
     assert response.headers["x-ratelimit-remaining-tokens"] == str(100 - 4 - 8 * 3)
 
 
-def test_a_beam_search_that_is_left_before_its_end_gives_nothing_back():
+def test_aborted_beam_search_gets_no_refund():
     engine = FakeEngine()
     caller = HttpCaller(quota=Quota(ApiKey(name="a", key_sha256="", max_tokens_per_minute=100), Clock()))
     choices = Choices(best_of=4, beams=BeamSearchParams(width=4, num_returned=1))
@@ -169,7 +169,7 @@ def test_a_beam_search_that_is_left_before_its_end_gives_nothing_back():
     assert engine.aborted == ["a"]
 
 
-def test_a_stream_has_the_headers_and_gives_back(limited):
+def test_stream_has_quota_headers_and_a_refund(limited):
     engine = limited(max_tokens_per_minute=100, max_requests_per_minute=5)
     for _ in range(5):
         response = post(engine, "/v1/completions", BODIES["/v1/completions"] | {"stream": True}, headers=HEADERS)
@@ -177,12 +177,12 @@ def test_a_stream_has_the_headers_and_gives_back(limited):
         assert response.headers["x-ratelimit-remaining-tokens"].isdecimal()
 
 
-def test_a_key_without_limits_has_no_headers(limited):
+def test_key_without_limits_has_no_quota_headers(limited):
     response = post(limited(), "/v1/completions", BODIES["/v1/completions"], headers=HEADERS)
     assert not [name for name in response.headers if name.startswith("x-ratelimit")]
 
 
-def test_every_request_with_a_key_counts_those_without_a_body_too(limited):
+def test_every_request_counts_against_the_request_limit(limited):
     engine = limited(max_requests_per_minute=3)
     for _ in range(3):
         answer = request(engine, "GET", "/v1/models", headers=HEADERS)

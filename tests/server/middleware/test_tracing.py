@@ -35,7 +35,7 @@ def contexts(*values: bytes) -> TraceContext | None:
 @pytest.mark.parametrize(
     "value", [f"00-{TRACE}-{PARENT}-01", f"00-{TRACE}-{PARENT}-ff", f"cc-{TRACE}-{PARENT}-01-more"]
 )
-def test_a_request_belongs_to_the_trace_of_who_sends_it(value: str) -> None:
+def test_trace_context_is_taken_from_the_header(value: str) -> None:
     context = contexts(value.encode())
     assert context is not None
     assert (context.trace_id, context.parent_id) == (TRACE, PARENT)
@@ -57,13 +57,13 @@ def test_a_request_belongs_to_the_trace_of_who_sends_it(value: str) -> None:
         (f"00-{TRACE}-{PARENT}-01",) * 2,
     ],
 )
-def test_what_is_no_context_begins_a_trace(values: tuple[str, ...]) -> None:
+def test_invalid_trace_context_starts_a_new_trace(values: tuple[str, ...]) -> None:
     context = contexts(*(value.encode("latin-1") for value in values))
     assert context is not None
     assert (context.parent_id, len(context.trace_id), context.trace_id == TRACE) == ("", 32, False)
 
 
-def test_who_does_not_want_a_trace_gets_none() -> None:
+def test_unsampled_request_has_no_trace() -> None:
     assert contexts(f"00-{TRACE}-{PARENT}-00".encode()) is None
 
 
@@ -81,7 +81,7 @@ def times_of(spans: list[dict[str, Any]]) -> dict[str, tuple[float, float]]:
     return {each["name"]: (int(each["startTimeUnixNano"]) / 1e9, int(each["endTimeUnixNano"]) / 1e9) for each in spans}
 
 
-def test_the_spans_of_a_request() -> None:
+def test_request_has_a_root_span_and_phases() -> None:
     spans = list(spans_of(TraceContext(TRACE, "a" * 16, PARENT), noted(first_token_time=13.0), 200, 16.0, 1000.0))
     assert times_of(spans) == {
         "POST /v1/completions": (1010.0, 1016.0),
@@ -101,14 +101,14 @@ def test_the_spans_of_a_request() -> None:
     assert "status" not in root
 
 
-def test_a_request_that_was_never_computed_has_no_spans_within() -> None:
+def test_refused_request_has_only_a_root_span() -> None:
     refused = RequestContext(HttpTimings(10.0), "POST", "/v1/completions", error="CapacityError")
     [root] = spans_of(TraceContext(TRACE, "a" * 16), refused, 503, 11.0, 0.0)
     assert "parentSpanId" not in root
     assert root["status"] == {"code": 2, "message": "CapacityError"}
 
 
-def test_a_vector_is_computed_and_not_decoded() -> None:
+def test_embedding_request_has_no_decode_span() -> None:
     spans = list(spans_of(TraceContext(TRACE, "a" * 16), noted(), 200, 16.0, 0.0))
     assert [each["name"] for each in spans[1:]] == ["queue", "prefill"]
     assert times_of(spans)["prefill"] == (12.0, 15.0)
@@ -148,7 +148,7 @@ def ask(tracer: Tracer, engine: FakeEngine, path: str, headers: dict[str, str] |
     return asyncio.run(send())
 
 
-def test_a_server_takes_the_context_of_requests_and_tells_its_own(quick: None) -> None:
+def test_server_returns_traceparent(quick: None) -> None:
     collector = Collector()
     tracer = Tracer(collector, "demo")
     response = ask(tracer, FakeEngine(), "/v1/completions", {"traceparent": f"00-{TRACE}-{PARENT}-01"})
@@ -164,13 +164,13 @@ def test_a_server_takes_the_context_of_requests_and_tells_its_own(quick: None) -
     tracer.close()
 
 
-def test_without_a_collector_nothing_is_told() -> None:
+def test_tracing_is_off_without_an_endpoint() -> None:
     response = ask(None, FakeEngine(), "/v1/completions", {"traceparent": f"00-{TRACE}-{PARENT}-01"})  # type: ignore[arg-type]
     assert "traceparent" not in response.headers
 
 
 @pytest.mark.parametrize("error", [ConnectionRefusedError("gone"), BadStatusLine("gone")])
-def test_a_collector_that_is_gone_is_told_of_once_and_tried_again(
+def test_unreachable_collector_is_logged_once_and_retried(
     quick: None, caplog: Any, error: OSError | HTTPException
 ) -> None:
     collector = Collector()
@@ -190,7 +190,7 @@ def test_a_collector_that_is_gone_is_told_of_once_and_tried_again(
     ]
 
 
-def test_spans_beyond_a_bound_are_dropped_and_counted(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+def test_spans_beyond_the_queue_are_dropped_and_counted(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     monkeypatch.setattr(tracing, "MAX_PENDING", 3)
     collector, gate = Collector(), threading.Event()
 
@@ -207,7 +207,7 @@ def test_spans_beyond_a_bound_are_dropped_and_counted(monkeypatch: pytest.Monkey
     assert "6 spans were dropped" in caplog.text
 
 
-def test_what_is_left_is_sent_at_the_end() -> None:
+def test_remaining_spans_are_exported_at_shutdown() -> None:
     collector = Collector()
     tracer = Tracer(collector, "demo", wall_clock=lambda: 1016.0)
     tracer.answered(TraceContext(TRACE, "a" * 16), noted(), 200, 16.0)
@@ -237,7 +237,7 @@ def listener() -> Iterator[tuple[str, queue.Queue[tuple[str, str, bytes]]]]:
         thread.join()
 
 
-def test_messages_are_posted_as_json(listener: tuple[str, queue.Queue[tuple[str, str, bytes]]]) -> None:
+def test_spans_are_posted_as_json(listener: tuple[str, queue.Queue[tuple[str, str, bytes]]]) -> None:
     url, got = listener
     send_to(f"{url}/v1/traces")(b"{}")
     assert got.get(timeout=WAIT_S) == ("/v1/traces", "application/json", b"{}")
@@ -245,7 +245,7 @@ def test_messages_are_posted_as_json(listener: tuple[str, queue.Queue[tuple[str,
         send_to(f"{url}/full")(b"{}")
 
 
-def test_the_address_is_checked() -> None:
+def test_otlp_endpoint_is_checked() -> None:
     load_config(None, ["serving_config.otlp_endpoint=http://127.0.0.1:4318/v1/traces"])
     with pytest.raises(ConfigError, match="otlp_endpoint"):
         load_config(None, ["serving_config.otlp_endpoint=file:///etc/passwd"])

@@ -1,6 +1,6 @@
-"""Accounts for every HTTP request: its timings, a count for /metrics, and one line of JSON in the access log.
+"""Access log, HTTP metrics and timings of every HTTP request.
 
-A line has client, route, times and sizes, never a text. `LineBudget` bounds how many lines of a kind a log gets.
+A line of the access log has client, route, times and sizes, never a text of a request or an answer.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from llm_serving.server.request_context import CONTEXT_KEY, RequestContext
 logger = get_logger(__name__)
 STANDARD_OUTPUT: Final = Path("-")
 REFUSED_BURST, REFUSED_PER_SECOND = 200, 20.0
-"""Lines of refusals (4xx, 503): a flood of them must not push the others out of the files."""
+"""Lines of refused requests (4xx, 503) in the access log: a flood of refusals must not rotate the other lines away."""
 _encode: Final = msgspec.json.Encoder().encode
 OTHER: Final = "other"
-"""Route and method of what the server does not know."""
+"""Route and method to report for those that the server does not have."""
 METHODS: Final = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"))
 PROBES: Final = frozenset(("/health", "/ping", "/metrics"))
-"""Asked again and again by machines: counted, and lines only where something is wrong."""
+"""Routes that monitoring polls: counted in the metrics, and logged only when they fail."""
 CLIENT_LEFT: Final = 499
 MAX_ADDRESS_CHARS: Final = 64
 REFUSED_LOG_BURST, REFUSED_LOG_LINES_PER_SECOND = 10, 0.2
-"""Lines in the server's log for requests that were refused or failed; /metrics counts all of them."""
+"""Lines of refused and failed requests in the server's log; the metrics count all of them."""
 
 
 class LineBudget:
-    """Lets `burst` lines pass at once and `per_second` in the long run, and counts the others.
+    """Token bucket for log lines: a burst of `burst` lines, then `per_second`. It counts the lines that it suppresses.
 
-    It has no clock: times are given, in seconds, and never go back.
+    It reads no clock: the caller passes times in seconds, which never decrease.
     """
 
     def __init__(self, burst: int, per_second: float) -> None:
@@ -57,7 +57,8 @@ class LineBudget:
         self._num_suppressed = 0
 
     def take(self, now: float) -> int | None:
-        """How many lines were kept back since the last that passed; None: this one is kept back too."""
+        """Return None to suppress the line, or the number of lines suppressed since the last one that was let
+        through."""
         self._left = min(self._burst, self._left + (now - self._since) * self._per_second)
         self._since = now
         if self._left < 1.0:
@@ -69,43 +70,45 @@ class LineBudget:
 
 
 class AccessLine(msgspec.Struct, omit_defaults=True, kw_only=True):
-    """A line; what does not apply is left out. Times are milliseconds from the request's headers, unless stated."""
+    """One line of the access log, without the fields that do not apply.
+
+    Times are milliseconds since the headers of the request arrived, unless stated otherwise.
+    """
 
     time: str
-    """When the answer ended, in UTC."""
+    """UTC time at which the answer ended."""
     client: str
     method: str
     route: str
     status: int
     total_ms: float
-    """To the end of the answer."""
+    """Until the end of the answer."""
     id: str | None = None
-    """What `/v1/requests/{id}/explain` takes."""
+    """Id that `/v1/requests/{id}/explain` accepts."""
     tenant: str | None = None
     request_class: str | None = msgspec.field(default=None, name="class")
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
-    """Prompt tokens found in the prefix cache."""
     output_tokens: int | None = None
-    """Generated, of all choices."""
+    """Generated tokens of all choices."""
     finish: str | None = None
-    """Why the answer ended; several reasons with a comma between them; `abort`: the client left."""
+    """Finish reasons of all choices, sorted and separated by commas; `abort` where the client disconnected."""
     queue_ms: float | None = None
-    """From arrival at the engine to being scheduled for the first time."""
+    """From the arrival at the engine until the first scheduling."""
     ttft_ms: float | None = None
-    """To the first token."""
+    """Until the first token."""
     error: str | None = None
     suppressed: int | None = None
-    """Lines of refusals that were left out since the one before."""
+    """Lines of refused requests that were suppressed since the previous such line."""
 
 
 class AccessLog:
-    """Writes a line for every request; of refusals at most so many a second.
+    """Writes one line for each request; lines of refused requests are rate-limited.
 
     Args:
-        put: Takes a line; must not wait.
-        wall_clock: The time of day.
-        reopen: Has further lines go to a file that is opened anew.
+        put: Writes a line without blocking.
+        wall_clock: Returns the time of day.
+        reopen: Makes the writer open its file again, after a rotation.
     """
 
     def __init__(
@@ -119,36 +122,36 @@ class AccessLog:
         self._wall_clock = wall_clock
         self._refusals = LineBudget(REFUSED_BURST, REFUSED_PER_SECOND)
 
-    def write(self, note: RequestContext, status: int, now: float) -> None:
-        """Writes the line of a request that was answered with `status` at `now`, on the engine's clock."""
+    def write(self, context: RequestContext, status: int, now: float) -> None:
+        """Write the line of a request that ended with `status` at `now`, in seconds on the engine's clock."""
         suppressed: int | None = 0
         if 400 <= status < 499 or status == HTTPStatus.SERVICE_UNAVAILABLE:
             suppressed = self._refusals.take(now)
             if suppressed is None:
                 return
-        began = note.http_timings.received_time
+        began = context.http_timings.received_time
         line = AccessLine(
             time=self._wall_clock().isoformat(timespec="milliseconds"),
-            client=note.client,
-            method=note.method,
-            route=note.route,
+            client=context.client,
+            method=context.method,
+            route=context.route,
             status=status,
             total_ms=_ms(now - began),
-            id=note.request_id or None,
-            tenant=note.tenant or None,
-            request_class=note.request_class or None,
-            error=note.error or None,
+            id=context.request_id or None,
+            tenant=context.tenant or None,
+            request_class=context.request_class or None,
+            error=context.error or None,
             suppressed=suppressed or None,
         )
-        if note.outputs is not None:
-            _add_usage(line, note, note.outputs)
-            first = note.http_timings.first_token_time
+        if context.outputs is not None:
+            _add_usage(line, context, context.outputs)
+            first = context.http_timings.first_token_time
             line.ttft_ms = None if first is None else _ms(first - began)
         self._put(_encode(line).decode())
 
 
 def open_access_log(serving: ServerConfig) -> tuple[AccessLog | None, Callable[[], None]]:
-    """The access log of a configuration, if it has one, and what closes it.
+    """Return the access log that the configuration asks for, if any, and a function that closes it.
 
     Raises:
         ConfigError: The file cannot be opened.
@@ -174,10 +177,10 @@ class _StandardOutput(logging.StreamHandler):  # type: ignore[type-arg]
         raise
 
 
-def _add_usage(line: AccessLine, note: RequestContext, outputs: Sequence[RequestOutput | None]) -> None:
+def _add_usage(line: AccessLine, context: RequestContext, outputs: Sequence[RequestOutput | None]) -> None:
     known = [output for output in outputs if output is not None]
-    line.prompt_tokens = note.num_prompt_tokens
-    line.cached_tokens = sum(output.num_cached_tokens for output in outputs[:: note.streams_per_prompt] if output)
+    line.prompt_tokens = context.num_prompt_tokens
+    line.cached_tokens = sum(output.num_cached_tokens for output in outputs[:: context.streams_per_prompt] if output)
     line.output_tokens = sum(output.num_output_tokens for output in known)
     reasons = {"abort" if output is None else output.finish_reason or "abort" for output in outputs}
     line.finish = ",".join(sorted(reasons))
@@ -190,15 +193,15 @@ def _ms(seconds: float) -> float:
 
 
 class Accounting:
-    """ASGI middleware around everything else; streams pass as they are.
+    """Outermost ASGI middleware: records timings, metrics, access log and trace of every request.
 
     Args:
         app: The application.
-        clock: The engine's.
+        clock: The engine's clock, in seconds.
         metrics: Counts requests.
-        access_log: None: nobody wants one.
-        paths: Of all routes without parameters in them.
-        tracer: Gets the spans of requests; None: nobody wants traces.
+        access_log: None if the configuration has no access log.
+        paths: Paths of the routes that have no parameters.
+        tracer: Exports the spans of requests; None if tracing is off.
     """
 
     def __init__(
@@ -224,71 +227,68 @@ class Accounting:
             return
         http_timings = HttpTimings(scope.get(ARRIVED_KEY) or self._clock())
         path, method, client = scope["path"], scope["method"], scope.get("client")
-        if client and not _may_be_address(client[0]):
+        # A trusted proxy may pass on an arbitrary text that its client sent.
+        if client and not (len(client[0]) <= MAX_ADDRESS_CHARS and client[0].isascii() and client[0].isprintable()):
             scope["client"] = client = None
-        note = RequestContext(
+        context = RequestContext(
             http_timings, method if method in METHODS else OTHER, path if path in self._paths else OTHER
         )
-        note.client = client[0] if client else ""
-        scope[CONTEXT_KEY] = note
-        context = None if self._tracer is None or path in PROBES else context_of(scope["headers"])
+        context.client = client[0] if client else ""
+        scope[CONTEXT_KEY] = context
+        trace = None if self._tracer is None or path in PROBES else context_of(scope["headers"])
 
-        def send_and_note(message: Message) -> Awaitable[None]:
+        def send_and_record(message: Message) -> Awaitable[None]:
             if message["type"] != "http.response.body":
-                note.status = message.get("status", note.status)
-                if context is not None and message["type"] == "http.response.start":
-                    message["headers"] = [*message.get("headers", ()), (HEADER, context.header)]
+                context.status = message.get("status", context.status)
+                if trace is not None and message["type"] == "http.response.start":
+                    message["headers"] = [*message.get("headers", ()), (HEADER, trace.header)]
             elif not message.get("more_body", False):
-                # Just before: a client that has the whole answer never measures less than the server.
+                # Set the time before sending, so that no client measures a shorter time than the server.
                 http_timings.response_sent_time = self._clock()
             return send(message)
 
         failed = True
         try:
-            await self._app(scope, receive, send_and_note)
+            await self._app(scope, receive, send_and_record)
             failed = False
-        except asyncio.CancelledError:  # nobody waits for the answer any more
+        except asyncio.CancelledError:  # the client has disconnected
             failed = False
             raise
         finally:
-            if http_timings.response_sent_time is None:  # the client has left
+            if http_timings.response_sent_time is None:  # the client has disconnected
                 http_timings.response_sent_time = self._clock()
-            status = note.status
+            status = context.status
             if status is None:
                 status = HTTPStatus.INTERNAL_SERVER_ERROR if failed else CLIENT_LEFT
-            self._tell(note, int(status), http_timings.response_sent_time)
-            if self._tracer is not None and context is not None:
-                self._tracer.answered(context, note, int(status), http_timings.response_sent_time)
+            self._record(context, int(status), http_timings.response_sent_time)
+            if self._tracer is not None and trace is not None:
+                self._tracer.answered(trace, context, int(status), http_timings.response_sent_time)
 
     def refused(self, address: str, status: int) -> None:
-        """Notes what was answered before it had become a request: no place, no HTTP, beyond a limit, too late."""
+        """Record a connection that was refused before it became a request: connection limit, bad HTTP, size or
+        timeout."""
         now = self._clock()
-        note = RequestContext(HttpTimings(now), OTHER, OTHER, client=address, error="connection limits")
-        self._tell(note, int(status), now)
+        context = RequestContext(HttpTimings(now), OTHER, OTHER, client=address, error="connection limits")
+        self._record(context, int(status), now)
 
-    def _tell(self, note: RequestContext, status: int, now: float) -> None:
-        self._metrics.answered(note.method, note.route, status, note.longest_answers)
-        if note.route in PROBES and status in (HTTPStatus.OK, HTTPStatus.SERVICE_UNAVAILABLE):
+    def _record(self, context: RequestContext, status: int, now: float) -> None:
+        self._metrics.answered(context.method, context.route, status, context.longest_answers)
+        if context.route in PROBES and status in (HTTPStatus.OK, HTTPStatus.SERVICE_UNAVAILABLE):
             return
         if self._access_log is not None:
-            self._access_log.write(note, status, now)
+            self._access_log.write(context, status, now)
         if status < 400 or status == CLIENT_LEFT:
             return
         suppressed = self._refusals.take(now)
         if suppressed is not None:
-            more = f"; {suppressed} others were not shown" if suppressed else ""
-            who = f"{note.client}, {note.tenant}" if note.tenant else note.client
+            more = f"; {suppressed} more suppressed" if suppressed else ""
+            who = f"{context.client}, {context.tenant}" if context.tenant else context.client
             logger.warning(
                 "%s %s from %s: status %d%s%s",
-                note.method,
-                note.route,
+                context.method,
+                context.route,
                 who,
                 status,
-                f", {note.error}" if note.error else "",
+                f", {context.error}" if context.error else "",
                 more,
             )
-
-
-def _may_be_address(text: str) -> bool:
-    """Whether logs and tables may hold it: a proxy that is believed may pass on what its client claims."""
-    return len(text) <= MAX_ADDRESS_CHARS and text.isascii() and text.isprintable()

@@ -1,6 +1,6 @@
-"""Authentication by API key: every path needs a key unless it is listed as open.
+"""Authentication by API key: every path needs a key, except those that are listed as open.
 
-An address may try a few wrong keys; further attempts are refused without a look, and logged now and then.
+Each client address may present a few unknown keys a minute; further requests of it are refused unchecked.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ logger = get_logger(__name__)
 
 WRONG_KEYS_PER_MINUTE: Final = 20
 MAX_ADDRESSES: Final = 4096
-"""Addresses that are remembered, the newest; of IPv6 the first half, which is one customer's."""
+"""Addresses for which failures are remembered, the newest; an IPv6 address counts as its /64 network."""
 LOG_INTERVAL_S: Final = 10.0
 
 K = TypeVar("K")
@@ -35,35 +35,36 @@ V = TypeVar("V")
 
 
 class FailedKeys:
-    """Counts on the event loop.
+    """Failed authentication attempts, counted by client address on the event loop.
 
     Args:
-        clock: Seconds.
-        refused: Told of each refusal, by its reason: `missing_key`, `unknown_key` or `too_many_unknown_keys`.
+        clock: Returns seconds.
+        refused: Counts a refusal by its reason: `missing_key`, `unknown_key` or `too_many_unknown_keys`.
     """
 
     def __init__(self, clock: Clock, refused: Callable[[str], None]) -> None:
         self._clock = clock
         self._refused = refused
         self._addresses: OrderedDict[str, TokenBucket] = OrderedDict()
-        self._good: OrderedDict[tuple[str, bytes], None] = OrderedDict()
-        """(address, hash of a known key) of requests that were let in: they are, whoever else fails there."""
+        self._succeeded: OrderedDict[tuple[str, bytes], None] = OrderedDict()
+        """(address, key hash) pairs that succeeded: they stay valid when other clients at the address fail."""
         self._num_unlogged = 0
         self._logged_at = -LOG_INTERVAL_S
 
     def check(self, client: str, digest: bytes) -> None:
-        """Raises RateLimitError unless a key of this hash may be tried from this address."""
+        """Raise RateLimitError if this address has exhausted its attempts and the key has not succeeded from it
+        before."""
         address = network_of(client)
         bucket = self._addresses.get(address)
-        if bucket is None or (address, digest) in self._good:
+        if bucket is None or (address, digest) in self._succeeded:
             return
         wait_s = bucket.wait_s(1.0, self._clock())
         if wait_s > 0.0:
             self._count("too_many_unknown_keys", address)
-            raise RateLimitError("too many API keys that are not known came from this address", wait_s)
+            raise RateLimitError("too many unknown API keys came from this address", wait_s)
 
     def failed(self, client: str, *, shown: bool) -> None:
-        """A request had no key that is known; `shown`: it had one."""
+        """Record a request without a known key; `shown`: it presented an unknown one."""
         address = network_of(client)
         if shown:
             now = self._clock()
@@ -73,8 +74,8 @@ class FailedKeys:
         self._count("unknown_key" if shown else "missing_key", address)
 
     def succeeded(self, client: str, digest: bytes) -> None:
-        """A request had a known key of this hash."""
-        _remember(self._good, (network_of(client), digest), None)
+        """Record a request with a known key."""
+        _remember(self._succeeded, (network_of(client), digest), None)
 
     def _count(self, reason: str, address: str) -> None:
         self._refused(reason)
@@ -97,11 +98,9 @@ def _remember(table: OrderedDict[K, V], key: K, value: V) -> None:
 
 
 class ApiKeyAuthentication:
-    """ASGI middleware in front of all routes; it touches neither the body nor the answer, so streams pass as they are.
+    """ASGI middleware that requires an API key, as `Authorization: Bearer KEY` or `X-API-Key: KEY`.
 
-    A key arrives as `Authorization: Bearer KEY` or `X-API-Key: KEY`. The row it belongs to goes into the request's
-    scope, where `api_key_of` finds it, and `quota_of` what it may ask for. Wrong keys are counted by address; beyond a
-    few a minute they are not looked at.
+    The matching row of `api_keys` goes into the request's scope, where `api_key_of` finds it and `quota_of` its limits.
     """
 
     def __init__(
@@ -121,7 +120,7 @@ class ApiKeyAuthentication:
         self._open_paths = frozenset(open_paths)
 
     def reload(self, keys: Sequence[ApiKey]) -> None:
-        """From now on these are the keys."""
+        """Replace the keys."""
         self._keys = [(bytes.fromhex(key.key_sha256), key) for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -132,7 +131,7 @@ class ApiKeyAuthentication:
             await send({"type": "websocket.close", "code": 1008})
             return
         try:
-            key = self._find(_shown_keys(scope["headers"]), (scope.get("client") or ("", 0))[0])
+            key = self._find(_presented_keys(scope["headers"]), (scope.get("client") or ("", 0))[0])
         except (AuthenticationError, RateLimitError) as error:
             request_context_of(HTTPConnection(scope)).error = type(error).__name__
             await openai_error_response(error)(scope, receive, send)
@@ -141,9 +140,13 @@ class ApiKeyAuthentication:
         await self._app({**scope, API_KEY_KEY: key, QUOTA_KEY: self._quotas.get(key.name)}, receive, send)
 
     def _find(self, shown: Sequence[bytes], client: str) -> ApiKey:
-        """The row of the one key that is shown.
+        """Return the row of the key that the request presents.
 
-        Every hash is compared, each in constant time: how long it takes tells nothing of the keys that exist.
+        All hashes are compared, each in constant time, so the duration reveals nothing about the keys that exist.
+
+        Raises:
+            AuthenticationError: The request has no key, several keys, or an unknown key.
+            RateLimitError: The client address presented too many unknown keys.
         """
         if len(shown) != 1:
             self._failures.failed(client, shown=False)
@@ -160,28 +163,27 @@ class ApiKeyAuthentication:
 
 
 def tenant_seen(connection: HTTPConnection) -> str | None:
-    """Whose requests the caller sees and controls: those of its API key's tenant.
+    """Return the tenant whose requests the caller may see and control.
 
-    None: everybody's, with the key of an administrator, or where keys are not needed: whoever can ask such a server can
-    already claim to be anybody.
+    None means all tenants: the caller has an administrator's key, or the server needs no keys.
     """
     key = api_key_of(connection)
     return None if key is None or key.admin else key.name
 
 
 def check_operator(connection: HTTPConnection) -> None:
-    """Raises PermissionDeniedError for callers who see and control their own requests only."""
+    """Raise PermissionDeniedError for a caller that may see and control only its own tenant's requests."""
     if tenant_seen(connection) is not None:
         raise PermissionDeniedError("api_key", "must be that of an administrator")
 
 
 def hash_key(key: str) -> str:
-    """What `api_keys` has in place of a key: its SHA-256 in hexadecimal digits."""
+    """Return the SHA-256 of a key in hexadecimal digits, as `api_keys` stores it."""
     return hashlib.sha256(key.encode()).hexdigest()
 
 
-def _shown_keys(headers: Iterable[tuple[bytes, bytes]]) -> list[bytes]:
-    """The distinct keys of a request's headers; `Authorization` of another scheme shows none."""
+def _presented_keys(headers: Iterable[tuple[bytes, bytes]]) -> list[bytes]:
+    """Return the distinct keys in a request's headers; `Authorization` counts with the scheme Bearer only."""
     shown = []
     for name, value in headers:
         scheme, _, rest = value.partition(b" ")

@@ -1,9 +1,9 @@
-"""What pages in a browser may ask: those of the origins that the YAML names, and of the server's own.
+"""Checks of requests that browsers send: only pages of the configured origins and the server's own may use it.
 
-A browser sends a request of any page to any address that its user can reach, a server on the loopback address among
-them; without API keys nothing else tells the user's programs from a stranger's page. Such a page gives itself away by
-its `Origin`; where its name was made to resolve to this machine, by the name in `Host`; and where it asks for images,
-scripts and the like, which come without an `Origin`, by `Sec-Fetch-Site`.
+A browser sends requests of any web page to any address it can reach, including a server on the loopback address.
+Without API keys such requests look like those of the user's own programs. Three headers reveal them: `Origin`; `Host`,
+if a page's domain was made to resolve to this machine (DNS rebinding); and `Sec-Fetch-Site`, for images and scripts,
+which are requested without an `Origin`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from llm_serving.server.parsing.errors import (
 from llm_serving.server.request_context import request_context_of
 
 FOREIGN_SITES: Final = (b"cross-site", b"same-site")
-"""Whose page asks, as browsers tell; the same site is another port, or another machine of the same domain."""
+"""Values of `Sec-Fetch-Site` for pages of other sites, and for other ports or machines of the same domain."""
 METHODS: Final = ("GET", "POST", "PUT", "PATCH", "DELETE")
 SHOWN_HEADERS: Final = (
     "retry-after",
@@ -42,17 +42,17 @@ SHOWN_HEADERS: Final = (
     PREDICTED_TTFT_HEADER,
     *(f"x-ratelimit-{each}-{of}" for each in ("limit", "remaining", "reset") for of in ("requests", "tokens")),
 )
-"""Headers of an answer that a page may read."""
+"""Response headers that a page may read."""
 
 
 class BrowserGuard:
-    """ASGI middleware in front of all others; a request without an `Origin` passes as it is.
+    """ASGI middleware that refuses requests of foreign web pages, and answers CORS preflights.
 
     Args:
-        app: What it guards.
-        server: Says which origins and hosts are known, and who can reach the server.
-        needs_keys: Whether API keys protect it: then a page needs one, and its origin alone is no reason to refuse it.
-        refused: Told of each refusal, by its reason.
+        app: The application behind it.
+        server: The configuration of origins, hosts and address.
+        needs_keys: Whether API keys protect the server; then a foreign page is not refused, because it needs a key.
+        refused: Counts a refusal by its reason.
     """
 
     def __init__(self, app: ASGIApp, server: ServerConfig, *, needs_keys: bool, refused: Callable[[str], None]) -> None:
@@ -67,9 +67,10 @@ class BrowserGuard:
         )
         self._needs_keys = needs_keys
         self._hosts: frozenset[str] | None = None
-        """Names the server goes by; None: any, as it is reachable from elsewhere or asks for keys."""
+        """Accepted host names; None accepts all, because the server is not on the loopback address or needs API
+        keys."""
         if not needs_keys and is_loopback(server.server_ip):
-            self._hosts = frozenset(map(str.lower, server.allowed_hosts))
+            self._hosts = frozenset(("localhost", "127.0.0.1", *map(str.lower, server.allowed_hosts)))
         self._refused = refused
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -89,7 +90,7 @@ class BrowserGuard:
             if origin is not None and not self._is_known(origin):
                 self._check_origin(origin, hosts)
                 origin = None
-            elif origin is None:
+            elif fetched:
                 self._check_site(fetched)
         except PermissionDeniedError as error:
             request_context_of(HTTPConnection(scope)).error = kind_of(error)
@@ -104,10 +105,12 @@ class BrowserGuard:
         if self._hosts is None:
             return
         for host in hosts:
-            name = _without_port(host)
-            if not (is_loopback(name) or name in self._hosts):
+            name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0].rstrip(".")
+            if not (name in self._hosts or is_loopback(name)):
                 self._refused("foreign_host")
-                rule = "must be this machine's or one of serving_config.allowed_hosts, since no API key is asked for"
+                rule = (
+                    "must be this machine's or one of serving_config.allowed_hosts, because the server needs no API key"
+                )
                 raise PermissionDeniedError("Host", rule, host)
 
     def _check_origin(self, origin: str, hosts: list[str]) -> None:
@@ -115,20 +118,14 @@ class BrowserGuard:
         if self._needs_keys or (own and own in hosts):
             return
         self._refused("foreign_origin")
-        rule = "must be the server's or one of serving_config.cors_origins, since no API key is asked for"
+        rule = "must be the server's or one of serving_config.cors_origins, because the server needs no API key"
         raise PermissionDeniedError("Origin", rule, origin)
 
     def _check_site(self, fetched: Mapping[bytes, bytes]) -> None:
-        """A link to the server may stand anywhere; other pages may not show it, or make it work, within them."""
+        """Refuse embedded resources of other sites; links to the server are allowed from everywhere."""
         if self._needs_keys or "*" in self._origins or fetched.get(b"sec-fetch-dest") == b"document":
             return
         if (site := fetched.get(b"sec-fetch-site")) in FOREIGN_SITES:
             self._refused("foreign_origin")
-            rule = "must be same-origin or none without an `Origin`, since no API key is asked for"
+            rule = "must be same-origin or none without an `Origin`, because the server needs no API key"
             raise PermissionDeniedError("Sec-Fetch-Site", rule, site.decode())
-
-
-def _without_port(host: str) -> str:
-    if host.startswith("["):
-        return host[1:].partition("]")[0]
-    return host.partition(":")[0].rstrip(".")

@@ -1,4 +1,4 @@
-"""Rate limits of API keys: requests and tokens per minute, by token buckets."""
+"""Rate limits of API keys: requests and tokens per minute, enforced by token buckets."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from llm_serving.errors import RateLimitError
 
 
 class TokenBucket:
-    """Holds `capacity` at most, is full at first, and gains that much a minute.
+    """A token bucket that starts full and is refilled with `capacity` tokens per minute.
 
-    What is taken may exceed what there is: the level falls below 0 and rises again with time.
+    A withdrawal may exceed the level: the level is then negative until it is refilled.
     """
 
     def __init__(self, capacity: float, now: float) -> None:
@@ -22,7 +22,7 @@ class TokenBucket:
         self._at = now
 
     def resized(self, capacity: float, now: float) -> TokenBucket:
-        """One of another capacity with what is in this one, as far as it has room for it."""
+        """Return a bucket of another capacity with the same level, at most its capacity."""
         other = TokenBucket(capacity, now)
         other._level = min(capacity, self.level(now))
         return other
@@ -31,19 +31,21 @@ class TokenBucket:
         return min(self.capacity, self._level + (now - self._at) * self._per_s)
 
     def wait_s(self, amount: float, now: float) -> float:
-        """Seconds until there is so much; of more than it can hold, until it is full. 0: there is."""
+        """Return the seconds until `amount` can be withdrawn, or until the bucket is full if `amount` exceeds the
+        capacity.
+        """
         return max(0.0, (min(amount, self.capacity) - self.level(now)) / self._per_s)
 
     def take(self, amount: float, now: float) -> None:
-        """Takes so much; a negative amount is given back."""
+        """Withdraw `amount`; a negative amount is a refund."""
         self._level, self._at = self.level(now) - amount, now
 
 
 class Quota:
-    """The limits of one key, counted on the event loop; each may be absent.
+    """The rate limits of one API key, counted on the event loop; each limit may be absent.
 
-    Tokens are taken when a request comes, as many as it may become: its prompts and all it may generate. What it did
-    not generate is given back at its end. A request that is larger than the limit of a minute waits for a whole one.
+    A request withdraws its prompt tokens and all tokens that it may generate. When it ends, tokens that it did not
+    generate are refunded. A request larger than the limit per minute waits until the bucket is full.
     """
 
     def __init__(self, key: ApiKey, clock: Clock) -> None:
@@ -54,7 +56,7 @@ class Quota:
         self._buckets = {what: TokenBucket(limit, now) for what, limit in limits.items() if limit is not None}
 
     def reload(self, key: ApiKey) -> None:
-        """From now on other limits count; what was taken stays taken."""
+        """Apply new limits; what was withdrawn stays withdrawn."""
         now = self._clock()
         before, self._buckets = self._buckets, Quota(key, self._clock)._buckets
         for what, bucket in self._buckets.items():
@@ -62,29 +64,32 @@ class Quota:
                 self._buckets[what] = before[what].resized(bucket.capacity, now)
 
     def take_request(self) -> None:
-        """One request has come.
+        """Count one request.
 
         Raises:
-            RateLimitError: It is one too many.
+            RateLimitError: The limit of requests per minute is exceeded.
         """
         self._take("requests", 1)
 
     def take_tokens(self, num_prompt: int, num_output: int) -> Callable[[int], None] | None:
-        """A request wants to generate so many tokens at most.
+        """Withdraw the prompt tokens of a request and all that it may generate.
 
         Returns:
-            To be called at its end with the number it has generated; None where tokens are not limited.
+                A function to call at the end of the request with the number of generated tokens; None without a token
+            limit.
 
         Raises:
-            RateLimitError: They are too many for now.
+            RateLimitError: The limit of tokens per minute is exceeded.
         """
         if "tokens" not in self._buckets:
             return None
         self._take("tokens", num_prompt + num_output)
-        return lambda num_generated: self._give_back("tokens", num_output - num_generated)
+        return lambda num_generated: self._refund("tokens", num_output - num_generated)
 
     def headers(self) -> dict[str, str]:
-        """Limits, what is left of them and how long until all is, by the names that OpenAI gave them."""
+        """Return the `x-ratelimit-*` headers that OpenAI defines: limit, remaining amount, and time until the bucket is
+        full.
+        """
         now = self._clock()
         found = {}
         for what, bucket in self._buckets.items():
@@ -107,14 +112,13 @@ class Quota:
             )
         bucket.take(amount, now)
 
-    def _give_back(self, what: str, amount: int) -> None:
-        """To the limit that counts by then."""
+    def _refund(self, what: str, amount: int) -> None:
         if (bucket := self._buckets.get(what)) is not None:
             bucket.take(-amount, self._clock())
 
 
 def reload_quotas(quotas: dict[str, Quota], keys: Iterable[ApiKey], clock: Clock) -> None:
-    """Makes `quotas` those of other keys; tenants that stay keep what they have used."""
+    """Replace the rate limits in `quotas`; keys of the same name keep their bucket levels."""
     after = quotas_of(keys, clock)
     for key in keys:
         if key.name in after and key.name in quotas:
@@ -125,7 +129,7 @@ def reload_quotas(quotas: dict[str, Quota], keys: Iterable[ApiKey], clock: Clock
 
 
 def quotas_of(keys: Iterable[ApiKey], clock: Clock) -> dict[str, Quota]:
-    """Name of a key -> what it may ask for; keys without limits are not there."""
+    """Return the rate limits by the name of the API key; keys without limits are not included."""
     return {
         key.name: Quota(key, clock)
         for key in keys

@@ -1,7 +1,8 @@
-"""Traces for OpenTelemetry: a request as a span, with what it waited for and what was computed as spans within.
+"""OpenTelemetry traces: one span for each request, with child spans for queueing, prefill and decode.
 
-Spans go to a collector as JSON over HTTP (OTLP 1), with nothing but the standard library. Contexts of W3C are taken
-from requests (`traceparent`) and told in answers. A span has numbers and names, never a text of a request or an answer.
+Spans are posted to a collector as JSON over HTTP (OTLP 1). Trace contexts are read from the header `traceparent` of
+requests (W3C Trace Context) and returned in answers. Spans have numbers and names, never a text of a request or an
+answer.
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ HEADER: Final = b"traceparent"
 _CONTEXT: Final = re.compile(r"(?!ff)[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 _SAMPLED: Final = 1
 MAX_PENDING: Final = 4096
-"""Spans that wait for a collector; further ones are dropped and counted."""
+"""Spans in the export queue; further spans are dropped and counted."""
 MAX_SENT: Final = 512
-"""Spans of one message."""
+"""Spans in one message to the collector."""
 MAX_ANSWER_BYTES: Final = 2**16
-"""Of a collector, that are read."""
+"""Bytes of a collector's answer that are read."""
 SEND_EVERY_S: Final = 1.0
-"""Spans are collected for so long before they are sent."""
+"""Seconds between two messages, unless `MAX_SENT` spans are waiting."""
 TIMEOUT_S: Final = 5.0
-"""Of one message, and of the end of the process."""
+"""Seconds allowed for one message, and for the export when the process ends."""
 _SERVER, _INTERNAL = 2, 1
 _ERROR: Final = 2
 
@@ -45,13 +46,13 @@ Send = Callable[[bytes], None]
 
 
 class TraceContext(NamedTuple):
-    """Of which trace a request is."""
+    """Trace and span ids of one request."""
 
     trace_id: str
     span_id: str
-    """Of its own span."""
+    """The request's own span."""
     parent_id: str = ""
-    """Of who sent it; empty: nobody said."""
+    """Span of the client that sent the request; empty without a valid `traceparent`."""
 
     @property
     def header(self) -> bytes:
@@ -59,7 +60,10 @@ class TraceContext(NamedTuple):
 
 
 def context_of(headers: Iterable[tuple[bytes, bytes]]) -> TraceContext | None:
-    """What the headers say; a new trace where they say nothing valid, None where they say that it is not to be kept."""
+    """Return the trace context of a request.
+
+    A request without a valid `traceparent` starts a new trace. None: the header says that the trace is not sampled.
+    """
     given = [value for name, value in headers if name == HEADER]
     found = _CONTEXT.fullmatch(given[0].decode("latin-1")) if len(given) == 1 else None
     if found is None or int(found[1], 16) == 0 or int(found[2], 16) == 0 or (given[0][:2] == b"00" and found[4]):
@@ -69,15 +73,15 @@ def context_of(headers: Iterable[tuple[bytes, bytes]]) -> TraceContext | None:
     return TraceContext(found[1], secrets.token_hex(8), found[2])
 
 
-def spans_of(context: TraceContext, note: RequestContext, status: int, now: float, epoch: float) -> Iterator[Span]:
-    """The spans of an answered request.
+def spans_of(context: TraceContext, request: RequestContext, status: int, now: float, epoch: float) -> Iterator[Span]:
+    """Yield the spans of an answered request.
 
     Args:
-        context: Of the request.
-        note: What is known of it.
-        status: Of the answer.
-        now: When it ended, in seconds on the engine's clock.
-        epoch: Seconds since 1970 when that clock showed 0.
+        context: Trace context of the request.
+        request: What the middleware recorded.
+        status: HTTP status of the answer.
+        now: Time when the answer ended, in seconds on the engine's clock.
+        epoch: Seconds since 1970 when the engine's clock showed 0.
     """
 
     def span(name: str, kind: int, start: float, end: float, span_id: str, parent_id: str) -> Span:
@@ -85,15 +89,20 @@ def spans_of(context: TraceContext, note: RequestContext, status: int, now: floa
         times = {"startTimeUnixNano": _nanoseconds(epoch + start), "endTimeUnixNano": _nanoseconds(epoch + end)}
         return {**ids, "name": name, "kind": kind, **times}
 
-    http_timings = note.http_timings
+    http_timings = request.http_timings
     root = span(
-        f"{note.method} {note.route}", _SERVER, http_timings.received_time, now, context.span_id, context.parent_id
+        f"{request.method} {request.route}",
+        _SERVER,
+        http_timings.received_time,
+        now,
+        context.span_id,
+        context.parent_id,
     )
-    root["attributes"] = _attributes(note, status)
+    root["attributes"] = _attributes(request, status)
     if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
-        root["status"] = {"code": _ERROR, "message": note.error}
+        root["status"] = {"code": _ERROR, "message": request.error}
     yield root
-    known = [output for output in note.outputs or () if output is not None]
+    known = [output for output in request.outputs or () if output is not None]
     arrived, first = http_timings.arrival_time, http_timings.first_token_time
     if not known or arrived is None:
         return
@@ -108,12 +117,12 @@ def spans_of(context: TraceContext, note: RequestContext, status: int, now: floa
 
 
 class Tracer:
-    """Sends spans from a thread of its own: who is traced never waits for the collector.
+    """Exports spans from a thread of its own, so that no request waits for the collector.
 
     Args:
         send: Sends a message, or raises OSError or HTTPException.
-        service: Name of the service in the traces.
-        wall_clock: Seconds since 1970.
+        service: Service name in the traces.
+        wall_clock: Returns seconds since 1970.
     """
 
     def __init__(self, send: Send, service: str, wall_clock: Callable[[], float] = time.time) -> None:
@@ -123,26 +132,26 @@ class Tracer:
             "attributes": [_attribute("service.name", service), _attribute("service.version", __version__)]
         }
         self._pending: deque[Span] = deque()
-        self._num_lost = 0
-        self._fails = False
+        self._num_dropped = 0
+        self._is_failing = False
         self._wake = threading.Condition()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="traces", daemon=True)
         self._thread.start()
 
-    def answered(self, context: TraceContext, note: RequestContext, status: int, now: float) -> None:
-        """Takes a request that was answered with `status` at `now`, on the engine's clock."""
-        spans = list(spans_of(context, note, status, now, self._wall_clock() - now))
+    def answered(self, context: TraceContext, request: RequestContext, status: int, now: float) -> None:
+        """Queue the spans of a request that was answered with `status` at `now`, in seconds on the engine's clock."""
+        spans = list(spans_of(context, request, status, now, self._wall_clock() - now))
         with self._wake:
             if len(self._pending) + len(spans) > MAX_PENDING:
-                self._num_lost += len(spans)
+                self._num_dropped += len(spans)
                 return
             self._pending += spans
             if len(self._pending) >= MAX_SENT:
                 self._wake.notify()
 
     def close(self) -> None:
-        """Sends what is left, for a while."""
+        """Export the remaining spans within `TIMEOUT_S`, then end the thread."""
         with self._wake:
             self._closed = True
             self._wake.notify()
@@ -154,10 +163,10 @@ class Tracer:
                 if not self._closed and len(self._pending) < MAX_SENT:
                     self._wake.wait(SEND_EVERY_S)
                 spans = [self._pending.popleft() for _ in range(min(MAX_SENT, len(self._pending)))]
-                num_lost, self._num_lost = self._num_lost, 0
+                num_dropped, self._num_dropped = self._num_dropped, 0
                 closed = self._closed
-            if num_lost:
-                logger.warning("%d spans were dropped: the collector does not keep up", num_lost)
+            if num_dropped:
+                logger.warning("%d spans were dropped because the collector is too slow", num_dropped)
             if spans:
                 self._try_to_send(spans)
             elif closed:
@@ -168,18 +177,18 @@ class Tracer:
         message = {"resourceSpans": [{"resource": self._resource, "scopeSpans": [scope]}]}
         try:
             self._send(json.dumps(message).encode())
-        except (OSError, HTTPException) as error:  # the latter: what answers is no HTTP
-            if not self._fails:
+        except (OSError, HTTPException) as error:  # HTTPException: the collector's answer is not HTTP
+            if not self._is_failing:
                 logger.warning("serving_config.otlp_endpoint: traces cannot be sent: %s", error or type(error).__name__)
-            self._fails = True
+            self._is_failing = True
         else:
-            if self._fails:
+            if self._is_failing:
                 logger.warning("serving_config.otlp_endpoint: traces are sent again")
-            self._fails = False
+            self._is_failing = False
 
 
 def send_to(endpoint: str) -> Send:
-    """What posts messages to a collector's address; its errors are OSErrors and HTTPExceptions."""
+    """Return a function that posts a message to the collector; it raises OSError or HTTPException on failure."""
 
     def send(message: bytes) -> None:
         request = urllib.request.Request(endpoint, message, {"Content-Type": "application/json"})  # noqa: S310
@@ -189,24 +198,25 @@ def send_to(endpoint: str) -> Send:
     return send
 
 
-def _attributes(note: RequestContext, status: int) -> list[dict[str, Any]]:
-    """By the names of OpenTelemetry's conventions where it has one."""
-    outputs = [output for output in note.outputs or () if output is not None]
+def _attributes(request: RequestContext, status: int) -> list[dict[str, Any]]:
+    """Return the attributes of the root span, named after OpenTelemetry's semantic conventions where those have a
+    name."""
+    outputs = [output for output in request.outputs or () if output is not None]
     values: dict[str, str | int] = {
-        "http.request.method": note.method,
-        "http.route": note.route,
+        "http.request.method": request.method,
+        "http.route": request.route,
         "http.response.status_code": status,
-        "client.address": note.client,
-        "error.type": note.error,
-        "gen_ai.response.id": note.request_id,
-        "llm_serving.tenant": note.tenant,
-        "llm_serving.class": note.request_class,
+        "client.address": request.client,
+        "error.type": request.error,
+        "gen_ai.response.id": request.request_id,
+        "llm_serving.tenant": request.tenant,
+        "llm_serving.class": request.request_class,
     }
     if outputs:
-        values["gen_ai.usage.input_tokens"] = note.num_prompt_tokens
+        values["gen_ai.usage.input_tokens"] = request.num_prompt_tokens
         values["gen_ai.usage.output_tokens"] = sum(output.num_output_tokens for output in outputs)
         values["gen_ai.usage.cache_read.input_tokens"] = sum(
-            output.num_cached_tokens for output in (note.outputs or ())[:: note.streams_per_prompt] if output
+            output.num_cached_tokens for output in (request.outputs or ())[:: request.streams_per_prompt] if output
         )
         reasons = sorted({str(output.finish_reason or "abort") for output in outputs})
         values["gen_ai.response.finish_reasons"] = ",".join(reasons)
