@@ -27,7 +27,7 @@ def num_used_blocks(server):
 
 @pytest.mark.parametrize(("method", "path"), PATHS)
 @pytest.mark.parametrize("request_id", ["mine", "cmpl-mine"])
-def test_a_cancelled_request_ends_with_what_there_is(method, path, request_id):
+def test_cancelled_request_returns_its_tokens_so_far(method, path, request_id):
     async def run():
         server = GatedServer()
         async with server.running() as client:
@@ -51,7 +51,7 @@ def test_a_cancelled_request_ends_with_what_there_is(method, path, request_id):
     asyncio.run(run())
 
 
-def test_a_request_that_waits_is_cancelled_before_it_runs():
+def test_waiting_request_is_cancelled_before_it_runs():
     async def run():
         server = GatedServer(max_num_seqs=1)
         async with server.running() as client:
@@ -91,7 +91,7 @@ def test_a_request_that_waits_is_cancelled_before_it_runs():
         ),
     ],
 )
-def test_every_protocol_tells_the_client_of_a_stream(path, body, told):
+def test_cancelled_stream_ends_in_every_protocol(path, body, told):
     async def run():
         server = GatedServer()
         async with server.running(**{"x-request-id": "mine"}) as client:
@@ -108,7 +108,7 @@ def test_every_protocol_tells_the_client_of_a_stream(path, body, told):
     asyncio.run(run())
 
 
-def test_tgi_tells_the_client_of_a_whole_answer():
+def test_cancelled_tgi_response_is_an_error():
     async def run():
         server = GatedServer()
         async with server.running(**{"x-request-id": "mine"}) as client:
@@ -125,7 +125,7 @@ def test_tgi_tells_the_client_of_a_whole_answer():
     asyncio.run(run())
 
 
-def test_a_tenant_cancels_its_own_and_an_administrator_all():
+def test_tenant_cancels_its_own_requests_and_administrator_all():
     async def run():
         server = GatedServer(api_keys=API_KEYS)
         async with server.running() as client:
@@ -158,7 +158,7 @@ def test_a_tenant_cancels_its_own_and_an_administrator_all():
     asyncio.run(run())
 
 
-def test_a_request_that_waits_goes_before_others_with_its_new_priority():
+def test_changed_priority_reorders_waiting_requests():
     async def run():
         server = GatedServer(max_num_seqs=1)
         async with server.running() as client:
@@ -199,7 +199,7 @@ def test_a_request_that_waits_goes_before_others_with_its_new_priority():
     asyncio.run(run())
 
 
-def test_a_beam_search_changes_with_all_its_beams():
+def test_changed_priority_applies_to_all_beams():
     async def run():
         server = GatedServer()
         async with server.running() as client:
@@ -229,7 +229,7 @@ def test_a_beam_search_changes_with_all_its_beams():
         ({"priority": 1}, 404, "`request_id` must be that of a request that lives"),
     ],
 )
-def test_a_priority_is_checked_as_at_the_door(body, status, named):
+def test_changed_priority_is_checked_like_a_new_request(body, status, named):
     async def run():
         keys = (ApiKey(name="a", key_sha256=hash_key(KEYS["a"]), highest_class="standard"),)
         async with GatedServer(api_keys=keys).running(**as_tenant("a")) as client:
@@ -240,7 +240,7 @@ def test_a_priority_is_checked_as_at_the_door(body, status, named):
     asyncio.run(run())
 
 
-def test_nobody_moves_another_tenant_s_request():
+def test_priority_of_another_tenants_request_is_not_changed():
     async def run():
         server = GatedServer(api_keys=API_KEYS)
         async with server.running() as client:
@@ -258,7 +258,7 @@ def test_nobody_moves_another_tenant_s_request():
     asyncio.run(run())
 
 
-def test_without_a_key_nothing_is_cancelled():
+def test_cancel_without_a_key_is_refused():
     async def run():
         async with GatedServer(api_keys=API_KEYS).running() as client:
             for method, path in PATHS:

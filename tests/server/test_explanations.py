@@ -39,7 +39,7 @@ def an_explanation(*, with_tenant: bool = False):
     )
 
 
-def test_an_explanation_is_told():
+def test_explanation_of_a_request():
     engine = FakeEngine(explanations=[an_explanation()])
     answer = request(engine, "GET", "/v1/requests/cmpl-abc/explain").json()
     assert engine.asked == [("cmpl-abc", None)]
@@ -57,7 +57,7 @@ def test_an_explanation_is_told():
     assert sum(part["ms"] for part in told["parts"]) == pytest.approx(told["wall_ms"], abs=1e-6)
 
 
-def test_an_unknown_request_is_a_404():
+def test_explanation_of_an_unknown_request_is_404():
     response = request(FakeEngine(), "GET", "/v1/requests/nobody/explain")
     assert response.status_code == 404
     error = error_of(response)
@@ -65,7 +65,7 @@ def test_an_unknown_request_is_a_404():
     assert "serving_config.explain_requests" in error["message"]
 
 
-def test_a_tenant_asks_for_its_own():
+def test_explanation_is_limited_to_the_tenant():
     engine = FakeEngine(api_keys=KEYS, explanations=[an_explanation(with_tenant=True)])
     headers = {"x-api-key": KEY}
     assert request(engine, "GET", "/v1/requests/a/explain", headers=headers).json()["requests"][0]["tenant"] == "team-a"
@@ -73,7 +73,7 @@ def test_a_tenant_asks_for_its_own():
     assert engine.asked == [("a", "team-a"), (10000, "team-a")]
 
 
-def test_an_administrator_asks_for_everybody_s():
+def test_explanation_for_an_administrator_covers_all_tenants():
     admin = ApiKey(name="root", key_sha256=hash_key("r" * 20), admin=True)
     engine = FakeEngine(api_keys=(*KEYS, admin), explanations=[an_explanation(with_tenant=True)])
     headers = {"x-api-key": "r" * 20}
@@ -83,19 +83,19 @@ def test_an_administrator_asks_for_everybody_s():
 
 
 @pytest.mark.parametrize("steps", ["0", "-1", "10001", "x", "", "1.5", "9" * 5000, "%D9%A3"])
-def test_a_timeline_of_a_wrong_number_of_steps_is_refused(steps):
+def test_timeline_refuses_an_invalid_number_of_steps(steps):
     response = request(FakeEngine(), "GET", f"/v1/timeline?steps={steps}")
     assert response.status_code == 400
     assert "must be an integer from 1 to 10000" in error_of(response)["message"]
 
 
-def test_a_timeline_of_fewer_steps():
+def test_timeline_can_be_limited():
     engine = FakeEngine()
     assert request(engine, "GET", "/v1/timeline?steps=7").json() == {"traceEvents": [], "displayTimeUnit": "ms"}
     assert engine.asked == [(7, None)]
 
 
-def test_what_is_looked_up_takes_one_thread_however_many_ask():
+def test_lookups_use_one_thread():
     """Each that works takes its share of Python's lock, and the engines need it."""
     threads = set()
 
@@ -119,7 +119,7 @@ def test_what_is_looked_up_takes_one_thread_however_many_ask():
 
 
 @pytest.mark.parametrize("path", ["/v1/timeline", "/v1/requests/a/explain"])
-def test_nothing_is_looked_up_for_whoever_has_left(path, monkeypatch):
+def test_lookup_is_skipped_for_a_disconnected_client(path, monkeypatch):
     given = []
 
     class Occupied:
@@ -152,12 +152,12 @@ def test_nothing_is_looked_up_for_whoever_has_left(path, monkeypatch):
         ("other-abc", "abc-7", False),
     ],
 )
-def test_ids_are_found_as_clients_know_them(request_id, engine_id, expected):
+def test_explanation_accepts_the_ids_of_every_protocol(request_id, engine_id, expected):
     known = create_request(request_id=engine_id)
     assert answers_to(RequestRecord(known, known.request_class, 1), client_ids(request_id)) is expected
 
 
-def test_the_routes_are_documented():
+def test_explanation_routes_are_documented():
     document = openapi_document(ENDPOINTS, with_keys=False)
     operation = document["paths"]["/v1/requests/{request_id}/explain"]["get"]
     assert operation["responses"]["200"]["content"]["application/json"]["schema"]["$ref"].endswith("/Explanations")
@@ -166,7 +166,7 @@ def test_the_routes_are_documented():
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_every_exchange_is_noted_from_its_headers_to_its_last_piece(stream):
+def test_http_timings_cover_headers_to_last_piece(stream):
     engine = FakeEngine()
     body = {"prompt": "Hello", "n": 2, "stream": stream}
     assert post(engine, "/v1/completions", body).status_code == 200
@@ -185,21 +185,21 @@ def test_every_exchange_is_noted_from_its_headers_to_its_last_piece(stream):
         ("/models/llama2", {"inputs": "Hello", "parameters": {"max_new_tokens": 4}}),
     ],
 )
-def test_every_protocol_notes_its_exchange(path, body):
+def test_http_timings_are_recorded_for_every_protocol(path, body):
     engine = FakeEngine()
     assert post(engine, path, body).status_code == 200
     [http_timings] = engine.http_timings
     assert http_timings is not None and http_timings.response_sent_time is not None
 
 
-def test_a_failure_is_an_end_too():
+def test_http_timings_of_a_failure_have_an_end():
     engine = FakeEngine(script=Script(finish_reason=FinishReason.ERROR, error="it failed"))
     assert post(engine, "/v1/completions", {"prompt": "Hello"}).status_code == 500
     [http_timings] = engine.http_timings
     assert http_timings is not None and http_timings.response_sent_time is not None
 
 
-def test_the_last_piece_is_noted_before_it_is_handed_over():
+def test_http_timings_end_before_the_last_piece_is_sent():
     engine = FakeEngine()
     noted: list[float | None] = []
 
@@ -214,7 +214,7 @@ def test_the_last_piece_is_noted_before_it_is_handed_over():
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_ends_its_exchange(stream):
+def test_http_timings_end_with_a_disconnect(stream):
     engine = FakeEngine(script=Script(hold_after=1))
     leave_while_held(engine, "/v1/completions", {"prompt": "Hello", "stream": stream})
     [http_timings] = engine.http_timings

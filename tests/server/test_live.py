@@ -69,7 +69,7 @@ def by_name(columns: dict[str, list[str]], picture: dict[str, Any]) -> dict[str,
     return picture
 
 
-def test_it_begins_with_the_names_of_the_columns():
+def test_live_stream_starts_with_the_columns():
     async def run():
         async with GatedServer().running() as client:
             watcher = Watcher(client._transport.app)
@@ -90,7 +90,7 @@ def test_it_begins_with_the_names_of_the_columns():
     assert replica["budget"] > 0
 
 
-def test_a_request_is_seen_to_wait_to_lose_its_place_and_to_end():
+def test_live_stream_shows_waiting_preemption_and_end():
     def phases(picture: dict[str, Any]) -> dict[str, str]:
         [replica] = picture["replicas"]
         rows = {client_id_of(row["id"]): row["phase"] for row in replica["running_requests"]}
@@ -127,7 +127,7 @@ def test_a_request_is_seen_to_wait_to_lose_its_place_and_to_end():
 
 
 @pytest.mark.parametrize(("asker", "seen"), [("ann", {"ann"}), ("bob", {"bob"}), ("root", {"ann", "bob"})])
-def test_of_other_tenants_only_numbers_are_told(asker, seen):
+def test_live_stream_has_only_totals_of_other_tenants(asker, seen):
     async def run():
         server = AskedServer(max_num_seqs=2, api_keys=API_KEYS)
         async with server.running() as client:
@@ -161,17 +161,17 @@ def test_of_other_tenants_only_numbers_are_told(asker, seen):
     assert {step["decoding"] + step["prompts"] for step in replica["steps"]} == {most}, "others' rows are counted"
 
 
-def test_without_a_key_nobody_watches():
+def test_live_stream_requires_a_key():
     assert request(FakeEngine(api_keys=API_KEYS), "GET", "/v1/live").status_code == 401
 
 
-def test_it_can_be_left_out():
+def test_live_stream_can_be_disabled():
     answer = request(FakeEngine(limits={"max_live_viewers": 0}), "GET", "/v1/live")
     assert answer.status_code == 429
     assert "serving_config.max_live_viewers" in answer.text
 
 
-def test_who_asks_for_the_head_gets_it_and_holds_no_place():
+def test_live_head_request_occupies_no_viewer():
     async def run():
         app = create_app(FakeEngine(limits={"max_live_viewers": 1}))
         for _ in range(2):
@@ -182,7 +182,7 @@ def test_who_asks_for_the_head_gets_it_and_holds_no_place():
     asyncio.run(run())
 
 
-def test_who_leaves_makes_room():
+def test_disconnected_viewer_is_removed():
     async def run():
         app = create_app(FakeEngine(limits={"max_live_viewers": 1}))
         for _ in range(2):

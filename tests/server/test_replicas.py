@@ -13,7 +13,7 @@ KEYS = {name: name * 20 for name in ("a", "root")}
 API_KEYS = tuple(ApiKey(name=name, key_sha256=hash_key(key), admin=name == "root") for name, key in KEYS.items())
 
 
-def test_two_replicas_one_leaves_and_joins() -> None:
+def test_replica_is_drained_and_joins_again() -> None:
     async def run() -> None:
         server = GatedServer(serving={"agent_ports": (1, 2)})
         async with server.running() as client:
@@ -38,7 +38,7 @@ def test_two_replicas_one_leaves_and_joins() -> None:
     asyncio.run(run())
 
 
-def test_with_keys_it_is_for_administrators() -> None:
+def test_replica_routes_require_an_administrator() -> None:
     async def run() -> None:
         server = GatedServer(api_keys=API_KEYS)
         async with server.running() as client:

@@ -54,7 +54,7 @@ def told(program: str, minutes: int = 5) -> Any:
     return asyncio.run(advisor(program).advise(minutes))
 
 
-def test_a_process_is_asked_with_the_configuration_that_holds() -> None:
+def test_advisor_passes_the_current_configuration() -> None:
     program = (
         "question = json.load(sys.stdin)\n"
         "print(json.dumps({**question, 'yaml': question['yaml'].splitlines()[0], 'sources': {}}))"
@@ -69,32 +69,32 @@ def test_a_process_is_asked_with_the_configuration_that_holds() -> None:
     }
 
 
-def test_what_it_refuses_and_what_becomes_of_it() -> None:
+def test_advisor_reports_errors_of_the_simulator() -> None:
     with pytest.raises(RequestError) as caught:
         told("""print('{"error": "must be 20. Given: 4"}'); sys.exit(1)""")
-    rule = "`minutes` must be a time of which there is advice, and 5 is none"
+    rule = "`minutes` must cover enough recorded requests; there is no advice on 5"
     assert str(caught.value) == f"{rule}: must be 20. Given: 4"  # what was given is told once
-    with pytest.raises(UnavailableError, match="more time or memory than it may"):
+    with pytest.raises(UnavailableError, match="more time or memory than the simulator process may use"):
         told("sys.exit(137)")
 
 
-def test_without_a_recording_it_says_how_to_have_one() -> None:
+def test_advisor_without_recording_names_the_key() -> None:
     with pytest.raises(RequestError, match=r"`record_path` must name a folder.*scheduler_config.record_path"):
         asyncio.run(advisor("", None).advise(5))
 
 
-def test_it_tells_that_the_package_of_the_simulator_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_advisor_reports_a_missing_simulator_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("llm_serving.server.admin.advice.find_spec", lambda name: None)
     with pytest.raises(UnavailableError, match="needs the package llm_serving_simulator, which is not installed"):
         told("print('{}')")
 
 
-def test_one_at_a_time_which_several_wait_for() -> None:
+def test_advisor_runs_one_process_for_several_clients() -> None:
     async def run() -> None:
         asked = advisor("sys.stdin.read(); print('{}')")
         one, other = asyncio.create_task(asked.advise(5)), asyncio.create_task(asked.advise(5))
         await asyncio.sleep(0)
-        with pytest.raises(CapacityError, match="being worked out already"):
+        with pytest.raises(CapacityError, match="advice on another period is being computed"):
             await asked.advise(6)
         assert await one is not None and asked._task is not None
         assert await other == await one
@@ -108,7 +108,7 @@ def test_one_at_a_time_which_several_wait_for() -> None:
     asyncio.run(run())
 
 
-def test_it_goes_on_while_anybody_waits() -> None:
+def test_advisor_continues_while_a_client_waits() -> None:
     async def run() -> None:
         asked = advisor("sys.stdin.read(); print('{}')")
         leaves, stays = (asyncio.create_task(asked.advise(5)) for _ in range(2))
@@ -119,7 +119,7 @@ def test_it_goes_on_while_anybody_waits() -> None:
     asyncio.run(run())
 
 
-def test_when_the_last_has_left_another_time_may_be_asked_for() -> None:
+def test_advisor_accepts_another_period_after_the_last_client() -> None:
     async def run() -> None:
         program = "question = json.load(sys.stdin)\nwhile question['since'] == 700: sys.stdin.read()\nprint('{}')"
         asked = advisor(program)
@@ -132,7 +132,7 @@ def test_when_the_last_has_left_another_time_may_be_asked_for() -> None:
     asyncio.run(run())
 
 
-def test_the_whole_group_of_processes_ends_with_its_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_advisor_kills_the_process_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pipe = tmp_path / "ids"
     os.mkfifo(pipe)
     told_by = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
@@ -158,7 +158,7 @@ def test_the_whole_group_of_processes_ends_with_its_client(tmp_path: Path, monke
             os.close(each)
 
 
-def test_over_http_and_from_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_advice_over_http_and_command_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     engine = FakeEngine()
     with serving(engine) as url:
         refused = httpx.get(f"{url}/v1/scheduler/advice")
@@ -167,7 +167,7 @@ def test_over_http_and_from_a_terminal(capsys: pytest.CaptureFixture[str], monke
             refused = httpx.get(f"{url}/v1/scheduler/advice?minutes={given}")
             assert error_of(refused)["message"] == f"`minutes` must be an integer from 1 to 60. Given: '{given}'"
         asked = advisor(f"sys.stdin.read(); print('''{ADVICE}''')")
-        monkeypatch.setattr(Advisor, "advise", lambda self, minutes: type(asked).__dict__["_work_out"](asked, "f", 1))
+        monkeypatch.setattr(Advisor, "advise", lambda self, minutes: type(asked).__dict__["_simulate"](asked, "f", 1))
         assert main(["advice", "--url", url, "--minutes", "2"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("1,500 requests (20 of them refused) of 60 s, 9 other values of the")

@@ -75,14 +75,14 @@ def content(picture: bytes | None) -> dict[str, object]:
     return dict(json.loads(data.removeprefix("data: ")))
 
 
-def test_the_pause_follows_from_what_a_picture_takes():
+def test_pause_is_proportional_to_the_cost_of_a_snapshot():
     assert pause_s(0.0) == LEAST_PAUSE_S
     assert pause_s(LEAST_PAUSE_S * SHARE) == LEAST_PAUSE_S
     assert pause_s(0.01) == pytest.approx(1.0)
     assert pause_s(1.0) == MOST_PAUSE_S
 
 
-def test_pictures_of_a_large_engine_are_fewer():
+def test_snapshots_of_a_large_engine_are_less_frequent():
     async def run():
         engines, pauses = Engines(), Pauses()
         feed = create_feed(engines, pauses)
@@ -96,7 +96,7 @@ def test_pictures_of_a_large_engine_are_fewer():
     asyncio.run(run())
 
 
-def test_all_see_the_same_picture_and_it_is_taken_once():
+def test_snapshot_is_taken_once_for_all_viewers():
     async def run():
         engines, pauses = Engines(), Pauses()
         feed = create_feed(engines, pauses)
@@ -109,7 +109,7 @@ def test_all_see_the_same_picture_and_it_is_taken_once():
     asyncio.run(run())
 
 
-def test_nothing_is_looked_at_while_nobody_watches():
+def test_no_snapshot_is_taken_without_viewers():
     async def run():
         engines, pauses = Engines(), Pauses()
         feed = create_feed(engines, pauses)
@@ -127,7 +127,7 @@ def test_nothing_is_looked_at_while_nobody_watches():
     asyncio.run(run())
 
 
-def test_each_look_goes_on_where_the_one_before_ended():
+def test_snapshots_cover_consecutive_times():
     async def run():
         engines, pauses = Engines(), Pauses()
         create_feed(engines, pauses).join(None)
@@ -138,7 +138,7 @@ def test_each_look_goes_on_where_the_one_before_ended():
     asyncio.run(run())
 
 
-def test_who_reads_slowly_gets_the_newest():
+def test_slow_viewer_gets_the_newest_snapshot():
     async def run():
         engines, pauses = Engines(), Pauses()
         viewer = create_feed(engines, pauses).join(None)
@@ -151,15 +151,15 @@ def test_who_reads_slowly_gets_the_newest():
     asyncio.run(run())
 
 
-def test_so_many_may_watch_and_of_a_tenant_half():
+def test_number_of_viewers_is_limited():
     async def run():
         feed = create_feed(Engines(), Pauses(), max_viewers=4)
         mine = [feed.join("ann"), feed.join("ann")]
-        with pytest.raises(CapacityError, match="2 watch already with this key"):
+        with pytest.raises(CapacityError, match="2 clients with this key watch already"):
             feed.join("ann")
         feed.join("bob")
         feed.join(None)
-        with pytest.raises(CapacityError, match=r"4 watch already \(serving_config.max_live_viewers\)"):
+        with pytest.raises(CapacityError, match=r"4 clients watch already \(serving_config.max_live_viewers\)"):
             feed.join(None)
         feed.leave(mine[0])
         feed.join(None)
@@ -167,7 +167,7 @@ def test_so_many_may_watch_and_of_a_tenant_half():
     asyncio.run(run())
 
 
-def test_the_end_of_the_server_is_that_of_every_stream():
+def test_closing_the_feed_ends_all_streams():
     async def run():
         feed = create_feed(Engines(), Pauses())
         viewer = feed.join(None)
@@ -179,7 +179,7 @@ def test_the_end_of_the_server_is_that_of_every_stream():
     asyncio.run(run())
 
 
-def test_a_picture_that_fails_is_not_the_last():
+def test_failed_snapshot_does_not_stop_the_feed():
     class Failing(Engines):
         async def snapshots(self, since: float, timeout_s: float) -> dict[int, EngineSnapshot | None]:
             found = await super().snapshots(since, timeout_s)
@@ -197,7 +197,7 @@ def test_a_picture_that_fails_is_not_the_last():
     asyncio.run(run())
 
 
-def test_a_request_that_waits_is_shown_with_its_bound():
+def test_snapshot_shows_the_bound_of_waiting_requests():
     scheduler = create_scheduler(max_num_seqs=1)
     for _ in range(2):
         scheduler.add(create_request())

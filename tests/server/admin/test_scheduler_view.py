@@ -56,7 +56,7 @@ async def end(client, tasks, **headers):
     await asyncio.gather(*tasks)
 
 
-def test_it_tells_who_holds_slots_and_blocks_and_who_waits():
+def test_scheduler_view_shows_slots_blocks_and_queue():
     async def run():
         server = GatedServer(max_num_seqs=1)
         async with server.running() as client:
@@ -97,7 +97,7 @@ def test_it_tells_who_holds_slots_and_blocks_and_who_waits():
 @pytest.mark.parametrize(
     ("asker", "seen"), [("ann", {"ann"}), ("bob", {"bob"}), ("root", {"ann", "bob"})], ids=["ann", "bob", "root"]
 )
-def test_a_tenant_sees_its_own_requests_and_numbers_of_all(asker, seen):
+def test_scheduler_view_of_a_tenant_has_totals_of_all(asker, seen):
     async def run():
         server = GatedServer(max_num_seqs=1, api_keys=API_KEYS)
         async with server.running() as client:
@@ -114,7 +114,7 @@ def test_a_tenant_sees_its_own_requests_and_numbers_of_all(asker, seen):
     assert not any(name in answer.text for name in others), "it names another tenant"
 
 
-def test_a_replica_that_does_not_answer_is_named(monkeypatch):
+def test_scheduler_view_names_silent_replicas(monkeypatch):
     monkeypatch.setattr(request_lookup, "STATE_TIMEOUT_S", 0.01)
 
     async def run():
@@ -130,7 +130,7 @@ def test_a_replica_that_does_not_answer_is_named(monkeypatch):
     asyncio.run(run())
 
 
-def test_however_many_wait_the_answer_stays_small():
+def test_scheduler_view_is_bounded():
     scheduler = create_scheduler(max_num_seqs=2)
     for number in range(MAX_WAITING + 50):
         scheduler.add(create_request(tenant=f"tenant {number}", arrival_time=float(number)))
@@ -142,7 +142,7 @@ def test_however_many_wait_the_answer_stays_small():
     assert replica.waiting == MAX_WAITING + 48
 
 
-def test_a_slot_is_held_since_the_newest_admission():
+def test_slot_time_starts_at_the_latest_admission():
     scheduler = create_scheduler(num_blocks=4, max_num_seqs=2, max_model_len=16)
     low, high = create_request(4, priority=1, max_tokens=9), create_request(8, priority=-1, max_tokens=1)
     scheduler.add(low)
@@ -160,7 +160,7 @@ def test_a_slot_is_held_since_the_newest_admission():
     assert row.preemptions == 1
 
 
-def test_who_begins_alike_has_the_same_number_and_no_number_of_a_block():
+def test_scheduler_view_numbers_shared_prefixes_without_block_ids():
     scheduler = create_scheduler(num_blocks=16, prefix_caching=True)
     for number in range(4):
         scheduler.add(create_request(12, tenant="ab"[number % 2]))
@@ -178,7 +178,7 @@ def test_who_begins_alike_has_the_same_number_and_no_number_of_a_block():
     assert [each.group for each in replica.running_requests] == [0, 0]
 
 
-def test_what_the_documentation_shows_is_what_there_is():
+def test_scheduler_view_matches_its_documentation():
     text = (DOCS / "guides" / "control.md").read_text(encoding="utf-8")
     example = "{" + text.partition("v1/scheduler\n{")[2].partition("```")[0]
     shown = json.loads(re.sub(r",\s*\.\.\.", "", example))
@@ -190,7 +190,7 @@ def test_what_the_documentation_shows_is_what_there_is():
     assert set(shown["replicas"][0]["blocks"]) == set(BlockUsage.__struct_fields__)
 
 
-def test_the_route_is_documented():
+def test_scheduler_route_is_documented():
     document = openapi_document(ENDPOINTS, with_keys=False)
     operation = document["paths"]["/v1/scheduler"]["get"]
     assert operation["responses"]["200"]["content"]["application/json"]["schema"]["$ref"].endswith("/SchedulerView")

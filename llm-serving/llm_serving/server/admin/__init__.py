@@ -1,1 +1,1 @@
-"""Routes for operators: health, metrics, live view, explanations, control, replicas, reload, advice."""
+"""Routes for operators: health, metrics, live view, explanations, control, replicas, reload and tuning advice."""

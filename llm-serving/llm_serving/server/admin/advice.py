@@ -1,6 +1,6 @@
-"""GET /v1/scheduler/advice: what other values of a key would have made of the last minutes.
+"""GET /v1/scheduler/advice: how other values of configuration keys would have served the recent requests.
 
-The simulator works it out in a process of its own (`Advisor`).
+`Advisor` runs the simulator in a process of its own.
 """
 
 from __future__ import annotations
@@ -37,25 +37,27 @@ logger = get_logger(__name__)
 SIMULATOR: Final = "llm_serving_simulator"
 COMMAND: Final = tuple(command_of(f"{SIMULATOR}.advising"))
 BUDGET_S: Final = 120.0
-"""Seconds in which neighbours are played: beside a server under load a process of the lowest priority gets little."""
-MOST_S: Final = 240.0
-"""Seconds after which the process is killed."""
+"""Seconds of simulation. Beside a loaded server a process of the lowest priority gets little processor time."""
+TIMEOUT_S: Final = 240.0
+"""Seconds after which the simulator's process is killed."""
 RETRY_AFTER_S: Final = 30.0
-MAX_SAID_CHARS: Final = 300
-"""Characters of the last output of a failed process that the error repeats."""
+MAX_OUTPUT_CHARS: Final = 300
+"""Characters of a failed process's last output line in the log."""
 
 MINUTES: Final = 5
 MAX_MINUTES: Final = 60
 
 
 class Advisor:
-    """Lives on the event loop; one process at a time, which several may wait for. It ends with the last of them.
+    """Runs one simulator process at a time on behalf of all waiting clients; it ends when the last of them leaves.
+
+    It belongs to the event loop.
 
     Args:
-        config: Asked for the configuration that holds.
-        clock: That of recordings.
-        command: That reads a question and writes advice.
-        refused: Tells who was refused at the door since a time.
+        config: Returns the current configuration.
+        clock: The clock that stamps recordings, in seconds.
+        command: Command that reads a question from standard input and writes advice to standard output.
+        refused: Returns the requests that admission refused since a time.
     """
 
     def __init__(
@@ -71,48 +73,48 @@ class Advisor:
         self._refused = refused
         self._minutes = 0
         self._task: asyncio.Task[dict[str, Any]] | None = None
-        self._num_asking = 0
-        """Who wait for that task; none: it has ended, or is about to."""
+        self._num_waiting = 0
+        """Number of clients that wait for the task; at 0 it has ended or is being cancelled."""
 
     async def advise(self, minutes: int) -> dict[str, Any]:
-        """Looks at the last minutes. Cancelling it ends the work, unless others wait for the same.
+        """Return advice on the last `minutes`. If the last waiting client is cancelled, the work is cancelled too.
 
         Raises:
-            RequestError: Nothing is recorded, or too little came.
-            CapacityError: Advice on another time is being worked out.
-            UnavailableError: It took too long, or too much memory, or the package of the simulator is missing.
+            RequestError: Nothing is recorded, or too few requests arrived.
+            CapacityError: Advice on another period is being computed.
+            UnavailableError: It took too much time or memory, or the simulator package is not installed.
         """
         if find_spec(SIMULATOR) is None:
             raise UnavailableError(f"advice needs the package {SIMULATOR}, which is not installed on this server")
         folder = self._config().scheduler.record_path
         if folder is None:
-            rule = "must name a folder for advice: then the server records what its schedulers are told and decide"
+            rule = "must name a folder, so that the server records the inputs and decisions of its schedulers"
             raise RequestError("record_path", f"{rule} (scheduler_config.record_path; it takes a restart)")
-        while self._task is not None and self._num_asking == 0 and not self._task.done():
+        while self._task is not None and self._num_waiting == 0 and not self._task.done():
             await asyncio.wait([self._task])
         if self._task is not None and not self._task.done():
             if minutes != self._minutes:
-                raise CapacityError("advice is being worked out already", RETRY_AFTER_S)
+                raise CapacityError("advice on another period is being computed", RETRY_AFTER_S)
         else:
             self._minutes = minutes
-            self._task = asyncio.create_task(self._work_out(str(folder), minutes))
+            self._task = asyncio.create_task(self._simulate(str(folder), minutes))
         task = self._task
-        self._num_asking += 1
+        self._num_waiting += 1
         try:
             return await asyncio.shield(task)
         finally:
-            self._num_asking -= 1
-            if self._num_asking == 0:
+            self._num_waiting -= 1
+            if self._num_waiting == 0:
                 task.cancel()
 
     async def close(self) -> None:
-        """Ends what is being worked out."""
+        """Cancel the computation under way."""
         if self._task is not None:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError, RequestError, UnavailableError):
                 await self._task
 
-    async def _work_out(self, folder: str, minutes: int) -> dict[str, Any]:
+    async def _simulate(self, folder: str, minutes: int) -> dict[str, Any]:
         config = self._config()
         since = self._clock() - 60.0 * minutes
         question = {
@@ -130,32 +132,36 @@ class Advisor:
             stdout=pipe,
             stderr=pipe,
             env={**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
-            start_new_session=True,  # a group of its own, which ends as a whole
+            start_new_session=True,  # its own process group, which is killed as a whole
         )
         try:
-            async with asyncio.timeout(MOST_S):
-                written, said = await process.communicate(encode(question))
+            async with asyncio.timeout(TIMEOUT_S):
+                written, errors = await process.communicate(encode(question))
         except TimeoutError:
-            rule = "it only gets the time that others leave"
-            raise UnavailableError(f"advice was not worked out within {MOST_S:g} s: {rule}") from None
+            rule = "the simulator only gets processor time that the server leaves"
+            raise UnavailableError(f"advice was not ready within {TIMEOUT_S:g} s: {rule}") from None
         finally:
-            with contextlib.suppress(ProcessLookupError):  # nobody of its group is left
+            with contextlib.suppress(ProcessLookupError):  # the whole process group has ended
                 os.killpg(process.pid, signal.SIGKILL)
             await process.wait()
         try:
-            told = json.loads(written)
+            advice = json.loads(written)
         except ValueError:
-            last = said.decode(errors="replace").strip().rpartition("\n")[2]
-            logger.error("advice: the process ended with code %d: %s", process.returncode, last[:MAX_SAID_CHARS])
-            raise UnavailableError("advice took more time or memory than it may") from None
-        if "error" in told:
-            rule = f"must be a time of which there is advice, and {minutes} is none"
-            raise RequestError("minutes", f"{rule}: {told['error']}")
-        return dict(told)
+            last = errors.decode(errors="replace").strip().rpartition("\n")[2]
+            logger.error(
+                "The simulator process for advice ended with exit code %d: %s",
+                process.returncode,
+                last[:MAX_OUTPUT_CHARS],
+            )
+            raise UnavailableError("advice needs more time or memory than the simulator process may use") from None
+        if "error" in advice:
+            rule = f"must cover enough recorded requests; there is no advice on {minutes}"
+            raise RequestError("minutes", f"{rule}: {advice['error']}")
+        return dict(advice)
 
 
 class AdviceView(Struct):
-    """As `llm_serving_simulator.advice.Advice`."""
+    """The JSON form of `llm_serving_simulator.advice.Advice`."""
 
     requests: int
     refused: int
@@ -168,7 +174,7 @@ class AdviceView(Struct):
 
 
 async def show_advice(engine: AsyncEngine, http_request: Request) -> Response:
-    """Plays the requests of the last minutes under neighbours of the configuration, until its client leaves."""
+    """Simulate the requests of the last minutes under neighbouring configurations, until the client disconnects."""
     check_operator(http_request)
     given = http_request.query_params.get("minutes", str(MINUTES))
     if not (given.isascii() and given.isdecimal() and len(given) < 4 and 1 <= int(given) <= MAX_MINUTES):
@@ -182,7 +188,7 @@ ENDPOINTS: Final = (
         "GET",
         "/v1/scheduler/advice",
         show_advice,
-        "Tell what would have been better",
+        "Advise on better values of configuration keys",
         answer=AdviceView,
         query={"minutes": {"type": "integer", "minimum": 1, "maximum": MAX_MINUTES}},
     ),

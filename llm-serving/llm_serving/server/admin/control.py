@@ -1,4 +1,6 @@
-"""What operators and clients do to requests by their id, and GET /v1/scheduler, which tells who holds what."""
+"""Routes that act on requests by their id, POST /v1/reload, and GET /v1/scheduler, which shows slots, queues and
+blocks.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +27,11 @@ from llm_serving.server.request_context import api_key_of
 class Cancelled(Struct):
     request_id: str
     cancelled: list[str]
-    """Those of the engine's requests that this ends: one a choice. Empty: all had ended before."""
+    """Ids of the engine's requests that were cancelled, one for each choice; empty: all had ended before."""
 
 
 async def cancel_request(engine: AsyncEngine, http_request: Request) -> Response:
-    """Ends a request at the next step; its client gets what there is and the finish reason `abort`."""
+    """Abort a request at the next step; its client gets the tokens so far and the finish reason `abort`."""
     request_id = http_request.path_params["request_id"]
     return json_response(Cancelled(request_id, engine.control.cancel(request_id, tenant_seen(http_request))))
 
@@ -39,14 +41,16 @@ class Reprioritised(Struct):
     priority: int
     priority_class: str
     changed: list[str]
-    """Those of the engine's requests that have this priority now."""
+    """Ids of the engine's requests that now have this priority."""
     unchanged: list[str]
-    """Those that have a slot, or had one, and would go before others of the class more often than they may; and those
-    that ended meanwhile."""
+    """Ids of those whose priority stays: they ended, or they have or had a slot and would exceed the bypass limit of
+    their
+    class.
+    """
 
 
 async def reprioritise_request(engine: AsyncEngine, http_request: Request) -> Response:
-    """Gives a request that waits or runs another priority, within what its caller may ask for."""
+    """Change the priority of a waiting or running request, within the caller's limits."""
     request_id, config = http_request.path_params["request_id"], engine.config
     body = await read_fields(engine, http_request, PriorityRequest)
     ceiling = ceiling_of(config, api_key_of(http_request))
@@ -61,7 +65,7 @@ async def reprioritise_request(engine: AsyncEngine, http_request: Request) -> Re
 
 
 async def show_scheduler(engine: AsyncEngine, http_request: Request) -> Response:
-    """Slots, queues, tenants and blocks of every replica; of other tenants only numbers."""
+    """Show slots, queues, tenants and blocks of every replica; of other tenants the caller sees only totals."""
     states = await engine.lookup.scheduler_states()
     known = {index: state for index, state in states.items() if state is not None}
     silent, tenant = [index for index, state in states.items() if state is None], tenant_seen(http_request)
@@ -79,9 +83,9 @@ ENDPOINTS: Final = (
         "POST",
         "/v1/requests/{request_id}/priority",
         reprioritise_request,
-        "Give a request another priority",
+        "Change the priority of a request",
         body=PriorityRequest,
         answer=Reprioritised,
     ),
-    Endpoint("GET", "/v1/scheduler", show_scheduler, "Tell who holds slots and blocks", answer=SchedulerView),
+    Endpoint("GET", "/v1/scheduler", show_scheduler, "Show who holds slots and blocks", answer=SchedulerView),
 )

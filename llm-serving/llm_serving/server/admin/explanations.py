@@ -1,4 +1,4 @@
-"""GET /v1/requests/{id}/explain and GET /v1/timeline: where the time went."""
+"""GET /v1/requests/{id}/explain and GET /v1/timeline: where the time of requests went."""
 
 from __future__ import annotations
 
@@ -20,37 +20,37 @@ from llm_serving.server.request_context import source_of
 
 T = TypeVar("T")
 
-_LOOKING: Final = FairThreads(1, "lookup")
-"""One thread: what is made of thousands of steps takes a second of Python's lock, which the engines want too."""
+_LOOKUPS: Final = FairThreads(1, "lookup")
+"""One thread: a lookup over thousands of steps holds Python's lock for up to a second, which the engines need too."""
 
 
 class Explanations(Long):
-    """All requests of the engine that answer to one id: several choices, or several clients that chose the same."""
+    """All engine requests with one id: several choices, or several clients that chose the same id."""
 
     request_id: str
     requests: list[Explanation]
 
 
 class Trace(Long):
-    """JSON object form of the Trace Event Format."""
+    """The JSON object form of the Trace Event Format."""
 
     traceEvents: list[dict[str, Any]]  # noqa: N815  the format's name
     displayTimeUnit: str  # noqa: N815
 
 
 async def explain_request(engine: AsyncEngine, http_request: Request) -> Response:
-    """Where the time of a request went; it may still run."""
+    """Explain where the time of a request went; it may still be running."""
     request_id = http_request.path_params["request_id"]
     tenant = tenant_seen(http_request)
     found = await _looked_up(http_request, lambda: engine.lookup.explain(request_id, tenant))
     if not found:
-        rule = f"must be that of a request that lives or is among the newest {engine.config.serving.explain_requests}"
-        raise RequestNotFoundError("request_id", f"{rule} that ended (serving_config.explain_requests)", request_id)
+        rule = f"must be that of an unfinished request or one of the newest {engine.config.serving.explain_requests}"
+        raise RequestNotFoundError("request_id", f"{rule} finished ones (serving_config.explain_requests)", request_id)
     return await large_json_response(Explanations(request_id, found))
 
 
 async def show_timeline(engine: AsyncEngine, http_request: Request) -> Response:
-    """The newest steps and the requests that lived meanwhile, for Perfetto; `?steps=N` for fewer steps."""
+    """Return the newest steps and the requests alive during them, for Perfetto; `?steps=N` limits the steps."""
     most = engine.config.serving.timeline_steps
     given = http_request.query_params.get("steps", str(most))
     if not (given.isascii() and given.isdecimal() and len(given) < 9 and 1 <= int(given) <= most):
@@ -61,10 +61,10 @@ async def show_timeline(engine: AsyncEngine, http_request: Request) -> Response:
 
 
 async def _looked_up(http_request: Request, look: Callable[[], T]) -> T:
-    """What somebody looks up, one after the other; for whoever leaves before nothing is."""
+    """Run a lookup in the lookup thread, unless the client disconnects before its turn."""
 
     async def turn() -> T:
-        return await asyncio.wrap_future(_LOOKING.submit(source_of(http_request), look))
+        return await asyncio.wrap_future(_LOOKUPS.submit(source_of(http_request), look))
 
     return await run_until_client_leaves(http_request.receive, turn())
 
@@ -74,7 +74,7 @@ ENDPOINTS: Final = (
         "GET",
         "/v1/requests/{request_id}/explain",
         explain_request,
-        "Tell where the time of a request went",
+        "Explain where the time of a request went",
         answer=Explanations,
     ),
     Endpoint(

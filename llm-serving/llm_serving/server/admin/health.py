@@ -1,4 +1,4 @@
-"""GET /health and /ping."""
+"""GET /health, GET /ping and GET /metrics."""
 
 from __future__ import annotations
 
@@ -15,12 +15,18 @@ from llm_serving.server.protocols.openai.schemas import HealthResponse
 
 
 async def show_health(engine: AsyncEngine, http_request: Request) -> Response:
-    """200 while at least one WorkAgent serves, 503 before and after; the body says why."""
+    """Return 200 while at least one WorkAgent serves, else 503; the body gives the reason."""
     health = engine.health()
     status = HTTPStatus.OK if health.ready else HTTPStatus.SERVICE_UNAVAILABLE
     return json_response(
         HealthResponse("ready" if health.ready else "unavailable", health.detail, health.loading), status
     )
+
+
+async def show_metrics(engine: AsyncEngine, http_request: Request) -> Response:
+    """Return all metrics in the text format of Prometheus."""
+    content, content_type = engine.metrics.render()
+    return Response(content, headers={"content-type": content_type})
 
 
 ENDPOINTS: Final = (
@@ -42,4 +48,5 @@ ENDPOINTS: Final = (
         is_probe=True,
         needs_key=False,
     ),
+    Endpoint("GET", "/metrics", show_metrics, "Metrics for Prometheus", is_probe=True),
 )

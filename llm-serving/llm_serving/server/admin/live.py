@@ -1,9 +1,9 @@
 """GET /v1/live: snapshots of all schedulers as server-sent events.
 
-A snapshot is taken while there are viewers, once for all of them. It is taken at most every `LEAST_PAUSE_S`, and so
-seldom that taking, writing and sending snapshots uses `SHARE` of the time: the cost of one decides the pause before
-the next. A viewer that reads slowly gets the newest snapshot when it is ready for one; those in between are dropped.
-Rows have no names: the columns are sent once.
+A snapshot is taken only while clients watch, once for all of them. The pause between two snapshots is at least
+`LEAST_PAUSE_S`, and long enough that taking, encoding and sending snapshots uses `SHARE` of one core. A client that
+reads slowly gets the newest snapshot when it is ready for one; those in between are dropped. Rows are arrays without
+names: the first event lists the columns.
 """
 
 from __future__ import annotations
@@ -35,28 +35,28 @@ from llm_serving.server.generation.streaming import EVENT_STREAM, STREAM_HEADERS
 from llm_serving.server.middleware.authentication import tenant_seen
 
 DIGITS: Final = 4
-"""Decimals of times in seconds."""
+"""Decimal places of times in seconds."""
 logger = get_logger(__name__)
 LEAST_PAUSE_S: Final = 0.25
 MOST_PAUSE_S: Final = 10.0
 SHARE: Final = 0.01
-"""Share of one core that snapshots for viewers may use."""
+"""Share of one core that snapshots may use."""
 SEND_S: Final = 0.0002
-"""Seconds of processor time that sending one picture to one viewer takes, connection and encryption included."""
+"""Seconds of processor time to send one snapshot to one client, including TLS."""
 TIMEOUT_S: Final = 1.0
-"""Seconds to wait for an engine; the snapshot then reports that it does not reply."""
+"""Seconds to wait for an engine; without a reply the snapshot lists the replica as silent."""
 RETRY_AFTER_S: Final = 10.0
 
 
 class EndedRequest(Struct, kw_only=True):
-    """A request that has ended since the picture before."""
+    """A request that has ended since the previous snapshot."""
 
     id: str
     request_class: str
     tenant: str
     reason: str | None
     seconds: float
-    """From its arrival to its end."""
+    """Arrival to end."""
     first_token: float | None
     """Seconds from its arrival to its first token."""
     prompt: int
@@ -66,18 +66,18 @@ class EndedRequest(Struct, kw_only=True):
 
 
 class ComputedStep(Struct, kw_only=True):
-    """A step that has ended since the picture before; for a tenant, its own rows of it, and no step without one."""
+    """A step that has ended since the previous snapshot. A tenant sees only its own rows, and no step without one."""
 
     number: int
     ended: float
-    """Seconds on the clock of `time`."""
+    """Time of its end, on the clock of the snapshot's `time`."""
     seconds: float
-    """From when it was formed, or the step before had ended, to its results."""
+    """Time from its scheduling, or from the end of the previous step if that is later, to its results."""
     prompts: int
-    """Rows that computed parts of prompts, or again what was lost."""
+    """Rows that computed parts of prompts, or recomputed tokens after a preemption."""
     prompt_tokens: int
     decoding: int
-    """Rows that computed one token and chose the next."""
+    """Rows that computed one token and sampled the next."""
 
 
 ROWS: Final[Mapping[str, type[Struct]]] = {
@@ -91,11 +91,11 @@ ROWS: Final[Mapping[str, type[Struct]]] = {
 
 
 def columns_event() -> bytes:
-    """Names of the values of each row of each list; first in every stream."""
+    """Return the first event of every stream: the column names of each list."""
     return named_event("columns", {name: kind.__struct_fields__ for name, kind in ROWS.items()})
 
 
-def picture_event(
+def snapshot_event(
     number: int,
     time: float,
     snapshots: Mapping[int, EngineSnapshot | None],
@@ -103,7 +103,7 @@ def picture_event(
     tenant: str | None,
     metrics: Metrics,
 ) -> bytes:
-    """The picture with this number, as far as a tenant may see it; all of it with None."""
+    """Return the snapshot event with this number, limited to what the tenant may see; None: everything."""
     known = {index: each for index, each in snapshots.items() if each is not None}
     silent = [index for index, each in snapshots.items() if each is None]
     view: SchedulerView = view_of({index: each.state for index, each in known.items()}, silent, policy, tenant)
@@ -124,7 +124,7 @@ def picture_event(
 
 
 def _replica(view: Replica, seen: EngineSnapshot, tenant: str | None) -> dict[str, Any]:
-    told: dict[str, Any] = {
+    row: dict[str, Any] = {
         "replica": view.replica,
         "step": view.step,
         "policy": view.policy,
@@ -136,20 +136,20 @@ def _replica(view: Replica, seen: EngineSnapshot, tenant: str | None) -> dict[st
         "blocks": view.blocks,
         "saved": sum(each.blocks for each in seen.state.running.values()) - view.blocks.used,
     }
-    own = _sequences(seen, tenant)
+    own = _visible_sequences(seen, tenant)
     lists: dict[str, Sequence[Struct]] = {
         "classes": view.classes,
         "tenants": view.tenants,
         "running_requests": view.running_requests,
         "waiting_requests": view.waiting_requests,
-        "ended": [_ended(life) for life in seen.ended if tenant in (None, life.tenant)],
+        "ended": [_ended(record) for record in seen.ended if tenant in (None, record.tenant)],
         "steps": _steps(seen.steps, own),
     }
-    return told | {name: [_values(row) for row in rows] for name, rows in lists.items()}
+    return row | {name: [_values(each) for each in rows] for name, rows in lists.items()}
 
 
 def _where(machine: str, tenant: str | None) -> dict[str, str]:
-    """Machines are told to those who may see everything."""
+    """Show machine names only to callers that may see everything."""
     return {"machine": machine if tenant is None else ""}
 
 
@@ -157,25 +157,25 @@ def _values(row: Struct) -> list[Any]:
     return [round(value, DIGITS) if isinstance(value, float) else value for value in msgspec.structs.astuple(row)]
 
 
-def _sequences(seen: EngineSnapshot, tenant: str | None) -> frozenset[int] | None:
-    """`Request.sequence` of what a tenant has, or had until just now; None: of everybody's."""
+def _visible_sequences(seen: EngineSnapshot, tenant: str | None) -> frozenset[int] | None:
+    """Return `Request.sequence` of a tenant's waiting, running and just ended requests; None: of all tenants."""
     if tenant is None:
         return None
     running = [sequence for sequence, row in seen.state.running.items() if row.tenant == tenant]
     waiting = [sequence for sequence, row in seen.state.waiting.items() if row.tenant == tenant]
-    return frozenset(running + waiting).union(*(life.sequences for life in seen.ended if life.tenant == tenant))
+    return frozenset(running + waiting).union(*(record.sequences for record in seen.ended if record.tenant == tenant))
 
 
-def _ended(life: RequestRecord) -> EndedRequest:
-    facts, came = life.summary, life.first_token_time
-    ended = life.arrival_time if life.ended_time is None else life.ended_time
+def _ended(record: RequestRecord) -> EndedRequest:
+    facts, came = record.summary, record.first_token_time
+    ended = record.arrival_time if record.ended_time is None else record.ended_time
     return EndedRequest(
-        id=life.request_id,
-        request_class=life.request_class.name,
-        tenant=life.tenant,
+        id=record.request_id,
+        request_class=record.request_class.name,
+        tenant=record.tenant,
         reason=facts.finish_reason,
-        seconds=ended - life.arrival_time,
-        first_token=None if came is None else came - life.arrival_time,
+        seconds=ended - record.arrival_time,
+        first_token=None if came is None else came - record.arrival_time,
         prompt=facts.num_prompt_tokens,
         cached=facts.num_cached_tokens,
         output=facts.num_output_tokens,
@@ -203,25 +203,25 @@ def _steps(steps: Sequence[tuple[float, Step]], own: frozenset[int] | None) -> l
 
 
 class Watched(Protocol):
-    """Of an engine, what is watched."""
+    """The part of the engine that the live feed needs."""
 
     async def snapshots(self, since: float, timeout_s: float) -> dict[int, EngineSnapshot | None]: ...
 
 
 class Viewer:
-    """One who watches; sees what its tenant may, or everything with None."""
+    """One watching client; it sees what its tenant may see, or everything with None."""
 
     def __init__(self, tenant: str | None) -> None:
         self.tenant = tenant
         self.num_dropped = 0
-        """Pictures that came while it had not taken the one before."""
+        """Number of snapshots that were replaced before the client read them."""
         self._newest: bytes | None = None
         self._changed = asyncio.Event()
         self._ended = False
 
-    def show(self, picture: bytes) -> None:
+    def show(self, snapshot: bytes) -> None:
         self.num_dropped += self._newest is not None
-        self._newest = picture
+        self._newest = snapshot
         self._changed.set()
 
     def end(self) -> None:
@@ -229,27 +229,27 @@ class Viewer:
         self._changed.set()
 
     async def next(self) -> bytes | None:
-        """The newest picture, once there is one that it has not had; None: there are no more."""
+        """Wait for a snapshot that the client has not read yet and return it; None: the stream has ended."""
         await self._changed.wait()
         self._changed.clear()
         if self._ended:
             self._changed.set()
             return None
-        picture, self._newest = self._newest, None
-        return picture
+        snapshot, self._newest = self._newest, None
+        return snapshot
 
 
 class LiveFeed:
-    """Lives on the event loop.
+    """Takes snapshots while clients watch, and hands them to the clients. It belongs to the event loop.
 
     Args:
-        watched: Told what the engines look like.
-        metrics: Their totals.
-        policy: Of their schedulers.
-        max_viewers: At a time; a tenant has at most half of the places.
-        clock: The engine's.
-        cpu_clock: Processor time of the thread.
-        sleep: Waits so many seconds.
+        watched: Returns snapshots of the engines.
+        metrics: Totals of the engines.
+        policy: Name of their scheduling policy.
+        max_viewers: Most clients at a time; one tenant may have half of them.
+        clock: The engine's clock, in seconds.
+        cpu_clock: Processor time of the thread, in seconds.
+        sleep: Waits for a number of seconds.
     """
 
     def __init__(
@@ -276,17 +276,17 @@ class LiveFeed:
         self._closed = False
 
     def join(self, tenant: str | None) -> Viewer:
-        """Somebody watches from now on, until `leave`.
+        """Add a client, until `leave`.
 
         Raises:
-            CapacityError: As many do as may.
+            CapacityError: The limit of clients, or of this tenant's clients, is reached.
         """
         most = self._max_viewers
         if self._closed or len(self._viewers) >= most:
-            raise CapacityError(f"{most} watch already (serving_config.max_live_viewers)", RETRY_AFTER_S)
+            raise CapacityError(f"{most} clients watch already (serving_config.max_live_viewers)", RETRY_AFTER_S)
         if tenant is not None and Counter(each.tenant for each in self._viewers)[tenant] >= max(1, most // 2):
             rule = "half of serving_config.max_live_viewers"
-            raise CapacityError(f"{max(1, most // 2)} watch already with this key ({rule})", RETRY_AFTER_S)
+            raise CapacityError(f"{max(1, most // 2)} clients with this key watch already ({rule})", RETRY_AFTER_S)
         viewer = Viewer(tenant)
         self._viewers.append(viewer)
         if self._task is None:
@@ -294,14 +294,14 @@ class LiveFeed:
         return viewer
 
     def leave(self, viewer: Viewer) -> None:
-        """With the last one nothing is looked at any more."""
+        """Remove a client; without clients no more snapshots are taken."""
         self._viewers.remove(viewer)
         if not self._viewers and self._task is not None:
             self._task.cancel()
             self._task = None
 
     def close(self) -> None:
-        """Ends all streams: the server shall end, and they never would."""
+        """End all streams, which would otherwise keep the server from ending."""
         self._closed = True
         for viewer in self._viewers:
             viewer.end()
@@ -314,39 +314,39 @@ class LiveFeed:
                 since = min((each.state.now for each in snapshots.values() if each is not None), default=since)
                 spent_s = await self._show(snapshots)
             except Exception:
-                logger.exception("a picture of the engines failed")
+                logger.exception("taking a snapshot of the engines failed")
                 spent_s = MOST_PAUSE_S
             await self._sleep(pause_s(spent_s))
 
     async def _show(self, snapshots: Mapping[int, EngineSnapshot | None]) -> float:
-        """Gives every viewer what it may see; returns the seconds of processor time it has taken."""
+        """Hand every client its snapshot; return the processor time used, in seconds."""
         self._number += 1
         now = self._clock()
         spent_s = sum(each.cpu_s for each in snapshots.values() if each is not None)
         for tenant in dict.fromkeys(each.tenant for each in self._viewers):
             began = self._cpu_clock()
-            picture = picture_event(self._number, now, snapshots, self.policy, tenant, self._metrics)
+            snapshot = snapshot_event(self._number, now, snapshots, self.policy, tenant, self._metrics)
             spent_s += self._cpu_clock() - began
             for viewer in self._viewers:
                 if viewer.tenant == tenant:
-                    viewer.show(picture)
+                    viewer.show(snapshot)
                     spent_s += SEND_S
-            await asyncio.sleep(0)  # one after the other, and others between them
+            await asyncio.sleep(0)  # let other tasks run between two tenants
         return spent_s
 
 
 def pause_s(spent_s: float) -> float:
-    """Seconds until the next picture after one that took so many of processor time."""
+    """Return the seconds until the next snapshot after one that used `spent_s` seconds of processor time."""
     return min(MOST_PAUSE_S, max(LEAST_PAUSE_S, spent_s / SHARE))
 
 
 async def watch(engine: AsyncEngine, http_request: Request) -> Response:
-    """Pictures of all schedulers, a few a second, until the client leaves; of other tenants only numbers."""
+    """Stream snapshots of all schedulers until the client disconnects; of other tenants the caller sees only totals."""
     return _LiveResponse(http_request.app.live, tenant_seen(http_request))
 
 
 class _LiveResponse(Response):
-    """Sends the newest picture whenever the client has taken the one before."""
+    """Sends the newest snapshot whenever the client has read the previous one."""
 
     def __init__(self, feed: LiveFeed, tenant: str | None) -> None:
         self._feed = feed
@@ -367,10 +367,10 @@ class _LiveResponse(Response):
     async def _send_all(self, send: Callable[[Message], Awaitable[None]]) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         await send({"type": "http.response.body", "body": columns_event(), "more_body": True})
-        # To a HEAD this is all: its client takes no body, and need not leave.
-        while self._with_body and (picture := await self._viewer.next()) is not None:
-            await send({"type": "http.response.body", "body": picture, "more_body": True})
+        # A HEAD request ends here: it takes no body, and its client need not disconnect.
+        while self._with_body and (snapshot := await self._viewer.next()) is not None:
+            await send({"type": "http.response.body", "body": snapshot, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-ENDPOINTS: Final = (Endpoint("GET", "/v1/live", watch, "Watch the schedulers, as server-sent events without an end"),)
+ENDPOINTS: Final = (Endpoint("GET", "/v1/live", watch, "Watch the schedulers: endless server-sent events"),)

@@ -1,4 +1,4 @@
-"""What operators do to replicas: look at them, have one leave, have it join again."""
+"""Routes for administrators: show, drain and rejoin replicas, and read the YAML again."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ from llm_serving.server.parsing.offload import json_response
 class ReplicaView(Struct):
     replica: int
     state: str
-    """loading, serving, restarting, draining (it finishes what it has) or left."""
+    """loading, serving, restarting, draining (it finishes its requests) or left."""
     num_unfinished: int
-    """Requests that it has."""
     machine: str
-    """Address of the one on which its WorkAgent runs, or ran; empty: the master's own."""
+    """Address of the machine on which its WorkAgent runs or ran; empty: the master's machine."""
 
 
 class ReplicasView(Struct):
@@ -30,23 +29,37 @@ class ReplicasView(Struct):
 
 
 async def show_replicas(engine: AsyncEngine, http_request: Request) -> Response:
-    """Every replica: what it does, and how many requests it has."""
+    """Show the state and the number of unfinished requests of every replica."""
     check_operator(http_request)
     return _view(engine)
 
 
 async def drain_replica(engine: AsyncEngine, http_request: Request) -> Response:
-    """The replica gets no further requests; when it has finished those it has, its WorkAgent ends."""
+    """Drain a replica: it gets no further requests, and its WorkAgent ends when its last request has finished."""
     check_operator(http_request)
     engine.control.drain(_replica(http_request))
     return _view(engine)
 
 
 async def join_replica(engine: AsyncEngine, http_request: Request) -> Response:
-    """A drained replica serves again; one that has left is loaded first."""
+    """Let a drained replica serve again; one that has left is loaded first."""
     check_operator(http_request)
     engine.control.join(_replica(http_request))
     return _view(engine)
+
+
+class ReloadView(Struct):
+    changed: list[str]
+    """Changes as "section.key: before -> after"; for an API key's hash only the key."""
+    late: list[int]
+    """Replicas whose WorkAgent is restarting; the changes apply there when it has started."""
+
+
+async def reload(engine: AsyncEngine, http_request: Request) -> Response:
+    """Apply all changes in the YAML, or refuse them all."""
+    check_operator(http_request)
+    done = await engine.reloading.reload()
+    return json_response(ReloadView([str(each) for each in done.changes], done.late))
 
 
 def _view(engine: AsyncEngine) -> Response:
@@ -61,7 +74,8 @@ def _replica(http_request: Request) -> int:
 
 
 ENDPOINTS: Final = (
-    Endpoint("GET", "/v1/replicas", show_replicas, "Tell what each replica does", answer=ReplicasView),
-    Endpoint("POST", "/v1/replicas/{replica}/drain", drain_replica, "Have a replica leave", answer=ReplicasView),
-    Endpoint("POST", "/v1/replicas/{replica}/join", join_replica, "Have a replica join again", answer=ReplicasView),
+    Endpoint("GET", "/v1/replicas", show_replicas, "Show the state of each replica", answer=ReplicasView),
+    Endpoint("POST", "/v1/replicas/{replica}/drain", drain_replica, "Drain a replica", answer=ReplicasView),
+    Endpoint("POST", "/v1/replicas/{replica}/join", join_replica, "Let a replica join again", answer=ReplicasView),
+    Endpoint("POST", "/v1/reload", reload, "Read the YAML again", answer=ReloadView),
 )

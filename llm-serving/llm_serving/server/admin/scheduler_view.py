@@ -1,4 +1,4 @@
-"""The answer of GET /v1/scheduler: who holds what and since when, as far as the caller may know."""
+"""The response of GET /v1/scheduler: running slots, queues, tenants and blocks that the caller may see."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from llm_serving.observability.snapshot import (
 )
 
 MAX_ROWS: Final = 256
-"""Requests and tenants shown one by one; the others are counted."""
+"""Most requests and tenants listed one by one; the totals count all."""
 
 
 class Tenant(Struct, kw_only=True):
@@ -27,15 +27,15 @@ class Tenant(Struct, kw_only=True):
     waiting: int
     blocks: int
     served: dict[str, int]
-    """By class: tokens it has got, each generated one counted twice; the least goes next."""
+    """By class: tokens served, each generated one counted twice. The tenant with the fewest is scheduled next."""
 
 
 class Replica(Struct, kw_only=True):
-    """One WorkAgent's scheduler at one moment."""
+    """The state of one replica's scheduler at one moment."""
 
     replica: int
     step: int
-    """Number of the next one."""
+    """Number of the next step."""
     policy: str
     slots: int
     running: int
@@ -43,7 +43,7 @@ class Replica(Struct, kw_only=True):
     blocks: BlockUsage
     classes: list[ClassQueueState]
     tenants: list[Tenant]
-    """With API keys, only the caller's own, unless it is an administrator; so are the lists below."""
+    """With API keys, only the caller's own unless it is an administrator; the same holds for the lists below."""
     running_requests: list[RunningRequest]
     """In the order in which they decode."""
     waiting_requests: list[WaitingRequest]
@@ -53,11 +53,11 @@ class Replica(Struct, kw_only=True):
 class SchedulerView(Struct):
     replicas: list[Replica]
     silent: list[int]
-    """Replicas that were asked and did not answer in time: they wait for their WorkAgent."""
+    """Replicas that did not reply in time, because they wait for their WorkAgent."""
 
 
 def view_of(states: dict[int, SchedulerState], silent: list[int], policy: str, tenant: str | None) -> SchedulerView:
-    """What a tenant may see; everything with None."""
+    """Return what a tenant may see; None: everything."""
     return SchedulerView([_replica(index, states[index], policy, tenant) for index in sorted(states)], silent)
 
 
@@ -82,7 +82,7 @@ def _replica(index: int, state: SchedulerState, policy: str, tenant: str | None)
 def _tenants(
     running: Sequence[RunningRequest], waiting: Sequence[WaitingRequest], served: Mapping[str, Mapping[str, int]]
 ) -> list[Tenant]:
-    """Those with most requests first."""
+    """Return the tenants with the most requests first."""
     num_running = Counter(each.tenant for each in running)
     num_waiting = Counter(each.tenant for each in waiting)
     blocks: Counter[str] = Counter()
@@ -101,7 +101,9 @@ def _tenants(
 
 
 def _with_groups(requests: Sequence[RunningRequest]) -> list[RunningRequest]:
-    """First blocks become numbers in the order of these requests: the number of a block would tell of others'."""
+    """Number the first blocks in the order of these requests: real block ids would reveal the activity of other
+    tenants.
+    """
     groups: dict[int, int] = {}
     return [
         each if each.group is None else replace(each, group=groups.setdefault(each.group, len(groups)))

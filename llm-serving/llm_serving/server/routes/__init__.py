@@ -1,8 +1,8 @@
-"""Who answers which path: one module a protocol, each with a table of endpoints."""
+"""The table of all endpoints; each module of a protocol or of a group of routes has its own part."""
 
 from typing import Final
 
-from llm_serving.server.admin import advice, control, explanations, health, live, metrics, reload, replicas
+from llm_serving.server.admin import advice, control, explanations, health, live, replicas
 from llm_serving.server.batches import api
 from llm_serving.server.endpoint import Endpoint
 from llm_serving.server.idempotency import stream_routes
@@ -26,10 +26,8 @@ ENDPOINTS: Final[tuple[Endpoint, ...]] = (
     *control.ENDPOINTS,
     *advice.ENDPOINTS,
     *replicas.ENDPOINTS,
-    *reload.ENDPOINTS,
     *live.ENDPOINTS,
     *health.ENDPOINTS,
-    *metrics.ENDPOINTS,
     *tgi.ENDPOINTS,
     *legacy.ENDPOINTS,
 )
