@@ -12,16 +12,16 @@ EXAMPLES = 12
 
 
 @pytest.mark.parametrize("check", CHECKS)
-def test_routes_answer_as_the_document_says(check):
+def test_routes_match_the_openapi_document(check):
     assert CHECKS[check](EXAMPLES).total() > 0
 
 
-def test_parameters_of_a_query_are_described():
+def test_openapi_document_describes_query_parameters():
     [steps] = DOCUMENT["paths"]["/v1/timeline"]["get"]["parameters"]
     assert (steps["name"], steps["in"], steps["schema"]["minimum"]) == ("steps", "query", 1)
 
 
-def test_the_document_has_the_ranges_of_sampling_parameters():
+def test_openapi_document_has_parameter_ranges():
     fields = DOCUMENT["components"]["schemas"]["CompletionRequest"]["properties"]
     [temperature] = [branch for branch in fields["temperature"]["anyOf"] if branch["type"] == "number"]
     assert (temperature["minimum"], temperature["maximum"]) == (0.0, 100.0)
@@ -30,11 +30,11 @@ def test_the_document_has_the_ranges_of_sampling_parameters():
 
 
 @pytest.mark.parametrize("name", [*NOT_WITH_A_CONSTRAINT, "min_new_tokens"])
-def test_what_does_not_go_with_a_form_says_so(name):
-    assert "Not with a field that asks for a form of answers." in LIMITS[name]
+def test_openapi_document_describes_structured_output_conflicts(name):
+    assert "Not with a field that asks for structured output." in LIMITS[name]
 
 
-def test_the_check_sees_a_refusal_that_the_document_does_not_tell_of():
+def test_openapi_check_detects_undocumented_refusals():
     answer = post(FakeEngine(), "/v1/completions", {"prompt": "hello", "nonsense": 1})
     with pytest.raises(AssertionError, match="the document does not say why"):
         check_answer(answer, positive=True)

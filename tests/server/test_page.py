@@ -20,7 +20,7 @@ MAKES_CODE = re.compile(
 )
 
 
-def test_every_file_of_the_folder_is_shown_and_nothing_else():
+def test_ui_serves_exactly_the_files_of_its_folder():
     assert {path.suffix for path in FOLDER.iterdir()} <= set(MEDIA_TYPES)
     assert sorted(PATHS) == sorted(
         PATH if path.name == "index.html" else f"{PATH}/{path.name}" for path in FOLDER.iterdir()
@@ -29,7 +29,7 @@ def test_every_file_of_the_folder_is_shown_and_nothing_else():
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("keys", [(), KEYS], ids=["without keys", "with keys"])
-def test_it_is_open_and_has_strict_headers(path, keys):
+def test_ui_is_public_with_strict_headers(path, keys):
     answer = request(FakeEngine(api_keys=keys), "GET", path)
     assert answer.status_code == 200
     assert answer.headers["content-security-policy"] == POLICY
@@ -39,14 +39,14 @@ def test_it_is_open_and_has_strict_headers(path, keys):
     assert answer.headers["content-type"] in MEDIA_TYPES.values()
 
 
-def test_the_policy_lets_nothing_in_from_elsewhere():
+def test_ui_policy_allows_own_resources_only():
     rules = dict(rule.split(" ", 1) for rule in POLICY.split("; "))
     assert rules.pop("require-trusted-types-for") == "'script'"
     assert set(rules.values()) == {"'none'", "'self'"}
     assert rules["default-src"] == rules["base-uri"] == rules["frame-ancestors"] == rules["trusted-types"] == "'none'"
 
 
-def test_what_has_not_changed_is_not_sent_again():
+def test_ui_supports_etags():
     etag = request(FakeEngine(), "GET", PATH).headers["etag"]
     again = request(FakeEngine(), "GET", PATH, headers={"if-none-match": etag})
     assert (again.status_code, again.content) == (304, b"")
@@ -56,21 +56,21 @@ def test_what_has_not_changed_is_not_sent_again():
 @pytest.mark.parametrize(
     "path", ["/ui/", "/ui/none.js", "/ui/../page.py", "/ui/%2e%2e/page.py", "/ui/index.html", "/ui//"]
 )
-def test_no_other_path_is_opened(path):
+def test_ui_opens_no_path_of_a_client(path):
     assert request(FakeEngine(), "GET", path).status_code == 404
 
 
-def test_with_keys_a_path_that_is_no_file_is_closed():
+def test_ui_path_without_file_requires_a_key():
     assert request(FakeEngine(api_keys=KEYS), "GET", "/ui/none.js").status_code == 401
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_it_can_be_left_out(path):
+def test_ui_can_be_disabled(path):
     assert request(FakeEngine(limits={"ui": False}), "GET", path).status_code == 404
     assert request(FakeEngine(limits={"ui": False}, api_keys=KEYS), "GET", path).status_code == 401
 
 
-def test_nothing_of_it_is_elsewhere():
+def test_ui_has_no_external_resources():
     for path in FOLDER.iterdir():
         names = re.findall(r"(?:https?:)?//[\w.-]+\.\w+", path.read_text())
         assert set(names) <= {"http://www.w3.org"}, path.name
@@ -78,28 +78,28 @@ def test_nothing_of_it_is_elsewhere():
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
-def test_no_text_becomes_code(path):
+def test_ui_code_never_evaluates_text(path):
     assert not MAKES_CODE.findall(path.read_text())
 
 
-def test_the_first_file_has_no_code_or_style_of_its_own():
+def test_ui_index_has_no_inline_code_or_style():
     text = (FOLDER / "index.html").read_text()
     assert not re.search(r"<style|\sstyle=|\son\w+=|<script(?! type=\"module\" src=\"ui/app.js\"></script>)", text)
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
-def test_modules_name_files_that_there_are(path):
+def test_ui_modules_import_existing_files(path):
     names = re.findall(r'^(?:import|export) .*from "\./(.*)";$', path.read_text(), re.MULTILINE)
     assert [name for name in names if not (FOLDER / name).is_file()] == []
     assert len(names) == len(re.findall(r"^(?:import|export) .*from ", path.read_text(), re.MULTILINE))
 
 
-def test_the_key_is_kept_in_the_session_of_the_tab_alone():
+def test_ui_stores_the_key_in_session_storage_only():
     stored = [line for path in SCRIPTS for line in path.read_text().splitlines() if "localStorage.setItem" in line]
     assert [line.strip() for line in stored] == ["localStorage.setItem(STORED, choice);"]
 
 
-def test_a_closed_route_says_so_in_words_the_page_shows():
+def test_ui_shows_authentication_errors():
     answer = request(FakeEngine(api_keys=KEYS), "GET", "/v1/parameters")
     assert answer.status_code == 401
     assert "an API key is needed" in error_of(answer)["message"]

@@ -24,13 +24,13 @@ def hash_of(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
-def test_it_needs_nothing_else():
+def test_replay_page_is_self_contained():
     text = replay_page(create_story())
     assert not re.search(r"<link|src=|@import|[ :]url\(|^import |^export ", text, re.MULTILINE)
     assert set(re.findall(r"https?://[\w.]+", text)) == {"http://www.w3.org"}
 
 
-def test_its_policy_allows_its_own_code_and_style_alone():
+def test_replay_page_policy_allows_own_code_and_style_only():
     text = replay_page(create_story())
     policy = html.unescape(re.search(r'Security-Policy" content="([^"]*)"', text)[1])
     [code] = re.findall(r'<script type="module">(.*?)</script>', text, re.DOTALL)
@@ -40,7 +40,7 @@ def test_its_policy_allows_its_own_code_and_style_alone():
     assert "require-trusted-types-for 'script'; trusted-types 'none'" in policy
 
 
-def test_hostile_texts_are_data():
+def test_replay_page_keeps_texts_as_data():
     text = replay_page(create_story(HOSTILE))
     assert text.count("<script") == 2, "the data and the code"
     assert "<img" not in text
@@ -50,7 +50,7 @@ def test_hostile_texts_are_data():
     assert told["steps"][0][:2] == [7, 1.5]
 
 
-def test_every_module_stands_behind_those_it_imports_from():
+def test_replay_page_modules_follow_their_imports():
     for place, name in enumerate(MODULES):
         imported = re.findall(r'^import .* from "\./(.*)";$', (FOLDER / name).read_text(), re.MULTILINE)
         assert set(imported) <= set(MODULES[:place])

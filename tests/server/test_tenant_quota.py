@@ -19,32 +19,32 @@ def kept(is_shared, *rows):
     return found
 
 
-def test_where_there_is_room_nothing_goes():
+def test_eviction_is_empty_while_there_is_room():
     assert kept(True, ("a", "me", 60)).evictions("you", 40) == []
 
 
-def test_what_is_oldest_goes_where_tenants_are_not_told_apart():
+def test_eviction_takes_the_oldest_without_tenants():
     found = kept(False, ("a", "me", 10), ("b", "you", 60), ("c", "you", 30))
     assert found.evictions("you", 5) == ["a"]
     assert found.evictions("you", 71) == ["a", "b", "c"]
     assert found.evictions("you", 101) is None
 
 
-def test_what_is_oldest_goes_of_whoever_would_have_most():
+def test_eviction_takes_the_oldest_of_the_largest_tenant():
     found = kept(True, ("a", "me", 10), ("b", "you", 20), ("c", "you", 60), ("d", "me", 10))
     assert found.evictions("you", 5) == ["b"]
     assert found.evictions("me", 15) == ["b"]
     assert found.evictions("me", 45) == ["b", "a", "c"]
 
 
-def test_whoever_has_most_is_told_again_after_each_that_goes():
+def test_eviction_recomputes_the_largest_tenant():
     found = kept(True, ("a", "me", 30), ("b", "you", 20), ("c", "you", 20), ("d", "you", 20))
     assert found.evictions("third", 60) is None, "it would have most itself"
     assert found.evictions("third", 35) == ["b", "c"]
     assert found.evictions("third", 29) == ["b"]
 
 
-def test_what_is_forgotten_leaves_nothing():
+def test_removed_entries_leave_no_sizes():
     found = kept(True, ("a", "me", 30), ("b", "you", 20))
     for name in ("a", "b", "c"):
         found.remove(name)
@@ -62,7 +62,7 @@ def responses(is_shared):
 
 
 @pytest.mark.parametrize("is_shared", [False, True])
-def test_one_tenant_s_responses_push_out_no_other_s(is_shared):
+def test_stored_responses_do_not_evict_other_tenants(is_shared):
     store, keep = responses(is_shared)
     keep("mine", "me")
     for number in range(9):
@@ -76,7 +76,7 @@ def test_one_tenant_s_responses_push_out_no_other_s(is_shared):
 
 
 @pytest.mark.parametrize("is_shared", [False, True])
-def test_one_tenant_s_requests_push_out_no_other_s(is_shared):
+def test_recorded_requests_do_not_evict_other_tenants(is_shared):
     accepted = AcceptedRequests(TenantQuota(10_000, lambda: is_shared), 60.0, lambda: 1000.0, lambda: 0.0)
     accepted.restore(record(0, tenant="me"))
     for number in range(1, 30):
@@ -90,7 +90,7 @@ def test_one_tenant_s_requests_push_out_no_other_s(is_shared):
     assert accepted.find("f", "stream-29", "you")
 
 
-def test_responses_in_progress_leave_room_to_another_tenant():
+def test_responses_in_progress_leave_room_for_other_tenants():
     store, _ = responses(is_shared=True)
 
     def begin(name, tenant):

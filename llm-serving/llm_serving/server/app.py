@@ -35,7 +35,7 @@ from llm_serving.observability.throughput_log import log_throughput
 from llm_serving.server.admin.advice import Advisor
 from llm_serving.server.admin.live import LiveFeed
 from llm_serving.server.batches.file_run import UNFINISHED, answer_file
-from llm_serving.server.batches.internal_client import Inside
+from llm_serving.server.batches.internal_client import InternalClient
 from llm_serving.server.batches.runner import Ask, Batches
 from llm_serving.server.batches.schemas import RequestCounts
 from llm_serving.server.batches.store import BatchStore, lock_of
@@ -77,7 +77,7 @@ class Site:
 
     public: Accounting
     """The application for clients."""
-    internal: Inside
+    internal: InternalClient
     """The client of the same routes for stored requests, such as lines of batches."""
     routes: Application
 
@@ -136,7 +136,7 @@ def build_site(
         )
     application = BrowserGuard(application, engine.config.serving, needs_keys=bool(keys), refused=refused)
     public = Accounting(application, engine.clock, engine.metrics.http, access_log, paths, tracer)
-    client = Inside(internal, {key.name: key for key in keys}, quotas, lambda: engine.health().ready)
+    client = InternalClient(internal, {key.name: key for key in keys}, quotas, lambda: engine.health().ready)
 
     def apply_config(config: ServingConfig) -> None:
         if authentication is not None:

@@ -20,14 +20,14 @@ JsonObject = dict[str, Any]
 OTHER_RANGES: Final[dict[str, JsonObject]] = {
     "messages": {"minItems": 1, "maxItems": 4096},
 }
-"""Ranges of fields that are no sampling parameters."""
+"""Ranges of fields that are not sampling parameters."""
 
-_UNBOUND: Final = "Not with a field that asks for a form of answers."
+_UNBOUND: Final = "Not with a field that asks for structured output."
 _FITS: Final = "With the answer it must fit the context of the model and the cache."
 LIMITS: Final[dict[str, str]] = {
-    "model": "The model that is served, as /v1/models tells, or one of `model_config.model_aliases`.",
-    "name": "The model that is served, as /v1/models tells.",
-    "request_id": "In a body: of a limited length, without control characters. In a path: of a request that is known.",
+    "model": "The served model, as in /v1/models, or one of `model_config.model_aliases`.",
+    "name": "The served model, as in /v1/models.",
+    "request_id": "In a body: of a limited length, without control characters. In a path: id of a known request.",
     "prompt": f"A text, texts, token ids or lists of token ids of the vocabulary, not empty. {_FITS}",
     "inputs": f"Not empty. {_FITS}",
     "messages": f"What the chat template of the model accepts. {_FITS}",
@@ -47,35 +47,35 @@ LIMITS: Final[dict[str, str]] = {
     "top_n": "At least 0.",
     "max_tokens_per_doc": "At least 1.",
     "max_output_tokens": "With the prompt it must fit the context of the model and the cache.",
-    "previous_response_id": "Of a response that is stored and has ended.",
-    "minutes": "1 to 60, of which the server has recorded at least 20 requests.",
-    "record_path": "The server must record what its schedulers decide (`scheduler_config.record_path`).",
-    "configuration": "What the server's own YAML says, when it is read again.",
+    "previous_response_id": "Id of a stored response that has ended.",
+    "minutes": "1 to 60; in this time the server must have recorded at least 20 requests.",
+    "record_path": "The server must record the decisions of its schedulers (`scheduler_config.record_path`).",
+    "configuration": "Keys of the server's own YAML, when it is read again.",
     "replica": "0 to the number of replicas - 1; not the last one that serves, if it is to leave.",
-    "response_id": "Of a response that is stored, and to be cancelled one with `background`.",
-    "resume_from": "The id of an event of the stream, or what follows its colon; not heeded with `Last-Event-ID`.",
-    "stream_id": "Of a stream whose request is still known; `serving_config.resume_streams` must be on.",
+    "response_id": "Id of a stored response; only one with `background` can be cancelled.",
+    "resume_from": "The id of an event of the stream, or its part behind the colon; ignored with `Last-Event-ID`.",
+    "stream_id": "Id of a stream whose request is still known; `serving_config.resume_streams` must be on.",
     "background": "Not with `stream`, and not without `store`.",
     "metadata": "Up to 16 pairs, keys of up to 64 characters, values of up to 512.",
-    "input_file_id": "Of a file that is kept.",
-    "file_id": "Of a file that is kept.",
-    "batch_id": "Of a batch that is kept.",
+    "input_file_id": "Id of a stored file.",
+    "file_id": "Id of a stored file.",
+    "batch_id": "Id of a stored batch.",
     "endpoint": "/v1/completions, /v1/chat/completions, /v1/responses or /v1/embeddings.",
-    "batch_path": "Files and batches are served where this key of the configuration names a file.",
+    "batch_path": "Files and batches need this configuration key to name a file.",
     "limit": "1 to 100.",
-    "after": "Of the last one that was told.",
+    "after": "Id of the last item of the previous page.",
     "order": "asc or desc.",
-    "purpose": "Of the files that are told.",
-    "receipt": "Where `serving_config.receipts` is not none.",
-    "text": "A text. Of a response its `format`: a form that answers can be bound to.",
-    "output_config": "A `format` of type json_schema, with a schema that answers can be bound to.",
-    "tools": "Functions of different names, of 1 to 64 letters, digits or any of _ . -; up to 128, and only where the "
-    "calls of the model can be read.",
-    "tool_choice": "auto, none, required with `tools`, or the name of one of them; required is refused with what the "
-    "fields that ask for a form are refused with.",
+    "purpose": "Purpose of the files to list.",
+    "receipt": "Only if `serving_config.receipts` is not none.",
+    "text": "A text. In /v1/responses its `format`: a supported structured output.",
+    "output_config": "A `format` of type json_schema, with a supported schema.",
+    "tools": "Functions of different names, of 1 to 64 letters, digits or any of _ . -; up to 128, and only if the "
+    "server can parse the calls of the model.",
+    "tool_choice": "auto, none, required with `tools`, or the name of one of them; required is refused with the "
+    "fields that structured output is refused with.",
     "tool_calls": "Arguments are JSON objects.",
     "tokens": "Ids of the vocabulary.",
-    "max_tokens": "With the prompt it must fit the context of the model and the cache; 0 for completions alone.",
+    "max_tokens": "With the prompt it must fit the context of the model and the cache; 0 in completions only.",
     "max_completion_tokens": "With the prompt it must fit the context of the model and the cache; beside `max_tokens` "
     "the smaller one counts.",
     "max_new_tokens": "With the prompt it must fit the context of the model and the cache.",
@@ -83,8 +83,8 @@ LIMITS: Final[dict[str, str]] = {
     "min_new_tokens": f"At most the most tokens to generate. {_UNBOUND}",
     "ignore_eos": _UNBOUND,
     "stream_options": "With `stream` only.",
-    "stream": "Not with a beam search, and not where the best of several answers are chosen.",
-    "n": "At most `best_of`; all choices of a request must find places.",
+    "stream": "Not with a beam search, and not with `best_of` above `n`.",
+    "n": "At most `best_of`; a request needs a running slot for each choice.",
     "best_of": "At least `n`; 10 at most where it is the width of a beam search.",
     "use_beam_search": "Not with `stream` and not with sampling.",
     "temperature": "0 to 100; 0 with a beam search.",
@@ -93,9 +93,9 @@ LIMITS: Final[dict[str, str]] = {
     "frequency_penalty": "-2 to 2; 0 with a beam search.",
     "seed": "-2^63 to 2^64 - 1, written without a fraction.",
     "top_k": "-1 and more, written without a fraction; 0 and -1 keep all.",
-    "length_penalty": "Of a beam search only, a finite number.",
-    "early_stopping": "Of a beam search only.",
-    "logprobs": "0 to 20; in chat whether there are any.",
+    "length_penalty": "With a beam search only, a finite number.",
+    "early_stopping": "With a beam search only.",
+    "logprobs": "0 to 20; in chat a boolean.",
     "top_logprobs": "0 to 20, with `logprobs` only.",
     "echo": "With `logprobs` not streamed; in chat without effect unless the last message is the assistant's.",
     "prompt_logprobs": "0 to 20, for prompts of a limited length; not streamed, and not with a beam search.",
@@ -122,24 +122,24 @@ LIMITS: Final[dict[str, str]] = {
             "ebnf",
             "grammar",
         ),
-        "What can be compiled, one of these fields at most; not with a beam search, `min_tokens`, `ignore_eos`, "
+        "Must compile; at most one of these fields; not with a beam search, `min_tokens`, `ignore_eos`, "
         "`bad_words` or `allowed_token_ids`.",
     ),
     **dict.fromkeys(
         ("thinking_token_budget", "thinking_budget", "max_thinking_tokens", "reasoning_effort", "thinking"),
-        "One of these fields at most, and where a token of the model ends its thoughts; not with a beam search, "
+        "One of these fields at most, and only if a token of the model ends its reasoning; not with a beam search, "
         "`min_tokens`, `ignore_eos`, `bad_words` or `allowed_token_ids`.",
     ),
     "guided_whitespace_pattern": "A regular expression.",
     "truncate_prompt_tokens": "-1, or 1 and more, within the context of the model.",
     "truncate": "1 and more, within the context of the model.",
     "add_generation_prompt": "Not together with `continue_final_message`.",
-    "continue_final_message": "Not with `add_generation_prompt`, and where the chat template drops the last message.",
+    "continue_final_message": "Not with `add_generation_prompt`, and not if the chat template drops the last message.",
     "chat_template_kwargs": "Of a limited size; names that the template does not set itself.",
     "parameters": "Each as its own description says.",
     "steps": "1 to `serving_config.timeline_steps`.",
 }
-"""Field, or parameter of a path or query -> when a value of the right type is refused."""
+"""Field, or path or query parameter -> the values that are accepted beyond what its type says."""
 
 DOCUMENT_PATH: Final = "/openapi.json"
 DOCUMENT_OPERATION: Final[JsonObject] = {
@@ -156,7 +156,7 @@ SECURITY_SCHEMES: Final = {
 
 
 def with_limits(components: dict[str, JsonObject], bodies: set[str]) -> dict[str, JsonObject]:
-    """Adds ranges and descriptions to the schemas of these bodies and of the structs inside them."""
+    """Add ranges and descriptions to the schemas of these bodies and of the structs inside them."""
     for name in _reached(components, bodies):
         schema = components[name]
         schema["additionalProperties"] = False
@@ -168,7 +168,7 @@ def with_limits(components: dict[str, JsonObject], bodies: set[str]) -> dict[str
 
 
 def _reached(components: dict[str, JsonObject], start: set[str]) -> set[str]:
-    """Names of schemas that these refer to, themselves included."""
+    """Return the schemas that these refer to, directly or not, and these themselves."""
     found, waiting = set(start), list(start)
     while waiting:
         for name in _references(components[waiting.pop()]) - found:
@@ -191,7 +191,7 @@ def _range_of(rule: ParameterRule | None) -> JsonObject:
         case Whole(low, high):
             return {"minimum": low, "maximum": high}
         case Real(low, high, above_low):
-            # What is above 0 in double precision and 0 in single precision is refused.
+            # A value that is above 0 in double precision but 0 in single precision is refused.
             return {"minimum": max(low, 2.0**-126) if above_low else low, "maximum": high}
         case Texts(count, _) | TokenIds(count):
             return {"maxItems": count}
@@ -203,7 +203,7 @@ def _range_of(rule: ParameterRule | None) -> JsonObject:
 
 
 def _add_range(about: JsonObject, limits: JsonObject) -> None:
-    """To the branches of a schema that the limits speak of."""
+    """Add each limit to the branches of a schema to which its type applies."""
     kinds = {"minimum": {"integer", "number"}, "maximum": {"integer", "number"}}
     kinds |= {"minItems": {"array"}, "maxItems": {"array"}, "maxProperties": {"object"}}
     for branch in about.get("anyOf", [about]):
@@ -211,10 +211,10 @@ def _add_range(about: JsonObject, limits: JsonObject) -> None:
 
 
 def openapi_document(endpoints: Sequence[Endpoint], *, with_keys: bool) -> JsonObject:
-    """OpenAPI 3.1; schemas come from the structs that read and write the bodies.
+    """Return an OpenAPI 3.1 document with schemas of the structs that decode and encode the bodies.
 
     Args:
-        endpoints: What the server answers.
+        endpoints: Endpoints of the server.
         with_keys: Whether API keys are needed.
     """
     kinds = {kind for endpoint in endpoints for kind in (endpoint.body, endpoint.answer) if kind is not None}

@@ -9,21 +9,21 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class TenantQuota:
-    """Limits each of several tenants to as many bytes as it leaves free, so that no tenant can fill the store.
+    """Limits the bytes of each tenant to the bytes that are free, so that no tenant can fill the store.
 
     These are dynamic thresholds: Choudhury and Hahne, "Dynamic queue length thresholds for shared-memory packet
     switches", IEEE/ACM Transactions on Networking 6 (2), 1998.
     """
 
     num_bytes: int
-    """Size of the store."""
+    """Bytes of the store."""
     is_shared: Callable[[], bool] = lambda: False
-    """Whether there are several tenants."""
+    """Returns whether several tenants share the store."""
     key: str = "serving_config.batch_store_bytes"
-    """The key of the configuration that sets the size."""
+    """Configuration key of the size, for errors."""
 
     def room(self, used: int, own: int) -> int:
-        """Return the bytes that a tenant may still use; negative where it exceeds its limit.
+        """Return the bytes that a tenant may still use; negative if it exceeds its limit.
 
         Args:
             used: Bytes used by all tenants.
@@ -34,17 +34,19 @@ class TenantQuota:
 
     @property
     def rule(self) -> str:
-        """The limit, worded for an error whose subject is what the store holds."""
+        """The limit, in the form of the second half of an error message."""
         of_one = ", and those of one API key at most as many as they leave free" if self.is_shared() else ""
         return f"have at most {self.num_bytes} bytes{of_one} ({self.key})"
 
 
 class StoredSizes:
-    """Sizes and tenants of the named entries of a store, oldest first; says which to evict for a new one.
+    """Sizes and tenants of the entries of a store, oldest first; chooses the entries to evict for a new one.
 
-    The oldest entries are evicted, of several tenants those of the tenant that would have most. This is longest queue
-    drop: Suter, Lakshman, Stiliadis and Choudhury, "Buffer management schemes for supporting TCP in
-    gigabit routers with per-flow queueing", IEEE Journal on Selected Areas in Communications 17 (6), 1999.
+    The oldest entries are evicted. With several tenants they are those of the tenant that would use the most bytes.
+    This is
+    longest queue drop: Suter, Lakshman, Stiliadis and Choudhury, "Buffer management schemes for supporting TCP in
+    gigabit
+    routers with per-flow queueing", IEEE Journal on Selected Areas in Communications 17 (6), 1999.
     """
 
     def __init__(self, shares: TenantQuota) -> None:
@@ -77,7 +79,7 @@ class StoredSizes:
             del self._of_tenant[tenant], self._own[tenant]
 
     def evictions(self, tenant: str, num_bytes: int) -> list[str] | None:
-        """Return the entries to evict so that a tenant can add so many bytes; None: they do not fit at all."""
+        """Return the entries to evict for `num_bytes` of a tenant; None: they exceed the store."""
         too_many = self.num_bytes + num_bytes - self._shares.num_bytes
         if too_many <= 0:
             return []

@@ -1,7 +1,6 @@
-"""The page at /ui, and a recording as one HTML file.
+"""The monitoring page at /ui, and recordings exported as one HTML file.
 
-The server sends the page's files as they are, without authentication; the page gets its data from routes, with the
-key.
+The page's files need no authentication; the page reads its data from the other routes with the user's API key.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ POLICY: Final = "; ".join(
         "base-uri 'none'",
         "form-action 'none'",
         "frame-ancestors 'none'",
-        # A text can become an element, a script or a style nowhere: the browser throws where code tries.
+        # Trusted Types: the browser throws where a script tries to turn a text into an element, a script or a style.
         "require-trusted-types-for 'script'",
         "trusted-types 'none'",
     )
@@ -60,7 +59,7 @@ HEADERS: Final = {
 
 
 def page_routes() -> list[Route]:
-    """One for each file, read once: no path of a client is ever opened."""
+    """Return one route for each file of the page. The files are read once, so no path of a client is ever opened."""
     return [
         _route(path, PATH if path.name == FIRST else f"{PATH}/{path.name}")
         for path in sorted(FOLDER.iterdir())
@@ -83,13 +82,13 @@ def _route(path: Path, shown_at: str) -> Route:
 
 
 MODULES: Final = ("dom.js", "theme.js", "replay.js")
-"""Of the page at /ui, each behind those that it imports from."""
+"""Scripts of the page at /ui, each behind those that it imports."""
 IMPORT: Final = re.compile(r"^import [^;]*;\n", re.MULTILINE)
 EXPORT: Final = re.compile(r"^export ", re.MULTILINE)
 
 
 def write_replay_page(story: ReplayPageData, target: Path) -> None:
-    """Raises ConfigError where the file cannot be written."""
+    """Write a recording as an HTML file; raise ConfigError if it cannot be written."""
     try:
         target.write_text(replay_page(story), encoding="utf-8")
     except OSError as error:
@@ -97,11 +96,11 @@ def write_replay_page(story: ReplayPageData, target: Path) -> None:
 
 
 def replay_page(story: ReplayPageData) -> str:
-    """The whole file. Texts of the recording are data in it, and become texts on the page, never code."""
+    """Return the HTML file. Texts of the recording are data in it, never code."""
     style = (FOLDER / "style.css").read_text(encoding="utf-8")
-    code = "\n".join(_without_borders((FOLDER / name).read_text(encoding="utf-8")) for name in MODULES)
+    code = "\n".join(_without_imports((FOLDER / name).read_text(encoding="utf-8")) for name in MODULES)
     code += "\nshowStory();\n"
-    data = msgspec.json.encode(story).decode().replace("<", "\\u003c")  # nothing in it ends the element it is in
+    data = msgspec.json.encode(story).decode().replace("<", "\\u003c")  # so that no text closes the element
     policy = "; ".join(
         (
             "default-src 'none'",
@@ -134,8 +133,8 @@ def replay_page(story: ReplayPageData) -> str:
 """
 
 
-def _without_borders(module: str) -> str:
-    """Its text to be put behind those of the modules that it imports from."""
+def _without_imports(module: str) -> str:
+    """Remove imports and exports from a module, so that it can follow the modules that it imports."""
     return EXPORT.sub("", IMPORT.sub("", module))
 
 

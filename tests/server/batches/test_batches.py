@@ -15,7 +15,7 @@ from support.fakes import FakeEngine, Script
 from support.server_client import error_of, request
 
 
-def test_lines_are_answered_in_their_order_in_the_least_class(tmp_path):
+def test_batch_answers_lines_in_order_in_the_lowest_class(tmp_path):
     engine = FakeEngine()
 
     async def talking():
@@ -35,7 +35,7 @@ def test_lines_are_answered_in_their_order_in_the_least_class(tmp_path):
     assert sorted(each.priority for each in engine.submitted) == [0, 1]
 
 
-def test_an_end_of_the_process_loses_no_line_and_answers_none_twice(tmp_path):
+def test_batch_survives_a_restart_without_loss_or_repetition(tmp_path):
     first, second = FakeEngine(Script(hold_after=0)), FakeEngine()
     first.script_for = lambda submitted: Script() if len(first.submitted) < 3 else Script(hold_after=0)
 
@@ -54,7 +54,7 @@ def test_an_end_of_the_process_loses_no_line_and_answers_none_twice(tmp_path):
     assert len(second.submitted) == 3
 
 
-def test_a_batch_that_is_cancelled_keeps_what_was_answered(tmp_path, caplog):
+def test_cancelled_batch_keeps_its_answers(tmp_path, caplog):
     engine = FakeEngine()
     engine.script_for = lambda submitted: Script() if len(engine.submitted) < 2 else Script(hold_after=0)
 
@@ -77,7 +77,7 @@ def test_a_batch_that_is_cancelled_keeps_what_was_answered(tmp_path, caplog):
     assert "status 500" not in caplog.text
 
 
-def test_a_batch_that_ends_while_it_is_cancelled_has_ended(tmp_path):
+def test_batch_that_ends_during_cancellation_is_ended(tmp_path):
     engine = FakeEngine(Script(hold_after=0))
 
     async def talking():
@@ -101,7 +101,7 @@ def test_a_batch_that_ends_while_it_is_cancelled_has_ended(tmp_path):
     assert run(talking) == ("completed", "completed")
 
 
-def test_a_batch_that_stands_still_can_be_cancelled(tmp_path):
+def test_stopped_batch_can_be_cancelled(tmp_path):
     async def fail(*_):
         raise ValueError("a fault of ours")
 
@@ -116,7 +116,7 @@ def test_a_batch_that_stands_still_can_be_cancelled(tmp_path):
     assert run(talking) == ("in_progress", "cancelling", "cancelled")
 
 
-def test_a_batch_that_waits_for_its_store_is_cancelled_at_once(tmp_path, monkeypatch):
+def test_batch_waiting_for_the_store_is_cancelled_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "LEAST_STORE_PAUSE_S", 3600.0)
 
     async def fail(*_):
@@ -143,7 +143,7 @@ async def all_ended(site, batch_ids):
     return [each["status"] for each in shown]
 
 
-def test_of_a_tenant_s_batches_the_oldest_are_computed_and_others_take_no_memory(tmp_path, monkeypatch):
+def test_oldest_batches_of_a_tenant_run_and_others_use_no_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "MAX_AT_ONCE", 2)
     keys = tuple(ApiKey(name=name, key_sha256=hash_key(name)) for name in ("me", "you"))
     first = FakeEngine(Script(hold_after=0), api_keys=keys)
@@ -168,7 +168,7 @@ def test_of_a_tenant_s_batches_the_oldest_are_computed_and_others_take_no_memory
     assert [each.tenant for each in engine.submitted].count("me") == 4
 
 
-def test_a_batch_that_stands_still_leaves_its_place_to_the_next(tmp_path, monkeypatch):
+def test_stopped_batch_leaves_its_slot_to_the_next(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "MAX_AT_ONCE", 1)
     asked = []
 
@@ -190,7 +190,7 @@ def test_a_batch_that_stands_still_leaves_its_place_to_the_next(tmp_path, monkey
     assert run(talking) == ["cancelled"]
 
 
-def test_a_batch_that_is_not_done_in_time_expires(tmp_path, monkeypatch):
+def test_unfinished_batch_expires(tmp_path, monkeypatch):
     monkeypatch.setattr("llm_serving.server.batches.api.WINDOW_S", 0)
     engine = FakeEngine(Script(hold_after=0))
 
@@ -210,7 +210,7 @@ def _fill(store, num_pages=0):
     store._db.execute(f"PRAGMA max_page_count = {used + num_pages if num_pages >= 0 else 2**30}")
 
 
-def test_a_batch_goes_on_when_a_full_disk_has_room_again(tmp_path, monkeypatch):
+def test_batch_continues_when_a_full_disk_has_room(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "LEAST_STORE_PAUSE_S", 0.0)
     answered_when_full = []
 
@@ -239,13 +239,13 @@ def test_a_batch_goes_on_when_a_full_disk_has_room_again(tmp_path, monkeypatch):
 
     refused, batch, answers = run(talking)
     assert refused.status_code == 503
-    assert error_of(refused)["message"] == "files and batches cannot be kept now: database or disk is full"
+    assert error_of(refused)["message"] == "files and batches cannot be stored now: database or disk is full"
     assert answered_when_full[0] < 40
     assert batch["request_counts"] == {"total": 40, "completed": 40, "failed": 0}
     assert [each["custom_id"] for each in answers] == [str(n) for n in range(40)]
 
 
-def test_what_is_kept_beside_a_batch_is_bounded(tmp_path):
+def test_batch_metadata_is_limited(tmp_path):
     async def talking():
         async with Site(FakeEngine(), tmp_path) as site:
             fields = {"endpoint": "/v1/completions", "completion_window": "24h", "metadata": {"x": "y" * 513}}
@@ -255,7 +255,7 @@ def test_what_is_kept_beside_a_batch_is_bounded(tmp_path):
     assert error_of(run(talking))["param"] == "metadata"
 
 
-def test_without_a_place_to_keep_them_there_are_none():
+def test_batches_require_batch_path():
     answer = request(FakeEngine(), "GET", "/v1/batches")
     assert answer.status_code == 404
     assert "serving_config.batch_path" in error_of(answer)["message"]

@@ -23,7 +23,7 @@ def lines(path):
     return [json.loads(each) for each in path.read_text().splitlines()]
 
 
-def test_a_file_is_answered_into_another(tmp_path):
+def test_file_run_writes_answers(tmp_path):
     (tmp_path / "in.jsonl").write_bytes(jsonl(line("a"), line("b", top_p=7), line("c")))
     seen = []
     counts = run(FakeEngine(), tmp_path, seen)
@@ -33,7 +33,7 @@ def test_a_file_is_answered_into_another(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl", "out.jsonl.errors"]
 
 
-def test_a_run_that_ended_early_goes_on(tmp_path):
+def test_file_run_resumes_after_an_interruption(tmp_path):
     (tmp_path / "in.jsonl").write_bytes(jsonl(*map(line, "abc")))
     first, second = FakeEngine(), FakeEngine()
     first.script_for = lambda submitted: Script() if len(first.submitted) < 2 else Script(hold_after=0)
@@ -50,7 +50,7 @@ def test_a_run_that_ended_early_goes_on(tmp_path):
     assert [each["custom_id"] for each in lines(tmp_path / "out.jsonl")] == list("abc")
 
 
-def test_another_input_is_not_taken_for_the_same(tmp_path):
+def test_file_run_refuses_another_input(tmp_path):
     (tmp_path / "in.jsonl").write_bytes(jsonl(line("a")))
     with pytest.raises(WorkerDiedError):
         run(FakeEngine(Script(hold_after=0), failure=WorkerDiedError("gone")), tmp_path)
@@ -59,7 +59,7 @@ def test_another_input_is_not_taken_for_the_same(tmp_path):
         run(FakeEngine(), tmp_path)
 
 
-def test_a_fault_is_told_and_can_be_mended(tmp_path):
+def test_file_run_reports_input_errors_and_accepts_the_corrected_file(tmp_path):
     once = {"batch_store_bytes": 2 * len(jsonl(line("a"), line("a"))) - 1}
     (tmp_path / "in.jsonl").write_bytes(jsonl(line("a"), line("a")))
     with pytest.raises(ConfigError, match=r"in\.jsonl:2: `custom_id` must be"):
@@ -68,7 +68,7 @@ def test_a_fault_is_told_and_can_be_mended(tmp_path):
     assert run(FakeEngine(limits=once), tmp_path).completed == 2
 
 
-def test_a_full_disk_ends_a_run_that_can_go_on_later(tmp_path, monkeypatch):
+def test_file_run_on_a_full_disk_can_be_resumed(tmp_path, monkeypatch):
     (tmp_path / "in.jsonl").write_bytes(jsonl(*map(line, "ab")))
 
     def full(store, batch_id, number, *answer):
@@ -78,15 +78,15 @@ def test_a_full_disk_ends_a_run_that_can_go_on_later(tmp_path, monkeypatch):
 
     answer_line = BatchStore.answer
     monkeypatch.setattr(BatchStore, "answer", full)
-    with pytest.raises(UnavailableError, match="cannot be kept now: database or disk is full"):
+    with pytest.raises(UnavailableError, match="cannot be stored now: database or disk is full"):
         run(FakeEngine(), tmp_path)
     monkeypatch.undo()
     again = FakeEngine()
     assert (run(again, tmp_path).completed, len(again.submitted)) == (2, 1)
 
 
-def test_a_place_for_answers_that_cannot_be_written_is_named(tmp_path):
+def test_file_run_names_an_unwritable_target(tmp_path):
     (tmp_path / "in.jsonl").write_bytes(jsonl(line("a")))
     (tmp_path / "out.jsonl").mkdir()
-    with pytest.raises(ConfigError, match=r"out\.jsonl cannot be written: .* what was answered is kept"):
+    with pytest.raises(ConfigError, match=r"out\.jsonl cannot be written: .* the answers so far are kept"):
         run(FakeEngine(), tmp_path)

@@ -37,7 +37,7 @@ def test_files_are_listed_shown_and_deleted(tmp_path):
     [("after=x", "after", 404), ("limit=0", "limit", 400), ("limit=%D9%A3", "limit", 400), ("after=", None, 200)],
 )
 @pytest.mark.parametrize("path", ["/v1/files", "/v1/batches"])
-def test_pages_that_there_are_not_are_refused(tmp_path, path, query, param, status):
+def test_invalid_page_parameters_are_refused(tmp_path, path, query, param, status):
     async def talking():
         async with Site(FakeEngine(), tmp_path) as site:
             return await site.client.get(f"{path}?{query}")
@@ -47,7 +47,7 @@ def test_pages_that_there_are_not_are_refused(tmp_path, path, query, param, stat
     assert param is None or error_of(answer)["param"] == param
 
 
-def test_a_clock_that_stands_still_leaves_no_file_or_batch_out_of_a_list(tmp_path):
+def test_lists_are_complete_for_equal_creation_times(tmp_path):
     async def talking():
         async with Site(FakeEngine(), tmp_path) as site:
             site.batches.now = lambda: 1_000_000.0
@@ -68,7 +68,7 @@ def test_a_clock_that_stands_still_leaves_no_file_or_batch_out_of_a_list(tmp_pat
     assert len(listed_files) == 6
 
 
-def test_a_file_says_how_long_it_is_and_how_long_it_stays(tmp_path):
+def test_file_object_has_size_and_expiry(tmp_path):
     async def talking():
         async with Site(FakeEngine(), tmp_path) as site:
             form = {"purpose": "batch", "expires_after[anchor]": "created_at", "expires_after[seconds]": "3600"}
@@ -115,7 +115,7 @@ def test_a_file_says_how_long_it_is_and_how_long_it_stays(tmp_path):
         ({"files": {"file": ("x", b"x" * 3_000_000)}, "data": {"purpose": "batch"}}, "body"),
     ],
 )
-def test_what_is_no_file_is_refused(tmp_path, form, param):
+def test_invalid_upload_forms_are_refused(tmp_path, form, param):
     async def talking():
         async with Site(FakeEngine(limits={"batch_store_bytes": 2**20}), tmp_path) as site:
             answer = await site.client.post("/v1/files", **form)
@@ -126,7 +126,7 @@ def test_what_is_no_file_is_refused(tmp_path, form, param):
     assert error_of(answer)["param"] == param
 
 
-def test_all_files_together_have_a_bound(tmp_path):
+def test_stored_files_are_limited(tmp_path):
     async def talking():
         async with Site(FakeEngine(limits={"batch_store_bytes": 2**20}), tmp_path) as site:
             content = b"x" * 600_000
@@ -139,7 +139,7 @@ def test_all_files_together_have_a_bound(tmp_path):
     assert (refused.status_code, error_of(refused)["param"], count) == (413, "file", 1)
 
 
-def test_a_file_may_be_longer_than_what_all_connections_may_hold(tmp_path):
+def test_uploads_may_exceed_the_connection_buffers(tmp_path):
     async def talking():
         async with Site(FakeEngine(limits={"max_buffered_bytes": 2**21}), tmp_path) as site:
             with bind("127.0.0.1", 0) as listener:
@@ -159,7 +159,7 @@ def test_a_file_may_be_longer_than_what_all_connections_may_hold(tmp_path):
     assert (answer.status_code, answer.json()["bytes"]) == (200, 2**22)
 
 
-def test_files_on_their_way_have_the_bound_of_those_kept(tmp_path):
+def test_uploads_are_limited_like_stored_files(tmp_path):
     async def talking():
         form = SlowForm(700_000)
         async with Site(FakeEngine(limits={"batch_store_bytes": 2**20}), tmp_path) as site:

@@ -25,7 +25,7 @@ from support.fakes import FakeEngine
         (b"{", "is not a request"),
         (jsonl(line("a", url="/v1/models")), "`url` must be /v1/completions"),
         (jsonl(line("a"), line("a")), "`custom_id` must be"),
-        (jsonl(line("a", stream=True)), "neither for a stream"),
+        (jsonl(line("a", stream=True)), "must not set `stream`"),
         (jsonl(line("a") | {"priority": 1}), "unknown field `priority`"),
         (jsonl({"custom_id": "a", "url": "/v1/completions", "body": []}), "`body` must be an object"),
         (
@@ -35,7 +35,7 @@ from support.fakes import FakeEngine
         (b'{"custom_id": "a", "url": "/v1/completions", "body": {"n": 1, "n": 2}}', "`n` must be given once"),
     ],
 )
-def test_a_file_with_a_fault_is_answered_by_what_it_is(tmp_path, text, fault):
+def test_batch_input_errors_are_reported(tmp_path, text, fault):
     engine = FakeEngine()
 
     async def talking():
@@ -48,7 +48,7 @@ def test_a_file_with_a_fault_is_answered_by_what_it_is(tmp_path, text, fault):
     assert engine.submitted == []
 
 
-def test_lines_out_of_pieces_of_any_size():
+def test_batch_lines_are_independent_of_file_pieces():
     lines = jsonl(line("a"), line("b")) + b"\n\n"
     for size in (1, 7, len(lines)):
         pieces = [lines[i : i + size] for i in range(0, len(lines), size)]
@@ -56,14 +56,14 @@ def test_lines_out_of_pieces_of_any_size():
         assert module.check_lines(pieces, "/v1/completions") == []
 
 
-def test_lines_and_their_number_are_bounded(monkeypatch):
+def test_batch_lines_are_limited_in_size_and_number(monkeypatch):
     monkeypatch.setattr(module, "MAX_LINES", 3)
     monkeypatch.setattr(module, "MAX_LINE_BYTES", 200)
     assert module.check_lines([jsonl(*map(line, "abcd"))], "/v1/completions")[-1].line == 4
     assert module.check_lines([b"x" * 150] * 9, "/v1/completions")[-1].code == "too_long"
 
 
-def test_one_line_as_deep_as_can_be_read_does_not_stop_the_batch(tmp_path):
+def test_batch_accepts_the_deepest_readable_line(tmp_path):
     def deep(depth):
         return b'{"custom_id": "deep", "url": "/v1/completions", "body": {"prompt": %s%s}}' % (
             b"[" * depth,
@@ -96,7 +96,7 @@ def test_one_line_as_deep_as_can_be_read_does_not_stop_the_batch(tmp_path):
         (b"1" * 65, "numbers of at most 64 digits"),
     ],
 )
-def test_a_line_that_would_take_long_to_read_is_refused_before(prompt, what):
+def test_batch_refuses_costly_lines_before_parsing(prompt, what):
     """While one is read nothing else is, and a file has thousands of them."""
     text = b'{"custom_id": "a", "url": "/v1/completions", "body": {"prompt": %s}}' % prompt
     [fault] = module.check_lines([text], "/v1/completions")
@@ -104,7 +104,7 @@ def test_a_line_that_would_take_long_to_read_is_refused_before(prompt, what):
     assert what in fault.message
 
 
-def test_the_body_of_a_line_is_in_memory_once_it_is_asked_for(tmp_path):
+def test_batch_reads_line_bodies_on_demand(tmp_path):
     """Of a batch there are as many lines under way as requests run at once, and each may have megabytes."""
     asked, may_answer = [], asyncio.Event()
 
@@ -137,7 +137,7 @@ def test_the_body_of_a_line_is_in_memory_once_it_is_asked_for(tmp_path):
     assert run(talking) == (2, [5, 5, 5])
 
 
-def test_numbers_of_a_line_are_asked_for_as_they_are_written(tmp_path):
+def test_batch_keeps_the_digits_of_numbers(tmp_path):
     bodies = []
 
     async def ask(url, body, tenant):
@@ -157,7 +157,7 @@ def test_numbers_of_a_line_are_asked_for_as_they_are_written(tmp_path):
     assert bodies == [b'{"prompt":"x","top_p":0.50,"priority":null,"priority_class":"batch"}']
 
 
-def test_what_was_ignored_of_a_line_is_named_in_its_answer(tmp_path):
+def test_batch_answer_names_ignored_fields(tmp_path):
     async def talking():
         async with Site(FakeEngine(), tmp_path) as site:
             lines = jsonl(line("a", store=True, service_tier="flex"), line("b"), line("c", store=True, temperature=-1))
@@ -177,7 +177,7 @@ def _without_waiting(ask):
     return asks
 
 
-def test_a_line_waits_while_there_is_no_room(tmp_path, monkeypatch):
+def test_batch_line_is_retried_while_the_queue_is_full(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "LEAST_PAUSE_S", 0.0)
     engine = FakeEngine(refusal=CapacityError("the queue is full", 0.0))
     asked, check = [], engine.generate
@@ -202,7 +202,7 @@ def test_a_line_waits_while_there_is_no_room(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "refusal", [TooLateError("the first token is expected in 99 s", 60.0), CapacityError("the queue is full", 60.0)]
 )
-def test_a_line_is_tried_again_for_as_long_as_it_gives_itself(tmp_path, refusal):
+def test_batch_line_is_retried_within_its_timeout(tmp_path, refusal):
     """One whose time can never suffice would be, until the batch expires."""
     engine = FakeEngine(refusal=refusal)
 
@@ -218,7 +218,7 @@ def test_a_line_is_tried_again_for_as_long_as_it_gives_itself(tmp_path, refusal)
 
 
 @pytest.mark.parametrize("timeout_s", [None, 3600, 0, -1, "soon", 2**70])
-def test_a_line_that_gives_itself_more_time_or_none_is_tried_again(tmp_path, monkeypatch, timeout_s):
+def test_batch_line_with_a_longer_or_no_timeout_is_retried(tmp_path, monkeypatch, timeout_s):
     """Also one that gives itself a wrong time: its route says so, once it reads it."""
     monkeypatch.setattr(module, "LEAST_PAUSE_S", 0.0)
     answers = iter([Answered(429, b"{}", 0.0), Answered(503, b"{}", 0.0), Answered(200, b"{}")])
@@ -234,7 +234,7 @@ def test_a_line_that_gives_itself_more_time_or_none_is_tried_again(tmp_path, mon
     assert run(talking)["request_counts"]["completed"] == 1
 
 
-def test_a_line_without_room_for_its_answer_waits_however_little_time_it_gives_itself(tmp_path, monkeypatch):
+def test_batch_line_waits_for_room_in_the_store_beyond_its_timeout(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "LEAST_PAUSE_S", 0.0)
     looks = iter([False, False, True])
 
@@ -255,7 +255,7 @@ def test_a_line_without_room_for_its_answer_waits_however_little_time_it_gives_i
     assert next(looks, None) is None
 
 
-def test_nothing_is_asked_of_an_engine_that_loads(tmp_path, monkeypatch):
+def test_batch_sends_no_request_while_the_engine_loads(tmp_path, monkeypatch):
     engine = FakeEngine(ready=False)
 
     async def look(seconds):
@@ -267,7 +267,7 @@ def test_nothing_is_asked_of_an_engine_that_loads(tmp_path, monkeypatch):
     assert asyncio.run(ask("/v1/completions", b'{"prompt": "hello"}', "")).status == 200
 
 
-def test_a_line_that_must_come_again_holds_no_place_of_others(tmp_path):
+def test_retried_batch_line_holds_no_concurrency_slot(tmp_path):
     async def ask(url, body, tenant):
         del url, body
         return Answered(429 if tenant == "refused" else 200, b"{}", 3600.0)
@@ -298,7 +298,7 @@ def test_a_line_that_must_come_again_holds_no_place_of_others(tmp_path):
     assert run(talking) == "completed"
 
 
-def test_lines_wait_until_there_is_room_for_their_answers(tmp_path, monkeypatch, caplog):
+def test_batch_lines_wait_for_room_in_the_store(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(module, "LEAST_PAUSE_S", 0.0)
     answer, asked = b'"' + b"x" * 10_000 + b'"', []
 
@@ -313,7 +313,7 @@ def test_lines_wait_until_there_is_room_for_their_answers(tmp_path, monkeypatch,
             site.batches._ask = ask
             other = await site.upload(b"x" * 50_000)
             batch_id = await site.begin(jsonl(*(line(str(n)) for n in range(9))))
-            while "wait: files and batches have at most 100000 bytes" not in caplog.text:
+            while "store: files and batches have at most 100000 bytes" not in caplog.text:
                 await asyncio.sleep(0)
             num_asked, counts = len(asked), (await site.show(batch_id))["request_counts"]
             await site.client.delete(f"/v1/files/{other}")

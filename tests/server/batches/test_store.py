@@ -17,7 +17,7 @@ from llm_serving.server.batches.store import BatchStore
 from llm_serving.server.tenant_quota import TenantQuota
 
 
-def test_inputs_of_batches_that_wait_take_no_more_of_the_disk_than_files_may(tmp_path):
+def test_batch_inputs_are_limited_like_files(tmp_path):
     def begin(name):
         new = Batch(id=name, endpoint="/v1/completions", input_file_id="f", created_at=0, expires_at=9)
         store.add_batch(new, "", 0.0)
@@ -33,7 +33,7 @@ def test_inputs_of_batches_that_wait_take_no_more_of_the_disk_than_files_may(tmp
         begin("d")
 
 
-def test_files_without_content_take_room_as_well(tmp_path):
+def test_empty_files_count_against_the_quota(tmp_path):
     with contextlib.closing(BatchStore(tmp_path / "batches.db", TenantQuota(10**4))) as store:
         with pytest.raises(RequestTooLargeError):
             for number in range(100):
@@ -47,7 +47,7 @@ def test_files_without_content_take_room_as_well(tmp_path):
                 store.save(new)
 
 
-def test_a_batch_that_is_cancelled_before_its_input_is_looked_at_stays_so(tmp_path):
+def test_batch_cancelled_before_validation_stays_cancelled(tmp_path):
     with contextlib.closing(BatchStore(tmp_path / "batches.db", TenantQuota(2**20))) as store:
         new = Batch(id="b", endpoint="/v1/completions", input_file_id="f", created_at=0, expires_at=9)
         store.add_batch(new, "", 0.0)
@@ -57,7 +57,7 @@ def test_a_batch_that_is_cancelled_before_its_input_is_looked_at_stays_so(tmp_pa
         assert store.batch("b", None).status == "cancelling"
 
 
-def test_what_is_old_is_forgotten(tmp_path):
+def test_old_files_and_batches_are_deleted(tmp_path):
     with contextlib.closing(BatchStore(tmp_path / "x.db", TenantQuota(2**20))) as store:
         store.add_file(module.new_file("file_a", "x", "batch", 100.0), "", [b"x"], 100.0)
         store.expire(100.0 + module.KEPT_S, module.KEPT_S)
@@ -66,12 +66,12 @@ def test_what_is_old_is_forgotten(tmp_path):
         assert store.files(None, None, 9, None) == []
 
 
-def test_a_place_that_cannot_be_used_is_an_error(tmp_path):
+def test_unusable_batch_path_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"serving_config\.batch_path"):
         BatchStore(tmp_path, TenantQuota(1))
 
 
-def test_a_database_is_one_process_s_at_a_time(tmp_path):
+def test_batch_database_is_locked_by_one_process(tmp_path):
     path = tmp_path / "x.db"
     with (
         contextlib.closing(BatchStore(path, TenantQuota(2**20))),
@@ -81,7 +81,7 @@ def test_a_database_is_one_process_s_at_a_time(tmp_path):
     BatchStore(path, TenantQuota(2**20)).close()
 
 
-def test_what_could_not_be_kept_takes_no_room_of_the_disk(tmp_path):
+def test_failed_write_releases_disk_space(tmp_path):
     def pieces():
         yield from [b"x" * 2**18] * 30
         raise sqlite3.OperationalError("database or disk is full")
@@ -91,6 +91,6 @@ def test_what_could_not_be_kept_takes_no_room_of_the_disk(tmp_path):
         with pytest.raises(sqlite3.OperationalError):
             store.add_file(module.new_file("file_a", "x", "batch", 100.0), "", pieces(), 100.0)
         assert sum(each.stat().st_size for each in tmp_path.iterdir()) > 2**22
-        store.give_back()
+        store.release_disk_space()
         assert sum(each.stat().st_size for each in tmp_path.iterdir()) < 2**18
         assert store.files(None, None, 9, None) == []

@@ -14,7 +14,7 @@ from support.server_client import error_of
 KEYS = tuple(ApiKey(name=name, key_sha256=hash_key(name)) for name in ("me", "you"))
 
 
-def test_another_tenant_sees_and_ends_nothing(tmp_path):
+def test_batches_are_visible_to_their_tenant_only(tmp_path):
     async def talking():
         async with Site(FakeEngine(api_keys=KEYS), tmp_path, {"x-api-key": "me"}) as site:
             batch = await site.ended(await site.begin(jsonl(line("a"))))
@@ -33,7 +33,7 @@ def test_another_tenant_sees_and_ends_nothing(tmp_path):
     assert error_of(stolen)["param"] == "input_file_id"
 
 
-def test_one_tenant_leaves_room_to_another(tmp_path):
+def test_stored_files_leave_room_for_other_tenants(tmp_path):
     engine = FakeEngine(api_keys=KEYS, limits={"batch_store_bytes": 300_000})
 
     async def talking():
@@ -59,7 +59,7 @@ def test_one_tenant_leaves_room_to_another(tmp_path):
     assert "those of one API key at most as many as they leave free" in refused.text
 
 
-def test_one_tenant_leaves_room_to_files_of_another_that_are_on_their_way(tmp_path):
+def test_uploads_leave_room_for_other_tenants(tmp_path):
     engine = FakeEngine(api_keys=KEYS, limits={"batch_store_bytes": 10**6})
 
     async def talking():
@@ -80,7 +80,7 @@ def test_one_tenant_leaves_room_to_files_of_another_that_are_on_their_way(tmp_pa
     assert run(talking) == (200, 429, 200)
 
 
-def test_a_tenant_whose_key_is_gone_is_answered_no_more(tmp_path):
+def test_batch_of_a_removed_key_is_refused(tmp_path):
     held = FakeEngine(Script(hold_after=0), api_keys=KEYS)
 
     async def talking():

@@ -1,1 +1,1 @@
-"""Files of requests that are answered when there is room: kept in SQLite, so that an end of the process loses none."""
+"""OpenAI's files and batches, kept in SQLite so that they survive the end of the process."""

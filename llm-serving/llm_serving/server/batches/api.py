@@ -1,4 +1,4 @@
-"""OpenAI's files and batches: many requests in one file, answered when there is room."""
+"""Routes of OpenAI's files and batches: a file of requests is answered when the server has room."""
 
 from __future__ import annotations
 
@@ -46,18 +46,18 @@ from llm_serving.server.request_context import api_key_of
 PURPOSE: Final = "batch"
 MAX_FILENAME_CHARS: Final = 256
 MAX_FIELD_BYTES: Final = 4096
-"""Of each field of the form but the file."""
+"""Bytes of each form field except the file."""
 HELD_BYTES: Final = MultiPartParser.spool_max_size + 2**16
-"""Of a form: a file beyond that is on the disk, and a little of what follows."""
+"""Most bytes of a form in memory: a longer file is spooled to disk, plus a little of what follows it."""
 RETRY_AFTER_S: Final = 10.0
 KEPT_LEAST_S: Final = 3600
-"""Seconds after which a file may expire, as with OpenAI; at most `KEPT_S`."""
+"""Shortest lifetime of a file in seconds, as with OpenAI; the longest is `KEPT_S`."""
 _ANCHOR, _SECONDS = "expires_after[anchor]", "expires_after[seconds]"
 _FILES: Final = {**PAGE, "purpose": {"type": "string"}}
 
 
 async def create_file(engine: AsyncEngine, http_request: Request) -> Response:
-    """Keeps a file: a form with `purpose` and `file`, and perhaps how long to keep it."""
+    """Store a file from a form with `purpose`, `file` and optionally its lifetime."""
     batches = _batches(http_request)
     limits = engine.config.serving
     if (set_max_weight := http_request.scope.get(MAX_WEIGHT_KEY)) is not None:
@@ -75,11 +75,11 @@ async def create_file(engine: AsyncEngine, http_request: Request) -> Response:
                 raise RequestError("purpose", f"must be {PURPOSE}", purpose)
             name = (file.filename or "")[:MAX_FILENAME_CHARS]
             about = new_file(new_id("file"), name, PURPOSE, batches.now())
-            if (seconds := _kept_s(form)) is not None:
+            if (seconds := _lifetime_s(form)) is not None:
                 about.expires_at = about.created_at + seconds
             pieces = _pieces(file)
             about = await batches.stored(BatchStore.add_file, about, _tenant(http_request), pieces, batches.now())
-    except HTTPException as error:  # by whoever reads forms
+    except HTTPException as error:  # raised by Starlette's form parser
         raise RequestError("body", f"must be a form of the kind multipart/form-data: {error.detail}") from None
     except TimeoutError:
         raise RequestTimeoutError("body", f"must arrive within {limits.body_timeout_s:g} seconds") from None
@@ -87,7 +87,7 @@ async def create_file(engine: AsyncEngine, http_request: Request) -> Response:
 
 
 async def list_files(engine: AsyncEngine, http_request: Request) -> Response:
-    """The newest files first."""
+    """List files, the newest first."""
     del engine
     purpose = http_request.query_params.get("purpose")
     limit, after = page_of(http_request)
@@ -98,13 +98,13 @@ async def list_files(engine: AsyncEngine, http_request: Request) -> Response:
 
 
 async def show_file(engine: AsyncEngine, http_request: Request) -> Response:
-    """What is known of a file."""
+    """Return the description of a file."""
     del engine
     return json_response(await _file(http_request))
 
 
 async def show_content(engine: AsyncEngine, http_request: Request) -> Response:
-    """What is in a file."""
+    """Return the content of a file."""
     del engine
     about, batches = await _file(http_request), _batches(http_request)
 
@@ -114,12 +114,12 @@ async def show_content(engine: AsyncEngine, http_request: Request) -> Response:
             yield piece
             number += 1
 
-    # With its length: where the file is deleted meanwhile, the client notices that it has not got all of it.
+    # The response has its length: a client notices that it is incomplete if the file is deleted meanwhile.
     return StreamingResponse(pieces(), headers={"content-length": str(about.bytes)}, media_type="application/jsonl")
 
 
 async def delete_file(engine: AsyncEngine, http_request: Request) -> Response:
-    """Forgets a file; a batch that has begun has its lines already."""
+    """Delete a file; a batch that has started keeps its lines."""
     del engine
     about = await _file(http_request)
     await _batches(http_request).stored(BatchStore.delete_file, about.id)
@@ -127,7 +127,7 @@ async def delete_file(engine: AsyncEngine, http_request: Request) -> Response:
 
 
 async def create_batch(engine: AsyncEngine, http_request: Request) -> Response:
-    """Begins to answer the lines of a file."""
+    """Create a batch that answers the lines of a file."""
     request = await read_fields(engine, http_request, BatchRequest)
     batches = _batches(http_request)
     if request.endpoint not in ENDPOINTS_OF_LINES:
@@ -151,7 +151,7 @@ async def create_batch(engine: AsyncEngine, http_request: Request) -> Response:
 
 
 async def list_batches(engine: AsyncEngine, http_request: Request) -> Response:
-    """The newest batches first."""
+    """List batches, the newest first."""
     del engine
     limit, after = page_of(http_request)
     batches, tenant = _batches(http_request), tenant_seen(http_request)
@@ -161,13 +161,13 @@ async def list_batches(engine: AsyncEngine, http_request: Request) -> Response:
 
 
 async def show_batch(engine: AsyncEngine, http_request: Request) -> Response:
-    """How far a batch is."""
+    """Return the state and the counts of a batch."""
     del engine
     return json_response(await _batch(http_request))
 
 
 async def cancel_batch(engine: AsyncEngine, http_request: Request) -> Response:
-    """Ends a batch; what has been answered stays."""
+    """Cancel a batch; lines that have been answered keep their answers."""
     del engine
     return json_response(await _batches(http_request).cancel((await _batch(http_request)).id))
 
@@ -175,7 +175,7 @@ async def cancel_batch(engine: AsyncEngine, http_request: Request) -> Response:
 def _batches(http_request: Request) -> Batches:
     batches = http_request.app.batches
     if batches is None:
-        raise RequestNotFoundError("serving_config.batch_path", "must name a file for batches to be kept in")
+        raise RequestNotFoundError("serving_config.batch_path", "must name a file, in which batches are stored")
     assert isinstance(batches, Batches)
     return batches
 
@@ -191,16 +191,16 @@ async def _batch(http_request: Request) -> Batch:
 
 
 def _tenant(http_request: Request) -> str:
-    """Whose files these are."""
+    """Return the tenant that owns the files and batches of the request."""
     key = api_key_of(http_request)
     return "" if key is None else key.name
 
 
-def _kept_s(form: FormData) -> int | None:
-    """Seconds after which the file expires, as the form says; None: it does not.
+def _lifetime_s(form: FormData) -> int | None:
+    """Return the lifetime in seconds that the form asks for; None without one.
 
     Raises:
-        RequestError: It says something else, or what forms of files do not.
+        RequestError: The lifetime is invalid, or the form has a field that forms of files do not have.
     """
     names = [name for name, _ in form.multi_items()]
     for name in names:
@@ -218,7 +218,7 @@ def _kept_s(form: FormData) -> int | None:
 
 
 async def _list_of(kind: type[FileList | BatchList], found: list[Any], limit: int) -> Response:
-    """So many of the rows that were found; there are more where one more was found."""
+    """Return the first `limit` rows; `has_more` says whether there are more."""
     shown = found[:limit]
     first, last = (shown[0].id, shown[-1].id) if shown else (None, None)
     return await large_json_response(kind(data=shown, has_more=len(found) > limit, first_id=first, last_id=last))
@@ -231,7 +231,7 @@ def _pieces(file: UploadFile) -> Iterator[bytes]:
 
 @asynccontextmanager
 async def _counted(batches: Batches, http_request: Request) -> AsyncIterator[Request]:
-    """A request whose body ends it where it becomes too long, or all that are on their way do."""
+    """Wrap a request so that reading its body raises once it, or all uploads together, exceed the limits."""
     shares, incoming, tenant = batches.shares, batches.num_incoming_bytes, _tenant(http_request)
     num_bytes, most = 0, shares.room(0, 0)
 
@@ -245,7 +245,7 @@ async def _counted(batches: Batches, http_request: Request) -> AsyncIterator[Req
         if num_bytes > most:
             raise RequestTooLargeError("body", f"must be at most {most} bytes (serving_config.batch_store_bytes)")
         if size > room:
-            raise CapacityError(f"files that are on their way {shares.rule}", RETRY_AFTER_S)
+            raise CapacityError(f"files that are being uploaded {shares.rule}", RETRY_AFTER_S)
         return message
 
     try:
@@ -257,13 +257,13 @@ async def _counted(batches: Batches, http_request: Request) -> AsyncIterator[Req
 _FILE: Final = "/v1/files/{file_id}"
 _BATCH: Final = "/v1/batches/{batch_id}"
 ENDPOINTS: Final = (
-    Endpoint("POST", "/v1/files", create_file, "Keep a file of requests", answer=FileObject, takes_form=True),
+    Endpoint("POST", "/v1/files", create_file, "Store a file of requests", answer=FileObject, takes_form=True),
     Endpoint("GET", "/v1/files", list_files, "List files", answer=FileList, query=_FILES),
     Endpoint("GET", _FILE, show_file, "Show a file", answer=FileObject),
-    Endpoint("GET", f"{_FILE}/content", show_content, "What is in a file"),
-    Endpoint("DELETE", _FILE, delete_file, "Forget a file", answer=DeletedFile),
+    Endpoint("GET", f"{_FILE}/content", show_content, "Content of a file"),
+    Endpoint("DELETE", _FILE, delete_file, "Delete a file", answer=DeletedFile),
     Endpoint("POST", "/v1/batches", create_batch, "Answer the requests of a file", body=BatchRequest, answer=Batch),
     Endpoint("GET", "/v1/batches", list_batches, "List batches", answer=BatchList, query=PAGE),
     Endpoint("GET", _BATCH, show_batch, "Show a batch", answer=Batch),
-    Endpoint("POST", f"{_BATCH}/cancel", cancel_batch, "End a batch", answer=Batch),
+    Endpoint("POST", f"{_BATCH}/cancel", cancel_batch, "Cancel a batch", answer=Batch),
 )

@@ -1,4 +1,4 @@
-"""Runs one file of requests into another, as a batch without a server that continues where an earlier run ended."""
+"""Answers one file of requests offline; an interrupted run continues where it stopped."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from llm_serving.server.batches.runner import Batches, first_url, new_file
 from llm_serving.server.batches.schemas import Batch, RequestCounts
 from llm_serving.server.batches.store import CHUNK_BYTES, BatchStore, new_id
 
-LOOK_EVERY_S: Final = 0.5
+POLL_EVERY_S: Final = 0.5
 NEVER: Final = 2**40
-"""When such a batch expires, in seconds since 1970."""
+"""Expiry of a batch that never expires, in seconds since 1970."""
 UNFINISHED: Final = ".unfinished"
-"""Ending of the file beside the output that has what is done until now."""
+"""Suffix of the store beside the output file that holds the progress so far."""
 ERRORS: Final = ".errors"
 
 
@@ -28,33 +28,33 @@ async def answer_file(
     on_progress: Callable[[RequestCounts], None],
     failure: Callable[[], LLMServingError | None],
 ) -> RequestCounts:
-    """Answers the lines of a file, or goes on where an earlier run ended.
+    """Answer the lines of a file, or continue an interrupted run.
 
     Args:
-        batches: Of the store that is kept for this output alone; started.
-        source: JSON lines, as batches have them.
-        target: Gets the answers, in the order of the lines; `TARGET.errors` those that are none.
-        on_progress: Told how far it is, now and then.
-        failure: Why nothing can be computed any more, once that is so.
+        batches: Started batches on the store of this output file.
+        source: JSON lines in the format of batches.
+        target: File to write answers to, in the order of the lines; failed lines go to `TARGET.errors`.
+        on_progress: Called with the counts every `POLL_EVERY_S` seconds.
+        failure: Returns the error that ended the engine, if it has ended.
 
     Raises:
-        ConfigError: The input has faults, or an earlier run had another one.
-        LLMServingError: Nothing can be computed any more.
+        ConfigError: The input is invalid, or differs from that of the interrupted run.
+        LLMServingError: The engine has ended.
     """
     digest = await asyncio.to_thread(_digest, source)
     batch = next(iter(await batches.stored(BatchStore.batches, None, 1, None)), None)
     if batch is None:
         batch = await _start_file_run(batches, source, digest)
     elif (batch.metadata or {}).get("sha256") != digest:
-        raise ConfigError(f"{target}{UNFINISHED} has the answers to another input; delete it to begin anew")
+        raise ConfigError(f"{target}{UNFINISHED} has the answers to another input; delete it to start again")
     while not (batch := await batches.stored(BatchStore.batch, batch.id, None)).has_ended:
         on_progress(batch.request_counts)
         if (error := failure() or batches.trouble) is not None:
             raise error
-        await asyncio.wait([batches.task(batch.id)], timeout=LOOK_EVERY_S)
+        await asyncio.wait([batches.task(batch.id)], timeout=POLL_EVERY_S)
     on_progress(batch.request_counts)
     if batch.errors is not None:
-        await batches.stored(BatchStore.delete_batch, batch.id)  # the input can be mended
+        await batches.stored(BatchStore.delete_batch, batch.id)  # so that a corrected input can be run
         first = batch.errors.data[0]
         raise ConfigError(f"{source}:{first.line or 1}: {first.message}; {len(batch.errors.data)} in all")
     for file_id, path in ((batch.output_file_id, target), (batch.error_file_id, Path(f"{target}{ERRORS}"))):
@@ -63,7 +63,7 @@ async def answer_file(
 
 
 async def _start_file_run(batches: Batches, source: Path, digest: str) -> Batch:
-    # Of runs that ended before their batches began, or met a fault.
+    # Delete the files of runs that ended before their batch was created, or whose input was invalid.
     for each in await batches.stored(BatchStore.files, None, None, 100, None):
         await batches.stored(BatchStore.delete_file, each.id)
     now = batches.now()
@@ -83,7 +83,7 @@ async def _start_file_run(batches: Batches, source: Path, digest: str) -> Batch:
 
 
 def _write(store: BatchStore, file_id: str | None, path: Path) -> None:
-    """A whole file or none."""
+    """Write a whole file or none."""
     if file_id is None:
         path.unlink(missing_ok=True)
         return
@@ -95,7 +95,7 @@ def _write(store: BatchStore, file_id: str | None, path: Path) -> None:
         beside.replace(path)
     except OSError as error:
         beside.unlink(missing_ok=True)
-        raise ConfigError(f"{path} cannot be written: {error.strerror}; what was answered is kept") from None
+        raise ConfigError(f"{path} cannot be written: {error.strerror}; the answers so far are kept") from None
 
 
 def _digest(path: Path) -> str:

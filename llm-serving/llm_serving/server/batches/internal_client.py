@@ -1,4 +1,4 @@
-"""Asks the server's own routes, without a connection: on behalf of a tenant whose requests were kept."""
+"""Sends requests to the server's own routes without a connection, on behalf of a tenant."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from llm_serving.server.parsing.errors import openai_error_response
 from llm_serving.server.request_context import API_KEY_KEY, QUOTA_KEY
 
 READY_EVERY_S: Final = 0.5
-"""Seconds between two looks at an engine that loads."""
+"""Seconds between two checks of an engine that is loading."""
 
 
-class Inside:
-    """A client within the process; keys and what they may ask for hold as for those outside.
+class InternalClient:
+    """A client within the process; API keys and rate limits apply as they do to other clients.
 
     Args:
-        app: The application behind the check of keys.
-        keys: Tenant -> its key; none: keys are not needed.
-        quotas: Tenant -> what its key may ask for.
-        ready: Whether anything can be computed at this moment; until then nothing is asked.
+        app: The application behind authentication.
+        keys: Tenant -> its API key; empty if the server needs no keys.
+        quotas: Tenant -> the rate limits of its key.
+        ready: Whether the engine can compute now; requests wait until it can.
     """
 
     def __init__(
@@ -39,14 +39,14 @@ class Inside:
         self._quotas = quotas
 
     def reload(self, keys: Mapping[str, ApiKey]) -> None:
-        """From now on these are the keys."""
+        """Replace the API keys."""
         self._keys = keys
 
     async def __call__(self, url: str, body: bytes, tenant: str) -> Answered:
-        """What POST with this body is answered; a request whose tenant has no key any more is refused."""
+        """Return the response to a POST with this body; it is 401 if the tenant's key no longer exists."""
         key = self._keys.get(tenant)
         if self._keys and key is None:
-            gone = openai_error_response(AuthenticationError("the API key of who asked is not known any more"))
+            gone = openai_error_response(AuthenticationError("the API key of this tenant no longer exists"))
             return Answered(gone.status_code, bytes(gone.body))
         while not self._ready():
             await asyncio.sleep(READY_EVERY_S)
@@ -66,13 +66,13 @@ class Inside:
             API_KEY_KEY: key,
             QUOTA_KEY: self._quotas.get(tenant),
         }
-        exchange = _Exchange(body)
-        await self._app(scope, exchange.receive, exchange.send)
-        return exchange.answered()
+        request = _InternalRequest(body)
+        await self._app(scope, request.receive, request.send)
+        return request.answered()
 
 
-class _Exchange:
-    """One request and its answer; it never leaves before."""
+class _InternalRequest:
+    """The receive and send channels of one request; its client never disconnects."""
 
     def __init__(self, body: bytes) -> None:
         self._body: bytes | None = body

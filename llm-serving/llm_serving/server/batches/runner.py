@@ -1,4 +1,4 @@
-"""Runs batches: each line is one request to the server's own routes, in the lowest class, when there is room."""
+"""Runs batches: each line becomes a request to the server's own routes, in the lowest class, when there is room."""
 
 from __future__ import annotations
 
@@ -30,34 +30,33 @@ logger = get_logger(__name__)
 T = TypeVar("T")
 
 WINDOW_S: Final = 24 * 3600
-"""Seconds that a batch has; lines without an answer then get none."""
+"""Seconds until a batch expires; lines without an answer then fail."""
 KEPT_S: Final = 30 * 24 * 3600
-"""Seconds that files and batches are kept."""
+"""Seconds until files and batches are deleted."""
 MAX_AT_ONCE: Final = 8
-"""Batches of a tenant that are looked at and computed, the oldest ones; others wait in the store, where a batch takes
-no memory."""
+"""Most batches of a tenant that are validated and computed at once, the oldest first; the others wait in the store."""
 MAX_LINES: Final = 50_000
 MAX_LINE_BYTES: Final = 2**24
 MAX_ERRORS: Final = 100
-"""Most faults of an input that are told."""
+"""Most errors of an input that are reported."""
 SPARE_DEPTH: Final = 64
-"""Lines are read again where there may be so many more calls on the stack, which leave less room for lists in lists."""
-TIDY_EVERY_S: Final = 3600.0
+"""Extra nesting with which each line is parsed: later calls leave less stack for nested lists than this check has."""
+EXPIRE_EVERY_S: Final = 3600.0
 LEAST_PAUSE_S, MOST_PAUSE_S = 0.05, 60.0
-"""Seconds before a line that was refused for lack of room is tried again."""
+"""Bounds of the wait in seconds before a refused line is retried."""
 LEAST_STORE_PAUSE_S: Final = 1.0
-"""Before a batch goes on whose store could not be written, on a full disk for example; then twice as long each time."""
+"""First wait in seconds before a batch continues whose store could not be written (disk full); it doubles each time."""
 BUSY: Final = frozenset((429, 503))
-"""Statuses of an answer that may be another one later: for a line with a `timeout_s`, within that."""
+"""Statuses after which a line is retried: always, or within `timeout_s` if the line has one."""
 _NULL: Final = msgspec.Raw(b"null")
 _decode_fields: Final = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
-_EXPIRED: Final = Failure("batch_expired", "the batch was not done within its completion window")
-_CANCELLED: Final = Failure("batch_cancelled", "the batch was cancelled before")
+_EXPIRED: Final = Failure("batch_expired", "the batch did not complete within its completion window")
+_CANCELLED: Final = Failure("batch_cancelled", "the batch was cancelled before this line was answered")
 
 
 @dataclass(frozen=True)
 class Answered:
-    """What a route answered."""
+    """The response of a route."""
 
     status: int
     body: bytes
@@ -67,23 +66,24 @@ class Answered:
 
 
 class Ask(Protocol):
-    """Asks a route of the server on behalf of a tenant."""
+    """Sends a request to a route of the server on behalf of a tenant."""
 
     def __call__(self, url: str, body: bytes, tenant: str) -> Awaitable[Answered]: ...
 
 
 class Batches:
-    """Files and batches, and the lines under way. It belongs to the event loop; the store has a thread of its own.
+    """Files, batches and the lines in progress. It belongs to the event loop; the store has a thread of its own.
 
     Args:
-        store: Opens it, in its thread.
-        ask: Asks a route.
-        concurrency: Lines that are asked for at once, of all batches; and lines of each that are under way, those that
-            were refused and will be tried again among them.
-        priority_class: Of lines that name none.
-        shares: Of files that are on their way.
-        bounds_answers: Whether lines wait to be asked for until there is room for answers.
-        now: Seconds since 1970, as files and batches tell them.
+        store: Opens the store, in its thread.
+        ask: Sends a request to a route.
+            concurrency: Most requests at once, of all batches; and most lines of one batch in progress, including
+            refused lines
+            that will be retried.
+        priority_class: Class of lines that name none.
+        shares: Quota for files that are being uploaded.
+        bounds_answers: Whether lines wait until the store has room for their answers.
+        now: Returns seconds since 1970.
     """
 
     def __init__(
@@ -105,32 +105,32 @@ class Batches:
         self._priority_class = priority_class
         self.shares = shares
         self._bounds_answers = bounds_answers
-        self._tenants_without_room: set[str] = set()
+        self._tenants_over_quota: set[str] = set()
         self.now = now
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._cancelled: dict[str, asyncio.Event] = {}
-        self._num_at_once: Counter[str] = Counter()
-        """Batches of each tenant that are computed."""
-        self._still: set[str] = set()
-        """Batches that stand still."""
-        self._beginning: set[asyncio.Task[None]] = set()
+        self._num_running: Counter[str] = Counter()
+        """Number of batches in progress of each tenant."""
+        self._failed: set[str] = set()
+        """Batches that failed with an unexpected error; they resume after a restart, and can be cancelled."""
+        self._starting: set[asyncio.Task[None]] = set()
         self._is_stopped = False
         self.num_incoming_bytes: Counter[str] = Counter()
-        """Of each tenant's files that are on their way."""
+        """Bytes received of each tenant's files that are being uploaded."""
         self.trouble: UnavailableError | None = None
-        """Why batches wait or stand still, where they do."""
-        self._tidier: asyncio.Task[None] | None = None
+        """Why batches wait or have stopped; None if they run."""
+        self._expiry_task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Goes on with the batches that had not ended."""
-        self._tidier = asyncio.create_task(self._tidy())
+        """Resume the batches that had not ended."""
+        self._expiry_task = asyncio.create_task(self._expire_old())
         for tenant in await self.stored(BatchStore.tenants):
-            await self._begin_next(tenant)
+            await self._start_next(tenant)
 
     async def stop(self) -> None:
-        """Leaves lines under way as if they had not begun."""
+        """Abort the lines in progress; they are answered again after a restart."""
         self._is_stopped = True
-        tasks = [*self._tasks.values(), *self._beginning, *filter(None, [self._tidier])]
+        tasks = [*self._tasks.values(), *self._starting, *filter(None, [self._expiry_task])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -138,90 +138,90 @@ class Batches:
         self._thread.shutdown()
 
     async def stored(self, work: Callable[..., T], *arguments: Any) -> T:
-        """What a method of the store gives.
+        """Run a method of the store in its thread and return its result.
 
         Raises:
-            UnavailableError: The database cannot be read or written now; nothing of the call has been kept.
+            UnavailableError: The database cannot be read or written; the call has changed nothing.
         """
         loop, call = asyncio.get_running_loop(), partial(work, self._store, *arguments)
         try:
             return await loop.run_in_executor(self._thread, call)
         except sqlite3.Error as error:
-            await loop.run_in_executor(self._thread, self._store.give_back)
-            raise UnavailableError(f"files and batches cannot be kept now: {error}") from None
+            await loop.run_in_executor(self._thread, self._store.release_disk_space)
+            raise UnavailableError(f"files and batches cannot be stored now: {error}") from None
 
     async def create(self, batch: Batch, tenant: str) -> None:
-        """Takes a new batch; it is looked at and computed as soon as there are not too many of its tenant before it."""
+        """Add a batch; it starts when the tenant has fewer than `MAX_AT_ONCE` batches in progress."""
         await self.stored(BatchStore.add_batch, batch, tenant, self.now())
-        await self._begin_next(tenant)
+        await self._start_next(tenant)
 
     async def cancel(self, batch_id: str) -> Batch:
-        """Ends a batch: what is under way is broken off. One that has ended is left alone."""
+        """Cancel a batch and abort its lines in progress; a batch that has ended is unchanged."""
         tenant = await self.stored(BatchStore.tenant_of, batch_id)
         batch = await self.stored(BatchStore.cancel, batch_id, self.now())
         if batch_id in self._cancelled:
             self._cancelled[batch_id].set()
-        elif not batch.has_ended:  # it waits or stands still: goes on to end
+        elif not batch.has_ended:  # it waits or has stopped: run it to end it
             self._run(batch_id, tenant)
         return batch
 
     def task(self, batch_id: str) -> asyncio.Future[None]:
-        """Done when nothing is done for a batch any more."""
+        """Return a future that is done when no work on the batch is in progress."""
         if (task := self._tasks.get(batch_id)) is not None:
             return task
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         ended.set_result(None)
         return ended
 
-    async def _begin_next(self, tenant: str) -> None:
-        """Computes the oldest batches of a tenant, as many as may be at once; waits while they cannot be read."""
+    async def _start_next(self, tenant: str) -> None:
+        """Start the tenant's oldest batches up to `MAX_AT_ONCE`; retry while the store cannot be read."""
         while True:
             try:
-                oldest = await self.stored(BatchStore.unfinished, tenant, MAX_AT_ONCE + len(self._still))
+                oldest = await self.stored(BatchStore.unfinished, tenant, MAX_AT_ONCE + len(self._failed))
                 break
             except UnavailableError as error:
                 self.trouble = error
                 await asyncio.sleep(LEAST_STORE_PAUSE_S)
         for batch_id in oldest:
-            if self._num_at_once[tenant] < MAX_AT_ONCE and not (batch_id in self._tasks or batch_id in self._still):
+            if self._num_running[tenant] < MAX_AT_ONCE and not (batch_id in self._tasks or batch_id in self._failed):
                 self._run(batch_id, tenant)
 
     def _run(self, batch_id: str, tenant: str) -> None:
-        self._still.discard(batch_id)
-        self._num_at_once[tenant] += 1
+        self._failed.discard(batch_id)
+        self._num_running[tenant] += 1
         self._cancelled[batch_id] = asyncio.Event()
         self._tasks[batch_id] = asyncio.create_task(self._guarded(batch_id, tenant))
 
     async def _guarded(self, batch_id: str, tenant: str) -> None:
         try:
-            await self._persist(batch_id, tenant)
+            await self._compute_with_retries(batch_id, tenant)
         except Exception as error:
-            self.trouble = UnavailableError(f"batch {batch_id} stands still: {error}")
-            self._still.add(batch_id)
-            logger.exception("batch %s stands still until it is cancelled or the next start", batch_id)
-        finally:  # before anybody else can find it done and under way
+            self.trouble = UnavailableError(f"batch {batch_id} has stopped: {error}")
+            self._failed.add(batch_id)
+            logger.exception("Batch %s has stopped until it is cancelled or the server restarts", batch_id)
+        finally:  # before another task finds the batch ended but still listed
             del self._tasks[batch_id], self._cancelled[batch_id]
-            self._num_at_once[tenant] -= 1
+            self._num_running[tenant] -= 1
             if not self._is_stopped:
-                next_one = asyncio.create_task(self._begin_next(tenant))
-                self._beginning.add(next_one)
-                next_one.add_done_callback(self._beginning.discard)
+                next_one = asyncio.create_task(self._start_next(tenant))
+                self._starting.add(next_one)
+                next_one.add_done_callback(self._starting.discard)
 
-    async def _persist(self, batch_id: str, tenant: str) -> None:
-        """Computes a batch, with pauses while it cannot be kept."""
+    async def _compute_with_retries(self, batch_id: str, tenant: str) -> None:
+        """Compute a batch, waiting while the store cannot be written."""
         pause_s = LEAST_STORE_PAUSE_S
         while True:
             try:
                 return await self._compute(batch_id, tenant)
-            except UnavailableError as error:  # what has been kept stays; the rest is answered again
+            except UnavailableError as error:  # stored answers stay; the other lines are computed again
                 self.trouble = error
-                logger.warning("batch %s goes on in %.0f s: %s", batch_id, pause_s, error)
+                logger.warning("Batch %s cannot be stored, retrying in %.0f s: %s", batch_id, pause_s, error)
             await self._pause(self._cancelled[batch_id], pause_s)
             pause_s = min(2 * pause_s, MOST_PAUSE_S)
 
     @staticmethod
     async def _pause(cancelled: asyncio.Event, pause_s: float) -> None:
-        """Ends early when the batch is cancelled meanwhile; one that was cancelled before waits like any other."""
+        """Sleep until the batch is cancelled, but for the full time if it is cancelled already."""
         if cancelled.is_set():
             await asyncio.sleep(pause_s)
             return
@@ -243,7 +243,7 @@ class Batches:
         await self.stored(BatchStore.finish, batch, tenant, unanswered, now, int(now) + KEPT_S)
 
     async def _answer_all(self, batch: Batch, tenant: str) -> tuple[str, Failure | None]:
-        """Answers what is left; returns how the batch ends, and what is said of lines without an answer."""
+        """Answer the remaining lines; return the final status and the error of lines without an answer."""
         work = asyncio.create_task(self._answer_lines(batch.id, tenant))
         cancelled = asyncio.create_task(self._cancelled[batch.id].wait())
         try:
@@ -260,7 +260,8 @@ class Batches:
 
     async def _answer_lines(self, batch_id: str, tenant: str) -> None:
         last, under_way = -1, set[asyncio.Task[None]]()
-        open_lines = asyncio.Semaphore(self._concurrency)  # of this batch, those that wait to be tried again included
+        # lines of this batch in progress, including those waiting for a retry
+        open_lines = asyncio.Semaphore(self._concurrency)
         try:
             while lines := await self.stored(BatchStore.pending, batch_id, last, self._concurrency):
                 for line in lines:
@@ -283,67 +284,68 @@ class Batches:
         pause_s, clock = LEAST_PAUSE_S, asyncio.get_running_loop().time
         until: float | None = None
         while True:
-            answered, own_time_s = await self._asked(batch_id, line, tenant)
+            answered, timeout_s = await self._request(batch_id, line, tenant)
             if answered is not None and answered.status not in BUSY:
                 break
             wanted = None if answered is None else answered.retry_after_s
             wait_s = min(max(wanted or 0.0, pause_s), MOST_PAUSE_S)
             if answered is not None:
-                until = clock() + own_time_s if until is None else until
+                until = clock() + timeout_s if until is None else until
                 if clock() + wait_s > until:
                     break
             await asyncio.sleep(wait_s)
             pause_s *= 2
-        told = answered.status, answered.body, answered.ignored
-        await self.stored(BatchStore.answer, batch_id, line.number, *told)
+        answer = answered.status, answered.body, answered.ignored
+        await self.stored(BatchStore.answer, batch_id, line.number, *answer)
         self.trouble = None
 
-    async def _asked(self, batch_id: str, line: PendingLine, tenant: str) -> tuple[Answered | None, float]:
-        """The answer, None where none could be kept, and for how many seconds the line wants to be asked for again.
+    async def _request(self, batch_id: str, line: PendingLine, tenant: str) -> tuple[Answered | None, float]:
+        """Return the response, None if the store has no room for it, and for how many seconds the line may be retried.
 
-        Whoever has to come again waits elsewhere: a key without tokens holds no place that others could use.
+        A line that is retried waits outside of `_room`, so a key without tokens blocks no other line.
         """
         async with self._room:
             if not await self._has_room(tenant):
                 return None, math.inf
             given = await self.stored(BatchStore.body, batch_id, line.number)
-            body, own_time_s = await off_loop(len(given) > INLINE_BYTES, lambda: self._prepared(given))
-            return await self._ask(line.url, body, tenant), own_time_s
+            body, timeout_s = await off_loop(len(given) > INLINE_BYTES, lambda: self._prepared(given))
+            return await self._ask(line.url, body, tenant), timeout_s
 
     async def _has_room(self, tenant: str) -> bool:
-        """Whether an answer can be kept; what is being answered already is kept in any case."""
+        """Return whether the store has room for an answer; answers in progress are stored in any case."""
         if not self._bounds_answers or await self.stored(BatchStore.has_room, tenant):
-            self._tenants_without_room.discard(tenant)
+            self._tenants_over_quota.discard(tenant)
             return True
-        if tenant not in self._tenants_without_room:
-            self._tenants_without_room.add(tenant)
-            logger.warning("batches of %r wait: files and batches %s", tenant, self.shares.rule)
+        if tenant not in self._tenants_over_quota:
+            self._tenants_over_quota.add(tenant)
+            logger.warning(
+                "Batches of tenant %r wait for room in the store: files and batches %s", tenant, self.shares.rule
+            )
         return False
 
     def _prepared(self, body: bytes) -> tuple[bytes, float]:
-        """A body with its class, and the time that it gives itself. The rest stays as it is, to the last digit and
-        however deep."""
+        """Return the body with its class, and its `timeout_s`. All other values keep their digits and their nesting."""
         content = _decode_fields(body)
-        own_time_s = _own_time_s(content.get("timeout_s", _NULL))
+        timeout_s = _timeout_s(content.get("timeout_s", _NULL))
         if all(content.get(name, _NULL) == _NULL for name in ("priority", "priority_class")):
             content["priority_class"] = msgspec.Raw(msgspec.json.encode(self._priority_class))
-        return msgspec.json.encode(content), own_time_s
+        return msgspec.json.encode(content), timeout_s
 
-    async def _tidy(self) -> None:
+    async def _expire_old(self) -> None:
         while True:
             try:
                 await self.stored(BatchStore.expire, self.now(), KEPT_S)
             except UnavailableError as error:
-                logger.warning("old files and batches stay for now: %s", error)
-            await asyncio.sleep(TIDY_EVERY_S)
+                logger.warning("Deleting old files and batches failed, retrying in an hour: %s", error)
+            await asyncio.sleep(EXPIRE_EVERY_S)
 
 
 def check_lines(pieces: Iterable[bytes], endpoint: str) -> list[LineError]:
-    """What is wrong with the input of a batch.
+    """Return the errors of a batch's input.
 
     Args:
-        pieces: Of the file.
-        endpoint: Which all lines have to name.
+        pieces: The file's bytes, in pieces.
+        endpoint: The route that all lines must name.
     """
     errors: list[LineError] = []
     ids: dict[str, int] = {}
@@ -362,7 +364,7 @@ def check_lines(pieces: Iterable[bytes], endpoint: str) -> list[LineError]:
 
 
 def first_url(pieces: Iterable[bytes]) -> str:
-    """The route that the first line names; "" where it names none."""
+    """Return the route that the first line names; "" if it names none."""
     try:
         return next((msgspec.json.decode(text, type=Line).url for _, text in _lines_of(pieces)), "")
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -370,7 +372,7 @@ def first_url(pieces: Iterable[bytes]) -> str:
 
 
 def _start_batch(store: BatchStore, batch_id: str, now: float) -> Batch:
-    """The batch; of a new one the input is looked at, and its lines are kept or what is wrong with them."""
+    """Return the batch. Validate the input of a new batch, then store its lines or its errors."""
     batch = store.batch(batch_id, None)
     if batch.status != "validating":
         return batch
@@ -386,7 +388,7 @@ def _start_batch(store: BatchStore, batch_id: str, now: float) -> Batch:
 
 
 def _fault_of(text: bytes, endpoint: str, ids: dict[str, int], number: int) -> str | None:
-    """What is wrong with a line; its id is added to those that were seen, with its number."""
+    """Return what is wrong with a line, if anything; add its id with its number to `ids`."""
     try:
         check_json_limits(text)
     except RequestError as error:
@@ -406,16 +408,16 @@ def _fault_of(text: bytes, endpoint: str, ids: dict[str, int], number: int) -> s
     if not isinstance(body, dict):
         return "`body` must be an object"
     if body.get("stream") or body.get("background"):
-        return "`body` must ask neither for a stream nor for an answer in the background"
+        return "`body` must not set `stream` or `background`"
     if not line.custom_id:
         return "`custom_id` must not be empty"
     if (earlier := ids.setdefault(line.custom_id, number)) != number:
-        return f"`custom_id` must be a text of its own, which line {earlier} has as well"
+        return f"`custom_id` must be unique, but line {earlier} has the same"
     return None
 
 
 def _lines_of(pieces: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
-    """(number from 1 on, text) of the lines that have one; the rest of one that is too long comes as it is."""
+    """Yield (number from 1, text) of the lines that are not blank; a line that is too long may come in part."""
     rest, number = b"", 0
     for piece in chain(pieces, [b"\n"]):
         *whole, rest = (rest + piece).split(b"\n")
@@ -425,8 +427,8 @@ def _lines_of(pieces: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
                 yield number, text
 
 
-def _own_time_s(given: msgspec.Raw) -> float:
-    """The seconds of a `timeout_s`; without end where there is none, or a wrong one."""
+def _timeout_s(given: msgspec.Raw) -> float:
+    """Return the seconds of a `timeout_s`; infinite if it is absent or invalid."""
     try:
         seconds = msgspec.json.decode(given, type=float | None)
     except msgspec.DecodeError:
@@ -435,7 +437,7 @@ def _own_time_s(given: msgspec.Raw) -> float:
 
 
 def new_file(file_id: str, filename: str, purpose: str, now: float) -> FileObject:
-    """What is told of a file that has just come."""
+    """Return the description of a new, empty file."""
     created = int(now)
     return FileObject(
         id=file_id, bytes=0, created_at=created, expires_at=created + KEPT_S, filename=filename, purpose=purpose

@@ -1,4 +1,4 @@
-"""Files and batches as clients see them, and as they are kept."""
+"""Files and batches in the API, and the lines of their files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from msgspec import Struct, field
 from llm_serving.server.parsing.offload import Long
 
 ENDPOINTS_OF_LINES: Final = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings")
-"""Routes that lines may ask for."""
+"""Routes that the lines of a batch may use."""
 ENDED: Final = frozenset(("completed", "failed", "expired", "cancelled"))
 
 
@@ -40,7 +40,7 @@ class DeletedFile(Struct):
 
 
 class LineError(Struct):
-    """What is wrong with a line of the input."""
+    """An error in one line of the input."""
 
     code: str
     message: str
@@ -67,7 +67,7 @@ class Batch(Struct, kw_only=True):
     input_file_id: str
     completion_window: str = "24h"
     status: str = "validating"
-    """validating, in_progress, finalizing, cancelling; or an end: completed, failed, expired, cancelled."""
+    """validating, in_progress, finalizing or cancelling; at the end completed, failed, expired or cancelled."""
     output_file_id: str | None = None
     error_file_id: str | None = None
     created_at: int
@@ -103,7 +103,7 @@ class BatchRequest(Struct, kw_only=True):
 
 
 class Line(Struct, kw_only=True, forbid_unknown_fields=True):
-    """A line of the input; its body is read by the route that it names."""
+    """One line of the input; its route decodes the body."""
 
     custom_id: str
     method: Literal["POST"] = "POST"
@@ -116,7 +116,7 @@ class LineAnswer(Struct, omit_defaults=True):
     request_id: str
     body: msgspec.Raw | dict[str, Any]
     ignored_parameters: str | None = None
-    """Fields of the line's body, as the header `x-ignored-parameters` of an answer names them; None: none."""
+    """Ignored fields of the line's body, in the form of the response header `x-ignored-parameters`."""
 
 
 class Failure(Struct):
@@ -125,7 +125,7 @@ class Failure(Struct):
 
 
 class AnsweredLine(Struct, kw_only=True):
-    """A line of the output, or of the errors."""
+    """One line of the output file or the error file."""
 
     id: str
     custom_id: str

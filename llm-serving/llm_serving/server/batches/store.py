@@ -1,4 +1,4 @@
-"""Where files and batches are kept: one SQLite database, which an end of the process at any moment leaves whole."""
+"""The SQLite database of files and batches; it stays consistent if the process is killed at any moment."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 CHUNK_BYTES: Final = 2**18
 MAX_IDLE_LOG_BYTES: Final = 2**22
-"""Of the file beside the database that changes go through first, once they are in the database."""
+"""Size limit of the write-ahead log file while it is idle."""
 _SCHEMA: Final = """
 CREATE TABLE IF NOT EXISTS files (
     id TEXT PRIMARY KEY, tenant TEXT NOT NULL, about BLOB NOT NULL, created REAL NOT NULL, expires INTEGER NOT NULL,
@@ -49,26 +49,27 @@ _KEPT: Final = """SELECT COALESCE(SUM(bytes), 0), COALESCE(SUM(bytes) FILTER (WH
     SELECT tenant, bytes + LENGTH(about) AS bytes FROM files
     UNION ALL SELECT tenant, LENGTH(about) FROM batches
     UNION ALL SELECT tenant, bytes FROM outputs JOIN batches ON id = batch)"""
-"""Bytes that are kept, of all and of one tenant: answers of batches that have not ended are files to come."""
+"""Bytes stored, of all tenants and of one. Answers of unfinished batches count, as they become files."""
 _INPUTS: Final = """SELECT COALESCE(SUM(bytes), 0), COALESCE(SUM(bytes) FILTER (WHERE tenant = ?), 0)
     FROM inputs JOIN batches ON id = batch WHERE NOT ended"""
-"""The same of the inputs of batches that have not ended."""
+"""Input bytes of unfinished batches, of all tenants and of one."""
 
 
 class PendingLine(NamedTuple):
-    """A line that has no answer yet; its body stays where it is until it is asked for."""
+    """A line without an answer; its body stays in the database until it is requested."""
 
     number: int
     url: str
 
 
 class BatchStore:
-    """Files, batches and their lines; each call is one transaction. It belongs to one thread, and one process has a
-    database at a time: two would answer the same lines.
+    """Files, batches and their lines. Each call is one transaction.
+
+    It belongs to one thread. A lock keeps a second process out, which would answer the same lines.
 
     Args:
-        path: The database; made where there is none. A file `PATH.lock` beside it is held as long as it is open.
-        shares: Of all that is kept; and apart from that of the inputs of batches that have not ended.
+        path: The database, created if it is missing. A file `PATH.lock` beside it is locked while the database is open.
+        shares: Quota for all stored bytes, and separately for the inputs of unfinished batches.
 
     Raises:
         ConfigError: The database cannot be used, or another process uses it.
@@ -77,7 +78,7 @@ class BatchStore:
     def __init__(self, path: Path, shares: TenantQuota) -> None:
         self._shares = shares
         try:
-            if path.exists() and not path.is_file():  # a device would be given other rights, a pipe waited for
+            if path.exists() and not path.is_file():  # chmod must not change a device, and opening a pipe would block
                 raise ConfigError(f"serving_config.batch_path: {path} must be a file; it is of another kind")
             path.parent.mkdir(parents=True, exist_ok=True)
             self._lock = _locked(path)
@@ -95,18 +96,18 @@ class BatchStore:
         self._db.close()
         os.close(self._lock)
 
-    def give_back(self) -> None:
-        """Frees what a change that could not be kept has taken of the disk, as far as it can be freed."""
+    def release_disk_space(self) -> None:
+        """Release disk space that a failed change has used in the write-ahead log, if possible."""
         with suppress(sqlite3.Error):
             self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
 
     # --- files ------------------------------------------------------------------------------------------------------
 
     def add_file(self, about: FileObject, tenant: str, chunks: Iterable[bytes], now: float) -> FileObject:
-        """Keeps a file; `about.bytes` is set to what it has.
+        """Store a file and set `about.bytes` to its size.
 
         Raises:
-            RequestTooLargeError: There is no room for it.
+            RequestTooLargeError: It exceeds the quota.
         """
         with self._db:
             self._db.execute("BEGIN IMMEDIATE")
@@ -114,7 +115,7 @@ class BatchStore:
         return about
 
     def has_room(self, tenant: str) -> bool:
-        """Whether more may be kept for a tenant."""
+        """Return whether the tenant is within its quota."""
         return self._room(_KEPT, tenant) > 0
 
     def _room(self, query: str, tenant: str) -> int:
@@ -122,20 +123,20 @@ class BatchStore:
         return self._shares.room(used, own)
 
     def file(self, file_id: str, tenant: str | None) -> FileObject:
-        """A file that this tenant, or None: anybody, may see.
+        """Return a file of this tenant; None: of any tenant.
 
         Raises:
-            RequestNotFoundError: There is none.
+            RequestNotFoundError: There is no such file.
         """
         query = "SELECT about FROM files WHERE id = :id AND (:tenant IS NULL OR tenant = :tenant)"
         row = self._db.execute(query, {"id": file_id, "tenant": tenant}).fetchone()
         return _decoded(row, FileObject, "file_id")
 
     def files(self, tenant: str | None, purpose: str | None, limit: int, after: str | None) -> list[FileObject]:
-        """The newest files first, up to `limit` after that one.
+        """Return up to `limit` files, the newest first, starting behind the file `after`.
 
         Raises:
-            RequestNotFoundError: There is none to begin after.
+            RequestNotFoundError: There is no file `after`.
         """
         if after is not None:
             self.file(after, tenant)
@@ -148,13 +149,12 @@ class BatchStore:
         return [each for each, _ in zip(wanted, range(limit), strict=False)]
 
     def chunk(self, file_id: str, number: int) -> bytes | None:
-        """A piece of a file; None behind the last."""
+        """Return a piece of a file; None behind the last."""
         query = "SELECT data FROM chunks WHERE file = ? AND number = ?"
         row = self._db.execute(query, (file_id, number)).fetchone()
         return None if row is None else bytes(row[0])
 
     def chunks(self, file_id: str) -> Iterator[bytes]:
-        """All pieces of a file."""
         query = "SELECT data FROM chunks WHERE file = ? ORDER BY number"
         return (bytes(data) for (data,) in self._db.execute(query, (file_id,)))
 
@@ -165,17 +165,17 @@ class BatchStore:
     # --- batches ----------------------------------------------------------------------------------------------------
 
     def add_batch(self, batch: Batch, tenant: str, now: float) -> None:
-        """Keeps a new batch.
+        """Store a new batch.
 
         Raises:
-            StoreFullError: There is no room for its lines beside those of others, or for what comes of them.
+            StoreFullError: Its input or its answers exceed the quota.
         """
         with self._db:
             self._db.execute("BEGIN IMMEDIATE")
             query = "SELECT COALESCE((SELECT bytes FROM files WHERE id = ?), 0)"
             (size,) = self._db.execute(query, (batch.input_file_id,)).fetchone()
             if size > self._room(_INPUTS, tenant) or not self.has_room(tenant):
-                what = "files and batches, and apart from them the inputs of batches that have not ended,"
+                what = "files and batches, and separately the inputs of unfinished batches,"
                 raise StoreFullError(f"{what} {self._shares.rule}")
             row = (batch.id, tenant, msgspec.json.encode(batch), now, 0)
             self._db.execute("INSERT INTO batches VALUES (?, ?, ?, ?, ?)", row)
@@ -190,7 +190,7 @@ class BatchStore:
             self._save(batch)
 
     def cancel(self, batch_id: str, now: float) -> Batch:
-        """A batch is to end, unless it has; returns it."""
+        """Mark a batch as cancelling unless it has ended, and return it."""
         batch = self.batch(batch_id, None)
         if not batch.has_ended and batch.status != "cancelling":
             batch.status, batch.cancelling_at = "cancelling", int(now)
@@ -198,13 +198,13 @@ class BatchStore:
         return batch
 
     def batch(self, batch_id: str, tenant: str | None) -> Batch:
-        """As `file`."""
+        """Return a batch of this tenant, like `file`."""
         query = "SELECT about FROM batches WHERE id = :id AND (:tenant IS NULL OR tenant = :tenant)"
         row = self._db.execute(query, {"id": batch_id, "tenant": tenant}).fetchone()
         return self._counted(_decoded(row, Batch, "batch_id"))
 
     def batches(self, tenant: str | None, limit: int, after: str | None) -> list[Batch]:
-        """As `files`."""
+        """Return up to `limit` batches, the newest first, like `files`."""
         if after is not None:
             self.batch(after, tenant)
         query = """SELECT about FROM batches WHERE (:tenant IS NULL OR tenant = :tenant)
@@ -214,21 +214,21 @@ class BatchStore:
         return [self._counted(msgspec.json.decode(about, type=Batch)) for (about,) in rows]
 
     def tenant_of(self, batch_id: str) -> str:
-        """Whose batch it is; "" where there is none."""
+        """Return the batch's tenant; "" if there is no such batch."""
         row = self._db.execute("SELECT tenant FROM batches WHERE id = ?", (batch_id,)).fetchone()
         return "" if row is None else str(row[0])
 
     def tenants(self) -> list[str]:
-        """Those that have batches which have not ended."""
+        """Return the tenants that have unfinished batches."""
         return [tenant for (tenant,) in self._db.execute("SELECT DISTINCT tenant FROM batches WHERE NOT ended")]
 
     def unfinished(self, tenant: str, count: int) -> list[str]:
-        """The oldest batches of a tenant that have not ended."""
+        """Return the ids of the tenant's oldest unfinished batches."""
         query = "SELECT id FROM batches WHERE NOT ended AND tenant = ? ORDER BY created, rowid LIMIT ?"
         return [batch_id for (batch_id,) in self._db.execute(query, (tenant, count))]
 
     def add_lines(self, batch: Batch, lines: Iterable[Line]) -> None:
-        """The lines of a batch, which begins by it."""
+        """Store the lines of a batch and its status in one transaction."""
         with self._db:
             self._db.execute("BEGIN")
             rows = ((batch.id, i, each.custom_id, each.url, bytes(each.body)) for i, each in enumerate(lines))
@@ -236,18 +236,18 @@ class BatchStore:
             self._save(batch)
 
     def pending(self, batch_id: str, after: int, count: int) -> list[PendingLine]:
-        """The next lines without an answer behind this number."""
+        """Return the next lines without an answer behind line `after`."""
         query = """SELECT number, url FROM lines
             WHERE batch = ? AND number > ? AND status IS NULL ORDER BY number LIMIT ?"""
         return [PendingLine(*row) for row in self._db.execute(query, (batch_id, after, count))]
 
     def body(self, batch_id: str, number: int) -> bytes:
-        """What a line asks for."""
+        """Return the request body of a line."""
         query = "SELECT body FROM lines WHERE batch = ? AND number = ?"
         return bytes(self._db.execute(query, (batch_id, number)).fetchone()[0])
 
     def answer(self, batch_id: str, number: int, status: int, answer: bytes, ignored: str | None = None) -> None:
-        """A line has been answered, without regard to fields of these names; the first answer stays."""
+        """Store the answer to a line, and the names of its fields that were ignored; only the first answer is kept."""
         with self._db:
             self._db.execute("BEGIN IMMEDIATE")
             query = "UPDATE lines SET status = ?, answer = ? WHERE batch = ? AND number = ? AND status IS NULL"
@@ -259,14 +259,14 @@ class BatchStore:
                 self._db.execute(query, (batch_id, len(answer) + len(ignored or "")))
 
     def finish(self, batch: Batch, tenant: str, unanswered: Failure | None, now: float, expires_at: int) -> None:
-        """Writes the output and the errors of a batch, in the order of its lines, and the batch with its end.
+        """Write the output and error files of a batch, in the order of its lines, and its final state.
 
         Args:
-            batch: With its last status; gets the ids of the files and the counts.
-            tenant: Whose it is.
-            unanswered: What is said of lines without an answer; None: nothing.
-            now: Seconds of the clock on the wall.
-            expires_at: Of the files.
+            batch: The batch with its final status; its file ids and counts are set.
+            tenant: The tenant that owns it.
+            unanswered: Error to write for lines without an answer; None: omit those lines.
+            now: Seconds since 1970.
+            expires_at: When the files expire.
         """
         batch.request_counts = self._counts(batch.id)
         with self._db:
@@ -284,7 +284,7 @@ class BatchStore:
             self._save(batch)
 
     def expire(self, now: float, kept_s: float) -> None:
-        """Forgets files whose time is over, and batches that ended and are as old."""
+        """Delete expired files, and ended batches older than `kept_s`."""
         with self._db:
             self._db.execute("DELETE FROM files WHERE expires < ?", (now,))
             self._db.execute("DELETE FROM batches WHERE ended AND created < ?", (now - kept_s,))
@@ -305,7 +305,7 @@ class BatchStore:
     def _write(
         self, batch: Batch, tenant: str, answered: bool, lines: Iterator[bytes], now: float, expires_at: int
     ) -> str | None:
-        """A file of these lines; None where there are none."""
+        """Store a file of these lines and return its id; None without lines."""
         first = next(lines, None)
         if first is None:
             return None
@@ -324,7 +324,7 @@ class BatchStore:
     def _insert(
         self, about: FileObject, tenant: str, chunks: Iterable[bytes], now: float, most: float = math.inf
     ) -> None:
-        """A file of these pieces, `most` bytes long at the most; `about.bytes` is set to what it has."""
+        """Store a file of at most `most` bytes and set `about.bytes` to its size."""
         row = (about.id, tenant, b"", now, about.expires_at, 0)
         self._db.execute("INSERT INTO files VALUES (?, ?, ?, ?, ?, ?)", row)
         about.bytes = 0
@@ -341,7 +341,7 @@ class BatchStore:
         self._db.execute("UPDATE batches SET about = ?, ended = ? WHERE id = ?", row)
 
     def _counted(self, batch: Batch) -> Batch:
-        """A batch with its counts; one that has ended has no lines any more, and knows them."""
+        """Return the batch with current counts; an ended batch has its counts, but no lines."""
         if not batch.has_ended:
             batch.request_counts = self._counts(batch.id)
         return batch
@@ -352,13 +352,13 @@ class BatchStore:
 
 
 def lock_of(path: Path) -> Path:
-    """The file that is held by who has this database."""
+    """Return the lock file of a database."""
     whole = path.resolve()
     return whole.with_name(f"{whole.name}.lock")
 
 
 def _locked(path: Path) -> int:
-    """A file descriptor that holds the lock of a database; it ends with the process, in whatever way that ends."""
+    """Lock a database and return the file descriptor; the lock ends with the process."""
     lock = lock_file(lock_of(path))
     if lock is None:
         raise ConfigError(f"serving_config.batch_path: {path} is used by another process")
@@ -372,7 +372,7 @@ def new_id(prefix: str) -> str:
 
 def _decoded(row: tuple[bytes] | None, kind: type[T], field: str) -> T:
     if row is None:
-        raise RequestNotFoundError(field, f"must be that of a {field.removesuffix('_id')} that is kept")
+        raise RequestNotFoundError(field, f"must be that of a stored {field.removesuffix('_id')}")
     return msgspec.json.decode(row[0], type=kind)
 
 
