@@ -28,7 +28,7 @@ def tokenizer(name):
     return Tokenizer.load(FOLDER / name)
 
 
-def test_ids_are_those_of_the_reference(name, tokenizer):
+def test_token_ids_equal_the_reference(name, tokenizer):
     different = {}
     for title, text, with_special, without in EXPECTED[name]:
         text = "".join(unpacked(text))
@@ -39,7 +39,7 @@ def test_ids_are_those_of_the_reference(name, tokenizer):
     assert different == {}
 
 
-def test_texts_without_tokens_in_them_come_back(name, tokenizer):
+def test_texts_without_special_tokens_round_trip(name, tokenizer):
     for title, text, _, _ in EXPECTED[name]:
         text = "".join(unpacked(text))
         exact = "unigram" not in name and "underline" not in title and "special" not in title
@@ -47,7 +47,7 @@ def test_texts_without_tokens_in_them_come_back(name, tokenizer):
             assert tokenizer.decode(tokenizer.encode(text), skip_special_tokens=True) == text, title
 
 
-def test_two_tokens_beyond_the_file_may_begin_a_text():
+def test_glm4_prefix_tokens_may_be_beyond_the_file():
     tokenizer = Tokenizer.load(FOLDER / "llama_without_prefix")
     assert tokenizer.encode("<|call|><s>", add_special_tokens=False) == [500, 1]
 
@@ -64,7 +64,7 @@ def pairs(tmp_path):
     return tmp_path
 
 
-def test_a_vocabulary_with_merges_gives_the_ids_of_its_tokenizer_json(pairs):
+def test_vocab_and_merges_equal_the_tokenizer_json(pairs):
     tokenizer, reference = Tokenizer.load(pairs), Tokenizer.load(FOLDER / "json_qwen2")
     for title, text, with_special, _ in EXPECTED["json_qwen2"]:
         assert tokenizer.encode("".join(unpacked(text))) == unpacked(with_special), title
@@ -77,21 +77,21 @@ def test_a_vocabulary_with_merges_gives_the_ids_of_its_tokenizer_json(pairs):
     ("name", "content", "message"),
     [
         ("tokenizer_config.json", '{"tokenizer_class": "RobertaTokenizer"}', "must be one of GPT2Tokenizer, Qwen2"),
-        ("tokenizer_config.json", "{}", r"Given: None; a tokenizer\.json says it itself: with transformers, AutoTok"),
-        ("vocab.json", '{"a": 0, "b": 0}', "each with an id of its own"),
-        ("vocab.json", '{"a": 0, "b": "1"}', "each with an id of its own"),
-        ("vocab.json", '{"a": 0, "b": -1}', "each with an id of its own"),
-        ("merges.txt", "#version: 0.2\na nowhere", "must have pairs of tokens of vocab.json that are a token"),
-        ("merges.txt", "a", "must have pairs of tokens of vocab.json that are a token. Found: 'a'"),
+        ("tokenizer_config.json", "{}", r"Given: None; a tokenizer\.json has this rule: with transformers, AutoTok"),
+        ("vocab.json", '{"a": 0, "b": 0}', "each token to an id of its own"),
+        ("vocab.json", '{"a": 0, "b": "1"}', "each token to an id of its own"),
+        ("vocab.json", '{"a": 0, "b": -1}', "each token to an id of its own"),
+        ("merges.txt", "#version: 0.2\na nowhere", "must list pairs of tokens in vocab.json that form a token"),
+        ("merges.txt", "a", "must list pairs of tokens in vocab.json that form a token. Found: 'a'"),
     ],
 )
-def test_a_vocabulary_with_merges_that_is_not_read_says_why(pairs, name, content, message):
+def test_unsupported_vocab_and_merges_error_has_a_reason(pairs, name, content, message):
     (pairs / name).write_text(content)
     with pytest.raises(ModelError, match=message):
         Tokenizer.load(pairs)
 
 
-def test_a_vocabulary_without_merges_is_none(pairs):
+def test_vocab_without_merges_is_not_a_tokenizer(pairs):
     (pairs / "merges.txt").unlink()
     with pytest.raises(ModelError, match=r"none of .*, vocab\.json with merges\.txt; "):
         Tokenizer.load(pairs)

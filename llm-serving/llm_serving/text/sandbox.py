@@ -1,7 +1,8 @@
-"""A process that does one kind of work for clients or models, and may do nothing else.
+"""Confined processes: one kind of work on untrusted input, with limited memory and time and no file access.
 
-Some work has no bound that could be told before it is done, and no thread can be stopped in the midst of it. Such a
-process has little memory and little time for each question; when either is used up, or it breaks, it ends, and only it.
+Some work has no bound that is known in advance, and a thread cannot be stopped during it. A confined process has limits
+on
+the memory and the CPU time of each question; when it exceeds one, or crashes, only this process ends.
 """
 
 from __future__ import annotations
@@ -23,19 +24,19 @@ from llm_serving.core.process import command_of
 from llm_serving.transport.channel import Channel
 
 ANSWER_TIMEOUT_S: Final = 60.0
-"""Far beyond the time that a process gives itself: it may have to wait for a core."""
+"""Far beyond the CPU limit of a question, because the process may have to wait for a core."""
 _ENVIRONMENT: Final = ("LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH", "PYTHONPATH", "TZ", "VIRTUAL_ENV")
 
 Answer = TypeVar("Answer")
 
 
 class ConfinedProcess(Generic[Answer]):
-    """The master's end of one; it ends with its end of the sockets.
+    """The master's handle of a confined process, which ends when its socket is closed.
 
     Args:
-        module: Whose `main` takes `--socket-fd` and `--cpu-seconds`.
-        cpu_seconds: Most time for one question.
-        answers: The union of its answers.
+        module: Module whose `main` accepts `--socket-fd` and `--cpu-seconds`.
+        cpu_seconds: Most CPU seconds for one question.
+        answers: Union of the answer types.
     """
 
     def __init__(self, module: str, cpu_seconds: float, answers: type[Answer]) -> None:
@@ -43,7 +44,7 @@ class ConfinedProcess(Generic[Answer]):
         with theirs:
             options = ("--socket-fd", str(theirs.fileno()), "--cpu-seconds", str(cpu_seconds))
             environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
-            # A session of its own: Ctrl-C reaches the whole group of the master.
+            # A session of its own, because Ctrl-C signals the master's whole process group.
             self._process = subprocess.Popen(  # noqa: S603
                 command_of(module, *options),
                 stdin=subprocess.DEVNULL,
@@ -61,10 +62,10 @@ class ConfinedProcess(Generic[Answer]):
         return self._process.poll() is None
 
     def ask(self, question: msgspec.Struct) -> Answer:
-        """The answer to one question; waits for it.
+        """Send a question, wait for the answer and return it.
 
         Raises:
-            TransportError: The process has ended, or does not answer.
+            TransportError: The process has ended or does not answer.
         """
         self._channel.send(question)
         return self._channel.receive(ANSWER_TIMEOUT_S)
@@ -77,11 +78,11 @@ def _end(process: subprocess.Popen[bytes], channel: Channel[Any]) -> None:
     process.wait()
 
 
-# --- in the process itself --------------------------------------------------------------------------------------------
+# --- in the confined process ------------------------------------------------------------------------------------------
 
 
 def confine(max_memory_bytes: int) -> None:
-    """Lets this process have so many bytes of addresses beyond those it has, and write no file."""
+    """Limit this process to `max_memory_bytes` of further address space, and keep it from writing files."""
     num_pages = int(Path("/proc/self/statm").read_text().split()[0])
     for limit, most in (
         (resource.RLIMIT_AS, num_pages * resource.getpagesize() + max_memory_bytes),
@@ -93,8 +94,8 @@ def confine(max_memory_bytes: int) -> None:
 
 @contextlib.contextmanager
 def within(cpu_seconds: float) -> Iterator[None]:
-    """Ends this process when what is done inside takes longer, also in the midst of a call."""
-    signal.setitimer(signal.ITIMER_PROF, cpu_seconds)  # that is what its signal does by default
+    """End this process if the body takes more CPU time, even during a call into C."""
+    signal.setitimer(signal.ITIMER_PROF, cpu_seconds)  # the default action of its signal ends the process
     try:
         yield
     finally:

@@ -20,7 +20,7 @@ class TestGolden:
     """`golden_chat.py` writes what is expected."""
 
     @pytest.mark.parametrize("template", sorted(EXPECTED))
-    def test_texts_and_refusals_are_those_of_transformers(self, template):
+    def test_prompts_and_errors_equal_those_of_transformers(self, template):
         source = (CASES / f"{template}.jinja").read_text("utf-8")
         conversations = Conversations({"default": source}, CONVERSATIONS["special_tokens"])
         expected = EXPECTED[template]
@@ -42,12 +42,12 @@ class TestGolden:
 
 
 class TestFeatures:
-    def test_a_template_may_ask_for_the_date(self):
+    def test_template_may_use_strftime_now(self):
         before = datetime.now()
         text = Conversations({"default": "{{ strftime_now('%Y-%m-%d') }}"}, {}).render(USER)
         assert text in {f"{moment:%Y-%m-%d}" for moment in (before, datetime.now())}
 
-    def test_what_a_generation_block_sets_stays_inside(self):
+    def test_variables_of_a_generation_block_are_local(self):
         template = ChatTemplate("{% generation %}{% set a = 1 %}{{ a }}{% endgeneration %}{{ a is defined }}")
         assert template.render(USER) == "1False"
 
@@ -55,7 +55,7 @@ class TestFeatures:
         with pytest.raises(ModelError, match="chat_template cannot be compiled"):
             ChatTemplate("{% generation %}text")
 
-    def test_nothing_but_text_can_be_continued(self):
+    def test_continue_final_message_requires_text(self):
         with pytest.raises(RequestError, match="the last message has no text"):
             Conversations({"default": "x"}, {}).render(
                 [{"role": "assistant", "content": None}], add_generation_prompt=False, continue_final_message=True
@@ -66,20 +66,20 @@ NAMED = {"default": "plain", "tool_use": "tools: {{ tools | length }}", "rag": "
 
 
 class TestSeveral:
-    def test_one_for_tools_is_taken_when_there_are_tools(self):
+    def test_tool_use_template_serves_conversations_with_tools(self):
         conversations = Conversations(NAMED, {})
         assert conversations.render(USER) == "plain"
         assert conversations.render(USER, tools=[{}, {}]) == "tools: 2"
         assert conversations.render(USER, tools=[]) == "tools: 0"
 
-    def test_the_default_serves_tools_where_no_other_does(self):
+    def test_default_template_serves_tools_without_tool_use_template(self):
         assert Conversations({"default": "{{ tools }}"}, {}).render(USER, tools=[1]) == "[1]"
 
-    def test_without_a_default_the_names_are_told(self):
+    def test_error_without_default_template_lists_the_names(self):
         with pytest.raises(RequestError, match=r"of the model's chat templates \(rag, tool_use\) none is the default"):
             Conversations({name: NAMED[name] for name in ("rag", "tool_use")}, {}).render(USER)
 
-    def test_a_template_that_nobody_can_ask_for_is_not_compiled(self):
+    def test_unused_template_is_not_compiled(self):
         assert Conversations({"default": "x", "rag": "{% for %}"}, {}).render(USER) == "x"
 
 
@@ -90,32 +90,32 @@ class TestFiles:
             path.parent.mkdir(exist_ok=True)
             path.write_text(text, "utf-8")
 
-    def test_a_config_may_list_several(self, tmp_path):
+    def test_config_may_list_several_templates(self, tmp_path):
         listed = [{"name": name, "template": text} for name, text in NAMED.items()]
         assert read_templates(tmp_path, {"chat_template": listed}) == NAMED
         assert read_templates(tmp_path, {"chat_template": "one"}) == {"default": "one"}
         assert read_templates(tmp_path, {}) == {}
 
-    def test_a_folder_of_more_stands_beside_the_file(self, tmp_path):
+    def test_additional_templates_are_read_from_their_folder(self, tmp_path):
         self.write(tmp_path, chat_template_jinja="ä", additional_chat_templates__tool_use_jinja="b")
         assert read_templates(tmp_path, {}) == {"default": "ä", "tool_use": "b"}
 
-    def test_a_default_in_a_file_replaces_all_of_the_config(self, tmp_path):
+    def test_default_template_file_replaces_those_of_the_config(self, tmp_path):
         listed = [{"name": "default", "template": "old"}, {"name": "tool_use", "template": "old"}]
         self.write(tmp_path, chat_template_jinja="new")
         assert read_templates(tmp_path, {"chat_template": listed}) == {"default": "new"}
 
-    def test_more_templates_without_a_default_join_those_of_the_config(self, tmp_path):
+    def test_additional_templates_extend_those_of_the_config(self, tmp_path):
         self.write(tmp_path, additional_chat_templates__tool_use_jinja="b")
         assert read_templates(tmp_path, {"chat_template": "a"}) == {"default": "a", "tool_use": "b"}
 
-    def test_a_processors_file_is_the_last_place_to_look(self, tmp_path):
+    def test_processor_template_is_the_last_choice(self, tmp_path):
         self.write(tmp_path, chat_template_json=json.dumps({"chat_template": "processor"}))
         assert read_templates(tmp_path, {}) == {"default": "processor"}
         assert read_templates(tmp_path, {"chat_template": "config"}) == {"default": "config"}
 
     @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"chat_template": 1}', "[" * 100_000])
-    def test_a_processors_file_without_a_template_is_refused(self, tmp_path, text):
+    def test_processor_file_without_template_is_refused(self, tmp_path, text):
         self.write(tmp_path, chat_template_json=text)
         with pytest.raises(ModelError, match=r"chat_template\.json: (must be a JSON object|cannot be read)"):
             read_templates(tmp_path, {})

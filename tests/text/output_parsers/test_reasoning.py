@@ -32,7 +32,7 @@ def split(text: str, cuts: Sequence[int] = (), *, is_open: bool = False) -> tupl
         ("", True, "", ""),
     ],
 )
-def test_a_text_is_split(text: str, is_open: bool, reasoning: str, answer: str) -> None:
+def test_reasoning_is_split_from_the_answer(text: str, is_open: bool, reasoning: str, answer: str) -> None:
     assert split(text, is_open=is_open) == (reasoning, answer)
 
 
@@ -40,14 +40,14 @@ fragments = st.sampled_from(["<think>", "</think>", "<th", "</thi", "nk>", " ", 
 
 
 @given(text=st.lists(fragments, max_size=16).map("".join), is_open=st.booleans(), data=st.data())
-def test_every_split_gives_the_same(text: str, is_open: bool, data: st.DataObject) -> None:
+def test_reasoning_split_is_independent_of_text_pieces(text: str, is_open: bool, data: st.DataObject) -> None:
     cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=len(text)))
     whole = split(text, is_open=is_open)
     assert split(text, cuts, is_open=is_open) == split(text, range(len(text)), is_open=is_open) == whole
 
 
 @pytest.mark.parametrize(("begin", "is_open"), [("", False), ("", True), ("<think>", False), ("a", True)])
-def test_white_space_without_an_end_is_not_looked_at_again_and_again(begin: str, is_open: bool) -> None:
+def test_reasoning_parser_time_is_linear_in_white_space(begin: str, is_open: bool) -> None:
     parser, spaces = ReasoningParser(is_open=is_open), "\n \n"
     told = [parser.add(begin)]
     for _ in range(1000):

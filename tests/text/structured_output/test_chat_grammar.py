@@ -50,7 +50,7 @@ def answers(grammar: Grammar, count: int = 10, max_tokens: int = 200) -> list[st
 
 @pytest.mark.parametrize("most", [1, 2, None])
 @pytest.mark.parametrize("form", TOOL_FORMATS)
-def test_calls_that_must_come(form: str, most: int | None) -> None:
+def test_required_calls(form: str, most: int | None) -> None:
     calls = Calls(TOOL_FORMATS[form], TOOLS, must=True, most=most)
     found = answers(answer_grammar(None, calls, None, TEXT_MARKS))
     assert found
@@ -64,7 +64,7 @@ def test_calls_that_must_come(form: str, most: int | None) -> None:
 
 @pytest.mark.parametrize("whitespace", ["", " "])
 @pytest.mark.parametrize("form", ["hermes", "llama", "mistral"])
-def test_in_a_call_stands_what_may_stand_in_json(form: str, whitespace: str) -> None:
+def test_arguments_follow_the_json_white_space_setting(form: str, whitespace: str) -> None:
     calls = Calls(TOOL_FORMATS[form], TOOLS, must=True, most=1)
     for text in answers(answer_grammar(None, calls, None, Marks(lambda text: None, whitespace))):
         frame = text[text.index("{") : text.rindex("{")]
@@ -81,7 +81,7 @@ def test_in_a_call_stands_what_may_stand_in_json(form: str, whitespace: str) -> 
         ("glm", "I ask.\n<tool_call>"),
     ],
 )
-def test_what_begins_as_a_call_goes_on_as_one(form: str, begun: str) -> None:
+def test_call_opening_must_continue_as_a_call(form: str, begun: str) -> None:
     grammar = answer_grammar(None, Calls(TOOL_FORMATS[form], TOOLS, must=False, most=None), None, TEXT_MARKS)
     follows = {DEMO_TOKENIZER.token_text(each) for each in allowed_after(grammar, begun)}
     assert "s" in follows
@@ -89,14 +89,14 @@ def test_what_begins_as_a_call_goes_on_as_one(form: str, begun: str) -> None:
     assert {"x", "1", "]"} <= {DEMO_TOKENIZER.token_text(each) for each in allowed_after(grammar, "Hello")}
 
 
-def test_a_form_and_calls_are_either() -> None:
+def test_answer_is_structured_output_or_calls() -> None:
     calls = Calls(TOOL_FORMATS["hermes"], TOOLS, must=False, most=None)
     found = answers(answer_grammar(json_grammar(json.dumps(ON)), calls, None, TEXT_MARKS), 30)
     assert {text[0] for text in found} == {"{", "<"}
 
 
 @pytest.mark.parametrize(("is_open", "before"), [(True, "Hm.</think>"), (False, "<think>Hm.</think>\n\n"), (False, "")])
-def test_a_thought_comes_before(is_open: bool, before: str) -> None:
+def test_reasoning_precedes_the_answer(is_open: bool, before: str) -> None:
     grammar = answer_grammar(json_grammar('{"const": 1}'), None, is_open, TEXT_MARKS)
     assert {DEMO_TOKENIZER.token_text(each) for each in allowed_after(grammar, before)} >= {"1"}
     assert "2" not in {DEMO_TOKENIZER.token_text(each) for each in allowed_after(grammar, before)}
@@ -114,7 +114,7 @@ def test_marks_that_are_special_tokens_are_named_by_their_ids() -> None:
 
 @pytest.mark.parametrize("budget", [0, 1, 5])
 @pytest.mark.parametrize("form", [None, json_grammar('{"const": 7}')])
-def test_a_thought_ends_behind_its_budget(form: Grammar | None, budget: int) -> None:
+def test_reasoning_ends_at_its_budget(form: Grammar | None, budget: int) -> None:
     """Whatever a model thinks, the middle of a letter included; the answer follows in its form."""
     opening, closing = 0, 1
     marks = Marks({"<think>": opening, "</think>": closing}.get)
@@ -132,12 +132,12 @@ def test_a_thought_ends_behind_its_budget(form: Grammar | None, budget: int) -> 
             assert tokens_of("7")[0] in allowed_ids(matcher.allowed_words([*output, closing]))
 
 
-def test_a_budget_needs_a_token_that_ends_thoughts() -> None:
+def test_reasoning_budget_needs_a_closing_token() -> None:
     with pytest.raises(GrammarError, match="the model has no token for </think>"):
         answer_grammar(None, None, True, TEXT_MARKS, 5)
 
 
-def test_of_a_tool_that_is_not_strict_what_cannot_be_kept_to_is_left_out() -> None:
+def test_unsupported_constraints_of_a_lenient_tool_are_ignored() -> None:
     unique = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
     for strict in (False, True):
         calls = Calls(TOOL_FORMATS["hermes"], [Callee("f", unique, strict)], must=True, most=1)

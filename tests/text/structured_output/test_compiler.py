@@ -41,11 +41,11 @@ def answers(grammar: Grammar, count: int = 20) -> set[str | None]:
         (lark_grammar(f"start: {literal('<')} @a {literal('>')}", a=regex_grammar("1|2")), {"<1>", "<2>"}),
     ],
 )
-def test_what_a_grammar_allows(grammar: Grammar, expected: set[str]) -> None:
+def test_grammar_accepts_and_refuses_texts(grammar: Grammar, expected: set[str]) -> None:
     assert answers(grammar) == expected
 
 
-def test_properties_come_in_the_order_of_the_schema_and_its_integers_are_kept() -> None:
+def test_json_properties_keep_order_and_large_integers() -> None:
     properties = '{"b": {"const": true}, "a": {"const": 9007199254740991}}'
     schema = f'{{"properties": {properties}, "required": ["b", "a"], "additionalProperties": false, "type": "object"}}'
     [answer] = answers(json_grammar(schema, whitespace=" ?"), 1)
@@ -57,7 +57,7 @@ def test_properties_come_in_the_order_of_the_schema_and_its_integers_are_kept() 
     ("whitespace", "most"),
     [(WHITESPACES["none"], 0), (WHITESPACES["space"], 1), (WHITESPACES["lines"], 32)],
 )
-def test_white_space_between_the_parts_of_json_ends(whitespace: str, most: int) -> None:
+def test_json_white_space_is_bounded(whitespace: str, most: int) -> None:
     matcher = DEMO_CONSTRAINTS.compiled(
         json_grammar('{"type": "array", "items": {"const": 1}}', whitespace)
     ).create_matcher()
@@ -68,7 +68,7 @@ def test_white_space_between_the_parts_of_json_ends(whitespace: str, most: int) 
     assert allows(matcher.allowed_words(output), token_of("1"))
 
 
-def test_an_answer_may_end_only_where_the_grammar_does() -> None:
+def test_end_token_is_allowed_only_at_the_end_of_the_grammar() -> None:
     matcher = DEMO_CONSTRAINTS.compiled(regex_grammar("ab?")).create_matcher()
     a, b = map(token_of, ("a", "b"))
     assert not allows(matcher.allowed_words([]), END)
@@ -85,7 +85,7 @@ def allows(words: np.ndarray, token_id: int) -> bool:
     return bool(words[token_id // 32] >> (token_id % 32) & 1)
 
 
-def test_special_tokens_are_no_text() -> None:
+def test_special_tokens_match_no_text() -> None:
     words = DEMO_CONSTRAINTS.compiled(regex_grammar("(?s:.)*")).create_matcher().allowed_words([])
     assert [token_id for token_id in sorted(DEMO_TOKENIZER.special_token_ids) if allows(words, token_id)] == [END]
 
@@ -106,7 +106,7 @@ def test_special_tokens_are_no_text() -> None:
         ({"properties": {"a": {"$ref": "file:///etc/passwd"}}}, "retrieving it failed"),
     ],
 )
-def test_a_schema_that_cannot_be_compiled_says_where(schema: dict[str, Any], message: str) -> None:
+def test_schema_error_contains_a_json_pointer(schema: dict[str, Any], message: str) -> None:
     with pytest.raises(GrammarError) as caught:
         DEMO_CONSTRAINTS.compiled(json_grammar(json.dumps(schema)))
     assert message in str(caught.value)
@@ -115,7 +115,7 @@ def test_a_schema_that_cannot_be_compiled_says_where(schema: dict[str, Any], mes
 @pytest.mark.parametrize(
     "make", [lambda: any_grammar('root ::= ( "a"'), lambda: json_grammar("[]"), lambda: json_grammar("{")]
 )
-def test_what_is_no_grammar_is_refused_before(make: Any) -> None:
+def test_invalid_grammar_is_refused_without_compiling(make: Any) -> None:
     with pytest.raises(GrammarError):
         make()
 
@@ -123,7 +123,7 @@ def test_what_is_no_grammar_is_refused_before(make: Any) -> None:
 @pytest.mark.parametrize(
     ("grammar", "message"), [("start: foo", '1(8): unknown name: "foo"'), ("start: (", "1(9): Expected token")]
 )
-def test_a_grammar_that_cannot_be_compiled_says_where(grammar: str, message: str) -> None:
+def test_grammar_error_contains_the_position(grammar: str, message: str) -> None:
     with pytest.raises(GrammarError, match="cannot be compiled") as caught:
         DEMO_CONSTRAINTS.compiled(lark_grammar(grammar))
     assert message in str(caught.value)
@@ -142,18 +142,18 @@ def chain(count: int, rule: str, last: str) -> str:
         ),
     ],
 )
-def test_a_grammar_that_would_break_its_compiler_is_refused(text: str) -> None:
+def test_grammar_that_crashes_the_compiler_is_refused(text: str) -> None:
     with pytest.raises(GrammarError, match="takes too much time or memory to compile"):
         DEMO_CONSTRAINTS.compiled(lark_grammar(text))
     assert answers(choice_grammar(["a"]), 1) == {"a"}  # whoever comes next is served
 
 
-def test_a_text_of_a_million_letters_costs_no_more_than_its_tokens() -> None:
+def test_long_forced_text_costs_one_mask_per_token() -> None:
     matcher = DEMO_CONSTRAINTS.compiled(regex_grammar("(abc){1000}{1000}")).create_matcher()
     assert {DEMO_TOKENIZER.token_text(token_id) for token_id in allowed_ids(matcher.allowed_words([]))} >= {"a", "ab"}
 
 
-def test_grammars_are_kept_and_compiled_once() -> None:
+def test_compiled_grammars_are_cached() -> None:
     compiler = ConstraintCompiler(DEMO_TOKENIZER, frozenset({END}), 2048, GrammarLimits(num_kept=2))
     first, *others = (regex_grammar(f"a{{{count}}}") for count in (1, 2, 3))
     found: list[object] = []
@@ -171,7 +171,7 @@ def test_grammars_are_kept_and_compiled_once() -> None:
     assert again == found[0]
 
 
-def test_what_cannot_be_compiled_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_grammar_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = ConstraintCompiler(DEMO_TOKENIZER, frozenset({END}), 2048)
     tried: list[Grammar] = []
     real = compiler._try
@@ -182,13 +182,13 @@ def test_what_cannot_be_compiled_is_tried_once(monkeypatch: pytest.MonkeyPatch) 
     assert len(tried) == 1
 
 
-def test_too_large_a_grammar_is_refused() -> None:
+def test_large_grammar_is_refused() -> None:
     compiler = ConstraintCompiler(DEMO_TOKENIZER, frozenset({END}), 2048, GrammarLimits(max_bytes=1024))
     with pytest.raises(GrammarError, match="must have at most 1024 bytes"):
         compiler.compiled(regex_grammar("a" * 1000))
 
 
-def test_threads_have_the_usual_stack_again_however_many_compile():
+def test_compiling_restores_the_thread_stack_size():
     before = threading.stack_size()
     with ThreadPoolExecutor(8) as pool:
         assert sum(pool.map(lambda number: _with_a_large_stack(lambda: number), range(200))) == sum(range(200))

@@ -31,7 +31,7 @@ def is_allowed(schema: dict[str, Any], answer: str) -> bool:
 
 
 @pytest.mark.parametrize(("name", "text"), CASES)
-def test_a_text_of_a_format_is_allowed_and_no_other(name: str, text: str) -> None:
+def test_format_accepts_exactly_its_texts(name: str, text: str) -> None:
     schema, answer = {"type": "string", "format": name}, json.dumps(text)
     assert is_allowed(schema, answer) == (fault_of(schema, answer) is None)
 
@@ -45,7 +45,7 @@ def test_a_text_of_a_format_is_allowed_and_no_other(name: str, text: str) -> Non
         {"anyOf": [{"type": "null"}, {"type": "string", "format": "date"}]},
     ],
 )
-def test_a_format_beside_other_rules_is_kept_to(schema: dict[str, Any]) -> None:
+def test_format_applies_beside_other_rules(schema: dict[str, Any]) -> None:
     assert is_allowed(schema, '"2024-02-29"')
     assert not is_allowed(schema, '"2023-02-29"')
 
@@ -55,7 +55,7 @@ def test_a_property_may_be_called_format() -> None:
     assert is_allowed(schema, '{"format":1}')
 
 
-def test_a_format_that_contradicts_says_where() -> None:
+def test_contradictory_format_error_contains_a_json_pointer() -> None:
     schema = {"type": "string", "format": "date", "maxLength": 9}
     with pytest.raises(GrammarError, match=r"at #: Unsatisfiable"):
         constraint_of(json_grammar(json.dumps(schema)))

@@ -11,11 +11,11 @@ PARTS = ("start", ":", " ", "\n", "\r", "\t", "%llguidance", "a", "root ::= ")
 
 
 @given(st.lists(st.sampled_from(PARTS), max_size=8).map("".join))
-def test_a_grammar_is_known_to_be_lark_as_the_library_knows_it(text: str) -> None:
+def test_is_lark_agrees_with_llguidance(text: str) -> None:
     assert is_lark(text) == is_lark_syntax(text)
 
 
-def test_blank_lines_are_never_looked_at_together() -> None:
+def test_is_lark_time_is_linear_in_blank_lines() -> None:
     """The library's search takes the square of their number, and holds Python's lock meanwhile."""
     blank = "\n" * 60_000
     assert not is_lark(f'root ::= "a"{blank}')

@@ -20,7 +20,7 @@ SCHEMA = json_grammar('{"type": "object", "properties": {"a": {"type": "array", 
     seed=st.integers(0, 2**32),
     asked=st.lists(st.tuples(st.integers(0, 12), st.integers(0, 5), st.booleans()), max_size=12),
 )
-def test_earlier_questions_and_drafts_do_not_matter(seed: int, asked: list[tuple[int, int, bool]]) -> None:
+def test_masks_are_independent_of_earlier_queries_and_drafts(seed: int, asked: list[tuple[int, int, bool]]) -> None:
     constraint = DEMO_CONSTRAINTS.compiled(SCHEMA)
     choose = random.Random(seed).choice
     output: list[int] = []
@@ -43,7 +43,7 @@ def test_earlier_questions_and_drafts_do_not_matter(seed: int, asked: list[tuple
         assert len(told) == len(draft) + 1
 
 
-def test_an_output_that_does_not_keep_to_it_may_not_go_on() -> None:
+def test_output_outside_the_grammar_allows_no_token() -> None:
     matcher = DEMO_CONSTRAINTS.compiled(regex_grammar("[0-9]")).create_matcher()
     before = matcher.allowed_words([])
     assert not matcher.allowed_words([END]).any()
@@ -56,7 +56,7 @@ def tokens_of(text: str) -> list[int]:
     return [known[bytes([byte])] for byte in text.encode()]
 
 
-def test_draft_tokens_are_possible_up_to_the_first_forbidden_one() -> None:
+def test_drafts_are_cut_at_the_first_forbidden_token() -> None:
     matcher = DEMO_CONSTRAINTS.compiled(regex_grammar("[a-z]{2,9}")).create_matcher()
     output, draft = tokens_of("ab"), tokens_of("cd3e")
     assert matcher.constrain_draft(output, draft, 8) == draft[:2]
@@ -64,7 +64,7 @@ def test_draft_tokens_are_possible_up_to_the_first_forbidden_one() -> None:
     assert matcher.constrain_draft(tokens_of("a3"), draft, 8) == []
 
 
-def test_what_must_follow_is_told_in_the_longest_tokens_and_as_far_as_asked() -> None:
+def test_forced_text_is_drafted_in_the_longest_tokens() -> None:
     matcher = DEMO_CONSTRAINTS.compiled(regex_grammar("x(y|z)the same")).create_matcher()
     text = [DEMO_TOKENIZER.token_bytes(each) for each in matcher.constrain_draft(tokens_of("xy"), [], 20)[:-1]]
     assert b"".join(text) == b"the same"
@@ -80,12 +80,12 @@ def test_forced_tokens_replace_a_forbidden_draft() -> None:
     assert matcher.constrain_draft(tokens_of("a"), tokens_of("c"), 4) == [*tokens_of("b"), END]
 
 
-def test_where_an_answer_may_end_nothing_is_forced() -> None:
+def test_no_token_is_forced_where_the_output_may_end() -> None:
     matcher = DEMO_CONSTRAINTS.compiled(regex_grammar("a(b)?")).create_matcher()
     assert matcher.constrain_draft(tokens_of("a"), [], 4) == []
 
 
-def test_what_other_answers_took_of_the_limits_is_not_missed() -> None:
+def test_lexer_limit_used_by_other_outputs_restarts_the_matcher() -> None:
     """The automaton of a compiled grammar grows with every answer that is bound to it."""
     grammar = regex_grammar("[a-z]{1,8}(-[a-z0-9]{1,8}){0,40}")
     compiler = ConstraintCompiler(

@@ -10,7 +10,7 @@ def split(text, *tokens):
     return TokenSplitter({token.text: token for token in tokens}).split(text)
 
 
-def test_of_several_at_one_place_the_longest_is_found():
+def test_splitter_finds_the_longest_token():
     tokens = AddedToken("<a>", special=True), AddedToken("<a>b", special=True)
     assert split("x<a>b<a>c", *tokens) == [("x", False), ("<a>b", True), ("<a>", True), ("c", False)]
 
@@ -23,27 +23,27 @@ def test_of_several_at_one_place_the_longest_is_found():
         ({}, [("a ", False), ("<t>", True), (" b", False)]),
     ],
 )
-def test_a_token_may_take_the_white_space_beside_it(flag, parts):
+def test_splitter_strips_white_space_beside_a_token(flag, parts):
     assert split("a <t> b", AddedToken("<t>", special=True, **flag)) == parts
 
 
-def test_white_space_alone_is_taken_whole():
+def test_splitter_strips_a_part_of_white_space_only():
     assert split("<t> \n", AddedToken("<t>", special=True, rstrip=True)) == [("<t>", True)]
 
 
 @pytest.mark.parametrize(("text", "found"), [("a is b", True), ("is", True), ("this b", False), ("a isle", False)])
-def test_a_word_is_no_token_inside_another(text, found):
+def test_single_word_token_is_not_found_inside_a_word(text, found):
     parts = split(text, AddedToken("is", special=False, single_word=True))
     assert any(is_token for _, is_token in parts) == found
     assert "".join(part for part, _ in parts) == text
 
 
-def test_without_tokens_a_text_is_one_part():
+def test_splitter_without_tokens_returns_one_part():
     assert split("abc") == [("abc", False)]
     assert split("") == []
 
 
-def test_what_is_malformed_is_left_out():
+def test_malformed_added_tokens_are_omitted():
     good = {"content": "<t>", "special": True, "rstrip": True, "normalized": False}
     others = {"x": good, "-1": good, str(2**24): good, "1": 5, "2": {"content": 5}, "3": {"content": ""}}
     expected = AddedToken("<t>", special=True, rstrip=True, normalized=False)

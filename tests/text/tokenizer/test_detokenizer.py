@@ -38,19 +38,19 @@ BORDERS = st.lists(st.integers(0, 60))
 
 
 @given(text=TEXTS, borders=BORDERS)
-def test_any_cut_of_a_text_gives_the_text(tokenizer, text, borders):
+def test_detokenized_pieces_join_to_the_text(tokenizer, text, borders):
     ids = tokenizer.encode(text, add_special_tokens=False)
     assert run(IncrementalDetokenizer(tokenizer), pieces_of(ids, borders)) == tokenizer.decode(ids)
 
 
 @given(ids=st.lists(st.integers(0, 300), max_size=40), borders=BORDERS, skip=st.booleans())
-def test_any_cut_of_arbitrary_tokens_gives_their_decoded_whole(tokenizer, ids, borders, skip):
+def test_detokenized_pieces_of_any_tokens_join_to_their_decoding(tokenizer, ids, borders, skip):
     detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=skip)
     assert run(detokenizer, pieces_of(ids, borders)) == tokenizer.decode(ids, skip_special_tokens=skip)
 
 
 @given(prompt=TEXTS.filter(bool), text=TEXTS, split=st.integers(0, 60))
-def test_output_continues_the_prompt_wherever_it_was_cut(tokenizer, prompt, text, split):
+def test_detokenizer_continues_the_prompt(tokenizer, prompt, text, split):
     ids = tokenizer.encode(prompt + text, add_special_tokens=False)
     before, after = ids[:split], ids[split:]
     whole = tokenizer.decode(ids)
@@ -63,7 +63,7 @@ def test_output_continues_the_prompt_wherever_it_was_cut(tokenizer, prompt, text
     borders=BORDERS,
     stop=st.lists(st.text(st.sampled_from("helo 😀é"), min_size=1, max_size=3), min_size=1, max_size=3),
 )
-def test_stop_strings_cut_the_same_text_whatever_the_pieces(text, borders, stop):
+def test_stop_strings_are_independent_of_text_pieces(text, borders, stop):
     ids = demo.encode(text, add_special_tokens=False)
     whole, pieces = IncrementalDetokenizer(demo, stop=stop), IncrementalDetokenizer(demo, stop=stop)
     assert run(pieces, pieces_of(ids, borders)) == run(whole, [ids])
@@ -83,18 +83,18 @@ def test_an_incomplete_character_at_the_end_is_replaced():
     assert detokenizer.flush() == "�"
 
 
-def test_a_character_begun_in_the_prompt_is_completed():
+def test_character_begun_in_the_prompt_is_completed():
     ids = demo.encode("😀", add_special_tokens=False)
     assert IncrementalDetokenizer(demo, ids[:-2]).add(ids[-2:]) == "😀"
 
 
-def test_the_leading_space_goes_where_nothing_stands_before_it():
+def test_leading_space_is_removed_without_a_prompt_text():
     ids = demo.encode("hello", add_special_tokens=False)
     assert IncrementalDetokenizer(demo, [1]).add(ids) == "hello"
     assert IncrementalDetokenizer(demo, [1, *ids]).add(ids) == " hello"
 
 
-def test_the_stop_string_is_reported_and_cut_off():
+def test_stop_string_is_reported_and_removed():
     detokenizer = IncrementalDetokenizer(demo, stop=["\n\n", "lo"])
     assert detokenizer.add(demo.encode("hello there", add_special_tokens=False)) == "hel"
     assert detokenizer.stop_string == "lo"
@@ -103,16 +103,16 @@ def test_the_stop_string_is_reported_and_cut_off():
     assert detokenizer.flush() == ""
 
 
-def test_the_stop_string_is_kept_where_asked_for():
+def test_stop_string_is_kept_on_request():
     detokenizer = IncrementalDetokenizer(demo, stop=["lo"], include_stop_str_in_output=True)
     assert detokenizer.add(demo.encode("hello there", add_special_tokens=False)) == "hello"
 
 
-def test_a_partial_stop_string_is_text_after_all_at_the_end():
+def test_partial_stop_string_is_released_at_the_end():
     detokenizer = IncrementalDetokenizer(demo, [5], stop=["lo!"])
     assert detokenizer.add(demo.encode("hello", add_special_tokens=False)) == " hel"
     assert detokenizer.flush() == "lo"
 
 
-def test_ids_without_a_text_add_nothing():
+def test_ids_without_text_add_nothing():
     assert IncrementalDetokenizer(demo).add([-1, 10**9]) == ""

@@ -48,7 +48,7 @@ def sentencepiece_facts():
 
 
 @pytest.mark.parametrize("text", [*TEXTS, "Add 17 and 25.", "<s>x</s> y"])
-def test_sentencepiece_as_of_the_shipped_model(tmp_path, text):
+def test_gguf_sentencepiece_equals_the_shipped_model(tmp_path, text):
     ours = Tokenizer.load(write(tmp_path / "a.gguf", **sentencepiece_facts()))
     theirs = Tokenizer.load(DEMO_FOLDER)
     for special in (False, True):
@@ -63,7 +63,7 @@ def test_sentencepiece_as_of_the_shipped_model(tmp_path, text):
     assert ours.special_token_ids == theirs.special_token_ids
 
 
-def test_sentencepiece_without_a_space_before_and_without_a_begin(tmp_path):
+def test_gguf_sentencepiece_without_prefix_space_and_bos(tmp_path):
     facts = sentencepiece_facts() | {"add_space_prefix": False, "add_bos_token": False}
     ours = Tokenizer.load(write(tmp_path / "a.gguf", **facts))
     with_space = Tokenizer.load(write(tmp_path / "b.gguf", **sentencepiece_facts()))
@@ -90,7 +90,7 @@ def byte_pair_facts(folder, pre="gpt-2"):
 
 
 @pytest.mark.parametrize("text", [*TEXTS, "<|begin|>x<|eot|> <tool é>"])
-def test_byte_pairs_as_of_a_tokenizer_json(tmp_path, text):
+def test_gguf_byte_pairs_equal_the_tokenizer_json(tmp_path, text):
     facts = byte_pair_facts(tmp_path)
     ours = Tokenizer.load(write(tmp_path / "a.gguf", **facts))
     library = LibraryTokenizer.from_file(str(tmp_path / "tokenizer.json"))
@@ -113,7 +113,7 @@ def test_byte_pairs_as_of_a_tokenizer_json(tmp_path, text):
         ("smollm", ["It", "'s", " ", "1", "2", "3", "4", "5", "!"]),
     ],
 )
-def test_words_are_cut_as_the_name_says(tmp_path, pre, words):
+def test_gguf_pre_tokenizer_name_selects_the_word_rule(tmp_path, pre, words):
     """A vocabulary of which every one of those words is a token, whatever its pairs."""
     letters = [chr(code) for code in (*range(0x21, 0x7F), 0x120)]
     facts = {"model": "gpt2", "pre": pre, "tokens": letters, "merges": []}
@@ -127,7 +127,7 @@ def test_words_are_cut_as_the_name_says(tmp_path, pre, words):
     assert [tokenizer.token_text(each) for each in ids] == words
 
 
-def test_only_the_names_that_compose_compose(tmp_path):
+def test_gguf_nfc_follows_the_pre_tokenizer_name(tmp_path):
     facts = byte_pair_facts(tmp_path)
     composed = Tokenizer.load(write(tmp_path / "a.gguf", **facts | {"pre": "qwen2"}))
     plain = Tokenizer.load(write(tmp_path / "b.gguf", **facts | {"pre": "llama-bpe"}))
@@ -135,7 +135,7 @@ def test_only_the_names_that_compose_compose(tmp_path):
     assert plain.decode(plain.encode("e\u0301")).endswith("e\u0301")
 
 
-def test_the_template_and_unused_tokens(tmp_path):
+def test_gguf_chat_template_and_unused_tokens(tmp_path):
     facts = byte_pair_facts(tmp_path)
     facts["tokens"] = [*facts["tokens"], "[PAD1]", "[PAD2]"]
     facts["token_type"] = [*facts["token_type"], 5, 5]
@@ -154,21 +154,21 @@ def test_the_template_and_unused_tokens(tmp_path):
         ({"tokens": []}, "`tokenizer.ggml.tokens` must hold at least one token"),
         ({"tokens": 3}, "`tokenizer.ggml.tokens` must be a list of texts. Given: 3"),
         ({"token_type": [1]}, "`tokenizer.ggml.token_type` must be a list of .* numbers, one for each token"),
-        ({"merges": ["a b c"]}, "`tokenizer.ggml.merges` must be pairs of tokens that are a token. Found: 'a b c'"),
-        ({"merges": ["ab"]}, "must be pairs of tokens"),
+        ({"merges": ["a b c"]}, "`tokenizer.ggml.merges` must list pairs of tokens that form a token. Found: 'a b c'"),
+        ({"merges": ["ab"]}, "must list pairs of tokens"),
         ({"merges": 1}, "`tokenizer.ggml.merges` must be a list of texts"),
         ({"bos_token_id": 10**6}, "`tokenizer.ggml.bos_token_id` must be the id of one of"),
         ({"add_bos_token": 1}, "`tokenizer.ggml.add_bos_token` must be true or false"),
     ],
 )
-def test_byte_pairs_that_contradict_themselves(tmp_path, changes, message):
+def test_gguf_refuses_inconsistent_byte_pairs(tmp_path, changes, message):
     path = write(tmp_path / "a.gguf", **byte_pair_facts(tmp_path) | changes)
     with pytest.raises(ModelError, match=message) as caught:
         Tokenizer.load(path)
     assert str(path) in str(caught.value)
 
 
-def test_tokens_that_stand_twice(tmp_path):
+def test_gguf_refuses_duplicate_tokens(tmp_path):
     facts = byte_pair_facts(tmp_path)
     path = write(tmp_path / "a.gguf", **facts | {"tokens": [facts["tokens"][0], *facts["tokens"][:-1]]})
     with pytest.raises(ModelError, match=r"`tokenizer\.ggml\.tokens` must hold each text once"):
@@ -180,18 +180,18 @@ def test_tokens_that_stand_twice(tmp_path):
     [
         ({"scores": None}, "`tokenizer.ggml.scores` must be given"),
         ({"scores": [1.0]}, "`tokenizer.ggml.scores` must be a list of 2048 numbers"),
-        ({"token_type": [1] * 2048}, "must say of one token that it stands for what is unknown"),
+        ({"token_type": [1] * 2048}, "must mark one token as the unknown token"),
         ({"token_type": [9] * 2048}, "`tokenizer.ggml.token_type` must be types from 1 to 6"),
         ({"tokens": ["<unk>"] * 2048}, "a.gguf: is not a sentencepiece model"),
     ],
 )
-def test_pieces_that_contradict_themselves(tmp_path, changes, message):
+def test_gguf_refuses_inconsistent_pieces(tmp_path, changes, message):
     facts = {key: value for key, value in (sentencepiece_facts() | changes).items() if value is not None}
     with pytest.raises(ModelError, match=message):
         Tokenizer.load(write(tmp_path / "a.gguf", **facts))
 
 
-def test_a_file_of_its_own_takes_the_place_of_the_model_s(tmp_path):
+def test_gguf_tokenizer_path_replaces_the_own_tokenizer(tmp_path):
     facts = byte_pair_facts(tmp_path)
     own = write(tmp_path / "a.gguf", **facts)
     shipped = DEMO_FOLDER / "tokenizer.model"

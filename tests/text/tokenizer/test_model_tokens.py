@@ -23,7 +23,7 @@ def folder_with(tmp_path, eos, generation):
     return tmp_path
 
 
-def test_every_id_has_the_files_that_name_it(tmp_path):
+def test_end_token_lines_name_their_files(tmp_path):
     model = load_config(None, [], folder_with(tmp_path, [2, 400], [400, 300])).model
     tokenizer = Tokenizer.load(tmp_path)
 
@@ -37,21 +37,21 @@ def test_every_id_has_the_files_that_name_it(tmp_path):
     ]
 
 
-def test_config_check_shows_them(tmp_path, capsys):
+def test_config_check_shows_end_tokens(tmp_path, capsys):
     assert main(["config", "check", "--model", str(folder_with(tmp_path, 2, [2, 300]))]) == 0
     printed = capsys.readouterr().out
     assert '# a text ends with:\n#   - 2 "</s>" (config.json, generation_config.json, tokenizer)\n#   - 300 ' in printed
 
 
-def test_config_check_shows_what_requests_have_that_say_nothing_or_refuses_it(tmp_path, capsys):
+def test_config_check_shows_or_refuses_sampling_defaults(tmp_path, capsys):
     check = ["config", "check", "--model", str(folder_with(tmp_path, 2, 2))]
     file = tmp_path / "generation_config.json"
     file.write_text(json.dumps({"temperature": 0.6, "top_k": -1, "max_new_tokens": 77, "do_sample": True}))
     assert main(check) == 0
-    told = "# a request that says nothing has (generation_config.json): temperature 0.6, top_k 0, max_tokens 77\n"
+    told = "# defaults of requests (generation_config.json): temperature 0.6, top_k 0, max_tokens 77\n"
     assert told in capsys.readouterr().out
     assert main([*check, "--set", "model_config.generation_config=none"]) == 0
-    assert "says nothing" not in capsys.readouterr().out
+    assert "defaults of requests" not in capsys.readouterr().out
     file.write_text('{"temperature": "hot"}')
     assert main(check) == 2
     assert f"error: {file}: `temperature` must be" in capsys.readouterr().err
@@ -63,7 +63,7 @@ def test_config_check_refuses_a_folder_without_a_tokenizer(tmp_path, capsys):
     assert f"error: {tmp_path}: has no tokenizer file" in capsys.readouterr().err
 
 
-def test_tokens_that_the_model_does_not_know_are_told():
+def test_config_check_warns_of_tokens_beyond_the_model():
     tokenizer = Tokenizer.load(DEMO)
     size = tokenizer.vocab_size
     assert notice_of_unknown_tokens(tokenizer, size) is None
@@ -75,6 +75,6 @@ def test_tokens_that_the_model_does_not_know_are_told():
     )
 
 
-def test_end_ids_stay_the_models_where_the_tokenizer_is_in_another_folder(tmp_path):
+def test_end_ids_of_the_model_apply_to_another_tokenizer_folder(tmp_path):
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7]}')
     assert Tokenizer.load(tmp_path, DEMO).eos_token_ids == (2, 7)

@@ -39,7 +39,7 @@ def cut(text, borders):
     stop=st.lists(st.text(alphabet="abc", min_size=1, max_size=6), min_size=1, max_size=4),
     borders=st.lists(st.integers(0, 40)),
 )
-def test_any_cut_of_the_text_gives_what_the_whole_gives(text, stop, borders):
+def test_stop_string_matching_is_independent_of_text_pieces(text, stop, borders):
     assert run(stop, cut(text, borders)) == first_to_end(text, stop)
 
 
@@ -49,7 +49,7 @@ def test_text_without_a_partial_stop_string_is_released_at_once():
     assert matcher.held == ""
 
 
-def test_a_partial_stop_string_is_held_until_it_is_decided():
+def test_partial_stop_string_is_held_back():
     matcher = StopStringMatcher(["END"])
     assert matcher.add("go E") == ("go ", None)
     assert matcher.add("N") == ("", None)
@@ -58,9 +58,9 @@ def test_a_partial_stop_string_is_held_until_it_is_decided():
     assert matcher.add("ND more") == ("", "END")
 
 
-def test_of_two_stop_strings_the_one_that_ends_first_counts():
+def test_first_complete_stop_string_ends_the_text():
     assert run(["bcd", "c"], ["abcd"]) == ("ab", "c")
 
 
-def test_of_stop_strings_with_one_end_the_longest_counts():
+def test_longest_of_stop_strings_with_the_same_end_counts():
     assert run(["b", "ab"], ["xab"]) == ("x", "ab")

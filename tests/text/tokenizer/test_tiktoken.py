@@ -31,35 +31,35 @@ BYTES = [(bytes([byte]), byte) for byte in range(256)]
 
 
 class TestTiktoken:
-    def test_a_family_has_its_special_tokens_behind_the_files_own(self, tmp_path):
+    def test_tiktoken_special_tokens_follow_the_ranks(self, tmp_path):
         tokenizer = Tokenizer.load(write_ranks(tmp_path, BYTES))
         assert (tokenizer.bos_token_id, tokenizer.eos_token_ids) == (256, (257,))
         assert tokenizer.encode("a<|eot_id|>") == [256, 97, 265]
         assert tokenizer.vocab_size == 256 + 256 == 256 + len(set(LLAMA3.special))
 
-    def test_the_oldest_qwen_composes_characters_and_has_no_beginning(self, tmp_path):
+    def test_tiktoken_qwen_normalizes_to_nfc_without_bos(self, tmp_path):
         tokenizer = Tokenizer.load(write_ranks(tmp_path, BYTES, "qwen.tiktoken"))
         assert tokenizer.encode("e\u0301<|im_end|>") == [0xC3, 0xA9, 258]
         assert tokenizer.bos_token_id is None
         assert tokenizer.vocab_size == 256 + len(set(QWEN.special)) == 256 + 208
 
-    def test_tokens_of_the_config_take_the_place_of_the_familys(self, tmp_path):
+    def test_tiktoken_config_tokens_replace_those_of_the_family(self, tmp_path):
         added = {"258": {"content": "<|mine|>", "special": True}}
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": added}))
         tokenizer = Tokenizer.load(write_ranks(tmp_path, BYTES))
         assert tokenizer.encode("<|mine|>", add_special_tokens=False) == [258]
 
-    def test_characters_are_put_together_from_bytes(self, tmp_path):
+    def test_tiktoken_decodes_characters_from_bytes(self, tmp_path):
         tokenizer = Tokenizer.load(write_ranks(tmp_path, BYTES))
         assert tokenizer.decode(tokenizer.encode("né😀<|eot_id|>")) == "né😀"
 
     @pytest.mark.parametrize("space", [" ", "\t", "\u3000", "\n"])
-    def test_a_million_spaces_are_cut(self, tmp_path, space):
+    def test_tiktoken_splits_a_million_spaces(self, tmp_path, space):
         tokenizer = Tokenizer.load(write_ranks(tmp_path, BYTES))
         text = "a" + space * 1_000_000 + "b"
         assert tokenizer.encode(text, add_special_tokens=False) == list(text.encode())
 
-    def test_what_the_library_gives_up_on_is_refused(self, tmp_path, monkeypatch):
+    def test_tiktoken_panic_is_a_request_error(self, tmp_path, monkeypatch):
         monkeypatch.setattr(tiktoken, "MAX_WHITE_SPACE", 2**30)
         tokenizer = Tokenizer.load(write_ranks(tmp_path, BYTES))
         with pytest.raises(RequestError, match="cannot be cut into words by the pattern"):
@@ -73,24 +73,24 @@ class TestTiktoken:
             ([*BYTES, (b"ab", 300)], "must have every rank from 0 to 256 once"),
         ],
     )
-    def test_ranks_with_gaps_are_refused(self, tmp_path, ranks, message):
+    def test_tiktoken_refuses_ranks_with_gaps(self, tmp_path, ranks, message):
         with pytest.raises(ModelError, match=message):
             Tokenizer.load(write_ranks(tmp_path, ranks))
 
-    def test_a_broken_line_is_told(self, tmp_path):
+    def test_tiktoken_error_names_the_line(self, tmp_path):
         write_ranks(tmp_path, BYTES)
         with (tmp_path / "tokenizer.model").open("ab") as file:
             file.write(b"***\n")
         with pytest.raises(ModelError, match=r"tokenizer\.model: line 257 is not base64 and a rank"):
             Tokenizer.load(tmp_path)
 
-    def test_a_pattern_that_is_none_is_refused(self, tmp_path, monkeypatch):
+    def test_tiktoken_refuses_an_invalid_pattern(self, tmp_path, monkeypatch):
         broken = TiktokenFamily(pattern="(", special=(), names={})
         monkeypatch.setattr("llm_serving.text.tokenizer.files.LLAMA3", broken)
         with pytest.raises(ModelError, match=r"tokenizer\.model: cannot be read"):
             Tokenizer.load(write_ranks(tmp_path, BYTES))
 
-    def test_only_lines_of_base64_and_rank_are_such_a_file(self):
+    def test_is_tiktoken_file_requires_base64_and_rank(self):
         assert is_tiktoken_file(b"IQ== 0\nIg== 1\n")
         assert is_tiktoken_file(b"IQ== 0")
         assert not is_tiktoken_file((FOLDER / "llama" / "tokenizer.model").read_bytes())
@@ -107,7 +107,7 @@ class TestTekken:
         (folder / "tekken.json").write_text(json.dumps(content))
         return Tokenizer.load(folder)
 
-    def test_what_is_no_control_token_is_text(self, tmp_path):
+    def test_tekken_non_control_tokens_are_text(self, tmp_path):
         tokenizer = self.load(tmp_path)
         ids = tokenizer.encode("<think>[INST]<SPECIAL_20>", add_special_tokens=False)
         assert ids == [5, 3, 20]
@@ -128,17 +128,17 @@ class TestTekken:
             {"special_tokens": [1]},
         ],
     )
-    def test_a_malformed_file_is_refused(self, tmp_path, changed):
+    def test_tekken_refuses_a_malformed_file(self, tmp_path, changed):
         with pytest.raises(ModelError, match=r"tekken\.json: is not a tekken\.json: "):
             self.load(tmp_path, **changed)
 
     @pytest.mark.parametrize("text", ["", "[]", "[" * 100_000])
-    def test_a_file_that_is_none_is_refused(self, tmp_path, text):
+    def test_tekken_refuses_another_file(self, tmp_path, text):
         (tmp_path / "tekken.json").write_text(text)
         with pytest.raises(ModelError, match=r"tekken\.json: is not a tekken\.json: "):
             Tokenizer.load(tmp_path)
 
-    def test_tokens_beyond_its_size_are_left_out(self, tmp_path):
+    def test_tekken_omits_tokens_beyond_its_size(self, tmp_path):
         assert self.load(tmp_path, default_vocab_size=30 + 256).vocab_size == 286
 
 
@@ -152,14 +152,14 @@ def test_the_first_of_several_files_is_read(tmp_path):
 @pytest.mark.parametrize(
     "text", ["a  b", "   ", "a       b \n\t   c", "       ", "abc", " a   ", "\u2003" * 7 + "x" + " " * 3]
 )
-def test_long_runs_of_white_space_are_cut_at_the_same_places_however_they_are_found(monkeypatch, text):
+def test_tiktoken_cuts_long_white_space_at_fixed_positions(monkeypatch, text):
     monkeypatch.setattr(tiktoken, "MAX_WHITE_SPACE", 3)
     ends = [0, *(match.end() for match in re.finditer(r"\s{3}", text)), len(text)]
     expected = [text[a:b] for a, b in itertools.pairwise(ends) if text[a:b]]
     assert tiktoken._cut(text) == (expected if len(text) > 3 else [text])
 
 
-def test_runs_that_are_just_not_too_long_are_looked_at_once():
+def test_tiktoken_scans_white_space_runs_once():
     """A search for a certain length begins anew at each of their places, and holds Python's lock meanwhile."""
     text = (" " * (MAX_WHITE_SPACE - 1) + "x") * 3
     assert tiktoken._cut(text) == [text]

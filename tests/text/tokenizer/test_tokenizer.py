@@ -34,7 +34,7 @@ def user(text):
 
 
 class TestSentencePiece:
-    def test_begin_of_sequence_is_added_as_the_config_says(self):
+    def test_bos_token_follows_the_config(self):
         assert demo.encode("hello") == [1, *demo_processor.encode("hello")]
         assert demo.encode("hello", add_special_tokens=False) == demo_processor.encode("hello")
 
@@ -51,10 +51,10 @@ class TestSentencePiece:
         assert demo.decode(ids) == "hello"
         assert demo.decode(ids, skip_special_tokens=False) == "<s> hello</s>"
 
-    def test_ids_without_a_text_decode_to_nothing(self):
+    def test_ids_without_text_decode_to_nothing(self):
         assert demo.decode([-1, 10**9]) == ""
 
-    def test_facts(self):
+    def test_tokenizer_properties(self):
         assert (demo.vocab_size, demo.bos_token_id, demo.eos_token_ids) == (2048, 1, (2,))
         assert demo.special_token_ids == {0, 1, 2, 3}
 
@@ -87,11 +87,11 @@ class TestTokenizersFile:
         assert tokenizer.encode("hello")[0] == tokenizer.bos_token_id
         assert tokenizer.encode("hello", add_special_tokens=False) == tokenizer.encode("hello")[1:]
 
-    def test_the_config_may_forbid_begin_of_sequence(self, tmp_path):
+    def test_config_may_disable_the_bos_token(self, tmp_path):
         tokenizer = Tokenizer.load(byte_fallback_folder(tmp_path, add_bos_token=False))
         assert tokenizer.encode("hello") == tokenizer.encode("hello", add_special_tokens=False)
 
-    def test_an_added_token_decodes_as_written(self, tmp_path):
+    def test_added_token_decodes_to_its_text(self, tmp_path):
         tokenizer = Tokenizer.load(byte_level_folder(tmp_path))
         assert tokenizer.decode(tokenizer.encode("a<tool é>b")) == "a<tool é>b"
 
@@ -120,7 +120,7 @@ class TestLoad:
         with pytest.raises(ModelError, match=r"nowhere\.model does not exist"):
             Tokenizer.load(tmp_path, tmp_path / "nowhere.model")
 
-    def test_vocab_file_takes_the_place_of_the_folders(self, tmp_path):
+    def test_vocab_file_replaces_that_of_the_folder(self, tmp_path):
         assert Tokenizer.load(tmp_path, DEMO / "tokenizer.model").encode("hello") == demo.encode("hello")
         assert Tokenizer.load(tmp_path, DEMO).encode("hello") == demo.encode("hello")
 
@@ -153,11 +153,11 @@ class TestChatTemplate:
         assert tokenizer.apply_chat_template(user("a\nb")) == "<s>[a\nb]</s>\n>"
         assert tokenizer.apply_chat_template(user("x"), add_generation_prompt=False) == "<s>[x]</s>\n"
 
-    def test_of_named_templates_the_default_is_taken(self, tmp_path):
+    def test_default_of_several_templates_is_used(self, tmp_path):
         templates = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "yes"}]
         assert self.load(tmp_path, templates).apply_chat_template(user("x")) == "yes"
 
-    def test_a_file_of_its_own_takes_precedence(self, tmp_path):
+    def test_template_file_takes_precedence(self, tmp_path):
         (tmp_path / "chat_template.jinja").write_text("file {{ messages[0].content }}")
         assert self.load(tmp_path, "config").apply_chat_template(user("x")) == "file x"
 
@@ -184,12 +184,12 @@ class TestChatTemplate:
             "{{ '\\ud800' }}",
         ],
     )
-    def test_what_leaves_the_sandbox_or_fails_is_a_request_error(self, tmp_path, template):
+    def test_template_failure_is_a_request_error(self, tmp_path, template):
         tokenizer = self.load(tmp_path, template)
         with pytest.raises(RequestError, match="do not fit the model's chat template"):
             tokenizer.apply_chat_template(user("x"))
 
-    def test_endless_output_is_cut_off(self, tmp_path):
+    def test_endless_template_output_is_refused(self, tmp_path):
         tokenizer = self.load(tmp_path, "{% for i in range(99999) %}{{ messages[0].content }}{% endfor %}")
         with pytest.raises(RequestError, match="must render to at most 3145728 characters"):
             tokenizer.apply_chat_template(user("x" * 2**20))
@@ -206,14 +206,14 @@ class TestChatTemplate:
             "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
         ],
     )
-    def test_what_takes_too_much_ends_a_process_and_no_more(self, tmp_path, template, monkeypatch):
+    def test_costly_template_ends_only_its_process(self, tmp_path, template, monkeypatch):
         monkeypatch.setattr(chat_template, "MAX_CPU_S", 0.5)
         tokenizer = self.load(tmp_path, "{% if messages | length == 1 %}" + template + "{% else %}fine{% endif %}")
         with pytest.raises(RequestError, match=r"`messages` (take the model's chat|do not fit|must render)"):
             tokenizer.apply_chat_template(user("x"))
         assert tokenizer.apply_chat_template(user("x") * 2) == "fine"
 
-    def test_what_is_too_much_to_compile_is_refused_too(self, tmp_path, monkeypatch):
+    def test_costly_template_compilation_is_refused(self, tmp_path, monkeypatch):
         monkeypatch.setattr(chat_template, "MAX_CPU_S", 0.5)
         tokenizer = self.load(tmp_path, "{{ '%1000000000d' | format(1) }}")
         for _ in range(2):
@@ -230,7 +230,7 @@ class TestChatTemplate:
         template._free.put(process)
         assert [tokenizer.apply_chat_template(user(text)) for text in "bcd"] == ["b", "c", "d"]
 
-    def test_variables_that_no_frame_can_hold_are_refused(self, tmp_path):
+    def test_template_variables_beyond_a_frame_are_refused(self, tmp_path):
         tokenizer = self.load(tmp_path, "{{ x }}")
         with pytest.raises(RequestError, match="`chat_template_kwargs` must hold integers of 64 bits"):
             tokenizer.apply_chat_template(user("a"), x=2**70)
@@ -240,24 +240,24 @@ class TestChatTemplate:
         tokenizer = self.load(tmp_path, "{{ messages[0].content }}")
         assert tokenizer.apply_chat_template(user("{{ 1 + 1 }}")) == "{{ 1 + 1 }}"
 
-    def test_a_template_that_is_none_is_refused_at_start(self, tmp_path):
+    def test_invalid_template_is_refused_at_start(self, tmp_path):
         with pytest.raises(ModelError, match="chat_template cannot be compiled"):
             self.load(tmp_path, "{% for %}")
 
     @pytest.mark.parametrize("template", ["{{ x }}\ud800", [{"name": "default", "template": "\udfff"}]])
-    def test_a_template_with_half_a_character_is_refused_at_start(self, tmp_path, template):
+    def test_template_with_a_lone_surrogate_is_refused_at_start(self, tmp_path, template):
         with pytest.raises(ModelError, match="surrogates not allowed"):
             self.load(tmp_path, template)
-        with pytest.raises(ModelError, match="half a character"):
+        with pytest.raises(ModelError, match="lone surrogate"):
             chat_template.ChatTemplate("\ud800")
 
-    def test_an_error_of_a_template_is_told_whatever_is_in_it(self, tmp_path):
+    def test_template_error_text_may_contain_anything(self, tmp_path):
         tokenizer = self.load(tmp_path, "{{ raise_exception('no \\ud800') }}")
         with pytest.raises(RequestError, match=r"do not fit the model's chat template: no \\ud800"):
             tokenizer.apply_chat_template(user("x"))
 
     @pytest.mark.parametrize("field", ["messages", "tools", "chat_template_kwargs"])
-    def test_an_integer_that_no_frame_holds_is_told_by_its_field(self, tmp_path, field):
+    def test_integer_beyond_64_bits_error_names_the_field(self, tmp_path, field):
         tokenizer = self.load(tmp_path, "{{ messages[0].content }}")
         call = {"function": {"name": "f", "arguments": {"n": 2**64}}}
         messages = [{"role": "assistant", "content": "x", "tool_calls": [call]}] if field == "messages" else user("x")

@@ -112,7 +112,7 @@ def cut(text: str, at: Sequence[int]) -> list[str]:
 
 
 @pytest.mark.parametrize(("form", "text"), ANSWERS)
-def test_order_and_arguments_are_the_same_wherever_a_text_is_cut(form: str, text: str) -> None:
+def test_parser_order_and_arguments_are_independent_of_text_pieces(form: str, text: str) -> None:
     whole = told(form, [text])
     assert any(name for name, _ in whole)
     assert told(form, list(text)) == whole
@@ -125,13 +125,13 @@ def test_order_and_arguments_are_the_same_wherever_a_text_is_cut(form: str, text
 
 
 @pytest.mark.parametrize("form", ["hermes", "llama", "mistral", "glm_lines"])
-def test_arguments_are_told_letter_by_letter_as_they_were_written(form: str) -> None:
+def test_arguments_are_streamed_unchanged(form: str) -> None:
     write: Any = globals()[form]
     assert told(form, [write(NAME, ARGUMENTS)]) == [(NAME, ARGUMENTS)]
 
 
 @pytest.mark.parametrize(("form", "text"), ANSWERS)
-def test_thoughts_stand_before_calls_wherever_an_answer_is_cut(form: str, text: str) -> None:
+def test_reasoning_precedes_calls_for_any_text_pieces(form: str, text: str) -> None:
     answer = f"<think>\nRufe {{ich}} {text[:40]} ?\n</think>\n\n{text}"
 
     def parts_of(pieces: Sequence[str]) -> tuple[str, Told]:

@@ -80,12 +80,12 @@ CASES = [
 
 
 @pytest.mark.parametrize(("form", "text", "said", "calls"), CASES)
-def test_calls_are_found(form: str, text: str, said: str, calls: list[tuple[str, Any]]) -> None:
+def test_parser_finds_calls(form: str, text: str, said: str, calls: list[tuple[str, Any]]) -> None:
     assert answer_of(form, text) == (said, calls)
 
 
 @pytest.mark.parametrize(("form", "text", "said", "calls"), CASES)
-def test_token_by_token_too(form: str, text: str, said: str, calls: list[tuple[str, Any]]) -> None:
+def test_parser_finds_calls_token_by_token(form: str, text: str, said: str, calls: list[tuple[str, Any]]) -> None:
     assert answer_of(form, text, range(len(text))) == (said, calls)
 
 
@@ -117,7 +117,7 @@ texts = st.lists(st.sampled_from(FRAGMENTS), max_size=24).map("".join)
 
 @pytest.mark.parametrize("form", TOOL_FORMATS)
 @given(data=st.data(), text=texts)
-def test_every_split_of_a_text_gives_the_same(form: str, data: st.DataObject, text: str) -> None:
+def test_parser_result_is_independent_of_text_pieces(form: str, data: st.DataObject, text: str) -> None:
     cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=len(text)))
     whole = answer_of(form, text)
     assert answer_of(form, text, cuts) == whole
@@ -126,7 +126,7 @@ def test_every_split_of_a_text_gives_the_same(form: str, data: st.DataObject, te
 
 @pytest.mark.parametrize("form", TOOL_FORMATS)
 @given(text=texts)
-def test_what_holds_no_call_is_said_as_it_is(form: str, text: str) -> None:
+def test_parser_returns_text_without_calls_unchanged(form: str, text: str) -> None:
     said, calls = answer_of(form, text)
     if not calls:
         assert said == text
@@ -151,11 +151,11 @@ def test_what_holds_no_call_is_said_as_it_is(form: str, text: str) -> None:
         ("glm_lines", "nobody\n{}"),
     ],
 )
-def test_what_looks_like_a_call_and_is_none_is_text(form: str, text: str) -> None:
+def test_parser_returns_malformed_calls_as_text(form: str, text: str) -> None:
     assert answer_of(form, text) == (text, [])
 
 
-def test_half_a_character_in_arguments_stays_an_escape() -> None:
+def test_arguments_keep_escaped_lone_surrogates() -> None:
     parser = TOOL_FORMATS["hermes"].create(NAMES)
     for name in ("add", "other"):
         [call] = parser.add(f'<tool_call>{{"name": "{name}", "arguments": {{"a": "\\ud83d"}}}}</tool_call>')
@@ -177,7 +177,7 @@ def test_half_a_character_in_arguments_stays_an_escape() -> None:
         ("glm_lines", 'add\n{"a": 1', '{"a": 1', ""),
     ],
 )
-def test_a_call_that_has_begun_is_one(form: str, text: str, arguments: Any, rest: str) -> None:
+def test_parser_returns_an_incomplete_call(form: str, text: str, arguments: Any, rest: str) -> None:
     """Its name and the opening brace have been told."""
     expected = (rest, [("add", arguments)])
     assert answer_of(form, text) == expected
@@ -193,7 +193,7 @@ def test_a_call_that_has_begun_is_one(form: str, text: str, arguments: Any, rest
         ("glm_lines", f"add\n{json.dumps(ADD)}"),
     ],
 )
-def test_arguments_are_told_as_they_are_written(form: str, text: str) -> None:
+def test_arguments_are_streamed(form: str, text: str) -> None:
     parser = TOOL_FORMATS[form].create(NAMES)
     parts = [part for char in text for part in parser.add(char)]
     assert parts[0] == Call("add", "{")
@@ -201,7 +201,7 @@ def test_arguments_are_told_as_they_are_written(form: str, text: str) -> None:
     assert {part.name for part in parts[1:] if isinstance(part, Call)} == {""}
 
 
-def test_the_longest_call_is_bounded_however_it_comes() -> None:
+def test_call_length_is_bounded() -> None:
     for name in ("add", "other"):
         text = f'<tool_call>{{"name": "{name}", "arguments": {{"a": "{"x" * MAX_CALL_CHARS}"}}}}</tool_call> and on'
         whole = answer_of("hermes", text)
@@ -215,7 +215,7 @@ def test_the_longest_call_is_bounded_however_it_comes() -> None:
             assert text.endswith(arguments[-1:] + rest)
 
 
-def test_what_is_said_before_a_call_comes_at_once() -> None:
+def test_text_before_a_call_is_returned_at_once() -> None:
     parser = TOOL_FORMATS["hermes"].create(NAMES)
     assert parser.add("Let me see <tool") == ["Let me see"]
     assert parser.add("s> first.") == [" <tools> first."]
@@ -233,12 +233,12 @@ def test_what_is_said_before_a_call_comes_at_once() -> None:
         ("{{ messages }}", None),
     ],
 )
-def test_a_template_tells_its_format(template: str, name: str | None) -> None:
+def test_chat_template_selects_tool_format(template: str, name: str | None) -> None:
     assert format_in(template) == name
 
 
 @pytest.mark.parametrize("end", ["", "b", '<tool_call>{"name": "f", "arguments": {}}</tool_call>'])
-def test_white_space_without_an_end_is_not_looked_at_again_and_again(end: str) -> None:
+def test_parser_time_is_linear_in_white_space(end: str) -> None:
     parser = TOOL_FORMATS["hermes"].create({"f": {}})
     parts = parser.add("a")
     for _ in range(1000):
@@ -272,7 +272,7 @@ def test_white_space_without_an_end_is_not_looked_at_again_and_again(end: str) -
         (None, "5", 5),
     ],
 )
-def test_what_looks_like_json_is_what_the_schema_of_the_argument_has(schema: Any, text: str, value: Any) -> None:
+def test_glm_argument_type_follows_the_schema(schema: Any, text: str, value: Any) -> None:
     properties = {} if schema is None else {"properties": {"a": schema}}
     parser = TOOL_FORMATS["glm"].create({"f": properties})
     [call] = parser.add(f"<tool_call>f<arg_key>a</arg_key><arg_value>{text}</arg_value></tool_call>")

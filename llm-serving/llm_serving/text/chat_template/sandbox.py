@@ -1,7 +1,7 @@
-"""A process that renders one chat template, and may do nothing else.
+"""A confined process that renders one chat template.
 
-A template comes with the model and is a program: `'%1000000000d' | format(1)` is one call that takes a gigabyte, nested
-loops may take for ever, and no thread can be stopped in the middle of either: see `confined_process`.
+A template comes with the model and is a program. `'%1000000000d' | format(1)` is one call that takes a gigabyte, nested
+loops may run for ever, and no thread can be stopped during either: see `text.sandbox`.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from llm_serving.text.sandbox import confine, within
 from llm_serving.transport.channel import Channel
 
 MAX_RENDERED_CHARS: Final = 3 * 2**20
-"""As UTF-8 they fit a frame."""
+"""Encoded as UTF-8 they fit one frame."""
 MAX_MEMORY_BYTES: Final = 2**30
-"""Of addresses, beyond those of an idle process."""
+"""Address space beyond that of an idle process."""
 
 
 class Compile(msgspec.Struct, tag="compile"):
@@ -47,7 +47,7 @@ class Rendered(msgspec.Struct, tag="rendered"):
 
 class RefusedTemplate(msgspec.Struct, tag="refused"):
     rule: str
-    """What must hold, worded to follow the name of the field."""
+    """The violated rule, worded to follow the name of the field."""
 
 
 Question = Compile | Render
@@ -55,9 +55,9 @@ Answer = Rendered | RefusedTemplate
 
 
 class GenerationBlock(Extension):
-    """`{% generation %}...{% endgeneration %}`, which templates put around answers for training: its text, no more.
+    """`{% generation %}...{% endgeneration %}`, which marks answers for training: rendered as its content.
 
-    The body is a call block as in `apply_chat_template`, so that what it sets does not reach the text around it.
+    The body is a call block as in `apply_chat_template`, so variables set in it do not reach the text around it.
     """
 
     tags = {"generation"}  # noqa: RUF012  the base class has it so
@@ -72,7 +72,7 @@ class GenerationBlock(Extension):
 
 
 def sandbox() -> ImmutableSandboxedEnvironment:
-    """What a template sees: copies of plain data, which it cannot change, and no Python internals."""
+    """Return an environment in which templates see copies of plain data and no Python internals."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, loopcontrols]
     )
@@ -98,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def serve(channel: Channel[Question], cpu_seconds: float) -> None:
-    """Compiles one template, then renders it until nobody asks any more."""
+    """Compile one template, then render it until the master closes the channel."""
     template: jinja2.Template | None = None
     while True:
         question = channel.receive()
@@ -129,10 +129,10 @@ def _render(template: jinja2.Template, question: Render) -> Answer:
                 return RefusedTemplate(f"must render to at most {MAX_RENDERED_CHARS} characters")
             pieces.append(piece)
         text = "".join(pieces)
-        text.encode()  # lone surrogates have no UTF-8
+        text.encode()  # raises for lone surrogates, which UTF-8 cannot encode
     except jinja2.TemplateError as error:
         return RefusedTemplate(f"do not fit the model's chat template: {escape_surrogates(str(error)[:200])}")
-    except Exception as error:  # noqa: BLE001  whatever a template does is its own
+    except Exception as error:  # noqa: BLE001  a template may raise anything
         return RefusedTemplate(f"do not fit the model's chat template: {type(error).__name__}")
     return Rendered(text)
 
@@ -152,7 +152,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own filter escapes for HTML, which no model expects."""
+    """Replaces Jinja's filter, which escapes for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

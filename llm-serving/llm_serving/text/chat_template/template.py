@@ -1,4 +1,4 @@
-"""Chat templates: find them in a model folder, choose one, and render a conversation in a sandboxed process."""
+"""Chat templates: find them in a model folder, choose one, and render a conversation in a confined process."""
 
 from __future__ import annotations
 
@@ -21,53 +21,52 @@ logger = get_logger(__name__)
 
 MAX_TEMPLATE_CHARS: Final = 2**18
 NUM_PROCESSES: Final = 2
-"""Two processes, so that one text that uses up its time does not block the others."""
+"""Two processes, so that one slow conversation does not block the others."""
 MAX_CPU_S: Final = 2.0
-"""CPU seconds for one text; the longest conversations take a tenth of that."""
+"""CPU seconds for one conversation; the longest take a tenth of that."""
 MODULE: Final = "llm_serving.text.chat_template.sandbox"
 
 TEMPLATE_FILE: Final = "chat_template.jinja"
 MORE_TEMPLATES: Final = "additional_chat_templates"
-"""Folder of templates beside `chat_template.jinja`, each named by its file."""
+"""Folder of templates beside `chat_template.jinja`; the file name is the name of the template."""
 PROCESSOR_FILE: Final = "chat_template.json"
 """File of folders whose processor accepts more than text: `{"chat_template": ...}`."""
 DEFAULT: Final = "default"
 TOOL_USE: Final = "tool_use"
-"""Template for conversations with tools."""
+"""Name of the template for conversations with tools."""
 MAX_FILE_BYTES: Final = 2**22
 MAX_TEMPLATES: Final = 64
 
 
 class ChatTemplate:
-    """One template. Its processes are started when they are first needed, and again when one has ended.
+    """One template. Its processes start when they are needed, and again after one has ended.
 
     Args:
         source: Jinja text, as in `chat_template` of `tokenizer_config.json`.
 
     Raises:
-        ModelError: The text is no template.
+        ModelError: The text is not a valid template.
     """
 
     def __init__(self, source: str) -> None:
         if len(source) > MAX_TEMPLATE_CHARS:
             raise ModelError(f"chat_template must have at most {MAX_TEMPLATE_CHARS} characters. Given: {len(source)}")
         if not is_unicode(source):
-            raise ModelError("chat_template must be text that UTF-8 has a form for; it holds half a character")
+            raise ModelError("chat_template must be valid Unicode. Given: a text with a lone surrogate")
         try:
-            sandbox().parse(source)  # to compile it is to compute what is constant in it: that is for the process
+            sandbox().parse(source)  # only parse: compiling evaluates constant expressions, which may be expensive
         except (jinja2.TemplateError, RecursionError) as error:
             raise ModelError(f"chat_template cannot be compiled: {str(error)[:200]}") from None
         self.source = source
-        """The text."""
         self._free: queue.SimpleQueue[ConfinedProcess[Answer] | None] = queue.SimpleQueue()
         for _ in range(NUM_PROCESSES):
             self._free.put(None)
 
     def render(self, messages: Sequence[Mapping[str, Any]], **variables: object) -> str:
-        """The prompt text of a conversation; waits for a process, so call it off the event loop.
+        """Return the prompt text of a conversation. This waits for a process: do not call it on the event loop.
 
         Raises:
-            RequestError: The template refuses the messages, fails on them, writes too much or takes too long.
+            RequestError: The template rejects the messages, fails, or exceeds the limits of text, time or memory.
         """
         process = self._free.get()
         try:
@@ -76,7 +75,7 @@ class ChatTemplate:
                 process = process if process is not None and process.lives else _started(self.source)
                 answer = process.ask(question)
             except TransportError as error:
-                logger.warning("a chat template used up its time or memory, its process ends: %s", error)
+                logger.warning("A chat template exceeded its time or memory limit, ending its process: %s", error)
                 if process is not None:
                     process.end()
                 process = None
@@ -91,7 +90,7 @@ class ChatTemplate:
 
 
 def _overflowing(question: Render) -> str:
-    """The field with an integer that no frame holds."""
+    """Return the field that has an integer beyond 64 bits."""
     for field, value in (("messages", question.messages), ("tools", question.variables.get("tools"))):
         try:
             msgspec.msgpack.encode(value)
@@ -101,11 +100,11 @@ def _overflowing(question: Render) -> str:
 
 
 def _started(source: str) -> ConfinedProcess[Answer]:
-    """A process that has compiled the template.
+    """Return a process that has compiled the template.
 
     Raises:
-        RequestError: It cannot be compiled.
-        TransportError: To compile it takes too much.
+        RequestError: The template cannot be compiled.
+        TransportError: Compiling exceeds the limits.
     """
     process: ConfinedProcess[Answer] = ConfinedProcess(MODULE, MAX_CPU_S, Answer)  # type: ignore[arg-type]
     try:
@@ -120,28 +119,28 @@ def _started(source: str) -> ConfinedProcess[Answer]:
 
 
 def read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """The chat templates of a folder by name; one alone is `default`.
+    """Return the chat templates of a folder by name; a single template is named `default`.
 
-    A `default` in a file of its own takes the place of all that `tokenizer_config.json` has.
+    A `default` in a file of its own replaces all templates in `tokenizer_config.json`.
 
     Args:
         folder: The model folder.
         config: Content of its `tokenizer_config.json`.
 
     Raises:
-        ModelError: A file cannot be read, or holds no templates.
+        ModelError: A file cannot be read, or has no templates.
     """
-    files = _of_files(folder)
+    files = _read_template_files(folder)
     if DEFAULT in files:
         return files
     given = templates_of(config.get("chat_template")) | files
     if not given and (path := folder / PROCESSOR_FILE).exists():
-        return _of_processor(path)
+        return _read_processor_file(path)
     return given
 
 
 def templates_of(value: Any) -> dict[str, str]:
-    """`chat_template` of a config: a text, or a list of `{"name": ..., "template": ...}`."""
+    """Return the templates in `chat_template` of a config: a text, or a list of `{"name": ..., "template": ...}`."""
     if isinstance(value, str):
         return {DEFAULT: value}
     named = value if isinstance(value, list) else []
@@ -152,7 +151,7 @@ def templates_of(value: Any) -> dict[str, str]:
     }
 
 
-def _of_files(folder: Path) -> dict[str, str]:
+def _read_template_files(folder: Path) -> dict[str, str]:
     paths = {DEFAULT: folder / TEMPLATE_FILE} if (folder / TEMPLATE_FILE).exists() else {}
     more = sorted((folder / MORE_TEMPLATES).glob("*.jinja"))
     if len(more) > MAX_TEMPLATES:
@@ -161,7 +160,7 @@ def _of_files(folder: Path) -> dict[str, str]:
     return {name: read_regular(path, MAX_FILE_BYTES).decode("utf-8", "replace") for name, path in paths.items()}
 
 
-def _of_processor(path: Path) -> dict[str, str]:
+def _read_processor_file(path: Path) -> dict[str, str]:
     try:
         content = parse_json(read_regular(path, MAX_FILE_BYTES))
     except (ValueError, RecursionError) as error:
@@ -176,11 +175,11 @@ class Conversations:
     """The chat templates of one model.
 
     Args:
-        templates: Text of each by name. Of several, `tool_use` is for conversations with tools, `default` for others.
-        special_tokens: What every template gets besides its arguments, such as `bos_token`.
+        templates: Name -> text. With several, `tool_use` is for conversations with tools, `default` for the others.
+        special_tokens: Variables of every template, such as `bos_token`.
 
     Raises:
-        ModelError: A text is no template.
+        ModelError: A text is not a valid template.
     """
 
     def __init__(self, templates: Mapping[str, str], special_tokens: Mapping[str, Any]) -> None:
@@ -198,24 +197,24 @@ class Conversations:
         continue_final_message: bool = False,
         **variables: object,
     ) -> str:
-        """The prompt text, as `apply_chat_template` of the transformers library makes it.
+        """Return the prompt text, as `apply_chat_template` of the transformers library does.
 
         Args:
-            messages: At least one.
+            messages: At least one message.
             tools: JSON schemas of functions.
             documents: Texts to answer from.
-            add_generation_prompt: Open an answer of the assistant.
-            continue_final_message: End where the text of the last message does; not with `add_generation_prompt`.
-            variables: More of what the template knows.
+            add_generation_prompt: End with the opening of an assistant's answer.
+            continue_final_message: End with the text of the last message; not together with `add_generation_prompt`.
+            variables: Further variables of the template.
 
         Raises:
-            RequestError: The model has no such template, or it refuses the messages.
+            RequestError: The model has no suitable template, or the template rejects the messages.
         """
         given = {"tools": tools, "documents": documents, "add_generation_prompt": add_generation_prompt}
         template, given = self._choose(with_tools=tools is not None), self._special_tokens | given | variables
         if not continue_final_message:
             return template.render(messages, **given)
-        mark = secrets.token_hex(16)  # no template knows it, so that it ends up right behind the text
+        mark = secrets.token_hex(16)  # The template does not know the mark, so it appears directly behind the text.
         last, marked = _marked(messages[-1], mark + " ")
         text = template.render([*messages[:-1], marked], **given)
         if mark not in text or last.strip() not in text:
@@ -225,7 +224,7 @@ class Conversations:
         return text[:end] if keeps_spaces else text[:end].rstrip()
 
     def source(self, *, with_tools: bool) -> str:
-        """The text of the template that such a conversation gets; empty: there is none."""
+        """Return the text of the template that such a conversation uses; empty: none."""
         names = (TOOL_USE, DEFAULT) if with_tools else (DEFAULT,)
         return next((self._templates[name].source for name in names if name in self._templates), "")
 
@@ -240,7 +239,7 @@ class Conversations:
 
 
 def _marked(message: Mapping[str, Any], mark: str) -> tuple[str, dict[str, Any]]:
-    """The text of a message, of several parts the last; and the message with `mark` behind it."""
+    """Return the text of a message's last text part, and the message with `mark` behind it."""
     content = message.get("content")
     if isinstance(content, str):
         return content, dict(message) | {"content": content + mark}

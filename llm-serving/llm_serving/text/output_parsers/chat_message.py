@@ -1,4 +1,4 @@
-"""One answer of a conversation taken apart: what was thought, what is said, which tools are called."""
+"""Parses one chat answer into reasoning, text and tool calls."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from llm_serving.text.tool_parsers import Call, Part, ToolParser
 
 @dataclass(slots=True)
 class AnswerParts:
-    """What one piece of an answer comes to: what was thought comes before all else."""
+    """The parts of an answer that one piece of text completes; reasoning comes first."""
 
     reasoning: str = ""
     answer: list[Part] = field(default_factory=list)
-    """What is said and called, in order; nothing in it is empty."""
+    """Text and calls in order; no part is empty."""
 
 
 class AnswerParser:
-    """Takes one answer apart as it comes.
+    """Parses one answer incrementally.
 
     Args:
-        reasoning: Finds what was thought; None: nothing is.
-        tools: Finds calls in the rest; None: there are none.
-        max_calls: Calls after so many are left out; None: none is.
+        reasoning: Parser of reasoning; None: the answer has none.
+        tools: Parser of tool calls; None: the answer has none.
+        max_calls: Further calls are dropped; None: unlimited.
     """
 
     def __init__(self, reasoning: ReasoningParser | None, tools: ToolParser | None, max_calls: int | None) -> None:
@@ -33,18 +33,20 @@ class AnswerParser:
         self._num_calls = 0
 
     def add(self, text: str, *, ended: bool) -> AnswerParts:
-        """What has become certain by the next piece; all that is left when it is the last."""
-        thought = Split(answer=text) if self._reasoning is None else self._reasoning.add(text)
-        parts = AnswerParts(thought.reasoning, self._parts(thought.answer))
+        """Return the parts that are certain with this piece; all remaining parts if it is the last."""
+        split = Split(answer=text) if self._reasoning is None else self._reasoning.add(text)
+        parts = AnswerParts(split.reasoning, self._parts(split.answer))
         if ended:
             rest = Split() if self._reasoning is None else self._reasoning.flush()
             parts.reasoning += rest.reasoning
             parts.answer += self._parts(rest.answer, ended=True)
-        parts.answer = [part for part in parts.answer if (self._tells(part) if isinstance(part, Call) else part)]
+        parts.answer = [
+            part for part in parts.answer if (self._is_within_limit(part) if isinstance(part, Call) else part)
+        ]
         return parts
 
-    def _tells(self, call: Call) -> bool:
-        self._num_calls += bool(call.name)  # without one it goes on with the last
+    def _is_within_limit(self, call: Call) -> bool:
+        self._num_calls += bool(call.name)  # without a name it continues the previous call
         return self._max_calls is None or self._num_calls <= self._max_calls
 
     def _parts(self, text: str, *, ended: bool = False) -> list[Part]:

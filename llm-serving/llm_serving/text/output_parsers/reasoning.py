@@ -1,4 +1,4 @@
-"""What a model thinks before it answers, told apart from the answer."""
+"""Separates a model's reasoning from its answer."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ CLOSING: Final = "</think>"
 
 
 class Split(NamedTuple):
-    """What has become certain."""
+    """Text that is certain."""
 
     reasoning: str = ""
     answer: str = ""
 
 
 class ReasoningParser:
-    """Splits a text that begins with `<think>` at the first `</think>`; how it is cut into pieces changes nothing.
+    """Splits a text that starts with `<think>` at the first `</think>`, however it is cut into pieces.
 
-    White space around what is thought, and before the answer, belongs to neither. A text that does not begin so is all
-    answer; one that never closes is all reasoning.
+    White space around the reasoning and before the answer is dropped. A text that does not start with `<think>` is all
+    answer; one without `</think>` is all reasoning.
 
     Args:
         is_open: Whether the prompt ends with the opening.
@@ -28,24 +28,25 @@ class ReasoningParser:
     def __init__(self, *, is_open: bool) -> None:
         self.is_open = is_open
         self._thinks: bool | None = True if is_open else None
-        """None: that is not certain yet."""
+        """None: not known yet."""
         self._text = ""
-        """Not yet told."""
+        """Text that has not been returned yet."""
         self._spaces: list[str] = []
-        """The same where it is white space alone: a model may write nothing else for very long, and each piece of it is
-        looked at once."""
+        """The same text if it is only white space, in pieces: each piece is examined once, however much white space
+        follows.
+        """
         self._has_begun = False
-        """Whether something was told since the last mark: white space before it is dropped."""
+        """Whether text was returned since the last mark; until then leading white space is dropped."""
 
     def add(self, text: str) -> Split:
-        """Takes the next piece."""
+        """Add a piece of text and return what is certain."""
         if text.isspace() and not self._text and self._thinks is not False:
             self._spaces.append(text)
             return Split()
         return self._take(text, ended=False)
 
     def flush(self) -> Split:
-        """What is left when the text has ended."""
+        """Return the rest at the end of the text."""
         return self._take("", ended=True)
 
     def _take(self, text: str, *, ended: bool) -> Split:
@@ -58,33 +59,33 @@ class ReasoningParser:
 
     def _split(self, ended: bool) -> Split:
         if self._thinks is None:
-            begun = self._text.lstrip()
-            if OPENING.startswith(begun) and len(begun) < len(OPENING) and not ended:
+            stripped = self._text.lstrip()
+            if OPENING.startswith(stripped) and len(stripped) < len(OPENING) and not ended:
                 return Split()
-            self._thinks = begun.startswith(OPENING)
+            self._thinks = stripped.startswith(OPENING)
             if self._thinks:
-                self._text = begun.removeprefix(OPENING)
+                self._text = stripped.removeprefix(OPENING)
             else:
-                self._has_begun = True  # an answer alone keeps its white space
+                self._has_begun = True  # an answer without reasoning keeps its white space
         reasoning = ""
         if self._thinks:
             reasoning, found, rest = self._text.partition(CLOSING)
             if not found:
                 return self._think(ended)
-            reasoning = self._begun(reasoning).rstrip()
+            reasoning = self._strip_start(reasoning).rstrip()
             self._thinks, self._has_begun, self._text = False, False, rest
-        answer, self._text = self._begun(self._text), ""
+        answer, self._text = self._strip_start(self._text), ""
         self._has_begun = self._has_begun or bool(answer)
         return Split(reasoning, answer)
 
     def _think(self, ended: bool) -> Split:
-        """Tells of what may be followed by more; its last white space, or a part of the closing, may belong to none."""
-        text = self._begun(self._text)
+        """Return reasoning text; hold back trailing white space and a partial closing."""
+        text = self._strip_start(self._text)
         kept = max((n for n in range(1, len(CLOSING)) if text.endswith(CLOSING[:n])), default=0)
-        said = text if ended else text[: len(text) - kept].rstrip()
-        self._has_begun = self._has_begun or bool(said)
-        self._text = text[len(said) :]
-        return Split(reasoning=said.rstrip() if ended else said)
+        released = text if ended else text[: len(text) - kept].rstrip()
+        self._has_begun = self._has_begun or bool(released)
+        self._text = text[len(released) :]
+        return Split(reasoning=released.rstrip() if ended else released)
 
-    def _begun(self, text: str) -> str:
+    def _strip_start(self, text: str) -> str:
         return text if self._has_begun else text.lstrip()

@@ -1,4 +1,4 @@
-"""Forms that an answer must have, and the tokens that keep to them; llguidance decides what these are."""
+"""Structured output: response formats as grammars of llguidance, which decides the allowed tokens of each step."""
 
 from llm_serving.text.structured_output.compiler import ConstraintCompiler, GrammarLimits, TokenConstraint
 from llm_serving.text.structured_output.grammars import Grammar, GrammarError

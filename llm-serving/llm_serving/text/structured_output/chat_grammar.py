@@ -1,4 +1,4 @@
-"""The grammar of one answer of a conversation: what is thought, then what is said or called."""
+"""Grammars of chat answers: optional reasoning, then text, structured output or tool calls."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from llm_serving.text.tool_parsers.base import COMMON
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """Which calls an answer may consist of.
+    """The tool calls that an answer may contain.
 
     Attributes:
-        format: How the model writes them.
-        callees: What may be called.
-        must: Whether the answer is calls alone; otherwise it may be any text, or have the form that is asked for.
-        most: Calls of an answer; None: any number.
+        format: The model's tool format.
+        callees: Tools that may be called.
+            must: Whether the answer must be calls; otherwise it may also be text, or structured output if that is asked
+            for.
+        most: Most calls in an answer; None: unlimited.
     """
 
     format: ToolFormat
@@ -32,17 +33,17 @@ class Calls:
 def answer_grammar(
     form: Grammar | None, calls: Calls | None, thinks_open: bool | None, marks: Marks, budget: int | None = None
 ) -> Grammar:
-    """What an answer may be.
+    """Return the grammar of an answer.
 
     Args:
-        form: Of what is said; None: any text.
-        calls: What is called; None: nothing is.
-        thinks_open: Whether the prompt has begun a thought, which the answer then ends; None: the model does not think.
-        marks: Those of the model.
-        budget: Tokens behind which a thought ends, if it does not end by itself; None: any number.
+        form: Grammar of the text; None: any text.
+        calls: Allowed tool calls; None: no calls.
+        thinks_open: Whether the prompt ends with the opening of the reasoning; None: the model does not reason.
+        marks: Marks of the model.
+        budget: Most reasoning tokens; None: unlimited.
 
     Raises:
-        GrammarError: The schema of a tool cannot be kept to, or the budget.
+        GrammarError: The schema of a tool, or the budget, cannot be enforced.
     """
     if form is not None and calls is None and thinks_open is None:
         return form
@@ -59,16 +60,17 @@ def answer_grammar(
 
 
 def arguments_grammar(callee: Callee, whitespace: str) -> Grammar:
-    """The arguments of one call, as JSON; of a tool that is not strict what cannot be kept to is left out of account.
+    """Return the grammar of a call's arguments as JSON; for a tool that is not strict, unsupported constraints are
+    ignored.
 
     Raises:
-        GrammarError: The schema cannot be kept to.
+        GrammarError: The schema cannot be enforced.
     """
     return json_grammar(json.dumps({"type": "object", **callee.schema}), whitespace, lenient=not callee.strict)
 
 
 def _bounded_thought(budget: int, marks: Marks) -> str:
-    """The rule of a thought that ends behind so many tokens."""
+    """Return the rule of a reasoning text of at most `budget` tokens."""
     if not marks.are_special(CLOSING):
         raise GrammarError(f"cannot be kept to: the model has no token for {CLOSING}")
     thinking = f"thinking[max_tokens={budget}]: /(?s:.*)/\n" if budget else ""

@@ -1,4 +1,4 @@
-"""Compiles grammars for one tokenizer, within bounds, and caches the most recently used."""
+"""Compiles grammars for one tokenizer within limits, and caches the most recently used."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ logger = get_logger(__name__)
 T = TypeVar("T")
 MODULE: Final = "llm_serving.text.structured_output.grammar_process"
 NUM_PROCESSES: Final = 2
-"""Two processes, so that one grammar that uses up its time does not block the others."""
+"""Two processes, so that one slow grammar does not block the others."""
 MAX_CPU_S: Final = 2.0
 """CPU seconds for one grammar."""
 STACK_BYTES: Final = 2**25
-"""Stack of the threads that compile, more than a grammar needs that passed the trial in a process."""
+"""Stack of compiling threads, larger than in the process that tries the grammar."""
 MAX_ERROR_CHARS: Final = 400
-_STARTING: Final = threading.Lock()
-"""Two that begin at once would put the other's size back, for good."""
+_THREAD_START: Final = threading.Lock()
+"""Held while a thread starts with a large stack; otherwise two starts could leave the global size changed."""
 
 
 class _Tokens:
-    """A tokenizer by the names that `TokenizerWrapper` asks for; any of ours will do, as all tell bytes of tokens."""
+    """Adapts a tokenizer to the interface of `TokenizerWrapper`."""
 
     def __init__(self, tokenizer: Tokenizer, end_ids: Sequence[int], token_bytes: Sequence[bytes]) -> None:
         self._tokenizer = tokenizer
         self.eos_token_id = end_ids[0]
         self.bos_token_id = tokenizer.bos_token_id
         self.tokens = token_bytes
-        # What ends an output is no text of it, whatever its bytes are.
+        # A token that ends an output is never part of a text.
         special = tokenizer.mark_ids.union(end_ids)
         self.special_token_ids = sorted(token_id for token_id in special if token_id < len(token_bytes))
 
@@ -53,12 +53,12 @@ class _Tokens:
 
 
 def token_table(tokenizer: Tokenizer, end_ids: Sequence[int], token_bytes: Sequence[bytes]) -> LLTokenizer:
-    """Takes a second for 200,000 tokens.
+    """Return llguidance's table of the tokenizer; this takes a second for 200,000 tokens.
 
     Args:
         tokenizer: The tokenizer.
         end_ids: Ids that end an output, at least one.
-        token_bytes: Text of each token that can be chosen.
+        token_bytes: Text of each token that can be sampled.
     """
     known = [token_id for token_id in end_ids if token_id < len(token_bytes)]
     wrapped = TokenizerWrapper(_Tokens(tokenizer, known, token_bytes))
@@ -67,27 +67,28 @@ def token_table(tokenizer: Tokenizer, end_ids: Sequence[int], token_bytes: Seque
 
 @dataclass(frozen=True, slots=True)
 class GrammarLimits:
-    """How large a grammar may be, and how many are kept."""
+    """Limits on the size of a grammar and on the cache."""
 
     max_bytes: int = 2**16
-    """Of its text."""
+    """Bytes of its text."""
     max_states: int = 20_000
-    """Of the automaton that reads its words, for each request: 1 to 2 KB each."""
+    """Lexer states for each request, of 1 to 2 KB each."""
     num_kept: int = 64
-    """Compiled grammars."""
+    """Cached grammars."""
 
 
 class CostlyGrammarError(GrammarError):
-    """A grammar used up the time or memory of a process; where that had less than usual, it may be tried again."""
+    """A grammar exceeded the time or memory limit; it may be tried again, because the load of the machine may
+    differ."""
 
 
 class TokenConstraint:
-    """A grammar over the tokens of one tokenizer.
+    """A grammar compiled for the tokens of one tokenizer.
 
     Args:
         grammar: The grammar.
-        compiled: Makes a matcher at its beginning.
-        token_bytes: Text of each token that can be chosen.
+        compiled: Creates a matcher at the start of the grammar.
+        token_bytes: Text of each token that can be sampled.
         end_ids: Ids that end an output.
     """
 
@@ -106,20 +107,20 @@ class TokenConstraint:
 
     @property
     def error(self) -> str:
-        """Why it could not be compiled; empty if it could."""
+        """Why the grammar could not be compiled; empty if it could."""
         return str(self._matcher.get_error()) if self._matcher.is_error() else ""
 
     def create_matcher(self) -> ConstraintMatcher:
-        return TokenMatcher(self._matcher, self._token_bytes, self._end_ids, self._anew)
+        return TokenMatcher(self._matcher, self._token_bytes, self._end_ids, self._restart)
 
-    def _anew(self) -> LLMatcher:
-        """A matcher whose automaton has no state of any output; those that begin from now on get it too."""
+    def _restart(self) -> LLMatcher:
+        """Replace the matcher by one without lexer states, for this and later outputs, and return it."""
         self._matcher = self._compiled()
         return self._matcher
 
     @property
     def ignored(self) -> list[str]:
-        """What of a lenient schema is left out of account, in words."""
+        """Descriptions of the constraints in a lenient schema that are ignored."""
         return list(self._matcher.get_grammar_warnings())
 
     def __eq__(self, other: object) -> bool:
@@ -133,13 +134,13 @@ class TokenConstraint:
 
 
 class ConstraintCompiler:
-    """Makes constraints of grammars; any thread may ask.
+    """Compiles grammars to constraints; thread-safe.
 
     Args:
-        tokenizer: Whose tokens are chosen.
+        tokenizer: The model's tokenizer.
         end_ids: Ids that end an output.
-        vocab_size: Ids that the model can choose.
-        limits: What may be compiled.
+        vocab_size: Number of token ids that the model can sample.
+        limits: Limits on grammars.
     """
 
     def __init__(
@@ -147,7 +148,7 @@ class ConstraintCompiler:
     ) -> None:
         self.limits = GrammarLimits() if limits is None else limits
         self.can_end = bool(end_ids)
-        """Whether the model has a token that ends an output; without one, none could end where a grammar does."""
+        """Whether the model has a token that ends an output; without one no output could end where its grammar does."""
         self._tokenizer = tokenizer
         self._end_ids = end_ids
         self._vocab_size = vocab_size
@@ -158,10 +159,10 @@ class ConstraintCompiler:
             self._free.put(None)
 
     def compiled(self, grammar: Grammar) -> TokenConstraint:
-        """The constraint of a grammar; whoever asks for one that is being compiled waits for it.
+        """Return the constraint of a grammar; wait if another thread is compiling it.
 
         Raises:
-            GrammarError: It is too large, or no grammar.
+            GrammarError: The grammar is invalid or too large.
         """
         self.check_size(grammar.num_bytes)
         with self._lock:
@@ -174,15 +175,15 @@ class ConstraintCompiler:
         if is_new:
             try:
                 known.set_result(self._compile(grammar))
-            except BaseException as error:  # noqa: BLE001  whoever waits for it is told
+            except BaseException as error:  # noqa: BLE001  the waiting thread raises it
                 known.set_exception(error)
-                if type(error) is not GrammarError:  # which comes to the same each time
+                if type(error) is not GrammarError:  # an invalid grammar has the same error each time
                     with self._lock:
                         self._known.pop(grammar, None)
         return known.result()
 
     def check_size(self, num_bytes: int) -> None:
-        """Raises GrammarError for a text that is too large."""
+        """Raise GrammarError for a text that is too large."""
         if num_bytes > self.limits.max_bytes:
             raise GrammarError(f"must have at most {self.limits.max_bytes} bytes. Given: {num_bytes}")
 
@@ -198,7 +199,7 @@ class ConstraintCompiler:
         return constraint
 
     def _try(self, grammar: Grammar) -> None:
-        """Has a process of its own compile it first."""
+        """Compile the grammar in a confined process first."""
         process = self._free.get()
         try:
             try:
@@ -206,7 +207,7 @@ class ConstraintCompiler:
                     process = ConfinedProcess(MODULE, MAX_CPU_S, Tried)
                 tried = process.ask(Try(grammar.text, self.limits.max_states, self._num_tokens))
             except TransportError as error:
-                logger.warning("a grammar used up its time or memory, its process ends: %s", error)
+                logger.warning("A grammar exceeded its time or memory limit, ending its process: %s", error)
                 if process is not None:
                     process.end()
                 process = None
@@ -236,11 +237,11 @@ def _with_a_large_stack(work: Callable[[], T]) -> T:
     def run() -> None:
         try:
             done.set_result(work())
-        except BaseException as error:  # noqa: BLE001  whoever waits for it is told
+        except BaseException as error:  # noqa: BLE001  the waiting thread raises it
             done.set_exception(error)
 
-    with _STARTING:
-        before = threading.stack_size(STACK_BYTES)  # of every thread that starts meanwhile, which is no harm
+    with _THREAD_START:
+        before = threading.stack_size(STACK_BYTES)  # Also applies to other threads that start meanwhile, without harm.
         try:
             threading.Thread(target=run, name="grammar").start()
         finally:

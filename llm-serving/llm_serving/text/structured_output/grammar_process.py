@@ -1,8 +1,8 @@
-"""A process that compiles a grammar before the master does, and takes its first steps.
+"""A confined process that compiles a grammar and takes some steps in it before the master does.
 
-A short text may describe what takes minutes to compile, and what is nested deeply enough breaks whoever compiles it:
-see `confined_process`. What passes here is harmless there, where stacks are larger. The tokens of the trial are single
-bytes; those of a model change nothing in what a grammar is.
+A short grammar may take minutes to compile, and a deeply nested one may overflow the stack: see `text.sandbox`. A
+grammar that passes here is safe in the master, whose threads have larger stacks. The trial uses single bytes as tokens,
+because the model's tokens do not change what a grammar costs to compile.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ from llm_serving.text.structured_output.matcher import matcher_of
 from llm_serving.transport.channel import Channel
 
 MAX_MEMORY_BYTES: Final = 2**30
-"""Of addresses, beyond those of an idle process."""
+"""Address space beyond that of an idle process."""
 STACK_BYTES: Final = 2**22
-"""Of the thread that compiles; the master's have several times as much."""
+"""Stack of the thread that compiles; the master's threads have several times as much."""
 NUM_STEPS: Final = 16
 MAX_SEARCH_S: Final = 0.5
-"""In which the place of a fault is looked for."""
+"""CPU seconds for the search of the part that has the error."""
 
 
 class Try(msgspec.Struct):
     grammar: str
     max_states: int
     num_tokens: int
-    """Of the model, which grammars may name by their ids."""
+    """Tokens of the model; grammars may refer to tokens by id."""
 
 
 class Tried(msgspec.Struct):
     error: str
-    """Why it cannot be compiled; empty: it can."""
+    """Why the grammar cannot be compiled; empty: it can."""
     place: str = ""
-    """A JSON pointer to the part of a schema that cannot."""
+    """JSON pointer to the part of a schema that cannot be compiled; empty: unknown."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def serve(channel: Channel[Try], cpu_seconds: float) -> int:
-    """Tries grammars until nobody asks any more."""
+    """Try grammars until the master closes the channel."""
     tokens: LLTokenizer | None = None
     try:
         while True:
@@ -85,7 +85,7 @@ def serve(channel: Channel[Try], cpu_seconds: float) -> int:
 
 
 class _Bytes:
-    """A tokenizer whose tokens are single bytes, and behind them one that ends a text."""
+    """A tokenizer whose tokens are the single bytes, and a last one that ends a text."""
 
     num_tokens = 257
     eos_token_id = 256
@@ -98,7 +98,7 @@ class _Bytes:
 
 
 def _tokens(count: int) -> LLTokenizer:
-    """Those of `_Bytes`, and others that have no bytes: so many in all, if these are not fewer."""
+    """Return the tokens of `_Bytes`, padded with empty tokens to `count`."""
     tokens = TokenizerWrapper(_Bytes())
     tokens.tokens = [*_Bytes.tokens, *[b""] * (count - _Bytes.num_tokens)]
     return LLTokenizer(tokens, n_vocab=len(tokens.tokens), eos_token=[_Bytes.eos_token_id])
@@ -112,11 +112,11 @@ def _tried(grammar: Grammar, tokens: LLTokenizer, max_states: int) -> Tried:
         return " ".join(matcher.get_error().partition("<non-verbose")[0].split())
 
     error = error_of(grammar)
-    return Tried(error, _place(grammar, error, error_of) if error else "")
+    return Tried(error, _location(grammar, error, error_of) if error else "")
 
 
 def _walk(matcher: LLMatcher, vocab_size: int) -> None:
-    """Takes some steps that the grammar allows."""
+    """Take `NUM_STEPS` random steps that the grammar allows."""
     words = np.zeros(-(-vocab_size // 32), np.int32)
     choose = random.Random(0).choice
     for _ in range(NUM_STEPS):
@@ -127,8 +127,8 @@ def _walk(matcher: LLMatcher, vocab_size: int) -> None:
         matcher.consume_token(choose(allowed.tolist()))
 
 
-def _place(grammar: Grammar, error: str, error_of: Callable[[Grammar], str]) -> str:
-    """Where in the JSON schema of a grammar that has one the fault is; empty: that is not known."""
+def _location(grammar: Grammar, error: str, error_of: Callable[[Grammar], str]) -> str:
+    """Return a JSON pointer to the part of the grammar's only schema that has the error; empty: unknown."""
     schemas = [part["json_schema"] for part in grammar.parts if part.get("json_schema") is not None]
     if len(schemas) != 1:
         return ""

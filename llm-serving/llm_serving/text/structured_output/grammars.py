@@ -1,4 +1,4 @@
-"""Response formats as grammars: the languages in which clients ask, translated to that of llguidance.
+"""Response formats as grammars: JSON schema, regular expression, choice, Lark and GBNF, translated for llguidance.
 
 A grammar is a list of parts. The first is where a response starts; in llguidance's language (a Lark with extensions)
 it may refer to others as `@name`.
@@ -48,26 +48,28 @@ WHITESPACES: Final[Mapping[str, str]] = {
     JsonWhitespaceName.SPACE: " ",
     JsonWhitespaceName.LINES: r"[\x20\x0A\x0D\x09]{1,32}",
 }
-"""What may stand between the parts of a JSON text, once at each place: bounded, as a model that begins with it may find
-no end."""
+"""White space allowed at each boundary between the parts of a JSON text. It is bounded, because a model may repeat
+white
+space for ever.
+"""
 MAX_INT: Final = 2**53
 MAX_INT_CHARS: Final = 20
 _OPTIONS: Final = '\n%llguidance {"no_forcing": true}\n'
 _LARK: Final = re.compile(r"(?m)^[^\S\n]*(?:%llguidance\b|start\s*:)")
-_BEGINNING: Final = "start: @answer"
+_START: Final = "start: @answer"
 _Part = Mapping[str, Any]
 
 
 def fault_in(schema: Any, error: str, error_of: Callable[[Any], str | None]) -> str:
-    """A JSON pointer to the innermost part that has the same error alone, with the definitions of the whole beside it.
+    """Return a JSON pointer to the innermost part that alone, with the definitions of the whole, has the same error.
 
     Args:
-        schema: It cannot be compiled.
-        error: What is said of it.
-        error_of: What is said of another schema; None: nothing.
+        schema: A schema that cannot be compiled.
+        error: Its error.
+        error_of: Returns the error of another schema; None: it has none.
 
     Returns:
-        "#" for the whole.
+        "#" for the whole schema.
     """
     definitions = {name: schema[name] for name in _DEFINITIONS if name in schema} if isinstance(schema, dict) else {}
     path: Path = ()
@@ -99,12 +101,12 @@ def parts_of(schema: Any) -> Iterator[tuple[Path, Any]]:
 
 
 def _pointer(path: Path) -> str:
-    """As RFC 6901 writes it in a URI fragment."""
+    """Return a JSON pointer in the form of a URI fragment (RFC 6901)."""
     return "#" + "".join("/" + str(step).replace("~", "~0").replace("/", "~1") for step in path)
 
 
 def narrow_formats(schema: dict[str, Any]) -> None:
-    """Adds to each part of a schema with such a format the rule that it lacks; a second time nothing."""
+    """Add to each part of a schema with a format of `_RULES` the missing rule; repeating it has no effect."""
     parts = [schema]
     while parts:
         part = parts.pop()
@@ -116,15 +118,15 @@ def narrow_formats(schema: dict[str, Any]) -> None:
 
 
 class GrammarError(LLMServingError):
-    """What a client gave is no grammar, or none that can be kept to; the message tells where."""
+    """A client's grammar is invalid or unsupported; the message says where."""
 
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What an answer must be.
+    """A grammar that an answer must match.
 
     Attributes:
-        text: In the form that llguidance compiles. Equal texts are the same grammar.
+        text: The grammar in the form that llguidance compiles. Equal texts are the same grammar.
     """
 
     text: str
@@ -140,7 +142,7 @@ class Grammar:
 
 
 def json_options(whitespace: str, **others: Any) -> dict[str, Any]:
-    """What stands beside a schema in a grammar; `whitespace`: as for `json_grammar`."""
+    """Return the llguidance options that stand beside a schema; `whitespace` is that of `json_grammar`."""
     spaces = {"whitespace_pattern": whitespace} if whitespace else {"whitespace_flexible": False}
     return {"x-guidance": {**spaces, **others}}
 
@@ -148,38 +150,38 @@ def json_options(whitespace: str, **others: Any) -> dict[str, Any]:
 def json_grammar(
     schema: str, whitespace: str = WHITESPACES[JsonWhitespaceName.SPACE], *, lenient: bool = False
 ) -> Grammar:
-    """JSON texts of a schema, whose properties come in the order in which it names them.
+    """Return a grammar of the JSON texts that match a schema, with properties in the order of the schema.
 
     Args:
-        schema: A JSON object, as text.
-        whitespace: Regular expression of what may stand between the parts of a text; empty: nothing.
-        lenient: Leave out of account what cannot be kept to.
+        schema: A JSON object as text.
+        whitespace: Regular expression of the white space between the parts of a text; empty: none.
+        lenient: Ignore unsupported constraints.
 
     Raises:
-        GrammarError: It is no JSON object, or has integers that would be rounded.
+        GrammarError: The schema is not a JSON object, or has integers that would be rounded.
     """
     try:
         content = json.loads(schema, parse_int=_exact)
     except (ValueError, RecursionError) as error:
-        raise GrammarError(f"is no JSON schema: {error}") from None
+        raise GrammarError(f"is not a JSON schema: {error}") from None
     if not isinstance(content, dict):
         raise GrammarError("must be a JSON schema, an object")
     narrow_formats(content)
-    return _begun({"json_schema": {**content, **json_options(whitespace, lenient=lenient)}})
+    return _whole_answer({"json_schema": {**content, **json_options(whitespace, lenient=lenient)}})
 
 
 def regex_grammar(regex: str) -> Grammar:
-    """Texts that a regular expression matches as a whole."""
-    return _begun(json.loads(LLMatcher.grammar_from_regex(regex))["grammars"][0])
+    """Return a grammar of the texts that a regular expression matches as a whole."""
+    return _whole_answer(json.loads(LLMatcher.grammar_from_regex(regex))["grammars"][0])
 
 
 def choice_grammar(choices: Sequence[str]) -> Grammar:
-    """Any of these texts."""
+    """Return a grammar of these texts."""
     return lark_grammar("start: " + " | ".join(literal(each) for each in choices))
 
 
 def any_grammar(text: str) -> Grammar:
-    """What a grammar in the language of Lark describes, or in that of GBNF (`root ::= ...`, also called EBNF).
+    """Return the grammar that a text describes in the language of Lark or of GBNF (`root ::= ...`, also called EBNF).
 
     Raises:
         GrammarError: It is neither.
@@ -189,35 +191,39 @@ def any_grammar(text: str) -> Grammar:
     except RecursionError:
         raise GrammarError("is nested too deeply") from None
     except Exception as error:  # noqa: BLE001  the converter raises whatever its parser meets
-        raise GrammarError(f"is no grammar: {error}") from None
+        raise GrammarError(f"is not a grammar: {error}") from None
 
 
 def is_lark(text: str) -> bool:
-    """Whether a grammar is in the language of Lark; a line of it begins the rule `start` or an option.
+    """Return whether a grammar is in the language of Lark: a line of it starts the rule `start` or an option.
 
-    Blank lines are never looked at together: the library's own search, one call that nothing interrupts, takes the
-    square of their number.
+    The pattern never matches several blank lines at once: such a search takes time quadratic in their number, and a
+    regular
+    expression cannot be interrupted.
     """
     return _LARK.search(text) is not None
 
 
 def lark_grammar(text: str, **named: Grammar) -> Grammar:
-    """A grammar in the language of llguidance; `@name` in it stands for the grammar of that name, one of a
-    single part."""
+    """Return a grammar in llguidance's language, in which `@name` refers to the single-part grammar of that name."""
     parts: list[_Part] = [{"lark_grammar": text + _OPTIONS}]
     for name, grammar in named.items():
         *_, part = grammar.parts
-        assert len(grammar.parts) == 1 or grammar.parts[0]["lark_grammar"] == _BEGINNING + _OPTIONS
+        assert len(grammar.parts) == 1 or grammar.parts[0]["lark_grammar"] == _START + _OPTIONS
         parts.append({**part, "name": name})
     return Grammar(json.dumps({"grammars": parts}, ensure_ascii=False))
 
 
-def _begun(part: _Part) -> Grammar:
-    return lark_grammar(_BEGINNING, answer=Grammar(json.dumps({"grammars": [part]}, ensure_ascii=False)))
+def _whole_answer(part: _Part) -> Grammar:
+    return lark_grammar(_START, answer=Grammar(json.dumps({"grammars": [part]}, ensure_ascii=False)))
 
 
 def _exact(text: str) -> int:
-    """An integer; llguidance computes in double precision."""
+    """Return an integer that double precision, which llguidance uses, represents exactly.
+
+    Raises:
+        ValueError: It is larger than `MAX_INT`.
+    """
     value = int(text) if len(text) <= MAX_INT_CHARS else MAX_INT + 1
     if abs(value) > MAX_INT:
         raise ValueError(f"integers must be from -{MAX_INT} to {MAX_INT}")
@@ -225,5 +231,5 @@ def _exact(text: str) -> int:
 
 
 def literal(text: str) -> str:
-    """A text as it stands in a Lark grammar."""
+    """Return a text as a literal of a Lark grammar."""
     return json.dumps(text)

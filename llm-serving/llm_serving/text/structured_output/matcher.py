@@ -1,4 +1,4 @@
-"""One output on its way through a grammar, token by token."""
+"""Matches one output against a grammar, token by token."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ logger = get_logger(__name__)
 FUEL_TO_BEGIN: Final = 500_000
 FUEL_OF_A_STEP: Final = 50_000
 MAX_ITEMS_OF_A_STEP: Final = 20_000
-"""What llguidance may spend, in its own units: some milliseconds a step."""
+"""Limits in llguidance's units, which correspond to some milliseconds a step."""
 MAX_ONLY: Final = 16
-"""Tokens in which one text may begin, for it to be seen that no other text can come."""
+"""Most tokens among which `_only_one` looks for the text that they all begin."""
 
 
 def matcher_of(grammar: Grammar, tokens: LLTokenizer, max_states: int) -> LLMatcher:
-    """A matcher at the beginning of a grammar; `is_error` tells whether it could be compiled.
+    """Return a matcher at the start of a grammar; its `is_error` says whether the grammar could be compiled.
 
     Args:
         grammar: The grammar.
-        tokens: From `token_table`.
-        max_states: Of the automaton that reads its words.
+        tokens: The tokenizer, from `token_table`.
+        max_states: Most states of its lexer.
     """
     limits = LLParserLimits(
         initial_lexer_fuel=FUEL_TO_BEGIN,
@@ -43,34 +43,34 @@ def matcher_of(grammar: Grammar, tokens: LLTokenizer, max_states: int) -> LLMatc
 
 
 class TokenMatcher:
-    """Follows an output through a grammar; see `core.constraint.ConstraintMatcher`.
+    """Matches an output against a grammar; see `core.constraint.ConstraintMatcher`.
 
     Args:
-        beginning: At the beginning of the grammar; stays there.
-        token_bytes: Text of each token that can be chosen.
+        start: A matcher at the start of the grammar, which is only copied.
+        token_bytes: Text of each token that can be sampled.
         end_ids: Ids that end an output.
-        begin_anew: Another matcher at the beginning. Copies of one count the states of their automaton together, so
-            that one that cannot go on may only have met what other outputs took.
+        create_start: Creates another matcher at the start. Copies of one matcher share the count of lexer states, so an
+            error may only mean that other outputs used up the limit.
     """
 
     def __init__(
         self,
-        beginning: LLMatcher,
+        start: LLMatcher,
         token_bytes: Sequence[bytes],
         end_ids: frozenset[int],
-        begin_anew: Callable[[], LLMatcher],
+        create_start: Callable[[], LLMatcher],
     ) -> None:
-        self._beginning = beginning
-        self._begin_anew = begin_anew
+        self._start = start
+        self._create_start = create_start
         self._token_bytes = token_bytes
         self._end_ids = end_ids
-        self._matcher = beginning.deep_copy()
+        self._matcher = start.deep_copy()
         self._taken: list[int] = []
-        """The tokens that `_matcher` has behind it."""
-        self._num_asked = 0
-        """Tokens of the output that was asked about last; the rest of `_taken` are draft tokens."""
+        """Tokens that `_matcher` has consumed."""
+        self._num_queried = 0
+        """Number of output tokens in the last query; the rest of `_taken` are draft tokens."""
         self._words: Int32Array | None = None
-        """What may follow that output, once it has been computed."""
+        """Allowed tokens after that output, as a bit mask, once computed."""
 
     def allowed_words(self, output_token_ids: Sequence[int]) -> Int32Array:
         return self.allowed_words_after_drafts(output_token_ids, ())[0]
@@ -78,69 +78,69 @@ class TokenMatcher:
     def allowed_words_after_drafts(
         self, output_token_ids: Sequence[int], draft_token_ids: Sequence[int]
     ) -> list[Int32Array]:
-        parts = self._parts(output_token_ids, draft_token_ids)
+        masks = self._masks(output_token_ids, draft_token_ids)
         if self._matcher.is_error():
-            self._renew()
-            parts = self._parts(output_token_ids, draft_token_ids)
+            self._restart()
+            masks = self._masks(output_token_ids, draft_token_ids)
             if self._matcher.is_error():
-                logger.error("a constraint cannot be kept to any further: %s", self._matcher.get_error())
-        return parts
+                logger.error("A grammar cannot be enforced further: %s", self._matcher.get_error())
+        return masks
 
-    def _parts(self, output: Sequence[int], draft_token_ids: Sequence[int]) -> list[Int32Array]:
-        parts = [self._words_behind(output)]
-        keeps = True
+    def _masks(self, output: Sequence[int], draft_token_ids: Sequence[int]) -> list[Int32Array]:
+        masks = [self._words_behind(output)]
+        matches = True
         for draft_token in draft_token_ids:
-            keeps = keeps and self._take([draft_token])
-            parts.append(self._mask() if keeps else self._no_words())
-        return parts
+            matches = matches and self._take([draft_token])
+            masks.append(self._mask() if matches else self._no_words())
+        return masks
 
-    def _renew(self) -> None:
-        self._beginning = self._begin_anew()
-        self._matcher, self._taken, self._num_asked, self._words = self._beginning.deep_copy(), [], 0, None
+    def _restart(self) -> None:
+        self._start = self._create_start()
+        self._matcher, self._taken, self._num_queried, self._words = self._start.deep_copy(), [], 0, None
 
     def constrain_draft(self, output_token_ids: Sequence[int], draft_token_ids: Sequence[int], count: int) -> list[int]:
         words = self._words_behind(output_token_ids)
         if not words.any():
             return []
         found = list(draft_token_ids[: self._matcher.validate_tokens(list(draft_token_ids))])[:count]
-        keeps = self._take(found)
-        while keeps and len(found) < count and not (found and found[-1] in self._end_ids):
+        matches = self._take(found)
+        while matches and len(found) < count and not (found and found[-1] in self._end_ids):
             token_id = self._only_one(self._mask() if found else words)
             if token_id is None:
                 break
             found.append(token_id)
-            keeps = self._take([token_id])
+            matches = self._take([token_id])
         return found
 
     def _words_behind(self, output: Sequence[int]) -> Int32Array:
-        """Goes to the end of an output and tells what may follow it."""
-        keeps = self._go_to(output)
+        """Move to the end of an output and return the bit mask of allowed tokens."""
+        matches = self._go_to(output)
         if self._words is None:
-            self._words = self._mask() if keeps else self._no_words()
+            self._words = self._mask() if matches else self._no_words()
         return self._words
 
     def _go_to(self, output: Sequence[int]) -> bool:
-        """Whether there is a way."""
+        """Move to the end of an output; return False if the grammar does not allow it."""
         num_same = self._num_same(output)
-        if num_same < len(output) or len(output) != self._num_asked:
+        if num_same < len(output) or len(output) != self._num_queried:
             self._words = None
         num_behind = len(self._taken) - num_same
         if self._matcher.is_error() or (num_behind and not self._matcher.rollback(num_behind)):
-            self._matcher, self._taken, self._words = self._beginning.deep_copy(), [], None
+            self._matcher, self._taken, self._words = self._start.deep_copy(), [], None
         del self._taken[num_same:]
-        self._num_asked = len(output)
+        self._num_queried = len(output)
         return self._take(list(output[len(self._taken) :]))
 
     def _num_same(self, output: Sequence[int]) -> int:
-        """How far an output is what has been taken."""
-        taken, start = self._taken, self._num_asked
+        """Return the length of the common prefix of an output and `_taken`."""
+        taken, start = self._taken, self._num_queried
         if list(output[:start]) != taken[:start]:
             start = 0
         same = takewhile(lambda pair: pair[0] == pair[1], zip(output[start:], taken[start:], strict=False))
         return min(start + sum(1 for _ in same), len(output))
 
     def _take(self, token_ids: list[int]) -> bool:
-        """Whether all of them may come, one after the other."""
+        """Consume tokens; return False if the grammar does not allow all of them."""
         if not token_ids:
             return True
         num_taken = self._matcher.try_consume_tokens(token_ids)
@@ -158,14 +158,14 @@ class TokenMatcher:
         return np.zeros(-(-len(self._token_bytes) // 32), np.int32)
 
     def _only_one(self, words: Int32Array) -> int | None:
-        """The token that must come, or the longest where all are beginnings of it; None where there is a choice."""
-        places = np.flatnonzero(words)
-        if not 0 < len(places) <= MAX_ONLY:
+        """Return the only allowed token, or the longest if all others are prefixes of it; None: there is a choice."""
+        indices = np.flatnonzero(words)
+        if not 0 < len(indices) <= MAX_ONLY:
             return None
-        bits = np.unpackbits(words[places].view(np.uint8), bitorder="little").reshape(-1, 32)
-        token_ids: list[int] = (32 * places[np.nonzero(bits)[0]] + np.nonzero(bits)[1]).tolist()
+        bits = np.unpackbits(words[indices].view(np.uint8), bitorder="little").reshape(-1, 32)
+        token_ids: list[int] = (32 * indices[np.nonzero(bits)[0]] + np.nonzero(bits)[1]).tolist()
         if len(token_ids) > MAX_ONLY or (len(token_ids) > 1 and not self._end_ids.isdisjoint(token_ids)):
             return None
-        # Among equals the last: tokens of single bytes come first.
+        # Of equal texts take the last id, because tokens of single bytes come first.
         text, token_id = max((self._token_bytes[each], each) for each in token_ids)
         return token_id if all(text.startswith(self._token_bytes[each]) for each in token_ids) else None

@@ -1,6 +1,6 @@
-"""Byte pairs as a tokenizer.json: a vocabulary, its merges, and a rule for the words within which pairs are joined.
+"""Byte-pair tokenizers as `tokenizer.json`: vocabulary, merges, and the rule that splits a text into words.
 
-The rule stands in no file of the older form, `vocab.json` with `merges.txt`: it follows from the tokenizer's class.
+The older form, `vocab.json` with `merges.txt`, has no such rule: it follows from the tokenizer's class.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from llm_serving.text.tokenizer.vocabulary import (
 VOCAB_FILE: Final = "vocab.json"
 MERGES_FILE: Final = "merges.txt"
 _END: Final = "<|endoftext|>"
-"""The special token of these classes where nothing names one."""
+"""Special token of these classes if the config names none."""
 
 
 class Words(NamedTuple):
-    """How a text is cut into words, within which pairs are joined.
+    """The rule that splits a text into words; merges never cross a word boundary.
 
     Attributes:
-        pattern: Of words; None: that of GPT-2.
+        pattern: Regular expression of words; None: that of GPT-2.
         digits: Each digit is a word.
-        composes: Texts are brought into form NFC first.
-        whole: A word that is a token is one, whatever its pairs.
+        composes: Texts are first normalized to NFC.
+        whole: A word that is a token is not split, whatever the merges.
     """
 
     pattern: str | None = None
@@ -49,31 +49,31 @@ QWEN2: Final = Words(QWEN.pattern, composes=True)
 SMOLLM: Final = Words(digits=True)
 
 _CLASSES: Final[Mapping[str, Words]] = {"GPT2Tokenizer": GPT2, "Qwen2Tokenizer": QWEN2}
-"""By `tokenizer_class`, whose name may end in `Fast`."""
+"""`tokenizer_class` without the suffix `Fast` -> rule."""
 
 
 def read_byte_pairs(
     path: Path, config: Mapping[str, Any], added: Mapping[int, AddedToken], special: Sequence[str]
 ) -> TokenizersVocabulary:
-    """A `vocab.json` and the `merges.txt` beside it.
+    """Read a `vocab.json` and the `merges.txt` beside it.
 
     Args:
-        path: The former.
+        path: The `vocab.json`.
         config: Content of the folder's `tokenizer_config.json`.
         added, special: As of `TokenizersVocabulary`.
 
     Raises:
-        ModelError: They cannot be read, contradict each other, or belong to a class whose rule of words is not known.
+        ModelError: They cannot be read, contradict each other, or belong to a class with an unknown rule of words.
     """
     words = _words_of(path, config)
     vocab = read_json(path)
     ids = list(vocab.values())
     are_ids = all(type(each) is int and 0 <= each < MAX_TOKEN_ID for each in ids)
     if not ids or not are_ids or len(set(ids)) < len(ids):
-        raise ModelError(f"{path}: must be texts of tokens, each with an id of its own")
+        raise ModelError(f"{path}: must map the text of each token to an id of its own")
     merges = [line for line in _lines(path.with_name(MERGES_FILE)) if line and not line.startswith("#version:")]
     if wrong := next((each for each in merges if not joins(each, vocab)), None):
-        rule = f"must have pairs of tokens of {VOCAB_FILE} that are a token"
+        rule = f"must list pairs of tokens in {VOCAB_FILE} that form a token"
         raise ModelError(f"{path.with_name(MERGES_FILE)}: {rule}. Found: {shorten(wrong)}")
     spaced = flag(config, "add_prefix_space", False) is True
     content = tokenizer_json(vocab, merges, words, begins_with_space=spaced)
@@ -88,19 +88,20 @@ def tokenizer_json(
     *,
     begins_with_space: bool = False,
 ) -> bytes:
-    """
+    """Return the content of a `tokenizer.json`.
+
     Args:
-        vocab: Id of each token by its text.
-        merges: Pairs with a space between, those to be joined first in front.
-        words: The rule of words.
+        vocab: Token text -> id.
+        merges: Pairs separated by a space, in the order in which they are merged.
+        words: The rule that splits a text into words.
         added: `added_tokens` of the file.
-        begins_with_space: Whether a text that begins without a space gets one.
+        begins_with_space: Whether a space is put before a text that does not start with one.
     """
     tokenizer = {
         "version": "1.0",
         "added_tokens": list(added),
         "normalizer": {"type": "NFC"} if words.composes else None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": list(_cutting(words, begins_with_space))},
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": list(_pre_tokenizers(words, begins_with_space))},
         "post_processor": None,
         "decoder": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
         "model": {"type": "BPE", "vocab": vocab, "merges": merges, "ignore_merges": words.whole},
@@ -109,7 +110,7 @@ def tokenizer_json(
 
 
 def joins(merge: str, vocab: Mapping[str, int]) -> bool:
-    """Whether a merge is two tokens that make one."""
+    """Return whether a merge joins two tokens into a third."""
     left, space, right = merge.partition(" ")
     return bool(space) and left in vocab and right in vocab and left + right in vocab
 
@@ -119,8 +120,8 @@ def _words_of(path: Path, config: Mapping[str, Any]) -> Words:
     words = _CLASSES.get(name.removesuffix("Fast")) if isinstance(name, str) else None
     if words is None:
         raise ModelError(
-            f"{path}: `tokenizer_class` of tokenizer_config.json, from which follows how a text is cut into words, "
-            f"must be one of {', '.join(_CLASSES)}. Given: {shorten(name)}; a tokenizer.json says it itself: with "
+            f"{path}: `tokenizer_class` of tokenizer_config.json, which determines how a text is split into words, "
+            f"must be one of {', '.join(_CLASSES)}. Given: {shorten(name)}; a tokenizer.json has this rule: with "
             f"transformers, AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) writes one"
         )
     return words
@@ -133,7 +134,7 @@ def _lines(path: Path) -> list[str]:
         raise ModelError(f"{path}: cannot be read: {error}") from None
 
 
-def _cutting(words: Words, begins_with_space: bool) -> Iterator[dict[str, Any]]:
+def _pre_tokenizers(words: Words, begins_with_space: bool) -> Iterator[dict[str, Any]]:
     if words.digits:
         yield {"type": "Digits", "individual_digits": True}
     if words.pattern is not None:

@@ -1,4 +1,4 @@
-"""Incremental detokenization, and the search for stop strings in the text that arrives."""
+"""Incremental detokenization, and the search for stop strings in the text."""
 
 from __future__ import annotations
 
@@ -10,22 +10,24 @@ from llm_serving.text.tokenizer.tokenizer import Tokenizer
 
 _Utf8Decoder: Final = codecs.getincrementaldecoder("utf-8")
 CONTEXT_TOKENS: Final = 4
-"""A character of four bytes may be spread over four tokens of one byte."""
+"""A character of four bytes may be spread over four single-byte tokens."""
 
 
 class Release(NamedTuple):
-    """Text that is certain to stay, and the stop string that ended it."""
+    """Text that is released, and the stop string that ended it."""
 
     text: str
     stop: str | None
 
 
 class StopStringMatcher:
-    """Cuts a text before the first stop string to be complete in it; how the text is cut into pieces changes nothing.
+    """Cuts a text before its first complete stop string, however the text is cut into pieces.
 
-    Each stop string is followed by the automaton of Knuth, Morris and Pratt: its state is how many of its characters
-    the text seen so far ends with. The longest state is what must be held back, since it may become a stop string.
-    Of stop strings that end at the same character the longest counts.
+    Each stop string has a Knuth-Morris-Pratt automaton, whose state is the length of the stop string's prefix with
+    which the
+    text so far ends. The longest such prefix is held back, since it may become a stop string. Of stop strings that end
+    at
+    the same character the longest counts.
 
     Args:
         stop: Non-empty strings.
@@ -40,11 +42,11 @@ class StopStringMatcher:
 
     @property
     def held(self) -> str:
-        """Text given to `add` that was not released, because a stop string may begin with it."""
+        """Text that is held back, because a stop string may start with it."""
         return self._held
 
     def add(self, text: str) -> Release:
-        """Takes the next piece; after a stop string was reported there must be no further one."""
+        """Add a piece of text; not allowed after a stop string was reported."""
         if not self._held and not any(char in text for char in self._first_chars):
             return Release(text, None)
         states = self._states
@@ -64,7 +66,7 @@ class StopStringMatcher:
 
 
 def _fallback_table(text: str) -> list[int]:
-    """For each prefix of `text`, the length of its longest proper prefix that is also its suffix."""
+    """Return, for each prefix of `text`, the length of its longest proper prefix that is also its suffix."""
     table = [0] * len(text)
     length = 0
     for i in range(1, len(text)):
@@ -76,7 +78,7 @@ def _fallback_table(text: str) -> list[int]:
 
 
 class Detokenizer(Protocol):
-    """What becomes of the tokens of one request."""
+    """Converts the output tokens of one request to text."""
 
     @property
     def stop_string(self) -> str | None: ...
@@ -87,7 +89,7 @@ class Detokenizer(Protocol):
 
 
 class _SilentDetokenizer:
-    """No text for those who want token ids alone."""
+    """Returns no text, for requests that ask for token ids only."""
 
     stop_string: str | None = None
 
@@ -103,18 +105,18 @@ SILENT: Final = _SilentDetokenizer()
 
 
 class IncrementalDetokenizer:
-    """The text of one request, piece by piece: joined, the pieces and `flush()` are the decoded whole.
+    """The text of one request, piece by piece: the pieces and `flush()` joined are the decoded output.
 
-    Two kinds of text are held back: characters whose bytes are not complete, and what may turn out to begin a stop
-    string. The output is decoded as the continuation of the prompt: a character begun there is completed here, and the
-    leading space that sentencepiece drops from a text is kept when the prompt has text before it.
+    Text is held back while the bytes of a character are incomplete, or while it may start a stop string. The output is
+    decoded as the continuation of the prompt: a character begun there is completed here, and the leading space that
+    sentencepiece drops from a text is kept if the prompt has text before it.
 
     Args:
-        tokenizer: Whose ids these are.
+        tokenizer: The tokenizer of the ids.
         prompt_token_ids: The prompt.
         stop: Strings that end the text.
         include_stop_str_in_output: Keep the stop string at the end of the text.
-        skip_special_tokens: Leave special tokens out of the text.
+        skip_special_tokens: Omit special tokens from the text.
     """
 
     def __init__(
@@ -133,7 +135,7 @@ class IncrementalDetokenizer:
         self._include_stop = include_stop_str_in_output
         self._drop_space = tokenizer.strips_leading_space and not any(map(self._bytes_of, prompt_token_ids))
         self.stop_string: str | None = None
-        """The stop string that ended the text."""
+        """Stop string that ended the text."""
         for token_id in prompt_token_ids[-CONTEXT_TOKENS:]:
             self._decode(token_id)
 
@@ -143,7 +145,7 @@ class IncrementalDetokenizer:
         return self.stop_string is not None
 
     def add(self, token_ids: Iterable[int]) -> str:
-        """The text that became certain with these tokens."""
+        """Return the text that is certain with these tokens."""
         text = ""
         for token_id in token_ids:
             if not self._mid_character and 0 <= token_id < len(self._texts):
@@ -154,7 +156,7 @@ class IncrementalDetokenizer:
         return self._release(text) if text else ""
 
     def flush(self) -> str:
-        """The rest, when no more tokens come: an incomplete character becomes U+FFFD, a partial stop string is text."""
+        """Return the rest at the end of the output: U+FFFD for an incomplete character, and a partial stop string."""
         tail = self._decoder.decode(b"", final=True)
         self._mid_character = False
         text = self._release(tail) if tail else ""

@@ -1,4 +1,4 @@
-"""Which tokenizer file of a model folder is read, and by what."""
+"""Choice of the tokenizer file in a model folder, and of its reader."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from llm_serving.text.tokenizer.vocabulary import (
 
 TEKKEN_FILE: Final = "tekken.json"
 FILES: Final = ("tokenizer.json", "tokenizer.model", TEKKEN_FILE, "qwen.tiktoken")
-"""In the order in which they are looked for."""
+"""In order of preference."""
 
 
 def find_vocabulary(folder: Path) -> Path:
-    """The tokenizer file of a folder.
+    """Return the tokenizer file of a folder.
 
     Raises:
         ModelError: There is none.
@@ -47,20 +47,20 @@ def find_vocabulary(folder: Path) -> Path:
     if all((folder / name).exists() for name in (VOCAB_FILE, MERGES_FILE)):
         return folder / VOCAB_FILE
     files = f"{', '.join(FILES)}, {VOCAB_FILE} with {MERGES_FILE}"
-    what = f"none of {files}; model_config.tokenizer_path (--tokenizer) names one that lies elsewhere"
+    what = f"none of {files}; model_config.tokenizer_path (--tokenizer) names a file elsewhere"
     raise ModelError(f"{folder}: has no tokenizer file: {what}")
 
 
 def parts_of(path: Path) -> list[Path]:
-    """The files that a tokenizer file is read with, itself first."""
+    """Return the files that are read for a tokenizer file, starting with itself."""
     return [path, path.with_name(MERGES_FILE)] if path.name == VOCAB_FILE else [path]
 
 
 def read_vocabulary(path: Path, config: Mapping[str, Any]) -> Vocabulary:
-    """The vocabulary of a tokenizer file; `config` is the content of the folder's `tokenizer_config.json`.
+    """Read a tokenizer file; `config` is the content of the folder's `tokenizer_config.json`.
 
     Raises:
-        ModelError: It cannot be read, or is of no known kind.
+        ModelError: It cannot be read, or is of an unknown kind.
     """
     added, names = read_added_tokens(config), special_texts(config)
     special = [*names.values(), *more_special_texts(config)]

@@ -1,6 +1,6 @@
-"""The tokenizer in a GGUF file: `tokenizer.ggml.*`, of the kinds `llama` (sentencepiece) and `gpt2` (byte pairs).
+"""The tokenizer in a GGUF file: `tokenizer.ggml.*` of the kinds `llama` (sentencepiece) and `gpt2` (byte pairs).
 
-llama.cpp tells how a text is cut into words by a name; those whose rule is known here are in `_PRES`.
+llama.cpp names the rule that splits a text into words; `_PRES` has the supported rules.
 """
 
 from __future__ import annotations
@@ -20,19 +20,20 @@ from llm_serving.text.tokenizer.sentencepiece import SentencePieceVocabulary
 from llm_serving.text.tokenizer.vocabulary import USUAL_NAMES, TokenizersVocabulary, Vocabulary
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
-"""Types of tokens, of sentencepiece as of ggml."""
+"""Token types, the same in sentencepiece and ggml."""
 
 _KEYS: Final = "tokenizer.ggml."
 _TEMPLATE: Final = "tokenizer.chat_template"
 _BPE: Final = 2
-"""`TrainerSpec.model_type` of sentencepiece: pieces are joined by their scores."""
+"""`TrainerSpec.model_type` of sentencepiece: pieces are merged by their scores."""
 
 
 class _Pre(NamedTuple):
-    """
+    """A named rule of llama.cpp.
+
     Attributes:
-        words: How a text is cut into words.
-        begins: A text begins with `bos_token`, where the file says nothing.
+        words: The rule that splits a text into words.
+        begins: Whether a text starts with `bos_token` if the file does not say.
     """
 
     words: Words
@@ -54,30 +55,30 @@ _PRES: Final[Mapping[str, _Pre]] = {
 
 
 def read_gguf_tokenizer(path: Path) -> tuple[Vocabulary, dict[str, Any]]:
-    """The vocabulary, and what a tokenizer_config.json would say.
+    """Return the vocabulary and the equivalent of a tokenizer_config.json.
 
     Raises:
-        ModelError: The file has no tokenizer, one of a kind that is not read, or one that contradicts itself.
+        ModelError: The file has no tokenizer, an unsupported kind, or contradictions.
     """
-    facts = _Facts(path, read_gguf(path, texts=True).metadata)
-    kind = facts.get("model")
-    tokens, types = facts.tokens()
+    metadata = _Metadata(path, read_gguf(path, texts=True).metadata)
+    kind = metadata.get("model")
+    tokens, types = metadata.tokens()
     if kind == "llama":
-        return _sentencepiece(facts, tokens, types)
+        return _sentencepiece(metadata, tokens, types)
     if kind != "gpt2":
-        raise facts.fail("model", "must be llama or gpt2: name another tokenizer with model_config.tokenizer_path")
-    return _byte_pairs(facts, tokens, types)
+        raise metadata.fail("model", "must be llama or gpt2: name another tokenizer with model_config.tokenizer_path")
+    return _byte_pairs(metadata, tokens, types)
 
 
-class _Facts:
-    """Values of the tokenizer by their keys."""
+class _Metadata:
+    """Checked access to the tokenizer's values in the metadata of a GGUF file."""
 
-    def __init__(self, path: Path, facts: Mapping[str, Any]) -> None:
+    def __init__(self, path: Path, values: Mapping[str, Any]) -> None:
         self.path = path
-        self._facts = facts
+        self._values = values
 
     def get(self, key: str, default: Any = None) -> Any:
-        value = self._facts.get(_KEYS + key)
+        value = self._values.get(_KEYS + key)
         return default if value is None else value
 
     def flag(self, key: str, default: bool) -> bool:
@@ -102,7 +103,7 @@ class _Facts:
         return numbers
 
     def tokens(self) -> tuple[list[str], list[int]]:
-        """Texts and types, by id."""
+        """Return the texts and types of the tokens, by id."""
         tokens = self.texts("tokens")
         if not tokens:
             raise self.fail("tokens", "must hold at least one token")
@@ -112,7 +113,7 @@ class _Facts:
         return tokens, types
 
     def config(self, tokens: Sequence[str], begins: bool) -> dict[str, Any]:
-        """As a tokenizer_config.json has it."""
+        """Return the equivalent of a tokenizer_config.json."""
         names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
         config: dict[str, Any] = {}
         for name, theirs in names.items():
@@ -124,7 +125,7 @@ class _Facts:
             config[f"{name}_token"] = tokens[token_id]
         begins = self.flag("add_bos_token", begins) and "bos_token" in config
         config |= {"add_bos_token": begins, "add_eos_token": self.flag("add_eos_token", False)}
-        if isinstance(template := self._facts.get(_TEMPLATE), str):
+        if isinstance(template := self._values.get(_TEMPLATE), str):
             config["chat_template"] = template
         return config
 
@@ -132,49 +133,49 @@ class _Facts:
         return ModelError(f"{self.path}: `{_KEYS}{key}` {rule}. Given: {shorten(self.get(key))}")
 
 
-def _byte_pairs(facts: _Facts, tokens: list[str], types: list[int]) -> tuple[Vocabulary, dict[str, Any]]:
-    """By way of a tokenizer.json."""
-    name = facts.get("pre", "gpt-2")
+def _byte_pairs(metadata: _Metadata, tokens: list[str], types: list[int]) -> tuple[Vocabulary, dict[str, Any]]:
+    """Read a byte-pair tokenizer by building a tokenizer.json."""
+    name = metadata.get("pre", "gpt-2")
     pre = _PRES.get(name) if isinstance(name, str) else None
     if pre is None:
         known = ", ".join(_PRES)
-        raise facts.fail("pre", f"must be one of {known}, or model_config.tokenizer_path name another tokenizer")
+        raise metadata.fail("pre", f"must be one of {known}, or model_config.tokenizer_path name another tokenizer")
     vocab = {text: token_id for token_id, text in enumerate(tokens) if types[token_id] != UNUSED}
     if len(vocab) != len(tokens) - types.count(UNUSED):
-        raise ModelError(f"{facts.path}: `{_KEYS}tokens` must hold each text once")
-    merges = facts.texts("merges")
+        raise ModelError(f"{metadata.path}: `{_KEYS}tokens` must hold each text once")
+    merges = metadata.texts("merges")
     if wrong := next((each for each in merges if not joins(each, vocab)), None):
-        rule = "must be pairs of tokens that are a token"
-        raise ModelError(f"{facts.path}: `{_KEYS}merges` {rule}. Found: {shorten(wrong)}")
+        rule = "must list pairs of tokens that form a token"
+        raise ModelError(f"{metadata.path}: `{_KEYS}merges` {rule}. Found: {shorten(wrong)}")
     added = (
         {"id": token_id, "content": text, "special": kind == CONTROL, **_AS_WRITTEN}
         for token_id, (text, kind) in enumerate(zip(tokens, types, strict=True))
         if kind in (CONTROL, USER_DEFINED) and text
     )
     content = tokenizer_json(vocab, merges, pre.words, added)
-    return TokenizersVocabulary(facts.path, content=content), facts.config(tokens, pre.begins)
+    return TokenizersVocabulary(metadata.path, content=content), metadata.config(tokens, pre.begins)
 
 
 _AS_WRITTEN: Final = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
 
 
-def _sentencepiece(facts: _Facts, tokens: list[str], types: list[int]) -> tuple[Vocabulary, dict[str, Any]]:
-    """By way of a `tokenizer.model`."""
-    scores = facts.numbers("scores", "f", len(tokens))
+def _sentencepiece(metadata: _Metadata, tokens: list[str], types: list[int]) -> tuple[Vocabulary, dict[str, Any]]:
+    """Read a sentencepiece tokenizer by building a `tokenizer.model`."""
+    scores = metadata.numbers("scores", "f", len(tokens))
     if scores is None:
-        raise facts.fail("scores", "must be given")
+        raise metadata.fail("scores", "must be given")
     if types.count(UNKNOWN) != 1:
-        raise facts.fail("token_type", f"must say of one token that it stands for what is unknown ({UNKNOWN})")
-    prefix = facts.flag("add_space_prefix", True)
+        raise metadata.fail("token_type", f"must mark one token as the unknown token ({UNKNOWN})")
+    prefix = metadata.flag("add_space_prefix", True)
     pieces = zip(tokens, scores, types, strict=True)
     messages = [content(1, _piece(*each)) for each in pieces]
     messages.append(content(2, number(3, _BPE) + number(35, int(BYTE in types))))
     messages.append(content(3, number(3, int(prefix)) + number(4, 0) + number(5, 1)))
-    config = facts.config(tokens, begins=True)
+    config = metadata.config(tokens, begins=True)
     names = [config[key] for key in ("bos_token", "eos_token", "pad_token") if key in config]
     unknown = tokens[types.index(UNKNOWN)]
     vocabulary = SentencePieceVocabulary(
-        facts.path,
+        metadata.path,
         {},
         [*USUAL_NAMES.values(), *names],
         add_prefix_space=prefix,
@@ -185,5 +186,5 @@ def _sentencepiece(facts: _Facts, tokens: list[str], types: list[int]) -> tuple[
 
 
 def _piece(text: str, score: float, kind: int) -> bytes:
-    """`ModelProto.SentencePiece`."""
+    """Return an encoded `ModelProto.SentencePiece`."""
     return content(1, text.encode()) + b"\x15" + struct.pack("<f", score) + number(3, kind)

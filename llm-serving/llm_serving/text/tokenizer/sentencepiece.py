@@ -1,4 +1,4 @@
-"""`tokenizer.model` of sentencepiece."""
+"""Sentencepiece tokenizers: `tokenizer.model`."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from llm_serving.text.tokenizer.vocabulary import (
 
 UNKNOWN_TEXT: Final = " ⁇ "
 _NO_DUMMY_PREFIX: Final = b"\x1a\x02\x18\x00"
-"""`normalizer_spec { add_dummy_prefix: false }` as protobuf has it: of messages put together the last value counts."""
+"""Encoded `normalizer_spec { add_dummy_prefix: false }`: protobuf uses the last value in concatenated messages."""
 
 
 class SentencePieceVocabulary:
-    """A `tokenizer.model`. Special tokens are recognised in the text, as they are in other tokenizers.
+    """A `tokenizer.model`. Special tokens are recognised in the text, as with other tokenizers.
 
-    What stands behind a special token begins with a space of its own where `legacy` is set, as sentencepiece puts one
-    before every text; else only the text as a whole begins with one. This is how `LlamaTokenizer` of the transformers
-    library has it, id for id.
+    With `legacy`, text behind a special token gets a leading space of its own, as sentencepiece puts one before every
+    text;
+    otherwise only the whole text gets one. Ids are identical to those of `LlamaTokenizer` of the transformers library.
 
     Args:
         path: The file.
         added_tokens: Tokens of `tokenizer_config.json`, by id; also beyond those of the file.
         special_texts: Texts of the tokens that the config names by their use, such as `bos_token`.
         legacy: See above.
-        add_prefix_space: Without `legacy`: the text begins with a space.
-        unk_token: As the config names it.
-        content: What the file would hold, where `path` only names it in errors.
+        add_prefix_space: Without `legacy`: the text gets a leading space.
+        unk_token: The unknown token's name in the config.
+        content: Content to use in place of the file's; `path` is then only named in errors.
     """
 
     adds_special_tokens = False
@@ -120,7 +120,7 @@ class SentencePieceVocabulary:
         pieces = [[self._ids[part]] if is_token else self._encode_part(part) for part, is_token in parts]
         begins_special = len(parts) > 1 and not parts[0][1] and parts[1][1] and parts[1][0] in self._named
         if not self._legacy and begins_special and list(map(self._bare.id_to_piece, pieces[0])) == [SPACE_SYMBOL]:
-            del pieces[0]  # a text that begins with a special token has no space before it
+            del pieces[0]  # no space is added before a text that starts with a special token
         return [token_id for piece in pieces for token_id in piece]
 
     def _encode_part(self, text: str) -> list[int]:
@@ -128,7 +128,7 @@ class SentencePieceVocabulary:
         if self._legacy or not text.startswith((SPACE_SYMBOL, " ")):
             ids = self._bare.encode(text)
             return ids
-        # At the beginning sentencepiece may drop spaces, behind other text it does not.
+        # Sentencepiece may drop spaces at the start of a text, but not behind other text.
         ids = self._bare.encode(self._unknown + text)
         return ids[self._unknown_len :]
 

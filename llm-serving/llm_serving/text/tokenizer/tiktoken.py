@@ -1,4 +1,4 @@
-"""Byte pairs with ranks: files of tiktoken, and `tekken.json` of Mistral."""
+"""Byte-pair tokenizers with ranks: files of tiktoken, and `tekken.json` of Mistral."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ _WORDS: Final = (
 )
 _LINE: Final = re.compile(rb"[A-Za-z0-9+/]+={0,2} [0-9]{1,8}\r?(\n|$)")
 MAX_WHITE_SPACE: Final = 100_000
-"""Longer runs of white space are cut: the search for their end keeps every place it has passed."""
+"""Longer runs of white space are split, because the regular expression keeps backtracking state for each character."""
 _SPACES: Final = re.compile(r"\s+")
-"""Of any length: to look for a certain one would begin anew at each place of a shorter run."""
+"""Matches runs of any length: a pattern with a minimum length would rescan each shorter run from every position."""
 MAX_SPECIAL_TOKENS: Final = 2**16
 
 
 @dataclass(frozen=True)
 class TiktokenFamily:
-    """What a tiktoken file does not say and its family's code does.
+    """What the code of a model family defines beside its tiktoken file.
 
     Attributes:
-        pattern: How a text is cut into words, within which pairs are joined.
-        special: Special tokens from the first id behind the file's on, where the config lists none.
-        names: The special tokens by their use.
-        prefix: What every text begins with.
-        composes: Texts are brought into form NFC first.
+        pattern: Regular expression that splits a text into words; merges never cross a word boundary.
+        special: Special tokens, with the ids behind those of the file, if the config lists none.
+        names: Special tokens by their use.
+        prefix: Special tokens before every text.
+        composes: Texts are first normalized to NFC.
     """
 
     pattern: str
@@ -75,17 +75,17 @@ QWEN: Final = TiktokenFamily(
 
 @dataclass(frozen=True)
 class RankedPairs:
-    """A vocabulary as its file has it.
+    """The content of a vocabulary file.
 
     Attributes:
         path: The file.
-        ranks: Bytes of every token that is text; pairs of the lowest rank are joined first.
-        pattern: How a text is cut into words.
+        ranks: Bytes of every text token -> rank; the pair with the lowest rank is merged first.
+        pattern: Regular expression that splits a text into words.
         first_id: Id of rank 0.
-        special: Tokens of the file that are found in a text as they are written, by id.
+        special: Tokens of the file that are recognised in a text, by id.
         names: Special tokens by their use.
-        prefix: What every text begins with.
-        composes: Texts are brought into form NFC first.
+        prefix: Special tokens before every text.
+        composes: Texts are first normalized to NFC.
     """
 
     path: Path
@@ -99,21 +99,20 @@ class RankedPairs:
 
 
 class TiktokenVocabulary:
-    """Ids as the tiktoken library gives them; special tokens are recognised in the text, as in other tokenizers.
+    """A tiktoken vocabulary with the ids of the tiktoken library; special tokens are recognised in the text.
 
     Args:
         pairs: The vocabulary.
         added_tokens: Tokens of `tokenizer_config.json`, by id.
 
     Raises:
-        ModelError: The ranks or the pattern are none.
+        ModelError: The ranks or the pattern are invalid.
     """
 
     strips_leading_space = False
-    """No space is put before a text."""
 
     def __init__(self, pairs: RankedPairs, added_tokens: Mapping[int, AddedToken]) -> None:
-        import tiktoken  # few models need it
+        import tiktoken  # imported here because few models need it
 
         path, ranks, first_id = pairs.path, pairs.ranks, pairs.first_id
         if sorted(ranks.values()) != list(range(len(ranks))):
@@ -160,7 +159,7 @@ class TiktokenVocabulary:
         try:
             return self._encoding.encode_ordinary(text)
         except BaseException as error:
-            if type(error).__name__ != "PanicException":  # what Rust code gives up with is no Exception
+            if type(error).__name__ != "PanicException":  # a panic in Rust is not an Exception
                 raise
             raise RequestError("prompt", "cannot be cut into words by the pattern of the model's tokenizer") from None
 
@@ -175,15 +174,15 @@ def _cut(text: str) -> list[str]:
 
 
 def is_tiktoken_file(data: bytes) -> bool:
-    """Whether a file has lines of base64 and rank."""
+    """Return whether a file consists of lines with base64 and a rank."""
     return _LINE.match(data) is not None
 
 
 def read_tiktoken(path: Path, family: TiktokenFamily) -> RankedPairs:
-    """A file of lines of base64 and rank.
+    """Read a file of lines with base64 and a rank.
 
     Raises:
-        ModelError: It is none.
+        ModelError: It is not such a file.
     """
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(read_limited(path).splitlines(), 1):
@@ -203,14 +202,14 @@ _TEKKEN_SPECIAL: Final = (
     *("[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]", "[PREFIX]", "[MIDDLE]"),
     *("[SUFFIX]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[TOOL_CONTENT]"),
 )
-"""Of files that list none."""
+"""Special tokens of files that list none."""
 
 
 def read_tekken(path: Path) -> RankedPairs:
-    """A `tekken.json`: special tokens have the first ids, tokens of text follow.
+    """Read a `tekken.json`, in which special tokens have the first ids.
 
     Raises:
-        ModelError: It is none.
+        ModelError: It is not such a file.
     """
     try:
         content: Any = parse_json(read_limited(path))

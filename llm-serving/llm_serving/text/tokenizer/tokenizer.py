@@ -1,4 +1,4 @@
-"""The tokenizer: text to token ids and back, and the special tokens of its model."""
+"""The tokenizer of a model: text to token ids and back, special tokens, and chat templates."""
 
 from __future__ import annotations
 
@@ -28,16 +28,17 @@ from llm_serving.text.tokenizer.vocabulary import (
 
 
 class Tokenizer:
-    """The tokenizer of a model folder. Nothing of the folder is executed but its chat template, in a sandbox.
+    """The tokenizer of a model folder. It executes nothing of the folder except the chat template, in a confined
+    process.
 
-    `decode` is by definition the tokens' bytes put together and read as UTF-8, invalid parts as U+FFFD; so it can be
-    done token by token with the same result.
+    `decode` joins the tokens' bytes and decodes them as UTF-8 with U+FFFD for invalid parts, so decoding token by token
+    gives the same text.
 
     Args:
-        vocabulary: What the tokenizer file tells.
+        vocabulary: Content of the tokenizer file.
         config: Content of `tokenizer_config.json`.
         more_eos_token_ids: Ids that end a text besides `eos_token` of the config.
-        chat_templates: Text of each by name; None: those of the config.
+        chat_templates: Name -> text; None: those of the config.
 
     Raises:
         ModelError: The config contradicts itself or the vocabulary.
@@ -64,7 +65,6 @@ class Tokenizer:
         self.eos_token_ids: tuple[int, ...] = tuple(
             dict.fromkeys([*([] if self.eos_token_id is None else [self.eos_token_id]), *more_eos_token_ids])
         )
-        """Ids that end a text."""
         prescribed = vocabulary.adds_special_tokens
         self._add_bos = flag(config, "add_bos_token", None if prescribed else self.bos_token_id is not None)
         self._add_eos = flag(config, "add_eos_token", None if prescribed else False)
@@ -75,12 +75,11 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path, vocab_file: Path | None = None) -> Tokenizer:
-        """Reads the tokenizer of a Hugging Face folder, or of a GGUF file.
+        """Load the tokenizer of a Hugging Face folder or a GGUF file.
 
         Args:
-            folder: Holds a tokenizer file (`vocabulary_files.FILES`), and usually `tokenizer_config.json`; or the GGUF
-                file.
-            vocab_file: A tokenizer file that takes the place of the folder's, or another folder.
+            folder: A folder with a tokenizer file (`files.FILES`) and usually `tokenizer_config.json`; or a GGUF file.
+            vocab_file: A tokenizer file, or another folder, to use instead of the folder's own.
 
         Raises:
             ModelError: No tokenizer is found, or it cannot be read.
@@ -101,7 +100,7 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Ids below this have a text; the model's own vocabulary may be padded beyond."""
+        """Number of ids with a text; the model's own vocabulary may be padded beyond it."""
         return len(self._vocabulary.token_bytes)
 
     @cached_property
@@ -110,11 +109,11 @@ class Tokenizer:
         return max(len(text.decode("utf-8", "replace")) for text in self._vocabulary.token_bytes)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text; special tokens written in it are recognised.
+        """Return the token ids of a text; special tokens written in it are recognised.
 
         Args:
             text: Any text without lone surrogates.
-            add_special_tokens: Put in the begin-of-sequence (rarely also end-of-sequence) token the model expects.
+            add_special_tokens: Add the begin-of-sequence (rarely also end-of-sequence) token that the model expects.
         """
         by_hand = self._add_bos is not None
         ids = self._vocabulary.encode(text, add_special_tokens and not by_hand)
@@ -126,19 +125,19 @@ class Tokenizer:
         return ids
 
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
-        """The text of token ids; ids without a text are left out."""
+        """Return the text of token ids, without ids that have no text."""
         table, _ = self.token_tables(skip_special_tokens)
         data = b"".join([table[token_id] for token_id in token_ids if 0 <= token_id < len(table)])
         text = data.decode("utf-8", "replace")
         return text.removeprefix(" ") if self.strips_leading_space else text
 
     def token_bytes(self, token_id: int) -> bytes:
-        """UTF-8 bytes of one token, special ones by their name; may be part of a character."""
+        """Return the UTF-8 bytes of one token, which may be part of a character; for a special token its name."""
         table = self._vocabulary.token_bytes
         return table[token_id] if 0 <= token_id < len(table) else b""
 
     def token_text(self, token_id: int) -> str:
-        r"""One token for people and JSON: its text, or "bytes:\xe4\xbd" where it is part of a character."""
+        r"""Return a readable form of one token: its text, or "bytes:\xe4\xbd" if it is part of a character."""
         data = self.token_bytes(token_id)
         try:
             return data.decode()
@@ -146,7 +145,7 @@ class Tokenizer:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
     def token_tables(self, skip_special_tokens: bool) -> tuple[list[bytes], list[str | None]]:
-        """Bytes of every token, and its text where it consists of whole characters, else None."""
+        """Return the bytes of every token, and its text if it consists of whole characters, else None."""
         return self._tables_without_special if skip_special_tokens else self._tables
 
     @cached_property
@@ -161,15 +160,15 @@ class Tokenizer:
         return table, [_complete_text(data) for data in table]
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], **given: Any) -> str:
-        """The prompt text of a conversation; encode it with `add_special_tokens=False`. Arguments: `Conversations`.
+        """Return the prompt text of a conversation, to be encoded with `add_special_tokens=False`; see `Conversations`.
 
         Raises:
-            RequestError: The model has no chat template, or it refuses these messages.
+            RequestError: The model has no suitable chat template, or the template rejects the messages.
         """
         return self._conversations.render(messages, **given)
 
     def chat_template(self, *, with_tools: bool = False) -> str:
-        """The text of the template that conversations get; empty: there is none."""
+        """Return the text of the chat template that conversations use; empty: none."""
         return self._conversations.source(with_tools=with_tools)
 
     @property
@@ -179,17 +178,17 @@ class Tokenizer:
 
     @property
     def named_class(self) -> str | None:
-        """What the folder calls its class."""
+        """Name of the tokenizer class in the folder's config."""
         return self._named_class
 
     @cached_property
     def mark_ids(self) -> frozenset[int]:
-        """Ids of tokens that are no text where an answer is bound to a form: special ones, and marks of thoughts."""
+        """Ids of tokens that are not text in structured output: special tokens, and marks of reasoning."""
         marks = (self._vocabulary.token_id(text) for text in (OPENING, CLOSING))
         return self.special_token_ids.union(token_id for token_id in marks if token_id is not None)
 
     def mark_id(self, text: str) -> int | None:
-        """The id of one of `mark_ids` by its text; None: it is none."""
+        """Return the id of a token in `mark_ids` by its text; None: it is not in there."""
         token_id = self._vocabulary.token_id(text)
         return token_id if token_id in self.mark_ids else None
 
@@ -210,7 +209,7 @@ def _complete_text(data: bytes) -> str | None:
 
 
 def notice_of_unknown_tokens(tokenizer: Tokenizer, vocab_size: int) -> str | None:
-    """A sentence where the tokenizer has tokens that the model has not, as marks of pictures; None: it has none."""
+    """Return a warning if the tokenizer has tokens that the model lacks, such as marks of images; None: it has none."""
     count = tokenizer.vocab_size - vocab_size
     if count <= 0:
         return None
@@ -222,10 +221,10 @@ def notice_of_unknown_tokens(tokenizer: Tokenizer, vocab_size: int) -> str | Non
 
 
 def check_draft_vocabulary(tokenizer: Tokenizer, draft_model_path: Path) -> None:
-    """Compares each token of a draft model with the model's: ids are what they tell each other.
+    """Check that each token of a draft model is the same as the model's, because draft tokens are passed as ids.
 
     Raises:
-        ModelError: One is another, or the draft model has no tokenizer.
+        ModelError: A token differs, or the draft model has no tokenizer.
     """
     draft = Tokenizer.load(draft_model_path)
     rule = f"scheduler_config.draft_model_path: {draft_model_path} must have the vocabulary of the model"
@@ -248,7 +247,7 @@ def _quoted(tokenizer: Tokenizer, token_id: int) -> str:
 
 
 def describe_end_tokens(model: ModelConfig, tokenizer: Tokenizer) -> list[str]:
-    """A line for each: id, text, and the files that name it; the same ids end the texts of requests.
+    """Return a line for each end token: id, text, and the files that name it.
 
     Raises:
         ModelError: A file of the model cannot be read.

@@ -1,6 +1,6 @@
-"""Vocabularies: tokenizer files of all kinds in one form, with added tokens and `tokenizer_config.json`.
+"""Vocabularies: tokenizer files of all kinds behind one interface, with added tokens and `tokenizer_config.json`.
 
-Added tokens are found in a text before it is split otherwise.
+Added tokens are found in a text before it is split further.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class AddedToken:
     """One token of `added_tokens_decoder`.
 
     Attributes:
-        text: As it is written.
-        special: It steers the model and is no text.
-        lstrip: It takes the white space before it.
-        rstrip: It takes the white space behind it.
-        single_word: It is only found between spaces or at an end.
-        normalized: It is found in the normalized text (only of `tokenizer.json`); None: unless it is special.
+        text: Its text.
+        special: It controls the model and is not text.
+        lstrip: It absorbs the white space before it.
+        rstrip: It absorbs the white space behind it.
+        single_word: It is recognised only between spaces, or at the start or the end.
+        normalized: It is searched in the normalized text (only of `tokenizer.json`); None: unless it is special.
     """
 
     text: str
@@ -52,7 +52,7 @@ class AddedToken:
 
 
 def read_added_tokens(config: Mapping[str, Any]) -> dict[int, AddedToken]:
-    """The tokens of `added_tokens_decoder` in a `tokenizer_config.json`, by id; what is malformed is left out."""
+    """Return the tokens of `added_tokens_decoder` in a `tokenizer_config.json`, by id; malformed ones are omitted."""
     tokens = config.get("added_tokens_decoder")
     added = {}
     for token_id, token in tokens.items() if isinstance(tokens, dict) else ():
@@ -68,10 +68,10 @@ def read_added_tokens(config: Mapping[str, Any]) -> dict[int, AddedToken]:
 
 
 class TokenSplitter:
-    """Finds tokens in a text: from left to right, of several at one place the longest.
+    """Finds tokens in a text from left to right; of several at one position the longest.
 
     Args:
-        tokens: By their text.
+        tokens: Tokens by their text.
     """
 
     def __init__(self, tokens: Mapping[str, AddedToken]) -> None:
@@ -81,7 +81,7 @@ class TokenSplitter:
         self._plain = not any(token.lstrip or token.rstrip or token.single_word for token in self._tokens.values())
 
     def split(self, text: str) -> list[tuple[str, bool]]:
-        """The parts of a text, none of them empty, and whether each is a token."""
+        """Return the non-empty parts of a text, and whether each is a token."""
         if self._pattern is None:
             return [(text, False)] if text else []
         parts = [part for part in self._pattern.split(text) if part]
@@ -99,7 +99,7 @@ class TokenSplitter:
                 parts[i + 1] = right.lstrip()
             if token.lstrip and left:
                 parts[i - 1] = left.rstrip()
-            # Inside a word it is no token: it joins the part beside it.
+            # A token inside a word is not recognised: it is joined to the text beside it.
             if token.single_word and left and not left.endswith(" "):
                 parts[i - 1], parts[i] = parts[i - 1] + part, ""
             elif token.single_word and right and not right.startswith(" "):
@@ -107,14 +107,14 @@ class TokenSplitter:
 
 
 class Vocabulary(Protocol):
-    """What a tokenizer file tells.
+    """The content of a tokenizer file.
 
     Attributes:
-        token_bytes: [vocab_size] UTF-8 bytes of each token; a token may hold part of a character only.
-        special_ids: Tokens that steer the model and are no text.
-        strips_leading_space: The file's encoder puts a space before a text, so one is taken off when decoding.
-        adds_special_tokens: The encoder knows which tokens the file prescribes; else a text begins with `bos_token`.
-        usual_names: Special tokens by their use where the config names none.
+        token_bytes: [vocab_size] UTF-8 bytes of each token, which may be part of a character.
+        special_ids: Tokens that control the model and are not text.
+        strips_leading_space: The encoder puts a space before a text, which decoding removes.
+        adds_special_tokens: The file prescribes the special tokens to add; otherwise a text starts with `bos_token`.
+        usual_names: Special tokens by their use, for configs that name none.
     """
 
     token_bytes: list[bytes]
@@ -124,22 +124,22 @@ class Vocabulary(Protocol):
     usual_names: Mapping[str, str]
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Token ids; `add_special_tokens` puts in what the file itself prescribes, if it does."""
+        """Return token ids; `add_special_tokens` adds those that the file prescribes, if any."""
         ...
 
     def token_id(self, token: str) -> int | None:
-        """Id of a token by its exact text."""
+        """Return the id of a token by its exact text."""
         ...
 
 
 class TokenizersVocabulary:
-    """A `tokenizer.json`. Its decoder must be one whose output is the tokens' bytes put together.
+    """A `tokenizer.json`, whose decoder must join the tokens' bytes.
 
     Args:
         path: The file.
         added_tokens: Tokens of `tokenizer_config.json` by id; the file may lack the newest.
-        special_texts: Texts of the tokens that the config names by their use; those of the file are special tokens.
-        content: What the file would hold, where `path` only names it in errors.
+        special_texts: Texts that the config names by their use; those in the file become special tokens.
+        content: Content to use in place of the file's; `path` is then only named in errors.
     """
 
     adds_special_tokens = True
@@ -163,7 +163,7 @@ class TokenizersVocabulary:
         self._add_tokens(added_tokens or {}, special_texts)
         steps = _decoder_steps(parsed.get("decoder"), path)
         byte_level = any(step["type"] == "ByteLevel" for step in steps)
-        self.strips_leading_space = any(map(_takes_space_off, steps))
+        self.strips_leading_space = any(map(_removes_leading_space, steps))
         size = self._tokenizer.get_vocab_size(with_added_tokens=True)
         vocab = self._tokenizer.get_vocab(with_added_tokens=True)
         self.token_bytes = [b""] * max(size, max(vocab.values(), default=-1) + 1)
@@ -173,7 +173,9 @@ class TokenizersVocabulary:
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
 
     def _add_tokens(self, added_tokens: Mapping[int, AddedToken], special_texts: Iterable[str]) -> None:
-        """As the transformers library does: in the order of their ids, which the library numbers on from its own."""
+        """Add the missing tokens in the order of their ids, as the transformers library does; this one assigns ids in
+        sequence.
+        """
         known = {token.content for token in self._tokenizer.get_added_tokens_decoder().values()}
         named = frozenset(special_texts)
         tokens = [token for _, token in sorted(added_tokens.items()) if token.text not in known]
@@ -195,10 +197,10 @@ class TokenizersVocabulary:
 
 
 def read_limited(path: Path) -> bytes:
-    """The bytes of a file of the model folder.
+    """Return the content of a file of the model folder.
 
     Raises:
-        ModelError: It cannot be read or is too large.
+        ModelError: It cannot be read, or is too large.
     """
     return read_regular(path, MAX_FILE_BYTES)
 
@@ -213,7 +215,7 @@ def _decoder_steps(decoder: Any, path: Path) -> list[dict[str, Any]]:
     return steps
 
 
-def _takes_space_off(step: Mapping[str, Any]) -> bool:
+def _removes_leading_space(step: Mapping[str, Any]) -> bool:
     if step["type"] == "Strip":
         return bool(step.get("content") == " " and step.get("start", 0) > 0)
     return bool(step["type"] == "Metaspace" and step.get("prepend_scheme", "always") != "never")
@@ -231,7 +233,9 @@ def _apply_steps(piece: str, steps: list[dict[str, Any]]) -> bytes:
 
 
 def _printable_byte_alphabet() -> dict[str, int]:
-    """Character -> byte of byte-level BPE (GPT-2): printable Latin-1 is itself, the rest follows from U+0100."""
+    """Return the byte-level alphabet of GPT-2: printable Latin-1 maps to itself, other bytes to characters from U+0100
+    on.
+    """
     itself = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(itself)]
     return {chr(byte): byte for byte in itself} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
@@ -243,7 +247,7 @@ _BYTE_OF_CHAR: Final = _printable_byte_alphabet()
 def _byte_level_bytes(piece: str) -> bytes:
     try:
         return bytes(_BYTE_OF_CHAR[char] for char in piece)
-    except KeyError:  # an added token, written as plain text
+    except KeyError:  # an added token, which is plain text
         return piece.encode()
 
 
@@ -251,10 +255,10 @@ SPECIAL_NAMES: Final = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object; {} where there is no file.
+    """Return a JSON object from a file; {} if the file does not exist.
 
     Raises:
-        ModelError: It cannot be read, or is none.
+        ModelError: It cannot be read, or is not an object.
     """
     if not path.exists():
         return {}
@@ -268,8 +272,9 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_tokenizer_config(folder: Path) -> dict[str, Any]:
-    """The config of a folder. One that lists no added tokens has them in `added_tokens.json`, and what the special
-    ones are for in `special_tokens_map.json`.
+    """Return the tokenizer config of a folder.
+
+    A config without added tokens is completed from `added_tokens.json` and `special_tokens_map.json`.
 
     Raises:
         ModelError: A file cannot be read.
@@ -287,7 +292,7 @@ def read_tokenizer_config(folder: Path) -> dict[str, Any]:
 
 
 def config_files(folder: Path) -> list[Path]:
-    """The files that `read_tokenizer_config` reads where they are there.
+    """Return the files that `read_tokenizer_config` reads, which need not exist.
 
     Raises:
         ModelError: The first of them cannot be read.
@@ -297,19 +302,19 @@ def config_files(folder: Path) -> list[Path]:
 
 
 def special_texts(config: Mapping[str, Any]) -> dict[str, str]:
-    """Texts of the special tokens by their use, such as `bos_token`."""
+    """Return the texts of the special tokens by their use, such as `bos_token`."""
     return {name: text for name in SPECIAL_NAMES if (text := _text(config.get(name)))}
 
 
 def more_special_texts(config: Mapping[str, Any]) -> list[str]:
-    """Texts of `additional_special_tokens`."""
+    """Return the texts of `additional_special_tokens`."""
     items = config.get(MORE_SPECIAL)
     texts = map(_text, items) if isinstance(items, list) else ()
     return [text for text in texts if text]
 
 
 def flag(config: Mapping[str, Any], name: str, default: bool | None) -> bool | None:
-    """A value that is true or false; `default` where it is neither."""
+    """Return a boolean of the config; `default` if the value is not a boolean."""
     value = config.get(name)
     return value if isinstance(value, bool) else default
 
@@ -319,6 +324,6 @@ def _lists_tokens(config: Mapping[str, Any]) -> bool:
 
 
 def _text(value: Any) -> str | None:
-    """A token that is written as text, or as an object that holds it."""
+    """Return the text of a token that is given as text or as an object with `content`."""
     value = value.get("content") if isinstance(value, dict) else value
     return value if isinstance(value, str) and value else None

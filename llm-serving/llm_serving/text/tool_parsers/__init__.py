@@ -1,4 +1,4 @@
-"""How models write calls of tools: one file a format, one line here."""
+"""Formats in which models write tool calls: one module and one table row for each format."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ __all__ = ["TOOL_FORMATS", "Call", "Callee", "Marks", "Part", "ToolFormat", "Too
 @dataclass(frozen=True)
 class ToolFormat:
     create: Callable[[Mapping[str, Mapping[str, Any]]], ToolParser]
-    """Makes a parser of one answer, from the tools: by name, the JSON schema of the arguments."""
+    """Creates a parser of one answer from the tools: name -> JSON schema of the arguments."""
     rules: Callable[[Sequence[Callee], int | None, Marks], str]
-    """Makes the rules of a grammar, from the tools, the most calls (None: any number), and the marks of the model."""
+    """Returns grammar rules for the tools, the most calls (None: unlimited) and the model's marks."""
     mark: str
-    """What only chat templates of such models have; of several formats the first in the table counts."""
+    """Text that only chat templates of such models contain; the first format in the table that matches is used."""
     special_tokens: bool = False
-    """Whether its marks are special tokens, which answers usually leave out."""
+    """Whether its marks are special tokens, which answers normally omit."""
     id_chars: int = 24
-    """Letters and digits of a call's id."""
+    """Letters and digits in the id of a call."""
     id_prefix: str = "call_"
 
 
@@ -40,5 +40,5 @@ TOOL_FORMATS: Final[Mapping[str, ToolFormat]] = {
 
 
 def format_in(template: str) -> str | None:
-    """The name of the format that a chat template writes; None: none of these."""
+    """Return the name of the tool format in a chat template; None: no known format."""
     return next((name for name, each in TOOL_FORMATS.items() if each.mark in template), None)

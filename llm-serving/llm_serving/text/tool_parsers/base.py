@@ -1,4 +1,4 @@
-"""What the parsers of all tool formats share: calls, the text around them, and their rules as a grammar.
+"""Parts shared by the parsers of all tool formats: calls, the text around them, and their grammar rules.
 
 The rules of a format define `calls`, one or several calls, and `free`, any text whose calls match the rules. They
 name the arguments of tool i as `@args0`, `@args1`, ... In `free`, a text that starts like a call must continue as
@@ -16,9 +16,9 @@ from llm_serving.core.enums import JsonWhitespaceName
 from llm_serving.text.structured_output.grammars import WHITESPACES, literal
 
 MAX_CALL_CHARS: Final = 2**18
-"""A longer text behind an opening is no call."""
+"""A longer text behind an opening is not a call."""
 MAX_FALSE_OPENINGS: Final = 64
-"""After so many openings without a call, an answer is taken as text."""
+"""After so many openings without a call, the rest of an answer is text."""
 
 COMMON: Final = r"""
 WS: /[ \n]{1,2}/
@@ -27,69 +27,71 @@ TEXT: /(?s:.+)/
 
 
 class Call(NamedTuple):
-    """One call of a function, or its beginning, or with an empty name what goes on with the arguments of the last."""
+    """A call of a function. An empty name marks further arguments of the previous call."""
 
     name: str
     arguments: str
-    """A JSON object, as text; what the model makes of it where it is told as it is written."""
+    """A JSON object as text. Calls that are streamed may hold invalid JSON of the model."""
 
 
 Part = str | Call
-"""Part of a response: text, or a call of a tool."""
+"""Part of a response: text, or a tool call."""
 
 
 class NotACallError(Exception):
-    """What stands behind an opening is none; it stays text."""
+    """The text behind an opening is not a call; it stays text."""
 
 
 class Read(NamedTuple):
-    """What stood behind an opening."""
+    """Result of reading the text behind an opening."""
 
     calls: list[Call]
     end: int
-    """The index behind it."""
-    goes_on: bool = False
-    """Whether more may follow: further calls, or more of the last one's arguments. Nothing that was told changes."""
+    """Index behind the calls."""
+    may_continue: bool = False
+    """Whether further calls or further arguments of the last call may follow. What has been returned does not
+    change."""
 
 
 class CallReader(Protocol):
-    """Reads what stands behind one opening."""
+    """Reads the text behind one opening."""
 
     def read(self, body: str, *, ended: bool) -> Read | None:
-        """Looks at all there is behind the opening; every `body` begins with the one before.
+        """Parse the text behind the opening; each `body` extends that of the previous call.
 
         Args:
-            body: The text.
-            ended: Nothing will follow.
+            body: All text behind the opening so far.
+            ended: No more text will follow.
 
         Returns:
-            The calls; None: more is needed. What it returns depends on the text alone, not on how often it was asked,
-            and begins with what it returned for less of it.
+            The calls; None: more text is needed. The result depends on the text alone, not on the number of calls of
+            `read`, and extends the result for a shorter text.
 
         Raises:
-            NotACallError: Whatever follows, this is no call.
+            NotACallError: Whatever follows, this text is not a call.
         """
 
 
 class ToolParser(Protocol):
-    """Takes an answer apart as it comes; how it is cut into pieces changes nothing."""
+    """Parses an answer incrementally; the result does not depend on how the answer is cut into pieces."""
 
     def add(self, text: str) -> list[Part]:
-        """What has become certain by the next piece."""
+        """Return the parts that are certain with this piece of text."""
 
     def flush(self) -> list[Part]:
-        """What is left when the answer has ended; `add` is not called again."""
+        """Return the remaining parts at the end of the answer; `add` is not called again."""
 
 
 class MarkedCalls:
-    """Calls that stand behind an opening each; what is no call is said as it stands, its opening too.
+    """Parser of formats whose calls follow an opening; a text that is not a call is returned unchanged, with its
+    opening.
 
-    White space between what is said and a call, and between calls, belongs to neither.
+    White space between text and a call, and between calls, is dropped.
 
     Args:
         opening: Text before a call.
-        reader: Makes what reads the text behind one opening.
-        begins_open: Whether the answer begins behind an opening that is not written; what is no call then is text.
+        reader: Creates a reader of the text behind one opening.
+        begins_open: Whether the answer starts behind an implicit opening.
     """
 
     def __init__(self, opening: str, reader: Callable[[], CallReader], *, begins_open: bool = False) -> None:
@@ -97,14 +99,16 @@ class MarkedCalls:
         self._make_reader = reader
         self._reader = reader() if begins_open else None
         self._opened_by = ""
-        """What stands before `_text` where a reader reads it."""
+        """Opening before `_text` while a reader is active; empty if it was implicit."""
         self._text = ""
-        """Not yet told, or within a call."""
+        """Text that has not been returned yet, or is part of a call."""
         self._num_calls = self._num_chars = 0
-        """Calls of the present reader that were told, and how much of the last one's arguments."""
+        """Calls of the current reader that have been returned, and characters of the last one's arguments."""
         self._num_false = 0
         self._spaces: list[str] = []
-        """Said last, perhaps, in pieces, each of which is looked at once; dropped when a call follows."""
+        """White space behind the returned text, kept in pieces so that each is examined once; dropped if a call
+        follows.
+        """
         self._has_called = False
 
     def add(self, text: str) -> list[Part]:
@@ -124,17 +128,17 @@ class MarkedCalls:
         return _joined(parts)
 
     def _step(self, parts: list[Part], ended: bool) -> bool:
-        """Goes on by one opening or one call; False when more text is needed."""
+        """Process one opening or one call; return False if more text is needed."""
         if self._reader is not None:
             return self._read(self._reader, parts, ended)
         start = self._text.find(self._opening) if self._num_false < MAX_FALSE_OPENINGS else -1
         if start >= 0:
-            self._say(self._text[:start], parts)
+            self._add_text(self._text[:start], parts)
             self._open(self._text[start + len(self._opening) :])
             return True
         kept = 0 if ended or self._num_false >= MAX_FALSE_OPENINGS else _overlap(self._text, self._opening)
         split = len(self._text) - kept
-        self._say(self._text[:split], parts)
+        self._add_text(self._text[:split], parts)
         self._text = self._text[split:]
         return False
 
@@ -150,19 +154,19 @@ class MarkedCalls:
                 raise NotACallError
         except NotACallError:
             self._num_false += 1
-            self._say(self._opened_by, parts)
+            self._add_text(self._opened_by, parts)
             self._reader = None
             return True
         if found is None:
             return False
-        self._tell(found.calls, parts)
-        if found.goes_on and is_whole:
+        self._add_calls(found.calls, parts)
+        if found.may_continue and is_whole:
             return False
         self._reader, self._text = None, self._text[found.end :]
         self._num_calls = self._num_chars = 0
         return True
 
-    def _tell(self, calls: list[Call], parts: list[Part]) -> None:
+    def _add_calls(self, calls: list[Call], parts: list[Part]) -> None:
         for index in range(max(self._num_calls - 1, 0), len(calls)):
             call = calls[index]
             if index >= self._num_calls:
@@ -174,23 +178,23 @@ class MarkedCalls:
         self._has_called = True
         self._spaces = []
 
-    def _say(self, text: str, parts: list[Part]) -> None:
-        said = text.rstrip()
-        if said:
-            parts.append("".join([*self._spaces, said]))
+    def _add_text(self, text: str, parts: list[Part]) -> None:
+        stripped = text.rstrip()
+        if stripped:
+            parts.append("".join([*self._spaces, stripped]))
             self._spaces = []
-        if len(said) < len(text):
-            self._spaces.append(text[len(said) :])
+        if len(stripped) < len(text):
+            self._spaces.append(text[len(stripped) :])
 
 
 def _overlap(text: str, opening: str) -> int:
-    """Most characters at the end of a text that an opening begins with."""
+    """Return the length of the longest suffix of `text` that is a prefix of `opening`."""
     longest = min(len(text), len(opening) - 1)
     return next((length for length in range(longest, 0, -1) if text.endswith(opening[:length])), 0)
 
 
 def _joined(parts: list[Part]) -> list[Part]:
-    """With what is said in a row as one, and a call with what goes on with it."""
+    """Merge adjacent texts, and calls with their further arguments."""
     joined: list[Part] = []
     for part in parts:
         last = joined[-1] if joined else None
@@ -208,9 +212,9 @@ class Callee:
     """A tool that may be called.
 
     Attributes:
-        name: Letters, digits and some marks that mean nothing in a grammar.
+        name: Letters, digits and marks that need no escape in a grammar.
         schema: JSON schema of its arguments.
-        strict: Whether calls must keep to all of it.
+        strict: Whether calls must match the whole schema.
     """
 
     name: str
@@ -219,11 +223,11 @@ class Callee:
 
 
 class Marks:
-    """Texts between the parts of an answer, as a grammar names them.
+    """Grammar terms for the marks of a model, and the white space allowed in JSON.
 
     Args:
-        special_id: The id of a special token by its text; None: the text is no special token.
-        whitespace: What may stand between the parts of JSON, see `grammars.json_grammar`.
+        special_id: Returns the id of a special token by its text; None: the text is not a special token.
+        whitespace: Regular expression of white space between the parts of JSON, see `grammars.json_grammar`.
     """
 
     def __init__(
@@ -242,31 +246,31 @@ class Marks:
         return literal(text) if token_id is None else f"<[{token_id}]>"
 
     def up_to(self, name: str, text: str) -> str:
-        """A rule of this name for anything up to a mark, which is its end."""
+        """Return a rule named `name` that matches any text up to and including the mark `text`."""
         if self.are_special(text):
             return f"{name}: TEXT? {self(text)}\n"
         return f"{name}[lazy]: /(?s:.*){escaped(text)}/\n"
 
 
 def escaped(text: str) -> str:
-    """A text as a part of a regular expression in a grammar."""
+    """Return a text escaped for a regular expression in a grammar."""
     return re.escape(text).replace("/", "\\/").replace("\n", "\\n")
 
 
 def repeated(rule: str, between: str, most: int | None) -> str:
-    """A rule once or several times.
+    """Return a term that matches a rule one or more times.
 
     Args:
-        rule: What comes.
-        between: What stands between two.
-        most: Times; None: any.
+        rule: The repeated rule.
+        between: Term between two repetitions.
+        most: Most repetitions; None: unlimited.
     """
     times = "*" if most is None else f"{{0,{most - 1}}}"
     return rule if most == 1 else f"{rule} ({between} {rule}){times}"
 
 
 def json_calls(callees: Sequence[Callee], arguments: str, marks: Marks) -> str:
-    """Rules that define `call`: an object of the name and the arguments, under this key."""
+    """Return rules that define `call`, a JSON object with the name and, under the key `arguments`, the arguments."""
     rules = [f"call: {any_of(callees)}\n"]
     for i, each in enumerate(callees):
         parts = ("{", literal("name"), ":", literal(each.name), ",", literal(arguments), ":")

@@ -1,4 +1,5 @@
-"""GLM-4.5 and later: `<tool_call>name`, `<arg_key>k</arg_key><arg_value>v</arg_value>` for each, `</tool_call>`."""
+"""Tool calls of GLM-4.5 and later: `<tool_call>name`, `<arg_key>k</arg_key><arg_value>v</arg_value>`,
+`</tool_call>`."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ OPENING: Final = "<tool_call>"
 CLOSING: Final = "</tool_call>"
 _VALUE: Final = "<arg_value>"
 _VALUE_END: Final = "</arg_value>"
-_OF_TEXTS: Final = frozenset(("pattern", "format", "minLength", "maxLength"))
-_OF_SCHEMAS: Final = frozenset(("$ref", "anyOf", "oneOf", "allOf"))
+_TEXT_KEYS: Final = frozenset(("pattern", "format", "minLength", "maxLength"))
+_COMPOUND_KEYS: Final = frozenset(("$ref", "anyOf", "oneOf", "allOf"))
 _ARGUMENT: Final = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*", re.DOTALL)
 
 
@@ -45,7 +46,7 @@ class _Reader:
             if value < 0:
                 self._at = max(self._at, len(body) - len(CLOSING))
                 return None
-            end = body.find(_VALUE_END, value)  # a value may hold anything but its end
+            end = body.find(_VALUE_END, value)  # a value may contain anything except its closing
             if end < 0:
                 return None
             self._at = end
@@ -69,7 +70,7 @@ def _call(body: str, schemas: Mapping[str, Mapping[str, Any]]) -> Call:
 
 
 def _value(text: str, schema: Any) -> Any:
-    """Texts stand as they are, everything else as JSON; what looks like both is what the schema has."""
+    """Return an argument's value: JSON, or the text itself; the schema decides if a text is also valid JSON."""
     try:
         value = parsed(text)
     except NotACallError:
@@ -81,7 +82,7 @@ def _value(text: str, schema: Any) -> Any:
 
 
 def _kinds_of_any(schema: Any) -> set[str]:
-    """Of the values that a schema has, or one of those that it lists; empty: it does not say."""
+    """Return the JSON types that a schema or its alternatives allow; empty: unspecified."""
     about = schema if isinstance(schema, dict) else {}
     listed = about.get("anyOf", about.get("oneOf"))
     kinds = [_kinds(each) for each in (listed if isinstance(listed, list) else [about])]
@@ -107,17 +108,21 @@ _KINDS: Final[Mapping[type, frozenset[str]]] = {
     list: frozenset(("array",)),
     dict: frozenset(("object",)),
 }
-"""Type of a value of JSON -> what schemas call it."""
+"""Python type of a JSON value -> its names in schemas."""
 
 
 def create(schemas: Mapping[str, Mapping[str, Any]]) -> ToolParser:
-    """A parser; the tools tell numbers from texts that look like some."""
+    """Return a parser; the schemas distinguish numbers from texts that look like numbers."""
     return MarkedCalls(OPENING, partial(_Reader, schemas))
 
 
 def rules(callees: Sequence[Callee], most: int | None, marks: Marks) -> str:
-    """Of a grammar, see `call_rules`. Arguments have the names and the order of their schema, texts stand as they are;
-    of what else a schema says only the values that an argument may have are kept to."""
+    """Return the grammar rules, see `base`.
+
+    Arguments have the names and the order of their schema, and texts are not quoted. Of other constraints in a schema
+    only
+    the listed values of an argument are enforced.
+    """
     rest = f"call {marks(CLOSING)}"
     times = "*" if most is None else f"{{0,{most}}}"
     calls = "".join(_call_rule(f"call{i}", each, marks.whitespace) for i, each in enumerate(callees))
@@ -149,13 +154,13 @@ def _call_rule(rule: str, callee: Callee, whitespace: str) -> str:
 
 
 def _value_rule(schema: Any, definitions: dict[str, Any], callee: Callee, whitespace: str) -> str:
-    """What a value may be: texts stand as they are, everything else as JSON."""
+    """Return a term for the values of an argument: unquoted text, or JSON."""
     about = schema if isinstance(schema, dict) else {}
     texts = about.get("enum", [about["const"]] if "const" in about else ())
     if texts and all(isinstance(each, str) for each in texts):
         return "(" + " | ".join(literal(each) for each in texts) + ")"
-    if about.get("type", "string") == "string" and not _OF_SCHEMAS & about.keys():
-        if callee.strict and (others := sorted(_OF_TEXTS & about.keys())):
+    if about.get("type", "string") == "string" and not _COMPOUND_KEYS & about.keys():
+        if callee.strict and (others := sorted(_TEXT_KEYS & about.keys())):
             raise GrammarError(f"cannot be kept to in calls of this model: texts with {', '.join(others)}")
         return "RAW"
     return "%json " + json.dumps({**definitions, **about, **json_options(whitespace)})

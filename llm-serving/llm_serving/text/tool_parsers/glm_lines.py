@@ -1,4 +1,4 @@
-"""GLM-4 of the first releases: the answer is the name of a tool, a line break, and its arguments as JSON."""
+"""Tool calls of the first GLM-4 models: the name of a tool, a line break, and the arguments as JSON."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from llm_serving.text.tool_parsers.base import (
     any_of,
     escaped,
 )
-from llm_serving.text.tool_parsers.json_text import JsonEnd, WrittenCall, arguments_of, parsed
+from llm_serving.text.tool_parsers.json_text import JsonEnd, StreamedCall, arguments_of, parsed
 
 OPENING: Final = "<|assistant|>"
-"""Before a second call; the first one needs none."""
+"""Opening before a second call; the first call has none."""
 
 
 class _Reader:
-    """Nothing but the name of a tool tells a call from what is said."""
+    """Reads one call; only the name of a tool distinguishes it from text."""
 
     def __init__(self, names: Collection[str]) -> None:
         self._names = names
         self._end = JsonEnd()
-        self._written: WrittenCall | None = None
+        self._written: StreamedCall | None = None
 
     def read(self, body: str, *, ended: bool) -> Read | None:
         line, found, _ = body.lstrip().partition("\n")
@@ -44,20 +44,20 @@ class _Reader:
         start = body.index("\n", body.index(name)) + 1
         begin = start + len(body[start:]) - len(body[start:].lstrip())
         if body[begin : begin + 1] == "{":
-            self._written = self._written or WrittenCall(name, begin)
+            self._written = self._written or StreamedCall(name, begin)
             call = self._written.read(body, ended=ended)
-            return Read([call], self._written.end, goes_on=not (ended or self._written.is_whole))
+            return Read([call], self._written.end, may_continue=not (ended or self._written.is_whole))
         end = self._end.find(body, start)
         return None if end is None else Read([Call(name, arguments_of(parsed(body[start:end])))], end)
 
 
 def create(names: Collection[str]) -> ToolParser:
-    """A parser of calls of these tools."""
+    """Return a parser of calls of these tools."""
     return MarkedCalls(OPENING, partial(_Reader, frozenset(names)), begins_open=True)
 
 
 def rules(callees: Sequence[Callee], most: int | None, marks: Marks) -> str:
-    """Of a grammar, see `call_rules`; an answer calls one tool, as these models do."""
+    """Return the grammar rules, see `base`; an answer has one call, because these models make one at a time."""
     del most, marks
     names = "|".join(escaped(each.name) for each in callees)
     calls = [f"call{i}: {literal(each.name + chr(10))} @args{i}\n" for i, each in enumerate(callees)]

@@ -1,4 +1,4 @@
-"""Hermes, Qwen2.5 and Qwen3: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, one behind the other."""
+"""Tool calls of Hermes, Qwen2.5 and Qwen3: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, repeated."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from llm_serving.text.tool_parsers.base import (
     json_calls,
     repeated,
 )
-from llm_serving.text.tool_parsers.json_text import JsonEnd, WrittenCall, call_of, parsed, written_call
+from llm_serving.text.tool_parsers.json_text import JsonEnd, StreamedCall, call_of, parsed, streamed_call
 
 OPENING: Final = "<tool_call>"
 CLOSING: Final = "</tool_call>"
@@ -26,12 +26,12 @@ CLOSING: Final = "</tool_call>"
 class _Reader:
     def __init__(self, names: Collection[str]) -> None:
         self._names = names
-        self._written: WrittenCall | None = None
+        self._written: StreamedCall | None = None
         self._end = JsonEnd()
         self._object_end: int | None = None
 
     def read(self, body: str, *, ended: bool) -> Read | None:
-        self._written = self._written or written_call(body, 0, self._names)
+        self._written = self._written or streamed_call(body, 0, self._names)
         call = None if self._written is None else self._written.read(body, ended=ended)
         try:
             if self._object_end is None:
@@ -41,36 +41,36 @@ class _Reader:
                 raise
             return self._closed(body, call, ended=ended)
         if self._object_end is None:
-            return None if call is None else self._begun(call, ended=ended)
+            return None if call is None else self._partial(call, ended=ended)
         rest = body[self._object_end :]
         behind = rest.lstrip()
         if CLOSING.startswith(behind) and len(behind) < len(CLOSING) and not ended:
-            return None if call is None else self._begun(call, ended=ended)
+            return None if call is None else self._partial(call, ended=ended)
         calls = [call_of(parsed(body[: self._object_end])) if call is None else call]
-        # Some leave the closing out.
+        # Some models omit the closing.
         return Read(calls, len(body) - len(behind.removeprefix(CLOSING)))
 
-    def _begun(self, call: Call, *, ended: bool) -> Read:
+    def _partial(self, call: Call, *, ended: bool) -> Read:
         assert self._written is not None
-        return Read([call], self._written.end, goes_on=not ended)
+        return Read([call], self._written.end, may_continue=not ended)
 
     def _closed(self, body: str, call: Call, *, ended: bool) -> Read:
-        """Of an object that has no proper end."""
+        """Return the call of an object that is malformed behind its arguments."""
         assert self._written is not None
         behind = body[self._written.end :].lstrip()
         if CLOSING.startswith(behind) and len(behind) < len(CLOSING) and not ended:
-            return Read([call], self._written.end, goes_on=True)
+            return Read([call], self._written.end, may_continue=True)
         left = behind.removeprefix(CLOSING)
         return Read([call], self._written.end if left == behind else len(body) - len(left))
 
 
 def create(names: Collection[str]) -> ToolParser:
-    """A parser; calls of other tools than these are told once they are whole."""
+    """Return a parser; a call of an unknown tool is returned only when it is complete."""
     return MarkedCalls(OPENING, partial(_Reader, frozenset(names)))
 
 
 def rules(callees: Sequence[Callee], most: int | None, marks: Marks) -> str:
-    """Of a grammar, see `call_rules`."""
+    """Return the grammar rules, see `base`."""
     rest = f"WS? call WS? {marks(CLOSING)}"
     times = "*" if most is None else f"{{0,{most}}}"
     return (

@@ -1,4 +1,4 @@
-"""JSON of a model, which may be none, in a text that grows."""
+"""Incremental parsing of JSON, possibly invalid, that a model writes."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from llm_serving.text.tool_parsers.base import Call, NotACallError
 
 MAX_NAME_CHARS: Final = 256
 _MARKS: Final = re.compile(r"[^\s0-9A-Za-z+\-.,:]")
-"""What is to be looked at outside of strings."""
+"""Characters outside of strings that change the nesting or start a string."""
 _HEAD: Final = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\]*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 _MAX_HEAD_CHARS: Final = MAX_NAME_CHARS + 128
 _IN_STRING: Final = re.compile(r'["\\]')
 
 
 class JsonEnd:
-    """Finds where an object or array ends; what is inside is looked at only as far as that needs."""
+    """Finds the end of an object or array; it does not validate the content."""
 
     def __init__(self) -> None:
         self._at = 0
-        """So far it has looked."""
+        """Index up to which the text has been examined."""
         self._closing: list[str] = []
         self._in_string = False
 
     def find(self, text: str, start: int = 0) -> int | None:
-        """The index behind the value that begins at `start`, behind white space; None: it goes on.
+        """Return the index behind the value at `start`, after white space; None: it is incomplete.
 
-        Every `text` begins with the one before, and `start` is always the same.
+        Each `text` extends the previous one, and `start` is always the same.
 
         Raises:
-            NotACallError: Whatever follows, this is no JSON of that kind.
+            NotACallError: Whatever follows, the text is not an object or array.
         """
         if not self._closing:
             self._at = start + len(text[start:]) - len(text[start:].lstrip())
@@ -56,11 +56,11 @@ class JsonEnd:
 
     @property
     def at(self) -> int:
-        """The index behind what has been looked at; no escape is cut there."""
+        """Index behind the examined text; it never splits an escape sequence."""
         return self._at
 
     def _is_end(self, char: str) -> bool:
-        """Takes a quotation mark or a bracket."""
+        """Process a quotation mark or a bracket; return whether it ends the value."""
         if char == '"':
             self._in_string = not self._in_string
         elif char in "{[":
@@ -70,11 +70,11 @@ class JsonEnd:
         return not self._closing
 
 
-class WrittenCall:
-    """A call that is told while its arguments, a JSON object, are written; whatever comes of them, it is one.
+class StreamedCall:
+    """A call that is streamed while its arguments, a JSON object, are written, even if they turn out to be invalid.
 
     Args:
-        name: Of the tool.
+        name: Name of the tool.
         start: Index of the opening brace.
     """
 
@@ -83,10 +83,10 @@ class WrittenCall:
         self._start = self.end = start
         self._json = JsonEnd()
         self.is_whole = False
-        """Whether `end` is where the arguments end: behind their last brace, or before what no JSON has there."""
+        """Whether `end` is final: behind the closing brace, or before the first invalid bracket."""
 
     def read(self, body: str, *, ended: bool) -> Call:
-        """The call as far as it is written; every `body` begins with the one before."""
+        """Return the call written so far; each `body` extends the previous one."""
         if not self.is_whole:
             try:
                 end = self._json.find(body, self._start)
@@ -99,18 +99,18 @@ class WrittenCall:
         return Call(self._name, body[self._start : self.end])
 
 
-def written_call(body: str, start: int, names: Collection[str]) -> WrittenCall | None:
-    """The call that an object at an index begins to write, where the name of an offered tool stands before arguments;
-    None: it does not, or not yet."""
+def streamed_call(body: str, start: int, names: Collection[str]) -> StreamedCall | None:
+    """Return a streamed call if the object at `start` has the name of an offered tool followed by arguments, else
+    None."""
     head = _HEAD.match(body[start : start + _MAX_HEAD_CHARS])
-    return WrittenCall(head[1], start + head.end()) if head is not None and head[1] in names else None
+    return StreamedCall(head[1], start + head.end()) if head is not None and head[1] in names else None
 
 
 def parsed(text: str) -> Any:
-    """The value of a JSON text.
+    """Return the value of a JSON text.
 
     Raises:
-        NotACallError: It is none.
+        NotACallError: It is not JSON.
     """
     try:
         return json.loads(text, parse_constant=_refuse)
@@ -119,10 +119,10 @@ def parsed(text: str) -> Any:
 
 
 def call_of(value: Any) -> Call:
-    """An object with a name and arguments, under one of the usual names.
+    """Return the call in an object with a name and with `arguments` or `parameters`.
 
     Raises:
-        NotACallError: It is something else.
+        NotACallError: The value is not such an object.
     """
     if not isinstance(value, dict) or not is_name(name := value.get("name")):
         raise NotACallError
@@ -131,20 +131,22 @@ def call_of(value: Any) -> Call:
 
 
 def arguments_of(value: Any) -> str:
-    """Raises:
-    NotACallError: They are no object.
+    """Return the arguments as JSON text.
+
+    Raises:
+        NotACallError: They are not an object.
     """
     if value is not None and not isinstance(value, dict):
         raise NotACallError
     try:
         text = json.dumps(value or {}, ensure_ascii=False, allow_nan=False)
-    except (ValueError, RecursionError):  # numbers beyond all bounds
+    except (ValueError, RecursionError):  # infinite or NaN
         raise NotACallError from None
     return text if is_unicode(text) else json.dumps(value)
 
 
 def is_name(name: object) -> TypeGuard[str]:
-    """Whether functions may be called so."""
+    """Return whether the value is a valid function name."""
     return isinstance(name, str) and 0 < len(name) <= MAX_NAME_CHARS and name.strip() == name and is_unicode(name)
 
 

@@ -1,4 +1,4 @@
-"""Llama 3: the answer is `{"name": ..., "parameters": {...}}`, with `;` between several."""
+"""Tool calls of Llama 3: `{"name": ..., "parameters": {...}}`, several separated by `;`."""
 
 from __future__ import annotations
 
@@ -17,57 +17,57 @@ from llm_serving.text.tool_parsers.base import (
     json_calls,
     repeated,
 )
-from llm_serving.text.tool_parsers.json_text import JsonEnd, WrittenCall, call_of, parsed, written_call
+from llm_serving.text.tool_parsers.json_text import JsonEnd, StreamedCall, call_of, parsed, streamed_call
 
 OPENING: Final = "<|python_tag|>"
 
 
 class _Reader:
-    """Nothing but the name of a tool tells a call from other JSON."""
+    """Reads calls; only the name of a tool distinguishes a call from other JSON."""
 
     def __init__(self, names: Collection[str]) -> None:
         self._names = names
         self._calls: list[Call] = []
-        self._start = self._told = 0
+        self._start = self._calls_end = 0
         self._end = JsonEnd()
-        self._written: WrittenCall | None = None
+        self._written: StreamedCall | None = None
 
     def read(self, body: str, *, ended: bool) -> Read | None:
         while True:
-            if self._calls:  # another one may follow, or a text
-                rest = body[self._told :]
+            if self._calls:  # another call or a text may follow
+                rest = body[self._calls_end :]
                 behind = rest.lstrip().removeprefix(";").lstrip()
                 if not behind and not ended:
-                    return Read(self._calls, self._told, goes_on=True)
+                    return Read(self._calls, self._calls_end, may_continue=True)
                 if not behind.startswith("{"):
-                    return Read(self._calls, self._told)
+                    return Read(self._calls, self._calls_end)
                 self._start = len(body) - len(behind)
-            self._written = written = self._written or written_call(body, self._start, self._names)
+            self._written = written = self._written or streamed_call(body, self._start, self._names)
             begun = [] if written is None else [written.read(body, ended=ended)]
-            told = self._told if written is None else written.end
+            calls_end = self._calls_end if written is None else written.end
             try:
                 end = self._end.find(body, self._start)
                 if end is None:
                     calls = self._calls + begun
-                    return Read(calls, told, goes_on=not ended) if calls else None
+                    return Read(calls, calls_end, may_continue=not ended) if calls else None
                 call = begun[0] if begun else call_of(parsed(body[self._start : end]))
                 if call.name not in self._names:
                     raise NotACallError
             except NotACallError:
                 if self._calls or begun:
-                    return Read(self._calls + begun, told)
+                    return Read(self._calls + begun, calls_end)
                 raise
             self._calls.append(call)
-            self._told, self._end, self._written = end, JsonEnd(), None
+            self._calls_end, self._end, self._written = end, JsonEnd(), None
 
 
 def create(names: Collection[str]) -> ToolParser:
-    """A parser of calls of these tools."""
+    """Return a parser of calls of these tools."""
     return MarkedCalls(OPENING, partial(_Reader, frozenset(names)), begins_open=True)
 
 
 def rules(callees: Sequence[Callee], most: int | None, marks: Marks) -> str:
-    """Of a grammar, see `call_rules`; a text that begins with a brace is a call."""
+    """Return the grammar rules, see `base`; a text that starts with a brace is a call."""
     several = repeated("call", '";" WS?', most)
     return (
         f"calls: {several}\n"

@@ -1,4 +1,5 @@
-"""Mistral: `[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`, or `[TOOL_CALLS]name[ARGS]{...}` of newer models."""
+"""Tool calls of Mistral: `[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`, newer
+`[TOOL_CALLS]name[ARGS]{...}`."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from llm_serving.text.tool_parsers.base import (
 from llm_serving.text.tool_parsers.json_text import (
     MAX_NAME_CHARS,
     JsonEnd,
-    WrittenCall,
+    StreamedCall,
     arguments_of,
     call_of,
     is_name,
@@ -32,19 +33,19 @@ from llm_serving.text.tool_parsers.json_text import (
 
 OPENING: Final = "[TOOL_CALLS]"
 ARGUMENTS: Final = "[ARGS]"
-"""A special token of newer models."""
+"""Special token of newer models."""
 _NAME: Final = re.compile(r"([\w.\-]+)(?:\[CALL_ID\][A-Za-z0-9]*)?(?:\[ARGS\])?\s*(?=\{)")
 _MAX_HEAD_CHARS: Final = MAX_NAME_CHARS + 128
-"""Of a name and what may stand behind it."""
+"""Longest name with the marks that may follow it."""
 
 
 class _Reader:
     def __init__(self, names: Collection[str]) -> None:
         self._names = names
-        self._written: WrittenCall | None = None
+        self._written: StreamedCall | None = None
         self._end = JsonEnd()
         self._head: tuple[str | None, int] | None = None
-        """Name before the arguments, if there is one, and where the JSON begins."""
+        """Name before the arguments, if any, and the index of the JSON."""
 
     def read(self, body: str, *, ended: bool) -> Read | None:
         if self._head is None:
@@ -53,9 +54,9 @@ class _Reader:
             return None
         name, start = self._head
         if name is not None and name in self._names:
-            self._written = self._written or WrittenCall(name, start)
+            self._written = self._written or StreamedCall(name, start)
             call = self._written.read(body, ended=ended)
-            return Read([call], self._written.end, goes_on=not (ended or self._written.is_whole))
+            return Read([call], self._written.end, may_continue=not (ended or self._written.is_whole))
         end = self._end.find(body, start)
         if end is None:
             return None
@@ -84,12 +85,12 @@ def _head(body: str) -> tuple[str | None, int] | None:
 
 
 def create(names: Collection[str]) -> ToolParser:
-    """A parser; calls of other tools than these are told once they are whole."""
+    """Return a parser; a call of an unknown tool is returned only when it is complete."""
     return MarkedCalls(OPENING, partial(_Reader, frozenset(names)))
 
 
 def rules(callees: Sequence[Callee], most: int | None, marks: Marks) -> str:
-    """Of a grammar, see `call_rules`."""
+    """Return the grammar rules, see `base`."""
     if marks.are_special(ARGUMENTS):
         calls = [f"call{i}: {literal(each.name)} {marks(ARGUMENTS)} @args{i}\n" for i, each in enumerate(callees)]
         behind, call = repeated("call", marks(OPENING), most), f"call: {any_of(callees)}\n" + "".join(calls)
