@@ -159,7 +159,7 @@ def test_replicas_and_the_processes_of_one_have_the_flags_of_other_servers(flags
     [
         (["--tensor-parallel-size", "0"], "`cluster_config.tensor_parallel` must be"),
         (["-dp=0"], "`cluster_config.replicas` must be"),
-        (["-pp=4"], "-pp 4 is not served: layers are not shared out"),
+        (["-pp=4"], "-pp 4 is not supported: layers are not divided"),
         (["--gpu-memory-utilization", "0.9"], "`--set device_config.max_device_memory=8GB`"),
         (["--no-enable-prefix-caching"], "`--set scheduler_config.prefix_caching=False`"),
         (
@@ -331,7 +331,7 @@ def run_command(arguments, **options):
 def test_an_output_that_cannot_be_written_is_an_error_and_no_traceback(arguments, unbuffered):
     with Path("/dev/full").open("wb") as full:
         ended = run_command(arguments, stdout=full, env={**os.environ, "PYTHONUNBUFFERED": unbuffered})
-    assert ended.stderr == b"error: what was to be printed cannot be written: No space left on device\n"
+    assert ended.stderr == b"error: standard output cannot be written: No space left on device\n"
     assert ended.returncode == 1
 
 
@@ -400,7 +400,7 @@ def test_replay_prints_counts_and_the_hash(recording, capsys):
     assert main(["replay", str(recording)]) == 0
     printed = capsys.readouterr().out
     assert "steps 0 to 2: 7 events, 3 decisions in " in printed
-    assert printed.endswith(f"every decision is the recorded one; hash {seal(recording.read_bytes())}\n")
+    assert printed.endswith(f"every decision equals the recorded one; hash {seal(recording.read_bytes())}\n")
 
 
 def test_replay_explains_a_step(recording, capsys):
@@ -413,7 +413,7 @@ def test_replay_explains_a_step(recording, capsys):
 def test_replay_writes_a_page(recording, tmp_path, capsys):
     page = tmp_path / "replay.html"
     assert main(["replay", str(recording), "--html", str(page)]) == 0
-    assert capsys.readouterr().err == f"{page}: 3 steps, 0 before them left out; open it in a browser\n"
+    assert capsys.readouterr().err == f"{page}: 3 steps, 0 earlier ones omitted; open it in a browser\n"
     assert '"first"' in page.read_text()
     assert main(["replay", str(recording), "--html", str(tmp_path / "nowhere" / "replay.html")]) == 2
     assert "No such file or directory" in capsys.readouterr().err

@@ -8,7 +8,7 @@ from support.fakes import FakeEngine
 from support.http_serving import serving
 
 
-def test_replicas_are_told_of_and_join(capsys: pytest.CaptureFixture[str]) -> None:
+def test_cluster_shows_and_joins_replicas(capsys: pytest.CaptureFixture[str]) -> None:
     engine = FakeEngine()
     engine.num_running, engine.num_waiting = 2, 1
     with serving(engine) as url:
@@ -21,14 +21,12 @@ def test_replicas_are_told_of_and_join(capsys: pytest.CaptureFixture[str]) -> No
     ("number", "told"),
     [("0", "must not be the only one that serves. Given: 0"), ("-1", "must be the number of a replica")],
 )
-def test_a_refusal_is_told_in_the_words_of_the_server(
-    capsys: pytest.CaptureFixture[str], number: str, told: str
-) -> None:
+def test_cluster_shows_the_servers_error(capsys: pytest.CaptureFixture[str], number: str, told: str) -> None:
     with serving(FakeEngine()) as url:
         assert main(["cluster", "drain", "--url", url, "--", number]) == 1
     assert f"400: `replica` {told}" in capsys.readouterr().err
 
 
-def test_nobody_answers(capsys: pytest.CaptureFixture[str]) -> None:
+def test_cluster_without_a_server(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["cluster", "replicas", "--url", "http://127.0.0.1:1"]) == 1
     assert "no server answers at http://127.0.0.1:1" in capsys.readouterr().err

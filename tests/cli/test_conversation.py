@@ -52,7 +52,7 @@ def turns(client: ChatClient) -> list[tuple[str, str]]:
     return [(message["role"], message["content"]) for message in client.messages]
 
 
-def test_an_answer_is_written_as_it_comes_and_remembered(client: ChatClient) -> None:
+def test_chat_streams_and_remembers_answers(client: ChatClient) -> None:
     assert talk(client, ["hello", "more"]) == "Hello world\n(3 tokens in 2.0 s, the first after 1.00 s)\n" * 2 + "\n"
     assert turns(client) == [
         ("user", "hello"),
@@ -62,7 +62,7 @@ def test_an_answer_is_written_as_it_comes_and_remembered(client: ChatClient) -> 
     ]
 
 
-def test_what_is_said_before_and_parameters_reach_the_server(engine: FakeEngine, client: ChatClient) -> None:
+def test_chat_sends_system_message_and_parameters(engine: FakeEngine, client: ChatClient) -> None:
     talk(client, ["/system be kind", "/set seed 7", "/set stop xx", "hello \\", "world", "/set stop"])
     sampling = engine.submitted[0].sampling
     assert (sampling.seed, sampling.stop) == (7, ("xx",))
@@ -73,7 +73,7 @@ def test_what_is_said_before_and_parameters_reach_the_server(engine: FakeEngine,
     assert engine.submitted[0].prompt_token_ids == engine.tokenizer.encode(text, add_special_tokens=False)
 
 
-def test_the_end_of_an_answer_that_the_user_wants(engine: FakeEngine, client: ChatClient) -> None:
+def test_chat_ctrl_c_ends_the_answer(engine: FakeEngine, client: ChatClient) -> None:
     class Interrupted(io.StringIO):
         def write(self, text: str) -> int:
             if text == " world":
@@ -88,13 +88,13 @@ def test_the_end_of_an_answer_that_the_user_wants(engine: FakeEngine, client: Ch
     assert turns(client) == [("user", "hello"), ("assistant", "Hello world")]
 
 
-def test_ctrl_c_at_the_prompt_ends_nothing(client: ChatClient) -> None:
+def test_chat_ctrl_c_at_the_prompt_continues(client: ChatClient) -> None:
     shown = talk(client, [KeyboardInterrupt(), "hello"])
     assert "/quit ends" in shown
     assert "Hello world" in shown
 
 
-def test_commands(client: ChatClient, tmp_path: Any) -> None:
+def test_chat_commands(client: ChatClient, tmp_path: Any) -> None:
     path = tmp_path / "talk.json"
     shown = talk(
         client, ["/retry", "a", "/retry", "b", "/undo", "/history", f"/save {path}", "/models", "/none", "/help"]
@@ -102,14 +102,14 @@ def test_commands(client: ChatClient, tmp_path: Any) -> None:
     assert shown.count("Hello world\n(") == 3
     assert "user: a\nassistant: Hello world\n" in shown
     assert "demo\n" in shown
-    assert "/none is none" in shown
+    assert "/none is unknown" in shown
     assert all(f"  /{name}" in shown for name in COMMANDS)
     assert [each["content"] for each in json.loads(path.read_text())["messages"]] == ["a", "Hello world"]
     assert talk(client, ["/reset", "/undo", "/save", "/save /no/such/place", "/quit", "never said"]).count("\n") == 4
     assert client.messages == []
 
 
-def test_what_a_model_writes_moves_no_cursor(engine: FakeEngine, client: ChatClient) -> None:
+def test_chat_replaces_control_characters(engine: FakeEngine, client: ChatClient) -> None:
     engine.script = Script((Piece("a\x1b[2J\x07\rb\n\tc"), Piece("")), FinishReason.LENGTH)
     shown = talk(client, ["x", "/history"])
     assert shown.startswith("a�[2J��b\n\tc\n")
@@ -124,19 +124,19 @@ def test_what_a_model_writes_moves_no_cursor(engine: FakeEngine, client: ChatCli
         (Script((Piece("b"),), error="the WorkAgent died"), "error: the WorkAgent died"),
     ],
 )
-def test_an_answer_that_breaks_off(engine: FakeEngine, client: ChatClient, script: Script, text: str) -> None:
+def test_chat_reports_a_broken_answer(engine: FakeEngine, client: ChatClient, script: Script, text: str) -> None:
     engine.script = script
     assert text in talk(client, ["x"])
     assert turns(client) == ([("user", "x"), ("assistant", "a")] if len(script.pieces) == 2 else [])
 
 
-def test_a_refusal_is_told_in_the_words_of_the_server(client: ChatClient) -> None:
+def test_chat_shows_the_servers_error(client: ChatClient) -> None:
     client.parameters = {"temperature": -1}
     assert "error: 400: `temperature` must be a number" in talk(client, ["x"])
     assert client.messages == []
 
 
-def test_keys() -> None:
+def test_chat_api_key() -> None:
     engine = FakeEngine(api_keys=(ApiKey(name="t", key_sha256=hash_key(KEY)),))
     with serving(engine) as url:
         with pytest.raises(ServerRefusal, match="401"):
@@ -145,12 +145,12 @@ def test_keys() -> None:
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:1", "https://127.0.0.1:1"])
-def test_nobody_answers(url: str) -> None:
+def test_chat_without_a_server(url: str) -> None:
     with pytest.raises(UnavailableError, match="no server answers"):
         ChatClient(url).served_models()
 
 
-def test_the_command(client: ChatClient, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_chat_command_line(client: ChatClient, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     lines: Iterator[str] = iter(["hello", "/quit"])
     read: Callable[[str], str] = lambda prompt: next(lines)  # noqa: E731
     monkeypatch.setattr("builtins.input", read)

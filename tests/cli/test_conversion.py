@@ -36,7 +36,7 @@ def equal(left, right) -> bool:
 
 
 @pytest.mark.parametrize("files", ["safetensors", "ckpt"])
-def test_there_and_back(source, tmp_path, files, capsys):
+def test_convert_round_trip(source, tmp_path, files, capsys):
     there, back = tmp_path / "there", tmp_path / "back"
     assert main(["convert", str(source), str(there), "--to", "mindformers", "--files", files]) == 0
     assert "100%" in capsys.readouterr().err
@@ -49,7 +49,7 @@ def test_there_and_back(source, tmp_path, files, capsys):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_types_stay_and_large_models_are_cut(source, tmp_path, monkeypatch, dtype):
+def test_convert_keeps_dtypes_and_shards_large_models(source, tmp_path, monkeypatch, dtype):
     tensors = {
         name: to_bfloat16(each) if dtype == "bfloat16" else each.astype(dtype)
         for name, each in arrays_of(source).items()
@@ -90,7 +90,7 @@ CORE = {
 }
 
 
-def test_newer_networks_are_taken_apart_without_being_told_how(source, tmp_path, capsys):
+def test_convert_splits_fused_projections_of_newer_networks(source, tmp_path, capsys):
     tensors = {}
     for name, array in join(arrays_of(source), "grouped").items():
         for ours, theirs in CORE.items():
@@ -106,7 +106,7 @@ def test_newer_networks_are_taken_apart_without_being_told_how(source, tmp_path,
 
 
 @pytest.mark.parametrize("order", ["grouped", "stacked"])
-def test_joined_projections_are_taken_apart_in_the_order_that_is_named(source, tmp_path, order, capsys):
+def test_convert_splits_fused_projections_in_the_given_order(source, tmp_path, order, capsys):
     tensors = arrays_of(source)
     write_safetensors(source / "model.safetensors", join(tensors, order))
     assert main(["convert", str(source), str(tmp_path / "out"), "--to", "hf"]) == 2
@@ -115,7 +115,7 @@ def test_joined_projections_are_taken_apart_in_the_order_that_is_named(source, t
     assert equal(arrays_of(tmp_path / "out"), tensors)
 
 
-def test_a_checkpoint_and_its_yaml(source, tmp_path):
+def test_convert_reads_a_checkpoint_with_its_yaml(source, tmp_path):
     there = tmp_path / "there"
     assert main(["convert", str(source), str(there), "--to", "mindformers", "--files", "ckpt"]) == 0
     (there / "config.json").unlink()
@@ -132,14 +132,14 @@ def test_a_checkpoint_and_its_yaml(source, tmp_path):
     assert WeightReader(tmp_path / "out").num_bytes == WeightReader(source).num_bytes
 
 
-def test_what_exists_is_never_touched(source, tmp_path, capsys):
+def test_convert_refuses_an_existing_target(source, tmp_path, capsys):
     (tmp_path / "out").mkdir()
     assert main(["convert", str(source), str(tmp_path / "out"), "--to", "hf"]) == 2
-    assert "must be a folder that does not" in capsys.readouterr().err
+    assert "must be a new folder" in capsys.readouterr().err
     assert list((tmp_path / "out").iterdir()) == []
 
 
-def test_what_fails_leaves_nothing(source, tmp_path, monkeypatch, capsys):
+def test_convert_failure_leaves_no_files(source, tmp_path, monkeypatch, capsys):
     before = sorted(tmp_path.iterdir())
 
     def fail(*args):
@@ -162,9 +162,7 @@ def test_what_fails_leaves_nothing(source, tmp_path, monkeypatch, capsys):
         ({}, ["--to", "hf", "--files", "ckpt"], "must come with --to mindformers"),
     ],
 )
-def test_a_source_that_is_not_its_model_is_refused_before_anything_is_written(
-    source, tmp_path, capsys, changes, arguments, message
-):
+def test_convert_checks_tensors_before_writing(source, tmp_path, capsys, changes, arguments, message):
     config = json.loads((source / "config.json").read_text()) | changes
     (source / "config.json").write_text(json.dumps(config))
     before = sorted(tmp_path.iterdir())
@@ -173,13 +171,13 @@ def test_a_source_that_is_not_its_model_is_refused_before_anything_is_written(
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_families_without_those_names_are_not_written_for_mindformers(tmp_path, capsys):
+def test_convert_to_mindformers_refuses_other_families(tmp_path, capsys):
     write_small_model(tmp_path / "source", architectures=["Qwen3ForCausalLM"], head_dim=16)
     assert main(["convert", str(tmp_path / "source"), str(tmp_path / "out"), "--to", "mindformers"]) == 2
     assert "must be given a model of LlamaForCausalLM, Qwen2ForCausalLM" in capsys.readouterr().err
 
 
-def test_quantised_models_are_not_converted(tmp_path, capsys):
+def test_convert_refuses_quantized_models(tmp_path, capsys):
     write_quantized(tmp_path / "source", LAYOUTS["AWQ, 4 bits"], TINY)
     assert main(["convert", str(tmp_path / "source"), str(tmp_path / "out"), "--to", "hf"]) == 2
     assert "must hold a model that is not quantised. Found: AWQ, 4 bits, groups of 32" in capsys.readouterr().err

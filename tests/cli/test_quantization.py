@@ -45,7 +45,7 @@ FORMATS = {
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("max_shard_bytes", [2**30, 20_000])
-def test_what_is_read_is_what_was_rounded(source, tmp_path, monkeypatch, capsys, name, max_shard_bytes):
+def test_quantize_writes_what_the_reader_returns(source, tmp_path, monkeypatch, capsys, name, max_shard_bytes):
     arguments, rounded, activation_bits = FORMATS[name]
     monkeypatch.setattr(writer.write_safetensors, "__defaults__", (max_shard_bytes,))
     assert run(source, tmp_path / "out", *arguments) == 0
@@ -71,7 +71,7 @@ def test_what_is_read_is_what_was_rounded(source, tmp_path, monkeypatch, capsys,
     assert (len(names) > 4) == (max_shard_bytes < 2**30)
 
 
-def test_what_chooses_experts_stays_and_is_named(tmp_path):
+def test_quantize_ignores_router_weights(tmp_path):
     source = write_source(
         tmp_path / "source",
         architectures=["MixtralForCausalLM"],
@@ -93,7 +93,7 @@ def test_what_chooses_experts_stays_and_is_named(tmp_path):
     assert config["quantization_config"]["ignore"] == ["lm_head", *ignored]
 
 
-def test_the_gate_of_a_shared_expert_stays_and_is_named(tmp_path):
+def test_quantize_ignores_shared_expert_gates(tmp_path):
     source = write_source(
         tmp_path / "source",
         architectures=["Qwen2MoeForCausalLM"],
@@ -123,23 +123,23 @@ def test_the_gate_of_a_shared_expert_stays_and_is_named(tmp_path):
         (["--format", "w8a8", "--group-size", "32"], "--group-size must come with --format w4a16 or w4a8. Given: w8a8"),
     ],
 )
-def test_groups_that_do_not_fit_are_refused_before_anything_is_written(source, tmp_path, capsys, arguments, message):
+def test_quantize_checks_group_size_before_writing(source, tmp_path, capsys, arguments, message):
     before = sorted(tmp_path.iterdir())
     assert run(source, tmp_path / "out", *arguments) == 2
     assert re.search(message, capsys.readouterr().err)
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_quantised_models_and_what_exists_are_refused(tmp_path, source, capsys):
+def test_quantize_refuses_quantized_models_and_existing_targets(tmp_path, source, capsys):
     write_quantized(tmp_path / "gptq", LAYOUTS["GPTQ, 4 bits"], TINY)
     assert run(tmp_path / "gptq", tmp_path / "out", "--format", "w8a8") == 2
     assert "must hold a model that is not quantised. Found: GPTQ, 4 bits" in capsys.readouterr().err
     assert run(source, tmp_path / "gptq", "--format", "w8a8") == 2
-    assert "must be a folder that does not" in capsys.readouterr().err
+    assert "must be a new folder" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_what_is_ended_leaves_nothing(source, tmp_path, monkeypatch, capsys, number):
+def test_quantize_interruption_leaves_no_files(source, tmp_path, monkeypatch, capsys, number):
     before, handler = sorted(tmp_path.iterdir()), signal.getsignal(number)
 
     def end(*args):
@@ -153,7 +153,7 @@ def test_what_is_ended_leaves_nothing(source, tmp_path, monkeypatch, capsys, num
     assert signal.getsignal(number) is handler
 
 
-def test_what_nohup_has_ignored_ends_nothing(source, tmp_path):
+def test_quantize_respects_ignored_signals(source, tmp_path):
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         assert run(source, tmp_path / "out", "--format", "w8a8") == 0
@@ -162,7 +162,7 @@ def test_what_nohup_has_ignored_ends_nothing(source, tmp_path):
         signal.signal(signal.SIGHUP, before)
 
 
-def test_a_full_disk_is_told_by_the_folder_and_leaves_nothing(source, tmp_path, monkeypatch, capsys):
+def test_quantize_on_a_full_disk_leaves_no_files(source, tmp_path, monkeypatch, capsys):
     before = sorted(tmp_path.iterdir())
 
     def full(*args):
@@ -174,7 +174,7 @@ def test_a_full_disk_is_told_by_the_folder_and_leaves_nothing(source, tmp_path, 
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_where_nothing_may_be_written_is_told(source, tmp_path, monkeypatch, capsys):
+def test_quantize_to_a_read_only_folder_is_refused(source, tmp_path, monkeypatch, capsys):
     def refused(folder, *args, **options):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
 

@@ -42,7 +42,7 @@ def url() -> Iterator[str]:
         thread.join()
 
 
-def test_the_trace_is_saved(url: str, tmp_path: Path, monkeypatch, capsys) -> None:
+def test_timeline_is_saved(url: str, tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.setenv(API_KEY_VARIABLE, "the-key")
     output = tmp_path / "trace.json"
     assert main.main(["timeline", "--url", url + "/", "--output", str(output), "--steps", "7"]) == 0
@@ -50,7 +50,7 @@ def test_the_trace_is_saved(url: str, tmp_path: Path, monkeypatch, capsys) -> No
     assert capsys.readouterr().out == f"{output}: 2 events; open it at https://ui.perfetto.dev\n"
 
 
-def test_what_goes_wrong_is_told_and_no_file_is_left(url: str, tmp_path: Path, monkeypatch, capsys) -> None:
+def test_timeline_failure_leaves_no_file(url: str, tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.delenv(API_KEY_VARIABLE, raising=False)
     output = tmp_path / "trace.json"
     for address, message, code in (

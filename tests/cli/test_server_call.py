@@ -18,14 +18,14 @@ NOWHERE = "http://127.0.0.1:9"
         (f"http://{'a' * 70}.com", "--url must be the address of a server: encoding with 'idna' codec failed"),
     ],
 )
-def test_an_address_that_is_none_is_refused(capsys, command, url, told):
+def test_server_call_refuses_an_invalid_url(capsys, command, url, told):
     assert main([command, "--url", url]) == 2
     assert told in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("key", ["a-key-of-the-tests\n", "a-key-of-the-tests€", "a\x00key"])
-def test_a_key_that_no_header_can_have_is_refused_and_not_shown(capsys, key):
+def test_server_call_refuses_an_invalid_key_without_showing_it(capsys, key):
     assert main(["reload", "--url", NOWHERE, "--api-key", key]) == 2
     error = capsys.readouterr().err
-    assert "an API key must be of printable ASCII characters" in error
+    assert "an API key must consist of printable ASCII characters" in error
     assert "key-of" not in error

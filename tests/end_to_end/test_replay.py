@@ -19,7 +19,7 @@ def test_the_recording_of_a_server_is_decided_again(tmp_path: Path) -> None:
     replayed = replay(path)
     assert replayed.returncode == 0, replayed.stdout + replayed.stderr
     assert f"{recorded.num_events} events, {recorded.num_decisions} decisions" in replayed.stdout
-    assert f"every decision is the recorded one; hash {recorded.hash}" in replayed.stdout
+    assert f"every decision equals the recorded one; hash {recorded.hash}" in replayed.stdout
 
     explained = replay(path, "--until", "20", "--explain")
     assert explained.returncode == 0
@@ -29,7 +29,7 @@ def test_the_recording_of_a_server_is_decided_again(tmp_path: Path) -> None:
     path.write_bytes(data[:-5])
     torn = replay(path)
     assert torn.returncode == 0
-    assert "is not complete: the recording was cut off there" in torn.stdout
+    assert "is incomplete: the recording was cut off there" in torn.stdout
     path.write_bytes(data[: len(data) // 2] + bytes([data[len(data) // 2] ^ 1]) + data[len(data) // 2 + 1 :])
     changed = replay(path)
     assert changed.returncode == 1

@@ -127,7 +127,7 @@ def test_models_lists_the_caches(hub, caches, capsys):
     assert main(["models"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].split(maxsplit=3)[3] == "complete"
-    assert "not served: " in lines[2]
+    assert "not supported: " in lines[2]
     assert "model.safetensors.index.json must hold a JSON object with `weight_map`" in lines[2]
 
 

@@ -170,7 +170,7 @@ def test_hardware_of_another_profile_stands_beside(arguments, tmp_path, capsys):
     assert float(faster.split(", ")[1].split(" x")[0]) > 1
     assert "replicas=2: " in two
     assert main([*arguments, "--json", str(tmp_path / "int8.json")]) == 2
-    assert "int8.json: must be another file than those that are read" in capsys.readouterr().err
+    assert "int8.json: must differ from the files that are read" in capsys.readouterr().err
 
 
 def test_a_load_of_another_kind_is_refused(arguments, tmp_path, capsys):
@@ -190,12 +190,12 @@ def test_a_profile_is_made_of_a_recording(arguments, tmp_path, capsys):
 
 def test_a_profile_is_not_measured_for_a_folder_that_is_not_there(tmp_path, capsys):
     assert main(["profile", str(tmp_path / "no" / "mine.json"), "--model", "demo"]) == 2
-    assert "mine.json: must be a file in a folder that is there" in capsys.readouterr().err
+    assert "mine.json: must be a file in an existing folder" in capsys.readouterr().err
     assert main(["profile", str(tmp_path), "--model", "demo"]) == 2
-    assert f"{tmp_path}: must be a file in a folder that is there" in capsys.readouterr().err
+    assert f"{tmp_path}: must be a file in an existing folder" in capsys.readouterr().err
     (tmp_path / "my.yaml").write_text("{}\n")
     assert main(["profile", str(tmp_path / "my.yaml"), "--config", str(tmp_path / "my.yaml")]) == 2
-    assert "my.yaml: must be another file than those that are read" in capsys.readouterr().err
+    assert "my.yaml: must differ from the files that are read" in capsys.readouterr().err
     assert main(["profile", str(tmp_path / "mine.json"), "--recording", str(tmp_path / "no.rec")]) == 2
     assert "no.rec: must be a recording (*.rec) or a folder of them" in capsys.readouterr().err
 

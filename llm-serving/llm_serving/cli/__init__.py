@@ -1,5 +1,6 @@
-"""The subcommands of `llm-serving`, one file each, and what they alone use.
+"""The subcommands of `llm-serving`.
 
-A file of a subcommand has `add_to`, which describes its arguments. What takes time to import is imported by its `run`,
+Each module of subcommands has `add_to`, which describes their arguments. Slow imports are in the functions that run
+them,
 so that `config check` and `version` answer at once.
 """

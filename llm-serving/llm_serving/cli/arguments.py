@@ -1,4 +1,4 @@
-"""Arguments and flags that several subcommands share, and signals as exceptions, so that a command cleans up."""
+"""Arguments and flags shared by subcommands; signals that end a command as exceptions, so that it cleans up."""
 
 from __future__ import annotations
 
@@ -20,36 +20,36 @@ from llm_serving.core.enums import KVCacheDtypeName, QuantizationName
 from llm_serving.errors import ConfigError
 
 API_KEY: Final = re.compile(r"[!-~]{16,512}")
-"""Keys that may be hashed; a shorter one could be found from its hash."""
+"""API keys that may be hashed; a shorter key could be found from its hash."""
 API_KEY_VARIABLE: Final = "LLM_SERVING_API_KEY"
 TENANT: Final = "default"
-"""Tenant of the key that `--api-key` gives."""
+"""Tenant of the key given with `--api-key`."""
 
 _NO_PIPELINE: Final = (
-    "layers are not shared out; weights are by --tensor-parallel-size, requests by --data-parallel-size"
+    "layers are not divided; --tensor-parallel-size divides weights, --data-parallel-size divides requests"
 )
 _NUMBERS: Final = ("N", "TOKENS")
 EXIT_FAILED: Final = 1
 MAX_SEED: Final = 2**32 - 1
 DEFAULT_URL: Final = "http://127.0.0.1:8835"
-"""Where a server listens unless told otherwise."""
+"""URL of a server with the default configuration."""
 Subcommands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGHUP)
 
 
 class CommandFlag(NamedTuple):
-    """One that stands for a key."""
+    """A flag that sets a configuration key."""
 
     name: str
     key: str
     metavar: str
     help: str
     short: str = ""
-    """The same flag's other name."""
+    """Short form of the flag."""
 
 
 class RefusedFlag(NamedTuple):
-    """One that is known and not served; `accepted` asks for nothing that is not so anyhow."""
+    """A flag of other servers that is refused unless its value, one of `accepted`, is what happens anyway."""
 
     name: str
     instead: str
@@ -88,7 +88,7 @@ FLAGS: Final = (
     CommandFlag("--ssl-keyfile", "serving_config.ssl_keyfile", "FILE", "its private key"),
     CommandFlag("--log-level", "serving_config.log_level", "LEVEL", "least level of the log lines"),
 )
-"""Flag -> key; `--set` with the key means the same, and the flag wins."""
+"""Flags and their keys; `--set` with the key means the same, and the flag wins."""
 
 
 REFUSED: Final = (
@@ -107,12 +107,12 @@ REFUSED: Final = (
     RefusedFlag("--max-waiting", "`--set scheduler_config.max_waiting_queue=N`"),
     RefusedFlag("--load-format", "weights are read from *.safetensors", ("auto", "safetensors")),
     RefusedFlag("--trust-remote-code", "no code of a model folder is ever run"),
-    RefusedFlag("--chat-template", "it stands in the model folder's tokenizer_config.json"),
+    RefusedFlag("--chat-template", "it is read from the model folder's tokenizer_config.json"),
 )
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Lets the parser take all of them; `overrides_of` reads them."""
+    """Add all flags to a parser; `overrides_of` reads them."""
     group = parser.add_argument_group("flags that stand for a key (the flag wins over --set)")
     for flag in FLAGS:
         names = [flag.name, flag.short] if flag.short else [flag.name]
@@ -120,24 +120,24 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--api-key",
         metavar="KEY",
-        help=f"wanted from clients, as tenant `{TENANT}`; only its hash is kept. Better in the environment variable "
-        f"{API_KEY_VARIABLE}, which counts where neither this nor `api_keys` is given: arguments are visible to others",
+        help=f"key that clients must send, of tenant `{TENANT}`; only its hash is kept. Other users of the machine see "
+        f"arguments: better set {API_KEY_VARIABLE}, which applies if neither this nor `api_keys` is given",
     )
     for refused in REFUSED:
         group.add_argument(refused.name, nargs="?", const="", help=argparse.SUPPRESS)
 
 
 def overrides_of(arguments: argparse.Namespace) -> list[str]:
-    """The flags as `--set` takes them.
+    """Return the flags in the form of `--set`.
 
     Raises:
-        ConfigError: One that is not served, with what to write instead, or a key that is none.
+        ConfigError: A flag is refused; the text says what to use instead.
     """
     for refused in REFUSED:
         value = _value(arguments, refused.name)
         if value is not None and value not in refused.accepted:
             given = f" {value}" if value else ""
-            raise ConfigError(f"{refused.name}{given} is not served: {refused.instead}")
+            raise ConfigError(f"{refused.name}{given} is not supported: {refused.instead}")
     overrides = []
     for flag in FLAGS:
         value = _value(arguments, flag.name)
@@ -151,7 +151,7 @@ def overrides_of(arguments: argparse.Namespace) -> list[str]:
 
 
 def overrides_of_environment(config: ServingConfig) -> list[str]:
-    """The key that the environment has, unless the configuration has keys already."""
+    """Return the API key of the environment in the form of `--set`, unless the configuration has API keys."""
     key = os.environ.get(API_KEY_VARIABLE)
     return [_key_override(key, API_KEY_VARIABLE)] if key and not config.api_keys else []
 
@@ -170,20 +170,20 @@ def _value(arguments: argparse.Namespace, name: str) -> str | None:
 
 
 def check_out(path: Path, *read: Path) -> None:
-    """Raises ConfigError where no file can be written, or one of those that are read would be lost.
+    """Raise ConfigError if the output file cannot be written, or is one of the files to read.
 
-    Before what takes long, and not after it.
+    A command calls this before its work, which may take long.
     """
     if not path.parent.is_dir() or path.is_dir():
-        raise ConfigError(f"{path}: must be a file in a folder that is there")
+        raise ConfigError(f"{path}: must be a file in an existing folder")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ConfigError(f"{path}: must be a file that may be written")
+        raise ConfigError(f"{path}: must be a writable file")
     if path.exists() and any(each.exists() and path.samefile(each) for each in read):
-        raise ConfigError(f"{path}: must be another file than those that are read")
+        raise ConfigError(f"{path}: must differ from the files that are read")
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds what `load` and `load_servable` read."""
+    """Add the arguments that `load` and `load_servable` read."""
     parser.add_argument(
         "--config", type=Path, metavar="YAML", help="serving YAML; `llm-serving config reference` lists every key"
     )
@@ -199,23 +199,23 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_server_arguments(parser: argparse.ArgumentParser, whose_key: str = "") -> None:
-    """Adds where a running server is, and the key that `api_key_of` reads."""
-    parser.add_argument("--url", default=DEFAULT_URL, help="of the server")
+    """Add the URL of a running server, and the API key that `api_key_of` reads."""
+    parser.add_argument("--url", default=DEFAULT_URL, help="URL of the server")
     parser.add_argument(
         "--api-key", metavar="KEY", default="", help=f"{whose_key}better in the environment variable {API_KEY_VARIABLE}"
     )
 
 
 def api_key_of(arguments: argparse.Namespace) -> str:
-    """The key to show to a running server; empty: none."""
+    """Return the API key for a running server; empty: none."""
     return str(arguments.api_key or os.environ.get(API_KEY_VARIABLE, ""))
 
 
 def load(arguments: argparse.Namespace) -> ServingConfig:
-    """The configuration; `arguments.overrides` then has what the flags and the environment add to it.
+    """Load the configuration, and add the flags and the environment to `arguments.overrides`.
 
     Raises:
-        ConfigError: Of a flag, a key or the model.
+        ConfigError: A flag, a key or the model is invalid.
     """
     arguments.overrides += overrides_of(arguments)
     config = load_config(arguments.config, arguments.overrides, arguments.model)
@@ -226,10 +226,10 @@ def load(arguments: argparse.Namespace) -> ServingConfig:
 
 
 def load_servable(arguments: argparse.Namespace) -> ServingConfig:
-    """The configuration of a model whose weights are here, downloaded if it was named and is not.
+    """Load the configuration of a model, and download missing weights of a model from a hub.
 
     Raises:
-        ConfigError: There is no model, or it cannot be served here.
+        ConfigError: No model is given, or it cannot be served here.
     """
     config = load(arguments)
     if config.model.model_path is None:
@@ -240,22 +240,22 @@ def load_servable(arguments: argparse.Namespace) -> ServingConfig:
 
 
 def seed(written: str) -> int:
-    """Parse the seed of random draws, for argparse."""
+    """Parse a random seed, for argparse."""
     if not written.isdecimal() or int(written) > MAX_SEED:
         raise argparse.ArgumentTypeError(f"must be an integer from 0 to {MAX_SEED}. Given: {written!r}")
     return int(written)
 
 
 def say(text: str) -> None:
-    """Tells a person what goes on; what a program would read goes to standard output."""
+    """Print a message to standard error; standard output is for results that programs read."""
     print(text, file=sys.stderr, flush=True)
 
 
 @contextmanager
 def ended_in_order() -> Iterator[None]:
-    """SIGTERM and the end of the terminal raise KeyboardInterrupt as SIGINT does; what is ignored stays so (nohup).
+    """Raise KeyboardInterrupt for SIGTERM and SIGHUP as for SIGINT, unless the signal is ignored (nohup).
 
-    To be called by the main thread.
+    Only the main thread may call it.
     """
     before = {each: signal.getsignal(each) for each in _SIGNALS}
     for each, handler in before.items():

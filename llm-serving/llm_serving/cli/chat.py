@@ -27,10 +27,10 @@ DIM, PLAIN = "\033[2m", "\033[0m"
 
 
 def add_to(commands: Subcommands) -> None:
-    parser = commands.add_parser("chat", help="talk with a running server in the terminal", allow_abbrev=False)
+    parser = commands.add_parser("chat", help="chat with a running server in the terminal", allow_abbrev=False)
     add_server_arguments(parser)
-    parser.add_argument("--model", metavar="NAME", default="", help="name that requests give; default: none")
-    parser.add_argument("--system", metavar="TEXT", default="", help="said before the conversation")
+    parser.add_argument("--model", metavar="NAME", default="", help="model name to send; default: none")
+    parser.add_argument("--system", metavar="TEXT", default="", help="system message")
     parser.add_argument(
         "--set", action="append", default=[], metavar="NAME=VALUE", dest="parameters", help="a parameter of requests"
     )
@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 class Piece(NamedTuple):
-    """What one event tells."""
+    """The content of one server-sent event."""
 
     text: str = ""
     reasoning: str = ""
@@ -60,15 +60,15 @@ class Piece(NamedTuple):
 
 @dataclass
 class ChatClient:
-    """A client of one conversation: its server, key, model and parameters.
+    """The client's side of one conversation: server, API key, model, parameters and messages.
 
     Attributes:
         url: URL of the server, without a path.
-        key: API key; empty: none is shown.
-        model: Name; empty: whatever is served.
-        system: Said before the conversation; empty: nothing.
+        key: API key; empty: none is sent.
+        model: Model name; empty: the default model of the server.
+        system: System message; empty: none.
         parameters: Further fields of every request, such as `temperature`.
-        messages: Of the user and the assistant, in turns.
+        messages: Alternating messages of the user and the assistant.
     """
 
     url: str
@@ -79,14 +79,13 @@ class ChatClient:
     messages: list[Message] = field(default_factory=list)
 
     def say(self, text: str) -> Generator[Piece, None, None]:
-        """Says something, and yields what is answered as it comes.
+        """Send a message and yield the answer as it arrives.
 
-        Both become part of the conversation, the answer as far as it came, when this ends or is closed; neither does
-        where nothing was answered.
+        At the end, the message and the answer so far are appended to `messages`, unless the answer is empty.
 
         Raises:
-            Refusal: The server refuses, or its answer breaks off with an error.
-            UnavailableError: It cannot be reached, or is gone.
+            ServerRefusal: The server refuses the request, or its answer breaks off with an error.
+            UnavailableError: The server cannot be reached, or the connection broke.
         """
         asked = {"role": "user", "content": text}
         answer: list[str] = []
@@ -100,21 +99,21 @@ class ChatClient:
             if ended or any(answer):
                 self.messages += [asked, {"role": "assistant", "content": "".join(answer)}]
 
-    def take_back(self) -> str | None:
-        """Forgets the last turn; what the user had said in it, or None where there was none."""
+    def remove_last_turn(self) -> str | None:
+        """Remove the last turn and return the user's message in it; None without a turn."""
         if not self.messages:
             return None
-        said = self.messages[-2]["content"]
+        text = self.messages[-2]["content"]
         del self.messages[-2:]
-        return said
+        return text
 
     def served_models(self) -> list[str]:
-        """Raises: as `say`."""
+        """Return the names of the served models; raises the errors of `say`."""
         with self._open("/v1/models") as response:
             try:
                 return [str(card["id"]) for card in json.loads(response.read())["data"]]
             except (ValueError, KeyError, TypeError):
-                raise ServerRefusal(f"{self.url} does not answer as a server of language models") from None
+                raise ServerRefusal(f"{self.url} does not answer like an OpenAI-compatible server") from None
 
     def _ask(self, messages: list[Message]) -> Iterator[Piece]:
         system = [{"role": "system", "content": self.system}] if self.system else []
@@ -130,7 +129,7 @@ class ChatClient:
                 if data == b"[DONE]":
                     return
                 yield _piece(data)
-        raise UnavailableError(f"{self.url} broke off its answer")
+        raise UnavailableError(f"{self.url} ended its answer early")
 
     def _open(self, path: str, body: object = None) -> AbstractContextManager[HTTPResponse]:
         return opened(self.url, path, self.key, body)
@@ -150,19 +149,19 @@ def _piece(data: bytes) -> Piece:
         return Piece(text, reasoning, choice.get("finish_reason"), usage)
     except (ValueError, LookupError, TypeError, AttributeError):
         raise ServerRefusal(
-            f"the server answers with something else: {shorten(data.decode('utf-8', 'replace'))}"
+            f"the server sent an event that is not a chat completion: {shorten(data.decode('utf-8', 'replace'))}"
         ) from None
 
 
 _CONTROL: Final = {code: "�" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
-"""Replaces control characters, so that the output of a model cannot move the cursor, ring or change colours."""
+"""Replaces control characters, so that a model's output cannot move the cursor, ring the bell or change colours."""
 
 
 class Command(NamedTuple):
-    """What a line that begins with `/` means."""
+    """A command of the conversation, which starts with `/`."""
 
     run: Callable[[Chat, str], bool]
-    """Gets what stands behind its name; False: the program ends."""
+    """Runs the command with the text behind its name; returns False to end the program."""
     takes: str
     help: str
 
@@ -171,10 +170,10 @@ class Chat:
     """The terminal's side of a conversation.
 
     Args:
-        client: The server's side.
-        read: Reads a line, shown a prompt; EOFError: there are no more.
-        out: Where answers are written.
-        clock: Seconds.
+        client: The client of the conversation.
+        read: Reads a line after a prompt; raises EOFError at the end of input.
+        out: Stream for answers.
+        clock: Returns seconds.
     """
 
     def __init__(
@@ -191,7 +190,7 @@ class Chat:
         self._is_dim = False
 
     def run(self) -> None:
-        """Talks until the user has had enough."""
+        """Process input lines until the user ends the program."""
         while True:
             try:
                 line = self._line()
@@ -202,7 +201,7 @@ class Chat:
                 self.say("\n(Ctrl-D or /quit ends)")
                 continue
             try:
-                if not self._take(line):
+                if not self._process(line):
                     return
             except LLMServingError as error:
                 self.say(f"error: {error}")
@@ -210,11 +209,11 @@ class Chat:
                 self.say("\n(ended)")
 
     def say(self, text: str) -> None:
-        """Writes a line of our own."""
+        """Write a message of the program."""
         print(text, file=self._out, flush=True)
 
     def answer(self, text: str) -> None:
-        """Says something and writes what is answered, until it ends or the user presses Ctrl-C."""
+        """Send a message and write the answer until it ends or the user presses Ctrl-C."""
         began = self._clock()
         first: float | None = None
         last = Piece()
@@ -237,14 +236,14 @@ class Chat:
         self._summarise(last, began, first)
 
     def _line(self) -> str:
-        """A line, and those that follow one with `\\` at its end."""
+        """Read a line, joined with the following lines while it ends with a backslash."""
         lines = [self._read(PROMPT)]
         while lines[-1].endswith("\\"):
             lines[-1] = lines[-1][:-1]
             lines.append(self._read(MORE))
         return "\n".join(lines)
 
-    def _take(self, line: str) -> bool:
+    def _process(self, line: str) -> bool:
         if not line.strip():
             return True
         if not line.startswith("/"):
@@ -253,7 +252,7 @@ class Chat:
         name, _, rest = line[1:].partition(" ")
         command = COMMANDS.get(name)
         if command is None:
-            self.say(f"/{name} is none; /help tells them. A line of yours that begins with / needs a space before it")
+            self.say(f"/{name} is unknown; /help lists the commands. Put a space before a message that starts with /")
             return True
         return command.run(self, rest.strip())
 
@@ -285,7 +284,7 @@ def _help(chat: Chat, rest: str) -> bool:
     del rest
     for name, command in COMMANDS.items():
         chat.say(f"  /{name} {command.takes}".ljust(22) + command.help)
-    chat.say("  a line that ends with \\ goes on with the next; Ctrl-C ends an answer, Ctrl-D the program")
+    chat.say("  a line that ends with \\ continues on the next; Ctrl-C ends an answer, Ctrl-D the program")
     return True
 
 
@@ -314,18 +313,18 @@ def _set(chat: Chat, rest: str) -> bool:
 
 def _retry(chat: Chat, rest: str) -> bool:
     del rest
-    said = chat.client.take_back()
-    if said is None:
-        chat.say("(nothing was said)")
+    text = chat.client.remove_last_turn()
+    if text is None:
+        chat.say("(no message yet)")
     else:
-        chat.answer(said)
+        chat.answer(text)
     return True
 
 
 def _undo(chat: Chat, rest: str) -> bool:
     del rest
-    said = chat.client.take_back()
-    chat.say("(nothing was said)" if said is None else "(the last turn is forgotten)")
+    text = chat.client.remove_last_turn()
+    chat.say("(no message yet)" if text is None else "(the last turn is removed)")
     return True
 
 
@@ -338,7 +337,7 @@ def _history(chat: Chat, rest: str) -> bool:
 
 def _save(chat: Chat, rest: str) -> bool:
     if not rest:
-        chat.say("/save wants the name of a file")
+        chat.say("/save needs the name of a file")
         return True
     content = {"system": chat.client.system, "messages": chat.client.messages}
     try:
@@ -360,21 +359,21 @@ def _quit(chat: Chat, rest: str) -> bool:
 
 
 COMMANDS: Final[dict[str, Command]] = {
-    "help": Command(_help, "", "tell these"),
-    "reset": Command(_reset, "", "begin a new conversation"),
-    "system": Command(_system, "[TEXT]", "begin a new one with this said before it"),
+    "help": Command(_help, "", "list the commands"),
+    "reset": Command(_reset, "", "start a new conversation"),
+    "system": Command(_system, "[TEXT]", "start a new conversation with this system message"),
     "set": Command(_set, "[NAME [VALUE]]", "a parameter of requests, such as temperature 0; without value: none"),
-    "retry": Command(_retry, "", "ask the last again"),
-    "undo": Command(_undo, "", "forget the last turn"),
+    "retry": Command(_retry, "", "send the last message again"),
+    "undo": Command(_undo, "", "remove the last turn"),
     "history": Command(_history, "", "show the conversation"),
     "save": Command(_save, "FILE", "write the conversation as JSON"),
-    "models": Command(_models, "", "what the server serves"),
+    "models": Command(_models, "", "list the served models"),
     "quit": Command(_quit, "", "end"),
 }
 
 
 def read_value(text: str) -> Any:
-    """JSON, or else the text itself."""
+    """Parse JSON, or return the text itself if it is not JSON."""
     try:
         return json.loads(text)
     except ValueError:
@@ -382,14 +381,14 @@ def read_value(text: str) -> Any:
 
 
 def chat(client: ChatClient) -> None:
-    """Talks on the terminal.
+    """Run a conversation in the terminal.
 
     Raises:
-        LLMServingError: The server cannot be reached, or does not let this key in.
+        LLMServingError: The server cannot be reached, or refuses the API key.
     """
     models = client.served_models()
-    with suppress(ImportError):  # arrow keys and earlier lines, where Python has what it takes
+    with suppress(ImportError):  # line editing and history, where Python has readline
         import readline  # noqa: F401
     talk = Chat(client, input, sys.stdout)
-    talk.say(f"{client.model or ', '.join(models)} at {client.url}; /help tells the commands")
+    talk.say(f"{client.model or ', '.join(models)} at {client.url}; /help lists the commands")
     talk.run()

@@ -1,11 +1,14 @@
-"""`llm-serving config`: check one, print the reference, import what MindIE-Service has."""
+"""Commands about the configuration and the installation: `config`, `hash-key` and `version`."""
 
 from __future__ import annotations
 
 import argparse
+import getpass
+import sys
 from pathlib import Path
 
-from llm_serving.cli.arguments import Subcommands, add_config_arguments, load, say
+from llm_serving import __version__
+from llm_serving.cli.arguments import API_KEY, Subcommands, add_config_arguments, load, say
 from llm_serving.cli.stored_models import check_weights, stored_size
 from llm_serving.config import ServingConfig
 from llm_serving.config.report import describe, reference_yaml
@@ -15,7 +18,13 @@ from llm_serving.models.spec import ModelSpec
 
 
 def add_to(commands: Subcommands) -> None:
-    parser = commands.add_parser("config", help="work with a configuration", allow_abbrev=False)
+    _add_config(commands)
+    _add_hash_key(commands)
+    _add_version(commands)
+
+
+def _add_config(commands: Subcommands) -> None:
+    parser = commands.add_parser("config", help="check, document or import a configuration", allow_abbrev=False)
     subcommands = parser.add_subparsers(required=True, metavar="COMMAND")
     check = subcommands.add_parser(
         "check", help="print the effective values and where each came from", allow_abbrev=False
@@ -43,10 +52,10 @@ def run_check(arguments: argparse.Namespace) -> int:
 
 
 def _tokens(config: ServingConfig) -> list[str]:
-    """What of the tokenizer matters to answers, as comments: the tokens that end a text, those that cannot be in one.
+    """Return comments about the tokenizer: the tokens that end a text, and those that the model lacks.
 
     Raises:
-        ModelError: There is no tokenizer that can be read, and so no server starts.
+        ModelError: The tokenizer is missing or invalid; a server would not start.
     """
     path = config.model.model_path
     if path is None:
@@ -67,30 +76,31 @@ def _tokens(config: ServingConfig) -> list[str]:
 
 
 def _sampling(config: ServingConfig) -> list[str]:
-    """What requests have that say nothing, as a comment.
+    """Return a comment with the sampling defaults that the model folder gives.
 
     Raises:
-        ModelError: `generation_config.json` holds what no request may have, and so no server starts.
+        ModelError: `generation_config.json` has a value that requests may not have; a server would not start.
     """
     if config.model.generation_config == "none":
         return []
     defaults = generation_defaults(config.model.model_path)
-    told = ", ".join(
-        f"{name} {value:.7g}" if isinstance(value, float) else f"{name} {value}"  # they are of single precision
+    text = ", ".join(
+        # values are stored in single precision
+        f"{name} {value:.7g}" if isinstance(value, float) else f"{name} {value}"
         for name, value in defaults.items()
     )
-    return [f"# a request that says nothing has ({GENERATION_CONFIG}): {told}"] if told else []
+    return [f"# defaults of requests ({GENERATION_CONFIG}): {text}"] if text else []
 
 
 def _memory(config: ServingConfig) -> list[str]:
-    """What the model takes, as comments."""
+    """Return comments about the memory that the model needs."""
     if config.model.model_path is None:
         return []
     return ["# memory of a WorkAgent:", *(f"#   {line}" for line in stored_size(config).lines)]
 
 
 def _bounds(config: ServingConfig) -> list[str]:
-    """How long a request of each class can be made to wait, as comments; it follows from the size of the cache."""
+    """Return comments with the maximum wait of each request class, which follows from the size of the cache."""
     if config.pa.num_blocks is None:
         return []
     from llm_serving.engine.replica import build_scheduler
@@ -121,4 +131,35 @@ def run_import(arguments: argparse.Namespace) -> int:
     except OSError as error:
         raise ConfigError(f"{arguments.output}: {error.strerror or error}") from None
     say(f"{arguments.output}: done")
+    return 0
+
+
+def _add_hash_key(commands: Subcommands) -> None:
+    parser = commands.add_parser(
+        "hash-key", help="read an API key and print its hash for `api_keys`", allow_abbrev=False
+    )
+    parser.set_defaults(run=run_hash_key)
+
+
+def run_hash_key(arguments: argparse.Namespace) -> int:
+    from llm_serving.server.middleware.authentication import hash_key
+
+    # From standard input: an argument would stay in the shell's history and be visible in the list of processes.
+    if sys.stdin is None:  # closed
+        raise ConfigError("hash-key reads the API key from standard input, which is closed")
+    key = getpass.getpass("API key: ") if sys.stdin.isatty() else sys.stdin.readline()
+    key = key.strip()
+    if not API_KEY.fullmatch(key):
+        raise ConfigError("an API key must be 16 to 512 printable ASCII characters without spaces")
+    print(hash_key(key))
+    return 0
+
+
+def _add_version(commands: Subcommands) -> None:
+    parser = commands.add_parser("version", help="print the version", allow_abbrev=False)
+    parser.set_defaults(run=run_version)
+
+
+def run_version(arguments: argparse.Namespace) -> int:
+    print(f"llm-serving {__version__}")
     return 0

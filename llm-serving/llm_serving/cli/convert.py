@@ -1,4 +1,4 @@
-"""`llm-serving convert`: convert a model from MindFormers' form to that of Hugging Face, and back."""
+"""`llm-serving convert`: convert a model from MindFormers' format to that of Hugging Face, and back."""
 
 from __future__ import annotations
 
@@ -35,24 +35,25 @@ from llm_serving.models.weight_reader import optional_tensors
 FORMS: Final = ("hf", "mindformers")
 FILES: Final = ("safetensors", "ckpt")
 _MINDFORMERS: Final = ("LlamaForCausalLM", "Qwen2ForCausalLM")
-"""Architectures whose networks there have the names of `formats.mindformers`."""
+"""Architectures that MindFormers implements with the names of `formats.mindformers_names`."""
 
 
 def convert(
     source: Path, target: Path, form: str, *, files: str = "safetensors", order: Order | None = None, yaml: Path | None
 ) -> None:
-    """Writes the model beside `target` and gives it that name when it is complete.
+    """Write the converted model; the target folder gets its name when it is complete.
 
     Args:
         source: A folder, or one file of weights.
         target: A folder that does not exist.
-        form: One of `FORMS`: whose names the tensors get.
+        form: One of `FORMS`: naming scheme of the result.
         files: One of `FILES`; `ckpt` only with MindFormers' names.
-        order: Of joined projections in the source.
-        yaml: A MindFormers YAML that takes the place of a config.json.
+        order: Order of rows in fused projections of the source.
+        yaml: A MindFormers YAML to use instead of a config.json.
 
     Raises:
-        ConfigError: The source cannot be read or is not the model it says, or the target exists or has no room.
+            ConfigError: The source cannot be read or does not match its config, or the target exists or the disk is too
+            small.
     """
     check_absent(target)
     if files == "ckpt" and form == "hf":
@@ -84,7 +85,7 @@ def convert(
 
 
 def _config(source: Path, yaml: Path | None) -> dict[str, Any]:
-    """The content of the config.json of the result."""
+    """Return the content of the result's config.json."""
     if yaml is not None:
         spec = spec_of(read_yaml(yaml))
         if spec is None:
@@ -92,12 +93,12 @@ def _config(source: Path, yaml: Path | None) -> dict[str, Any]:
         return dict(spec.config)
     folder = source if source.is_dir() else source.parent
     if not (folder / CONFIG_NAME).exists():
-        raise ConfigError(f"{folder} has no {CONFIG_NAME}: name the MindFormers YAML of the model with --config")
+        raise ConfigError(f"{folder} has no {CONFIG_NAME}: pass the MindFormers YAML of the model with --config")
     return dict(ModelSpec.from_folder(folder).config)
 
 
 def _tensors(stored: dict[str, StoredTensor], order: Order | None, config: dict[str, Any]) -> Iterator[TensorSource]:
-    """By Hugging Face names, joined projections apart."""
+    """Yield the tensors under Hugging Face names, with fused projections split."""
     for name, tensor in stored.items():
         if DERIVED.search(name):
             continue
@@ -108,7 +109,7 @@ def _tensors(stored: dict[str, StoredTensor], order: Order | None, config: dict[
         known = order_of(name) or order
         if known is None:
             raise ModelError(
-                f"{tensor.file}: {name} holds several projections in an order that no file tells: add --joined "
+                f"{tensor.file}: {name} holds several projections in an order that no file specifies: add --joined "
                 f"{'|'.join(ORDERS)}. Releases 1.4 and newer of MindFormers write `grouped`, older ones `stacked`"
             )
         heads = int(config["num_attention_heads"])
@@ -128,16 +129,16 @@ def _reader(name: str, tensor: StoredTensor, order: Order, heads: int, kv_heads:
 
 def add_to(commands: Subcommands) -> None:
     parser = commands.add_parser(
-        "convert", help="write a model in the form of Hugging Face or of MindFormers", allow_abbrev=False
+        "convert", help="write a model in the format of Hugging Face or MindFormers", allow_abbrev=False
     )
     parser.add_argument("source", type=Path, metavar="SOURCE", help="folder, or one *.safetensors or *.ckpt")
     parser.add_argument("target", type=Path, metavar="OUT", help="folder that does not exist")
-    parser.add_argument("--to", required=True, choices=("hf", "mindformers"), help="whose names the tensors get")
+    parser.add_argument("--to", required=True, choices=("hf", "mindformers"), help="naming scheme of the tensors")
     parser.add_argument("--files", default="safetensors", choices=("safetensors", "ckpt"), help="default: safetensors")
     parser.add_argument(
         "--joined", choices=("grouped", "stacked"), help="rows of w_qkv: grouped = MindFormers 1.4 and newer"
     )
-    parser.add_argument("--config", type=Path, metavar="YAML", help="MindFormers YAML, for lack of a config.json")
+    parser.add_argument("--config", type=Path, metavar="YAML", help="MindFormers YAML, if there is no config.json")
     parser.set_defaults(run=run)
 
 

@@ -25,7 +25,9 @@ def run(arguments: argparse.Namespace) -> int:
     check_absent(arguments.target)
     num_blocks, folder = config.pa.num_blocks, config.model.model_path
     if num_blocks is None:
-        raise ConfigError("`pa_config.num_blocks` must be given: the graph has a cache of so many. Given: None")
+        raise ConfigError(
+            "`pa_config.num_blocks` must be given, because the graph has a cache of fixed size. Given: None"
+        )
     assert folder is not None
     import mindspore as ms
 
@@ -34,14 +36,14 @@ def run(arguments: argparse.Namespace) -> int:
     from llm_serving.models.weight_reader import check_folder
     from llm_serving.worker.kv_cache import KVTensors
 
-    ms.set_device("CPU")  # an export needs no NPU, even where one is visible
+    ms.set_device("CPU")  # an export must not use an NPU, even if one is visible
     spec, backend = check_folder(folder), create_backend("ascend", config.model.model_dtype)
     num_ranks = config.cluster.tensor_parallel
     ranks = [spec.of_rank(rank, num_ranks) for rank in range(num_ranks)]
     cache_bytes = num_blocks * config.pa.block_size * sum(each.kv_bytes_per_token(2) for each in ranks)
     with new_folder(arguments.target, 2 * sum(each.num_weight_elements for each in ranks) + cache_bytes) as written:
         for rank, each in enumerate(ranks):
-            os.environ.update(RANK_SIZE=str(num_ranks), RANK_ID=str(rank))  # read by collectives that have no group
+            os.environ.update(RANK_SIZE=str(num_ranks), RANK_ID=str(rank))  # read by collectives without a group
             of_rank = written if num_ranks == 1 else written / f"rank_{rank}"
             of_rank.mkdir(exist_ok=True)
             caches = KVTensors.allocate(each, backend, num_blocks, config.pa.block_size).layers

@@ -1,4 +1,4 @@
-"""Start a server in the background, wait until it serves, stop exactly that one later."""
+"""Starts a server in the background, waits until it serves, and stops it later."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from llm_serving.server.http.listener import bind
 
 POLL_S = 0.1
 STOP_MARGIN_S = 15.0
-"""Seconds beyond `shutdown_timeout_s` that a server gets to end before it is killed."""
+"""Seconds beyond `shutdown_timeout_s` before a server is killed."""
 LOG_LINES_SHOWN = 15
 LOG_TIMEOUT_S = 10.0
-"""Seconds that the end of the log is waited for, once a server has ended."""
+"""Seconds to wait for the end of the log after a server has ended."""
 
 
 class StartError(LLMServingError):
@@ -37,7 +37,7 @@ class StartError(LLMServingError):
 
     Args:
         message: The end of its log.
-        exit_code: Its own.
+        exit_code: Its exit code.
     """
 
     def __init__(self, message: str, exit_code: int) -> None:
@@ -46,22 +46,21 @@ class StartError(LLMServingError):
 
 
 class ServerRecord(msgspec.Struct, frozen=True):
-    """What is written down about a running server, so that `stop` finds exactly it."""
+    """Record of a running server, by which `stop` finds it."""
 
     pid: int
     create_time: float
-    """Seconds since the epoch, as the system gives it: a pid that was reused has another."""
+    """Seconds since the epoch, from the operating system; a process that reuses the pid has another value."""
     host: str
     port: int
     log: str
     stop_timeout_s: float
     log_keeper: int = 0
-    """Pid of the process that writes the log; 0: there is none."""
+    """Pid of the process that writes the log; 0: none."""
     scheme: str = "http"
-    """Or https."""
 
     def process(self) -> psutil.Process | None:
-        """The server's process, if it still runs."""
+        """Return the server's process; None if it has ended."""
         try:
             process = psutil.Process(self.pid)
             alive = process.is_running() and process.status() != psutil.STATUS_ZOMBIE
@@ -70,19 +69,19 @@ class ServerRecord(msgspec.Struct, frozen=True):
             return None
 
     def keeper(self) -> psutil.Process | None:
-        """The process that writes its log, if it still runs."""
+        """Return the process that writes the server's log; None if it has ended."""
         try:
             process = psutil.Process(self.log_keeper)
-            # It began before the server; a later process may have got its pid.
+            # It started before the server; a process that reuses its pid started later.
             return process if self.log_keeper and process.create_time() < self.create_time + 1.0 else None
         except psutil.NoSuchProcess:
             return None
 
 
 def start(config: ServingConfig, serve_arguments: Sequence[str], run_dir: Path) -> int:
-    """Starts `llm-serving serve` in the background, and tells how to use it when it answers requests.
+    """Start `llm-serving serve` in the background and, when it is ready, print how to use it.
 
-    Raises: as `start_silently`.
+    Raises the errors of `start_silently`.
     """
     log = start_silently(config, serve_arguments, run_dir)
     _say(f"serving {config.model.model_name} on {config.serving.url}  (log: {_short(log)})")
@@ -91,45 +90,45 @@ def start(config: ServingConfig, serve_arguments: Sequence[str], run_dir: Path) 
 
 
 def start_silently(config: ServingConfig, serve_arguments: Sequence[str], run_dir: Path) -> Path:
-    """Starts `llm-serving serve` in the background and returns its log when it answers requests.
+    """Start `llm-serving serve` in the background and return its log file when it is ready.
 
     Raises:
-        ConfigError: The port is taken, by this server or by another program, or `run_dir` cannot be written.
-        StartError: The server ended; the text shows the end of its log.
+        ConfigError: The port is in use, or `run_dir` cannot be written.
+        StartError: The server ended; the text has the end of its log.
     """
     host, port = config.serving.server_ip, config.serving.server_port
     if port == 0:
         raise ConfigError("serving_config.server_port: must be a fixed port to start in the background. Given: 0")
     folder = run_dir / str(port)
     _check_none_runs(folder, port)
-    bind(host, port).close()  # says now what keeps the port from being used
+    bind(host, port).close()  # fail early if the port cannot be used
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "server.log").open("ab").close()
     except OSError as error:
         raise _cannot_be_written(run_dir, error) from None
     with _starting(folder, port):
-        _check_none_runs(folder, port)  # one may have been started meanwhile
+        _check_none_runs(folder, port)  # another command may have started one meanwhile
         return _start_in(folder, config, serve_arguments)
 
 
 def _check_none_runs(folder: Path, port: int) -> None:
     running = _read(folder)
     if running is not None and running.process() is not None:
-        program = _short(Path(sys.prefix) / "bin" / "llm-serving")  # seldom where the shell looks for it
+        program = _short(Path(sys.prefix) / "bin" / "llm-serving")  # usually not in the shell's search path
         how = f"end it with `{program} stop --run-dir {_short(folder.parent)} --port {port}`"
         raise ConfigError(f"a server runs on port {port} already (pid {running.pid}); {how}")
 
 
 @contextlib.contextmanager
 def _starting(folder: Path, port: int) -> Iterator[None]:
-    """While a server is started nobody else starts one here: each would take the other's answer for its own."""
+    """Lock the folder while a server starts; otherwise two starts would each take the other's server for their own."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
     except BlockingIOError:
-        raise ConfigError(f"a server is being started on port {port}: wait until it answers") from None
+        raise ConfigError(f"a server is being started on port {port}: wait until it is ready") from None
     finally:
         os.close(descriptor)
 
@@ -150,7 +149,7 @@ def _start_in(folder: Path, config: ServingConfig, serve_arguments: Sequence[str
     for notice in config.notices:
         _say(f"notice: {notice}")
     try:
-        _write_down(folder, record)
+        _write_record(folder, record)
         _wait_until_ready(process, keeper, record)
     except BaseException:
         process.terminate()
@@ -162,10 +161,10 @@ def _start_in(folder: Path, config: ServingConfig, serve_arguments: Sequence[str
     return log
 
 
-def _write_down(folder: Path, record: ServerRecord) -> None:
+def _write_record(folder: Path, record: ServerRecord) -> None:
     try:
         (folder / "server.json").write_bytes(msgspec.json.encode(record))
-    except OSError as error:  # no space is left, say
+    except OSError as error:  # for example, the disk is full
         error.filename = folder / "server.json"
         raise _cannot_be_written(folder.parent, error) from None
 
@@ -176,7 +175,7 @@ def _cannot_be_written(run_dir: Path, error: OSError) -> ConfigError:
 
 
 def stop(run_dir: Path, port: int | None) -> int:
-    """Stops the servers that `start` started: the one on `port`, or all of this folder."""
+    """Stop the servers that `start` started: the one on `port`, or all in this folder."""
     folders = [run_dir / str(port)] if port is not None else sorted(run_dir.glob("*"))
     count = 0
     for folder in folders:
@@ -197,16 +196,16 @@ def stop(run_dir: Path, port: int | None) -> int:
 
 
 def curl_line(config: ServingConfig) -> str:
-    """A command to paste that shows the server at work."""
+    """Return a shell command that sends a request to the server."""
     body = json.dumps({"prompt": "Add 17 and 25.", "max_tokens": 16, "temperature": 0})
     url = f"{config.serving.url}/v1/completions"
-    unverified = "k" if config.serving.ssl_certfile is not None else ""  # the address is seldom the certificate's name
+    unverified = "k" if config.serving.ssl_certfile is not None else ""  # the address is rarely the certificate's name
     key = " -H 'Authorization: Bearer KEY'" if config.api_keys else ""
     return f"curl -s{unverified} {url}{key} -H 'Content-Type: application/json' -d '{body}'"
 
 
 def _keep_log(path: Path, serving: ServerConfig) -> subprocess.Popen[bytes]:
-    """A process that writes what it gets on its standard input to the log, see `log_keeper`."""
+    """Start the process that writes its standard input to the log, see `log_keeper`."""
     command = command_of("llm_serving.log_keeper", str(path), str(serving.log_file_bytes), str(serving.log_files))
     return subprocess.Popen(  # noqa: S603
         command,
@@ -218,7 +217,7 @@ def _keep_log(path: Path, serving: ServerConfig) -> subprocess.Popen[bytes]:
 
 
 def _wait_for_log(keeper: subprocess.Popen[bytes] | psutil.Process) -> None:
-    """Waits until the log of a server that has ended is written; not for ever."""
+    """Wait until the log of a server that has ended is written, at most `LOG_TIMEOUT_S`."""
     with contextlib.suppress(subprocess.TimeoutExpired, psutil.NoSuchProcess, psutil.TimeoutExpired):
         keeper.wait(LOG_TIMEOUT_S)
 
@@ -242,21 +241,22 @@ def _wait_until_ready(process: subprocess.Popen[bytes], keeper: subprocess.Popen
 
 
 def _listens(record: ServerRecord) -> bool:
-    """Whether it is this server that answers on its port, and not another one that was quicker to take it."""
+    """Return whether this server listens on its port, rather than another one that took the port first."""
     try:
         sockets = psutil.Process(record.pid).net_connections("tcp")
     except psutil.NoSuchProcess:
         return False
-    except psutil.AccessDenied:  # it cannot be told
+    except psutil.AccessDenied:  # unknown: assume that it does
         return True
     return any(each.status == psutil.CONN_LISTEN and each.laddr.port == record.port for each in sockets)
 
 
 def _health(record: ServerRecord) -> tuple[bool, str]:
-    """(every WorkAgent that can serve does, what it is doing); the text is empty while nothing answers."""
+    """Return whether all WorkAgents that can serve do, and a description; it is empty while the server does not
+    answer."""
     connection = http.client.HTTPConnection(record.host, record.port, timeout=5)
     if record.scheme == "https":
-        # The certificate names the server as its users know it; here it is found by its address.
+        # The certificate has the server's public name, but this connects to its address.
         unverified = ssl._create_unverified_context()  # noqa: S323
         connection = http.client.HTTPSConnection(record.host, record.port, timeout=5, context=unverified)
     try:
@@ -271,13 +271,13 @@ def _health(record: ServerRecord) -> tuple[bool, str]:
 
 
 def _end(process: psutil.Process, timeout_s: float) -> None:
-    """Asks the server to end, insists after `timeout_s`; its WorkAgents follow it."""
+    """Terminate the server and its WorkAgents; kill what is left after `timeout_s`."""
     with contextlib.suppress(psutil.NoSuchProcess):  # it may end by itself at any moment
         family = [process, *process.children(recursive=True)]
         process.terminate()
         _, alive = psutil.wait_procs(family, timeout=timeout_s)
         for left in alive:
-            with contextlib.suppress(psutil.NoSuchProcess):  # the others are there all the same
+            with contextlib.suppress(psutil.NoSuchProcess):  # the other processes still have to be killed
                 left.kill()
         psutil.wait_procs(alive, timeout=STOP_MARGIN_S)
 

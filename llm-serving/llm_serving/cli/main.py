@@ -14,21 +14,16 @@ from pathlib import Path
 from typing import Final
 
 from llm_serving.cli import (
-    background,
     chat,
-    cluster,
     config,
     convert,
     export,
-    hash_key,
     models,
+    operate,
     quantize,
-    reload,
     replay,
-    run_batch,
     serve,
     timeline,
-    version,
 )
 from llm_serving.cli.arguments import EXIT_FAILED, Subcommands
 from llm_serving.cli.launcher import StartError
@@ -37,7 +32,7 @@ from llm_serving.errors import ConfigError, LLMServingError, NoWorkAgentsError
 
 SIMULATOR: Final = "llm_serving_simulator.commands"
 RECEIPTS: Final = "llm_serving_receipts"
-"""Packages that import this one and may be missing."""
+"""Optional packages that import this one."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +41,7 @@ class PackageCommand:
 
     name: str
     package: str
-    """Package that has the module of the subcommand's name."""
+    """Package with a module of the subcommand's name."""
     help: str
 
     def add_to(self, commands: Subcommands) -> None:
@@ -62,8 +57,6 @@ class PackageCommand:
 
 COMMANDS: Final = (
     serve,
-    background,
-    run_batch,
     PackageCommand("verify", RECEIPTS, "compute the responses of receipts again and report differences"),
     models,
     convert,
@@ -79,18 +72,15 @@ COMMANDS: Final = (
     ),
     PackageCommand("tune", SIMULATOR, "search for the configuration that meets an objective best, in simulations"),
     chat,
-    cluster,
-    reload,
+    operate,
     PackageCommand(
         "advice",
         SIMULATOR,
-        "ask a running server which other values would have served its last minutes better",
+        "ask a running server which values would have served its recent requests better",
     ),
     config,
-    hash_key,
-    version,
 )
-"""As `--help` lists them."""
+"""In the order of `--help`."""
 
 EXIT_CONFIG: Final = 2
 EXIT_NO_WORK_AGENTS: Final = 3
@@ -98,21 +88,17 @@ EXIT_INTERRUPTED: Final = 130
 DISK_ERRORS: Final = frozenset({errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOSPC})
 EXIT_CODES: Final = """\
 exit codes:
-  0    done; a server: ended in order by SIGINT or SIGTERM
+  0    done; a server: ended by SIGINT or SIGTERM
   1    serving failed, a replay differs from its recording, or an answer from its receipt
   2    wrong arguments or configuration: a model that cannot be loaded, a port in use, a receipt that cannot be read
   3    every WorkAgent has used up its restarts (serving_config.exit_without_work_agents)
-  130  interrupted by Ctrl-C before there was anything to end in order
-`start` answers as the server that it started, if that ends before it is ready.
+  130  interrupted by Ctrl-C before the command could clean up
+`start` ends with the exit code of its server if that ends before it is ready.
 """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command.
-
-    Returns:
-        The exit code, one of `EXIT_CODES`.
-    """
+    """Run one command and return its exit code, one of `EXIT_CODES`."""
     _open_standard_streams()
     try:
         arguments = _parser(_command_of(sys.argv[1:] if argv is None else argv)).parse_args(argv)
@@ -132,28 +118,31 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        if sys.stdout is None or not _is_left_by_its_reader(sys.stdout.fileno()):
+        if sys.stdout is None or not _is_closed_by_reader(sys.stdout.fileno()):
             raise
-        _give_up_output()
+        _discard_output()
         return 0
     except OSError as error:
         if error.errno not in DISK_ERRORS or error.filename is not None:
             raise
-        _give_up_output()
-        return _failed(LLMServingError(f"what was to be printed cannot be written: {error.strerror}"), EXIT_FAILED)
+        _discard_output()
+        return _failed(LLMServingError(f"standard output cannot be written: {error.strerror}"), EXIT_FAILED)
 
 
 def _open_standard_streams() -> None:
-    """Nothing else gets the numbers of streams that were closed: uvloop ends a process that closes one of these."""
+    """Open closed standard streams on /dev/null.
+
+    Otherwise a socket would get the number of one, and uvloop ends a process that closes such a number.
+    """
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest that is free
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # opens the lowest free number
 
 
 def _allow_every_character() -> None:
-    """What the encoding of standard output has no form for is escaped."""
+    """Escape characters that the encoding of standard output lacks."""
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")
 
@@ -163,15 +152,15 @@ def _flush_output() -> None:
         sys.stdout.flush()
 
 
-def _is_left_by_its_reader(pipe: int) -> bool:
-    """Such as `head`, which may leave early."""
+def _is_closed_by_reader(pipe: int) -> bool:
+    """Return whether the reader of a pipe has closed it, as `head` does."""
     poll = select.poll()
     poll.register(pipe, 0)
     return any(events & select.POLLERR for _, events in poll.poll(0))
 
 
-def _give_up_output() -> None:
-    """What standard output has not taken would be tried again at the end of the process, with a traceback."""
+def _discard_output() -> None:
+    """Discard buffered output, which Python would otherwise write at exit, with a traceback."""
     with Path(os.devnull).open("wb") as nowhere:
         os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
@@ -190,8 +179,8 @@ def _parser(called: str | None = None) -> argparse.ArgumentParser:
     """Build the parser of all subcommands.
 
     Args:
-        called: The subcommand that is called; modules of other packages' subcommands are not imported, and
-            their arguments are missing. None: every subcommand has its arguments.
+        called: The subcommand that is called. Modules of other packages' subcommands are then not imported, so their
+            arguments are missing. None: every subcommand has its arguments.
     """
     parser = argparse.ArgumentParser(
         prog="llm-serving",
@@ -211,7 +200,7 @@ def _parser(called: str | None = None) -> argparse.ArgumentParser:
 
 
 def _describe(parser: argparse.ArgumentParser) -> None:
-    """Has the help of each command begin with what the list of commands says of it."""
+    """Use the description in the list of commands as the first line of each command's own help."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for choice in action._choices_actions:

@@ -1,4 +1,4 @@
-"""A folder that a command writes: whole or not there."""
+"""Creates an output folder that is either complete or absent."""
 
 from __future__ import annotations
 
@@ -15,27 +15,25 @@ from llm_serving.models.memory import readable_size
 
 
 def check_absent(target: Path) -> None:
-    """Raises:
-    ConfigError: There is something of that name.
-    """
+    """Raise ConfigError if something of that name exists."""
     if target.exists():
-        raise ConfigError(f"{target} exists: OUT must be a folder that does not")
+        raise ConfigError(f"{target} exists: OUT must be a new folder")
 
 
 @contextmanager
 def new_folder(target: Path, num_bytes: int) -> Iterator[Path]:
-    """A folder that gets the target's name at the end; it is removed where something fails or ends the command.
+    """Yield a temporary folder that is renamed to the target at the end, and removed on failure or interruption.
 
     Args:
-        target: What does not exist.
-        num_bytes: That will be written, about.
+        target: A path that does not exist.
+        num_bytes: Approximate size of the files.
 
     Raises:
-        ConfigError: There is no folder for it, or no room, or a file cannot be read or written.
+        ConfigError: The parent folder is missing, the disk is too small, or a file cannot be read or written.
     """
     parent = target.absolute().parent
     if not parent.is_dir():
-        raise ConfigError(f"{parent} must exist: OUT is written beside its name first")
+        raise ConfigError(f"{parent} must exist: OUT is first written under a temporary name in it")
     free = shutil.disk_usage(parent).free
     if free < num_bytes:
         raise ConfigError(f"{parent} must have {readable_size(num_bytes)} free. Found: {readable_size(free)}")
@@ -56,11 +54,11 @@ def new_folder(target: Path, num_bytes: int) -> Iterator[Path]:
 
 
 def copy_small_files(source: Path, folder: Path) -> None:
-    """Copies the tokenizer and the like of a model.
+    """Copy the tokenizer and other small files of a model.
 
     Args:
         source: The folder of the model, or a file in it.
-        folder: Gets the copies.
+        folder: The folder to copy to.
     """
     beside = source if source.is_dir() else source.parent
     sizes = {path.name: path.stat().st_size for path in beside.iterdir() if path.is_file()}

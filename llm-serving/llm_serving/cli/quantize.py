@@ -1,4 +1,4 @@
-"""`llm-serving quantize`: write a model with weights of 8 or 4 bits, in the form of compressed-tensors."""
+"""`llm-serving quantize`: write a model with weights of 8 or 4 bits, in the format of compressed-tensors."""
 
 from __future__ import annotations
 
@@ -23,17 +23,22 @@ from llm_serving.models.spec import CONFIG_NAME, ModelSpec
 from llm_serving.models.weight_reader import WeightReader, check_folder, optional_tensors
 
 DEFAULT_GROUP_SIZE: Final = 128
-_MULTIPLYING: Final = ("linear", "experts")
-"""Kinds of operations whose weights are quantised. Tables, the head, what chooses experts and the gate of shared ones,
-a single row, stay as they are: other engines read no codes of them."""
+_QUANTIZED_KINDS: Final = ("linear", "experts")
+"""Kinds of operations whose weights are quantized.
+
+Embeddings, the LM head, expert routers and the gates of shared experts stay as they are, because other engines read
+them
+unquantized only.
+"""
 
 
 @dataclass(frozen=True)
 class Format:
-    """
+    """A quantized format.
+
     Attributes:
-        bits: Of weights.
-        activation_bits: Of the rows they are multiplied by; 16: of the model dtype.
+        bits: Bits of weights.
+        activation_bits: Bits of the activations that the weights are quantized with; 16: the model dtype.
     """
 
     bits: int
@@ -44,7 +49,7 @@ class Format:
         return self.activation_bits == 16
 
     def config(self, group_size: int | None, ignored: list[str]) -> dict[str, Any]:
-        """`quantization_config` of the result."""
+        """Return the `quantization_config` of the result."""
         weights = {"num_bits": self.bits, "type": "int", "symmetric": True, "dynamic": False, "strategy": "channel"}
         if group_size is not None:
             weights |= {"strategy": "group", "group_size": group_size}
@@ -65,17 +70,18 @@ FORMATS: Final = {"w8a8": Format(8, 8), "w8a16": Format(8, 16), "w4a16": Format(
 
 
 def quantize(source: Path, target: Path, name: str, group_size: int | None = None) -> None:
-    """Writes the model beside `target` and gives it that name when it is complete.
+    """Write the quantized model; the target folder gets its name when it is complete.
 
     Args:
         source: A folder with a config.json.
         target: A folder that does not exist.
         name: One of `FORMATS`.
-        group_size: Columns that share a scale, of 4 bits; None: `DEFAULT_GROUP_SIZE`.
+        group_size: Columns that share a scale, for 4 bits; None: `DEFAULT_GROUP_SIZE`.
 
     Raises:
-        ConfigError: The source cannot be read, is quantised or has other columns than groups fill, or the target exists
-            or has no room.
+            ConfigError: The source cannot be read, is quantized already or has columns that the group size does not
+            divide, or
+            the target exists or the disk is too small.
     """
     check_absent(target)
     form = FORMATS[name]
@@ -86,41 +92,41 @@ def quantize(source: Path, target: Path, name: str, group_size: int | None = Non
     if spec.scheme is not None:
         raise ConfigError(f"{source} must hold a model that is not quantised. Found: {spec.scheme.description}")
     reader = WeightReader(source)
-    multiplied = _multiplied(spec)
-    tensors = list(_tensors(spec, reader, multiplied, form, size))
+    quantized = _quantized_names(spec)
+    tensors = list(_tensors(spec, reader, quantized, form, size))
     num_bytes = sum(tensor.num_bytes for tensor in tensors)
     with new_folder(target, num_bytes) as folder, DownloadProgress(total=num_bytes, unit="B", unit_scale=True) as bar:
         copy_small_files(source, folder)
         write_safetensors(folder, tensors, bar.update)
-        config = {**spec.config, "quantization_config": form.config(size, _ignored(spec, multiplied))}
+        config = {**spec.config, "quantization_config": form.config(size, _ignored(spec, quantized))}
         (folder / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n")
 
 
-def _multiplied(spec: ModelSpec) -> set[str]:
-    """Names of the tensors that are quantised."""
-    operations = [each for each in spec.network.operations if each.kind in _MULTIPLYING]
+def _quantized_names(spec: ModelSpec) -> set[str]:
+    """Return the names of the tensors to quantize."""
+    operations = [each for each in spec.network.operations if each.kind in _QUANTIZED_KINDS]
     roles = ("weight", "gate_up", "down")
     weights = [each.weights[role] for each in operations for role in roles if role in each.weights]
     stored = [pair for weight in weights for pair in zip(weight.names, weight.stored_shapes, strict=True)]
     return {name for name, shape in stored if len(shape) == 2 and shape[0] > 1}
 
 
-def _ignored(spec: ModelSpec, multiplied: set[str]) -> list[str]:
-    """Modules that multiply and stay as they are; another engine quantises whatever is not named."""
+def _ignored(spec: ModelSpec, quantized: set[str]) -> list[str]:
+    """Return the linear modules that stay unquantized; other engines treat all modules not listed as quantized."""
     operations = [each for each in spec.network.operations if each.kind in ("linear", "route", "lm_head")]
-    names = [name for each in operations for name in each.weights["weight"].names if name not in multiplied]
+    names = [name for each in operations for name in each.weights["weight"].names if name not in quantized]
     heads = ["lm_head.weight", *names]
     return list(dict.fromkeys(name.removesuffix(".weight") for name in heads if "embed" not in name))
 
 
 def _tensors(
-    spec: ModelSpec, reader: WeightReader, multiplied: set[str], form: Format, group_size: int | None
+    spec: ModelSpec, reader: WeightReader, quantized: set[str], form: Format, group_size: int | None
 ) -> Iterator[TensorSource]:
-    """What the result consists of, the parts of one weight together."""
+    """Yield the tensors of the result, with the parts of one weight together."""
     shapes = reader.shapes()
     wanted = {**spec.tensors, **{name: shape for name, shape in optional_tensors(spec).items() if name in shapes}}
     for name, shape in wanted.items():
-        if name not in multiplied:
+        if name not in quantized:
             array = reader.read(name, shape)
             yield TensorSource(name, array.dtype, shape, lambda name=name, shape=shape: reader.read(name, shape))  # type: ignore[misc]
             continue
@@ -131,7 +137,7 @@ def _tensors(
 
 
 class _Parts:
-    """The parts of one weight, which is rounded when the first of them is asked for and let go with the last."""
+    """The parts of one weight. It is quantized when its first part is read, and freed with the last."""
 
     def __init__(
         self, reader: WeightReader, name: str, shape: tuple[int, int], form: Format, group_size: int | None
@@ -141,10 +147,10 @@ class _Parts:
                 f"--group-size must divide the columns of every weight: {name} has {shape[1]}. Given: {group_size}"
             )
         self._reader, self._name, self._shape, self._form, self._group_size = reader, name, shape, form, group_size
-        self._made: dict[str, Array] = {}
+        self._parts: dict[str, Array] = {}
 
     def layout(self) -> dict[str, tuple[type[np.generic], tuple[int, ...]]]:
-        """Type and shape of each part."""
+        """Return the dtype and shape of each part."""
         out, width = self._shape
         groups = 1 if self._group_size is None else width // self._group_size
         scale = {SCALE: (np.float32, (out, groups))}
@@ -154,11 +160,11 @@ class _Parts:
         return {PACKED: (np.int32, packed), **scale, SHAPE: (np.int64, (2,))}
 
     def read(self, ending: str) -> Array:
-        if not self._made:
-            self._made = parts_of(self._rounded(), self._form.packed)
-        return self._made.pop(ending)
+        if not self._parts:
+            self._parts = parts_of(self._quantize(), self._form.packed)
+        return self._parts.pop(ending)
 
-    def _rounded(self) -> QuantizedTensor:
+    def _quantize(self) -> QuantizedTensor:
         weight = self._reader.read(self._name, self._shape)
         try:
             return quantize_w8(weight) if self._group_size is None else quantize_w4(weight, self._group_size)

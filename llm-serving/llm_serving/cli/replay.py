@@ -1,4 +1,4 @@
-"""`llm-serving replay`: the scheduler's decisions of a recording, made again."""
+"""`llm-serving replay`: repeat the scheduler's decisions of a recording and compare them."""
 
 from __future__ import annotations
 
@@ -19,14 +19,16 @@ def add_to(commands: Subcommands) -> None:
     parser = commands.add_parser(
         "replay", help="run the scheduler on a recording; it must decide the same", allow_abbrev=False
     )
-    parser.add_argument("file", type=Path, metavar="FILE", help="of the folder scheduler_config.record_path")
+    parser.add_argument(
+        "file", type=Path, metavar="FILE", help="recording, from the folder scheduler_config.record_path"
+    )
     parser.add_argument("--until", type=int, metavar="N", help="stop after the decision of step N")
     parser.add_argument("--explain", action="store_true", help="show the state and the decision where the replay stops")
     parser.add_argument(
         "--html",
         type=Path,
         metavar="OUT",
-        help="also write a file for a browser in which the newest steps are gone through",
+        help="also write a page for a browser that shows the newest steps one by one",
     )
     parser.set_defaults(run=run)
 
@@ -56,13 +58,13 @@ def run(arguments: argparse.Namespace) -> int:
         print(replay.explanation, end="\n\n")
     print(f"{reader.header.name}, recorded by version {reader.header.version}")
     if reader.torn_at is not None:
-        print(f"the last record, at byte {reader.torn_at}, is not complete: the recording was cut off there")
+        print(f"the last record, at byte {reader.torn_at}, is incomplete: the recording was cut off there")
     rate = replay.num_decisions / seconds if seconds else 0.0
     print(
         f"steps {replay.first_step} to {replay.next_step - 1}: {replay.num_events} events, {replay.num_decisions}"
         f" decisions in {seconds:.3f} s, {rate:.0f} decisions/s"
     )
-    print(f"every decision is the recorded one; hash {replay.hash}")
+    print(f"every decision equals the recorded one; hash {replay.hash}")
     return 0
 
 
@@ -71,4 +73,4 @@ def _write_page(page: ReplayPageBuilder, reader: Reader, path: Path) -> None:
 
     data = page.page_data(reader.header.name, reader.header.version)
     write_replay_page(data, path)
-    say(f"{path}: {len(data.steps)} steps, {data.num_left_out} before them left out; open it in a browser")
+    say(f"{path}: {len(data.steps)} steps, {data.num_left_out} earlier ones omitted; open it in a browser")

@@ -1,22 +1,31 @@
-"""`llm-serving serve`: the master, its WorkAgents and the HTTP server in the foreground."""
+"""Commands that serve a model: `serve`, `start` and `stop` in the background, `run-batch` without an HTTP server."""
 
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
-from llm_serving.cli.arguments import Subcommands, add_config_arguments, load_servable
+from llm_serving.cli import launcher
+from llm_serving.cli.arguments import EXIT_FAILED, Subcommands, add_config_arguments, load_servable, say
+from llm_serving.errors import ConfigError
 from llm_serving.log import configure_logging, get_logger
 
 
 def add_to(commands: Subcommands) -> None:
+    _add_serve(commands)
+    _add_background(commands)
+    _add_run_batch(commands)
+
+
+def _add_serve(commands: Subcommands) -> None:
     parser = commands.add_parser(
         "serve", help="run the master, its WorkAgents and the HTTP server until interrupted", allow_abbrev=False
     )
     add_config_arguments(parser)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run_serve)
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run_serve(arguments: argparse.Namespace) -> int:
     config = load_servable(arguments)
     configure_logging(config.serving.log_level, "master")
     for notice in config.notices:
@@ -24,3 +33,64 @@ def run(arguments: argparse.Namespace) -> int:
     from llm_serving import master
 
     return int(master.run(config))
+
+
+def _add_background(commands: Subcommands) -> None:
+    start = commands.add_parser(
+        "start", help="serve in the background; returns when requests are answered", allow_abbrev=False
+    )
+    add_config_arguments(start)
+    _add_run_dir(start)
+    start.set_defaults(run=run_start)
+
+    stop = commands.add_parser("stop", help="end what `start` started", allow_abbrev=False)
+    stop.add_argument("--port", type=int, metavar="N", help="only the server on this port")
+    _add_run_dir(stop)
+    stop.set_defaults(run=run_stop)
+
+
+def _add_run_dir(parser: argparse.ArgumentParser) -> None:
+    help_text = "where pids and logs of background servers are kept"
+    parser.add_argument("--run-dir", type=Path, default=Path(".run"), metavar="FOLDER", help=help_text)
+
+
+def run_start(arguments: argparse.Namespace) -> int:
+    config = load_servable(arguments)
+    return launcher.start(config, _serve_arguments(arguments), arguments.run_dir)
+
+
+def _serve_arguments(arguments: argparse.Namespace) -> list[str]:
+    """Return the arguments for `serve` with the same meaning, with hashes in place of API keys."""
+    pairs = [("--config", arguments.config), ("--model", arguments.model)]
+    pairs += [("--set", override) for override in arguments.overrides]
+    return [text for name, value in pairs if value is not None for text in (name, str(value))]
+
+
+def run_stop(arguments: argparse.Namespace) -> int:
+    return launcher.stop(arguments.run_dir, arguments.port)
+
+
+def _add_run_batch(commands: Subcommands) -> None:
+    parser = commands.add_parser(
+        "run-batch",
+        help="answer a file of requests without a server; an interrupted run is resumed",
+        allow_abbrev=False,
+    )
+    parser.add_argument("source", type=Path, metavar="IN", help="JSON lines: custom_id, method, url, body")
+    parser.add_argument(
+        "target", type=Path, metavar="OUT", help="file for the answers, in order; failed lines go to OUT.errors"
+    )
+    add_config_arguments(parser)
+    parser.set_defaults(run=run_file)
+
+
+def run_file(arguments: argparse.Namespace) -> int:
+    if not arguments.source.is_file():
+        raise ConfigError(f"{arguments.source}: no such file")
+    config = load_servable(arguments)
+    configure_logging(config.serving.log_level, "master")
+    from llm_serving import master
+
+    counts = master.run_batch(config, arguments.source, arguments.target)
+    say(f"{arguments.target}: {counts.completed} of {counts.total} lines answered, {counts.failed} refused or failed")
+    return EXIT_FAILED if counts.failed else 0

@@ -1,4 +1,4 @@
-"""One request to a running server, with nothing but the standard library."""
+"""HTTP requests to a running server, with the standard library only."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from typing import Final
 from llm_serving.errors import ConfigError, LLMServingError, UnavailableError, shorten
 
 TIMEOUT_S: Final = 600.0
-"""Seconds without a byte of an answer: it may wait in a queue before it begins."""
+"""Seconds without a byte of an answer; a request may wait in a queue first."""
 MAX_ERROR_BYTES: Final = 4096
 
 
-class ServerRefusal(LLMServingError):  # noqa: N818  what a server says is not our error
-    """The server answers that it will not."""
+class ServerRefusal(LLMServingError):  # noqa: N818  an answer, not an error of this program
+    """The server refused the request."""
 
 
 @contextmanager
 def opened(
     url: str, path: str, key: str = "", body: object = None, method: str | None = None
 ) -> Iterator[HTTPResponse]:
-    """The answer to a request; closing it ends the request.
+    """Send a request and yield the response, which is closed at the end.
 
     Args:
-        url: Of the server, without a path.
-        path: Of the route.
-        key: API key; empty: none is shown.
-        body: Sent as JSON; None: nothing is sent.
+        url: URL of the server, without a path.
+        path: Path of the route.
+        key: API key; empty: none is sent.
+        body: Value to send as JSON; None: no body.
         method: None: POST with a body, GET without.
 
     Raises:
-        ConfigError: The address or the key is none.
-        Refusal: The server refuses.
-        UnavailableError: It cannot be reached, or is gone.
+        ConfigError: The URL or the API key is invalid.
+        ServerRefusal: The server answers with an error status.
+        UnavailableError: The server cannot be reached, or the connection broke.
     """
     if not url.startswith(("http://", "https://")):
         raise ConfigError(f"--url must begin with http:// or https://. Given: {url}")
@@ -46,16 +46,18 @@ def opened(
         headers["Authorization"] = f"Bearer {key}"
     data = None if body is None else json.dumps(body).encode()
     if not (key.isascii() and key.isprintable()):
-        raise ConfigError("an API key must be of printable ASCII characters; this one has others, perhaps a line's end")
+        raise ConfigError(
+            "an API key must consist of printable ASCII characters; this one has others, perhaps a line break"
+        )
     try:
         with _sent(url, path, data, headers, method) as response:
             yield response
     except urllib.error.HTTPError as error:
-        raise ServerRefusal(_told(error.code, error.read(MAX_ERROR_BYTES))) from None
+        raise ServerRefusal(_error_message(error.code, error.read(MAX_ERROR_BYTES))) from None
     except urllib.error.URLError as error:
         raise UnavailableError(f"no server answers at {url}: {error.reason}") from None
     except (OSError, HTTPException) as error:
-        raise UnavailableError(f"{url} is gone: {error or type(error).__name__}") from None
+        raise UnavailableError(f"the connection to {url} broke: {error or type(error).__name__}") from None
 
 
 def _sent(url: str, path: str, data: bytes | None, headers: dict[str, str], method: str | None) -> HTTPResponse:
@@ -67,8 +69,8 @@ def _sent(url: str, path: str, data: bytes | None, headers: dict[str, str], meth
     return answer
 
 
-def _told(status: int, content: bytes) -> str:
-    """What an error says to people."""
+def _error_message(status: int, content: bytes) -> str:
+    """Return the message of an error response."""
     try:
         return f"{status}: {json.loads(content)['error']['message']}"
     except (ValueError, LookupError, TypeError):

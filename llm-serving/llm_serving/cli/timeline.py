@@ -1,4 +1,4 @@
-"""`llm-serving timeline`: what a running server did lately, as a trace."""
+"""`llm-serving timeline`: save the newest steps of a running server as a trace."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from llm_serving.errors import ConfigError, LLMServingError
 
 def add_to(commands: Subcommands) -> None:
     parser = commands.add_parser(
-        "timeline", help="save what a running server did lately as a trace for ui.perfetto.dev", allow_abbrev=False
+        "timeline", help="save the newest steps of a running server as a trace for ui.perfetto.dev", allow_abbrev=False
     )
     add_server_arguments(parser)
     parser.add_argument("--output", type=Path, default=Path("trace.json"), metavar="FILE", help="default: trace.json")
@@ -27,15 +27,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def save_timeline(url: str, output: Path, num_steps: int | None = None, key: str = "") -> int:
-    """Writes the trace that `GET /v1/timeline` answers.
-
-    Returns:
-        The number of its events.
+    """Write the response of `GET /v1/timeline` to a file and return its number of events.
 
     Raises:
-        UnavailableError: No server answers at the address.
-        LLMServingError: It refuses.
-        ConfigError: The address is none, or the file cannot be written.
+        UnavailableError: The server cannot be reached.
+        LLMServingError: The server refuses, or its answer is not a trace.
+        ConfigError: The URL is invalid, or the file cannot be written.
     """
     from llm_serving.cli.server_call import opened
 
