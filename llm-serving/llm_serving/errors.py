@@ -1,41 +1,41 @@
-"""Every error the package raises on purpose.
+"""Exceptions that the package raises on purpose.
 
 ```
 LLMServingError
 ├── ConfigError                 the YAML, an override or a model folder cannot be served
-│   └── ModelError              a folder of weights is missing, unreadable or of an unknown family
-├── AuthenticationError   401   no API key, or one that is not known
-├── RequestError          400   a client's request breaks a rule: field, rule, value
+│   └── ModelError              a model folder is missing, unreadable or of an unknown family
+├── AuthenticationError   401   the API key is missing or unknown
+├── RequestError          400   a request breaks a rule: field, rule, value
 │   ├── ContextLengthError 400  prompt and max_tokens do not fit the model or the KV cache
-│   ├── PermissionDeniedError 403  its API key does not allow what it asks for
-│   ├── RequestNotFoundError 404  no request of that id is known, or not to who asks
-│   ├── ModelNotFoundError 404  the request names a model that is not served
+│   ├── PermissionDeniedError 403  the API key does not permit the request
+│   ├── RequestNotFoundError 404  the id is unknown, or belongs to another tenant
+│   ├── ModelNotFoundError 404  the request names another model than the served one
 │   ├── RequestTooLargeError 413
-│   ├── RequestTimeoutError  408  its body did not arrive in time
-│   └── IdempotencyError    422  its Idempotency-Key, or its event, was another request's
-├── GoneError             410   what came before it can be gone on with no more
-├── RequestCancelledError 409   it was cancelled, and its protocol has no word for that in an answer
-├── TimedOutError         504   the deadline that the client gave has passed, or cannot be met any more
+│   ├── RequestTimeoutError  408  the body did not arrive in time
+│   └── IdempotencyError    422  the Idempotency-Key or the event id belongs to another request
+├── GoneError             410   the stream or response to continue no longer exists
+├── RequestCancelledError 409   the request was cancelled, in a protocol without a finish reason for that
+├── TimedOutError         504   the request's deadline has passed or cannot be met
 ├── CapacityError         429   the waiting queue is full; retry_after in seconds
-│   ├── TooLateError      429   its first token would come after the deadline that the client gave
-│   ├── StoreFullError    429   what is kept of others leaves no room for it
-│   └── RateLimitError    429   more than the API key or the address may ask for in a minute
-├── UnavailableError      503   not ready yet, draining, or no WorkAgent lives
-├── NoWorkAgentsError           every WorkAgent has used up its restarts, and the server shall end then
+│   ├── TooLateError      429   the predicted first token is later than the request's deadline
+│   ├── StoreFullError    429   a store has no room for the request's data
+│   └── RateLimitError    429   the limit per minute of the API key or the client address is exceeded
+├── UnavailableError      503   loading, draining, or no WorkAgent is alive
+├── NoWorkAgentsError           every WorkAgent has exhausted its restarts, and the server must exit
 ├── WorkerError           500   a WorkAgent failed on a step
 │   ├── WorkerDiedError         its process ended or its channel broke
-│   ├── RankLostError           another process of the same replica is gone, or computes something else
+│   ├── RankLostError           another rank of the replica ended or runs another step
 │   └── StepMismatchError       a reply does not match the step in flight
 ├── ReceiptError                a receipt cannot be read
-├── RecordingError              a recording of the scheduler is damaged, or cannot be replayed
+├── RecordingError              a recording of the scheduler is damaged or cannot be replayed
 ├── KernelError                 the operator library cannot be built or loaded, or has no memory
 └── TransportError              a channel between master and WorkAgent
     ├── ProtocolError           a frame is malformed, too long or of another version
-    ├── ChannelClosedError      the other side is gone
-    └── DeadlineExceededError   no answer in time
+    ├── ChannelClosedError      the peer has closed the channel
+    └── DeadlineExceededError   the peer did not reply in time
 ```
 
-`http_status` is what a client sees when the error ends its request.
+`http_status` is the status of the response when the error ends a request.
 """
 
 import contextlib
@@ -50,15 +50,15 @@ _short.maxlist = _short.maxtuple = _short.maxdict = 4
 
 
 def shorten(value: object) -> str:
-    """A bounded `repr` for error texts: a message never echoes megabytes of what a client sent."""
+    """Return a bounded `repr` for an error text, which must not echo megabytes of a client's input."""
     try:
         return _short.repr(value)
-    except ValueError:  # an integer beyond Python's limit of digits
+    except ValueError:  # an integer with more digits than Python converts
         return f"<{type(value).__name__}>"
 
 
 class LLMServingError(Exception):
-    """Root of the tree."""
+    """Base class of all errors of this package."""
 
     http_status: ClassVar[int] = 500
 
@@ -68,11 +68,11 @@ class ConfigError(LLMServingError):
 
 
 class ModelError(ConfigError):
-    """A model folder is missing, unreadable or of a family that is not known."""
+    """A model folder is missing, unreadable or of an unknown family."""
 
 
 class AuthenticationError(LLMServingError):
-    """The request shows no API key, or one that is not known."""
+    """The request's API key is missing or unknown."""
 
     http_status: ClassVar[int] = 401
 
@@ -82,8 +82,8 @@ class RequestError(LLMServingError):
 
     Args:
         field: Name of the field as the client wrote it.
-        rule: What must hold, worded to follow the name: "must be >= 1".
-        value: What was given; shown shortened. Leave it out when it would echo the client's text.
+        rule: The rule, worded to follow the name: "must be >= 1".
+        value: The given value, shown shortened; omitted if it would echo a client's text.
     """
 
     http_status: ClassVar[int] = 400
@@ -97,16 +97,16 @@ class RequestError(LLMServingError):
         self._given = value
 
     def renamed(self, field: str, value: object = ...) -> Self:
-        """The same error by the name that the client gave the field, with another `value` if one is given."""
+        """Return the same error for another field name, and another `value` if one is given."""
         return type(self)(field, self.rule, self._given if value is ... else value)
 
 
 @contextlib.contextmanager
 def renaming(names: Mapping[str, str]) -> Iterator[None]:
-    """Gives errors of requests the names that their fields have in a protocol.
+    """Rename the fields in request errors raised by the body.
 
     Args:
-        names: What a field is called inside -> there; others keep theirs.
+        names: Internal field name -> its name in the protocol.
     """
     try:
         yield
@@ -117,41 +117,41 @@ def renaming(names: Mapping[str, str]) -> Iterator[None]:
 
 
 class IdempotencyError(RequestError):
-    """It came with the key, or the event, of another request."""
+    """The Idempotency-Key or the event id belongs to another request."""
 
     http_status: ClassVar[int] = 422
 
 
 class GoneError(LLMServingError):
-    """What a client wants to go on with cannot be gone on with any more."""
+    """The stream or response that the client wants to continue no longer exists."""
 
     http_status: ClassVar[int] = 410
 
 
 class ContextLengthError(RequestError):
-    """The prompt, or the prompt with what it may generate, can never fit."""
+    """The prompt, or the prompt with its output, can never fit."""
 
 
 class PermissionDeniedError(RequestError):
-    """The API key does not allow what the request asks for."""
+    """The API key does not permit the request."""
 
     http_status: ClassVar[int] = 403
 
 
 class ModelNotFoundError(RequestError):
-    """The request names a model that is not served."""
+    """The request names another model than the served one."""
 
     http_status: ClassVar[int] = 404
 
 
 class RequestNotFoundError(RequestError):
-    """No request of that id is known, or it is another tenant's."""
+    """The id is unknown, or belongs to another tenant."""
 
     http_status: ClassVar[int] = 404
 
 
 class RequestCancelledError(LLMServingError):
-    """Somebody who may has cancelled the request."""
+    """The request was cancelled by its tenant or an administrator."""
 
     http_status: ClassVar[int] = 409
 
@@ -160,31 +160,29 @@ class RequestCancelledError(LLMServingError):
 
 
 class TimedOutError(LLMServingError):
-    """The deadline of the request has passed, or cannot be met any more."""
+    """The request's deadline has passed, or cannot be met."""
 
     http_status: ClassVar[int] = 504
 
 
 class RequestTooLargeError(RequestError):
-    """The body exceeds `serving_config.max_request_body_bytes`."""
-
     http_status: ClassVar[int] = 413
 
 
 class RequestTimeoutError(RequestError):
-    """The body of the request did not arrive in time."""
+    """The body did not arrive in time."""
 
     http_status: ClassVar[int] = 408
 
 
 class CapacityError(LLMServingError):
-    """The request is refused because too much is waiting.
+    """The request is refused because too many are waiting.
 
     Args:
-        message: What is full, with the numbers.
-        retry_after: Seconds after which a place is expected to be free for it; None when unknown.
-        queue_estimate_ms: Milliseconds the request would have waited for its first token; None when unknown.
-        predicted_s: Seconds to the first token of a client that comes back after `retry_after`; None when unknown.
+        message: Which limit is reached, with the numbers.
+        retry_after: Seconds until a retry is expected to succeed; None: unknown.
+        queue_estimate_ms: Milliseconds the request would have waited for its first token; None: unknown.
+        predicted_s: Predicted seconds to first token of a retry after `retry_after`; None: unknown.
     """
 
     http_status: ClassVar[int] = 429
@@ -203,23 +201,23 @@ class CapacityError(LLMServingError):
 
 
 class TooLateError(CapacityError):
-    """The first token of the request would come after its deadline."""
+    """The predicted first token is later than the request's deadline."""
 
 
 class StoreFullError(CapacityError):
-    """What the server keeps of others leaves no room for what the request would have it keep."""
+    """A store has no room for the request's data."""
 
 
 class RateLimitError(CapacityError):
-    """An API key asks for more than its row allows in a minute, or an address shows too many wrong ones."""
+    """The limit per minute of the API key is exceeded, or the client address sent too many unknown keys."""
 
 
 class UnavailableError(LLMServingError):
-    """Nothing can be served at this moment: starting, draining, or no WorkAgent lives.
+    """The server cannot serve now: loading, draining, or no WorkAgent is alive.
 
     Args:
-        message: Why.
-        retry_after: Seconds after which a retry has a chance; None when unknown.
+        message: The reason.
+        retry_after: Seconds until a retry may succeed; None: unknown.
     """
 
     http_status: ClassVar[int] = 503
@@ -230,11 +228,11 @@ class UnavailableError(LLMServingError):
 
 
 class NoWorkAgentsError(LLMServingError):
-    """Every WorkAgent has used up its restarts, and the configuration wants the server to end then."""
+    """Every WorkAgent has exhausted its restarts, and `exit_without_work_agents` is set."""
 
 
 class WorkerError(LLMServingError):
-    """A WorkAgent failed; only the requests of its step are concerned."""
+    """A WorkAgent failed; only the requests of its step are affected."""
 
 
 class WorkerDiedError(WorkerError):
@@ -242,23 +240,23 @@ class WorkerDiedError(WorkerError):
 
 
 class RankLostError(WorkerError):
-    """Of the processes that compute a replica together one is gone, or does something else: none can go on."""
+    """Another rank of the replica ended or runs another step, so no rank can continue."""
 
 
 class StepMismatchError(WorkerError):
-    """A reply does not match (step, slot, epoch, request) of what is in flight; its tokens are not used."""
+    """A reply does not match the step, slot, epoch or request in flight; its tokens are discarded."""
 
 
 class ReceiptError(LLMServingError):
-    """What shall be a receipt is none, or none of this version."""
+    """A receipt is malformed or of another version."""
 
 
 class RecordingError(LLMServingError):
-    """A recording of the scheduler is damaged, or does not fit this version of the scheduler."""
+    """A recording of the scheduler is damaged, or does not match this version of the scheduler."""
 
 
 class KernelError(LLMServingError):
-    """The operator library cannot be built or loaded, or finds no memory for what it computes."""
+    """The operator library cannot be built or loaded, or has too little memory."""
 
 
 class TransportError(LLMServingError):
@@ -266,12 +264,12 @@ class TransportError(LLMServingError):
 
 
 class ProtocolError(TransportError):
-    """A frame is malformed, too long, or of another version of the protocol."""
+    """A frame is malformed, too long, or of another protocol version."""
 
 
 class ChannelClosedError(TransportError):
-    """The other side closed the channel."""
+    """The peer closed the channel."""
 
 
 class DeadlineExceededError(TransportError):
-    """The other side did not answer in time."""
+    """The peer did not reply in time."""

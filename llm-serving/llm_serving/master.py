@@ -1,4 +1,4 @@
-"""The serving process put together: tokenizer, replicas, HTTP server. No logic of its own."""
+"""The serving process: builds tokenizer, replicas, engine and HTTP server from a configuration."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ logger = get_logger(__name__)
 
 
 def run(config: ServingConfig) -> int:
-    """Serves until told to stop by SIGINT or SIGTERM.
+    """Serve until SIGINT or SIGTERM.
 
     Returns:
-        The exit code: 0 after an orderly end.
+        The exit code: 0 after a graceful shutdown.
 
     Raises:
         ConfigError: The model, its tokenizer or the port cannot be used.
         WorkerDiedError: No WorkAgent could be started.
-        NoWorkAgentsError: All have used up their restarts, and the configuration has the server end then.
+        NoWorkAgentsError: All WorkAgents have exhausted their restarts, and `exit_without_work_agents` is set.
     """
     with open_placement(config) as placement:
         return serve(build(config, placement))
 
 
 def run_batch(config: ServingConfig, source: Path, target: Path) -> RequestCounts:
-    """Answers a file of requests; goes on where an earlier run of the same files ended.
+    """Answer a file of requests, or continue an interrupted run of the same files.
 
     Raises:
         LLMServingError: As `run`, or the files cannot be used.
@@ -61,7 +61,7 @@ def run_batch(config: ServingConfig, source: Path, target: Path) -> RequestCount
 
 
 def build(config: ServingConfig, placement: Placement) -> AsyncEngine:
-    """The engine of a configuration, not started."""
+    """Build the engine of a configuration without starting it."""
     assert config.model.model_path is not None
     spec = ModelSpec.from_folder(config.model.model_path)
     tokenizer = Tokenizer.load(config.model.model_path, config.model.tokenizer_path)

@@ -1,4 +1,4 @@
-"""Generation without a server: the same engine in one process, its runner in place of a WorkAgent."""
+"""Generation without a server: engine and model runner in one process."""
 
 from __future__ import annotations
 
@@ -30,9 +30,7 @@ Prompt = str | list[int]
 
 
 class LLM:
-    """A model loaded into this process.
-
-    Only the thread that made it may use it: a network of MindSpore belongs to one thread.
+    """A model loaded into this process. Only the thread that created it may use it, because MindSpore requires that.
 
     Example:
         llm = LLM(load_config(None, [], Path("demo")))
@@ -40,14 +38,14 @@ class LLM:
     """
 
     def __init__(self, config: ServingConfig) -> None:
-        """Loads the model that `config` names; its `serving_config` has no meaning here.
+        """Load the model of a configuration; its `serving_config` is ignored.
 
         Raises:
             ConfigError: The model or its tokenizer cannot be used.
         """
         assert config.model.model_path is not None
         if config.cluster.tensor_parallel > 1:
-            rule = "must be 1 where one process computes"
+            rule = "must be 1, because a single process computes"
             raise ConfigError(f"`cluster_config.tensor_parallel` {rule}. Given: {config.cluster.tensor_parallel}")
         if config.hub_model is not None:
             download(config.hub_model, logger.info)
@@ -79,7 +77,7 @@ class LLM:
             self.model_spec.vocab_size,
             GrammarLimits(serving.max_grammar_bytes, serving.max_grammar_states, serving.grammar_cache_size),
         )
-        """Makes what answers must keep to of grammars: `SamplingParams(constraint=grammar.text)`."""
+        """Compiles grammars to `SamplingParams(constraint=grammar.text)`."""
         self._counter = itertools.count()
         self._pieces: list[RequestOutput] = []
 
@@ -90,18 +88,18 @@ class LLM:
         *,
         priorities: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Answers all prompts, as many at once as the configuration allows.
+        """Answer all prompts, as many at once as the configuration allows.
 
         Args:
             prompts: Texts or token ids.
-            sampling: One for all, or one a prompt.
-            priorities: One a prompt, smaller first; None: all the same.
+            sampling: Parameters for all prompts, or for each.
+            priorities: Priority of each prompt, smaller first; None: all equal.
 
         Returns:
-            One output a prompt, in their order, with the whole text and all tokens.
+            One output for each prompt, in order, with the whole text and all tokens.
 
         Raises:
-            RequestError: A request can never be served; none has been started then.
+            RequestError: A request can never be served; none is started then.
         """
         pieces: list[list[RequestOutput]] = [[] for _ in prompts]
         for index, piece in self.stream(prompts, sampling, priorities=priorities):
@@ -115,7 +113,7 @@ class LLM:
         *,
         priorities: Sequence[int] | None = None,
     ) -> Iterator[tuple[int, RequestOutput]]:
-        """As `generate`, but yields (index of the prompt, piece) as the pieces come."""
+        """Like `generate`, but yield (index of the prompt, piece) as the pieces arrive."""
         if isinstance(sampling, SamplingParams):
             sampling = [sampling] * len(prompts)
         if priorities is None:
@@ -123,7 +121,7 @@ class LLM:
         yield from self._run([self._request(*each) for each in zip(prompts, sampling, priorities, strict=True)])
 
     def embed(self, prompts: Sequence[Prompt]) -> list[Float32Array]:
-        """The last hidden state of each prompt, behind the final norm, as the head would read it.
+        """Return the last hidden state of each prompt after the final norm, the input of the LM head.
 
         Args:
             prompts: Texts or token ids.
@@ -132,8 +130,8 @@ class LLM:
             [hidden size] for each prompt, float32.
 
         Raises:
-            RequestError: A prompt can never be computed; none has been started then.
-            WorkerError: One could not be.
+            RequestError: A prompt can never be computed; none is started then.
+            WorkerError: Computing a prompt failed.
         """
         requests = [self._request(prompt, SamplingParams(max_tokens=0), wants_vector=True) for prompt in prompts]
         vectors: dict[int, Float32Array] = {}
@@ -146,15 +144,15 @@ class LLM:
     def beam_search(
         self, prompts: Sequence[Prompt], search: BeamSearchParams, sampling: SamplingParams
     ) -> list[list[RequestOutput]]:
-        """The best sequences of each prompt, best first.
+        """Return the best sequences of each prompt, best first.
 
         Args:
             prompts: Texts or token ids.
-            search: Width, how many are returned, how they are scored.
-            sampling: `max_tokens`, what ends a sequence, `logprobs`; must be greedy and change no logits.
+            search: Beam width, number of returned sequences and scoring.
+            sampling: `max_tokens`, stop conditions and `logprobs`; must be greedy and change no logits.
 
         Raises:
-            RequestError: A request can never be served; none has been started then.
+            RequestError: A request can never be served; none is started then.
         """
         check_beam_search(self.config.model, sampling)
         requests = [self._request(prompt, sampling, beam_search=search) for prompt in prompts]

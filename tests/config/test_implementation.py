@@ -80,7 +80,7 @@ def test_model_without_a_mindformers_class_is_refused(tmp_path):
     [
         ({"architectures": ["Qwen2ForCausalLM"]}, "Qwen2ForCausalLM is none of MindFormers' classes before 2"),
         ({"head_dim": 32}, "MindFormers' LlamaForCausalLM has heads that together are as wide as a row, 32"),
-        ({"mlp_bias": True}, "MindFormers' LlamaForCausalLM has no place for model.layers.0.mlp.gate_proj.bias"),
+        ({"mlp_bias": True}, "MindFormers' LlamaForCausalLM has no parameter for model.layers.0.mlp.gate_proj.bias"),
     ],
 )
 def test_models_that_mindformers_legacy_does_not_support_are_refused(tmp_path, changes, message):

@@ -453,12 +453,12 @@ class TestDefaultContext:
     def load(self, model, *overrides):
         return load_config(None, overrides, model)
 
-    def test_is_that_of_the_model(self, long_model):
+    def test_max_generate_length_is_that_of_the_model(self, long_model):
         config = self.load(long_model)
         assert (config.model.max_generate_length, config.model.max_input_len) == (131072, 131072)
         assert config.sources["model_config.max_generate_length"] == "model config.json"
 
-    def test_is_what_the_blocks_hold(self, long_model):
+    def test_max_generate_length_fits_the_blocks(self, long_model):
         config = self.load(long_model, "pa_config.num_blocks=100", "pa_config.block_size=32")
         assert config.model.max_generate_length == 3200
         assert config.sources["model_config.max_generate_length"] == (
@@ -467,13 +467,13 @@ class TestDefaultContext:
         assert config.notices == ()
         assert "max_generate_length: 3200" in describe(config)
 
-    def test_a_window_needs_no_more_than_its_blocks(self, tmp_path):
+    def test_max_generate_length_with_a_window_needs_only_its_blocks(self, tmp_path):
         sees = {"architectures": ["MistralForCausalLM"], "sliding_window": 4096, "max_position_embeddings": 131072}
         (tmp_path / "config.json").write_text(json.dumps({**LLAMA, **sees}))
         assert self.load(tmp_path, "pa_config.num_blocks=257").model.max_generate_length == 131072
         assert self.load(tmp_path, "pa_config.num_blocks=256").model.max_generate_length == 4096
 
-    def test_is_stretched_as_rotary_embeddings_are(self, tmp_path):
+    def test_max_generate_length_includes_rope_scaling(self, tmp_path):
         scaling = {"rope_scaling": {"type": "linear", "factor": 4.0}}
         (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "max_position_embeddings": 32768, **scaling}))
         config = self.load(tmp_path)
@@ -484,13 +484,13 @@ class TestDefaultContext:
         with pytest.raises(ConfigError, match=rf"must be <= 131072, the positions of the model \({source}\)"):
             self.load(tmp_path, "model_config.max_generate_length=131073")
 
-    def test_its_prompts_are_no_longer_than_what_may_wait(self, long_model):
+    def test_longest_prompt_is_limited_by_max_waiting_tokens(self, long_model):
         config = self.load(long_model, "scheduler_config.max_waiting_tokens=20000")
         assert (config.model.max_generate_length, config.model.max_input_len) == (131072, 20000)
         with pytest.raises(ConfigError, match=r"must be >= 30000, the longest prompt"):
             self.load(long_model, "scheduler_config.max_waiting_tokens=20000", "model_config.max_generate_length=30000")
 
-    def test_another_one_is_the_operators_choice(self, long_model):
+    def test_given_max_generate_length_is_kept(self, long_model):
         config = self.load(long_model, "model_config.max_generate_length=512", "pa_config.num_blocks=10")
         assert config.model.max_generate_length == 512
         assert "holds 10 x 16 = 160 tokens; a longer request is refused" in config.notices[0]

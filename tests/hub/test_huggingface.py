@@ -25,7 +25,7 @@ def error_of(name: str = "Tiny/Llama", **options: str) -> str:
     return str(caught.value)
 
 
-def test_only_what_is_served_is_downloaded_and_weights_come_last(hub):
+def test_huggingface_downloads_wanted_files_weights_last(hub):
     said: list[str] = []
     model = hub_package.locate("Tiny/Llama")
     assert weight_requests(hub) == []
@@ -49,7 +49,7 @@ def test_only_what_is_served_is_downloaded_and_weights_come_last(hub):
     assert "0.4 MB" in said[0]
 
 
-def test_templates_in_a_folder_of_their_own_come_too(hub):
+def test_huggingface_downloads_additional_templates(hub):
     wanted, unwanted = "additional_chat_templates/tool_use.jinja", "additional_chat_templates/more/x.jinja"
     hub.models["Tiny/Llama"] = StoredModel(tiny_files() | {wanted: b"{{ messages }}", unwanted: b"x"})
     folder = hub_package.locate("Tiny/Llama").folder
@@ -57,7 +57,7 @@ def test_templates_in_a_folder_of_their_own_come_too(hub):
     assert not (folder / unwanted).exists()
 
 
-def test_the_cache_is_the_one_of_the_ecosystem(hub, caches):
+def test_huggingface_cache_has_the_standard_layout(hub, caches):
     folder = get().folder
     assert folder == caches / "hf/hub/models--Tiny--Llama/snapshots" / COMMIT
     found = huggingface_hub.snapshot_download("Tiny/Llama", cache_dir=caches / "hf/hub", local_files_only=True)
@@ -65,7 +65,7 @@ def test_the_cache_is_the_one_of_the_ecosystem(hub, caches):
     assert not list((caches / "hf/hub").rglob("*incomplete"))
 
 
-def test_what_the_cache_has_is_taken_without_asking_anybody(hub):
+def test_huggingface_cached_model_needs_no_network(hub):
     folder = get().folder
     hub.asked.clear()
     model = get()
@@ -74,11 +74,11 @@ def test_what_the_cache_has_is_taken_without_asking_anybody(hub):
     assert hub.asked == []
 
 
-def test_an_interrupted_download_goes_on_where_it_ended(hub, monkeypatch):
+def test_huggingface_resumes_a_download(hub, monkeypatch):
     monkeypatch.setattr(huggingface_hub.file_download.time, "sleep", lambda seconds: None)
     monkeypatch.setattr(huggingface_hub.constants, "DOWNLOAD_CHUNK_SIZE", 10_000)
     hub.cut_after = 100_000
-    assert "start again to go on" in error_of()
+    assert "start again to resume" in error_of()
     assert hub_package.find.missing_files(hub_package.locate("Tiny/Llama").folder) == ["*.safetensors"]
     kept = 100_000
     hub.cut_after = None
@@ -89,7 +89,7 @@ def test_an_interrupted_download_goes_on_where_it_ended(hub, monkeypatch):
     assert (folder / "model.safetensors").read_bytes() == hub.models["Tiny/Llama"].files["model.safetensors"]
 
 
-def test_a_line_that_breaks_once_is_not_even_noticed(hub, monkeypatch):
+def test_huggingface_retries_a_broken_connection(hub, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "DOWNLOAD_CHUNK_SIZE", 10_000)
 
     def mend(seconds: float) -> None:
@@ -101,21 +101,21 @@ def test_a_line_that_breaks_once_is_not_even_noticed(hub, monkeypatch):
     assert hub.sent["model.safetensors"] == [(0, 50_000), (50_000, len(WEIGHTS) - 50_000)]
 
 
-def test_what_arrives_damaged_is_not_kept(hub):
+def test_huggingface_discards_a_damaged_file(hub):
     hub.corrupt = True
-    assert "is not what" in error_of()
+    assert "does not have the hash" in error_of()
     hub.corrupt = False
     folder = get().folder
     assert (folder / "model.safetensors").read_bytes() == hub.models["Tiny/Llama"].files["model.safetensors"]
 
 
-def test_a_family_that_cannot_be_served_is_refused_before_anything_else_is_asked(hub):
+def test_huggingface_refuses_unsupported_families_first(hub):
     hub.models["Tiny/Llama"] = StoredModel(tiny_files(architectures=["MambaForCausalLM"]))
     assert "MambaForCausalLM" in error_of()
     assert list(hub.sent) == ["config.json"]
 
 
-def test_shards_are_those_of_the_index(hub):
+def test_huggingface_downloads_the_shards_of_the_index(hub):
     files = tiny_files()
     files["consolidated.safetensors"] = files.pop("model.safetensors")
     files["model.safetensors.index.json"] = b'{"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}'
@@ -132,7 +132,7 @@ def test_shards_are_those_of_the_index(hub):
     assert list(hub.sent) == []  # the blob is there; only its name was missing
 
 
-def test_an_index_that_names_what_is_not_there_or_not_its_own(hub):
+def test_huggingface_refuses_an_invalid_index(hub):
     for named, message in (("model-3.safetensors", "which is not there"), ("../x.safetensors", "of its own folder")):
         files = tiny_files()
         files["model.safetensors.index.json"] = b'{"weight_map": {"a": "%s"}}' % named.encode()
@@ -140,7 +140,7 @@ def test_an_index_that_names_what_is_not_there_or_not_its_own(hub):
         assert message in error_of()
 
 
-def test_a_model_without_safetensors(hub):
+def test_huggingface_model_without_safetensors_is_refused(hub):
     files = tiny_files()
     del files["model.safetensors"], files["original/consolidated.safetensors"]
     hub.models["Tiny/Llama"] = StoredModel(files)
@@ -149,7 +149,7 @@ def test_a_model_without_safetensors(hub):
     assert "convert" in error
 
 
-def test_a_gated_model(hub, monkeypatch):
+def test_huggingface_gated_model_error_explains_access(hub, monkeypatch):
     hub.models["Tiny/Llama"].gated = True
     error = error_of()
     assert f"accept its conditions with an account at {hub.url}/Tiny/Llama" in error
@@ -160,14 +160,14 @@ def test_a_gated_model(hub, monkeypatch):
     assert get().folder.is_dir()
 
 
-def test_unknown_names_and_revisions(hub):
+def test_huggingface_unknown_names_and_revisions(hub):
     error = error_of("Tiny/Lama")
     assert "there is no such model, or it is private" in error
     assert f"{hub.url}/models" in error
     assert "no revision v2" in error_of(revision="v2")
 
 
-def test_another_revision_has_a_folder_of_its_own(hub):
+def test_huggingface_revisions_have_separate_folders(hub):
     first = get().folder
     other = COMMIT[::-1]
     hub.models["Tiny/Llama"] = StoredModel(tiny_files(), commit=other, branches=("v2",))
@@ -176,7 +176,7 @@ def test_another_revision_has_a_folder_of_its_own(hub):
     assert get(revision=other).folder == first.with_name(other)
 
 
-def test_offline_nothing_is_asked_and_the_cache_serves(hub, monkeypatch):
+def test_huggingface_offline_uses_the_cache_only(hub, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     error = error_of()
     assert "no local cache has it, and HF_HUB_OFFLINE forbids to download it" in error
@@ -191,19 +191,19 @@ def test_offline_nothing_is_asked_and_the_cache_serves(hub, monkeypatch):
     assert hub.asked == []
 
 
-def test_a_hub_that_cannot_be_reached(caches):
+def test_huggingface_unreachable_hub(caches):
     error = error_of()
     assert error.startswith("Tiny/Llama at http://127.0.0.1:9 cannot be read: ")
     assert "HF_ENDPOINT names a mirror" in error
 
 
-def test_a_disk_that_is_too_small(hub, monkeypatch):
+def test_huggingface_checks_disk_space(hub, monkeypatch):
     usage = shutil.disk_usage("/")._replace(free=len(WEIGHTS) - 1)
     monkeypatch.setattr(find.shutil, "disk_usage", lambda path: usage)
     assert "must have 0.4 MB free for the weights" in error_of()
     assert weight_requests(hub) == []
 
 
-def test_without_the_package_it_is_said_how_to_get_it(hub, monkeypatch):
+def test_huggingface_missing_package_error_has_the_command(hub, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "huggingface_hub", None)
     assert "pip install huggingface_hub" in error_of()

@@ -23,7 +23,7 @@ def write_snapshot(folder, *without: str):
     return folder
 
 
-def test_a_download_lands_in_the_cache_of_modelscope_and_is_found_there(hub, caches):
+def test_modelscope_download_is_cached(hub, caches):
     model = get()
     assert model.folder == caches / "ms/models/Tiny--Llama/snapshots/master"
     assert (model.folder / "model.safetensors").read_bytes() == hub.models["Tiny/Llama"].files["model.safetensors"]
@@ -34,7 +34,7 @@ def test_a_download_lands_in_the_cache_of_modelscope_and_is_found_there(hub, cac
     assert hub.asked == []
 
 
-def test_weights_are_not_asked_for_where_the_family_cannot_be_served(hub):
+def test_modelscope_refuses_unsupported_families_before_weights(hub):
     hub.models["Tiny/Llama"] = StoredModel(tiny_files(architectures=["MambaForCausalLM"]))
     with pytest.raises(ModelError, match="MambaForCausalLM"):
         get()
@@ -42,12 +42,12 @@ def test_weights_are_not_asked_for_where_the_family_cannot_be_served(hub):
 
 
 @pytest.mark.parametrize("place", ["models/Tiny/Llama-1___5", "hub/models/Tiny/Llama-1___5", "Tiny/Llama-1___5"])
-def test_folders_of_older_releases_are_found(caches, place):
+def test_modelscope_finds_folders_of_older_releases(caches, place):
     folder = write_snapshot(caches / "ms" / place)
     assert hub_package.locate("Tiny/Llama-1.5").folder == folder
 
 
-def test_an_interrupted_download_goes_on(hub, monkeypatch):
+def test_modelscope_resumes_a_download(hub, monkeypatch):
     def mend(control: object, seconds: float) -> None:
         hub.cut_after = None
 
@@ -58,12 +58,12 @@ def test_an_interrupted_download_goes_on(hub, monkeypatch):
     assert (folder / "model.safetensors").read_bytes() == hub.models["Tiny/Llama"].files["model.safetensors"]
 
 
-def test_an_unknown_name(hub):
+def test_modelscope_unknown_name(hub):
     with pytest.raises(ModelError, match="there is no such model or revision, or it is private"):
         get("Tiny/Lama")
 
 
-def test_without_the_package_it_is_said_how_to_get_it(hub, monkeypatch):
+def test_modelscope_missing_package_error_has_the_command(hub, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "modelscope_hub", None)
     with pytest.raises(ModelError, match="pip install modelscope"):
         get()

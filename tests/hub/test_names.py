@@ -30,8 +30,8 @@ def write_folder(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", ["Qwen/Qwen3-0.6B", "a/b", "01-ai/Yi_1.5"])
-def test_names(tmp_path, name):
-    assert hub_package.why_no_name(name, [tmp_path]) is None
+def test_model_names(tmp_path, name):
+    assert hub_package.why_not_a_name(name, [tmp_path]) is None
 
 
 @pytest.mark.parametrize(
@@ -49,23 +49,23 @@ def test_names(tmp_path, name):
         ("a/..", "is owner/name"),
         ("a--b/c", "is owner/name"),
         ("https://huggingface.co/a/b", "is owner/name"),
-        ("llama/model.safetensors", "ends as a file"),
-        ("models/llama", "there is a folder models here"),
+        ("llama/model.safetensors", "ends like a file name"),
+        ("models/llama", "a folder models exists here"),
     ],
 )
-def test_paths_that_do_not_exist(tmp_path, text, why):
+def test_missing_paths_are_not_names(tmp_path, text, why):
     (tmp_path / "models").mkdir()
-    assert why in (hub_package.why_no_name(text, [tmp_path]) or "")
+    assert why in (hub_package.why_not_a_name(text, [tmp_path]) or "")
 
 
 @pytest.mark.parametrize("written", ["./Tiny/Llama", "Tiny/Llama/", "Tiny/Lla ma"])
-def test_a_mistyped_path_asks_no_hub(hub, written):
+def test_mistyped_path_does_not_use_the_hub(hub, written):
     with pytest.raises(ConfigError, match="does not exist; searched in"):
         load_config(model=written)
     assert hub.asked == []
 
 
-def test_a_folder_wins_over_a_name(hub, tmp_path, monkeypatch):
+def test_folder_takes_precedence_over_a_name(hub, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     folder = write_folder(tmp_path / "Tiny" / "Llama")
     config = load_config(model="Tiny/Llama")
@@ -79,12 +79,12 @@ def test_serving_a_folder_never_touches_the_network(no_network, model, capsys):
     assert load_config(model=model).hub_model is None
 
 
-def test_the_network_of_a_name_is_seen_by_that_test(caches, no_network):
+def test_network_guard_detects_use_of_the_hub(caches, no_network):
     with pytest.raises(AssertionError, match="asks the network"):
         load_config(model="Tiny/Llama")
 
 
-def test_a_name_in_a_yaml_is_served_under_itself(hub, tmp_path):
+def test_named_model_is_served_under_its_name(hub, tmp_path):
     path = tmp_path / "serving.yaml"
     path.write_text("model_config:\n    model_path: Tiny/Llama\n    model_revision: main\n")
     config = load_config(path)
@@ -94,18 +94,18 @@ def test_a_name_in_a_yaml_is_served_under_itself(hub, tmp_path):
     assert weight_requests(hub) == []
 
 
-def test_an_error_of_the_hub_names_key_and_source(hub):
+def test_hub_error_names_key_and_source(hub):
     with pytest.raises(ConfigError, match=r"^--model: model_config.model_path: Tiny/Lama at http://"):
         load_config(model="Tiny/Lama")
 
 
 @pytest.mark.parametrize("revision", ["../x", "a b", "-x", "''"])
-def test_a_revision_that_is_none(revision):
+def test_invalid_revision_is_refused(revision):
     with pytest.raises(ConfigError, match="must be a branch, a tag or a commit"):
         load_config(None, [f"model_config.model_revision={revision}"])
 
 
-def test_who_has_no_home_folder_is_told_what_to_set(monkeypatch):
+def test_missing_home_folder_error_names_the_variable(monkeypatch):
     def nobody(path):
         raise RuntimeError("Could not determine home directory.")
 

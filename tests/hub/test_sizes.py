@@ -41,7 +41,7 @@ def lines_of(config, stored_bytes=None) -> dict[str, str]:
     return dict((part.strip() for part in line.split("  ", 1)) for line in lines)
 
 
-def test_the_table_reckons_as_a_work_agent_does(monkeypatch):
+def test_model_size_equals_the_work_agents_computation(monkeypatch):
     config = load_config(model="demo", overrides=["device_config.max_device_memory=700000000"])
     spec = ModelSpec.from_folder(config.model.model_path)
     room = kv_cache_bytes_left(
@@ -66,7 +66,7 @@ def test_the_table_reckons_as_a_work_agent_does(monkeypatch):
     assert lines_of(config)["fits"].startswith("no: ")
 
 
-def test_blocks_that_were_asked_for_fit_or_not():
+def test_model_size_checks_the_given_blocks():
     for blocks, fits in ((1000, True), (10**6, False)):
         config = load_config(
             model="demo", overrides=["device_config.max_device_memory=1GB", f"pa_config.num_blocks={blocks}"]
@@ -76,7 +76,7 @@ def test_blocks_that_were_asked_for_fit_or_not():
     assert model_size(dataclasses.replace(config, device=device)).fits
 
 
-def test_serve_tells_the_size_then_downloads_then_serves(hub, served, capsys):
+def test_serve_reports_size_before_download(hub, served, capsys):
     assert main(["serve", "--model", "Tiny/Llama"]) == 0
     ((config, weights),) = served
     assert [path.name for path in weights] == ["model.safetensors"]
@@ -93,7 +93,7 @@ def test_serve_tells_the_size_then_downloads_then_serves(hub, served, capsys):
     assert "nothing is downloaded" in capsys.readouterr().err
 
 
-def test_what_does_not_fit_is_not_downloaded(hub, served, monkeypatch, capsys):
+def test_model_beyond_memory_is_not_downloaded(hub, served, monkeypatch, capsys):
     monkeypatch.setattr(psutil, "virtual_memory", lambda: types.SimpleNamespace(available=10**9))
     assert main(["serve", "--model", "Tiny/Llama"]) == 2
     assert "Tiny/Llama is not downloaded: no: " in capsys.readouterr().err
@@ -122,7 +122,7 @@ def test_models_lists_the_caches(hub, caches, capsys):
     assert main(["models"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].split(maxsplit=3) == ["Tiny/Llama", "huggingface", "0123456789ab", "complete"]
-    assert lines[2].split(maxsplit=3) == ["Tiny/Llama", "modelscope", "master", "incomplete: lacks a tokenizer"]
+    assert lines[2].split(maxsplit=3) == ["Tiny/Llama", "modelscope", "master", "incomplete, missing: a tokenizer"]
     (config.model.model_path / "model.safetensors.index.json").write_text("{")  # hides none of the others
     assert main(["models"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -131,7 +131,7 @@ def test_models_lists_the_caches(hub, caches, capsys):
     assert "model.safetensors.index.json must hold a JSON object with `weight_map`" in lines[2]
 
 
-def test_a_damaged_model_of_a_cache_does_not_hide_that_of_another(hub, monkeypatch):
+def test_damaged_cache_does_not_hide_another_cache(hub, monkeypatch):
     for hub_name in ("modelscope", "huggingface"):
         config = load_config(None, [f"model_config.model_hub={hub_name}"], "Tiny/Llama")
         llm_serving.hub.download(config.hub_model, lambda text: None)
@@ -142,7 +142,7 @@ def test_a_damaged_model_of_a_cache_does_not_hide_that_of_another(hub, monkeypat
         load_config(None, ["model_config.model_hub=huggingface"], "Tiny/Llama")
 
 
-def test_weights_that_a_folder_has_twice_count_once(tmp_path):
+def test_duplicate_weights_count_once(tmp_path):
     folder = write_config(tmp_path / "m")
     config = load_config(model=folder)
     assert stored_size(config).lines == model_size(config, None).lines

@@ -9,7 +9,7 @@ from typing import Final
 
 from llm_serving.errors import ConfigError
 from llm_serving.formats.folder import how_to_convert_file
-from llm_serving.hub import why_no_name
+from llm_serving.hub import why_not_a_name
 from llm_serving.models.gguf import SUFFIX, is_gguf
 
 PACKAGE_FOLDER: Final = Path(__file__).resolve().parents[1]
@@ -84,7 +84,7 @@ def resolve_model(path: Path, folders: Sequence[Path], key: str, where: str, wri
         return DEMO_FOLDER
     found = find(path, folders)
     if found is None:
-        why = why_no_name(written or str(path), folders)
+        why = why_not_a_name(written or str(path), folders)
         if why is None:
             return None
         searched = "" if path.is_absolute() else f"; searched in {', '.join(map(str, folders))}; {why}"

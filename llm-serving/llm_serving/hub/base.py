@@ -1,4 +1,4 @@
-"""What all hubs share: their interface, local caches, model names, wanted files, and the progress of a download."""
+"""Shared by all hubs: interface, local caches, model names, wanted files and download progress."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from llm_serving.models.pooling import MODULES_NAME, POOLING_FILES
 from llm_serving.models.spec import CONFIG_NAME
 
 DEFAULT_REVISIONS: Final = {"huggingface": "main", "modelscope": "master"}
-"""Hub -> branch that counts where nobody names one."""
+"""Hub -> default branch."""
 _COMMIT: Final = re.compile(r"[0-9a-f]{40}")
 _FALSE: Final = ("", "0", "no", "off", "false")
 _PART: Final = r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]{0,94}[A-Za-z0-9_-])?"
 _NAME: Final = re.compile(rf"{_PART}/{_PART}")
 _FILE_ENDINGS: Final = (".safetensors", ".json", ".ckpt", ".bin", ".pt", ".pth", ".gguf", ".yaml", ".yml", ".git")
 _REVISION: Final = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_./-]{0,254}[A-Za-z0-9_-])?")
-NAME_FORM: Final = "the name of a model at a hub is owner/name, such as Qwen/Qwen3-0.6B"
+NAME_FORM: Final = "the name of a model on a hub is owner/name, such as Qwen/Qwen3-0.6B"
 LOG_INTERVAL_S: Final = 10.0
 TOKENIZERS: Final = ("tokenizer.json", "tokenizer.model", "tekken.json", "*.tiktoken", "merges.txt")
-"""Patterns of files of which one is enough to read and write text."""
+"""Patterns of tokenizer files; one of them is enough."""
 _SMALL: Final = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
 _TEMPLATE: Final = re.compile(r"additional_chat_templates/[^/]+\.jinja")
 _MAX_SMALL_BYTES: Final = 2**27
@@ -37,15 +37,15 @@ _MAX_SMALL_BYTES: Final = 2**27
 
 @dataclass(frozen=True)
 class Listing:
-    """What a hub has of one revision of a model.
+    """The files of one revision of a model on a hub.
 
     Attributes:
         name: owner/name.
-        revision: Branch, tag or commit that was asked for.
-        commit: Which one it is; equal to `revision` where the hub does not tell.
-        folder: Where the files of exactly this revision are put, by their names.
+        revision: Requested branch, tag or commit.
+        commit: Its commit; equal to `revision` if the hub does not report it.
+        folder: Folder for the files of exactly this revision.
         sizes: File name -> bytes.
-        website: The model's page.
+        website: URL of the model's page.
     """
 
     name: str
@@ -62,34 +62,34 @@ class Hub(Protocol):
     title: ClassVar[str]
 
     def snapshot(self, name: str, revision: str) -> Path | None:
-        """The folder of a revision in the local cache, perhaps of a part of it; asks no network."""
+        """Return the folder of a revision in the local cache, possibly incomplete; does not use the network."""
         ...
 
     def listing(self, name: str, revision: str) -> Listing:
-        """Asks what there is."""
+        """Ask the hub for the files of a revision."""
         ...
 
     def fetch(self, listing: Listing, files: Sequence[str]) -> None:
-        """Downloads files into `listing.folder`; what another attempt left is gone on with."""
+        """Download files into `listing.folder`; resume interrupted downloads."""
         ...
 
     def unfinished_bytes(self, listing: Listing, files: Sequence[str]) -> int:
-        """Bytes of these files that an earlier attempt has left on the disk."""
+        """Return the bytes of these files that interrupted downloads have left on disk."""
         ...
 
     def settle(self, listing: Listing) -> None:
-        """Everything is there: from now on the revision means this commit without asking."""
+        """Record the commit of the revision in the cache, after a complete download."""
         ...
 
 
 def is_offline() -> bool:
-    """Whether the operator wants no hub asked: HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE, as other programs read them."""
+    """Return whether HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE forbids network access, read as other programs do."""
     names = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
     return any(os.environ.get(name, "").strip().lower() not in _FALSE for name in names)
 
 
 def huggingface_cache() -> Path:
-    """The folder of all models: HF_HUB_CACHE, or `hub` in HF_HOME, or `~/.cache/huggingface/hub`."""
+    """Return the cache folder: HF_HUB_CACHE, or `hub` in HF_HOME, or `~/.cache/huggingface/hub`."""
     if cache := os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE"):
         return _expanded(cache, "HF_HUB_CACHE")
     if home := os.environ.get("HF_HOME"):
@@ -98,12 +98,12 @@ def huggingface_cache() -> Path:
 
 
 def modelscope_cache() -> Path:
-    """The folder of all models: MODELSCOPE_CACHE, or `~/.cache/modelscope`."""
+    """Return the cache folder: MODELSCOPE_CACHE, or `~/.cache/modelscope`."""
     return _expanded(os.environ.get("MODELSCOPE_CACHE") or "~/.cache/modelscope", "MODELSCOPE_CACHE")
 
 
 def _expanded(path: str, variable: str) -> Path:
-    """Raises ModelError where nobody has the home folder that it begins with."""
+    """Return a path with `~` expanded; raise ModelError if there is no such home folder."""
     try:
         return Path(path).expanduser()
     except RuntimeError:
@@ -111,12 +111,12 @@ def _expanded(path: str, variable: str) -> Path:
 
 
 def huggingface_model(name: str) -> Path:
-    """Where the Hugging Face cache has a model: `refs/` by branch, `snapshots/` by commit, `blobs/` by content."""
+    """Return the cache folder of a model: `refs/` by branch, `snapshots/` by commit, `blobs/` by content."""
     return huggingface_cache() / f"models--{name.replace('/', '--')}"
 
 
 def huggingface_snapshot(name: str, revision: str) -> Path | None:
-    """The folder of one revision; None: it is not there, not even in part."""
+    """Return the cache folder of a revision, possibly incomplete; None: not cached."""
     model = huggingface_model(name)
     commit = revision
     if not _COMMIT.fullmatch(revision):
@@ -131,7 +131,9 @@ def huggingface_snapshot(name: str, revision: str) -> Path | None:
 
 
 def modelscope_snapshot(name: str, revision: str) -> Path | None:
-    """The folder of one revision; releases before 1.38 have one a model, whatever its revision, dots written `___`."""
+    """Return the cache folder of a revision; releases before 1.38 have one folder for all revisions, with `___` for
+    dots.
+    """
     cache = modelscope_cache()
     owner, _, model = name.partition("/")
     older = Path(owner) / model.replace(".", "___")
@@ -141,43 +143,48 @@ def modelscope_snapshot(name: str, revision: str) -> Path | None:
     return next((folder for folder in folders if folder.is_dir()), None)
 
 
-def why_no_name(text: str, folders: Sequence[Path]) -> str | None:
-    """Why a text that is no existing path is no name of a model at a hub either; None where it is one.
+def why_not_a_name(text: str, folders: Sequence[Path]) -> str | None:
+    """Return why a text that is not an existing path is not a model name either; None if it is one.
 
     Args:
-        text: As the operator wrote it.
-        folders: Where a relative path would have been looked up.
+        text: The operator's text.
+        folders: Folders in which a relative path is looked up.
     """
     if text.startswith(("/", ".", "~")) or text.endswith("/") or "\\" in text:
         return "it is written as a path"
     if not _NAME.fullmatch(text) or "--" in text or ".." in text:
         return NAME_FORM
     if text.lower().endswith(_FILE_ENDINGS):
-        return "it ends as a file does"
+        return "it ends like a file name"
     owner = text.partition("/")[0]
     if any((folder / owner).is_dir() for folder in folders):
-        return f"there is a folder {owner} here, so it is read as a path"
+        return f"a folder {owner} exists here, so it is read as a path"
     return None
 
 
 def is_revision(text: str) -> bool:
-    """Whether a hub may have a branch, tag or commit of this name; it becomes part of URLs and of paths."""
+    """Return whether a text can be a branch, tag or commit; it becomes part of URLs and paths."""
     return _REVISION.fullmatch(text) is not None and ".." not in text and "//" not in text
 
 
 class DownloadProgress(tqdm):
-    """A tqdm bar that is on whatever the environment says of bars, and that a log can take."""
+    """A tqdm bar that is always shown, and that writes separate lines when the output is not a terminal."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        options.pop("name", None)  # of the library's own class
+        options.pop("name", None)  # argument of the library's own class
         options |= {"disable": False, "file": options.get("file") or sys.stderr, "leave": True}
         if not options["file"].isatty():
-            options |= {"file": _Lines(options["file"]), "mininterval": LOG_INTERVAL_S, "ascii": True, "ncols": 100}
+            options |= {
+                "file": _LineStream(options["file"]),
+                "mininterval": LOG_INTERVAL_S,
+                "ascii": True,
+                "ncols": 100,
+            }
         super().__init__(*args, **options)
 
 
-class _Lines:
-    """A text stream in which every state of a bar is a line of its own."""
+class _LineStream:
+    """A text stream that writes each state of a progress bar on a line of its own."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -193,11 +200,10 @@ class _Lines:
 
 
 def small_files(sizes: Mapping[str, int]) -> list[str]:
-    """Configuration and tokenizer, config.json first: what decides whether the model can be served.
+    """Return the configuration and tokenizer files, config.json first.
 
     Args:
-        sizes: File name -> bytes of all that a hub has. Of files in folders only `POOLING_FILES` and templates are
-            wanted.
+        sizes: File name -> bytes of all files on the hub. Of subfolders only `POOLING_FILES` and templates are wanted.
     """
     wanted = [name for name in sizes if _matches(name, _SMALL) or name in POOLING_FILES or _TEMPLATE.fullmatch(name)]
     names = [name for name in wanted if sizes[name] <= _MAX_SMALL_BYTES]
@@ -206,14 +212,13 @@ def small_files(sizes: Mapping[str, int]) -> list[str]:
 
 
 def weight_files(names: Collection[str], index: Path) -> list[str]:
-    """The safetensors files to have, in order; none where the model has its weights in another form only.
+    """Return the safetensors files to download, in order; empty if the weights are in other formats.
 
-    A hub may have the weights a second time, in another form or cut in other pieces: the index counts, then the file
-    with the usual name.
+    A hub may have the weights twice, in another format or sharded differently: the index decides, then the usual name.
 
     Args:
-        names: Of all files there are.
-        index: Where the index is, if `names` has one.
+        names: Names of all files.
+        index: Path of the index, if `names` has one.
 
     Raises:
         ModelError: As `indexed_names`.
@@ -226,10 +231,10 @@ def weight_files(names: Collection[str], index: Path) -> list[str]:
 
 
 def missing_files(folder: Path) -> list[str]:
-    """What a folder lacks of what a server wants of it, by name or by pattern.
+    """Return the names or patterns of wanted files that a folder lacks.
 
     Raises:
-        ModelError: Its index is none.
+        ModelError: Its index is invalid.
     """
     names = [path.name for path in folder.iterdir() if path.exists()] if folder.is_dir() else []
     missing = [] if CONFIG_NAME in names else [CONFIG_NAME]

@@ -1,4 +1,4 @@
-"""From the name of a model to its folder, in a local cache or downloaded; and the list of all cached models."""
+"""Locating models by name in a cache or on a hub, downloading them, and listing cached models."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ from llm_serving.models.memory import readable_size
 from llm_serving.models.spec import CONFIG_NAME, ModelSpec
 
 HUBS: Final[Mapping[str, type[Hub]]] = {"huggingface": HuggingFace, "modelscope": ModelScope}
-"""Value of `model_config.model_hub` -> the hub."""
+"""`model_config.model_hub` -> hub."""
 
 
 @dataclass(frozen=True)
 class HubModel:
-    """A model that was named and not given as a folder.
+    """A model that was given by name.
 
     Attributes:
         name: owner/name.
         hub: Key of `HUBS`.
-        commit: Which revision it is, as exactly as the hub tells.
-        folder: Where its files are, or are about to be.
-        listing: What the hub has; None: everything wanted is in the folder.
+        commit: Commit of the revision, if the hub reports it.
+        folder: Folder of its files, which may not be downloaded yet.
+        listing: Files on the hub; None: the folder is complete.
     """
 
     name: str
@@ -60,7 +60,7 @@ class HubModel:
         """Weight file -> bytes.
 
         Raises:
-            ModelError: The hub has no weights that can be read.
+            ModelError: The hub has no weights in a supported format.
         """
         if self.listing is None:
             names = weight_files([path.name for path in self.folder.iterdir()], self.folder / INDEX_NAME)
@@ -69,15 +69,15 @@ class HubModel:
 
 
 def locate(name: str, hub: str = "auto", revision: str | None = None) -> HubModel:
-    """Finds a model in the local caches; otherwise downloads its configuration and tokenizer, and no weights yet.
+    """Find a model in the local caches, or download its configuration and tokenizer, but not its weights.
 
     Args:
         name: owner/name.
-        hub: Key of `HUBS`; `auto`: whichever cache has it, and Hugging Face to download it.
-        revision: Branch, tag or commit; None: the hub's main one.
+        hub: Key of `HUBS`; `auto`: the first cache that has the model, or Hugging Face to download it.
+        revision: Branch, tag or commit; None: the hub's main branch.
 
     Raises:
-        ModelError: No such model, no way to it, or one of a family that cannot be served: its config.json comes first.
+        ModelError: The model does not exist, cannot be reached, or is of an unsupported family.
     """
     asked = [hub] if hub in HUBS else list(HUBS)
     incomplete: list[str] = []
@@ -88,7 +88,7 @@ def locate(name: str, hub: str = "auto", revision: str | None = None) -> HubMode
             continue
         try:
             missing = missing_files(folder)
-        except ModelError as error:  # another cache may have all of it
+        except ModelError as error:  # another cache may be complete
             incomplete.append(str(error))
             continue
         if not missing:
@@ -101,18 +101,18 @@ def locate(name: str, hub: str = "auto", revision: str | None = None) -> HubMode
             f"MODELSCOPE_CACHE to the cache that has the model"
         )
     listing = HUBS[asked[0]]().listing(name, revision or DEFAULT_REVISIONS[asked[0]])
-    return _described(asked[0], listing)
+    return _download_small_files(asked[0], listing)
 
 
 def download(model: HubModel, say: Callable[[str], None]) -> None:
-    """Downloads what the folder lacks, the weights last; at once back where it lacks nothing.
+    """Download the missing files of a model, the weights last; do nothing if it is complete.
 
     Args:
-        model: From `locate`.
-        say: Tells the operator what happens.
+        model: A model from `locate`.
+        say: Shows a message to the operator.
 
     Raises:
-        ModelError: The disk is too small, or the hub failed; another call goes on from there.
+        ModelError: The disk is too small, or the download failed; another call resumes it.
     """
     listing = model.listing
     if listing is None:
@@ -129,11 +129,11 @@ def download(model: HubModel, say: Callable[[str], None]) -> None:
     hub.settle(listing)
 
 
-def _described(key: str, listing: Listing) -> HubModel:
-    """A model with everything but its weights, all of which can be had and served."""
+def _download_small_files(key: str, listing: Listing) -> HubModel:
+    """Download all files except the weights, and check that the model can be served and its weights are on the hub."""
     hub = HUBS[key]()
     if CONFIG_NAME not in listing.sizes:
-        raise ModelError(f"{listing.website} has no {CONFIG_NAME}: it is no language model in Hugging Face form")
+        raise ModelError(f"{listing.website} has no {CONFIG_NAME}: it is not a language model in Hugging Face format")
     hub.fetch(listing, [CONFIG_NAME])
     ModelSpec.from_folder(listing.folder)
     if not any(name.endswith(".safetensors") for name in listing.sizes):
@@ -168,7 +168,7 @@ def _check_disk(hub: Hub, listing: Listing, weights: list[str]) -> None:
 
 
 def _commit_of(folder: Path) -> str:
-    """Of a snapshot; the folders of older ModelScope releases do not tell."""
+    """Return the commit of a cache folder; folders of older ModelScope releases do not tell."""
     return folder.name if folder.parent.name == "snapshots" else "unknown"
 
 
@@ -180,7 +180,7 @@ class CachedModel(NamedTuple):
 
 
 def cached_models() -> Iterator[CachedModel]:
-    """By name: of Hugging Face the main revision, of ModelScope every one."""
+    """Yield the cached models by name: the main revision of Hugging Face, all revisions of ModelScope."""
     for model in sorted(huggingface_cache().glob("models--*--*")):
         name = model.name.removeprefix("models--").replace("--", "/")
         folder = huggingface_snapshot(name, DEFAULT_REVISIONS["huggingface"])

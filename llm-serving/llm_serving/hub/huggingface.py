@@ -1,7 +1,8 @@
-"""The Hugging Face hub and its mirrors, into the cache that every program of its ecosystem shares.
+"""The Hugging Face hub and its mirrors, with the cache that all programs of its ecosystem share.
 
-Names, revisions, hashes and addresses come from the `huggingface_hub` package. Its own downloads begin a file anew
-after they were interrupted, so files are put together here: what has arrived stays in the cache until it is a file.
+Names, revisions, hashes and addresses come from the `huggingface_hub` package. Because its downloads restart a file
+after
+an interruption, this module resumes downloads itself: partial files stay in the cache until they are complete.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class HuggingFace:
 
     def listing(self, name: str, revision: str) -> Listing:
         library = _library()
-        with self._told(name, revision):
+        with self._translated_errors(name, revision):
             found = library.HfApi(endpoint=self.endpoint).model_info(name, revision=revision, files_metadata=True)
         sizes = {file.rfilename: file.size or 0 for file in found.siblings}
         folder = huggingface_model(name) / "snapshots" / found.sha
@@ -56,7 +57,7 @@ class HuggingFace:
             raise ModelError(f"{error.filename or blobs}: {rule}: {error.strerror}") from None
 
     def unfinished_bytes(self, listing: Listing, files: Sequence[str]) -> int:
-        # By content and not by name: what another revision has left of the same file counts as well.
+        # By content, not by name: a partial file of another revision counts if its content is the same.
         total = 0
         for path in (huggingface_model(listing.name) / "blobs").glob(f"*{_PARTIAL}"):
             with contextlib.suppress(OSError):
@@ -74,7 +75,7 @@ class HuggingFace:
     def _fetch_one(self, listing: Listing, file: str, blobs: Path) -> None:
         library = _library()
         url = library.hf_hub_url(listing.name, file, revision=listing.commit, endpoint=self.endpoint)
-        with self._told(listing.name, listing.revision):
+        with self._translated_errors(listing.name, listing.revision):
             head = library.get_hf_file_metadata(url, endpoint=self.endpoint)
         if not head.etag or "/" in head.etag or head.etag.startswith("."):
             raise ModelError(f"{url}: {self.endpoint} must answer with the hash of the file as ETag; is it a mirror?")
@@ -93,16 +94,16 @@ class HuggingFace:
         from llm_serving.hub.base import DownloadProgress
 
         library = _library()
-        there = part.seek(0, os.SEEK_END)
-        if size is not None and there > size:
-            there = part.truncate(part.seek(0))
+        num_bytes = part.seek(0, os.SEEK_END)
+        if size is not None and num_bytes > size:
+            num_bytes = part.truncate(part.seek(0))
         try:
-            with self._told(listing.name, listing.revision):
+            with self._translated_errors(listing.name, listing.revision):
                 headers = library.utils.build_hf_headers()
                 http_get(
                     url,
                     part,
-                    resume_size=there,
+                    resume_size=num_bytes,
                     headers=headers,
                     expected_size=size,
                     displayed_filename=file,
@@ -112,12 +113,14 @@ class HuggingFace:
             part.flush()
         if not _has_hash(part, blob.name):
             part.truncate(0)
-            raise ModelError(f"{url}: what has arrived is not what {self.endpoint} announced; start again")
+            raise ModelError(
+                f"{url}: the downloaded file does not have the hash that {self.endpoint} announced; start again"
+            )
         Path(part.name).replace(blob)
 
     @contextmanager
-    def _told(self, name: str, revision: str) -> Iterator[None]:
-        """Turns what the library raises into words for the operator."""
+    def _translated_errors(self, name: str, revision: str) -> Iterator[None]:
+        """Translate exceptions of the library to ModelErrors for the operator."""
         import httpx2
         from huggingface_hub import errors
 
@@ -145,16 +148,16 @@ class HuggingFace:
             if isinstance(error, PermissionError):
                 raise
             raise ModelError(
-                f"{where} cannot be read: {_first_line(error)}. What has arrived is kept: start again to go on from "
-                f"there; HF_ENDPOINT names a mirror, and --model takes a folder that was downloaded elsewhere"
+                f"{where} cannot be read: {_first_line(error)}. Partial downloads are kept: start again to resume "
+                f"them; HF_ENDPOINT names a mirror, and --model takes a folder that was downloaded elsewhere"
             ) from None
 
     def _gated(self, name: str) -> ModelError:
         known = bool(os.environ.get(_TOKEN))
-        who = f"the account of {_TOKEN}" if known else "an account"
+        account = f"the account of {_TOKEN}" if known else "an account"
         then = "" if known else f", then set {_TOKEN} to a token of that account"
         return ModelError(
-            f"{name} is gated: accept its conditions with {who} at {self.endpoint}/{name}, wait until access is "
+            f"{name} is gated: accept its conditions with {account} at {self.endpoint}/{name}, wait until access is "
             f"granted{then}, and start again"
         )
 
@@ -169,7 +172,7 @@ def _library() -> Any:
 
 @contextmanager
 def _partial_file(path: Path, blob: Path) -> Iterator[BufferedRandom | None]:
-    """The partial file, locked against other servers that want the same; None: one of them has finished it."""
+    """Yield the partial file, locked against other processes; None: another process has completed it."""
     while True:
         with path.open("a+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -184,7 +187,7 @@ def _partial_file(path: Path, blob: Path) -> Iterator[BufferedRandom | None]:
 
 
 def _has_hash(file: BufferedRandom, etag: str) -> bool:
-    """Whether the content is what the tag says: SHA-256 of large files, the hash of a git blob of small ones."""
+    """Return whether the content matches the tag: SHA-256 of a large file, the git blob hash of a small one."""
     size = file.seek(0, os.SEEK_END)
     file.seek(0)
     if len(etag) == 64:
@@ -198,7 +201,7 @@ def _has_hash(file: BufferedRandom, etag: str) -> bool:
 
 
 def _link(pointer: Path, blob: Path) -> None:
-    """Gives a finished file its name in the snapshot: a link, or the file itself where there are no links."""
+    """Give a complete file its name in the snapshot, as a link, or as the file itself if links are not supported."""
     temporary = pointer.with_name(f".{pointer.name}.{os.getpid()}")
     temporary.unlink(missing_ok=True)
     try:

@@ -1,4 +1,4 @@
-"""The ModelScope hub, into its own cache; the `modelscope_hub` package downloads and goes on after interruptions."""
+"""The ModelScope hub with its own cache; the `modelscope_hub` package downloads and resumes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ModelScope:
         return modelscope_snapshot(name, revision)
 
     def listing(self, name: str, revision: str) -> Listing:
-        with _told(name, revision):
+        with _translated_errors(name, revision):
             files = _api().list_repo_files(name, "model", revision=revision, recursive=False)
             sizes = {file.path: file.size for file in files if not file.is_dir}
         owner, _, model = name.partition("/")
@@ -34,8 +34,8 @@ class ModelScope:
         missing = [file for file in files if not (listing.folder / file).exists()]
         if not missing:
             return
-        with _told(listing.name, listing.revision):
-            # Into the very folder: by itself the package would go on in one that an older release has left.
+        with _translated_errors(listing.name, listing.revision):
+            # An explicit folder: by default the package would continue in the folder of an older release.
             _api().download_repo(
                 listing.name,
                 "model",
@@ -56,19 +56,19 @@ def _api() -> Any:
         from modelscope_hub import HubApi
     except ImportError:
         raise ModelError(f"models of ModelScope need the package modelscope-hub: {INSTALL}") from None
-    # Named here: what the package has once read of the environment it keeps.
+    # Passed explicitly, because the package reads the environment only once.
     return HubApi(endpoint=os.environ.get("MODELSCOPE_ENDPOINT"), token=os.environ.get("MODELSCOPE_API_TOKEN"))
 
 
 @contextmanager
-def _told(name: str, revision: str) -> Iterator[None]:
-    """Turns what the package raises into words for the operator."""
+def _translated_errors(name: str, revision: str) -> Iterator[None]:
+    """Translate exceptions of the package to ModelErrors for the operator."""
     where = f"{name} at ModelScope"
     try:
         yield
     except ModelError:
         raise
-    except Exception as error:  # noqa: BLE001  its own errors have no common root with those of its transport
+    except Exception as error:  # noqa: BLE001  its errors have no common base class
         kind = type(error).__name__
         text = shorten(str(error))[1:-1]
         status = getattr(getattr(error, "response", None), "status_code", None) or getattr(error, "status_code", None)
@@ -82,6 +82,4 @@ def _told(name: str, revision: str) -> Iterator[None]:
                 f"{where} may not be read: accept its conditions on its page, then set MODELSCOPE_API_TOKEN to a token "
                 f"of that account"
             ) from None
-        raise ModelError(
-            f"{where} cannot be read: {kind}: {text}. Start again to go on from what has arrived"
-        ) from None
+        raise ModelError(f"{where} cannot be read: {kind}: {text}. Start again to resume the download") from None
