@@ -156,7 +156,7 @@ def test_compressed_tensors_refuses_values_beyond_its_bits(tmp_path):
     parts = {"a.weight": np.full((2, 32), 8, np.int8), "a.weight_scale": np.ones((2, 1), np.float32)}
     write_safetensors(tmp_path / "model.safetensors", parts)
     scheme = scheme_of({"quantization_config": compressed("int-quantized", num_bits=4)}, "config.json")
-    with pytest.raises(ModelError, match=r"weight must hold codes from -8 to 7"):
+    with pytest.raises(ModelError, match=r"weight must hold values from -8 to 7"):
         WeightReader(tmp_path, scheme).read("a.weight", (2, 32))
 
 
@@ -173,7 +173,7 @@ def test_weight_reader_accepts_zero_biases_only(tmp_path):
     reader.check_all_read()
     assert len(reader.shapes()) == len(stored.shapes()) + 1
     write_safetensors(tmp_path / "model-2.safetensors", {name: each + 1 for name, each in bias.items()})
-    with pytest.raises(ModelError, match=r"no place for: 1: model\.layers\.1\.self_attn\.q_proj\.bias"):
+    with pytest.raises(ModelError, match=r"unexpected: 1: model\.layers\.1\.self_attn\.q_proj\.bias"):
         check_folder(tmp_path)
 
 

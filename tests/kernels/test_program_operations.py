@@ -46,12 +46,12 @@ def random(count: int, width: int, dtype: str, seed: int = 1) -> Typed:
 @pytest.mark.parametrize("dtype", FLOAT_TYPES)
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize(("first", "width", "group"), [(0, 70, 0), (20, 60, 20), (16, 48, 16), (3, 64, 64)])
-def test_norms_of_columns_and_of_groups(isa: str, dtype: str, wide: bool, first: int, width: int, group: int) -> None:
+def test_program_norms_of_rows_and_groups(isa: str, dtype: str, wide: bool, first: int, width: int, group: int) -> None:
     x = random(33, 100, dtype)
     gain = typed(np.random.default_rng(2).standard_normal(group or width), "float32" if wide else dtype)
 
     def body(net: Network, whole: Value) -> Value:
-        net._change_gain = (lambda values: values) if wide else None
+        net._gamma_transform = (lambda values: values) if wide else None
         return net.rms_norm(net.split(whole, first, width)[1], "gain", group=group)
 
     y = result_of(x, width, body, {"gain.weight": gain.values})
@@ -60,7 +60,7 @@ def test_norms_of_columns_and_of_groups(isa: str, dtype: str, wide: bool, first:
 
 
 @pytest.mark.parametrize("dtype", FLOAT_TYPES)
-def test_gelu_of_gates(isa: str, dtype: str) -> None:
+def test_program_gelu_gate(isa: str, dtype: str) -> None:
     x = typed(np.random.default_rng(1).standard_normal((9, 200)) * 4, dtype)
     y = result_of(x, 100, lambda net, whole: net.gated_activation(whole, "gelu_tanh"))
     expected = reference.gelu_tanh_gated(x.values)
@@ -69,7 +69,7 @@ def test_gelu_of_gates(isa: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", FLOAT_TYPES)
 @pytest.mark.parametrize("scale", [1.0, 0.22])
-def test_sums_with_a_factor_are_rounded_once(isa: str, dtype: str, scale: float) -> None:
+def test_program_scaled_add_rounds_once(isa: str, dtype: str, scale: float) -> None:
     x = random(40, 90, dtype)
     y = result_of(x, 45, lambda net, whole: net.add(*net.split(whole, 45, 45), scale=scale))
     a, b = np.split(x.values.astype(np.float32), 2, axis=1)
@@ -77,7 +77,7 @@ def test_sums_with_a_factor_are_rounded_once(isa: str, dtype: str, scale: float)
 
 
 @pytest.mark.parametrize("dtype", FLOAT_TYPES)
-def test_rows_of_a_table_with_a_factor(isa: str, dtype: str) -> None:
+def test_program_scaled_embedding(isa: str, dtype: str) -> None:
     x = random(40, 45, dtype)
     net = Network(45, 40)
     net.lm_head(net.embedding("x", scale=3.3), "one")
@@ -89,14 +89,14 @@ def test_rows_of_a_table_with_a_factor(isa: str, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", FLOAT_TYPES)
-def test_rows_are_weighed_by_a_gate_each(isa: str, dtype: str) -> None:
+def test_program_sigmoid_gate(isa: str, dtype: str) -> None:
     x = random(33, 51, dtype)
     y = result_of(x, 50, lambda net, whole: net.sigmoid_gate(*net.split(whole, 50, 1)))
     expected = reference.sigmoid_gate(x.values[:, :50], x.values[:, 50:])
     assert_close(typed(y.array, dtype), expected, np.abs(expected) * 1e-6)
 
 
-def test_logits_are_scaled_and_capped(isa: str) -> None:
+def test_program_scaled_and_capped_logits(isa: str) -> None:
     x = typed(np.concatenate([np.geomspace(1e-6, 300, 40), [np.inf, 0.0]]) * [[1], [-1]], "float32")
     net = Network(42, 2)
     net.lm_head(net.embedding("x"), "one", scale=0.5, cap=30.0)
@@ -136,7 +136,7 @@ def attention_of(
 
 @pytest.mark.parametrize(("dtype", "head_dim"), list(zip(FLOAT_TYPES, (16, 64, 80), strict=True)))
 @pytest.mark.parametrize("kind", ATTENTION)
-def test_attention_with_windows_caps_and_slopes(isa: str, dtype: str, head_dim: int, kind: str) -> None:
+def test_program_attention_with_window_cap_and_alibi(isa: str, dtype: str, head_dim: int, kind: str) -> None:
     step = step_of_rows(COUNT, [TABLE], [COUNT])
     step = Step(**{**vars(step), "slots": SLOTS})
     runnable = attention_of(random(COUNT, 8 * head_dim, dtype), head_dim, **ATTENTION[kind])
@@ -163,7 +163,7 @@ def expected_attention(dtype: str, head_dim: int, kind: str) -> tuple[Array, Arr
 
 
 @pytest.mark.parametrize("dtype", FLOAT_TYPES)
-def test_what_a_window_has_left_behind_does_not_matter(isa: str, dtype: str) -> None:
+def test_program_ignores_tokens_before_the_window(isa: str, dtype: str) -> None:
     head_dim, count, window, token = 48, 150, 37, 50
     clean = random(count, 8 * head_dim, dtype)
     dirty = clean.values.astype(np.float64)
@@ -182,7 +182,7 @@ def test_what_a_window_has_left_behind_does_not_matter(isa: str, dtype: str) -> 
 
 
 @pytest.mark.parametrize("window", [100, 1100])
-def test_a_window_over_the_border_of_segments(isa: str, window: int) -> None:
+def test_program_window_across_attention_segments(isa: str, window: int) -> None:
     """Rows whose window begins before, at and behind position 1,024; blocks behind all windows may hold anything."""
     head_dim, count, context = 16, 60, 1170
     x = random(context, 8 * head_dim, "float32")
@@ -214,7 +214,7 @@ ROUTING = [
 
 @pytest.mark.parametrize("options", ROUTING)
 @pytest.mark.parametrize("ties", [False, True])
-def test_rows_go_to_the_experts_of_their_scores(isa: str, options: dict[str, Any], ties: bool) -> None:
+def test_program_routes_rows_to_top_k_experts(isa: str, options: dict[str, Any], ties: bool) -> None:
     """Expert e makes one of column e alone: what a row becomes tells its shares."""
     count, num_experts, top_k = 50, 16, 3
     options = dict(options)
@@ -274,7 +274,7 @@ def experts_of(dtype: str, x: Typed, unread: int | None = None) -> Runnable:
 
 
 @pytest.mark.parametrize("dtype", FLOAT_TYPES)
-def test_experts_are_the_reference_up_to_rounding(isa: str, dtype: str) -> None:
+def test_program_experts_equal_the_reference_up_to_rounding(isa: str, dtype: str) -> None:
     x = random(60, 80, dtype)
     runnable = experts_of(dtype, x)
     rng = np.random.default_rng(6)
@@ -289,7 +289,7 @@ def test_experts_are_the_reference_up_to_rounding(isa: str, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", FLOAT_TYPES)
-def test_a_row_does_not_depend_on_who_shares_its_experts(isa: str, dtype: str) -> None:
+def test_program_experts_are_batch_invariant(isa: str, dtype: str) -> None:
     x = random(60, 80, dtype)
     runnable = experts_of(dtype, x)
     whole = run(runnable, step_of_rows(60), []).bits
@@ -303,7 +303,7 @@ def test_a_row_does_not_depend_on_who_shares_its_experts(isa: str, dtype: str) -
 
 
 @pytest.mark.parametrize("count", [1, 2, 60])
-def test_the_weights_of_each_expert_that_rows_chose_are_read_once(count: int) -> None:
+def test_program_reads_each_selected_expert_once(count: int) -> None:
     rng = np.random.default_rng(8)
     x = random(60, 80, "float32")
     router, names = rng.standard_normal((7, 80)), [Expert(f"{i}.gate", f"{i}.up", f"{i}.down") for i in range(7)]
@@ -316,7 +316,7 @@ def test_the_weights_of_each_expert_that_rows_chose_are_read_once(count: int) ->
     assert library.load().llm_num_weight_bytes() - before == 4 * (router_and_head + len(np.unique(chosen)) * expert)
 
 
-def test_only_experts_that_rows_chose_are_read(isa: str) -> None:
+def test_program_reads_selected_experts_only(isa: str) -> None:
     x = random(60, 80, "float32")
     x = Typed(np.abs(x.array), "float32")
     whole = run(experts_of("float32", x, unread=4), step_of_rows(60), []).values
@@ -327,7 +327,7 @@ def test_only_experts_that_rows_chose_are_read(isa: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", FLOAT_TYPES)
-def test_a_product_gates_by_gelu_as_a_product_and_a_gate_do(isa: str, dtype: str) -> None:
+def test_program_fused_gelu_gate_equals_separate_operations(isa: str, dtype: str) -> None:
     x = random(40, 70, dtype)
     weight = np.random.default_rng(3).standard_normal((96, 70))
 

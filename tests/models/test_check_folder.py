@@ -42,7 +42,7 @@ def test_check_folder_lists_every_mismatch(tmp_path, capsys):
     assert lines[0] == f"{tmp_path} does not hold the model of its config.json"
     assert lines[1].startswith("  missing: 7: model.layers.1.self_attn.q_proj.weight [64, 64]; ")
     assert lines[1].endswith("; and 2 more")
-    assert lines[2] == "  no place for: 1: model.layers.2.mlp.up_proj.weight [2, 3]"
+    assert lines[2] == "  unexpected: 1: model.layers.2.mlp.up_proj.weight [2, 3]"
     assert lines[3] == "  of another shape: 1: model.norm.weight must be [64], found [63]"
     assert len(lines) == 4
     for command in (["config", "check"], ["serve"], ["start", "--run-dir", str(tmp_path / "run")]):

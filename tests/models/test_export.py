@@ -42,7 +42,7 @@ def kind(node):
 
 
 @pytest.mark.parametrize("graph", ROWS)
-def test_the_graph_is_made_of_what_a_device_has_and_knows_lengths_by_name(exported, graph):
+def test_exported_graph_has_device_operators_and_named_lengths(exported, graph):
     written = exported[3][graph].graph
     assert [each.name.split(":")[-1] for each in written.input] == [name for name, _ in STEP_INPUTS]
     nodes = {node.output[0]: node for node in written.node if node.output}
@@ -65,7 +65,7 @@ def test_the_graph_is_made_of_what_a_device_has_and_knows_lengths_by_name(export
 
 
 @pytest.mark.parametrize(("ascend", "kind_of_sum"), [("ascend", "AllGather"), ("ascend_fast", "AllReduce")])
-def test_the_graphs_of_a_rank_add_up_what_is_computed_of_half_the_weights(monkeypatch, tmp_path, ascend, kind_of_sum):
+def test_exported_rank_graphs_all_reduce_partial_sums(monkeypatch, tmp_path, ascend, kind_of_sum):
     monkeypatch.setenv("RANK_SIZE", "2")
     spec, networks = networks_of("qwen3", tmp_path, changes=TWO_LAYERS, num_ranks=2, ascend=ascend)
     written = export(networks.states, tmp_path / "states.mindir", dynamic_inputs()).graph
@@ -96,7 +96,7 @@ def constants_of(written, operator):
 
 
 @pytest.mark.parametrize("graph", ROWS)
-def test_masks_have_the_default_mode(exported, graph):
+def test_exported_masks_have_the_default_mode(exported, graph):
     found = list(constants_of(exported[3][graph].graph, ATTENTION[graph]))
     assert found
     for constants in found:
@@ -104,7 +104,7 @@ def test_masks_have_the_default_mode(exported, graph):
             assert constants[index].i == value, f"input {index} of {ATTENTION[graph]}"
 
 
-def test_the_mask_of_whole_prompts_lies_along_the_diagonal(exported):
+def test_prompt_mask_is_causal(exported):
     for constants in constants_of(exported[3]["of_prompts"].graph, "FlashAttentionScore"):
         (mask,) = constants[MASK["FlashAttentionScore"]].tensors
         bits = np.frombuffer(mask.raw_data, np.uint16).astype(np.uint32) << 16
@@ -112,12 +112,12 @@ def test_the_mask_of_whole_prompts_lies_along_the_diagonal(exported):
 
 
 @pytest.mark.parametrize(("dtype", "hidden"), [("bfloat16", 1.0), ("float16", -10000.0)])
-def test_what_the_mask_of_whole_prompts_hides_is_told_as_the_type_asks(dtype, hidden):
+def test_prompt_mask_marks_hidden_positions_by_type(dtype, hidden):
     mask = prompt_mask(getattr(ms, dtype)).asnumpy().astype(np.float32)
     assert (mask == np.triu(np.full((128, 128), hidden), 1)).all()
 
 
-def test_the_mask_of_paged_attention_takes_10000_off(exported):
+def test_paged_attention_mask_subtracts_10000(exported):
     written = exported[3]["states"].graph
     nodes = {node.output[0]: node for node in written.node if node.output}
     (mask,) = {node.input[MASK["PagedAttention"]] for node in nodes.values() if kind(node) == "PagedAttention"}
@@ -128,7 +128,7 @@ def test_the_mask_of_paged_attention_takes_10000_off(exported):
 
 
 @pytest.mark.parametrize("graph", ROWS)
-def test_caches_and_their_indices_are_as_a_device_takes_them(exported, graph):
+def test_exported_cache_inputs_have_device_types(exported, graph):
     spec, _, _, written = exported
     for part, widths in (("key", "key_width"), ("value", "value_width")):
         found = [tuple(each.dims) for each in written[graph].graph.parameter if each.name.endswith(f".{part}_cache")]
@@ -137,11 +137,11 @@ def test_caches_and_their_indices_are_as_a_device_takes_them(exported, graph):
     assert set(types.values()) == {TensorProto.INT32}
 
 
-def test_a_graph_that_is_read_again_gives_the_same_bits(exported):
+def test_exported_graph_round_trip_is_bit_identical(exported):
     assert differences(*exported[:3]) == []
 
 
-def test_a_graph_of_8_bits_is_of_what_a_device_has_and_gives_the_same_bits_again(tmp_path):
+def test_exported_w8a8_graph_round_trip_is_bit_identical(tmp_path):
     kept = Quantization(QuantizationName.W8A8)
     spec, networks = networks_of("qwen3-moe", tmp_path, quantization=kept, changes={"num_hidden_layers": 1})
     written = export_all(spec, networks, tmp_path)

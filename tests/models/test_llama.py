@@ -116,9 +116,7 @@ def test_the_plain_backend_equals_the_reference(make_model, variant):
         ("odd sizes", "float16"),
     ],
 )
-def test_operators_of_the_library_have_the_bits_of_the_primitives_they_stand_for(
-    make_model, dtype, variant, monkeypatch
-):
+def test_library_operators_equal_the_primitives_bit_for_bit(make_model, dtype, variant, monkeypatch):
     # The graph of Ascend rounds once more in SwiGLU, by split, SiLU and multiply: tests/backends bounds its error.
     monkeypatch.setattr(AscendBackend, "swiglu", CpuBackend.swiglu)
     steps = [[(PROMPT[:30], 0, [4, 9]), (PROMPT[:1], 0, [7])], [(PROMPT[30:], 30, [4, 9, 2]), (PROMPT[1:2], 1, [7])]]
@@ -135,7 +133,7 @@ def test_operators_of_the_library_have_the_bits_of_the_primitives_they_stand_for
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("cuts", [range(1, 45), [1], [44], [16, 32], [15, 17, 40], [7, 8, 9, 10, 33]])
-def test_chunks_give_the_bits_of_the_whole_prompt(make_model, dtype, cuts):
+def test_chunked_prefill_is_bit_identical(make_model, dtype, cuts):
     model = make_model("cpu", dtype)
     whole = model.logits((PROMPT, 0, [4, 9, 2]))
     edges = [0, *cuts, len(PROMPT)]
@@ -154,7 +152,7 @@ def test_chunks_on_the_plain_backend_are_near_the_whole_prompt(make_model):
 
 @settings(max_examples=25)
 @given(st.data())
-def test_a_row_has_the_same_bits_alone_and_in_any_mixed_batch(make_model, data):
+def test_logits_are_batch_invariant(make_model, data):
     """Prompts, chunks and decode rows of several requests in one step, blocks anywhere."""
     model = make_model("cpu", "bfloat16")
     num_rows = data.draw(st.integers(1, 7))
@@ -174,7 +172,7 @@ def test_a_row_has_the_same_bits_alone_and_in_any_mixed_batch(make_model, data):
     assert together.tobytes() == expected.tobytes()
 
 
-def test_only_rows_that_sample_reach_the_head(make_model):
+def test_lm_head_computes_sampled_rows_only(make_model):
     model = make_model("cpu", "bfloat16")
     rows = [(PROMPT[:9], 0, [1]), (PROMPT[:4], 0, [2]), (PROMPT[:20], 0, [3, 4])]
     every = model.logits(*rows)
@@ -184,7 +182,7 @@ def test_only_rows_that_sample_reach_the_head(make_model):
 
 
 @pytest.mark.parametrize("name", ["cpu", "plain"])
-def test_changing_batches_compile_once(make_model, name):
+def test_graph_is_compiled_once_for_all_batches(make_model, name):
     model = make_model(name, "float32", ONE_LAYER)
     for rows in (
         [(PROMPT[:1], 0, [1])],
@@ -198,7 +196,7 @@ def test_changing_batches_compile_once(make_model, name):
     assert model.num_compilations == 1
 
 
-def test_a_tied_head_may_be_stored_as_well(tmp_path):
+def test_tied_lm_head_may_be_stored(tmp_path):
     spec = tiny_spec(tie_word_embeddings=True)
     weights = write_model(tmp_path, spec)
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
@@ -213,7 +211,7 @@ def load(folder, spec, weights):
 
 
 @pytest.mark.parametrize("name", list(weight_shapes(tiny_spec(num_hidden_layers=1))))
-def test_every_tensor_is_needed(tmp_path, name):
+def test_missing_tensor_is_refused(tmp_path, name):
     spec = tiny_spec(num_hidden_layers=1)
     weights = random_weights(spec)
     shape = list(weights.pop(name).shape)

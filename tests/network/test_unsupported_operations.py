@@ -68,7 +68,7 @@ SLOPES = Weight((), (4,), generate=lambda num_positions: np.zeros(4, np.float32)
         (attention(window=64), "attention with a window of 64 tokens"),
         (attention(cap=30.0), "attention with a cap on its scores"),
         (attention(slopes=SLOPES), "attention with slopes"),
-        (attention(q_turned=Value("turned", 64)), "attention to latent keys"),
+        (attention(q_rope=Value("turned", 64)), "attention to latent keys"),
         (experts(), None),
         (experts(score="sigmoid"), CHOSEN),
         (experts(groups=2), CHOSEN),

@@ -138,7 +138,7 @@ def _to_unsigned(qvalues: Array, bits: int) -> Uint8Array:
     """Add half the range."""
     half = 2 ** (bits - 1)
     if qvalues.size and not -half <= int(qvalues.min()) <= int(qvalues.max()) < half:
-        raise ModelError(f"weight must hold codes from {-half} to {half - 1}")
+        raise ModelError(f"weight must hold values from {-half} to {half - 1}")
     return qvalues.view(np.uint8) + np.uint8(half)
 
 

@@ -50,7 +50,7 @@ def check_tensors(
         for name, shape in allowed.items()
         if name in found and found[name] != shape
     ]
-    kinds = (("missing", missing), ("no place for", extra), ("of another shape", misshapen))
+    kinds = (("missing", missing), ("unexpected", extra), ("of another shape", misshapen))
     lines = [f"  {kind}: {listed(each)}" for kind, each in kinds if each]
     if lines:
         raise ModelError("\n".join([f"{where} does not hold the model of its config.json", *lines]))

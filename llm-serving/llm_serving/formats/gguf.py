@@ -142,7 +142,7 @@ def _read(file: Path, reader: _HeaderReader, texts: bool) -> GgufFile:
     version = reader.number("<I")
     if version not in _VERSIONS:
         raise ModelError(f"{file}: version must be {' or '.join(map(str, _VERSIONS))}. Found: {version}")
-    num_tensors, num_entries = reader.count(_MAX_ENTRIES, "tensors"), reader.count(_MAX_ENTRIES, "facts")
+    num_tensors, num_entries = reader.count(_MAX_ENTRIES, "tensors"), reader.count(_MAX_ENTRIES, "metadata entries")
     metadata: dict[str, Any] = {}
     for _ in range(num_entries):
         key = reader.text(_MAX_NAME_BYTES)
@@ -177,7 +177,7 @@ def _value(reader: _HeaderReader, kind: int, texts: bool) -> Any:
     if kind == _TEXT:
         return reader.text(_MAX_TEXT_BYTES)
     if kind != _LIST:
-        raise ValueError(f"a fact of type {kind} at byte {reader.at}")
+        raise ValueError(f"a value of type {kind} at byte {reader.at}")
     inner, length = reader.number("<I"), reader.count(_MAX_ITEMS, "items of a list")
     if inner in _NUMBERS:
         return np.frombuffer(reader.bytes(length * np.dtype(_NUMBERS[inner]).itemsize), _NUMBERS[inner])

@@ -163,11 +163,11 @@ def _varint(content: mmap.mmap, at: int, end: int) -> tuple[int, int]:
 
 def varint(value: int) -> bytes:
     """Encode a non-negative number, seven bits a byte, the lowest first."""
-    spelled = bytearray()
+    encoded = bytearray()
     while value >= 0x80:
-        spelled.append(value & 0x7F | 0x80)
+        encoded.append(value & 0x7F | 0x80)
         value >>= 7
-    return bytes([*spelled, value])
+    return bytes([*encoded, value])
 
 
 def number(field: int, value: int) -> bytes:

@@ -25,9 +25,9 @@ def baichuan2(c: ConfigReader) -> Network:
     if c.integer("vocab_size") == FIRST_VOCABULARY:
         raise c.fail("vocab_size", "must be that of Baichuan 2; Baichuan 1 is not supported")
     net, heads = empty_network(c), attention_heads(c)
-    inner, turns = c.integer("intermediate_size"), c.has("max_position_embeddings")
-    rotary = rotary_embedding(c, heads) if turns else None
-    slopes = None if turns else Weight((), (heads.q,), generate=lambda _: alibi_slopes(heads.q), dtype="float32")
+    inner, has_rope = c.integer("intermediate_size"), c.has("max_position_embeddings")
+    rotary = rotary_embedding(c, heads) if has_rope else None
+    slopes = None if has_rope else Weight((), (heads.q,), generate=lambda _: alibi_slopes(heads.q), dtype="float32")
     c.choice("hidden_act", ("silu",), "silu")
 
     def layer(hidden: Value, _: int, at: str) -> Value:

@@ -84,14 +84,14 @@ class _LatentAttention:
     def __call__(self, net: Network, x: Value, at: str) -> Value:
         heads, still = self.heads, self.still
         dim, width, wide = still + self.rotary_dim, still + self.value, self.rotary.head_dim
-        turned = [-1 if i < 0 else still + i for i in self.rotary.order()]
+        rotated = [-1 if i < 0 else still + i for i in self.rotary.order()]
         latents = padded_order(self.rank, HEAD_MULTIPLE)
         q, query = x, "q_proj"
         if self.q_rank:
             q = net.rms_norm(net.linear(x, at + "q_a_proj", self.q_rank), at + "q_a_layernorm", eps=LATENT_EPS)
             query = "q_b_proj"
-        rows = [*repeated_order(heads, dim, range(still)), *repeated_order(heads, dim, turned)]
-        q, q_turned = net.split(net.linear(q, at + query, heads * dim, rows=rows), heads * still, heads * wide)
+        rows = [*repeated_order(heads, dim, range(still)), *repeated_order(heads, dim, rotated)]
+        q, q_rope = net.split(net.linear(q, at + query, heads * dim, rows=rows), heads * still, heads * wide)
 
         rows = [*latents, *(-1 if i < 0 else self.rank + i for i in self.rotary.order())]
         both = net.linear(x, at + "kv_a_proj_with_mqa", self.rank + self.rotary_dim, rows=rows)
@@ -112,7 +112,7 @@ class _LatentAttention:
             transform=_Transposed(heads),
             width=heads * len(latents),
         )
-        attended = net.attention(q, layer, q_turned=net.rope(q_turned, self.rotary), scale=self.scale)
+        attended = net.attention(q, layer, q_rope=net.rope(q_rope, self.rotary), scale=self.scale)
         values = [-1 if i < 0 else still + i for i in padded_order(self.value, HEAD_MULTIPLE)]
         rows = repeated_order(heads, width, values)
         back = net.linear(

@@ -75,6 +75,6 @@ def _gemma(
     return decoder(net, c, layer, tied=True, table_scale=table_scale, rounded_scale=True, cap=last_cap)
 
 
-def plus_one(gain: Float32Array) -> Float32Array:
+def plus_one(gamma: Float32Array) -> Float32Array:
     """Return the factor of a norm from its stored weight."""
-    return gain + np.float32(1)
+    return gamma + np.float32(1)

@@ -80,8 +80,8 @@ def config_of(found: GgufFile) -> dict[str, Any]:
     config["bos_token_id"], config["pad_token_id"] = ids["bos_token_id"], ids["padding_token_id"]
     config["eos_token_id"] = list(dict.fromkeys(ids[key] for key in _END_IDS if ids[key] is not None)) or None
     heads = config["num_attention_heads"]
-    turned = {"heads": heads, "kv_heads": config.get("num_key_value_heads", heads)} if name == "llama" else {}
-    config["quantization_config"] = {"quant_method": METHOD, "types": list(found.types), **turned}
+    head_counts = {"heads": heads, "kv_heads": config.get("num_key_value_heads", heads)} if name == "llama" else {}
+    config["quantization_config"] = {"quant_method": METHOD, "types": list(found.types), **head_counts}
     return config
 
 

@@ -256,8 +256,8 @@ def qkv_rows(heads: Heads, rotary: Rotary | None, grouped: bool) -> tuple[int, .
         q = list(range(heads.q))
         k = list(range(heads.q, heads.q + heads.kv))
         v = list(range(heads.q + heads.kv, heads.q + 2 * heads.kv))
-    turned = [-1 if i < 0 else head * heads.own + i for head in (*q, *k) for i in order]
-    return (*turned, *(-1 if i < 0 else head * heads.own + i for head in v for i in _padded(heads)))
+    rotated = [-1 if i < 0 else head * heads.own + i for head in (*q, *k) for i in order]
+    return (*rotated, *(-1 if i < 0 else head * heads.own + i for head in v for i in _padded(heads)))
 
 
 @lru_cache(8)

@@ -70,13 +70,13 @@ def _architecture(reader: ConfigReader, network: str) -> str:
         name.removeprefix("Parallel").removeprefix("Inference") for name in given if name and isinstance(name, str)
     ]
     for name in names:
-        for beginning, architecture in _FAMILIES.items():
-            if name.startswith(beginning):
+        for prefix, architecture in _FAMILIES.items():
+            if name.startswith(prefix):
                 return architecture
     if names and not names[0].startswith(_LIKE_LLAMA):
         known = ", ".join(sorted({*_LIKE_LLAMA, *_FAMILIES}))
         raise ModelError(
-            f"{reader.where}: the network's class must begin with one of {known}. Given: {shorten(names[0])}"
+            f"{reader.where}: the network's class must start with one of {known}. Given: {shorten(names[0])}"
         )
     return "Qwen2ForCausalLM" if reader.boolean("qkv_has_bias") else "LlamaForCausalLM"
 
@@ -224,7 +224,7 @@ def unsupported_by_mindformers(architecture: str, network: Network, num_position
         return f"MindFormers' class has no {lacks}"
     for weight in network.weights:
         if weight.generate is None and mindformers_parameter(weight) is None:
-            return f"MindFormers' class has no place for {weight.names[0]}"
+            return f"MindFormers' class has no parameter for {weight.names[0]}"
         if not _is_as_wide_as_stored(weight):
             return f"MindFormers' class takes heads as they are stored, of a multiple of 16 elements: {weight.names[0]}"
     return None
@@ -288,5 +288,5 @@ def unsupported_by_mindformers_llama(architecture: str, network: Network, num_po
             is_as_stored = weight.rows is None and weight.columns is None and weight.transform is None
             missing = [name for name in weight.names if mindformers_llama_parameter(name) is None]
             if weight.generate is None and (missing or not is_as_stored):
-                return f"MindFormers' {ARCHITECTURE} has no place for {(missing or weight.names)[0]}"
+                return f"MindFormers' {ARCHITECTURE} has no parameter for {(missing or weight.names)[0]}"
     return None

@@ -102,7 +102,7 @@ class Network:
         self.rotaries: set[Rotary] = set()
         self._num_experts = 0
         self._eps = eps
-        self._change_gain = gamma_transform
+        self._gamma_transform = gamma_transform
 
     @property
     def weights(self) -> list[Weight]:
@@ -201,14 +201,16 @@ class Network:
         """
         size = group or x.width
         unpadded = unpadded or size
-        transform = self._change_gain if unpadded == size else _PaddedMeanScale(unpadded / size, self._change_gain)
+        transform = (
+            self._gamma_transform if unpadded == size else _PaddedMeanScale(unpadded / size, self._gamma_transform)
+        )
         dtype: ElementType = "model" if transform is None else "float32"
-        gain = Weight(
+        gamma = Weight(
             (f"{name}.weight",), (size,), ((unpadded,),), _order(rows, unpadded), transform=transform, dtype=dtype
         )
         # The mean over all columns is smaller by unpadded / size than the mean over the unpadded ones; so is eps.
         attributes = {"eps": (self._eps if eps is None else eps) * unpadded / size, "group": group}
-        return self._record("rms_norm", {"x": x}, {"gamma": gain}, attributes, x.width)
+        return self._record("rms_norm", {"x": x}, {"gamma": gamma}, attributes, x.width)
 
     def split(self, x: Value, *widths: int) -> list[Value]:
         """Return views of consecutive column ranges of x; this adds no operation."""
@@ -242,7 +244,7 @@ class Network:
         window: int | None = None,
         cap: float | None = None,
         slopes: Weight | None = None,
-        q_turned: Value | None = None,
+        q_rope: Value | None = None,
     ) -> Value:
         """Compute causal attention over the cache of a layer.
 
@@ -257,7 +259,7 @@ class Network:
                 vector, which serves as key and value; the cached v is the rotary part of the key.
         """
         attributes = {"layer": layer, "scale": scale, "window": window or 0, "cap": cap or 0.0, "eps": 0.0}
-        return self._record("attention", {"q": q, "q_rope": q_turned}, {"slopes": slopes}, attributes, q.width)
+        return self._record("attention", {"q": q, "q_rope": q_rope}, {"slopes": slopes}, attributes, q.width)
 
     def gated_activation(self, x: Value, function: Literal["silu", "gelu_tanh"]) -> Value:
         """Compute function(first half of x) * second half."""
@@ -350,8 +352,8 @@ class _PaddedMeanScale:
     share: float
     transform: Transform | None
 
-    def __call__(self, gain: Float32Array) -> Float32Array:
-        changed = gain if self.transform is None else self.transform(gain)
+    def __call__(self, gamma: Float32Array) -> Float32Array:
+        changed = gamma if self.transform is None else self.transform(gamma)
         return changed * np.float32(math.sqrt(self.share))
 
 

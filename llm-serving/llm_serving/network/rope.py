@@ -82,12 +82,12 @@ class Rotary:
 
     def order(self) -> list[int]:
         """Return the index in the checkpoint's head of each element of a head here; -1 is a zero."""
-        half, still = self.rotary_dim // 2, (self.head_dim - self.rotary_dim) // 2
+        half, fixed = self.rotary_dim // 2, (self.head_dim - self.rotary_dim) // 2
         first = [2 * i if self.interleaved else i for i in range(half)]
         second = [2 * i + 1 if self.interleaved else i + half for i in range(half)]
         own = self.own or self.head_dim
         rest = [i if i < own else -1 for i in range(self.rotary_dim, self.head_dim)]
-        return [*first, *rest[:still], *second, *rest[still:]]
+        return [*first, *rest[:fixed], *second, *rest[fixed:]]
 
     def cos(self, num_positions: int) -> Float32Array:
         """Return cosines [num_positions, head_dim] in two equal halves, computed in float64 and rounded once."""
@@ -108,10 +108,10 @@ class Rotary:
         return ROPE_SCALINGS[self.scaling.kind](self, self.scaling, plain, num_positions)
 
     def _table(self, function: Callable[[Float64Array], Float64Array], num_positions: int) -> Float32Array:
-        still = np.zeros((self.head_dim - self.rotary_dim) // 2)
-        frequencies = np.concatenate([self.frequencies(num_positions), still])
+        fixed = np.zeros((self.head_dim - self.rotary_dim) // 2)
+        frequencies = np.concatenate([self.frequencies(num_positions), fixed])
         angles = np.outer(np.arange(num_positions, dtype=np.float64), frequencies)
-        factors = np.concatenate([np.full(self.rotary_dim // 2, attention_factor(self.scaling)), np.ones_like(still)])
+        factors = np.concatenate([np.full(self.rotary_dim // 2, attention_factor(self.scaling)), np.ones_like(fixed)])
         return np.tile((function(angles) * factors).astype(np.float32), 2)
 
 
@@ -164,8 +164,8 @@ def _llama3(_: Rotary, scaling: Scaling, plain: Float64Array, __: int) -> Float6
 def _yarn(rotary: Rotary, scaling: Scaling, plain: Float64Array, _: int) -> Float64Array:
     """Keep the frequency of pairs that rotate often, divide that of pairs that rotate rarely, with a ramp between."""
 
-    def pair_of(turns: float) -> float:
-        ratio = math.log(scaling.original / (turns * 2 * math.pi)) / (2 * math.log(rotary.theta))
+    def pair_of(rotations: float) -> float:
+        ratio = math.log(scaling.original / (rotations * 2 * math.pi)) / (2 * math.log(rotary.theta))
         return rotary.rotary_dim * ratio
 
     first, last = pair_of(scaling.high), pair_of(scaling.low)
