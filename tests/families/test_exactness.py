@@ -24,11 +24,11 @@ pytestmark = pytest.mark.mindspore
     ("name", "kernels"),
     [("mistral", "program"), ("qwen3-moe", "program"), ("deepseek-v2", "program"), ("gemma2", CODED_CACHE)],
 )
-def test_an_answer_depends_on_the_request_alone(tmp_path: Path, name: str, kernels: str) -> None:
+def test_answers_of_families_are_batch_invariant(tmp_path: Path, name: str, kernels: str) -> None:
     assert not differing(Served(name, tmp_path, kernels))
 
 
-def test_latent_keys_in_8_bits_are_refused(tmp_path: Path) -> None:
+def test_int8_kv_cache_of_latent_attention_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="an int8 KV cache does not support attention to latent keys"):
         Served("deepseek-v2", tmp_path, CODED_CACHE)
 
@@ -41,7 +41,7 @@ def write_tokenizer(folder: Path, vocab_size: int) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
 
 
-def test_an_answer_survives_the_death_of_its_work_agent(tmp_path: Path) -> None:
+def test_answer_survives_a_work_agent_restart(tmp_path: Path) -> None:
     """Of a model with windows and experts; the others die in the tests above."""
     name = "mixtral-window"
     models.write(name, tmp_path)

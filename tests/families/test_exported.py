@@ -6,7 +6,7 @@ from families import exported
 pytestmark = pytest.mark.mindspore
 
 
-def test_a_run_that_was_ended_goes_on_where_it_was(tmp_path, monkeypatch):
+def test_interrupted_request_resumes_on_exported_graphs(tmp_path, monkeypatch):
     asked = []
 
     def check(name, folder, dtype, quantization):

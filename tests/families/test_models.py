@@ -49,7 +49,7 @@ def test_writing_twice_gives_the_same_files(name, tmp_path):
 
 @pytest.mark.parametrize("dtype", WRITERS)
 @pytest.mark.parametrize("shards", [1, 3])
-def test_every_type_and_number_of_files_holds_the_same_values(dtype, shards, tmp_path):
+def test_written_values_are_independent_of_dtype_and_shards(dtype, shards, tmp_path):
     models.write("qwen2", tmp_path, dtype=dtype, shards=shards)
     assert json.loads((tmp_path / "config.json").read_text())["torch_dtype"] == dtype
     paths = sorted(tmp_path.glob("*.safetensors"))
@@ -72,7 +72,7 @@ def test_every_type_and_number_of_files_holds_the_same_values(dtype, shards, tmp
         assert all(np.array_equal(found[key].astype(np.float32), expected[key]) for key in expected)
 
 
-def test_written_bfloat16_is_the_drawn_value(tmp_path):
+def test_written_bfloat16_equals_the_drawn_value(tmp_path):
     models.write("llama2", tmp_path)
     content = (tmp_path / "model.safetensors").read_bytes()
     header = int.from_bytes(content[:8], "little")
@@ -82,7 +82,7 @@ def test_written_bfloat16_is_the_drawn_value(tmp_path):
     assert np.array_equal(stored, models.weights("llama2")["model.norm.weight"])
 
 
-def test_changes_of_a_configuration_are_written_and_none_removes_a_key(tmp_path):
+def test_configuration_changes_are_written_and_none_removes_a_key(tmp_path):
     models.write("llama2", tmp_path, changes={"rms_norm_eps": 0.5, "pretraining_tp": None, "rope_theta": 3.0})
     config = json.loads((tmp_path / "config.json").read_text())
     assert (config["rms_norm_eps"], config["rope_theta"]) == (0.5, 3.0)

@@ -44,7 +44,7 @@ two rotations, gates, experts. `families.precision --kernels plain` asks all."""
 
 
 @pytest.mark.parametrize("name", models.names())
-def test_a_program_answers_as_the_reference(tmp_path, name):
+def test_program_equals_the_reference(tmp_path, name):
     model, golden, longest = served(name, tmp_path, "program", "float32")
     for prompt in golden.prompts.values():
         logits, tokens = greedy(model, prompt, longest)
@@ -54,7 +54,7 @@ def test_a_program_answers_as_the_reference(tmp_path, name):
 
 @pytest.mark.plain
 @pytest.mark.parametrize("name", ON_PLAIN_KERNELS)
-def test_plain_kernels_compute_what_the_description_says(tmp_path, name):
+def test_plain_kernels_equal_the_description(tmp_path, name):
     model, golden, longest = served(name, tmp_path, "plain", "float32", ON_EVERY_KERNELS[name])
     token_ids = golden.prompts[200].token_ids.tolist()
     blocks = list(range(-(-200 // BLOCK_SIZE)))
@@ -66,7 +66,7 @@ def test_plain_kernels_compute_what_the_description_says(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", ON_EVERY_KERNELS)
-def test_the_graph_of_ascend_has_the_bits_of_the_program(tmp_path, name):
+def test_ascend_graph_equals_the_program_bit_for_bit(tmp_path, name):
     changes = ON_EVERY_KERNELS[name]
     program, golden, longest = served(name, tmp_path / "program", "program", "bfloat16", changes)
     spec = ModelSpec.from_folder(tmp_path / "program")
@@ -80,7 +80,7 @@ def test_the_graph_of_ascend_has_the_bits_of_the_program(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", ["llama3.1", "qwen2", "qwen2-moe"])
-def test_the_graph_of_ascend_in_8_bits_has_the_bits_of_the_program(tmp_path, name):
+def test_ascend_w8a8_graph_equals_the_program_bit_for_bit(tmp_path, name):
     """A head that is the table of embeddings, biases, experts."""
     logits = []
     for kernels in ("program", "primitives"):

@@ -23,7 +23,7 @@ def reference(name, folder, **how):
 
 
 @NAMES
-def test_golden_values_are_what_the_reference_says(name, tmp_path):
+def test_golden_values_equal_the_reference(name, tmp_path):
     found = reference(name, tmp_path)
     for prompt in models.golden(name).prompts.values():
         text = [*prompt.token_ids.tolist(), *prompt.generated.tolist()]
@@ -33,12 +33,12 @@ def test_golden_values_are_what_the_reference_says(name, tmp_path):
 
 
 @pytest.mark.parametrize(("name", "change"), CHANGES, ids=[f"{name}-{'-'.join(change)}" for name, change in CHANGES])
-def test_a_fact_of_the_configuration_moves_the_golden_values(name, change, tmp_path):
+def test_every_configuration_key_changes_the_golden_values(name, change, tmp_path):
     assert moved(name, reference(name, tmp_path, changes=change)) > MOVED
 
 
 @NAMES
-def test_every_gain_and_bias_moves_the_golden_values(name, tmp_path):
+def test_every_norm_weight_and_bias_changes_the_golden_values(name, tmp_path):
     """Each set to what leaves values as they are."""
     model, found = models.model(name), reference(name, tmp_path)
     vectors = found.vectors()
@@ -51,7 +51,7 @@ def test_every_gain_and_bias_moves_the_golden_values(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", [name for name in models.names() if models.model(name).served_length])
-def test_the_length_a_server_is_configured_for_moves_the_golden_values(name, tmp_path):
+def test_context_length_changes_the_golden_values(name, tmp_path):
     models.write(name, tmp_path)
     other = None if models.model(name).served_length == FAR else FAR
     assert moved(name, Reference(tmp_path, other)) > MOVED

@@ -48,7 +48,7 @@ def bound(cache: Cache, q: Typed, tables: Array, query_lens: list[int], context_
         (4, 2, 256, 32),
     ],
 )
-def test_mixed_batch_is_the_reference_up_to_rounding(
+def test_attention_equals_the_reference_up_to_rounding(
     isa: str, dtype: str, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int
 ) -> None:
     rng = np.random.default_rng(1)
@@ -68,7 +68,7 @@ def test_mixed_batch_is_the_reference_up_to_rounding(
 
 
 @pytest.mark.parametrize("dtype", FLOAT_TYPES)
-def test_bits_of_a_position_do_not_depend_on_how_it_was_reached(isa: str, dtype: str) -> None:
+def test_attention_bits_are_independent_of_chunking(isa: str, dtype: str) -> None:
     rng = np.random.default_rng(2)
     length, num_heads = 150, 4
     widths = {"q": num_heads * 32, "k": 64, "v": 64}
@@ -100,7 +100,7 @@ def test_bits_of_a_position_do_not_depend_on_how_it_was_reached(isa: str, dtype:
 
 @pytest.mark.parametrize("dtype", FLOAT_TYPES)
 @pytest.mark.parametrize("garbage", [np.inf, -np.inf, np.nan])
-def test_content_behind_the_context_is_never_read(isa: str, dtype: str, garbage: float) -> None:
+def test_attention_never_reads_beyond_the_context(isa: str, dtype: str, garbage: float) -> None:
     rng = np.random.default_rng(3)
     clean, dirty = Cache(dtype), Cache(dtype)
     for tensor in (dirty.key, dirty.value):
@@ -114,7 +114,7 @@ def test_content_behind_the_context_is_never_read(isa: str, dtype: str, garbage:
 
 
 @pytest.mark.parametrize("dtype", FLOAT_TYPES)
-def test_later_infinity_does_not_reach_earlier_rows(isa: str, dtype: str) -> None:
+def test_attention_ignores_infinity_in_later_positions(isa: str, dtype: str) -> None:
     rng = np.random.default_rng(4)
     k, v = rng.standard_normal((2, 30, 64))
     q = rows(rng, 30, 128, dtype)
@@ -130,7 +130,7 @@ def test_later_infinity_does_not_reach_earlier_rows(isa: str, dtype: str) -> Non
 
 
 @pytest.mark.parametrize("dtype", FLOAT_TYPES)
-def test_scores_of_minus_infinity_have_no_weight(isa: str, dtype: str) -> None:
+def test_attention_gives_minus_infinity_scores_no_weight(isa: str, dtype: str) -> None:
     cache = Cache(dtype, num_kv_heads=1, head_dim=16)
     k, v = np.zeros((100, 16)), np.ones((100, 16))
     k[:, 0], k[99, 0], v[99] = -np.inf, 0.0, 7.0
@@ -144,7 +144,7 @@ def test_scores_of_minus_infinity_have_no_weight(isa: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", FLOAT_TYPES)
 @pytest.mark.parametrize("size", [240.0, 1.1e15])
-def test_one_key_far_above_the_others_decides(isa: str, dtype: str, size: float) -> None:
+def test_attention_with_one_dominant_key(isa: str, dtype: str, size: float) -> None:
     size = min(size, 6e4) if dtype == "float16" else size
     cache = Cache(dtype, num_kv_heads=1, head_dim=16)
     rng = np.random.default_rng(5)
@@ -159,7 +159,7 @@ def test_one_key_far_above_the_others_decides(isa: str, dtype: str, size: float)
 
 
 @pytest.mark.parametrize("dtype", FLOAT_TYPES)
-def test_store_writes_its_slots_and_nothing_else(dtype: str) -> None:
+def test_store_kv_writes_its_slots_only(dtype: str) -> None:
     rng = np.random.default_rng(6)
     cache = Cache(dtype, num_blocks=3)
     k, v = rows(rng, 3, 64, dtype), rows(rng, 3, 64, dtype)
@@ -173,7 +173,7 @@ def test_store_writes_its_slots_and_nothing_else(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("slot", [48, -2, 2**31 - 1])
-def test_slots_outside_the_cache_are_an_error_and_write_nothing(slot: int) -> None:
+def test_store_kv_refuses_slots_outside_the_cache(slot: int) -> None:
     cache = Cache("bfloat16", num_blocks=3)
     k = typed(np.ones((2, 64)), "bfloat16")
     status = status_of("ReshapeAndCache", k, k, cache.key, cache.value, integers([0, slot]), empty((2, 64), "bfloat16"))
@@ -193,7 +193,7 @@ def test_slots_outside_the_cache_are_an_error_and_write_nothing(slot: int) -> No
         ([[0, 1]], [-1], [1], "request 0 has -1 query rows in a context of 1"),
     ],
 )
-def test_batches_that_do_not_fit_the_cache_are_refused(
+def test_attention_refuses_batches_beyond_the_cache(
     tables: list[list[int]], query_lens: list[int], context_lens: list[int], message: str
 ) -> None:
     cache = Cache("bfloat16")
@@ -202,7 +202,7 @@ def test_batches_that_do_not_fit_the_cache_are_refused(
     assert library.last_error() == f"PagedAttention: {message}"
 
 
-def test_without_query_lens_each_request_has_one_row() -> None:
+def test_attention_without_query_lens_has_one_row_per_request() -> None:
     rng = np.random.default_rng(7)
     cache = Cache("bfloat16")
     filled(rng, cache, [1, 2], 20)
@@ -212,7 +212,7 @@ def test_without_query_lens_each_request_has_one_row() -> None:
     assert np.array_equal(y.bits, cache.attend(q, [[1, 2], [3]], [1, 1], [20, 9]).bits)
 
 
-def test_requests_without_rows_are_passed_over() -> None:
+def test_attention_skips_requests_without_rows() -> None:
     rng = np.random.default_rng(8)
     cache = Cache("bfloat16")
     filled(rng, cache, [1], 9)

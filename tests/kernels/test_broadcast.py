@@ -50,7 +50,7 @@ def result(operator: str, a: Typed, b: Typed, *more: Typed) -> Typed:
 
 
 @pytest.mark.parametrize("dtype", FLOAT_TYPES)
-def test_floats_of_every_shape_are_rounded_once(isa: str, dtype: str) -> None:
+def test_broadcast_rounds_floats_once(isa: str, dtype: str) -> None:
     for a_shape, b_shape in SHAPES:
         a, b = typed(normal(1, *a_shape), dtype), typed(normal(2, *b_shape), dtype)
         left, right = a.values.astype(np.float32), b.values.astype(np.float32)
@@ -60,7 +60,7 @@ def test_floats_of_every_shape_are_rounded_once(isa: str, dtype: str) -> None:
         assert np.array_equal(result("Mul", a, b).bits, product.bits), (a_shape, b_shape)
 
 
-def test_alpha_multiplies_the_second() -> None:
+def test_broadcast_add_multiplies_by_alpha() -> None:
     a, b = typed(normal(1, 3, 40), "float32"), typed(normal(2, 40), "float32")
     y = result("AddExt", a, b, scalar(0.5, "float32"))
     assert np.array_equal(y.array, a.array + np.float32(0.5) * b.array)
@@ -68,7 +68,7 @@ def test_alpha_multiplies_the_second() -> None:
 
 
 @pytest.mark.parametrize("dtype", INTEGERS)
-def test_integers_wrap(dtype: str) -> None:
+def test_broadcast_integers_wrap(dtype: str) -> None:
     a = integers(np.array([[1, 2, 3], [100, 101, 127]]), dtype)
     for b in (integers([[5], [3]], dtype), integers([7, 8, 9], dtype), integers(2, dtype), a):
         with np.errstate(over="ignore"):
@@ -78,7 +78,7 @@ def test_integers_wrap(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [*FLOAT_TYPES, *INTEGERS, "bool", "float64"])
-def test_larger_numbers_of_every_shape_and_type(dtype: str) -> None:
+def test_comparisons_of_every_shape_and_type(dtype: str) -> None:
     for a_shape, b_shape in SHAPES:
         signed = [8 * normal(seed, *shape) for seed, shape in ((1, a_shape), (2, b_shape))]
         values = [np.abs(each) if dtype.startswith("uint") else each for each in signed]
@@ -88,7 +88,7 @@ def test_larger_numbers_of_every_shape_and_type(dtype: str) -> None:
         assert np.array_equal(y.array, np.greater(a.values, b.values)), (a_shape, b_shape)
 
 
-def test_other_comparisons_are_an_error() -> None:
+def test_unknown_comparison_is_refused() -> None:
     a, y = typed([1.0], "float32"), empty((1,), "bool")
     for b, result_of, reason in (
         (integers([1]), y, "inputs must be of one type and the result bool, are float32, int32 and bool"),
@@ -101,7 +101,7 @@ def test_other_comparisons_are_an_error() -> None:
     assert library.last_error() == "Greater: complex64 is no type of numbers that is compared here"
 
 
-def test_other_numbers() -> None:
+def test_maximum_of_other_types() -> None:
     a, b = numbers([0.1, 0.2], "float64"), numbers(0.3, "float64")
     assert np.array_equal(result("Add", a, b).array, a.array + b.array)
     assert np.array_equal(result("Mul", a, b).array, a.array * b.array)
@@ -118,13 +118,13 @@ def test_other_numbers() -> None:
         (numbers([1, 2], "complex64"), numbers(1, "complex64"), "complex64 is no type of numbers that is added or m"),
     ],
 )
-def test_what_is_refused(a: Typed, b: Typed, reason: str) -> None:
+def test_broadcast_refuses_mismatched_arguments(a: Typed, b: Typed, reason: str) -> None:
     assert status_of("Mul", a, b, empty(a.array.shape, a.dtype)) != 0
     assert library.last_error().startswith(f"Mul: {reason}")
 
 
 @pytest.mark.parametrize("dtype", FLOAT_TYPES)
-def test_silu_is_a_gate_times_one(isa: str, dtype: str) -> None:
+def test_silu_equals_swiglu_with_ones(isa: str, dtype: str) -> None:
     for width in (1, 15, 16, 100, 40_000):
         x, y = typed(3 * normal(width, width), dtype), empty((width,), dtype)
         call("SiLU", x, y)
@@ -133,7 +133,7 @@ def test_silu_is_a_gate_times_one(isa: str, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", FLOAT_TYPES)
-def test_sigmoid_is_what_weighs_rows(isa: str, dtype: str) -> None:
+def test_sigmoid_equals_sigmoid_gate(isa: str, dtype: str) -> None:
     for width in (1, 15, 16, 100, 40_000):
         x, y = typed(3 * normal(width, width), dtype), empty((width,), dtype)
         call("Sigmoid", x, y)
@@ -141,7 +141,7 @@ def test_sigmoid_is_what_weighs_rows(isa: str, dtype: str) -> None:
         assert_close(y, expected, 12 * FLOAT32_UNIT * np.abs(expected))
 
 
-def test_sigmoid_of_wide_numbers() -> None:
+def test_sigmoid_of_large_values() -> None:
     x = numbers([-800.0, -1.5, 0.0, 3.0], "float64")
     y = numbers([0.0] * 4, "float64")
     call("Sigmoid", x, y)

@@ -16,7 +16,7 @@ def cast(x: Typed, dtype: str) -> Typed:
 
 
 @pytest.mark.parametrize("dtype", FLOAT_TYPES)
-def test_floats_are_widened_exactly_and_rounded_once(isa: str, dtype: str) -> None:
+def test_cast_widens_exactly_and_rounds_once(isa: str, dtype: str) -> None:
     for shape in SHAPES:
         values = np.random.default_rng(1).standard_normal(shape).astype(np.float32)
         narrow = typed(values, dtype)
@@ -24,32 +24,32 @@ def test_floats_are_widened_exactly_and_rounded_once(isa: str, dtype: str) -> No
         assert np.array_equal(cast(narrow, "float32").array, narrow.values), shape
 
 
-def test_halves_become_each_other_by_way_of_float32() -> None:
+def test_cast_between_float16_and_bfloat16_uses_float32() -> None:
     half = typed([1.0, -2.5, 0.1, 60000.0], "float16")
     assert np.array_equal(cast(half, "bfloat16").array, typed(half.values, "bfloat16").array)
 
 
 @pytest.mark.parametrize("target", PLAIN)
-def test_every_type_becomes_every_other(target: str) -> None:
+def test_cast_supports_every_pair_of_types(target: str) -> None:
     for source in PLAIN:
         x = scalar(np.array([[0, 1, 5], [100, 1, 0]]).astype(source), source)
         assert np.array_equal(cast(x, target).array, x.array.astype(target)), source
 
 
-def test_what_is_not_0_is_true_and_fractions_are_cut() -> None:
+def test_cast_to_bool_and_truncation_to_integers() -> None:
     x = typed([[0.0, -0.0, 0.25], [-1.75, 2.75, 1e-3]], "bfloat16")
     assert cast(x, "bool").array.tolist() == [[False, False, True], [True, True, True]]
     assert cast(x, "int32").array.tolist() == [[0, 0, 0], [-1, 2, 0]]
     assert cast(scalar([[True, False]], "bool"), "bfloat16").values.tolist() == [[1.0, 0.0]]
 
 
-def test_the_type_may_be_left_out() -> None:
+def test_cast_without_a_type() -> None:
     y = empty((2,), "float32")
     call("Cast", scalar([3, -4], "int64"), y)
     assert y.array.tolist() == [3.0, -4.0]
 
 
-def test_other_types_are_an_error() -> None:
+def test_cast_refuses_unknown_types() -> None:
     x, y = scalar([1j], "complex64"), empty((1,), "float32")
     assert status_of("Cast", x, scalar(0, "int64"), y) != 0
     assert library.last_error() == "Cast: complex64 to float32 is no cast of numbers"
@@ -67,7 +67,7 @@ def nearest(value: float, dtype: str) -> int:
 
 @pytest.mark.parametrize("source", [*FLOAT_TYPES, "float64"])
 @pytest.mark.parametrize("target", [name for name in PLAIN if "int" in name])
-def test_floats_beyond_the_integers_of_a_type_become_the_last_of_them(source: str, target: str) -> None:
+def test_cast_saturates_floats_beyond_the_integer_range(source: str, target: str) -> None:
     """Wherever they lie: what a loop of instructions leaves over is converted by others."""
     powers = [2.0**exponent for exponent in (7, 8, 15, 16, 31, 32, 63, 64, 100)]
     values = [np.nan, np.inf, 0.5, 1.0, 1.5, 126.75, 3e38, *powers, *(power * (1 - 2**-8) for power in powers)]

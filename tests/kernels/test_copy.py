@@ -15,7 +15,7 @@ def gather(table: Typed, indices: Typed, axis: int) -> Typed:
 @pytest.mark.parametrize("dtype", ["bool", "int8", "float16", "int32", "float64"])
 @pytest.mark.parametrize("axis", [0, 1, -1])
 @pytest.mark.parametrize("index_dtype", ["int32", "int64"])
-def test_gather_takes_any_axis_and_type(dtype: str, axis: int, index_dtype: str) -> None:
+def test_gather_supports_any_axis_and_type(dtype: str, axis: int, index_dtype: str) -> None:
     table = Typed(np.random.default_rng(1).integers(0, 100, (4, 5, 6)).astype(dtype), dtype)
     indices = integers([[3, 0, 1], [2, 2, 3]], index_dtype)
     assert np.array_equal(gather(table, indices, axis).array, np.take(table.array, indices.array, axis))
@@ -28,7 +28,7 @@ def test_gather_of_many_rows() -> None:
 
 
 @pytest.mark.parametrize("index", [-1, 4])
-def test_gather_outside_the_table_is_an_error(index: int) -> None:
+def test_gather_refuses_indices_outside_the_table(index: int) -> None:
     table = Typed(np.zeros((4, 2), dtype="float32"), "float32")
     parameters = (integers([0, index]), scalar(0, "int64"), scalar(0, "int64"), empty((2, 2), "float32"))
     assert status_of("Gather", table, *parameters) != 0
@@ -36,7 +36,7 @@ def test_gather_outside_the_table_is_an_error(index: int) -> None:
 
 
 @pytest.mark.parametrize(("axis", "sizes"), [(0, [1, 3]), (1, [2, 0, 3]), (-1, [1, 2, 3])])
-def test_split_cuts_an_axis(axis: int, sizes: list[int]) -> None:
+def test_split_divides_an_axis(axis: int, sizes: list[int]) -> None:
     x = Typed(np.random.default_rng(4).standard_normal((4, 5, 6)), "float64")
     expected = np.split(x.array, np.cumsum(sizes)[:-1], axis)
     parts = [empty(part.shape, "float64") for part in expected]
@@ -44,7 +44,7 @@ def test_split_cuts_an_axis(axis: int, sizes: list[int]) -> None:
     assert all(np.array_equal(part.array, want) for part, want in zip(parts, expected, strict=True))
 
 
-def test_split_into_sizes_that_do_not_add_up_is_an_error() -> None:
+def test_split_refuses_sizes_that_do_not_add_up() -> None:
     x = Typed(np.zeros((2, 5)), "float64")
     parts = [empty((2, 2), "float64"), empty((2, 2), "float64")]
     assert status_of("SplitWithSize", x, integers([2, 2], "int64"), scalar(-1, "int64"), *parts) != 0
@@ -63,7 +63,7 @@ def sliced(x: Typed, shape: tuple[int, ...], *ranges: object, **masks: int) -> T
 
 
 @pytest.mark.parametrize("dtype", ["bool", "float16", "int32", "float64"])
-def test_slices_are_those_of_numpy(dtype: str) -> None:
+def test_slices_equal_numpy(dtype: str) -> None:
     x = Typed(np.random.default_rng(5).integers(0, 100, (4, 5, 6)).astype(dtype), dtype)
     for begin, end, strides, expected in (
         ([0, 0, 0], [4, 5, 6], [1, 1, 1], x.array),
@@ -98,7 +98,7 @@ def test_masks_of_slices_open_ends_and_add_and_remove_axes() -> None:
         ([0, 1], [1, 1], 0, "the slice has 16 elements, not 20"),
     ],
 )
-def test_other_slices_are_an_error(begin: list[int], strides: list[int], shrink: int, reason: str) -> None:
+def test_unsupported_slices_are_refused(begin: list[int], strides: list[int], shrink: int, reason: str) -> None:
     x, end = Typed(np.zeros((4, 5)), "float64"), integers([9] * len(begin), "int64")
     masks = (scalar(value, "int64") for value in (0, 0, 0, 0, shrink))
     parameters = integers(begin, "int64"), end, integers(strides, "int64"), *masks, empty((4, 5), "float64")

@@ -42,7 +42,7 @@ def normal(seed: int, *shape: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("dtype", FLOAT_TYPES)
-def test_rms_norm_is_the_reference_up_to_rounding(isa: str, dtype: str) -> None:
+def test_rms_norm_equals_the_reference_up_to_rounding(isa: str, dtype: str) -> None:
     for width in WIDTHS:
         x, gamma = typed(normal(width, 5, width), dtype), typed(normal(1, width), dtype)
         expected = reference.rms_norm(x.values, gamma.values, EPS)
@@ -52,7 +52,7 @@ def test_rms_norm_is_the_reference_up_to_rounding(isa: str, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", FLOAT_TYPES)
-def test_add_rms_norm_is_the_sum_rounded_and_then_its_norm(isa: str, dtype: str) -> None:
+def test_add_rms_norm_rounds_the_sum_before_the_norm(isa: str, dtype: str) -> None:
     for width in WIDTHS:
         a, b, gamma = (
             typed(normal(seed, *shape), dtype) for seed, shape in ((1, (5, width)), (2, (5, width)), (3, (width,)))
@@ -64,7 +64,7 @@ def test_add_rms_norm_is_the_sum_rounded_and_then_its_norm(isa: str, dtype: str)
         assert np.array_equal(normed.bits, rms_norm(total, gamma).bits)
 
 
-def test_add_rms_norm_refuses_shapes_that_differ(isa: str) -> None:
+def test_add_rms_norm_refuses_different_shapes(isa: str) -> None:
     a, b, gamma, y = (typed(np.ones(shape), "float32") for shape in ((2, 8), (1, 8), (8,), (2, 8)))
     rstd = empty((2, 1), "float32")
     assert status_of("AddRmsNorm", a, b, gamma, scalar(EPS, "float32"), y, rstd, y) != 0
@@ -81,7 +81,7 @@ def test_rms_norm_of_zeros_and_of_infinity(isa: str, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", FLOAT_TYPES)
-def test_swiglu_is_the_reference_up_to_rounding(isa: str, dtype: str) -> None:
+def test_swiglu_equals_the_reference_up_to_rounding(isa: str, dtype: str) -> None:
     for width in WIDTHS:
         x = typed(3 * normal(width, 4, 2 * width), dtype)
         expected = reference.swiglu(x.values)
@@ -105,7 +105,7 @@ def test_swiglu_of_extreme_gates(isa: str, dtype: str) -> None:
 @pytest.mark.parametrize("dtype", FLOAT_TYPES)
 @pytest.mark.parametrize("table_is_float32", [False, True])
 @pytest.mark.parametrize(("heads", "head_dim"), [(1, 2), (3, 16), (2, 48), (5, 64), (1, 130)])
-def test_rotary_is_the_reference_up_to_rounding(
+def test_rotary_equals_the_reference_up_to_rounding(
     isa: str, dtype: str, table_is_float32: bool, heads: int, head_dim: int
 ) -> None:
     x = typed(normal(1, 7, heads * head_dim), dtype)
@@ -116,7 +116,7 @@ def test_rotary_is_the_reference_up_to_rounding(
     assert_close(rotated(x, *tables), expected, 3 * FLOAT32_UNIT * (np.abs(magnitude) + np.abs(x.values).max()))
 
 
-def test_rows_of_rotary_may_lie_within_another_axis() -> None:
+def test_rotary_accepts_rows_inside_another_axis() -> None:
     x = typed(normal(1, 7, 3 * 16), "bfloat16")
     angles = np.tile(normal(2, 7, 8), 2)
     tables = typed(np.cos(angles), "bfloat16"), typed(np.sin(angles), "bfloat16")
@@ -149,7 +149,7 @@ def test_add_is_exact_up_to_one_rounding(isa: str, dtype: str, shape: tuple[int,
 
 
 @pytest.mark.parametrize("dtype", FLOAT_TYPES)
-def test_bits_of_a_row_depend_on_the_row_alone(isa: str, dtype: str) -> None:
+def test_elementwise_operators_are_batch_invariant(isa: str, dtype: str) -> None:
     x, gamma = typed(normal(1, 300, 200), dtype), typed(normal(2, 200), dtype)
     whole = [rms_norm(x, gamma).bits, swiglu(x).bits]
     for threads in (1, 2):

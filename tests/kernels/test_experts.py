@@ -49,7 +49,7 @@ def grouped(x: Typed, weight: Typed, groups: Typed, by_counts: int = 1) -> tuple
     return x, weight, *(None,) * 6, groups, None, None, None, *ways, y
 
 
-def test_the_best_are_chosen_by_a_softmax(isa: str) -> None:
+def test_router_selects_top_k_by_softmax(isa: str) -> None:
     for rows in ROWS:
         logits = np.random.default_rng(rows).integers(-3, 4, (rows, EXPERTS)).astype(np.float32)
         shares, chosen, places = (empty((rows, 3), dtype) for dtype in ("float32", "int32", "int32"))
@@ -60,7 +60,7 @@ def test_the_best_are_chosen_by_a_softmax(isa: str) -> None:
         assert np.array_equal(places.array, np.arange(3 * rows).reshape(3, rows).T)
 
 
-def test_rows_are_sorted_by_expert_and_know_where_they_went() -> None:
+def test_expert_rows_are_sorted_with_their_positions() -> None:
     for rows in ROWS:
         rng = np.random.default_rng(rows)
         x, chosen = typed(rng.standard_normal((rows, HIDDEN)), "bfloat16"), chosen_by(rng, rows, 3)
@@ -74,7 +74,7 @@ def test_rows_are_sorted_by_expert_and_know_where_they_went() -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("is_packed", [True, False])
-def test_rows_of_an_expert_have_the_bits_of_a_product_with_all_experts(isa: str, dtype: str, is_packed: bool) -> None:
+def test_expert_rows_equal_the_full_product_bit_for_bit(isa: str, dtype: str, is_packed: bool) -> None:
     rng = np.random.default_rng(8)
     rows = typed(rng.standard_normal((EXPERTS * INNER, HIDDEN)), dtype)
     counts = np.array([3, 0, 1, 9, 2, 0, 0])
@@ -96,7 +96,7 @@ def test_rows_of_an_expert_have_the_bits_of_a_product_with_all_experts(isa: str,
 
 @pytest.mark.parametrize("is_packed", [True, False])
 @pytest.mark.parametrize("size", [HIDDEN, 2311])
-def test_sums_of_codes_are_whole_numbers(isa: str, size: int, is_packed: bool) -> None:
+def test_expert_sums_of_quantized_values_are_integers(isa: str, size: int, is_packed: bool) -> None:
     """The longer ones are more than float32 tells apart."""
     rng = np.random.default_rng(10)
     qvalues = rng.integers(100, 128, (EXPERTS, INNER, size)).astype(np.int8)
@@ -118,7 +118,7 @@ def test_sums_of_codes_are_whole_numbers(isa: str, size: int, is_packed: bool) -
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_rows_come_back_as_sums_in_the_order_of_experts(isa: str, dtype: str) -> None:
+def test_expert_results_are_summed_in_expert_order(isa: str, dtype: str) -> None:
     for rows in ROWS:
         rng = np.random.default_rng(rows)
         chosen, shares = chosen_by(rng, rows, 3), rng.random((rows, 3), np.float32)
@@ -139,7 +139,7 @@ def in_order(places: Array, shares: Array) -> tuple[Array, Array]:
     return np.take_along_axis(places, order, 1).T, np.take_along_axis(shares, order, 1).T
 
 
-def test_what_is_not_computed_is_refused() -> None:
+def test_experts_refuse_unsupported_arguments() -> None:
     rng = np.random.default_rng(9)
     x = typed(rng.standard_normal((4, HIDDEN)), "bfloat16")
     weight = unpacked(typed(rng.standard_normal((EXPERTS, HIDDEN, INNER)), "bfloat16"))

@@ -118,7 +118,7 @@ def assert_equals_twin(x: Typed, weight: Typed) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_bits_are_those_of_the_twin(kind: str) -> None:
+def test_fixed_point_bits_equal_numpy(kind: str) -> None:
     rng = np.random.default_rng(1)
     for k in INPUTS:
         for n in COLUMNS:
@@ -134,7 +134,7 @@ def test_bits_are_those_of_the_twin(kind: str) -> None:
     spreads=st.tuples(st.integers(0, 30), st.integers(0, 30)),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_bits_are_those_of_the_twin_whatever_the_spread(
+def test_fixed_point_bits_equal_numpy_for_any_spread(
     m: int, n: int, k: int, spreads: tuple[int, int], seed: int
 ) -> None:
     rng = np.random.default_rng(seed)
@@ -145,7 +145,7 @@ def test_bits_are_those_of_the_twin_whatever_the_spread(
     assert_equals_twin(x, weight)
 
 
-def test_a_bfloat16_result_is_the_twin_rounded() -> None:
+def test_fixed_point_bfloat16_result_is_rounded_once() -> None:
     rng = np.random.default_rng(2)
     x, weight = typed(normal(rng, 17, 300), "bfloat16"), typed(normal(rng, 50, 300), "bfloat16")
     expected = round_to_bfloat16(fixed_point.linear(x.values, weight.values))
@@ -153,7 +153,7 @@ def test_a_bfloat16_result_is_the_twin_rounded() -> None:
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "overflowing"])
-def test_product_is_the_reference_up_to_half_units(kind: str) -> None:
+def test_fixed_point_product_equals_the_reference_up_to_half_a_unit(kind: str) -> None:
     rng = np.random.default_rng(3)
     for n, k in ((16, 17), (33, 128), (100, 515)):
         x, weight = (typed(values, "bfloat16") for values in KINDS[kind](rng, 13, n, k))
@@ -167,7 +167,7 @@ def test_product_is_the_reference_up_to_half_units(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["normal", "outliers among activations", "one large column"])
-def test_errors_are_far_below_those_of_rounding_to_bfloat16(kind: str) -> None:
+def test_fixed_point_errors_are_far_below_bfloat16_rounding(kind: str) -> None:
     """The unit of 128 activations x is at most 2 norm(x) norm(w) / 2^31, where w are the multiples of weights.
 
     Normal weights of which the largest is s to 2 s, with s of at least two standard deviations, have a norm of at most
@@ -188,7 +188,7 @@ def test_errors_are_far_below_those_of_rounding_to_bfloat16(kind: str) -> None:
 @pytest.mark.parametrize("k", [5, 128, 300])
 @pytest.mark.parametrize("m", [1, 9, 40])
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
-def test_a_row_with_infinity_or_nan_becomes_nan(value: float, m: int, k: int) -> None:
+def test_fixed_point_row_with_infinity_or_nan_becomes_nan(value: float, m: int, k: int) -> None:
     rng = np.random.default_rng(5)
     x, weight = normal(rng, m, k), packed(typed(normal(rng, 50, k), "bfloat16"))
     row = m // 2
@@ -200,7 +200,7 @@ def test_a_row_with_infinity_or_nan_becomes_nan(value: float, m: int, k: int) ->
 
 
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
-def test_a_weight_with_infinity_or_nan_is_multiplied_in_float32(value: float) -> None:
+def test_fixed_point_weight_with_infinity_or_nan_uses_float32(value: float) -> None:
     rng = np.random.default_rng(6)
     x, weight = typed(normal(rng, 9, 70), "bfloat16"), normal(rng, 50, 70)
     weight[[17, 49], [2, 69]] = value
@@ -210,14 +210,14 @@ def test_a_weight_with_infinity_or_nan_is_multiplied_in_float32(value: float) ->
     assert np.array_equal(y.bits, in_float32.bits)
 
 
-def test_the_largest_numbers_have_units() -> None:
+def test_fixed_point_supports_the_largest_numbers() -> None:
     rng = np.random.default_rng(6)
     x, weight = normal(rng, 7, 200), normal(rng, 20, 200) * np.float32(2.0**-30)
     x[3, 70], weight[5, 199] = 2.0**127 * LARGEST_BELOW_TWO, -(2.0**90) * LARGEST_BELOW_TWO
     assert_equals_twin(typed(x, "bfloat16"), typed(weight, "bfloat16"))
 
 
-def test_a_weight_kept_as_multiples_is_refused_by_other_instruction_sets() -> None:
+def test_fixed_point_weight_is_refused_by_other_isas() -> None:
     x, weight = typed(np.ones((2, 8)), "bfloat16"), packed(typed(np.ones((4, 8)), "bfloat16"))
     with library.use_isa("avx512"):
         y = empty((2, 4), "bfloat16")
@@ -225,7 +225,7 @@ def test_a_weight_kept_as_multiples_is_refused_by_other_instruction_sets() -> No
     assert library.last_error() == "MatMul: the weight was packed for another instruction set"
 
 
-def test_rows_are_looked_up_as_the_multiples_say() -> None:
+def test_fixed_point_embedding_reads_rows() -> None:
     rng = np.random.default_rng(8)
     weight = typed(heavy_tailed(rng, 50, 33), "bfloat16")
     rows, y = rng.integers(0, 50, 9), empty((9, 33), "bfloat16")
@@ -236,14 +236,14 @@ def test_rows_are_looked_up_as_the_multiples_say() -> None:
 
 @settings(max_examples=40)
 @given(m=st.integers(1, 40), n=st.integers(1, 90), k=st.integers(1, 300), seed=st.integers(0, 2**32 - 1))
-def test_multiples_of_the_units_are_multiplied_exactly(m: int, n: int, k: int, seed: int) -> None:
+def test_fixed_point_multiples_of_the_unit_are_exact(m: int, n: int, k: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
     x, weight = rng.integers(-32, 33, (m, k)), rng.integers(-128, 129, (n, k))
     y = linear(typed(x, "bfloat16"), packed(typed(weight, "bfloat16")), "float32")
     assert np.array_equal(y.array, x @ weight.T)
 
 
-def test_a_weight_packed_in_the_place_of_another_has_its_own_units() -> None:
+def test_fixed_point_repacked_weight_has_its_own_units() -> None:
     rng = np.random.default_rng(7)
     x = typed(normal(rng, 3, 40), "bfloat16")
     place = np.empty((20, 40), np.uint16)
@@ -255,7 +255,7 @@ def test_a_weight_packed_in_the_place_of_another_has_its_own_units() -> None:
     library.load().llm_release_weight(place.ctypes.data)
 
 
-def test_no_rows_and_no_inputs() -> None:
+def test_fixed_point_with_empty_input() -> None:
     weight = packed(typed(np.ones((20, 8)), "bfloat16"))
     assert linear(typed(np.ones((0, 8)), "bfloat16"), weight).array.shape == (0, 20)
     no_inputs = linear(typed(np.ones((3, 0)), "bfloat16"), packed(typed(np.ones((20, 0)), "bfloat16")), "float32")

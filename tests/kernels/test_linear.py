@@ -37,7 +37,7 @@ def sum_bound(isa: str, x: Typed, weight: Typed) -> np.ndarray:
 
 @pytest.mark.parametrize("dtype", FLOAT_TYPES)
 @pytest.mark.parametrize("result", [None, "float32"])
-def test_product_is_the_reference_up_to_rounding(isa: str, dtype: str, result: str | None) -> None:
+def test_linear_equals_the_reference_up_to_rounding(isa: str, dtype: str, result: str | None) -> None:
     rng = np.random.default_rng(1)
     for m, n, k in SHAPES:
         x, weight = typed(normal(rng, m, k), dtype), typed(normal(rng, n, k), dtype)
@@ -47,7 +47,7 @@ def test_product_is_the_reference_up_to_rounding(isa: str, dtype: str, result: s
 
 @pytest.mark.parametrize("dtype", FLOAT_TYPES)
 @pytest.mark.parametrize(("n", "k"), [(200, 512), (72, 1111)])
-def test_bits_of_a_row_depend_on_the_row_alone(isa: str, dtype: str, n: int, k: int) -> None:
+def test_linear_is_batch_invariant(isa: str, dtype: str, n: int, k: int) -> None:
     rng = np.random.default_rng(2)
     x, weight = (typed(normal(rng, 300, k), dtype), packed(typed(normal(rng, n, k), dtype)))
     with library.use_threads(1):
@@ -64,7 +64,7 @@ def test_bits_of_a_row_depend_on_the_row_alone(isa: str, dtype: str, n: int, k: 
 @pytest.mark.parametrize("dtype", FLOAT_TYPES)
 @pytest.mark.parametrize("offset", [0, 1, 16])
 @pytest.mark.parametrize("n", [64, 200, 544])
-def test_a_result_is_its_sums_rounded_wherever_it_lies(isa: str, dtype: str, offset: int, n: int) -> None:
+def test_linear_rounds_each_sum_once(isa: str, dtype: str, offset: int, n: int) -> None:
     rng = np.random.default_rng(4)
     x, weight = typed(normal(rng, 150, 96), dtype), packed(typed(normal(rng, n, 96), dtype))
     memory = empty((150 * n + 64,), dtype)
@@ -85,7 +85,7 @@ def test_a_result_is_its_sums_rounded_wherever_it_lies(isa: str, dtype: str, off
     dtype=st.sampled_from(FLOAT_TYPES),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_small_integers_are_multiplied_exactly(m: int, n: int, k: int, dtype: str, seed: int) -> None:
+def test_linear_of_small_integers_is_exact(m: int, n: int, k: int, dtype: str, seed: int) -> None:
     rng = np.random.default_rng(seed)
     x, weight = rng.integers(-8, 9, (m, k)), rng.integers(-8, 9, (n, k))
     y = linear(typed(x, dtype), packed(typed(weight, dtype)), "float32")
@@ -93,7 +93,7 @@ def test_small_integers_are_multiplied_exactly(m: int, n: int, k: int, dtype: st
 
 
 @pytest.mark.parametrize("dtype", FLOAT_TYPES)
-def test_small_integers_are_exact_on_every_instruction_set(isa: str, dtype: str) -> None:
+def test_linear_of_small_integers_is_exact_on_every_isa(isa: str, dtype: str) -> None:
     rng = np.random.default_rng(3)
     for m, n, k in [*SHAPES, (4, 48, 256), (33, 17, 31)]:
         x, weight = rng.integers(-8, 9, (m, k)), rng.integers(-8, 9, (n, k))
@@ -102,7 +102,7 @@ def test_small_integers_are_exact_on_every_instruction_set(isa: str, dtype: str)
 
 
 @pytest.mark.parametrize("dtype", FLOAT_TYPES)
-def test_infinity_and_nan_stay_in_their_row_and_column(isa: str, dtype: str) -> None:
+def test_linear_keeps_infinity_and_nan_in_their_row_and_column(isa: str, dtype: str) -> None:
     if (isa, dtype) == (FIXED_POINT_ISA, "bfloat16"):
         pytest.skip("they have no units: see test_fixed_point.py")
     rng = np.random.default_rng(4)
@@ -127,7 +127,7 @@ def test_infinity_and_nan_stay_in_their_row_and_column(isa: str, dtype: str) -> 
         if (dtype, size) != ("float16", 1e30)
     ],
 )
-def test_extreme_magnitudes(isa: str, dtype: str, magnitude: float) -> None:
+def test_linear_with_extreme_magnitudes(isa: str, dtype: str, magnitude: float) -> None:
     rng = np.random.default_rng(5)
     x, weight = (typed(normal(rng, 4, 64) * np.float32(magnitude), dtype), typed(normal(rng, 20, 64), dtype))
     expected = reference.linear(x.values, weight.values)
@@ -140,7 +140,7 @@ def test_extreme_magnitudes(isa: str, dtype: str, magnitude: float) -> None:
 @pytest.mark.parametrize("dtype", FLOAT_TYPES)
 @pytest.mark.parametrize("transpose_a", [False, True])
 @pytest.mark.parametrize("transpose_b", [False, True])
-def test_weights_that_are_not_packed(dtype: str, transpose_a: bool, transpose_b: bool) -> None:
+def test_linear_with_unpacked_weights(dtype: str, transpose_a: bool, transpose_b: bool) -> None:
     rng = np.random.default_rng(6)
     x, weight = rng.integers(-8, 9, (5, 37)), rng.integers(-8, 9, (21, 37))
     y = empty((5, 21), "float32")
@@ -157,7 +157,7 @@ def test_weights_that_are_not_packed(dtype: str, transpose_a: bool, transpose_b:
 
 @pytest.mark.parametrize("dtype", FLOAT_TYPES)
 @pytest.mark.parametrize(("n", "k"), [(1, 1), (50, 33), (64, 48), (17, 2)])
-def test_rows_of_a_packed_weight_are_looked_up(dtype: str, n: int, k: int) -> None:
+def test_embedding_reads_rows_of_a_packed_weight(dtype: str, n: int, k: int) -> None:
     rng = np.random.default_rng(7)
     weight = typed(normal(rng, n, k), dtype)
     rows = rng.integers(0, n, 9)
@@ -168,14 +168,14 @@ def test_rows_of_a_packed_weight_are_looked_up(dtype: str, n: int, k: int) -> No
     assert np.array_equal(y.bits, weight.bits[rows])
 
 
-def test_no_rows_and_no_inputs() -> None:
+def test_linear_with_empty_input() -> None:
     weight = typed(np.ones((20, 8)), "float32")
     assert linear(typed(np.ones((0, 8)), "float32"), packed(weight)).array.shape == (0, 20)
     empty_sum = linear(typed(np.ones((3, 0)), "float32"), typed(np.ones((20, 0)), "float32"))
     assert np.array_equal(empty_sum.array, np.zeros((3, 20)))
 
 
-def test_shapes_and_types_that_do_not_fit_are_refused() -> None:
+def test_linear_refuses_mismatched_shapes_and_types() -> None:
     def multiply(x: Typed, weight: Typed, y: Typed) -> int:
         return status_of("MatMul", x, weight, scalar(False, "bool"), scalar(True, "bool"), y)
 

@@ -24,7 +24,7 @@ def cache(request: pytest.FixtureRequest) -> Cache:
     return long_cache(request.param)
 
 
-def test_threads_that_share_a_context_change_no_bit(isa: str, cache: Cache) -> None:
+def test_long_context_bits_are_independent_of_threads(isa: str, cache: Cache) -> None:
     """Rows on both sides of the borders of segments: as one prompt, and each alone, beside another and in a company."""
     counts = {1030: 12, LENGTH: 60}
     q = rows(np.random.default_rng(2), 61, NUM_HEADS * HEAD_DIM, cache.dtype)
@@ -48,7 +48,7 @@ def test_threads_that_share_a_context_change_no_bit(isa: str, cache: Cache) -> N
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_a_long_context_is_the_reference_up_to_rounding(isa: str, cache: Cache, threads: int) -> None:
+def test_long_context_equals_the_reference_up_to_rounding(isa: str, cache: Cache, threads: int) -> None:
     q = rows(np.random.default_rng(3), 53, NUM_HEADS * HEAD_DIM, cache.dtype)
     given = padded([BLOCKS]).array, [53], [LENGTH], SCALE
     expected = reference.attention(q.values, cache.expected_key, cache.expected_value, *given)
@@ -65,7 +65,7 @@ def test_a_long_context_is_the_reference_up_to_rounding(isa: str, cache: Cache, 
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("decisive", [3, 1023, 1024, 1500, 2047, 2048, 2099])
-def test_one_key_far_above_the_others_decides_wherever_it_stands(isa: str, threads: int, decisive: int) -> None:
+def test_long_context_with_one_dominant_key_at_any_position(isa: str, threads: int, decisive: int) -> None:
     """Segments before it lose all weight, and those behind it add none; a segment of nothing but -inf is no number."""
     cache = Cache("float32", num_blocks=132, num_kv_heads=1, head_dim=16)
     k, v = np.zeros((LENGTH, 16)), np.random.default_rng(5).standard_normal((LENGTH, 16))

@@ -62,7 +62,7 @@ def off_by(dtype: str) -> float:
 
 @pytest.mark.parametrize("dtype", FLOAT_TYPES)
 @pytest.mark.parametrize("lens", [[1], [70, 0, 1, 16], [140, 17, 0, 0]])
-def test_prompts_under_a_causal_tile_have_the_bits_of_paged_attention(isa: str, dtype: str, lens: list[int]) -> None:
+def test_causal_mask_equals_paged_attention_bit_for_bit(isa: str, dtype: str, lens: list[int]) -> None:
     q, k, v = prompts(dtype, sum(lens))
     y = empty(q.array.shape, dtype)
     assert flash(q, k, v, tile(dtype, CAUSAL), lens, y) == 0, library.last_error()
@@ -80,7 +80,7 @@ def test_prompts_under_a_causal_tile_have_the_bits_of_paged_attention(isa: str, 
 
 @pytest.mark.parametrize("dtype", FLOAT_TYPES)
 @pytest.mark.parametrize("kind", ["none", "empty", "window", "upper", "half"])
-def test_prompts_under_another_tile_see_what_it_says(dtype: str, kind: str) -> None:
+def test_prompt_attention_follows_its_mask(dtype: str, kind: str) -> None:
     lens = [150, 9]
     q, k, v = prompts(dtype, sum(lens))
     distance = np.arange(128)[:, None] - np.arange(128)
@@ -101,7 +101,7 @@ def test_prompts_under_another_tile_see_what_it_says(dtype: str, kind: str) -> N
 
 
 @pytest.mark.parametrize("dtype", FLOAT_TYPES)
-def test_paged_attention_sees_what_its_mask_says(dtype: str) -> None:
+def test_paged_attention_follows_its_mask(dtype: str) -> None:
     rng = np.random.default_rng(12)
     cache = Cache(dtype, block_size=32, num_kv_heads=KV_HEADS, head_dim=DIM)
     tables, query_lens, context_lens = [[3, 1], [5], [7, 2, 9]], [20, 1, 3], [40, 9, 70]
@@ -132,7 +132,7 @@ def test_paged_attention_sees_what_its_mask_says(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", FLOAT_TYPES)
-def test_the_mask_of_a_neighbour_changes_no_bit(dtype: str) -> None:
+def test_masks_of_other_requests_change_no_bit(dtype: str) -> None:
     rng = np.random.default_rng(15)
     cache = Cache(dtype, block_size=32, num_kv_heads=KV_HEADS, head_dim=DIM)
     tables, query_lens, context_lens = [[3, 1], [5, 7]], [20, 9], [40, 50]
@@ -148,7 +148,7 @@ def test_the_mask_of_a_neighbour_changes_no_bit(dtype: str) -> None:
         assert np.array_equal(alone.bits, both.rows(part).bits)
 
 
-def test_without_a_mask_a_row_sees_its_whole_context_unless_the_mode_says_otherwise() -> None:
+def test_attention_without_mask_follows_the_mode() -> None:
     rng = np.random.default_rng(13)
     cache = Cache("bfloat16", num_kv_heads=KV_HEADS, head_dim=DIM)
     filled(rng, cache, [4, 2], 25)
@@ -167,7 +167,7 @@ def test_without_a_mask_a_row_sees_its_whole_context_unless_the_mode_says_otherw
     assert np.array_equal(y.bits, causal.bits)
 
 
-def test_what_a_mask_hides_may_be_no_number() -> None:
+def test_masked_positions_may_contain_nan() -> None:
     rng = np.random.default_rng(14)
     cache = Cache("bfloat16", num_kv_heads=KV_HEADS, head_dim=DIM)
     filled(rng, cache, [4], 10)
@@ -189,7 +189,7 @@ def test_what_a_mask_hides_may_be_no_number() -> None:
         (np.zeros((6, 25)), TRAPEZOIDAL, "a mask and the mode TRAPEZOIDAL exclude each other"),
     ],
 )
-def test_masks_that_do_not_fit_a_step_are_refused(mask: Array, mode: int, message: str) -> None:
+def test_mismatched_masks_are_refused(mask: Array, mode: int, message: str) -> None:
     cache = Cache("bfloat16", num_kv_heads=KV_HEADS, head_dim=DIM)
     q = typed(np.ones((6, HEADS * DIM)), "bfloat16")
     y = empty(q.array.shape, "bfloat16")
@@ -207,7 +207,7 @@ def test_masks_that_do_not_fit_a_step_are_refused(mask: Array, mode: int, messag
         ([5, 3], [5, 3], 0, TH, "attn_mask must be a square of floats"),
     ],
 )
-def test_prompts_that_do_not_fit_together_are_refused(
+def test_mismatched_prompts_are_refused(
     lens: list[int], key_lens: list[int], side: int, layout: int, message: str
 ) -> None:
     q, k, v = prompts("bfloat16", 8)

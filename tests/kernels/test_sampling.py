@@ -73,7 +73,7 @@ def assert_equal_choices(ours, expected):
 @given(st.integers(0, 2**32), st.sampled_from(VOCAB_SIZES), st.sampled_from(sorted(LOGITS)))
 @example(0, 32_000, "tied")
 @example(1, 32_000, "normal")
-def test_every_instruction_set_and_number_of_threads_equals_numpy(seed, vocab_size, kind):
+def test_sampler_equals_numpy_for_all_isas_and_threads(seed, vocab_size, kind):
     logits, sampling = batch(seed, vocab_size, kind)
     history = sampling.history_token_ids
     expected = sampling_reference.choose_tokens(logits, sampling, history)
@@ -84,7 +84,7 @@ def test_every_instruction_set_and_number_of_threads_equals_numpy(seed, vocab_si
 
 
 @pytest.mark.parametrize("kind", sorted(LOGITS))
-def test_draws_of_a_row_of_each_kind_equal_numpy(isa, kind):
+def test_sampled_tokens_of_each_kind_equal_numpy(isa, kind):
     """Every filter alone and in pairs, over many numbers."""
     row = LOGITS[kind](np.random.default_rng(5), (1, 300)).astype(np.float32)
     count = 64
@@ -95,7 +95,7 @@ def test_draws_of_a_row_of_each_kind_equal_numpy(isa, kind):
         assert_equal_choices(sampler.choose_tokens(logits, sampling, NO_TOKENS), expected)
 
 
-def test_a_row_is_the_same_alone_and_in_a_batch(isa):
+def test_sampler_is_batch_invariant(isa):
     logits, sampling = batch(3, 1000, "normal", num_samples=40)
     together = sample(0, logits, sampling, NO_TOKENS, sampler.choose_tokens)
     for row in range(len(logits)):
@@ -105,14 +105,14 @@ def test_a_row_is_the_same_alone_and_in_a_batch(isa):
         assert alone.top.of(0) == together.top.of(row)
 
 
-def test_subnormal_logits_are_told_apart_on_every_thread():
+def test_sampler_distinguishes_subnormal_logits():
     """The library's threads compute operators with subnormals as zero."""
     rows = np.repeat(np.array([[1e-44, 3e-44, 2e-44]], np.float32), 5_000, axis=0)
     with library.use_threads(2):
         assert (sampler.choose_tokens(rows, sampling_input(len(rows)), NO_TOKENS).token_ids == 1).all()
 
 
-def test_numbers_are_those_of_the_python_generator():
+def test_sampler_random_numbers_equal_python():
     # Over equal logits the token tells the leading bits of the number.
     count, vocab_size = 50, 4096
     sampling = sampling_input(
@@ -125,7 +125,7 @@ def test_numbers_are_those_of_the_python_generator():
     assert chosen.tolist() == np.floor(uniform(sampling.seed, sampling.position) * vocab_size).astype(int).tolist()
 
 
-def test_logits_that_are_not_contiguous_or_may_not_be_written():
+def test_sampler_accepts_strided_and_read_only_logits():
     logits = np.random.default_rng(0).normal(size=(50, 8)).astype(np.float32).T
     logits.flags.writeable = False
     assert sampler.choose_tokens(logits, sampling_input(8), NO_TOKENS).token_ids.tolist() == (
@@ -133,10 +133,10 @@ def test_logits_that_are_not_contiguous_or_may_not_be_written():
     )
 
 
-def test_the_library_serves_the_cpu_backend_alone():
+def test_sampler_library_is_used_on_the_cpu_only():
     assert choose_tokens_for("cpu") is sampler.choose_tokens
     assert choose_tokens_for("plain") is choose_tokens_for("ascend") is sampling_reference.choose_tokens
 
 
-def test_arguments_are_as_long_as_the_library_takes_them():
+def test_sampler_arguments_have_the_expected_lengths():
     assert ctypes.sizeof(sampler.SampleArgs) == library.load().llm_sample_args_size()

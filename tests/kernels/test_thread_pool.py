@@ -51,7 +51,7 @@ def status_of_shapes(operator: str, parameters: list[tuple[np.ndarray, str, list
     return status
 
 
-def test_many_short_loops_with_changing_numbers_of_threads() -> None:
+def test_thread_pool_runs_short_loops_with_changing_thread_counts() -> None:
     for threads in (1, 2, 5, 3, 1, 4):
         with library.use_threads(threads):
             for seed in range(60):
@@ -59,7 +59,7 @@ def test_many_short_loops_with_changing_numbers_of_threads() -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 7])
-def test_every_item_is_done_once(threads: int) -> None:
+def test_thread_pool_runs_every_item_once(threads: int) -> None:
     words = np.random.default_rng(threads).integers(0, 1 << 63, 64 * CHUNK // 8, dtype=np.uint64)
     for count in (0, 1, 2, 3, 5, 8, 13, 50, 64):
         expected = np.bitwise_xor.reduce(words[: count * CHUNK // 8 : 8])
@@ -69,7 +69,7 @@ def test_every_item_is_done_once(threads: int) -> None:
                 assert library.load().llm_read_memory(words.ctypes.data, count * CHUNK, 2) == expected
 
 
-def test_loops_of_two_threads_at_once_do_not_mix() -> None:
+def test_thread_pool_separates_concurrent_loops() -> None:
     failures: list[AssertionError] = []
 
     def run(first: int) -> None:
@@ -88,7 +88,7 @@ def test_loops_of_two_threads_at_once_do_not_mix() -> None:
     assert not failures
 
 
-def test_what_finds_no_memory_fails_alone() -> None:
+def test_out_of_memory_fails_one_call_only() -> None:
     runnable = llama_of(create_decoder("float32", 16, attention_bias=False, mlp_bias=False))
     step, caches = mixed_step("float32", 16)
     expected = run(runnable, step, caches).bits
@@ -101,7 +101,7 @@ def test_what_finds_no_memory_fails_alone() -> None:
     assert np.array_equal(run(runnable, step, caches).bits, expected)
 
 
-def test_what_finds_no_memory_in_any_thread_fails_alone() -> None:
+def test_out_of_memory_in_a_pool_thread_fails_one_call_only() -> None:
     """Heads so long that nothing could hold one: each item of the loop asks for memory first."""
     dim, batch = 2**43, 5
     cache, q = [1, 16, 1, dim], [batch, dim]
@@ -123,7 +123,7 @@ def test_what_finds_no_memory_in_any_thread_fails_alone() -> None:
             add(50_000, threads)
 
 
-def test_packing_that_finds_no_memory_tells() -> None:
+def test_out_of_memory_while_packing_is_reported() -> None:
     """Rows so long that nothing could hold a panel of them."""
     one, columns = np.zeros(64, np.uint8).ctypes.data, 2**44
     status = library.load().llm_pack_qvalues(1, 8, one, one, None, columns, one, b"float32", 1, columns, 1)
@@ -131,7 +131,7 @@ def test_packing_that_finds_no_memory_tells() -> None:
         library.done(status)
 
 
-def test_a_choice_that_finds_no_memory_fails_alone() -> None:
+def test_out_of_memory_while_sampling_fails_one_call_only() -> None:
     logits, sampling = np.zeros((1, 2**22), np.float32), sampling_input(1)
 
     def choose_in_vain() -> None:
@@ -143,7 +143,7 @@ def test_a_choice_that_finds_no_memory_fails_alone() -> None:
     assert choose_tokens(logits[:, :5], sampling, np.empty(0, np.int32)).token_ids.tolist() == [0]
 
 
-def test_threads_that_the_system_does_not_give_are_done_without() -> None:
+def test_thread_pool_works_without_further_threads() -> None:
     before = library.load().llm_num_threads()
     with no_more_memory_than(2**26):
         library.load().llm_set_num_threads(2**40)

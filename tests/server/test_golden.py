@@ -29,10 +29,10 @@ def engine_for(path: str) -> FakeEngine:
 
 
 @pytest.mark.parametrize("asked", CASES)
-def test_what_clients_sent_is_answered_as_it_was(asked: dict[str, Any]) -> None:
+def test_golden_requests_have_the_same_responses(asked: dict[str, Any]) -> None:
     response = post(engine_for(asked["path"]), asked["path"], asked["body"])
     assert response.status_code == asked["status"], response.text
 
 
-def test_there_is_something_of_every_client() -> None:
+def test_golden_requests_cover_every_client() -> None:
     assert len(list(GOLDEN.glob("*.json"))) >= 10

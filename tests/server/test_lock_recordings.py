@@ -9,7 +9,7 @@ from llm_serving.errors import ConfigError
 from llm_serving.server.app import lock_recordings
 
 
-def test_a_folder_of_recordings_has_one_server_at_a_time(tmp_path: Path) -> None:
+def test_recording_folder_is_locked_by_one_server(tmp_path: Path) -> None:
     folder = tmp_path / "made" / "here"
     with lock_recordings(folder):
         with (
@@ -23,13 +23,13 @@ def test_a_folder_of_recordings_has_one_server_at_a_time(tmp_path: Path) -> None
         pass
 
 
-def test_a_folder_of_recordings_that_cannot_be_made_is_refused_by_its_key(tmp_path: Path) -> None:
+def test_recording_folder_error_names_the_key(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     used = lock_recordings(tmp_path / "file" / "below")
     with pytest.raises(ConfigError, match=r"scheduler_config.record_path: .* cannot be used"), used:
         pass
 
 
-def test_without_recordings_nothing_is_held() -> None:
+def test_server_without_recording_locks_nothing() -> None:
     with lock_recordings(None), lock_recordings(None):
         pass

@@ -29,19 +29,19 @@ def limits(monkeypatch):
         (resource.RLIM_INFINITY, resource.RLIM_INFINITY, resource.RLIM_INFINITY),
     ],
 )
-def test_the_soft_limit_rises_as_far_as_it_may(limits, soft, hard, raised):
+def test_soft_limit_of_open_files_is_raised(limits, soft, hard, raised):
     limits[:] = soft, hard
     OpenFiles().raise_limit(ServerConfig())
     assert limits == [raised, hard]
 
 
 @pytest.mark.parametrize(("soft", "possible"), [(256, 192), (2000, 1024), (resource.RLIM_INFINITY, 1024), (10, 1)])
-def test_connections_leave_files_for_the_rest(limits, soft, possible):
+def test_connection_limit_leaves_files_for_the_server(limits, soft, possible):
     limits[:] = soft, soft
     assert OpenFiles().possible_connections(ServerConfig()) == possible
 
 
-def test_too_few_for_the_configuration_are_told_with_the_key_and_the_least_that_is_enough(limits, caplog):
+def test_open_files_warning_names_key_and_minimum(limits, caplog):
     limits[:] = 256, 256
     OpenFiles().possible_connections(ServerConfig())
     assert caplog.messages == [
@@ -52,7 +52,7 @@ def test_too_few_for_the_configuration_are_told_with_the_key_and_the_least_that_
 
 @pytest.mark.parametrize("num_work_agents", [1, 64])
 @pytest.mark.parametrize("num", [1, 4, 5, 8, 9, 1024, 4096, 4097, 4100, 20_000])
-def test_what_is_told_to_be_needed_is_enough_and_one_less_is_not(limits, num, num_work_agents, caplog):
+def test_open_files_minimum_is_exact(limits, num, num_work_agents, caplog):
     wanted, files = ServerConfig(max_connections=num), OpenFiles(num_work_agents)
     limits[:] = files.needed(num), files.needed(num)
     assert files.possible_connections(wanted) == num
@@ -62,7 +62,7 @@ def test_what_is_told_to_be_needed_is_enough_and_one_less_is_not(limits, num, nu
 
 
 @pytest.mark.parametrize("soft", [16, 63, 64])
-def test_a_server_with_none_for_a_connection_does_not_begin(limits, soft):
+def test_server_without_files_for_connections_does_not_start(limits, soft):
     limits[:] = soft, soft
     with pytest.raises(ConfigError) as refused:
         OpenFiles().raise_limit(ServerConfig())

@@ -38,12 +38,12 @@ def the_receipt(content):
     return found.receipt
 
 
-def test_without_being_asked_for_there_is_none(engine):
+def test_receipt_is_absent_by_default(engine):
     assert "receipt" not in post(engine, "/v1/completions", {"prompt": "hello"}).json()
     assert "receipt" not in post(engine, CHAT, {"messages": MESSAGES, "receipt": False}).json()
 
 
-def test_it_has_what_was_computed_and_by_what(engine):
+def test_receipt_has_inputs_results_and_fingerprints(engine):
     body = {"prompt": ["hello", "you"], "receipt": True, "n": 2, "temperature": 0.7, "logit_bias": {"7": 1.5}}
     answer = post(engine, "/v1/completions", body).json()
     receipt = the_receipt(answer["receipt"])
@@ -58,7 +58,7 @@ def test_it_has_what_was_computed_and_by_what(engine):
     assert receipt.tokenizer == content_hashes(ModelFiles.of(DEMO, None)).tokenizer
 
 
-def test_a_salt_and_who_asks_are_no_part_of_it(engine):
+def test_receipt_omits_cache_salt_and_user(engine):
     asked = {"prompt": "hello", "receipt": True, "cache_salt": "pepper", "user": "ann", "priority": 0, "temperature": 0}
     text = json.dumps(post(engine, "/v1/completions", asked).json()["receipt"])
     assert "pepper" not in text
@@ -67,7 +67,7 @@ def test_a_salt_and_who_asks_are_no_part_of_it(engine):
 
 @pytest.mark.parametrize("usage", [True, False])
 @pytest.mark.parametrize("path", ["/v1/completions", CHAT])
-def test_a_stream_has_it_in_its_last_piece(engine, path, usage):
+def test_receipt_is_in_the_last_chunk_of_a_stream(engine, path, usage):
     ask = {"prompt": "hello"} if path == "/v1/completions" else {"messages": MESSAGES}
     body = ask | {"stream": True, "receipt": True, "seed": 5, "stream_options": {"include_usage": usage}}
     *others, last, done = events(post(engine, path, body))
@@ -80,7 +80,7 @@ def test_a_stream_has_it_in_its_last_piece(engine, path, usage):
 
 @pytest.mark.parametrize(("most", "is_beside"), [(0, True), (1000, False)])
 @pytest.mark.parametrize("path", ["/v1/completions", CHAT])
-def test_a_long_one_at_the_end_of_a_stream_is_sealed_beside_the_event_loop(engine, path, most, is_beside, monkeypatch):
+def test_long_receipt_is_sealed_off_the_event_loop(engine, path, most, is_beside, monkeypatch):
     threads = []
 
     def seal(receipt):
@@ -96,7 +96,7 @@ def test_a_long_one_at_the_end_of_a_stream_is_sealed_beside_the_event_loop(engin
     assert [thread is not threading.main_thread() for thread in threads] == [is_beside]
 
 
-def test_log_probabilities_are_hashed_and_only_where_they_were_told(engine):
+def test_receipt_hashes_returned_logprobs_only(engine):
     def choice(**fields):
         content = post(engine, "/v1/completions", {"prompt": "hello", "receipt": True, **fields}).json()["receipt"]
         return the_receipt(content)
@@ -108,7 +108,7 @@ def test_log_probabilities_are_hashed_and_only_where_they_were_told(engine):
     assert choice(prompt_logprobs=1).prompt_logprobs != choice(prompt_logprobs=2).prompt_logprobs != [None]
 
 
-def test_the_parts_of_beams_and_of_the_best_are_those_of_the_answer(engine):
+def test_receipt_of_beams_and_best_of_covers_the_returned_choices(engine):
     body = {"prompt": "x", "receipt": True, "best_of": 3, "n": 2}
     receipt = the_receipt(post(engine, "/v1/completions", body).json()["receipt"])
     assert (receipt.n, receipt.best_of, len(receipt.choices)) == (2, 3, 2)
@@ -119,14 +119,14 @@ def test_the_parts_of_beams_and_of_the_best_are_those_of_the_answer(engine):
     assert receipt.beam_search.width == 2
 
 
-def test_what_failed_has_none(engine):
+def test_failed_request_has_no_receipt(engine):
     engine.script = Script(pieces=[Piece("a", 1), Piece("b", 1)], error="broken", finish_reason=FinishReason.ERROR)
     response = post(engine, "/v1/completions", {"prompt": "x", "receipt": True})
     assert response.status_code == 500
     assert "receipt" not in post(engine, CHAT, {"messages": MESSAGES, "receipt": True, "stream": True}).text
 
 
-def test_one_that_would_be_too_long_is_refused(engine, monkeypatch):
+def test_receipt_beyond_the_size_limit_is_refused(engine, monkeypatch):
     monkeypatch.setattr(issuer, "MAX_TOKENS", 40)
     body = {"prompt": "x", "receipt": True, "max_tokens": 20, "n": 2}
     response = post(engine, "/v1/completions", body)
@@ -135,14 +135,14 @@ def test_one_that_would_be_too_long_is_refused(engine, monkeypatch):
     assert receipt.MAX_TOKENS == 2**18
 
 
-def test_the_configuration_may_have_none(engine):
+def test_receipts_can_be_disabled(engine):
     none = FakeEngine(limits={"receipts": "none"})
     none.config = replace(none.config, model=engine.config.model)
     response = post(none, "/v1/completions", {"prompt": "x", "receipt": True})
     assert (response.status_code, error_of(response)["param"]) == (400, "receipt")
 
 
-def test_files_that_were_exchanged_have_none(engine, tmp_path, monkeypatch):
+def test_receipt_is_refused_after_model_files_changed(engine, tmp_path, monkeypatch):
     for file in DEMO.iterdir():
         if file.is_file() and file.suffix != ".py":
             (tmp_path / file.name).write_bytes(file.read_bytes())
@@ -165,18 +165,18 @@ def without_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "llm_serving_receipts.issuer", None)
 
 
-def test_a_missing_package_is_named_to_a_client_that_asks_for_a_receipt(engine, without_package):
+def test_receipt_error_names_the_missing_package(engine, without_package):
     assert post(engine, "/v1/completions", {"prompt": "x"}).status_code == 200
     response = post(engine, "/v1/completions", {"prompt": "x", "receipt": True})
     assert response.status_code == 503
     assert "needs the package llm_serving_receipts, which is not installed" in error_of(response)["message"]
 
 
-def test_a_missing_package_is_named_before_a_server_that_hashes_at_start_loads_its_model(engine, without_package):
+def test_missing_receipts_package_is_reported_before_loading(engine, without_package):
     serving = replace(engine.config.serving, receipts="at_start")
     with pytest.raises(ConfigError, match="needs the package llm_serving_receipts, which is not installed"):
         ReceiptHook(replace(engine.config, serving=serving))
 
 
-def test_the_package_is_not_loaded_before_a_receipt_is_asked_for(engine, without_package):
+def test_receipts_package_is_imported_on_demand(engine, without_package):
     ReceiptHook(engine.config).start()

@@ -35,7 +35,7 @@ def events_of(text: str) -> list[tuple[str, str]]:
     return [(event_id.removeprefix("id: "), data.removeprefix("data: ")) for event_id, data in pairs]
 
 
-def test_without_being_configured_streams_are_as_they_were():
+def test_streams_without_resume_streams_have_no_event_ids():
     async def run():
         async with GatedServer().running() as client:
             answer = await client.post(PATH, json=BODY)
@@ -57,7 +57,7 @@ def test_without_being_configured_streams_are_as_they_were():
         ("/v1/chat/completions", CHAT | {"seed": 7, "n": 3, "logprobs": True}),
     ],
 )
-def test_behind_every_event_the_rest_follows_byte_by_byte(path, body):
+def test_stream_resumes_identically_after_every_event(path, body):
     async def run():
         async with server().running() as client:
             answer = await client.post(path, json=body)
@@ -79,7 +79,7 @@ def test_behind_every_event_the_rest_follows_byte_by_byte(path, body):
     asyncio.run(run())
 
 
-def test_the_place_may_be_in_the_query_or_come_with_the_request_once_more():
+def test_stream_position_may_be_in_the_query_or_a_repeated_request():
     async def run():
         async with server().running() as client:
             answer = await client.post(PATH, json=BODY)
@@ -100,7 +100,7 @@ def test_the_place_may_be_in_the_query_or_come_with_the_request_once_more():
 
 
 @pytest.mark.parametrize("event_id", ["nonsense", "other:3", "1.2", "-1", "9" * 30])
-def test_who_lies_about_events_is_told_so(event_id):
+def test_stream_refuses_an_invalid_event_id(event_id):
     async def run():
         async with server().running() as client:
             stream_id = (await client.post(PATH, json=BODY)).headers["x-stream-id"]
@@ -112,7 +112,7 @@ def test_who_lies_about_events_is_told_so(event_id):
     asyncio.run(run())
 
 
-def test_nothing_is_computed_for_who_tells_of_other_choices_than_a_stream_has():
+def test_stream_refuses_a_position_of_another_number_of_choices():
     async def run():
         gated = server()
         async with gated.running() as client:
@@ -129,7 +129,7 @@ def test_nothing_is_computed_for_who_tells_of_other_choices_than_a_stream_has():
     asyncio.run(run())
 
 
-def test_a_request_that_this_version_cannot_read_is_refused_by_its_field():
+def test_stream_of_an_unreadable_request_is_refused_by_field():
     async def run():
         gated = server()
         async with gated.running() as client:
@@ -142,7 +142,7 @@ def test_a_request_that_this_version_cannot_read_is_refused_by_its_field():
     asyncio.run(run())
 
 
-def test_a_client_that_comes_back_within_the_grace_finds_it_computed_on():
+def test_stream_continues_to_be_computed_within_the_grace_period():
     async def run():
         gated = server(resume_grace_s=60.0)
         async with gated.running() as client:
@@ -160,7 +160,7 @@ def test_a_client_that_comes_back_within_the_grace_finds_it_computed_on():
     asyncio.run(run())
 
 
-def test_tenants_go_on_with_their_own_alone():
+def test_stream_is_resumed_by_its_tenant_only():
     keys = tuple(ApiKey(name=name, key_sha256=hash_key(name * 16), admin=name == "c") for name in "abc")
 
     def shown(name):
@@ -191,7 +191,7 @@ def logged(folder: Path) -> tuple[AcceptedRequests, LogFile]:
 
 
 @pytest.mark.parametrize("body", [BODY, BODY | {"temperature": 1.0, "n": 2}])
-def test_after_a_restart_the_rest_is_computed_again(tmp_path, body):
+def test_stream_is_recomputed_after_a_restart(tmp_path, body):
     async def ask(act, **serving):
         accepted, log = logged(tmp_path)
         gated = GatedServer(serving=RESUMES | serving, accepted=accepted)
@@ -218,7 +218,7 @@ def test_after_a_restart_the_rest_is_computed_again(tmp_path, body):
     assert again.headers["x-stream-id"] == stream_id
 
 
-def test_another_model_or_configuration_goes_on_with_nothing():
+def test_stream_of_another_model_or_configuration_is_not_resumed():
     async def run():
         gated = server()
         async with gated.running() as client:
@@ -230,7 +230,7 @@ def test_another_model_or_configuration_goes_on_with_nothing():
     asyncio.run(run())
 
 
-def test_while_the_model_loads_a_client_is_told_to_come_back():
+def test_stream_resume_while_loading_gets_retry_after():
     """Not that its stream is gone, which would be for ever."""
 
     async def run():

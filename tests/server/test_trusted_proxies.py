@@ -57,13 +57,13 @@ def client_told(limits, source, *claims, host="127.0.0.1"):
         (["*"], "127.0.0.2", [CLAIMED, "198.51.100.7"], CLAIMED),
     ],
 )
-def test_the_client_is_the_one_that_a_trusted_proxy_tells(proxies, source, claims, client):
+def test_client_address_comes_from_a_trusted_proxy(proxies, source, claims, client):
     limits = ServerConfig() if proxies is None else ServerConfig(trusted_proxies=tuple(proxies))
     believes = client == CLAIMED
     assert client_told(limits, source, *claims) == (client, "https" if believes else "http")
 
 
-def test_a_proxy_that_comes_to_a_socket_of_both_kinds_of_address_is_known():
+def test_ipv4_mapped_proxy_address_is_trusted():
     """There its address is written as one of IPv6."""
     assert client_told(ServerConfig(), "127.0.0.1", CLAIMED, host="::") == (CLAIMED, "https")
 
@@ -72,7 +72,7 @@ def test_a_proxy_that_comes_to_a_socket_of_both_kinds_of_address_is_known():
     ("peer", "client"),
     [(("::ffff:192.0.2.1", 5, 0, 0), "192.0.2.1"), (("::ffff:0:1", 5, 0, 0), "::ffff:0:1"), (("2001:db8::1", 5), None)],
 )
-def test_an_address_is_told_as_it_is_elsewhere(peer, client):
+def test_forwarded_address_is_normalized(peer, client):
     async def run():
         async with connected() as (server, _, _):
             connection = server.connection()
@@ -88,7 +88,7 @@ def test_an_address_is_told_as_it_is_elsewhere(peer, client):
 @pytest.mark.parametrize(
     "value", ["10.0.0", "10.0.0.1/24", "proxy.lan", "['*', 10.0.0.5]", "[10.0.0.5, 10.0.0.6/33]", "5", "[[10.0.0.5]]"]
 )
-def test_what_is_no_address_is_refused_by_its_key(tmp_path, value):
+def test_invalid_trusted_proxy_error_names_the_key(tmp_path, value):
     path = tmp_path / "my.yaml"
     path.write_text(f"serving_config:\n    trusted_proxies: {value}\n")
     rule = r"my\.yaml:2: `serving_config.trusted_proxies` must be a list of addresses and networks"
@@ -104,14 +104,14 @@ def test_what_is_no_address_is_refused_by_its_key(tmp_path, value):
         ("'*'", ("*",)),
     ],
 )
-def test_addresses_and_networks_are_taken(tmp_path, value, proxies):
+def test_trusted_proxies_may_be_addresses_and_networks(tmp_path, value, proxies):
     path = tmp_path / "my.yaml"
     path.write_text(f"serving_config:\n    trusted_proxies: {value}\n")
     assert load_config(path).serving.trusted_proxies == proxies
 
 
 @pytest.mark.parametrize("given", ["10.0.0.5", "*", ""])
-def test_the_environment_says_nothing_that_the_yaml_says(monkeypatch, given):
+def test_trusted_proxies_ignore_the_environment(monkeypatch, given):
     monkeypatch.setenv("FORWARDED_ALLOW_IPS", given)
     engine = FakeEngine()
     rule = (

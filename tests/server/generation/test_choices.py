@@ -16,7 +16,7 @@ def script(submitted: Submitted) -> Script:
     return Script(pieces=(Piece(f"seed {submitted.sampling.seed}"), Piece("", 1)))
 
 
-def test_further_choices_are_forks_of_the_first_of_their_prompt():
+def test_choices_fork_from_the_first_choice_of_their_prompt():
     engine = FakeEngine()
     post(engine, PATH, {"prompt": ["a", "b"], "n": 3})
     forks = [submitted.fork_of for submitted in engine.submitted]
@@ -53,7 +53,7 @@ def test_best_of_is_charged_before_anything_is_submitted():
 
 
 @pytest.mark.parametrize("path", [PATH, "/v1/chat/completions"])
-def test_beam_search_returns_its_answers_best_first(path):
+def test_beam_search_returns_the_best_answers_first(path):
     engine = FakeEngine()
     body = {"n": 2, "best_of": 4, "use_beam_search": True, "length_penalty": 0.5, "early_stopping": True}
     prompt = {"prompt": "a"} if path == PATH else {"messages": [{"role": "user", "content": "a"}]}
@@ -65,7 +65,7 @@ def test_beam_search_returns_its_answers_best_first(path):
     assert texts == ["beam 0", "beam 1"]
 
 
-def test_a_failed_beam_search_is_an_error():
+def test_failed_beam_search_is_an_error():
     engine = FakeEngine(script=Script(error="lost"))
     assert post(engine, PATH, {"prompt": "a", "use_beam_search": True}).status_code == 500
 
@@ -87,7 +87,7 @@ def test_a_failed_beam_search_is_an_error():
         ({"use_beam_search": True, "length_penalty": 11.0}, "length_penalty", "11.0"),
     ],
 )
-def test_what_does_not_go_together_is_refused(body, field, value):
+def test_choices_refuse_incompatible_parameters(body, field, value):
     engine = FakeEngine()
     response = post(engine, PATH, {"prompt": "a"} | body)
     assert response.status_code == 400

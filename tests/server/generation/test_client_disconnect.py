@@ -10,7 +10,7 @@ from llm_serving.server.generation.generation import ClientGoneError, Generation
 from support.fakes import FakeEngine, FakeStream, Script, Submitted
 
 
-def test_who_leaves_as_the_work_ends_breaks_off_nothing_else():
+def test_disconnect_at_the_end_cancels_nothing_else():
     async def run() -> str:
         loop = asyncio.get_running_loop()
         gone, done = loop.create_future(), loop.create_future()
@@ -35,7 +35,7 @@ def test_who_leaves_as_the_work_ends_breaks_off_nothing_else():
     assert asyncio.run(run()) == "answer"
 
 
-def test_who_leaves_before_is_told_apart_from_a_server_that_stops():
+def test_disconnect_differs_from_server_shutdown():
     async def leave() -> dict[str, str]:
         return {"type": "http.disconnect"}
 
@@ -55,7 +55,7 @@ def test_who_leaves_before_is_told_apart_from_a_server_that_stops():
     asyncio.run(run())
 
 
-def test_a_generation_whose_closing_is_cancelled_has_given_up_its_requests():
+def test_cancelled_close_still_aborts_the_requests():
     async def run() -> list[str]:
         engine = FakeEngine()
         held = Script(hold_after=0)

@@ -24,7 +24,7 @@ def keyed(key="k", **headers):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_same_answer_byte_by_byte_and_nothing_is_computed_again(stream):
+def test_idempotency_key_returns_the_same_bytes_without_computing(stream):
     async def run():
         server = GatedServer()
         async with server.running() as client:
@@ -43,7 +43,7 @@ def test_the_same_answer_byte_by_byte_and_nothing_is_computed_again(stream):
     asyncio.run(run())
 
 
-def test_another_request_by_the_same_key_is_refused():
+def test_idempotency_key_of_another_request_is_refused():
     async def run():
         server = GatedServer()
         async with server.running() as client:
@@ -61,7 +61,7 @@ def test_another_request_by_the_same_key_is_refused():
 
 @pytest.mark.parametrize("serving", [{}, {"coalesce_identical_requests": True}])
 @pytest.mark.parametrize("prompt", [[2**70], [[5, 6], [5, -(2**70)]]])
-def test_integers_that_are_no_token_ids_are_refused_as_without_a_key(serving, prompt):
+def test_idempotency_key_keeps_token_id_validation(serving, prompt):
     async def run():
         async with GatedServer(serving=serving).running() as client:
             for headers in ({}, keyed()):
@@ -72,7 +72,7 @@ def test_integers_that_are_no_token_ids_are_refused_as_without_a_key(serving, pr
     asyncio.run(run())
 
 
-def test_who_comes_while_it_is_computed_joins_it():
+def test_idempotent_request_in_flight_is_joined():
     async def run():
         server = GatedServer()
         async with server.running() as client:
@@ -87,7 +87,7 @@ def test_who_comes_while_it_is_computed_joins_it():
     asyncio.run(run())
 
 
-def test_whoever_waits_for_another_by_its_key_does_so_until_its_own_deadline():
+def test_joined_request_keeps_its_own_deadline():
     class Log:
         async def append(self, record):
             await written.wait()
@@ -110,7 +110,7 @@ def test_whoever_waits_for_another_by_its_key_does_so_until_its_own_deadline():
     asyncio.run(run())
 
 
-def test_what_was_refused_has_no_answer_to_repeat():
+def test_refused_request_is_not_recorded():
     async def run():
         server = GatedServer()
         async with server.running() as client:
@@ -123,7 +123,7 @@ def test_what_was_refused_has_no_answer_to_repeat():
     asyncio.run(run())
 
 
-def test_an_answer_that_was_forgotten_is_computed_again_with_the_same_seed_and_id():
+def test_evicted_response_is_recomputed_with_the_same_seed_and_id():
     async def run():
         server = GatedServer()
         async with server.running() as client:
@@ -141,7 +141,7 @@ def test_an_answer_that_was_forgotten_is_computed_again_with_the_same_seed_and_i
 
 
 @pytest.mark.parametrize("loses", [lambda server: server.site.routes.accepted, None])
-def test_a_key_whose_record_made_room_still_has_the_tokens_it_had(loses):
+def test_evicted_key_recomputes_the_same_tokens(loses):
     """In the same server, or in the next one, which has never heard of it."""
 
     async def run():
@@ -163,13 +163,13 @@ def test_a_key_whose_record_made_room_still_has_the_tokens_it_had(loses):
     asyncio.run(run())
 
 
-def test_seeds_of_keys_differ_by_key_tenant_and_body():
+def test_derived_seed_depends_on_key_tenant_and_body():
     seeds = {seed_of(tenant, key, body) for tenant in ("", "a", "ab") for key in ("b", "ab") for body in (b"1", b"2")}
     assert len(seeds) == 12
     assert all(0 <= seed < 2**64 for seed in seeds)
 
 
-def test_without_a_log_a_key_has_no_effect():
+def test_idempotency_key_without_request_log_has_no_effect():
     async def run():
         server = GatedServer(serving={"request_log": "none"})
         async with server.running() as client:
@@ -180,7 +180,7 @@ def test_without_a_log_a_key_has_no_effect():
     asyncio.run(run())
 
 
-def test_the_same_seeded_request_in_flight_is_computed_once_where_the_configuration_says_so():
+def test_coalesced_requests_are_computed_once():
     async def run():
         server = GatedServer(max_num_seqs=8, serving={"coalesce_identical_requests": True})
         async with server.running() as client:
@@ -202,7 +202,7 @@ def test_the_same_seeded_request_in_flight_is_computed_once_where_the_configurat
 
 
 @pytest.mark.parametrize("n", [1, 3])
-def test_choices_are_shared_each_by_itself(n):
+def test_coalesced_choices_are_shared_separately(n):
     async def run():
         server = GatedServer()
         async with server.running() as client:
@@ -215,7 +215,7 @@ def test_choices_are_shared_each_by_itself(n):
     asyncio.run(run())
 
 
-def test_calls_of_tools_have_the_same_ids_again():
+def test_repeated_tool_calls_have_the_same_ids():
     async def run():
         engine = FakeEngine(Script((Piece(CALL),), FinishReason.STOP), max_body_bytes=2**16)
         engine.tokenizer = tokenizer_with(HERMES)

@@ -15,7 +15,7 @@ from support.fakes import MAX_MODEL_LEN, FakeEngine
 from support.server_client import error_of, post
 
 
-def test_the_openai_client_gets_a_rate_limit_error_with_the_time_to_retry() -> None:
+def test_openai_client_gets_a_rate_limit_error_with_retry_after() -> None:
     import openai  # late, as in test_http_server.py
 
     async def run() -> None:
@@ -57,7 +57,7 @@ MESSAGES = {"messages": [{"role": "user", "content": "Hello"}]}
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/generate", "/v1/messages"])
-def test_what_the_machine_has_none_of_for_the_moment_is_no_fault_of_the_server(path, caplog) -> None:
+def test_exhausted_system_resources_are_a_503(path, caplog) -> None:
     body = {"prompt": "x"} if path == "/v1/completions" else {"inputs": "x"}
     body = MESSAGES | {"model": "demo", "max_tokens": 8} if path == "/v1/messages" else body
     for lack in (OSError(errno.EMFILE, "x"), MemoryError(), RuntimeError("can't start new thread")):
@@ -82,7 +82,7 @@ NAMES = [
 
 
 @pytest.mark.parametrize(("path", "body", "prompt", "limit"), NAMES)
-def test_what_the_engine_refuses_is_named_as_the_client_named_it(path, body, prompt, limit) -> None:
+def test_engine_errors_use_the_field_names_of_the_protocol(path, body, prompt, limit) -> None:
     for refusal, name in (
         ({"refuses_at_once": ContextLengthError("prompt", "is too long")}, prompt),
         ({"refusal": ContextLengthError("prompt", "is too long")}, prompt),
@@ -103,12 +103,12 @@ def test_what_the_engine_refuses_is_named_as_the_client_named_it(path, body, pro
         ("/v1/embeddings", {"model": "demo", "input": ["x"] * 3}, "input"),
     ],
 )
-def test_what_makes_too_many_answers_is_named(path, fields, name) -> None:
+def test_error_for_too_many_choices_names_the_field(path, fields, name) -> None:
     refused = post(FakeEngine(refuses_at_once=RequestError("n", "asks for too many")), path, fields)
     assert f"`{name}` asks for too many" in refused.text
 
 
-def test_a_conversation_without_a_limit_must_leave_room_for_an_answer() -> None:
+def test_chat_without_max_tokens_needs_room_for_one_token() -> None:
     messages = [{"role": "user", "content": "word " * 2 * MAX_MODEL_LEN}]
     engine = FakeEngine(max_body_bytes=2**20)
     error = error_of(post(engine, "/v1/chat/completions", {"messages": messages}))
@@ -117,7 +117,7 @@ def test_a_conversation_without_a_limit_must_leave_room_for_an_answer() -> None:
 
 
 @pytest.mark.parametrize(("path", "body"), ROUTES)
-def test_every_answer_tells_when_its_first_token_was_expected(path, body) -> None:
+def test_responses_have_the_predicted_ttft(path, body) -> None:
     response = post(FakeEngine(predicted_s=0.1234), path, body)
     assert (response.status_code, response.headers["x-predicted-ttft-ms"]) == (200, "124")
     assert "x-predicted-ttft-ms" not in post(FakeEngine(), path, body).headers

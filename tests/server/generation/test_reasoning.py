@@ -19,7 +19,7 @@ OPENING, CLOSING = 7, 8
         ([1, 2, 3], False, 0),
     ],
 )
-def test_what_stands_between_the_marks_is_counted_however_it_comes(token_ids, is_open, count):
+def test_reasoning_tokens_are_counted_for_any_text_pieces(token_ids, is_open, count):
     for size in range(1, len(token_ids) + 1):
         counter = ReasoningTokenCounter(OPENING, CLOSING, is_open=is_open)
         for begin in range(0, len(token_ids), size):

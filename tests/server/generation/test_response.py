@@ -33,7 +33,7 @@ def client_of(site):
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_one_that_is_too_large_alone_is_refused_by_name_and_ended(path):
+def test_response_beyond_the_buffer_is_refused_and_aborted(path):
     served = engine()
     refused = post(served, path, LARGE[path])
     assert refused.status_code == 400
@@ -45,11 +45,11 @@ def test_one_that_is_too_large_alone_is_refused_by_name_and_ended(path):
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_a_stream_of_the_same_holds_nothing(path):
+def test_stream_uses_no_response_buffer(path):
     assert events(post(engine(), path, LARGE[path] | {"stream": True}))[-1] == "[DONE]"
 
 
-def test_other_protocols_are_bound_as_well():
+def test_response_buffer_limits_every_protocol():
     served = FakeEngine(LONG, limits={"max_buffered_response_bytes": 50_000})
     refused = post(served, "/generate", LARGE["/generate"])
     assert (refused.status_code, refused.json()["error_type"]) == (422, "validation")
@@ -65,20 +65,20 @@ def test_other_protocols_are_bound_as_well():
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_the_last_piece_may_be_the_one_that_is_too_much(path):
+def test_last_output_may_exceed_the_response_buffer(path):
     served = FakeEngine(Script([Piece("Hello", 20)]), limits={"max_buffered_response_bytes": 100_000})
     refused = post(served, path, LARGE[path] | {"n": 1})
     assert (refused.status_code, error_of(refused)["param"]) == (400, "body")
 
 
-def test_what_is_kept_until_the_best_is_known_counts():
+def test_response_buffer_counts_best_of_candidates():
     body = {"prompt": "x", "best_of": 8, "max_tokens": 50}
     assert post(engine(), "/v1/completions", body | {"best_of": 2}).status_code == 200
     served = FakeEngine(LONG, limits={"max_buffered_response_bytes": 20_000})
     assert post(served, "/v1/completions", body).status_code == 400
 
 
-def test_what_was_answered_is_held_no_more():
+def test_sent_response_leaves_the_buffer():
     served = FakeEngine(Script(hold_after=1))
 
     async def talking():
@@ -95,7 +95,7 @@ def test_what_was_answered_is_held_no_more():
     assert asyncio.run(talking()) == (OUTPUT_BYTES + len("Hello") + 4 * LOGPROB_BYTES, 0, set())
 
 
-def test_a_response_in_the_background_fails_by_name():
+def test_background_response_beyond_the_buffer_fails():
     async def talking():
         site = build_site(FakeEngine(Script([Piece("x" * 100)] * 100), limits={"max_buffered_response_bytes": 5_000}))
         async with httpx.AsyncClient(transport=httpx.ASGITransport(site.public), base_url="http://localhost") as client:
@@ -112,7 +112,7 @@ def test_a_response_in_the_background_fails_by_name():
     assert "serving_config.max_buffered_response_bytes" in shown["error"]["message"]
 
 
-def test_where_all_together_hold_too_much_the_largest_ends_of_whoever_has_most():
+def test_full_response_buffer_ends_the_largest_response_of_the_largest_tenant():
     answers = ResponseBuffers(100)
     given_up = []
     alone = answers.open("one", lambda: given_up.append("alone"))
@@ -134,7 +134,7 @@ def test_where_all_together_hold_too_much_the_largest_ends_of_whoever_has_most()
     assert (answers.num_bytes, answers._bytes_by_source, given_up) == (0, {}, ["a", "alone"])
 
 
-def test_an_answer_that_would_be_cut_off_is_refused_by_name():
+def test_response_that_would_exceed_the_buffer_is_refused():
     """More than all connections together may hold is never sent to its end."""
     limits = {"max_buffered_bytes": 10_000}
     body = {key: value for key, value in LARGE["/v1/completions"].items() if key != "n"}
@@ -146,7 +146,7 @@ def test_an_answer_that_would_be_cut_off_is_refused_by_name():
     assert post(FakeEngine(LONG, limits=limits), "/v1/completions", body).status_code == 200, "without a connection"
 
 
-def test_whoever_is_not_the_largest_is_answered(caplog):
+def test_full_response_buffer_spares_other_tenants(caplog):
     """The one that ends is told so on its own connection, at whatever it waits."""
     served = engine()
     served.script_for = lambda submitted: LONG if submitted.sampling.logprobs else Script(hold_after=1)

@@ -155,7 +155,7 @@ def folded(pieces: Sequence[str]) -> tuple[Blocks, Blocks]:
 
 
 @pytest.mark.parametrize("name", ANSWERS)
-def test_blocks_have_the_order_of_the_text_wherever_it_is_cut(name: str) -> None:
+def test_response_blocks_keep_the_order_of_the_text(name: str) -> None:
     text, expected = ANSWERS[name]
     cuts = [[text[:at], text[at:]] for at in range(len(text) + 1)]
     for pieces in ([text], list(text), *cuts):
@@ -164,7 +164,7 @@ def test_blocks_have_the_order_of_the_text_wherever_it_is_cut(name: str) -> None
 
 @pytest.mark.parametrize("name", ANSWERS)
 @pytest.mark.parametrize("route", [messages, responses, chat])
-def test_a_stream_has_the_order_of_the_whole_answer(route: Any, name: str) -> None:
+def test_stream_has_the_order_of_the_whole_response(route: Any, name: str) -> None:
     text, blocks = ANSWERS[name]
     expected = of_fields(blocks) if route is chat else blocks
     assert route([text], stream=False) == expected

@@ -32,14 +32,14 @@ SCHEMA = {
 }
 
 
-def test_a_form_that_waits_too_long_for_others_is_refused_with_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grammar_that_waits_too_long_is_refused_with_retry_after(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(structured_output, "MAX_WAIT_S", 0.0)
     response, _ = ask(CHAT, response_format={"type": "json_object"})
     assert (response.status_code, response.headers["retry-after"]) == (429, "1")
     assert "`response_format` was not compiled within 0 s" in error_of(response)["message"]
 
 
-def test_a_form_waits_for_one_of_whoever_has_many(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grammar_compilation_is_fair_between_tenants(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each source has its share of the threads that compile, whatever names its requests go by."""
     gate, order = threading.Event(), []
     monkeypatch.setattr(structured_output, "_COMPILING", FairThreads(1, "test"))
@@ -112,7 +112,7 @@ def test_json_of_a_schema_by_tgi(value: Any) -> None:
         ({"structured_outputs": {"choice": ["a"], "whitespace_pattern": " "}}, "structured_outputs.whitespace_pattern"),
     ],
 )
-def test_what_may_stand_between_parts_is_refused_where_there_are_none(fields: dict[str, Any], param: str) -> None:
+def test_white_space_pattern_without_json_is_refused(fields: dict[str, Any], param: str) -> None:
     response, engine = ask(COMPLETIONS, **fields)
     assert (response.status_code, error_of(response)["param"]) == (400, param)
     assert engine.submitted == []
@@ -139,7 +139,7 @@ def test_any_json_object() -> None:
         (TGI, "grammar", {"type": "regex", "value": "yes|no"}),
     ],
 )
-def test_one_of_two_texts(path: str, field: str, value: Any) -> None:
+def test_choice_of_two_texts(path: str, field: str, value: Any) -> None:
     assert answers(path, **{field: value}) == {"yes", "no"}
 
 
@@ -152,7 +152,7 @@ def test_any_text(value: Any) -> None:
 @pytest.mark.parametrize(
     "fields", [{"guided_json": {}}, {"json_schema": {}}, {"structured_outputs": {"json": {}}}], ids=str
 )
-def test_a_schema_that_says_nothing_asks_for_json(fields: dict[str, Any]) -> None:
+def test_empty_schema_requires_json(fields: dict[str, Any]) -> None:
     _, engine = ask(CHAT, **fields)
     constraint = engine.submitted[0].constraint
     assert constraint is not None
@@ -160,7 +160,7 @@ def test_a_schema_that_says_nothing_asks_for_json(fields: dict[str, Any]) -> Non
     assert b"{" in first and b"x" not in first
 
 
-def test_all_choices_keep_to_the_form() -> None:
+def test_all_choices_match_the_grammar() -> None:
     _, engine = ask(CHAT, guided_regex="a", n=3)
     [constraint] = {each.constraint for each in engine.submitted}
     assert constraint is not None
@@ -179,7 +179,7 @@ BROKEN = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems":
         (COMPLETIONS, "structured_outputs", {"json": BROKEN}, "structured_outputs.json"),
     ],
 )
-def test_a_schema_that_cannot_be_compiled(path: str, field: str, value: Any, param: str) -> None:
+def test_invalid_schema_is_refused(path: str, field: str, value: Any, param: str) -> None:
     response, engine = ask(path, **{field: value})
     error = error_of(response)
     assert (response.status_code, error["param"], engine.submitted) == (400, param, [])
@@ -219,7 +219,7 @@ def test_a_schema_that_cannot_be_compiled(path: str, field: str, value: Any, par
         ({"regex": "a" * 70_000}, "regex"),
     ],
 )
-def test_what_is_refused(fields: dict[str, Any], param: str) -> None:
+def test_structured_output_refuses_incompatible_parameters(fields: dict[str, Any], param: str) -> None:
     response, engine = ask(CHAT, **fields)
     assert (response.status_code, error_of(response)["param"], engine.submitted) == (400, param, [])
 
@@ -232,7 +232,7 @@ def test_what_is_refused(fields: dict[str, Any], param: str) -> None:
         ({"type": "lark", "value": "("}, "`grammar.type` must be one of"),
     ],
 )
-def test_what_tgi_refuses(value: Any, named: str) -> None:
+def test_tgi_grammar_refuses_incompatible_parameters(value: Any, named: str) -> None:
     response, _ = ask(TGI, grammar=value)
     assert response.status_code == 422
     assert named in response.json()["error"]
@@ -241,7 +241,7 @@ def test_what_tgi_refuses(value: Any, named: str) -> None:
 
 
 @pytest.mark.parametrize("schema", ["[" * 2**17, {"enum": ["x" * 2**17]}, {"": "[" * 2**17}])
-def test_what_is_too_large_is_not_even_read(schema, monkeypatch):
+def test_large_grammar_is_refused_before_parsing(schema, monkeypatch):
     monkeypatch.setattr(structured_output, "json", None)
     form = structured_output.structured_output_of(CompletionRequest(prompt="x", guided_json=schema))
     engine = FakeEngine()

@@ -25,7 +25,7 @@ HEADER = "x-request-timeout-s"
 
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize(("fields", "headers"), [({"timeout_s": 2.5}, {}), ({}, {HEADER: "2.5"})])
-def test_every_protocol_takes_the_field_and_the_header(path, fields, headers):
+def test_timeout_is_accepted_by_every_protocol(path, fields, headers):
     engine = FakeEngine()
     short = {"parameters": {"max_new_tokens": 3}} if "inputs" in BODIES[path] else {"max_tokens": 3}
     body = BODIES[path] | short
@@ -35,13 +35,13 @@ def test_every_protocol_takes_the_field_and_the_header(path, fields, headers):
 
 
 @pytest.mark.parametrize("path", [path for path, body in BODIES.items() if "inputs" in body])
-def test_the_field_may_stand_among_the_parameters(path):
+def test_timeout_may_be_in_parameters(path):
     engine = FakeEngine()
     post(engine, path, {"inputs": "x", "parameters": {"max_new_tokens": 3, "timeout_s": 2}})
     assert engine.submitted[0].deadline == engine.http_timings[0].received_time + 2
 
 
-def test_without_it_there_is_no_deadline():
+def test_timeout_is_absent_by_default():
     engine = FakeEngine()
     post(engine, "/v1/completions", {"prompt": "x"})
     assert engine.submitted[0].deadline is None
@@ -61,7 +61,7 @@ def test_without_it_there_is_no_deadline():
         ({"timeout_s": 2}, {HEADER: "3"}, f"`timeout_s` must be given once, or with the value of {HEADER}"),
     ],
 )
-def test_a_wrong_time_is_refused_by_name(fields, headers, named):
+def test_timeout_error_names_the_field(fields, headers, named):
     engine = FakeEngine()
     response = post(engine, "/v1/completions", {"prompt": "x"} | fields, headers=headers)
     assert response.status_code == 400
@@ -69,7 +69,7 @@ def test_a_wrong_time_is_refused_by_name(fields, headers, named):
     assert engine.submitted == []
 
 
-def test_a_field_and_a_header_may_agree():
+def test_timeout_field_and_header_must_agree():
     assert post(FakeEngine(), "/v1/completions", {"prompt": "x", "timeout_s": 2}, headers={HEADER: "2.0"}).is_success
 
 
@@ -115,7 +115,7 @@ class Late:
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_the_openai_routes_answer_504(path):
+def test_timeout_on_openai_routes_is_504(path):
     answer = Late().ask(path, BODIES[path] | {"n": 2})
     assert answer.status_code == 504
     error = error_of(answer)
@@ -123,19 +123,19 @@ def test_the_openai_routes_answer_504(path):
     assert error["message"] == "the request was not done within its 600 s"
 
 
-def test_a_stream_ends_with_an_error_event():
+def test_timeout_ends_a_stream_with_an_error_event():
     answer = Late().ask("/v1/completions", BODIES["/v1/completions"] | {"stream": True})
     assert answer.status_code == 200
     assert '"message":"the request was not done within its 600 s"' in answer.text
     assert answer.text.endswith("data: [DONE]\n\n")
 
 
-def test_tgi_answers_504():
+def test_timeout_on_tgi_routes_is_504():
     answer = Late().ask("/generate", BODIES["/generate"])
     assert (answer.status_code, answer.json()["error_type"]) == (504, "incomplete_generation")
 
 
-def test_the_legacy_routes_answer_as_to_every_failure():
+def test_timeout_on_legacy_routes_is_a_failure():
     answer = Late().ask("/models/demo/generate", BODIES["/models/demo/generate"])
     assert (answer.status_code, answer.json()["finish_reason"]) == (200, "predict_failed")
 
@@ -159,7 +159,7 @@ class Occupied:
         ("/generate", {"parameters": {"grammar": {"type": "regex", "value": "a"}}}),
     ],
 )
-def test_a_deadline_passes_also_before_the_engine_has_the_request(monkeypatch, path, fields):
+def test_timeout_applies_before_the_engine_has_the_request(monkeypatch, path, fields):
     """A template or a grammar may wait behind those of other clients."""
     occupied, engine, engine_input = Occupied(), FakeEngine(), pipeline._engine_input
 
@@ -181,7 +181,7 @@ def test_a_deadline_passes_also_before_the_engine_has_the_request(monkeypatch, p
 
 
 @pytest.mark.parametrize("n", [1, 3])
-def test_a_request_whose_time_cannot_suffice_is_refused_at_the_door(n):
+def test_timeout_below_the_predicted_time_is_refused_at_admission(n):
     async def run():
         server = GatedServer()
         async with server.running() as client:
@@ -203,7 +203,7 @@ def test_a_request_whose_time_cannot_suffice_is_refused_at_the_door(n):
     asyncio.run(run())
 
 
-def test_a_running_request_ends_with_its_time_and_frees_its_blocks():
+def test_timeout_aborts_a_running_request_and_frees_its_blocks():
     async def run():
         server = GatedServer()
         async with server.running() as client:

@@ -39,7 +39,7 @@ def ask(
     return post(engine, PATH, {"messages": USER, "tools": [WEATHER], **body}), engine
 
 
-def test_a_call_is_told(hermes: Tokenizer) -> None:
+def test_chat_response_has_tool_calls(hermes: Tokenizer) -> None:
     response, engine = ask(hermes, "I look.\n", CALL[:30], CALL[30:])
     [choice] = response.json()["choices"]
     [call] = choice["message"].pop("tool_calls")
@@ -60,7 +60,7 @@ def test_a_call_is_told(hermes: Tokenizer) -> None:
     ],
     ids=str,
 )
-def test_tokens_of_a_conversation_are_those_of_its_prompt(hermes: Tokenizer, fields: dict[str, Any]) -> None:
+def test_tokenize_of_messages_equals_the_prompt(hermes: Tokenizer, fields: dict[str, Any]) -> None:
     engine = FakeEngine()
     engine.tokenizer = hermes
     counted = post(engine, "/tokenize", {"messages": USER} | fields).json()
@@ -68,26 +68,26 @@ def test_tokens_of_a_conversation_are_those_of_its_prompt(hermes: Tokenizer, fie
     assert counted["tokens"] == engine.submitted[0].prompt_token_ids
 
 
-def test_an_answer_of_calls_alone_has_no_content(hermes: Tokenizer) -> None:
+def test_response_of_calls_only_has_no_content(hermes: Tokenizer) -> None:
     response, _ = ask(hermes, CALL, CALL)
     message = response.json()["choices"][0]["message"]
     assert (message["content"], len(message["tool_calls"])) == (None, 2)
     assert len({call["id"] for call in message["tool_calls"]}) == 2
 
 
-def test_of_several_calls_the_first_is_told_where_one_is_wanted(hermes: Tokenizer) -> None:
+def test_parallel_tool_calls_false_returns_the_first_call(hermes: Tokenizer) -> None:
     response, _ = ask(hermes, CALL, CALL, parallel_tool_calls=False)
     assert len(response.json()["choices"][0]["message"]["tool_calls"]) == 1
 
 
-def test_an_answer_that_is_cut_off_says_so(hermes: Tokenizer) -> None:
+def test_truncated_tool_call_has_finish_reason_length(hermes: Tokenizer) -> None:
     response, _ = ask(hermes, CALL, CALL[:20], ends=FinishReason.LENGTH)
     [choice] = response.json()["choices"]
     assert choice["finish_reason"] == "length"
     assert choice["message"]["content"] == CALL[:20]
 
 
-def test_a_stream_tells_calls_and_reasoning(hermes: Tokenizer) -> None:
+def test_stream_has_calls_and_reasoning(hermes: Tokenizer) -> None:
     pieces = ["<thi", "nk>\nHm", "m.\n</think>", "\n\nI look.\n<tool", "_call>", CALL[11:], CALL, ""]
     response, _ = ask(hermes, *pieces, stream=True)
     *chunks, done = events(response)
@@ -101,7 +101,7 @@ def test_a_stream_tells_calls_and_reasoning(hermes: Tokenizer) -> None:
     assert [chunk["choices"][0]["finish_reason"] for chunk in chunks][-2:] == [None, "tool_calls"]
 
 
-def test_arguments_come_as_they_are_written(hermes: Tokenizer) -> None:
+def test_stream_has_arguments_as_they_are_generated(hermes: Tokenizer) -> None:
     for parallel in (True, False):
         pieces = [CALL[:50], CALL[50:62], CALL[62:], CALL, ""]
         response, _ = ask(hermes, *pieces, stream=True, parallel_tool_calls=parallel)
@@ -113,13 +113,13 @@ def test_arguments_come_as_they_are_written(hermes: Tokenizer) -> None:
         assert [set(call["function"]) for call in calls[1:3]] == [{"arguments"}] * 2
 
 
-def test_reasoning_is_told_apart_without_tools_too(hermes: Tokenizer) -> None:
+def test_reasoning_is_separate_without_tools(hermes: Tokenizer) -> None:
     response, _ = ask(hermes, "<think>\nHmm.\n</think>\n\nYes.", tools=None)
     message = response.json()["choices"][0]["message"]
     assert message == {"role": "assistant", "content": "Yes.", "refusal": None, "reasoning_content": "Hmm."}
 
 
-def test_reasoning_that_the_prompt_opens() -> None:
+def test_reasoning_opened_by_the_prompt() -> None:
     tokenizer = tokenizer_with("{{ messages[0].content }}<think>\n")
     response, _ = ask(tokenizer, "Hmm.</think>Yes.", tools=None, limits={"reasoning_parser": "think"})
     assert response.json()["choices"][0]["message"]["reasoning_content"] == "Hmm."
@@ -132,13 +132,13 @@ def test_parsers_can_be_turned_off(hermes: Tokenizer) -> None:
     assert error_of(response)["param"] == "tools"
 
 
-def test_without_a_choice_of_tools_calls_are_text(hermes: Tokenizer) -> None:
+def test_tool_choice_none_leaves_calls_as_text(hermes: Tokenizer) -> None:
     response, engine = ask(hermes, CALL, tool_choice="none")
     assert response.json()["choices"][0]["message"]["content"] == CALL
     assert prompt_of(engine) == (USER, None)
 
 
-def test_special_tokens_are_shown_where_calls_begin_with_one() -> None:
+def test_special_token_marks_are_parsed() -> None:
     tokenizer = tokenizer_with("{{ messages[0].content }}{# [TOOL_CALLS] #}")
     response, engine = ask(tokenizer, "[TOOL_CALLS]get_weather", "{}")
     [call] = response.json()["choices"][0]["message"]["tool_calls"]
@@ -146,7 +146,7 @@ def test_special_tokens_are_shown_where_calls_begin_with_one() -> None:
     assert not engine.submitted[0].sampling.skip_special_tokens
 
 
-def test_calls_and_results_reach_the_template(hermes: Tokenizer) -> None:
+def test_tool_calls_and_results_reach_the_template(hermes: Tokenizer) -> None:
     call = {"id": "c1", "type": "function", "function": {"name": "get_weather", "arguments": ARGUMENTS}}
     messages = [
         *USER,
@@ -162,13 +162,13 @@ def test_calls_and_results_reach_the_template(hermes: Tokenizer) -> None:
 @pytest.mark.parametrize(
     "arguments", ["{", "[]", '"x"', "{" * 2000, '{"a": "\\ud800"}', '{"\\ude00\\ud83d": 1}', '{"a": NaN}']
 )
-def test_calls_in_messages_have_proper_arguments(hermes: Tokenizer, arguments: str) -> None:
+def test_tool_calls_in_messages_need_valid_arguments(hermes: Tokenizer, arguments: str) -> None:
     message = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
     response, _ = ask(hermes, "x", messages=[*USER, message])
     assert error_of(response)["param"] == "messages[1].tool_calls[0].function.arguments"
 
 
-def test_calls_in_messages_are_those_of_functions(hermes: Tokenizer) -> None:
+def test_tool_calls_in_messages_must_be_functions(hermes: Tokenizer) -> None:
     message = {"role": "assistant", "tool_calls": [{"type": "custom", "function": {"name": "f", "arguments": "{}"}}]}
     error = error_of(ask(hermes, "x", messages=[*USER, message])[0])
     assert error["message"] == "`messages[1].tool_calls[0].type` must be function. Given: 'custom'"
@@ -194,13 +194,13 @@ def named(name: str, **more: Any) -> dict[str, Any]:
         ("functions", [{"name": "a"}], "functions"),
     ],
 )
-def test_what_is_not_served_is_refused(hermes: Tokenizer, field: str, value: Any, param: str) -> None:
+def test_unsupported_tool_parameters_are_refused(hermes: Tokenizer, field: str, value: Any, param: str) -> None:
     response, engine = ask(hermes, "x", **{field: value})
     assert (response.status_code, error_of(response)["param"]) == (400, param)
     assert engine.submitted == []
 
 
-def test_tools_of_a_model_whose_calls_nobody_can_read_are_refused() -> None:
+def test_tools_without_a_parser_are_refused() -> None:
     response, _ = ask(tokenizer_with("{{ messages[0].content }}"), "x")
     assert "serving_config.tool_call_parser" in error_of(response)["message"]
 
@@ -225,7 +225,7 @@ CHOSEN = {"type": "function", "function": {"name": "switch"}}
 
 
 @pytest.mark.parametrize("choice", ["required", CHOSEN])
-def test_a_call_that_must_come_comes(hermes: Tokenizer, choice: Any) -> None:
+def test_tool_choice_required_forces_a_call(hermes: Tokenizer, choice: Any) -> None:
     found = answers_to(hermes, tool_choice=choice, tools=[SWITCH], parallel_tool_calls=False)
     assert found
     for [call] in found:
@@ -233,12 +233,12 @@ def test_a_call_that_must_come_comes(hermes: Tokenizer, choice: Any) -> None:
         assert isinstance(json.loads(call["function"]["arguments"])["on"], bool)
 
 
-def test_a_named_tool_is_the_one_that_is_called(hermes: Tokenizer) -> None:
+def test_tool_choice_forces_the_named_tool(hermes: Tokenizer) -> None:
     found = answers_to(hermes, tool_choice=CHOSEN, tools=[WEATHER, SWITCH])
     assert {call["function"]["name"] for calls in found for call in calls} == {"switch"}
 
 
-def test_calls_of_strict_tools_are_bound_where_a_call_may_come(hermes: Tokenizer) -> None:
+def test_strict_tools_constrain_optional_calls(hermes: Tokenizer) -> None:
     strict = {**SWITCH, "function": SWITCH["function"] | {"strict": True}}
     _, engine = ask(hermes, "x", tools=[WEATHER, strict])
     assert engine.submitted[0].constraint is not None
@@ -255,7 +255,9 @@ def test_calls_of_strict_tools_are_bound_where_a_call_may_come(hermes: Tokenizer
         ({"response_format": {"type": "json_object"}}, "response_format"),
     ],
 )
-def test_what_does_not_go_with_calls_that_must_come(hermes: Tokenizer, fields: dict[str, Any], param: str) -> None:
+def test_tool_choice_required_refuses_incompatible_parameters(
+    hermes: Tokenizer, fields: dict[str, Any], param: str
+) -> None:
     response, engine = ask(hermes, "x", tool_choice="required", **fields)
     assert (response.status_code, error_of(response)["param"], engine.submitted) == (400, param, [])
 
@@ -271,7 +273,7 @@ def test_what_does_not_go_with_calls_that_must_come(hermes: Tokenizer, fields: d
         ({"reasoning_effort": "high"}, 16384),
     ],
 )
-def test_a_thought_has_a_budget(hermes: Tokenizer, fields: dict[str, Any], budget: int) -> None:
+def test_reasoning_budget_is_enforced(hermes: Tokenizer, fields: dict[str, Any], budget: int) -> None:
     tokenizer = copy.copy(hermes)
     tokenizer.mark_id = {"<think>": 0, "</think>": 1}.get  # type: ignore[method-assign]
     _, engine = ask(tokenizer, "x", tools=None, limits={"reasoning_parser": "think"}, **fields)
@@ -292,6 +294,8 @@ def test_a_thought_has_a_budget(hermes: Tokenizer, fields: dict[str, Any], budge
     ],
 )
 @pytest.mark.parametrize("parser", ["think", "none"])
-def test_budgets_that_cannot_be_kept_to(hermes: Tokenizer, fields: dict[str, Any], param: str, parser: str) -> None:
+def test_unsupported_reasoning_budgets_are_refused(
+    hermes: Tokenizer, fields: dict[str, Any], param: str, parser: str
+) -> None:
     response, engine = ask(hermes, "x", tools=None, limits={"reasoning_parser": parser}, **fields)
     assert (response.status_code, error_of(response)["param"], engine.submitted) == (400, param, [])
