@@ -72,11 +72,11 @@ def refused(body, path=COMPLETIONS, status=400):
         ("model", {"a": 1}),
     ],
 )
-def test_values_outside_their_range(field, value):
+def test_out_of_range_values_are_refused(field, value):
     assert field in refused({"prompt": "x", field: value})["param"]
 
 
-def test_the_error_names_field_rule_and_value():
+def test_error_has_field_rule_and_value():
     error = refused({"prompt": "x", "top_p": 1.5})
     assert error["message"] == "`top_p` must be above 0.0 and at most 1.0. Given: 1.5"
     error = refused({"prompt": "x", "max_tokens": "many"})
@@ -91,13 +91,13 @@ def test_the_error_names_field_rule_and_value():
         ("structured_outputs", b'{"json": {"minimum": 1e400}}', "is not valid: number out of range"),
     ],
 )
-def test_the_field_is_named_whose_object_has_a_bad_value(field, value, rule):
+def test_error_names_the_field_of_a_nested_value(field, value, rule):
     body = b'{"prompt": "x", "' + field.encode() + b'": ' + value + b"}"
     error = error_of(post(FakeEngine(), "/v1/completions", body))
     assert (error["param"], error["message"]) == (field, f"`{field}` {rule}")
 
 
-def test_a_large_value_is_not_echoed():
+def test_large_value_is_not_echoed():
     error = refused({"prompt": "x", "max_tokens": "y" * 3000})
     assert "yyyy" in error["message"]
     assert len(error["message"]) < 200
@@ -138,17 +138,17 @@ def test_too_many_biases_are_refused():
     assert error_of(response)["message"] == "`logit_bias` must hold at most 1024 tokens. Given: 1025"
 
 
-def test_as_many_stop_token_ids_as_the_engine_takes_are_accepted():
+def test_maximum_number_of_stop_token_ids_is_accepted():
     engine = FakeEngine()
     post(engine, COMPLETIONS, {"prompt": "x", "stop_token_ids": list(range(MAX_STOP_TOKEN_IDS))})
     assert engine.submitted[0].sampling.stop_token_ids == tuple(range(MAX_STOP_TOKEN_IDS))
 
 
-def test_a_long_body_is_refused_by_its_declared_length():
+def test_long_body_is_refused_by_its_declared_length():
     assert refused(b'{"prompt": "' + b"x" * 5000 + b'"}', status=413)["message"] == "`body` must be at most 4096 bytes"
 
 
-def test_a_long_body_without_declared_length_is_refused_while_it_is_read():
+def test_long_body_without_declared_length_is_refused_while_read():
     engine = FakeEngine()
     num_sent = 0
 
@@ -180,7 +180,7 @@ def test_no_route_answers_a_broken_body_with_a_server_error(path, body):
     assert post(FakeEngine(), path, body).status_code in (400, 422)
 
 
-def test_prompts_times_n_is_limited():
+def test_number_of_prompts_times_n_is_limited():
     engine = FakeEngine()
     response = post(engine, COMPLETIONS, {"prompt": ["x"] * 100, "n": 6})
     assert error_of(response)["message"] == "`n` times the number of prompts must be at most 512. Given: 600"

@@ -56,7 +56,7 @@ print(code, engine.num_starts, engine.num_stops, len(engine.aborted))
 """
 
 
-def test_an_address_with_colons_stands_in_brackets_in_the_log(caplog):
+def test_ipv6_address_is_logged_in_brackets(caplog):
     engine = FakeEngine()
     with bind("::1", 0) as listener, caplog.at_level("INFO", "llm_serving"):
         port = listener.getsockname()[1]
@@ -111,7 +111,7 @@ class TestOpenAIClient:
         assert "".join(chunk.choices[0].delta.content for chunk in chunks) == "Hello world"
         assert chunks[-1].choices[0].finish_reason == "stop"
 
-    def test_errors_have_their_classes(self, client, openai):
+    def test_openai_client_raises_matching_errors(self, client, openai):
         with pytest.raises(openai.BadRequestError, match="top_p"):
             client.completions.create(model="demo", prompt="x", top_p=2)
         with pytest.raises(openai.NotFoundError):
@@ -133,7 +133,7 @@ def test_api_keys_with_the_openai_client(openai):
     assert [each.tenant for each in engine.submitted] == ["a"]
 
 
-def test_an_error_within_a_stream_reaches_the_openai_client(openai):
+def test_stream_error_reaches_the_openai_client(openai):
     with (
         serving(FakeEngine(Script(error="WorkAgent 0 died"))) as url,
         openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
@@ -142,7 +142,7 @@ def test_an_error_within_a_stream_reaches_the_openai_client(openai):
         list(client.completions.create(model="demo", prompt="x", stream=True))
 
 
-def test_a_client_that_closes_its_connection_aborts():
+def test_disconnect_aborts_the_request():
     engine = FakeEngine(Script(hold_after=1))
     aborted = threading.Event()
     engine.aborted = type("Aborted", (list,), {"append": lambda self, item: (list.append(self, item), aborted.set())})()
@@ -157,7 +157,7 @@ def test_a_client_that_closes_its_connection_aborts():
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/generate", "/models/demo"])
-def test_a_body_that_does_not_arrive_ends_the_connection(path):
+def test_incomplete_body_times_out(path):
     engine = FakeEngine(limits={"body_timeout_s": 0.01})
     with serving(engine) as url:
         port = int(url.rsplit(":", 1)[1])
@@ -173,18 +173,18 @@ def test_a_body_that_does_not_arrive_ends_the_connection(path):
 
 
 class TestBind:
-    def test_a_port_in_use_is_named(self):
+    def test_port_in_use_error_names_the_port(self):
         with bind("127.0.0.1", 0) as listener:
             port = listener.getsockname()[1]
             with pytest.raises(ConfigError, match=rf"serving_config.server_port: 127\.0\.0\.1:{port} is in use"):
                 bind("127.0.0.1", port)
 
-    def test_an_address_of_another_machine_is_refused(self):
+    def test_foreign_server_address_is_refused(self):
         with pytest.raises(ConfigError, match=r"serving_config.server_ip: cannot bind to 192\.0\.2\.1:0"):
             bind("192.0.2.1", 0)
 
     @pytest.mark.parametrize("host", ["999.1.1.1", "a..b", "a" * 70])
-    def test_what_is_no_address_is_refused(self, host):
+    def test_invalid_server_address_is_refused(self, host):
         with pytest.raises(ConfigError, match=rf"serving_config.server_ip: {re.escape(host)} is not an address"):
             bind(host, 0)
 
@@ -213,7 +213,7 @@ def read_until(process, text):
     assert any(text in line for line in process.stderr)
 
 
-def test_the_first_signal_lets_running_requests_finish():
+def test_first_signal_drains_running_requests():
     with server_process() as (process, url), httpx.Client(timeout=30) as client:
         body = {"prompt": "x", "stream": True}
         with client.stream("POST", f"{url}/v1/completions", json=body) as response:
@@ -228,7 +228,7 @@ def test_the_first_signal_lets_running_requests_finish():
         assert process.stdout.read().split() == ["0", "1", "1", "0"]
 
 
-def test_a_hangup_has_the_log_opened_again_and_ends_nothing(tmp_path):
+def test_sighup_reopens_the_log(tmp_path):
     path, moved = tmp_path / "access.log", tmp_path / "access.log.moved"
     with server_process(str(path)) as (process, url), httpx.Client(timeout=30) as client:
         client.get(f"{url}/version")
@@ -244,7 +244,7 @@ def test_a_hangup_has_the_log_opened_again_and_ends_nothing(tmp_path):
     assert "/v1/models" in path.read_text()
 
 
-def test_without_file_descriptors_connections_wait_and_are_served_when_there_are_some():
+def test_connections_wait_for_file_descriptors():
     with server_process() as (process, url):
         assert httpx.get(f"{url}/health").status_code == 200  # all that it has to read has been read
         before = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
@@ -259,7 +259,7 @@ def test_without_file_descriptors_connections_wait_and_are_served_when_there_are
         assert process.wait(30) == 0
 
 
-def test_the_second_signal_ends_them_and_still_stops_the_engine():
+def test_second_signal_aborts_requests_and_stops_the_engine():
     with server_process() as (process, url), httpx.Client(timeout=30) as client:
         body = {"prompt": "x", "stream": True}
         with client.stream("POST", f"{url}/v1/completions", json=body) as response:
@@ -272,7 +272,7 @@ def test_the_second_signal_ends_them_and_still_stops_the_engine():
         assert process.stdout.read().split() == ["0", "1", "1", "1"]
 
 
-def test_the_kernel_takes_little_of_an_answer_that_is_not_read():
+def test_socket_send_buffer_is_small():
     """Of a connection within a machine it would take 2.5 MB."""
     with bind("127.0.0.1", 0) as listener, socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -289,7 +289,7 @@ def test_the_kernel_takes_little_of_an_answer_that_is_not_read():
     assert 2**16 <= taken < 2**19
 
 
-def test_a_refused_connection_after_the_end():
+def test_connection_after_shutdown_is_refused():
     with serving(FakeEngine()) as url:
         port = int(url.rsplit(":", 1)[1])
     with pytest.raises(ConnectionRefusedError):

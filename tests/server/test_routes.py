@@ -11,7 +11,7 @@ from support.fakes import DEMO_TOKENIZER, FakeEngine
 from support.server_client import error_of, post, request
 
 
-def test_what_the_tokenizer_is_like():
+def test_tokenizer_info():
     engine = FakeEngine()
     info = request(engine, "GET", "/tokenizer_info").json()
     assert (info["bos_token"], info["eos_token"]) == ("<s>", "</s>")
@@ -31,7 +31,7 @@ def test_models():
 
 
 @pytest.mark.parametrize("path", ["/health", "/ping"])
-def test_health_tells_the_truth(path):
+def test_health_reports_readiness(path):
     response = request(FakeEngine(), "GET", path)
     assert (response.status_code, response.json()) == (
         200,
@@ -69,7 +69,7 @@ def test_tokenize_messages_as_chat_does():
     assert body["tokens"] == DEMO_TOKENIZER.encode("hello")
 
 
-def test_tokenize_tells_the_texts_of_tokens_where_they_are_wanted():
+def test_tokenize_returns_token_texts_on_request():
     body = post(FakeEngine(), "/tokenize", {"prompt": "hello \U0001f600", "return_token_strs": True}).json()
     assert body["token_strs"] == [DEMO_TOKENIZER.token_text(token_id) for token_id in body["tokens"]]
     assert len(body["token_strs"]) == body["count"]
@@ -84,13 +84,13 @@ def test_tokenize_tells_the_texts_of_tokens_where_they_are_wanted():
         ("chat_template_kwargs", {}),
     ],
 )
-def test_tokenize_takes_what_changes_conversations_with_messages_only(field, value):
+def test_tokenize_accepts_chat_parameters_with_messages_only(field, value):
     error = error_of(post(FakeEngine(), "/tokenize", {"prompt": "x", field: value}))
     assert error["message"] == f"`{field}` must be given with `messages` only"
 
 
 @pytest.mark.parametrize("body", [{}, {"prompt": "x", "messages": [{"role": "user", "content": "x"}]}])
-def test_tokenize_takes_one_of_the_two(body):
+def test_tokenize_requires_prompt_or_messages(body):
     error = error_of(post(FakeEngine(), "/tokenize", body))
     assert error["message"] == "`prompt` or `messages` must be given, and not both"
 
@@ -117,7 +117,7 @@ def test_the_openapi_document_describes_every_endpoint():
 
 @pytest.mark.parametrize("path", ["/health/", "/v1/completions/", "/metrics/", "/v1//models"])
 @pytest.mark.parametrize("method", ["GET", "POST"])
-def test_nobody_is_sent_to_the_host_that_the_request_named(method, path):
+def test_redirects_ignore_the_host_header(method, path):
     public = FakeEngine(limits={"server_ip": "0.0.0.0"})  # it goes by any name
     response = request(public, method, path, headers={"host": "evil.example"})
     assert response.status_code in (404, 405)

@@ -91,7 +91,7 @@ def test_connections_wait_until_there_are_file_descriptors(monkeypatch, caplog):
     ]
 
 
-def test_none_is_accepted_after_the_end():
+def test_no_connection_is_accepted_after_close():
     async def main():
         with socket.create_server(("127.0.0.1", 0)) as listener:
             limits = limits_of(9)
@@ -106,7 +106,7 @@ def test_none_is_accepted_after_the_end():
     run(main)
 
 
-def test_a_refused_client_can_read_why():
+def test_refused_connection_gets_a_reason():
     async def main():
         refused = []
         with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket() as client:
@@ -180,12 +180,12 @@ def begin_handshakes(sources, leaving=0):
     return addresses, begun
 
 
-def test_a_few_handshakes_begin_in_an_iteration_one_address_after_the_other():
+def test_handshakes_start_in_turn_by_address():
     addresses, begun = begin_handshakes(["127.0.1.1"] * 40 + ["127.0.1.2"])
     assert max(Counter(begun).values()) <= HANDSHAKES_AT_ONCE
     assert addresses.index("127.0.1.2") <= HANDSHAKES_AT_ONCE
 
 
-def test_no_handshake_begins_for_a_client_that_has_left():
+def test_no_handshake_starts_for_a_closed_connection():
     addresses, _ = begin_handshakes(["127.0.1.1"] * 40, leaving=39)
     assert addresses == ["127.0.1.1"]

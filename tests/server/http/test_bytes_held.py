@@ -13,7 +13,7 @@ from llm_serving.server.http.request import UNSENT_KEY
 READ_BYTES = 64 * 1024
 
 
-def test_a_body_weighs_until_the_application_has_it():
+def test_body_counts_as_buffered_until_it_is_read():
     async def run():
         async with connected() as (server, connection, _):
             connection.data_received(b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 5000\r\n\r\n" + b"x" * 3000)
@@ -27,7 +27,7 @@ def test_a_body_weighs_until_the_application_has_it():
     asyncio.run(run())
 
 
-def test_the_largest_unfinished_request_is_refused_when_there_is_too_much():
+def test_largest_incomplete_request_is_refused_at_the_limit():
     async def run():
         async with connected(max_buffered_bytes=10_000) as (server, connection, transport):
             other, others_transport = server.connect()
@@ -48,7 +48,7 @@ def test_the_largest_unfinished_request_is_refused_when_there_is_too_much():
     asyncio.run(run())
 
 
-def test_with_tls_its_buffers_weigh_too():
+def test_tls_buffers_count_as_buffered():
     async def run():
         async with connected() as (server, connection, _):
             connection.connection_lost(None)
@@ -64,7 +64,7 @@ def test_with_tls_its_buffers_weigh_too():
     asyncio.run(run())
 
 
-def test_what_a_slow_reader_leaves_weighs_too():
+def test_unread_response_counts_as_buffered():
     async def run():
         async with connected(max_buffered_bytes=10_000) as (server, connection, transport):
             transport.unsent = 9000
@@ -79,7 +79,7 @@ def test_what_a_slow_reader_leaves_weighs_too():
     asyncio.run(run())
 
 
-def test_what_is_made_for_a_slow_reader_weighs_too():
+def test_pending_stream_chunks_count_as_buffered():
     """An engine makes pieces of a stream as fast for whoever does not read them."""
 
     async def run():
@@ -105,7 +105,7 @@ def test_what_is_made_for_a_slow_reader_weighs_too():
     asyncio.run(run())
 
 
-def test_an_answer_waits_when_so_much_is_not_taken():
+def test_response_pauses_for_a_slow_reader():
     async def run():
         async with connected() as (_, _, transport):
             assert transport.high == WRITE_BUFFER_BYTES
@@ -127,7 +127,7 @@ FLOODS = {
 
 
 @pytest.mark.parametrize("name", FLOODS)
-def test_memory_does_not_grow_with_what_is_sent(name):
+def test_memory_is_independent_of_received_bytes(name):
     begin, unit = FLOODS[name]
     piece = unit * (READ_BYTES // len(unit))
 

@@ -47,7 +47,7 @@ def error_of(files, cert, key):
 
 
 @pytest.mark.parametrize(("cert", "key"), [("cert.pem", "key.pem"), ("both.pem", None)])
-def test_what_can_be_used(files, cert, key):
+def test_valid_certificate_files(files, cert, key):
     context = tls_context(files / cert, None if key is None else files / key)
     assert (
         context.minimum_version >= ssl.TLSVersion.TLSv1_2 or context.minimum_version == ssl.TLSVersion.MINIMUM_SUPPORTED
@@ -78,15 +78,15 @@ def test_what_can_be_used(files, cert, key):
         ),
     ],
 )
-def test_what_cannot_be_used_is_named(files, cert, key, message):
+def test_certificate_error_names_the_file(files, cert, key, message):
     assert error_of(files, cert, key) == message
 
 
 class TestPasswords:
-    def test_an_encrypted_key_opens_with_the_first_line_of_a_file(self, files):
+    def test_encrypted_key_is_opened_with_a_password_file(self, files):
         tls_context(files / "cert.pem", files / "locked.pem", files / "password")
 
-    def test_a_key_that_is_not_encrypted_needs_none(self, files):
+    def test_unencrypted_key_needs_no_password(self, files):
         tls_context(files / "cert.pem", files / "key.pem", files / "password")
 
     @pytest.mark.parametrize(
@@ -98,14 +98,14 @@ class TestPasswords:
             ("pipe.pem", "must be a regular file"),
         ],
     )
-    def test_what_opens_nothing_is_named(self, files, name, rule):
+    def test_wrong_password_error_names_the_file(self, files, name, rule):
         with pytest.raises(ConfigError) as caught:
             tls_context(files / "cert.pem", files / "locked.pem", files / name)
         assert str(caught.value).replace(f"{files}/", "") == f"serving_config.ssl_keyfile_password_file: {name}: {rule}"
 
 
 class TestConfiguration:
-    def test_paths_count_from_the_yaml(self, files, tmp_path):
+    def test_certificate_paths_are_relative_to_the_yaml(self, files, tmp_path):
         path = files / "serving.yaml"
         path.write_text(
             "serving_config:\n    ssl_certfile: cert.pem\n    ssl_keyfile: key.pem\n    server_port: 9000\n"
@@ -115,7 +115,7 @@ class TestConfiguration:
         assert serving.ssl_keyfile == files / "key.pem"
         assert serving.url == "https://127.0.0.1:9000"
 
-    def test_without_a_certificate_it_is_http(self):
+    def test_server_without_certificate_uses_http(self):
         assert load_config(None, ["serving_config.server_ip='::1'"]).serving.url == "http://[::1]:8835"
 
     @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ class TestConfiguration:
             ),
         ],
     )
-    def test_errors_name_the_line(self, files, text, line, message):
+    def test_certificate_error_names_the_yaml_line(self, files, text, line, message):
         path = files / "wrong.yaml"
         path.write_text(f"serving_config:\n{text}")
         with pytest.raises(ConfigError) as caught:

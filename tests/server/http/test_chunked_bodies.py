@@ -10,7 +10,7 @@ HEAD = b"POST /1 HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
 DECLARED = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 999999\r\n\r\n"
 
 
-def test_a_long_body_full_of_line_ends_arrives_whole():
+def test_chunked_body_with_line_ends_arrives_complete():
     async def run():
         async with connected() as (_, connection, transport):
             body = b"\n\r\n" * 20_000
@@ -26,7 +26,7 @@ def test_a_long_body_full_of_line_ends_arrives_whole():
     asyncio.run(run())
 
 
-def test_chunks_of_a_byte_are_refused_after_some_thousands():
+def test_thousands_of_one_byte_chunks_are_refused():
     async def run():
         async with connected() as (_, connection, transport):
             connection.data_received(HEAD)
@@ -40,7 +40,7 @@ def test_chunks_of_a_byte_are_refused_after_some_thousands():
     asyncio.run(run())
 
 
-def test_a_body_that_the_application_does_not_read_stays_unread():
+def test_unread_chunked_body_is_not_received():
     async def run():
         async with connected() as (server, connection, transport):
             server.app.reads = False
@@ -57,7 +57,7 @@ def test_a_body_that_the_application_does_not_read_stays_unread():
     asyncio.run(run())
 
 
-def test_a_body_that_the_application_reads_is_read_on():
+def test_chunked_body_is_received_as_it_is_read():
     async def run():
         async with connected() as (_, connection, transport):
             connection.data_received(DECLARED)

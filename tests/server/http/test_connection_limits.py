@@ -31,50 +31,50 @@ def admitted(limits, *those):
 
 
 class TestConnections:
-    def test_none_is_admitted_while_all_are_busy(self):
+    def test_connection_is_refused_while_all_are_busy(self):
         limits = limits_of(2, 2)
         admitted(limits, Connection(busy=True), Connection("b", busy=True))
         assert not limits.admit(Connection("c"))
         assert len(limits) == 2
 
-    def test_the_oldest_that_is_not_busy_makes_room(self):
+    def test_oldest_idle_connection_is_closed(self):
         limits = limits_of(3, 3)
         busy, old, young = admitted(limits, Connection(busy=True), Connection(), Connection())
         assert limits.admit(Connection("b"))
         assert [busy.ended, old.ended, young.ended] == [False, True, False]
         assert len(limits) == 3
 
-    def test_the_address_with_most_connections_loses_one_first(self):
+    def test_idle_connection_of_the_largest_address_is_closed_first(self):
         limits = limits_of(3, 3)
         alone, first, second = admitted(limits, Connection("b"), Connection(), Connection())
         assert limits.admit(Connection("c"))
         assert [alone.ended, first.ended, second.ended] == [False, True, False]
 
-    def test_others_make_room_where_those_of_the_largest_address_are_busy(self):
+    def test_idle_connection_of_another_address_is_closed_if_the_largest_is_busy(self):
         limits = limits_of(3, 3)
         *_, idle = admitted(limits, Connection(busy=True), Connection(busy=True), Connection("b"))
         assert limits.admit(Connection("c"))
         assert idle.ended
 
-    def test_an_address_has_its_own_limit(self):
+    def test_connections_per_address_are_limited(self):
         limits = limits_of(10, 2)
         admitted(limits, Connection(busy=True), Connection(busy=True), Connection("b"))
         assert not limits.admit(Connection())
         assert limits.admit(Connection("b"))
 
-    def test_a_connection_whose_bytes_were_not_read_yet_is_not_closed(self):
+    def test_connection_with_unread_bytes_is_not_closed(self):
         limits = limits_of(4, 2)
         waiting = admitted(limits, Connection(unread=True), Connection(unread=True))
         assert not limits.admit(Connection())
         assert not any(each.ended for each in waiting)
 
-    def test_an_address_with_many_takes_no_place_of_one_with_fewer(self):
+    def test_large_address_does_not_evict_smaller_ones(self):
         limits = limits_of(3, 9)
         *_, alone = admitted(limits, Connection(busy=True), Connection(busy=True), Connection("b"))
         assert not limits.admit(Connection())
         assert not alone.ended
 
-    def test_a_removed_connection_makes_room(self):
+    def test_removed_connection_is_not_counted(self):
         limits = limits_of(1, 1)
         (connection,) = admitted(limits, Connection(busy=True))
         limits.remove(connection)
@@ -82,19 +82,19 @@ class TestConnections:
         assert limits.admit(Connection())
         assert len(limits) == 1
 
-    def test_other_limits_count_for_new_connections(self):
+    def test_reloaded_limits_apply_to_new_connections(self):
         limits = limits_of(1, 1)
         admitted(limits, Connection(busy=True))
         limits.reload(2, 2, 100)
         assert limits.admit(Connection())
 
-    def test_refused_clients_come_back_at_different_times(self):
+    def test_retry_after_has_jitter(self):
         limits = limits_of(1, 1)
         assert {limits.retry_after_s() for _ in range(500)} == set(range(1, MAX_RETRY_AFTER_S + 1))
 
 
 class TestBytes:
-    def test_the_heaviest_is_refused(self):
+    def test_largest_buffer_is_refused_first(self):
         limits = limits_of(9, 9)
         small, large, last = admitted(limits, Connection(), Connection(), Connection())
         limits.weigh(small, 30)
@@ -104,7 +104,7 @@ class TestBytes:
         assert [small.ended, large.ended, last.ended] == [False, True, False]
         assert limits.num_bytes == 50
 
-    def test_released_bytes_do_not_count(self):
+    def test_released_bytes_are_not_counted(self):
         limits = limits_of(9, 9)
         first, second = admitted(limits, Connection(), Connection())
         limits.weigh(first, 90)
@@ -112,7 +112,7 @@ class TestBytes:
         limits.weigh(second, 90)
         assert not (first.ended or second.ended)
 
-    def test_a_removed_connection_holds_nothing(self):
+    def test_removed_connection_buffers_nothing(self):
         limits = limits_of(9, 9)
         (connection,) = admitted(limits, Connection())
         limits.weigh(connection, 90)
@@ -131,5 +131,5 @@ class TestBytes:
         ("", ""),
     ],
 )
-def test_what_counts_as_one_address(peer, address):
+def test_network_of_an_address(peer, address):
     assert address_of(peer) == address

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 @settings(max_examples=60)
 @given(st.data())
-def test_any_cuts_give_the_same_answers_in_order(data):
+def test_responses_are_independent_of_received_pieces(data):
     kinds = data.draw(st.lists(st.sampled_from([GET, DECLARED, CHUNKED]), min_size=1, max_size=6))
     stream = b"".join(kind % number for number, kind in enumerate(kinds))
     cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=40)))
@@ -37,7 +37,7 @@ def test_any_cuts_give_the_same_answers_in_order(data):
     asyncio.run(run())
 
 
-def test_a_byte_at_a_time():
+def test_requests_arrive_byte_by_byte():
     async def run():
         async with connected() as (server, connection, transport):
             for byte in GET % 1 + CHUNKED % 2 + DECLARED % 3:
@@ -49,7 +49,7 @@ def test_a_byte_at_a_time():
     asyncio.run(run())
 
 
-def test_empty_lines_before_a_request_mean_nothing():
+def test_empty_lines_before_a_request_are_ignored():
     async def run():
         async with connected() as (_server, connection, transport):
             for _ in range(3):
@@ -61,7 +61,7 @@ def test_empty_lines_before_a_request_mean_nothing():
 
 
 @pytest.mark.parametrize("request_", [GET % 0, DECLARED % 0, CHUNKED % 0])
-def test_an_upgrade_is_answered_without_it(request_):
+def test_upgrade_header_is_ignored(request_):
     """Java's client asks for HTTP/2 with every request, those with a body among them."""
     line, rest = request_.split(b"\r\n", 1)
     asking = b"\r\n".join(

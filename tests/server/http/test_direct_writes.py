@@ -34,7 +34,7 @@ def never(index, piece):
     raise AssertionError("nothing may be made of it")
 
 
-def test_a_piece_is_written_at_once_as_a_chunk():
+def test_piece_is_written_at_once_as_a_chunk():
     async def run():
         async with connected() as (server, connection, transport):
             server.app = stream = Stream()
@@ -53,7 +53,7 @@ def test_a_piece_is_written_at_once_as_a_chunk():
 
 
 @pytest.mark.parametrize("why", ["the client does not read", "the client has left", "it is complete", "another began"])
-def test_a_piece_that_must_wait_is_not_even_made(why):
+def test_waiting_piece_is_not_serialized(why):
     async def run():
         async with connected() as (server, connection, transport):
             server.app = stream = Stream()
@@ -82,7 +82,7 @@ def test_a_piece_that_must_wait_is_not_even_made(why):
 @pytest.mark.parametrize(
     "request_", [b"HEAD / HTTP/1.1\r\nHost: a\r\n\r\n", b"GET / HTTP/1.0\r\n\r\n"], ids=["HEAD", "HTTP/1.0"]
 )
-def test_a_response_without_chunks_is_written_by_the_application(request_):
+def test_response_without_chunks_uses_the_application(request_):
     async def run():
         async with connected() as (server, connection, _):
             server.app = stream = Stream()
@@ -98,7 +98,7 @@ def piece(number: int, reason: FinishReason | None = None) -> RequestOutput:
     return RequestOutput("r", "", (number,), (), 1, 0, number, reason)
 
 
-def test_a_stream_gives_away_only_what_its_reader_waits_for_and_keeps_the_order() -> None:
+def test_direct_writes_keep_the_order_of_a_stream() -> None:
     async def run() -> None:
         stream, taken, read = RequestStream("r", lambda _: None), [], []
 
@@ -125,7 +125,7 @@ def test_a_stream_gives_away_only_what_its_reader_waits_for_and_keeps_the_order(
     asyncio.run(run())
 
 
-def test_a_stream_tells_what_waits_in_it() -> None:
+def test_stream_reports_its_pending_pieces() -> None:
     async def run() -> None:
         stream, told = RequestStream("r", lambda _: None), []
         logprobs = (TokenLogprobs(5, -1.0, (5, 6), (-1.0, -2.0)),)
@@ -145,7 +145,7 @@ def test_a_stream_tells_what_waits_in_it() -> None:
     asyncio.run(run())
 
 
-def test_of_several_choices_too_most_waits_where_it_is_counted() -> None:
+def test_pending_pieces_of_several_choices_are_counted() -> None:
     async def run() -> None:
         streams, told = [RequestStream("r", lambda _: None) for _ in range(2)], []
         generation = Generation(streams)
@@ -163,7 +163,7 @@ def test_of_several_choices_too_most_waits_where_it_is_counted() -> None:
     asyncio.run(run())
 
 
-def test_what_fails_in_making_a_piece_is_raised_to_the_reader() -> None:
+def test_serialization_error_is_raised_to_the_reader() -> None:
     async def run() -> None:
         stream = RequestStream("r", lambda _: None)
         stream.take = lambda _: bool(1 // 0)

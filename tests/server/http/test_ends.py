@@ -11,7 +11,7 @@ from llm_serving.server.http.connection import PROGRESS_BYTES
 
 
 @pytest.mark.parametrize("head", [b"", b"Connection: close\r\n"])
-def test_who_takes_a_complete_answer_does_not_make_room(head):
+def test_reader_of_a_complete_response_is_not_evicted(head):
     async def run():
         async with connected() as (_server, connection, transport):
             assert not connection.is_busy
@@ -29,7 +29,7 @@ def test_who_takes_a_complete_answer_does_not_make_room(head):
     asyncio.run(run())
 
 
-def test_a_connection_whose_body_came_after_the_answer_does_not_idle_for_ever():
+def test_connection_with_a_late_body_times_out():
     async def run():
         async with connected(idle_timeout_s=0.01) as (server, connection, transport):
             server.app.reads = False
@@ -46,7 +46,7 @@ def test_a_connection_whose_body_came_after_the_answer_does_not_idle_for_ever():
 
 
 @pytest.mark.parametrize("kind", [b"Content-Length: 2001", b"Transfer-Encoding: chunked"])
-def test_an_answer_before_a_body_that_may_not_be_read_says_that_the_connection_ends(kind):
+def test_response_before_an_unread_body_closes_the_connection(kind):
     """A client that keeps it would send its next request into a connection that is closed meanwhile."""
 
     async def run():
@@ -65,7 +65,7 @@ def test_an_answer_before_a_body_that_may_not_be_read_says_that_the_connection_e
     asyncio.run(run())
 
 
-def test_a_refused_client_that_still_sends_has_time_to_read_the_response(monkeypatch):
+def test_refused_client_that_sends_can_read_the_response(monkeypatch):
     monkeypatch.setattr(connection_module, "LINGER_S", 0.01)
 
     async def run():
@@ -80,7 +80,7 @@ def test_a_refused_client_that_still_sends_has_time_to_read_the_response(monkeyp
     asyncio.run(run())
 
 
-def test_a_refused_client_may_read_the_answer_before_the_end():
+def test_refused_client_can_read_the_response():
     async def run():
         async with connected() as (_server, connection, transport):
             connection.data_received(b"GET /" + b"x" * 100_000)
@@ -95,7 +95,7 @@ def test_a_refused_client_may_read_the_answer_before_the_end():
     asyncio.run(run())
 
 
-def test_a_reader_that_takes_nothing_is_cut_off():
+def test_stalled_reader_is_disconnected():
     async def run():
         async with connected(write_timeout_s=0.01) as (_server, connection, transport):
             connection.data_received(GET % 0)
@@ -109,7 +109,7 @@ def test_a_reader_that_takes_nothing_is_cut_off():
 
 
 @pytest.mark.parametrize("ended", [False, True])
-def test_a_reader_that_goes_on_taking_is_not(ended):
+def test_slow_reader_is_not_disconnected(ended):
     class Slow(Transport):
         looks = 0
 
@@ -139,7 +139,7 @@ def test_a_reader_that_goes_on_taking_is_not(ended):
     asyncio.run(asyncio.wait_for(run(), 10))
 
 
-def test_tls_ends_when_the_answer_is_taken():
+def test_tls_connection_closes_after_the_response_is_read():
     """It cuts what is left of one two seconds after its end has begun."""
 
     async def run():
@@ -166,7 +166,7 @@ def test_tls_ends_when_the_answer_is_taken():
     asyncio.run(run())
 
 
-def test_a_reader_that_takes_nothing_after_the_end_is_cut_off():
+def test_stalled_reader_is_disconnected_after_the_response():
     async def run():
         async with connected(write_timeout_s=0.01) as (_server, connection, transport):
             transport.unsent = 10

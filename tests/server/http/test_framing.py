@@ -25,7 +25,7 @@ def answered(*pieces):
 
 
 @pytest.mark.parametrize("digits", [20, 21, 4301, 20_000])
-def test_a_length_of_many_digits(digits):
+def test_content_length_of_many_digits_is_refused(digits):
     """Python converts no more than 4,300 of them."""
     statuses, written, paths = answered(POST + b"Content-Length: " + b"4".zfill(digits) + b"\r\n\r\nbody")
     if digits == 20:
@@ -38,14 +38,14 @@ def test_a_length_of_many_digits(digits):
 @pytest.mark.parametrize(
     "value", [b"gzip, chunked", b"identity", b"xchunked", b'"chunked"', b"chunked;q=1", b",chunked"]
 )
-def test_chunks_and_nothing_else(value):
+def test_other_transfer_encodings_are_refused(value):
     """What follows would be a body to one reader and a request to another."""
     statuses, written, paths = answered(POST + b"Transfer-Encoding: " + value + CHUNKS)
     assert (statuses, paths) == ([501], [])
     assert b"`Transfer-Encoding` must be chunked" in written
 
 
-def test_the_name_of_chunks_may_be_written_large():
+def test_transfer_encoding_is_case_insensitive():
     assert answered(POST + b"Transfer-Encoding: ChunKed" + CHUNKS)[0] == [200]
 
 
@@ -68,7 +68,7 @@ def test_the_name_of_chunks_may_be_written_large():
     ],
 )
 @pytest.mark.parametrize("step", [1, 10_000])
-def test_a_head_that_two_readers_may_read_in_two_ways_is_refused(head, step):
+def test_ambiguous_request_head_is_refused(head, step):
     data = POST + head + b"\r\n\r\n0\r\n\r\nGET /2 HTTP/1.1\r\nHost: a\r\n\r\n"
     statuses, _, paths = answered(*(data[i : i + step] for i in range(0, len(data), step)))
     assert (statuses, paths) == ([400], [])
@@ -89,14 +89,14 @@ def test_a_head_that_two_readers_may_read_in_two_ways_is_refused(head, step):
     ],
 )
 @pytest.mark.parametrize("step", [1, 10_000])
-def test_nothing_is_answered_behind_chunks_that_are_none(body, step):
+def test_no_response_follows_invalid_chunks(body, step):
     data = POST + b"Transfer-Encoding: chunked\r\n\r\n" + body + b"GET /2 HTTP/1.1\r\nHost: a\r\n\r\n"
     statuses, _, paths = answered(*(data[i : i + step] for i in range(0, len(data), step)))
     assert (statuses, paths) == ([400], ["/1"])
 
 
 @pytest.mark.parametrize("expects", [True, False])
-def test_whoever_waits_to_be_told_to_continue_and_is_not_has_no_second_request(expects):
+def test_connection_closes_without_100_continue(expects):
     """It may send no body, and what it sends instead would be taken for one."""
 
     async def run():
@@ -113,7 +113,7 @@ def test_whoever_waits_to_be_told_to_continue_and_is_not_has_no_second_request(e
 
 
 @pytest.mark.parametrize("sent", [b"", b"bo"])
-def test_whoever_is_told_to_continue_goes_on_with_the_connection(sent):
+def test_connection_continues_after_100_continue(sent):
     async def run():
         async with connected() as (server, connection, transport):
             connection.data_received(POST + b"Expect: 100-continue\r\nContent-Length: 4\r\n\r\n" + sent)
@@ -130,7 +130,7 @@ def test_whoever_is_told_to_continue_goes_on_with_the_connection(sent):
 
 
 @pytest.mark.parametrize("value", [b"y 100-continue", b"100-continue, x", b"x", b""])
-def test_no_other_expectation_is_met(value):
+def test_other_expectations_are_refused(value):
     statuses, written, paths = answered(POST + b"Expect: " + value + b"\r\nContent-Length: 1\r\n\r\nx")
     assert (statuses, paths) == ([417], [])
     assert b"`Expect` must be 100-continue" in written

@@ -67,13 +67,13 @@ def url():
 
 
 @pytest.mark.parametrize("name", REQUESTS)
-def test_no_request_leaves_what_only_a_search_finds(url, name):
+def test_request_leaves_no_reference_cycles(url, name):
     found = left_behind(partial(ask, url, REQUESTS[name]), partial(ask, url, REQUESTS["a probe"]))
     assert threading.active_count() < 50
     assert found.total() < 40, found.most_common(40)
 
 
-def test_nor_does_a_client_that_leaves_before_its_answer_begins():
+def test_early_disconnect_leaves_no_reference_cycles():
     engine, aborted = FakeEngine(Script(hold_after=1)), threading.Semaphore(0)
     engine.aborted = type("Aborted", (list,), {"append": lambda self, item: aborted.release()})()
 
@@ -91,7 +91,7 @@ def test_nor_does_a_client_that_leaves_before_its_answer_begins():
 
 
 @pytest.mark.parametrize("hello", [None, b"\x16\x03\x01\x40\x00" + bytes(65536), b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"])
-def test_nor_does_tls_with_a_handshake_or_without(tmp_path, hello):
+def test_tls_leaves_no_reference_cycles(tmp_path, hello):
     authority, file = trustme.CA(), tmp_path / "certificate.pem"
     authority.issue_cert("127.0.0.1").private_key_and_cert_chain_pem.write_to_path(file)
     trust = ssl.create_default_context()
@@ -112,7 +112,7 @@ def test_nor_does_tls_with_a_handshake_or_without(tmp_path, hello):
     assert found.total() < 40, found.most_common(40)
 
 
-def test_nor_does_one_for_which_there_is_no_place():
+def test_refused_connection_leaves_no_reference_cycles():
     engine = FakeEngine(Script(hold_after=1), limits={"max_connections_per_address": 1})
     with serving(engine) as url, connect(url) as first:
         first.sendall(post("/v1/completions", b'{"prompt": "x", "stream": true}'))

@@ -55,7 +55,7 @@ def hasty():
 
 
 @pytest.mark.parametrize("name", FLOODS)
-def test_a_flood_ends_with_an_answer_that_names_the_limit(url, name):
+def test_oversized_input_gets_a_response_that_names_the_limit(url, name):
     begin, unit, status, text = FLOODS[name]
     with connect(url) as client:
         client.sendall(begin)
@@ -69,20 +69,20 @@ def test_a_flood_ends_with_an_answer_that_names_the_limit(url, name):
     assert text in json.loads(body)["error"]["message"]
 
 
-def test_a_client_that_stops_and_reads_is_told(url):
+def test_oversized_body_gets_413(url):
     with connect(url) as client:
         client.sendall(b"GET /" + b"a" * 20_000)
         assert b" 414 " in read_all(client)[:20]
 
 
-def test_trailers_and_chunk_extensions_within_limits_mean_nothing(url):
+def test_trailers_and_chunk_extensions_are_ignored(url):
     with connect(url) as client:
         client.sendall(CHUNKED + b"d;a=b\r\n" + b'{"prompt":"x"' + b"\r\n1\r\n}\r\n0\r\nX-Priority: 5\r\n\r\n" + get())
         assert b"Hello world" in read_until(client, b"}]")
         read_until(client, b"HTTP/1.1 200 OK")
 
 
-def test_requests_in_a_row_are_answered_in_order(url):
+def test_sequential_requests_are_answered_in_order(url):
     """More than the server reads ahead."""
     count = 500
     with connect(url) as client:
@@ -115,32 +115,32 @@ def in_time(url, request):
 
 
 class TestPatience:
-    def test_a_silent_connection_is_closed_without_a_word(self, hasty):
+    def test_silent_connection_is_closed_without_a_response(self, hasty):
         with connect(hasty[0]) as client:
             assert read_all(client) == b""
 
-    def test_headers_that_do_not_arrive(self, hasty):
+    def test_incomplete_headers_time_out(self, hasty):
         with in_time(hasty[0], b"GET /health HTTP/1.1\r\nX: ") as (client, answer):
             answer += read_all(client)
         assert answer.startswith(b"HTTP/1.1 408 Request Timeout\r\n")
         assert b"within 0.05 seconds" in answer
 
-    def test_headers_that_do_not_arrive_after_a_request(self, hasty):
+    def test_incomplete_headers_of_a_second_request_time_out(self, hasty):
         with in_time(hasty[0], get() + b"GET /health HT") as (client, answer):
             answer += read_all(client)
         assert re.findall(rb"HTTP/1.1 (\d+)", answer) == [b"200", b"408"]
 
-    def test_empty_lines_win_no_time(self, hasty):
+    def test_empty_lines_do_not_extend_the_timeout(self, hasty):
         with connect(hasty[0]) as client, pytest.raises(ConnectionError):
             while True:
                 client.sendall(b"\r\n")
 
-    def test_an_idle_connection_is_closed_without_a_word(self, hasty):
+    def test_idle_connection_is_closed_without_a_response(self, hasty):
         with in_time(hasty[0], get()) as (client, answer):
             answer += read_all(client)
         assert re.findall(rb"HTTP/1.1 (\d+)", answer) == [b"200"]
 
-    def test_a_stream_lasts_longer_than_any_patience_with_the_client(self, hasty):
+    def test_stream_is_not_limited_by_request_timeouts(self, hasty):
         url, engine = hasty
         with in_time(url, post("/v1/completions", BODY)) as (client, begun):
             while b"Hello" not in begun:
@@ -162,7 +162,7 @@ class TestPatience:
     [("/v1/completions", {"prompt": "x", "stream": True}), ("/generate_stream", {"inputs": "x"})],
 )
 @pytest.mark.parametrize("behind", [b"", get() * 3, b"GET / HT"], ids=["nothing", "requests", "half a request"])
-def test_a_client_that_leaves_with_more_behind_its_stream_aborts_it(path, body, behind):
+def test_disconnect_with_pipelined_data_aborts_the_stream(path, body, behind):
     engine, aborted = aborting_engine()
     with serving(engine) as url:
         with connect(url) as client:
@@ -172,7 +172,7 @@ def test_a_client_that_leaves_with_more_behind_its_stream_aborts_it(path, body, 
     assert len(engine.submitted) == len(engine.aborted) == 1
 
 
-def test_what_never_becomes_a_request_is_counted():
+def test_refused_connections_are_counted():
     engine = FakeEngine()
     with serving(engine) as url:
         for _ in range(2):
@@ -190,7 +190,7 @@ class TestPlaces:
             read_until(client, b"Hello")
         return clients
 
-    def test_there_is_an_answer_where_there_is_no_place(self):
+    def test_connection_beyond_the_limit_gets_503(self):
         engine = FakeEngine(Script(hold_after=1), limits={"max_connections": 4, "max_connections_per_address": 3})
         with serving(engine) as url:
             clients = self.streams(url, ["127.0.0.2"] * 3)
@@ -205,7 +205,7 @@ class TestPlaces:
             for client in clients:
                 client.close()
 
-    def test_silent_connections_make_room(self):
+    def test_silent_connections_are_closed_for_new_ones(self):
         with serving(FakeEngine(limits={"max_connections": 8, "max_connections_per_address": 8})) as url:
             silent = [connect(url, f"127.0.0.{2 + i % 2}") for i in range(8)]
             for _ in range(3):
@@ -217,7 +217,7 @@ class TestPlaces:
                 client.close()
 
 
-def test_whoever_has_no_key_cannot_send_on_for_ever():
+def test_unauthenticated_client_cannot_send_indefinitely():
     engine = FakeEngine(api_keys=(ApiKey(name="a", key_sha256=hash_key("sesame-open-the-door")),))
     with serving(engine) as url, connect(url) as client:
         client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 99999999999\r\n\r\n")

@@ -23,7 +23,7 @@ def test_one_request_at_a_time_reaches_the_application():
     asyncio.run(run())
 
 
-def test_what_is_far_ahead_stays_unread():
+def test_pipelined_requests_beyond_the_limit_stay_unread():
     async def run():
         async with connected(max_pipelined_bytes=100) as (server, connection, transport):
             server.app.gate.clear()
@@ -42,7 +42,7 @@ def test_what_is_far_ahead_stays_unread():
     asyncio.run(run())
 
 
-def test_whoever_leaves_with_requests_ahead_is_noticed():
+def test_disconnect_with_pipelined_requests_is_detected():
     async def run():
         async with connected() as (server, connection, _):
             server.app.gate.clear()

@@ -30,7 +30,7 @@ def status(data: bytes) -> HTTPStatus | None:
         (b"GET http://b/ HTTP/1.1\r\nA: b\r\nHost: a\r\n\r\n", b"host: b\r\na: b"),
     ],
 )
-def test_a_head_is_passed_on_without_upgrade_and_with_one_host(head, headers):
+def test_request_head_is_normalized(head, headers):
     assert parse_head(head).data == b"GET / HTTP/1.1\r\n" + headers + b"\r\n\r\n"
 
 
@@ -38,7 +38,7 @@ def test_a_head_is_passed_on_without_upgrade_and_with_one_host(head, headers):
     ("header", "length"),
     [(b"A: b", 0), (b"Content-Length: 5", 5), (b"Transfer-Encoding: chunked", None), (b"Content-Length: 0", 0)],
 )
-def test_the_length_of_the_body(header, length):
+def test_request_head_content_length(header, length):
     head = parse_head(b"POST / HTTP/1.1\r\nHost: a\r\n" + header + b"\r\n\r\n")
     assert head.body_length == length
 
@@ -46,7 +46,7 @@ def test_the_length_of_the_body(header, length):
 class TestRefusal:
     @pytest.mark.parametrize("ended", [True, False])
     @pytest.mark.parametrize(("num_bytes", "expected"), [(256, None), (290, HTTPStatus.REQUEST_URI_TOO_LONG)])
-    def test_a_long_url(self, num_bytes, expected, ended):
+    def test_long_url_is_refused(self, num_bytes, expected, ended):
         line = b"GET /" + b"x" * (num_bytes - 1) + b" HTTP/1.1\r\n" * ended
         assert status(line) == expected
 
@@ -54,16 +54,16 @@ class TestRefusal:
     @pytest.mark.parametrize(
         ("num_bytes", "expected"), [(900, None), (1024, HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)]
     )
-    def test_one_long_header(self, num_bytes, expected, ended):
+    def test_long_header_is_refused(self, num_bytes, expected, ended):
         assert status(GET + b"A: " + b"x" * num_bytes + ended) == expected
 
     @pytest.mark.parametrize("ended", [b"", b"\r\n"])
     @pytest.mark.parametrize(("count", "expected"), [(8, None), (10, HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)])
-    def test_many_headers(self, count, expected, ended):
+    def test_too_many_headers_are_refused(self, count, expected, ended):
         assert status(GET + b"A: b\r\n" * count + ended) == expected
 
     @pytest.mark.parametrize("data", [b"\x16\x03\x01\x02", b"get / HTTP/1.1", b" GET", b"\x00", b"\xff"])
-    def test_what_begins_no_request_is_known_by_its_first_byte(self, data):
+    def test_non_http_data_is_detected_by_its_first_byte(self, data):
         assert status(data) == HTTPStatus.BAD_REQUEST
 
     @pytest.mark.parametrize(
@@ -84,13 +84,13 @@ class TestRefusal:
             b"HTTP/1.1 200 OK\r\n",
         ],
     )
-    def test_a_line_that_asks_for_nothing_in_http(self, line):
+    def test_invalid_request_line_is_refused(self, line):
         assert status(line) == status(line + b"Host: a\r\n\r\n") == HTTPStatus.BAD_REQUEST
 
     @pytest.mark.parametrize("line", [GET, b"M-SEARCH * HTTP/1.0\r\n", b"GET http://a/?b HTTP/1.1\r\n", GET[:-1]])
-    def test_a_line_that_does(self, line):
+    def test_valid_request_line_is_accepted(self, line):
         assert status(line) is None
 
-    def test_the_limit_is_told(self):
+    def test_request_head_error_names_the_limit(self):
         with pytest.raises(RefusedError, match="there must be at most 8 headers"):
             check_limits(GET + b"A: b\r\n" * 20, len(GET) + 120, LIMITS)

@@ -45,7 +45,7 @@ def answered(line, *heads):
         [b"Host: a, b/"],
     ],
 )
-def test_a_request_for_no_host_or_several_is_refused(hosts):
+def test_request_needs_exactly_one_host(hosts):
     status, written, asked = answered(b"GET / HTTP/1.1", *hosts)
     assert (status, asked) == (400, [])
     assert b"`Host` must be given once" in written
@@ -53,13 +53,13 @@ def test_a_request_for_no_host_or_several_is_refused(hosts):
 
 
 @pytest.mark.parametrize("host", [b"", b"a", b"a.b-c_d", b"a:80", b"a:", b"127.0.0.1:8835", b"[::1]", b"[fe80::1]:80"])
-def test_what_a_host_may_be(host):
+def test_valid_host_headers(host):
     status, _, asked = answered(b"GET / HTTP/1.1", b"Host:" + host)
     assert (status, asked) == (200, [("/", b"", [host])])
 
 
 @pytest.mark.parametrize(("hosts", "status"), [([], 200), ([b"Host: a"], 200), ([b"Host: a", b"Host: b"], 400)])
-def test_older_clients_need_name_none(hosts, status):
+def test_http_1_0_needs_no_host(hosts, status):
     assert answered(b"GET / HTTP/1.0", *hosts)[0] == status
 
 
@@ -73,7 +73,7 @@ def test_older_clients_need_name_none(hosts, status):
         (b"/http://b/", "/http://b/", b"", b"a"),
     ],
 )
-def test_a_host_in_the_url_takes_the_place_of_the_header(url, path, query, host):
+def test_host_in_the_url_replaces_the_header(url, path, query, host):
     """What guards names of this machine goes by it (RFC 9112, 3.2.2)."""
     assert answered(b"GET " + url + b" HTTP/1.1", b"Host: a")[2] == [(path, query, [host])]
 
@@ -87,16 +87,16 @@ def test_a_host_in_the_url_takes_the_place_of_the_header(url, path, query, host)
         *((url, b"this is not a request") for url in (b"b:80", b"p", b"p?http://b/")),
     ],
 )
-def test_a_url_that_names_no_host_or_no_path_is_refused(url, rule):
+def test_url_without_host_or_path_is_refused(url, rule):
     status, written, _ = answered(b"GET " + url + b" HTTP/1.1", b"Host: a")
     assert status == 400
     assert rule in written
 
 
-def test_a_url_may_be_the_server_itself():
+def test_asterisk_url_is_accepted():
     assert answered(b"OPTIONS * HTTP/1.1", b"Host: a")[0] == 200
 
 
-def test_a_request_behind_a_refused_one_is_not_answered():
+def test_request_behind_a_refused_one_gets_no_response():
     _, written, asked = answered(b"GET / HTTP/1.1", b"", b"GET / HTTP/1.1", b"Host: a")
     assert (written.count(b"HTTP/1.1 "), asked) == (1, [])

@@ -10,7 +10,7 @@ from connection_harness import GET, connected, settle
 from llm_serving.server.http.connection import STARTED_AT_ONCE
 
 
-def test_all_requests_start_a_few_at_a_time():
+def test_requests_start_a_few_at_a_time():
     async def run():
         async with connected() as (server, _, _):
             others = [server.connect()[0] for _ in range(5 * STARTED_AT_ONCE)]
@@ -28,7 +28,7 @@ def test_all_requests_start_a_few_at_a_time():
 
 
 @pytest.mark.parametrize("path", ["/health", "/ping"])
-def test_a_probe_does_not_wait_for_others(path):
+def test_probe_starts_immediately(path):
     async def run():
         async with connected() as (server, connection, _):
             others = [server.connect()[0] for _ in range(5 * STARTED_AT_ONCE)]
@@ -44,7 +44,7 @@ def test_a_probe_does_not_wait_for_others(path):
     asyncio.run(run())
 
 
-def test_a_client_that_leaves_while_it_waits_is_not_answered_and_delays_none():
+def test_disconnected_waiting_request_is_skipped():
     async def run():
         async with connected() as (server, _, _):
             others = [server.connect()[0] for _ in range(3 * STARTED_AT_ONCE)]

@@ -65,7 +65,7 @@ def test_requests_and_streams(authority, tmp_path):
             assert "[DONE]" in client.post(f"{url}/v1/completions", json={"prompt": "x", "stream": True}).text
 
 
-def test_a_client_that_leaves_aborts(authority, tmp_path):
+def test_tls_disconnect_aborts_the_request(authority, tmp_path):
     engine, aborted = FakeEngine(Script(hold_after=1), limits=issue(authority, tmp_path)), threading.Event()
     engine.aborted = type("Aborted", (list,), {"append": lambda self, item: aborted.set()})()
     with serving(engine) as url:
@@ -75,13 +75,13 @@ def test_a_client_that_leaves_aborts(authority, tmp_path):
         assert aborted.wait(10)
 
 
-def test_limits_hold_and_are_told(authority, tmp_path):
+def test_tls_connection_limits_are_enforced(authority, tmp_path):
     with serving(FakeEngine(limits=issue(authority, tmp_path))) as url, secured(authority, url) as client:
         client.sendall(b"GET /" + b"x" * 9000)
         assert read_all(client).startswith(b"HTTP/1.1 414 ")
 
 
-def test_an_answer_that_is_not_taken_weighs(authority, tmp_path, monkeypatch):
+def test_tls_unread_response_counts_as_buffered(authority, tmp_path, monkeypatch):
     """TLS takes any answer whole; clients that wait to read theirs hold no more than the limit."""
     limits = issue(authority, tmp_path) | {"max_buffered_bytes": 40_000_000}
     long = "x" * 30_000_000  # more than the sockets hold
@@ -95,7 +95,7 @@ def test_an_answer_that_is_not_taken_weighs(authority, tmp_path, monkeypatch):
         assert len(read_all(client)) + len(read_all(other)) < 2 * len(long)
 
 
-def test_a_long_answer_arrives_whole_before_the_end(authority, tmp_path):
+def test_tls_long_response_is_complete(authority, tmp_path):
     long = "x" * 10_000_000
     engine = FakeEngine(Script(pieces=(Piece(long), Piece("", 1))), limits=issue(authority, tmp_path))
     with serving(engine) as url, secured(authority, url) as client:
@@ -103,7 +103,7 @@ def test_a_long_answer_arrives_whole_before_the_end(authority, tmp_path):
         assert len(read_all(client)) > len(long)
 
 
-def test_an_end_needs_no_answer(authority, tmp_path, monkeypatch):
+def test_tls_close_needs_no_reply(authority, tmp_path, monkeypatch):
     """Neither a connection's place nor the end of the server waits for a client that takes no leave."""
     monkeypatch.setattr(acceptor, "TLS_SHUTDOWN_S", 0.01)
     with serving(FakeEngine(limits=issue(authority, tmp_path))) as url:
@@ -115,7 +115,7 @@ def test_an_end_needs_no_answer(authority, tmp_path, monkeypatch):
             assert bare.recv(1) == b""
 
 
-def test_new_files_are_shown_without_a_restart(authority, tmp_path, monkeypatch):
+def test_tls_reloads_changed_certificates(authority, tmp_path, monkeypatch):
     monkeypatch.setattr(server_module, "CERTIFICATE_PERIOD_S", 0.01)
     engine = FakeEngine(Script(hold_after=1), limits=issue(authority, tmp_path))
     with serving(engine) as url, secured(authority, url) as client:
@@ -130,7 +130,7 @@ def test_new_files_are_shown_without_a_restart(authority, tmp_path, monkeypatch)
             client.recv(1)
 
 
-def test_files_that_cannot_be_used_change_nothing(authority, tmp_path, caplog):
+def test_tls_keeps_the_certificate_if_new_files_are_invalid(authority, tmp_path, caplog):
     limits = issue(authority, tmp_path)
     certificate = Certificate(ServerConfig(**limits))
     key = limits["ssl_keyfile"].read_bytes()
@@ -145,13 +145,13 @@ def test_files_that_cannot_be_used_change_nothing(authority, tmp_path, caplog):
     assert certificate.reload_if_changed()
 
 
-def test_files_that_cannot_be_used_at_first_are_an_error(tmp_path):
+def test_tls_refuses_invalid_files_at_start(tmp_path):
     with pytest.raises(ConfigError, match=r"serving_config\.ssl_certfile"):
         Certificate(ServerConfig(ssl_certfile=tmp_path / "none.pem"))
 
 
 class TestHandshakes:
-    def test_one_that_does_not_come_ends(self, authority, tmp_path):
+    def test_tls_handshake_times_out(self, authority, tmp_path):
         limits = issue(authority, tmp_path) | {"header_timeout_s": 0.05}
         with serving(FakeEngine(limits=limits)) as url:
             for sent in (b"", b"\x16\x03\x01", get()):
@@ -161,7 +161,7 @@ class TestHandshakes:
                     told = read_all(client)
                 assert b"HTTP" not in told if sent == get() else told == b""
 
-    def test_another_limit_of_their_time_holds_from_the_reload_on(self, authority, tmp_path):
+    def test_tls_handshake_timeout_is_reloadable(self, authority, tmp_path):
         limits = ServerConfig(**issue(authority, tmp_path), header_timeout_s=3600.0)
 
         async def main():
@@ -181,7 +181,7 @@ class TestHandshakes:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(main())
 
-    def test_they_count_and_make_room(self, authority, tmp_path):
+    def test_tls_handshakes_count_as_connections(self, authority, tmp_path):
         limits = issue(authority, tmp_path) | {"max_connections": 4}
         with serving(FakeEngine(limits=limits)) as url:
             silent = [connect(url, "127.0.0.2") for _ in range(4)]
@@ -192,7 +192,7 @@ class TestHandshakes:
             for each in silent:
                 each.close()
 
-    def test_there_is_no_answer_where_there_is_no_place(self, authority, tmp_path):
+    def test_tls_connection_beyond_the_limit_gets_no_response(self, authority, tmp_path):
         """Not in plain text, and a handshake would cost more than the place."""
         limits = issue(authority, tmp_path) | {"max_connections": 1}
         with serving(FakeEngine(Script(hold_after=1), limits=limits)) as url, secured(authority, url) as client:
@@ -201,7 +201,7 @@ class TestHandshakes:
             with connect(url) as refused:
                 assert read_all(refused) == b""
 
-    def test_handshakes_under_way_end_with_the_server(self, authority, tmp_path):
+    def test_tls_handshakes_end_with_the_server(self, authority, tmp_path):
         with serving(FakeEngine(limits=issue(authority, tmp_path))) as url:
             client = connect(url)
             client.sendall(b"\x16")

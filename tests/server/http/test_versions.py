@@ -32,7 +32,7 @@ def answer(request, app=None):
     return asyncio.run(run())
 
 
-def test_an_answer_of_unknown_length_ends_with_the_connection():
+def test_http_1_0_response_of_unknown_length_ends_with_the_connection():
     """Chunks came with HTTP/1.1: an older client takes them for text."""
     written, closed = answer(OLD, stream)
     head, body = written.split(b"\r\n\r\n", 1)
@@ -42,26 +42,26 @@ def test_an_answer_of_unknown_length_ends_with_the_connection():
     assert closed
 
 
-def test_an_answer_of_known_length_tells_it():
+def test_http_1_0_response_of_known_length_has_its_length():
     written, closed = answer(OLD)
     assert b"\r\ncontent-length: 3\r\n" in written
     assert written.endswith(b"\r\n\r\n/=;")
     assert closed
 
 
-def test_a_body_in_chunks_is_refused():
+def test_http_1_0_chunked_body_is_refused():
     """Who passed it on may see another end of it (RFC 9112, 6.1)."""
     written, _ = answer(b"POST / HTTP/1.0\r\nTransfer-Encoding: chunked\r\n\r\n1\r\na\r\n0\r\n\r\n")
     assert written.startswith(b"HTTP/1.1 400 ")
     assert written.endswith(b"}}")  # and nothing else
 
 
-def test_it_is_not_told_to_continue():
+def test_http_1_0_gets_no_100_continue():
     written, _ = answer(b"POST / HTTP/1.0\r\nExpect: 100-continue\r\nContent-Length: 1\r\n\r\na")
     assert written.startswith(b"HTTP/1.1 200 ")
 
 
 @pytest.mark.parametrize("version", [b"0.9", b"2.0", b"1.2", b"9.9"])
-def test_others_are_refused(version):
+def test_other_http_versions_are_refused(version):
     written, _ = answer(b"GET / HTTP/" + version + b"\r\n\r\n")
     assert written[9:12] in (b"400", b"505")

@@ -33,7 +33,7 @@ def streams(*numbers: int) -> list[str]:
     return [f"stream-{number}" for number in numbers]
 
 
-def test_what_was_written_is_read_by_the_next_one_in_order(tmp_path):
+def test_request_log_is_read_in_order(tmp_path):
     log, found = opened(tmp_path / "log")
     assert found == []
     write(log, 1, 2)
@@ -48,7 +48,7 @@ def test_what_was_written_is_read_by_the_next_one_in_order(tmp_path):
     assert {path.stat().st_mode & 0o777 for path in (tmp_path / "log").iterdir()} == {0o600}
 
 
-def test_a_record_is_what_it_was(tmp_path):
+def test_request_log_record_round_trip(tmp_path):
     log, _ = opened(tmp_path)
     write(log, 1, seed=2**64 - 1, request=b'{"prompt": "\xc3\xa9"}')
     log.close()
@@ -57,7 +57,7 @@ def test_a_record_is_what_it_was(tmp_path):
     log.close()
 
 
-def test_two_servers_on_one_folder_are_refused(tmp_path):
+def test_request_log_folder_is_locked(tmp_path):
     log, _ = opened(tmp_path)
     with pytest.raises(ConfigError, match="is used by another server"):
         LogFile(tmp_path, 2**20)
@@ -65,13 +65,13 @@ def test_two_servers_on_one_folder_are_refused(tmp_path):
     LogFile(tmp_path, 2**20).close()
 
 
-def test_a_folder_that_cannot_be_used_is_refused(tmp_path):
+def test_request_log_refuses_an_unusable_folder(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="request_log_path"):
         LogFile(tmp_path / "file", 2**20)
 
 
-def test_a_torn_record_anywhere_loses_itself_alone(tmp_path):
+def test_request_log_loses_only_a_torn_record(tmp_path):
     log, _ = opened(tmp_path)
     write(log, 1)
     one = (tmp_path / "requests-0.log").read_bytes()
@@ -91,7 +91,7 @@ def test_a_torn_record_anywhere_loses_itself_alone(tmp_path):
     log.close()
 
 
-def test_a_damaged_record_ends_its_file(tmp_path):
+def test_request_log_file_ends_at_a_damaged_record(tmp_path):
     log, _ = opened(tmp_path)
     write(log, 1, 2)
     log.close()
@@ -104,7 +104,7 @@ def test_a_damaged_record_ends_its_file(tmp_path):
     log.close()
 
 
-def test_a_file_that_cannot_be_read_stays_as_it_is_and_the_next_one_is_written(tmp_path, monkeypatch, caplog):
+def test_request_log_keeps_an_unreadable_file(tmp_path, monkeypatch, caplog):
     log, _ = opened(tmp_path)
     write(log, 0, 1)
     log.close()
@@ -125,7 +125,7 @@ def test_a_file_that_cannot_be_read_stays_as_it_is_and_the_next_one_is_written(t
     assert found == streams(0, 1, 2)
 
 
-def test_its_bytes_are_bounded_by_the_oldest_files(tmp_path):
+def test_request_log_deletes_the_oldest_files(tmp_path):
     log, _ = opened(tmp_path, max_bytes=8000)
     for number in range(100):
         write(log, number, request=b"x" * 500)
@@ -139,7 +139,7 @@ def test_its_bytes_are_bounded_by_the_oldest_files(tmp_path):
     log.close()
 
 
-def test_a_full_disk_ends_the_log_with_one_line_and_nothing_else(tmp_path, monkeypatch, caplog):
+def test_request_log_stops_on_a_full_disk(tmp_path, monkeypatch, caplog):
     log, _ = opened(tmp_path)
     write(log, 1)
 
@@ -160,7 +160,7 @@ def test_a_full_disk_ends_the_log_with_one_line_and_nothing_else(tmp_path, monke
     log.close()
 
 
-def test_a_disk_that_hangs_delays_one_request_and_memory_stays_bounded(tmp_path, monkeypatch, caplog):
+def test_request_log_on_a_hanging_disk_uses_bounded_memory(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(log_file, "WAIT_S", 0.001)
     log, _ = opened(tmp_path)
     size = len(log_file._encode(record(1)))
@@ -200,7 +200,7 @@ def test_a_disk_that_hangs_delays_one_request_and_memory_stays_bounded(tmp_path,
     log.close()
 
 
-def test_copies_of_files_by_other_names_are_left_alone(tmp_path):
+def test_request_log_ignores_other_files(tmp_path):
     log, _ = opened(tmp_path)
     write(log, 1)
     log.close()

@@ -33,7 +33,7 @@ def told(order, position=BEGINNING, num_choices=2) -> list[tuple[str, str]]:
     return [tuple(line.partition(": ")[2] for line in event.split("\n")) for event in events]
 
 
-def test_each_event_has_an_id():
+def test_resumable_stream_events_have_ids():
     assert told([0, 1, 0]) == [
         ("s:1.0", "01"),
         ("s:2.0", "01'"),
@@ -46,7 +46,7 @@ def test_each_event_has_an_id():
     ]
 
 
-def test_behind_each_event_the_rest_follows_whatever_the_order_of_choices():
+def test_resumable_stream_resumes_after_each_event():
     whole = told([0, 1, 0, 1, 1])
     for place, (event_id, _) in enumerate(whole):
         position = Position.read("f", event_id.partition(":")[2])
@@ -70,20 +70,20 @@ def test_behind_each_event_the_rest_follows_whatever_the_order_of_choices():
         ("3.4+end", Position((3, 4), 0, True)),
     ],
 )
-def test_positions_are_read(text, position):
+def test_event_position_is_parsed(text, position):
     assert Position.read("f", text) == position
 
 
 @pytest.mark.parametrize("text", ["x", "1.", "-1", "1e3", "01", "9" * 12, "1+x", "+1", ".".join(["1"] * 17), "1 ", "١"])
-def test_what_is_no_position_is_refused(text):
+def test_invalid_event_position_is_refused(text):
     with pytest.raises(RequestError, match="Last-Event-ID"):
         Position.read("Last-Event-ID", text)
 
 
-def test_a_position_of_another_number_of_choices_is_refused():
+def test_event_position_of_other_choices_is_refused():
     with pytest.raises(RequestError, match="2 choices"):
         Position((1,)).check(2)
 
 
-def test_a_position_beyond_the_end_tells_nothing_more():
+def test_event_position_beyond_the_end_yields_nothing():
     assert told([0], Position((99, 99), 99)) == []

@@ -23,7 +23,7 @@ def table(max_bytes=2**20, kept_s=60.0, clock=None, wall_clock=None) -> Accepted
     return AcceptedRequests(TenantQuota(max_bytes), kept_s, wall_clock or clock, clock)
 
 
-def test_a_stream_is_found_by_its_own_tenant_alone():
+def test_stream_is_found_by_its_tenant_only():
     accepted = table()
     accepted.restore(record())
     assert accepted.find("f", "stream-0", "ann").request_id == "request-0"
@@ -36,7 +36,7 @@ def test_a_stream_is_found_by_its_own_tenant_alone():
         accepted.find("f", "stream-2", "ann")
 
 
-def test_memory_is_bounded_and_the_oldest_make_room():
+def test_recorded_requests_evict_the_oldest():
     accepted = table(max_bytes=3 * OVERHEAD_BYTES)
     for number in range(50):
         accepted.restore(record(number))
@@ -47,7 +47,7 @@ def test_memory_is_bounded_and_the_oldest_make_room():
     assert len(accepted) == 2, "what does not fit pushes nobody out"
 
 
-def test_age_is_bounded():
+def test_recorded_requests_expire():
     clock = Clock()
     accepted = table(kept_s=60.0, clock=clock)
     accepted.restore(record())
@@ -60,7 +60,7 @@ def test_age_is_bounded():
 
 
 @pytest.mark.parametrize("jump", [-(10.0**6), 10.0**6])
-def test_a_clock_that_is_set_makes_no_request_older_or_younger(jump):
+def test_clock_changes_do_not_affect_expiry(jump):
     clock, wall_clock = Clock(), Clock()
     accepted = table(kept_s=60.0, clock=clock, wall_clock=wall_clock)
     accepted.restore(record())
@@ -71,7 +71,7 @@ def test_a_clock_that_is_set_makes_no_request_older_or_younger(jump):
         accepted.find("f", "stream-0", None)
 
 
-def test_one_that_was_logged_before_the_clock_was_set_back_is_as_new_as_can_be():
+def test_record_from_the_future_counts_as_new():
     clock, wall_clock = Clock(), Clock()
     wall_clock.now -= 10.0**6
     accepted = table(kept_s=60.0, clock=clock, wall_clock=wall_clock)
@@ -81,7 +81,7 @@ def test_one_that_was_logged_before_the_clock_was_set_back_is_as_new_as_can_be()
         accepted.find("f", "stream-0", None)
 
 
-def test_the_same_key_has_the_same_request_and_others_have_their_own():
+def test_idempotency_keys_are_separate():
     async def run():
         accepted = table()
         claim = await accepted.claim("ann", "key-0", b"d")
@@ -95,7 +95,7 @@ def test_the_same_key_has_the_same_request_and_others_have_their_own():
     asyncio.run(run())
 
 
-def test_who_comes_while_the_first_is_on_its_way_waits_for_it():
+def test_repeated_key_waits_for_the_first_request():
     async def run():
         accepted = table()
         claim = await accepted.claim("ann", "key-0", b"d")
@@ -112,7 +112,7 @@ def test_who_comes_while_the_first_is_on_its_way_waits_for_it():
     asyncio.run(run())
 
 
-def test_where_the_first_was_refused_the_next_one_is_the_first():
+def test_key_of_a_refused_request_is_released():
     async def run():
         accepted = table()
         claim = await accepted.claim("ann", "key-0", b"d")
@@ -128,7 +128,7 @@ def test_where_the_first_was_refused_the_next_one_is_the_first():
     asyncio.run(run())
 
 
-def test_who_has_given_a_key_back_does_not_take_it_from_the_next_one():
+def test_released_key_belongs_to_the_next_request():
     async def run():
         accepted = table()
         first = await accepted.claim("ann", "key-0", b"d")
@@ -143,7 +143,7 @@ def test_who_has_given_a_key_back_does_not_take_it_from_the_next_one():
     asyncio.run(run())
 
 
-def test_who_comes_while_the_first_is_written_down_waits_until_it_is():
+def test_repeated_key_waits_for_the_record():
     class Slow:
         def __init__(self) -> None:
             self.begun, self.written = asyncio.Event(), asyncio.Event()

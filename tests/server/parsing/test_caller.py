@@ -38,13 +38,13 @@ def submitted(path, fields, engine=None, **arguments):
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_nothing_said_is_priority_0_and_no_tenant(path):
+def test_caller_defaults_to_priority_0_without_tenant(path):
     request = submitted(path, {})
     assert (request.priority, request.tenant, request.cache_salt) == (0, "", "")
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_every_protocol_takes_the_fields(path):
+def test_caller_fields_are_accepted_by_every_protocol(path):
     request = submitted(path, {"priority": -3, "user": "ann", "cache_salt": "s"})
     assert (request.priority, request.tenant, request.cache_salt) == (-3, "ann", "s")
     assert submitted(path, {"priority_class": "batch"}).priority == 1
@@ -52,13 +52,13 @@ def test_every_protocol_takes_the_fields(path):
 
 
 @pytest.mark.parametrize("path", WITH_PARAMETERS)
-def test_the_fields_may_stand_among_the_parameters(path):
+def test_caller_fields_may_be_in_parameters(path):
     fields = {"priority_class": "batch", "user": "ann", "cache_salt": "s"}
     request = submitted(path, {"parameters": {"max_new_tokens": 4} | fields, "user": "ann"})
     assert (request.priority, request.tenant, request.cache_salt) == (1, "ann", "s")
 
 
-def test_all_addresses_of_a_network_are_one_source():
+def test_addresses_of_a_network_are_one_source():
     """What is shared out by source would be somebody's alone that asks from another address each time."""
     hosts = ["2001:db8:1:2::3", "2001:db8:1:2:3:4:5:6", "2001:db8:1:3::3", "10.0.0.1", "::ffff:10.0.0.1"]
     sources = [source_of(HttpRequest({"type": "http", "client": (host, 1)})) for host in hosts]
@@ -67,7 +67,7 @@ def test_all_addresses_of_a_network_are_one_source():
     assert source_of(HttpRequest({"type": "http", "client": None})) == ""
 
 
-def test_two_places_with_two_values_are_refused():
+def test_contradictory_caller_fields_are_refused():
     response = post(FakeEngine(), "/generate", {"inputs": "x", "user": "a", "parameters": {"user": "b"}})
     assert response.status_code == 422
     assert response.json()["error"] == "`user` must be given once, or with one value"
@@ -86,7 +86,7 @@ def test_two_places_with_two_values_are_refused():
         ({"cache_salt": "u" * 257}, "`cache_salt` must be text of at most 256 characters. Given: 257"),
     ],
 )
-def test_a_wrong_field_is_named(path, fields, message):
+def test_caller_error_names_the_field(path, fields, message):
     engine = FakeEngine()
     response = post(engine, path, BODIES[path] | fields)
     assert response.status_code == (400 if path.startswith("/v1") else 422)
@@ -94,7 +94,7 @@ def test_a_wrong_field_is_named(path, fields, message):
     assert engine.submitted == []
 
 
-def test_each_of_n_choices_has_the_caller():
+def test_caller_applies_to_every_choice():
     engine = FakeEngine()
     submitted("/v1/completions", {"n": 2, "priority_class": "batch", "user": "ann"}, engine)
     assert [(each.priority, each.tenant) for each in engine.submitted] == [(1, "ann"), (1, "ann")]
@@ -111,7 +111,7 @@ def test_each_of_n_choices_has_the_caller():
         ({"priority_class": "interactive"}, "`priority_class` must not go before class standard, rank 0"),
     ],
 )
-def test_above_the_ceiling_of_its_key_a_request_is_refused(path, fields, named):
+def test_priority_above_the_key_limit_is_refused(path, fields, named):
     engine = FakeEngine(api_keys=key("standard"))
     response = post(engine, path, BODIES[path] | fields, headers=HEADERS)
     assert response.status_code == 403
@@ -119,7 +119,7 @@ def test_above_the_ceiling_of_its_key_a_request_is_refused(path, fields, named):
     assert engine.submitted == []
 
 
-def test_the_refusal_has_the_type_of_openai():
+def test_priority_refusal_has_the_openai_type():
     engine = FakeEngine(api_keys=key("standard"))
     error = error_of(post(engine, "/v1/completions", {"prompt": "x", "priority": -1}, headers=HEADERS))
     assert (error["type"], error["param"]) == ("permission_error", "priority")
@@ -137,7 +137,7 @@ def test_the_refusal_has_the_type_of_openai():
         (None, {"priority": -1000}, -1000),
     ],
 )
-def test_at_or_below_the_ceiling_a_request_runs(highest_class, fields, priority):
+def test_priority_within_the_key_limit_is_accepted(highest_class, fields, priority):
     engine = FakeEngine(api_keys=key(highest_class))
     request = submitted("/v1/completions", fields, engine, headers=HEADERS)
     assert (request.priority, request.tenant) == (priority, "team-a")
@@ -145,7 +145,7 @@ def test_at_or_below_the_ceiling_a_request_runs(highest_class, fields, priority)
 
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize(("user", "ignored"), [("team-b", "user"), ("team-a", None), ("", None)])
-def test_the_tenant_is_the_name_of_the_key_and_another_user_is_named_as_ignored(path, user, ignored):
+def test_tenant_is_the_key_and_user_is_ignored(path, user, ignored):
     engine = FakeEngine(api_keys=key(None))
     response = post(engine, path, BODIES[path] | {"user": user}, headers=HEADERS)
     assert [each.tenant for each in engine.submitted] == ["team-a"]
@@ -172,7 +172,7 @@ def anonymous(highest_class: str | None) -> FakeEngine:
         ({"priority_class": "interactive"}, "`priority_class` must not go before class standard, rank 0"),
     ],
 )
-def test_without_a_key_a_request_above_the_ceiling_is_refused(path, fields, named):
+def test_anonymous_priority_above_the_limit_is_refused(path, fields, named):
     engine = anonymous("standard")
     response = post(engine, path, BODIES[path] | fields)
     assert response.status_code == 403
@@ -184,17 +184,17 @@ def test_without_a_key_a_request_above_the_ceiling_is_refused(path, fields, name
     ("highest_class", "fields", "priority"),
     [("standard", {}, 0), ("standard", {"priority": 5}, 5), ("batch", {}, 1), (None, {"priority": -1000}, -1000)],
 )
-def test_without_a_key_a_request_at_or_below_the_ceiling_runs(highest_class, fields, priority):
+def test_anonymous_priority_within_the_limit_is_accepted(highest_class, fields, priority):
     assert submitted("/v1/completions", fields, anonymous(highest_class)).priority == priority
 
 
-def test_the_ceiling_of_a_key_counts_not_that_of_anonymous_callers():
+def test_key_limit_replaces_the_anonymous_limit():
     engine = FakeEngine(api_keys=key("interactive"))
     engine.config = replace(engine.config, serving=replace(engine.config.serving, anonymous_highest_class="batch"))
     assert submitted("/v1/completions", {"priority": -1}, engine, headers=HEADERS).priority == -1
 
 
-def test_the_openapi_document_has_the_fields():
+def test_openapi_document_has_the_caller_fields():
     schemas = request(FakeEngine(), "GET", "/openapi.json").json()["components"]["schemas"]
     for name in ("CompletionRequest", "ChatCompletionRequest", "TGIRequest", "TGIParameters", "LegacyRequest"):
         assert {"priority", "priority_class", "user", "cache_salt"} <= set(schemas[name]["properties"]), name

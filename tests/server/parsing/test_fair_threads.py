@@ -37,7 +37,7 @@ class Work:
         return self.done
 
 
-def test_a_newcomer_waits_for_one_piece_of_each_of_the_others() -> None:
+def test_fair_threads_serve_sources_in_turn() -> None:
     work = Work()
     for _ in range(50):
         work.ask("a")
@@ -46,7 +46,7 @@ def test_a_newcomer_waits_for_one_piece_of_each_of_the_others() -> None:
     assert work.finish().index("new") == 2
 
 
-def test_time_is_shared_out_and_not_pieces() -> None:
+def test_fair_threads_share_time_not_jobs() -> None:
     work = Work()
     for _ in range(20):
         work.ask("long", 2.0)
@@ -56,7 +56,7 @@ def test_time_is_shared_out_and_not_pieces() -> None:
     assert done[:11].count("short") == 8, "while the other has had two or three pieces"
 
 
-def test_who_asked_for_nothing_has_saved_nothing_up() -> None:
+def test_fair_threads_give_no_credit_for_idle_time() -> None:
     work = Work()
     for _ in range(10):
         work.ask("a")
@@ -72,7 +72,7 @@ def test_who_asked_for_nothing_has_saved_nothing_up() -> None:
     assert work.finish()[11:15].count("b") in (2, 3)
 
 
-def test_what_is_cancelled_before_its_turn_is_not_done() -> None:
+def test_fair_threads_skip_cancelled_jobs() -> None:
     work = Work()
     first, second = work.ask("a"), work.ask("a")
     assert first.cancel()
@@ -80,7 +80,7 @@ def test_what_is_cancelled_before_its_turn_is_not_done() -> None:
     assert (work.done, second.result()) == (["a"], "a")
 
 
-def test_what_is_raised_is_raised_and_others_go_on() -> None:
+def test_fair_threads_continue_after_an_exception() -> None:
     work = Work()
     failed = work.threads.submit("a", lambda: 1 / 0)
     after = work.ask("a")
@@ -90,7 +90,7 @@ def test_what_is_raised_is_raised_and_others_go_on() -> None:
         failed.result()
 
 
-def test_those_who_have_had_their_share_are_forgotten() -> None:
+def test_fair_threads_drop_idle_sources() -> None:
     work = Work()
     for number in range(100):
         work.ask(str(number), 0.1)

@@ -57,7 +57,7 @@ WORST = {
 
 
 @pytest.mark.parametrize(("path", "form", "filling"), WORST.values(), ids=WORST)
-def test_no_body_of_too_many_things_is_read(path, form, filling, monkeypatch):
+def test_body_with_too_many_values_is_refused(path, form, filling, monkeypatch):
     def decode(*arguments: Any, **others: Any) -> None:
         raise AssertionError("it was read")
 
@@ -86,7 +86,7 @@ def test_no_body_of_too_many_things_is_read(path, form, filling, monkeypatch):
     ],
     ids=lambda each: str(each)[:40],
 )
-def test_the_census_counts_what_stands_outside_of_texts(content, rule):
+def test_json_value_count_ignores_strings(content, rule):
     body = json.dumps(content).encode()
     if rule is None:
         check_json_limits(body)
@@ -96,7 +96,7 @@ def test_the_census_counts_what_stands_outside_of_texts(content, rule):
 
 
 @given(st.lists(st.text(alphabet='\\"[]{},:1', max_size=9), max_size=20))
-def test_texts_hide_what_is_in_them(texts):
+def test_json_value_count_handles_escapes(texts):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(request_body, "MAX_CONTAINERS", 1)
         check_json_limits(json.dumps([*texts, "x", "x"]).encode())
@@ -105,7 +105,7 @@ def test_texts_hide_what_is_in_them(texts):
 
 
 @pytest.mark.parametrize("endpoint", [each for each in ENDPOINTS if each.body is not None], ids=lambda each: each.path)
-def test_every_route_reads_long_bodies_beside_the_loop(endpoint, monkeypatch):
+def test_long_bodies_are_parsed_off_the_event_loop(endpoint, monkeypatch):
     threads = []
 
     def decode(*arguments: Any, **others: Any) -> Any:
@@ -130,7 +130,7 @@ def test_every_route_reads_long_bodies_beside_the_loop(endpoint, monkeypatch):
         ("/detokenize", {"tokens": [5] * 4000}),
     ],
 )
-def test_long_texts_are_tokenized_beside_the_loop(path, body, monkeypatch):
+def test_long_texts_are_tokenized_off_the_event_loop(path, body, monkeypatch):
     monkeypatch.setattr(prompts, "INLINE_CHARS", 200)
     threads = set()
     for name in ("encode", "decode"):
@@ -159,7 +159,7 @@ class Outer(Long):
 
 
 @given(st.integers(0, 3), st.integers(0, 3 * ITEMS_AT_ONCE), st.randoms())
-def test_json_in_parts_is_the_same_json(num_inner: int, num_rows: int, choose: random.Random):
+def test_json_in_pieces_equals_json(num_inner: int, num_rows: int, choose: random.Random):
     values = [choose.randrange(10**9) for _ in range(num_rows)]
     name = "".join(choose.choices(string.printable, k=9))
     content = Outer(
@@ -172,7 +172,7 @@ def test_json_in_parts_is_the_same_json(num_inner: int, num_rows: int, choose: r
     assert encode_in_parts(as_dict) == msgspec.json.encode(as_dict)
 
 
-def test_a_timeline_is_written_beside_the_loop_in_short_calls(monkeypatch):
+def test_timeline_is_serialized_off_the_event_loop_in_short_calls(monkeypatch):
     from support.server_client import request
 
     calls = []
@@ -189,7 +189,7 @@ def test_a_timeline_is_written_beside_the_loop_in_short_calls(monkeypatch):
     assert max(length for _, length in calls) == ITEMS_AT_ONCE
 
 
-def test_errors_of_long_bodies_do_not_repeat_the_value():
+def test_errors_of_long_bodies_omit_the_value():
     body = {"prompt": "x" * 100_000, "max_tokens": "many"}
     error = error_of(post(FakeEngine(max_body_bytes=2**20), "/v1/completions", body))
     assert error["message"] == "`max_tokens` is not valid: expected `int | null`, got `str`"
@@ -204,7 +204,7 @@ def test_errors_of_long_bodies_do_not_repeat_the_value():
         ("/generate", {"inputs": "x", "parameters": {"details": True, "top_n_tokens": 5}}),
     ],
 )
-def test_long_answers_are_put_together_and_written_beside_the_loop(path, body, monkeypatch):
+def test_long_responses_are_built_off_the_event_loop(path, body, monkeypatch):
     threads = {"write": set(), "read": set()}
 
     def encode(content: Any) -> bytes:
@@ -236,6 +236,6 @@ def test_long_answers_are_put_together_and_written_beside_the_loop(path, body, m
         ({"messages": [ChatMessage("assistant", None, reasoning_content="x" * INLINE_BYTES)]}, True),
     ],
 )
-def test_all_that_a_template_is_given_counts(fields, expected):
+def test_template_input_size_counts_all_variables(fields, expected):
     request = ChatCompletionRequest(**{"messages": [ChatMessage("user", "x")]} | fields)
     assert _is_long(request) is expected

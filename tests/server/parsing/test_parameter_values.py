@@ -72,7 +72,7 @@ def compute(sampling, scale):
     scale=st.sampled_from([0.0, 1.0, 1e30, 1e37, -1e37]),
 )
 @settings(max_examples=50)
-def test_a_request_that_passes_is_computed(path, fields, scale):
+def test_accepted_parameters_are_computable(path, fields, scale):
     engine = FakeEngine()
     status = post(engine, path, BODIES[path]({"max_tokens": 3, "max_new_tokens": 3, **fields})).status_code
     assert status in (200, 400, 422)
@@ -85,7 +85,7 @@ def test_a_request_that_passes_is_computed(path, fields, scale):
 
 @given(fields=given_fields(), extreme=st.sampled_from([10**400, -(10**400), math.nan, math.inf, -math.inf, True, "1"]))
 @settings(max_examples=100)
-def test_parameters_given_in_python_are_used_as_checked_or_refused(fields, extreme):
+def test_python_sampling_params_are_checked(fields, extreme):
     name = next(iter(fields), "top_p")
     for values in (fields, {**fields, name: extreme}):
         try:
@@ -116,6 +116,6 @@ def test_values_are_checked_in_single_precision(field, value, rule):
         assert error_of(response)["message"] == f"`{field}` {rule}. Given: {value}"
 
 
-def test_a_temperature_that_rounds_to_nothing_is_greedy():
+def test_temperature_that_rounds_to_zero_is_greedy():
     assert SamplingParams(temperature=1e-46).greedy
     assert post(FakeEngine(), "/generate", {"inputs": "x", "parameters": {"temperature": 1e-46}}).status_code == 422

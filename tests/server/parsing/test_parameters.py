@@ -35,7 +35,7 @@ def bodies_of(kind: type) -> list[type]:
     return [kind, *(each for part in BODIES[kind].nested.values() for each in bodies_of(part))]
 
 
-def test_every_body_has_its_rows_and_no_row_is_a_field_that_is_served():
+def test_unsupported_field_tables_are_complete():
     kinds = {kind for endpoint in ENDPOINTS if endpoint.body for kind in bodies_of(endpoint.body)}
     assert kinds == set(BODIES)
     for kind, body in BODIES.items():
@@ -53,7 +53,7 @@ ROWS = [
 
 
 @pytest.mark.parametrize(("path", "usual", "name", "row"), ROWS, ids=lambda each: each if isinstance(each, str) else "")
-def test_each_row_is_refused_or_named(path, usual, name, row):
+def test_unsupported_fields_are_refused_or_reported(path, usual, name, row):
     response = post(FakeEngine(), path, {**usual, name: SOMETHING})
     if isinstance(row, RefusedField):
         assert error_of(response)["param"] == name
@@ -66,7 +66,7 @@ def test_each_row_is_refused_or_named(path, usual, name, row):
         assert response.headers[IGNORED_HEADER] == name
 
 
-def test_an_empty_object_of_options_asks_for_what_they_are_of():
+def test_empty_options_object_counts_as_given():
     error = error_of(post(FakeEngine(), "/v1/chat/completions", {**CHAT, "web_search_options": {}}))
     assert error["message"] == "`web_search_options` is not supported: this server searches nothing"
 
@@ -81,38 +81,38 @@ def test_an_empty_object_of_options_asks_for_what_they_are_of():
         ("spaces_between_special_tokens", False),
     ],
 )  # fmt: skip
-def test_what_was_once_ignored_in_silence_is_refused(field, value):
+def test_formerly_ignored_fields_are_refused(field, value):
     for path, usual in OPENAI:
         assert refused(path, {**usual, field: value})["param"] == field
 
 
 @pytest.mark.parametrize("path", ROUTES)
-def test_a_field_nobody_has_heard_of_is_refused(path):
+def test_unknown_field_is_refused(path):
     error = refused(path, {**ROUTES[path], "x" * 3000: 1})
     assert "is not a parameter of this route" in str(error)
     assert len(str(error)) < 400
     assert post(FakeEngine(), path, {**ROUTES[path], "unheard": None}).status_code == 200
 
 
-def test_a_misspelt_name_is_told_the_right_one():
+def test_unknown_field_error_suggests_the_nearest_name():
     assert refused("/v1/completions", {"prompt": "x", "temprature": 0})["message"] == (
         "`temprature` is not a parameter of this route; did you mean `temperature`?"
     )
 
 
-def test_the_name_of_another_protocol_is_told_the_one_here():
+def test_unknown_field_error_names_the_equivalent_field():
     message = refused("/v1/completions", {"prompt": "x", "max_new_tokens": 4})["message"]
     assert message == "`max_new_tokens` is not a parameter of this route; `max_tokens` is"
 
 
 @pytest.mark.parametrize("extra", [{}, {"stream": True}])
-def test_ignored_fields_are_named_in_the_order_given(extra):
+def test_ignored_fields_are_reported_in_order(extra):
     body = {"metadata": {"a": "b"}, "prompt": "x", "store": True, "service_tier": "auto", **extra}
     assert post(FakeEngine(), "/v1/completions", body).headers[IGNORED_HEADER] == "metadata, store, service_tier"
 
 
 @pytest.mark.parametrize(("path", "usual"), OPENAI)
-def test_options_of_streams_are_not_left_out(path, usual):
+def test_unsupported_stream_options_are_refused(path, usual):
     error = refused(path, {**usual, "stream": True, "stream_options": {"include_usge": True}})
     assert (error["param"], error["message"].partition("; ")[2]) == (
         "stream_options.include_usge",
@@ -124,13 +124,13 @@ def test_options_of_streams_are_not_left_out(path, usual):
 
 class TestMessages:
     @pytest.mark.parametrize("field", ["tool_call_id", "function_call", "audio", "unheard"])
-    def test_what_a_message_asks_for_is_not_left_out(self, field):
+    def test_unsupported_message_fields_are_refused(self, field):
         message = {"role": "assistant", "content": "x", field: [{"id": "1"}]}
         assert refused("/v1/chat/completions", {"messages": [*CHAT["messages"], message]})["param"] == (
             f"messages[1].{field}"
         )
 
-    def test_an_answer_may_come_back_as_it_was_given(self):
+    def test_response_message_is_accepted_as_input(self):
         answer = post(FakeEngine(), "/v1/chat/completions", CHAT).json()["choices"][0]["message"]
         library = {"tool_calls": None, "function_call": None, "audio": None, "annotations": []}
         messages = [*CHAT["messages"], answer | library, *CHAT["messages"]]
@@ -139,10 +139,10 @@ class TestMessages:
 
 class TestTgi:
     @pytest.mark.parametrize("field", ["adapter_id", "watermark", "max_tokens", "unheard", "typical_p"])
-    def test_what_is_not_served_is_refused(self, field):
+    def test_unsupported_values_are_refused(self, field):
         assert f"`{field}`" in refused("/generate", {"inputs": "x", "parameters": {field: SOMETHING}})
 
-    def test_what_the_client_library_always_sends_is_accepted(self):
+    def test_default_fields_of_client_libraries_are_accepted(self):
         parameters = {"adapter_id": None, "best_of": None, "decoder_input_details": False, "details": True}
         parameters |= {"watermark": False, "typical_p": None, "grammar": None, "stop": [], "do_sample": False}
         response = post(FakeEngine(), "/generate", {"inputs": "x", "parameters": parameters, "stream": False})
@@ -150,25 +150,25 @@ class TestTgi:
 
 
 class TestLegacy:
-    def test_fields_that_never_had_an_effect_are_named(self):
+    def test_fields_without_effect_are_reported(self):
         parameters = {"max_new_tokens": 5, "watermark": False, "truncate": None, "typical_p": 0.5, "unheard": 1}
         response = post(FakeEngine(), "/models/demo", {"inputs": "x", "parameters": parameters, "\n: x": 1})
         assert response.status_code == 200
         assert response.headers[IGNORED_HEADER] == "watermark, typical_p, unheard, and 1 more"
 
-    def test_the_header_has_a_bound(self):
+    def test_ignored_fields_header_is_bounded(self):
         parameters = {f"field{i}": i for i in range(1, 100)}
         response = post(FakeEngine(), "/models/demo", {"inputs": "x", "parameters": parameters | {"max_new_tokens": 5}})
         assert response.headers[IGNORED_HEADER].count(",") == MAX_NAMED
 
 
 @pytest.mark.parametrize("value", [b"1e400", b"[1e400]", b"-1e999"])
-def test_a_number_that_no_float_holds_is_refused_with_its_field(value):
+def test_number_beyond_float_error_names_the_field(value):
     response = post(FakeEngine(), "/tokenize", b'{"prompt": "hello", "mirostat": ' + value + b"}")
     assert (response.status_code, error_of(response)["param"]) == (400, "mirostat")
 
 
-def test_a_name_of_no_field_that_is_no_text_is_refused():
+def test_field_name_with_lone_surrogates_is_refused():
     response = post(FakeEngine(), "/v1/completions", b'{"prompt": "hello", "a\xff": null}')
     assert (response.status_code, error_of(response)["param"]) == (400, "body")
 
@@ -201,7 +201,7 @@ def test_a_name_of_no_field_that_is_no_text_is_refused():
         ),
     ],
 )
-def test_what_is_given_twice_is_refused_by_name(path, body, message):
+def test_duplicate_field_error_names_the_field(path, body, message):
     engine = FakeEngine()
     response = post(engine, path, body.encode())
     assert response.status_code in (400, 422)
@@ -209,7 +209,7 @@ def test_what_is_given_twice_is_refused_by_name(path, body, message):
     assert engine.submitted == []
 
 
-def test_colons_and_names_that_come_again_elsewhere_are_nothing_twice():
+def test_repeated_names_in_other_objects_are_accepted():
     schema = {"properties": {"a:": {"type": "string"}, "b": {"type": "string", "const": ":::"}}}
     message = {"role": "user", "content": 'role: content: {"role": 1}'}
     body = {"messages": [message, {"role": "assistant", "content": "x"}, message], "guided_json": schema}

@@ -23,7 +23,7 @@ PATH = "/v1/chat/completions"
 USER = [{"role": "user", "content": "hello"}]
 
 
-def test_a_whole_answer():
+def test_chat_response():
     engine = FakeEngine(Script(finish_reason=FinishReason.LENGTH))
     response = post(engine, PATH, {"model": "demo", "messages": USER, "temperature": 0})
     body = response.json()
@@ -44,7 +44,7 @@ def test_a_whole_answer():
     assert body["usage"]["prompt_tokens"] == len(prompt)
 
 
-def test_max_tokens_is_what_fits_unless_given():
+def test_chat_max_tokens_defaults_to_what_fits():
     engine = FakeEngine()
     for fields in ({}, {"max_tokens": 7}, {"max_completion_tokens": 9, "max_tokens": 7}):
         post(engine, PATH, {"messages": USER, **fields})
@@ -59,7 +59,7 @@ def test_content_as_a_list_of_parts():
     assert engine.submitted[0].prompt_token_ids == DEMO_TOKENIZER.encode("one\ntwo")
 
 
-def test_parts_that_are_no_text_are_refused():
+def test_chat_non_text_parts_are_refused():
     parts = [{"type": "text", "text": "one"}, {"type": "image_url", "image_url": {"url": "x"}}]
     error = error_of(post(FakeEngine(), PATH, {"messages": [{"role": "user", "content": parts}]}))
     assert error["message"] == "`messages[0].content[1].image_url` is not supported: only text is"
@@ -76,11 +76,11 @@ def test_parts_that_are_no_text_are_refused():
         ),
     ],
 )
-def test_what_a_part_lacks_or_has_too_much_is_named(part, message):
+def test_chat_part_error_names_the_field(part, message):
     assert error_of(post(FakeEngine(), PATH, {"messages": [{"role": "user", "content": [part]}]}))["message"] == message
 
 
-def test_a_hint_in_a_part_is_named():
+def test_chat_cache_hints_in_parts_are_reported():
     part = {"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}
     response = post(FakeEngine(), PATH, {"messages": [{"role": "user", "content": [part]}]})
     assert response.headers[IGNORED_HEADER] == "cache_control"
@@ -88,7 +88,7 @@ def test_a_hint_in_a_part_is_named():
 
 @pytest.mark.parametrize("newer", [None, 6, 9])
 @pytest.mark.parametrize("older", [None, 6, 9])
-def test_both_names_of_a_limit_are_kept_to(newer, older):
+def test_chat_max_tokens_and_max_completion_tokens_both_apply(newer, older):
     engine = FakeEngine()
     response = post(engine, PATH, {"messages": USER, "max_completion_tokens": newer, "max_tokens": older})
     fits = MAX_MODEL_LEN - len(engine.submitted[0].prompt_token_ids)
@@ -97,7 +97,7 @@ def test_both_names_of_a_limit_are_kept_to(newer, older):
 
 
 @pytest.mark.parametrize("role", ["", "User", "owner", "content"])
-def test_a_role_that_is_not_known_is_refused_by_name(role):
+def test_chat_unknown_role_is_refused(role):
     messages = [*USER, {"role": role, "content": "x"}]
     error = error_of(post(FakeEngine(), PATH, {"messages": messages}))
     roles = "system, developer, user, assistant, tool, function"
@@ -108,7 +108,7 @@ def test_a_role_that_is_not_known_is_refused_by_name(role):
 
 
 @pytest.mark.parametrize("role", ["system", "developer", "user", "assistant", "tool", "function"])
-def test_roles_of_the_protocol_are_taken(role):
+def test_chat_roles_of_the_protocol_are_accepted(role):
     assert post(FakeEngine(), PATH, {"messages": [*USER, {"role": role, "content": "x"}]}).status_code == 200
 
 
@@ -121,7 +121,7 @@ def test_roles_of_the_protocol_are_taken(role):
         ("{{ m.role }}", "user", "user"),
     ],
 )
-def test_a_template_gets_roles_by_names_that_it_knows(template, role, called):
+def test_chat_roles_are_mapped_for_the_template(template, role, called):
     assert template_role(template, role) == called
 
 
@@ -129,7 +129,7 @@ def test_a_template_gets_roles_by_names_that_it_knows(template, role, called):
     "messages",
     [[], [{"content": "x"}], [{"role": "user", "content": 5}], "hello"],
 )
-def test_messages_that_do_not_fit_are_refused(messages):
+def test_chat_messages_beyond_the_context_are_refused(messages):
     response = post(FakeEngine(), PATH, {"messages": messages})
     assert response.status_code == 400
     assert error_of(response)["param"].startswith("messages")
@@ -146,7 +146,7 @@ def test_messages_that_do_not_fit_are_refused(messages):
         ("top_logprobs", 3),
     ],
 )
-def test_what_is_not_served_is_refused(field, value):
+def test_chat_unsupported_values_are_refused(field, value):
     engine = FakeEngine()
     assert error_of(post(engine, PATH, {"messages": USER, field: value}))["param"].startswith(field)
     assert engine.submitted == []
@@ -155,11 +155,11 @@ def test_what_is_not_served_is_refused(field, value):
 @pytest.mark.parametrize(
     "fields", [{"tools": []}, {"tool_choice": "none"}, {"response_format": {"type": "text"}}, {"tools": None}]
 )
-def test_what_asks_for_nothing_is_accepted(fields):
+def test_chat_default_values_are_accepted(fields):
     assert post(FakeEngine(), PATH, {"messages": USER, **fields}).status_code == 200
 
 
-def test_variables_reach_the_chat_template():
+def test_chat_template_kwargs_reach_the_template():
     engine = FakeEngine()
     template = "{% if loud %}LOUD {% endif %}{{ messages[0].content }}"
     vocabulary = SentencePieceVocabulary(DEMO_FOLDER / "tokenizer.model", {})
@@ -170,7 +170,7 @@ def test_variables_reach_the_chat_template():
 
 
 @pytest.mark.parametrize("name", ["self", "messages", "add_generation_prompt", "continue_final_message", "tools"])
-def test_variables_with_a_reserved_name_are_refused(name):
+def test_chat_template_kwargs_with_reserved_names_are_refused(name):
     error = error_of(post(FakeEngine(), PATH, {"messages": USER, "chat_template_kwargs": {name: 1}}))
     rule = "must not hold any of add_generation_prompt, continue_final_message, messages, self, tools"
     assert error["message"] == f"`chat_template_kwargs` {rule}. Given: '{name}'"
@@ -195,14 +195,14 @@ class TestStream:
         assert usage["choices"] == []
         assert usage["usage"]["completion_tokens"] == 3
 
-    def test_each_choice_begins_with_its_role(self):
+    def test_chat_stream_of_each_choice_starts_with_its_role(self):
         chunks = events(post(FakeEngine(), PATH, {"messages": USER, "stream": True, "n": 2}))[:-1]
         for index in range(2):
             deltas = [c["choices"][0]["delta"] for c in chunks if c["choices"][0]["index"] == index]
             assert deltas[0]["role"] == "assistant"
             assert "".join(delta["content"] for delta in deltas) == "Hello world"
 
-    def test_a_client_that_leaves_aborts(self):
+    def test_chat_disconnect_aborts_the_request(self):
         engine = FakeEngine(Script(hold_after=1))
         leave_while_held(engine, PATH, {"messages": USER, "stream": True, "request_id": "r"})
         assert engine.aborted == ["r"]
@@ -238,14 +238,14 @@ class TestPromptLogprobs:
         error = error_of(post(FakeEngine(), PATH, {"messages": USER, "prompt_logprobs": 1, "stream": True}))
         assert error["message"] == "`stream` must be false with prompt_logprobs. Given: True"
 
-    def test_an_answer_has_at_least_one_token(self):
+    def test_chat_response_has_at_least_one_token(self):
         for name, other in (("max_tokens", "max_completion_tokens"), ("max_completion_tokens", "max_tokens")):
             for value, others in ((0, {}), (2**31, {}), (2**31, {other: 5})):
                 error = error_of(post(FakeEngine(), PATH, {"messages": USER, name: value, **others}))
                 assert error["message"] == f"`{name}` must be an integer from 1 to 2147483647. Given: {value}"
 
 
-def test_templates_of_many_conversations_of_one_client_let_others_through(monkeypatch):
+def test_chat_template_rendering_is_fair_between_clients(monkeypatch):
     engine, begin, rendered = FakeEngine(), threading.Event(), []
     monkeypatch.setattr(engine, "tokenizer", copy.copy(DEMO_TOKENIZER))
     threads = FairThreads(1, "test")

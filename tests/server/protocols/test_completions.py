@@ -80,7 +80,7 @@ def test_seeds_of_either_sign(sent, seed):
     assert engine.submitted[0].sampling.seed == seed
 
 
-def test_a_token_has_one_bias_however_its_id_is_written():
+def test_logit_bias_keys_are_normalized():
     error = error_of(post(FakeEngine(), PATH, {"prompt": "x", "logit_bias": {"7": 1, "07": -100}}))
     assert error["message"] == "`logit_bias` must have each token once. Given: 2"
 
@@ -109,13 +109,13 @@ def test_prompts_as_text_and_as_ids(prompt, expected):
 
 
 @pytest.mark.parametrize("prompt", [[], ["a", 5], [5, [6]], ["a", [5]]])
-def test_other_prompts_are_refused(prompt):
+def test_invalid_prompts_are_refused(prompt):
     error = error_of(post(FakeEngine(), PATH, {"prompt": prompt}))
     assert error["param"] == "prompt"
     assert "must be a text, a list of texts, token ids or a list of lists of token ids" in error["message"]
 
 
-def test_choices_of_each_prompt_have_seeds_of_their_own():
+def test_choices_have_distinct_seeds():
     engine = FakeEngine()
     body = post(engine, PATH, {"prompt": ["a", "b"], "n": 3, "seed": 7}).json()
     seeds = [submitted.sampling.seed for submitted in engine.submitted]
@@ -128,7 +128,7 @@ def test_choices_of_each_prompt_have_seeds_of_their_own():
 
 
 class TestStream:
-    def test_pieces_then_done(self):
+    def test_stream_has_chunks_then_done(self):
         response = post(FakeEngine(), PATH, {"prompt": "x", "stream": True})
         *chunks, done = events(response)
         assert done == "[DONE]"
@@ -140,7 +140,7 @@ class TestStream:
         assert len({chunk["id"] for chunk in chunks}) == 1
         assert all("usage" not in chunk for chunk in chunks)
 
-    def test_pieces_without_text_are_not_sent(self):
+    def test_chunks_without_text_are_not_sent(self):
         script = Script([Piece("a"), Piece(""), Piece("b"), Piece("")], FinishReason.LENGTH)
         chunks = events(post(FakeEngine(script), PATH, {"prompt": "x", "stream": True}))[:-1]
         assert [chunk["choices"][0]["text"] for chunk in chunks] == ["a", "b", ""]
@@ -163,7 +163,7 @@ class TestStream:
         alone = events(post(FakeEngine(), PATH, {"prompt": [5, 6], "stream": True, "stream_options": options}))[:-1]
         assert [chunk["usage"]["completion_tokens"] for chunk in alone] == [1, 2, 3]
 
-    def test_several_choices_come_interleaved_and_complete(self):
+    def test_stream_interleaves_choices(self):
         chunks = events(post(FakeEngine(), PATH, {"prompt": "x", "stream": True, "n": 3}))[:-1]
         texts = ["", "", ""]
         for chunk in chunks:
@@ -176,7 +176,7 @@ class TestStream:
         assert [chunk["choices"][0]["token_ids"] for chunk in chunks] == [[500], [501], [502]]
         assert [chunk["choices"][0].get("prompt_token_ids") for chunk in chunks] == [[5, 6], None, None]
 
-    def test_an_error_after_the_first_piece_is_an_event(self):
+    def test_stream_error_is_an_event(self):
         response = post(FakeEngine(Script(error="WorkAgent 0 died")), PATH, {"prompt": "x", "stream": True})
         *_, failure, done = events(response)
         assert response.status_code == 200
@@ -206,7 +206,7 @@ class TestClientLeaves:
         sent = b"".join(message.get("body", b"") for message in messages if message["type"] == "http.response.body")
         assert b"[DONE]" not in sent
 
-    def test_choices_that_are_done_are_not_aborted(self):
+    def test_finished_choices_are_not_aborted(self):
         engine = FakeEngine()
         slow = Script(hold_after=2)
         engine.script_for = lambda submitted: Script() if submitted.sampling.seed == 7 else slow
@@ -224,11 +224,11 @@ class TestLogprobs:
         assert logprobs["top_logprobs"][0] == {tokens[0]: -0.5, tokens[1]: -1.5}
         assert logprobs["text_offset"] == [0, len(tokens[0]), len(tokens[0]) + len(tokens[1])]
 
-    def test_zero_gives_the_chosen_token_alone(self):
+    def test_zero_returns_the_sampled_token_only(self):
         logprobs = post(FakeEngine(), PATH, {"prompt": "x", "logprobs": 0}).json()["choices"][0]["logprobs"]
         assert logprobs["top_logprobs"] == [{token: -0.5} for token in logprobs["tokens"]]
 
-    def test_offsets_go_on_from_piece_to_piece(self):
+    def test_text_offsets_continue_between_chunks(self):
         chunks = events(post(FakeEngine(), PATH, {"prompt": "x", "logprobs": 0, "stream": True}))[:-1]
         parts = [chunk["choices"][0]["logprobs"] for chunk in chunks]
         offsets = [offset for part in parts for offset in part["text_offset"]]
@@ -249,7 +249,7 @@ class TestEcho:
         chunks = events(post(FakeEngine(), PATH, {"prompt": "x:", "echo": True, "stream": True}))[:-1]
         assert [chunk["choices"][0]["text"] for chunk in chunks] == ["x:Hello", " world", ""]
 
-    def test_with_logprobs_tells_those_of_the_prompt(self):
+    def test_echo_with_logprobs_includes_the_prompt(self):
         engine = FakeEngine()
         ids = DEMO_TOKENIZER.encode("one two three")
         body = {"prompt": [ids], "echo": True, "logprobs": 1, "max_tokens": 1, "return_tokens_as_token_ids": True}
@@ -274,7 +274,7 @@ class TestEcho:
             begin + len("".join(generated)),
         ]
 
-    def test_offsets_are_places_in_the_text(self):
+    def test_text_offsets_are_character_positions(self):
         text = "Zürich 東京 \U0001f600 x"
         body = {"prompt": text, "echo": True, "logprobs": 0, "max_tokens": 1}
         choice = post(FakeEngine(), PATH, body).json()["choices"][0]
@@ -316,7 +316,7 @@ class TestEcho:
 
 
 class TestPromptLogprobs:
-    def test_are_told_as_vllm_tells_them(self):
+    def test_have_the_format_of_vllm(self):
         engine = FakeEngine()
         body = {"prompt": [5, 1, 0], "max_tokens": 3, "prompt_logprobs": 2}
         choice = post(engine, PATH, body).json()["choices"][0]
@@ -335,18 +335,18 @@ class TestPromptLogprobs:
             },
         ]
 
-    def test_of_0_tell_the_tokens_of_the_prompt_alone(self):
+    def test_of_0_return_the_prompt_tokens_only(self):
         body = {"prompt": [5, 6], "prompt_logprobs": 0}
         choice = post(FakeEngine(), PATH, body).json()["choices"][0]
         assert [list(each or ()) for each in choice["prompt_logprobs"]] == [[], ["6"]]
 
-    def test_may_be_more_than_an_echo_tells(self):
+    def test_may_exceed_the_limit_of_an_echo(self):
         body = {"prompt": [5, 6], "prompt_logprobs": 3, "echo": True, "logprobs": 1, "max_tokens": 1}
         choice = post(FakeEngine(), PATH, body).json()["choices"][0]
         assert len(choice["prompt_logprobs"][1]) == 4
         assert len(choice["logprobs"]["top_logprobs"][1]) == 2
 
-    def test_come_with_the_best_of_several(self):
+    def test_are_returned_with_best_of(self):
         body = {"prompt": [5, 6], "prompt_logprobs": 0, "best_of": 3, "n": 2}
         choices = post(FakeEngine(), PATH, body).json()["choices"]
         assert [list(choice["prompt_logprobs"][1]) for choice in choices] == [["6"], ["6"]]
@@ -373,7 +373,7 @@ class TestPromptLogprobs:
             ),
         ],
     )
-    def test_what_they_do_not_go_with_is_refused(self, changes, message):
+    def test_refuse_incompatible_parameters(self, changes, message):
         engine = FakeEngine()
         assert error_of(post(engine, PATH, {"prompt": "x", **changes}))["message"] == message
         assert engine.submitted == []
@@ -392,7 +392,7 @@ class TestPromptLogprobs:
         ("structured_outputs", {}),
     ],
 )
-def test_what_is_not_served_is_refused(field, value):
+def test_completion_unsupported_values_are_refused(field, value):
     engine = FakeEngine()
     response = post(engine, PATH, {"prompt": "x", field: value})
     assert response.status_code == 400
@@ -400,7 +400,7 @@ def test_what_is_not_served_is_refused(field, value):
     assert engine.submitted == []
 
 
-def test_best_of_as_many_as_are_returned_is_the_same_as_none():
+def test_best_of_equal_to_n_has_no_effect():
     assert post(FakeEngine(), PATH, {"prompt": "x", "best_of": 2, "n": 2}).status_code == 200
 
 
@@ -444,18 +444,18 @@ class TestRefusals:
         }
 
     @pytest.mark.parametrize("name", ["demo", "llama2", "internlm", "tgi", "dummy", "", None])
-    def test_names_that_mean_the_served_model(self, name):
+    def test_model_aliases_name_the_served_model(self, name):
         assert post(FakeEngine(), PATH, {"model": name, "prompt": "x"}).json()["model"] == "demo"
 
     @pytest.mark.parametrize(("aliases", "status"), [(("gpt-4",), 200), (("*",), 200), (("gpt-5",), 404), ((), 404)])
-    def test_aliases_of_the_configuration(self, aliases, status):
+    def test_model_aliases_of_the_configuration(self, aliases, status):
         engine = FakeEngine()
         engine.config = replace(engine.config, model=replace(engine.config.model, model_aliases=aliases))
         response = post(engine, PATH, {"model": "gpt-4", "prompt": "x"})
         assert response.status_code == status
         assert status == 404 or response.json()["model"] == "demo"
 
-    def test_a_full_queue_says_when_to_come_back(self):
+    def test_full_queue_has_retry_after(self):
         response = post(FakeEngine(refusal=FULL_QUEUE), PATH, {"prompt": "x"})
         assert response.status_code == 429
         assert response.headers["retry-after"] == "4"
@@ -463,7 +463,7 @@ class TestRefusals:
 
         assert "x-queue-estimate-ms" not in response.headers
 
-    def test_an_estimate_of_the_queue_is_told(self):
+    def test_queue_estimate_is_returned(self):
         refusal = CapacityError("the first token would come too late", 2.5, 2500.4)
         response = post(FakeEngine(refusal=refusal), PATH, {"prompt": "x"})
         assert (response.headers["retry-after"], response.headers["x-queue-estimate-ms"]) == ("3", "2501")
@@ -475,24 +475,24 @@ class TestRefusals:
         assert response.status_code == 503
         assert "retry-after" in response.headers
 
-    def test_too_long_a_prompt_has_its_code(self):
+    def test_prompt_too_long_has_its_error_code(self):
         engine = FakeEngine(refusal=ContextLengthError("max_tokens", "must be at most 9 tokens", 10))
         response = post(engine, PATH, {"prompt": "x"})
         assert response.status_code == 400
         assert error_of(response)["code"] == "context_length_exceeded"
 
-    def test_a_text_that_can_never_fit_is_refused_before_it_is_tokenized(self):
+    def test_oversized_text_is_refused_before_tokenization(self):
         engine = FakeEngine()
         error = error_of(post(engine, PATH, {"prompt": "a " * 2000}))
         assert error["code"] == "context_length_exceeded"
         assert "must be at most 128 tokens long" in error["message"]
 
-    def test_when_one_of_several_is_refused_none_runs(self):
+    def test_refused_choice_refuses_the_whole_request(self):
         engine = FakeEngine(refusal=FULL_QUEUE, refuse_from=2)
         assert post(engine, PATH, {"prompt": "x", "n": 3, "request_id": "r"}).status_code == 429
         assert engine.aborted == ["r", "r"]
 
-    def test_many_choices_are_counted_before_the_first_is_submitted(self):
+    def test_choices_are_counted_before_submission(self):
         engine = FakeEngine(num_waiting=10)
         assert post(engine, PATH, {"prompt": "x", "n": 11}).status_code == 429
         assert engine.submitted == []
@@ -509,7 +509,7 @@ class TestRefusals:
         assert error_of(response)["message"] == "internal error"
 
 
-def test_an_answer_that_nothing_can_compute_any_more_is_a_503():
+def test_request_without_living_replicas_is_503():
     script = Script(error="its WorkAgent has not come back within 300 s", finish_reason=FinishReason.UNAVAILABLE)
     response = post(FakeEngine(script), PATH, {"prompt": "x"})
     assert response.status_code == 503

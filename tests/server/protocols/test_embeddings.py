@@ -28,7 +28,7 @@ def numbers(response):
     return [np.array(each["embedding"], np.float32) for each in response.json()["data"]]
 
 
-def test_the_vector_of_a_text():
+def test_embedding_of_a_text():
     engine = FakeEngine(SILENT)
     response = ask(engine, model="demo", user="u", priority=3)
     answer = response.json()
@@ -50,19 +50,19 @@ def test_the_vector_of_a_text():
 @pytest.mark.parametrize(
     ("given", "count"), [("a", 1), (["a", "b", "a"], 3), ([5, 6, 7], 1), ([[5, 6], [7]], 2), (["a"] * 18, 18)]
 )
-def test_every_form_of_input(given, count):
+def test_embedding_input_forms(given, count):
     vectors = numbers(ask(input=given))
     assert len(vectors) == count
     if given == ["a", "b", "a"]:
         assert vectors[0].tobytes() == vectors[2].tobytes() != vectors[1].tobytes()
 
 
-def test_base64_holds_the_same_numbers():
+def test_embedding_base64_equals_floats():
     text = ask(encoding_format="base64").json()["data"][0]["embedding"]
     assert base64.b64decode(text) == numbers(ask(encoding_format="float"))[0].astype("<f4").tobytes()
 
 
-def test_fewer_dimensions_are_the_first_ones_at_length_1():
+def test_embedding_dimensions_are_truncated_and_normalized():
     engine = FakeEngine(SILENT)
     [vector] = numbers(ask(engine, dimensions=8))
     whole = engine.vector_of(engine.submitted[0].prompt_token_ids)
@@ -70,7 +70,7 @@ def test_fewer_dimensions_are_the_first_ones_at_length_1():
     assert numbers(ask(dimensions=8, normalize=False))[0].tobytes() == whole[:8].tobytes()
 
 
-def test_the_folder_says_whether_vectors_are_normalised():
+def test_embedding_normalization_follows_the_folder():
     engine = FakeEngine(SILENT)
     engine.pooling = Pooling(normalises=False)
     [vector] = numbers(ask(engine))
@@ -79,19 +79,19 @@ def test_the_folder_says_whether_vectors_are_normalised():
 
 
 class TestLongTexts:
-    def test_one_too_long_is_refused_by_its_own_name(self):
+    def test_embedding_input_too_long_is_refused_by_field(self):
         engine = FakeEngine(SILENT)
         error = error_of(ask(engine, input=[[5], [5] * 129]))
         assert (error["param"], error["code"]) == ("input[1]", "context_length_exceeded")
         assert engine.submitted == []
 
-    def test_it_is_cut_at_its_end(self):
+    def test_embedding_input_is_truncated_at_the_end(self):
         engine = FakeEngine(SILENT)
         ask(engine, input=[[*range(5, 150)]], truncate_prompt_tokens=4)
         ask(engine, input=[[*range(5, 150)]], truncate_prompt_tokens=-1)
         assert [each.prompt_token_ids for each in engine.submitted] == [[5, 6, 7, 8], [*range(5, 133)]]
 
-    def test_what_the_tokenizer_puts_behind_a_text_is_kept(self):
+    def test_embedding_truncation_keeps_the_final_special_token(self):
         class Ending:
             max_token_chars = 8
 
@@ -129,7 +129,7 @@ class TestLongTexts:
         ({"unheard": 1}, "unheard"),
     ],
 )
-def test_what_is_refused_and_by_which_name(fields, param):
+def test_embedding_errors_name_the_field(fields, param):
     engine = FakeEngine(SILENT, max_body_bytes=2**16)
     response = ask(engine, **fields)
     if param is None:  # this tokenizer puts a token before the text
@@ -140,38 +140,38 @@ def test_what_is_refused_and_by_which_name(fields, param):
     assert engine.submitted == []
 
 
-def test_an_answer_has_a_bound(monkeypatch):
+def test_embedding_response_is_bounded(monkeypatch):
     monkeypatch.setattr(embeddings, "MAX_VALUES", 3 * HIDDEN)
     assert ask(input=["a"] * 3).status_code == 200
     assert error_of(ask(input=["a"] * 4))["param"] == "input"
     assert ask(input=["a"] * 4, dimensions=2).status_code == 200
 
 
-def test_a_model_without_vectors_says_what_would_give_it_some():
+def test_embedding_error_names_the_pooling_key():
     engine = FakeEngine(SILENT)
     engine.pooling = None
     assert "model_config.pooling" in error_of(ask(engine))["message"]
 
 
-def test_what_cannot_be_computed_is_an_error():
+def test_failed_embedding_is_an_error():
     engine = FakeEngine(Script((Piece("", 0),), error="the model's last hidden state is not finite"))
     response = ask(engine, input=["a", "b"])
     assert response.status_code == 500
     assert "not finite" in error_of(response)["message"]
 
 
-def test_one_that_somebody_has_cancelled_is_no_fault_of_the_server():
+def test_cancelled_embedding_is_409():
     response = ask(FakeEngine(Script((Piece("", 0),), FinishReason.ABORT)), input=["a", "b"])
     assert (response.status_code, error_of(response)["code"]) == (409, "cancelled")
 
 
-def test_who_leaves_has_nothing_computed():
+def test_embedding_is_aborted_on_disconnect():
     engine = FakeEngine(Script((Piece("", 0),), FinishReason.LENGTH, hold_after=0))
     leave_while_held(engine, PATH, {"input": ["a", "b"]})
     assert len(engine.aborted) == 2
 
 
-def test_many_numbers_are_written_beside_the_loop(monkeypatch):
+def test_long_embeddings_are_serialized_off_the_event_loop(monkeypatch):
     calls = []
     original = offload.asyncio.to_thread
 
@@ -184,7 +184,7 @@ def test_many_numbers_are_written_beside_the_loop(monkeypatch):
     assert len(calls) == 2
 
 
-def test_the_length_of_a_vector_is_rounded_once():
+def test_embedding_norm_is_rounded_once():
     ones = np.ones(4, np.float32)
     assert normalised(ones).tolist() == [0.5] * 4
     assert normalised(np.zeros(3, np.float32)).tolist() == [0.0] * 3

@@ -34,21 +34,21 @@ def summary(text, reason, count, tokens, seed=0):
 
 
 @pytest.mark.parametrize(("route", "stream"), [("generate", True), ("generate_stream", False)])
-def test_what_the_route_has_decided_is_named(route, stream):
+def test_legacy_ignored_parameters_are_reported(route, stream):
     response = post(FakeEngine(SCRIPT), f"/models/demo/{route}", body(stream))
     assert response.headers[IGNORED_HEADER] == "stream"
     assert IGNORED_HEADER not in post(FakeEngine(SCRIPT), f"/models/demo/{route}", body(not stream)).headers
 
 
 @pytest.mark.parametrize("path", ["/models/llama2", "/models/internlm/generate", "/models/demo/generate"])
-def test_a_whole_answer_is_one_line(path):
+def test_legacy_response_is_one_line(path):
     response = post(FakeEngine(SCRIPT), path, body())
     assert response.status_code == 200
     assert response.text == "{" + summary("Grüß Gott", "eos", 3, TOKENS) + ', "details": null}\n'
 
 
 @pytest.mark.parametrize(("path", "stream"), [("/models/llama2", True), ("/models/llama2/generate_stream", None)])
-def test_an_sse_stream_is_bare_json_lines(path, stream):
+def test_legacy_stream_is_json_lines(path, stream):
     response = post(FakeEngine(SCRIPT), path, body(stream, return_full_text="True"))
     assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
     texts = ["Grüß", " Gott", ""]
@@ -65,7 +65,7 @@ def test_an_sse_stream_is_bare_json_lines(path, stream):
     assert response.text == "".join(lines) + last
 
 
-def test_a_stream_of_another_protocol_has_data_lines():
+def test_legacy_tgi_stream_has_data_lines():
     response = post(FakeEngine(SCRIPT), "/models/llama2/generate_stream", body(return_protocol="http"))
     lines = response.text.splitlines()
     token = TOKENS[0]
@@ -76,18 +76,18 @@ def test_a_stream_of_another_protocol_has_data_lines():
 
 
 @pytest.mark.parametrize("value", [False, "False", "false"])
-def test_the_full_text_can_be_left_out(value):
+def test_legacy_full_text_is_optional(value):
     response = post(FakeEngine(SCRIPT), "/models/llama2/generate_stream", body(return_full_text=value))
     assert len(response.text.splitlines()) == 3
 
 
-def test_the_load_test_reads_it():
+def test_legacy_stream_is_read_by_the_load_test():
     response = post(FakeEngine(SCRIPT), "/models/llama2/generate_stream", body(return_full_text="True"))
     pieces = [json.loads(line)["data"][0]["generated_text"] for line in response.text.splitlines()]
     assert "".join(pieces[:-1]) == pieces[-1] == "Grüß Gott"
 
 
-def test_a_piece_of_several_tokens_has_a_line_for_each():
+def test_legacy_stream_has_a_line_for_each_token():
     engine = FakeEngine(Script([Piece("ab", 2), Piece("c", 1)], FinishReason.LENGTH))
     lines = post(engine, "/models/llama2/generate_stream", body()).text.splitlines()
     data = [json.loads(line)["data"][0] for line in lines]
@@ -125,17 +125,17 @@ class TestParameters:
         assert engine.submitted[0].sampling.max_tokens == 300
 
     @pytest.mark.parametrize("value", ["False", "false", False, 0, "0"])
-    def test_booleans_arrive_as_strings(self, value):
+    def test_legacy_booleans_may_be_strings(self, value):
         assert self.sampling(do_sample=value).greedy
 
     @pytest.mark.parametrize("value", ["True", "true", True, None])
     def test_sampling_is_the_default(self, value):
         assert self.sampling(do_sample=value).temperature == 1.0
 
-    def test_numbers_arrive_as_strings(self):
+    def test_legacy_numbers_may_be_strings(self):
         assert self.sampling(max_new_tokens="7", temperature="0.5", top_k="4").max_tokens == 7
 
-    def test_what_the_older_server_ignored_is_honoured(self):
+    def test_legacy_formerly_ignored_parameters_are_honoured(self):
         sampling = self.sampling(repetition_penalty=1.25, seed=5, stop=["END"])
         assert (sampling.repetition_penalty, sampling.seed, sampling.stop) == (1.25, 5, ("END",))
 
@@ -161,7 +161,7 @@ class TestParameters:
 
 
 class TestErrorsAsText:
-    def test_a_prompt_out_of_range(self):
+    def test_legacy_prompt_beyond_the_limits(self):
         engine = FakeEngine()
         num_prompt = len(engine.tokenizer.encode("hello"))
         fits = engine.max_model_len - num_prompt - 1
@@ -172,12 +172,12 @@ class TestErrorsAsText:
         assert response.status_code == 200
         assert response.text == "{" + text + ', "details": null}\n'
 
-    def test_a_limit_of_none_is_named(self):
+    def test_legacy_null_limit_error_names_the_field(self):
         response = post(FakeEngine(), "/models/llama2", body(max_new_tokens=0))
         assert response.status_code == 422
         assert "`parameters.max_new_tokens` must be an integer from 1" in response.text
 
-    def test_a_prompt_that_the_engine_finds_too_long(self):
+    def test_legacy_prompt_too_long_for_the_engine(self):
         engine = FakeEngine(refusal=ContextLengthError("max_tokens", "must fit the cache", 9))
         response = post(engine, "/models/llama2/generate", body(max_new_tokens=5))
         assert response.json()["generated_text"] == "Error202: prompt out of range"
@@ -189,7 +189,7 @@ class TestErrorsAsText:
         assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
 
     @pytest.mark.parametrize("script", [Script(error="gone"), Script(raises=WorkerDiedError("gone"))])
-    def test_a_generation_that_failed_in_a_stream(self, script):
+    def test_legacy_failed_stream(self, script):
         response = post(FakeEngine(script), "/models/llama2/generate_stream", body())
         data = [json.loads(line)["data"][0] for line in response.text.splitlines()]
         failed = "error304: generation task stop abnormally!, please retry!"
@@ -197,20 +197,20 @@ class TestErrorsAsText:
         assert data[-1]["generated_text"] == "Hello world" + failed
         assert data[-1]["finish_reason"] == "predict_failed"
 
-    def test_a_generation_that_failed(self):
+    def test_legacy_failed_generation(self):
         answer = post(FakeEngine(Script(error="gone")), "/models/llama2", body()).json()
         assert answer["generated_text"].endswith("error304: generation task stop abnormally!, please retry!")
         assert answer["finish_reason"] == "predict_failed"
 
 
-def test_another_name_is_not_found():
+def test_legacy_unknown_model_name_is_404():
     for path in ("/models/gpt", "/models/gpt/generate", "/models/gpt/generate_stream"):
         response = post(FakeEngine(), path, body())
         assert response.status_code == 404
         assert response.json()["error"]["code"] == "model_not_found"
 
 
-def test_the_name_of_a_model_may_hold_slashes():
+def test_legacy_model_name_may_contain_slashes():
     engine = FakeEngine(SCRIPT, model_name="org/tiny")
     whole = post(engine, "/models/org/tiny/generate", body()).text
     assert json.loads(whole)["generated_text"] == "Grüß Gott"
@@ -223,7 +223,7 @@ def test_the_name_of_a_model_may_hold_slashes():
         assert response.json()["error"]["code"] == "model_not_found"
 
 
-def test_a_malformed_body_gets_the_status_it_always_got():
+def test_legacy_malformed_body_keeps_its_status():
     response = post(FakeEngine(), "/models/llama2", {"inputs": 5})
     assert response.status_code == 422
     assert response.json()["detail"][0]["loc"] == ["body", "inputs"]
@@ -234,7 +234,7 @@ def test_a_full_queue_is_refused():
 
 
 @pytest.mark.parametrize("path", ["/models/llama2/generate", "/models/llama2/generate_stream"])
-def test_a_client_that_leaves_aborts(path):
+def test_legacy_disconnect_aborts_the_request(path):
     engine = FakeEngine(Script(hold_after=1))
     leave_while_held(engine, path, body(max_new_tokens=5))
     assert len(engine.aborted) == len(engine.submitted) == 1

@@ -83,12 +83,12 @@ def test_the_events_of_a_stream():
         (Script(stop_reason=7), ("end_turn", None)),
     ],
 )
-def test_how_an_answer_ended(script, ending):
+def test_messages_stop_reasons(script, ending):
     answer = post(FakeEngine(script), PATH, body(stop_sequences=["###"])).json()
     assert (answer["stop_reason"], answer["stop_sequence"]) == ending
 
 
-def test_a_conversation_reads_as_the_same_one_of_chat():
+def test_messages_equal_the_chat_messages():
     turns = [USER, {"role": "assistant", "content": [{"type": "text", "text": "a"}]}, USER]
     ours, theirs = FakeEngine(), FakeEngine()
     post(ours, PATH, body(messages=turns, system="be kind"))
@@ -96,7 +96,7 @@ def test_a_conversation_reads_as_the_same_one_of_chat():
     assert ours.submitted[0].prompt_token_ids == theirs.submitted[0].prompt_token_ids
 
 
-def test_the_answer_goes_on_with_the_assistants_last_words():
+def test_messages_continue_a_final_assistant_message():
     engine = FakeEngine()
     engine.tokenizer = copy.copy(DEMO_TOKENIZER)
     engine.tokenizer.apply_chat_template = lambda messages, **how: f"{messages[-1]['content']} {sorted(how.items())}"
@@ -105,7 +105,7 @@ def test_the_answer_goes_on_with_the_assistants_last_words():
     assert engine.submitted[0].prompt_token_ids == DEMO_TOKENIZER.encode(expected, add_special_tokens=False)
 
 
-def test_a_template_that_drops_the_assistants_last_words_is_told_of():
+def test_messages_report_a_template_that_drops_the_final_message():
     error = error_of(post(FakeEngine(), PATH, body(messages=[USER, {"role": "assistant", "content": "well"}])))
     rule = "must not end with the assistant's: as the chat template drops the last message"
     assert error["message"] == f"`messages` {rule}"
@@ -142,7 +142,7 @@ def test_a_template_that_drops_the_assistants_last_words_is_told_of():
         ({"unheard": 1}, "unheard"),
     ],
 )
-def test_what_is_refused_and_in_which_words(fields, place):
+def test_messages_refuse_unsupported_values(fields, place):
     engine = FakeEngine()
     response = post(engine, PATH, body(**fields))
     assert response.status_code == 400
@@ -151,7 +151,7 @@ def test_what_is_refused_and_in_which_words(fields, place):
     assert engine.submitted == []
 
 
-def test_what_cannot_change_the_answer_is_named():
+def test_messages_report_ignored_fields():
     hint = {"type": "ephemeral"}
     content = [{"type": "text", "text": "x", "cache_control": hint}]
     fields = {"metadata": {"user_id": "u"}, "messages": [{"role": "user", "content": content}], "service_tier": "auto"}
@@ -168,17 +168,17 @@ def test_what_cannot_change_the_answer_is_named():
         (FakeEngine(), "claude", 404, "not_found_error"),
     ],
 )
-def test_errors_have_the_names_of_the_protocol(engine, model, status, kind):
+def test_messages_errors_have_anthropic_types(engine, model, status, kind):
     response = post(engine, PATH, body(model=model))
     assert (response.status_code, error_of(response)["type"]) == (status, kind)
 
 
-def test_what_is_too_large_is_told_so():
+def test_messages_body_too_large():
     response = post(FakeEngine(), PATH, body(system="x" * 5000))
     assert (response.status_code, error_of(response)["type"]) == (413, "request_too_large")
 
 
-def test_a_stream_that_fails_ends_with_an_error():
+def test_messages_stream_ends_with_an_error():
     script = Script([Piece("a"), Piece("b")], error="the WorkAgent died")
     assert named_events(post(FakeEngine(script), PATH, body(stream=True)))[-1] == (
         "error",
@@ -186,13 +186,13 @@ def test_a_stream_that_fails_ends_with_an_error():
     )
 
 
-def test_whoever_leaves_ends_the_request():
+def test_messages_disconnect_aborts_the_request():
     engine = FakeEngine(Script(hold_after=1))
     leave_while_held(engine, PATH, body(stream=True))
     assert len(engine.aborted) == 1
 
 
-def test_tokens_are_counted_as_they_are_submitted():
+def test_messages_token_count_equals_the_prompt():
     fields = {"messages": [USER], "system": "be kind"}
     engine = FakeEngine()
     post(engine, PATH, body(**fields))
@@ -208,5 +208,5 @@ def test_tokens_are_counted_as_they_are_submitted():
         ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type"),
     ],
 )
-def test_tokens_are_not_counted_for_what_would_be_refused(fields, place):
+def test_messages_token_count_refuses_invalid_requests(fields, place):
     assert f"`{place}`" in post(FakeEngine(), f"{PATH}/count_tokens", {"messages": [USER], **fields}).text

@@ -33,7 +33,7 @@ def ask(
     return post(engine, PATH, content), engine
 
 
-def test_a_call_is_a_block():
+def test_messages_tool_call_is_a_block():
     response, engine = ask("I look.\n", CALL[:50], CALL[50:])
     answer = response.json()
     said, called = answer["content"]
@@ -45,14 +45,14 @@ def test_a_call_is_a_block():
     assert prompt_of(engine) == ([USER], [{"type": "function", "function": function}])
 
 
-def test_what_is_no_json_is_wrapped_as_the_protocol_wants_it():
+def test_messages_invalid_json_arguments_are_wrapped():
     response, _ = ask(CALL[:55], ends=FinishReason.LENGTH)
     [called] = response.json()["content"]
     assert called["input"] == {"INVALID_JSON": '{"city'}
     assert response.json()["stop_reason"] == "max_tokens"
 
 
-def test_a_stream_of_blocks():
+def test_messages_tool_call_stream_has_block_events():
     pieces = ["<think>Hm", "m.</think>", "I look.\n", CALL[:50], CALL[50:], CALL, ""]
     response, _ = ask(*pieces, stream=True)
     told = named_events(response)
@@ -82,7 +82,7 @@ def test_a_stream_of_blocks():
     assert data[-2]["delta"]["stop_reason"] == "tool_use"
 
 
-def test_calls_thoughts_and_results_reach_the_template():
+def test_messages_calls_reasoning_and_results_reach_the_template():
     use = {"type": "tool_use", "id": "call_1", "name": "get_weather", "input": {"city": "Zurich"}}
     thought = {"type": "thinking", "thinking": "Hmm.", "signature": "s"}
     result = {"type": "tool_result", "tool_use_id": "call_1", "content": [{"type": "text", "text": "rain"}]}
@@ -111,14 +111,14 @@ def test_calls_thoughts_and_results_reach_the_template():
     ("choice", "calls"),
     [({"type": "auto"}, 2), ({"type": "auto", "disable_parallel_tool_use": True}, 1), ({"type": "none"}, 0)],
 )
-def test_choices(choice, calls):
+def test_messages_tool_choice(choice, calls):
     response, engine = ask(CALL, CALL, tool_choice=choice)
     content = response.json()["content"]
     assert len([block for block in content if block["type"] == "tool_use"]) == calls
     assert (prompt_of(engine)[1] is None) == (calls == 0)
 
 
-def test_tools_count():
+def test_messages_token_count_includes_tools():
     def count(**fields):
         engine = FakeEngine(max_body_bytes=2**16)
         engine.tokenizer = tokenizer_with(HERMES)
@@ -127,13 +127,13 @@ def test_tools_count():
     assert count(tools=[TOOL]) > count() == count(tools=[TOOL], tool_choice={"type": "none"})
 
 
-def test_thoughts_without_a_budget():
+def test_messages_thinking_without_a_budget():
     response, engine = ask("<think>Hmm.</think>Yes.", thinking={"type": "adaptive"})
     assert [block["type"] for block in response.json()["content"]] == ["thinking", "text"]
     assert engine.submitted[0].constraint is None
 
 
-def test_a_tool_that_cannot_be_kept_to_is_named_as_the_protocol_names_it():
+def test_messages_unsupported_tool_error_names_the_field():
     tools = [TOOL, {"name": "f", "input_schema": {"type": "x"}}]
     response, _ = ask("x", tools=tools, tool_choice={"type": "tool", "name": "f"})
     assert "`tools[1].input_schema` cannot be compiled" in response.text
@@ -147,24 +147,24 @@ def test_a_tool_that_cannot_be_kept_to_is_named_as_the_protocol_names_it():
         ({"tools": None, "messages": [USER, {"role": "assistant", "content": "I"}]}, None),
     ],
 )
-def test_thoughts_that_are_disabled_do_not_come(fields, thinks):
+def test_messages_disabled_thinking_is_prevented(fields, thinks):
     _, engine = ask("Yes.", marks={"<think>": 0, "</think>": 1}, thinking={"type": "disabled"}, **fields)
     constraint = engine.submitted[0].constraint
     assert (None if constraint is None else "thinking[" in constraint.grammar.text) == thinks
 
 
-def test_where_no_thought_is_told_apart_none_is_forbidden():
+def test_messages_disabled_thinking_without_a_parser_has_no_effect():
     _, engine = ask("Yes.", thinking={"type": "disabled"}, template="{{ messages | tojson }}", tools=None)
     assert engine.submitted[0].constraint is None
 
 
-def test_thoughts_that_cannot_be_ended_are_not_disabled():
+def test_messages_thinking_without_a_closing_token_is_not_disabled():
     response, engine = ask("Yes.", thinking={"type": "disabled"})
     assert (response.status_code, engine.submitted) == (400, [])
     assert response.json()["error"]["message"].startswith("`thinking.type` cannot be kept to")
 
 
-def test_what_is_said_can_be_bound_to_a_schema():
+def test_messages_output_format_is_enforced():
     form = {"type": "json_schema", "schema": SCHEMA}
     _, engine = ask("{}", output_config={"format": form}, tools=None)
     assert engine.submitted[0].constraint is not None

@@ -91,33 +91,33 @@ def test_the_events_of_a_stream():
         ),
     ],
 )
-def test_what_is_none_of_a_few_words_is_told_them(field, item, words):
+def test_response_error_lists_the_accepted_values(field, item, words):
     error = error_of(post(FakeEngine(), PATH, {"input": [item]}))
     assert error["param"] == f"input[0].{field}"
     assert f" must be one of {words}. Given: '" in error["message"]
 
 
-def test_an_answer_that_was_too_long_is_incomplete():
+def test_response_at_the_length_limit_is_incomplete():
     engine = FakeEngine(Script(finish_reason=FinishReason.LENGTH))
     answer = post(engine, PATH, {"input": "hello"}).json()
     assert (answer["status"], answer["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
     assert events(post(engine, PATH, {"input": "hello", "stream": True}))[-1][0] == "response.incomplete"
 
 
-def test_a_stream_that_fails_says_so():
+def test_failed_response_stream_has_an_error_event():
     script = Script([Piece("a"), Piece("b")], error="the WorkAgent died")
     name, data = events(post(FakeEngine(script), PATH, {"input": "hello", "stream": True}))[-1]
     assert name == "response.failed"
     assert data["response"]["error"] == {"code": "server_error", "message": "the WorkAgent died"}
 
 
-def test_a_stream_that_fails_at_once_begins_like_any_other():
+def test_response_stream_that_fails_at_once_has_the_first_events():
     told = events(post(FakeEngine(Script([Piece("a")], error="gone")), PATH, {"input": "hello", "stream": True}))
     assert [name for name, _ in told] == ["response.created", "response.in_progress", "response.failed"]
     assert [data["response"]["status"] for _, data in told] == ["in_progress", "in_progress", "failed"]
 
 
-def test_a_conversation_reads_as_the_same_one_of_chat():
+def test_response_input_equals_the_chat_messages():
     items = [
         {"role": "user", "content": [{"type": "input_text", "text": "hello"}]},
         {"type": "message", "id": "msg-1", "role": "assistant", "status": "completed",
@@ -133,7 +133,7 @@ def test_a_conversation_reads_as_the_same_one_of_chat():
 
 
 class TestStored:
-    def test_a_response_can_be_asked_for_gone_on_with_and_deleted(self):
+    def test_stored_response_is_read_continued_and_deleted(self):
         engine, said = FakeEngine(), []
         engine.tokenizer = _Heard(engine.tokenizer, said)
 
@@ -154,7 +154,7 @@ class TestStored:
             [("user", "hello"), ("assistant", "Hello world"), ("user", "more")],
         ]
 
-    def test_one_that_is_streamed_is_stored_at_its_end(self):
+    def test_streamed_response_is_stored_at_its_end(self):
         async def talking(client):
             streamed = events(await client.post(PATH, json={"input": "hello", "stream": True}))
             last = streamed[-1][1]["response"]
@@ -162,20 +162,20 @@ class TestStored:
 
         assert len(set(map(json.dumps, talk(FakeEngine(), talking)))) == 1
 
-    def test_one_that_shall_not_be_is_not(self):
+    def test_response_with_store_false_is_not_stored(self):
         async def talking(client):
             answer = (await client.post(PATH, json={"input": "hello", "store": False})).json()
             return await client.get(f"{PATH}/{answer['id']}")
 
         assert talk(FakeEngine(), talking).status_code == 404
 
-    def test_where_none_is_kept_nobody_is_told_otherwise(self):
+    def test_response_without_a_store_reports_store_false(self):
         engine = FakeEngine(limits={"response_store_bytes": 0})
         assert post(engine, PATH, {"input": "hello"}).json()["store"] is False
         for field in ("store", "background"):
             assert error_of(post(engine, PATH, {"input": "hello", field: True}))["param"] == field
 
-    def test_one_in_the_background_is_computed_on(self):
+    def test_background_response_continues_after_a_disconnect(self):
         engine = FakeEngine(Script(hold_after=1))
 
         async def talking(client):
@@ -193,7 +193,7 @@ class TestStored:
         assert answer["output"][0]["content"][0]["text"] == "Hello world"
 
     @pytest.mark.parametrize("method", ["POST", "DELETE"])
-    def test_one_in_the_background_can_be_ended(self, method):
+    def test_background_response_can_be_cancelled(self, method):
         engine = FakeEngine(Script(hold_after=1))
 
         async def talking(client):
@@ -209,14 +209,14 @@ class TestStored:
             assert answer.json()["status"] == "cancelled"
             assert answer.json()["output"][0]["content"][0]["text"] == "Hello"
 
-    def test_one_that_somebody_waits_for_is_not_ended_by_its_id(self):
+    def test_foreground_response_is_not_cancelled_by_id(self):
         async def talking(client):
             answer = (await client.post(PATH, json={"input": "hello"})).json()
             return await client.post(f"{PATH}/{answer['id']}/cancel")
 
         assert "background" in error_of(talk(FakeEngine(), talking))["message"]
 
-    def test_the_oldest_make_room(self):
+    def test_response_store_evicts_the_oldest(self):
         store = ResponseStore(TenantQuota(3 * 5000))
         for name in "abcd":
             store.add(_stored(name, "me"))
@@ -228,7 +228,7 @@ class TestStored:
             store.find("large", None)
         assert store.find("d", None)
 
-    def test_what_it_was_given_is_listed_the_newest_first(self):
+    def test_response_input_items_are_listed_newest_first(self):
         call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
         given = [
             {"role": "user", "content": [{"type": "input_text", "text": "hello"}]},
@@ -272,7 +272,7 @@ class TestStored:
         ]
         assert refused == ["order", "after", "limit", "include"]
 
-    def test_one_that_is_too_large_to_keep_says_so(self):
+    def test_response_too_large_to_store_is_reported(self):
         engine = FakeEngine(limits={"response_store_bytes": 5000})
         large = {"input": "hello " * 50, "max_output_tokens": 8}
 
@@ -287,7 +287,7 @@ class TestStored:
         assert (refused.status_code, error_of(refused)["param"]) == (400, "background")
         assert len(engine.aborted) == 1
 
-    def test_one_in_the_background_that_becomes_too_large_fails_where_it_is_asked_for(self):
+    def test_background_response_beyond_the_store_fails(self):
         script = Script([Piece("x" * 500), Piece("", 1)], hold_after=1)
         engine = FakeEngine(script, limits={"response_store_bytes": 5000})
 
@@ -304,7 +304,7 @@ class TestStored:
         assert (full.status_code, error_of(full)["code"]) == (429, "store_full")
         assert (answer["status"], answer["error"]["code"], answer["output"]) == ("failed", "too_large", [])
 
-    def test_those_in_progress_leave_room_for_what_becomes_of_them(self):
+    def test_responses_in_progress_reserve_room_in_the_store(self):
         store = ResponseStore(TenantQuota(3 * 5000))
         begun = [_stored(name, "me") for name in "abc"]
         for each in begun:
@@ -314,7 +314,7 @@ class TestStored:
         store.add(begun[0])
         assert store.find("a", None) is begun[0]
 
-    def test_another_tenant_sees_none(self):
+    def test_stored_response_is_hidden_from_other_tenants(self):
         store = ResponseStore(TenantQuota(10**6))
         store.add(_stored("a", "me"))
         assert store.find("a", "me") is store.find("a", None)
@@ -365,19 +365,19 @@ class _Heard:
         ({"unheard": 1}, "unheard"),
     ],
 )
-def test_what_is_refused(fields, param):
+def test_unsupported_response_parameters_are_refused(fields, param):
     engine = FakeEngine()
     error = error_of(post(engine, PATH, {"input": "hello", **fields}))
     assert error["param"].startswith(param)
     assert engine.submitted == []
 
 
-def test_a_full_queue_is_told():
+def test_full_queue_refuses_a_response():
     response = post(FakeEngine(refusal=FULL_QUEUE), PATH, {"input": "hello"})
     assert (response.status_code, response.headers["retry-after"]) == (429, "4")
 
 
-def test_whoever_leaves_ends_the_request():
+def test_disconnect_aborts_a_response():
     engine = FakeEngine(Script(hold_after=1))
     leave_while_held(engine, PATH, {"input": "hello", "stream": True})
     assert len(engine.aborted) == 1

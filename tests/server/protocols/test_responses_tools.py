@@ -39,7 +39,7 @@ def engine_that_thinks(*pieces: str) -> FakeEngine:
     return engine
 
 
-def test_an_effort_is_a_budget_of_thoughts():
+def test_reasoning_effort_is_a_reasoning_budget():
     engine = engine_that_thinks("x")
     answer = post(engine, PATH, {"input": "hello", "reasoning": {"effort": "low", "summary": "auto"}})
     assert (answer.json()["reasoning"], answer.headers[IGNORED_HEADER]) == ({"effort": "low"}, "summary")
@@ -50,7 +50,7 @@ def test_an_effort_is_a_budget_of_thoughts():
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_tokens_of_thoughts_are_counted(stream):
+def test_reasoning_tokens_are_counted(stream):
     pieces = ("<think>", "Hm", "</think>", "Yes.")
     response = post(engine_that_thinks(*pieces), PATH, {"input": "hello", "stream": stream})
     usage = (named_events(response)[-1][1]["response"] if stream else response.json())["usage"]
@@ -62,7 +62,7 @@ def test_tokens_of_thoughts_are_counted(stream):
     assert usage["completion_tokens_details"] == {"reasoning_tokens": 1}
 
 
-def test_a_call_is_an_item():
+def test_tool_call_is_an_output_item():
     response, engine = ask("<think>Hmm.</think>", "I look.\n", CALL[:55], CALL[55:])
     answer = response.json()
     thought, said, called = answer["output"]
@@ -78,7 +78,7 @@ def test_a_call_is_an_item():
     assert prompt_of(engine) == ([USER], [{"type": "function", "function": function}])
 
 
-def test_a_stream_of_items():
+def test_tool_call_stream_has_item_events():
     response, _ = ask("<think>Hmm.</think>", "I look.\n", CALL[:55], CALL[55:], CALL, "", stream=True)
     told = named_events(response)
     assert [data["sequence_number"] for _, data in told] == list(range(len(told)))
@@ -109,19 +109,19 @@ def test_a_stream_of_items():
     assert (done["arguments"], done["name"]) == (ARGUMENTS, "get_weather")
 
 
-def test_a_call_that_is_cut_off_is_incomplete():
+def test_truncated_tool_call_is_incomplete():
     response, _ = ask(CALL, CALL[:55], ends=FinishReason.LENGTH)
     first, second = response.json()["output"]
     assert (response.json()["status"], first["status"], second["status"]) == ("incomplete", "completed", "incomplete")
 
 
-def test_of_several_calls_the_first_is_told_where_one_is_wanted():
+def test_parallel_tool_calls_false_returns_the_first_call():
     response, _ = ask(CALL, CALL, parallel_tool_calls=False)
     assert len(response.json()["output"]) == 1
     assert response.json()["parallel_tool_calls"] is False
 
 
-def test_an_answer_of_nothing_is_an_empty_message():
+def test_empty_answer_is_an_empty_message():
     for stream in (False, True):
         response, _ = ask("", stream=stream)
         answer = named_events(response)[-1][1]["response"] if stream else response.json()
@@ -131,7 +131,7 @@ def test_an_answer_of_nothing_is_an_empty_message():
 CALLED = {"id": "call_1", "type": "function", "function": {"name": "get_weather", "arguments": {"city": "Zurich"}}}
 
 
-def test_calls_thoughts_and_outputs_reach_the_template():
+def test_calls_reasoning_and_outputs_reach_the_template():
     called = {"type": "function_call", "call_id": "call_1", "name": "get_weather", "arguments": ARGUMENTS}
     items = [
         USER,
@@ -164,7 +164,7 @@ def test_calls_thoughts_and_outputs_reach_the_template():
     ]
 
 
-def test_a_response_with_a_call_that_was_cut_off_cannot_be_gone_on_with():
+def test_response_with_a_truncated_call_is_not_continued():
     engine = engine_that_says(CALL[:55], ends=FinishReason.LENGTH)
 
     async def talk() -> tuple[str, Any]:
@@ -179,14 +179,14 @@ def test_a_response_with_a_call_that_was_cut_off_cannot_be_gone_on_with():
     assert error["message"] == f"`previous_response_id` {rule}. Given: {first!r}"
 
 
-def test_calls_in_the_input_have_proper_arguments():
+def test_tool_calls_in_the_input_need_valid_arguments():
     called = {"type": "function_call", "call_id": "call_1", "name": "get_weather", "arguments": "{"}
     response, _ = ask("x", input=[{"role": "user", "content": "hello"}, called])
     assert "`input[1].arguments` must be a JSON object" in response.text
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_stored_response_is_gone_on_with(stream):
+def test_stored_response_is_continued(stream):
     engine = engine_that_says("<think>Hmm.</think>", "I look.", CALL)
 
     async def talk() -> str:
@@ -212,7 +212,7 @@ def test_a_stored_response_is_gone_on_with(stream):
     assert json.loads(ARGUMENTS) == called["function"]["arguments"]
 
 
-def test_what_is_said_can_be_bound_to_a_schema():
+def test_response_text_format_is_enforced():
     form = {"type": "json_schema", "name": "weather", "schema": SCHEMA, "strict": True}
     response, engine = ask("{}", tools=None, text={"format": form, "verbosity": "medium"})
     assert response.json()["text"]["format"] == form
@@ -233,7 +233,7 @@ def test_what_is_said_can_be_bound_to_a_schema():
         ({"format": {"type": "json_schema", "schema": SCHEMA, "more": 1}}, "text.format.more"),
     ],
 )
-def test_a_form_that_cannot_be_kept_to_is_named(text, param):
+def test_unsupported_text_format_error_names_the_field(text, param):
     response, engine = ask("x", text=text, tools=None)
     assert (response.status_code, response.json()["error"]["param"]) == (400, param)
     assert engine.submitted == []

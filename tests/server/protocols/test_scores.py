@@ -26,7 +26,7 @@ def score(first: str, second: str) -> float:
         ({"queries": ["a"], "documents": ["b", "c", "a"]}, ["ab", "ac", "aa"]),
     ],
 )
-def test_the_scores_of_pairs(body, pairs):
+def test_scores_of_pairs(body, pairs):
     answer = post(FakeEngine(SILENT), "/v1/score", body).json()
     assert [each["index"] for each in answer["data"]] == list(range(len(pairs)))
     assert [each["score"] for each in answer["data"]] == [score(*pair) for pair in pairs]
@@ -34,7 +34,7 @@ def test_the_scores_of_pairs(body, pairs):
 
 
 @pytest.mark.parametrize("path", ["/rerank", "/v1/rerank", "/v2/rerank"])
-def test_documents_by_their_scores(path):
+def test_rerank_sorts_documents_by_score(path):
     answer = post(FakeEngine(SILENT), path, RERANK).json()
     results = answer["results"]
     assert [each["relevance_score"] for each in results] == sorted((score("a", x) for x in "bac"), reverse=True)
@@ -43,17 +43,17 @@ def test_documents_by_their_scores(path):
     assert {each["index"]: each["document"]["text"] for each in results} == {0: "b", 1: "a", 2: "c"}
 
 
-def test_only_the_best_may_be_told_and_without_their_texts():
+def test_rerank_top_n_without_texts():
     answer = post(FakeEngine(SILENT), "/rerank", RERANK | {"top_n": 2, "return_documents": False}).json()
     assert [set(each) for each in answer["results"]] == [{"index", "relevance_score"}] * 2
 
 
-def test_equal_documents_stay_in_their_order():
+def test_rerank_keeps_the_order_of_equal_documents():
     answer = post(FakeEngine(SILENT), "/rerank", {"query": "a", "documents": ["b"] * 5}).json()
     assert [each["index"] for each in answer["results"]] == list(range(5))
 
 
-def test_documents_are_cut_and_the_query_is_not():
+def test_rerank_truncates_documents_only():
     engine = FakeEngine(SILENT)
     post(engine, "/rerank", {"query": "one two three", "documents": ["one two three"], "max_tokens_per_doc": 2})
     query, document = (each.prompt_token_ids for each in engine.submitted)
@@ -79,7 +79,7 @@ def test_documents_are_cut_and_the_query_is_not():
         ("/rerank", {"query": "a", "documents": ["b"], "texts": ["c"]}, "texts"),
     ],
 )
-def test_what_is_refused_and_by_which_name(path, body, param):
+def test_score_errors_name_the_field(path, body, param):
     engine = FakeEngine(SILENT, max_body_bytes=2**16)
     response = post(engine, path, body)
     assert response.status_code == 400

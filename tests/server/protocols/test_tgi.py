@@ -24,7 +24,7 @@ def test_generate_answers_with_an_object():
 
 
 @pytest.mark.parametrize(("path", "stream"), [("/", True), ("/generate_stream", False)])
-def test_a_stream_has_one_token_an_event(path, stream):
+def test_tgi_stream_has_one_token_per_event(path, stream):
     response = post(FakeEngine(), path, body(details=True) | {"stream": stream})
     received = events(response)
     assert [event["token"] for event in received] == [
@@ -42,7 +42,7 @@ def test_a_stream_has_one_token_an_event(path, stream):
     }
 
 
-def test_details():
+def test_tgi_details():
     script = Script([Piece("ab", 2)], FinishReason.LENGTH)
     details = post(FakeEngine(script), "/generate", body(details=True, seed=4, do_sample=True)).json()["details"]
     assert details["finish_reason"] == "length"
@@ -50,12 +50,12 @@ def test_details():
     assert [token["text"] for token in details["tokens"]] == ["", "ab"]
 
 
-def test_top_tokens():
+def test_tgi_top_tokens():
     received = events(post(FakeEngine(), "/generate_stream", body(top_n_tokens=2)))
     assert [token["id"] for token in received[0]["top_tokens"]] == [500, 501]
 
 
-def test_the_prompt_is_repeated_where_asked_for():
+def test_tgi_return_full_text():
     assert post(FakeEngine(), "/generate", body(return_full_text=True)).json()["generated_text"] == "helloHello world"
 
 
@@ -63,19 +63,19 @@ def test_the_prompt_is_repeated_where_asked_for():
     ("parameters", "temperature"),
     [({}, 0.0), ({"do_sample": True}, 1.0), ({"temperature": 0.75}, 0.75), ({"top_k": 5}, 1.0), ({"top_p": 0.9}, 1.0)],
 )
-def test_sampling_starts_with_a_parameter_that_needs_it(parameters, temperature):
+def test_tgi_sampling_parameters_enable_sampling(parameters, temperature):
     engine = FakeEngine()
     post(engine, "/generate", body(**parameters))
     assert engine.submitted[0].sampling.temperature == temperature
 
 
-def test_truncate_keeps_the_end_of_the_prompt():
+def test_tgi_truncate_keeps_the_end_of_the_prompt():
     engine = FakeEngine()
     post(engine, "/generate", {"inputs": "one two three", "parameters": {"truncate": 2}})
     assert engine.submitted[0].prompt_token_ids == DEMO_TOKENIZER.encode("one two three")[-2:]
 
 
-def test_a_stop_sequence_is_part_of_the_text():
+def test_tgi_stop_sequence_is_part_of_the_text():
     engine = FakeEngine(Script(stop_reason="world"))
     answer = post(engine, "/generate", body(stop=["world"], details=True)).json()
     assert answer["details"]["finish_reason"] == "stop_sequence"
@@ -90,7 +90,7 @@ def test_a_stop_sequence_is_part_of_the_text():
         {"stop_sequences": ["x"] * 17}, {"min_new_tokens": 9, "max_new_tokens": 8},
     ],
 )  # fmt: skip
-def test_what_is_not_served_is_a_validation_error(parameters):
+def test_tgi_unsupported_values_are_validation_errors(parameters):
     response = post(FakeEngine(), "/generate", body(**parameters))
     assert response.status_code == 422
     assert response.json()["error_type"] == "validation"
@@ -108,36 +108,36 @@ def test_what_is_not_served_is_a_validation_error(parameters):
         ("/generate", {}, {"top_n_tokens": 2, "details": True}, None),
     ],
 )
-def test_what_has_no_effect_on_a_route_is_named(path, fields, parameters, ignored):
+def test_tgi_parameters_without_effect_are_reported(path, fields, parameters, ignored):
     response = post(FakeEngine(), path, body(**parameters) | fields)
     assert response.headers.get(IGNORED_HEADER) == ignored
 
 
-def test_a_full_queue_is_overloaded():
+def test_tgi_full_queue_is_overloaded():
     response = post(FakeEngine(refusal=FULL_QUEUE), "/generate_stream", body())
     assert response.status_code == 429
     assert response.json()["error_type"] == "overloaded"
 
 
-def test_an_error_in_a_stream_is_an_event():
+def test_tgi_stream_error_is_an_event():
     received = events(post(FakeEngine(Script(error="gone")), "/generate_stream", body()))
     assert received[-1] == {"error": "gone", "error_type": "generation"}
 
 
-def test_a_client_that_leaves_aborts():
+def test_tgi_disconnect_aborts_the_request():
     engine = FakeEngine(Script(hold_after=1))
     leave_while_held(engine, "/generate_stream", body())
     assert len(engine.aborted) == len(engine.submitted) == 1
 
 
-def test_info():
+def test_tgi_info():
     info = request(FakeEngine(), "GET", "/info").json()
     assert info["model_id"] == "demo"
     assert info["max_total_tokens"] == 128
 
 
 @pytest.mark.parametrize(("held", "special"), [("<", False), ("", True)])
-def test_texts_of_tokens_that_are_not_special_are_the_answer(held, special):
+def test_tgi_token_texts_join_to_the_answer(held, special):
     """What was held back, as it might have begun a stop string, comes with the token that ends the answer."""
     engine = FakeEngine(Script([Piece("Hello"), Piece(" world"), Piece(held)]))
     engine.tokenizer = copy.copy(DEMO_TOKENIZER)
